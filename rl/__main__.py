@@ -43,7 +43,9 @@ COMMANDS = {
     "report": Command("what a run learnt", "rl.commands.report", needs_torch=False),
     "edit": Command("edit pictures with what was trained", "rl.commands.edit"),
     "runs": Command("what runs there are; make room", "rl.commands.runs", needs_torch=False),
-    "enhance": Command("better prompts from a trained rewriter", "rl.commands.enhance"),
+    "enhance": Command(
+        "better prompts from a trained rewriter", "rl.commands.edit", before=("--only-words",)
+    ),
     "export": Command("what a run trained, as a folder for other tools", "rl.commands.export"),
     "prepare": Command("edit sets as Emu3's codes", "rl.commands.prepare_data"),
     "check-distributed": Command(

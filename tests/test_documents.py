@@ -26,14 +26,16 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 from PIL import Image
 from tiny_rewards import make
+from tiny_run import run_config
 
 from rl.api.types import RewardInput, Sample
 from rl.config.schema import load_config
+from rl.edit.editor import Editor, EditRequest
 from rl.rewards import edit_quality
 from rl.rewards.clip import plug as clip
 
@@ -112,8 +114,8 @@ LINES = [
     Line("prompt_enhancement", "python test_integrated_system.py", "run",
          "python -m rl report runs/tiny_prompts"),
     Line("prompt_enhancement", "python test_clip_reward.py", "run", "rl/rewards/clip/"),
-    Line("prompt_enhancement", "from models.qwen_wrapper", "run", "rl/enhance.py"),
-    Line("prompt_enhancement", "qwen = QwenWrapper(\n", "run", "rl/enhance.py"),
+    Line("prompt_enhancement", "from models.qwen_wrapper", "run", "rl/edit/editor.py"),
+    Line("prompt_enhancement", "qwen = QwenWrapper(\n", "run", "rl/edit/editor.py"),
     Line("prompt_enhancement", "from models.clip_reward", "run", "rl/rewards/clip/"),
 ]  # fmt: skip
 
@@ -372,28 +374,31 @@ def test_the_rewriters_session(clone: Path) -> None:
         ),
         PYTHONPATH=str(ROOT),
     )  # fmt: skip
-    assert '"original": "a cat"' in out or '"prompt": "a cat"' in out
+    assert "a cat\n  words:   " in out
     assert {run.name for run in (clone / "runs").iterdir()} == {"placed", "tiny_prompts"}
 
 
 @pytest.mark.slow
 def test_the_rewriters_classes() -> None:
-    """Its `QwenWrapper` is `Enhancer`, its `CLIPRewardCalculator` the reward `clip`."""
-    from rl.enhance import Enhancer
-
+    """Its `QwenWrapper` is `Editor` with `only_words`, its `CLIPRewardCalculator` is `clip`."""
     assert of("prompt_enhancement", "from models", "qwen = QwenWrapper(", "python test_clip")
     [options] = [
         line for line in lines_of("prompt_enhancement") if line.startswith("qwen = QwenWrapper(\n")
     ]
-    given: dict[str, object] = {}
+    given: dict[str, Any] = {}
     exec(options, {"QwenWrapper": lambda **words: given.update(words)})
-    model = "pkg://tiny_world/weights/rewriter"
-    enhancer = Enhancer(model_path=model, device=str(given["device"]), system_prompt="Rewrite.")
-    how = {name: given[name] for name in ("max_new_tokens", "temperature")}
-    result = enhancer.enhance("a cat", **how)
-    assert (result.original, bool(result.enhanced)) == ("a cat", True)
-    results = enhancer.enhance_batch(["cat", "dog", "bird"], **how)
-    assert [each.original for each in results] == ["cat", "dog", "bird"]
+    policy = {"type": "qwen2_5_vl", "model_path": "pkg://tiny_world/weights/rewriter"}
+    config = run_config(
+        policy=policy,
+        engine={"type": "transformers"},
+        renderer={"type": "none"},
+        sampling={"max_completion_tokens": given["max_new_tokens"]},
+        evaluation={"temperature": given["temperature"]},
+    )
+    with Editor(config, given["device"], only_words=True) as editor:
+        assert editor.edit(None, "a cat").words
+        results = editor.edit_batch([EditRequest(words) for words in ("cat", "dog", "bird")])
+    assert [result.request.instruction for result in results] == ["cat", "dog", "bird"]
 
     section = {"type": "clip", "model_path": "pkg://tiny_world/weights/clip", "dtype": "float32"}
     reward = make(clip, clip.Config.model_validate(section))

@@ -48,7 +48,7 @@ FLOORS = [
     {"preflight"},
     {"run"},
     {"edit", "report"},
-    {"enhance", "train"},
+    {"train"},
     {"commands", "simple_launch"},
     {"__main__", "test_distributed_env"},
 ]

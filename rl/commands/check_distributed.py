@@ -1,4 +1,4 @@
-"""Do the ranks of this machine hear each other? `rl check-distributed --nproc N`.
+"""Checks that the ranks of this machine reach each other: `rl check-distributed --nproc N`.
 
 Every communicator that a run may use sums a known tensor over all ranks: Gloo, NCCL, and vLLM's
 own. One line each on rank 0, `... is successful!` or why it was skipped; exit code 1 with the
@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rl.ranks.dist import Dist
@@ -36,18 +35,33 @@ def main() -> None:
     """On every rank; the exit code is the answer."""
     terminal.guard()
     dist = Dist.from_env()
-    with patience(TIMEOUT_S, dist.rank):
-        for name, device, sum_ in communicators(dist):
-            if isinstance(sum_, str):
-                line = f"{name} skipped: {sum_}"
-            else:
-                line = f"{name} is successful!"
-                problems = [p for p in dist.gather(wrong_sum(sum_, dist, device)) if p]
-                if problems:
-                    sys.exit("\n".join(f"{name} {p}" for p in problems) if dist.is_main else 1)
-            if dist.is_main:
-                print(line, flush=True)
+    timer = threading.Timer(TIMEOUT_S, give_up, [dist.rank])
+    timer.daemon = True
+    timer.start()
+    for name, device, sum_ in communicators(dist):
+        if isinstance(sum_, str):
+            line = f"{name} skipped: {sum_}"
+        else:
+            line = f"{name} is successful!"
+            problems = [p for p in dist.gather(wrong_sum(sum_, dist, device)) if p]
+            if problems:
+                sys.exit("\n".join(f"{name} {p}" for p in problems) if dist.is_main else 1)
+        if dist.is_main:
+            print(line, flush=True)
+    timer.cancel()
     dist.close()
+
+
+def give_up(rank: int) -> None:
+    """End this process with exit code 1."""
+    print(
+        f"rank {rank} waited {TIMEOUT_S:.0f} s for the others in vain. The line that is missing "
+        "above names the communicator; NCCL_DEBUG=INFO tells more (wrong network interface: "
+        "NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
 
 
 def communicators(dist: Dist) -> Iterator[tuple[str, str, Sum | str]]:
@@ -90,29 +104,6 @@ def wrong_sum(sum_: Sum, dist: Dist, device: str) -> str:
         f"sums wrongly on rank {dist.rank}: {len(wrong)} of {NUM_VALUES} values, the first at "
         f"{first}: {float(total[first])} instead of {float(expected[first])}"
     )
-
-
-@contextmanager
-def patience(seconds: float, rank: int) -> Iterator[None]:
-    """End this process with exit code 1, and say so, unless the block is done by then."""
-
-    def give_up() -> None:
-        print(
-            f"rank {rank} waited {seconds:.0f} s for the others in vain. The line that is missing "
-            "above names the communicator; NCCL_DEBUG=INFO tells more (wrong network interface: "
-            "NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)
-
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 if __name__ == "__main__":

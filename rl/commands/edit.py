@@ -6,6 +6,7 @@
     rl edit --run runs/my-run edits.jsonl          {"image": "a.jpg", "instruction": "..."} a line,
                                                    {"images": ["a.jpg", "b.jpg"], ...} of several
     rl edit --run runs/my-prompts "a cat made of rain"          where a picture is drawn of words
+    rl enhance --adapter runs/my-prompts "a cat made of rain"   the same with --only-words
 
 Prints the words that the policy wrote and writes, into `--out`, the picture, a sheet that shows it
 beside what the untrained policy, the user's own words and the stock pipeline give (`--only-edit`:
@@ -20,13 +21,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rl.config.printing import shown
 from rl.record import terminal
-
-if TYPE_CHECKING:
-    from rl.edit.editor import Editor, EditResult
 
 MAX_WORDS_SHOWN = 2000
 
@@ -38,8 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from rl.edit import files
     from rl.edit.editor import Editor
 
+    *first, last = args.what
+    is_path = not first and (last.endswith(".jsonl") or Path(last).exists())
+    paths = [Path(path) for path in ([last] if is_path else first)]
     try:
-        requests = files.requests_of(*_asked(args.what))
+        requests = files.requests_of(paths, None if is_path else last)
         args.out.mkdir(parents=True, exist_ok=True)
         print(f"loading {args.run}", flush=True)
         editor = Editor.from_run(
@@ -49,61 +49,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
             device=args.device,
             num_steps=args.steps,
             size_px=args.size,
+            only_words=args.only_words,
         )
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
     with editor:
-        print(f"{editor.trained}, on {editor.device}{'' if editor.draws else _NOT_DRAWN}")
+        print(f"{editor.trained}, on {editor.device}{'' if editor.draws else '; words alone'}")
         began = time.monotonic()
         failed = 0
-        stream = editor.edit_stream(
-            requests, batch_size=args.batch_size, seed=args.seed, arms=not args.only_edit
-        )
+        arms = not (args.only_edit or args.only_words)
+        stream = editor.edit_stream(requests, batch_size=args.batch_size, seed=args.seed, arms=arms)
         for number, result in enumerate(stream, 1):
             failed += result.failure is not None
             try:
                 written = files.save(editor, result, files.free_stem(args.out, result.request))
             except OSError as error:
                 raise SystemExit(f"{error}; the edits before this one are written") from error
-            _say(editor, result, written, number, len(requests), time.monotonic() - began)
+            images = [image for image in result.request.images if isinstance(image, Path | str)]
+            head = [] if len(requests) == 1 else [f"[{number}/{len(requests)}]"]
+            head += [" ".join(map(str, images)) + ":"] if images else []
+            print(" ".join([*head, shown(result.request.instruction, MAX_WORDS_SHOWN)]))
+            for name, words in (
+                ("thought", result.thought),
+                ("words", result.words),
+                ("failed", result.failure),
+                *(("size", line) for line in files.sizes_said(result)),
+            ):
+                if words:
+                    print(f"  {name + ':':8} {shown(words, MAX_WORDS_SHOWN)}")
+            left_s = (time.monotonic() - began) / number * (len(requests) - number)
+            left = f", {left_s:.0f} s left" if number < len(requests) else ""
+            print(f"  wrote:   {', '.join(map(str, written))} ({result.seconds:.1f} s{left})")
+            sys.stdout.flush()
     return int(failed > 0)
-
-
-_NOT_DRAWN = "; this run's renderer draws nothing: the words are all there is"
-
-
-def _say(
-    editor: Editor,
-    result: EditResult,
-    written: Sequence[Path],
-    number: int,
-    num: int,
-    seconds: float,
-) -> None:
-    from rl.edit.files import sizes_said
-
-    head = [] if num == 1 else [f"[{number}/{num}]"]
-    head += [str(image) for image in result.request.images if isinstance(image, Path | str)]
-    asked = shown(result.request.instruction, MAX_WORDS_SHOWN)
-    print(f"{' '.join(head)}{': ' if head else ''}{asked}")
-    if result.thought:
-        print(f"  thought: {shown(result.thought, MAX_WORDS_SHOWN)}")
-    if result.words:
-        print(f"  words:   {shown(result.words, MAX_WORDS_SHOWN)}")
-    if result.failure is not None:
-        print(f"  failed:  {shown(result.failure, MAX_WORDS_SHOWN)}")
-    for said in sizes_said(result):
-        print(f"  size:    {said}")
-    left = "" if number == num else f", {seconds / number * (num - number):.0f} s left"
-    print(f"  wrote:   {', '.join(map(str, written))} ({result.seconds:.1f} s{left})", flush=True)
-
-
-def _asked(what: Sequence[str]) -> tuple[list[Path], str | None]:
-    """(pictures, a folder or a JSONL file; instruction). One argument that is no file is words."""
-    if len(what) > 1:
-        return [Path(path) for path in what[:-1]], what[-1]
-    is_path = what[0].endswith(".jsonl") or Path(what[0]).exists()
-    return ([Path(what[0])], None) if is_path else ([], what[0])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "what", nargs="+", help="pictures of one edit, a folder or a .jsonl file; instruction last"
     )
-    parser.add_argument("--run", type=Path, required=True, help="run folder, runs/my-run")
+    parser.add_argument(
+        "--run", "--adapter", type=Path, required=True, help="run folder, or one of its checkpoints"
+    )
     parser.add_argument(
         "--checkpoint",
         default="latest",
@@ -129,6 +109,9 @@ def _parser() -> argparse.ArgumentParser:
         help="1024x768, or 1024: about so many squared in the source's aspect; default: the run's",
     )
     parser.add_argument("--only-edit", action="store_true", help="draw nothing beside: no sheet")
+    parser.add_argument(
+        "--only-words", action="store_true", help="write no picture, and load no renderer"
+    )
     parser.add_argument("--batch-size", type=at_least_one, default=4, help="pictures at once")
     parser.add_argument("--device", default="auto", help="default: CUDA, else the CPU")
     parser.add_argument(

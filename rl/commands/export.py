@@ -11,10 +11,10 @@ Beside the model lies its card, README.md: what it is, how to use it, what was l
 limits, with the reward's curve and pictures of the first held-out samples (--no-pictures leaves
 them out). After full fine-tuning the model is copied; it is no adapter.
 
-The adapter is added in float32 and rounded once at the end. Which weights it belongs to stands in
-the run's own config beside the checkpoint; for a bare PEFT folder in its adapter_config.json.
-`--base` and `--text-encoder-from` override both. The whole base is in memory in float32: 4 bytes a
-parameter, about 15 GB for 3B and 33 GB for 7B.
+The adapter is added in float32 and rounded once at the end. The run's own config says which weights
+it belongs to; for a bare PEFT folder its adapter_config.json. `--base` and `--text-encoder-from`
+override both. The whole base is in memory in float32: 4 bytes a parameter, about 15 GB for 3B and
+33 GB for 7B.
 """
 
 from __future__ import annotations
@@ -23,59 +23,34 @@ import argparse
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
 from pathlib import Path
+from time import monotonic
 from typing import Any, get_args
 
 from rl import build
 from rl.api import find
-from rl.api.renderer import Renderer
-from rl.commands.export_base import (
-    DTYPES,
-    merge,
-    num_parameters_of,
-    policy_config,
-    run_config_of,
-    stage,
-    validated,
-)
-from rl.commands.export_evidence import gather, is_number
-from rl.edit import families
+from rl.commands.export_evidence import gather
+from rl.config.messages import validate
+from rl.config.schema import RunConfig
+from rl.edit.trained import Trained, load_trained
+from rl.files.atomic import row_of
+from rl.files.model_files import cached, model_problems
+from rl.files.weights import num_parameters
+from rl.policies.shared.loading import local_folder
+from rl.policies.shared.policy import TrainedPolicy
 from rl.preflight.disk import free_gb
-from rl.record import hub, terminal
-from rl.record.adapter_base import ADAPTER_CONFIG
+from rl.record import adapter_base, hub, terminal
 from rl.record.card_facts import at
-from rl.record.card_use import Form
-from rl.record.checkpoint import (
-    MODEL_CARD,
-    checkpoint_of,
-    model_folder,
-    read_state,
-)
-from rl.record.console import warn
-from rl.record.model_card import model_card
+from rl.record.checkpoint import MODEL_CARD
+from rl.record.console import duration, warn
+from rl.record.model_card import PIPELINES, Form, model_card
+from rl.record.progress import weights_counted
 from rl.record.scrub import scrub
 
-ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", MODEL_CARD)
+ADAPTER_FILES = (adapter_base.ADAPTER_CONFIG, "adapter_model.safetensors", MODEL_CARD)
 WHOLE_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.safetensors", MODEL_CARD)
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What is exported."""
-
-    model: Path
-    """A PEFT folder, or one of a whole model."""
-    is_adapter: bool
-    run_config: Mapping[str, Any] | None = None
-    """Under today's names; None of a folder that lies alone."""
-    run_dir: Path | None = None
-    """With the record of its training; None where it lies elsewhere."""
-    iteration: int = 0
-    """Finished ones."""
-    metrics: Mapping[str, float] | None = None
+DTYPES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a number."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -83,32 +58,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="rl export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, help="run folder, checkpoint, or PEFT folder")
-    parser.add_argument("target", type=Path, help="folder to write; must not exist")
-    parser.add_argument(
-        "--as", dest="form", choices=get_args(Form), default="model", help="see above"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("source", type=Path, help="run folder, checkpoint, or PEFT folder")
+    add("target", type=Path, help="folder to write; must not exist")
+    add("--as", dest="form", choices=get_args(Form), default="model", help="see above")
+    add(
         "--checkpoint",
         default="latest",
         help="of a run: latest, best (on held-out samples), or its number of iterations",
     )
-    parser.add_argument("--base", help="folder or hub id of weights, tokenizer and processor")
-    parser.add_argument(
-        "--text-encoder-from", help="folder or hub id of an editor whose text encoder is the base"
-    )
-    parser.add_argument(
-        "--policy",
-        choices=families.policies(),
-        help="plug of a folder without a run; default: as its files say",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the result; default: the run's")
-    parser.add_argument(
-        "--push-to", help="repository of the hub, me/my-model, private if it is made; optional"
-    )
-    parser.add_argument(
-        "--no-pictures", action="store_true", help="none of the held-out samples beside the card"
-    )
+    add("--base", help="folder or hub id of weights, tokenizer and processor")
+    add("--text-encoder-from", help="folder or hub id of an editor whose text encoder is the base")
+    add("--dtype", choices=DTYPES, help="of the result; default: the run's")
+    add("--push-to", help="repository of the hub, me/my-model, private if it is made; optional")
+    add("--no-pictures", action="store_true", help="none of the held-out samples beside the card")
     args = parser.parse_args(arguments)
     try:
         export(args)
@@ -134,8 +97,8 @@ def push(folder: Path, repo_id: str) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Raises ValueError for what the user can mend."""
-    trained = find_trained(args.source, args.checkpoint)
+    """Raises ValueError for what the user can fix."""
+    trained = load_trained(args.source, args.checkpoint)
     if args.target.exists():
         raise ValueError(f"{args.target} exists; name a folder that does not")
     if args.form == "adapter" and not trained.is_adapter:
@@ -145,23 +108,24 @@ def export(args: argparse.Namespace) -> None:
         )
     if args.form == "adapter" and args.dtype:
         raise ValueError("--dtype is of a model; --as adapter copies what the run wrote")
-    if args.form == "text-encoder" and (problem := _no_text_encoder(trained, args.policy)):
-        raise ValueError(problem)
-    is_merged = trained.is_adapter and args.form != "adapter"
-    if not (is_merged or args.form == "text-encoder" or args.dtype):
+    if args.form == "text-encoder":
+        refuse_without_text_encoder(trained)
+    is_copied = args.form == "adapter" or not trained.is_adapter
+    if is_copied and args.form != "text-encoder" and not args.dtype:
         names = ADAPTER_FILES if trained.is_adapter else WHOLE_MODEL_FILES
-        files = sorted(own_file(file) for name in names for file in trained.model.glob(name))
-        num_bytes = sum(file.stat().st_size for file in files)
-        write = partial(copy, files)
-    else:
-        config = model_config(trained, args)
-        dtype = args.dtype or config.dtype
-        num_bytes = int(num_parameters_of(config) * DTYPES[dtype])
-        adapter = trained.model if trained.is_adapter else None
-        write = partial(merge, adapter, config, dtype, args.form != "text-encoder")
-    _require_room(args.target, num_bytes)
+        files = sorted(_inside(file) for name in names for file in trained.model.glob(name))
+        _require_room(args.target, sum(file.stat().st_size for file in files))
+        with written_aside(args.target) as part:
+            part.mkdir(parents=True)
+            for file in files:
+                shutil.copy2(file, part)
+            write_card(trained, part, args.form, not args.no_pictures)
+        return
+    config = model_config(trained, args.base, args.text_encoder_from)
+    dtype = args.dtype or config.dtype
+    _require_room(args.target, int(num_parameters_of(config) * DTYPES[dtype]))
     with written_aside(args.target) as part:
-        write(part)
+        merge(trained, config, dtype, args.form != "text-encoder", part)
         write_card(trained, part, args.form, not args.no_pictures)
 
 
@@ -179,73 +143,128 @@ def written_aside(target: Path) -> Iterator[Path]:
         raise
 
 
-def find_trained(source: Path, which: str) -> Trained:
-    """What `source` is or holds. Raises ValueError when there is nothing to export."""
-    if which != "latest":
-        source = checkpoint_of(source, which)
-    model = model_folder(source)
-    is_adapter = (model / ADAPTER_CONFIG).is_file()
-    if not is_adapter and not (
-        list(model.glob("*.safetensors")) and (model / "config.json").is_file()
-    ):
+@contextmanager
+def stage(what: str) -> Iterator[None]:
+    """A line when it begins, and how long it took."""
+    print(f"{what} ...", flush=True)
+    began_s = monotonic()
+    yield
+    print(f"  {duration(monotonic() - began_s)}", flush=True)
+
+
+def refuse_without_text_encoder(trained: Trained) -> None:
+    """Raises ValueError where what was trained is no editor's text encoder."""
+    if at(trained.config, "policy.conditioning") == "base":
         raise ValueError(
-            f"{model} holds neither an adapter ({ADAPTER_CONFIG}) nor a run's checkpoints; name a "
-            "run folder, one of its checkpoints/step_*, or a PEFT folder"
-        )
-    config = run_config_of(model)
-    if config is None:
-        return Trained(model, is_adapter)
-    folder = model.resolve().parent
-    state = read_state(folder)
-    number, run_dir = at(state, "iteration"), folder.parent.parent
-    metrics = at(state, "meta.metrics")
-    metrics = metrics if isinstance(metrics, Mapping) else {}
-    return Trained(
-        model,
-        is_adapter,
-        config,
-        run_dir if (run_dir / "metrics.jsonl").is_file() else None,
-        number if type(number) is int else 0,
-        {name: value for name, value in metrics.items() if is_number(value)},
-    )
-
-
-def _no_text_encoder(trained: Trained, bare_policy: str | None) -> str:
-    """Why what was trained is no editor's text encoder, or ''."""
-    if trained.run_config is None:
-        kind = bare_policy or families.of_folder(trained.model)
-        is_one = "hidden_states" in families.policies()[kind].emits
-        return "" if is_one else f"a {kind} is no editor's text encoder; export it --as model"
-    renderer = at(trained.run_config, "renderer.type")
-    if at(trained.run_config, "policy.conditioning") == "base":
-        return (
             "the run's renderer read the untrained states (policy.conditioning: 'base'): its text "
             "encoder is the base's own; export what was trained --as model"
         )
-    if renderer in build.plugs_of("renderers"):
-        module = import_module(build.module_of("renderers", renderer))
-        plug, _ = find.plug_class(module, build.ROOMS["renderers"])
-        assert plug is not None and issubclass(plug, Renderer)
-        if plug.accepts != "hidden_states":
-            return (
-                f"the run's renderer {renderer!r} reads {plug.accepts}, not the policy's hidden "
-                "states: what was trained is no text encoder of it; export it --as model"
-            )
-    return ""
+    renderer = at(trained.config, "renderer.type")
+    kind = at(trained.config, "policy.type") or policy_of_folder(trained.model)
+    is_read = renderer in PIPELINES or renderer not in build.plugs_of("renderers")
+    if not is_read or "hidden_states" not in policies()[kind].emits:
+        raise ValueError(
+            f"a {kind} with renderer {renderer!r} is no editor's text encoder; export it --as model"
+        )
 
 
-def model_config(trained: Trained, args: argparse.Namespace) -> Any:
+def model_config(trained: Trained, base: str | None, text_encoder_from: str | None) -> Any:
     """The policy section that loads what the result is made of: the base of an adapter, or the
     whole model itself. Raises ValueError naming what is not known and how to say it."""
-    if trained.is_adapter:
-        return policy_config(trained.model, args.base, args.text_encoder_from, args.policy)
-    if trained.run_config:
-        section = dict(trained.run_config["policy"])
+    if not trained.is_adapter:
+        section = trained.policy() if trained.config else {}
+        section = {**section, "model_path": str(trained.model)}
+        section.pop("lora", None)
+    elif trained.config is not None:
+        section = dict(trained.config["policy"])
     else:
-        section = {"type": args.policy or families.of_folder(trained.model)}
-    for key in ("init_text_encoder_from", "text_encoder_subfolder", "revision", "lora"):
-        section.pop(key, None)
-    return validated({**section, "model_path": str(trained.model)})
+        noted = adapter_base.read_config(trained.model)
+        try:
+            section = {} if base else adapter_base.base_of(noted).policy_keys()
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; or give --base (and --text-encoder-from for an editor's text encoder)"
+            ) from error
+    if "type" not in section:
+        section["type"] = policy_of_folder(trained.model, base)
+    if trained.is_adapter and base is not None:
+        section |= {"model_path": base, "revision": None}
+        section.pop("init_text_encoder_from", None)
+    if trained.is_adapter and text_encoder_from is not None:
+        section["init_text_encoder_from"] = text_encoder_from
+    policy = policies().get(section["type"])
+    if policy is None:
+        raise ValueError(f"policies of type {section['type']!r} cannot be exported here")
+    # No attention is computed: the run's kernel need not run here.
+    section |= {"adapter_path": "", "attn_implementation": "auto"}
+    config, problems = validate(policy.Config, section, at="policy")
+    problems = problems or [
+        *model_problems(policy.models(config)),
+        *policy.problems(config, RunConfig.model_construct()),
+    ]
+    if problems:
+        remedy = "say where the base lies with --base (and --text-encoder-from)"
+        raise ValueError("\n".join([*problems, remedy]))
+    return config
+
+
+def policies() -> Mapping[str, type[TrainedPolicy[Any]]]:
+    """Type -> plugin."""
+    found = {}
+    for name in build.plugs_of("policies"):
+        module, _ = find.import_plug(build.module_of("policies", name))
+        [plug] = find.plugs_in(module, build.ROOMS["policies"])
+        assert issubclass(plug, TrainedPolicy)
+        found[name] = plug
+    return found
+
+
+def policy_of_folder(model: Path, base: str | None = None) -> str:
+    """The policy's type by the adapter's config, else by the config.json of its base (or `base`),
+    or of the whole model; 'qwen2_5_vl' where none says it."""
+    path: Any = str(model)
+    if (model / adapter_base.ADAPTER_CONFIG).is_file():
+        noted = adapter_base.read_config(model)
+        model_class = adapter_base.model_class_of(noted)
+        for name, plug in policies().items():
+            if model_class in plug.model_classes:
+                return name
+        path = base or noted.get(adapter_base.NAME)
+    try:
+        file = local_folder(str(path), None, ["config.json"]) / "config.json"
+        kind = str((row_of(file.read_bytes()) or {}).get("model_type"))
+    except (OSError, ValueError):  # loading it will say what is wrong
+        kind = ""
+    return next((n for n, plug in policies().items() if kind in plug.model_types), "qwen2_5_vl")
+
+
+def num_parameters_of(config: Any) -> float:
+    """Number of parameters, by the files' headers; 0 where they are not on this machine yet."""
+    policy = policies()[config.type]
+    [model] = [model for model in policy.models(config) if model.weights]
+    file: Path | None = Path(model.path, model.subfolder, model.config)
+    if not Path(model.path).is_dir():
+        file = cached(model.path, str(Path(model.subfolder, model.config)), model.revision)
+    return num_parameters(file.parent) if file else 0.0
+
+
+def merge(trained: Trained, config: Any, dtype: str, with_words: bool, target: Path) -> None:
+    """Base + adapter (or what was trained whole), added in float32 and rounded to `dtype` once;
+    `with_words` with what its prompts need."""
+    import torch
+
+    policy = policies()[config.type]
+    with stage(f"loading {config.model_path} in float32"):
+        model = policy.loading.load_model(config.model_copy(update={"dtype": "float32"}))
+    if trained.is_adapter:
+        from peft import PeftModel
+
+        with stage("adding the adapter"):
+            model = PeftModel.from_pretrained(model, str(trained.model)).merge_and_unload()
+    with stage(f"writing the weights in {dtype}"), weights_counted():
+        model.to(getattr(torch, dtype)).save_pretrained(target)
+    if with_words:
+        policy.save_prompt_files(config, target)
 
 
 def _require_room(target: Path, num_bytes: int) -> None:
@@ -259,9 +278,9 @@ def _require_room(target: Path, num_bytes: int) -> None:
         )
 
 
-def own_file(file: Path) -> Path:
-    """`file`, unless it is a link to what is not of its folder: what is exported is passed on. A
-    hub's cache has links into its own `blobs`. Raises ValueError."""
+def _inside(file: Path) -> Path:
+    """`file`, unless it is a link out of its folder: what is exported is passed on. A hub's cache
+    has links into its own `blobs`. Raises ValueError."""
     folder, place = file.parent.resolve(), file.resolve()
     blobs = folder.parent.parent / "blobs"
     if file.is_symlink() and not (place.is_relative_to(folder) or place.parent == blobs):
@@ -269,24 +288,18 @@ def own_file(file: Path) -> Path:
     return file
 
 
-def copy(files: Sequence[Path], target: Path) -> None:
-    target.mkdir(parents=True)
-    for file in files:
-        shutil.copy2(file, target)
-
-
 def write_card(trained: Trained, target: Path, form: Form, with_pictures: bool) -> None:
-    """README.md, of a folder that lies alone the one that lies there."""
-    if trained.run_config is None:
-        own = trained.model / MODEL_CARD
-        if own.is_file() and not (target / MODEL_CARD).exists():
-            shutil.copyfile(own_file(own), target / MODEL_CARD)
+    """README.md; a folder without a run keeps the one that it has."""
+    if trained.config is None:
+        there = trained.model / MODEL_CARD
+        if there.is_file() and not (target / MODEL_CARD).exists():
+            shutil.copyfile(_inside(there), target / MODEL_CARD)
         return
     evidence = None
     if trained.run_dir is not None:
         with stage("writing the card"):
-            evidence = gather(trained.run_dir, trained.iteration, target, with_pictures)
-    card = model_card(trained.run_config, trained.iteration, trained.metrics or {}, form, evidence)
+            evidence = gather(trained.run_dir, trained.iterations, target, with_pictures)
+    card = model_card(trained.config, trained.iterations, trained.metrics, form, evidence)
     (target / MODEL_CARD).write_text(scrub(card), encoding="utf-8")
 
 

@@ -1,101 +1,80 @@
-"""Edit sets as Emu3's codes: `rl prepare tokenize ...`.
+"""Encodes the pictures of an edit set as Emu3's codes: `rl prepare tokenize ...`.
 
     rl prepare tokenize --dataset-name owner/edits --split train \\
         --original-image-key source --edited-image-key edited --edit-instruction-key instruction \\
         --output-path data/mine/train --num-workers 4
 
-Reads a hub set, parquet, JSONL, ... and encodes both pictures of every row: `<output>/feature/`
-gets one file per edit and `<output>/list/tokenized_datalist.json` names them.
-
-Every file appears whole or not at all, and belongs to one worker; the list is written once, at the
-end, by one process. So a run that was killed is simply started again: what is done is kept.
+Reads a hub set, parquet, JSONL, ... and writes one file per edit into `<output>/feature/`, then
+`<output>/list/tokenized_datalist.json`, which names them. The same command continues a run that was
+killed: it encodes only the edits whose files are missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 from urllib.parse import quote
 
-import numpy as np
-
 from rl.api.data import RowRules
-from rl.api.types import Sample
-from rl.commands.edit_shards import (
-    LIST,
-    CannotPrepare,
-    Edit,
-    Maker,
-    continue_only_the_same,
-    locked,
-    make_all,
-)
-from rl.data import edit_jsonl, hf_dataset
-from rl.data.emu3_tokens.files import TokenisedEdit
+from rl.commands.edit import at_least_one
+from rl.data import hf_dataset
+from rl.data.emu3_tokens.files import SUFFIX, TokenisedEdit, write
 from rl.data.shared.rows import BadRowError, Columns, Rows
+from rl.files.atomic import write_atomically
 from rl.files.model_files import model_problems
+from rl.ranks.signals import die_with_parent
 from rl.record import terminal
+from rl.record.progress import counted
 from rl.renderers.emu3_vq.plug import Config as VqConfig
 from rl.renderers.emu3_vq.plug import Emu3Vq
 
-if TYPE_CHECKING:
-    from rl.renderers.emu3_vq.codec import Emu3Codec
-
-ROW_RULES = RowRules(
-    max_image_side_px=16384,
-    max_pictures=1,
-    pictures_remedy="EARL's models read one: give fewer, or leave the row out",
-)
-"""Longer pictures are refused, as damaged or absurd."""
-
+MAX_IMAGE_SIDE_PX = 16384
 _BOX = re.compile(r"\[" + ",".join([r"\s*(-?\d+(?:\.\d+)?)\s*"] * 4) + r"\]")
-
-
-@dataclass(frozen=True)
-class Tokenising:
-    """What decides the codes; a started output folder is only ever continued with the same."""
-
-    dataset_name: str
-    split: str
-    original_image_key: str
-    edited_image_key: str
-    edit_instruction_key: str
-    id_key: str
-    cot_keys: list[str]
-    image_area: int
-    model_path: str
-    revision: str | None
-    dtype: str
+_worker: tuple[argparse.Namespace, Rows, Any]
+"""In a worker process: (options, rows, Emu3Codec)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when the list is written; 1 with a message when it cannot be."""
+    """Exit code: 0 when the list is written; 1 with a message when it cannot be."""
     terminal.guard()
     options = parse(arguments)
     try:
-        with locked(options.output_path):
-            num_done, skipped = run_tokenize(options)
-    except (CannotPrepare, BadRowError) as error:
-        print(f"rl prepare: {error}", file=sys.stderr)
+        num_done, num_skipped, bad = run_tokenize(options)
+    except (ValueError, BrokenProcessPool) as error:
+        print(
+            f"rl prepare: {error}\nFinished edits are kept: the same command continues",
+            file=sys.stderr,
+        )
         return 1
-    for reason in skipped[:10]:
+    for reason in bad[:10]:
         print(f"left out: {reason}")
-    print(f"{options.output_path / 'list' / LIST}: {num_done} edits, {len(skipped)} left out")
+    file = list_of(options.output_path)
+    print(f"{file}: {num_done} edits, {num_skipped + len(bad)} left out")
     return 0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; the keys are named as EARL's own script names them."""
+    """The command line; the keys have the names of EARL's own script."""
     parser = argparse.ArgumentParser("rl prepare", description=(__doc__ or "").partition("\n")[0])
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add = parser.add_argument
     add("task", choices=["tokenize"], help="pictures to codes")
+    add("--output-path", type=Path, required=True)
+    add("--device", default="auto", help="auto = every GPU in turn, or the CPU")
+    add("--batch-size", type=at_least_one, default=8, help="pictures encoded together")
+    add("--num-workers", type=at_least_one, default=1, help="processes")
+    add("--on-bad-row", default="error", choices=["error", "skip"])
+    # A folder is continued only with the same values of what follows.
+    codes = parser.add_argument_group("what decides the codes")
+    add = codes.add_argument
     add("--dataset-name", required=True, help="hub id, or a parquet, JSONL, ... file or folder")
     add("--split", default="train")
     add("--original-image-key", default="image", help="column of the source picture")
@@ -103,154 +82,157 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--edit-instruction-key", default="instruction", help="column of the user's words")
     add("--id-key", default="", help="column that names a row; '' = its number")
     add("--CoT-keys", dest="cot_keys", nargs="+", default=[], help="columns of written reasoning")
-    add("--image-area", type=positive, default=256 * 256, help="of a picture before coding, px^2")
+    add(
+        "--image-area",
+        type=at_least_one,
+        default=256 * 256,
+        help="of a picture before coding, px^2",
+    )
     add("--model-path", default="BAAI/Emu3-VisionTokenizer", help="the tokenizer: id or folder")
     add("--revision", default=None, help="of --model-path on the hub")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    add("--device", default="auto", help="auto = every GPU in turn, or the CPU")
-    add("--batch-size", type=positive, default=8, help="pictures encoded together")
-    add("--output-path", type=Path, required=True)
-    add("--num-workers", type=positive, default=1, help="processes")
-    add("--on-bad-row", default="error", choices=["error", "skip"])
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    names = [action.dest for action in codes._group_actions]
+    options.made_from = {name: getattr(options, name) for name in names}
+    return options
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} given, must be >= 1")
-    return value
+def list_of(output: Path) -> Path:
+    return output / "list" / "tokenized_datalist.json"
 
 
-def run_tokenize(options: argparse.Namespace) -> tuple[int, list[str]]:
-    names = Tokenising.__dataclass_fields__
-    task = Tokenising(**{name: getattr(options, name) for name in names})
-    tokenizer = VqConfig(model_path=task.model_path, revision=task.revision)
+def run_tokenize(options: argparse.Namespace) -> tuple[int, int, list[str]]:
+    """(edits in the list, bad rows, why other rows could not be encoded). Raises ValueError."""
+    import torch
+
+    tokenizer = VqConfig(model_path=options.model_path, revision=options.revision)
     for problem in model_problems(Emu3Vq.models(tokenizer)):
-        raise CannotPrepare(problem.replace("model_path", "--model-path", 1))
-    rows = open_rows(task)
-    continue_only_the_same(options.output_path, asdict(task))
-    names_of_rows = row_names(task, len(rows), options.on_bad_row)
-    edits = [Edit(number, name) for number, name in names_of_rows if name is not None]
-    places = worker_places(options.device, options.num_workers)
-    makers = [partial(make_tokeniser, task, options.batch_size, place) for place in places]
-    num_done, skipped = make_all(
-        options.output_path, edits, makers, options.batch_size, options.on_bad_row
-    )
-    unnamed = [f"row {n}: no usable instruction or id" for n, name in names_of_rows if name is None]
-    return num_done, unnamed + skipped
+        raise ValueError(problem.replace("model_path", "--model-path", 1))
+    rows = open_rows(options)
+    continue_only_the_same(options.output_path, options.made_from)
+    files = [file_of(options, rows, index) for index in range(len(rows))]
+    missing = [index for index, file in enumerate(files) if not file.is_file()]
+    size = options.batch_size
+    batches = [missing[start : start + size] for start in range(0, len(missing), size)]
+    num_gpus = torch.cuda.device_count() if options.device == "auto" else 0
+    device = "cpu" if options.device == "auto" else options.device
+    context = get_context("spawn")
+    devices = context.SimpleQueue()
+    for worker in range(options.num_workers):
+        devices.put(f"cuda:{worker % num_gpus}" if num_gpus else device)
+    bad: list[str] = []
+    with (
+        ProcessPoolExecutor(options.num_workers, context, begin, (options, devices)) as pool,
+        counted("edits", len(missing)) as progress,
+    ):
+        for batch, bad_of_batch in zip(batches, pool.map(work, batches), strict=True):
+            bad += bad_of_batch
+            progress.step(len(batch))
+    entries = [file.name for file in files if file.is_file()]
+    if not entries:
+        raise ValueError(f"no row is left, e.g. {bad[0]}")
+    content = {"prefix": str((options.output_path / "feature").resolve()), "path_list": entries}
+    write_atomically(list_of(options.output_path), json.dumps(content))
+    return len(entries), rows.num_skipped, bad
 
 
-def open_rows(task: Tokenising, with_pictures: bool = True) -> Rows:
-    keys = {"instruction": task.edit_instruction_key, "source": "", "target": "", "category": ""}
-    if task.id_key:
-        keys["id"] = task.id_key
-    if with_pictures:
-        keys |= {"source": task.original_image_key, "target": task.edited_image_key}
-    thoughts = task.cot_keys if with_pictures else []
-    columns = Columns.model_validate(
-        {**keys, "hidden": {key: key for key in thoughts}, "hidden_optional": True}
+def open_rows(options: argparse.Namespace) -> Rows:
+    """The rows of the set; raises BadRowError for bad ones, or leaves them out."""
+    columns = Columns(
+        instruction=options.edit_instruction_key,
+        source=options.original_image_key,
+        target=options.edited_image_key,
+        id=options.id_key,
+        category="",
+        hidden={key: key for key in options.cot_keys},
+        hidden_optional=True,
     )
-    if task.dataset_name.endswith(".jsonl"):
-        config = edit_jsonl.Config(type="edit_jsonl", path=task.dataset_name, columns=columns)
-        rows, unreadable = edit_jsonl.EditJsonl.read(config, ROW_RULES)
-    else:
-        section = hf_dataset.Config(
-            type="hf_dataset", path=task.dataset_name, split=task.split, columns=columns
-        )
-        rows, unreadable = hf_dataset.HfDataset.read(section, ROW_RULES)
-    if unreadable:
-        raise CannotPrepare(unreadable[0])
+    config = hf_dataset.Config(
+        type="hf_dataset",
+        path=options.dataset_name,
+        split=options.split,
+        columns=columns,
+        picture_check="exists",
+    )
+    remedy = "EARL's models read one: give fewer, or leave the row out"
+    rules = RowRules(options.on_bad_row, MAX_IMAGE_SIDE_PX, 1, remedy)
+    rows, unreadable = hf_dataset.HfDataset.read(config, rules)
+    try:
+        rows.keep_good(options.on_bad_row, unreadable)
+    except BadRowError as error:
+        message = str(error).replace("data.on_bad_row: 'skip'", "--on-bad-row skip")
+        raise ValueError(message) from error
     return rows
 
 
-def row_names(task: Tokenising, num_rows: int, on_bad_row: str) -> list[tuple[int, str | None]]:
-    """(row number, its file's name); None where the row has no usable text. Reads text alone."""
-    if not task.id_key:
-        return [(number, f"{number:08d}") for number in range(num_rows)]
-    rows = open_rows(task, with_pictures=False)
-    names: list[tuple[int, str | None]] = []
-    for number in range(num_rows):
-        try:
-            names.append((number, quote(rows[number].id, safe="")))
-        except BadRowError:
-            if on_bad_row == "error":
-                raise
-            names.append((number, None))
-    owners: dict[str, int] = {}
-    for number, name in names:
-        if name is not None and (owner := owners.setdefault(name, number)) != number:
-            raise CannotPrepare(
-                f"--id-key {task.id_key}: not unique; leave it out, or name another column "
-                f"({name!r} is row {owner} and row {number})"
-            )
-    return names
+def continue_only_the_same(output: Path, made_from: dict[str, Any]) -> None:
+    """Raises ValueError where the folder holds edits that were encoded with other options."""
+    file = output / "list" / "made_from.json"
+    feature = output / "feature"
+    feature.mkdir(parents=True, exist_ok=True)
+    if file.is_file():
+        before = json.loads(file.read_text())
+        for key in {**made_from, **before}:
+            if made_from.get(key) != before.get(key):
+                raise ValueError(
+                    f"{output} was begun with {key} {before.get(key)!r}, not "
+                    f"{made_from.get(key)!r}; use the same, or choose another --output-path"
+                )
+    elif any(feature.iterdir()):
+        raise ValueError(f"{output} holds another set; choose another --output-path")
+    write_atomically(file, json.dumps(made_from, indent=2))
 
 
-def worker_places(device: str, num_workers: int) -> list[str]:
-    import torch
-
-    num_gpus = torch.cuda.device_count() if device == "auto" else 0
-    named = "cpu" if device == "auto" else device
-    return [f"cuda:{k % num_gpus}" if num_gpus else named for k in range(num_workers)]
+def file_of(options: argparse.Namespace, rows: Rows, index: int) -> Path:
+    number = f"{rows.number_of(index):08d}"
+    name = quote(rows.id_of(index), safe="") if options.id_key else number
+    return Path(options.output_path / "feature" / (name + SUFFIX))
 
 
-def make_tokeniser(task: Tokenising, batch_size: int, device: str) -> Maker:
+def begin(options: argparse.Namespace, devices: Any) -> None:
+    """In a worker: opens the set and the tokenizer, on the next of `devices`."""
+    global _worker
     import torch
 
     from rl.renderers.emu3_vq.codec import load_codec
 
+    die_with_parent()
+    device = devices.get()
     if device == "cpu":
         torch.set_num_threads(1)
-    rows = open_rows(task)
-    codec = load_codec(task.model_path, task.revision, task.dtype, device)
-    return partial(tokenise, task, rows, codec, batch_size)
+    codec = load_codec(options.model_path, options.revision, options.dtype, device)
+    _worker = options, open_rows(options), codec
 
 
-def tokenise(
-    task: Tokenising, rows: Rows, codec: Emu3Codec, batch_size: int, edits: Sequence[Edit]
-) -> list[TokenisedEdit | str]:
-    outcomes: list[Sample | str] = []
-    for edit in edits:
+def work(indices: Sequence[int]) -> list[str]:
+    """In a worker: encodes and writes these rows; returns why some of them could not be."""
+    options, rows, codec = _worker
+    samples, bad = {}, []
+    for index in indices:
         try:
-            outcomes.append(rows[edit.number])
+            samples[index] = rows[index]
         except BadRowError as error:
-            outcomes.append(str(error))
-    samples = [sample for sample in outcomes if not isinstance(sample, str)]
-    pictures = [p for s in samples for p in (s.source, s.target) if p is not None]
-    assert len(pictures) == 2 * len(samples), "both columns are required of every row"
-    codes = iter(codec.encode(pictures, task.image_area, batch_size))
-    return [
-        outcome
-        if isinstance(outcome, str)
-        else tokenised(task, edit, outcome, (next(codes), next(codes)), codec.patch_px)
-        for edit, outcome in zip(edits, outcomes, strict=True)
-    ]
-
-
-def tokenised(
-    task: Tokenising,
-    edit: Edit,
-    sample: Sample,
-    codes: tuple[np.ndarray, np.ndarray],
-    patch_px: int,
-) -> TokenisedEdit:
-    """`codes`: of source and target."""
-    assert sample.source is not None
-    height, width = codes[0].shape
-    scale = (width * patch_px / sample.source.width, height * patch_px / sample.source.height)
-    texts = {key: sample.hidden[key] for key in task.cot_keys}
-    return TokenisedEdit(
-        id=sample.id if task.id_key else edit.name,
-        instruction=sample.instruction,
-        source_codes=codes[0],
-        target_codes=codes[1],
-        thoughts={
+            if options.on_bad_row == "error":
+                raise ValueError(f"{error}\nFix it, or add --on-bad-row skip") from error
+            bad.append(str(error))
+    pictures = [p for sample in samples.values() for p in (sample.source, sample.target)]
+    codes = iter(codec.encode(pictures, options.image_area, options.batch_size))
+    for index, sample in samples.items():
+        source_codes, target_codes = next(codes), next(codes)
+        assert sample.source is not None
+        (height, width), (width_px, height_px) = source_codes.shape, sample.source.size
+        scale = (width * codec.patch_px / width_px, height * codec.patch_px / height_px)
+        file = file_of(options, rows, index)
+        thoughts = {
             key: with_scaled_boxes(text, scale)
-            for key, text in texts.items()
+            for key, text in sample.hidden.items()
             if isinstance(text, str) and text.strip()
-        },
-    )
+        }
+        identity = sample.id if options.id_key else file.stem
+        write(
+            file, TokenisedEdit(identity, sample.instruction, source_codes, target_codes, thoughts)
+        )
+    return bad
 
 
 def with_scaled_boxes(text: str, scale: tuple[float, float]) -> str:

@@ -1,4 +1,4 @@
-"""The runs of a folder: how far, how good, how large; and making room: `rl runs [FOLDER]`.
+"""Lists the runs of a folder, and deletes checkpoints: `rl runs [FOLDER]`.
 
 rl runs                     what is in $APP__BASE_EXP_DIR, else in runs/
 rl runs prune runs/my-run   delete its older checkpoints but the best; shows them first, and asks
@@ -18,12 +18,12 @@ from rl.config.printing import shown
 from rl.record import terminal
 from rl.record.console import duration
 from rl.record.progress import counted
-from rl.record.prune import Plan, plan, remove
+from rl.record.prune import plan, remove
 from rl.record.run_summary import NO_RUN, Summary, folders, look
 
 VARIABLE = "APP__BASE_EXP_DIR"
-WIDTH = 80
 NAME_WIDTH = 29
+_ROW = f"{{:<{NAME_WIDTH}}} {{:<11}} {{:>8}} {{:>6}} {{:>10}} {{:>11}}"
 MAX_LEFT_SHOWN = 5
 PRUNE_HELP = """\
 Make room: delete the checkpoints of the runs in FOLDER that are older than the newest whole one,
@@ -62,62 +62,48 @@ def main(argv: Sequence[str] | None = None) -> int:
 def list_runs(folder: str) -> int:
     summaries = _look_at(folder)
     runs = [summary for summary in summaries if not summary.problem]
-    now_s = time.time()
     if runs:
-        print(_line("run", "done", "held-out", "best", "checkpoint", "written"))
+        print(_ROW.format("run", "done", "held-out", "best", "checkpoint", "written"))
     for run in runs:
-        print("\n".join(lines_of(run, now_s)))
+        print(
+            _ROW.format(
+                shown(run.path.name, NAME_WIDTH - 3),
+                f"{run.done}/{run.planned}",
+                "" if run.held_out is None else f"{run.held_out:.3f}",
+                "" if run.best is None else f"{run.best:.3f}",
+                "none" if run.checkpoint is None else run.checkpoint,
+                age_text(time.time() - run.written_s),
+            )
+        )
+        parts = ", ".join(f"{kind} {size_text(num)}" for kind, num in run.bytes_of.items())
+        details = ["RUNNING"] if run.use == "running" else []
+        details += [shown(run.system, NAME_WIDTH), f"{size_text(run.num_bytes)}: {parts}"]
+        if run.damaged:
+            details.append(f"checkpoint {', '.join(map(str, run.damaged))} is damaged")
+        _print("; ".join(details))
     size = size_text(sum(summary.num_bytes for summary in summaries))
-    print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {_shown(folder)}, {size}")
+    print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {shown(folder, 60)}, {size}")
     for summary in summaries:
         if summary.problem:
             running = "running; " if summary.use == "running" else ""
-            print(_wrapped(f"{_shown(summary.path.name)}: {running}{summary.problem}"))
+            _print(f"{shown(summary.path.name, 60)}: {running}{summary.problem}")
     return 0
 
 
 def _look_at(folder: str) -> list[Summary]:
     """Those written last first."""
     if not Path(folder).is_dir():
-        raise NotADirectoryError(f"{_shown(folder)} is no folder; name one, or set {VARIABLE}")
+        raise NotADirectoryError(f"{shown(folder, 60)} is no folder; name one, or set {VARIABLE}")
     found = [look(path) for path in folders(Path(folder).absolute())]
     return sorted(found, key=lambda summary: (-summary.written_s, summary.path.name))
 
 
-def lines_of(run: Summary, now_s: float) -> list[str]:
-    """Two or more lines of at most 80 columns."""
-    checkpoint = "none" if run.checkpoint is None else str(run.checkpoint)
-    parts = ", ".join(f"{kind} {size_text(num)}" for kind, num in run.bytes_of.items())
-    detail = [shown(run.system, NAME_WIDTH), f"{size_text(run.num_bytes)}: {parts}"]
-    if run.use == "running":
-        detail.insert(0, "RUNNING")
-    if run.damaged:
-        detail.append(f"checkpoint {', '.join(map(str, run.damaged))} is damaged")
-    return [
-        _line(
-            shown(run.path.name, NAME_WIDTH - 3),
-            f"{run.done}/{run.planned}",
-            "" if run.held_out is None else f"{run.held_out:.3f}",
-            "" if run.best is None else f"{run.best:.3f}",
-            checkpoint,
-            age_text(now_s - run.written_s),
-        ),
-        _wrapped("; ".join(detail)),
-    ]
-
-
-def _line(name: str, done: str, held_out: str, best: str, checkpoint: str, written: str) -> str:
-    return f"{name:<{NAME_WIDTH}} {done:<11} {held_out:>8} {best:>6} {checkpoint:>10} {written:>11}"
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(
-        text, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+def _print(text: str) -> None:
+    """In lines of at most 80 columns."""
+    lines = textwrap.wrap(
+        text, 80, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
     )
-
-
-def _shown(text: str) -> str:
-    return shown(text, 60)
+    print("\n".join(lines))
 
 
 def size_text(num_bytes: int) -> str:
@@ -145,15 +131,26 @@ def prune(args: argparse.Namespace) -> int:
             plans.append(plan(summary))
             progress.step()
     for planned in plans:
-        print("\n".join(_plan_lines(planned)))
+        names = ", ".join(path.name for path in planned.going)
+        size = f" ({size_text(planned.num_bytes)})" if names else ""
+        _print(f"{shown(planned.run_dir.name, 60)}: {names or 'nothing goes'}{size}")
+        for why in planned.left[:MAX_LEFT_SHOWN]:
+            _print(f"  left alone: {why}")
+        if (more := len(planned.left) - MAX_LEFT_SHOWN) > 0:
+            _print(f"  and {more} more")
     plans = [planned for planned in plans if planned.going]
     if not plans:
-        print(f"nothing to delete in {_shown(args.folder)}")
+        print(f"nothing to delete in {shown(args.folder, 60)}")
         return 0
     print(f"frees {size_text(sum(planned.num_bytes for planned in plans))}")
-    if not args.yes and not _confirmed():
-        print("nothing was deleted")
-        return 1
+    if not args.yes:
+        print("Delete this? [y/N] ", end="", flush=True)
+        answer = sys.stdin.readline()
+        if not answer:
+            print("\nnobody answered; add --yes where nobody can")
+        if answer.strip().lower() not in ("y", "yes"):
+            print("nothing was deleted")
+            return 1
     complaints: list[str] = []
     began_s = time.monotonic()
     freed = 0
@@ -165,26 +162,6 @@ def prune(args: argparse.Namespace) -> int:
         print(complaint, file=sys.stderr)
     print(f"freed {size_text(freed)} in {duration(time.monotonic() - began_s)}")
     return 1 if complaints else 0
-
-
-def _plan_lines(planned: Plan) -> list[str]:
-    names = ", ".join(path.name for path in planned.going)
-    size = f" ({size_text(planned.num_bytes)})" if names else ""
-    left = list(planned.left[:MAX_LEFT_SHOWN])
-    if (more := len(planned.left) - MAX_LEFT_SHOWN) > 0:
-        left.append(f"and {more} more")
-    head = f"{_shown(planned.run_dir.name)}: {names or 'nothing goes'}{size}"
-    return [_wrapped(head), *(_wrapped(f"  left alone: {why}") for why in left)]
-
-
-def _confirmed() -> bool:
-    """Nobody there is no yes."""
-    print("Delete this? [y/N] ", end="", flush=True)
-    answer = sys.stdin.readline()
-    if not answer:
-        print()
-        print("nobody answered; add --yes where nobody can")
-    return answer.strip().lower() in ("y", "yes")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Image edits in a JSONL file: one object per line with a picture's path and an instruction.
+"""Reads image edits from a JSONL file: a picture's path and an instruction per line.
 
 {"image": "photos/pagoda.jpg", "instruction": "make it dusk", "id": "p-1", "category": "light"}
 {"images": ["room.jpg", "lamp.jpg"], "instruction": "put the lamp of picture 2 into picture 1"}
@@ -37,13 +37,6 @@ class EditJsonl(LinesSource[Config]):
         path = Path(config.path)
         objects, numbers, unreadable = read_rows(read_lines(path), str(path))
         folder = Path(config.image_folder) if config.image_folder else path.parent
-        rows = Rows(
-            objects,
-            numbers,
-            str(path),
-            config.columns,
-            folder,
-            rules,
-            config.picture_check,
-        )
+        check = config.picture_check
+        rows = Rows(objects, numbers, str(path), config.columns, folder, rules, check)
         return rows, unreadable

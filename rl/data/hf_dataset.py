@@ -1,12 +1,12 @@
-"""A Hugging Face data set: a hub id, or a local parquet, arrow, csv or json file or folder.
+"""Reads a Hugging Face data set: a hub id, or a local parquet, arrow, csv or json file or folder.
 
-`datasets` runs no code from a data set's repository (it dropped loading scripts), and is imported
-when a run starts, never by a config check.
+`datasets` runs no code from a data set's repository, and is imported when a run starts, never by a
+config check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,48 +108,77 @@ class HfDataset(RowsSource[Config]):
     def read(cls, config: Config, rules: RowRules) -> tuple[Rows, list[str]]:
         """The split's rows; nothing but the mapped columns is ever kept."""
         path = Path(config.path)
+        origin = f"{config.path}[{config.split}]"
         found: Sequence[Mapping[str, Any]]
         if path.suffix == ".jsonl" and path.is_file() and "[" not in config.split:
-            found, numbers, unreadable = _read_lines(config)
+            # `datasets` would give up the whole file for one line.
+            lines = enumerate(line for _, line in read_lines(path))
+            objects, numbers, unreadable = read_rows(lines, origin)
+            available = list(dict.fromkeys(key for row in objects for key in row))
+            if objects:
+                _require_columns(config, available)
+            kept = _matching(config, len(objects), lambda column: objects)
+            names = _mapped(config.columns, available)
+            found = [{name: objects[k].get(name) for name in names} for k in kept]
+            numbers = [numbers[k] for k in kept]
         else:
-            dataset = _open(config)
+            dataset, unreadable = _open(config), []
             _require_columns(config, dataset.column_names)
-            numbers, unreadable = _matching(config, dataset), []
-            dataset = dataset.select(numbers)
-            dataset = dataset.select_columns(_mapped(config.columns, dataset.column_names))
-            found = _undecoded(dataset, config.columns)
+            numbers = _matching(config, len(dataset), lambda column: _column(dataset, column))
+            names = _mapped(config.columns, dataset.column_names)
+            found = _Undecoded(dataset.select(numbers).select_columns(names))
         folder = path if path.is_dir() else path.parent if path.exists() else Path()
-        rows = Rows(
-            found,
-            numbers,
-            f"{config.path}[{config.split}]",
-            config.columns,
-            Path(config.image_folder) if config.image_folder else folder,
-            rules,
-            config.picture_check,
-        )
+        folder = Path(config.image_folder) if config.image_folder else folder
+        rows = Rows(found, numbers, origin, config.columns, folder, rules, config.picture_check)
         return rows, unreadable
 
 
-def _read_lines(config: Config) -> tuple[list[dict[str, Any]], list[int], list[str]]:
-    """(rows, their numbers, a sentence for each line that is none) of a file of lines: `datasets`
-    would give up the whole file for one of them."""
-    path = Path(config.path)
-    lines = list(enumerate(line for _, line in read_lines(path)))
-    objects, numbers, unreadable = read_rows(lines, f"{path}[{config.split}]")
-    available = list(dict.fromkeys(key for row in objects for key in row))
-    if objects:
-        _require_columns(config, available)
+class _Undecoded(Sequence[Mapping[str, Any]]):
+    """Rows as Arrow holds them, pictures as their bytes or paths: `datasets` would decode them
+    without our checks."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index].to_pylist()[0]
+
+
+def _column(dataset: Dataset, column: str) -> Sequence[Mapping[str, Any]]:
+    """The rows with the one column that `column` is in. Raises ValueError for a damaged one."""
+    top = column if column in dataset.column_names else column.split(".")[0]
+    try:
+        return list(dataset.select_columns([top]))
+    except Exception as error:  # a cell that is no UTF-8, a damaged page
+        raise ValueError(f"column {top!r} cannot be read ({error})") from error
+
+
+def _matching(
+    config: Config, num_rows: int, rows_with: Callable[[str], Sequence[Mapping[str, Any]]]
+) -> list[int]:
+    """Numbers of the rows that `where` lets through. Raises BadRowError where none is left."""
+    numbers = list(range(num_rows))
     for column, value in config.where.items():
-        cells = [pick(row, column, None) for row in objects]
-        kept = [k for k, cell in enumerate(cells) if cell == value]
-        _require_some(config, column, kept, cells)
-        objects, numbers = [objects[k] for k in kept], [numbers[k] for k in kept]
-    names = _mapped(config.columns, available)
-    return [{name: row.get(name) for name in names} for row in objects], numbers, unreadable
+        try:
+            cells = [pick(row, column, None) for row in rows_with(column)]
+        except ValueError as error:
+            raise BadRowError(f"{config.path}: {error}") from error
+        numbers = [number for number in numbers if cells[number] == value]
+        if not numbers:
+            distinct = list(dict.fromkeys(f"{cell!r:.60}" for cell in cells))
+            some = ", ".join(distinct[:8]) + (", ..." if len(distinct) > 8 else "")
+            raise BadRowError(
+                f"{config.path}[{config.split}]: no row is left by where {column!r} = {value!r}; "
+                f"the column holds {some}"
+            )
+    return numbers
 
 
 def _mapped(columns: Columns, available: Sequence[str]) -> list[str]:
+    """The columns that are read, a nested one's top."""
     named = {*columns.texts(), *columns.pictures(), *columns.hidden.values()}
     named |= {*columns.read_from({SEVERAL}).sources()}
     tops = named | {column.split(".")[0] for column in named}
@@ -221,63 +250,6 @@ def _require_columns(config: Config, available: Sequence[str]) -> None:
             f"{config.path}: has no column {', '.join(map(repr, missing))}; it has "
             f"{', '.join(available)}. Map them in the source's `columns`."
         )
-
-
-def _matching(config: Config, dataset: Dataset) -> list[int]:
-    """Numbers of the rows that `where` lets through."""
-    numbers = list(range(len(dataset)))
-    for column, value in config.where.items():
-        top = column if column in dataset.column_names else column.split(".")[0]
-        try:
-            held = list(dataset.select_columns([top])[top])
-        except Exception as error:  # a cell that is no UTF-8, a damaged page
-            raise BadRowError(f"{config.path}: column {top!r} cannot be read ({error})") from error
-        cells = [pick({top: cell}, column, None) for cell in held]
-        numbers = [number for number in numbers if cells[number] == value]
-        _require_some(config, column, numbers, cells)
-    return numbers
-
-
-def _require_some(
-    config: Config, column: str, numbers: Sequence[int], cells: Iterable[Any]
-) -> None:
-    if not numbers:
-        raise BadRowError(
-            f"{config.path}[{config.split}]: no row is left by where {column!r} = "
-            f"{config.where[column]!r}; the column holds {_some(cells)}"
-        )
-
-
-def _some(cells: Iterable[Any]) -> str:
-    distinct = list(dict.fromkeys(f"{cell!r:.60}" for cell in cells))
-    return ", ".join(distinct[:8]) + (", ..." if len(distinct) > 8 else "")
-
-
-def _undecoded(dataset: Dataset, columns: Columns) -> Dataset:
-    """Pictures, whatever they are nested in, as their bytes or paths: `datasets` would decode
-    without our checks."""
-    for column in {*columns.pictures(), *columns.read_from({SEVERAL}).sources()}:
-        top = column if column in dataset.features else column.split(".")[0]
-        held = dataset.features.get(top)
-        if held is not None and (raw := _raw(held)) != held:
-            dataset = dataset.cast_column(top, raw)
-    return dataset
-
-
-def _raw(feature: Any) -> Any:
-    """The same type, its pictures not decoded."""
-    import datasets
-
-    match feature:
-        case datasets.Image():
-            return datasets.Image(decode=False)
-        case datasets.List():
-            return datasets.List(_raw(feature.feature), length=feature.length)
-        case datasets.LargeList():
-            return datasets.LargeList(_raw(feature.feature))
-        case dict():
-            return {name: _raw(inner) for name, inner in feature.items()}
-    return feature
 
 
 def _nowhere(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""Users' prompts for pictures: a built-in set of challenging ones, or a file of your own.
+"""Reads users' prompts for pictures: a built-in set of challenging ones, or a file of your own.
 
     data: { train: [{ type: 'prompts' }], validation: [{ type: 'prompts', split: 'held_out' }] }
 

@@ -1,12 +1,11 @@
-"""What was trained, in use: a picture and an instruction in, words and an edited picture out.
+"""Edits pictures with what a run has trained, by the code of the held-out run.
 
     editor = Editor.from_run("runs/my-run", checkpoint="best")
     result = editor.edit("photo.jpg", "make the sky red")
     result.image.save("red.png"); print(result.words)
     editor.edit(["room.jpg", "lamp.jpg"], "put the lamp of picture 2 into picture 1")
 
-Asked, sampled and drawn by the code of the held-out run: a held-out sample under its id and the
-run's seed comes out as it did there, bit for bit.
+A held-out sample under its id and the run's seed comes out as it did there, bit for bit.
 
 Axes: `_B` requests of a batch.
 """
@@ -20,23 +19,25 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, Union
+from typing import TYPE_CHECKING, Any, Literal, Self, Union
 
 from rl import build
+from rl.api.plug import PlugConfig, Resources
 from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
 from rl.config.schema import RunConfig
 from rl.data.shared.pictures import UnusableError, opened
-from rl.edit.trained import Trained, pick_device, trained
+from rl.edit.trained import Trained, config_for_use, load_trained, pick_device
 from rl.judge.background import BackgroundLoop
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import derive_seed
+from rl.renderers.none import NoRenderer
 from rl.rollout.stream import RolloutContext
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 Weights = Callable[[], AbstractContextManager[None]]
-"""Under which a policy's states are taken."""
+"""Sets the weights under which a policy's states are taken."""
 Given = Union["Image", Path, str]
 """A picture, or its file."""
 Size = tuple[int, int]
@@ -60,7 +61,7 @@ class EditRequest:
 
     @property
     def images(self) -> tuple[Given, ...]:
-        """All of them."""
+        """All pictures, in order."""
         if isinstance(self.image, Path | str) or not isinstance(self.image, Sequence):
             return () if self.image is None else (self.image,)
         return tuple(self.image)
@@ -68,10 +69,10 @@ class EditRequest:
 
 @dataclass(frozen=True, eq=False)
 class Arm:
-    """What one way of asking came to."""
+    """The result of one way of asking."""
 
     words: str
-    """Without a thought."""
+    """The text without the thought."""
     image: Image | None
     """RGB; None: nothing was drawn."""
     failure: str | None = None
@@ -126,50 +127,67 @@ class Writer:
 class Editor:
     """A loaded run. Close it, or use it as a context manager."""
 
-    def __init__(self, config: RunConfig, device: str = "auto") -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        device: str = "auto",
+        trained: Trained | None = None,
+        base_policy: Mapping[str, Any] | None = None,
+        size_px: tuple[int, ...] = (),
+        only_words: bool = False,
+    ) -> None:
         """Load policy and renderer.
 
         Args:
-            config: of a run made ready for use, see `trained.py`.
+            config: of a run, made fit for use (`config_for_use`).
             device: 'auto' = CUDA, else the CPU.
+            trained: where its weights are from.
+            base_policy: the policy's section before training.
+            size_px: of a picture that is read as codes; (): as large as the run's own.
+            only_words: load no renderer and draw nothing.
 
-        Raises ValueError for what the user can mend.
+        Raises ValueError for what the user can fix.
         """
         self.config = config
-        self.trained: Trained | None = None
+        self.trained = trained
         self.device = pick_device(device)
+        self._base_policy = base_policy
+        self._size_px = size_px
         self._dist = Dist(device=self.device)
         self._writer = Writer(config, self._dist)
         self.policy = self._writer.policy
+        if only_words and "source_codes" in self.policy.needs:
+            raise ValueError("this run's policy writes the picture itself: it has no --only-words")
         resolved = build.resolve(config)
-        renderer = build.build_renderer(resolved, self._dist)
-        rules = build.row_rules(resolved)
-        self._rules = rules
+        self._rules = build.row_rules(resolved)
         self._loop = BackgroundLoop("edit")
         self.needs_picture: bool = resolved.renderer.cls.needs_source
-        self.draws: bool = resolved.renderer.cls.makes_images
+        self.draws: bool = resolved.renderer.cls.makes_images and not only_words
+        renderer = (
+            NoRenderer(PlugConfig(type="none"), Resources(None, self.device))
+            if only_words
+            else build.build_renderer(resolved, self._dist)
+        )
         self._context = RolloutContext(config, self.policy, renderer, {}, self.draws, self._loop)
 
     @classmethod
     def from_run(
         cls,
-        run_dir: str | Path,
+        run: str | Path,
         checkpoint: str = "latest",
         *,
         settings: Sequence[str] = (),
         device: str = "auto",
         num_steps: int | None = None,
         size_px: tuple[int, ...] = (),
+        only_words: bool = False,
     ) -> Self:
-        """Of a run folder; arguments as for `trained`."""
-        ready = trained(Path(run_dir), checkpoint, settings, device, num_steps, size_px)
-        editor = cls(ready.config, device)
-        editor.trained = ready
-        editor._codes_area_px = size_px[0] * size_px[-1] if size_px else None
-        return editor
-
-    _codes_area_px: int | None = None
-    """Of a picture that is read as codes; None: as large as the run's own."""
+        """Of a run; arguments as for `load_trained`, `config_for_use` and `Editor`."""
+        trained = load_trained(Path(run), checkpoint)
+        config, base_policy = config_for_use(
+            trained, settings, device, num_steps, size_px, only_words
+        )
+        return cls(config, device, trained, base_policy, size_px, only_words)
 
     def __enter__(self) -> Self:
         return self
@@ -214,8 +232,6 @@ class Editor:
         batch_size: int = 8,
         seed: int = 0,
         arms: bool = False,
-        temperature: float | None = None,
-        max_tokens: int | None = None,
     ) -> Iterator[EditResult]:
         """One result a request, in order, each batch as it is done.
 
@@ -228,27 +244,15 @@ class Editor:
             batch_size: requests sampled and drawn together, >= 1.
             seed: of the words that are sampled and of the noise.
             arms: also draw what `EditResult.arms` says, each as dear as the edit itself.
-            temperature: None: the run's held-out temperature; 0 = the likeliest words.
-            max_tokens: longest completion; None: the run's.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; a batch holds one request at least")
-        evaluation = self.config.evaluation
-        params = SamplingParams(
-            temperature=evaluation.temperature if temperature is None else temperature,
-            top_p=1.0,
-            top_k=evaluation.top_k,
-            max_tokens=max_tokens or self.config.sampling.max_completion_tokens,
-            num_completions=1,
-        )
-        return (
-            result
-            for batch in _batches(requests, batch_size)
-            for result in self._edit_batch(batch, params, seed, arms)
-        )
+        left = iter(requests)
+        batches = iter(lambda: list(islice(left, batch_size)), [])
+        return (result for batch in batches for result in self._edit_batch(batch, seed, arms))
 
     def _edit_batch(
-        self, requests_B: Sequence[EditRequest], params: SamplingParams, seed: int, arms: bool
+        self, requests_B: Sequence[EditRequest], seed: int, arms: bool
     ) -> list[EditResult]:
         began = time.monotonic()
         results: dict[int, EditResult] = {}
@@ -257,12 +261,12 @@ class Editor:
             try:
                 sample, original_sizes_px = self._sample(request)
                 if "source_codes" in self.policy.needs:
-                    [sample] = self._context.renderer.encode_sources([sample], self._area_px())
+                    [sample] = self._context.renderer.encode_sources([sample], self._area_px)
                 asked[b] = self.policy.build_prompt(sample), original_sizes_px
             except ValueError as error:  # this one's own: the others are made
                 results[b] = EditResult(request, (), (), "", "", None, str(error), seed=seed)
         prompts = [prompt for prompt, _ in asked.values()]
-        drawn = self._draw(prompts, params, seed, arms) if prompts else []
+        drawn = self._draw(prompts, seed, arms) if prompts else []
         seconds = (time.monotonic() - began) / max(1, len(prompts))
         for (b, (prompt, original_sizes_px)), (episode, beside) in zip(
             asked.items(), drawn, strict=True
@@ -310,17 +314,18 @@ class Editor:
         sample = Sample(request.id, request.instruction, tuple(picture for picture, _ in found))
         return sample, tuple(size_px for _, size_px in found)
 
+    @cached_property
     def _area_px(self) -> int:
-        """Of a picture that is read as codes."""
-        if self._codes_area_px is None:
-            self._codes_area_px = self.trained.source_area_px() if self.trained else 512 * 512
-        return self._codes_area_px
+        """Area of a picture that is read as codes, px^2."""
+        if self._size_px:
+            return self._size_px[0] * self._size_px[-1]
+        return self.trained.source_area_px() if self.trained else 512 * 512
 
     def _draw(
-        self, prompts_B: Sequence[Prompt], params: SamplingParams, seed: int, arms: bool
+        self, prompts_B: Sequence[Prompt], seed: int, arms: bool
     ) -> list[tuple[Episode, dict[str, Episode]]]:
         """_B: the edit, and what is drawn beside it."""
-        completions_B = self._write(prompts_B, params, seed, self._writer)
+        completions_B = self._write(prompts_B, seed, self._writer)
         bare_B = [
             self.policy.pass_through_completion(p.sample) if arms else None for p in prompts_B
         ]
@@ -329,47 +334,42 @@ class Editor:
             {} if bare is None else {OWN_WORDS: bare} for bare in of_bare_B
         ]
         if arms:
-            before, untrained = self._untrained
-            with untrained():
-                words_B = self._write(prompts_B, params, seed, before)
-            self._beside(beside_B, UNTRAINED, prompts_B, words_B, seed, self._untrained)
+            before, weights = self._untrained
+            with weights():
+                written_B = self._write(prompts_B, seed, before)
+            drawn: dict[str, tuple[Sequence[Prompt], Sequence[Completion]]]
+            drawn = {UNTRAINED: (prompts_B, written_B)}
             stock_B = [before.policy.stock_arms(prompt).get(STOCK) for prompt in prompts_B]
             # A renderer that reads words alone makes the same of them as it made of the bare arm.
             if before.policy.reads_states and all(stock_B):
-                prompts, completions = zip(*filter(None, stock_B), strict=True)
-                self._beside(beside_B, STOCK, prompts, completions, seed, self._untrained)
+                stock_prompts, stock_completions = zip(*filter(None, stock_B), strict=True)
+                drawn[STOCK] = stock_prompts, stock_completions
+            for name, (prompts, completions) in drawn.items():
+                nothing = [None] * len(prompts)
+                episodes_B, _ = self._render(prompts, completions, nothing, seed, before, weights)
+                for beside, episode in zip(beside_B, episodes_B, strict=True):
+                    beside[name] = episode
         return list(zip(edits_B, beside_B, strict=True))
 
     @cached_property
     def _untrained(self) -> tuple[Writer, Weights]:
-        """Who wrote before training, and under what: the policy without its adapter, or where all
-        of it was trained a second one."""
-        if self.policy.config.lora is not None or self.trained is None:
+        """The policy before training, and the weights that it writes under: without its adapter, or
+        where all of it was trained a second one."""
+        if self.policy.config.lora is not None or self._base_policy is None:
             return self._writer, self.policy.reference
-        base = self.config.model_copy(update={"policy": dict(self.trained.base_policy)})
+        base = self.config.model_copy(update={"policy": dict(self._base_policy)})
         return Writer(base, self._dist), nullcontext
 
-    def _beside(
-        self,
-        beside_B: Sequence[dict[str, Episode]],
-        name: str,
-        prompts_B: Sequence[Prompt],
-        completions_B: Sequence[Completion],
-        seed: int,
-        untrained: tuple[Writer, Weights],
-    ) -> None:
-        """Draw an arm and put it there."""
-        nothing = [None] * len(prompts_B)
-        episodes_B, _ = self._render(prompts_B, completions_B, nothing, seed, *untrained)
-        for beside, episode in zip(beside_B, episodes_B, strict=True):
-            beside[name] = episode
-
-    def _write(
-        self, prompts_B: Sequence[Prompt], params: SamplingParams, seed: int, writer: Writer
-    ) -> list[Completion]:
+    def _write(self, prompts_B: Sequence[Prompt], seed: int, writer: Writer) -> list[Completion]:
+        params = SamplingParams(
+            temperature=self.config.evaluation.temperature,
+            top_p=1.0,
+            top_k=self.config.evaluation.top_k,
+            max_tokens=self.config.sampling.max_completion_tokens,
+            num_completions=1,
+        )
         seeds_B = [derive_seed("evaluation", seed, "sampling", p.sample.id) for p in prompts_B]
-        groups_B1 = writer.engine.generate(prompts_B, params, seeds_B)
-        return [group[0] for group in groups_B1]
+        return [group[0] for group in writer.engine.generate(prompts_B, params, seeds_B)]
 
     def _render(
         self,
@@ -394,9 +394,3 @@ class Editor:
         # Nothing is graded here, and that is no failure.
         failed = episode.status is Status.POLICY_FAILED or (self.draws and episode.image is None)
         return Arm(words, episode.image, episode.failure if failed else None)
-
-
-def _batches(requests: Iterable[EditRequest], size: int) -> Iterator[list[EditRequest]]:
-    left = iter(requests)
-    while batch := list(islice(left, size)):
-        yield batch

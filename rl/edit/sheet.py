@@ -1,6 +1,4 @@
-"""One edit on one sheet: the sources, what was drawn before training and after, and beside them
-what the user's own words and the renderer's stock pipeline give; under each the words that it was
-drawn of. All under the same noise."""
+"""Draws one edit on one sheet: the sources, and what was drawn, each above its words."""
 
 from __future__ import annotations
 

@@ -1,18 +1,14 @@
-"""A trained run made ready for use: its config, with the weights of one checkpoint in it.
-
-What: which weights, where they lie, what of the run's config stands and what does not (its engine,
-rewards and data; its devices and kernels, which were another machine's). What not: loading them
-(`writer.py`), what is made with them (`editor.py`, `rl/enhance.py`).
-"""
+"""Finds what a run has trained, and makes its config fit for use on this machine."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,7 @@ from rl.files.atomic import row_of
 from rl.files.images import open_picture
 from rl.record.adapter_base import ADAPTER_CONFIG
 from rl.record.best import held_out_rewards
-from rl.record.checkpoint import checkpoint_of, iteration_of, model_folder, too_new
+from rl.record.checkpoint import checkpoint_of, model_folder, read_state
 from rl.record.untrusted import shown
 
 UNUSED: dict[str, Any] = {
@@ -39,79 +35,138 @@ UNUSED: dict[str, Any] = {
     "algorithm": {},
 }
 """What training needed and use does not. Nothing is graded, so neither judge nor rewards load."""
-OWN_PLUGS = ("policy", "renderer")
-"""Sections whose plugin is imported."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A run at one of its checkpoints."""
+    """The weights of a checkpoint, and what is known of their run."""
 
-    run_dir: Path
-    checkpoint: Path
-    """`<run>/checkpoints/step_000200`."""
-    iterations: int
-    """Done when it was written."""
-    held_out_reward: float | None
-    """Mean on the run's held-out samples then, 0 to 1; None: not measured."""
-    config: RunConfig
-    """As it is used."""
-    base_policy: Mapping[str, Any]
-    """The policy's section as it was before training."""
+    model: Path
+    """A PEFT folder, or the folder of a whole model."""
+    is_adapter: bool
+    run_dir: Path | None = None
+    """The run's folder; None where that has no record of the training."""
+    config: Mapping[str, Any] | None = None
+    """The run's, under today's names; None for a model folder alone."""
+    iterations: int = 0
+    """Finished when the checkpoint was written."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The run's latest scalars then."""
+
+    @property
+    def held_out_reward(self) -> float | None:
+        """Mean on the run's held-out samples then, 0 to 1; None: not measured."""
+        return None if self.run_dir is None else held_out_rewards(self.run_dir).get(self.iterations)
 
     def __str__(self) -> str:
-        scored = self.held_out_reward
-        told = "" if scored is None else f", held-out reward {scored:.3f}"
-        return f"{self.run_dir} after {self.iterations} iterations{told}"
+        reward = self.held_out_reward
+        scored = "" if reward is None else f", held-out reward {reward:.3f}"
+        return f"{self.run_dir or self.model} after {self.iterations} iterations{scored}"
+
+    def policy(self) -> dict[str, Any]:
+        """The run's policy section with these weights: a whole model takes the base's place, an
+        adapter is added to it. Raises ValueError without a run."""
+        if self.config is None:
+            raise ValueError(
+                f"{self.model} belongs to no run: neither config.json nor state.json says how it "
+                "was trained"
+            )
+        section = self.config["policy"]
+        if self.is_adapter:
+            return {**section, "adapter_path": str(self.model)}
+        keys = ("revision", "init_text_encoder_from", "text_encoder_subfolder", "adapter_path")
+        kept = {key: value for key, value in section.items() if key not in keys}
+        return {**kept, "model_path": str(self.model), "lora": None}
 
     def source_area_px(self) -> int:
         """Of the pictures that the run was trained on, as it recorded them.
 
         Raises ValueError where it recorded none.
         """
-        for file in sorted(self.run_dir.glob("evaluation/it_*/*_source.png")):
+        for file in sorted((self.run_dir or Path()).glob("evaluation/it_*/*_source.png")):
             with (
                 suppress(OSError, ValueError, DecompressionBombError),
                 open_picture(file) as picture,
             ):
                 return picture.width * picture.height
         raise ValueError(
-            f"{self.run_dir} has recorded no picture that tells the size its policy reads: give "
+            f"{self.run_dir} has no recorded picture that shows the size its policy reads: give "
             "--size, as large as what it was trained on"
         )
 
 
-def trained(
-    run_dir: Path,
-    checkpoint: str = "latest",
+def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
+    """What `source` is or holds: a run folder, a checkpoint, its `model` folder, or the folder of a
+    PEFT adapter or of a whole model alone.
+
+    Args:
+        source: as above.
+        checkpoint: of a run: 'latest' (the newest whole one), 'best' on held-out samples, or a
+            number of iterations.
+
+    Raises ValueError for what the user can fix.
+    """
+    model = model_folder(source if checkpoint == "latest" else checkpoint_of(source, checkpoint))
+    is_adapter = (model / ADAPTER_CONFIG).is_file()
+    if not is_adapter and not (model / "config.json").is_file():
+        raise ValueError(
+            f"{model} holds neither an adapter ({ADAPTER_CONFIG}) nor a model (config.json); name "
+            "a run folder, one of its checkpoints/step_*, or a PEFT folder"
+        )
+    step = model.resolve().parent
+    if not (step / "state.json").is_file():
+        return Trained(model, is_adapter)
+    state = read_state(step)
+    run_dir = source if (source / "checkpoints").is_dir() else step.parent.parent
+    file = run_dir / "config.json"
+    config = written_config(file) if file.is_file() else state["meta"].get("config")
+    policy = config.get("policy") if isinstance(config, Mapping) else None
+    if not isinstance(policy, Mapping) or not isinstance(policy.get("type"), str):
+        raise ValueError(f"{step} is damaged: its run's config names no policy")
+    metrics = state["meta"].get("metrics")
+    return Trained(
+        model,
+        is_adapter,
+        run_dir if (run_dir / "metrics.jsonl").is_file() else None,
+        config,
+        state["iteration"] if type(state.get("iteration")) is int else 0,
+        {
+            name: value
+            for name, value in (metrics.items() if isinstance(metrics, Mapping) else ())
+            if isinstance(value, int | float) and math.isfinite(value)
+        },
+    )
+
+
+def config_for_use(
+    trained: Trained,
     settings: Sequence[str] = (),
     device: str = "auto",
     num_steps: int | None = None,
     size_px: tuple[int, ...] = (),
-) -> Trained:
-    """Read a run folder.
+    only_words: bool = False,
+) -> tuple[RunConfig, Mapping[str, Any]]:
+    """The run's config with the trained weights, and its policy section before training.
 
     Args:
-        run_dir: as training wrote it.
-        checkpoint: 'latest', 'best' on held-out samples, or a number of iterations.
+        trained: with its run.
         settings: `key=value` on top of the run's config; a value is JSON, or else words.
         device: 'auto' = CUDA, else the CPU, where all is float32.
         num_steps: the renderer's denoising steps; None: the run's.
         size_px: (width, height), or one number: a square of that side, or where the renderer keeps
             the source's aspect about as many pixels. (): the run's.
+        only_words: nothing will be drawn.
 
-    Raises ValueError (ConfigError among them) for what the user can mend, before anything is
-    loaded.
+    Raises ValueError (ConfigError among them) for what the user can fix, before anything is loaded.
     """
-    file = run_dir / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{run_dir} is no run folder: it holds no config.json")
-    if problem := too_new(run_dir):
-        raise ValueError(problem)
-    values = written_config(file) | UNUSED
-    step = checkpoint_of(run_dir, checkpoint)
-    config = _config(values, file)
-    refuse_plugins({room: getattr(config, room) for room in OWN_PLUGS}, file, settings)
+    trained.policy()  # or there is no config
+    where = str(trained.run_dir or trained.model.parent)
+    values = {**(trained.config or {}), **UNUSED}
+    if only_words and (values.get("renderer") or {}).get("type") == "sd3":
+        values["renderer"] = {"type": "none"}  # it asks nothing of the words, and need not be here
+    config = _config(values, where)
+    for room in ("policy", "renderer"):
+        _refuse_plugin(f"{room}.type", getattr(config, room).get("type"), where, settings)
     resolved = build.resolve(config)
     for room, plug in (("policy", resolved.policy), ("renderer", resolved.renderer)):
         keys = type(plug.config).model_fields
@@ -120,44 +175,39 @@ def trained(
             values[room] |= _drawn(plug.name, keys, num_steps, size_px)
     for setting in settings:
         values = _set(values, setting)
-    base = _config(values, file).policy
-    values["policy"] = with_weights(base, find_weights(step))
-    reward = held_out_rewards(run_dir).get(iteration_of(step))
-    return Trained(run_dir, step, iteration_of(step), reward, _config(values, file), base)
+    base = _config(values, where).policy
+    policy = Trained(trained.model, trained.is_adapter, config={"policy": base}).policy()
+    return _config({**values, "policy": policy}, where), base
 
 
-def refuse_plugins(
-    sections: Mapping[str, Mapping[str, Any]], file: Path, settings: Sequence[str] = ()
-) -> None:
+def _refuse_plugin(key: str, name: object, where: str, settings: Sequence[str]) -> None:
     """Raise ValueError for a plugin that a run's config names by its dotted path, unless the user
     names it too, in `settings`: a run folder may be a stranger's, and importing runs code."""
-    for room, section in sections.items():
-        name = section.get("type")
-        if not isinstance(name, str) or not find.is_dotted_path(name):
-            continue
-        if (setting := f"{room}.type={name}") not in settings:
-            raise ValueError(
-                f"{file}: {room}.type names {shown(name, 200)}, whose code would run here; if you "
-                f"trust it: rl edit --set {shown(setting, 200)}"
-            )
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())  # where `rl train` looks for it too
+    if not isinstance(name, str) or not find.is_dotted_path(name):
+        return
+    if (setting := f"{key}={name}") not in settings:
+        raise ValueError(
+            f"{where}: {key} names {shown(name, 200)}, whose code would run here; if you trust it: "
+            f"rl edit --set {shown(setting, 200)}"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where `rl train` looks for it too
 
 
-def _config(values: Mapping[str, Any], file: Path) -> RunConfig:
+def _config(values: Mapping[str, Any], where: str) -> RunConfig:
     config, problems = validate(RunConfig, values)
     if config is None:
-        raise ConfigError([f"{file}: {problem}" for problem in problems])
+        raise ConfigError([f"{where}: {problem}" for problem in problems])
     return config
 
 
 def _elsewhere(section: Mapping[str, Any], keys: Container[str], device: str) -> dict[str, Any]:
-    """A plug's section on another machine than the run's, whose devices and kernels are not here.
+    """A plugin's section on another machine than the run's, whose devices and kernels are not here.
     `keys`: those that it knows."""
-    own = dict.fromkeys(("device", "attn_implementation", "attention_backend"), "auto")
+    local = dict.fromkeys(("device", "attn_implementation", "attention_backend"), "auto")
     if device == "cpu":
-        own["dtype"] = pick_dtype(device)
-    moved = {**section, **{name: value for name, value in own.items() if name in keys}}
+        local["dtype"] = "float32"
+    moved = {**section, **{name: value for name, value in local.items() if name in keys}}
     moved.pop("max_memory_gb", None)
     return moved
 
@@ -187,38 +237,12 @@ def pick_device(asked: str = "auto") -> str:
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
-def pick_dtype(device: str) -> str:
-    """bfloat16 where it is fast, float32 on the CPU."""
-    return "float32" if device == "cpu" else "bfloat16"
-
-
 def written_config(file: Path) -> dict[str, Any]:
     """A run's `config.json` under today's names. Raises ValueError for one that is damaged, or of a
     newer format."""
     if (written := row_of(file.read_bytes())) is None:
         raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
     return formats.stored(written, str(file))
-
-
-def find_weights(path: Path) -> Path:
-    """Its `model` folder, or itself. Raises ValueError when no weights lie there."""
-    folder = model_folder(path)
-    if not any((folder / file).is_file() for file in (ADAPTER_CONFIG, "config.json")):
-        raise ValueError(
-            f"{folder} holds neither {ADAPTER_CONFIG} nor config.json; give a run, a checkpoint, "
-            "or a checkpoint's 'model' folder"
-        )
-    return folder
-
-
-def with_weights(section: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A run's policy section, with what a checkpoint's `model` folder holds: a whole model takes
-    the base's place, an adapter lies on it."""
-    if (folder / ADAPTER_CONFIG).is_file():
-        return {**section, "adapter_path": str(folder)}
-    keys = ("revision", "init_text_encoder_from", "text_encoder_subfolder", "adapter_path")
-    kept = {key: value for key, value in section.items() if key not in keys}
-    return {**kept, "model_path": str(folder), "lora": None}
 
 
 def _set(values: Mapping[str, Any], setting: str) -> dict[str, Any]:

@@ -9,14 +9,13 @@ from typing import Any
 
 from rl.files.model_files import cached
 from rl.record.adapter_base import is_hub_id
-from rl.record.markdown import text
 
 _LICENSE = re.compile(r"[A-Za-z0-9][\w.-]{0,59}")
 _MAX_README_BYTES = 1_000_000
 
 
 def at(config: Any, key: str) -> Any:
-    """What stands at 'section.key'; None where it does not."""
+    """The value at 'section.key'; None where there is none."""
     for word in key.split("."):
         config = config.get(word) if isinstance(config, Mapping) else None
     return config
@@ -27,11 +26,6 @@ def is_of_hub(place: object) -> bool:
     return isinstance(place, str) and bool(place) and is_hub_id(place)
 
 
-def named(config: Mapping[str, Any], key: str) -> str:
-    value = at(config, key)
-    return "unknown" if value is None else text(value, 60)
-
-
 def base_of(config: Mapping[str, Any]) -> str:
     """The weights that training started from, folder or hub id; '' where nobody knows."""
     base = at(config, "policy.init_text_encoder_from") or at(config, "policy.model_path")
@@ -39,21 +33,16 @@ def base_of(config: Mapping[str, Any]) -> str:
 
 
 def judge_of(config: Mapping[str, Any]) -> str:
-    """Its model, as Markdown; '' where none is asked."""
+    """The judge's model; '' where no judge is asked."""
     if not (at(config, "judge.api_base") or at(config, "judge.start_command")):
         return ""
-    return text(at(config, "judge.model") or "(unnamed)", 100)
+    return str(at(config, "judge.model") or "(unnamed)")
 
 
 def training_paths(config: Mapping[str, Any]) -> list[str]:
     sources = at(config, "data.train")
     paths = [at(s, "path") for s in (sources if isinstance(sources, list) else [])]
     return [path for path in paths if isinstance(path, str)]
-
-
-def datasets_of(config: Mapping[str, Any]) -> list[str]:
-    """Of the hub."""
-    return [path for path in training_paths(config) if path.count("/") == 1 and is_of_hub(path)]
 
 
 def without_places(value: Any) -> Any:

@@ -19,15 +19,12 @@ _ASIDE_NAME = re.compile(r"\.push-ckpt_\d{6,}")
 
 
 class Pusher:
-    """Uploads model folders one at a time, in a thread of its own. Lives on rank 0.
+    """Uploads model folders on rank 0, one at a time, in a thread of its own.
 
-    `main` gets the newest model; a branch per push keeps each, so that e.g.
-    `revision: 'ckpt_000020'` loads that of 20 iterations. Whatever goes wrong is one warning: the
-    checkpoint is on disk, and the run goes on.
-
-    A checkpoint may be pruned while it is under way, so its files are first linked into a folder
-    aside (copied, where there are no links). One folder waits at most: when the network is slower
-    than the checkpoints, a newer one takes its place, with a warning.
+    `main` gets the newest model; the branch `ckpt_000020` keeps that of 20 iterations. Whatever
+    goes wrong is one warning. A checkpoint may be pruned meanwhile, so its files are first linked
+    (or copied) into a folder aside. One folder waits at most: a newer one takes its place, with a
+    warning.
     """
 
     def __init__(self, repo_id: str, outbox: Path) -> None:
@@ -43,7 +40,11 @@ class Pusher:
         """Upload `folder` soon. Returns at once."""
         aside = self._aside(iteration)
         try:
-            self._sweep()
+            with self._lock:
+                if self._thread is None:
+                    for stale in self._outbox.glob(f"{_ASIDE_PREFIX}*"):  # of a killed run
+                        if _ASIDE_NAME.fullmatch(stale.name):
+                            shutil.rmtree(stale)
             if aside.is_dir():
                 return  # on its way: an iteration may be saved twice, by cadence and in distress
             shutil.copytree(folder, aside, copy_function=_link_or_copy)
@@ -77,14 +78,6 @@ class Pusher:
     def _aside(self, iteration: int) -> Path:
         return self._outbox / f"{_ASIDE_PREFIX}{iteration:06d}"
 
-    def _sweep(self) -> None:
-        """Delete what a killed run left."""
-        with self._lock:
-            if self._thread is None:
-                for stale in self._outbox.glob(f"{_ASIDE_PREFIX}*"):
-                    if _ASIDE_NAME.fullmatch(stale.name):
-                        shutil.rmtree(stale)
-
     def _run(self) -> None:
         while True:
             with self._lock:
@@ -93,8 +86,8 @@ class Pusher:
                     self._thread = None
                     return
             try:
-                commit = upload(self._aside(iteration), self._repo_id, f"iteration {iteration}")
-                _keep(commit, self._repo_id, iteration)
+                message, branch = f"iteration {iteration}", f"ckpt_{iteration:06d}"
+                upload(self._aside(iteration), self._repo_id, message, branch)
             # The network and its library may fail in any way.
             except Exception as error:
                 self._warn(iteration, f"failed, the run goes on: {error!r}")
@@ -111,24 +104,18 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def upload(folder: Path, repo_id: str, message: str) -> str:
-    """One commit on `main` of the (private) repository, which is made if need be; its id. Raises
-    whatever the network and its library may."""
+def upload(folder: Path, repo_id: str, message: str, branch: str = "") -> None:
+    """One commit on `main` of the (private) repository, which is made if need be; `branch` then
+    points there, too. Raises whatever the network and its library may."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()  # they would run through the console's lines; all models are loaded
     api = HfApi()
     api.create_repo(repo_id, private=True, exist_ok=True)
-    return api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message).oid
-
-
-def _keep(commit: str, repo_id: str, iteration: int) -> None:
-    """A branch that stays at that commit. An iteration done again moves its branch."""
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    branch = f"ckpt_{iteration:06d}"
+    commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message).oid
+    if not branch:
+        return
     if any(ref.name == branch for ref in api.list_repo_refs(repo_id).branches):
-        api.delete_branch(repo_id, branch=branch)
+        api.delete_branch(repo_id, branch=branch)  # of an iteration that was done again
     api.create_branch(repo_id, branch=branch, revision=commit)

@@ -1,36 +1,54 @@
-"""The model card (README.md) of a trained model: for the hub, and for who finds the folder.
+"""Writes the model card (README.md) of a trained model, from `model_card.md.j2`.
 
-Nothing that a run has read or written is trusted: every word goes through `markdown.py`. Paths and
+Every value in the template is escaped as text (`markdown.text`) unless it is a `Markup`. Paths and
 addresses of the machine that trained are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
 
 from rl.record.card_facts import (
     at,
     base_of,
-    datasets_of,
     is_of_hub,
     judge_of,
     licence_of,
-    named,
     training_paths,
     without_places,
 )
-from rl.record.card_use import PIPELINES, Form, use
-from rl.record.markdown import code, table, text
+from rl.record.markdown import code, text
 from rl.record.untrusted import shown
 
+Form = Literal["adapter", "model", "text-encoder"]
+"""A PEFT adapter; a whole model with tokenizer; the encoder's folder of a diffusers pipeline."""
+PIPELINES = {
+    "qwen_image_edit": "QwenImageEditPipeline",
+    "qwen_image_edit_plus": "QwenImageEditPlusPipeline",
+    "qwen_image_21": "QwenImage21Pipeline",
+}
+"""Renderer -> its diffusers class."""
+MODEL_CLASSES = {"emu3": "Emu3ForCausalLM", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
+"""Policy -> its transformers class, where it is no Qwen2.5-VL."""
 TASKS = {
     **dict.fromkeys((*PIPELINES, "emu3_vq"), "image-to-image"),
     "sd3": "text-generation",
     "none": "image-text-to-text",
 }
 """Renderer -> the hub's name of what the trained model is for."""
+WHAT = {
+    "adapter": "A PEFT adapter of a",
+    "model": "A",
+    "text-encoder": "The text encoder of an editor: a",
+}
 
 OWN_WORDS = "own_words"
 """In the name of a picture that the user's own words give, where nothing is edited."""
@@ -99,25 +117,75 @@ def model_card(
     scalars of the run; `form` None is what a checkpoint holds.
     """
     form = form or ("adapter" if at(config, "policy.lora") else "model")
-    lines = [
-        *_front(config, form, evidence),
-        f"# {text(config.get('run_name', 'a policy'))}",
-        "",
-        *_what(config, iteration, form),
-        *use(config, form),
-        *(_results(evidence) if evidence else _scores(metrics)),
-        *(_samples(config, evidence) if evidence else []),
-        *_limits(config, metrics, evidence),
-        *_licences(config),
-        "## Config",
-        "",
-        *code(without_places(dict(config))),
+    base, renderer = base_of(config), str(at(config, "renderer.type"))
+    rewards, run = at(config, "rewards"), str(config.get("run_name", ""))
+    editor, words = at(config, "renderer.model_path"), at(config, "policy.model_path")
+    is_editors = bool(at(config, "policy.init_text_encoder_from"))
+    samples = evidence.samples if evidence else ()
+    widget = [
+        {"text": shown(sample.instruction, 200), "output": {"url": sample.files[-1]}}
+        for sample in samples
+        if sample.files and TASKS.get(renderer) == "image-to-image"
     ]
-    return "\n".join(lines) + "\n"
+
+    def named(key: str) -> Markup:
+        value = at(config, key)
+        return Markup("unknown" if value is None else text(value, 60))  # nosec B704 # escaped
+
+    return _template().render(
+        front=Markup(_front(config, form, widget)),  # nosec B704 # no value ends a line
+        name=config.get("run_name", "a policy"),
+        what=WHAT[form],
+        named=named,
+        iteration=iteration,
+        form=form,
+        renderer=renderer,
+        rewards=[
+            (name, at(plugin, "type"))
+            for name, plugin in (rewards.items() if isinstance(rewards, Mapping) else ())
+        ],
+        pipeline=PIPELINES.get(renderer, "DiffusionPipeline"),
+        model_class=MODEL_CLASSES.get(
+            str(at(config, "policy.type")), "Qwen2_5_VLForConditionalGeneration"
+        ),
+        editor=Markup(editor if is_of_hub(editor) else "<the editor>"),  # nosec B704 # a hub id
+        base=Markup(base if is_of_hub(base) else "<the base>"),  # nosec B704 # a hub id
+        is_editors=is_editors,
+        words=words if is_editors and is_of_hub(words) else "",
+        task=TASKS.get(renderer),
+        run=Markup(  # nosec B704 # letters, digits, "_", ".", "-"
+            f"runs/{run}" if re.fullmatch(r"[\w.-]+", run) else "<its run folder>"
+        ),
+        evidence=evidence,
+        scores=[
+            (name, value)
+            for name, value in sorted(metrics.items())
+            if name.startswith(("eval/reward", "reward/mean"))
+        ],
+        shows_own_words=any(OWN_WORDS in file for sample in samples for file in sample.files),
+        widget=widget,
+        judge=judge_of(config),
+        ungraded_share=(evidence.ungraded_share if evidence else metrics.get("status/ungraded")),
+        licences=_licences(config),
+        config=Markup("\n".join(code(without_places(dict(config))))),  # nosec B704 # escaped
+    )
 
 
-def _front(config: Mapping[str, Any], form: Form, evidence: Evidence | None) -> list[str]:
-    """YAML between two lines of dashes; no value holds the end of a line."""
+@cache
+def _template() -> Template:
+    environment = Environment(  # nosec B701 # `finalize` escapes, for Markdown
+        loader=FileSystemLoader(Path(__file__).parent),
+        finalize=lambda value: value if isinstance(value, Markup) else text(value),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("model_card.md.j2")
+
+
+def _front(config: Mapping[str, Any], form: Form, widget: list[dict[str, Any]]) -> str:
+    """YAML."""
     from huggingface_hub import ModelCardData
 
     base = base_of(config)
@@ -126,176 +194,37 @@ def _front(config: Mapping[str, Any], form: Form, evidence: Evidence | None) -> 
     if licence is None or licence[0] == "other":
         more["license_name"] = "unknown" if licence is None else licence[1]
     if is_of_hub(base):
-        more["base_model_relation"] = "adapter" if form == "adapter" else "finetune"
+        more |= {"base_model": base}
+        more |= {"base_model_relation": "adapter" if form == "adapter" else "finetune"}
     front = ModelCardData(
-        base_model=base if is_of_hub(base) else None,
         library_name={"adapter": "peft", "model": "transformers"}.get(form, "diffusers"),
         tags=["grpo", "reinforcement-learning"],
         pipeline_tag=TASKS.get(str(at(config, "renderer.type"))),
         license=licence[0] if licence else "other",
-        datasets=sorted(set(datasets_of(config))) or None,
-        widget=_gallery(config, evidence) or None,
+        datasets=sorted(
+            {path for path in training_paths(config) if path.count("/") == 1 and is_of_hub(path)}
+        )
+        or None,
+        widget=widget or None,
         **more,
     )
-    return ["---", front.to_yaml(), "---", ""]
+    return str(front.to_yaml())
 
 
-def _gallery(config: Mapping[str, Any], evidence: Evidence | None) -> list[dict[str, Any]]:
-    """Of what the model gives for an instruction, where it gives pictures."""
-    if evidence is None or TASKS.get(str(at(config, "renderer.type"))) != "image-to-image":
-        return []
-    return [
-        {"text": shown(sample.instruction, 200), "output": {"url": sample.files[-1]}}
-        for sample in evidence.samples
-        if sample.files
+def _licences(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(what, where, licence) of all that the model was made from."""
+    renderer = at(config, "renderer.model_path")
+    places = [
+        ("base", base_of(config)),
+        ("renderer", renderer if isinstance(renderer, str) else ""),
     ]
-
-
-def _what(config: Mapping[str, Any], iteration: int, form: Form) -> list[str]:
-    rewards = at(config, "rewards")
-    graders = [
-        f"{text(name)} ({text(at(plug, 'type'))})"
-        for name, plug in (rewards.items() if isinstance(rewards, Mapping) else ())
-    ]
-    what = {
-        "adapter": "A PEFT adapter of a",
-        "model": "A",
-        "text-encoder": "The text encoder of an editor: a",
-    }[form]
-    drives = "Its completions are what is graded"
-    if at(config, "renderer.type") != "none":
-        drives = f"Its completions drive the frozen renderer {named(config, 'renderer.type')}"
-    lines = [
-        f"{what} {named(config, 'policy.type')} policy after {iteration} iterations of GRPO. "
-        f"{drives}; rewards: {', '.join(graders) or 'unknown'}.",
-        "",
-        f"- {named(config, 'prompts_per_iteration')} prompts x "
-        f"{named(config, 'generations_per_prompt')} completions per iteration, seed "
-        f"{named(config, 'seed')}",
-        f"- loss {named(config, 'algorithm.loss')}, KL coefficient "
-        f"{named(config, 'algorithm.kl_coeff')}, learning rate "
-        f"{named(config, 'optimizer.learning_rate')}",
-        "",
-    ]
-    return lines
-
-
-def _scores(metrics: Mapping[str, float]) -> list[str]:
-    shown_ones = [n for n in sorted(metrics) if n.startswith(("eval/reward", "reward/mean"))]
-    rows = [(text(name), f"{metrics[name]:.4g}") for name in shown_ones]
-    return ["## Results", "", *table(["metric", "value"], rows), ""] if rows else []
-
-
-def _results(evidence: Evidence) -> list[str]:
-    before, after = evidence.iterations
-    lines = [
-        "## Results",
-        "",
-        f"Rewards of held-out samples, 0 to 1, after {before} iterations and after {after}; the "
-        "intervals hold 95 % of the change (paired bootstrap over samples, those that share a "
-        "source picture together) and say nothing about other training seeds.",
-        "",
-    ]
-    head = ["held-out samples", "number", "before", "after", "change", "95 % interval"]
-    lines += [*table(head, map(_row, evidence.learnt)), ""]
-    if evidence.arms:
-        head = [f"beside, after {after} iterations", "number", "its reward", "this", "gain"]
-        lines += [*table([*head, "95 % interval"], map(_row, evidence.arms)), ""]
-    if evidence.curve:
-        lines += [f"![reward by iteration]({evidence.curve})", ""]
-    return lines
-
-
-def _row(found: Comparison) -> list[str]:
-    interval = "" if found.interval is None else "{:+.3f} to {:+.3f}".format(*found.interval)
-    numbers = [f"{found.old:.3f}", f"{found.new:.3f}", f"{found.new - found.old:+.3f}"]
-    return [text(found.name), str(found.num_samples), *numbers, interval]
-
-
-def _samples(config: Mapping[str, Any], evidence: Evidence) -> list[str]:
-    if not evidence.samples:
-        return []
-    lines = [
-        f"## The first {len(evidence.samples)} held-out samples",
-        "",
-        "The first, not the best; rewards beside their words.",
-        "",
-    ]
-    if any(OWN_WORDS in file for sample in evidence.samples for file in sample.files):
-        lines[-1:] = ["The first picture is what the user's own words give.", ""]
-    rows = []
-    for sample in evidence.samples:
-        sides = []
-        for words, reward in zip(sample.words, sample.rewards, strict=True):
-            score = "not graded" if reward is None else f"{reward:.2f}"
-            sides.append(f"{text(words) or '(no words)'} ({score})")
-        cells = [text(sample.instruction), *sides]
-        if sample.files:
-            *given, before, after = sample.files
-            shown = [" ".join(_given(given)), f"![before]({before})", f"![after]({after})"]
-            cells = [f"{picture}<br>{words}" for picture, words in zip(shown, cells, strict=True)]
-        rows.append(cells)
-    lines += [*table(["asked", "before", "after"], rows), ""]
-    return [*lines, *(["<Gallery />", ""] if _gallery(config, evidence) else [])]
-
-
-def _given(files: Sequence[str]) -> Iterator[str]:
-    for number, file in enumerate(files, 1):
-        name = OWN_WORDS if OWN_WORDS in file else "source"
-        yield f"![{name}{f' {number}' if len(files) > 1 else ''}]({file})"
-
-
-def _limits(
-    config: Mapping[str, Any], metrics: Mapping[str, float], evidence: Evidence | None
-) -> list[str]:
-    judge = judge_of(config)
-    own = f"the judge {judge} and the rewards" if judge else "the rewards"
-    lines = [
-        "## Limits",
-        "",
-        f"- Measured by {own} that it was trained against: another judge, or a person, may see it "
-        "otherwise. One run, one seed.",
-    ]
-    share = evidence.ungraded_share if evidence else metrics.get("status/ungraded")
-    if share is not None:
-        lines.append(f"- {share:.1%} of the training's episodes could not be graded.")
-    if evidence and evidence.num_left_out:
-        lines.append(
-            f"- {evidence.num_left_out} held-out samples were not graded both times and are left "
-            "out of the results."
-        )
-    if evidence and evidence.drift_alarms:
-        when = ", ".join(map(str, evidence.drift_alarms))
-        lines.append(
-            f"- DRIFT: after {when} iterations words that training does not change had lost more "
-            "than noise: what the renderer reads has moved away from what it was trained to read."
-        )
-    elif evidence and evidence.drift_alarms is not None:
-        lines.append(
-            "- No drift alarm: words that training does not change lost no more than noise."
-        )
-    elif evidence and at(config, "renderer.type") in PIPELINES:
-        lines.append("- Drift of what the renderer reads was not measured.")
-    return [*lines, ""]
-
-
-def _licences(config: Mapping[str, Any]) -> list[str]:
-    base, renderer = base_of(config), at(config, "renderer.model_path")
-    places = [("base", base), ("renderer", renderer if isinstance(renderer, str) else "")]
     places += [("data", path) for path in training_paths(config)]
-    rows = []
-    for what, place in dict.fromkeys(places):
-        if not place:
-            continue
-        found = licence_of(place)
-        name = "unknown" if found is None else " ".join(found)
-        rows.append([what, text(place) if is_of_hub(place) else "local files", text(name)])
     return [
-        "## Licences",
-        "",
-        "As the cards beside their files say; 'unknown' where none lay there: look it up before "
-        "you share this model.",
-        "",
-        *table(["what", "where", "licence"], rows),
-        "",
+        (
+            what,
+            place if is_of_hub(place) else "local files",
+            " ".join(licence_of(place) or ["unknown"]),
+        )
+        for what, place in dict.fromkeys(places)
+        if place
     ]

@@ -1,4 +1,4 @@
-"""What a reader of a run should know before believing it: one sentence each."""
+"""Says what a reader of a run should know before believing it, a sentence each."""
 
 from __future__ import annotations
 
@@ -86,6 +86,6 @@ def _lost(
 
 
 def _named(names: Sequence[str], num_names: int | None = None) -> str:
-    """`num_names`: of them all, where only the first are at hand."""
-    rest = (len(names) if num_names is None else num_names) - _MAX_NAMED
+    """The first of `names`; `num_names`: how many there are, where only the first are at hand."""
+    rest = (num_names or len(names)) - _MAX_NAMED
     return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")

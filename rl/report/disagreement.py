@@ -18,25 +18,21 @@ KEY = "n_evals"
 
 
 def num_readings(config: Mapping[str, Any]) -> dict[str, int]:
-    """Of each reward of a run's config; what the config does not state is the shipped reward's own
-    default. Of one from elsewhere no code is run to learn it."""
+    """Reward of a run's config -> how often it reads; by default as the shipped reward does. Of a
+    reward from elsewhere no code is run to learn it."""
     rewards = config.get("rewards")
-    counts = {
-        str(name): section[KEY] if KEY in section else _default(section.get("type"))
-        for name, section in (rewards.items() if isinstance(rewards, Mapping) else ())
-        if isinstance(section, Mapping)
-    }
-    return {name: count for name, count in counts.items() if type(count) is int and count > 0}
-
-
-def _default(plug: object) -> object:
-    if not isinstance(plug, str) or plug not in plugs_of("rewards"):
-        return None
-    module, _ = import_plug(module_of("rewards", plug))
-    for cls in plugs_in(module, Reward) if module else ():
-        field = cls.Config.model_fields.get(KEY)
-        return None if field is None else field.default
-    return None
+    counts = {}
+    for name, section in rewards.items() if isinstance(rewards, Mapping) else ():
+        if not isinstance(section, Mapping):
+            continue
+        count, plug = section.get(KEY), section.get("type")
+        if KEY not in section and isinstance(plug, str) and plug in plugs_of("rewards"):
+            module, _ = import_plug(module_of("rewards", plug))
+            for cls in plugs_in(module, Reward) if module else ():
+                count = getattr(cls.Config.model_fields.get(KEY), "default", None)
+        if type(count) is int and count > 0:
+            counts[str(name)] = count
+    return counts
 
 
 def disagreement(rows_G: Iterable[Record], num_readings: Mapping[str, int]) -> float | None:

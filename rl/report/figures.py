@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -34,27 +34,24 @@ STYLES = {
 
 
 def draw(folder: Path, metrics: Sequence[Record], evaluations: Sequence[Evaluation]) -> list[Path]:
-    """Those that can be drawn; of another it is said why. Raises ValueError as `to_oneself`."""
+    """Returns the files that were drawn. Raises ValueError as `to_oneself`."""
     wanted = {folder / "reward_curve.png": partial(draw_curve, metrics=metrics)}
     if len(evaluations) > 1:
-        wanted[folder / "before_after.png"] = partial(
-            draw_grid, before=evaluations[0], after=evaluations[-1]
-        )
+        grid = partial(draw_grid, before=evaluations[0], after=evaluations[-1])
+        wanted[folder / "before_after.png"] = grid
+    done = []
     with to_oneself(folder):
-        return [path for path, make in wanted.items() if _is_drawn(path, make)]
-
-
-def _is_drawn(path: Path, make: Callable[[IO[bytes]], None]) -> bool:
-    try:
-        drawn = io.BytesIO()
-        make(drawn)
-        write_atomically(path, drawn.getvalue())
-        return True
-    except Exception as error:  # whatever a foreign record holds: the page is made all the same
-        print(f"{path} could not be drawn: {shown(str(error), 200)}", file=sys.stderr)
-        return False
-    finally:
-        pyplot().close("all")
+        for path, make in wanted.items():
+            drawn = io.BytesIO()
+            try:
+                make(drawn)
+                write_atomically(path, drawn.getvalue())
+                done.append(path)
+            except Exception as error:  # whatever a foreign record holds: the page is made
+                print(f"{path} could not be drawn: {shown(str(error), 200)}", file=sys.stderr)
+            finally:
+                pyplot().close("all")
+    return done
 
 
 def draw_curve(file: Path | IO[bytes], metrics: Sequence[Record]) -> None:

@@ -1,4 +1,4 @@
-"""`<run>/report/` while it is written, by one process at a time; the run it is compared with."""
+"""Lets one process at a time write `<run>/report/`; remembers the run that it is compared with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rl.files.atomic import row_of, write_atomically
@@ -25,14 +25,13 @@ class BusyError(ValueError):
 
 def refuse_links(folder: Path) -> None:
     """Raises ValueError where the folder, its `data`, or an entry of either is a link."""
-    data = folder / "data"
-    for path in (folder, data, *_entries(folder), *_entries(data)):
-        if path.is_symlink():
-            raise ValueError(f"{path} is a link, and a report writes to no other place; remove it")
-
-
-def _entries(folder: Path) -> Iterator[Path]:
-    return folder.iterdir() if folder.is_dir() and not folder.is_symlink() else iter(())
+    for inner in (folder, folder / "data"):
+        entries = inner.iterdir() if inner.is_dir() and not inner.is_symlink() else ()
+        for path in (inner, *entries):
+            if path.is_symlink():
+                raise ValueError(
+                    f"{path} is a link, and a report writes to no other place; remove it"
+                )
 
 
 @contextmanager
@@ -43,8 +42,17 @@ def to_oneself(folder: Path) -> Iterator[None]:
     private_folder(folder)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(folder / ".lock", flags, 0o600)
+    until_s = time.monotonic() + MAX_WAIT_S
     try:
-        _wait(descriptor, folder)
+        with suppress(OSError):  # a file system without locks
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until_s:
+                        raise BusyError(f"{folder}: another report is being made there") from None
+                    time.sleep(_POLL_S)
         yield
     finally:
         os.close(descriptor)
@@ -78,17 +86,3 @@ def _identity(folder: Path) -> list[int]:
     """Of the folder itself, whatever its name."""
     found = folder.stat()
     return [found.st_dev, found.st_ino]
-
-
-def _wait(descriptor: int, folder: Path) -> None:
-    until_s = time.monotonic() + MAX_WAIT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > until_s:
-                raise BusyError(f"{folder}: another report is being made there") from None
-            time.sleep(_POLL_S)
-        except OSError:  # a file system without locks
-            return

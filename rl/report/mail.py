@@ -1,11 +1,10 @@
-"""`<run>/report/report.html`: the page as one file of at most 5 MB, with what has room in it."""
+"""Writes `<run>/report/report.html`: the page as one file of at most 5 MB."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,93 +21,73 @@ from rl.report.script import call, literal, value_of
 
 MAX_BYTES = 5_000_000
 _TABLES = 0.4
-"""Of the room: what data pages may take, so that pictures have the rest."""
+"""Share of the room that data pages may take, so that pictures have the rest."""
 _AROUND = 30
-"""Bytes of what stands around a page, or a picture."""
+"""Bytes of markup around a page, or a picture."""
 _SIDE_PX = 160
 _QUALITY = 70
 
 
-class _Mail:
-    """What goes inside, and how much room is left."""
-
-    def __init__(self, folder: Path, room: int) -> None:
-        self.folder = folder
-        self.room = room
-        self.pages: list[str] = []
-        self.pictures: dict[str, str] = {}
-        self.num_left_out = 0
-
-    def add(self, pages: Mapping[str, Any], most: int) -> int | None:
-        """The bytes of these pages, which are in now; None, and they are not, where it were more
-        than `most`."""
-        scripts = [call(name, value) for name, value in pages.items()]
-        size = sum(len(script.encode()) + _AROUND for script in scripts)
-        if size > most:
-            return None
-        self.room -= size
-        self.pages += scripts
-        return size
-
-    def draw(self, wanted: Iterable[str]) -> None:
-        """The thumbnails of these pictures, as far as there is room; `wanted` as the page names
-        them, from its own folder."""
-        for source in wanted:
-            if source in self.pictures:
-                continue
-            # Those of another run are not asked for.
-            there = picture_of(self.folder.parent, source.removeprefix("../"))
-            inside = thumbnail(self.folder.parent / there) if there else None
-            if inside is None or len(inside) + len(source) + _AROUND > self.room:
-                self.num_left_out += 1
-                continue
-            self.room -= len(inside) + len(source) + _AROUND
-            self.pictures[source] = inside
-
-
 def write_single_file(run_dir: Path, made: Made, other: Path | None = None) -> str:
-    """Writes it; returns what to tell the user. The data pages lie there."""
+    """Write it; the data pages are there. Returns what to tell the user."""
+    with to_oneself(run_dir / "report"):
+        return _write(run_dir, made, other)
+
+
+def _write(run_dir: Path, made: Made, other: Path | None) -> str:
     folder = run_dir / "report"
-    with to_oneself(folder):
-        return _write(folder, run_dir, made, other)
-
-
-def _write(folder: Path, run_dir: Path, made: Made, other: Path | None) -> str:
     smallest = len(rendered(run_dir, made, other, [Markup()], "x" * 400).encode())
-    mail = _Mail(folder, MAX_BYTES - smallest - 20_000)
-    tables = int(mail.room * _TABLES)
-    wanted: list[Iterator[str]] = []
+    room = MAX_BYTES - smallest - 20_000
+    tables = int(room * _TABLES)
+    inside: dict[str, Any] = {}
+    wanted: dict[str, None] = {}
+    """Pictures, as the page names them from its own folder."""
     for iteration, num_files in [*made.evaluations[:1], *made.evaluations[1:][-1:]]:
         pages = _pages(folder, f"eval_{iteration:06d}", num_files)
-        if (size := mail.add(pages, tables)) is not None:
-            tables -= size
-            wanted.append(_held_out_pictures(pages, iteration))
+        if (size := _size(pages)) <= tables:
+            tables, room = tables - size, room - size
+            inside |= pages
+            wanted |= dict.fromkeys(_held_out_pictures(pages, iteration))
     shown = []
     for iteration, _ in reversed(made.iterations):
-        found = _iteration(folder, iteration)
-        if (size := mail.add(found, tables)) is None:
+        name = f"it_{iteration:06d}"
+        num_files = len(_pages(folder, name, 1)[name]["starts"])
+        pages = _pages(folder, name, num_files)
+        if (size := _size(pages)) > tables:
             break
-        tables -= size
+        tables, room = tables - size, room - size
+        inside |= pages
+        wanted |= dict.fromkeys(_training_pictures(pages))
         shown.append(iteration)
-        wanted += [_training_pictures(page) for page in found.values()]
-    _regroup(mail, folder, shown)
-    mail.draw(chain.from_iterable(wanted))
+    for name in sorted({f"find_{iteration // CHUNK:06d}" for iteration in shown}):
+        rows = _pages(folder, name, 1)[name]
+        found = {name: {it: row for it, row in rows.items() if int(it) in shown}}
+        if (size := _size(found)) <= room:
+            room -= size
+            inside |= found
+    pictures: dict[str, str] = {}
+    for source in wanted:
+        # Those of another run are not asked for.
+        there = picture_of(run_dir, source.removeprefix("../"))
+        drawn = thumbnail(run_dir / there) if there else None
+        if drawn is not None and (size := len(drawn) + len(source) + _AROUND) <= room:
+            room -= size
+            pictures[source] = drawn
+    left_out = len(wanted) - len(pictures)
     note = (
         "One file, for a mail: it holds the first and the last of "
         f"{len(made.evaluations)} held-out evaluations, {len(shown)} of {len(made.iterations)} "
-        "training iterations, and "
-        f"{len(mail.pictures)} thumbnails; {mail.num_left_out} pictures of what it shows were "
-        "left out for want of room. The report beside the run has everything."
+        f"training iterations, and {len(pictures)} thumbnails; {left_out} pictures of what it "
+        "shows were left out for want of room. The report beside the run has everything."
     )
-    pictures = f"page.pictures = {literal(mail.pictures)};"
-    # Our own scripts; `literal` has spelt what they hold.
-    inside = [Markup(script) for script in [*mail.pages, pictures]]  # nosec B704
-    page = rendered(run_dir, made, other, inside, note)
-    path = folder / "report.html"
-    write_atomically(path, page)
+    scripts = [call(name, value) for name, value in inside.items()]
+    scripts.append(f"page.pictures = {literal(pictures)};")
+    # Our own scripts; `literal` has escaped what they hold.
+    page = rendered(run_dir, made, other, list(map(Markup, scripts)), note)  # nosec B704
+    write_atomically(folder / "report.html", page)
     return (
-        f"one file: {path} ({len(page.encode()) / 1e6:.1f} MB, {len(mail.pictures)} thumbnails "
-        f"inside, {mail.num_left_out} pictures left out)"
+        f"one file: {folder / 'report.html'} ({len(page.encode()) / 1e6:.1f} MB, {len(pictures)} "
+        f"thumbnails inside, {left_out} pictures left out)"
     )
 
 
@@ -117,18 +96,9 @@ def _pages(folder: Path, name: str, num_files: int) -> dict[str, Any]:
     return {name: value_of((folder / "data" / f"{name}.js").read_text("utf-8")) for name in names}
 
 
-def _iteration(folder: Path, iteration: int) -> dict[str, Any]:
-    name = f"it_{iteration:06d}"
-    first = _pages(folder, name, 1)
-    return _pages(folder, name, len(first[name]["starts"]))
-
-
-def _regroup(mail: _Mail, folder: Path, shown: list[int]) -> None:
-    """What the training list finds: the iterations that are inside."""
-    for chunk in sorted({iteration // CHUNK for iteration in shown}):
-        name = f"find_{chunk:06d}"
-        rows = _pages(folder, name, 1)[name]
-        mail.add({name: {it: row for it, row in rows.items() if int(it) in shown}}, mail.room)
+def _size(pages: Mapping[str, Any]) -> int:
+    """In bytes."""
+    return sum(len(call(name, value).encode()) + _AROUND for name, value in pages.items())
 
 
 def _held_out_pictures(pages: Mapping[str, Any], iteration: int) -> Iterator[str]:
@@ -141,11 +111,12 @@ def _held_out_pictures(pages: Mapping[str, Any], iteration: int) -> Iterator[str
                 yield f"../stock/{row['simg']}"
 
 
-def _training_pictures(page: Mapping[str, Any]) -> Iterator[str]:
-    for group in page["rows"]:
-        beside = [group["src"], *group.get("others", []), group["goal"]]
-        files = [*beside, *(member["img"] for member in group["of"])]
-        yield from (f"../{file}" for file in files if file)
+def _training_pictures(pages: Mapping[str, Any]) -> Iterator[str]:
+    for page in pages.values():
+        for group in page["rows"]:
+            beside = [group["src"], *group.get("others", []), group["goal"]]
+            files = [*beside, *(member["img"] for member in group["of"])]
+            yield from (f"../{file}" for file in files if file)
 
 
 def thumbnail(path: Path) -> str | None:

@@ -22,7 +22,7 @@ from rl.record.untrusted import without_lone_surrogates
 from rl.report.alarms import alarms
 from rl.report.curves import CURVES, how_drawn, points
 from rl.report.folder import to_oneself
-from rl.report.pages import CHUNK, Made, refresh
+from rl.report.pages import Made, refresh
 from rl.report.reading import (
     Evaluation,
     Record,
@@ -36,7 +36,7 @@ from rl.report.svg import drawn
 from rl.run.metric_table import doc_of
 
 _HERE = Path(__file__).with_name("page")
-_SCRIPTS = ("base.js", "lists.js", "samples.js", "start.js")
+_SOURCES = ("page.css", "base.js", "lists.js", "samples.js", "start.js")
 
 
 def write_page(run_dir: Path, other: Path | None = None) -> tuple[Path, Made]:
@@ -55,7 +55,7 @@ def rendered(
     inside: Sequence[Markup] = (),
     note: str = "",
 ) -> str:
-    """The page. `inside`: data pages that stand in it; `note`: what one for a mail leaves out."""
+    """The page's HTML. `inside`: data pages to put into it; `note`: what they leave out."""
     metrics, damaged = named_rows(run_dir / "metrics.jsonl", "iteration")
     config = read_config(run_dir)
     told = dict(made.damaged)
@@ -73,8 +73,7 @@ def rendered(
         curves=_curves(metrics),
         times=times(metrics),
         settings=settings(config, None if other is None else read_config(other)),
-        style=_source("page.css"),
-        scripts=[_source(name) for name in _SCRIPTS],
+        sources={name: Markup((_HERE / name).read_text("utf-8")) for name in _SOURCES},  # nosec B704
         facts=Markup(literal(_facts(run_dir, made, other, bool(inside)))),  # nosec B704
         is_drift_measured=any(row.get("drift/alarm") is not None for row in metrics),
         inside=inside,
@@ -94,47 +93,42 @@ def _template() -> Template:
     return environment.get_template("index.html.j2")
 
 
-def _source(name: str) -> Markup:
-    """A file of ours, as it stands."""
-    return Markup((_HERE / name).read_text("utf-8"))  # nosec B704
-
-
 def _facts(run_dir: Path, made: Made, other: Path | None, is_alone: bool) -> dict[str, Any]:
-    """What the page's scripts go by. `is_alone`: nothing lies beside the page."""
-    sets = [
-        {"page": f"eval_{it:06d}", "it": it, "files": num, "base": f"../evaluation/it_{it:06d}/"}
-        | {"stock": "../stock/", "run": ""}
-        for it, num in made.evaluations
-    ]
-    if other is not None:
-        way = quote(
-            Path(os.path.relpath(other.resolve(), (run_dir / "report").resolve())).as_posix()
-        )
+    """What the page's scripts need. `is_alone`: nothing is beside the page."""
+    sets = []
+    for run, evaluations in ((None, made.evaluations), (other, made.other_evaluations)):
+        way, name, prefix = "..", "", ""
+        if run is not None:
+            way = os.path.relpath(run.resolve(), (run_dir / "report").resolve())
+            way, name, prefix = quote(Path(way).as_posix()), run.resolve().name, "other_"
         sets += [
-            {"page": f"other_eval_{it:06d}", "it": it, "files": num}
-            | {"base": f"{way}/evaluation/it_{it:06d}/", "stock": f"{way}/stock/"}
-            | {"run": other.resolve().name}
-            for it, num in made.other_evaluations
+            {
+                "page": f"{prefix}eval_{it:06d}",
+                "it": it,
+                "files": num_files,
+                "base": f"{way}/evaluation/it_{it:06d}/",
+                "stock": f"{way}/stock/",
+                "run": name,
+            }
+            for it, num_files in evaluations
         ]
     return {
         "alone": is_alone,
         "iterations": [it for it, _ in made.iterations],
         "groups": [num for _, num in made.iterations],
         "chunks": made.chunks,
-        "chunk": CHUNK,
         "sets": sets,
     }
 
 
 def _progress(metrics: Sequence[Record], config: Mapping[str, Any], made: Made) -> str:
-    """How far the run is, in a line."""
     last = max((int(row["iteration"]) for row in metrics), default=0)
     planned = config.get("num_iterations")
     of = f" of {planned}" if type(planned) is int and planned > 0 else ""
-    episodes = f"{sum(num for _, num in made.iterations):,} groups on record"
+    num_groups = sum(num for _, num in made.iterations)
     measured = len(made.evaluations)
     evaluations = f"{measured} held-out evaluation{'' if measured == 1 else 's'}"
-    return f"{last:,}{of} iterations, {evaluations}, {episodes}"
+    return f"{last:,}{of} iterations, {evaluations}, {num_groups:,} groups on record"
 
 
 def _learnt(run_dir: Path) -> dict[str, Any] | None:
@@ -142,7 +136,15 @@ def _learnt(run_dir: Path) -> dict[str, Any] | None:
     folders = list(evaluation_folders(run_dir).items())
     if len(folders) < 2:
         return None
-    before, after = (_quiet(*folders[end]) for end in (0, -1))
+    # Damaged lines are among the alarms.
+    before, after = (
+        Evaluation(
+            iteration,
+            folder,
+            {str(row["id"]): row for row in named_rows(folder / "records.jsonl", "id")[0]},
+        )
+        for iteration, folder in (folders[0], folders[-1])
+    )
     changes = compare(before, after)
     num_graded = len(changes[0].rewards) if changes else 0
     return {
@@ -151,12 +153,6 @@ def _learnt(run_dir: Path) -> dict[str, Any] | None:
         "changes": changes,
         "left_out": len(before.records) - num_graded,
     }
-
-
-def _quiet(iteration: int, folder: Path) -> Evaluation:
-    """Its damaged lines stand among the alarms."""
-    rows, _ = named_rows(folder / "records.jsonl", "id")
-    return Evaluation(iteration, folder, {str(row["id"]): row for row in rows})
 
 
 def _curves(metrics: Sequence[Record]) -> list[dict[str, Any]]:
@@ -219,11 +215,11 @@ def _flat(value: Mapping[str, Any], above: str = "") -> dict[str, str]:
         if isinstance(children, Mapping) and children:
             found |= _flat(children, f"{name}.")
         else:
-            found[name] = item if isinstance(item, str) else _spelt(item)
+            found[name] = item if isinstance(item, str) else _json(item)
     return found
 
 
-def _spelt(value: object) -> str:
+def _json(value: object) -> str:
     try:
         return literal(value)
     except ValueError:  # an infinity, which is shown and no script

@@ -1,23 +1,24 @@
-"""The data pages of a report: one an iteration, some for finding, some for each evaluation.
+"""Writes the data pages of a report; what did not change is not written again.
 
 <run>/report/data/it_000012.js      the groups of iteration 12; `it_000012_2.js`: what did not
                                     fit, from a group on
 <run>/report/data/find_000000.js    what groups are found by, of `CHUNK` iterations
 <run>/report/data/eval_000020.js    held-out samples after 20 iterations; `_2` as above
 <run>/report/data/other_eval_...    those of the run that is compared with
-<run>/report/data/made_of.json      the sources of each: what did not change is not made again
+<run>/report/data/made_of.json      the sources of each
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, StringConstraints
 
 from rl.files.atomic import read_rows, write_atomically
 from rl.report.disagreement import num_readings
@@ -39,19 +40,18 @@ from rl.report.rows import (
     part_names,
     record_row,
 )
-from rl.report.script import call, literal, value_of
+from rl.report.script import call, literal
 from rl.report.tokens import Pieces
 
-FORMAT = 2
-"""Of the pages: another one makes all of them again."""
 MAX_PAGE_BYTES = 300_000
-CHUNK = 50
+CHUNK = 20
+"""Iterations whose pages are written again together."""
 _OURS = re.compile(r"(?:it|find|(?:other_)?eval)_\d{6,}(?:_\d+)?\.js")
 
 
 @dataclass
 class Made:
-    """What lies there now."""
+    """The pages that the folder holds now."""
 
     iterations: list[tuple[int, int]] = field(default_factory=list)
     """(iteration, how many groups), of those that have a page."""
@@ -61,89 +61,79 @@ class Made:
     damaged: dict[str, int] = field(default_factory=dict)
     """File -> how many of its lines cannot be read."""
     num_written: int = 0
-    """Pages that were made now."""
+    """Pages that were written now."""
 
     @property
     def chunks(self) -> list[int]:
         return sorted({iteration // CHUNK for iteration, _ in self.iterations})
 
 
+class _Part(BaseModel):
+    """Pages that are written together."""
+
+    stamp: list[Any]
+    """Of the files that they were made of."""
+    files: list[Annotated[str, StringConstraints(pattern=f"^(?:{_OURS.pattern})$")]]
+    groups: list[tuple[int, int]]
+    """(iteration, how many groups)."""
+    damaged: dict[str, int]
+    """File -> how many of its lines cannot be read."""
+
+
+class _MadeOf(BaseModel):
+    """`made_of.json`, which may come with a stranger's run."""
+
+    format: Literal[3] = 3
+    parts: dict[str, _Part] = {}
+
+
 class _Folder:
-    """Makes pages whose sources changed, and remembers of what."""
+    """Writes the parts whose sources changed."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self.num_written = 0
-        self.kept: set[str] = set()
-        self.made: dict[str, dict[str, Any]] = {}
-        self._before: dict[str, Any] = {}
+        self._now = _MadeOf()
         try:
-            before = json.loads((folder / "made_of.json").read_bytes())
-            if before["format"] == FORMAT and isinstance(before["pages"], dict):
-                self._before = before["pages"]
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            pass
+            self._before = _MadeOf.model_validate_json((folder / "made_of.json").read_bytes())
+        except (OSError, ValueError):
+            self._before = _MadeOf()
 
-    def page(self, name: str, stamp: Sequence[Any], make: Callable[[], dict[str, Any]]) -> bool:
-        """Whether `name` had to be made: `make` writes its files and returns what to remember of
-        it, among it 'files'."""
-        old = self._before.get(name)
-        if (
-            _is_whole(old, name)
-            and old["stamp"] == list(stamp)
-            and old["left"] == self._left(name, old["files"])
-            and all((self.path / file).is_file() for file in old["files"])
-        ):
-            self.made[name] = old
-            self.kept.update(old["files"])
-            return False
-        made = make()
-        left = self._left(name, made["files"])
-        self.made[name] = made | {"stamp": list(stamp), "left": left}
-        self.kept.update(made["files"])
-        return True
+    def part(self, name: str, sources: Sequence[Path], make: Callable[[_Part], None]) -> _Part:
+        """The part of that name. `make` writes its files and notes them, where a source changed or
+        was copied (nobody sets a ctime) or a file is gone."""
+        stats = [(path, path.stat()) for path in sources if path.exists()]
+        stamp = [
+            [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+            for path, stat in stats
+        ]
+        part = self._before.parts.get(name)
+        is_whole = part is not None and all((self.path / file).is_file() for file in part.files)
+        if part is None or not is_whole or part.stamp != stamp:
+            part = _Part(stamp=stamp, files=[], groups=[], damaged={})
+            make(part)
+            self._now.parts[name] = part
+            # So that an interrupted making goes on here.
+            self._remember(self._before.parts | self._now.parts)
+        self._now.parts[name] = part
+        return part
 
-    def _left(self, name: str, files: Sequence[str]) -> list[list[Any]]:
-        """What tells whether pages of that name are as they were left."""
-        return _stamp([self.path / file for file in files if file.startswith(name)])
-
-    def forget(self, name: str) -> None:
-        """Have it made again."""
-        self._before.pop(name, None)
-
-    def write(self, file: str, content: str) -> str:
-        write_atomically(self.path / file, content)
+    def write(self, part: _Part, page: str, content: str) -> None:
+        write_atomically(self.path / f"{page}.js", content)
+        part.files.append(f"{page}.js")
         self.num_written += 1
-        self.kept.add(file)
-        return file
 
-    def remember(self, pages: Mapping[str, Any]) -> None:
-        whole = json.dumps({"format": FORMAT, "pages": pages})
-        write_atomically(self.path / "made_of.json", whole)
-
-    def note(self) -> None:
-        """What is made so far is not made again, should this be the end."""
-        self.remember({**self._before, **self.made})
+    def _remember(self, parts: Mapping[str, _Part]) -> None:
+        content = _MadeOf(parts=dict(parts)).model_dump_json()
+        write_atomically(self.path / "made_of.json", content)
 
     def close(self) -> None:
-        """Remember, and remove the pages of what is no more."""
-        self.remember(self.made)
+        """Remove the pages of what is no more."""
+        self._remember(self._now.parts)
+        kept = {file for part in self._now.parts.values() for file in part.files}
         for path in self.path.iterdir():
-            if _OURS.fullmatch(path.name) and path.name not in self.kept:
+            if _OURS.fullmatch(path.name) and path.name not in kept:
                 path.unlink()
-
-
-def _is_whole(old: Any, name: str) -> TypeGuard[dict[str, Any]]:
-    """Whether that is what `page` remembers; the file may come with a stranger's run."""
-    return (
-        isinstance(old, dict)
-        and {"stamp", "left"} <= old.keys()
-        and isinstance(files := old.get("files"), list)
-        and all(isinstance(file, str) and _OURS.fullmatch(file) for file in files)
-        and f"{name}.js" in files
-        and type(old.get("damaged")) is int
-        and (not name.startswith("it_") or type(old.get("groups")) is int)
-    )
 
 
 def refresh(run_dir: Path, folder: Path, other: Path | None = None) -> Made:
@@ -153,163 +143,116 @@ def refresh(run_dir: Path, folder: Path, other: Path | None = None) -> Made:
     pieces = Pieces(config)
     readings = num_readings(config)
     for chunk, in_chunk in groupby(episode_files(run_dir).items(), lambda it: it[0] // CHUNK):
-        found_by: dict[str, Any] = {}
-        found_before = _found_before(folder / f"{_found_in(chunk)}.js")
-        there = []
-        for iteration, files in in_chunk:
-            there.append(iteration)
-            name = f"it_{iteration:06d}"
-            if str(iteration) not in found_before:
-                pages.forget(name)
-            make = partial(_iteration, pages, found_by, iteration, files, run_dir, pieces, readings)
-            pages.page(name, _stamp([*files, run_dir / "images" / name]), make)
-            made.iterations.append((iteration, pages.made[name]["groups"]))
-            _note_damage(made, f"episodes/{name}", pages.made[name])
-        _chunk(pages, chunk, found_before, found_by, there)
-        if found_by:
-            pages.note()
-    made.evaluations = _evaluations(pages, made, run_dir, pieces, "")
-    if other is not None:
-        made.other_evaluations = _evaluations(pages, made, other, pieces, "other_")
+        files_of = dict(in_chunk)
+        sources = [path for files in files_of.values() for path in files]
+        sources += [run_dir / "images" / f"it_{iteration:06d}" for iteration in files_of]
+        name = f"find_{chunk:06d}"
+        make = partial(_write_chunk, pages, name, files_of, run_dir, pieces, readings)
+        part = pages.part(name, sources, make)
+        made.iterations += part.groups
+        made.damaged |= part.damaged
+    for run, prefix in ((run_dir, ""), (other, "other_")):
+        if run is None:
+            continue
+        stock_file = run / "stock" / "rewards.jsonl"
+        stock = _stock_pictures(stock_file)
+        found = made.other_evaluations if prefix else made.evaluations
+        for iteration, source in evaluation_folders(run).items():
+            name = f"{prefix}eval_{iteration:06d}"
+            make = partial(_write_evaluation, pages, name, iteration, source, stock, pieces)
+            part = pages.part(name, [source / "records.jsonl", stock_file], make)
+            found.append((iteration, len(part.files)))
+            damaged = {f"{run.name}/{file}": number for file, number in part.damaged.items()}
+            made.damaged |= damaged
     pages.close()
     made.num_written = pages.num_written
     return made
 
 
-def _stamp(paths: Sequence[Path]) -> list[list[Any]]:
-    """What tells whether files changed or were copied (nobody sets a ctime); those that are not
-    there are left out."""
-    stats = [(str(path), path.stat()) for path in paths if path.exists()]
-    return [
-        [name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-        for name, stat in stats
-    ]
-
-
-def _note_damage(made: Made, file: str, remembered: Mapping[str, Any]) -> None:
-    if remembered.get("damaged"):
-        made.damaged[file] = remembered["damaged"]
-
-
-def _iteration(
+def _write_chunk(
     pages: _Folder,
-    found_by: dict[str, Any],
-    iteration: int,
-    files: Sequence[Path],
+    name: str,
+    files_of: Mapping[int, Sequence[Path]],
     run_dir: Path,
     pieces: Pieces,
     readings: Mapping[str, int],
-) -> dict[str, Any]:
-    """Writes its pages; returns what to remember, and adds to `found_by` what its groups are."""
-    read = [read_rows(path) for path in files]
-    rows: list[Record] = [row for rows_here, _ in read for row in rows_here]
-    names, groups = part_names(rows), groups_of(rows)
+    part: _Part,
+) -> None:
+    found: dict[str, Any] = {}
+    for iteration, files in files_of.items():
+        read = [read_rows(path) for path in files]
+        rows: list[Record] = [row for rows_here, _ in read for row in rows_here]
+        names, groups = part_names(rows), groups_of(rows)
+
+        def encoded(limits: Limits, groups: Any = groups, names: Any = names) -> list[str]:
+            return [literal(group_row(group, names, run_dir, pieces, limits)) for group in groups]
+
+        page = f"it_{iteration:06d}"
+        _write(pages, part, page, {"it": iteration, "parts": names}, encoded)
+        finding = [finding_row(g, group, names, readings) for g, group in enumerate(groups)]
+        found[str(iteration)] = {"parts": names, "rows": finding}
+        part.groups.append((iteration, len(groups)))
+        if damaged := sum(len(numbers) for _, numbers in read):
+            part.damaged[f"episodes/{page}"] = damaged
+    pages.write(part, name, call(name, found))
+
+
+def _write_evaluation(
+    pages: _Folder,
+    name: str,
+    iteration: int,
+    folder: Path,
+    stock: Mapping[str, str | None],
+    pieces: Pieces,
+    part: _Part,
+) -> None:
+    rows, damaged = named_rows(folder / "records.jsonl", "id")
+    names = part_names(rows)
 
     def encoded(limits: Limits) -> list[str]:
-        return [literal(group_row(group, names, run_dir, pieces, limits)) for group in groups]
+        return [
+            literal(record_row(row, names, folder, stock.get(str(row["id"])), pieces, limits))
+            for row in rows
+        ]
 
-    head = {"it": iteration, "parts": names}
-    written = _write(pages, f"it_{iteration:06d}", head, encoded)
-    found = [finding_row(g, group, names, readings) for g, group in enumerate(groups)]
-    damaged = sum(len(numbers) for _, numbers in read)
-    found_by[str(iteration)] = {"parts": names, "rows": found}
-    # With the page that it is found by goes what stands in it.
-    files_of_it = [*written, f"{_found_in(iteration // CHUNK)}.js"]
-    return {"files": files_of_it, "groups": len(groups), "damaged": damaged}
-
-
-def _found_in(chunk: int) -> str:
-    return f"find_{chunk:06d}"
+    _write(pages, part, name, {"it": iteration, "parts": names}, encoded)
+    if damaged:
+        part.damaged[f"evaluation/{folder.name}"] = len(damaged)
 
 
 def _write(
-    pages: _Folder, name: str, head: Mapping[str, Any], encoded: Callable[[Limits], list[str]]
-) -> list[str]:
+    pages: _Folder,
+    part: _Part,
+    name: str,
+    head: Mapping[str, Any],
+    encoded: Callable[[Limits], list[str]],
+) -> None:
     """The rows under the first limits that let them stand in one page; under the last they may
-    take several. Returns the files."""
+    take several."""
+    room = MAX_PAGE_BYTES - 2000
     rows: list[str] = []
     limits = WHOLE
     for limits in LEVELS:
         rows = encoded(limits)
-        if sum(len(row.encode()) + 1 for row in rows) < MAX_PAGE_BYTES - 2000:
+        if sum(len(row.encode()) + 1 for row in rows) < room:
             break
     pages_rows: list[list[str]] = [[]]
     size = 0
     for row in rows:
         length = len(row.encode()) + 1
-        if size + length > MAX_PAGE_BYTES - 2000 and pages_rows[-1]:
+        if size + length > room and pages_rows[-1]:
             pages_rows.append([])
             size = 0
         pages_rows[-1].append(row)
         size += length
     starts = [sum(map(len, pages_rows[:number])) for number in range(len(pages_rows))]
     cut = None if limits is WHOLE else [limits.text_chars, limits.reply_chars, limits.num_tokens]
-    files = []
     for number, page_rows in enumerate(pages_rows, 1):
         page = name if number == 1 else f"{name}_{number}"
-        # The rows are spelt already.
+        # The rows are JavaScript already.
         content = call(page, {**head, "starts": starts, "cut": cut, "rows": []})
         content = content.replace('"rows":[]});', f'"rows":[{",".join(page_rows)}]}});')
-        files.append(pages.write(f"{page}.js", content))
-    return files
-
-
-def _found_before(path: Path) -> dict[str, Any]:
-    """What a page to find groups by holds; {} where it cannot be read."""
-    try:
-        found = value_of(path.read_bytes().decode())
-        literal(found)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _chunk(
-    pages: _Folder,
-    chunk: int,
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    there: Sequence[int],
-) -> None:
-    """What the groups of some iterations are found by: the new ones beside those of before."""
-    name = _found_in(chunk)
-    merged = {str(it): new.get(str(it), old.get(str(it))) for it in there}
-    content = call(name, merged)
-    path = pages.path / f"{name}.js"
-    pages.kept.add(path.name)
-    if not path.is_file() or path.read_bytes() != content.encode():
-        pages.write(path.name, content)
-
-
-def _evaluations(
-    pages: _Folder, made: Made, run_dir: Path, pieces: Pieces, prefix: str
-) -> list[tuple[int, int]]:
-    stock_file = run_dir / "stock" / "rewards.jsonl"
-    pictures = _stock_pictures(stock_file)
-    found = []
-    for iteration, folder in evaluation_folders(run_dir).items():
-        name = f"{prefix}eval_{iteration:06d}"
-
-        def make(
-            name: str = name, iteration: int = iteration, folder: Path = folder
-        ) -> dict[str, Any]:
-            rows, damaged = named_rows(folder / "records.jsonl", "id")
-            names = part_names(rows)
-
-            def encoded(limits: Limits) -> list[str]:
-                return [
-                    literal(record_row(row, names, folder, stock, pieces, limits))
-                    for row in rows
-                    for stock in [pictures.get(str(row["id"]))]
-                ]
-
-            written = _write(pages, name, {"it": iteration, "parts": names}, encoded)
-            return {"files": written, "damaged": len(damaged)}
-
-        pages.page(name, _stamp([folder / "records.jsonl", stock_file]), make)
-        found.append((iteration, len(pages.made[name]["files"])))
-        _note_damage(made, f"{run_dir.name}/evaluation/{folder.name}", pages.made[name])
-    return found
+        pages.write(part, page, content)
 
 
 def _stock_pictures(path: Path) -> dict[str, str | None]:

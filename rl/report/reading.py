@@ -52,14 +52,10 @@ def named_rows(path: Path, key: str) -> tuple[list[dict[str, Any]], list[int]]:
     """The rows of a JSONL file that have `key`, under today's names; and the numbers (from 1) of
     the lines that are none, such as a last one that a kill cut short."""
     rows, damaged = read_rows(path)
-    return [formats.recorded(row) for row in rows if _has(row, key)], damaged
-
-
-def _has(row: Record, key: str) -> bool:
-    value = row.get(key)
-    if key != "iteration":
-        return key in row
-    return type(value) is int and 0 <= value <= _MAX_ITERATION
+    named = [formats.recorded(row) for row in rows if key in row]
+    if key == "iteration":
+        named = [row for row in named if type(it := row[key]) is int and 0 <= it <= _MAX_ITERATION]
+    return named, damaged
 
 
 def read_named(path: Path, key: str) -> list[dict[str, Any]]:
@@ -81,14 +77,16 @@ def evaluation_folders(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def read_evaluation(iteration: int, folder: Path) -> Evaluation:
-    """Damaged lines are said aloud and left out."""
-    records = {str(record["id"]): record for record in read_named(folder / "records.jsonl", "id")}
-    return Evaluation(iteration, folder, records)
-
-
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
-    return [read_evaluation(*found) for found in evaluation_folders(run_dir).items()]
+    """In order; damaged lines are printed and left out."""
+    return [
+        Evaluation(
+            iteration,
+            folder,
+            {str(record["id"]): record for record in read_named(folder / "records.jsonl", "id")},
+        )
+        for iteration, folder in evaluation_folders(run_dir).items()
+    ]
 
 
 def episode_files(run_dir: Path) -> dict[int, list[Path]]:

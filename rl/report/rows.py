@@ -36,7 +36,7 @@ LEVELS = (WHOLE, Limits(4000, 2000, 1024), Limits(2000, 800, 256), Limits(1000, 
 
 
 def text(value: object, max_chars: int) -> str:
-    """`value`, where it is a text, at most that long."""
+    """`value`, cut at `max_chars`; '' where it is no text."""
     if not isinstance(value, str):
         return ""
     whole = without_lone_surrogates(value[: max_chars + 1])
@@ -55,7 +55,7 @@ def groups_of(rows: Iterable[Record]) -> list[list[Record]]:
 
 
 def part_names(rows: Iterable[Record]) -> list[str]:
-    """In the order in which they come up."""
+    """The names of the reward's parts, in the order in which they come up."""
     names: dict[str, None] = {}
     for row in rows:
         parts = row.get("parts")

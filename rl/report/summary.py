@@ -115,56 +115,31 @@ def beside(metrics: Sequence[Record]) -> list[str]:
     """What the gain has to be read beside: the right words, the user's own, the untrained system,
     what thinking is worth, and how far what the renderer reads has moved."""
     lines = []
-    name = "eval_reference/reward"
-    reference = [value for row in metrics if (value := number(row.get(name))) is not None]
-    if len(reference) > 1:
+    rows = _with(metrics, "eval_reference/reward")
+    if len(rows) > 1:
+        first, last = (_said(row, "eval_reference/reward") for row in (rows[0], rows[-1]))
+        lines.append(f"the renderer, given the right words: {first} -> {last}")
+    rows = _with(metrics, "eval/reward_gain")
+    if len(rows) > 1:
+        first, last = (_said(row, "eval/reward_gain", "+.3f") for row in (rows[0], rows[-1]))
+        bare = _said(rows[0], "eval/bare_reward")
+        lines.append(f"the user's own words, as they are: {bare}; gain over them {first} -> {last}")
+    if rows := _with(metrics, "eval/gain_over_stock"):
+        upstream = number(rows[-1].get("eval/stock_upstream_reward"))
+        of_upstream = f" ({upstream or 0:.3f} as upstream calls its text encoder)"
         lines.append(
-            f"the renderer, given the right words: {reference[0]:.3f} -> {reference[-1]:.3f}"
+            f"the untrained system on the user's words: {_said(rows[-1], 'eval/stock_reward')}"
+            f"{'' if upstream is None else of_upstream}; gain over it "
+            f"{_gains(rows, 'eval/gain_over_stock')}"
         )
-    gains = _with(metrics, "eval/reward_gain")
-    if len(gains) > 1:
-        first, last = gains[0], gains[-1]
-        lines.append(
-            f"the user's own words, as they are: {_said(first, 'eval/bare_reward')}; gain "
-            f"over them {_said(first, 'eval/reward_gain', '+.3f')} -> "
-            f"{_said(last, 'eval/reward_gain', '+.3f')}"
-        )
-    return [*lines, *stock_lines(metrics), *thought_lines(metrics), *drift_lines(metrics)]
+    if rows := _with(metrics, "eval/gain_of_thought"):
+        cut = _said(rows[-1], "eval/cut_thought_reward")
+        gains = _gains(rows, "eval/gain_of_thought")
+        lines.append(f"with the thought cut before it begins: {cut}; gain of thinking {gains}")
+    return lines + _drift(metrics)
 
 
-def stock_lines(metrics: Sequence[Record]) -> list[str]:
-    """What was gained over the untrained system."""
-    name = "eval/gain_over_stock"
-    rows = _with(metrics, name)
-    if not rows:
-        return []
-    upstream = number(rows[-1].get("eval/stock_upstream_reward"))
-    beside = "" if upstream is None else f" ({upstream:.3f} as upstream calls its text encoder)"
-    return [
-        f"the untrained system on the user's words: {_said(rows[-1], 'eval/stock_reward')}{beside}"
-        f"; gain over it {_gains(rows, name)}"
-    ]
-
-
-def thought_lines(metrics: Sequence[Record]) -> list[str]:
-    """What thinking is worth, where that was measured (`evaluation.thought_gain`)."""
-    name = "eval/gain_of_thought"
-    rows = _with(metrics, name)
-    if not rows:
-        return []
-    return [
-        f"with the thought cut before it begins: {_said(rows[-1], 'eval/cut_thought_reward')}; "
-        f"gain of thinking {_gains(rows, name)}"
-    ]
-
-
-def _gains(rows: Sequence[Record], name: str) -> str:
-    """The first and the last, with their errors; one that was measured once alone."""
-    ends = rows if len(rows) == 1 else (rows[0], rows[-1])
-    return " -> ".join(f"{_said(row, name, '+.3f')}{_error(row, name)}" for row in ends)
-
-
-def drift_lines(metrics: Sequence[Record]) -> list[str]:
+def _drift(metrics: Sequence[Record]) -> list[str]:
     """How far training has moved what the renderer reads, where it reads what is trained."""
     rows = [row for row in metrics if row.get("drift/alarm") is not None]
     lines = []
@@ -175,17 +150,24 @@ def drift_lines(metrics: Sequence[Record]) -> list[str]:
         )
     for arm, words in (("bare", "the user's own words"), ("reference", "the right words")):
         name = f"drift/{arm}_fall"
-        if rows and number(rows[-1].get(name)) is not None:
-            lost = f"{_said(rows[-1], name, '+.3f')}{_error(rows[-1], name)}"
-            lines.append(f"lost by {words} since training began: {lost}")
-    moved = _with(metrics, "drift/state_l2")
-    if moved:
+        if _with(rows[-1:], name):
+            lines.append(f"lost by {words} since training began: {_gains(rows[-1:], name)}")
+    if moved := _with(metrics, "drift/state_l2"):
         lines.append(
             "the states of the user's own words moved by "
             f"{_said(moved[-1], 'drift/state_l2', '.1%')} of their length "
             f"(cosine {_said(moved[-1], 'drift/state_cosine')})"
         )
     return lines
+
+
+def _gains(rows: Sequence[Record], name: str) -> str:
+    """The first and the last, with their standard errors; one that was measured once alone."""
+    said = []
+    for row in rows[:1] if len(rows) == 1 else (rows[0], rows[-1]):
+        error = number(row.get(f"{name}_error"))
+        said.append(_said(row, name, "+.3f") + ("" if error is None else f" +- {error:.3f}"))
+    return " -> ".join(said)
 
 
 def _with(metrics: Sequence[Record], name: str) -> list[Record]:
@@ -195,9 +177,3 @@ def _with(metrics: Sequence[Record], name: str) -> list[Record]:
 def _said(row: Record, name: str, spelt: str = ".3f") -> str:
     value = number(row.get(name))
     return "?" if value is None else format(value, spelt)
-
-
-def _error(row: Record, name: str) -> str:
-    """' +- 0.012', where a metric has a standard error."""
-    error = number(row.get(f"{name}_error"))
-    return "" if error is None else f" +- {error:.3f}"

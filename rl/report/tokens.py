@@ -1,7 +1,4 @@
-"""The words of single tokens, where the policy's tokenizer is on this machine; no network.
-
-Without its file or `tokenizers` a page numbers its tokens.
-"""
+"""Decodes single tokens, where the policy's tokenizer is on this machine; no network."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ _MAX_JOINED = 8
 
 
 class Pieces:
-    """Of one run's policy."""
+    """The tokenizer of a run's policy."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """`config`: of the run, as `config.json` holds it."""
+        """`config`: as the run's `config.json` holds it."""
         self._tokenizer = _tokenizer(config)
 
     def of(self, token_ids: Sequence[int]) -> list[str] | None:

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from tiny_messages import names
 
-from rl.commands import export, export_base
+from rl.commands import export
 from rl.commands import report as report_command
 from rl.config import formats
 from rl.config.schema import ConfigError, load_config
-from rl.enhance import policy_section
+from rl.edit.trained import load_trained
 from rl.preflight import report
 from rl.ranks.dist import Dist
 from rl.record import checkpoint
@@ -85,11 +85,11 @@ def test_its_record_is_reported_on(run_dir: Path, capsys: pytest.CaptureFixture[
 
 def test_its_policy_is_found_again(run_dir: Path) -> None:
     weights = "pkg://tiny_world/weights/rewriter"
-    assert policy_section(None, run_dir, None)["model_path"] == weights
-    adapter = run_dir / "checkpoints" / "step_000002" / "model"
-    section = export_base.policy_config(adapter, None, None, "qwen2_5_vl")
+    trained = load_trained(run_dir)
+    assert trained.policy()["model_path"] == weights
+    section = export.model_config(trained, None, None)
     assert (Path(section.model_path) / "config.json").is_file()
-    assert base_of(read_config(adapter)).path == weights
+    assert base_of(read_config(trained.model)).path == weights
 
 
 def test_an_old_config_is_told_every_new_name(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_what_a_newer_version_wrote_is_refused_and_left_alone(
     why = f"{folder} has the format {known + 1}, ... up to {known} ... {NEWER}"
     [problem] = report.problems(config_of(run_dir))
     assert names(problem, f"run_name: ... {why} ... another run_name ... move {run_dir} away")
-    for use in (checkpoint.model_folder, lambda path: policy_section(None, path, None)):
+    for use in (checkpoint.model_folder, load_trained):
         with pytest.raises(ValueError) as refused:
             use(run_dir)
         assert names(refused.value, why)
@@ -186,13 +186,9 @@ def test_an_adapter_that_cannot_be_read_is_refused(run_dir: Path, written: str, 
     adapter = shutil.move(run_dir / "checkpoints" / "step_000002" / "model", run_dir.parent / "a")
     (adapter / "adapter_config.json").write_text(written)
     why = f"{adapter}/adapter_config.json ... {why}"
-    for use in (
-        lambda: policy_section("some/model", adapter, None),
-        lambda: export_base.policy_config(adapter, "some/model", None, "qwen2_5_vl"),
-    ):
-        with pytest.raises(ValueError) as caught:
-            use()
-        assert names(caught.value, why)
+    with pytest.raises(ValueError) as caught:
+        export.model_config(load_trained(adapter), "some/model", None)
+    assert names(caught.value, why)
     places = ["policy.model_path=pkg://tiny_world/weights/rewriter", "base_exp_dir=elsewhere"]
     config = config_of(run_dir, *places, f"policy.adapter_path={adapter}")
     [problem] = report.problems(config)

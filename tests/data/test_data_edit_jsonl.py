@@ -56,14 +56,6 @@ def test_photographs_and_words_become_samples(folder):
     assert second.instruction == "mache sie \u2028 blau, 把花变蓝"
 
 
-def test_byte_order_mark_crlf_and_blank_lines_are_fine(folder):
-    lines = ["\ufeff" + json.dumps(GOOD), "", json.dumps(FLOWER), "   ", ""]
-    (folder / "edits.jsonl").write_bytes("\r\n".join(lines).encode())
-    source = edit_jsonl.EditJsonl(config(str(folder / "edits.jsonl")), RULES)
-    assert [source[index].id for index in range(2)] == ["edits.jsonl:1", "edits.jsonl:3"]
-    assert edit_jsonl.EditJsonl.count(config(str(folder / "edits.jsonl"))) == 2
-
-
 def test_columns_can_be_named_otherwise(folder):
     row = {
         "in": {"picture": ["flower.jpg", "china.jpg"]},
@@ -94,8 +86,6 @@ def test_pictures_may_lie_elsewhere_and_text_only_rows_need_none(folder, tmp_pat
 
 
 BAD_ROWS = {
-    "invalid JSON": ("{'image': 1}", "is not JSON"),
-    "not an object": ('["china.jpg", "x"]', "is not an object"),
     "no picture": ({"instruction": "x"}, "no 'image' ... instruction"),
     "missing picture": ({**GOOD, "image": "gone.jpg"}, "gone.jpg ... exist ... relative paths"),
     "no instruction": ({"image": "china.jpg"}, "no 'instruction' ... image"),
@@ -120,17 +110,17 @@ def test_a_bad_row_is_named_with_file_row_and_remedy_or_skipped(folder, case):
     assert (ids, num_skipped) == ([first, "edits.jsonl:3"], 1)
 
 
-def test_a_named_column_is_required_of_every_row(folder):
-    rows = [{**GOOD, "target_image": "flower.jpg"}, GOOD]
-    problems, _, ids, num_skipped = both(folder, rows, columns={"target": "target_image"})
-    assert names(problems[0], "row 2: ... 'target_image' ... image, instruction")
-    assert (ids, num_skipped) == (["edits.jsonl:1"], 1)
-
-
-def test_a_hidden_column_that_holds_null_is_a_bad_row(folder):
-    rows = [{**GOOD, "answer": None}, {**GOOD, "answer": 0}]
-    problems, _, ids, num_skipped = both(folder, rows, columns={"hidden": {"gold": "answer"}})
-    assert names(problems[0], "row 1: hidden.gold: ... 'answer' ... null")
+@pytest.mark.parametrize(
+    ("more", "columns", "message"),
+    [
+        ({}, {"target": "target_image"}, "row 1: ... 'target_image' ... image, instruction"),
+        ({"answer": None}, {"hidden": {"gold": "answer"}}, "row 1: hidden.gold: ... null"),
+    ],
+)
+def test_a_column_that_the_config_names_is_required_of_every_row(folder, more, columns, message):
+    rows = [{**GOOD, **more}, {**GOOD, "target_image": "flower.jpg", "answer": 0}]
+    problems, _, ids, num_skipped = both(folder, rows, columns=columns)
+    assert names(problems[0], message)
     assert (ids, num_skipped) == (["edits.jsonl:2"], 1)
 
 

@@ -33,30 +33,18 @@ def load(path: str | Path, on_bad_row: Any = "error") -> emu3_tokens.TokenisedEd
 # --- one file ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("numpy", [b"numpy._core", b"numpy.core"])
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint16])
-def test_a_published_file_is_read(tmp_path: Path, dtype: Any) -> None:
+def test_a_published_file_is_read(tmp_path: Path, dtype: Any, numpy: bytes) -> None:
     stored = fields(7, original_image=fields(7)["original_image"].astype(dtype))
     torch.save(stored, tmp_path / "7.pth")
+    rename_globals(tmp_path / "7.pth", b"numpy._core.multiarray", numpy + b".multiarray")
     edit = emu3_files.read(tmp_path / "7.pth")
     assert (edit.id, edit.instruction) == ("7", "make it 7")
     assert edit.thoughts == {"thinking": "thought 7"}
     assert edit.source_codes.dtype == edit.target_codes.dtype == np.int32
     np.testing.assert_array_equal(edit.source_codes, stored["original_image"])
     np.testing.assert_array_equal(edit.target_codes, stored["edited_image"])
-
-
-def test_files_of_numpy_1_are_read(tmp_path: Path) -> None:
-    file = tmp_path / "7.pth"
-    torch.save(fields(7), file)
-    rename_globals(file, b"numpy._core.multiarray", b"numpy.core.multiarray")
-    np.testing.assert_array_equal(emu3_files.read(file).source_codes, fields(7)["original_image"])
-
-
-def test_tensors_and_missing_thoughts_are_fine(tmp_path: Path) -> None:
-    codes = torch.arange(6).reshape(2, 3)
-    torch.save(fields(1, original_image=codes, CoT=""), tmp_path / "1.pth")
-    edit = emu3_files.read(tmp_path / "1.pth")
-    assert edit.source_codes.tolist() == codes.tolist() and edit.thoughts == {}
 
 
 class Bomb:
@@ -86,12 +74,6 @@ def test_a_pickle_that_runs_something_is_refused_and_not_run(tmp_path: Path, sty
     assert mark.is_dir()  # the trap does work
 
 
-def test_the_refusal_names_what_was_refused(tmp_path: Path) -> None:
-    torch.save(fields(1, CoT=Bomb(tmp_path / "mark")), tmp_path / "1.pth")
-    with pytest.raises(UnreadableError, match=r"it asks for (posix|os)\.mkdir"):
-        emu3_files.read(tmp_path / "1.pth")
-
-
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -111,19 +93,6 @@ def test_fields_are_checked(tmp_path: Path, changes: dict[str, Any], complaint: 
         emu3_files.read(tmp_path / "1.pth")
 
 
-def test_other_contents_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "1.pth"
-    torch.save({k: v for k, v in fields(1).items() if k != "edited_image"}, file)
-    with pytest.raises(UnreadableError, match=r"no 'edited_image'.*edit_id, original"):
-        emu3_files.read(file)
-    torch.save([1, 2], file)
-    with pytest.raises(UnreadableError, match="holds a list"):
-        emu3_files.read(file)
-    file.write_bytes(b"")
-    with pytest.raises(UnreadableError, match="is refused"):
-        emu3_files.read(file)
-
-
 def test_our_own_form_round_trips_and_shows_when_it_is_cut(tmp_path: Path) -> None:
     file = tmp_path / "a b.safetensors"
     source = np.arange(6, dtype=np.int64).reshape(2, 3).T  # neither contiguous nor int32
@@ -134,9 +103,7 @@ def test_our_own_form_round_trips_and_shows_when_it_is_cut(tmp_path: Path) -> No
     assert (again.id, again.instruction, again.thoughts) == ("a/b", "zünde an", {"why": "…"})
     np.testing.assert_array_equal(again.source_codes, source)
     assert again.target_codes.dtype == np.int32 and again.target_codes.max() == 32005
-    assert emu3_files.is_whole(file)
     file.write_bytes(file.read_bytes()[:-1])
-    assert not emu3_files.is_whole(file)
     with pytest.raises(UnreadableError, match="safetensors"):
         emu3_files.read(file)
 
@@ -184,12 +151,6 @@ def test_both_published_layouts_and_any_prefix(
     assert [sample.instruction for sample in load(path)] == ["make it 0", "make it 1"]
     assert emu3_tokens.TokenisedEdits.problems(make_config(path), RULES) == []
     assert emu3_tokens.TokenisedEdits.count(make_config(path)) == 2
-
-
-def test_entries_may_hold_folders(tmp_path: Path) -> None:
-    save_published(tmp_path / "set" / "feature", range(1))
-    path = write_list(tmp_path / "set" / "list" / "l.json", ["feature/0.pth"])
-    assert load(path)[0].id == f"{tmp_path.name}/set/0"
 
 
 def test_a_dangling_link_of_the_old_setup_is_seen_through(tmp_path: Path) -> None:

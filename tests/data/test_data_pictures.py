@@ -36,12 +36,6 @@ def photo(tmp_path_factory):
     return folder / "china.jpg"
 
 
-def test_a_photograph_is_read_as_pillow_reads_it(photo):
-    image = decode(photo, 8192)
-    assert image.size == PHOTO_SIZE
-    np.testing.assert_array_equal(np.asarray(image), np.asarray(Image.open(photo)))
-
-
 @pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr"])
 def test_other_modes_become_rgb(mode):
     image = Image.new("RGB", (16, 16), "white").convert(mode)
@@ -75,9 +69,6 @@ def test_sixteen_bit_greys_keep_their_brightness():
     ramp = np.linspace(0, 65535, 256, dtype=np.uint16).reshape(16, 16)
     image = decode(encoded(Image.fromarray(ramp)), 8192)
     np.testing.assert_array_equal(np.asarray(image)[..., 0].ravel(), np.arange(256))
-
-
-def test_floating_point_pixels_are_refused():
     with pytest.raises(UnusableError, match="floating-point"):
         decode(encoded(Image.fromarray(np.ones((16, 16), np.float32)), "TIFF"), 8192)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -13,14 +12,11 @@ from pydantic import ValidationError
 
 from rl.api.data import RowRules
 from rl.api.types import Sample
-from rl.data import hf_dataset, prompts
+from rl.data import prompts
 from rl.data.shared.rows import BadRowError
 
 MAX_SIDE_PX = 8192
 RULES = RowRules("error", MAX_SIDE_PX)
-SMALL_WORDS = {"a", "an", "and", "as", "at", "by", "for", "from", "in", "is", "it", "its"} | {
-    *("of", "on", "one", "that", "the", "to", "whose", "with")
-}
 
 
 def config(**settings: object) -> prompts.Config:
@@ -30,10 +26,6 @@ def config(**settings: object) -> prompts.Config:
 def samples(settings: prompts.Config, on_bad_row: str = "error") -> list[Sample]:
     source = prompts.Prompts(settings, RowRules(on_bad_row, MAX_SIDE_PX))
     return [source[index] for index in range(len(source))]
-
-
-def words(prompt: str) -> frozenset[str]:
-    return frozenset(word.strip(",.").lower() for word in prompt.split()) - SMALL_WORDS
 
 
 def test_the_built_in_set_is_large_and_balanced() -> None:
@@ -59,21 +51,6 @@ def test_the_default_trains_and_all_is_both() -> None:
         assert prompts.Prompts.count(config(split=split)) == number
         assert prompts.Prompts.problems(config(split=split), RULES) == []
     assert prompts.Prompts.provides(config()) == frozenset()
-
-
-def test_no_two_prompts_are_alike() -> None:
-    everything = samples(config(split="all"))
-    assert len({sample.id for sample in everything}) == 256
-    bags = [(sample.instruction, words(sample.instruction)) for sample in everything]
-    alike = [
-        (left, right)
-        for (left, a), (right, b) in itertools.combinations(bags, 2)
-        if len(a & b) > 0.4 * len(a | b)
-    ]
-    assert not alike
-    for prompt, bag in bags:
-        assert 3 <= len(prompt.split()) <= 16 and len(bag) >= 2, prompt
-        assert prompt == prompt.strip() and prompt.isascii() and not prompt.endswith("."), prompt
 
 
 def test_a_text_file_is_a_prompt_per_line(tmp_path: Path) -> None:
@@ -121,29 +98,6 @@ def test_bad_rows_are_named_or_left_out(tmp_path: Path) -> None:
     assert "row 2: is not UTF-8" in prompts.Prompts.problems(config(path=str(text)), RULES)[0]
 
 
-def test_only_a_line_feed_ends_a_prompt(tmp_path: Path) -> None:
-    words = ["a\u2028cat", "a\u0085dog", "a\rbird", "a\x0b\x0c\x1c\u2029fish"]
-    text, rows = tmp_path / "mine.txt", tmp_path / "mine.jsonl"
-    text.write_bytes("\r\n".join(words).encode())
-    lines = [json.dumps({"prompt": word}, ensure_ascii=False) for word in words]
-    rows.write_bytes("\n".join([*lines, "[" * 100_000, "9" * 5000]).encode())
-    for file in (text, rows):
-        settings = config(path=str(file))
-        assert prompts.Prompts.count(settings) == len(words) + 2 * (file == rows)
-        source = prompts.Prompts(settings, RowRules("skip", MAX_SIDE_PX))
-        assert [source[i].instruction for i in range(len(source))] == words
-
-
-def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
-    missing = config(path=str(tmp_path / "none.txt"))
-    (problem,) = prompts.Prompts.problems(missing, RowRules("skip", MAX_SIDE_PX))
-    assert "none.txt does not exist" in problem
-    assert prompts.Prompts.count(missing) is None
-    (tmp_path / "none.txt").write_text("\n \n")
-    (problem,) = prompts.Prompts.problems(missing, RowRules("skip", MAX_SIDE_PX))
-    assert "is empty" in problem
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -157,19 +111,3 @@ def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
 def test_keys_that_would_do_nothing_are_refused(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         config(**settings)
-
-
-def test_a_column_of_a_table_is_read_by_hf_dataset(tmp_path: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    file = tmp_path / "captions.parquet"
-    parquet.write_table(pa.table({"caption": ["a cat", "a dog"], "n": [1, 2]}), file)
-    columns = {"instruction": "caption", "source": ""}
-    settings = hf_dataset.Config.model_validate(
-        {"type": "hf_dataset", "path": str(file), "columns": columns}
-    )
-    assert hf_dataset.HfDataset.problems(settings, RULES) == []
-    source = hf_dataset.HfDataset(settings, RULES)
-    assert [source[i].instruction for i in range(2)] == ["a cat", "a dog"]
-    assert source[0].source is None

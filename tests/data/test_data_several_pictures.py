@@ -91,16 +91,16 @@ BAD: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
         {"image": "a.png", "images": ["b.png"]},
         ["has both 'image' and 'images'; keep one", "`columns`"],
     ),
-    "second gone": ({"images": ["a.png", "no.png"]}, ["2nd source picture ('images')", "no.png"]),
+    "second gone": ({"images": ["a.png", "no.png"]}, ["source picture 2 ('images')", "no.png"]),
     "third is HEIC": (
         {"images": ["a.png", "b.png", "phone.png"]},
-        ["3rd source picture ('images')", "is HEIC"],
+        ["source picture 3 ('images')", "is HEIC"],
     ),
-    "second too small": ({"images": ["a.png", "small.png"]}, ["2nd source picture", "4x4 px"]),
-    "second no path": ({"images": ["a.png", None]}, ["2nd source picture", "None, not a picture"]),
-    "second a list": ({"images": ["a.png", ["b.png"]]}, ["2nd source picture", "not a picture"]),
-    "second a URL": ({"images": ["a.png", "https://x/y.png"]}, ["2nd source picture", "is a URL"]),
-    "second hostile": ({"images": ["a.png", "\x1b[2J"]}, ["2nd source picture", r"\x1b[2J"]),
+    "second too small": ({"images": ["a.png", "small.png"]}, ["source picture 2", "4x4 px"]),
+    "second no path": ({"images": ["a.png", None]}, ["source picture 2", "None, not a picture"]),
+    "second a list": ({"images": ["a.png", ["b.png"]]}, ["source picture 2", "not a picture"]),
+    "second a URL": ({"images": ["a.png", "https://x/y.png"]}, ["source picture 2", "is a URL"]),
+    "second hostile": ({"images": ["a.png", "\x1b[2J"]}, ["source picture 2", r"\x1b[2J"]),
     "empty": ({"images": []}, ["source picture ('images'): holds [], not a picture"]),
     "null": ({"images": None}, ["source picture ('images'): holds None, not a picture"]),
     "none": ({}, ["has no 'image'; it has"]),
@@ -167,71 +167,40 @@ def test_what_the_policy_reads_is_not_hidden() -> None:
         edit_jsonl.Config.model_validate({"type": "edit_jsonl", "path": "x", "columns": columns})
 
 
+SOURCES = ["images", ["first", "second"], "large", "more.all", ["more.one", "more.last"], "fixed"]
+
+
 @pytest.mark.parametrize("name", ["edits.parquet", "saved"])
-@pytest.mark.parametrize("columns", [{}, {"source": "images"}, {"source": ["first", "second"]}])
-def test_a_data_set_may_hold_lists_of_pictures(
+@pytest.mark.parametrize("columns", [{}, *({"source": source} for source in SOURCES)])
+def test_pictures_of_a_data_set_may_be_listed_and_nested(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, columns: Any
-) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-    files = {letter: str(folder / f"{letter}.png") for letter in "abc"}
-    picture = datasets.Image()
-    features = Features(
-        {
-            "images": List(picture),
-            "first": picture,
-            "second": picture,
-            "instruction": Value("string"),
-        }
-    )
-    rows = {
-        "images": [[files["b"], files["c"]], [files["a"]]],
-        "first": [files["b"], files["a"]],
-        "second": [files["c"], None],
-        "instruction": ["paint it", "paint this"],
-    }
-    dataset = Dataset.from_dict(rows, features=features)
-    dataset.to_parquet(tmp_path / "edits.parquet")
-    dataset.save_to_disk(tmp_path / "saved")
-    config = hf_dataset.Config.model_validate(
-        {"type": "hf_dataset", "path": str(tmp_path / name), "columns": columns}
-    )
-    assert hf_dataset.HfDataset.problems(config, RowRules()) == []
-    source = hf_dataset.HfDataset(config, RowRules())
-    assert [colours(source[index]) for index in range(2)] == [
-        [COLOURS["b"], COLOURS["c"]],
-        [COLOURS["a"]],
-    ]
-    kept = hf_dataset.HfDataset(config, RowRules("skip", max_pictures=1))
-    assert (len(kept), kept.num_skipped) == (1, 1)
-
-
-@pytest.mark.parametrize("columns", ["large", "more.all", ["more.one", "more.all"], "fixed"])
-def test_pictures_of_a_data_set_may_be_nested(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: Any
 ) -> None:
     """None is decoded before it is checked."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.disable_progress_bars()
     picture = datasets.Image()
     green, blue = (str(folder / f"{letter}.png") for letter in "bc")
-    features = Features(
-        {
-            "large": datasets.LargeList(picture),
-            "more": {"all": List(picture), "one": picture},
-            "fixed": List(picture, length=2),
-            "instruction": Value("string"),
-        }
-    )
     both = [green, blue]
-    rows = {
-        "large": [both],
-        "more": [{"all": [blue] if isinstance(columns, list) else both, "one": green}],
-        "fixed": [both],
-        "instruction": ["paint it"],
+    cells = {
+        "images": (List(picture), both),
+        "first": (picture, green),
+        "second": (picture, blue),
+        "large": (datasets.LargeList(picture), both),
+        "more": (
+            {"all": List(picture), "one": picture, "last": List(picture)},
+            {"all": both, "one": green, "last": [blue]},
+        ),
+        "fixed": (List(picture, length=2), both),
+        "instruction": (Value("string"), "paint it"),
     }
-    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "edits.parquet")
-    settings = {"type": "hf_dataset", "path": str(tmp_path / "edits.parquet")}
-    config = hf_dataset.Config.model_validate(settings | {"columns": {"source": columns}})
-    source = hf_dataset.HfDataset(config, RowRules())
-    assert colours(source[0]) == [COLOURS["b"], COLOURS["c"]]
+    features = Features({key: feature for key, (feature, _) in cells.items()})
+    dataset = Dataset.from_dict({key: [cell] for key, (_, cell) in cells.items()}, features)
+    dataset.to_parquet(tmp_path / "edits.parquet")
+    dataset.save_to_disk(tmp_path / "saved")
+    config = hf_dataset.Config.model_validate(
+        {"type": "hf_dataset", "path": str(tmp_path / name), "columns": columns}
+    )
+    assert hf_dataset.HfDataset.problems(config, RowRules()) == []
+    assert colours(hf_dataset.HfDataset(config, RowRules())[0]) == [COLOURS["b"], COLOURS["c"]]
+    with pytest.raises(BadRowError, match="2 source pictures, where this run reads 1"):
+        hf_dataset.HfDataset(config, RowRules(max_pictures=1))

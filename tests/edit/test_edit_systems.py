@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import tiny_loop
 from PIL import Image
+from tiny_checkpoints import checkpoints_in, save
 from tiny_editor import assert_same_picture
 
 from rl.commands import edit
+from rl.config.schema import RunConfig
 from rl.edit.editor import OWN_WORDS, STOCK, UNTRAINED, Editor, EditRequest, EditResult
-from rl.edit.trained import trained
+from rl.edit.trained import config_for_use, load_trained
 
 pytestmark = pytest.mark.slow
 
@@ -224,10 +226,32 @@ def test_a_folder_and_a_file_of_edits(
     assert json.loads((out / "b.json").read_text())["failure"]
 
 
+def test_only_words_are_those_of_the_whole_edit(
+    runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for system in ("quickstart", "tiny_prompts"):
+        run = runs(system)
+        folder, records = held_out(run)
+        picture = records[0]["source_file"]
+        asked = [str(folder / picture)] if picture else []
+        command = ["--device", "cpu", *asked, records[0]["instruction"]]
+        out = tmp_path / system
+        assert edit.main(["--run", str(run), "--only-edit", "--out", str(out), *command]) == 0
+        model = run / "checkpoints" / "step_000003" / "model"
+        enhance = ["--only-words", "--adapter", str(model), "--out", str(out / "words")]
+        assert edit.main([*enhance, *command]) == 0
+        [whole] = out.glob("*.json")
+        note, words = (json.loads(file.read_text()) for file in (whole, out / "words" / whole.name))
+        assert words["words"] == note["words"] and words["failure"] is None
+        assert [file.name for file in (out / "words").iterdir()] == [whole.name]
+    with pytest.raises(SystemExit, match="no --only-words"):
+        edit.main(["--run", str(runs("tiny_earl")), "--only-words", "--out", str(tmp_path), "red"])
+
+
 WRONG = [
     (
         ["x.png", "red", "blue"],
-        "x.png does not exist; several arguments are the pictures of one edit",
+        "x.png does not exist; .* several arguments are the pictures of one edit",
     ),
     (["nowhere.png", "red"], r"nowhere\.png does not exist; paths count from"),
     (["--checkpoint", "7", "{}"], "there is no checkpoint of 7 iterations; checkpoints there"),
@@ -236,7 +260,7 @@ WRONG = [
     (["--set", "renderer.model_path=/no/where", "{}"], r"renderer\.model_path: .*/no/where"),
     (["--set", "policy=5", "{}"], "policy: "),
     (["--out", "/dev/null", "{}"], "File exists: '/dev/null'"),
-    (["--run", "nowhere", "{}"], "nowhere is no run folder: it holds no config.json"),
+    (["--run", "nowhere", "{}"], "nowhere holds neither an adapter .* nor a model"),
 ]
 
 
@@ -255,25 +279,31 @@ def test_what_is_wrong_is_a_sentence(
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"a":' * 900 + b"1" + b"}" * 900])
 def test_a_damaged_config_is_named(content: bytes, tmp_path: Path) -> None:
+    save(checkpoints_in(tmp_path), 1)
+    (tmp_path / "checkpoints/step_000001/model/adapter_config.json").write_text("{}")
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"config\.json is damaged: it holds no config"):
-        Editor.from_run(tmp_path)
+        Editor.from_run(tmp_path, "1")
 
 
 def test_steps_and_size_are_the_renderers(runs: Any) -> None:
     run = runs("quickstart")
-    area = trained(run, num_steps=7, size_px=(96,), device="cpu").config.renderer
+
+    def ready(run: Path, **how: Any) -> RunConfig:
+        return config_for_use(load_trained(run), device="cpu", **how)[0]
+
+    area = ready(run, num_steps=7, size_px=(96,)).renderer
     assert (area["num_steps"], area["output_area_px"], area["width_px"]) == (7, 96 * 96, None)
-    sides = trained(run, size_px=(96, 64), device="cpu").config.renderer
+    sides = ready(run, size_px=(96, 64)).renderer
     assert (sides["width_px"], sides["height_px"]) == (96, 64)
-    ready = trained(run, settings=["renderer.batch_size=3"], device="cpu")
-    assert ready.config.renderer["batch_size"] == 3
-    assert ready.config.policy["adapter_path"].endswith("step_000003/model")
-    assert ready.config.rewards == {}
+    changed = ready(run, settings=["renderer.batch_size=3"])
+    assert changed.renderer["batch_size"] == 3
+    assert changed.policy["adapter_path"].endswith("step_000003/model")
+    assert changed.rewards == {}
     config = json.loads((run / "config.json").read_text())
     with pytest.raises(ValueError, match="'none' draws in one go: it takes no --steps"):
         written = run.parent / "none"
         written.mkdir()
         (written / "checkpoints").symlink_to(run / "checkpoints")
         (written / "config.json").write_text(json.dumps({**config, "renderer": {"type": "none"}}))
-        trained(written, num_steps=7, device="cpu")
+        ready(written, num_steps=7)

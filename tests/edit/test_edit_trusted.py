@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_checkpoints import checkpoints_in, save
 from tiny_messages import names
 from tiny_run import run_config
 
-from rl.edit.trained import trained
-from rl.enhance import policy_section
+from rl.edit.trained import config_for_use, load_trained
 from rl.record.adapter_base import read_config
 
 
@@ -30,22 +28,22 @@ def test_a_plugin_of_its_own_is_not_imported_unasked(tmp_path: Path, monkeypatch
         other = {"rewards": {"a": evil}, "algorithm": {"loss": "evilplug.loss"}}.get(room, evil)
         values = run_config().model_dump(mode="json") | {room: other}
         (tmp_path / "config.json").write_text(json.dumps(values))
-        found = [_refusal(trained, tmp_path, "1"), _refusal(policy_section, None, model, None)]
+        found = [_refusal(run) for run in (tmp_path, model)]
         if room in ("renderer", "policy"):
-            wanted = f"config.json: {room}.type ... evilplug.Draws ... --set {room}.type"
-            assert all(names(said, wanted) for said in found), found
+            wanted = f"{room}.type ... evilplug.Draws ... --set {room}.type"
+            assert all(names(message, wanted) for message in found), found
         assert not (tmp_path / "ran").exists(), room
     values = run_config().model_dump(mode="json") | {"renderer": evil}
     (tmp_path / "config.json").write_text(json.dumps(values))
     # It is no plugin, and found in the working folder, as in training.
-    named = _refusal(trained, tmp_path, "1", ["renderer.type=evilplug.Draws"])
+    named = _refusal(tmp_path, ["renderer.type=evilplug.Draws"])
     assert "evilplug" in named
     assert (tmp_path / "ran").exists()
 
 
-def _refusal(call: Callable[..., Any], *arguments: Any) -> str:
+def _refusal(run: Path, settings: Sequence[str] = ()) -> str:
     try:
-        call(*arguments)
+        config_for_use(load_trained(run), settings)
     except ValueError as error:
         return str(error)
     return ""

@@ -116,23 +116,6 @@ def test_training_goes_on_meanwhile_and_pruning_takes_nothing_away(tmp_path, rem
     assert kept == ["step_000060", "step_000080"]
 
 
-def test_what_is_set_aside_costs_no_space_where_links_are_had(tmp_path, remote, monkeypatch):
-    def refuse(*_args: object) -> None:
-        raise OSError("no hard links here")
-
-    for can_link in (True, False):
-        if not can_link:
-            monkeypatch.setattr("os.link", refuse)
-        remote.go = threading.Semaphore(0)
-        checkpoints = checkpoints_in(tmp_path / str(can_link))
-        save(checkpoints, 20)
-        [aside] = checkpoints.folder.glob(".push-*/adapter_model.safetensors")
-        kept = checkpoints.folder / "step_000020" / "model" / aside.name
-        assert aside.samefile(kept) == can_link and aside.read_text() == "20"
-        remote.go.release()
-        checkpoints.close(print)
-
-
 def test_a_push_that_fails_is_one_warning(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
     # The real client; the suite runs with HF_HUB_OFFLINE=1.
@@ -145,9 +128,3 @@ def test_a_push_that_fails_is_one_warning(tmp_path, monkeypatch, capfd):
     assert "hf_0123456789abcdef" not in warning
     kept = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert kept == ["step_000020"]
-
-
-def test_a_run_that_pushes_nothing_waits_for_nothing(tmp_path):
-    said: list[str] = []
-    checkpoints_in(tmp_path).close(said.append)
-    assert said == []

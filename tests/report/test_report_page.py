@@ -6,7 +6,6 @@ from __future__ import annotations
 import html
 import json
 import math
-import random
 import re
 import shutil
 from collections.abc import Iterator
@@ -34,7 +33,6 @@ from rl.report.script import value_of
 from rl.report.summary import compare
 from rl.report.svg import drawn, ticks_of
 from rl.run.metric_table import METRICS, doc_of
-from rl.run.paired import interval
 
 
 @pytest.fixture
@@ -101,17 +99,6 @@ def test_what_was_learnt_stands_in_the_page(run_dir: Path) -> None:
     assert names(words, "Left out: 1 ... Drift: after 4 iterations")
     assert "render 7.5 75.0 %" in words
     assert METRICS["policy/entropy"].meaning in words
-
-
-def test_the_interval_is_a_bootstrap_of_the_mean() -> None:
-    gains = [0.8, -0.6, 0.0, 0.1, 0.3, 0.2] * 20
-    low, high = interval(gains) or (0, 0)
-    draw = random.Random(1)
-    means = sorted(fmean(draw.choices(gains, k=len(gains))) for _ in range(4_000))
-    assert low == pytest.approx(means[100], abs=0.01)
-    assert high == pytest.approx(means[-101], abs=0.01)
-    assert interval(gains) == (low, high), "the same at every refresh"
-    assert interval([0.5]) is None
 
 
 @pytest.mark.parametrize(
@@ -273,16 +260,6 @@ def test_what_a_page_is_set_beside_is_this_users_choice(run_dir: Path, tmp_path,
     assert f"left out: {other} " in capsys.readouterr().err
     (run_dir / "report/against.json").write_text("[" * 100_000)
     assert report.main([str(run_dir), "--refresh"]) == 0
-
-
-def test_pictures_are_drawn_one_report_after_the_other(run_dir: Path, monkeypatch) -> None:
-    monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
-    with (
-        folder.to_oneself(run_dir / "report"),
-        pytest.raises(ValueError, match="another report"),
-    ):
-        figures.draw(run_dir / "report", [], [])
-    assert not (run_dir / "report/reward_curve.png").exists()
 
 
 def test_a_run_that_is_none_is_said_to_be_none(run_dir: Path, capsys) -> None:

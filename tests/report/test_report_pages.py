@@ -65,13 +65,6 @@ def test_a_held_out_sample_has_all_that_its_record_says(run_dir: Path) -> None:
     assert (row["bare"], row["stock"], row["bimg"]) == (0.1, 0.2, "0_bare.png")
 
 
-@pytest.mark.parametrize("named", ["x.png", {"a": 1}, [], None, 7])
-def test_what_is_no_list_of_sources_is_none(run_dir: Path, named: Any) -> None:
-    row = episode(1, 0, 0) | {"other_source_files": named}
-    group = rows.group_row([row], [], run_dir, tokens.Pieces({}), rows.WHOLE)
-    assert "others" not in group and group["src"] is not None
-
-
 def test_of_several_sources_those_that_are_there_are_shown(run_dir: Path) -> None:
     there = "images/it_000001/rank0_g01_source.png"
     named = [there, "../../etc/passwd", "images/it_000001/gone.png", None, *[there] * 100]
@@ -146,52 +139,40 @@ def test_only_what_changed_is_made_again(run_dir: Path) -> None:
     assert refreshed(run_dir) == 4 + 1 + 2
     assert refreshed(run_dir) == 0
     write_episodes(run_dir, 5)
-    assert refreshed(run_dir) == 2, "its page, and the one it is found by"
+    assert refreshed(run_dir) == 5 + 1, "the iterations that are found by one page"
     assert list(data(run_dir, "find_000000")) == ["1", "2", "3", "4", "5"]
-    (run_dir / "report/data/it_000003.js").unlink()
-    assert refreshed(run_dir) == 1
-    (run_dir / "report/data/find_000000.js").unlink()
-    refreshed(run_dir)
-    assert list(data(run_dir, "find_000000")) == ["1", "2", "3", "4", "5"]
+    for name in ("it_000003", "find_000000"):
+        (run_dir / f"report/data/{name}.js").unlink()
+        assert refreshed(run_dir) == 5 + 1
     (run_dir / "report/data/made_of.json").write_text("{")
-    assert refreshed(run_dir) == 5 + 2
+    assert refreshed(run_dir) == 5 + 1 + 2
 
 
-def test_what_somebody_planted_is_written_anew(run_dir: Path) -> None:
+def test_pages_of_a_copied_run_are_made_anew(run_dir: Path, tmp_path: Path) -> None:
+    """They may be a stranger's."""
     refreshed(run_dir)
     folder = run_dir / "report/data"
     whole = {path.name: path.read_text() for path in folder.glob("*.js")}
-    for name in ("find_000000.js", "it_000002.js", "eval_000004.js"):
-        (folder / name).write_text("alert(1);" + whole[name])
+    for name in ("find_000000.js", "it_000002.js", "it_000002_2.js", "eval_000004.js"):
+        (folder / name).write_text("alert(1);" + whole.get(name, ""))
         with pytest.raises(ValueError, match="no data page"):
             value_of((folder / name).read_text())
-    (folder / "it_000002_2.js").write_text("alert(1);")
-    assert refreshed(run_dir) == 4 + 1 + 1, "what is found by comes from all four"
-    assert {path.name: path.read_text() for path in folder.glob("*.js")} == whole
-    (folder / "find_000000.js").write_text(whole["find_000000.js"].replace('"1":', '"1" :'))
-    assert refreshed(run_dir) == 1, "whatever does not stand there as it would be written"
-    (folder / "find_000000.js").write_text('page.data("find_000000",{"1":NaN});\n')
-    refreshed(run_dir)
-    assert refreshed(run_dir) == 0
-
-
-def test_a_copied_run_is_made_anew(run_dir: Path, tmp_path: Path) -> None:
-    refreshed(run_dir)
     run_dir.rename(tmp_path / "elsewhere")
     shutil.copytree(tmp_path / "elsewhere", run_dir)
-    assert refreshed(run_dir) == 4 + 2, "all but what is found by, which stands as it would"
+    assert refreshed(run_dir) == 4 + 1 + 2
+    assert {path.name: path.read_text() for path in folder.glob("*.js")} == whole
 
 
 def test_what_is_remembered_may_be_anything(run_dir: Path) -> None:
     refreshed(run_dir)
     path = run_dir / "report/data/made_of.json"
     whole = json.loads(path.read_text())
-    for key in ("groups", "files", "left", "stamp", "damaged"):
-        pages_of = {
-            name: {k: v for k, v in page.items() if k != key}
-            for name, page in whole["pages"].items()
+    for key in ("groups", "files", "stamp", "damaged"):
+        parts = {
+            name: {k: v for k, v in part.items() if k != key}
+            for name, part in whole["parts"].items()
         }
-        path.write_text(json.dumps({**whole, "pages": pages_of}))
+        path.write_text(json.dumps({**whole, "parts": parts}))
         assert refreshed(run_dir) >= 4
 
 

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from rl.commands.export_evidence import comparison, gather
+from rl.commands.export_evidence import gather
 from rl.record.model_card import Evidence
-from rl.report.summary import Change
 
 REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2], 16: [1.0, 1.0, 1.0, 1.0]}
 
@@ -150,16 +148,3 @@ def test_records_that_no_run_writes_are_left_out(run_dir: Path) -> None:
     evidence = found(run_dir)
     assert [sample.instruction for sample in evidence.samples] == ["ask 5"]
     assert evidence.drift_alarms is None and evidence.ungraded_share is None
-
-
-def test_the_interval_is_that_of_a_paired_mean() -> None:
-    random = np.random.default_rng(7)
-    old = random.normal(0.3, 0.2, 400)
-    new = old + random.normal(0.1, 0.1, 400)
-    pairs = list(zip(old.tolist(), new.tolist(), strict=True))
-    result = comparison(Change("all", pairs, [[str(i)] for i in range(400)]))
-    assert result.interval is not None
-    error = (new - old).std(ddof=1) / 20
-    expected = (new - old).mean() + np.array([-1.96, 1.96]) * error
-    assert result.interval == pytest.approx(tuple(expected), abs=0.15 * error)
-    assert comparison(Change("one", [(0.1, 0.5)], [["a"]])).interval is None

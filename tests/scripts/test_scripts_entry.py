@@ -104,8 +104,9 @@ def test_an_unknown_command_is_told_the_nearest(rl_here: Callable[..., Said]) ->
 def test_every_command_helps_itself(name: str, rl_here: Callable[..., Said]) -> None:
     done = rl_here(name, "--help")
     assert done.returncode == 0, done.stderr
-    spelt = "python -m rl.simple_launch" if "launch" in COMMANDS[name].module else f"rl {name}"
-    assert done.stdout.startswith(f"usage: {spelt} ")
+    called = {"enhance": "rl edit"}.get(name, f"rl {name}")
+    called = "python -m rl.simple_launch" if "launch" in COMMANDS[name].module else called
+    assert done.stdout.startswith(f"usage: {called} ")
 
 
 @pytest.mark.slow

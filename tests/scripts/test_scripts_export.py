@@ -25,7 +25,6 @@ from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample, SamplingParams
 from rl.commands import export
 from rl.engines.transformers import TransformersEngine
-from rl.files.atomic import append_line, json_line
 from rl.policies import qwen2_5_vl
 from rl.policies.emu3 import plug as emu3
 from rl.policies.qwen_vl import loading
@@ -322,24 +321,6 @@ def file_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_best_checkpoint_leaves(tmp_path: Path) -> None:
-    run = checkpoint(tmp_path, make_policy(), SECTION)
-    step = run / "checkpoints" / "step_000002"
-    newest = shutil.copytree(step, step.parent / "step_000006")
-    state = json.loads((newest / "state.json").read_text())
-    (newest / "state.json").write_text(json.dumps(state | {"iteration": 6}))
-    (newest / "manifest.json").unlink()
-    _seal(newest)
-    for iteration, reward in ((2, 0.9), (6, 0.5)):
-        append_line(
-            run / "metrics.jsonl", json_line({"iteration": iteration, "eval/reward": reward})
-        )
-    for which, iterations in (("best", 2), ("latest", 6)):
-        export.main([str(run), str(tmp_path / which), "--as", "adapter", "--checkpoint", which])
-        card = (tmp_path / which / "README.md").read_text()
-        assert f"policy after {iterations} iterations" in card
-
-
 def test_all_weights_trained_leave_as_they_are_too(tmp_path: Path) -> None:
     section = {**SECTION, "lora": None}
     policy = make_policy(section)
@@ -403,7 +384,7 @@ def test_an_editor_takes_the_text_encoder(tmp_path, capsys) -> None:
 def test_only_what_a_renderer_reads_by_its_states_is_a_text_encoder(tmp_path: Path) -> None:
     policy = make_policy()
     for renderer, policy_keys, why in (
-        ({"type": "sd3"}, {}, "'sd3' reads text"),
+        ({"type": "sd3"}, {}, "renderer 'sd3' is no editor's"),
         ({"type": "qwen_image_edit"}, {"conditioning": "base"}, "untrained states"),
     ):
         folder = tmp_path / renderer["type"]
@@ -495,4 +476,4 @@ def test_links_of_a_hubs_cache_are_its_own(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
     blob.write_text("{}")
     (snapshot / "config.json").symlink_to(blob)
-    assert export.own_file(snapshot / "config.json") == snapshot / "config.json"
+    assert export._inside(snapshot / "config.json") == snapshot / "config.json"

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -109,7 +107,7 @@ def test_a_control_is_named_and_samples_of_one_picture_are_no_more_than_it(
     assert "algorithm.shuffle_rewards" in (run_dir / "report/index.html").read_text("utf-8")
 
 
-def test_what_is_gained_over_stock_and_lost_to_drift_is_told(run_dir, capsys):
+def test_what_is_gained_over_stock_and_by_thinking_and_lost_to_drift_is_told(run_dir, capsys):
     path = run_dir / "metrics.jsonl"
     rows, _ = read_rows(path)
     stock = {"eval/stock_reward": 0.3, "eval/stock_upstream_reward": 0.25}
@@ -117,28 +115,19 @@ def test_what_is_gained_over_stock_and_lost_to_drift_is_told(run_dir, capsys):
         row |= stock | {"eval/gain_over_stock": gain, "eval/gain_over_stock_error": 0.05}
         row |= {"drift/bare_fall": fall, "drift/bare_fall_error": 0.01, "drift/alarm": fall > 0}
         row |= {"drift/state_l2": 4 * fall, "drift/state_cosine": 1 - fall}
+        row |= {"eval/gain_of_thought": gain + 0.2, "eval/gain_of_thought_error": 0.05}
+        row |= {"eval/cut_thought_reward": 0.2}
     path.write_text("\n".join(map(json.dumps, rows)))
     assert report.main([str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     for line, parts in (
         (8, "untrained ... 0.300 (0.250 ... -0.100 +- 0.050 -> +0.300 +- 0.050"),
-        (9, "DRIFT: after 8 iterations"),
-        (10, "own words ... +0.060 +- 0.010"),
-        (11, "states ... 24.0% ... cosine 0.940"),
+        (9, "thought ... 0.200 ... +0.100 +- 0.050 -> +0.500 +- 0.050"),
+        (10, "DRIFT: after 8 iterations"),
+        (11, "own words ... +0.060 +- 0.010"),
+        (12, "states ... 24.0% ... cosine 0.940"),
     ):
         assert names(lines[line], parts), lines
-
-
-def test_what_thinking_is_worth_is_told_and_drawn(run_dir, capsys):
-    path = run_dir / "metrics.jsonl"
-    rows, _ = read_rows(path)
-    for row, gain in ((rows[0], 0.1), (rows[-1], 0.4)):
-        row |= {"eval/gain_of_thought": gain, "eval/gain_of_thought_error": 0.05}
-        row |= {"eval/cut_thought_reward": 0.2}
-    path.write_text("\n".join(map(json.dumps, rows)))
-    assert report.main([str(run_dir)]) == 0
-    line = capsys.readouterr().out.splitlines()[8]
-    assert names(line, "thought ... 0.200 ... +0.100 +- 0.050 -> +0.400 +- 0.050")
     assert "Gain of thinking" in (run_dir / "report" / "index.html").read_text("utf-8")
 
 
@@ -200,10 +189,3 @@ def test_a_run_without_evaluations_still_has_its_curve(run_dir, capsys):
     assert "two held-out evaluations" in out
     assert (run_dir / "report" / "reward_curve.png").is_file()
     assert not (run_dir / "report" / "before_after.png").exists()
-
-
-def test_what_is_no_run_is_said_to_be_none(tmp_path):
-    command = [sys.executable, "-m", "rl", "report", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert f"{tmp_path} has no metrics.jsonl" in done.stderr

@@ -12,7 +12,7 @@ import tiny_sd3
 from tiny_loop import assert_same_run, episodes_of, metrics_of
 from tiny_weight_files import displace
 
-from rl.enhance import Enhancer
+from rl.edit.editor import Editor
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,7 @@ def test_kill_9_and_resume_equals_straight_through(
 
 
 def test_the_finished_run_enhances_prompts(straight: Path) -> None:
-    enhancer = Enhancer(adapter_path=straight, device="cpu")
-    assert enhancer.system_prompt == SYSTEM_PROMPT
-    result = enhancer.enhance("a cat", max_new_tokens=6)
-    assert result.original == "a cat" and result.enhanced
+    with Editor.from_run(straight, device="cpu", only_words=True) as editor:
+        assert editor.config.policy["system_prompt"] == SYSTEM_PROMPT
+        result = editor.edit(None, "a cat")
+    assert result.words and result.image is None and result.failure is None

@@ -151,10 +151,10 @@ def test_rl_edit_takes_several(run_dir: Path, tmp_path: Path, capsys: Any) -> No
 @pytest.mark.parametrize(
     ("what", "complaint"),
     [
-        (["p1.png", "gone.png", "paint it"], "gone.png does not exist; several arguments are"),
-        (["p1.png", ".", "paint it"], "is a folder, not a file; several arguments are"),
-        (["p1.png", "make", "it", "red"], "make does not exist; several arguments are the pict"),
-        (["p1.png", "p2.png", "p3.png"], "say what to do with these pictures: the instruction"),
+        (["p1.png", "gone.png", "paint it"], "gone.png does not exist; .* several arguments are"),
+        (["p1.png", ".", "paint it"], "is a folder, not a file; .* several arguments are"),
+        (["p1.png", "make", "it", "red"], "make does not exist; .* several arguments are the pict"),
+        (["p1.png", "p2.png", "p3.png"], "say what to do with it; the instruction comes last"),
     ],
 )
 def test_what_is_no_edit_is_said(
@@ -166,9 +166,12 @@ def test_what_is_no_edit_is_said(
 
 
 BAD = {
-    "both": ({"image": "p1.png", "images": ["p2.png"]}, "has both 'image' and 'images'; keep one"),
-    "no list": ({"images": "p1.png"}, "'images' is 'p1.png'; give a list of files' paths"),
-    "no path": ({"images": ["p1.png", 2]}, "give a list of files' paths"),
+    "both": (
+        {"image": "p1.png", "images": ["p2.png"]},
+        "row 1: .*has both 'image' and 'images'; keep one",
+    ),
+    "no list": ({"images": "p1.png"}, r"row 1\.images: \"p1.png\" given"),
+    "no path": ({"images": ["p1.png", 2]}, r"row 1\.images\.1: 2 given"),
 }
 
 
@@ -176,5 +179,5 @@ BAD = {
 def test_a_bad_line_is_named(run_dir: Path, case: str) -> None:
     row, complaint = BAD[case]
     path = write_jsonl(run_dir.parent / "bad.jsonl", [{"instruction": "x"} | row])
-    with pytest.raises(SystemExit, match=f"row 1: .*{complaint}"):
+    with pytest.raises(SystemExit, match=complaint):
         edit.main(["--run", str(run_dir), path])

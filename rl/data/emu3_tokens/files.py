@@ -1,6 +1,6 @@
-"""One tokenised edit per file: read without running anything, written whole or not at all.
+"""Reads and writes one tokenised edit, without running anything.
 
-The published form is a `.pth` pickle of arrays and text; our own is safetensors, the text in its
+The published form is a `.pth` pickle of arrays and text; ours is safetensors, the text in its
 header. torch is imported only for a `.pth`.
 """
 
@@ -76,15 +76,6 @@ def write(path: Path, edit: TokenisedEdit) -> None:
         metadata={"edit": json.dumps(text, ensure_ascii=False)},
     )
     aside.replace(path)
-
-
-def is_whole(path: Path) -> bool:
-    """Whether `path` is one of our files, complete to its last byte (its header states them)."""
-    try:
-        _read_own(path)
-    except (UnreadableError, OSError):
-        return False
-    return True
 
 
 def _read_own(path: Path) -> dict[str, Any]:

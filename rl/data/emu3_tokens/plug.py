@@ -1,9 +1,9 @@
-"""Edits whose pictures are already codes: a `tokenized_datalist.json` and one file per edit.
+"""Reads edits whose pictures are already codes: a `tokenized_datalist.json`, a file per edit.
 
     {"prefix": "<folder>", "path_list": ["1.pth", "2.pth", ...]}
 
-Pictures are drawn by the renderer when rewards or records want them. The written reasoning some
-sets carry is not shown to the policy.
+The renderer draws the pictures when rewards or records need them. Written reasoning is not shown to
+the policy.
 """
 
 from __future__ import annotations
@@ -70,18 +70,15 @@ class EditList:
         for number, entry in enumerate(entries):
             file = self.folder / entry
             if file.parent not in present:  # one listing per folder: a stat per file takes minutes
-                present[file.parent] = _names_in(file.parent)
+                try:
+                    present[file.parent] = frozenset(
+                        entry.name for entry in os.scandir(file.parent)
+                    )
+                except (OSError, ValueError):  # no folder, or no name of one
+                    present[file.parent] = frozenset()
             if file.name not in present[file.parent]:
                 named = shown(str(file), MAX_SHOWN)
                 yield number, f"{self.file}, entry {number}: {named} does not exist"
-
-
-def _names_in(folder: Path) -> frozenset[str]:
-    """Of its entries; none where there is no such folder, and no folder can be of that name."""
-    try:
-        return frozenset(entry.name for entry in os.scandir(folder))
-    except (OSError, ValueError):
-        return frozenset()
 
 
 class TokenisedEdits(DataSource[Config]):
@@ -102,7 +99,10 @@ class TokenisedEdits(DataSource[Config]):
         self._files = [
             edits.folder / entry for number, entry in enumerate(edits.entries) if number not in bad
         ]
-        dataset, split = _names(edits.file)
+        # As the folders above `[feature/]list/` are called.
+        folders = edits.file.resolve().parent.parts
+        named = [name for name in folders if name not in ("list", "feature")]
+        dataset, split = ["", *named][-2:]
         self._category = config.category or (dataset if _SPLIT.match(split) else split)
         self._label = f"{dataset}/{split}"
 
@@ -180,10 +180,3 @@ def read_list(path: str | Path) -> EditList:
         raise BadRowError(f"{file}: its path_list is empty")
     prefix = content.get("prefix")
     return EditList(file, entries, prefix if isinstance(prefix, str) else None)
-
-
-def _names(file: Path) -> tuple[str, str]:
-    """(data set, split) as the folders above `[feature/]list/` are called."""
-    folders = [name for name in file.resolve().parent.parts if name not in ("list", "feature")]
-    dataset, split = ["", *folders][-2:]
-    return dataset, split

@@ -1,7 +1,7 @@
-"""A file of lines as rows: what is readable, and a sentence for each line that is not.
+"""Reads a file of lines as rows, with a sentence for each line that cannot be read.
 
-UTF-8 with or without a byte-order mark, blank lines ignored. A line feed ends a line, and nothing
-else that Python takes for an end: a value may hold U+2028 and the like.
+UTF-8 with or without a byte-order mark, blank lines ignored. Only a line feed ends a line: a value
+may hold U+2028 and the like.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read_rows(
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Which of two was meant nobody knows."""
+    """Raises ValueError for a key that is there twice."""
     row = dict(pairs)
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]
@@ -69,18 +69,14 @@ def read_lines(path: Path) -> list[tuple[int, bytes]]:
             f"{shown(str(path), MAX_SHOWN)} {why}; give the file's path (from {Path.cwd()})"
         )
     try:
-        numbered = numbered_lines(path.read_bytes())
+        content = path.read_bytes()
     except OSError as error:
         raise BadRowError(f"{path} cannot be read ({error.strerror})") from error
+    lines = enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)
+    numbered = [(number, line.strip()) for number, line in lines if line.strip()]
     if not numbered:
         raise BadRowError(f"{path} is empty; write one row per line")
     return numbered
-
-
-def numbered_lines(content: bytes) -> list[tuple[int, bytes]]:
-    """(number counted from 1, line) of every line that is not blank."""
-    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 class LinesSource(RowsSource[ConfigT]):
@@ -89,7 +85,7 @@ class LinesSource(RowsSource[ConfigT]):
     @classmethod
     @abstractmethod
     def files(cls, config: ConfigT) -> Sequence[Path]:
-        """In their order."""
+        """The files, in order."""
 
     @classmethod
     def count(cls, config: ConfigT) -> int | None:

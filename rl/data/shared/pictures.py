@@ -1,8 +1,4 @@
-"""Pictures as users have them, made into the RGB pictures that policies and renderers take.
-
-One picture is a path, bytes, or a `datasets` image cell; every refusal is a sentence with its
-remedy.
-"""
+"""Opens pictures as users have them: a path, bytes, or a `datasets` image cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a user's own data as samples: which column is what, and what makes a row bad."""
+"""Makes samples of the rows of a user's own data, and names the bad ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import unicodedata
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,10 +46,6 @@ SEVERAL = "images"
 
 class BadRowError(UnusableSampleError):
     """A row that cannot become a sample; the message names file, row and remedy."""
-
-
-class _MissingColumnError(KeyError):
-    """(column, the keys that are there)."""
 
 
 class Columns(Section):
@@ -130,7 +127,7 @@ class Columns(Section):
 
 
 def pick(row: Mapping[str, Any], column: str, default: Any = _MISSING) -> Any:
-    """The cell at `column`, which may be a dotted path; _MissingColumnError without a default."""
+    """The cell at `column`, which may be a dotted path; UnusableError without a default."""
     if column in row:
         return row[column]
     cell: Any = row
@@ -140,7 +137,9 @@ def pick(row: Mapping[str, Any], column: str, default: Any = _MISSING) -> Any:
         elif isinstance(cell, list) and part.isdecimal() and int(part) < len(cell):
             cell = cell[int(part)]
         elif default is _MISSING:
-            raise _MissingColumnError(column, list(map(str, row)))
+            raise UnusableError(
+                f"has no {column!r}; it has {', '.join(map(str, row)) or 'nothing'}"
+            )
         else:
             return default
     return cell
@@ -178,15 +177,24 @@ class Rows:
             sources, target = self._checked(row, source, decode)
         except Exception as error:  # see `problems`
             raise BadRowError(self._sentence(index, error)) from error
+        category = pick(row, columns.category, None) if columns.category else None
         return Sample(
             id=self._id(index, row),
             instruction=pick(row, columns.instruction).strip(),
-            category=_label(pick(row, columns.category, "")) if columns.category else "",
+            category=str(category) if category is not None else "",
             reference=pick(row, columns.reference) if columns.reference else None,
             hidden={name: pick(row, column) for name, column in columns.hidden.items()},
             sources=tuple(sources),
             target=target,
         )
+
+    def id_of(self, index: int) -> str:
+        """The id of a sample, without opening its pictures."""
+        return self._id(self._kept[index], self.rows[self._kept[index]])
+
+    def number_of(self, index: int) -> int:
+        """The number of a sample's row in `origin`."""
+        return self.numbers[self._kept[index]]
 
     def keep_good(self, on_bad_row: OnBadRow, unreadable: Sequence[str]) -> None:
         """Look at every row; leave the bad ones out and count them, or raise BadRowError.
@@ -197,7 +205,7 @@ class Rows:
         sentences = [*unreadable, *bad.values()]
         if sentences and on_bad_row == "error":
             raise BadRowError(
-                "\n".join(shorten(sentences)) + "\nMend these rows, or leave them out with "
+                "\n".join(shorten(sentences)) + "\nFix these rows, or leave them out with "
                 "data.on_bad_row: 'skip'."
             )
         self._kept = [index for index in range(len(self.rows)) if index not in bad]
@@ -207,30 +215,24 @@ class Rows:
 
     def problems(self, picture_check: PictureCheck) -> Iterator[tuple[int, str]]:
         """(index, what is wrong with it) of every bad row."""
+        look = _LOOKS[picture_check]
+        numbers_of: dict[str, int] = {}
         with counted(f"rows of {shown(self._name, MAX_ORIGIN)}", len(self.rows)) as progress:
-            owners: dict[str, int] = {}
             for index in range(len(self.rows)):
                 progress.at(index)
-                if sentence := self._problem(index, picture_check, owners):
-                    yield index, sentence
-
-    def _problem(self, index: int, picture_check: PictureCheck, owners: dict[str, int]) -> str:
-        """What is wrong with a row, or ''. `owners`: whose each id is; a good row's is added."""
-        try:
-            row = self.rows[index]
-            look = _LOOKS[picture_check]
-            self._checked(row, look, look)
-            identity = self._id(index, row)
-        # A cell may hold anything, and what is raised by it is the row's fault: pyarrow's
-        # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
-        except Exception as error:
-            return self._sentence(index, error)
-        # One word may be spelt by several sequences of characters, which look the same.
-        owner = owners.setdefault(unicodedata.normalize("NFC", identity), self.numbers[index])
-        if owner == self.numbers[index]:
-            return ""
-        said = f"id {identity!r} is already that of row {owner}"
-        return f"{self._place(index)}: {shown(said, MAX_SHOWN)}"
+                try:
+                    row = self.rows[index]
+                    self._checked(row, look, look)
+                    identity = self._id(index, row)
+                    # One word may be several sequences of characters, which look the same.
+                    key = unicodedata.normalize("NFC", identity)
+                    first = numbers_of.setdefault(key, self.numbers[index])
+                    if first != self.numbers[index]:
+                        raise UnusableError(f"id {identity!r} is already that of row {first}")
+                # A cell may hold anything, and what is raised by it is the row's fault: pyarrow's
+                # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
+                except Exception as error:
+                    yield index, self._sentence(index, error)
 
     def _checked(
         self, row: Mapping[str, Any], use_source: UsePicture, use_target: UsePicture
@@ -251,44 +253,29 @@ class Rows:
             try:
                 return use(locate(cell, self.folder), self.rules.max_image_side_px)
             except UnusableError as error:
-                raise UnusableError(f"{what} picture ({column!r}): {error}") from error
+                raise UnusableError(f"{what} ({column!r}): {error}") from error
 
-        sources = [
-            used(
-                "source" if len(cells) == 1 else f"{ordinal(number)} source",
-                column,
-                cell,
-                use_source,
-            )
-            for number, (column, cell) in enumerate(cells, 1)
-        ]
+        sources = []
+        for number, (column, cell) in enumerate(cells, 1):
+            what = "source picture" if len(cells) == 1 else f"source picture {number}"
+            sources.append(used(what, column, cell, use_source))
         target = pick(row, columns.target, None) if columns.target else None
         if target is None and columns.target not in columns.required():
             return sources, None
-        return sources, used("target", columns.target, target, use_target)
+        return sources, used("target picture", columns.target, target, use_target)
 
     def most_pictures(self) -> int:
         """Source pictures of a row, at the most; none is opened."""
-        return max((self._num_pictures(row) for row in self.rows), default=0)
-
-    def _num_pictures(self, row: Mapping[str, Any]) -> int:
-        try:
-            return len(_source_cells(row, _read_from(self.columns, row)))
-        except Exception:  # a bad row: see `problems`
-            return 0
-
-    def _place(self, index: int) -> str:
-        return f"{self.origin}, row {self.numbers[index]}"
+        most = 0
+        for row in self.rows:
+            with suppress(Exception):  # a bad row: see `problems`
+                most = max(most, len(_source_cells(row, _read_from(self.columns, row))))
+        return most
 
     def _sentence(self, index: int, error: Exception) -> str:
-        match error:
-            case UnusableError():
-                said = str(error)
-            case _MissingColumnError():
-                said = f"has no {error.args[0]!r}; it has {', '.join(error.args[1]) or 'nothing'}"
-            case _:
-                said = f"cannot be read ({type(error).__name__}: {error})"
-        return f"{self._place(index)}: {shown(said, MAX_SHOWN)}"
+        is_known = isinstance(error, UnusableError)
+        message = str(error) if is_known else f"cannot be read ({type(error).__name__}: {error})"
+        return f"{self.origin}, row {self.numbers[index]}: {shown(message, MAX_SHOWN)}"
 
     def _id(self, index: int, row: Mapping[str, Any]) -> str:
         given = pick(row, self.columns.id, None) if self.columns.id else None
@@ -305,12 +292,6 @@ def shorten(problems: Sequence[str]) -> list[str]:
     more = len(problems) - MAX_PROBLEMS_SHOWN
     tail = [f"... and {more} more bad rows"] if more > 0 else []
     return [*problems[:MAX_PROBLEMS_SHOWN], *tail]
-
-
-def ordinal(number: int) -> str:
-    """'1st', '2nd', '3rd', '4th', ..."""
-    endings = {} if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}
-    return f"{number}{endings.get(number % 10, 'th')}"
 
 
 def _read_from(columns: Columns, row: Mapping[str, Any]) -> Columns:
@@ -364,10 +345,6 @@ def _check_text(row: Mapping[str, Any], columns: Columns) -> None:
             raise UnusableError(
                 f"{column!r} holds half a character (a lone surrogate), which no text has; mend it"
             ) from error
-
-
-def _label(value: Any) -> str:
-    return "" if value is None else str(value)
 
 
 class RowsConfig(FileConfig):

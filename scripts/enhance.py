@@ -1,3 +1,0 @@
-from rl.commands.enhance import main
-
-raise SystemExit(main())
