@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from rl import build
-from rl.config.imports import ROOT_VARIABLE
 from rl.config.paths import GONE, not_a_file
 from rl.config.schema import ConfigError, RunConfig, listed, load_config
 from rl.config.shipped import find_config
@@ -48,8 +47,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if args.config is None:
         with tempfile.TemporaryDirectory(prefix="simple_launch_logs_") as logs:
             sys.exit(launch(args, args.nproc or 1, Path(logs)))
-    if args.jsonnet_root is not None:
-        os.environ[ROOT_VARIABLE] = str(args.jsonnet_root)  # ranks read the config too
     if args.gpu_gb is not None:
         # Ranks read the config too, and what it derives from the size follows.
         args.overrides.append(f"gpu_gb={args.gpu_gb!r}")
@@ -147,11 +144,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         type=_gigabytes,
         help="sets the config's gpu_gb; a start is then held to it, not to the GPUs it finds",
     )
-    add(
-        "--jsonnet-root",
-        type=_folder,
-        help="folder whose files the config may import (default: its git clone, else its folder)",
-    )
     add("words", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
     args = parser.parse_intermixed_args(argv)
     if args.nproc is not None and args.nproc < 1:
@@ -185,12 +177,6 @@ def _gigabytes(word: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{word} is no size in GB")
     return value
-
-
-def _folder(word: str) -> Path:
-    if not Path(word).is_dir():
-        raise argparse.ArgumentTypeError(f"{word!r} is no folder")
-    return Path(word).resolve()
 
 
 def _as_here(word: str) -> str:

@@ -341,22 +341,17 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
         f"choose another run_name to start from the base weights, or move {run_dir} away to start "
         "so under this one"
     )
-    if newer := too_new(run_dir):
-        return Found(problem=f"{newer}, or {way_out}")
+    if other := too_new(run_dir):
+        return Found(problem=f"{other}, or {way_out}")
     remarks = []
-    if candidates and (_format_of(run_dir / "config.json") or formats.CONFIG) < formats.CONFIG:
-        remarks.append(
-            f"{run_dir} is of an older format: it is read under today's names, and goes on as "
-            f"format {formats.CONFIG}"
-        )
     is_name = _STEP_NAME.fullmatch(last) is not None
     if is_name and candidates and iteration_of(Path(last)) > iteration_of(candidates[-1]):
         remarks.append(
             f"checkpoint {last} was the last to be written and is gone: going on from an older one"
         )
     for path in reversed(candidates):
-        if newer := too_new(path):
-            return Found(None, tuple(remarks), f"{newer}, or {way_out}")
+        if other := too_new(path):
+            return Found(None, tuple(remarks), f"{other}, or {way_out}")
         problem = problem_of(path, hashes)
         if problem is None:
             return Found(path, tuple(remarks))
@@ -467,9 +462,9 @@ def model_folder(path: Path) -> Path:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state.json of a checkpoint, with the run's config in it under today's names.
+    """The state.json of a checkpoint, with the run's config in it.
 
-    Raises ValueError for what a newer version wrote.
+    Raises ValueError for what another version wrote.
     """
     if problem := too_new(path):
         raise ValueError(problem)
@@ -517,7 +512,7 @@ def too_new(folder: Path) -> str:
     """Why this version may not read that run folder or checkpoint, or ''."""
     for file, known in (("config.json", formats.CONFIG), ("state.json", formats.CHECKPOINT)):
         number = _format_of(folder / file)
-        if number is not None and (problem := formats.refusal(str(folder), number, known)):
+        if number is not None and (problem := formats.refusal(str(folder), number, known, known)):
             return problem
     return ""
 

@@ -115,7 +115,7 @@ def _with(known: Summary, **more: Any) -> Summary:
 
 
 def _config(path: Path) -> dict[str, Any] | None:
-    """Under today's names; None for none, or one that is damaged."""
+    """None for none, or one that is damaged."""
     file = path / "config.json"
     row = row_of(file.read_bytes()) if file.is_file() else None
     if row is None or not isinstance(row.get("policy"), dict) or "run_name" not in row:
@@ -140,11 +140,7 @@ def _planned(config: Mapping[str, Any]) -> str:
 
 def _rows(file: Path) -> list[dict[str, Any]]:
     rows = read_rows(file)[0] if file.is_file() else []
-    return [
-        formats.recorded(row)
-        for row in rows
-        if type(it := row.get("iteration")) is int and 0 <= it <= _MAX
-    ]
+    return [row for row in rows if type(it := row.get("iteration")) is int and 0 <= it <= _MAX]
 
 
 def _is_number(value: object) -> bool:

@@ -73,6 +73,7 @@ def write_run(folder: Path, section: dict[str, Any], renderer: dict[str, Any]) -
     """The `config.json` of a run."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
+        "format": 3,
         "run_name": "tiny",
         "base_exp_dir": str(folder.parent),
         "num_iterations": 1,
