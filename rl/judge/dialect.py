@@ -97,7 +97,7 @@ class Dialect:
         return frozenset(self.names | refused)
 
     def learn(self, request: Request, without: Set[str], status: int) -> set[str]:
-        """`request` was sent without these; returns what is news, if it was answered."""
+        """Remember what an answered `request` was sent without; returns what is new of it."""
         if status != 200:
             return set()
         news = set(without - self.without(request))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,19 +18,13 @@ from rl.record.untrusted import shown
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2 * 2**20
-"""The longest readable reply (`judge_reply.MAX_REPLY_CHARS`) takes 1.2 MB where JSON spells each
-sign at its longest."""
+"""The longest readable reply (`reply.MAX_REPLY_CHARS`) takes at most 1.2 MB as JSON."""
 MAX_ERROR_PAGE_BYTES = 64 * 2**10
-"""Of any answer but HTTP 200 a sentence is shown; what is beyond this is not waited for."""
+"""Of an answer other than HTTP 200."""
 SHOWN_HEADER_CHARS = 200
 SHOWN_ERROR_CHARS = 300
 TOO_MANY_REQUESTS = "http_429"
 """The cause of a `RequestTrouble`."""
-_HASHED = re.compile(r"[0-9a-f]{8}\.\d+")
-_OTHER_NAME = "set judge.api_base to a host name that its certificate holds"
-_OTHER_DATE = "have its certificate renewed, if this machine's clock is right"
-_CERTIFICATE_REMEDIES = {62: _OTHER_NAME, 64: _OTHER_NAME, 9: _OTHER_DATE, 10: _OTHER_DATE}
-"""By OpenSSL's X509_V_ERR_... code."""
 HEADERS = {
     "Accept": "application/json",
     "Accept-Encoding": "identity",
@@ -153,9 +146,10 @@ def _tls_remedy(error: BaseException | None) -> str:
     """What to do where TLS failed for good, under whatever httpx and httpcore wrap it in; or ''."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
-            trust = "have its certificate trusted here (SSL_CERT_FILE=<a .pem of who signed it>)"
-            otherwise = f"{trust}, or set an http:// URL in judge.api_base"
-            return _CERTIFICATE_REMEDIES.get(error.verify_code, otherwise)
+            return (
+                "have its certificate trusted here (SSL_CERT_FILE=<a .pem of who signed it>), or "
+                "set judge.api_base to a host name that it holds, or to an http:// URL"
+            )
         if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
             return "it does not speak TLS there: set an http:// URL in judge.api_base"
         error = error.__cause__ or error.__context__
@@ -164,17 +158,14 @@ def _tls_remedy(error: BaseException | None) -> str:
 
 def _trusted() -> ssl.SSLContext:
     """The certificates that SSL_CERT_FILE, else SSL_CERT_DIR, else certifi holds."""
-    name = next((name for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if os.environ.get(name)), "")
     try:
-        context = httpx.create_ssl_context()
-        if name.endswith("DIR") and not any(map(_HASHED.fullmatch, os.listdir(os.environ[name]))):
-            raise OSError("no certificate in it is named by its hash, as `openssl rehash` does")
+        return httpx.create_ssl_context()
     except OSError as error:
+        file = os.environ.get("SSL_CERT_FILE")
         raise ValueError(
-            f"{name}={os.environ.get(name)}: no certificates can be read there "
-            f"({error.strerror or error}): set it to those of who signed the judge's, or unset it"
+            f"SSL_CERT_FILE={file}: no certificates can be read there ({error.strerror or error}): "
+            "set it to those of who signed the judge's, or unset it"
         ) from None
-    return context
 
 
 async def _receive(response: httpx.Response, received: bytearray) -> str | None:

@@ -15,7 +15,7 @@ from typing import Self
 from rl.config.schema import JudgeConfig
 from rl.files.private import private
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
-from rl.judge.endpoint import MAX_FILE_CHARS, resolve_api_base
+from rl.judge.endpoint import MAX_FILE_BYTES, resolve_api_base
 from rl.ranks.rendezvous import INIT_METHOD
 from rl.record.console import warn
 from rl.record.scrub import environment_without
@@ -132,7 +132,7 @@ class StartedJudge:
         if not self._url_file.is_file():
             return None
         with self._url_file.open("rb") as file:
-            line = file.readline(MAX_FILE_CHARS)
+            line = file.readline(MAX_FILE_BYTES)
         return line.decode("utf-8", "replace") if line.endswith(b"\n") else None
 
     def _refuse_ended(self) -> None:

@@ -20,7 +20,8 @@ from rl.config.schema import ConfigError, RunConfig, listed, load_config
 from rl.preflight import report
 
 ODD: list[Any] = [
-    9 * 10**15, 10**400, 1e300, 5e-324, "a\0b", "x" * 200_000, {"a\0b": 1}, -1, 0, 1.5, True, None, "", "x" * 300, "x" * 99_000, "/dev/zero", "/tmp",
+    9 * 10**15, 10**400, 1e300, 5e-324, "a\0b", "x" * 200_000, {"a\0b": 1},
+    -1, 0, 1.5, True, None, "", "x" * 300, "x" * 99_000, "/dev/zero", "/tmp",
     "\x1b[2J\n", [], {}, ["y" * 300], [2, 3], ".", "../../..", "http://[::1", "pkg://",
     "pkg://rl/../../b", "pkg://rl/" + "x" * 300,
 ]  # fmt: skip

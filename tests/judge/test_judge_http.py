@@ -231,10 +231,7 @@ def test_a_refusal_stops_at_once_whatever_its_page_holds(name: str) -> None:
     ("location", "seen"),
     [
         ("http://xn--a.example/", "http://xn--a.example/"),
-        ("http://\xff\xfe/", "http://\xff\xfe/"),
-        ("http://[::1", "http://[::1"),
         ("\x1b[2J", "\\x1b[2J"),
-        ("http://h:99999/", "http://h:99999/"),
         ("x" * 5000, "x" * 200 + "..."),
         ("", "Remedy: "),
     ],
@@ -295,7 +292,6 @@ def test_a_proxy_in_the_environment_is_used_for_other_machines(
         ("HTTP_PROXY", "http://\u2603:x", "http://judge.test/v1", "HTTP_PROXY=http://host:port"),
         ("SSL_CERT_FILE", "/none.pem", "https://judge.test/v1", "/none.pem ... No such file"),
         ("SSL_CERT_FILE", "/dev/null", "https://judge.test/v1", "/dev/null ... unset it"),
-        ("SSL_CERT_DIR", "/proc", "https://127.0.0.1/v1", "=/proc ... openssl rehash"),
     ],
 )
 def test_what_the_environment_names_wrongly_is_said_by_its_variable(
