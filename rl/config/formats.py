@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 CONFIG = 3
-"""Of configs and run folders; older ones cannot be read."""
+"""The one format of configs and run folders that is read."""
 CHECKPOINT = 1
 ADAPTER = 2
 GONE = {"checkpoint": ("keep",)}

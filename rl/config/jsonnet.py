@@ -62,8 +62,8 @@ def evaluate(
 
 
 def _in_child(path: Path, job: Callable[[], Answer]) -> Answer:
-    """What `job` returns. It runs in a forked process: Jsonnet is C++, which no signal handler of
-    Python interrupts."""
+    """Run `job` in a forked process: Jsonnet is C++, which no signal handler of Python
+    interrupts."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=lambda: sender.send(job()))

@@ -24,11 +24,11 @@ SHIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 """Functions of `rl.algorithm.losses`, which `algorithm.loss` names."""
 
 MAX_COUNT = 10**9
-"""Of anything that a run counts."""
+"""The largest count of anything."""
 MAX_EPISODES = 10**6
 """Prompts of an iteration, and completions of a prompt: all of them are held at once."""
 MAX_TOKENS = 10**7
-"""Of one completion or reply."""
+"""The longest completion or reply."""
 MAX_SIDE_PX = 100_000
 MAX_S = 1e7
 """Four months: no timer takes much more."""
@@ -41,7 +41,7 @@ def _zero_or_some(temperature: float) -> float:
 
 
 MIN_TEMPERATURE = 1e-3
-"""By less, logits are divided into infinities."""
+"""A smaller one turns logits into infinities."""
 Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_zero_or_some)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 

@@ -70,7 +70,7 @@ class Base:
             self.open(f"failed {self.num_failures_in_row} times in a row")
 
     def open(self, why: str) -> None:
-        """Nothing if it is open already. `why`: what it did, for the log."""
+        """Open the breaker, if it is not. `why`: what the base did, for the log."""
         if self.is_open:
             return
         self._down_since = time.monotonic() - self.down_s

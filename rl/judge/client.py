@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 HEALTH_TIMEOUT_S = 10.0
 LATE_BASE_S = 15.0
-"""For a base that does not answer, once another has: servers that start together do so apart."""
+"""A base that does not answer is waited for this long after another base has."""
 RETRY_TEMPERATURE_STEP = 0.3
 SEEDS_PER_REPEAT = 1000
 SHOWN_BODY_CHARS = 600
@@ -90,7 +90,7 @@ class _Asking:
 
 @dataclass
 class JudgeStats:
-    """What the client did since the last `take_stats()`."""
+    """Counts since the last `take_stats()`."""
 
     requests: int = 0
     reused: int = 0
@@ -178,8 +178,8 @@ class JudgeClient:
         bases that answer.
 
         A server that is still starting has `wait_s` (and one more request) to answer. Of several
-        bases one is enough: the others have `LATE_BASE_S` after it, then they are held to be down,
-        which is said. Raises `JudgeUnreachableError` or `JudgeRefused`.
+        bases one is enough: those that do not answer within `LATE_BASE_S` of it count as down,
+        with a log line. Raises `JudgeUnreachableError` or `JudgeRefused`.
         """
         started_s = time.monotonic()
         deadline_s = started_s + wait_s
@@ -413,14 +413,14 @@ class JudgeClient:
     ) -> None:
         """Raises `RequestTrouble` for a base that refuses what others take: one that came back set
         up wrongly is down, and no reason to stop."""
-        status, said = response.status, self._shown(response)
+        status, page = response.status, self._shown(response)
         refuses = status != 200 and status not in RETRIED_CLIENT_ERRORS
         others = (other for other in self._bases if other is not base)
         if not refuses or (shape in base.answered and status in REFUSED_QUESTION):
             return
         if any(shape in other.answered for other in others):
-            base.open(f"refuses (HTTP {status} {said})")
-            raise RequestTrouble(f"http_{status}", said)
+            base.open(f"refuses (HTTP {status} {page})")
+            raise RequestTrouble(f"http_{status}", page)
 
     def _read(self, base: Base, response: HttpAnswer, shape: tuple[bool, ...]) -> str:
         status = response.status
@@ -481,10 +481,9 @@ class JudgeClient:
 
     def _refuse(self, response: HttpAnswer) -> NoReturn:
         location = response.location and shown(response.location, SHOWN_HEADER_CHARS)
-        said = self._shown(response)
         raise JudgeRefused(
-            f"the judge refused: {response.request} -> HTTP {response.status} {said}\n"
-            f"{remedy_for(response.status, said, location, self.config)}"
+            f"the judge refused: {response.request} -> HTTP {response.status} "
+            f"{self._shown(response)}\n{remedy_for(response.status, location, self.config)}"
         )
 
     def _shown(self, response: HttpAnswer) -> str:

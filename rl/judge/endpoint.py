@@ -1,4 +1,4 @@
-"""Where the judge is: the forms `judge.api_base` may take, and what to do when it says no."""
+"""Resolves `judge.api_base`, reads the judge's key, and names the remedy for a refusal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl.record.scrub import MIN_CHARS, is_placeholder, remember
 from rl.record.untrusted import shown
 
 DEFAULT_PORT = 4877
-"""Of scripts/serve_judge.sh; a file may hold bare hosts."""
+"""The port of scripts/serve_judge.sh, for bare hosts in a file."""
 MAX_FILE_BYTES = 4096
 MAX_REASON_CHARS = 200
 
@@ -33,8 +33,8 @@ def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
     or a file that holds a URL, a host, or host:port, or several, a line each. Raises ValueError
     naming the key and the remedy.
     """
-    given = [value] if isinstance(value, str) else value
-    words = [word.strip() for text in given for word in text.split(",")]
+    texts = [value] if isinstance(value, str) else value
+    words = [word.strip() for text in texts for word in text.split(",")]
     words = [word for word in words if word.lower() not in ("", "none")]
     if not words:
         raise ValueError(
@@ -45,7 +45,7 @@ def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def resolve_api_base(value: str | Sequence[str]) -> str:
-    """The same of a judge that is at one place."""
+    """The one URL of `judge.api_base`. Raises ValueError where there are several."""
     bases = resolve_api_bases(value)
     if len(bases) > 1:
         raise ValueError(
@@ -155,26 +155,8 @@ def auth_header(api_key_env: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-_TOO_LONG = re.compile(
-    r"context (?:length|window|size)|max_model_len|maximum (?:model|context)|too many tokens|"
-    r"too (?:long|large)|exceed\w* .*(?:context|length|tokens)|reduce the (?:length|input)",
-    re.IGNORECASE,
-)
-_TOO_MANY_PICTURES = re.compile(
-    r"at most \d+ (?:\w+ )?(?:image|picture)|too many images|limit-mm-per-prompt|multiple images|"
-    r"only (?:one|a single|1) image",
-    re.IGNORECASE,
-)
-_NO_PICTURES = re.compile(
-    r"\b(?:no|not|unsupported|unknown)\b[^.]*(?:image|multi-?modal|vision)|"
-    r"(?:image|multi-?modal|vision)\w*\b[^.]*(?:\bnot\b|n't\b|unsupported|only supported)|"
-    r"content.{0,40}(?:must|should) be a (?:valid )?string",
-    re.IGNORECASE,
-)
-
-
-def remedy_for(status: int, said: str, location: str | None, config: JudgeConfig) -> str:
-    """What a person can do about a refusal. `said`: the body, as it is shown."""
+def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
+    """What a person can do about a refusal. `location`: of a redirect."""
     if status in (401, 403):
         held = f"it names {config.api_key_env}" if config.api_key_env else "it is ''"
         return (
@@ -188,31 +170,15 @@ def remedy_for(status: int, said: str, location: str | None, config: JudgeConfig
             f"Remedy: fewer at once (judge.max_concurrency={config.max_concurrency}, on each "
             "rank), or a higher quota; one that is spent comes back with time or money."
         )
-    if _TOO_MANY_PICTURES.search(said):
-        return (
-            "Remedy: a question shows the source pictures and the result, two where samples have "
-            "one source, and this endpoint takes fewer: serve it with so many (vllm serve "
-            "--limit-mm-per-prompt '{\"image\": 2}', JUDGE_IMAGES of scripts/serve_judge.sh), or "
-            f"set judge.model={config.model!r} to one that takes them."
-        )
-    if status == 413 or _TOO_LONG.search(said):
-        return (
-            f"Remedy: pictures of judge.image_side_px={config.image_side_px}, the question and a "
-            f"reply of judge.max_tokens={config.max_tokens} are too much for it: lower these, or "
-            "serve it with a longer context (JUDGE_MAX_LEN of scripts/serve_judge.sh, vllm serve "
-            "--max-model-len)."
-        )
-    if _NO_PICTURES.search(said):
-        return (
-            f"Remedy: judge.model={config.model!r} takes no pictures, at least not so; set it to a "
-            "vision-language model, and serve that with its vision part."
-        )
     if status == 404:
         return f"Remedy: check the path in judge.api_base and judge.model={config.model!r}."
     if location is not None:
         return f"Remedy: set judge.api_base to where it points ({location})."
     return (
-        "Remedy: the request itself does not suit this endpoint. Check "
-        f"judge.model={config.model!r} (does it take pictures, and several of them?), "
-        "judge.image_side_px and judge.max_tokens against its context, and judge.guided_json."
+        "Remedy: this endpoint does not take the question. It needs a vision-language model "
+        f"(judge.model={config.model!r}) that takes the source pictures and the result together "
+        "(vllm serve --limit-mm-per-prompt '{\"image\": 2}', JUDGE_IMAGES of "
+        "scripts/serve_judge.sh), and a context for them and the reply (--max-model-len, "
+        f"JUDGE_MAX_LEN; or lower judge.image_side_px={config.image_side_px}, "
+        f"judge.max_tokens={config.max_tokens}); or set judge.guided_json: 'never'."
     )

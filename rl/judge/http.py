@@ -20,7 +20,7 @@ CONNECT_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2 * 2**20
 """The longest readable reply (`reply.MAX_REPLY_CHARS`) takes at most 1.2 MB as JSON."""
 MAX_ERROR_PAGE_BYTES = 64 * 2**10
-"""Of an answer other than HTTP 200."""
+"""Read of the body of any answer but HTTP 200."""
 SHOWN_HEADER_CHARS = 200
 SHOWN_ERROR_CHARS = 300
 TOO_MANY_REQUESTS = "http_429"
@@ -55,7 +55,7 @@ class RequestTrouble(Exception):  # noqa: N818 (an outcome of one request, never
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """What came back."""
+    """An answer of any status."""
 
     request: str
     """'POST http://...', for messages."""

@@ -1,4 +1,4 @@
-"""A judge that the run starts by itself, `judge.start_command`: one process a node."""
+"""Runs `judge.start_command`: a judge that the run itself starts, one process a node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rl.record.untrusted import shown
 
 POLL_S = 0.05
 LAST_WORDS_BYTES = 2000
-"""Of the log's end, looked through for what a judge that ended has said last."""
+"""How much of the log's end is searched for the last line of a judge that has ended."""
 SHOWN_CHARS = 400
 URL_FILE = "{url_file}"
 PACKAGES = Path(__file__).resolve().parents[2]
@@ -128,7 +128,7 @@ class StartedJudge:
             raise JudgeError(f"judge.start_command wrote into '{URL_FILE}': {error}") from None
 
     def _first_line(self) -> str | None:
-        """Of the file for the URL; None until it is whole: half a line may be half a port."""
+        """Of the URL file; None until it is whole: half a line may be half a port."""
         if not self._url_file.is_file():
             return None
         with self._url_file.open("rb") as file:

@@ -147,7 +147,7 @@ def _remedy(failure: str, client: JudgeClient) -> str:
     config = client.config
     if failure.startswith("http_"):
         status = 429 if failure.startswith(TOO_MANY_REQUESTS) else 500
-        return f"\n{remedy_for(status, failure, None, config)}"
+        return f"\n{remedy_for(status, None, config)}"
     return (
         "\nRemedy: look into the endpoint's own log; raise judge.timeout_s="
         f"{config.timeout_s:g} if it is slow."

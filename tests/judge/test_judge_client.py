@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import json
 import logging
 import re
 import time
@@ -196,22 +195,6 @@ def test_equal_questions_at_once_are_one_request_as_they_would_be_after_a_restar
         answers = _run(_ask_all(client, [pair_question("same")] * 4))
     assert [answer.value for answer in answers] == [(0.0, 0.0)] * 4
     assert len(judge.requests) == 1
-
-
-def test_another_journal_can_be_opened_per_iteration(tmp_path: Path) -> None:
-    async def run(judge: FaultyJudge) -> None:
-        client = JudgeClient(quick_config(), judge.api_base, tmp_path / "0.jsonl")
-        await client.ask(pair_question(), read_pair)
-        client.open_journal(tmp_path / "1.jsonl")
-        await client.ask(pair_question(), read_pair)
-        await client.aclose()
-
-    with FaultyJudge() as judge:
-        asyncio.run(run(judge))
-    assert len(judge.requests) == 2
-    for name in ("0.jsonl", "1.jsonl"):
-        (entry,) = map(json.loads, (tmp_path / name).read_text().splitlines())
-        assert entry["reply"] == GOOD
 
 
 def test_a_question_keeps_the_journal_it_was_asked_under(tmp_path: Path) -> None:

@@ -7,10 +7,7 @@ import gzip
 import itertools
 import json
 import re
-import subprocess
-import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -376,50 +373,3 @@ def test_the_models_that_are_served_are_shown_safely(names: list[str]) -> None:
         with pytest.raises(JudgeRefused, match=r"does not serve judge\.model") as error:
             _health(judge)
     assert str(error.value).isprintable() and len(str(error.value)) < 1500
-
-
-PEAK = """
-import asyncio, sys
-sys.path[:0] = [sys.argv[2]]
-from tiny_faulty_judge import pair_question, quick_config, read_pair
-from rl.judge.client import JudgeClient
-
-def peak_mb():
-    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
-
-async def main():
-    client = JudgeClient(quick_config(max_attempts=2), sys.argv[1])
-    answer = await client.ask(pair_question("a good one first"), read_pair)
-    assert answer.value is not None, answer
-    before = peak_mb()
-    answer = await client.ask(pair_question("now the bomb"), read_pair)
-    print(peak_mb() - before, answer.seconds, (answer.failure or "no failure")[:300])
-    await client.aclose()
-
-asyncio.run(main())
-"""
-
-
-def _bomb() -> bytes:
-    """1 MB of gzip that inflates to 1 GB of spaces."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
-    blank = b" " * 2**24
-    blocks = [packer.compress(blank) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2)]
-    return blocks[0] + blocks[1] * 63
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["bomb", "endless"])
-def test_memory_stays_bounded(what: str) -> None:
-    """In a process of its own: this one's peak is that of all tests before."""
-    fault = page(_bomb(), "Content-Encoding: gzip") if what == "bomb" else None
-    fault = fault or _flood(b" " * FLOOD, b"HTTP/1.1 200 OK\r\n\r\n")
-    with FaultyJudge([Fault()], after=fault) as judge:
-        command = [sys.executable, "-c", PEAK, judge.api_base, str(TESTS)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    print(f"\n{what}: MB, s, failure: {done.stdout}", end="")
-    rise_mb, seconds, failure = done.stdout.split(" ", 2)
-    assert float(rise_mb) < 50 and float(seconds) < 10
-    assert failure.startswith("unreadable: HTTP 200 ")

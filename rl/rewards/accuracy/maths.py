@@ -38,7 +38,7 @@ class MathsProcess:
             self._process.kill()
 
     def _compare(self, gold: str, answer: str | None) -> Verdict:
-        """Of two LaTeX expressions; without an answer, whether the gold can be read.
+        """The verdict on two LaTeX expressions; without an answer, whether the gold can be read.
 
         A worker that dies over a question found it too costly. Raises TimeoutError when the machine
         is too busy to answer, RuntimeError when no worker can be started.
@@ -67,7 +67,7 @@ class MathsProcess:
         return cast(Verdict, reply or "too_costly")
 
     def _read_line(self, timeout_s: float) -> str:
-        """Without its end; '' when the worker has died. Raises TimeoutError."""
+        """The worker's next line; '' when it has died. Raises TimeoutError."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)

@@ -1,4 +1,4 @@
-"""One worker thread that works off whatever waits, a batch at a time."""
+"""A worker thread that handles waiting items in batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BatchWorker(Generic[Item, Result]):
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, item: Item) -> Future[Result]:
-        """Its result, or the exception of the batch it was in."""
+        """The item's result, or the exception of its batch."""
         future: Future[Result] = Future()
         self._waiting.put((item, future))
         return future

@@ -54,7 +54,7 @@ class PairedQuestions(JudgedReward[VieScoreT]):
     unit_parts = frozenset({"sc_01", "pq_01"})
     questions_per_reading = 2
     semantic_marks: ClassVar[tuple[str, ...]]
-    """What the semantic question asks for, in order."""
+    """The marks that the semantic question asks for, in order."""
 
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         prompts = self.prompts_for(pictures)
