@@ -34,7 +34,6 @@ from rl.judge.reply import (
     chat_content,
     served_models,
 )
-from rl.judge.retry import backoff_s, retry_after_s
 from rl.judge.throttle import Throttle, Turn
 from rl.record.scrub import scrub
 from rl.record.untrusted import shown
@@ -44,6 +43,7 @@ T = TypeVar("T")
 HEALTH_TIMEOUT_S = 10.0
 LATE_BASE_S = 15.0
 """A base that does not answer is waited for this long after another base has."""
+BACKOFF_CAP_S = 30.0
 RETRY_TEMPERATURE_STEP = 0.3
 SEEDS_PER_REPEAT = 1000
 SHOWN_BODY_CHARS = 600
@@ -66,6 +66,15 @@ class JudgeRefused(JudgeError):  # noqa: N818 (reads as what happened)
 
 class JudgeUnreachableError(JudgeError):
     """Nothing answers there."""
+
+
+def backoff_s(first_s: float, num_failures: int, rng: random.Random) -> float:
+    """Pause after the n-th failure (n >= 1), s: uniform(0, min(30, first_s * 2^(n-1))).
+
+    "Full jitter" (Brooker 2015, 'Exponential Backoff And Jitter'): clients that failed together do
+    not come back together.
+    """
+    return rng.uniform(0.0, min(BACKOFF_CAP_S, first_s * 2.0 ** min(num_failures - 1, 16)))
 
 
 @dataclass(eq=False)
@@ -476,8 +485,8 @@ class JudgeClient:
         )
 
     def _passing(self, response: HttpAnswer) -> RequestTrouble:
-        pause_s = retry_after_s(response.retry_after)
-        return RequestTrouble(f"http_{response.status}", self._shown(response), pause_s)
+        cause = f"http_{response.status}"
+        return RequestTrouble(cause, self._shown(response), response.retry_after_s)
 
     def _refuse(self, response: HttpAnswer) -> NoReturn:
         location = response.location and shown(response.location, SHOWN_HEADER_CHARS)

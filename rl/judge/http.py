@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -23,6 +26,8 @@ MAX_ERROR_PAGE_BYTES = 64 * 2**10
 """Read of the body of any answer but HTTP 200."""
 SHOWN_HEADER_CHARS = 200
 SHOWN_ERROR_CHARS = 300
+RETRY_AFTER_CAP_S = 120.0
+_SECONDS = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 TOO_MANY_REQUESTS = "http_429"
 """The cause of a `RequestTrouble`."""
 HEADERS = {
@@ -64,7 +69,7 @@ class HttpAnswer:
     """Whole if the status is 200 and `unusable` is None; else what was had of it."""
     unusable: str | None
     """Why the body was not read to its end: it is compressed, or too long."""
-    retry_after: str | None
+    retry_after_s: float | None
     location: str | None
 
 
@@ -134,12 +139,32 @@ class JudgeHttp:
             status=response.status_code,
             body=bytes(received),
             unusable=unusable,
-            retry_after=response.headers.get("Retry-After"),
+            retry_after_s=retry_after_s(response.headers.get("Retry-After")),
             location=response.headers.get("Location"),
         )
 
     async def aclose(self) -> None:
         await self._transport.aclose()
+
+
+def retry_after_s(header: str | None, now: datetime | None = None) -> float | None:
+    """A Retry-After header (RFC 9110 10.2.3: seconds or an HTTP date) as seconds, 0..120.
+
+    None when there is none or it cannot be read.
+    """
+    if header is None:
+        return None
+    # float() alone would also take 1e400, 'infinity', 1_0 and other scripts' digits.
+    if _SECONDS.fullmatch(header.strip()):
+        seconds = float(header)
+    else:
+        try:
+            until = parsedate_to_datetime(header)
+            until = until if until.tzinfo else until.replace(tzinfo=UTC)
+            seconds = (until - (now or datetime.now(UTC))).total_seconds()
+        except (ValueError, TypeError, LookupError, OverflowError):
+            return None
+    return min(max(seconds, 0.0), RETRY_AFTER_CAP_S)
 
 
 def _tls_remedy(error: BaseException | None) -> str:

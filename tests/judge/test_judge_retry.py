@@ -10,7 +10,8 @@ import pytest
 
 from rl.config.schema import JudgeConfig
 from rl.judge.bases import Bases, OutageError
-from rl.judge.retry import backoff_s, retry_after_s
+from rl.judge.client import backoff_s
+from rl.judge.http import retry_after_s
 
 NOON = datetime(2025, 11, 21, 12, 0, 0, tzinfo=UTC)
 
