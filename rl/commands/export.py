@@ -70,7 +70,7 @@ class Trained:
     """A PEFT folder, or one of a whole model."""
     is_adapter: bool
     run_config: Mapping[str, Any] | None = None
-    """Under today's names; None of a folder that lies alone."""
+    """The config of its run; None where there is no run."""
     run_dir: Path | None = None
     """With the record of its training; None where it lies elsewhere."""
     iteration: int = 0

@@ -22,8 +22,8 @@ GONE = {"checkpoint": ("keep",)}
 
 
 def refusal(what: str, number: Any, newest: int, oldest: int = 1) -> str:
-    """Why `what`, of that format number, cannot be read; '' where it can."""
-    if type(number) is int and oldest <= number <= newest:
+    """Why `what`, of that format number (None: it has none), cannot be read; '' where it can."""
+    if number is None or (type(number) is int and oldest <= number <= newest):
         return ""
     is_newer = type(number) is int and number > newest
     return f"{what} has the format {number!r}, and this version reads {oldest} to {newest}: " + (
@@ -33,12 +33,17 @@ def refusal(what: str, number: Any, newest: int, oldest: int = 1) -> str:
     )
 
 
+def number_of(written: Mapping[str, Any]) -> Any:
+    """The format number of a run's file; None for what is no run's, such as a model's config."""
+    return written.get("format", 1 if "run_name" in written else None)
+
+
 def stored(config: Mapping[str, Any], what: str) -> dict[str, Any]:
     """A config that a run has written, without keys that are gone; `what` is its name in messages.
 
     Raises ValueError for one of another format.
     """
-    if problem := refusal(what, config.get("format", 1), CONFIG, oldest=CONFIG):
+    if problem := refusal(what, number_of(config), CONFIG, oldest=CONFIG):
         raise ValueError(problem)
     return {
         name: {key: item for key, item in value.items() if key not in GONE[name]}

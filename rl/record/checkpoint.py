@@ -511,16 +511,10 @@ def _difference(folder: Path, name: str, size: object, sha256: object, hashes: b
 def too_new(folder: Path) -> str:
     """Why this version may not read that run folder or checkpoint, or ''."""
     for file, known in (("config.json", formats.CONFIG), ("state.json", formats.CHECKPOINT)):
-        number = _format_of(folder / file)
-        if number is not None and (problem := formats.refusal(str(folder), number, known, known)):
+        row = (row_of((folder / file).read_bytes()) if (folder / file).is_file() else None) or {}
+        if problem := formats.refusal(str(folder), formats.number_of(row), known, known):
             return problem
     return ""
-
-
-def _format_of(file: Path) -> Any:
-    """Its format number; None where there is no such file, or a damaged one."""
-    row = row_of(file.read_bytes()) if file.is_file() else None
-    return None if row is None else row.get("format", 1)
 
 
 def _seal(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reads a run folder, whole, half, damaged, or of an older format."""
+"""Reads a run folder, whole, half or damaged."""
 
 from __future__ import annotations
 

@@ -8,13 +8,20 @@ import io
 import logging
 import re
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
-from tiny_faulty_judge import GOOD, Fault, FaultyJudge, pair_question, quick_config, read_pair
+from tiny_faulty_judge import (
+    GOOD,
+    Fault,
+    FaultyJudge,
+    answers_of,
+    pair_question,
+    quick_config,
+    read_pair,
+)
 from tiny_messages import names
 from tiny_ranks import held_port
 
@@ -24,20 +31,6 @@ from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeUnreachableE
 from rl.judge.question import fill_prompt
 
 KEY = "sk-very-secret-0123456789"
-
-
-async def _ask_all(
-    client: JudgeClient, questions: list[Question], repeats: tuple[int, ...] = (0,)
-) -> list[Answer[Any]]:
-    asking = [client.ask(question, read_pair, r) for question in questions for r in repeats]
-    try:
-        return await asyncio.gather(*asking)
-    finally:
-        await client.aclose()
-
-
-def _run(coro: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(coro)
 
 
 def _picture(part: dict[str, Any]) -> Image.Image:
@@ -51,7 +44,7 @@ def test_parts_keep_their_order_and_pictures_shrink_without_loss() -> None:
     small = Image.effect_noise((20, 31), 80).convert("RGB")
     with FaultyJudge() as judge:
         client = JudgeClient(quick_config(image_side_px=40), judge.api_base)
-        _run(_ask_all(client, [pair_question(wide, "first", small, "last")]))
+        answers_of(client, [pair_question(wide, "first", small, "last")])
     content = judge.requests[0]["messages"][0]["content"]
     assert [part["type"] for part in content] == ["image_url", "text", "image_url", "text"]
     assert [part["text"] for part in content if "text" in part] == ["first", "last"]
@@ -69,7 +62,7 @@ def test_words_of_a_row_close_no_tag_of_a_prompt(tag: str) -> None:
 def test_an_unreadable_reply_is_asked_for_in_another_way() -> None:
     with FaultyJudge([Fault(reply="hm"), Fault(reply="hm")]) as judge:
         client = JudgeClient(quick_config(guided_json="on_retry"), judge.api_base)
-        (answer,) = _run(_ask_all(client, [pair_question()], repeats=(2,)))
+        (answer,) = answers_of(client, [pair_question()], repeat=2)
     assert answer.value == (8.0, 6.5) and answer.replies == ("hm", "hm", GOOD)
     assert [r["seed"] for r in judge.requests] == [2000, 2001, 2002]
     assert [r["temperature"] for r in judge.requests] == [0.0, 0.3, 0.6]
@@ -83,14 +76,14 @@ def test_a_questions_own_temperature_wins() -> None:
     question = Question(("how good?",), {}, temperature=0.7)
     with FaultyJudge() as judge:
         client = JudgeClient(quick_config(temperature=0.2), judge.api_base)
-        _run(_ask_all(client, [question, pair_question()]))
+        answers_of(client, [question, pair_question()])
     assert sorted(r["temperature"] for r in judge.requests) == [0.2, 0.7]
 
 
 def test_never_more_in_flight_than_allowed() -> None:
     with FaultyJudge(after=Fault(stall_s=0.03)) as judge:
         client = JudgeClient(quick_config(max_concurrency=3), judge.api_base)
-        answers = _run(_ask_all(client, [pair_question(str(n)) for n in range(12)]))
+        answers = answers_of(client, [pair_question(str(n)) for n in range(12)])
     assert all(answer.value for answer in answers)
     assert judge.max_open == client.take_stats().max_in_flight == 3
 
@@ -98,7 +91,7 @@ def test_never_more_in_flight_than_allowed() -> None:
 def test_stats_start_anew_when_taken() -> None:
     with FaultyJudge([Fault(429)]) as judge:
         client = JudgeClient(quick_config(), judge.api_base)
-        _run(_ask_all(client, [pair_question()]))
+        answers_of(client, [pair_question()])
     taken, rest = client.take_stats(), client.take_stats()
     assert (taken.requests, len(taken.latencies_s), taken.retries) == (2, 2, {"http_429": 1})
     assert (rest.requests, rest.latencies_s, rest.retries, rest.max_in_flight) == (0, [], {}, 0)
@@ -117,10 +110,10 @@ def test_a_crashed_iteration_asks_only_for_what_it_lacks(tmp_path: Path) -> None
             file.write('no entry\n{"key": 1, "reply": "x"}\n{"key": "torn in the mid')
         asked_before = len(judge.requests)
         resumed = JudgeClient(quick_config(), judge.api_base, path)
-        second = _run(_ask_all(resumed, [*questions, pair_question("new")]))
+        second = answers_of(resumed, [*questions, pair_question("new")])
         asked_after = len(judge.requests) - asked_before
         again = JudgeClient(quick_config(), judge.api_base, path)
-        third = _run(_ask_all(again, [*questions, pair_question("new")]))
+        third = answers_of(again, [*questions, pair_question("new")])
         assert len(judge.requests) == asked_before + asked_after, "what was written after the tear"
     assert asked_before == 5 and asked_after == 1, "4 + 1 unreadable; then only the new one"
     for answers in (second, third):
@@ -136,17 +129,17 @@ def test_a_judge_that_was_mended_is_asked_again_what_no_reply_answered(tmp_path:
     good, bad = pair_question("good"), pair_question("bad")
     with FaultyJudge([Fault()], after=Fault(reply="a fine picture")) as judge:
         broken = JudgeClient(quick_config(), judge.api_base, path)
-        values = [answer.value for answer in _run(_without_closing(broken, [good, bad]))]
+        values = [answer.value for answer in asyncio.run(_without_closing(broken, [good, bad]))]
         assert values == [(8.0, 6.5), None]
         judge.after = Fault()
         killed = JudgeClient(quick_config(), judge.api_base, path)
-        replayed = _run(_without_closing(killed, [good, bad]))
+        replayed = asyncio.run(_without_closing(killed, [good, bad]))
         assert [answer.value for answer in replayed] == values, "a kill changes nothing"
         assert [answer.attempts for answer in replayed] == [0, 0]
         killed.forget_failed()
         for asked_anew in (1, 0):
             resumed = JudgeClient(quick_config(), judge.api_base, path)
-            answers = _run(_ask_all(resumed, [good, bad]))
+            answers = answers_of(resumed, [good, bad])
             assert [answer.value for answer in answers] == [(8.0, 6.5)] * 2
             assert [answer.attempts for answer in answers] == [0, asked_anew]
 
@@ -157,7 +150,7 @@ def test_a_readable_reply_is_kept_as_it_came_and_an_endless_one_is_cut(tmp_path:
     with FaultyJudge([Fault(reply=" " * 1_000_000), Fault(reply=odd)]) as judge:
         for num_sent in (2, 0):
             client = JudgeClient(quick_config(), judge.api_base, path)
-            (answer,) = _run(_ask_all(client, [pair_question()]))
+            (answer,) = answers_of(client, [pair_question()])
             assert answer.attempts == num_sent and answer.value == (8.0, 6.5)
             assert [len(reply) for reply in answer.replies] == [100_001, len(odd)]
             assert answer.replies[1] == odd
@@ -171,20 +164,20 @@ async def _without_closing(client: JudgeClient, questions: list[Question]) -> li
 def test_the_journal_never_answers_another_question(change: str, tmp_path: Path) -> None:
     path = tmp_path / "replies.jsonl"
     grey, white = (Image.new("RGB", (8, 8), (level,) * 3) for level in (128, 255))
-    question, repeats, config = pair_question(grey, "a"), (0,), quick_config()
+    question, repeat, config = pair_question(grey, "a"), 0, quick_config()
     with FaultyJudge() as judge:
-        _run(_ask_all(JudgeClient(config, judge.api_base, path), [question]))
+        answers_of(JudgeClient(config, judge.api_base, path), [question])
         if change == "picture":
             question = pair_question(white, "a")
         elif change == "text":
             question = pair_question(grey, "b")
         elif change == "repeat":
-            repeats = (1,)
+            repeat = 1
         elif change == "model":
             config = quick_config(model="another")
         else:
             config = quick_config(temperature=0.5)
-        _run(_ask_all(JudgeClient(config, judge.api_base, path), [question], repeats))
+        answers_of(JudgeClient(config, judge.api_base, path), [question], repeat=repeat)
         assert len(judge.requests) == 2
 
 
@@ -192,7 +185,7 @@ def test_equal_questions_at_once_are_one_request_as_they_would_be_after_a_restar
     replies = [Fault(reply=f'{{"score": [{n}, {n}]}}', stall_s=0.05) for n in range(4)]
     with FaultyJudge(replies) as judge:
         client = JudgeClient(quick_config(), judge.api_base, tmp_path / "replies.jsonl")
-        answers = _run(_ask_all(client, [pair_question("same")] * 4))
+        answers = answers_of(client, [pair_question("same")] * 4)
     assert [answer.value for answer in answers] == [(0.0, 0.0)] * 4
     assert len(judge.requests) == 1
 
@@ -226,10 +219,10 @@ def test_the_key_is_sent_and_shown_nowhere(monkeypatch, caplog, tmp_path) -> Non
     with FaultyJudge([Fault(429), Fault(), echo]) as judge:
         config = quick_config(api_key_env="MY_JUDGE")
         client = JudgeClient(config, judge.api_base, journal)
-        _run(_ask_all(client, [pair_question()]))
+        answers_of(client, [pair_question()])
         client = JudgeClient(config, judge.api_base, journal)
         with pytest.raises(JudgeRefused) as refused:
-            _run(_ask_all(client, [pair_question("more")]))
+            answers_of(client, [pair_question("more")])
     assert judge.headers[0]["Authorization"] == f"Bearer {KEY}"
     message = str(refused.value)
     assert names(message, "provided: <MY_JUDGE> ... names MY_JUDGE")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Sequence
@@ -15,9 +14,9 @@ from tiny_faulty_judge import (
     Fault,
     FaultyJudge,
     PickyJudge,
+    answers_of,
     pair_question,
     quick_config,
-    read_pair,
 )
 from tiny_messages import names
 
@@ -114,16 +113,7 @@ def test_what_is_refused_and_what_is_not(page: str, refused: set[str]) -> None:
 def asked(
     client: JudgeClient, words: Sequence[str], at_once: bool = False, repeat: int = 0
 ) -> list[Answer[Any]]:
-    async def run() -> list[Answer[Any]]:
-        asking = [client.ask(pair_question(text), read_pair, repeat) for text in words]
-        try:
-            if at_once:
-                return list(await asyncio.gather(*asking))
-            return [await one for one in asking]
-        finally:
-            await client.aclose()
-
-    return asyncio.run(run())
+    return answers_of(client, [pair_question(text) for text in words], at_once, repeat)
 
 
 @pytest.mark.parametrize("dialect", ["OpenAI", "Azure", "LiteLLM, old", "Mistral", "Gemini", "TGI"])

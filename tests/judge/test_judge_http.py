@@ -18,11 +18,11 @@ from tiny_faulty_judge import (
     GOOD,
     Fault,
     FaultyJudge,
+    answers_of,
     envelope,
     page,
     pair_question,
     quick_config,
-    read_pair,
     said,
 )
 from tiny_messages import names
@@ -58,15 +58,10 @@ def _flood(block: bytes, start: bytes = b"") -> Fault:
 
 
 def ask(judge: FaultyJudge, **config: Any) -> tuple[Answer[Any], JudgeStats]:
-    async def run() -> tuple[Answer[Any], JudgeStats]:
-        settings = {"timeout_s": TIMEOUT_S, "max_attempts": 2, "max_concurrency": 1, **config}
-        client = JudgeClient(quick_config(**settings), judge.api_base)
-        try:
-            return await client.ask(pair_question(), read_pair), client.take_stats()
-        finally:
-            await client.aclose()
-
-    return asyncio.run(run())
+    settings = {"timeout_s": TIMEOUT_S, "max_attempts": 2, "max_concurrency": 1, **config}
+    client = JudgeClient(quick_config(**settings), judge.api_base)
+    [answer] = answers_of(client, [pair_question()])
+    return answer, client.take_stats()
 
 
 READ = {
@@ -310,14 +305,10 @@ def test_a_second_reply_to_one_request_grades_no_other_question() -> None:
             body = envelope(reply)
             yield b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
-    async def run(judge: FaultyJudge) -> list[Any]:
-        client = JudgeClient(quick_config(max_concurrency=1), judge.api_base)
-        answers = [await client.ask(pair_question(str(n)), read_pair) for n in range(4)]
-        await client.aclose()
-        return [answer.value for answer in answers]
-
     with FaultyJudge(after=Fault(raw=twice, keeps_open=True)) as judge:
-        assert asyncio.run(run(judge)) == [(8.0, 6.5)] * 4
+        client = JudgeClient(quick_config(max_concurrency=1), judge.api_base)
+        answers = answers_of(client, [pair_question(str(n)) for n in range(4)], at_once=False)
+    assert [answer.value for answer in answers] == [(8.0, 6.5)] * 4
 
 
 def test_nothing_compressed_is_asked_for_and_no_cookie_is_kept() -> None:

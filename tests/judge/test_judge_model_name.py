@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +12,9 @@ from tiny_faulty_judge import (
     MODEL,
     Fault,
     FaultyJudge,
+    answers_of,
     pair_question,
     quick_config,
-    read_pair,
 )
 from tiny_messages import names
 
@@ -35,20 +34,12 @@ def asked(
     faults: Sequence[Fault], models: Fault | None = None, **config: Any
 ) -> tuple[JudgeStats, int]:
     """What the client counted, and how many questions were answered."""
-
-    async def run(judge: FaultyJudge) -> tuple[JudgeStats, int]:
+    with FaultyJudge(faults) as judge:
         judge.models = models
         client = JudgeClient(quick_config(**config), judge.api_base)
-        try:
-            answers = [
-                await client.ask(pair_question(str(n)), read_pair) for n in range(len(faults))
-            ]
-        finally:
-            await client.aclose()
-        return client.take_stats(), sum(answer.value is not None for answer in answers)
-
-    with FaultyJudge(faults) as judge:
-        return asyncio.run(run(judge))
+        questions = [pair_question(str(n)) for n in range(len(faults))]
+        answers = answers_of(client, questions, at_once=False)
+    return client.take_stats(), sum(answer.value is not None for answer in answers)
 
 
 @pytest.mark.parametrize("name", [MODEL, None, "", 7, ["x"], "missing"])
