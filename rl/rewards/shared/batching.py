@@ -39,7 +39,9 @@ class BatchWorker(Generic[Item, Result]):
 
     def _run(self) -> None:
         while True:
-            batch = [(item, future) for item, future in self._gather() if _begin(future)]
+            waiting = self._gather()
+            # False: nobody waits for that result any more.
+            batch = [pair for pair in waiting if pair[1].set_running_or_notify_cancel()]
             if batch:
                 self._do(batch)
 
@@ -63,8 +65,3 @@ class BatchWorker(Generic[Item, Result]):
             return
         for (_, future), result in answered:
             future.set_result(result)
-
-
-def _begin(future: Future[Result]) -> bool:
-    """False: nobody waits for it any more."""
-    return future.set_running_or_notify_cancel()

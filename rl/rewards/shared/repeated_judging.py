@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -18,6 +19,7 @@ from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import RunConfig
 from rl.judge.question import read_prompt
+from rl.judge.reply import fields_schema, read_fields
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
 
@@ -106,6 +108,11 @@ class JudgedReward(Reward[RepeatsT]):
     @abstractmethod
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         """The questions of one reading; `pictures`: at least those that it `needs`."""
+
+    def asked_for(self, names: Sequence[str], high: float, *parts: str | Image) -> Asked:
+        """A question of these parts whose reply has a number in [0, high] under each of `names`."""
+        question = Question(parts, fields_schema(names, 0, high), self.temperature)
+        return question, partial(read_fields, names=names, low=0, high=high)
 
     def prompts_for(self, pictures: Pictures) -> list[str]:
         """A question's text for each of the config's `own_prompts`."""

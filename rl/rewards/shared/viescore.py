@@ -25,6 +25,7 @@ from rl.rewards.shared.repeated_judging import (
 )
 
 PERCEPTION_MARKS = ("naturalness", "artifacts")
+PERCEPTION = {"perception_prompt": "viescore_perception.txt"}
 
 Marks = tuple[float, ...]
 
@@ -40,11 +41,6 @@ class VieScoreConfig(RepeatsConfig):
 
 
 VieScoreT = TypeVar("VieScoreT", bound=VieScoreConfig)
-
-
-def own_prompts(semantics: str) -> Mapping[str, str]:
-    """Our files; `semantics`: with the question about meaning."""
-    return {"semantics_prompt": semantics, "perception_prompt": "viescore_perception.txt"}
 
 
 class PairedQuestions(JudgedReward[VieScoreT]):
