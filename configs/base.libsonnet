@@ -3,8 +3,7 @@
 // stands in `class Config` of its file: `renderer: { type: 'qwen_image_edit' }` is read by
 // rl/renderers/qwen_image_edit.py. Unknown keys are refused. Times are in s, lengths in tokens.
 {
-  // Which keys and names the config speaks; today's, unless it says otherwise. A newer one is refused,
-  // and so is an old name, with the new one.
+  // Which version's keys the config is written in; another than today's is refused.
   format: 3,
   // Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-', at
   // most 200.

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from rl import build
-from rl.config.imports import ROOT_VARIABLE
 from rl.config.paths import GONE, not_a_file
 from rl.config.schema import ConfigError, RunConfig, listed, load_config
 from rl.config.shipped import find_config
@@ -47,8 +46,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if args.config is None:
         with tempfile.TemporaryDirectory(prefix="simple_launch_logs_") as logs:
             sys.exit(launch(args, args.nproc or 1, Path(logs)))
-    if args.jsonnet_root is not None:
-        os.environ[ROOT_VARIABLE] = str(args.jsonnet_root.resolve())  # ranks read the config too
     if args.gpu_gb is not None:
         # Ranks read the config too, and what it derives from the size follows.
         args.overrides.append(f"gpu_gb={args.gpu_gb!r}")
@@ -145,11 +142,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--gpu-gb",
         type=float,
         help="sets the config's gpu_gb; a start is then held to it, not to the GPUs it finds",
-    )
-    add(
-        "--jsonnet-root",
-        type=Path,
-        help="folder whose files the config may import (default: its git clone, else its folder)",
     )
     add("words", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
     args = parser.parse_intermixed_args(argv)

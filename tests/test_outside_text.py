@@ -22,7 +22,7 @@ from rl.data import edit_jsonl
 from rl.data.shared.rows import BadRowError
 from rl.files.atomic import json_line, read_rows, row_of
 from rl.judge import reply
-from rl.judge.retry import RETRY_AFTER_CAP_S, retry_after_s
+from rl.judge.http import RETRY_AFTER_CAP_S, retry_after_s
 from rl.record import checkpoint
 from rl.record.scrub import scrub
 from rl.record.terminal import plain

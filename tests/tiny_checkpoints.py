@@ -40,7 +40,7 @@ def save(
     point = ResumePoint(
         iteration,
         {"master/w": torch.full((size,), float(iteration)), "exp_avg/w": torch.zeros(2)},
-        {"learner": {"version": iteration}, "config": {"seed": 1}},
+        {"learner": {"version": iteration}, "config": {"format": 3, "seed": 1}},
         [rng_state()],
         write_model or write,
         f"# card {iteration}\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import struct
@@ -14,8 +15,9 @@ from typing import Any
 
 from PIL import Image
 
-from rl.api.judge import Question
+from rl.api.judge import Answer, Question
 from rl.config.schema import JudgeConfig
+from rl.judge.client import JudgeClient
 from rl.judge.reply import read_scores, scores_schema
 from tiny_world.judge_server import JudgeHandler, JudgeServer
 
@@ -200,3 +202,20 @@ def pair_question(*parts: str | Image.Image) -> Question:
 def read_pair(text: str) -> tuple[float, float]:
     first, second = read_scores(text, 2, 0, 10)
     return first, second
+
+
+def answers_of(
+    client: JudgeClient, questions: Sequence[Question], at_once: bool = True, repeat: int = 0
+) -> list[Answer[Any]]:
+    """The client is closed afterwards."""
+
+    async def run() -> list[Answer[Any]]:
+        asking = [client.ask(question, read_pair, repeat) for question in questions]
+        try:
+            if at_once:
+                return list(await asyncio.gather(*asking))
+            return [await one for one in asking]
+        finally:
+            await client.aclose()
+
+    return asyncio.run(run())

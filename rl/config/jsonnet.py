@@ -1,19 +1,23 @@
-"""A Jsonnet file and the command line's overrides, as plain values; a mistake is a sentence that
-names its place."""
+"""Evaluates a Jsonnet file with the command line's overrides; every mistake names its place."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import _jsonnet
 
-from rl.config.imports import Importer
-from rl.config.limits import RunawayError, within_limits
+from rl.config.shipped import configs_folder
+
+MAX_S = 60.0
+"""A config takes a fifth of a second."""
+MAX_MISSING = 100
+"""Missing variables that are reported; a file can make up names without end."""
 
 _SET = """
 local set(x, path, value, key) =
@@ -29,144 +33,135 @@ local set(x, path, value, key) =
         if path[0] == std.toString(i) then set(item, path[1:], value, key) else item,
       x
     )
-  else error 'override %s: %s lies in a plain value, not in a section' % [key, path[0]];
+  else error 'override %s: %s is in a plain value, not in a section' % [key, path[0]];
 """
 """An override as Jsonnet: rebuilt with `super`, so that the file's own references see it."""
+_PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?|true|false|null", re.ASCII)
 
-MAX_MISSING = 100
-"""Variables that are looked for: a name made from a missing one's stand-in has no end."""
+Answer = tuple[str | None, list[str]]
+"""(JSON or None, problems)."""
 
 
 def evaluate(
     path: Path, overrides: Sequence[str], env: Mapping[str, str]
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """The file with its overrides as plain values. A missing variable is noted and stood in for,
-    so that the rest of the file is still checked. What it imports and its own folder lacks
-    (`base.libsonnet`) comes from the shipped configs; nothing comes from outside its project. What
-    runs away is ended (`limits.py`)."""
+    """The file with its overrides as plain values (None where there are none), and every problem.
+
+    A missing environment variable is a problem, and replaced by its name so that the rest of the
+    file is still checked. Imports that are not beside the importing file come from the shipped
+    configs (`base.libsonnet`).
+    """
+    text, problems = _in_child(path, lambda: _evaluate(path, overrides, env))
     try:
-        answer = within_limits(lambda: json.dumps(_evaluate(path, overrides, env)))
-    except RunawayError as error:
-        return None, [f"{path}{' with its overrides' if overrides else ''}: {error}"]
-    values, problems = json.loads(answer)
-    return values, problems
+        values = None if text is None else json.loads(text)
+    except RecursionError:
+        return None, [f"{path}: holds lists or sections that are nested too deeply; flatten it"]
+    if values is None or isinstance(values, dict):
+        return values, problems
+    return None, [f"{path}: a config is an object {{ ... }}, this is a {type(values).__name__}"]
 
 
-def _evaluate(
-    path: Path, overrides: Sequence[str], env: Mapping[str, str]
-) -> tuple[dict[str, Any] | None, list[str]]:
-    if not _is_utf8(str(path.resolve())):
-        return None, [f"{str(path)!r}: a config's path has to be UTF-8; rename the file or folder"]
+def _in_child(path: Path, job: Callable[[], Answer]) -> Answer:
+    """Run `job` in a forked process: Jsonnet is C++, which no signal handler of Python
+    interrupts."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: sender.send(job()))
+    child.start()
+    sender.close()
     try:
-        importer = Importer(path, env)
-    except ValueError as error:
-        return None, [str(error)]
-    variables = {
-        name: value
-        for name, value in env.items()
-        if name.startswith("APP__") and _is_utf8(name + value)
-    }
+        if receiver.poll(MAX_S):
+            answer: Answer = receiver.recv()
+            return answer
+        problem = f"evaluating it took longer than {MAX_S:g} s: a recursion or list without end?"
+    except EOFError:
+        problem = "its evaluation was killed: is there enough memory?"
+    finally:
+        child.kill()
+        child.join()
+        receiver.close()
+    return None, [f"{path} with its overrides: {problem}"]
+
+
+def _evaluate(path: Path, overrides: Sequence[str], env: Mapping[str, str]) -> Answer:
+    variables = {name: value for name, value in env.items() if name.startswith("APP__")}
     problems = []
-    text = f"import {json.dumps(str(path.resolve()))}"
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not _is_utf8(override):
-            problems.append(f"override {override!r}: is not UTF-8; write it as UTF-8")
-            continue
-        if not equals or not all(key.split(".")):
-            problems.append(f"override {override!r}: write key.sub=value")
-            continue
-        try:
-            literal = _jsonnet_value(value, variables, env, importer)
-        except ValueError as error:
-            problems.append(f"override {key}: {error}")
-            continue
-        text = f"set({text}, {json.dumps(key.split('.'))}, {literal}, {json.dumps(key)})"
-    for _ in range(MAX_MISSING):  # Jsonnet tells of one at a time
-        try:
-            values = json.loads(
-                _jsonnet.evaluate_snippet(
-                    "overrides", _SET + text, ext_vars=variables, import_callback=importer
-                )
+
+    def run(text: str) -> str:
+        # mypy knows no types of `_jsonnet`.
+        return str(
+            _jsonnet.evaluate_snippet(
+                "overrides", text, ext_vars=variables, jpathdir=[str(configs_folder())]
             )
-        except RecursionError:
-            return None, [f"{path}: is nested without end; no config is"]
-        except RuntimeError as error:
-            name = _undefined(str(error))
-            if name is None or name in variables:
-                # With stand-ins in place, what Jsonnet says next may be their fault.
-                return None, problems or [_jsonnet_problem(str(error), path)]
-            variables[name] = name
-            problems.append(_missing_variable(name, str(error), env))
-            continue
-        if isinstance(values, dict):
-            return values, problems
-        return None, [f"{path}: a config is an object {{ ... }}, this is a {type(values).__name__}"]
+        )
+
+    try:
+        text = f"import {json.dumps(str(path.resolve()))}"
+        for override in overrides:
+            key, equals, value = override.partition("=")
+            if not equals or not all(key.split(".")):
+                problems.append(f"override {override!r}: write key.sub=value")
+                continue
+            try:
+                literal = _literal(value, run)
+            except ValueError as error:
+                problems.append(f"override {key}: {error}")
+                continue
+            text = f"set({text}, {json.dumps(key.split('.'))}, {literal}, {json.dumps(key)})"
+        for _ in range(MAX_MISSING):  # Jsonnet reports one at a time
+            try:
+                return run(_SET + text), problems
+            except RuntimeError as error:
+                message, place = _message(str(error)), _place(str(error))
+                before, is_undefined, name = message.partition("undefined external variable: ")
+                if before or not is_undefined or name in variables:
+                    # With stand-ins in place, what Jsonnet reports next may be their fault.
+                    return None, problems or [_with_place(message, place, path)]
+                variables[name] = name
+                at = f" (used at {place})" if place else ""
+                problems.append(
+                    f"set the environment variable {name}{at}"
+                    if name.startswith("APP__")
+                    else f"std.extVar({name!r}){at}: only environment variables named APP__... "
+                    "can be read"
+                )
+    except UnicodeError:
+        problems.append(f"{path}: its path, an override or an APP__ variable is not UTF-8")
     return None, problems
 
 
-def _is_utf8(text: str) -> bool:
-    """Bytes that are not come from a shell as lone surrogates, which Jsonnet cannot be given."""
-    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
+def _literal(text: str, run: Callable[[str], str]) -> str:
+    """An override's right-hand side as a JSON literal; what is not Jsonnet is a string.
 
-
-def _jsonnet_value(
-    text: str, variables: Mapping[str, str], env: Mapping[str, str], importer: Importer
-) -> str:
-    """An override's right-hand side as a JSON literal."""
-    if re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?|true|false|null", text, re.ASCII):
+    Raises ValueError for what was surely meant as Jsonnet and cannot be evaluated.
+    """
+    if _PLAIN.fullmatch(text):
         return text  # Jsonnet would take 0.05 s
-    known = dict(variables)
     try:
-        return str(
-            _jsonnet.evaluate_snippet("value", text, ext_vars=known, import_callback=importer)
-        )
+        return run(text)
     except RuntimeError as error:
-        name = _undefined(str(error))
-        if name is not None:
-            raise ValueError(_missing_variable(name, "", env)) from error
-        if text[:1] in ("{", "[", "'", '"') or re.search(
-            "external variable|couldn.t open import", str(error)
-        ):
-            raise ValueError(f"{text} is not Jsonnet: {_message(str(error))}") from error
+        message = _message(str(error))
+        is_jsonnet = text.startswith(("{", "[", "'", '"')) or re.search(
+            "external variable|couldn.t open import", message
+        )
+        if is_jsonnet:
+            raise ValueError(f"{text} cannot be evaluated: {message}") from error
         return json.dumps(text)
 
 
-def _undefined(error: str) -> str | None:
-    """The name of the external variable that Jsonnet misses, whatever characters it has."""
-    before, told, name = _message(error).partition("undefined external variable: ")
-    return name if told and not before else None
-
-
-def _missing_variable(name: str, error: str, env: Mapping[str, str]) -> str:
-    used = f" (used at {_place(error)})" if _place(error) else ""
-    if not name.startswith("APP__"):
-        return f"std.extVar({name!r}){used}: only environment variables named APP__... can be read"
-    if name in env:
-        return f"the environment variable {name}{used} is not UTF-8; set it anew"
-    if not re.fullmatch(r"\w+", name, re.ASCII):
-        settable = re.sub(r"\W", "_", name, flags=re.ASCII)
-        return (
-            f"std.extVar({name!r}){used}: no shell sets a variable of that name; use letters, "
-            f"digits and underscores, std.extVar({settable!r}), and set that"
-        )
-    return f"set the environment variable {name}{used}"
-
-
 def _message(error: str) -> str:
-    """What Jsonnet says, without the frames below it."""
+    """Jsonnet's message without its stack frames."""
     return re.sub(r"^(RUNTIME|STATIC) ERROR: ", "", error.partition("\n\t")[0]).rstrip("\n")
 
 
-def _jsonnet_problem(error: str, path: Path) -> str:
-    message, place = _message(error), _place(error)
+def _with_place(message: str, place: str, path: Path) -> str:
     if message.startswith("override ") or (place and place in message):
         return message
     return f"{message} (at {place})" if place else f"{path}: {message}"
 
 
 def _place(error: str) -> str:
-    """file:line of the first frame of a Jsonnet error that lies in a file."""
+    """file:line of the first stack frame of a Jsonnet error that is in a file."""
     for file, line in re.findall(r"(?:^\t|: )([^\t\n:]+):\(?(\d+):", error, re.MULTILINE):
         if Path(file).is_file():
             near = os.path.relpath(file)

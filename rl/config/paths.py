@@ -11,7 +11,7 @@ FOLDER = "is a folder, not a file"
 
 
 def not_a_file(path: str | Path) -> str:
-    """What to say of `path` after its name where it is no regular file; '' where it is one."""
+    """Why `path` is no regular file, to follow its name in a message; '' where it is one."""
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -26,7 +26,7 @@ def not_a_file(path: str | Path) -> str:
 
 
 def is_folder(path: str | Path) -> bool:
-    """As `Path.is_dir`, which raises OSError for a name that is too long."""
+    """`Path.is_dir`, without its OSError for a name that is too long."""
     return not_a_file(path) == FOLDER
 
 

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from rl.config import earl_fields, formats
-from rl.config.bounds import hostile
 from rl.config.engine_choice import chosen
 from rl.config.jsonnet import evaluate
 from rl.config.messages import nearest, validate
@@ -25,11 +24,11 @@ SHIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 """Functions of `rl.algorithm.losses`, which `algorithm.loss` names."""
 
 MAX_COUNT = 10**9
-"""Of anything that a run counts."""
+"""The largest count of anything."""
 MAX_EPISODES = 10**6
 """Prompts of an iteration, and completions of a prompt: all of them are held at once."""
 MAX_TOKENS = 10**7
-"""Of one completion or reply."""
+"""The longest completion or reply."""
 MAX_SIDE_PX = 100_000
 MAX_S = 1e7
 """Four months: no timer takes much more."""
@@ -42,13 +41,9 @@ def _zero_or_some(temperature: float) -> float:
 
 
 MIN_TEMPERATURE = 1e-3
-"""By less, logits are divided into infinities."""
+"""A smaller one turns logits into infinities."""
 Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_zero_or_some)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-
-MAX_PROBLEM_CHARS = 4000
-MAX_HOSTILE = 20
-"""Of one config's values that cannot be meant, how many are told."""
 
 PlugSection = dict[str, Any]
 """`{type: 'file_in_the_room' | 'dotted.path.of.yours', ...}`; the rest is the plug's Config."""
@@ -58,12 +53,22 @@ class Section(BaseModel):
     """Base of every config section, plugs' included: frozen, unknown keys refused, and any path
     may be `pkg://package/path/inside`, a file of an installed package."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        str_max_length=100_000,
+    )
 
     @field_validator("*")
     @classmethod
     def _locate(cls, value: Any) -> Any:
-        return located(value) if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        if "\0" in value:
+            raise ValueError("holds a NUL, which no path, name or command takes; drop it")
+        return located(value)
 
 
 def changed(section: BaseModel, keys: Iterable[str] | None = None) -> list[str]:
@@ -329,8 +334,7 @@ class RunConfig(Section):
     """A whole run."""
 
     format: Annotated[int, Field(ge=1)] = formats.CONFIG
-    """Which keys and names the config speaks; today's, unless it says otherwise. A newer one is
-    refused, and so is an old name, with the new one."""
+    """Which version's keys the config is written in; another than today's is refused."""
     run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
     """Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-', at
     most 200."""
@@ -405,14 +409,9 @@ class ConfigError(ValueError):
 
 
 def listed(problems: Sequence[str]) -> str:
-    """One bullet each, further lines of a problem under its first; what a terminal would act upon
-    is escaped, and what no screen holds cut."""
-    cut = (
-        problem if len(problem) <= MAX_PROBLEM_CHARS else problem[:MAX_PROBLEM_CHARS] + "..."
-        for problem in problems
-    )
+    """One bullet each, further lines of a problem under its first; control characters escaped."""
     return "\n".join(
-        "  - " + printable(problem, but="\n").replace("\n", "\n    ") for problem in cut
+        "  - " + printable(problem, but="\n").replace("\n", "\n    ") for problem in problems
     )
 
 
@@ -436,20 +435,15 @@ def load_config(
     values, problems = evaluate(file, overrides, env)
     if values is None:
         raise ConfigError(problems)
-    if found := list(hostile(values)):
-        raise ConfigError([*problems, *(f"{path}: {problem}" for problem in found[:MAX_HOSTILE])])
-    spoken = values.get("format", formats.CONFIG)
-    if too_new := formats.refusal(str(path), spoken, formats.CONFIG):
-        raise ConfigError([*problems, too_new])
-    values, old_names = formats.renamed(values, spoken=spoken)
+    number = values.get("format", formats.CONFIG)
+    if other_format := formats.refusal(str(path), number, formats.CONFIG, formats.CONFIG):
+        raise ConfigError([*problems, other_format])
     required = [name for name, field in RunConfig.model_fields.items() if field.is_required()]
     if earl_fields.is_flat(values, required):
-        unread = earl_fields.misspelt(values)
-        if unread:
-            raise ConfigError(problems + [f"{path}: {problem}" for problem in unread])
-        values, untold = earl_fields.nested(values, list(RunConfig.model_fields), Path(path).stem)
-        problems += untold
+        values, wrong = earl_fields.nested(values, list(RunConfig.model_fields), Path(path).stem)
+        if wrong:
+            raise ConfigError(problems + [f"{path}: {problem}" for problem in wrong])
     config, wrong = validate(RunConfig, values)
-    if config is None or problems or old_names:
-        raise ConfigError(problems + [f"{path}: {problem}" for problem in old_names + wrong])
+    if config is None or problems:
+        raise ConfigError(problems + [f"{path}: {problem}" for problem in wrong])
     return config.model_copy(update={"engine": chosen(config.engine, config.policy)})

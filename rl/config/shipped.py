@@ -1,4 +1,4 @@
-"""Where the shipped configs are, in a clone and a wheel, and `pkg://` paths into packages."""
+"""Finds the shipped configs, in a clone or a wheel, and resolves `pkg://` paths."""
 
 from __future__ import annotations
 

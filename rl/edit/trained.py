@@ -238,8 +238,7 @@ def pick_device(asked: str = "auto") -> str:
 
 
 def written_config(file: Path) -> dict[str, Any]:
-    """A run's `config.json` under today's names. Raises ValueError for one that is damaged, or of a
-    newer format."""
+    """A run's `config.json`. Raises ValueError for one that is damaged, or of another format."""
     if (written := row_of(file.read_bytes())) is None:
         raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
     return formats.stored(written, str(file))

@@ -18,12 +18,8 @@ class BackgroundLoop:
 
     def __init__(self, name: str = "background-loop") -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `coro` in the loop; its result, exception or cancellation arrives in the future.

@@ -1,4 +1,4 @@
-"""Asks a vision-language judge over HTTP, and tells a judge's failure from a bad grade."""
+"""Asks a vision-language judge over HTTP; a judge's failure is never a bad grade."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 
 from rl.api.judge import Answer, Question
 from rl.config.schema import JudgeConfig
-from rl.judge import model_name
 from rl.judge.bases import Base, Bases, OutageError
 from rl.judge.dialect import CONTENT, Dialect, Request, in_words, refused_parameters
 from rl.judge.endpoint import remedy_for
@@ -35,7 +34,6 @@ from rl.judge.reply import (
     chat_content,
     served_models,
 )
-from rl.judge.retry import backoff_s, retry_after_s
 from rl.judge.throttle import Throttle, Turn
 from rl.record.scrub import scrub
 from rl.record.untrusted import shown
@@ -44,10 +42,14 @@ T = TypeVar("T")
 
 HEALTH_TIMEOUT_S = 10.0
 LATE_BASE_S = 15.0
-"""For a base that does not answer, once another has: servers that start together do so apart."""
+"""A base that does not answer is waited for this long after another base has."""
+BACKOFF_CAP_S = 30.0
 RETRY_TEMPERATURE_STEP = 0.3
 SEEDS_PER_REPEAT = 1000
 SHOWN_BODY_CHARS = 600
+SHOWN_NAME_CHARS = 100
+MAX_NAMES = 8
+"""Of models at one address; a server that names itself anew each time is not logged for ever."""
 REFUSED_QUESTION = frozenset({400, 413, 415, 422})
 RETRIED_CLIENT_ERRORS = frozenset({408, 425, 429})
 
@@ -66,6 +68,15 @@ class JudgeUnreachableError(JudgeError):
     """Nothing answers there."""
 
 
+def backoff_s(first_s: float, num_failures: int, rng: random.Random) -> float:
+    """Pause after the n-th failure (n >= 1), s: uniform(0, min(30, first_s * 2^(n-1))).
+
+    "Full jitter" (Brooker 2015, 'Exponential Backoff And Jitter'): clients that failed together do
+    not come back together.
+    """
+    return rng.uniform(0.0, min(BACKOFF_CAP_S, first_s * 2.0 ** min(num_failures - 1, 16)))
+
+
 @dataclass(eq=False)
 class _Asking:
     """A question on its way to an answer."""
@@ -78,17 +89,17 @@ class _Asking:
     replies: list[str] = field(default_factory=list)
     """Unreadable ones, and the last."""
     keys: list[str] = field(default_factory=list)
-    """Of these, in the journal."""
+    """Journal keys of `replies`."""
     num_sent: int = 0
     base: Base | None = None
-    """Where it was sent last."""
+    """The last that it was sent to."""
     tried: set[Base] = field(default_factory=set)
-    """Where it failed since it paused last."""
+    """Bases where it failed since it last paused."""
 
 
 @dataclass
 class JudgeStats:
-    """What the client did since the last `take_stats()`."""
+    """Counts since the last `take_stats()`."""
 
     requests: int = 0
     reused: int = 0
@@ -106,10 +117,7 @@ class JudgeStats:
 
 
 class JudgeClient:
-    """One connection pool per base for the process. All coroutines must run in one event loop.
-
-    Never pickled (it holds the key), and its repr shows the addresses only.
-    """
+    """All coroutines must run in one event loop. Its repr shows the addresses only, not the key."""
 
     def __init__(
         self, config: JudgeConfig, api_base: str | Sequence[str], journal: Path | None = None
@@ -125,7 +133,6 @@ class JudgeClient:
         if journal:
             self.open_journal(journal)
         self._stats = JudgeStats()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._in_flight = 0
         # Jitter must not draw from the run's random numbers: a retry would change the training.
         self._jitter = random.Random()
@@ -133,15 +140,10 @@ class JudgeClient:
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._bases = Bases(config, [api_base] if isinstance(api_base, str) else api_base)
         self._throttle = Throttle(config)
-        self._checked_s = self._check_until_s = 0.0
-        """When `check_health` began, and until when it waits."""
 
     def __repr__(self) -> str:
         urls = ", ".join(repr(base.url) for base in self._bases)
         return f"JudgeClient({urls}, model={self.config.model!r})"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a JudgeClient holds a key and sockets: make one per process instead")
 
     def open_journal(self, path: Path) -> None:
         """Continue with another journal, e.g. one per iteration, in whatever this thread submits
@@ -175,7 +177,8 @@ class JudgeClient:
             base.dialect = dialects.get(base.url, base.dialect)
 
     async def aclose(self) -> None:
-        await self._bases.aclose()
+        for base in self._bases:
+            await base.http.aclose()
         for journal in self._open_journals:
             journal.close()
 
@@ -184,38 +187,45 @@ class JudgeClient:
         bases that answer.
 
         A server that is still starting has `wait_s` (and one more request) to answer. Of several
-        bases one is enough: the others have `LATE_BASE_S` after it, then they are held to be down,
-        which is said. Raises `JudgeUnreachableError` or `JudgeRefused`.
+        bases one is enough: those that do not answer within `LATE_BASE_S` of it count as down,
+        with a log line. Raises `JudgeUnreachableError` or `JudgeRefused`.
         """
-        self._checked_s = time.monotonic()
-        self._check_until_s = self._checked_s + wait_s
-        found = await asyncio.gather(*map(self._check_base, self._bases))
-        if all(why for _, why in found):
-            raise JudgeUnreachableError("\n".join(why for _, why in found))
-        for base, why in found:
-            if why:
-                base.open(f"is not there ({why})")
-        return [base.url for base, why in found if not why]
+        started_s = time.monotonic()
+        deadline_s = started_s + wait_s
 
-    async def _check_base(self, base: Base) -> tuple[Base, str]:
-        """'' or why it cannot be reached."""
-        while True:
-            try:
-                response = await self._exchange(base, "GET", "/models", None, HEALTH_TIMEOUT_S)
-                if response.status in RETRIED_CLIENT_ERRORS or response.status >= 500:
-                    raise self._passing(response)
-                break
-            except RequestTrouble as trouble:
-                if trouble.is_tls:
-                    return base, f"{base.url} is not the judge for certain ({trouble})"
-                now_s = time.monotonic()
-                if now_s >= self._check_until_s:
-                    waited_s = now_s - self._checked_s
-                    return base, (
-                        f"no judge at {base.url} after {waited_s:.0f} s ({trouble}): "
-                        "start it (scripts/serve_judge.sh), or set judge.api_base to where it runs"
-                    )
-            await asyncio.sleep(min(1.0, self._check_until_s - now_s))
+        async def problem_of(base: Base) -> str:
+            """Why it cannot be reached; '' where it can."""
+            nonlocal deadline_s
+            while True:
+                try:
+                    response = await self._exchange(base, "GET", "/models", None, HEALTH_TIMEOUT_S)
+                    if response.status in RETRIED_CLIENT_ERRORS or response.status >= 500:
+                        raise self._passing(response)
+                    self._expect_model(base, response)
+                    deadline_s = min(deadline_s, time.monotonic() + LATE_BASE_S)
+                    return ""
+                except RequestTrouble as trouble:
+                    if trouble.is_tls:
+                        return f"{base.url} is not the judge for certain ({trouble})"
+                    now_s = time.monotonic()
+                    if now_s >= deadline_s:
+                        return (
+                            f"no judge at {base.url} after {now_s - started_s:.0f} s ({trouble}): "
+                            "start it (scripts/serve_judge.sh), or set judge.api_base to where it "
+                            "runs"
+                        )
+                await asyncio.sleep(min(1.0, deadline_s - now_s))
+
+        problems = await asyncio.gather(*map(problem_of, self._bases))
+        if all(problems):
+            raise JudgeUnreachableError("\n".join(problems))
+        for base, problem in zip(self._bases, problems, strict=True):
+            if problem:
+                base.open(f"is not there ({problem})")
+        return [base.url for base in self._bases if not base.is_open]
+
+    def _expect_model(self, base: Base, response: HttpAnswer) -> None:
+        """Raises `JudgeRefused` unless that answer to /models lists `judge.model`."""
         if response.status != 200:
             self._refuse(response)
         served = None if response.unusable else served_models(response.body)
@@ -227,10 +237,8 @@ class JudgeClient:
         if self.config.model not in served:
             raise JudgeRefused(
                 f"{base.url} does not serve judge.model={self.config.model!r}; it serves: "
-                f"{model_name.names(served)}. Set judge.model to one of these."
+                f"{_names(served)}. Set judge.model to one of these."
             )
-        self._check_until_s = min(self._check_until_s, time.monotonic() + LATE_BASE_S)
-        return base, ""
 
     async def ask(
         self, question: Question, parse: Callable[[str], T], repeat: int = 0
@@ -243,12 +251,6 @@ class JudgeClient:
 
         A question keeps its slot while it backs off, so a judge in trouble sees fewer requests.
         """
-        loop = asyncio.get_running_loop()
-        if self._loop not in (None, loop):
-            raise RuntimeError(
-                "a JudgeClient lives in one event loop: use one BackgroundLoop for it"
-            )
-        self._loop = loop
         started = time.monotonic()
         with self._throttle.turn() as turn:
             async with self._slots:
@@ -266,34 +268,31 @@ class JudgeClient:
         while True:
             try:
                 reply = await self._reply(asking)
+                num_tries += 1
+                asking.replies.append(reply)
+                return parse(reply), None
+            except UnreadableReplyError as error:
+                failure, cause, pause_s = f"unreadable: {error}", "unreadable", 0.0
             except OutageError as outage:
                 return None, f"outage: {outage}"
             except RequestTrouble as trouble:
                 failure, cause = str(trouble), trouble.cause
                 if cause == "refused":
                     return None, failure
-                pause_s = trouble.retry_after_s or 0.0
                 num_failures = 1 + max(num_tries, asking.turn.num_refused)
-                pause_s += backoff_s(self.config.backoff_s, num_failures, self._jitter)
+                pause_s = backoff_s(self.config.backoff_s, num_failures, self._jitter)
+                pause_s += trouble.retry_after_s or 0.0
                 if trouble.asks_to_wait:
                     self._stats.throttled += 1
-                    is_asked_elsewhere = self._bases.has_other(asking.tried)
-                    pause_s = 0.0 if is_asked_elsewhere else pause_s
+                    pause_s = 0.0 if self._bases.has_other(asking.tried) else pause_s
                     waits_s = self._throttle.refused(asking.turn, pause_s, failure)
                     if waits_s is None:
                         return None, f"{failure} (for {self.config.max_outage_s:g} s)"
                     pause_s = waits_s
-                # Where it is down no try is used up: the breaker sets the pace, `max_outage_s` the
-                # end.
+                # At an address that is down no try is used up: the breaker sets the pace, and
+                # `max_outage_s` the end.
                 elif not self._is_down(asking.base, cause, num_tries + 1):
                     num_tries += 1
-            else:
-                num_tries += 1
-                asking.replies.append(reply)
-                try:
-                    return parse(reply), None
-                except UnreadableReplyError as error:
-                    failure, cause, pause_s = f"unreadable: {error}", "unreadable", 0.0
             if num_tries >= self.config.max_attempts:
                 if (journal := self._journal.get()) is not None:
                     journal.note_failed(asking.keys)
@@ -307,13 +306,12 @@ class JudgeClient:
     def _is_down(self, base: Base | None, cause: str, num_tries: int) -> bool:
         """Whether the last failure, at `base`, says nothing about the question itself.
 
-        A question whose every try died without an answer, while nobody else got one either, opens
-        the breakers too: with few questions in flight the row would else end them one by one.
+        A question whose every try died without an answer, while no other question got one, opens
+        the breakers too: a few questions in flight would else be given up one by one.
         """
-        is_last_try = num_tries >= self.config.max_attempts
         rows = [each.num_failures_in_row for each in self._bases]
-        nobody_got_through = all(rows) and sum(rows) >= num_tries
-        if cause in ("timeout", "transport") and is_last_try and nobody_got_through:
+        nobody_got_through = all(rows) and sum(rows) >= num_tries >= self.config.max_attempts
+        if cause in ("timeout", "transport") and nobody_got_through:
             for each in self._bases:
                 each.open(f"failed {each.num_failures_in_row} times in a row")
         return base is not None and base.is_open
@@ -359,17 +357,17 @@ class JudgeClient:
         return reply
 
     async def _send(self, asking: _Asking, request: Request) -> str:
-        base, is_probe = await self._bases.admit(asking.tried)
-        asking.base = base
+        base = asking.base = await self._bases.admit(asking.tried)
+        base.num_in_flight += 1
         try:
             try:
                 response = await self._post(base, asking, request)
                 self._expect_like_others(base, response, asking.shape)
             except RequestTrouble as trouble:
-                if is_probe or not trouble.asks_to_wait:
-                    base.failed(is_probe)
+                if not trouble.asks_to_wait:
+                    base.failed()
                 raise
-            self._bases.succeeded(base)
+            base.succeeded()
             reply = self._read(base, response, asking.shape)
             await self._check_name(base, response.body)
             return reply
@@ -379,55 +377,33 @@ class JudgeClient:
                 base.rests_until = time.monotonic() + trouble.retry_after_s
             raise
         finally:
-            base.end(is_probe)
+            base.num_in_flight -= 1
 
     async def _post(self, base: Base, asking: _Asking, request: Request) -> HttpAnswer:
-        """The answer to `request`, asked as the base takes it.
+        """The answer to `request`, sent without the parameters that the base refuses, one more at
+        each refusal; if a reply comes, what was left out is remembered.
 
-        The first question that is refused for its parameters finds out which are taken; those that
-        are refused beside it wait, and are sent once more. Raises `RequestTrouble` when nobody is
-        there to answer.
+        Raises `RequestTrouble` when nobody is there to answer.
         """
+        without: Set[str] = base.dialect.without(request)
         while True:
-            without = base.dialect.without(request)
-            response, refused = await self._post_without(base, asking, request, without)
+            asking.num_sent += 1
+            started = time.monotonic()
+            body, timeout_s = request.body(without), self.config.timeout_s
+            response = await self._exchange(base, "POST", "/chat/completions", body, timeout_s)
+            if response.status < 500:
+                self._stats.latencies_s.append(time.monotonic() - started)
+            sent = request.sent(without).keys()
+            refused = refused_parameters(response.status, response.body, sent)
             if not refused:
-                base.dialect.learn(request, without, response.status)
                 break
-            async with base.learning:
-                if base.dialect.without(request) == without:
-                    response = await self._find_out(base, asking, request, without | refused)
-                    break
-        if response.status >= 500:
-            raise self._passing(response)
-        return response
-
-    async def _find_out(
-        self, base: Base, asking: _Asking, request: Request, without: Set[str]
-    ) -> HttpAnswer:
-        """Leave out what is refused, each time at least one parameter more, until there is another
-        answer; if it is a reply, what was left out is remembered."""
-        refused: Set[str] = without
-        while refused:
             self._stats.retries["parameter"] += 1
-            response, refused = await self._post_without(base, asking, request, without)
             without |= refused
         if news := base.dialect.learn(request, without, response.status):
             log.warning("the judge at %s %s from now on", base.url, in_words(news, without))
+        if response.status >= 500:
+            raise self._passing(response)
         return response
-
-    async def _post_without(
-        self, base: Base, asking: _Asking, request: Request, without: Set[str]
-    ) -> tuple[HttpAnswer, set[str]]:
-        """The answer, and which parameters it refuses."""
-        asking.num_sent += 1
-        started = time.monotonic()
-        body, timeout_s = request.body(without), self.config.timeout_s
-        response = await self._exchange(base, "POST", "/chat/completions", body, timeout_s)
-        if response.status < 500:
-            self._stats.latencies_s.append(time.monotonic() - started)
-        sent = request.sent(without).keys()
-        return response, refused_parameters(response.status, response.body, sent)
 
     async def _exchange(
         self, base: Base, method: str, path: str, body: bytes | None, timeout_s: float
@@ -446,14 +422,14 @@ class JudgeClient:
     ) -> None:
         """Raises `RequestTrouble` for a base that refuses what others take: one that came back set
         up wrongly is down, and no reason to stop."""
-        status, said = response.status, self._shown(response)
+        status, page = response.status, self._shown(response)
         refuses = status != 200 and status not in RETRIED_CLIENT_ERRORS
         others = (other for other in self._bases if other is not base)
         if not refuses or (shape in base.answered and status in REFUSED_QUESTION):
             return
         if any(shape in other.answered for other in others):
-            base.open(f"refuses (HTTP {status} {said})")
-            raise RequestTrouble(f"http_{status}", said)
+            base.open(f"refuses (HTTP {status} {page})")
+            raise RequestTrouble(f"http_{status}", page)
 
     def _read(self, base: Base, response: HttpAnswer, shape: tuple[bool, ...]) -> str:
         status = response.status
@@ -477,32 +453,46 @@ class JudgeClient:
         return reply
 
     async def _check_name(self, base: Base, body: bytes) -> None:
-        """Raises `JudgeRefused` when another model answers in place of the one that was asked."""
+        """Logs a model that answers in place of the one that was asked, once per name. Raises
+        `JudgeRefused` where the one that was asked is not served any more."""
         name, asked = answering_model(body), self.config.model
         self._stats.other_model += name not in (None, asked)
-        name = name and scrub(name)
-        if not model_name.is_news(base.dialect, name, asked):
+        known = base.dialect.model_names
+        name = name and shown(name, SHOWN_NAME_CHARS)
+        if name is None or name in known or len(known) >= MAX_NAMES:
             return
-        told = model_name.told(base.url, base.dialect, asked)
+        known.append(name)
+        if known == [shown(asked, SHOWN_NAME_CHARS)]:
+            return
+        after = f", after {known[-2]!r}" if known[1:] else ""
+        news = f"{base.url} answers as {name!r}{after}, asked for judge.model={asked!r}"
         served = None
         with suppress(RequestTrouble):
             response = await self._exchange(base, "GET", "/models", None, HEALTH_TIMEOUT_S)
             is_list = response.status == 200 and not response.unusable
             served = served_models(response.body) if is_list else None
         if served is not None and asked not in served:
-            raise JudgeRefused(model_name.refusal(told, served))
-        model_name.warn_of(told)
+            raise JudgeRefused(
+                f"{news}, which it does not serve any more; it serves: {_names(served)}. Remedy: "
+                "serve that model again, or start a run with the other one, whose grades are "
+                "another reward."
+            )
+        log.warning(
+            "%s: its full name is fine, but another model's grades are another reward; if it is "
+            "another, set judge.model to the one that is meant, or turn the gateway's fallback off "
+            "(judge/other_model_replies counts)",
+            news,
+        )
 
     def _passing(self, response: HttpAnswer) -> RequestTrouble:
-        pause_s = retry_after_s(response.retry_after)
-        return RequestTrouble(f"http_{response.status}", self._shown(response), pause_s)
+        cause = f"http_{response.status}"
+        return RequestTrouble(cause, self._shown(response), response.retry_after_s)
 
     def _refuse(self, response: HttpAnswer) -> NoReturn:
         location = response.location and shown(response.location, SHOWN_HEADER_CHARS)
-        said = self._shown(response)
         raise JudgeRefused(
-            f"the judge refused: {response.request} -> HTTP {response.status} {said}\n"
-            f"{remedy_for(response.status, said, location, self.config)}"
+            f"the judge refused: {response.request} -> HTTP {response.status} "
+            f"{self._shown(response)}\n{remedy_for(response.status, location, self.config)}"
         )
 
     def _shown(self, response: HttpAnswer) -> str:
@@ -511,3 +501,7 @@ class JudgeClient:
             return f"(a body {response.unusable})"
         body = response.body[:MAX_ERROR_PAGE_BYTES].decode("utf-8", "replace")
         return shown(body, SHOWN_BODY_CHARS) or "(empty body)"
+
+
+def _names(served: Sequence[str]) -> str:
+    return ", ".join(shown(name, SHOWN_NAME_CHARS) for name in served[:10]) or "nothing"

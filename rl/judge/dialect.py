@@ -18,9 +18,9 @@ from functools import cached_property
 from typing import Any
 
 CONTENT = "<content>"
-"""Stands in a request for the question's parts, until they are put in."""
+"""Placeholder for the question's parts in a request's parameters."""
 RENAMED = {"max_tokens": "max_completion_tokens"}
-"""What is asked for under another name before it is left out."""
+"""Parameter -> the name to try before it is left out."""
 NAMES = {
     "max_tokens": "max_tokens",
     "max_completion_tokens": "max_completion_tokens",
@@ -53,7 +53,7 @@ class Request:
     """One question as the judge would be asked if it took everything."""
 
     parameters: Mapping[str, Any]
-    """Of the body; its one message's content is `[CONTENT]`."""
+    """Of the request's body; the content of its one message is `[CONTENT]`."""
     content: Sequence[bytes]
     """JSON of the message's parts."""
 
@@ -88,7 +88,7 @@ class Dialect:
     taken: set[str] = field(default_factory=set)
     """Parameters of requests that it answered."""
     model_names: list[str] = field(default_factory=list)
-    """Of the models that it has answered as, in that order."""
+    """Models that its replies have named, in order of appearance."""
 
     def without(self, request: Request) -> frozenset[str]:
         """What to leave out of `request`."""
@@ -97,7 +97,7 @@ class Dialect:
         return frozenset(self.names | refused)
 
     def learn(self, request: Request, without: Set[str], status: int) -> set[str]:
-        """`request` was sent without these; returns what is news, if it was answered."""
+        """Remember what an answered `request` was sent without; returns what is new of it."""
         if status != 200:
             return set()
         news = set(without - self.without(request))

@@ -1,4 +1,4 @@
-"""Where the judge is: the forms `judge.api_base` may take, and what to do when it says no."""
+"""Resolves `judge.api_base`, reads the judge's key, and names the remedy for a refusal."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from rl.config.paths import not_a_file, read_text
 from rl.config.schema import JudgeConfig
 from rl.record.scrub import MIN_CHARS, is_placeholder, remember
 from rl.record.untrusted import shown
 
 DEFAULT_PORT = 4877
-"""Of scripts/serve_judge.sh; a file may hold bare hosts."""
-MAX_FILE_CHARS = 4096
+"""The port of scripts/serve_judge.sh, for bare hosts in a file."""
+MAX_FILE_BYTES = 4096
 MAX_REASON_CHARS = 200
 
 _HOST = re.compile(r"[A-Za-z0-9.-]+(:\d+)?(/.*)?")
 _HOST_AND_PORT = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")
-_DNS_NAME = re.compile(r"(?=.{1,253}\Z)([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?")
 _VERSION = re.compile(r"v\d[a-z0-9]*")
 
 
@@ -33,7 +33,9 @@ def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
     or a file that holds a URL, a host, or host:port, or several, a line each. Raises ValueError
     naming the key and the remedy.
     """
-    words = [value] if isinstance(value, str) and _is_file(value.strip()) else _words(value)
+    texts = [value] if isinstance(value, str) else value
+    words = [word.strip() for text in texts for word in text.split(",")]
+    words = [word for word in words if word.lower() not in ("", "none")]
     if not words:
         raise ValueError(
             "judge.api_base is empty, and a reward needs a judge: set it to the endpoint's URL, to "
@@ -43,7 +45,7 @@ def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def resolve_api_base(value: str | Sequence[str]) -> str:
-    """The same of a judge that is at one place."""
+    """The one URL of `judge.api_base`. Raises ValueError where there are several."""
     bases = resolve_api_bases(value)
     if len(bases) > 1:
         raise ValueError(
@@ -53,17 +55,10 @@ def resolve_api_base(value: str | Sequence[str]) -> str:
     return bases[0]
 
 
-def _words(value: str | Sequence[str]) -> list[str]:
-    given = [value] if isinstance(value, str) else value
-    words = (word.strip() for text in given for word in text.split(","))
-    return [word for word in words if word.lower() not in ("", "none")]
-
-
 def _resolve(value: str) -> list[str]:
-    value = value.strip()
     if "://" in value or _HOST_AND_PORT.fullmatch(value):
         return [_normalise(value, f"judge.api_base={value!r}")]
-    if not _is_file(value):
+    if not_a_file(value):
         raise ValueError(
             f"judge.api_base={value!r} is neither a URL (http://host:{DEFAULT_PORT}), nor "
             "host:port, nor a file that exists; a judge that the run itself is to start is named "
@@ -72,26 +67,16 @@ def _resolve(value: str) -> list[str]:
     return _from_file(Path(value))
 
 
-def _is_file(value: str) -> bool:
-    try:
-        return Path(value).is_file()
-    except OSError:  # a name longer than the file system takes, a folder that may not be entered
-        return False
-
-
 def _from_file(path: Path) -> list[str]:
     where = f"judge.api_base: the file {path}"
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            text = file.read(MAX_FILE_CHARS)
-    except OSError as error:
-        raise ValueError(f"{where} cannot be read ({error.strerror})") from None
+        text = read_text(path, MAX_FILE_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from None
     lines = [line.split() for line in text.split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{where} is empty; write the judge's URL or host into it")
-    if len(text) == MAX_FILE_CHARS and len(lines) > 1:
-        lines.pop()  # it may go on
-    # Words beside the first place have always been let pass, and are comments.
+    # Words after the first address are comments.
     held = [words[0] for words in lines if words is lines[0] or len(words) == 1]
     return [_normalise(_with_port(word, where), where) for word in held]
 
@@ -123,25 +108,13 @@ def _normalise(url: str, where: str) -> str:
         if not any(_VERSION.fullmatch(segment) for segment in segments):
             segments.append("v1")
         base = f"{parts.scheme}://{parts.netloc}/{'/'.join(segments)}"
-        _check_askable(base)
+        parsed = httpx.URL(base)
+        if parsed.scheme not in ("http", "https") or not parsed.raw_host:
+            raise ValueError(f"{base!r} has no http:// or https://, or no host")
     except (ValueError, httpx.InvalidURL) as error:
         reason = shown(str(error), MAX_REASON_CHARS)
         raise ValueError(f"{where} is not an http(s) URL with a host: {reason}") from None
     return base
-
-
-def _check_askable(url: str) -> None:
-    """Raise ValueError or httpx.InvalidURL for what would fail at each request."""
-    parsed = httpx.URL(url)
-    name = parsed.host  # decodes 'xn--' names
-    host = parsed.raw_host.decode("ascii")
-    if parsed.scheme not in ("http", "https"):
-        raise ValueError(f"its scheme is {parsed.scheme!r}")
-    is_address = ":" in host  # httpx has read it as IPv6
-    if not is_address and _DNS_NAME.fullmatch(host) is None:
-        raise ValueError(f"{name!r} is no host name")
-    if parsed.port is not None and not 1 <= parsed.port <= 65535:
-        raise ValueError(f"port {parsed.port} is not in 1..65535")
 
 
 def is_loopback(api_base: str) -> bool:
@@ -182,26 +155,8 @@ def auth_header(api_key_env: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-_TOO_LONG = re.compile(
-    r"context (?:length|window|size)|max_model_len|maximum (?:model|context)|too many tokens|"
-    r"too (?:long|large)|exceed\w* .*(?:context|length|tokens)|reduce the (?:length|input)",
-    re.IGNORECASE,
-)
-_TOO_MANY_PICTURES = re.compile(
-    r"at most \d+ (?:\w+ )?(?:image|picture)|too many images|limit-mm-per-prompt|multiple images|"
-    r"only (?:one|a single|1) image",
-    re.IGNORECASE,
-)
-_NO_PICTURES = re.compile(
-    r"\b(?:no|not|unsupported|unknown)\b[^.]*(?:image|multi-?modal|vision)|"
-    r"(?:image|multi-?modal|vision)\w*\b[^.]*(?:\bnot\b|n't\b|unsupported|only supported)|"
-    r"content.{0,40}(?:must|should) be a (?:valid )?string",
-    re.IGNORECASE,
-)
-
-
-def remedy_for(status: int, said: str, location: str | None, config: JudgeConfig) -> str:
-    """What a person can do about a refusal. `said`: the body, as it is shown."""
+def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
+    """What a person can do about a refusal. `location`: of a redirect."""
     if status in (401, 403):
         held = f"it names {config.api_key_env}" if config.api_key_env else "it is ''"
         return (
@@ -215,31 +170,15 @@ def remedy_for(status: int, said: str, location: str | None, config: JudgeConfig
             f"Remedy: fewer at once (judge.max_concurrency={config.max_concurrency}, on each "
             "rank), or a higher quota; one that is spent comes back with time or money."
         )
-    if _TOO_MANY_PICTURES.search(said):
-        return (
-            "Remedy: a question shows the source pictures and the result, two where samples have "
-            "one source, and this endpoint takes fewer: serve it with so many (vllm serve "
-            "--limit-mm-per-prompt '{\"image\": 2}', JUDGE_IMAGES of scripts/serve_judge.sh), or "
-            f"set judge.model={config.model!r} to one that takes them."
-        )
-    if status == 413 or _TOO_LONG.search(said):
-        return (
-            f"Remedy: pictures of judge.image_side_px={config.image_side_px}, the question and a "
-            f"reply of judge.max_tokens={config.max_tokens} are too much for it: lower these, or "
-            "serve it with a longer context (JUDGE_MAX_LEN of scripts/serve_judge.sh, vllm serve "
-            "--max-model-len)."
-        )
-    if _NO_PICTURES.search(said):
-        return (
-            f"Remedy: judge.model={config.model!r} takes no pictures, at least not so; set it to a "
-            "vision-language model, and serve that with its vision part."
-        )
     if status == 404:
         return f"Remedy: check the path in judge.api_base and judge.model={config.model!r}."
     if location is not None:
         return f"Remedy: set judge.api_base to where it points ({location})."
     return (
-        "Remedy: the request itself does not suit this endpoint. Check "
-        f"judge.model={config.model!r} (does it take pictures, and several of them?), "
-        "judge.image_side_px and judge.max_tokens against its context, and judge.guided_json."
+        "Remedy: this endpoint does not take the question. It needs a vision-language model "
+        f"(judge.model={config.model!r}) that takes the source pictures and the result together "
+        "(vllm serve --limit-mm-per-prompt '{\"image\": 2}', JUDGE_IMAGES of "
+        "scripts/serve_judge.sh), and a context for them and the reply (--max-model-len, "
+        f"JUDGE_MAX_LEN; or lower judge.image_side_px={config.image_side_px}, "
+        f"judge.max_tokens={config.max_tokens}); or set judge.guided_json: 'never'."
     )

@@ -17,7 +17,7 @@ from contextlib import suppress
 from rl.ranks.signals import STOP_SIGNALS, die_with_parent
 
 GRACE_S = 5.0
-"""From SIGTERM to SIGKILL."""
+"""Between SIGTERM and SIGKILL, s."""
 POLL_S = 0.1
 CANNOT_START = 127
 """Exit code, as a shell has it."""
@@ -26,9 +26,9 @@ CANNOT_START = 127
 def main() -> None:
     """Exit code: the command's own, 128+n when signal n ended it."""
     run, folder, *command = int(sys.argv[1]), *sys.argv[2:]
-    heard: list[int] = []
+    signals: list[int] = []
     for signum in STOP_SIGNALS:
-        signal.signal(signum, lambda number, _: heard.append(number))
+        signal.signal(signum, lambda number, _: signals.append(number))
     try:
         judge = subprocess.Popen(
             command,
@@ -40,7 +40,7 @@ def main() -> None:
     except OSError as error:
         print(f"{command[0]!r} cannot be started: {error.strerror}", file=sys.stderr)
         sys.exit(CANNOT_START)
-    while judge.poll() is None and not heard and os.getppid() == run:
+    while judge.poll() is None and not signals and os.getppid() == run:
         time.sleep(POLL_S)
     code = _end(judge)
     sys.exit(code if code >= 0 else 128 - code)

@@ -8,6 +8,8 @@ import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -19,19 +21,15 @@ from rl.record.untrusted import shown
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2 * 2**20
-"""The longest readable reply (`judge_reply.MAX_REPLY_CHARS`) takes 1.2 MB where JSON spells each
-sign at its longest."""
+"""The longest readable reply (`reply.MAX_REPLY_CHARS`) takes at most 1.2 MB as JSON."""
 MAX_ERROR_PAGE_BYTES = 64 * 2**10
-"""Of any answer but HTTP 200 a sentence is shown; what is beyond this is not waited for."""
+"""Read of the body of any answer but HTTP 200."""
 SHOWN_HEADER_CHARS = 200
 SHOWN_ERROR_CHARS = 300
+RETRY_AFTER_CAP_S = 120.0
+_SECONDS = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 TOO_MANY_REQUESTS = "http_429"
 """The cause of a `RequestTrouble`."""
-_HASHED = re.compile(r"[0-9a-f]{8}\.\d+")
-_OTHER_NAME = "set judge.api_base to a host name that its certificate holds"
-_OTHER_DATE = "have its certificate renewed, if this machine's clock is right"
-_CERTIFICATE_REMEDIES = {62: _OTHER_NAME, 64: _OTHER_NAME, 9: _OTHER_DATE, 10: _OTHER_DATE}
-"""By OpenSSL's X509_V_ERR_... code."""
 HEADERS = {
     "Accept": "application/json",
     "Accept-Encoding": "identity",
@@ -62,7 +60,7 @@ class RequestTrouble(Exception):  # noqa: N818 (an outcome of one request, never
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """What came back."""
+    """An answer of any status."""
 
     request: str
     """'POST http://...', for messages."""
@@ -71,7 +69,7 @@ class HttpAnswer:
     """Whole if the status is 200 and `unusable` is None; else what was had of it."""
     unusable: str | None
     """Why the body was not read to its end: it is compressed, or too long."""
-    retry_after: str | None
+    retry_after_s: float | None
     location: str | None
 
 
@@ -141,7 +139,7 @@ class JudgeHttp:
             status=response.status_code,
             body=bytes(received),
             unusable=unusable,
-            retry_after=response.headers.get("Retry-After"),
+            retry_after_s=retry_after_s(response.headers.get("Retry-After")),
             location=response.headers.get("Location"),
         )
 
@@ -149,13 +147,34 @@ class JudgeHttp:
         await self._transport.aclose()
 
 
+def retry_after_s(header: str | None, now: datetime | None = None) -> float | None:
+    """A Retry-After header (RFC 9110 10.2.3: seconds or an HTTP date) as seconds, 0..120.
+
+    None when there is none or it cannot be read.
+    """
+    if header is None:
+        return None
+    # float() alone would also take 1e400, 'infinity', 1_0 and other scripts' digits.
+    if _SECONDS.fullmatch(header.strip()):
+        seconds = float(header)
+    else:
+        try:
+            until = parsedate_to_datetime(header)
+            until = until if until.tzinfo else until.replace(tzinfo=UTC)
+            seconds = (until - (now or datetime.now(UTC))).total_seconds()
+        except (ValueError, TypeError, LookupError, OverflowError):
+            return None
+    return min(max(seconds, 0.0), RETRY_AFTER_CAP_S)
+
+
 def _tls_remedy(error: BaseException | None) -> str:
     """What to do where TLS failed for good, under whatever httpx and httpcore wrap it in; or ''."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
-            trust = "have its certificate trusted here (SSL_CERT_FILE=<a .pem of who signed it>)"
-            otherwise = f"{trust}, or set an http:// URL in judge.api_base"
-            return _CERTIFICATE_REMEDIES.get(error.verify_code, otherwise)
+            return (
+                "have its certificate trusted here (SSL_CERT_FILE=<a .pem of who signed it>), or "
+                "set judge.api_base to a host name that it holds, or to an http:// URL"
+            )
         if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
             return "it does not speak TLS there: set an http:// URL in judge.api_base"
         error = error.__cause__ or error.__context__
@@ -164,17 +183,14 @@ def _tls_remedy(error: BaseException | None) -> str:
 
 def _trusted() -> ssl.SSLContext:
     """The certificates that SSL_CERT_FILE, else SSL_CERT_DIR, else certifi holds."""
-    name = next((name for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if os.environ.get(name)), "")
     try:
-        context = httpx.create_ssl_context()
-        if name.endswith("DIR") and not any(map(_HASHED.fullmatch, os.listdir(os.environ[name]))):
-            raise OSError("no certificate in it is named by its hash, as `openssl rehash` does")
+        return httpx.create_ssl_context()
     except OSError as error:
+        file = os.environ.get("SSL_CERT_FILE")
         raise ValueError(
-            f"{name}={os.environ.get(name)}: no certificates can be read there "
-            f"({error.strerror or error}): set it to those of who signed the judge's, or unset it"
+            f"SSL_CERT_FILE={file}: no certificates can be read there ({error.strerror or error}): "
+            "set it to those of who signed the judge's, or unset it"
         ) from None
-    return context
 
 
 async def _receive(response: httpx.Response, received: bytearray) -> str | None:

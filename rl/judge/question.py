@@ -1,4 +1,4 @@
-"""What a judge is asked: texts and pictures in order, and the prompt files they come from."""
+"""Reads and fills prompt files, and encodes the texts and pictures of a question."""
 
 from __future__ import annotations
 
@@ -50,18 +50,8 @@ def fill_prompt(text: str, instruction: str) -> str:
     return text.replace(INSTRUCTION, instruction)
 
 
-def repeat_temperature(num_repeats: int, temperature: float) -> float:
-    """`temperature`, if that many repeats make sense at it; ValueError otherwise."""
-    if num_repeats > 1 and temperature == 0:
-        raise ValueError(
-            f"n_evals={num_repeats} at judge temperature 0 buys one answer {num_repeats} times: "
-            "set the reward's temperature above 0, or its n_evals to 1"
-        )
-    return temperature
-
-
 def picture_part(image: Image.Image, side_px: int) -> bytes:
-    """JSON. Lossless on purpose: a JPEG would show its own artefacts to the judge of artefacts."""
+    """The picture as JSON. A PNG: a JPEG would show its own artefacts to the judge of artefacts."""
     if max(image.size) > side_px:
         image = downscale(over_white(image), side_px)
     url = "data:image/png;base64," + base64.b64encode(png_bytes(image)).decode("ascii")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -13,16 +12,12 @@ from rl.record.untrusted import without_lone_surrogates
 MAX_REPLY_CHARS = 100_000
 
 
-_LIST_OR_COMMENT = re.compile(r"(?:\[\s*|(?:^|\n)[ \t]*(?://|#|--)[^\n]*|(?:/\*|<!--)(?s:.*))\Z")
-"""What is open where the object begins."""
-
-
 class UnreadableReplyError(ValueError):
     """The reply is not what was asked for; says why, without quoting the reply."""
 
 
 def chat_content(body: bytes) -> str:
-    """The judge's words in a chat completion; '' when it said none.
+    """The judge's reply in a chat completion; '' when it is empty.
 
     What is longer than any readable reply is cut where `read_scores` still calls it too long.
     Raises `UnreadableReplyError`.
@@ -40,7 +35,7 @@ def chat_content(body: bytes) -> str:
 
 
 def answering_model(body: bytes) -> str | None:
-    """The model that a chat completion says it is of; None where it says nothing of use."""
+    """The model that a chat completion names; None where it names none."""
     try:
         name = _parsed(body)["model"]
     except (UnreadableReplyError, LookupError, TypeError):
@@ -120,8 +115,8 @@ def _unreadable(error: Exception, otherwise: str) -> UnreadableReplyError:
 def json_object(text: str) -> dict[str, Any]:
     """The one JSON object of a reply, bare, fenced or beside prose.
 
-    Another brace makes the reply unreadable, because to look inside a broken object for a whole one
-    would be a guess; so does a list or a comment around the object. Raises `UnreadableReplyError`.
+    Another opening brace makes the reply unreadable: to look inside a broken object for a whole one
+    would be a guess. Raises `UnreadableReplyError`.
     """
     if len(text) > MAX_REPLY_CHARS:
         raise UnreadableReplyError(f"more than {MAX_REPLY_CHARS} characters long")
@@ -138,9 +133,6 @@ def json_object(text: str) -> dict[str, Any]:
         raise _unreadable(error, "broken JSON") from None
     if "{" in text[end:]:
         raise UnreadableReplyError("more than one JSON object")
-    closes = "}" in text[:start] + text[end:] or text[end:].lstrip().startswith("]")
-    if closes or _LIST_OR_COMMENT.search(text[:start]):
-        raise UnreadableReplyError("a list, a comment or braces around the JSON object")
     return dict(found)
 
 

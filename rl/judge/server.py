@@ -1,4 +1,4 @@
-"""A judge that the run starts by itself, `judge.start_command`: one process a node."""
+"""Runs `judge.start_command`: a judge that the run itself starts, one process a node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Self
 from rl.config.schema import JudgeConfig
 from rl.files.private import private
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
-from rl.judge.endpoint import MAX_FILE_CHARS, resolve_api_base
+from rl.judge.endpoint import MAX_FILE_BYTES, resolve_api_base
 from rl.ranks.rendezvous import INIT_METHOD
 from rl.record.console import warn
 from rl.record.scrub import environment_without
@@ -23,7 +23,7 @@ from rl.record.untrusted import shown
 
 POLL_S = 0.05
 LAST_WORDS_BYTES = 2000
-"""Of the log's end, looked through for what a judge that ended has said last."""
+"""How much of the log's end is searched for the last line of a judge that has ended."""
 SHOWN_CHARS = 400
 URL_FILE = "{url_file}"
 PACKAGES = Path(__file__).resolve().parents[2]
@@ -46,15 +46,11 @@ def start_problems(config: JudgeConfig) -> Iterator[str]:
             f"judge.start_command: there is no program {words[0]!r} on this machine's PATH or in "
             f"{Path.cwd()}; '{{python}}' is the Python that runs this"
         )
-    if not _writes_url(config) and not config.api_base:
+    if _writes_url(config) == bool(config.api_base):
         yield (
-            f"judge.start_command: nothing says where it will answer; give it '{URL_FILE}', a file "
-            "into which it writes its URL, or write that URL into judge.api_base"
-        )
-    if _writes_url(config) and config.api_base:
-        yield (
-            f"judge.api_base: {config.api_base!r} given, but judge.start_command writes the URL "
-            f"into '{URL_FILE}'; keep one of them"
+            f"judge.start_command: where it will answer is known by '{URL_FILE}' in the command, a "
+            f"file into which it writes its URL, or by judge.api_base={config.api_base!r}; write "
+            "one of the two"
         )
     elif config.api_base:
         try:
@@ -92,12 +88,12 @@ class StartedJudge:
             )
 
     async def answering(self) -> str:
-        """Its URL, as soon as it serves `judge.model` there.
+        """The judge's URL, as soon as it serves `judge.model` there.
 
         Raises JudgeError when it ends first, is not there within `judge.start_timeout_s`, or is not
         what the config says.
         """
-        api_base = await self._told_url()
+        api_base = await self._url()
         client = JudgeClient(self._config, api_base)
         left_s = max(0.0, self._deadline_s - time.monotonic())
         health = asyncio.create_task(client.check_health(left_s))
@@ -114,7 +110,7 @@ class StartedJudge:
         self._has_answered = True
         return api_base
 
-    async def _told_url(self) -> str:
+    async def _url(self) -> str:
         if not _writes_url(self._config):
             return resolve_api_base(self._config.api_base)
         while (line := self._first_line()) is None:
@@ -128,33 +124,30 @@ class StartedJudge:
             raise JudgeError(f"judge.start_command wrote into '{URL_FILE}': {error}") from None
 
     def _first_line(self) -> str | None:
-        """Of the file for the URL; None until it is whole: half a line may be half a port."""
+        """Of the URL file; None until it is whole: half a line may be half a port."""
         if not self._url_file.is_file():
             return None
         with self._url_file.open("rb") as file:
-            line = file.readline(MAX_FILE_CHARS)
+            line = file.readline(MAX_FILE_BYTES)
         return line.decode("utf-8", "replace") if line.endswith(b"\n") else None
 
     def _refuse_ended(self) -> None:
         code = self._guard.poll()
         if code is not None:
-            raise JudgeError(
-                f"judge.start_command ended with exit code {code} before it answered"
-                f"{self._last_words()}\nIts output: {self._log}"
-            )
+            raise self._error(f"ended with exit code {code} before it answered")
 
     def _too_slow(self, what: str) -> JudgeError:
-        return JudgeError(
-            f"judge.start_command: {what} after {self._config.start_timeout_s:g} s "
-            f"(judge.start_timeout_s){self._last_words()}\nIts output: {self._log}"
+        return self._error(
+            f"{what} after {self._config.start_timeout_s:g} s (judge.start_timeout_s)"
         )
 
-    def _last_words(self) -> str:
-        """The last line that it printed, after a colon; nothing when it printed none."""
+    def _error(self, what: str) -> JudgeError:
+        """`what`, with the last line that the judge has printed."""
         with self._log.open("rb") as file:
             file.seek(max(self._log_start, self._log.stat().st_size - LAST_WORDS_BYTES))
-            lines = file.read().decode("utf-8", "replace").strip().split("\n")
-        return f": {shown(lines[-1], SHOWN_CHARS)}" if lines[-1] else ""
+            line = file.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
+        last_words = f": {shown(line, SHOWN_CHARS)}" if line else ""
+        return JudgeError(f"judge.start_command: {what}{last_words}\nIts output: {self._log}")
 
     def close(self) -> None:
         if self._has_answered and self._guard.poll() is not None:

@@ -142,7 +142,7 @@ def _why_unusable(failed: Answer[Any], client: JudgeClient) -> str:
 def _remedy(failure: str, client: JudgeClient) -> str:
     if failure.startswith("http_"):
         status = 429 if failure.startswith(TOO_MANY_REQUESTS) else 500
-        return f"\n{remedy_for(status, failure, None, client.config)}"
+        return f"\n{remedy_for(status, None, client.config)}"
     return (
         "\nRemedy: look into the endpoint's own log; raise judge.timeout_s="
         f"{client.config.timeout_s:g} if it is slow."

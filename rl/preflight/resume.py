@@ -15,7 +15,7 @@ Effect = Literal["harmless", "noted", "breaks"]
 aloud, the continuation is no longer the run that would have been; breaks: refused."""
 
 HARMLESS = (
-    "format",  # the config is read under today's names
+    "format",  # another one is refused
     "run_name", "base_exp_dir",  # the folder was moved
     "gpu_gb",  # a plan's
     "checkpoint.keep_every_n_iterations", "checkpoint.push_to_hub_repo_id",

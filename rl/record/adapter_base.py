@@ -99,8 +99,6 @@ def base_of(adapter_config: Mapping[str, Any]) -> Base:
     repository, _, last = path.rpartition("/")
     if last == "text_encoder" and repository.count("/") == 1 and is_hub_id(repository):
         path, subfolder = repository, last  # as it was written before
-    if FORMAT not in mapping:
-        path = formats.moved(path)
     return Base(path, adapter_config.get("revision"), subfolder, mapping.get(WORDS, ""))
 
 

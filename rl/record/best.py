@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.config import formats
 from rl.files.atomic import read_rows
 
 
@@ -15,7 +14,7 @@ def held_out_rewards(run_dir: Path) -> dict[int, float | None]:
     iterations that have no readable line."""
     file = run_dir / "metrics.jsonl"
     rewards: dict[int, float | None] = {0: None}  # before training there may be no line
-    for row in map(formats.recorded, read_rows(file)[0] if file.is_file() else []):
+    for row in read_rows(file)[0] if file.is_file() else []:
         if type(row.get("iteration")) is int:
             value: Any = row.get("eval/reward")
             is_one = type(value) in (int, float) and 0 <= value <= 1

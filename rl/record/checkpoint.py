@@ -303,22 +303,17 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
         f"choose another run_name to start from the base weights, or move {run_dir} away to start "
         "so under this one"
     )
-    if newer := too_new(run_dir):
-        return Found(problem=f"{newer}, or {way_out}")
+    if other := too_new(run_dir):
+        return Found(problem=f"{other}, or {way_out}")
     remarks = []
-    if candidates and (_format_of(run_dir / "config.json") or formats.CONFIG) < formats.CONFIG:
-        remarks.append(
-            f"{run_dir} is of an older format: it is read under today's names, and goes on as "
-            f"format {formats.CONFIG}"
-        )
     is_name = _STEP_NAME.fullmatch(last) is not None
     if is_name and candidates and iteration_of(Path(last)) > iteration_of(candidates[-1]):
         remarks.append(
             f"checkpoint {last} was the last to be written and is gone: going on from an older one"
         )
     for path in reversed(candidates):
-        if newer := too_new(path):
-            return Found(None, tuple(remarks), f"{newer}, or {way_out}")
+        if other := too_new(path):
+            return Found(None, tuple(remarks), f"{other}, or {way_out}")
         problem = problem_of(path, hashes)
         if problem is None:
             return Found(path, tuple(remarks))
@@ -424,8 +419,10 @@ def model_folder(path: Path) -> Path:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state.json of a checkpoint, with the run's config under today's names. Raises ValueError
-    for what a newer version wrote."""
+    """The state.json of a checkpoint, with the run's config in it.
+
+    Raises ValueError for what another version wrote.
+    """
     if problem := too_new(path):
         raise ValueError(problem)
     state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
@@ -463,16 +460,10 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
 def too_new(folder: Path) -> str:
     """Why this version may not read that run folder or checkpoint, or ''."""
     for file, known in (("config.json", formats.CONFIG), ("state.json", formats.CHECKPOINT)):
-        number = _format_of(folder / file)
-        if number is not None and (problem := formats.refusal(str(folder), number, known)):
+        row = (row_of((folder / file).read_bytes()) if (folder / file).is_file() else None) or {}
+        if problem := formats.refusal(str(folder), formats.number_of(row), known, known):
             return problem
     return ""
-
-
-def _format_of(file: Path) -> Any:
-    """Its format number; None where there is no such file, or a damaged one."""
-    row = row_of(file.read_bytes()) if file.is_file() else None
-    return None if row is None else row.get("format", 1)
 
 
 def _seal(folder: Path) -> None:

@@ -88,7 +88,7 @@ def _look(path: Path) -> Summary:
     checkpoint = None if found.path is None else iteration_of(found.path)
     metrics = path / "metrics.jsonl"
     rows = [
-        formats.recorded(row)
+        row
         for row in (read_rows(metrics)[0] if metrics.is_file() else [])
         if type(it := row.get("iteration")) is int and 0 <= it <= _MAX
     ]

@@ -1,4 +1,4 @@
-"""Reads a run folder, whole, half, damaged, or of an older format."""
+"""Reads a run folder, whole, half or damaged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.config import formats
 from rl.config.schema import load_config
 from rl.files.atomic import read_rows, row_of
 from rl.record.checkpoint import too_new
@@ -49,10 +48,10 @@ def find_run(run: str, overrides: Sequence[str] = ()) -> Path:
 
 
 def named_rows(path: Path, key: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """The rows of a JSONL file that have `key`, under today's names; and the numbers (from 1) of
+    """The rows of a JSONL file that have `key`, and the numbers (from 1) of
     the lines that are none, such as a last one that a kill cut short."""
     rows, damaged = read_rows(path)
-    named = [formats.recorded(row) for row in rows if key in row]
+    named = [row for row in rows if key in row]
     if key == "iteration":
         named = [row for row in named if type(it := row[key]) is int and 0 <= it <= _MAX_ITERATION]
     return named, damaged

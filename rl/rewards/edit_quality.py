@@ -7,14 +7,11 @@ with the judge sampling, and averaged: value = (w_a alignment + w_q quality) / (
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from rl.api.judge import Question
 from rl.judge.question import fill_prompt
-from rl.judge.reply import fields_schema, read_fields
 from rl.rewards.shared.repeated_judging import (
     Asked,
     JudgedReward,
@@ -58,9 +55,8 @@ class EditQuality(JudgedReward[Config]):
 
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         text = fill_prompt(self.prompts_for(pictures)[0], instruction)
-        parts = (*numbered(pictures["source"]), text, *pictures["image"])
-        question = Question(parts, fields_schema(FIELDS, 0, 1), self.temperature)
-        return [(question, partial(read_fields, names=FIELDS, low=0, high=1))]
+        sources = numbered(pictures["source"])
+        return [self.asked_for(FIELDS, 1, *sources, text, *pictures["image"])]
 
     def reading(self, marks: Sequence[float]) -> Mapping[str, float]:
         return dict(zip(FIELDS, marks, strict=True))

@@ -8,10 +8,7 @@ instruction. `score` is 0-10, the value a tenth of it. `sqrt(viescore_pq x groun
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
-from rl.api.judge import Question
-from rl.judge.reply import fields_schema, read_fields
 from rl.rewards.shared.repeated_judging import Asked, JudgedReward, Pictures, RepeatsConfig
 
 
@@ -31,12 +28,7 @@ class GroundScore(JudgedReward[Config]):
 
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         [prompt] = self.prompts_for(pictures)
-        question = Question(
-            (*pictures["target"], prompt, *pictures["image"]),
-            fields_schema(["score"], 0, 10),
-            self.temperature,
-        )
-        return [(question, partial(read_fields, names=["score"], low=0, high=10))]
+        return [self.asked_for(["score"], 10, *pictures["target"], prompt, *pictures["image"])]
 
     def reading(self, marks: Sequence[float]) -> Mapping[str, float]:
         return {"score": marks[0]}

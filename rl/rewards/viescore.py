@@ -6,14 +6,14 @@ everything else left alone (`over_edit`, 10 = untouched). The arithmetic: `share
 
 from __future__ import annotations
 
-from rl.rewards.shared.viescore import PairedQuestions, VieScoreConfig, own_prompts
+from rl.rewards.shared.viescore import PERCEPTION, PairedQuestions, VieScoreConfig
 
 
 class Config(VieScoreConfig):
     """Which words the judge is asked in, and how often. The source picture (several: each under
     'Source 1:', ...) precedes the question about meaning, the edited one follows it."""
 
-    own_prompts = own_prompts("viescore_semantics.txt")
+    own_prompts = {"semantics_prompt": "viescore_semantics.txt", **PERCEPTION}
     own_prompts_of_several = {"semantics_prompt": "viescore_semantics_of_several.txt"}
 
 

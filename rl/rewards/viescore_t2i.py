@@ -6,13 +6,13 @@ Semantic consistency, from the user's ORIGINAL prompt and the picture: is what w
 
 from __future__ import annotations
 
-from rl.rewards.shared.viescore import PairedQuestions, VieScoreConfig, own_prompts
+from rl.rewards.shared.viescore import PERCEPTION, PairedQuestions, VieScoreConfig
 
 
 class Config(VieScoreConfig):
     """Which words the judge is asked in, and how often. The picture follows either question."""
 
-    own_prompts = own_prompts("viescore_t2i_semantics.txt")
+    own_prompts = {"semantics_prompt": "viescore_t2i_semantics.txt", **PERCEPTION}
 
 
 class VieScoreT2I(PairedQuestions[Config]):

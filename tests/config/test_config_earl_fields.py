@@ -118,8 +118,7 @@ def test_the_documented_block(tmp_path: Path) -> None:
 
 
 def test_every_field_of_earl_has_a_place() -> None:
-    known = {*earl_fields.MOVED, *earl_fields.KEPT, *earl_fields.MEANT}
-    assert known == ALL_FIELDS and len(ALL_FIELDS) == 43
+    assert set(earl_fields.Fields.model_fields) == ALL_FIELDS and len(ALL_FIELDS) == 43
 
 
 MORE = {
@@ -180,13 +179,13 @@ OWN: dict[str, Any] = {
     "rewards": {"viescore": {"type": "viescore"}, "mine": {"type": "accuracy"}},
     "final_reward": {"weights": {"mine": 2}},
     "data": {"on_bad_row": "skip", "train": [{"type": "tiny_world.data.shapes"}]},
-    "optimizer": {"zero_stage": 3, "learning_rate": 3e-6},
+    "optimizer": {"zero_stage": 3, "learning_rate": 1e-5},
 }
 
 
 @pytest.mark.parametrize("sections", [list(OWN), *([name] for name in OWN)])
 def test_own_sections_of_any_name_stand_beside_the_fields(tmp_path, sections: list[str]) -> None:
-    """They win over what EARL's code had fixed, and over fields that are not given."""
+    """They win over the fields, and over what EARL's code had fixed."""
     own = {name: OWN[name] for name in sections}
     config = plain(load(tmp_path, flat(**own)))
     for name, section in own.items():
@@ -206,34 +205,6 @@ def test_own_validation_data_is_evaluated_on(tmp_path: Path) -> None:
         assert unread.evaluation.every_n_iterations == 0
 
 
-@pytest.mark.parametrize(
-    ("own", "field"),
-    [
-        ("optimizer.learning_rate=1e-5", "1e-05 ... optimizer.learning_rate: 3e-06"),
-        ("sampling.max_completion_tokens=512", "512 ... max_response_tokens: 2048 ... "
-         "model_context_size: 4096 ... sampling.max_completion_tokens: 2048"),
-        ("prompts_per_iteration=4", "4 ... episodes_per_iteration: 128 ... "
-         "generations_per_sample: 8 ... prompts_per_iteration: 16"),
-        ("generations_per_prompt=4", "generations_per_sample: 8"),
-        ("policy.constrained=false", "emu3_use_logit_processor: True"),
-        ("data.validation=[{type: 'tiny_world.data.shapes'}]", "val_paths_file: ['/data/"),
-        ("rewards.ground_score={type: 'ground_score'}", "reward_compute_ground_score: False"),
-        ("final_reward.op=geometric_mean", ""),
-        ("final_reward.weights={viescore: 2}", "reward_final_reward: 'viescore'"),
-        ("judge.model=mine", "reward_function_api_model_name: 'Qwen/"),
-    ],
-)  # fmt: skip
-def test_a_field_and_an_own_key_may_not_differ(tmp_path: Path, own: str, field: str) -> None:
-    """The same value twice is no conflict, nor is a key of which no field speaks."""
-    if not field:
-        load(tmp_path, DOCUMENTED, own)
-        return
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path, DOCUMENTED, own)
-    [problem] = caught.value.problems
-    assert names(problem, field) and problem.startswith(own.partition("=")[0].partition(".")[0])
-
-
 def test_a_stray_field_does_not_make_a_nested_config_flat() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(ROOT / "configs/quickstart.jsonnet", ["model_path=x", "kl_coeff=1"], ENV)
@@ -250,15 +221,18 @@ def test_a_stray_field_does_not_make_a_nested_config_flat() -> None:
         ({"emu3_use_logit_processor": False}, "emu3_use_logit_processor ... true ... false"),
         ({"episodes_per_iteration": 100}, "100 ... groups of 8"),
         ({"reward_final_reward": "ground_score"}, "set reward_compute_ground_score: true"),
-        ({"reward_final_reward": "sqrt(viescore_pxground_score)"}, "one of viescore,"),
+        (
+            {"reward_final_reward": "sqrt(viescore_pxground_score)"},
+            "reward_final_reward: ... 'viescore'",
+        ),
         ({"coefficients": [1.0]}, "coefficients: 1 ... 0 train_paths_file"),
-        ({"val_coefficients": [0.5]}, "val_coefficients: "),
+        ({"val_coefficients": [0.5]}, "val_coefficients.0: 0.5"),
         ({"model_context_size": 900, "max_response_tokens": 800}, "no room"),
-        ({"model_context_size": "4096"}, "model_context_size: '4096' ... number"),
-        ({"per_device_batch_size": "8"}, "per_device_batch_size: '8' ... number"),
-        ({"coefficients": 0.5}, "coefficients: 0.5 ... list"),
-        ({"train_paths_file": "a.json"}, "train_paths_file: 'a.json' ... list"),
-        ({"reward_final_reward": ["viescore"]}, "one of viescore, ground_score, sqrt"),
+        ({"model_context_size": "4096"}, 'model_context_size: "4096" ... integer'),
+        ({"per_device_batch_size": "8"}, 'per_device_batch_size: "8" ... integer'),
+        ({"coefficients": 0.5}, "coefficients: 0.5 ... array"),
+        ({"train_paths_file": "a.json"}, 'train_paths_file: "a.json" ... array'),
+        ({"reward_final_reward": ["viescore"]}, "reward_final_reward: ... 'viescore'"),
         ({"temperature": "hot"}, 'sampling.temperature: "hot" ... number'),
     ],
 )

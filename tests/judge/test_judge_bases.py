@@ -131,18 +131,6 @@ def test_all_down_is_an_outage(comes_back: bool) -> None:
     assert client.take_stats().breaker_openings == 2
 
 
-def test_a_lone_question_outlives_an_outage_of_both() -> None:
-    async def script(client: JudgeClient) -> Answer[Any]:
-        asking = asyncio.ensure_future(client.ask(pair_question(), read_pair))
-        await asyncio.sleep(0.6)
-        one.after = Fault()
-        return await asking
-
-    with FaultyJudge(after=GONE) as one, FaultyJudge(after=GONE) as other:
-        answer, _ = told([one, other], script, max_attempts=2)
-    assert answer.value is not None and answer.attempts > 2
-
-
 def test_one_that_refuses_what_another_takes_is_held_to_be_down(caplog) -> None:
     """It came back with another model: no reason to stop. One that all refuse is."""
 

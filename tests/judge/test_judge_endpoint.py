@@ -93,15 +93,9 @@ def test_no_judge_names_the_remedy(given: str) -> None:
         ("judge", "nor a file that exists"),
         ("ftp://judge/v1", "not an http"),
         ("http://", "not an http"),
-        ("http://xn--a.example", "Codepoint"),
         ("http://\u0663.3.3.3/", "Invalid IDNA hostname"),
         ("http://\ud800/", "Invalid IDNA hostname"),
         ("http://\u2100.com", "NFKC"),
-        ("http://a..b/v1", "'a..b' is no host name"),
-        ("http://" + "a" * 64, "is no host name"),
-        ("http://ho st/", "is no host name"),
-        ("http://h:99999", "port 99999 is not in 1..65535"),
-        ("h:0", "port 0 is not in 1..65535"),
         ("http://h:x", "Invalid port"),
         ("http://[::1", "Invalid IPv6"),
         ("http://h/\x00", "non-printable"),
@@ -126,22 +120,14 @@ def test_keys_in_the_url_are_refused_and_not_repeated(given: str) -> None:
     assert "hunter2" not in str(error.value)
 
 
-@pytest.mark.parametrize(("held", "reason"), [("\n", "is empty"), ("b@d!", "neither")])
+@pytest.mark.parametrize(
+    ("held", "reason"), [("\n", "is empty"), ("b@d!", "neither"), ("x" * 9999, "longer")]
+)
 def test_files_that_hold_no_host(held: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "judge_host"
     path.write_text(held)
     with pytest.raises(ValueError, match=reason):
         resolve_api_base(str(path))
-
-
-def test_a_file_that_may_not_be_read_or_goes_on_for_ever(tmp_path: Path) -> None:
-    path = tmp_path / "judge_host"
-    path.write_text("gpu-node-7\n" + "x" * 10**7)
-    assert resolve_api_base(str(path)) == "http://gpu-node-7:4877/v1"
-    path.write_bytes(b"\x00" * 10**6)
-    with pytest.raises(ValueError, match="neither a URL nor a host") as error:
-        resolve_api_base(str(path))
-    assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-\u201cquoted\u201d"])

@@ -7,10 +7,7 @@ import gzip
 import itertools
 import json
 import re
-import subprocess
-import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,11 +18,11 @@ from tiny_faulty_judge import (
     GOOD,
     Fault,
     FaultyJudge,
+    answers_of,
     envelope,
     page,
     pair_question,
     quick_config,
-    read_pair,
     said,
 )
 from tiny_messages import names
@@ -61,15 +58,10 @@ def _flood(block: bytes, start: bytes = b"") -> Fault:
 
 
 def ask(judge: FaultyJudge, **config: Any) -> tuple[Answer[Any], JudgeStats]:
-    async def run() -> tuple[Answer[Any], JudgeStats]:
-        settings = {"timeout_s": TIMEOUT_S, "max_attempts": 2, "max_concurrency": 1, **config}
-        client = JudgeClient(quick_config(**settings), judge.api_base)
-        try:
-            return await client.ask(pair_question(), read_pair), client.take_stats()
-        finally:
-            await client.aclose()
-
-    return asyncio.run(run())
+    settings = {"timeout_s": TIMEOUT_S, "max_attempts": 2, "max_concurrency": 1, **config}
+    client = JudgeClient(quick_config(**settings), judge.api_base)
+    [answer] = answers_of(client, [pair_question()])
+    return answer, client.take_stats()
 
 
 READ = {
@@ -231,10 +223,7 @@ def test_a_refusal_stops_at_once_whatever_its_page_holds(name: str) -> None:
     ("location", "seen"),
     [
         ("http://xn--a.example/", "http://xn--a.example/"),
-        ("http://\xff\xfe/", "http://\xff\xfe/"),
-        ("http://[::1", "http://[::1"),
         ("\x1b[2J", "\\x1b[2J"),
-        ("http://h:99999/", "http://h:99999/"),
         ("x" * 5000, "x" * 200 + "..."),
         ("", "Remedy: "),
     ],
@@ -295,7 +284,6 @@ def test_a_proxy_in_the_environment_is_used_for_other_machines(
         ("HTTP_PROXY", "http://\u2603:x", "http://judge.test/v1", "HTTP_PROXY=http://host:port"),
         ("SSL_CERT_FILE", "/none.pem", "https://judge.test/v1", "/none.pem ... No such file"),
         ("SSL_CERT_FILE", "/dev/null", "https://judge.test/v1", "/dev/null ... unset it"),
-        ("SSL_CERT_DIR", "/proc", "https://127.0.0.1/v1", "=/proc ... openssl rehash"),
     ],
 )
 def test_what_the_environment_names_wrongly_is_said_by_its_variable(
@@ -317,14 +305,10 @@ def test_a_second_reply_to_one_request_grades_no_other_question() -> None:
             body = envelope(reply)
             yield b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
-    async def run(judge: FaultyJudge) -> list[Any]:
-        client = JudgeClient(quick_config(max_concurrency=1), judge.api_base)
-        answers = [await client.ask(pair_question(str(n)), read_pair) for n in range(4)]
-        await client.aclose()
-        return [answer.value for answer in answers]
-
     with FaultyJudge(after=Fault(raw=twice, keeps_open=True)) as judge:
-        assert asyncio.run(run(judge)) == [(8.0, 6.5)] * 4
+        client = JudgeClient(quick_config(max_concurrency=1), judge.api_base)
+        answers = answers_of(client, [pair_question(str(n)) for n in range(4)], at_once=False)
+    assert [answer.value for answer in answers] == [(8.0, 6.5)] * 4
 
 
 def test_nothing_compressed_is_asked_for_and_no_cookie_is_kept() -> None:
@@ -380,50 +364,3 @@ def test_the_models_that_are_served_are_shown_safely(names: list[str]) -> None:
         with pytest.raises(JudgeRefused, match=r"does not serve judge\.model") as error:
             _health(judge)
     assert str(error.value).isprintable() and len(str(error.value)) < 1500
-
-
-PEAK = """
-import asyncio, sys
-sys.path[:0] = [sys.argv[2]]
-from tiny_faulty_judge import pair_question, quick_config, read_pair
-from rl.judge.client import JudgeClient
-
-def peak_mb():
-    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
-
-async def main():
-    client = JudgeClient(quick_config(max_attempts=2), sys.argv[1])
-    answer = await client.ask(pair_question("a good one first"), read_pair)
-    assert answer.value is not None, answer
-    before = peak_mb()
-    answer = await client.ask(pair_question("now the bomb"), read_pair)
-    print(peak_mb() - before, answer.seconds, (answer.failure or "no failure")[:300])
-    await client.aclose()
-
-asyncio.run(main())
-"""
-
-
-def _bomb() -> bytes:
-    """1 MB of gzip that inflates to 1 GB of spaces."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
-    blank = b" " * 2**24
-    blocks = [packer.compress(blank) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2)]
-    return blocks[0] + blocks[1] * 63
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["bomb", "endless"])
-def test_memory_stays_bounded(what: str) -> None:
-    """In a process of its own: this one's peak is that of all tests before."""
-    fault = page(_bomb(), "Content-Encoding: gzip") if what == "bomb" else None
-    fault = fault or _flood(b" " * FLOOD, b"HTTP/1.1 200 OK\r\n\r\n")
-    with FaultyJudge([Fault()], after=fault) as judge:
-        command = [sys.executable, "-c", PEAK, judge.api_base, str(TESTS)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    print(f"\n{what}: MB, s, failure: {done.stdout}", end="")
-    rise_mb, seconds, failure = done.stdout.split(" ", 2)
-    assert float(rise_mb) < 50 and float(seconds) < 10
-    assert failure.startswith("unreadable: HTTP 200 ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +12,9 @@ from tiny_faulty_judge import (
     MODEL,
     Fault,
     FaultyJudge,
+    answers_of,
     pair_question,
     quick_config,
-    read_pair,
 )
 from tiny_messages import names
 
@@ -35,20 +34,12 @@ def asked(
     faults: Sequence[Fault], models: Fault | None = None, **config: Any
 ) -> tuple[JudgeStats, int]:
     """What the client counted, and how many questions were answered."""
-
-    async def run(judge: FaultyJudge) -> tuple[JudgeStats, int]:
+    with FaultyJudge(faults) as judge:
         judge.models = models
         client = JudgeClient(quick_config(**config), judge.api_base)
-        try:
-            answers = [
-                await client.ask(pair_question(str(n)), read_pair) for n in range(len(faults))
-            ]
-        finally:
-            await client.aclose()
-        return client.take_stats(), sum(answer.value is not None for answer in answers)
-
-    with FaultyJudge(faults) as judge:
-        return asyncio.run(run(judge))
+        questions = [pair_question(str(n)) for n in range(len(faults))]
+        answers = answers_of(client, questions, at_once=False)
+    return client.take_stats(), sum(answer.value is not None for answer in answers)
 
 
 @pytest.mark.parametrize("name", [MODEL, None, "", 7, ["x"], "missing"])
@@ -65,7 +56,7 @@ def test_another_name_is_said_once_and_counted(caplog: pytest.LogCaptureFixture,
     """Which an alias's full name is too."""
     stats, num_answered = asked([named(name)] * 4)
     [line] = [record.getMessage() for record in caplog.records]
-    assert f"asked for judge.model={MODEL!r}: its full name is well" in line
+    assert f"asked for judge.model={MODEL!r}: its full name is fine" in line
     assert line.isprintable() and len(line) < 600
     assert (stats.other_model, num_answered) == (4, 4)
 
@@ -102,22 +93,6 @@ def test_another_model_in_place_of_the_one_asked_stops_the_run() -> None:
 def test_one_that_does_not_say_what_it_serves_is_only_warned_of(caplog, models: Fault) -> None:
     _, num_answered = asked([named("other")] * 2, models=models)
     assert num_answered == 2 and len(caplog.records) == 1
-
-
-def test_what_one_client_has_heard_another_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """At the start one rank asks for all; each says no more of it."""
-
-    async def run(judge: FaultyJudge) -> None:
-        first, second = (JudgeClient(quick_config(), judge.api_base) for _ in range(2))
-        await first.ask(pair_question(), read_pair)
-        second.adopt(first.dialects())
-        await second.ask(pair_question(), read_pair)
-        await first.aclose()
-        await second.aclose()
-
-    with FaultyJudge(after=named("other")) as judge:
-        asyncio.run(run(judge))
-    assert len(caplog.records) == 1
 
 
 def test_a_key_in_a_name_is_not_shown(monkeypatch, caplog) -> None:

@@ -55,7 +55,7 @@ def test_too_many_requests_cost_no_try(caplog: pytest.LogCaptureFixture) -> None
 
 def test_without_end_it_is_said_and_ends_at_the_limit_for_all(caplog, monkeypatch) -> None:
     """Those behind wait no second time: the limit is the judge's, not each question's."""
-    monkeypatch.setattr(throttle, "FIRST_LINE_S", 0.3)
+    monkeypatch.setattr(throttle, "QUIET_S", 0.3)
     started_s = time.monotonic()
     with FaultyJudge(after=FULL) as judge:
         answers, _ = asked(judge, 12, max_concurrency=4, max_outage_s=1.2)
@@ -113,10 +113,7 @@ def test_the_estimate_is_by_what_is_let_through(clock: Clock, caplog) -> None:
     [line] = [record.getMessage() for record in caplog.records]
     assert names(line, "questions: 20 ... refused: 2 ... in 10 s: 10 ... in 4 s ... about 20 s")
     assert limits.refused(others[1], 4.0, "slow down") == 4.0
-    assert len(caplog.records) == 1, "the next line comes after twice as long"
-    for turn in turns[:20]:
-        turn.__exit__(None, None, None)
-    assert len(caplog.records) == 1, "the last one was not answered"
+    assert len(caplog.records) == 1, "one line a minute"
 
 
 def test_a_long_retry_after_is_said_at_once_and_waited_no_longer_than_the_limit(
@@ -125,29 +122,9 @@ def test_a_long_retry_after_is_said_at_once_and_waited_no_longer_than_the_limit(
     limits = Throttle(quick_config(max_outage_s=100.0))
     with limits.turn() as turn:
         assert limits.refused(turn, 120.0, "slow down") == 100.0
-        [line] = [record.getMessage() for record in caplog.records]
-        assert line.count("in 100 s") == 2
+        assert caplog.messages[0].count("in 100 s") == 2
         clock.now_s += 100
         assert limits.refused(turn, 120.0, "slow down") is None
-
-
-def test_it_is_said_when_it_is_over_and_later_only_when_it_lasts(clock: Clock, caplog) -> None:
-    limits = Throttle(quick_config(max_outage_s=600.0))
-
-    def held_for(seconds: float) -> list[str]:
-        caplog.clear()
-        with limits.turn() as turn:
-            limits.refused(turn, seconds, "slow down")
-            clock.now_s += seconds
-            limits.answered()
-        return [record.getMessage().partition(" (")[0] for record in caplog.records]
-
-    again = "the judge takes questions again, after 30 s"
-    both = ["the judge asks to wait", again]
-    assert held_for(9) == []
-    assert held_for(30) == both
-    assert held_for(30) == [], "a quota by the minute"
-    assert len(held_for(70)) == 2
 
 
 def test_a_question_is_given_up_though_others_are_let_through(clock: Clock) -> None:

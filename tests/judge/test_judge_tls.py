@@ -82,4 +82,3 @@ def test_a_self_signed_certificate(judge: str, certificate: Path, monkeypatch) -
             with pytest.raises(JudgeUnreachableError) as refused:
                 asyncio.run(health(api_base))
             assert names(refused.value, f"judge.api_base ... {remedy}")
-            assert "SSL_CERT_FILE" not in str(refused.value)

@@ -57,21 +57,17 @@ def test_each_reward_asks_what_it_asks_in_training(tmp_path: Path) -> None:
     assert ", value 0.65\n" in text and ", 1 replies unreadable, value 0.8\n" in text
 
 
-NO_PICTURES = "judge.model ... no pictures ... vision-language"
+NO_PICTURES = "vision-language ... judge.model ... --limit-mm-per-prompt '{\"image\": 2}'"
 REFUSED = {
     "wrong key": (Fault(401, body=f"Incorrect API key provided: {KEY}."),
                   "HTTP 401 Incorrect API key provided: <MY_JUDGE> ... judge.api_key_env"),
     "no pictures": (Fault(400, body="llama is not a multimodal model"), NO_PICTURES),
-    "no pictures, by another word": (
-        Fault(404, body="No endpoints found that support image input"), NO_PICTURES),
     "no pictures, llama.cpp": (
         Fault(500, body="image input is not supported - hint: you may need to provide the mmproj"),
         NO_PICTURES),
-    "one picture": (Fault(400, body="At most 1 image(s) may be provided in one request."),
-                    "--limit-mm-per-prompt '{\"image\": 2}'"),
     "context": (
         Fault(400, body="The decoder prompt (length 2180) is longer than the maximum model length"),
-        "longer context"),
+        "--max-model-len ... judge.image_side_px=64 ... judge.max_tokens="),
     "too many bytes": (Fault(413, body="Request Entity Too Large"), "judge.image_side_px=64"),
     "no such path": (Fault(404, body="?"), "the path in judge.api_base"),
     "prose": (Fault(reply="A lovely picture,\x1b[1m I would say 8."),

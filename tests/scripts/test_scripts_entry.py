@@ -123,7 +123,7 @@ def test_nothing_is_imported_from_a_run_folder_that_one_looks_at(
             f"open({str(tmp_path / 'ran')!r}, 'a').write('{name}')"
         )
     (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"format": 3}')
     rows = [f'{{"iteration": {n}, "reward/mean": 0.5}}\n' for n in range(3)]
     (tmp_path / "metrics.jsonl").write_text("".join(rows))
     path = f"{ROOT}:" if command[0] != "rl" else str(ROOT)

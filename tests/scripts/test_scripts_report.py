@@ -89,7 +89,7 @@ def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
 def test_a_control_is_named_and_samples_of_one_picture_are_no_more_than_it(
     run_dir, capsys, pictures, rewards, said
 ):
-    config = {"run_name": "tiny_control", "algorithm": {"shuffle_rewards": True}}
+    config = {"format": 3, "run_name": "tiny_control", "algorithm": {"shuffle_rewards": True}}
     (run_dir / "config.json").write_text(json.dumps(config))
     for iteration in REWARDS:
         rows = [

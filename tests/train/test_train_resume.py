@@ -94,7 +94,7 @@ def test_kill_9_and_resume_equals_straight_through(
 
 
 def as_the_last_release_left_it(run_dir: Path) -> None:
-    """Format 1: without a number, and `bare_arm` under its older name."""
+    """As commit 90fa50d did: with a key that is gone."""
     shutil.rmtree(run_dir / "checkpoints/step_000004")
     (run_dir / "last_checkpoint.txt").unlink()
     checkpoint = run_dir / "checkpoints/step_000003"
@@ -103,8 +103,7 @@ def as_the_last_release_left_it(run_dir: Path) -> None:
         state["meta"]["config"],
         written := json.loads((run_dir / "config.json").read_text()),
     ):
-        del config["format"]
-        config["baseline_arm"] = config.pop("bare_arm")
+        config["checkpoint"]["keep"] = "all"
     (checkpoint / "state.json").write_text(json.dumps(state))
     (run_dir / "config.json").write_text(json.dumps(written))
     (checkpoint / "manifest.json").unlink()
@@ -118,7 +117,6 @@ def test_a_run_of_the_last_release_goes_on_as_if_it_were_todays(
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path))
     resumed = tiny_loop.run_forked(path)
     assert "step_000003: 3 iterations done" in resumed.stdout
-    assert "tiny is of an older format: it is read under today's names" in resumed.stderr
     assert_same_run(straight, tmp_path / "tiny")
 
 

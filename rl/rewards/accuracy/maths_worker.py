@@ -1,10 +1,9 @@
 """The process in which expressions are compared: it may hang or die, and the run goes on.
 
 Reads JSON lines `{"gold": ..., "answer": ... | null, "cpu_s": ...}` (LaTeX) and answers each with
-one word: `readable` (a gold alone), `unreadable_gold`, `equal`, `different`, `too_costly`. What is
-read is parsed by a LaTeX grammar, never evaluated as Python. A comparison that takes more than
-`cpu_s` is broken off, in C code too (by the kernel, which ends this process); so is one that wants
-too much memory. A script of its own: it imports nothing of this project.
+one word: `readable` (a gold alone), `unreadable_gold`, `equal`, `different`. What is read is parsed
+by a LaTeX grammar, never evaluated as Python. The kernel ends the process over a comparison that
+takes more than `cpu_s`, in C code too. A script of its own: it imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -15,16 +14,9 @@ import os
 import resource
 import signal
 import sys
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 MEMORY_BYTES = 2 * 2**30
-GRACE_S = 2
-"""CPU time between asking Python to stop and having the kernel end the process, s."""
-
-
-class TooCostlyError(BaseException):
-    """Not an `Exception`: SymPy catches those."""
 
 
 def main() -> None:
@@ -33,7 +25,6 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints is not a reply
     for stop in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which saves and then ends us
         signal.signal(stop, signal.SIG_IGN)
-    signal.signal(signal.SIGVTALRM, _give_up)
     logging.disable()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -42,14 +33,10 @@ def main() -> None:
     print("ready", file=replies)
     for line in sys.stdin:
         question = json.loads(line)
-        try:
-            _limit_cpu(question["cpu_s"])
-            verdict = judge(question["gold"], question["answer"])
-        except TooCostlyError:
-            verdict = "too_costly"
-        finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        print(verdict, file=replies)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        end_s = int(used.ru_utime + used.ru_stime) + 1 + question["cpu_s"]
+        resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        print(judge(question["gold"], question["answer"]), file=replies)
 
 
 def judge(gold: str, answer: str | None) -> str:
@@ -76,18 +63,6 @@ def read(latex: str) -> list[Any]:
         fallback_mode="no_fallback",
         parsing_timeout=None,
     )
-
-
-def _limit_cpu(cpu_s: int) -> None:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    end_s = int(used.ru_utime + used.ru_stime) + 1 + cpu_s + GRACE_S
-    resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-    # Again and again: an exception that is raised inside a destructor is lost.
-    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s, 0.5)
-
-
-def _give_up(number: int, frame: FrameType | None) -> NoReturn:
-    raise TooCostlyError
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Accuracy(Reward[Config]):
     reads_thoughts = False
 
     def __init__(self, config: Config, resources: Resources) -> None:
-        """Its worker process starts meanwhile."""
+        """Starts the worker process, and does not wait for it."""
         super().__init__(config, resources)
         self._maths = MathsProcess(config.max_cpu_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="accuracy")
@@ -126,7 +126,7 @@ def read_gold(hidden: Mapping[str, Any], answer_tag: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last complete \\boxed{} holds."""
+    """The content of the last complete \\boxed{}."""
     start = text.rfind(_BOXED)
     if start < 0:
         return None

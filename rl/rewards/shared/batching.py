@@ -1,4 +1,4 @@
-"""One worker thread that works off whatever waits, a batch at a time."""
+"""A worker thread that handles waiting items in batches."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ class BatchWorker(Generic[Item, Result]):
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, item: Item) -> Future[Result]:
-        """Its result, or the exception of the batch it was in."""
+        """The item's result, or the exception of its batch."""
         future: Future[Result] = Future()
         self._waiting.put((item, future))
         return future
 
     def _run(self) -> None:
         while True:
-            batch = [(item, future) for item, future in self._gather() if _begin(future)]
+            waiting = self._gather()
+            # False: nobody waits for that result any more.
+            batch = [pair for pair in waiting if pair[1].set_running_or_notify_cancel()]
             if batch:
                 self._do(batch)
 
@@ -63,8 +65,3 @@ class BatchWorker(Generic[Item, Result]):
             return
         for (_, future), result in answered:
             future.set_result(result)
-
-
-def _begin(future: Future[Result]) -> bool:
-    """False: nobody waits for it any more."""
-    return future.set_running_or_notify_cancel()

@@ -1,10 +1,11 @@
-"""What rewards that ask the judge share: what is asked, how often, and the mean of the answers."""
+"""Base of the rewards that ask the judge, several times if wanted, and average its readings."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -17,7 +18,8 @@ from rl.api.plug import PlugConfig, Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import RunConfig
-from rl.judge.question import read_prompt, repeat_temperature
+from rl.judge.question import read_prompt
+from rl.judge.reply import fields_schema, read_fields
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
 
@@ -31,9 +33,9 @@ class RepeatsConfig(PlugConfig):
     """How often the judge is asked, and in which words."""
 
     own_prompts: ClassVar[Mapping[str, str]] = {}
-    """Key that names a file with a question, '' for ours -> ours, a file in `prompts/`."""
+    """Key of a question's file -> the file in `prompts/` that '' stands for."""
     own_prompts_of_several: ClassVar[Mapping[str, str]] = {}
-    """The same of a question that says of several source pictures what it says of one."""
+    """The same for samples with several source pictures, where the question differs."""
     n_evals: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Times each picture is graded; the readings that could be had are averaged."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -42,13 +44,12 @@ class RepeatsConfig(PlugConfig):
     @model_validator(mode="after")
     def _can_be_asked(self) -> Self:
         if self.temperature is not None:
-            repeat_temperature(self.n_evals, self.temperature)
+            self.temperature_with(self.temperature)
         self.read_prompts()
         return self
 
     def read_prompts(self, of_several: bool = False) -> list[str]:
-        """Of each of `own_prompts`; `of_several` source pictures. Raises ValueError naming the
-        key."""
+        """The question of each of `own_prompts`. Raises ValueError naming the key."""
         other = self.own_prompts_of_several if of_several else {}
         return [
             read_prompt(getattr(self, key), PROMPTS / other.get(key, own), key)
@@ -57,8 +58,13 @@ class RepeatsConfig(PlugConfig):
 
     def temperature_with(self, judge_temperature: float) -> float:
         """The temperature to ask at. Raises ValueError when it makes all repeats the same."""
-        own = self.temperature
-        return repeat_temperature(self.n_evals, judge_temperature if own is None else own)
+        temperature = judge_temperature if self.temperature is None else self.temperature
+        if self.n_evals > 1 and temperature == 0:
+            raise ValueError(
+                f"n_evals={self.n_evals} at judge temperature 0 buys one answer {self.n_evals} "
+                "times: set the reward's temperature above 0, or its n_evals to 1"
+            )
+        return temperature
 
 
 def numbered(sources: Sequence[Image]) -> list[str | Image]:
@@ -101,30 +107,34 @@ class JudgedReward(Reward[RepeatsT]):
 
     @abstractmethod
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
-        """Of one reading; `pictures`: at least those that it `needs`."""
+        """The questions of one reading; `pictures`: at least those that it `needs`."""
+
+    def asked_for(self, names: Sequence[str], high: float, *parts: str | Image) -> Asked:
+        """A question of these parts whose reply has a number in [0, high] under each of `names`."""
+        question = Question(parts, fields_schema(names, 0, high), self.temperature)
+        return question, partial(read_fields, names=names, low=0, high=high)
 
     def prompts_for(self, pictures: Pictures) -> list[str]:
-        """The words, one for each of the config's `own_prompts`."""
+        """A question's text for each of the config's `own_prompts`."""
         several = len(pictures.get("source", ())) > 1
         return self._prompts_of_several if several else self._prompts
 
     @abstractmethod
     def reading(self, *values: Any) -> Mapping[str, float]:
-        """Parts, out of what the questions' replies were read as."""
+        """The parts, from what each question's reply was read as."""
 
     @abstractmethod
     def value_of(self, parts: Mapping[str, float]) -> float:
-        """In [0, 1], of the parts' means over the readings."""
+        """The value in [0, 1], from the parts' means over the readings."""
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """A judge in trouble gives a RewardOutput without value, never an exception;
         `JudgeRefused` (a wrong set-up) passes through."""
         sample = reward_input.sample
-        found = {"target": sample.target, "image": reward_input.image}
-        pictures: dict[str, tuple[Image, ...]]
-        pictures = {name: (picture,) for name, picture in found.items() if picture is not None}
-        if sample.sources:
-            pictures["source"] = sample.sources
+        pictures = {"source": sample.sources} if sample.sources else {}
+        for name, picture in (("target", sample.target), ("image", reward_input.image)):
+            if picture is not None:
+                pictures[name] = (picture,)
         if missing := self.needs - pictures.keys():
             return RewardOutput(None, failure=f"no_image: there is no {', '.join(sorted(missing))}")
         asked = self.questions(sample.instruction, pictures)
@@ -136,9 +146,8 @@ class JudgedReward(Reward[RepeatsT]):
             )
         )
         values = [answer.value for answer in answers]
-        starts = range(0, len(values), len(asked))
-        rows = [values[start : start + len(asked)] for start in starts]
-        readings = [self.reading(*row) for row in rows if all(v is not None for v in row)]
+        rows = [values[i : i + len(asked)] for i in range(0, len(values), len(asked))]
+        readings = [self.reading(*row) for row in rows if None not in row]
         replies = tuple(reply for answer in answers for reply in answer.replies)
         seconds = max(answer.seconds for answer in answers)
         if not readings:

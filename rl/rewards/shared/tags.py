@@ -7,11 +7,11 @@ from typing import Annotated
 from pydantic import Field
 
 TagName = Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]
-"""What stands between the angle brackets."""
+"""A tag's name, without the angle brackets."""
 
 
 def last_block(text: str, name: str) -> str | None:
-    """What the last complete block of that name holds, as it stands; None when there is none."""
+    """The content of the last complete block of that name; None when there is none."""
     end = text.rfind(f"</{name}>")
     start = text.rfind(f"<{name}>", 0, max(end, 0))
     return None if start < 0 else text[start + len(name) + 2 : end]

@@ -25,6 +25,7 @@ from rl.rewards.shared.repeated_judging import (
 )
 
 PERCEPTION_MARKS = ("naturalness", "artifacts")
+PERCEPTION = {"perception_prompt": "viescore_perception.txt"}
 
 Marks = tuple[float, ...]
 
@@ -42,11 +43,6 @@ class VieScoreConfig(RepeatsConfig):
 VieScoreT = TypeVar("VieScoreT", bound=VieScoreConfig)
 
 
-def own_prompts(semantics: str) -> Mapping[str, str]:
-    """Our files; `semantics`: with the question about meaning."""
-    return {"semantics_prompt": semantics, "perception_prompt": "viescore_perception.txt"}
-
-
 class PairedQuestions(JudgedReward[VieScoreT]):
     """The sources, where they are needed, precede the question about meaning; the picture
     follows."""
@@ -54,7 +50,7 @@ class PairedQuestions(JudgedReward[VieScoreT]):
     unit_parts = frozenset({"sc_01", "pq_01"})
     questions_per_reading = 2
     semantic_marks: ClassVar[tuple[str, ...]]
-    """What the semantic question asks for, in order."""
+    """The marks that the semantic question asks for, in order."""
 
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         prompts = self.prompts_for(pictures)
