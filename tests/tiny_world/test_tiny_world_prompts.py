@@ -4,11 +4,11 @@ users' as well, and the rewriter writes plain words, often the wrong ones."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+from tiny_config import REPO, WEIGHTS
 
 from rl.api.plug import Resources
 from rl.config.schema import load_config
@@ -16,14 +16,12 @@ from tiny_world import captions
 from tiny_world.pixel_judge import grade_wish
 from tiny_world.scenes import COLOURS, draw
 
-ROOT = Path(__file__).resolve().parents[2]
-WEIGHTS = ROOT / "tiny_world" / "weights"
 PROMPTS = captions.user_prompts(held_out=True)[::3]
 
 
 @pytest.fixture(scope="module")
 def config() -> Any:
-    return load_config(str(ROOT / "configs" / "tiny_prompts.jsonnet"))
+    return load_config(str(REPO / "configs" / "tiny_prompts.jsonnet"))
 
 
 @pytest.fixture(scope="module")
