@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,23 +10,22 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from tiny_loop import rows_of
 from tiny_ranks import run_ranks
-from tiny_run import run_config
+from tiny_rollout import Graded
+from tiny_run import Writes, run_config
 
 from rl.api.plug import PlugConfig, Resources
 from rl.api.policy import PolicyConfig
 from rl.api.renderer import Renderer
-from rl.api.reward import Reward
 from rl.api.types import (
     Action,
     Completion,
     HiddenStates,
     Prompt,
     RewardInput,
-    RewardOutput,
     Row,
     Sample,
-    SamplingParams,
 )
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeError, JudgeRefused
@@ -36,6 +34,8 @@ from rl.record.console import PhaseTimer
 from rl.record.writer import BackgroundWriter
 from rl.rollout.stream import RolloutContext
 from rl.run.evaluation import evaluate
+
+ENGINE = Writes(Completion((2,), (-0.5,), "stop"))
 
 
 class Blank(Renderer):
@@ -105,38 +105,15 @@ class GatheringStates(Gathering):
         return [Action("words", HiddenStates(torch.ones(2 + len(ids), 3))) for _, ids in rows]
 
 
-class Greedy:
-    """An engine that always writes the same."""
-
-    def generate(
-        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
-    ) -> list[list[Completion]]:
-        self.params = params
-        return [[Completion((2,), (-0.5,), "stop")] for _ in prompts_P]
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
+def fixed(evidence: RewardInput) -> float:
+    return 0.25 if evidence.sample.id == "0" else 0.75
 
 
-class Refusing(Reward):
+def refusing(evidence: RewardInput) -> float:
     """Refuses one sample's, which one rank alone has."""
-
-    def __init__(self) -> None:
-        """Needs nothing."""
-
-    async def grade(self, evidence: RewardInput) -> RewardOutput:
-        if evidence.sample.id == "0":
-            raise JudgeRefused("HTTP 401: the key has expired")
-        return RewardOutput(0.5)
-
-
-class Fixed(Reward):
-    def __init__(self) -> None:
-        """Needs nothing."""
-
-    async def grade(self, evidence: RewardInput) -> RewardOutput:
-        return RewardOutput(0.25 if evidence.sample.id == "0" else 0.75)
+    if evidence.sample.id == "0":
+        raise JudgeRefused("HTTP 401: the key has expired")
+    return 0.5
 
 
 def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
@@ -151,35 +128,26 @@ def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
 
 
 def evaluate_samples(
-    policy: Gathering, num_samples: int, folder: Path, dist: Dist, engine: Any = None
+    policy: Gathering, num_samples: int, folder: Path, dist: Dist, grade: Any = fixed
 ) -> dict[str, float]:
     # Only one sample has a reference, so only one rank scores one.
     samples = [
         Sample(str(i), "do it", reference="right" if i == 0 else None) for i in range(num_samples)
     ]
-    with BackgroundLoop() as loop:
-        context = RolloutContext(
-            run_config(optimizer={"max_tokens_per_micro_batch": 3}),
-            policy,
-            Blank(PlugConfig(), Resources(None, "cpu")),
-            {"fixed": Fixed()},
-            True,
-            loop,
-        )
-        with BackgroundWriter(folder) as writer:
-            metrics = evaluate(
-                context, engine or Greedy(), samples, 0, folder, dist, PhaseTimer(), writer
-            )
+    config = run_config(optimizer={"max_tokens_per_micro_batch": 3})
+    with BackgroundLoop() as loop, BackgroundWriter(folder) as writer:
+        renderer, rewards = Blank(PlugConfig(), Resources(None, "cpu")), {"judge": Graded(grade)}
+        context = RolloutContext(config, policy, renderer, rewards, True, loop)
+        metrics = evaluate(context, ENGINE, samples, 0, folder, dist, PhaseTimer(), writer)
     return dist.reduce(metrics)
 
 
 def test_held_out_completions_have_their_own_sampling_parameters(tmp_path: Path) -> None:
-    engine = Greedy()
-    evaluate_samples(Gathering(Dist()), 1, tmp_path, Dist(), engine)
+    evaluate_samples(Gathering(Dist()), 1, tmp_path, Dist())
     config = run_config()
     assert config.evaluation.temperature != config.sampling.temperature
-    assert engine.params.temperature == config.evaluation.temperature
-    assert (engine.params.top_p, engine.params.num_completions) == (1.0, 1)
+    assert ENGINE.params.temperature == config.evaluation.temperature
+    assert (ENGINE.params.top_p, ENGINE.params.num_completions) == (1.0, 1)
 
 
 @pytest.mark.slow
@@ -194,33 +162,20 @@ def test_ranks_with_fewer_samples_keep_step_and_count_nothing_twice(tmp_path: Pa
         assert one["eval/reward"] == one["eval/stock_reward"] == (0.25 + 0.75 + 0.75) / 3
         assert one["eval_reference/reward"] == 0.25
         for file in ("evaluation/it_000000/records.jsonl", "stock/rewards.jsonl"):
-            lines = (tmp_path / name / file).read_text().splitlines()
-            assert sorted(json.loads(line)["id"] for line in lines) == ["0", "1", "2"]
+            assert sorted(row["id"] for row in rows_of(tmp_path / name / file)) == ["0", "1", "2"]
     assert one["drift/state_l2"] == one["drift/bare_fall"] == one["drift/reference_fall"] == 0.0
     assert "drift/alarm" not in ranks[0]["Gathering"]
 
 
 def refused_run(folder: str) -> str:
     dist = Dist.from_env("cpu")
-    policy = Gathering(dist)
-    samples = [Sample(str(i), "do it") for i in range(3)]
-    with BackgroundLoop() as loop:
-        context = RolloutContext(
-            run_config(),
-            policy,
-            Blank(PlugConfig(), Resources(None, "cpu")),
-            {"judge": Refusing()},
-            True,
-            loop,
-        )
-        try:
-            writer = BackgroundWriter(Path(folder))
-            evaluate(context, Greedy(), samples, 0, Path(folder), dist, PhaseTimer(), writer)
-        except (JudgeError, PeerError) as error:
-            assert dist.tell(error, 30)
-            return str(error)
-        finally:
-            dist.close()
+    try:
+        evaluate_samples(Gathering(dist), 3, Path(folder), dist, refusing)
+    except (JudgeError, PeerError) as error:
+        assert dist.tell(error, 30)
+        return str(error)
+    finally:
+        dist.close()
     return "nothing was refused"
 
 

@@ -95,13 +95,26 @@ def config_path(folder: Path) -> Path:
     )
 
 
+Made = list[tuple[build.Plug[Any], Any]]
+
+
 @pytest.fixture
 def resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> build.Resolved:
     monkeypatch.syspath_prepend(tmp_path)
     return build.resolve(load_config(config_path(tmp_path)))
 
 
-def made_of(resolved: build.Resolved) -> list[tuple[build.Plug[Any], Any]]:
+@pytest.fixture
+def made(resolved: build.Resolved) -> Made:
+    return made_of(resolved)
+
+
+@pytest.fixture
+def reward(made: Made) -> Any:
+    return made[0][1]
+
+
+def made_of(resolved: build.Resolved) -> Made:
     [reward], [source] = resolved.rewards.values(), resolved.train
     [rows] = build.build_data(resolved, [source])
     rows.take_metrics()  # its first row was looked at
@@ -114,6 +127,7 @@ def taken(plug_metrics: PlugMetrics, **of_renderer: Any) -> dict[str, float]:
 
 def test_a_strangers_metrics_are_in_the_lines_in_wandb_and_in_the_table(
     resolved: build.Resolved,
+    made: Made,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -122,14 +136,12 @@ def test_a_strangers_metrics_are_in_the_lines_in_wandb_and_in_the_table(
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "run" / "wandb"))
     config, dist = resolved.config, Dist()
-    made = made_of(resolved)
     record = RunRecord(tmp_path / "run", config, dist)
     tracker = Tracker(tmp_path / "run", config, dist, record.config)
     writer, rest = BackgroundWriter(tmp_path / "run"), MagicMock()
     watch = Watch(config, "float32", 0.0)
     checks = Checks(config, dist, None, [], PlugMetrics(resolved, made, dist), watch)
-    console = Console(True)
-    recording = Recording(dist, console, PhaseTimer(), rest, record, tracker, rest, writer, 3)
+    recording = Recording(dist, Console(True), PhaseTimer(), rest, record, tracker, rest, writer, 3)
     assert tracker.mode == "offline"
     _ = made[1][1][0]
     record.run_dir.mkdir(exist_ok=True)
@@ -168,74 +180,70 @@ def test_a_strangers_metrics_are_in_the_lines_in_wandb_and_in_the_table(
     ids=lambda value: str(value)[:30],
 )
 def test_what_is_not_as_declared_is_refused_at_first_and_left_out_later(
-    resolved: build.Resolved, report: Any, message: str, capsys: pytest.CaptureFixture[str]
+    resolved: build.Resolved,
+    made: Made,
+    reward: Any,
+    report: Any,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    made = made_of(resolved)
-    made[0][1].report = report
+    reward.report = report
     with pytest.raises(ValueError) as error:
         PlugMetrics(resolved, made, Dist()).take({})
     assert names(error.value, f"rewards.mine: outsider.plugs.Careful ... {message}")
-    made[0][1].report = {"hits": 1}
+    reward.report = {"hits": 1}
     plug_metrics = PlugMetrics(resolved, made, Dist())
     assert taken(plug_metrics) == {"reward/metric/mine/hits": 1}
-    made[0][1].report = report
+    reward.report = report
     assert taken(plug_metrics, strokes=2) == taken(plug_metrics, strokes=2) == {NAMES[0]: 2}
     [warning] = capsys.readouterr().err.splitlines()
     assert names(warning, "rank 0: rewards.mine: outsider.plugs.Careful ... left out")
 
 
-def test_a_renderer_is_held_to_the_same(resolved: build.Resolved) -> None:
-    plug_metrics = PlugMetrics(resolved, made_of(resolved), Dist())
+def test_a_renderer_is_held_to_the_same(resolved: build.Resolved, made: Made) -> None:
     with pytest.raises(ValueError, match=r"renderer: outsider.plugs.Brush .*'blobs'.*strokes"):
-        plug_metrics.take({"blobs": 1.0})
+        PlugMetrics(resolved, made, Dist()).take({"blobs": 1.0})
 
 
 @pytest.mark.parametrize(
     "value", [float("nan"), float("-inf"), 10**400], ids=["nan", "-inf", "huge"]
 )
 def test_a_value_that_is_not_finite_is_left_out_and_said_once(
-    resolved: build.Resolved, value: float, capsys: pytest.CaptureFixture[str]
+    resolved: build.Resolved,
+    made: Made,
+    reward: Any,
+    value: float,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    made = made_of(resolved)
-    made[0][1].report = {"hits": value}
+    reward.report = {"hits": value}
     plug_metrics = PlugMetrics(resolved, made, Dist())
     assert taken(plug_metrics) == taken(plug_metrics) == {}
     [warning] = capsys.readouterr().err.splitlines()
     assert names(warning, "rewards.mine: outsider.plugs.Careful ... 'hits'")
-    made[0][1].report = {"hits": 0.25}
+    reward.report = {"hits": 0.25}
     assert taken(plug_metrics) == {NAMES[1]: 0.25}, "it is asked again"
 
 
-def test_what_was_not_for_an_iteration_is_forgotten(resolved: build.Resolved) -> None:
-    made = made_of(resolved)
-    source = made[1][1]
-    plug_metrics = PlugMetrics(resolved, made, Dist())
-    _ = source[0], source[1]
-    made[0][1].report = ValueError("not now")
-    plug_metrics.drop()
-    made[0][1].report = {}
-    assert taken(plug_metrics) == {}
-
-
-def test_a_held_out_run_reports_nothing(resolved: build.Resolved, monkeypatch) -> None:
-    made = made_of(resolved)
+def test_a_held_out_run_reports_nothing(
+    resolved: build.Resolved, made: Made, reward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does what raises when it is asked to forget."""
     run = Run.__new__(Run)
-    run.config = resolved.config.model_copy(
-        update={
-            "evaluation": resolved.config.evaluation.model_copy(update={"every_n_iterations": 1})
-        }
-    )
+    evaluation = resolved.config.evaluation.model_copy(update={"every_n_iterations": 1})
+    run.config = resolved.config.model_copy(update={"evaluation": evaluation})
     run.judge, run.held_out, run.num_iterations = None, [MagicMock()], 3
     run.context = run.engine = run.dist = run.timer = run.saving = MagicMock()
     run.checks = MagicMock(plug_metrics=PlugMetrics(resolved, made, Dist()))
 
     def evaluate(*_: object) -> Metrics:
         _ = made[1][1][0]
+        reward.report = ValueError("not now")
         return Metrics()
 
     monkeypatch.setattr("rl.run.run.evaluate", evaluate)
     run.evaluate_if_due(1)
-    assert NAMES[2] not in taken(run.checks.plug_metrics)
+    reward.report = {}
+    assert taken(run.checks.plug_metrics) == {}
 
 
 def ranks_report(folder: str, first: Any, second: Any) -> Any:
