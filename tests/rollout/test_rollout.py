@@ -46,7 +46,6 @@ from rl.run.checks import Checks
 from rl.run.episode_metrics import (
     BrokenRewardError,
     TooManyFailuresError,
-    check_failure_rate,
     rollout_metrics,
     size_of,
 )
@@ -285,13 +284,6 @@ def test_batch_std_is_of_all_ranks_rewards() -> None:
     assert group.advantages == pytest.approx([-1 / math.sqrt(3), 1 / math.sqrt(3)])
 
 
-def test_too_many_ungraded_episodes_stop_the_run() -> None:
-    config = run_config(judge={"max_failure_rate": 0.5})
-    check_failure_rate(config, [graded(0.1, None)], Dist())
-    with pytest.raises(TooManyFailuresError, match=r"2 of 3 .*judge\.max_failure_rate=0\.5"):
-        check_failure_rate(config, [graded(0.1, None, None)], Dist())
-
-
 @pytest.mark.parametrize(
     "looks", [0, 2, 4], ids=["before-rendering", "while-rendering", "while-judging"]
 )
@@ -337,9 +329,11 @@ def test_a_judge_that_refuses_or_fails_too_often_stops_the_run(context: RolloutC
     run = run_of(replace(context, rewards={"level": Graded(refusing)}))
     with pytest.raises(JudgeError, match="the key has expired"):
         list(run.graded_groups(start(run, "ja", "jb")))
-    run = run_of(context)
-    with pytest.raises(TooManyFailuresError, match="2 x ungraded"):
-        list(run.graded_groups(start(run, "ja", "jb")))
+    run = run_of(replace(context, config=run_config(judge={"max_failure_rate": 0.5})))
+    list(run.graded_groups(start(run, "a", "ja")))
+    limit = r"2 of 3 .*2 x ungraded.*judge\.max_failure_rate=0\.5"
+    with pytest.raises(TooManyFailuresError, match=limit):
+        list(run.graded_groups(start(run, "a", "ja", "jb")))
 
 
 def test_a_run_that_is_asked_to_stop_collects_nothing(

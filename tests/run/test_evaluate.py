@@ -48,17 +48,22 @@ class Blank(Renderer):
 
 
 class Gathering:
-    """A policy whose every forward is a collective call, as under ZeRO-3."""
+    """A policy whose every forward is a collective call, as under ZeRO-3. Where states condition
+    the renderer it is its module that gathers."""
 
-    reads_states = False
     starts_as_stock = False
-    config = PolicyConfig(lora=None)
 
-    def __init__(self, dist: Dist) -> None:
+    def __init__(self, dist: Dist, reads_states: bool = False) -> None:
+        self.reads_states = reads_states
+        self.config = PolicyConfig() if reads_states else PolicyConfig(lora=None)
         self.num_forwards = 0
         self.module = torch.nn.Linear(1, 1)
         self.module.weight.ds_id = 0
+        self.module.forward = self._gather
         self._dist = dist
+
+    def _gather(self, rows: Sequence[Row]) -> None:
+        assert self._dist.gather("forward") == ["forward"] * self._dist.world_size
 
     def build_prompt(self, sample: Sample) -> Prompt:
         return Prompt(sample, (1,))
@@ -72,25 +77,6 @@ class Gathering:
     def stock_arms(self, prompt: Prompt) -> dict[str, tuple[Prompt, Completion]]:
         return {"stock": (prompt, self.pass_through_completion(prompt.sample))}
 
-    def decode_actions(self, rows: Sequence[Row], batch: None, outputs: None) -> list[Action]:
-        self.num_forwards += 1
-        assert self._dist.gather("forward") == ["forward"] * self._dist.world_size
-        return [Action("words", "words") for _ in rows]
-
-
-class GatheringStates(Gathering):
-    """The same where states condition the renderer: its module is what gathers."""
-
-    reads_states = True
-    config = PolicyConfig()
-
-    def __init__(self, dist: Dist) -> None:
-        super().__init__(dist)
-        self.module.forward = self._forward
-
-    def _forward(self, rows: Sequence[Row]) -> None:
-        assert self._dist.gather("forward") == ["forward"] * self._dist.world_size
-
     def collate(self, rows: Sequence[Row]) -> Sequence[Row]:
         return rows
 
@@ -102,7 +88,10 @@ class GatheringStates(Gathering):
 
     def decode_actions(self, rows: Sequence[Row], batch: object, outputs: None) -> list[Action]:
         self.num_forwards += 1
-        return [Action("words", HiddenStates(torch.ones(2 + len(ids), 3))) for _, ids in rows]
+        if self.reads_states:
+            return [Action("words", HiddenStates(torch.ones(2 + len(ids), 3))) for _, ids in rows]
+        self._gather(rows)
+        return [Action("words", "words") for _ in rows]
 
 
 def fixed(evidence: RewardInput) -> float:
@@ -116,13 +105,14 @@ def refusing(evidence: RewardInput) -> float:
     return 0.5
 
 
-def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
+def held_out_run(num_samples: int, folder: str) -> dict[bool, dict[str, float]]:
+    """Whether states condition the renderer -> metrics."""
     dist = Dist.from_env("cpu")
     found = {}
-    for policy in (Gathering(dist), GatheringStates(dist)):
-        name = type(policy).__name__
-        metrics = evaluate_samples(policy, num_samples, Path(folder, name), dist)
-        found[name] = {"forwards": policy.num_forwards, **metrics}
+    for reads_states in (False, True):
+        policy = Gathering(dist, reads_states)
+        metrics = evaluate_samples(policy, num_samples, Path(folder, str(reads_states)), dist)
+        found[reads_states] = {"forwards": policy.num_forwards, **metrics}
     dist.close()
     return found
 
@@ -155,16 +145,20 @@ def test_ranks_with_fewer_samples_keep_step_and_count_nothing_twice(tmp_path: Pa
     ranks = run_ranks(held_out_run, 2, 3, str(tmp_path))
     # A group a pack. Two and one samples, one and no reference, two and one stock arms: five
     # forwards on either rank; and two for states of the bare words, under two weights.
-    for name, num_forwards in (("Gathering", 5), ("GatheringStates", 5 + 2 * 2)):
-        one, other = (rank[name] for rank in ranks)
+    for reads_states, num_forwards in ((False, 5), (True, 5 + 2 * 2)):
+        one, other = (rank[reads_states] for rank in ranks)
         assert one == other and one["forwards"] == num_forwards
         assert one["eval/reward_gain"] == one["eval/gain_over_stock"] == 0.0
         assert one["eval/reward"] == one["eval/stock_reward"] == (0.25 + 0.75 + 0.75) / 3
         assert one["eval_reference/reward"] == 0.25
         for file in ("evaluation/it_000000/records.jsonl", "stock/rewards.jsonl"):
-            assert sorted(row["id"] for row in rows_of(tmp_path / name / file)) == ["0", "1", "2"]
+            assert sorted(row["id"] for row in rows_of(tmp_path / str(reads_states) / file)) == [
+                "0",
+                "1",
+                "2",
+            ]
     assert one["drift/state_l2"] == one["drift/bare_fall"] == one["drift/reference_fall"] == 0.0
-    assert "drift/alarm" not in ranks[0]["Gathering"]
+    assert "drift/alarm" not in ranks[0][False]
 
 
 def refused_run(folder: str) -> str:

@@ -3,7 +3,6 @@ users' as well, and the rewriter writes plain words, often the wrong ones."""
 
 from __future__ import annotations
 
-import json
 from statistics import fmean
 from typing import Any
 
@@ -90,8 +89,3 @@ def test_the_rewriter_can_say_it_right_but_seldom_does(config: Any) -> None:
     for held_out in (False, True):
         p_by_kind = p_right(policy, tokenizer, held_out)
         assert all(0.02 < p < 0.4 for p in p_by_kind.values()), p_by_kind
-
-
-def test_the_renderer_has_the_real_scheduler() -> None:
-    scheduler = json.loads((WEIGHTS / "sd3" / "scheduler" / "scheduler_config.json").read_text())
-    assert scheduler["shift"] == 3.0 and not scheduler["use_dynamic_shifting"]
