@@ -3,8 +3,9 @@ and what training has moved, beside it. A tiny policy and editor of the real cla
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,7 @@ from rl.run.stock import Stock
 
 pytestmark = pytest.mark.slow
 
+Make = Callable[..., RolloutContext]
 AREA_PX = 64 * 64
 WRITTEN = "make the square green"
 SAMPLES = [
@@ -96,20 +98,20 @@ def make_context(
     template = qwen_image_edit.QwenImageEdit.prompt_template(config)
     policy = make_qwen(models["policy"], negative=" ", template=template, **section)
     resources = Resources(None, "cpu")
-    return RolloutContext(
-        run_config(renderer=keys),
-        policy,
-        Drawing(config, resources),
-        {"bright": Picky(PlugConfig(), resources)},
-        True,
-        loop,
-    )
+    renderer, reward = Drawing(config, resources), Picky(PlugConfig(), resources)
+    run = run_config(renderer=keys)
+    return RolloutContext(run, policy, renderer, {"bright": reward}, True, loop)
 
 
 @pytest.fixture
-def context(models: dict[str, str]) -> Iterator[RolloutContext]:
+def make(models: dict[str, str]) -> Iterator[Make]:
     with BackgroundLoop() as loop:
-        yield make_context(models, loop)
+        yield partial(make_context, models, loop)
+
+
+@pytest.fixture
+def context(make: Make) -> RolloutContext:
+    return make()
 
 
 def held_out(context: RolloutContext, run_dir: Path, iteration: int) -> dict[str, float]:
@@ -121,7 +123,7 @@ def held_out(context: RolloutContext, run_dir: Path, iteration: int) -> dict[str
 
 
 def test_the_stock_arms_are_the_stock_pipeline_s_own_pictures(
-    models: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    models: dict[str, str], make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its own `__call__`, prompt and picture in, with and without token types, guided; beside a
     policy that has been trained."""
@@ -134,10 +136,9 @@ def test_the_stock_arms_are_the_stock_pipeline_s_own_pictures(
     encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(models["policy"]).float().eval()
     pipeline = tiny_editor.stock_pipeline(parts, processor=processor)
 
-    with BackgroundLoop() as loop:
-        context = make_context(models, loop, guidance=4.0)
-        move(context.policy)
-        held_out(context, tmp_path, 1)
+    context = make(guidance=4.0)
+    move(context.policy)
+    held_out(context, tmp_path, 1)
     rows = {row["id"]: row for row in tiny_loop.rows_of(tmp_path / "stock/rewards.jsonl")}
     apart = []
     for sample in SAMPLES:
@@ -241,26 +242,24 @@ def test_a_run_may_do_without(context: RolloutContext, tmp_path: Path, stock_arm
 
 
 def test_full_finetuning_has_its_untrained_weights_before_the_first_step_only(
-    models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with BackgroundLoop() as loop:
-        context = make_context(models, loop, lora=None, conditioning="policy")
-        lost = held_out(context, tmp_path / "late", 1)
-        assert not {name for name in lost if "stock" in name or "drift" in name}
-        assert names(capsys.readouterr().err, "3 held-out ... stock arm")
-        before = held_out(context, tmp_path / "early", 0)
-        assert not list((tmp_path / "late").glob("stock/*"))
-        move(context.policy, 0.02)
-        after = held_out(context, tmp_path / "early", 1)
+    context = make(lora=None, conditioning="policy")
+    lost = held_out(context, tmp_path / "late", 1)
+    assert not {name for name in lost if "stock" in name or "drift" in name}
+    assert names(capsys.readouterr().err, "3 held-out ... stock arm")
+    before = held_out(context, tmp_path / "early", 0)
+    assert not list((tmp_path / "late").glob("stock/*"))
+    move(context.policy, 0.02)
+    after = held_out(context, tmp_path / "early", 1)
     assert after["eval/stock_reward"] == before["eval/stock_reward"]
     assert after["drift/state_l2"] > 0.01
 
 
 def test_frozen_states_do_not_drift_and_are_not_reported_as_if_they_could(
-    models: dict[str, str], tmp_path: Path
+    make: Make, tmp_path: Path
 ) -> None:
-    with BackgroundLoop() as loop:
-        found = held_out(make_context(models, loop, conditioning="base"), tmp_path, 0)
+    found = held_out(make(conditioning="base"), tmp_path, 0)
     assert "eval/gain_over_stock" in found
     assert not [name for name in found if name.startswith("drift/")]
 
