@@ -159,8 +159,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--online goes with --check; a start asks the judge by itself")
     if args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf:
         parser.error(f"--gpu-gb {args.gpu_gb} is no size in GB")
-    if args.jsonnet_root is not None and not args.jsonnet_root.is_dir():
-        parser.error(f"--jsonnet-root {args.jsonnet_root} is no folder")
     words = [_as_here(word) for word in args.words]
     has_script = words[0] == "rl.train" or words[0].endswith(".py")
     args.script = words.pop(0) if has_script else "rl.train"

@@ -26,6 +26,8 @@ REPO = TESTS.parent
 STATE_DIM = 64
 """Of the tiny policy's hidden states, which the tiny editor reads."""
 
+STEP = "rl.learner.train_step:TrainStep.step"
+"""Where a run may be killed."""
 JUDGE = ["{python}", "-m", "tiny_world.judge_server", "{url_file}", "{model}"]
 """`judge.start_command`."""
 
@@ -120,13 +122,33 @@ def run(path: Path, *arguments: str, check: bool = True) -> subprocess.Completed
     """The loop in a fresh process; `arguments` = of `end_at`, or 'phase' and those of
     `end_at_phase`, or none."""
     command = [sys.executable, str(Path(__file__)), str(path), *arguments]
-    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{TESTS}"}
     ended = subprocess.run(
-        command, env=environment, cwd=REPO, capture_output=True, text=True, timeout=300
+        command, env=environment(), cwd=REPO, capture_output=True, text=True, timeout=300
     )
     if check:
         assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     return ended
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{REPO}:{TESTS}", **more}
+
+
+def launch(
+    path: Path, num_ranks: int, *options: str, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """The config's run from the command line, as `train_on_ranks.py` runs it."""
+    command = [sys.executable, "-m", "rl.simple_launch", "--nproc", str(num_ranks), *options]
+    variables = environment(**environ)
+    variables.pop("DS_ACCELERATOR", None)  # the run sets it by itself
+    return subprocess.run(
+        [*command, str(TESTS / "train_on_ranks.py"), str(path)],
+        env=variables,
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
 def run_forked(path: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -138,6 +160,15 @@ def run_forked(path: Path, *arguments: str, check: bool = True) -> subprocess.Co
     if check:
         assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     return ended
+
+
+def kill_and_resume(path: Path, *arguments: str) -> str:
+    """Killed as `arguments` say, then run again; what the second process printed."""
+    killed = run_forked(path, *arguments, check=False)
+    assert killed.returncode == -9, killed.stderr[-2000:]
+    resumed = run_forked(path).stdout
+    assert "resumed from" in resumed
+    return resumed
 
 
 def _train(path: str, *end: str) -> None:

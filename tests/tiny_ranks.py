@@ -34,7 +34,7 @@ _CONTEXT.set_forkserver_preload(["tests.tiny_preload"])
 
 def spawn(target: Callable[..., None], *args: Any) -> BaseProcess:
     """A running process; `target` is a function of an importable module."""
-    process = _CONTEXT.Process(target=target, args=args, daemon=True)
+    process = _CONTEXT.Process(target=target, args=args)
     process.start()
     return process
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from PIL import Image
 
-from rl.api.types import Completion, RenderFailure, RenderJob, Sample
+from rl.api.reward import Reward
+from rl.api.types import Completion, RenderFailure, RenderJob, RewardInput, Sample
 from rl.config.schema import RunConfig
+from rl.learner.micro_batches import pack_groups
+from rl.record.console import PhaseTimer
+from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin, never
 
 
 def run_config(**changes: object) -> RunConfig:
@@ -58,3 +63,31 @@ class Painter:
 def word(text: str, finish: str = "stop", forced: tuple[bool, ...] | None = None) -> Completion:
     ids = tuple(ord(letter) - 96 for letter in text) or (0,)
     return Completion(ids, (-0.5,) * len(ids), finish, forced)
+
+
+class Graded(Reward):
+    """Grades by a function, plain or async."""
+
+    def __init__(self, grade: Callable[[RewardInput], Any]) -> None:
+        self.grade = grade
+
+
+class Batches:
+    """One pack a group; nothing is ever forwarded, since the policy reads no states."""
+
+    collective = False
+
+    def __init__(self, batch: Sampled) -> None:
+        nums_P = [len(completions_G) for completions_G in batch.completions]
+        self.micro_batches = pack_groups(batch.prompts, batch.token_ids, 1000, num_sampled_P=nums_P)
+
+
+def collect(
+    context: RolloutContext, batch: Sampled, should_stop: Callable[[], bool] = never
+) -> Rollout:
+    timer = PhaseTimer()
+    pending = begin(context, batch, Batches(batch), timer, should_stop)
+    groups = list(pending.groups(timer, should_stop))
+    rollout = pending.finished()
+    assert groups == list(enumerate(rollout.episodes))
+    return rollout

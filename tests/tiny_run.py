@@ -5,11 +5,12 @@ Used by tests of `rl/record`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image
 
-from rl.api.types import Action, Completion, Episode, Prompt, Sample, Status
+from rl.api.types import Action, Completion, Episode, Prompt, Sample, SamplingParams, Status
 from rl.config.schema import RunConfig
 
 BLUE, YELLOW = (Image.new("RGB", (48, 32), colour) for colour in ("blue", "yellow"))
@@ -48,3 +49,20 @@ def episode(**changes: Any) -> Episode:
         "judge_s": 0.5,
     }
     return Episode(**(fields | changes))
+
+
+class Writes:
+    """An engine that always writes the same."""
+
+    def __init__(self, completion: Completion) -> None:
+        self.completion = completion
+
+    def generate(
+        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
+    ) -> list[list[Completion]]:
+        self.params = params
+        return [[self.completion] for _ in prompts_P]
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...

@@ -6,16 +6,20 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import _jsonnet
+import psutil
 
 from rl.config.shipped import configs_folder
 
 MAX_S = 60.0
 """A config takes a fifth of a second."""
+MAX_MEMORY_BYTES = 2 << 30
+"""Beside what the process has."""
 MAX_MISSING = 100
 """Missing variables that are reported; a file can make up names without end."""
 
@@ -66,7 +70,16 @@ def _in_child(path: Path, job: Callable[[], Answer]) -> Answer:
     interrupts."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: sender.send(job()))
+
+    def run() -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where C++ reports that its memory ended
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        most = psutil.Process().memory_info().vms + MAX_MEMORY_BYTES
+        if hard == resource.RLIM_INFINITY or most <= hard:
+            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        sender.send(job())
+
+    child = context.Process(target=run)
     child.start()
     sender.close()
     try:
@@ -75,7 +88,8 @@ def _in_child(path: Path, job: Callable[[], Answer]) -> Answer:
             return answer
         problem = f"evaluating it took longer than {MAX_S:g} s: a recursion or list without end?"
     except EOFError:
-        problem = "its evaluation was killed: is there enough memory?"
+        most = f"{MAX_MEMORY_BYTES / 1e9:.0f} GB"
+        problem = f"evaluating it takes more than {most}: a string, list or recursion without end?"
     finally:
         child.kill()
         child.join()

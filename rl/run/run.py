@@ -25,7 +25,7 @@ from rl.record.console import PhaseTimer, warn
 from rl.rollout.consensus import Interrupted, leave_together
 from rl.rollout.graded_groups import Advantages, GradedGroup
 from rl.rollout.prompt_order import PromptOrder
-from rl.rollout.stream import PendingRollout, RolloutContext, Sampled, begin
+from rl.rollout.stream import PendingRollout, Rollout, RolloutContext, Sampled, begin
 from rl.run.checks import Checks
 from rl.run.evaluation import evaluate
 from rl.run.last_finished import save_before_leaving
@@ -135,8 +135,11 @@ class Run:
             for p, episodes_G in pending.rollout.groups(self.timer, signals.stop_heard):
                 yield from advantages.add(p, episodes_G)
         leave_together(self.dist)
-        rollout = pending.rollout.finished()
-        self.checks.failures(rollout)
+        self.checks.failures(pending.rollout.finished())
+        yield from advantages.rest()
+
+    def rollout_metrics(self, rollout: Rollout) -> Metrics:
+        """What an iteration's episodes show and what its plugins report. Collective."""
         self.timer.model_flops += sum(
             self.context.policy.train_flops(
                 len(episodes_G[0].prompt.token_ids),
@@ -144,7 +147,7 @@ class Run:
             )
             for episodes_G in rollout.episodes
         )
-        yield from advantages.rest()
+        return self.checks.metrics(rollout)
 
     def may_sample(self, sampled: int, done: int) -> bool:
         """Whether iteration `sampled` may be rolled out when `done` are learnt from.

@@ -71,6 +71,14 @@ def test_a_program_without_end_is_ended(tmp_path, plain, monkeypatch, override: 
     assert names(problem, f"{path} ... longer than 0.5 s ... recursion")
 
 
+def test_memory_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonnet, "MAX_MEMORY_BYTES", 200 << 20)
+    path = tmp_path / "large.jsonnet"
+    path.write_text("{ a: std.length(std.range(1, 100000000)) }")
+    [problem] = problems_of(path)
+    assert names(problem, f"{path} ... more than 0 GB")
+
+
 def test_bytes_that_are_not_utf_8_are_refused(tmp_path: Path, plain: Path) -> None:
     broken = os.fsdecode(b"mine\xff")
     assert "UTF-8" in problems_of(plain, env={"APP__RUN_NAME": broken})[0]

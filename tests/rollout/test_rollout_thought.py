@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from PIL import Image
-from tiny_rollout import Painter, run_config, word
+from tiny_rollout import Painter, collect, run_config, word
 
 from rl.algorithm.metrics import Metrics
 from rl.api.reward import Reward
@@ -22,9 +23,8 @@ from rl.api.types import (
 )
 from rl.judge.background import BackgroundLoop
 from rl.learner.micro_batches import pack_groups
-from rl.record.console import PhaseTimer
 from rl.rollout.graded_groups import train_sequences
-from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
+from rl.rollout.stream import Rollout, RolloutContext, Sampled
 from rl.run.episode_metrics import add_thought
 
 MARKER = 26  # 'z'
@@ -88,30 +88,14 @@ def asked() -> Prompt:
     return Prompt(plain.sample, (1, 3, 2), without_thought=plain)
 
 
-class Batches:
-    """One a group; nothing is ever forwarded."""
-
-    collective = False
-
-    def __init__(self, batch: Sampled) -> None:
-        nums_P = [len(completions_G) for completions_G in batch.completions]
-        self.micro_batches = pack_groups(batch.prompts, batch.token_ids, 1000, num_sampled_P=nums_P)
-
-
-def collect(
-    context: RolloutContext, completions: list[Completion], bare: Completion | None = None
-) -> Rollout:
-    batch = Sampled([asked()], [completions], [51], ["0/0"], [bare])
-    timer = PhaseTimer()
-    pending = begin(context, batch, Batches(batch), timer)
-    for _ in pending.groups(timer):
-        pass
-    return pending.finished()
+def sampled(completions: list[Completion], bare: Completion | None = None) -> Sampled:
+    return Sampled([asked()], [completions], [51], ["0/0"], [bare])
 
 
 def roll(context: RolloutContext) -> Rollout:
     """Two thoughts before the same words, other words, a thought without an end; the bare arm."""
-    return collect(context, [word("azc"), word("abzc"), word("azd"), word("abc")], word("c"))
+    words = [word("azc"), word("abzc"), word("azd"), word("abc")]
+    return collect(context, sampled(words, word("c")))
 
 
 def test_equal_words_are_drawn_once_and_read_with_each_thought(context: RolloutContext) -> None:
@@ -131,7 +115,7 @@ def test_equal_words_are_drawn_once_and_read_with_each_thought(context: RolloutC
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_reward_that_compares_is_shown_equal_words_once_unless_it_reads_thoughts(
-    reads: bool,
+    context: RolloutContext, reads: bool
 ) -> None:
     class Ranked(Reward):
         """The later the better."""
@@ -143,9 +127,8 @@ def test_a_reward_that_compares_is_shown_equal_words_once_unless_it_reads_though
             return [number / len(inputs_G) for number in range(len(inputs_G))]
 
     shown: list[list[tuple[str, str]]] = []
-    with BackgroundLoop() as loop:
-        rewards = {"ranked": Ranked(None, None), "brief": Brief()}
-        rollout = roll(RolloutContext(run_config(), Thinker(), Painter(), rewards, True, loop))
+    rewards = {"ranked": Ranked(None, None), "brief": Brief()}
+    rollout = roll(replace(context, rewards=rewards))
     [group] = shown
     found = [e.parts["ranked"] for e in (*rollout.episodes[0][:3], *rollout.bare_episodes)]
     if reads:
@@ -170,22 +153,19 @@ def test_how_long_it_thought_and_how_often_to_no_end(context: RolloutContext) ->
 
 
 @pytest.mark.parametrize("rule", ["floor", "score", "mask"])
-def test_a_thought_that_is_cut_off_is_a_failure_under_every_rule(rule: str) -> None:
+def test_a_thought_that_is_cut_off_is_a_failure_under_every_rule(
+    context: RolloutContext, rule: str
+) -> None:
     """Under 'mask' it carries no loss; words that are cut go by the rule, as ever."""
-    with BackgroundLoop() as loop:
-        config = run_config(algorithm={"truncated_completions": rule})
-        context = RolloutContext(config, Thinker(), Painter(), {"brief": Brief()}, True, loop)
-        cut = [word("ab", finish="length"), word("azc", finish="length"), word("azd")]
-        thought, words, whole = collect(context, cut).episodes[0]
-        assert (thought.status, thought.reward) == ("policy_failed", 0.0)
-        assert str(thought.failure).startswith(UNFINISHED_THOUGHT)
-        assert words.status == ("policy_failed" if rule == "floor" else "scored")
-        masks = [
-            any(s.loss_mask)
-            for s in train_sequences(config, Thinker(), 0, [thought, words, whole], [-1, 1, 1])
-            if s is not None
-        ]
-        assert masks == ([False, False, True] if rule == "mask" else [True] * 3)
+    config = run_config(algorithm={"truncated_completions": rule})
+    cut = [word("ab", finish="length"), word("azc", finish="length"), word("azd")]
+    thought, words, whole = collect(replace(context, config=config), sampled(cut)).episodes[0]
+    assert (thought.status, thought.reward) == ("policy_failed", 0.0)
+    assert str(thought.failure).startswith(UNFINISHED_THOUGHT)
+    assert words.status == ("policy_failed" if rule == "floor" else "scored")
+    sequences = train_sequences(config, Thinker(), 0, [thought, words, whole], [-1, 1, 1])
+    masks = [any(sequence.loss_mask) for sequence in sequences if sequence is not None]
+    assert masks == ([False, False, True] if rule == "mask" else [True] * 3)
 
 
 def test_the_bare_arm_stands_behind_the_plain_prompt() -> None:

@@ -39,19 +39,22 @@ def test_another_score_for_the_same_picture_stops_the_run_at_its_start(
 
 
 @pytest.mark.parametrize(
-    ("rewards", "warns"),
+    ("rewards", "images", "warns"),
     [
-        ([0.0], True),  # another completion's states
-        ([0.95] * 9 + [0.4], True),  # of one sample alone
-        ([0.7] * 4, True),  # of all, by less
-        ([0.8] * 4, False),  # a judge that reads twice
-        ([0.5, 0.95, 0.95, 0.95], False),
+        ([0.0], 1, True),  # another completion's states
+        ([0.95] * 9 + [0.4], 1, True),  # of one sample alone
+        ([0.7] * 4, 1, True),  # of all, by less
+        ([0.8] * 4, 1, False),  # a judge that reads twice
+        ([0.5, 0.95, 0.95, 0.95], 1, False),
+        ([0.1], 2, True),  # of several pictures an episode shows one
+        ([0.85], 2, False),
     ],
 )
 def test_another_picture_is_a_warning_beyond_the_judges_noise(
-    rewards: list[float], warns: bool, capsys: pytest.CaptureFixture[str]
+    rewards: list[float], images: int, warns: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check([policy(reward=reward, **OTHER_PICTURE) for reward in rewards])
+    picture = OTHER_PICTURE if images == 1 else {}
+    check([policy(reward=reward, **picture) for reward in rewards], images=images)
     said = capsys.readouterr().err
     assert names(said, "equal words ... pairs ... states") if warns else not said
 
@@ -71,10 +74,3 @@ def test_what_is_not_comparable_is_not_compared(
 ) -> None:
     check([policy(**changes)])
     assert not capsys.readouterr().err
-
-
-def test_of_several_pictures_an_episode_shows_one(capsys: pytest.CaptureFixture[str]) -> None:
-    check([policy(reward=0.85)], images=2)
-    assert not capsys.readouterr().err
-    check([policy(reward=0.1)], images=2)
-    assert "equal words" in capsys.readouterr().err

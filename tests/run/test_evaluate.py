@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,23 +10,22 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from tiny_loop import rows_of
 from tiny_ranks import run_ranks
-from tiny_run import run_config
+from tiny_rollout import Graded
+from tiny_run import Writes, run_config
 
 from rl.api.plug import PlugConfig, Resources
 from rl.api.policy import PolicyConfig
 from rl.api.renderer import Renderer
-from rl.api.reward import Reward
 from rl.api.types import (
     Action,
     Completion,
     HiddenStates,
     Prompt,
     RewardInput,
-    RewardOutput,
     Row,
     Sample,
-    SamplingParams,
 )
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeError, JudgeRefused
@@ -36,6 +34,8 @@ from rl.record.console import PhaseTimer
 from rl.record.writer import BackgroundWriter
 from rl.rollout.stream import RolloutContext
 from rl.run.evaluation import evaluate
+
+ENGINE = Writes(Completion((2,), (-0.5,), "stop"))
 
 
 class Blank(Renderer):
@@ -48,17 +48,22 @@ class Blank(Renderer):
 
 
 class Gathering:
-    """A policy whose every forward is a collective call, as under ZeRO-3."""
+    """A policy whose every forward is a collective call, as under ZeRO-3. Where states condition
+    the renderer it is its module that gathers."""
 
-    reads_states = False
     starts_as_stock = False
-    config = PolicyConfig(lora=None)
 
-    def __init__(self, dist: Dist) -> None:
+    def __init__(self, dist: Dist, reads_states: bool = False) -> None:
+        self.reads_states = reads_states
+        self.config = PolicyConfig() if reads_states else PolicyConfig(lora=None)
         self.num_forwards = 0
         self.module = torch.nn.Linear(1, 1)
         self.module.weight.ds_id = 0
+        self.module.forward = self._gather
         self._dist = dist
+
+    def _gather(self, rows: Sequence[Row]) -> None:
+        assert self._dist.gather("forward") == ["forward"] * self._dist.world_size
 
     def build_prompt(self, sample: Sample) -> Prompt:
         return Prompt(sample, (1,))
@@ -72,25 +77,6 @@ class Gathering:
     def stock_arms(self, prompt: Prompt) -> dict[str, tuple[Prompt, Completion]]:
         return {"stock": (prompt, self.pass_through_completion(prompt.sample))}
 
-    def decode_actions(self, rows: Sequence[Row], batch: None, outputs: None) -> list[Action]:
-        self.num_forwards += 1
-        assert self._dist.gather("forward") == ["forward"] * self._dist.world_size
-        return [Action("words", "words") for _ in rows]
-
-
-class GatheringStates(Gathering):
-    """The same where states condition the renderer: its module is what gathers."""
-
-    reads_states = True
-    config = PolicyConfig()
-
-    def __init__(self, dist: Dist) -> None:
-        super().__init__(dist)
-        self.module.forward = self._forward
-
-    def _forward(self, rows: Sequence[Row]) -> None:
-        assert self._dist.gather("forward") == ["forward"] * self._dist.world_size
-
     def collate(self, rows: Sequence[Row]) -> Sequence[Row]:
         return rows
 
@@ -102,84 +88,56 @@ class GatheringStates(Gathering):
 
     def decode_actions(self, rows: Sequence[Row], batch: object, outputs: None) -> list[Action]:
         self.num_forwards += 1
-        return [Action("words", HiddenStates(torch.ones(2 + len(ids), 3))) for _, ids in rows]
+        if self.reads_states:
+            return [Action("words", HiddenStates(torch.ones(2 + len(ids), 3))) for _, ids in rows]
+        self._gather(rows)
+        return [Action("words", "words") for _ in rows]
 
 
-class Greedy:
-    """An engine that always writes the same."""
-
-    def generate(
-        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
-    ) -> list[list[Completion]]:
-        self.params = params
-        return [[Completion((2,), (-0.5,), "stop")] for _ in prompts_P]
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
+def fixed(evidence: RewardInput) -> float:
+    return 0.25 if evidence.sample.id == "0" else 0.75
 
 
-class Refusing(Reward):
+def refusing(evidence: RewardInput) -> float:
     """Refuses one sample's, which one rank alone has."""
-
-    def __init__(self) -> None:
-        """Needs nothing."""
-
-    async def grade(self, evidence: RewardInput) -> RewardOutput:
-        if evidence.sample.id == "0":
-            raise JudgeRefused("HTTP 401: the key has expired")
-        return RewardOutput(0.5)
+    if evidence.sample.id == "0":
+        raise JudgeRefused("HTTP 401: the key has expired")
+    return 0.5
 
 
-class Fixed(Reward):
-    def __init__(self) -> None:
-        """Needs nothing."""
-
-    async def grade(self, evidence: RewardInput) -> RewardOutput:
-        return RewardOutput(0.25 if evidence.sample.id == "0" else 0.75)
-
-
-def held_out_run(num_samples: int, folder: str) -> dict[str, Any]:
+def held_out_run(num_samples: int, folder: str) -> dict[bool, dict[str, float]]:
+    """Whether states condition the renderer -> metrics."""
     dist = Dist.from_env("cpu")
     found = {}
-    for policy in (Gathering(dist), GatheringStates(dist)):
-        name = type(policy).__name__
-        metrics = evaluate_samples(policy, num_samples, Path(folder, name), dist)
-        found[name] = {"forwards": policy.num_forwards, **metrics}
+    for reads_states in (False, True):
+        policy = Gathering(dist, reads_states)
+        metrics = evaluate_samples(policy, num_samples, Path(folder, str(reads_states)), dist)
+        found[reads_states] = {"forwards": policy.num_forwards, **metrics}
     dist.close()
     return found
 
 
 def evaluate_samples(
-    policy: Gathering, num_samples: int, folder: Path, dist: Dist, engine: Any = None
+    policy: Gathering, num_samples: int, folder: Path, dist: Dist, grade: Any = fixed
 ) -> dict[str, float]:
     # Only one sample has a reference, so only one rank scores one.
     samples = [
         Sample(str(i), "do it", reference="right" if i == 0 else None) for i in range(num_samples)
     ]
-    with BackgroundLoop() as loop:
-        context = RolloutContext(
-            run_config(optimizer={"max_tokens_per_micro_batch": 3}),
-            policy,
-            Blank(PlugConfig(), Resources(None, "cpu")),
-            {"fixed": Fixed()},
-            True,
-            loop,
-        )
-        with BackgroundWriter(folder) as writer:
-            metrics = evaluate(
-                context, engine or Greedy(), samples, 0, folder, dist, PhaseTimer(), writer
-            )
+    config = run_config(optimizer={"max_tokens_per_micro_batch": 3})
+    with BackgroundLoop() as loop, BackgroundWriter(folder) as writer:
+        renderer, rewards = Blank(PlugConfig(), Resources(None, "cpu")), {"judge": Graded(grade)}
+        context = RolloutContext(config, policy, renderer, rewards, True, loop)
+        metrics = evaluate(context, ENGINE, samples, 0, folder, dist, PhaseTimer(), writer)
     return dist.reduce(metrics)
 
 
 def test_held_out_completions_have_their_own_sampling_parameters(tmp_path: Path) -> None:
-    engine = Greedy()
-    evaluate_samples(Gathering(Dist()), 1, tmp_path, Dist(), engine)
+    evaluate_samples(Gathering(Dist()), 1, tmp_path, Dist())
     config = run_config()
     assert config.evaluation.temperature != config.sampling.temperature
-    assert engine.params.temperature == config.evaluation.temperature
-    assert (engine.params.top_p, engine.params.num_completions) == (1.0, 1)
+    assert ENGINE.params.temperature == config.evaluation.temperature
+    assert (ENGINE.params.top_p, ENGINE.params.num_completions) == (1.0, 1)
 
 
 @pytest.mark.slow
@@ -187,40 +145,31 @@ def test_ranks_with_fewer_samples_keep_step_and_count_nothing_twice(tmp_path: Pa
     ranks = run_ranks(held_out_run, 2, 3, str(tmp_path))
     # A group a pack. Two and one samples, one and no reference, two and one stock arms: five
     # forwards on either rank; and two for states of the bare words, under two weights.
-    for name, num_forwards in (("Gathering", 5), ("GatheringStates", 5 + 2 * 2)):
-        one, other = (rank[name] for rank in ranks)
+    for reads_states, num_forwards in ((False, 5), (True, 5 + 2 * 2)):
+        one, other = (rank[reads_states] for rank in ranks)
         assert one == other and one["forwards"] == num_forwards
         assert one["eval/reward_gain"] == one["eval/gain_over_stock"] == 0.0
         assert one["eval/reward"] == one["eval/stock_reward"] == (0.25 + 0.75 + 0.75) / 3
         assert one["eval_reference/reward"] == 0.25
         for file in ("evaluation/it_000000/records.jsonl", "stock/rewards.jsonl"):
-            lines = (tmp_path / name / file).read_text().splitlines()
-            assert sorted(json.loads(line)["id"] for line in lines) == ["0", "1", "2"]
+            assert sorted(row["id"] for row in rows_of(tmp_path / str(reads_states) / file)) == [
+                "0",
+                "1",
+                "2",
+            ]
     assert one["drift/state_l2"] == one["drift/bare_fall"] == one["drift/reference_fall"] == 0.0
-    assert "drift/alarm" not in ranks[0]["Gathering"]
+    assert "drift/alarm" not in ranks[0][False]
 
 
 def refused_run(folder: str) -> str:
     dist = Dist.from_env("cpu")
-    policy = Gathering(dist)
-    samples = [Sample(str(i), "do it") for i in range(3)]
-    with BackgroundLoop() as loop:
-        context = RolloutContext(
-            run_config(),
-            policy,
-            Blank(PlugConfig(), Resources(None, "cpu")),
-            {"judge": Refusing()},
-            True,
-            loop,
-        )
-        try:
-            writer = BackgroundWriter(Path(folder))
-            evaluate(context, Greedy(), samples, 0, Path(folder), dist, PhaseTimer(), writer)
-        except (JudgeError, PeerError) as error:
-            assert dist.tell(error, 30)
-            return str(error)
-        finally:
-            dist.close()
+    try:
+        evaluate_samples(Gathering(dist), 3, Path(folder), dist, refusing)
+    except (JudgeError, PeerError) as error:
+        assert dist.tell(error, 30)
+        return str(error)
+    finally:
+        dist.close()
     return "nothing was refused"
 
 

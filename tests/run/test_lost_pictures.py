@@ -151,21 +151,18 @@ def test_what_became_of_a_picture() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "buckets"),
+    ("side_px", "buckets"),
     [
-        ({}, [(64, 64), (64, 64), (96, 32)]),
-        ({"width_px": 32, "height_px": 32}, [(128, 128), (128, 128), (224, 64)]),
+        (None, [(64, 64), (64, 64), (96, 32)]),
+        (32, [(128, 128), (128, 128), (224, 64)]),
     ],
 )
 def test_an_editor_counts_failures_by_the_size_that_it_draws_or_reads(
-    changes: dict[str, int], buckets: list[tuple[int, int]]
+    side_px: int | None, buckets: list[tuple[int, int]]
 ) -> None:
     editor = QwenImageEdit.__new__(QwenImageEdit)
-    editor.config = SimpleNamespace(
-        **{"width_px": None, "height_px": None} | changes,
-        output_area_px=64 * 64,
-        condition_area_px=128 * 128,
-    )
+    areas = {"output_area_px": 64 * 64, "condition_area_px": 128 * 128}
+    editor.config = SimpleNamespace(width_px=side_px, height_px=side_px, **areas)
     sources = [Image.new("RGB", size) for size in ((1000, 990), (500, 512), (900, 300))]
     found = [editor.size_bucket(Sample("s", "do it", (source,))) for source in sources]
     assert found == buckets

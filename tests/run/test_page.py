@@ -63,14 +63,18 @@ def test_a_run_that_failed_or_was_stopped_waits_for_none(slow: Path) -> None:
     assert len(calls(slow)) == 1
 
 
-def test_what_goes_wrong_is_said_once(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("starts", [True, False])
+def test_what_goes_wrong_is_said_once(slow: Path, monkeypatch, capsys, starts: bool) -> None:
     for name in ("go", "fail"):
         (slow / name).touch()
+    if not starts:
+        monkeypatch.setattr(sys, "executable", str(slow / "none"))
     page = Page(slow / "run", wanted=True)
     page.refresh()
     page.close()
     [said] = capsys.readouterr().err.splitlines()
-    assert names(said, f"exit code 1 ... rl report {slow / 'run'}")
+    assert "the page could not be refreshed" in said
+    assert not starts or names(said, f"exit code 1 ... rl report {slow / 'run'}")
 
 
 def test_none_is_left_behind(slow: Path, monkeypatch, capsys) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -22,7 +22,6 @@ from rl.config.schema import load_config
 from rl.ranks.dist import Dist
 from rl.record.console import Console, PhaseTimer
 from rl.record.run_record import RunRecord
-from rl.record.tracking import Tracker
 from rl.record.writer import BackgroundWriter
 from rl.rollout.stream import Rollout
 from rl.run import metric_table
@@ -78,70 +77,65 @@ class Rows(DataSource):
 NAMES = ["renderer/strokes", "reward/metric/mine/hits", "data/metric/train.0/read_kb"]
 
 
-def config_path(folder: Path) -> Path:
+@dataclass
+class Plugs:
+    """A stranger's plugs, as a run resolves and makes them."""
+
+    resolved: build.Resolved
+    reward: Any
+    rows: Any
+
+    def metrics(self, dist: Dist) -> PlugMetrics:
+        [reward], [source] = self.resolved.rewards.values(), self.resolved.train
+        return PlugMetrics(self.resolved, [(reward, self.reward), (source, self.rows)], dist)
+
+
+def write_config(folder: Path) -> Path:
     (folder / "outsider").mkdir()
     (folder / "outsider" / "plugs.py").write_text(STRANGER)
+    changes = {
+        "renderer": {"type": "outsider.plugs.Brush"},
+        "rewards": {"mine": {"type": "outsider.plugs.Careful"}},
+        "data": {"train": [{"type": "outsider.plugs.Rows"}]},
+    }
+    return tiny_config.write(folder, tiny_config.nothing(folder, **changes))
+
+
+def make(config: Path) -> Plugs:
+    sys.path.insert(0, str(config.parent))
     for name in ("outsider", "outsider.plugs"):
         sys.modules.pop(name, None)
-    return tiny_config.write(
-        folder,
-        tiny_config.nothing(
-            folder,
-            renderer={"type": "outsider.plugs.Brush"},
-            rewards={"mine": {"type": "outsider.plugs.Careful"}},
-            data={"train": [{"type": "outsider.plugs.Rows"}]},
-            tracking={"wandb": "offline"},
-        ),
-    )
+    resolved = build.resolve(load_config(config))
+    [reward], [rows] = resolved.rewards.values(), build.build_data(resolved, resolved.train)
+    rows.take_metrics()  # its first row was looked at
+    return Plugs(resolved, reward.cls(reward.config, Resources(None, "cpu")), rows)
 
 
 @pytest.fixture
-def resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> build.Resolved:
-    monkeypatch.syspath_prepend(tmp_path)
-    return build.resolve(load_config(config_path(tmp_path)))
-
-
-def made_of(resolved: build.Resolved) -> list[tuple[build.Plug[Any], Any]]:
-    [reward], [source] = resolved.rewards.values(), resolved.train
-    [rows] = build.build_data(resolved, [source])
-    rows.take_metrics()  # its first row was looked at
-    return [(reward, reward.cls(reward.config, Resources(None, "cpu"))), (source, rows)]
+def plugs(tmp_path: Path) -> Plugs:
+    return make(write_config(tmp_path))
 
 
 def taken(plug_metrics: PlugMetrics, **of_renderer: Any) -> dict[str, float]:
     return Metrics.merge([plug_metrics.take(of_renderer).state()])
 
 
-def test_a_strangers_metrics_are_in_the_lines_in_wandb_and_in_the_table(
-    resolved: build.Resolved,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_strangers_metrics_are_in_the_lines_and_in_the_table(
+    plugs: Plugs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "run" / "wandb"))
-    config, dist = resolved.config, Dist()
-    made = made_of(resolved)
-    record = RunRecord(tmp_path / "run", config, dist)
-    tracker = Tracker(tmp_path / "run", config, dist, record.config)
-    writer, rest = BackgroundWriter(tmp_path / "run"), MagicMock()
+    config, dist, run_dir = plugs.resolved.config, Dist(), tmp_path / "run"
+    record, writer, rest = RunRecord(run_dir, config, dist), BackgroundWriter(run_dir), MagicMock()
     watch = Watch(config, "float32", 0.0)
-    checks = Checks(config, dist, None, [], PlugMetrics(resolved, made, dist), watch)
-    console = Console(True)
-    recording = Recording(dist, console, PhaseTimer(), rest, record, tracker, rest, writer, 3)
-    assert tracker.mode == "offline"
-    _ = made[1][1][0]
-    record.run_dir.mkdir(exist_ok=True)
+    checks = Checks(config, dist, None, [], plugs.metrics(dist), watch)
+    recording = Recording(dist, Console(True), PhaseTimer(), rest, record, rest, rest, writer, 3)
+    _ = plugs.rows[0]
+    run_dir.mkdir(exist_ok=True)
     line = recording.line(checks.metrics(Rollout([], [], {"strokes": 12.0})), {})
     checks.line(line, is_last=False)
     recording.write_line(1, line, was_evaluated=False)
     writer.flush()
-    tracker.close()
-    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    line = json.loads((run_dir / "metrics.jsonl").read_text())
     assert [line[name] for name in NAMES] == [12.0, 0.5, 1.5]
-    [uploaded] = (tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb")
-    assert all(name.encode() in uploaded.read_bytes() for name in NAMES)
 
     capsys.readouterr()
     metric_table.main([str(tmp_path / "run.jsonnet")])
@@ -168,67 +162,66 @@ def test_a_strangers_metrics_are_in_the_lines_in_wandb_and_in_the_table(
     ids=lambda value: str(value)[:30],
 )
 def test_what_is_not_as_declared_is_refused_at_first_and_left_out_later(
-    resolved: build.Resolved, report: Any, message: str, capsys: pytest.CaptureFixture[str]
+    plugs: Plugs, report: Any, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = made_of(resolved)
-    made[0][1].report = report
+    plugs.reward.report = report
     with pytest.raises(ValueError) as error:
-        PlugMetrics(resolved, made, Dist()).take({})
+        plugs.metrics(Dist()).take({})
     assert names(error.value, f"rewards.mine: outsider.plugs.Careful ... {message}")
-    made[0][1].report = {"hits": 1}
-    plug_metrics = PlugMetrics(resolved, made, Dist())
-    assert taken(plug_metrics) == {"reward/metric/mine/hits": 1}
-    made[0][1].report = report
-    assert taken(plug_metrics, strokes=2) == taken(plug_metrics, strokes=2) == {NAMES[0]: 2}
+    plugs.reward.report = {"hits": 1}
+    metrics = plugs.metrics(Dist())
+    assert taken(metrics) == {"reward/metric/mine/hits": 1}
+    plugs.reward.report = report
+    assert taken(metrics, strokes=2) == taken(metrics, strokes=2) == {NAMES[0]: 2}
     [warning] = capsys.readouterr().err.splitlines()
     assert names(warning, "rank 0: rewards.mine: outsider.plugs.Careful ... left out")
+
+
+def test_a_renderer_is_held_to_the_same(plugs: Plugs) -> None:
+    with pytest.raises(ValueError, match=r"renderer: outsider.plugs.Brush .*'blobs'.*strokes"):
+        plugs.metrics(Dist()).take({"blobs": 1.0})
 
 
 @pytest.mark.parametrize(
     "value", [float("nan"), float("-inf"), 10**400], ids=["nan", "-inf", "huge"]
 )
 def test_a_value_that_is_not_finite_is_left_out_and_said_once(
-    resolved: build.Resolved, value: float, capsys: pytest.CaptureFixture[str]
+    plugs: Plugs, value: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = made_of(resolved)
-    made[0][1].report = {"hits": value}
-    plug_metrics = PlugMetrics(resolved, made, Dist())
-    assert taken(plug_metrics) == taken(plug_metrics) == {}
+    plugs.reward.report = {"hits": value}
+    metrics = plugs.metrics(Dist())
+    assert taken(metrics) == taken(metrics) == {}
     [warning] = capsys.readouterr().err.splitlines()
     assert names(warning, "rewards.mine: outsider.plugs.Careful ... 'hits'")
-    made[0][1].report = {"hits": 0.25}
-    assert taken(plug_metrics) == {NAMES[1]: 0.25}, "it is asked again"
+    plugs.reward.report = {"hits": 0.25}
+    assert taken(metrics) == {NAMES[1]: 0.25}, "it is asked again"
 
 
-def test_a_held_out_run_reports_nothing(resolved: build.Resolved, monkeypatch) -> None:
-    made = made_of(resolved)
-    run = Run.__new__(Run)
-    run.config = resolved.config.model_copy(
-        update={
-            "evaluation": resolved.config.evaluation.model_copy(update={"every_n_iterations": 1})
-        }
-    )
+def test_a_held_out_run_reports_nothing(plugs: Plugs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does what raises when it is asked to forget."""
+    run, config = Run.__new__(Run), plugs.resolved.config
+    evaluation = config.evaluation.model_copy(update={"every_n_iterations": 1})
+    run.config = config.model_copy(update={"evaluation": evaluation})
     run.judge, run.held_out, run.num_iterations = None, [MagicMock()], 3
     run.context = run.engine = run.dist = run.timer = run.saving = MagicMock()
-    run.checks = MagicMock(plug_metrics=PlugMetrics(resolved, made, Dist()))
+    run.checks = MagicMock(plug_metrics=plugs.metrics(Dist()))
 
     def evaluate(*_: object) -> Metrics:
-        _ = made[1][1][0]
+        _ = plugs.rows[0]
+        plugs.reward.report = ValueError("not now")
         return Metrics()
 
     monkeypatch.setattr("rl.run.run.evaluate", evaluate)
     run.evaluate_if_due(1)
-    assert NAMES[2] not in taken(run.checks.plug_metrics)
+    plugs.reward.report = {}
+    assert taken(run.checks.plug_metrics) == {}
 
 
-def ranks_report(folder: str, first: Any, second: Any) -> Any:
-    sys.path.insert(0, folder)
-    dist = Dist.from_env("cpu")
-    resolved = build.resolve(load_config(str(Path(folder) / "run.jsonnet")))
-    made = made_of(resolved)
-    made[0][1].report = (first, second)[dist.rank]
+def ranks_report(config: Path, *reports: Any) -> Any:
+    dist, plugs = Dist.from_env("cpu"), make(config)
+    plugs.reward.report = reports[dist.rank]
     try:
-        seen: Any = dist.reduce(PlugMetrics(resolved, made, dist).take({"strokes": 2 * dist.rank}))
+        seen: Any = dist.reduce(plugs.metrics(dist).take({"strokes": 2 * dist.rank}))
     except ValueError as error:
         seen = str(error)
     dist.close()
@@ -237,10 +230,10 @@ def ranks_report(folder: str, first: Any, second: Any) -> Any:
 
 @pytest.mark.slow
 def test_ranks_count_alike_and_refuse_together(tmp_path: Path) -> None:
-    config_path(tmp_path)
-    seen = run_ranks(ranks_report, 2, str(tmp_path), {"hits": 0.5}, {})
+    config = write_config(tmp_path)
+    seen = run_ranks(ranks_report, 2, config, {"hits": 0.5}, {})
     assert seen == 2 * [{NAMES[0]: 1.0, NAMES[1]: 0.5}], "the mean over those that report"
-    refused = run_ranks(ranks_report, 2, str(tmp_path), {}, {"hit": 1})
+    refused = run_ranks(ranks_report, 2, config, {}, {"hit": 1})
     assert len(set(refused)) == 1 and "reports 'hit'" in refused[0]
 
 

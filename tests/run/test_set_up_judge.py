@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_loop
@@ -12,7 +13,7 @@ from tiny_messages import names
 
 from rl import build
 from rl.config.schema import load_config
-from rl.judge.client import JudgeError
+from rl.judge.client import JudgeClient, JudgeError
 from rl.ranks.dist import Dist
 from rl.run import set_up
 
@@ -53,12 +54,11 @@ def test_what_the_question_taught_is_known_and_not_counted(
 ) -> None:
     clients = []
 
-    class Kept(set_up.JudgeClient):
-        def __init__(self, *given: object) -> None:
-            super().__init__(*given)  # type: ignore[arg-type]
-            clients.append(self)
+    def kept(*arguments: Any) -> JudgeClient:
+        clients.append(JudgeClient(*arguments))
+        return clients[0]
 
-    monkeypatch.setattr(set_up, "JudgeClient", Kept)
+    monkeypatch.setattr(set_up, "JudgeClient", kept)
     with PickyJudge("max_tokens", "seed") as judge, pytest.raises(LoadingError):
         opened(tmp_path, judge)
     [client] = clients

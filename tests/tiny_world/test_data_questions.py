@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ from PIL import Image
 from rl.api.data import RowRules
 from rl.api.types import Sample
 from rl.build import resolve
-from rl.config.messages import validate
-from rl.config.schema import ConfigError, load_config
+from rl.config.schema import load_config
 from rl.data import edit_jsonl, hf_dataset
 from rl.policies.qwen_vl.prompts import QwenPrompts
 from rl.policies.shared.prompting import chat_template
@@ -34,77 +33,38 @@ COLUMNS = {
     "source_optional": True,
     "hidden": {"answer": "solution"},
 }
-MAX_SIDE_PX = 8192
 SECRET = "zyxwvu"
 
 
-def rows(picture: str) -> list[Mapping[str, Any]]:
-    return [
+@pytest.mark.parametrize("plug", [edit_jsonl.EditJsonl, hf_dataset.HfDataset])
+def test_a_file_of_questions_with_and_without_a_picture(
+    plug: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    picture = str(tmp_path / "dots.png")
+    Image.new("RGB", (40, 30), "red").save(picture)
+    rows: list[Any] = [
         {"problem": "How many dots?", "image": picture, "solution": "7"},
         {"problem": "What is 2 + 2?", "image": None, "solution": "<answer> 4 </answer>"},
         {"problem": "What is 3 + 2?", "solution": "5"},
     ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("questions")
-    Image.new("RGB", (40, 30), "red").save(folder / "dots.png")
-    return folder
-
-
-def seen(source: Any) -> list[tuple[str, bool, str]]:
-    samples = [source[i] for i in range(len(source))]
-    return [(s.instruction, s.source is not None, s.hidden["answer"]) for s in samples]
-
-
-EXPECTED = [
-    ("How many dots?", True, "7"),
-    ("What is 2 + 2?", False, "<answer> 4 </answer>"),
-    ("What is 3 + 2?", False, "5"),
-]
-
-
-def test_a_jsonl_file_of_questions_with_and_without_a_picture(folder: Path) -> None:
-    path = tiny_edits.write_jsonl(folder / "train.jsonl", list(rows("dots.png")))
-    config = edit_jsonl.Config(type="edit_jsonl", path=path, columns=COLUMNS)
-    assert edit_jsonl.EditJsonl.problems(config, RowRules("error", MAX_SIDE_PX)) == []
-    assert edit_jsonl.EditJsonl.provides(config) == {"hidden:answer"}, (
-        "not every sample has a picture"
-    )
-    assert seen(edit_jsonl.EditJsonl(config, RowRules("error", MAX_SIDE_PX))) == EXPECTED
-
-
-def test_a_parquet_file_of_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    datasets.disable_progress_bars()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
-    column = {key: [row.get(key) for row in rows(str(folder / "dots.png"))] for key in rows("")[0]}
-    features = datasets.Features({key: datasets.Value("string") for key in column})
-    features["image"] = datasets.Image()
-    datasets.Dataset.from_dict(column, features=features).to_parquet(folder / "train.parquet")
-    config = hf_dataset.Config(
-        type="hf_dataset", path=str(folder / "train.parquet"), columns=COLUMNS
-    )
-    assert hf_dataset.HfDataset.problems(config, RowRules("error", MAX_SIDE_PX)) == []
-    assert seen(hf_dataset.HfDataset(config, RowRules("error", MAX_SIDE_PX))) == EXPECTED
-
-
-def test_without_leave_a_missing_picture_is_a_bad_row(folder: Path) -> None:
-    path = tiny_edits.write_jsonl(folder / "strict.jsonl", list(rows("dots.png")))
-    columns = {**COLUMNS, "source_optional": False}
-    config = edit_jsonl.Config(type="edit_jsonl", path=path, columns=columns)
-    problems = edit_jsonl.EditJsonl.problems(config, RowRules("error", MAX_SIDE_PX))
-    assert ["row 2" in problems[0], "row 3" in problems[1]] == [True, True]
-    assert edit_jsonl.EditJsonl.provides(config) == {"source", "hidden:answer"}
-
-
-def test_a_column_that_the_policy_reads_cannot_be_hidden() -> None:
-    section = {"type": "x", "path": "x", "columns": {**COLUMNS, "hidden": {"answer": "problem"}}}
-    _, problems = validate(edit_jsonl.Config, section, at="data.train.0")
-    assert len(problems) == 1
-    assert "hidden.answer: column 'problem' is also what the policy reads" in problems[0]
+    if plug is edit_jsonl.EditJsonl:
+        path = tiny_edits.write_jsonl(tmp_path / "train.jsonl", rows)
+    else:
+        path = str(tmp_path / "train.parquet")
+        table = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
+        table.to_parquet(path)
+    config = plug.Config(path=path, columns=COLUMNS)
+    assert list(plug.problems(config, RowRules())) == []
+    assert plug.provides(config) == {"hidden:answer"}, "not every sample has a picture"
+    source = plug(config, RowRules())
+    samples = [source[i] for i in range(3)]
+    assert [sample.instruction for sample in samples] == [row["problem"] for row in rows]
+    assert [sample.hidden["answer"] for sample in samples] == [row["solution"] for row in rows]
+    assert [len(sample.sources) for sample in samples] == [1, 0, 0]
 
 
 def prompts_of(samples: list[Sample]) -> list[Any]:
@@ -165,13 +125,10 @@ def read_colours(pixels: np.ndarray) -> list[str]:
 
 
 def test_answers_are_what_the_pictures_show() -> None:
-    source = shape_questions.ShapeQuestions(
-        MadeConfig(type="shape_questions", num_samples=120, seed=5),
-        RowRules(),
-    )
+    config = MadeConfig(type="shape_questions", num_samples=120, seed=5)
+    source = shape_questions.ShapeQuestions(config, RowRules())
     answers: dict[str, set[str]] = {kind: set() for kind in questions.KINDS}
     for sample in map(source.__getitem__, range(len(source))):
-        assert sample.source is not None
         pixels, answer = np.array(sample.source), sample.hidden["answer"]
         assert pixels.shape == (64, 64, 3) and tuple(pixels[0, 0]) in BACKGROUNDS_RGB
         if sample.category == "count":
@@ -180,14 +137,11 @@ def test_answers_are_what_the_pictures_show() -> None:
             assert answer in read_colours(pixels)
         else:
             assert int(answer) == read_digit(pixels[:, :32]) + read_digit(pixels[:, 32:])
-        assert sample.reference == f"<think>{thought_of(sample)}</think><answer>{answer}</answer>"
+        pattern = f"<think>.*</think><answer>{answer}</answer>"
+        assert re.fullmatch(pattern, sample.reference, re.DOTALL)
         answers[sample.category].add(answer)
     assert answers["count"] == {"1", "2", "3", "4"}
     assert len(answers["colour"]) == 8 and len(answers["sum"]) > 6
-
-
-def thought_of(sample: Sample) -> str:
-    return str(sample.reference).split("<think>")[1].split("</think>")[0]
 
 
 def test_the_tiny_config_asks_in_the_words_the_policy_was_taught_under() -> None:
@@ -198,11 +152,7 @@ def test_the_tiny_config_asks_in_the_words_the_policy_was_taught_under() -> None
 def test_a_reward_that_needs_an_answer_is_refused_without_one(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonnet"
     tiny = ROOT / "configs" / "tiny_reasoning.jsonnet"
-    path.write_text(
-        f"(import '{tiny}') + {{ data+: {{ train: [{{ type: 'tiny_world.data.shapes' }}] }} }}"
-    )
-    try:
-        problems = compatibility_problems(resolve(load_config(path)))
-    except ConfigError as error:
-        problems = list(error.problems)
+    changes = "{ data+: { train: [{ type: 'tiny_world.data.shapes' }] } }"
+    path.write_text(f"(import '{tiny}') + {changes}")
+    problems = compatibility_problems(resolve(load_config(path)))
     assert any("needs each sample's 'answer'" in problem for problem in problems), problems

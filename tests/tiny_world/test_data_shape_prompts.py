@@ -31,16 +31,19 @@ def test_prompts_and_captions_mean_what_was_wished_for():
         assert shared <= {"left", "right"}
 
 
-@pytest.mark.parametrize("text", ["", "a crimson", "a red disc in the upper left corner"])
-def test_other_words_are_no_prompt(text):
-    with pytest.raises(ValueError, match=r"is none of|a word of no prompt"):
-        captions.read_prompt(text)
-
-
-@pytest.mark.parametrize("text", ["", "red circle", "red circle left top", "a red circle top left"])
-def test_other_words_are_no_caption(text):
-    with pytest.raises(ValueError, match="not a plain caption"):
-        captions.read_caption(text)
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (captions.read_prompt, "a crimson"),
+        (captions.read_prompt, "a red disc in the upper left corner"),
+        (captions.read_caption, "red circle left top"),
+        (captions.read_caption, "a red circle top left"),
+    ],
+)
+def test_other_words_are_no_prompt_and_no_caption(read, text):
+    for words in (text, ""):
+        with pytest.raises(ValueError, match=r"is none of|a word of no prompt|not a plain caption"):
+            read(words)
 
 
 def test_the_scene_shows_the_wish():

@@ -36,36 +36,32 @@ def edit() -> tuple[Sample, Image.Image]:
     return Sample("one", task.instruction, sources=(scenes.draw(scene),), target=right), right
 
 
-def _grade(
-    server: JudgeServer, plug: ModuleType, evidence: RewardInput, **config: object
+def graded(
+    server: JudgeServer, plug: ModuleType, sample: Sample, picture: Image.Image, **config: object
 ) -> RewardOutput:
-    return ask(plug, server, evidence, config)
+    return ask(plug, server, RewardInput(sample, "", picture), config)
 
 
 def test_viescore_travels_over_http_unchanged(
     server: JudgeServer, edit: tuple[Sample, Image.Image]
 ) -> None:
     sample, right = edit
-    assert sample.source is not None
     for picture in (right, sample.source, right.rotate(180)):
-        grade = _grade(server, viescore, RewardInput(sample, "", picture))
+        grade = graded(server, viescore, sample, picture)
         success, restraint = grade_semantics(sample.source, picture, sample.instruction)
         naturalness, cleanness = grade_perception(picture)
         parts = [grade.parts[n] for n in ("edit_success", "over_edit", "naturalness", "artifacts")]
         assert parts == pytest.approx([success, restraint, naturalness, cleanness], abs=0.006)
-    assert _grade(server, viescore, RewardInput(sample, "", right)).value == pytest.approx(
-        1, abs=0.05
-    )
-    assert _grade(server, viescore, RewardInput(sample, "", sample.source)).value == 0
+    assert graded(server, viescore, sample, right).value == pytest.approx(1, abs=0.05)
+    assert graded(server, viescore, sample, sample.source).value == 0
 
 
 def test_edit_quality_travels_over_http(
     server: JudgeServer, edit: tuple[Sample, Image.Image]
 ) -> None:
     sample, right = edit
-    assert sample.source is not None
-    done = _grade(server, edit_quality, RewardInput(sample, "", right), n_evals=2)
-    undone = _grade(server, edit_quality, RewardInput(sample, "", sample.source))
+    done = graded(server, edit_quality, sample, right, n_evals=2)
+    undone = graded(server, edit_quality, sample, sample.source)
     assert done.value == pytest.approx(1, abs=0.05) and len(done.replies) == 2
     assert undone.parts["alignment"] == 0 and undone.value == pytest.approx(0.4, abs=0.05)
 
@@ -74,16 +70,15 @@ def test_ground_score_travels_over_http(
     server: JudgeServer, edit: tuple[Sample, Image.Image]
 ) -> None:
     sample, right = edit
-    assert sample.source is not None
     smudged = right.copy()
     smudged.paste((255, 0, 255), (8, 8, 16, 16))
     for picture in (right, sample.source, smudged):
-        grade = _grade(server, ground_score, RewardInput(sample, "", picture))
+        grade = graded(server, ground_score, sample, picture)
         assert grade.parts["score"] == pytest.approx(grade_likeness(right, picture), abs=0.001)
-    assert _grade(server, ground_score, RewardInput(sample, "", right)).value == 1
-    undone = _grade(server, ground_score, RewardInput(sample, "", sample.source))
+    assert graded(server, ground_score, sample, right).value == 1
+    undone = graded(server, ground_score, sample, sample.source)
     assert undone.value == pytest.approx(0, abs=0.1)
-    assert 0.2 < (_grade(server, ground_score, RewardInput(sample, "", smudged)).value or 0) < 0.9
+    assert 0.2 < (graded(server, ground_score, sample, smudged).value or 0) < 0.9
 
 
 def test_viescore_t2i_travels_over_http(server: JudgeServer) -> None:
@@ -91,9 +86,9 @@ def test_viescore_t2i_travels_over_http(server: JudgeServer) -> None:
     shown = scenes.draw(captions.scene_of(wish, background=1, offset_px=(2, -1)))
     for kind in captions.KINDS:
         sample = Sample("one", captions.prompt_text(wish, kind))
-        right = _grade(server, viescore_t2i, RewardInput(sample, "", shown))
+        right = graded(server, viescore_t2i, sample, shown)
         assert right.value == pytest.approx(1, abs=0.02)
-        wrong = _grade(server, viescore_t2i, RewardInput(sample, "", shown.rotate(90)))
+        wrong = graded(server, viescore_t2i, sample, shown.rotate(90))
         assert wrong.parts["prompt_following"] == wrong.value == 0
         assert wrong.parts["pq"] > 5, "a fine picture of something else"
 
@@ -104,22 +99,20 @@ def test_what_it_cannot_grade_is_refused_in_words(
     sample, right = edit
     foreign = Sample("two", "make it look like winter", sources=(sample.source,))
     with pytest.raises(JudgeRefused, match="HTTP 400"):
-        _grade(server, viescore, RewardInput(foreign, "", right))
+        graded(server, viescore, foreign, right)
     with pytest.raises(JudgeRefused, match="HTTP 400"):  # one at a time: before it has graded any
         ask(viescore_t2i, server, RewardInput(foreign, "", right), max_concurrency=1)
     large = Image.new("RGB", (100, 80))
     with pytest.raises(JudgeRefused, match="64x64"):
-        _grade(server, viescore, RewardInput(sample, "", large))
+        graded(server, viescore, sample, large)
 
 
 def test_an_instruction_may_hold_braces_and_tags(server: JudgeServer) -> None:
     """Users' words are data: they come out of the prompt's marked block as they went in."""
     tricky = "erase the {instruction} </instruction> circle"
-    with pytest.raises(JudgeRefused) as refused:
-        grey = Image.new("RGB", (64, 64), (128, 128, 128))
-        sample = Sample("three", tricky, sources=(grey,))
-        _grade(server, viescore, RewardInput(sample, "", grey))
-    assert "HTTP 400" in str(refused.value)
+    grey = Image.new("RGB", (64, 64), (128, 128, 128))
+    with pytest.raises(JudgeRefused, match="HTTP 400"):
+        graded(server, viescore, Sample("three", tricky, sources=(grey,)), grey)
 
 
 def test_it_listens_on_loopback_only_and_frees_its_port() -> None:

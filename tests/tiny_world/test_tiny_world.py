@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from tiny_config import WEIGHTS
 
 from tiny_world import captions
 from tiny_world.pixel_judge import (
@@ -34,8 +34,6 @@ from tiny_world.scenes import (
     read_instruction,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
-WEIGHTS = ROOT / "tiny_world" / "weights"
 MIN_MARK_WHEN_FED_RIGHT = 8.5
 MAX_MARK_WHEN_FED_WRONG = 2.0
 
@@ -54,14 +52,11 @@ def overall(source: Image.Image, edited: Image.Image, instruction: str) -> float
 def mean_overall(edit, num: int = 60) -> float:
     """Mean mark of `edit(scene, task, rng) -> picture`, 0-10."""
     rng = random.Random(1)
-    return float(
-        np.mean(
-            [
-                overall(draw(scene), edit(scene, task, rng), task.instruction)
-                for scene, task in examples(num, seed=2)
-            ]
-        )
-    )
+    marks = [
+        overall(draw(scene), edit(scene, task, rng), task.instruction)
+        for scene, task in examples(num, seed=2)
+    ]
+    return float(np.mean(marks))
 
 
 def other_shape(scene: Scene, task: Task) -> str:
@@ -80,14 +75,10 @@ def test_a_drawn_scene_is_read_back_exactly():
         assert set(read.shapes) == set(scene.shapes)
 
 
-def test_an_instruction_is_read_as_the_edit_it_was_made_from():
+def test_an_instruction_is_read_as_the_edit_it_was_made_from_or_refused():
     for scene, task in examples(200, seed=4):
         assert read_instruction(task.instruction, scene) == task.op
         assert apply(scene, task.op) != scene
-
-
-def test_an_instruction_of_another_world_is_refused():
-    scene = examples(1, seed=5)[0][0]
     for text in ("make it pretty", "paint the square the color of mud", ""):
         with pytest.raises(ValueError):
             read_instruction(text, scene)
@@ -100,35 +91,24 @@ def test_descriptions_are_plain_english():
     assert removed == f"remove the {scene.find(task.op.shape).colour} {task.op.shape}."
 
 
-def test_the_exact_edit_is_perfect():
+def wrong_colour(scene, task, rng):
+    present = scene.find(task.op.shape).colour
+    wrong = [c for c in COLOURS if c not in (task.op.paint, present)]
+    return draw(apply(scene, Op(task.op.shape, rng.choice(wrong))))
+
+
+def wrong_object(scene, task, rng):
+    return draw(apply(scene, Op(other_shape(scene, task), task.op.paint)))
+
+
+def right_and_another(scene, task, rng):
+    return draw(apply(apply(scene, task.op), Op(other_shape(scene, task), None)))
+
+
+def test_the_exact_edit_is_perfect_and_every_other_is_worth_nothing():
     assert mean_overall(lambda scene, task, rng: draw(apply(scene, task.op))) > 9.99
-
-
-def test_doing_nothing_is_worth_nothing():
-    assert mean_overall(lambda scene, task, rng: draw(scene)) < 0.01
-
-
-def test_a_wrong_colour_is_worth_nothing():
-    def edit(scene, task, rng):
-        present = scene.find(task.op.shape).colour
-        wrong = [c for c in COLOURS if c not in (task.op.paint, present)]
-        return draw(apply(scene, Op(task.op.shape, rng.choice(wrong))))
-
-    assert mean_overall(edit) < 0.01
-
-
-def test_the_wrong_object_is_worth_nothing():
-    def edit(scene, task, rng):
-        return draw(apply(scene, Op(other_shape(scene, task), task.op.paint)))
-
-    assert mean_overall(edit) < 0.01
-
-
-def test_the_right_edit_and_another_one_is_worth_nothing():
-    def edit(scene, task, rng):
-        return draw(apply(apply(scene, task.op), Op(other_shape(scene, task), None)))
-
-    assert mean_overall(edit) < 0.01
+    others = (lambda scene, task, rng: draw(scene), wrong_colour, wrong_object, right_and_another)
+    assert max(map(mean_overall, others)) < 0.01
 
 
 def test_noise_costs_marks():
@@ -227,8 +207,7 @@ def test_the_weights_are_small_and_hold_no_pickle():
 @pytest.fixture(scope="module")
 def exam():
     """(held-out exam, transformer) on the shipped weights."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("diffusers")
+    import torch
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import AutoTokenizer
 

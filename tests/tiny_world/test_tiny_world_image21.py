@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
 from PIL import Image
+from tiny_config import WEIGHTS
 from transformers import AutoTokenizer
 
 from tiny_world.builder.image21_editor import Exam, read
@@ -28,7 +28,7 @@ from tiny_world.builder.image21_tokenizer import editing_tokenizer, image_proces
 from tiny_world.builder.models import HIDDEN
 from tiny_world.scenes import Scene, Shape, describe
 
-FOLDER = Path(__file__).resolve().parents[2] / "tiny_world" / "weights" / "image21"
+FOLDER = WEIGHTS / "image21"
 MIN_MARK_WHEN_FED_RIGHT = 8.0
 MAX_MARK_WHEN_FED_WRONG = 2.0
 

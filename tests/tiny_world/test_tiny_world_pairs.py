@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import random
 
 import pytest
 from PIL import Image
 
+from rl.files.images import png_bytes
 from tiny_world.judge_server import JudgeServer
 from tiny_world.pixel_judge import grade_semantics
 from tiny_world.scenes import (
@@ -83,10 +85,5 @@ def _recoloured(shape: Shape) -> Shape:
 
 
 def _part(picture: Image.Image) -> dict[str, object]:
-    import base64
-    import io
-
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    url = "data:image/png;base64," + base64.b64encode(png_bytes(picture)).decode()
     return {"type": "image_url", "image_url": {"url": url}}

@@ -3,12 +3,11 @@ users' as well, and the rewriter writes plain words, often the wrong ones."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+from tiny_config import REPO, WEIGHTS
 
 from rl.api.plug import Resources
 from rl.config.schema import load_config
@@ -16,14 +15,12 @@ from tiny_world import captions
 from tiny_world.pixel_judge import grade_wish
 from tiny_world.scenes import COLOURS, draw
 
-ROOT = Path(__file__).resolve().parents[2]
-WEIGHTS = ROOT / "tiny_world" / "weights"
 PROMPTS = captions.user_prompts(held_out=True)[::3]
 
 
 @pytest.fixture(scope="module")
 def config() -> Any:
-    return load_config(str(ROOT / "configs" / "tiny_prompts.jsonnet"))
+    return load_config(str(REPO / "configs" / "tiny_prompts.jsonnet"))
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +89,3 @@ def test_the_rewriter_can_say_it_right_but_seldom_does(config: Any) -> None:
     for held_out in (False, True):
         p_by_kind = p_right(policy, tokenizer, held_out)
         assert all(0.02 < p < 0.4 for p in p_by_kind.values()), p_by_kind
-
-
-def test_the_renderer_has_the_real_scheduler() -> None:
-    scheduler = json.loads((WEIGHTS / "sd3" / "scheduler" / "scheduler_config.json").read_text())
-    assert scheduler["shift"] == 3.0 and not scheduler["use_dynamic_shifting"]

@@ -3,15 +3,13 @@ once; its twin is the same but for the thought."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_config import REPO, WEIGHTS
 
 from rl.config.schema import load_config
 from tiny_world import captions, riddles
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +19,12 @@ def writer() -> Any:
     from tiny_world.builder.models import load_policy
     from tiny_world.builder.thinker import Writer
 
-    folder = ROOT / "tiny_world" / "weights" / "thinker"
+    folder = WEIGHTS / "thinker"
     return Writer(load_policy(folder), AutoTokenizer.from_pretrained(folder))
 
 
 def test_the_policy_was_taught_under_the_configs_words(writer: Any) -> None:
-    policy = load_config(str(ROOT / "configs" / "tiny_thinking.jsonnet")).policy
+    policy = load_config(str(REPO / "configs" / "tiny_thinking.jsonnet")).policy
     assert policy["system_prompt"] == captions.SYSTEM_PROMPT
     assert policy["thought"]["instruction"] == riddles.THINKING
     assert policy["thought"]["marker"] == riddles.MARKER
@@ -34,7 +32,7 @@ def test_the_policy_was_taught_under_the_configs_words(writer: Any) -> None:
 
 def test_the_twin_differs_in_its_thought_alone() -> None:
     one, other = (
-        load_config(str(ROOT / "configs" / f"{name}.jsonnet")).model_dump()
+        load_config(str(REPO / "configs" / f"{name}.jsonnet")).model_dump()
         for name in ("tiny_thinking", "tiny_thinking_twin")
     )
     assert one["policy"].pop("thought") and other["policy"].pop("thought") is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -34,7 +33,7 @@ def test_memory_descriptors_and_threads_stay_flat(tmp_path: Path) -> None:
     with open(tmp_path / "output.txt", "w+") as output:
         run = subprocess.Popen(
             [sys.executable, str(tiny_loop.TESTS / "tiny_loop.py"), str(path)],
-            env={**os.environ, "PYTHONPATH": f"{tiny_loop.REPO}:{tiny_loop.TESTS}"},
+            env=tiny_loop.environment(),
             cwd=tiny_loop.REPO,
             stdout=output,
             stderr=subprocess.STDOUT,

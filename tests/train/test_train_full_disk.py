@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -34,11 +33,10 @@ def test_a_full_disk_costs_nothing(
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path / "disk"))
     log = tmp_path / "log"
     command = [sys.executable, "-m", "rl.train", str(path)]
-    environment = {**os.environ, "PYTHONPATH": f"{tiny_loop.REPO}:{tiny_loop.TESTS}"}
     with mounted(tmp_path / "disk", SIZE) as disk:
         run_dir = disk / "tiny"
         with log.open("wb") as out, subprocess.Popen(
-            command, env=environment, cwd=tiny_loop.REPO, stdout=out, stderr=out
+            command, env=tiny_loop.environment(), cwd=tiny_loop.REPO, stdout=out, stderr=out
         ) as process:  # fmt: skip
             lines = run_dir / "metrics.jsonl"
             wait_for(lambda: lines.is_file() and lines.read_bytes().count(b"\n") >= 2, process)

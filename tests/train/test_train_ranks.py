@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +12,11 @@ from tiny_loop import metrics_of
 from tiny_rounding import GRADIENT, STEPPED
 
 SLOW, CAMPAIGN = pytest.mark.slow, pytest.mark.campaign
-SCRIPT = tiny_loop.TESTS / "train_on_ranks.py"
 NUM_ITERATIONS = 2
 NEAR = (GRADIENT, GRADIENT, 2e-2)
 """Relative, per iteration. The first step ends a rounding away, which may tip a byte of a picture;
 over rewards that spread by 0.003 one was 4e-4 of the next gradient, on another CPU it was 1.1e-3
 (measured)."""
-
-
-def start(path: Path, num_ranks: int, **environ: str) -> subprocess.CompletedProcess[str]:
-    """The config's run from the command line."""
-    command = [sys.executable, "-m", "rl.simple_launch", "--nproc", str(num_ranks)]
-    environment = {**os.environ, "PYTHONPATH": f"{tiny_loop.REPO}:{tiny_loop.TESTS}", **environ}
-    environment.pop("DS_ACCELERATOR", None)  # the run sets it by itself
-    return subprocess.run(
-        [*command, str(SCRIPT), str(path)],
-        env=environment,
-        cwd=tiny_loop.REPO,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 VLLM = {"type": "vllm", "kv_cache_memory_mb": 64, "max_num_seqs": 8}
@@ -50,7 +30,7 @@ def launch(models: dict[str, str], folder: Path, num_ranks: int, **optimizer: An
     config["policy"] |= {"max_prompt_tokens": 256, "lora": {"r": 4, "alpha": 8}}
     config["engine"] = VLLM
     config["optimizer"] |= {"adam_eps": 1e-4, **optimizer}
-    ended = start(tiny_loop.write_config(folder, config), num_ranks)
+    ended = tiny_loop.launch(tiny_loop.write_config(folder, config), num_ranks)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     logs = folder / "tiny" / "logs"
     assert [log.name for log in logs.glob("judge_*")] == ["judge_0.log"]  # a node's ranks share it
@@ -68,8 +48,7 @@ def alone(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def episodes_of(run_dir: Path, iteration: int, rank: int) -> list[dict[str, Any]]:
-    path = run_dir / "episodes" / f"it_{iteration:06d}.rank{rank}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return tiny_loop.rows_of(run_dir / "episodes" / f"it_{iteration:06d}.rank{rank}.jsonl")
 
 
 def identity(episode: dict[str, Any]) -> list[Any]:
@@ -152,7 +131,8 @@ def test_what_befalls_one_rank_is_heard_by_all(
     if optimizer.get("zero_stage") == 3:  # nobody else samples with weights that are sharded
         config["policy"] |= {"max_prompt_tokens": 256}
         config["engine"] = VLLM
-    ended = start(tiny_loop.write_config(tmp_path, config), 2, TROUBLE=trouble)
+    path = tiny_loop.write_config(tmp_path, config)
+    ended = tiny_loop.launch(path, 2, TROUBLE=trouble)
     saved = [path.name for path in (tmp_path / "tiny/checkpoints").glob("step_*")]
     if trouble != "stopped":
         told = {

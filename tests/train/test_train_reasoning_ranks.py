@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,19 +31,8 @@ def write_config(folder: Path, changes: str) -> Path:
 
 
 def launch(path: Path, num_ranks: int) -> Path:
-    """Under sizes that make ranks differ (`train_on_ranks.py`); returns the run's folder."""
-    script = tiny_loop.TESTS / "train_on_ranks.py"
-    command = [sys.executable, "-m", "rl.simple_launch", "--nproc", str(num_ranks), str(script)]
-    environment = {**os.environ, "PYTHONPATH": f"{tiny_loop.REPO}:{tiny_loop.TESTS}"}
-    environment.pop("DS_ACCELERATOR", None)  # the run sets it by itself
-    ended = subprocess.run(
-        [*command, str(path)],
-        env=environment,
-        cwd=tiny_loop.REPO,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    """Returns the run's folder."""
+    ended = tiny_loop.launch(path, num_ranks)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     return path.parent / "tiny"
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import tiny_loop
 from tiny_loop import assert_same_run, episodes_of, metrics_of
+from tiny_messages import names
 
 from rl.record.checkpoint import _seal
 
@@ -62,16 +64,16 @@ def test_two_runs_are_equal_to_the_last_byte(
     again = tmp_path / "tiny"
     assert_same_run(straight, again)
     binary = ["checkpoints/*/model/*.safetensors", "checkpoints/*/*.safetensors", "images/*/*"]
-    files = [sorted(f.relative_to(straight) for f in straight.glob(name)) for name in binary]
+    files = [sorted(straight.glob(pattern)) for pattern in binary]
     assert all(files)
-    for name in (name for names in files for name in names):
-        assert (straight / name).read_bytes() == (again / name).read_bytes(), name
+    for file in chain(*files):
+        assert file.read_bytes() == (again / file.relative_to(straight)).read_bytes(), file
 
 
 @pytest.mark.parametrize(
     ("where", "count"),
     [
-        pytest.param("rl.learner.train_step:TrainStep.step", "3", id="middle-of-an-iteration"),
+        pytest.param(tiny_loop.STEP, "3", id="middle-of-an-iteration"),
         pytest.param("rl.record.checkpoint:_seal", "2", id="middle-of-a-save"),
     ],
 )
@@ -79,15 +81,12 @@ def test_kill_9_and_resume_equals_straight_through(
     models: dict[str, str], straight: Path, tmp_path: Path, where: str, count: str
 ) -> None:
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path))
-    killed = tiny_loop.run_forked(path, where, count, check=False)
-    assert killed.returncode == -9, killed.stderr[-2000:]
-    resumed = tiny_loop.run_forked(path)
-    assert "resumed from" in resumed.stdout
+    resumed = tiny_loop.kill_and_resume(path, where, count)
     if where.startswith("rl.record"):  # the second iteration was recorded, and is done again
-        assert "what was recorded after iteration 1 is done again, and set aside" in resumed.stdout
+        assert "what was recorded after iteration 1 is done again, and set aside" in resumed
     assert_same_run(straight, tmp_path / "tiny")
-    lines = (tmp_path / "tiny/metrics.jsonl").read_text().splitlines()
-    reused = [json.loads(line).get("judge/reused_replies") for line in lines]
+    rows = tiny_loop.rows_of(tmp_path / "tiny/metrics.jsonl")
+    reused = [row.get("judge/reused_replies") for row in rows]
     # Killed before the third update: 2 questions each about its 8 pictures and the bare arm's 2
     # were answered already. (The second's save is written while the third goes on.)
     assert reused[3] == 20 or where.startswith("rl.record"), reused
@@ -125,12 +124,12 @@ def test_a_run_killed_before_its_first_checkpoint_goes_on(
 ) -> None:
     changes = {"checkpoint": {"save_every_n_iterations": 4}}
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path, **changes))
-    tiny_loop.run_forked(path, "rl.learner.train_step:TrainStep.step", "3", check=False)
+    tiny_loop.run_forked(path, tiny_loop.STEP, "3", check=False)
     before = (tmp_path / "tiny/metrics.jsonl").read_bytes()
     again = tiny_loop.run_forked(path)
     (aside,) = (tmp_path / "tiny/set_aside").iterdir()
-    words = f"begins again from the base weights; what was recorded before is set aside in {aside}"
-    assert f"{words}: 3 lines of metrics.jsonl, 2 of episodes/, 2 of images/, 1 of" in again.stdout
+    parts = f"begins again from the base weights ... {aside} ... 3 lines of metrics.jsonl, 2 of"
+    assert names(again.stdout, parts)
     assert (aside / "metrics.jsonl").read_bytes() == before
     assert_same_run(straight, tmp_path / "tiny")
     # Once there was one, what is gone is not done again unasked.
@@ -138,8 +137,7 @@ def test_a_run_killed_before_its_first_checkpoint_goes_on(
     record = (tmp_path / "tiny/metrics.jsonl").read_bytes()
     refused = tiny_loop.run_forked(path, check=False)
     assert refused.returncode != 0 and "loading" not in refused.stdout
-    assert "holds no checkpoint, though step_000004 was written there" in refused.stderr
-    assert "choose another run_name" in refused.stderr
+    assert names(refused.stderr, "no checkpoint ... step_000004 ... another run_name")
     assert (tmp_path / "tiny/metrics.jsonl").read_bytes() == record
 
 
@@ -175,31 +173,16 @@ def with_vllm(models: dict[str, str], folder: Path) -> Path:
     return tiny_loop.write_config(folder, config)
 
 
-PHASES = (
-    "prompts",
-    "generate",
-    "condition",
-    "render",
-    "learn",
-    "judge_wait",
-    "sync",
-    "record",
-    "checkpoint",
-    "evaluate",
-)
+PHASES = "prompts generate condition render learn judge_wait sync record checkpoint evaluate"
 
 
-@pytest.mark.parametrize(
-    "phase",
-    [pytest.param(phase, marks=pytest.mark.campaign) for phase in PHASES],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("phase", PHASES.split())
 def test_killed_at_a_phase_border_beside_vllm_it_resumes_exactly(
     models: dict[str, str], straight_with_vllm: Path, tmp_path: Path, phase: str
 ) -> None:
     path = with_vllm(models, tmp_path)
-    killed = tiny_loop.run_forked(path, "phase", phase, "2", check=False)
-    assert killed.returncode == -9, killed.stderr[-2000:]
-    assert "resumed from" in tiny_loop.run_forked(path).stdout
+    tiny_loop.kill_and_resume(path, "phase", phase, "2")
     assert_same_run(straight_with_vllm, tmp_path / "tiny")
 
 
@@ -209,6 +192,5 @@ def test_a_changed_config_is_refused_by_its_keys(
     config = tiny_loop.config_of(models, straight.parent, seed=4, generations_per_prompt=2)
     refused = tiny_loop.run_forked(tiny_loop.write_config(tmp_path, config), check=False)
     assert refused.returncode != 0
-    assert "seed: 3 -> 4" in refused.stderr
-    assert "generations_per_prompt: 4 -> 2" in refused.stderr
-    assert "another run_name" in refused.stderr
+    parts = "seed: 3 -> 4 ... generations_per_prompt: 4 -> 2 ... another run_name"
+    assert names(refused.stderr, parts)

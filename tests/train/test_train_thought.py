@@ -30,9 +30,7 @@ def test_killed_and_resumed_it_is_the_same_run(
     whole = tiny_loop.write_config(tmp_path / "a", config_of(models, tmp_path / "a", states))
     tiny_loop.run_forked(whole)
     cut = tiny_loop.write_config(tmp_path / "b", config_of(models, tmp_path / "b", states))
-    killed = tiny_loop.run_forked(cut, "rl.learner.train_step:TrainStep.step", "2", check=False)
-    assert killed.returncode != 0
-    tiny_loop.run_forked(cut)
+    tiny_loop.kill_and_resume(cut, tiny_loop.STEP, "2")
     straight, again = tmp_path / "a" / "tiny", tmp_path / "b" / "tiny"
     assert_same_run(straight, again, 2)
 
