@@ -1,8 +1,8 @@
 """One config on many seeds, all of which are printed.
 
-    python -m benchmarks.seeds quickstart tiny_earl --first 100 --count 24 --at-once 2
-    python -m benchmarks.seeds quickstart --first 100 --count 24 --print     of existing runs
-    python -m benchmarks.seeds quickstart --fresh 256     on held-out samples of another data seed
+python -m benchmarks.seeds quickstart tiny_earl --first 100 --count 24 --at-once 2
+python -m benchmarks.seeds quickstart --first 100 --count 24 --print     of existing runs
+python -m benchmarks.seeds quickstart --fresh 256     on held-out samples of another data seed
 """
 
 from __future__ import annotations
