@@ -22,7 +22,7 @@ from rl.config.printing import printable
 from rl.config.shipped import find_config, located, shipped_configs
 
 SHIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
-"""Functions of `rl.algorithm.losses`, which `algorithm.loss` names."""
+"""Functions of `rl.algorithm.grpo`, which `algorithm.loss` names."""
 
 MAX_COUNT = 10**9
 """Of anything that a run counts."""

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rl.algorithm.importance import effective_sample_share, mismatch
-from rl.algorithm.kl import kl_per_token
+from rl.algorithm.grpo import Objective, effective_sample_share, kl_per_token, mismatch
 from rl.algorithm.metrics import Metrics
-from rl.algorithm.objective import Objective
 from rl.api.loss import LossInputs
 from rl.ranks.dist import Dist
 

@@ -24,9 +24,8 @@ from itertools import chain
 
 import torch
 
-from rl.algorithm.losses import loss_named
+from rl.algorithm.grpo import loss_named, objective
 from rl.algorithm.metrics import Metrics
-from rl.algorithm.objective import objective
 from rl.api.loss import Denominators, divisor
 from rl.api.policy import Policy
 from rl.api.types import TokenBatch, TokenOutputs, TrainSequence

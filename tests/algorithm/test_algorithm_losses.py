@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from rl.algorithm import losses
-from rl.algorithm.importance import effective_sample_share, importance_weights, mismatch
-from rl.algorithm.kl import kl_per_token
-from rl.algorithm.objective import objective
+from rl.algorithm.grpo import (
+    effective_sample_share,
+    importance_weights,
+    kl_per_token,
+    loss_named,
+    mismatch,
+    objective,
+)
 from rl.api.loss import Denominators, LossInputs, LossTerms, divisor
 from rl.config.schema import AlgorithmConfig
 
@@ -36,7 +40,7 @@ def policy_terms(
     of: Denominators | None = None,
 ) -> LossTerms:
     of = of or Denominators(1, 1, 1, 1)
-    return losses.loss_named(loss)(LossInputs(logprobs, old, old, advantages, mask, of, LOW, HIGH))
+    return loss_named(loss)(LossInputs(logprobs, old, old, advantages, mask, of, LOW, HIGH))
 
 
 def token_weights(loss: str, mask: torch.Tensor, of: Denominators) -> torch.Tensor:
@@ -441,6 +445,6 @@ def test_a_strangers_loss_is_reached_by_its_path_and_equals_ours(coeff: float) -
 
 def test_which_count_a_loss_is_divided_by() -> None:
     of = Denominators(num_tokens=8, num_sequences=4, num_completions=6, max_completion_tokens=10)
-    found = {name: divisor(losses.loss_named(name), of) for name in LOSSES}
+    found = {name: divisor(loss_named(name), of) for name in LOSSES}
     assert found == {"dapo": 8, "cispo": 8, "grpo": 4, "gspo": 4, "dr_grpo": 6}
     assert divisor(a_strangers_grpo, of) == 8
