@@ -1,7 +1,4 @@
-"""The slow inference engine: the trainer's own module, token by token. The oracle for the fast one.
-
-One `torch.Generator` per completion, log-probs of the very distribution the token was drawn from;
-it reads the policy's own weights, so there is nothing to sync.
+"""The slow, simple inference engine: the trainer's own module, token by token.
 
 Axes: `_P` prompts, `_G` completions in a group, `_B` all rows, group by group, `_V` vocabulary.
 """
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TransformersEngine(Engine):
-    """Takes no room of its own."""
+    """Reads the policy's own weights: nothing to sync. One `torch.Generator` per completion."""
 
     samples_with_trainer = True
 
@@ -141,7 +138,6 @@ class TransformersEngine(Engine):
         """The module is the policy's own: it already holds them."""
 
     def held_fingerprint(self) -> str:
-        """Of the policy's weights as they are."""
         module = self._policy.module
         live = {name: p for name, p in module.named_parameters() if p.requires_grad}
         return self._policy.export_weights(live, version=0).fingerprint

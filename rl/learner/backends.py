@@ -1,10 +1,4 @@
-"""What holds the optimiser's state: plain PyTorch, behind the seam that DeepSpeed shares.
-
-Two promises make the backends interchangeable. Gradients are SUMMED over backward calls and ranks,
-because every loss is already divided by a global denominator. And the state is read and written
-whole, in float32, under the names of `module.named_parameters()`, so a run can go on under another
-backend, ZeRO stage or number of ranks.
-"""
+"""Optimizer backends: their interface, and the one in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -24,8 +18,6 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one `Backend.step` did."""
-
     grad_norm: float
     """Global L2 norm before clipping; inf or NaN when the step was skipped."""
     applied: bool
@@ -43,7 +35,12 @@ class AdamState:
 
 
 class Backend(Protocol):
-    """Every method is collective; `forward` and `backward` only where `in_step` says so."""
+    """Every method is collective; `forward` and `backward` only where `in_step` says so.
+
+    Gradients are SUMMED over backward calls and ranks: each loss is divided by a global denominator
+    already. The state is read and written whole, in float32, under the names of
+    `module.named_parameters()`: runs may continue under another backend, ZeRO stage or world size.
+    """
 
     in_step: bool
     """Ranks must run the same number of forwards and backwards, in the same order."""
@@ -58,10 +55,7 @@ class Backend(Protocol):
 
     def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
         """Sum the gradient over ranks, multiply it by `gradient_scale` (> 0, the same on every
-        rank), clip its global norm, take one AdamW step, clear it.
-
-        A loss is divided before the last one is known, so by what was planned; the scale is what
-        was planned over what came.
+        rank: planned over graded denominator), clip its global norm, take one AdamW step, clear it.
         """
 
     def masters(self) -> Tensors:
@@ -114,7 +108,7 @@ def make_adamw(
 
 
 def _not_decayed(module: torch.nn.Module) -> set[str]:
-    """Names of parameters that no weight decay is meant for."""
+    """Names of vectors and embeddings."""
     embeddings = {
         id(parameter)
         for part in module.modules()

@@ -33,7 +33,7 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Of the packed row: each group's prompt once."""
+        """Tokens of the packed row, which holds each group's prompt once."""
         prompts = {id(prompt): len(prompt.token_ids) for prompt, _ in self.rows}
         return sum(prompts.values()) + sum(len(ids) for _, ids in self.rows)
 
@@ -154,7 +154,7 @@ class Forwards(Protocol):
     def micro_batches(self) -> Sequence[MicroBatch]: ...
 
     def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
-        """What `decode_actions` of its rows is given by a policy that `reads_states`."""
+        """The forward that `decode_actions` of its rows reads, if the policy `reads_states`."""
         ...
 
 
@@ -171,8 +171,8 @@ class Inference:
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
         num_sampled_P: Sequence[int] | None = None,
     ) -> None:
-        """`max_tokens`: of a micro-batch. `weights`: under which it forwards, e.g. the policy's
-        `reference`. `num_sampled_P`: as for `pack_groups`. Collective where forwards are."""
+        """`max_tokens`: of a micro-batch. `weights`: context of each forward, such as the policy's
+        `reference`. `num_sampled_P`: see `pack_groups`. Collective where forwards are."""
         self._policy = policy
         self._weights = weights
         self.collective = is_sharded(policy.module)
@@ -183,11 +183,9 @@ class Inference:
         self.micro_batches: Sequence[MicroBatch] = micro_batches
 
     def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
-        """Of its rows."""
         return self._run(self._policy.collate(micro_batch.rows))
 
     def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
-        """See `Forwards`."""
         rows = micro_batch.rows
         return self._run(self._policy.collate_states(rows) or self._policy.collate(rows))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -21,7 +20,7 @@ from rl.api.loss import Denominators, divisor
 from rl.api.policy import Policy
 from rl.api.types import TokenBatch, TokenOutputs, TrainSequence
 from rl.config.schema import RunConfig
-from rl.learner.backends import Backend
+from rl.learner.backends import Backend, StepOutcome
 from rl.learner.loss_inputs import loss_inputs, pad
 from rl.learner.metrics import LearnerMetrics
 from rl.learner.micro_batches import FILLER, Member, MicroBatch, by_member
@@ -94,10 +93,8 @@ class TrainStep:
     """Whether a backward through the rollout's forward is exact here."""
     collective: bool
     """Whether a forward needs every rank in it (ZeRO-3)."""
-    on_step: Callable[[], None]
-    """Called after each optimiser step that was applied."""
-    stepping: Callable[[], AbstractContextManager[None]]
-    """Around each optimiser step."""
+    optimizer_step: Callable[[float, float], StepOutcome]
+    """(learning rate, gradient scale): see `Backend.step`."""
     _rows: dict[MicroBatch, Rows] = field(default_factory=dict)
     _kept: dict[MicroBatch, Kept] = field(default_factory=dict)
     _num_kept_tokens: int = 0
@@ -334,11 +331,10 @@ class TrainStep:
         )
 
     def _optimizer_step(self, gradient_scale: float) -> None:
-        with self._learner_metrics.clock("learn_step"), self.stepping():
-            outcome = self.backend.step(self.learning_rate, gradient_scale)
+        with self._learner_metrics.clock("learn_step"):
+            outcome = self.optimizer_step(self.learning_rate, gradient_scale)
         self._learner_metrics.close_step(gradient_scale, len(self.minibatches))
         if outcome.applied:
-            self.on_step()
             self._learner_metrics.num_applied += 1
             self._learner_metrics.metrics.add("optimizer/grad_norm", outcome.grad_norm)
             return

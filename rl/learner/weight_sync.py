@@ -1,9 +1,4 @@
-"""Hands the learner's weights to the inference engine and proves that they arrived.
-
-(1) What the engine reads back must be what was sent, and (2) its log-probs must agree with the
-trainer's on the least certain tokens that it writes to a fixed prompt. (2) alone would be late: at
-EARL's learning rate 40 steps move a bfloat16 probe by less than rounding does.
-"""
+"""Hands the learner's weights to the inference engine and proves that they arrived."""
 
 from __future__ import annotations
 
@@ -30,10 +25,8 @@ agree to 3e-5; two bfloat16 forwards of one model differ by about 0.025 on avera
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync showed."""
-
     fingerprint: str
-    """Of the weights now held by trainer and engine alike."""
+    """Of the weights that trainer and engine now hold."""
     mean_dlogp_nats: float | None
     """Mean |engine - trainer| over the compared tokens; None when nothing had changed."""
     read_back: bool
@@ -57,7 +50,10 @@ def sync(
     previous: SyncReport | None = None,
     max_tokens: int = PROBE_TOKENS,
 ) -> SyncReport:
-    """Load the learner's weights into the engine and verify.
+    """Load the learner's weights into the engine and verify (1) that it reads back what was sent,
+    (2) that its log-probs agree with the trainer's on the least certain tokens that it writes to a
+    fixed prompt. (2) alone would notice late: at EARL's learning rate 40 steps move a bfloat16
+    probe by less than rounding does.
 
     `previous`: of the last sync, None at the first; weights that still have its fingerprint are
     there already, and only read back. `max_tokens`: the longest completion that the engine has room

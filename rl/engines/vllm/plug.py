@@ -1,9 +1,5 @@
 """The fast inference engine: vLLM in the trainer's process, on the trainer's device.
 
-Log-probs are of the processed distribution. Made on every rank after the process group: an engine
-that finds none makes its own. A group is one request with n = G: G requests that share a prompt
-through the prefix cache took 3 to 5 % less CPU time, and G times as many requests to keep in order.
-
 Axes: `_P` prompts, `_G` completions in a group.
 """
 
@@ -65,7 +61,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def sleeps_between(residency: Residency, has_room: bool, device: str) -> bool:
-    """Whether the device is freed while others use it."""
+    """Whether the engine frees the device while others use it."""
     wanted = residency == "sleep" or (residency == "auto" and not has_room)
     return wanted and device.startswith("cuda")
 
@@ -117,7 +113,6 @@ class VllmEngine(Engine[Config]):
 
     @classmethod
     def memory(cls, config: Config) -> EngineMemory:
-        """Its share of the GPU, and what it holds there."""
         share, graphs_gb = config.gpu_memory_utilization, 0 if config.enforce_eager else GRAPHS_GB
         return EngineMemory(
             share=None if share == "auto" else share,
@@ -132,7 +127,6 @@ class VllmEngine(Engine[Config]):
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> Iterable[str]:
-        """Of weights that no rank holds whole; of a GPU that vLLM would not take."""
         optimizer = run.optimizer
         sharded = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
         if sharded and config.adapter == "merged":
@@ -151,7 +145,6 @@ class VllmEngine(Engine[Config]):
     def device_problems(
         cls, config: Config, policy: PlacedConfig, capability: float | None
     ) -> Iterable[str]:
-        """Of another build of vLLM; of what its kernels for GPUs do not take."""
         build, device = vllm_build(), "cpu" if capability is None else "cuda"
         if build not in ("", device) and capability != math.inf:
             lock = "requirements.lock" if device == "cuda" else "requirements-cpu.lock"
@@ -187,17 +180,18 @@ class VllmEngine(Engine[Config]):
         if not self._on_cuda:
             # Log-probs run through a compiled function even in eager mode, which would need a C++
             # compiler on the box.
-            import torch._dynamo
+            from torch import _dynamo
 
-            torch._dynamo.config.disable = True
+            _dynamo.config.disable = True
         folder = policy.engine_folder()
         # Some of it warns before its own configuration says how loud it may be.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         with start.untouched_globals(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"`torch\.distributed\.reduce_op` is deprecated")
+            import torch
             from vllm import LLM
 
-            self._found_group = start.has_process_group()
+            self._found_group = torch.distributed.is_initialized()
             start.register_in_process(folder)
             if self._serves_adapter and not self._on_cuda:
                 start.multiply_by_one_adapter()
@@ -262,8 +256,7 @@ class VllmEngine(Engine[Config]):
         return arguments
 
     def _memory_arguments(self) -> dict[str, Any]:
-        """What vLLM is told of the memory it may take; told of a cache, it measures nothing, and
-        only looks whether the share is free."""
+        """Given a cache size, vLLM measures nothing and only checks that the share is free."""
         config, claim = self.config, self._setup.claim
         cache_mb = config.kv_cache_memory_mb or (None if self._on_cuda else CPU_CACHE_MB)
         cache_bytes = None if cache_mb is None else cache_mb << 20
@@ -427,7 +420,9 @@ class VllmEngine(Engine[Config]):
                 vllm_weights.whole_sums, args=(self._whole(weights),)
             )
         self._fingerprint = weights.fingerprint
-        self._drop_caches()
+        # All that was computed from the weights before these.
+        self._llm.reset_prefix_cache()
+        self._llm.llm_engine.reset_encoder_cache()
 
     def _whole(self, weights: PolicyWeights) -> Iterable[tuple[str, torch.Tensor]]:
         """Every matrix that goes over, under transformers' name."""
@@ -456,8 +451,3 @@ class VllmEngine(Engine[Config]):
             return
         start.shut_down(core, keeps_group=self._found_group)
         del self._llm
-
-    def _drop_caches(self) -> None:
-        """All that was computed from the weights before these."""
-        self._llm.reset_prefix_cache()
-        self._llm.llm_engine.reset_encoder_cache()

@@ -1,8 +1,6 @@
 """Weights into a running vLLM and back out, inside the engine's worker (`collective_rpc`).
 
-What was sent is compared with what the forward multiplies with: an adapter's slots bit for bit,
-whole tensors by `bit_sums`. On a CPU vLLM repacks matrices: these are read by multiplying with the
-identity, which is exact.
+An adapter's slots are compared bit for bit, whole tensors by `bit_sums`.
 """
 
 from __future__ import annotations
@@ -169,7 +167,8 @@ def _has(model: Any, path: str) -> bool:
 
 
 def _read(layer: Any, kind: str) -> torch.Tensor:
-    """A layer's parameter as the forward uses it."""
+    """A layer's parameter as the forward uses it; matrices that vLLM has repacked (on a CPU) are
+    read by multiplying with the identity, which is exact."""
     import torch
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

@@ -1,8 +1,4 @@
-"""What the vision tower makes of pictures, made once a picture.
-
-A group shows its picture in every one of its rollout, reference and training forwards, and in the
-negative prompt's. While the tower is frozen its features are the same in all of them, and kept.
-"""
+"""The vision tower's features of pictures, computed once a picture while the tower is frozen."""
 
 from __future__ import annotations
 

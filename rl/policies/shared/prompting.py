@@ -1,8 +1,4 @@
-"""From a template, the user's words and a picture to token ids.
-
-Ids have one placeholder per picture (as the engine takes them), or every picture expanded to its
-image tokens (as the model takes them).
-"""
+"""From a template, the user's words and pictures to token ids."""
 
 from __future__ import annotations
 

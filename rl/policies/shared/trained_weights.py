@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class TrainedWeights(Policy[PolicyConfigT]):
-    """Of a policy whose module keeps its (PEFT) model under `model`."""
+    """Base of policies whose module keeps its (PEFT) model under `model`."""
 
     loading: Any
-    """Module with `base`, `load_model` and `adapt`, each of a section."""
+    """Module with `base`, `load_model` and `adapt`, each a function of a config section."""
     embedding: str
     """Name of the weight that is also the head's where the two are tied."""
 
