@@ -420,7 +420,10 @@ class VllmEngine(Engine[Config]):
                 vllm_weights.whole_sums, args=(self._whole(weights),)
             )
         self._fingerprint = weights.fingerprint
-        # All that was computed from the weights before these.
+        self._drop_caches()
+
+    def _drop_caches(self) -> None:
+        """Forget everything computed from earlier weights."""
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.reset_encoder_cache()
 
