@@ -189,25 +189,15 @@ class TorchBackend:
         return cpu_copy(state[key]) if key in state else torch.zeros(master.shape)
 
     def load(self, state: AdamState, num_steps: int) -> None:
-        write_plain_state(self._adamw, self._masters, state, num_steps)
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                master.copy_(state.masters[name])
+                self._adamw.state[master] = {
+                    "step": torch.tensor(float(num_steps)),
+                    "exp_avg": state.exp_avg[name].to(master.device, copy=True),
+                    "exp_avg_sq": state.exp_avg_sq[name].to(master.device, copy=True),
+                }
         self._write_back()
-
-
-def write_plain_state(
-    adamw: torch.optim.AdamW,
-    masters: Mapping[str, torch.nn.Parameter],
-    state: AdamState,
-    num_steps: int,
-) -> None:
-    """Put weights and moments into an AdamW that holds unsharded parameters."""
-    with torch.no_grad():
-        for name, master in masters.items():
-            master.copy_(state.masters[name])
-            adamw.state[master] = {
-                "step": torch.tensor(float(num_steps)),
-                "exp_avg": state.exp_avg[name].to(master.device, copy=True),
-                "exp_avg_sq": state.exp_avg_sq[name].to(master.device, copy=True),
-            }
 
 
 def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,8 @@ class Learner:
         """Becomes False for good if a step raises midway: weights and moments may then disagree."""
         _copy_from_rank_0(trainable_parameters(policy.module), dist)
         self._backend: Backend
-        if config.optimizer.backend == "torch":
+        # ZeRO 0 shards nothing: plain PyTorch does the same.
+        if config.optimizer.backend == "torch" or config.optimizer.zero_stage == 0:
             self._backend = TorchBackend(policy.module, config.optimizer, dist)
         else:
             from rl.learner.deepspeed import DeepSpeedBackend

@@ -90,7 +90,7 @@ def pack_groups(
 
 
 def split_evenly(num_groups: int, num_minibatches: int) -> list[range]:
-    """As many ranges of group numbers, as even as they come, in order; some may be empty."""
+    """Ranges of group numbers, in order, as even as possible; some may be empty."""
     bounds = [num_groups * i // num_minibatches for i in range(num_minibatches + 1)]
     return [range(start, end) for start, end in pairwise(bounds)]
 

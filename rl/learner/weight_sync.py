@@ -65,7 +65,14 @@ def sync(
         engine.load_weights(weights)
     held = engine.held_fingerprint()
     if held not in (None, weights.fingerprint):
-        raise SyncError(_not_held(held, previous))
+        what = held
+        if previous is not None and held == previous.fingerprint:
+            what = "those of the sync before: this one changed nothing"
+        raise SyncError(
+            "after the weight sync the inference engine does not hold the trainer's weights; it "
+            f"holds {what}. Every later completion would come from another policy than the one "
+            "trained"
+        )
     if previous is not None and unchanged:
         return replace(previous, mean_dlogp_nats=None)
     params = SamplingParams(
@@ -89,16 +96,6 @@ def sync(
             "same temperature."
         )
     return SyncReport(weights.fingerprint, mean, held is not None, completions_G, trainer_GT)
-
-
-def _not_held(held: str | None, previous: SyncReport | None) -> str:
-    what = held
-    if previous is not None and held == previous.fingerprint:
-        what = "those of the sync before: this one changed nothing"
-    return (
-        "after the weight sync the inference engine does not hold the trainer's weights; it holds "
-        f"{what}. Every later completion would come from another policy than the one trained"
-    )
 
 
 def _check_moved(

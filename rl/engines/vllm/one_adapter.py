@@ -11,7 +11,7 @@ import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 SLOT = 0
-"""Of the policy's adapter; there is no other. Zeros until one is loaded."""
+"""The policy's adapter, the only one; zeros until it is loaded."""
 
 
 class OneAdapter(PunicaWrapperCPU):

@@ -48,7 +48,7 @@ and CUDA graphs of one set of batch sizes, of which an adapter makes a second.""
 CPU_CACHE_MB = 256
 """Key-value cache on a CPU."""
 UNPLANNED_SHARE = 0.01
-"""Of the device that has to be free where a cache is stated and no plan was made."""
+"""Share of the device that must be free where a cache size is set and no plan was made."""
 UNMERGEABLE = (
     "adapter: 'merged' adds to the policy's base weights, which ZeRO-3 shards; use 'served', or "
     "optimizer.zero_stage <= 2"
@@ -89,7 +89,7 @@ class VllmEngine(Engine[Config]):
         """The policy's vision tower in place of one of the engine's own; None: pictures are
         encoded here."""
         self._merged_weights = policy.merged_weights if merges else None
-        """In place of the policy's adapter; None: an adapter is served."""
+        """`adapter: 'merged'`; None: the adapter is served, or there is none."""
         self._on_cuda = setup.device.startswith("cuda")
         self._stop_ids = list(policy.stop_token_ids)
         self._bans = dict.fromkeys(policy.banned_token_ids, BANNED_BIAS)
@@ -319,7 +319,12 @@ class VllmEngine(Engine[Config]):
     def _run(self, inputs_P: Sequence[Any], sampling_P: Sequence[Any]) -> list[Any]:
         """A `RequestOutput` for each input."""
         engine = self._llm.llm_engine
-        lora_request = self._lora_request()
+        lora_request = None
+        if self._serves_adapter and self._fingerprint is not None:
+            from vllm.lora.request import LoRARequest
+
+            # The path is never read: the adapter of this number is in the slots already.
+            lora_request = LoRARequest("policy", vllm_weights.ADAPTER_ID, "in-memory")
         names_P = []
         for engine_input, sampling in zip(inputs_P, sampling_P, strict=True):
             names_P.append(str(self._num_requests))
@@ -366,14 +371,6 @@ class VllmEngine(Engine[Config]):
     def _grid(self, prompt: Prompt) -> tuple[int, int] | None:
         """(h, w) to which its completions are held; None: they are free."""
         return prompt.grid if self._vocabulary else None
-
-    def _lora_request(self) -> Any:
-        if not self._serves_adapter or self._fingerprint is None:
-            return None
-        from vllm.lora.request import LoRARequest
-
-        # The path is never read: the adapter of this number is in the slots already.
-        return LoRARequest("policy", vllm_weights.ADAPTER_ID, "in-memory")
 
     def sleep(self) -> None:
         """Give the device to the others, where the engine does not stay on it."""

@@ -111,7 +111,7 @@ def whole_sums(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> tupl
 
 
 def whole_difference(worker: Any, expected: Whole) -> str:
-    """In which tensors the model that the forward runs is not `expected`; '' if in none."""
+    """The tensors in which the model that the forward runs is not `expected`; '' if none."""
     import torch
 
     model = worker.model_runner.get_model()
@@ -134,7 +134,7 @@ def parameter_sums(worker: Any) -> Mapping[str, torch.Tensor]:
 
 
 def parameter_difference(worker: Any, before: Mapping[str, torch.Tensor]) -> str:
-    """In which parameters the model is another than at that `parameter_sums`; '' if in none."""
+    """The parameters that changed since that `parameter_sums`; '' if none."""
     import torch
 
     now = parameter_sums(worker)

@@ -49,7 +49,7 @@ SAME_FIELDS = (
     "bos_token_id",
     "eos_token_id",
 )
-"""Of BAAI's config, what transformers' knows under the same name."""
+"""Keys of BAAI's config that transformers' has under the same name."""
 
 
 def base(config: Config) -> Base:

@@ -64,7 +64,7 @@ class Emu3Prompts:
         return self._prefill.replace("{height}", str(height)).replace("{width}", str(width))
 
     def _words(self, instruction: str, prefill: str) -> list[int]:
-        """As one text, unless the user's words spell a special token, which they may not become."""
+        """Tokenised as one text, unless the user's words spell a special token."""
         if any(special in instruction for special in self._specials):
             return prompting.plain_ids(self.tokenizer, instruction) + self._ids(prefill)
         return self._ids(instruction + prefill)

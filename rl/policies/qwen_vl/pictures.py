@@ -25,7 +25,7 @@ class Picture:
 
 
 class PictureFeatures:
-    """Of one vision tower, the last `max_kept` of them if it is frozen."""
+    """One vision tower's; while it is frozen the last `max_kept` are kept."""
 
     def __init__(self, tower: Tower, trained: bool, max_kept: int) -> None:
         """`trained`: whether anything in the tower is. Asked here once: under the reference an

@@ -21,7 +21,7 @@ _BRACKETED = PICTURE.replace(IMAGE_TOKEN, "{image}")
 
 
 MAX_PICTURES = 16
-"""Of a prompt whose words are no renderer's."""
+"""Most pictures in a prompt under `chat_template`."""
 
 
 def chat_template(system_prompt: str) -> PromptTemplate:

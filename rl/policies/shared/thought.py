@@ -24,7 +24,7 @@ class Written:
     num_thought_tokens: int
     """Those in front of the first that holds anything of the words; all where no marker is."""
     word_ids: tuple[int, ...]
-    """Of the words alone, the stop token included; see `words_behind`."""
+    """The words' ids with the stop token; see `words_behind`."""
     failure: str | None
     """Why there are no words."""
 
