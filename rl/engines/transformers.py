@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from rl.api.engine import Engine, EngineSetup
 from rl.api.plug import PlugConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
+from rl.ranks.sharded import is_sharded
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ class TransformersEngine(Engine):
     ) -> list[list[Completion]]:
         """completions_PG. Temperature 0 takes the likeliest token; its log-probs are then those at
         temperature 1."""
-        if any(hasattr(parameter, "ds_id") for parameter in self._policy.module.parameters()):
+        if is_sharded(self._policy.module):
             raise ValueError(
                 "engine 'transformers' samples with the trainer's own weights, which ZeRO-3 "
                 "shards: use engine 'vllm', or optimizer.zero_stage <= 2"

@@ -28,13 +28,13 @@ from rl.learner.micro_batches import (
     Member,
     by_member,
     in_step,
-    is_sharded,
     pack_groups,
     shared_filler,
     split_evenly,
 )
 from rl.learner.train_step import Minibatch, TrainStep
 from rl.ranks.dist import Dist
+from rl.ranks.sharded import is_sharded
 
 STATE_PARTS = ("master", "exp_avg", "exp_avg_sq")
 """Prefixes of the checkpoint's tensors: `<part>/<parameter name>`."""

@@ -16,6 +16,7 @@ import torch
 from rl.api.policy import Policy
 from rl.api.types import Prompt, Row, TokenBatch, TokenOutputs
 from rl.ranks.dist import Dist
+from rl.ranks.sharded import is_sharded
 
 Member = tuple[int, int]
 """(p, g): completion g of this rank's prompt p."""
@@ -136,11 +137,6 @@ def by_member(
         member: values_C[: len(ids)]
         for member, values_C, (_, ids) in zip(members, values_BC, rows, strict=True)
     }
-
-
-def is_sharded(module: torch.nn.Module) -> bool:
-    """ZeRO-3: every forward gathers weights from all ranks."""
-    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 class Forwards(Protocol):

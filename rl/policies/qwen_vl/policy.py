@@ -34,6 +34,7 @@ from rl.policies.shared import prompting, thought
 from rl.policies.shared.loading import TEXT_FILES, link_files, local_folder
 from rl.policies.shared.packing import completion_spans
 from rl.policies.shared.policy import TrainedPolicy
+from rl.ranks.sharded import is_sharded
 
 if TYPE_CHECKING:
     import torch
@@ -279,9 +280,10 @@ class QwenVL(TrainedPolicy[ConfigT]):
         shown = dict(zip(keys_B, prompts_B, strict=True))
         found = {key: self._negatives[key] for key in shown if key in self._negatives}
         missing = [key for key in shown if key not in found]
-        if self._sharded:
-            missing = missing or list(shown)[:1]
-        for keys in [missing] if self._sharded else [[key] for key in missing]:
+        batches = [[key] for key in missing]
+        if is_sharded(self.module):
+            batches = [missing or list(shown)[:1]]
+        for keys in batches:
             rows = [(self.prompts.other_words(shown[key], words), ()) for key in keys]
             batch, outputs = self._base_forward(rows)
             found |= zip(keys, _states(rows, batch, outputs.hidden), strict=True)
