@@ -133,9 +133,10 @@
   optimizer: {
     // torch: plain PyTorch (gradients summed over ranks); deepspeed: ZeRO.
     backend: 'deepspeed',
-    // DeepSpeed ZeRO stage; ignored by backend torch. 1 for adapters: one reduction a step, and no
-    // rank waits for another before it. 2 for full fine-tuning in bfloat16: it shards gradients, and
-    // reduces them in every backward. 3 shards the weights as well, and gathers them in every layer.
+    // DeepSpeed ZeRO stage; ignored by backend torch. 0 shards nothing, as backend torch. 1 for
+    // adapters: one reduction a step, and no rank waits for another before it. 2 for full fine-tuning
+    // in bfloat16: it shards gradients, and reduces them in every backward. 3 shards the weights as
+    // well, and gathers them in every layer.
     zero_stage: 2,
     // Peak AdamW learning rate.
     learning_rate: 1e-5,

@@ -31,7 +31,6 @@ class Runs:
     """Attention in pieces: run i of the queries sees run i of the keys and nothing else."""
 
     query_lens: tuple[int, ...]
-    """Together they cover the queries."""
     key_lens: tuple[int, ...]
     causal: bool
     """Within a run, query n sees keys up to n; else all of them. Causal runs are square."""
@@ -43,8 +42,6 @@ class Runs:
 
 @dataclass(frozen=True)
 class Kernel:
-    """See above."""
-
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Runs], Attended]
     """(query [T, H, D], key [K, Hk, D], value [K, Hk, D], runs) -> (out [T, H, D], lse [H, T]
     float32, natural logarithm). Out of an empty run: nothing; of a run without keys: undefined."""
@@ -71,7 +68,7 @@ def choose_kernel(name: Name, device: str, dtype: torch.dtype) -> Kernel:
 def join(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> Attended:
-    """Of the same queries over both sets of keys: [T, H, D], and [H, T] float32."""
+    """Attention of the same queries over both sets of keys: [T, H, D], and [H, T] float32."""
     joined = torch.logaddexp(lse, other_lse)
     share = (lse - joined).exp().T[..., None]
     return torch.lerp(other_out.float(), out.float(), share).to(out.dtype), joined
@@ -129,7 +126,7 @@ def _run_forward(step: Callable[..., Tensors]) -> Callable[..., Attended]:
 
 
 def _run_backward(step: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """The same of a backward."""
+    """A kernel's backward from that of one run."""
 
     def backward(
         grad_out: torch.Tensor,

@@ -1,8 +1,8 @@
 """Checks that the ranks of this machine reach each other: `rl check-distributed --nproc N`.
 
-Every communicator that a run may use sums a known tensor over all ranks: Gloo, NCCL, and vLLM's
-own. One line each on rank 0, `... is successful!` or why it was skipped; exit code 1 with the
-reason when a sum is wrong or does not come.
+Every communicator that a run may use sums a known tensor over all ranks: Gloo and NCCL (each vLLM
+engine stays within its rank). One line each on rank 0, `... is successful!` or why it was skipped;
+exit code 1 with the reason when a sum is wrong or does not come.
 
     rl check-distributed --nproc 2
     python -m rl.simple_launch --nproc 2 scripts/check_distributed.py
@@ -11,20 +11,20 @@ reason when a sum is wrong or does not come.
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rl.ranks.dist import Dist
 from rl.record import terminal
 
 if TYPE_CHECKING:
-    from rl.engines.vllm.communicator import Sum
+    import torch
 
+Sum = Callable[["torch.Tensor"], "torch.Tensor"]
+"""A tensor -> its sum over all ranks."""
 TIMEOUT_S = 120.0
 """A communicator that has not summed by then is taken for stuck."""
 NUM_VALUES = 1_000_003
@@ -72,19 +72,6 @@ def communicators(dist: Dist) -> Iterator[tuple[str, str, Sum | str]]:
     yield "PyTorch GLOO", "cpu", dist.sum_
     on_gpu = dist.device.startswith("cuda")
     yield "PyTorch NCCL", dist.device, dist.sum_ if on_gpu else "this machine has no CUDA device"
-    if importlib.util.find_spec("vllm") is None:
-        yield "vLLM", dist.device, "it is not installed"
-        return
-    from rl.engines.vllm import communicator
-
-    if on_gpu:
-        straight, graphed = communicator.gpu_sums(dist)
-        yield "vLLM NCCL", dist.device, straight
-        yield "vLLM NCCL with cuda graph", dist.device, graphed
-    elif len(set(dist.gather(socket.gethostname()))) > 1:
-        yield "vLLM CPU", "cpu", "it sums through shared memory, and the ranks share none"
-    else:
-        yield "vLLM CPU", "cpu", communicator.cpu_sum(dist)
 
 
 def wrong_sum(sum_: Sum, dist: Dist, device: str) -> str:

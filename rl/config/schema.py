@@ -21,7 +21,7 @@ from rl.config.printing import printable
 from rl.config.shipped import find_config, located, shipped_configs
 
 SHIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
-"""Functions of `rl.algorithm.losses`, which `algorithm.loss` names."""
+"""Functions of `rl.algorithm.grpo`, which `algorithm.loss` names."""
 
 MAX_COUNT = 10**9
 """The largest count of anything."""
@@ -154,10 +154,10 @@ class OptimizerConfig(Section):
     backend: Literal["torch", "deepspeed"] = "deepspeed"
     """torch: plain PyTorch (gradients summed over ranks); deepspeed: ZeRO."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
-    """DeepSpeed ZeRO stage; ignored by backend torch. 1 for adapters: one reduction a step, and no
-    rank waits for another before it. 2 for full fine-tuning in bfloat16: it shards gradients, and
-    reduces them in every backward. 3 shards the weights as well, and gathers them in every layer.
-    """
+    """DeepSpeed ZeRO stage; ignored by backend torch. 0 shards nothing, as backend torch. 1 for
+    adapters: one reduction a step, and no rank waits for another before it. 2 for full fine-tuning
+    in bfloat16: it shards gradients, and reduces them in every backward. 3 shards the weights as
+    well, and gathers them in every layer."""
     learning_rate: Annotated[float, Field(ge=1e-12, le=1)] = 1e-5
     """Peak AdamW learning rate."""
     final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0

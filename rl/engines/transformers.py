@@ -1,7 +1,4 @@
-"""The slow inference engine: the trainer's own module, token by token. The oracle for the fast one.
-
-One `torch.Generator` per completion, log-probs of the very distribution the token was drawn from;
-it reads the policy's own weights, so there is nothing to sync.
+"""The slow, simple inference engine: the trainer's own module, token by token.
 
 Axes: `_P` prompts, `_G` completions in a group, `_B` all rows, group by group, `_V` vocabulary.
 """
@@ -14,13 +11,14 @@ from typing import TYPE_CHECKING, Literal
 from rl.api.engine import Engine, EngineSetup
 from rl.api.plug import PlugConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
+from rl.ranks.sharded import is_sharded
 
 if TYPE_CHECKING:
     import torch
 
 
 class TransformersEngine(Engine):
-    """Takes no room of its own."""
+    """Reads the policy's own weights: nothing to sync. One `torch.Generator` per completion."""
 
     samples_with_trainer = True
 
@@ -33,7 +31,7 @@ class TransformersEngine(Engine):
     ) -> list[list[Completion]]:
         """completions_PG. Temperature 0 takes the likeliest token; its log-probs are then those at
         temperature 1."""
-        if any(hasattr(parameter, "ds_id") for parameter in self._policy.module.parameters()):
+        if is_sharded(self._policy.module):
             raise ValueError(
                 "engine 'transformers' samples with the trainer's own weights, which ZeRO-3 "
                 "shards: use engine 'vllm', or optimizer.zero_stage <= 2"
@@ -141,7 +139,6 @@ class TransformersEngine(Engine):
         """The module is the policy's own: it already holds them."""
 
     def held_fingerprint(self) -> str:
-        """Of the policy's weights as they are."""
         module = self._policy.module
         live = {name: p for name, p in module.named_parameters() if p.requires_grad}
         return self._policy.export_weights(live, version=0).fingerprint

@@ -1,10 +1,4 @@
-"""What holds the optimiser's state: plain PyTorch, behind the seam that DeepSpeed shares.
-
-Two promises make the backends interchangeable. Gradients are SUMMED over backward calls and ranks,
-because every loss is already divided by a global denominator. And the state is read and written
-whole, in float32, under the names of `module.named_parameters()`, so a run can go on under another
-backend, ZeRO stage or number of ranks.
-"""
+"""Optimizer backends: their interface, and the one in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -24,8 +18,6 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one `Backend.step` did."""
-
     grad_norm: float
     """Global L2 norm before clipping; inf or NaN when the step was skipped."""
     applied: bool
@@ -43,7 +35,12 @@ class AdamState:
 
 
 class Backend(Protocol):
-    """Every method is collective; `forward` and `backward` only where `in_step` says so."""
+    """Every method is collective; `forward` and `backward` only where `in_step` says so.
+
+    Gradients are SUMMED over backward calls and ranks: each loss is divided by a global denominator
+    already. The state is read and written whole, in float32, under the names of
+    `module.named_parameters()`: runs may continue under another backend, ZeRO stage or world size.
+    """
 
     in_step: bool
     """Ranks must run the same number of forwards and backwards, in the same order."""
@@ -58,10 +55,7 @@ class Backend(Protocol):
 
     def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
         """Sum the gradient over ranks, multiply it by `gradient_scale` (> 0, the same on every
-        rank), clip its global norm, take one AdamW step, clear it.
-
-        A loss is divided before the last one is known, so by what was planned; the scale is what
-        was planned over what came.
+        rank: planned over graded denominator), clip its global norm, take one AdamW step, clear it.
         """
 
     def masters(self) -> Tensors:
@@ -114,7 +108,7 @@ def make_adamw(
 
 
 def _not_decayed(module: torch.nn.Module) -> set[str]:
-    """Names of parameters that no weight decay is meant for."""
+    """Names of vectors and embeddings."""
     embeddings = {
         id(parameter)
         for part in module.modules()
@@ -195,25 +189,15 @@ class TorchBackend:
         return cpu_copy(state[key]) if key in state else torch.zeros(master.shape)
 
     def load(self, state: AdamState, num_steps: int) -> None:
-        write_plain_state(self._adamw, self._masters, state, num_steps)
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                master.copy_(state.masters[name])
+                self._adamw.state[master] = {
+                    "step": torch.tensor(float(num_steps)),
+                    "exp_avg": state.exp_avg[name].to(master.device, copy=True),
+                    "exp_avg_sq": state.exp_avg_sq[name].to(master.device, copy=True),
+                }
         self._write_back()
-
-
-def write_plain_state(
-    adamw: torch.optim.AdamW,
-    masters: Mapping[str, torch.nn.Parameter],
-    state: AdamState,
-    num_steps: int,
-) -> None:
-    """Put weights and moments into an AdamW that holds unsharded parameters."""
-    with torch.no_grad():
-        for name, master in masters.items():
-            master.copy_(state.masters[name])
-            adamw.state[master] = {
-                "step": torch.tensor(float(num_steps)),
-                "exp_avg": state.exp_avg[name].to(master.device, copy=True),
-                "exp_avg_sq": state.exp_avg_sq[name].to(master.device, copy=True),
-            }
 
 
 def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:

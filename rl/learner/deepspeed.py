@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 0-3 behind the learner's seam. What DeepSpeed is told, and why:
+"""DeepSpeed ZeRO 1-3 as an optimizer backend. How DeepSpeed is configured, and why:
 
 - A client `torch.optim.AdamW`: its own optimisers are compiled at first use (minutes, a compiler).
 - `managed_gradient_accumulation: false`: the number of micro-batches varies; we say when to step.
@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import warnings
 from typing import Any
@@ -31,7 +30,6 @@ from rl.learner.backends import (
     cpu_copy,
     make_adamw,
     trainable_parameters,
-    write_plain_state,
 )
 from rl.ranks.dist import Dist
 
@@ -46,12 +44,12 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """The dictionary `deepspeed.initialize` gets.
 
-    Raises ValueError for a stage that cannot keep float32 masters of bfloat16 parameters.
+    Raises ValueError for stage 1, which cannot keep float32 masters of bfloat16 parameters.
     """
     stage = config.zero_stage
-    if dtype != torch.float32 and stage in (0, 1):
+    if dtype != torch.float32 and stage == 1:
         raise ValueError(
-            f"optimizer.zero_stage {stage} keeps no readable float32 masters for {dtype} trainable "
+            f"optimizer.zero_stage 1 keeps no readable float32 masters for {dtype} trainable "
             "parameters: use zero_stage 2 or 3, or optimizer.backend 'torch'"
         )
     bucket = max(1, min(MAX_BUCKET_NUMEL, num_trainable))
@@ -65,8 +63,7 @@ def deepspeed_config(
         "gradient_accumulation_steps": 1,
         "train_batch_size": world_size,
         "managed_gradient_accumulation": False,
-        # Stage 0 clips in our hook, where the norm can also be read and checked.
-        "gradient_clipping": config.max_grad_norm if stage > 0 else 0.0,
+        "gradient_clipping": config.max_grad_norm,
         "zero_optimization": zero,
         "steps_per_print": 10**9,
     }
@@ -88,16 +85,12 @@ class DeepSpeedBackend:
         # Stage 3 could, if ranks agreed on which: a forward that one saves is one that others wait
         # for.
         self.keeps_graphs = self._stage < 3
-        self._max_grad_norm = config.max_grad_norm
         self._parameters = trainable_parameters(module)
         parameters = list(self._parameters.values())
         self._dtype = parameters[0].dtype
         num_trainable = sum(p.numel() for p in parameters)
         settings = deepspeed_config(config, self._dtype, dist.world_size, num_trainable)
         self._adamw = make_adamw(module, self._parameters, config)
-        self._stage0_scale, self._stage0_norm = 1.0, 0.0
-        if self._stage == 0:
-            self._adamw.register_step_pre_hook(self._guard_stage0)
         self._engine, *_ = deepspeed.initialize(
             model=module, optimizer=self._adamw, config=settings
         )
@@ -106,20 +99,15 @@ class DeepSpeedBackend:
         return self._engine(batch)
 
     def backward(self, loss: torch.Tensor) -> None:
-        if self._stage > 0:
-            # ZeRO closes its books on a backward at the next forward, and adds the next one up only
-            # then; another backward may come first.
-            self._engine.optimizer.clear_backward_seen_flag()
+        # ZeRO finishes a backward at the next forward, and adds up the next backward only then;
+        # here another backward may come first.
+        self._engine.optimizer.clear_backward_seen_flag()
         self._engine.backward(loss * self._dist.world_size, scale_wrt_gas=False)
 
     def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
         optimizer = self._engine.optimizer
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        if self._stage == 0:
-            self._stage0_scale = gradient_scale
-            self._engine.step()
-            return StepOutcome(self._stage0_norm, math.isfinite(self._stage0_norm))
         if self._stage == 1:
             self._complete_gradients()
         optimizer.loss_scale = 1 / gradient_scale
@@ -137,26 +125,13 @@ class DeepSpeedBackend:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _guard_stage0(self, adamw: torch.optim.AdamW, *_: Any) -> None:
-        """Stage 0 neither reports its norm nor checks it: do both between all-reduce and step.
-
-        AdamW passes over parameters without a gradient, so clearing them skips the step.
-        """
-        parameters = list(self._parameters.values())
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(self._stage0_scale)
-        self._stage0_norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm))
-        if not math.isfinite(self._stage0_norm):
-            adamw.zero_grad(set_to_none=True)
-
     def masters(self) -> Tensors:
         live = self._stage < 3 and self._dtype == torch.float32
         return {n: p.detach() if live else self._gather(p) for n, p in self._parameters.items()}
 
     def adam_state(self, keep: bool) -> AdamState:
         state = AdamState({}, {}, {})
-        if self._stage in (1, 2) and self._has_moments():
+        if self._stage < 3 and self._has_moments():
             self._link_moments()
         for name, parameter in self._parameters.items():
             # Every rank gathers, one tensor at a time, whether it keeps it or not.
@@ -175,8 +150,6 @@ class DeepSpeedBackend:
 
         if key is not None and not self._has_moments():
             return torch.zeros(_whole_shape(parameter))
-        if self._stage == 0:
-            return parameter.detach() if key is None else self._adamw.state[parameter][key]
         if key is None:
             whole = safe_get_full_fp32_param(parameter)
         else:
@@ -184,7 +157,7 @@ class DeepSpeedBackend:
         return whole.detach().reshape(_whole_shape(parameter))
 
     def _flat_masters(self) -> list[torch.Tensor]:
-        """The tensors AdamW really steps: this rank's flat shards, or the parameters (stage 0)."""
+        """The tensors that AdamW steps: this rank's flat shards."""
         if self._stage == 3:
             return list(self._engine.optimizer.fp32_partitioned_groups_flat)
         return [p for group in self._adamw.param_groups for p in group["params"]]
@@ -193,9 +166,6 @@ class DeepSpeedBackend:
         return all("exp_avg" in self._adamw.state.get(p, {}) for p in self._flat_masters())
 
     def load(self, state: AdamState, num_steps: int) -> None:
-        if self._stage == 0:
-            write_plain_state(self._adamw, self._parameters, state, num_steps)
-            return
         for flat in self._flat_masters():
             moments = self._adamw.state[flat]
             moments.setdefault("exp_avg", torch.zeros_like(flat))

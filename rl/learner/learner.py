@@ -1,12 +1,11 @@
-"""The learner: opens an iteration's `TrainStep`, and gives weights and state for others to read.
+"""The learner: opens an iteration's `TrainStep`; exports and restores weights and optimizer state.
 
 Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,19 +16,25 @@ from rl.api.policy import Policy
 from rl.api.types import PolicyWeights, Prompt, Row
 from rl.config.schema import RunConfig
 from rl.files.weights import require_finite
-from rl.learner.backends import AdamState, Backend, TorchBackend, trainable_parameters
+from rl.learner.backends import (
+    AdamState,
+    Backend,
+    StepOutcome,
+    TorchBackend,
+    trainable_parameters,
+)
 from rl.learner.micro_batches import (
     Inference,
     Member,
     by_member,
     in_step,
-    is_sharded,
     pack_groups,
     shared_filler,
     split_evenly,
 )
 from rl.learner.train_step import Minibatch, TrainStep
 from rl.ranks.dist import Dist
+from rl.ranks.sharded import is_sharded
 
 STATE_PARTS = ("master", "exp_avg", "exp_avg_sq")
 """Prefixes of the checkpoint's tensors: `<part>/<parameter name>`."""
@@ -39,8 +44,7 @@ class Learner:
     """Trains `policy.module`. Every method is collective over `dist`."""
 
     def __init__(self, policy: Policy, config: RunConfig, dist: Dist, num_iterations: int) -> None:
-        """`policy`: its module lies on `dist.device`; with `kl_coeff` > 0
-        its `reference()` is a context manager under which the module is the frozen reference.
+        """`policy`: its module is on `dist.device`.
 
         Raises ValueError when nothing is trainable or the backend cannot hold it.
         """
@@ -50,9 +54,16 @@ class Learner:
         self._num_iterations = num_iterations
         self._num_steps = 0
         self.is_whole = True
-        """False for good once a step has failed inside: weights and moments may be half of it."""
+        """Becomes False for good if a step raises midway: weights and moments may then disagree."""
         _copy_from_rank_0(trainable_parameters(policy.module), dist)
-        self._backend = _make_backend(policy.module, config, dist)
+        self._backend: Backend
+        # ZeRO 0 shards nothing: plain PyTorch does the same.
+        if config.optimizer.backend == "torch" or config.optimizer.zero_stage == 0:
+            self._backend = TorchBackend(policy.module, config.optimizer, dist)
+        else:
+            from rl.learner.deepspeed import DeepSpeedBackend
+
+            self._backend = DeepSpeedBackend(policy.module, config.optimizer, dist)
 
     @property
     def version(self) -> int:
@@ -92,7 +103,12 @@ class Learner:
                 micro_batches = in_step(micro_batches, filler, self._dist)
             lengths = [len(ids_PG[p][g]) for p in groups for g in range(num_completions_P[p])]
             minibatches.append(Minibatch(micro_batches, self._planned(lengths)))
-        exact = self._config.max_staleness == 0 and not _has_dropout(self._policy.module)
+        # With dropout the training forward is another function than the one that was sampled from.
+        has_dropout = any(
+            isinstance(part, torch.nn.Dropout) and part.p > 0
+            for part in self._policy.module.modules()
+        )
+        exact = self._config.max_staleness == 0 and not has_dropout
         return TrainStep(
             policy=self._policy,
             backend=self._backend,
@@ -109,12 +125,11 @@ class Learner:
             minibatches=minibatches,
             keeps_graphs=exact and self._backend.keeps_graphs,
             collective=collective,
-            on_step=self._count_step,
-            stepping=self._stepping,
+            optimizer_step=self._optimizer_step,
         )
 
     def _planned(self, lengths: Sequence[int]) -> Denominators:
-        """Of one step, as if every completion's every token were graded, over all ranks."""
+        """One step's denominators over all ranks, as if every token were graded."""
         config = self._config
         num_tokens, num_sequences = self._dist.sum_floats([sum(lengths), len(lengths)])
         planned = config.prompts_per_iteration * config.generations_per_prompt
@@ -125,14 +140,12 @@ class Learner:
             max_completion_tokens=config.sampling.max_completion_tokens,
         )
 
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
+    def _optimizer_step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
         self.is_whole = False
-        yield
+        outcome = self._backend.step(learning_rate, gradient_scale)
         self.is_whole = True
-
-    def _count_step(self) -> None:
-        self._num_steps += 1
+        self._num_steps += outcome.applied
+        return outcome
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """The trainer's log-probs of every completion token of this rank's rows, nats.
@@ -168,7 +181,7 @@ class Learner:
 
     @property
     def state_bytes(self) -> int:
-        """Of what `state` copies, all parts, float32."""
+        """Size of the tensors that `state` copies."""
         num_values = sum(shape.numel() for shape in self._shapes().values())
         return len(STATE_PARTS) * 4 * num_values
 
@@ -227,16 +240,3 @@ def _copy_from_rank_0(parameters: Mapping[str, torch.nn.Parameter], dist: Dist) 
             if dist.rank != 0:
                 parameter.zero_()
             dist.sum_(parameter.data)
-
-
-def _make_backend(module: torch.nn.Module, config: RunConfig, dist: Dist) -> Backend:
-    if config.optimizer.backend == "torch":
-        return TorchBackend(module, config.optimizer, dist)
-    from rl.learner.deepspeed import DeepSpeedBackend
-
-    return DeepSpeedBackend(module, config.optimizer, dist)
-
-
-def _has_dropout(module: torch.nn.Module) -> bool:
-    """Whether a training forward is another function than the one that rollouts are judged on."""
-    return any(isinstance(part, torch.nn.Dropout) and part.p > 0 for part in module.modules())

@@ -1,4 +1,4 @@
-"""Lists of a micro-batch's rows -> padded tensors for the loss.
+"""A micro-batch's rows -> padded tensors for the loss.
 
 Axes: `_B` rows of a micro-batch, `_C` completion tokens, right-padded.
 """

@@ -1,4 +1,4 @@
-"""What one iteration's learning looks like in numbers, added up over micro-batches."""
+"""Metrics of one iteration's learning, added up over micro-batches."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rl.algorithm.importance import effective_sample_share, mismatch
-from rl.algorithm.kl import kl_per_token
+from rl.algorithm.grpo import Objective, effective_sample_share, kl_per_token, mismatch
 from rl.algorithm.metrics import Metrics
-from rl.algorithm.objective import Objective
 from rl.api.loss import LossInputs
 from rl.ranks.dist import Dist
 
 
 @dataclass
 class LearnerMetrics:
-    """What one iteration adds up before it can be a metric."""
-
     metrics: Metrics = field(default_factory=Metrics)
     num_applied: int = 0
     num_skipped: int = 0
@@ -46,8 +42,8 @@ class LearnerMetrics:
         importance_cap: float,
     ) -> None:
         """One micro-batch's share; `reference`, `entropy`: [B, C] float32, nats."""
-        found = {"total": loss.total, "policy": loss.policy_loss, "kl": loss.kl_loss}
-        for name, value in found.items():
+        losses = {"total": loss.total, "policy": loss.policy_loss, "kl": loss.kl_loss}
+        for name, value in losses.items():
             self.losses[name] = self.losses.get(name, 0.0) + float(value.detach())
         if not inputs.mask.any():
             return

@@ -16,6 +16,7 @@ import torch
 from rl.api.policy import Policy
 from rl.api.types import Prompt, Row, TokenBatch, TokenOutputs
 from rl.ranks.dist import Dist
+from rl.ranks.sharded import is_sharded
 
 Member = tuple[int, int]
 """(p, g): completion g of this rank's prompt p."""
@@ -33,7 +34,7 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Of the packed row: each group's prompt once."""
+        """Tokens of the packed row, which holds each group's prompt once."""
         prompts = {id(prompt): len(prompt.token_ids) for prompt, _ in self.rows}
         return sum(prompts.values()) + sum(len(ids) for _, ids in self.rows)
 
@@ -90,7 +91,7 @@ def pack_groups(
 
 
 def split_evenly(num_groups: int, num_minibatches: int) -> list[range]:
-    """As many ranges of group numbers, as even as they come, in order; some may be empty."""
+    """Ranges of group numbers, in order, as even as possible; some may be empty."""
     bounds = [num_groups * i // num_minibatches for i in range(num_minibatches + 1)]
     return [range(start, end) for start, end in pairwise(bounds)]
 
@@ -138,11 +139,6 @@ def by_member(
     }
 
 
-def is_sharded(module: torch.nn.Module) -> bool:
-    """ZeRO-3: every forward gathers weights from all ranks."""
-    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-
-
 class Forwards(Protocol):
     """The micro-batches of a batch's rows, and the forward over each."""
 
@@ -154,7 +150,7 @@ class Forwards(Protocol):
     def micro_batches(self) -> Sequence[MicroBatch]: ...
 
     def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
-        """What `decode_actions` of its rows is given by a policy that `reads_states`."""
+        """The forward that `decode_actions` of its rows reads, if the policy `reads_states`."""
         ...
 
 
@@ -171,8 +167,8 @@ class Inference:
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
         num_sampled_P: Sequence[int] | None = None,
     ) -> None:
-        """`max_tokens`: of a micro-batch. `weights`: under which it forwards, e.g. the policy's
-        `reference`. `num_sampled_P`: as for `pack_groups`. Collective where forwards are."""
+        """`max_tokens`: of a micro-batch. `weights`: context of each forward, such as the policy's
+        `reference`. `num_sampled_P`: see `pack_groups`. Collective where forwards are."""
         self._policy = policy
         self._weights = weights
         self.collective = is_sharded(policy.module)
@@ -183,11 +179,9 @@ class Inference:
         self.micro_batches: Sequence[MicroBatch] = micro_batches
 
     def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
-        """Of its rows."""
         return self._run(self._policy.collate(micro_batch.rows))
 
     def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
-        """See `Forwards`."""
         rows = micro_batch.rows
         return self._run(self._policy.collate_states(rows) or self._policy.collate(rows))
 

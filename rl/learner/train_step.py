@@ -1,14 +1,4 @@
-"""One iteration's learning, done as far as it can be at any moment.
-
-The forwards the rollout conditions the renderer with, kept for the backward where that is exact;
-reference log-probs and forwards while the judge still reads; the backward of a micro-batch as soon
-as its groups are graded; the optimiser steps.
-
-Three rules. The gradient does not depend on how the batch is split: a loss is divided by what was
-PLANNED before the judge spoke, which counts all ranks, and the step corrects by one factor for what
-was really graded. Backwards run in the order of the micro-batches and over the same rows, however
-soon verdicts come in: floats do not commute. And where ranks go in step (`backend.in_step`),
-each does as many forwards and backwards as the others, empty ones included.
+"""One iteration's forwards, backwards and optimiser steps, each as early as its inputs are known.
 
 Axes: `_P` prompts on this rank, `_G` completions of a prompt, `_B` rows of a micro-batch, `_C`
 completion tokens, right-padded.
@@ -17,21 +7,20 @@ completion tokens, right-padded.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
 
-from rl.algorithm.losses import loss_named
+from rl.algorithm.grpo import loss_named, objective
 from rl.algorithm.metrics import Metrics
-from rl.algorithm.objective import objective
 from rl.api.loss import Denominators, divisor
 from rl.api.policy import Policy
 from rl.api.types import TokenBatch, TokenOutputs, TrainSequence
 from rl.config.schema import RunConfig
-from rl.learner.backends import Backend
+from rl.learner.backends import Backend, StepOutcome
 from rl.learner.loss_inputs import loss_inputs, pad
 from rl.learner.metrics import LearnerMetrics
 from rl.learner.micro_batches import FILLER, Member, MicroBatch, by_member
@@ -39,8 +28,8 @@ from rl.ranks.dist import Dist
 
 log = logging.getLogger(__name__)
 
-RowsOf = Callable[[MicroBatch], Sequence[Member]]
-"""Which of a micro-batch's rows."""
+MembersOf = Mapping[MicroBatch, tuple[Member, ...]]
+"""Some micro-batches, in order, each with those of its rows that take part."""
 
 
 @dataclass(eq=False)
@@ -49,9 +38,24 @@ class Minibatch:
 
     micro_batches: list[MicroBatch]
     planned: Denominators
-    """Of all its completions, over all ranks, as if every one were graded."""
+    """Counts over all ranks, as if every completion were graded."""
     num_done: int = 0
-    """Those whose backward is over."""
+    """Micro-batches whose backward has run."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What is known of a micro-batch before its first forward."""
+
+    trainable: tuple[Member, ...]
+    """All but the bare arm's and fillers."""
+    to_read: tuple[Member, ...]
+    """Whose reference and old log-probs are computed: the trainable, or one row where there is none
+    (ranks may have to forward together)."""
+    is_stale: bool
+    """Weights move between its rollout and its backward."""
+    may_keep: bool
+    """The graph of its forward may wait for the rewards, as long as there is room."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +63,6 @@ class Kept:
     """A forward with its graph."""
 
     members: tuple[Member, ...]
-    """Of the rows it ran over."""
     logprobs: torch.Tensor
     """[B, C] float32, nats, with gradient."""
     entropy: torch.Tensor
@@ -68,7 +71,14 @@ class Kept:
 
 @dataclass(eq=False)
 class TrainStep:
-    """See `micro-batches.Forwards` for what the rollout reads of it."""
+    """An iteration between its rollout and its last optimiser step; also the rollout's `Forwards`.
+
+    The gradient does not depend on how the batch is split: a loss is divided by counts over all
+    ranks that were planned before the judge replied, and the step corrects by one factor for what
+    was graded. Backwards run in the order of the micro-batches and over the same rows however soon
+    verdicts come in, because float sums depend on the order. Where `backend.in_step`, every rank
+    runs as many forwards and backwards as the others, over one row where it has none to train.
+    """
 
     policy: Policy
     backend: Backend
@@ -76,17 +86,16 @@ class TrainStep:
     dist: Dist
     learning_rate: float
     group_sizes: Sequence[int]
-    """Of each group, those that may be trained: the bare arm's come behind them."""
+    """Trainable completions of each group; the bare arm's follow them."""
     minibatches: list[Minibatch]
     """In the order of the steps; the first runs under the weights that the rollout ran under."""
     keeps_graphs: bool
     """Whether a backward through the rollout's forward is exact here."""
     collective: bool
     """Whether a forward needs every rank in it (ZeRO-3)."""
-    on_step: Callable[[], None]
-    """Called after each optimiser step that was applied."""
-    stepping: Callable[[], AbstractContextManager[None]]
-    """Around each optimiser step."""
+    optimizer_step: Callable[[float, float], StepOutcome]
+    """(learning rate, gradient scale): see `Backend.step`."""
+    _rows: dict[MicroBatch, Rows] = field(default_factory=dict)
     _kept: dict[MicroBatch, Kept] = field(default_factory=dict)
     _num_kept_tokens: int = 0
     _old: dict[Member, list[float]] = field(default_factory=dict)
@@ -96,14 +105,31 @@ class TrainStep:
     _accumulated: set[int] = field(default_factory=set)
     _learner_metrics: LearnerMetrics = field(default_factory=LearnerMetrics)
 
+    def __post_init__(self) -> None:
+        for minibatch in self.minibatches:
+            is_stale = self.config.max_staleness > 0 or minibatch is not self.minibatches[0]
+            for micro_batch in minibatch.micro_batches:
+                members = micro_batch.members
+                trainable = tuple((p, g) for p, g in members if p >= 0 and g < self.group_sizes[p])
+                may_keep = self.keeps_graphs and not is_stale and FILLER not in members
+                may_keep = may_keep and micro_batch.num_tokens <= self._max_kept_tokens
+                self._rows[micro_batch] = Rows(
+                    trainable, trainable or members[:1], is_stale, may_keep
+                )
+
+    @property
+    def _max_kept_tokens(self) -> float:
+        limit = self.config.optimizer.max_kept_tokens
+        return math.inf if limit is None else limit
+
     @property
     def micro_batches(self) -> list[MicroBatch]:
         """All of them, in order, fillers included."""
-        return list(chain.from_iterable(m.micro_batches for m in self.minibatches))
+        return list(self._rows)
 
     def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
-        """See `Forwards`. Where the renderer's are not those of the rows, these are left to
-        `prefetch_reference`: they bring nothing to a picture."""
+        """What the renderer is conditioned with. Where that needs a forward of its own, the rows'
+        forward is left to `prefetch_reference`: no picture waits for it."""
         batch = self.policy.collate_states(micro_batch.rows)
         if batch is None:
             return self.forward(micro_batch)
@@ -112,10 +138,10 @@ class TrainStep:
             return batch, self.backend.forward(batch)
 
     def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
-        """Of all the micro-batch's rows, in the rollout; its graph stays where it can be used."""
+        """The rollout's forward of all rows; its graph is kept where the backward can use it."""
         keep = self._has_room(micro_batch)
         batch, outputs = self._run(micro_batch, micro_batch.members, keep)
-        if self._is_stale(self._minibatch_of(micro_batch)):
+        if self._rows[micro_batch].is_stale:
             self._old.update(by_member(micro_batch, micro_batch.members, outputs))
         return batch, outputs
 
@@ -130,15 +156,15 @@ class TrainStep:
         for micro_batch in self.minibatches[0].micro_batches:
             if not still_waiting():
                 return
-            members = self._trainable(micro_batch)
+            members = self._rows[micro_batch].trainable
             if micro_batch not in self._kept and members and self._has_room(micro_batch):
                 self._run(micro_batch, members, keep=True)
-        self._find_reference(self.micro_batches, self._trainable, still_waiting)
+        self._find_reference({m: rows.trainable for m, rows in self._rows.items()}, still_waiting)
 
     def note_old_logprobs(self) -> None:
-        """Log-probs under the rollout's weights, which are about to move, where no forward of the
-        rollout has given them. Collective where forwards are."""
-        self._find_old(self.micro_batches, self._rows_to_read)
+        """Compute what the rollout's forwards have not, before the weights move. Collective where
+        forwards are."""
+        self._find_old({m: rows.to_read for m, rows in self._rows.items()})
 
     def accumulate(self, p: int, sequences_G: Sequence[TrainSequence | None]) -> None:
         """What prompt p's graded completions bring, None for those that bring nothing.
@@ -154,13 +180,13 @@ class TrainStep:
             return
         minibatch = self.minibatches[0]
         for micro_batch in minibatch.micro_batches[minibatch.num_done :]:
-            live = self._live(micro_batch)
             if not all(p in self._accumulated for p, _ in micro_batch.members):
                 return
-            if not self._reference_known(live):
+            members = self._to_train(micro_batch)
+            if not self._reference_known(members):
                 return
-            if live:
-                self._backward(minibatch, micro_batch)
+            if members:
+                self._backward(minibatch, micro_batch, members)
             self._kept.pop(micro_batch, None)
             minibatch.num_done += 1
 
@@ -169,82 +195,55 @@ class TrainStep:
 
         Returns this rank's metrics. Collective.
         """
-        needed = self._needed()
-        stale = [m for m in self.micro_batches if self._is_stale(self._minibatch_of(m))]
-        self._find_old([m for m in stale if m in needed], self._rows_to_train)
+        plan = self._plan()
+        for micro_batch in self._kept.keys() - plan.keys():
+            del self._kept[micro_batch]
+        self._find_old({m: members for m, members in plan.items() if self._rows[m].is_stale})
         for minibatch in self.minibatches:
             actual = self._count(minibatch)
             if actual.num_tokens == 0:
                 continue
-            rest = minibatch.micro_batches[minibatch.num_done :]
-            self._find_reference([m for m in rest if m in needed], self._rows_to_read)
-            for micro_batch in rest:
-                if micro_batch in needed:
-                    self._backward(minibatch, micro_batch)
-                self._kept.pop(micro_batch, None)
+            mine = [m for m in minibatch.micro_batches[minibatch.num_done :] if m in plan]
+            self._find_reference({m: self._rows[m].to_read for m in mine})
+            for micro_batch in mine:
+                self._backward(minibatch, micro_batch, plan[micro_batch])
             loss = loss_named(self.config.algorithm.loss)
             self._optimizer_step(divisor(loss, minibatch.planned) / divisor(loss, actual))
-        self._kept.clear()
         return self._learner_metrics.report(self.learning_rate, self.dist)
 
-    def _trainable(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
-        """All but the bare arm's and fillers."""
-        return tuple((p, g) for p, g in micro_batch.members if p >= 0 and g < self.group_sizes[p])
+    def _to_train(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
+        """The rows of its backward, once all of them are graded: those that carry loss, none if
+        none does. All trainable rows where a slow judge leaves time to forward them ahead: the sums
+        must not depend on the judge's speed."""
+        rows = self._rows[micro_batch]
+        live = tuple(member for member in micro_batch.members if member in self._sequences)
+        return rows.trainable if live and rows.may_keep else live
 
-    def _live(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
-        """Those that carry loss."""
-        return tuple(member for member in micro_batch.members if member in self._sequences)
-
-    def _rows_to_read(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
-        """Those that may be trained; one that is not where a micro-batch has none."""
-        return self._trainable(micro_batch) or micro_batch.members[:1]
-
-    def _rows_to_train(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
-        """Those that carry loss; one that carries none where only other ranks' do. All that may,
-        where a slow judge leaves time to forward them ahead: the sums must not tell how slow."""
-        live = self._live(micro_batch)
-        if live and self._may_be_kept(micro_batch):
-            return self._trainable(micro_batch)
-        return live or self._rows_to_read(micro_batch)[:1]
-
-    def _minibatch_of(self, micro_batch: MicroBatch) -> Minibatch:
-        return next(m for m in self.minibatches if micro_batch in m.micro_batches)
-
-    def _is_stale(self, minibatch: Minibatch) -> bool:
-        """Whether weights will have moved between the rollout and its backward."""
-        return self.config.max_staleness > 0 or minibatch is not self.minibatches[0]
-
-    def _needed(self) -> set[MicroBatch]:
-        """Those that a backward must run for: on this rank, or on any where ranks are in step."""
-        micro_batches = self.micro_batches
-        live = [float(bool(self._live(micro_batch))) for micro_batch in micro_batches]
+    def _plan(self) -> MembersOf:
+        """The backwards that are left and their rows; one row where only other ranks have some."""
+        left = chain.from_iterable(m.micro_batches[m.num_done :] for m in self.minibatches)
+        plan = {micro_batch: self._to_train(micro_batch) for micro_batch in left}
         if self.backend.in_step:
-            live = self.dist.sum_floats(live)
-        return {micro_batch for micro_batch, some in zip(micro_batches, live, strict=True) if some}
+            num_ranks = self.dist.sum_floats([float(bool(members)) for members in plan.values()])
+            for micro_batch, some in zip(list(plan), num_ranks, strict=True):
+                if some and not plan[micro_batch]:
+                    plan[micro_batch] = self._rows[micro_batch].to_read[:1]
+        return {micro_batch: members for micro_batch, members in plan.items() if members}
 
     def _count(self, minibatch: Minibatch) -> Denominators:
-        """What the step is really divided by, over all ranks: what is counted, or, where nothing
-        is, all that carries loss."""
-        members = list(chain.from_iterable(map(self._live, minibatch.micro_batches)))
-        live = [self._sequences[member] for member in members]
+        """The step's real denominators, over all ranks: what is counted, or all that carries loss
+        where nothing is."""
+        members = chain.from_iterable(m.members for m in minibatch.micro_batches)
+        live = [self._sequences[member] for member in members if member in self._sequences]
         counted = [sequence for sequence in live if sequence.counted]
-        sums = [(sum(sum(s.loss_mask) for s in found), len(found)) for found in (counted, live)]
+        sums = [(sum(sum(s.loss_mask) for s in each), len(each)) for each in (counted, live)]
         totals = self.dist.sum_floats([number for pair in sums for number in pair])
         num_tokens, num_sequences = totals[:2] if totals[0] else totals[2:]
         return replace(minibatch.planned, num_tokens=num_tokens, num_sequences=num_sequences)
 
-    def _may_be_kept(self, micro_batch: MicroBatch, num_kept_tokens: int = 0) -> bool:
-        """Whether its graph may stay until the rewards are there, beside so many others."""
-        limit = self.config.optimizer.max_kept_tokens
-        return (
-            self.keeps_graphs
-            and not self._is_stale(self._minibatch_of(micro_batch))
-            and FILLER not in micro_batch.members
-            and (limit is None or num_kept_tokens + micro_batch.num_tokens <= limit)
-        )
-
     def _has_room(self, micro_batch: MicroBatch) -> bool:
-        return self._may_be_kept(micro_batch, self._num_kept_tokens)
+        num_tokens = self._num_kept_tokens + micro_batch.num_tokens
+        return self._rows[micro_batch].may_keep and num_tokens <= self._max_kept_tokens
 
     def _run(
         self, micro_batch: MicroBatch, members: Sequence[Member], keep: bool
@@ -266,29 +265,28 @@ class TrainStep:
         _, outputs = self._run(micro_batch, members, keep=False)
         return by_member(micro_batch, members, outputs)
 
-    def _find_old(self, micro_batches: Sequence[MicroBatch], rows_of: RowsOf) -> None:
-        """Log-probs under the weights of now. Which are missing is settled first: a filler's are
-        known after its first forward, and ranks would fall out of step."""
-        wanted = [(micro_batch, rows_of(micro_batch)) for micro_batch in micro_batches]
-        missing = [(m, members) for m, members in wanted if not self._old.keys() >= {*members}]
-        for micro_batch, members in missing:
+    def _find_old(self, members_of: MembersOf) -> None:
+        """Log-probs under the current weights. The missing ones are listed first: all fillers share
+        one entry, and ranks would run different numbers of forwards."""
+        missing = {m: each for m, each in members_of.items() if not self._old.keys() >= {*each}}
+        for micro_batch, members in missing.items():
             self._old.update(self._logprobs_of(micro_batch, members))
 
     def _find_reference(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        rows_of: RowsOf,
-        still_waiting: Callable[[], bool] = lambda: True,
+        self, members_of: MembersOf, still_waiting: Callable[[], bool] = lambda: True
     ) -> None:
         """Under one `reference()`: with full fine-tuning it moves a whole model's weights."""
         if not self.config.algorithm.kl_coeff:
             return
-        wanted = [(micro_batch, rows_of(micro_batch)) for micro_batch in micro_batches]
-        missing = [w for w in wanted if self.collective or not self._reference_known(w[1])]
+        missing = {
+            micro_batch: members
+            for micro_batch, members in members_of.items()
+            if self.collective or not self._reference_known(members)
+        }
         if not missing:
             return
         with self._learner_metrics.clock("learn_reference"), self.policy.reference():
-            for micro_batch, members in missing:
+            for micro_batch, members in missing.items():
                 if not still_waiting():
                     return
                 self._reference.update(self._logprobs_of(micro_batch, members))
@@ -296,11 +294,12 @@ class TrainStep:
     def _reference_known(self, members: Sequence[Member]) -> bool:
         return not self.config.algorithm.kl_coeff or self._reference.keys() >= {*members}
 
-    def _backward(self, minibatch: Minibatch, micro_batch: MicroBatch) -> None:
-        """Forward unless one was kept, loss, backward."""
+    def _backward(
+        self, minibatch: Minibatch, micro_batch: MicroBatch, members: tuple[Member, ...]
+    ) -> None:
+        """Loss and backward, after a forward unless one was kept."""
         kept = self._kept.pop(micro_batch, None)
         if kept is None:
-            members = self._rows_to_train(micro_batch)
             self.policy.module.train()
             with self._learner_metrics.clock("learn_forward"):
                 outputs = self.backend.forward(self.policy.collate(micro_batch.rows_of(members)))
@@ -308,21 +307,21 @@ class TrainStep:
         rows = micro_batch.rows_of(kept.members)
         algorithm = self.config.algorithm
 
-        def values_of(found: Mapping[Member, list[float]]) -> list[list[float]]:
-            members = zip(kept.members, rows, strict=True)
-            return [found.get(member, [0.0] * len(ids)) for member, (_, ids) in members]
+        def in_order(logprobs: Mapping[Member, list[float]]) -> list[list[float]]:
+            pairs = zip(kept.members, rows, strict=True)
+            return [logprobs.get(member, [0.0] * len(ids)) for member, (_, ids) in pairs]
 
         inputs = loss_inputs(
             algorithm,
             rows,
             [self._sequences.get(member) for member in kept.members],
             kept.logprobs,
-            values_of(self._old) if self._is_stale(minibatch) else None,
+            in_order(self._old) if self._rows[micro_batch].is_stale else None,
             minibatch.planned,
         )
         reference = None
         if algorithm.kl_coeff:
-            reference = pad(values_of(self._reference), torch.float32, kept.logprobs.device)
+            reference = pad(in_order(self._reference), torch.float32, kept.logprobs.device)
             reference = reference.masked_fill(~inputs.mask, 0.0)
         loss = objective(algorithm, inputs, reference)
         with self._learner_metrics.clock("learn_backward"):
@@ -332,11 +331,10 @@ class TrainStep:
         )
 
     def _optimizer_step(self, gradient_scale: float) -> None:
-        with self._learner_metrics.clock("learn_step"), self.stepping():
-            outcome = self.backend.step(self.learning_rate, gradient_scale)
+        with self._learner_metrics.clock("learn_step"):
+            outcome = self.optimizer_step(self.learning_rate, gradient_scale)
         self._learner_metrics.close_step(gradient_scale, len(self.minibatches))
         if outcome.applied:
-            self.on_step()
             self._learner_metrics.num_applied += 1
             self._learner_metrics.metrics.add("optimizer/grad_norm", outcome.grad_norm)
             return

@@ -1,9 +1,4 @@
-"""Hands the learner's weights to the inference engine and proves that they arrived.
-
-(1) What the engine reads back must be what was sent, and (2) its log-probs must agree with the
-trainer's on the least certain tokens that it writes to a fixed prompt. (2) alone would be late: at
-EARL's learning rate 40 steps move a bfloat16 probe by less than rounding does.
-"""
+"""Hands the learner's weights to the inference engine and proves that they arrived."""
 
 from __future__ import annotations
 
@@ -30,10 +25,8 @@ agree to 3e-5; two bfloat16 forwards of one model differ by about 0.025 on avera
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync showed."""
-
     fingerprint: str
-    """Of the weights now held by trainer and engine alike."""
+    """Of the weights that trainer and engine now hold."""
     mean_dlogp_nats: float | None
     """Mean |engine - trainer| over the compared tokens; None when nothing had changed."""
     read_back: bool
@@ -57,7 +50,10 @@ def sync(
     previous: SyncReport | None = None,
     max_tokens: int = PROBE_TOKENS,
 ) -> SyncReport:
-    """Load the learner's weights into the engine and verify.
+    """Load the learner's weights into the engine and verify (1) that it reads back what was sent,
+    (2) that its log-probs agree with the trainer's on the least certain tokens that it writes to a
+    fixed prompt. (2) alone would notice late: at EARL's learning rate 40 steps move a bfloat16
+    probe by less than rounding does.
 
     `previous`: of the last sync, None at the first; weights that still have its fingerprint are
     there already, and only read back. `max_tokens`: the longest completion that the engine has room
@@ -69,7 +65,14 @@ def sync(
         engine.load_weights(weights)
     held = engine.held_fingerprint()
     if held not in (None, weights.fingerprint):
-        raise SyncError(_not_held(held, previous))
+        what = held
+        if previous is not None and held == previous.fingerprint:
+            what = "those of the sync before: this one changed nothing"
+        raise SyncError(
+            "after the weight sync the inference engine does not hold the trainer's weights; it "
+            f"holds {what}. Every later completion would come from another policy than the one "
+            "trained"
+        )
     if previous is not None and unchanged:
         return replace(previous, mean_dlogp_nats=None)
     params = SamplingParams(
@@ -93,16 +96,6 @@ def sync(
             "same temperature."
         )
     return SyncReport(weights.fingerprint, mean, held is not None, completions_G, trainer_GT)
-
-
-def _not_held(held: str | None, previous: SyncReport | None) -> str:
-    what = held
-    if previous is not None and held == previous.fingerprint:
-        what = "those of the sync before: this one changed nothing"
-    return (
-        "after the weight sync the inference engine does not hold the trainer's weights; it holds "
-        f"{what}. Every later completion would come from another policy than the one trained"
-    )
 
 
 def _check_moved(

@@ -28,7 +28,7 @@ _IN_USE: dict[Use, str] = {
 class Plan:
     run_dir: Path
     going: Sequence[Path] = ()
-    """Folders of checkpoints, and what a kill left of one."""
+    """What a kill left of a deletion, then folders of checkpoints, which are renamed to such."""
     num_bytes: int = 0
     left: Sequence[str] = ()
 
@@ -50,7 +50,8 @@ def remove(planned: Plan, say: Callable[[str], None]) -> int:
         if why := _IN_USE.get(use):
             say(f"{shown(planned.run_dir.name, _MAX_SHOWN)}: {why}")
             return 0
-        for path in set(_plan(planned.run_dir, hashes=False).going).intersection(planned.going):
+        still = set(_plan(planned.run_dir, hashes=False).going)
+        for path in (path for path in planned.going if path in still):
             num_bytes = _size(path)
             try:
                 checkpoint.discard(path)

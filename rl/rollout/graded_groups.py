@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rl.algorithm.advantages import RewardMoments, group_advantages, reward_moments
+from rl.algorithm.grpo import RewardMoments, group_advantages, reward_moments
 from rl.api.policy import Policy
 from rl.api.types import Episode, TrainSequence
 from rl.config.schema import RunConfig

@@ -8,7 +8,7 @@ from dataclasses import astuple
 from statistics import fmean, pvariance, variance
 from typing import TYPE_CHECKING
 
-from rl.algorithm.advantages import SPREAD_TOLERANCE, RewardMoments, reward_moments
+from rl.algorithm.grpo import SPREAD_TOLERANCE, RewardMoments, reward_moments
 from rl.algorithm.metrics import Metrics
 from rl.api.types import NO_MARKER, UNFINISHED_THOUGHT, Completion, Episode, Status
 from rl.config.schema import RunConfig

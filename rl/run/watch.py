@@ -9,7 +9,7 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from rl.algorithm.advantages import SPREAD_TOLERANCE
+from rl.algorithm.grpo import SPREAD_TOLERANCE
 from rl.algorithm.metrics import Metrics
 from rl.config.schema import RunConfig
 

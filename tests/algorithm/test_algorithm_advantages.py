@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rl.algorithm.advantages import RewardMoments, group_advantages, reward_moments
+from rl.algorithm.grpo import RewardMoments, group_advantages, reward_moments
 
 
 def test_group_std_by_hand() -> None:

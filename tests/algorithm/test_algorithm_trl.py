@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl.algorithm.advantages import group_advantages
-from rl.algorithm.losses import loss_named
-from rl.algorithm.objective import objective
+from rl.algorithm.grpo import group_advantages, loss_named, objective
 from rl.api.loss import Denominators, divisor
 from rl.api.types import TrainSequence
 from rl.config.schema import AlgorithmConfig

@@ -25,7 +25,7 @@ from rl.learner.backends import Backend, TorchBackend, make_adamw
 from rl.learner.deepspeed import DeepSpeedBackend
 from rl.ranks.dist import Dist
 
-STAGES = (0, 1, 2, 3)
+STAGES = (1, 2, 3)
 SCALE = 0.37
 """Planned over real denominator; no power of two, so that every order of rounding shows."""
 RATE, CLIP = 1e-2, 5.0
@@ -267,7 +267,7 @@ def test_of_a_real_model_linear_layers_decay(tied: bool) -> None:
 # --- two ranks --------------------------------------------------------------------------------
 
 DECAY = 0.5
-IN_STEP = {None: False, 0: False, 1: False, 2: True, 3: True}
+IN_STEP = {None: False, 1: False, 2: True, 3: True}
 BY_RANK = (((0, 1), (2,)), ((3,), (4,)), ((5, 6, 7), ()))
 """Seeds by step and rank; a rank out of step has fewer backwards, in the last step none."""
 

@@ -1,8 +1,6 @@
-"""DeepSpeed ZeRO 0-3 against plain torch, on one process and on two gloo ranks."""
+"""DeepSpeed ZeRO 1-3 against plain torch, on one process and on two gloo ranks."""
 
-import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from tiny_rounding import NATS, STEPPED
 
 from rl.api.types import TrainSequence
 from rl.learner import deepspeed
+from rl.learner.backends import TorchBackend
 from rl.learner.deepspeed import deepspeed_config
 from rl.learner.learner import Learner
 from rl.policies.qwen2_5_vl import Qwen25VL
@@ -34,7 +33,7 @@ from rl.ranks.dist import Dist
 
 pytestmark = pytest.mark.slow
 
-STAGES = (0, 1, 2, 3)
+STAGES = (1, 2, 3)
 KL = {"kl_coeff": 0.1, "importance_correction": "sequence"}
 
 
@@ -117,7 +116,7 @@ def test_zero_3_keeps_what_a_stale_rollout_measured(folder: str) -> None:
     assert abs(metrics.merge([metrics.state()])["policy/ratio_max"] - 1) > 1e-3
 
 
-@pytest.mark.parametrize(("stage", "other"), [(None, 0), (0, 1), (1, 2), (2, 3), (3, None)])
+@pytest.mark.parametrize(("stage", "other"), [(None, 1), (1, 2), (2, 3), (3, None)])
 def test_state_continues_bit_for_bit_and_under_another_backend(
     folder: str, sequences: list[Graded], stage: int | None, other: int | None
 ) -> None:
@@ -154,20 +153,6 @@ def test_rewinding_a_learner_that_has_moved_on(
     learner.load_state(tensors, meta)
     train(learner, sequences, 1, 2)
     assert relative_difference(snapshot(learner), expected) == 0
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_non_finite_gradient_is_skipped(folder: str, sequences: list[Graded], stage: int) -> None:
-    learner = make_learner(folder, stage)
-    train(learner, sequences, 0, 1)
-    before, _ = learner.state()
-    poisoned = [replace(sequences[0], advantage=math.inf), *sequences[1:]]
-    (seen,) = train(learner, poisoned, 1, 2)
-    assert (seen["optimizer/steps"], seen["optimizer/skipped_steps"]) == (0, 1)
-    assert learner.version == 1
-    assert relative_difference(learner.state()[0], before) == 0
-    (seen,) = train(learner, sequences, 2, 3)
-    assert seen["optimizer/steps"] == 1 and math.isfinite(seen["optimizer/grad_norm"])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -245,20 +230,19 @@ def test_the_reference_of_a_full_fine_tune_leaves_zero_2_as_it_was(folder: str) 
     assert apart <= STEPPED, "graphs kept or not"
 
 
-@pytest.mark.parametrize("stage", (0, 1))
-def test_stages_without_readable_masters_are_refused(stage: int) -> None:
-    config = make_config(backend="deepspeed", zero_stage=stage).optimizer
+def test_stages_without_readable_masters_are_refused() -> None:
+    config = make_config(backend="deepspeed", zero_stage=1).optimizer
     with pytest.raises(ValueError, match="zero_stage 2 or 3"):
         deepspeed_config(config, torch.bfloat16, 1, 10)
 
 
 def test_zero_1_and_2_and_3_shard_and_0_does_not(folder: str) -> None:
     """Guards the comparison above: a stage that silently fell back would agree all too well."""
+    assert isinstance(make_learner(folder, 0)._backend, TorchBackend)
     names = {
         stage: type(make_learner(folder, stage)._backend._engine.optimizer) for stage in STAGES
     }
     assert [names[s].__name__ for s in STAGES] == [
-        "AdamW",
         "DeepSpeedZeroOptimizer",
         "DeepSpeedZeroOptimizer",
         "DeepSpeedZeroOptimizer_Stage3",
@@ -327,7 +311,7 @@ def test_two_ranks_zero_2(
     check_two_ranks(folder, sequences, plain, tmp_path, (2,))
 
 
-def test_two_ranks_zero_0_1_and_3(
+def test_two_ranks_zero_1_and_3(
     folder: str, sequences: list[Graded], plain: dict[str, Any], tmp_path: Path
 ) -> None:
-    check_two_ranks(folder, sequences, plain, tmp_path, (0, 1, 3))
+    check_two_ranks(folder, sequences, plain, tmp_path, (1, 3))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_emu3
 import tiny_policy
 import tiny_qwen
 import torch
@@ -36,6 +37,7 @@ from rl.engines.transformers import TransformersEngine
 from rl.learner.learner import Learner
 from rl.learner.weight_sync import sync
 from rl.policies import qwen2_5_vl
+from rl.policies.emu3.plug import Emu3
 from rl.policies.shared import adapters
 from rl.ranks.dist import Dist
 
@@ -52,24 +54,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
 
 
-def sequences_of(policy: Any, length: int, seed: int) -> list[Graded]:
-    """A group of three completions, all of one length."""
-    generator = torch.Generator().manual_seed(seed)
-    prompt = policy.build_prompt(tiny_qwen.sample(seed))
+@pytest.fixture(scope="module")
+def emu3_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_emu3.save_policy_folder(tmp_path_factory.mktemp("emu3"))
+
+
+def sequences_of(policy: Any, rank: int) -> list[Graded]:
+    """A group of three completions, all of one length: long on the first rank, short on the second.
+    Of an Emu3 pictures of 16 codes, and a word each."""
+    if isinstance(policy, Emu3):
+        prompt = policy.build_prompt(tiny_emu3.sample(rank))
+        codes_G = [tiny_emu3.codes(10 * rank + g) for g in range(3)]
+        words, write = policy.encode_completion("blue").token_ids, policy.prompts.picture_completion
+        ids_G = [words if rank else write(codes) for codes in codes_G]
+    else:
+        prompt = policy.build_prompt(tiny_qwen.sample(rank))
+        generator, size = torch.Generator().manual_seed(rank), ((LONG, SHORT)[rank],)
+        drawn_G = [torch.randint(10, 250, size, generator=generator) for _ in range(3)]
+        ids_G = [tuple(ids.tolist()) for ids in drawn_G]
     return [
-        Graded(
-            prompt=prompt,
-            token_ids=tuple(torch.randint(10, 250, (length,), generator=generator).tolist()),
-            loss_mask=(True,) * length,
-            advantage=advantage,
-            sampler_logprobs=(-6.0,) * length,
-        )
-        for advantage in (1.0, -0.5, -0.5)
+        Graded(prompt, ids, (True,) * len(ids), advantage, (-6.0,) * len(ids))
+        for ids, advantage in zip(ids_G, (1.0, -0.5, -0.5), strict=True)
     ]
 
 
 def policy_of(folder: str, full: bool) -> Any:
-    return tiny_policy.make_policy(folder, **({"lora": None} if full else {}))
+    section = {"lora": None} if full else {}
+    if "emu3" not in folder:
+        return tiny_policy.make_policy(folder, **section)
+    section = section or {"lora": {"r": 4, "alpha": 8}}
+    policy = tiny_policy.make_emu3(folder, checkpointing=True, **section)
+    tiny_policy.wake_lora(policy)
+    return policy
 
 
 def learner_of(policy: Any, dist: Dist, full: bool, **optimizer: Any) -> Learner:
@@ -84,24 +100,40 @@ def train_uneven(dist: Dist, out: Path, folder: str, full: bool) -> dict[str, An
         policy = policy_of(folder, full)
         learner = learner_of(policy, dist, full, backend="deepspeed", zero_stage=3)
         head, calls = policy.module.base_model.lm_head, []
-        head.register_forward_hook(lambda _module, _args, output: calls.append(len(output)))
-        mine = sequences_of(policy, (LONG, SHORT)[dist.rank], dist.rank)
+        head.register_forward_hook(lambda _module, _args, output: calls.append(output.shape))
+        mine = sequences_of(policy, dist.rank)
         for iteration in range(2):
             update(learner, mine, iteration)
         rows = [(s.prompt, s.token_ids) for s in mine]
         return {"weights": snapshot(learner), "calls": calls, "logprobs": learner.logprobs(rows)}
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_ranks_whose_completions_differ_in_length(folder: str, tmp_path: Path, full: bool) -> None:
+def train_as_one(folder: str, tmp_path: Path, full: bool) -> list[list[tuple[int, int]]]:
+    """(tokens, ids) of each call of the head, by rank."""
     ranks = run_ranks(train_uneven, 2, tmp_path, folder=folder, full=full)
     policy = policy_of(folder, full)
     plain = learner_of(policy, Dist(), full)
-    shares = [sequences_of(policy, n, rank) for rank, n in enumerate((LONG, SHORT))]
-    assert_as_one_process(ranks, plain, shares)
-    # As many projections on both, the short rank's last ones of no token at all.
-    assert len(ranks[0]["calls"]) == len(ranks[1]["calls"])
-    assert ranks[1]["calls"].count(0) > 0 and ranks[0]["calls"].count(0) == 0
+    assert_as_one_process(ranks, plain, [sequences_of(policy, rank) for rank in range(2)])
+    return [rank["calls"] for rank in ranks]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_ranks_whose_completions_differ_in_length(folder: str, tmp_path: Path, full: bool) -> None:
+    """As many projections on both, the short rank's last ones of no token at all."""
+    long, short = ([n for n, _ in calls] for calls in train_as_one(folder, tmp_path, full))
+    assert len(long) == len(short)
+    assert short.count(0) > 0 and long.count(0) == 0
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_pictures_on_one_rank_and_words_on_the_other(
+    emu3_folder: str, tmp_path: Path, full: bool
+) -> None:
+    """As many projections on both, slice by slice; words need none of the visual slice's."""
+    pictures, words = train_as_one(emu3_folder, tmp_path, full)
+    assert [width for _, width in pictures] == [width for _, width in words]
+    assert {width for _, width in words} == {528, 64}
+    assert not any(num_tokens for num_tokens, width in words if width == 64)
 
 
 def make_policy(folder: str) -> Any:
@@ -154,7 +186,7 @@ def act_uneven(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
         )
         policy = make_policy(folder)
         learner = Learner(policy, config, dist, NUM_ITERATIONS)
-        update(learner, sequences_of(policy, (LONG, SHORT)[dist.rank], dist.rank), 0)
+        update(learner, sequences_of(policy, dist.rank), 0)
         twin = make_policy(folder)
         probe = policy.build_prompt(tiny_qwen.sample(9))
         before = twin.export_weights(TwinEngine(twin).trained(), 0).fingerprint

@@ -130,12 +130,6 @@ def test_what_the_processor_refuses_names_the_sample(tokenizer):
         reader(tokenizer, template, max_prompt_tokens=4000).prompt(thin, "x")
 
 
-def test_one_of_several_pictures_is_not_picked_in_silence(tokenizer):
-    two = Sample("pair", "swap them", sources=(tiny_qwen.picture(0), tiny_qwen.picture(1)))
-    with pytest.raises(UnusableSampleError, match="'pair' has 2 source pictures, of which this"):
-        reader(tokenizer).prompt(two, "swap them")
-
-
 NUMBERED = replace(
     tiny_qwen.TEMPLATE,
     picture="Picture {number}: <|vision_start|>{image}<|vision_end|>",

@@ -15,7 +15,7 @@ from vllm.model_executor.models.utils import StageMissingLayer
 
 
 class Qwen3VLWithDeepstack(Qwen3VLForConditionalGeneration):
-    """vLLM's own where it has its tower."""
+    """vLLM's own class where the engine has its tower."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "model") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)

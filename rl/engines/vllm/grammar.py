@@ -1,8 +1,4 @@
-"""The image grammar as a logits processor of vLLM: `V1Grammar` for CPUs, `V2Grammar` for GPUs.
-
-Both are thin shells over `rl/algorithm/image_grammar.py`. An exception in here would end the run
-(vLLM never answers again), so grids are validated when a request is admitted.
-"""
+"""The image grammar as a logits processor of vLLM: `V1Grammar` for CPUs, `V2Grammar` for GPUs."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ def _grid(params: SamplingParams) -> tuple[int, int] | None:
 
 
 def _validate_grid(params: SamplingParams) -> None:
-    """Raise ValueError for what is not two positive whole numbers."""
+    """Raise ValueError unless it is two positive whole numbers; later an exception ends the run."""
     grid = _grid(params)
     if grid is None:
         return
@@ -66,7 +62,6 @@ class V1Grammar(V1LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """See `_validate_grid`."""
         _validate_grid(sampling_params)
 
     def is_argmax_invariant(self) -> bool:
@@ -137,7 +132,6 @@ class V2Grammar(V2LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """See `_validate_grid`."""
         _validate_grid(sampling_params)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:

@@ -1,9 +1,5 @@
 """The fast inference engine: vLLM in the trainer's process, on the trainer's device.
 
-Log-probs are of the processed distribution. Made on every rank after the process group: an engine
-that finds none makes its own. A group is one request with n = G: G requests that share a prompt
-through the prefix cache took 3 to 5 % less CPU time, and G times as many requests to keep in order.
-
 Axes: `_P` prompts, `_G` completions in a group.
 """
 
@@ -50,7 +46,7 @@ and CUDA graphs of one set of batch sizes, of which an adapter makes a second.""
 CPU_CACHE_MB = 256
 """Key-value cache on a CPU."""
 UNPLANNED_SHARE = 0.01
-"""Of the device that has to be free where a cache is stated and no plan was made."""
+"""Share of the device that must be free where a cache size is set and no plan was made."""
 UNMERGEABLE = (
     "adapter: 'merged' adds to the policy's base weights, which ZeRO-3 shards; use 'served', or "
     "optimizer.zero_stage <= 2"
@@ -63,7 +59,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def sleeps_between(residency: Residency, has_room: bool, device: str) -> bool:
-    """Whether the device is freed while others use it."""
+    """Whether the engine frees the device while others use it."""
     wanted = residency == "sleep" or (residency == "auto" and not has_room)
     return wanted and device.startswith("cuda")
 
@@ -91,7 +87,7 @@ class VllmEngine(Engine[Config]):
         """The policy's vision tower in place of one of the engine's own; None: pictures are
         encoded here."""
         self._merged_weights = policy.merged_weights if merges else None
-        """In place of the policy's adapter; None: an adapter is served."""
+        """`adapter: 'merged'`; None: the adapter is served, or there is none."""
         self._on_cuda = setup.device.startswith("cuda")
         self._stop_ids = list(policy.stop_token_ids)
         self._bans = dict.fromkeys(policy.banned_token_ids, BANNED_BIAS)
@@ -114,7 +110,6 @@ class VllmEngine(Engine[Config]):
 
     @classmethod
     def memory(cls, config: Config) -> EngineMemory:
-        """Its share of the GPU, and what it holds there."""
         share, graphs_gb = config.gpu_memory_utilization, 0 if config.enforce_eager else GRAPHS_GB
         return EngineMemory(
             share=None if share == "auto" else share,
@@ -129,7 +124,6 @@ class VllmEngine(Engine[Config]):
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> Iterable[str]:
-        """Of weights that no rank holds whole; of a GPU that vLLM would not take."""
         optimizer = run.optimizer
         sharded = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
         if sharded and config.adapter == "merged":
@@ -148,7 +142,6 @@ class VllmEngine(Engine[Config]):
     def device_problems(
         cls, config: Config, policy: PlacedConfig, capability: float | None
     ) -> Iterable[str]:
-        """Of another build of vLLM; of what its kernels for GPUs do not take."""
         build, device = vllm_build(), "cpu" if capability is None else "cuda"
         if build not in ("", device) and capability != math.inf:
             lock = "requirements.lock" if device == "cuda" else "requirements-cpu.lock"
@@ -184,17 +177,18 @@ class VllmEngine(Engine[Config]):
         if not self._on_cuda:
             # Log-probs run through a compiled function even in eager mode, which would need a C++
             # compiler on the box.
-            import torch._dynamo
+            from torch import _dynamo
 
-            torch._dynamo.config.disable = True
+            _dynamo.config.disable = True
         folder = policy.engine_folder()
         # Some of it warns before its own configuration says how loud it may be.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         with start.untouched_globals(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"`torch\.distributed\.reduce_op` is deprecated")
+            import torch
             from vllm import LLM
 
-            self._found_group = start.has_process_group()
+            self._found_group = torch.distributed.is_initialized()
             start.register_in_process(folder)
             if self._serves_adapter and not self._on_cuda:
                 start.multiply_by_one_adapter()
@@ -259,8 +253,7 @@ class VllmEngine(Engine[Config]):
         return arguments
 
     def _memory_arguments(self) -> dict[str, Any]:
-        """What vLLM is told of the memory it may take; told of a cache, it measures nothing, and
-        only looks whether the share is free."""
+        """Given a cache size, vLLM measures nothing and only checks that the share is free."""
         config, claim = self.config, self._setup.claim
         cache_mb = config.kv_cache_memory_mb or (None if self._on_cuda else CPU_CACHE_MB)
         cache_bytes = None if cache_mb is None else cache_mb << 20
@@ -319,7 +312,12 @@ class VllmEngine(Engine[Config]):
     def _run(self, inputs_P: Sequence[Any], sampling_P: Sequence[Any]) -> list[Any]:
         """A `RequestOutput` for each input."""
         engine = self._llm.llm_engine
-        lora_request = self._lora_request()
+        lora_request = None
+        if self._serves_adapter and self._fingerprint is not None:
+            from vllm.lora.request import LoRARequest
+
+            # The path is never read: the adapter of this number is in the slots already.
+            lora_request = LoRARequest("policy", vllm_weights.ADAPTER_ID, "in-memory")
         names_P = []
         for engine_input, sampling in zip(inputs_P, sampling_P, strict=True):
             names_P.append(str(self._num_requests))
@@ -366,14 +364,6 @@ class VllmEngine(Engine[Config]):
     def _grid(self, prompt: Prompt) -> tuple[int, int] | None:
         """(h, w) to which its completions are held; None: they are free."""
         return prompt.grid if self._vocabulary else None
-
-    def _lora_request(self) -> Any:
-        if not self._serves_adapter or self._fingerprint is None:
-            return None
-        from vllm.lora.request import LoRARequest
-
-        # The path is never read: the adapter of this number is in the slots already.
-        return LoRARequest("policy", vllm_weights.ADAPTER_ID, "in-memory")
 
     def sleep(self) -> None:
         """Give the device to the others, where the engine does not stay on it."""
@@ -422,6 +412,11 @@ class VllmEngine(Engine[Config]):
         self._fingerprint = weights.fingerprint
         self._drop_caches()
 
+    def _drop_caches(self) -> None:
+        """Forget everything computed from earlier weights."""
+        self._llm.reset_prefix_cache()
+        self._llm.llm_engine.reset_encoder_cache()
+
     def _whole(self, weights: PolicyWeights) -> Iterable[tuple[str, torch.Tensor]]:
         """Every matrix that goes over, under transformers' name."""
         return self._merged_weights() if self._merged_weights else weights.tensors.items()
@@ -449,8 +444,3 @@ class VllmEngine(Engine[Config]):
             return
         start.shut_down(core, keeps_group=self._found_group)
         del self._llm
-
-    def _drop_caches(self) -> None:
-        """All that was computed from the weights before these."""
-        self._llm.reset_prefix_cache()
-        self._llm.llm_engine.reset_encoder_cache()

@@ -1,8 +1,4 @@
-"""One prompt as vLLM's engine takes it, one of its outputs as the loop takes it.
-
-Ids and pictures come as the policy has them already: nothing is tokenised, preprocessed or encoded
-twice, and the two sides cannot read a picture differently.
-"""
+"""Prompts to vLLM's inputs, its outputs to completions; nothing is tokenised or processed again."""
 
 from __future__ import annotations
 

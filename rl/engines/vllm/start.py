@@ -1,4 +1,4 @@
-"""Starting vLLM inside somebody else's process: what it is told, and what it must not touch."""
+"""Starts and stops vLLM inside the trainer's process without changing the process's state."""
 
 from __future__ import annotations
 
@@ -85,13 +85,6 @@ def untouched_globals() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
         set_rng_state(random_state)
-
-
-def has_process_group() -> bool:
-    """Whether torch has a default group."""
-    import torch.distributed as td
-
-    return td.is_initialized()
 
 
 def shut_down(core: Any, keeps_group: bool) -> None:

@@ -1,8 +1,6 @@
 """Weights into a running vLLM and back out, inside the engine's worker (`collective_rpc`).
 
-What was sent is compared with what the forward multiplies with: an adapter's slots bit for bit,
-whole tensors by `bit_sums`. On a CPU vLLM repacks matrices: these are read by multiplying with the
-identity, which is exact.
+An adapter's slots are compared bit for bit, whole tensors by `bit_sums`.
 """
 
 from __future__ import annotations
@@ -113,7 +111,7 @@ def whole_sums(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> tupl
 
 
 def whole_difference(worker: Any, expected: Whole) -> str:
-    """In which tensors the model that the forward runs is not `expected`; '' if in none."""
+    """The tensors in which the model that the forward runs is not `expected`; '' if none."""
     import torch
 
     model = worker.model_runner.get_model()
@@ -136,7 +134,7 @@ def parameter_sums(worker: Any) -> Mapping[str, torch.Tensor]:
 
 
 def parameter_difference(worker: Any, before: Mapping[str, torch.Tensor]) -> str:
-    """In which parameters the model is another than at that `parameter_sums`; '' if in none."""
+    """The parameters that changed since that `parameter_sums`; '' if none."""
     import torch
 
     now = parameter_sums(worker)
@@ -169,7 +167,8 @@ def _has(model: Any, path: str) -> bool:
 
 
 def _read(layer: Any, kind: str) -> torch.Tensor:
-    """A layer's parameter as the forward uses it."""
+    """A layer's parameter as the forward uses it; matrices that vLLM has repacked (on a CPU) are
+    read by multiplying with the identity, which is exact."""
     import torch
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

@@ -40,7 +40,7 @@ class TokenSchedule(Section):
     """Of these, how many train visual tokens alone."""
 
     def trained(self, iteration: int) -> Trained:
-        """Of `iteration`, 0-based over the whole run; with both switches on, what both train."""
+        """`iteration`: 0-based, over the whole run. With both switches on: what both train."""
         text = visual = True
         if self.train_text_tokens_only:
             words = iteration % self.text_only_cycle_steps < self.text_only_steps
@@ -50,7 +50,6 @@ class TokenSchedule(Section):
         return Trained(text, visual)
 
     def schedule_problems(self) -> list[str]:
-        """Schedules that say something else than they mean, each with its key and remedy."""
         problems = [
             f"{kind}_only_steps: {steps} iterations do not fit in a cycle of {cycle} "
             f"({kind}_only_cycle_steps); for always, make them equal"

@@ -1,9 +1,7 @@
-"""Weights and tokenizer of an Emu3, from folders or hub ids, never by running their code.
+"""Weights and tokenizer of an Emu3, in transformers' form or BAAI's, without running remote code.
 
-Both forms in which Emu3 is published are read: transformers' own, and BAAI's with a custom
-`model_type` and a tiktoken vocabulary. BAAI's ask for `trust_remote_code`, which is never needed
-here: their weights have transformers' names, and their tokenizer is byte-level BPE behind Qwen's
-split pattern.
+BAAI's form has a custom `model_type` and a tiktoken vocabulary, but its weights have transformers'
+names, and its tokenizer is byte-level BPE behind Qwen's split pattern.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ SAME_FIELDS = (
     "bos_token_id",
     "eos_token_id",
 )
-"""Of BAAI's config, what transformers' knows under the same name."""
+"""Keys of BAAI's config that transformers' has under the same name."""
 
 
 def base(config: Config) -> Base:
@@ -165,12 +163,11 @@ def load_model(config: Config) -> Any:
 
 
 def model_folder(config: Config) -> Path:
-    """Of weights and texts, fetched where need be."""
+    """The folder of weights and texts, fetched where need be."""
     patterns = [*shared.TEXT_FILES, "*.safetensors"]
     return shared.local_folder(config.model_path, config.revision, patterns)
 
 
 def adapt(model: Any, config: Config, seed: int = 0) -> Any:
-    """See `shared/loading.py`. The head is projected slice by slice, which an adapter on it could
-    not be."""
+    """The layers alone: the head is projected slice by slice, which an adapter could not be."""
     return shared.adapt(model, config.lora, config.adapter_path, r".*\.layers\..*", seed)

@@ -30,7 +30,7 @@ class SlicedHead(nn.Linear):
 
 
 class Emu3Module(TrainedModule):
-    """Of an `Emu3ForCausalLM` whose head is a `SlicedHead`."""
+    """Around an `Emu3ForCausalLM` whose head is a `SlicedHead`."""
 
     def __init__(self, model: Any, policy: TrainedPolicy[Any], bounds: tuple[int, ...]) -> None:
         """`bounds`: of the vocabulary's slices, in which tokens have their own softmax; (): one
@@ -41,7 +41,6 @@ class Emu3Module(TrainedModule):
     def logprobs(
         self, hidden_ND: torch.Tensor, token_ids_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each token's of its own slice."""
         if not self._bounds:
             return super().logprobs(hidden_ND, token_ids_N)
         head = self.base_model.lm_head

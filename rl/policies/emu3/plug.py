@@ -1,10 +1,4 @@
-"""Emu3 as a policy: reads a picture as tokens and an instruction, writes words and a picture.
-
-transformers' `Emu3ForCausalLM` holds the weights of BAAI/Emu3-Gen, BAAI/Emu3-Stage1 and models
-tuned from them; the code in those repositories is never run.
-
-Axes: `_G` completions in a group.
-"""
+"""Policy plugin: Emu3, which reads a picture as tokens and writes words and a picture."""
 
 from __future__ import annotations
 
@@ -52,8 +46,6 @@ class Emu3(TrainedPolicy[Config]):
     module: Emu3Module
 
     def __init__(self, config: Config, setup: PolicySetup) -> None:
-        """A renderer's template and negative prompt are for those with a text encoder: Emu3 has one
-        form of prompt."""
         from rl.policies.emu3.module import Emu3Module, SlicedHead
 
         super().__init__(config, setup)
@@ -75,7 +67,6 @@ class Emu3(TrainedPolicy[Config]):
 
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:
-        """Weights, and a tokenizer beside them or elsewhere."""
         weights = ModelFiles(
             "model_path", config.model_path, cls.model_types, revision=config.revision
         )
@@ -93,7 +84,6 @@ class Emu3(TrainedPolicy[Config]):
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
-        """What is wrong across fields, each with its key and remedy; [] when all is well."""
         found = super().problems(config, run) + config.schedule_problems()
         if "<|image token|>" in config.assistant_prefill:
             found.append(
@@ -137,8 +127,8 @@ class Emu3(TrainedPolicy[Config]):
         return str(overlay)
 
     def build_prompt(self, sample: Sample) -> Prompt:
-        """See `Emu3Prompts.prompt`. Raises UnusableSampleError, too, when no completion could hold
-        a picture of the source's grid: every one would be cut off, and nothing learnt."""
+        """Raises UnusableSampleError for a sample that cannot be written as tokens, and when no
+        completion could hold a picture of the source's grid: every one would be cut off."""
         prompt = self.prompts.prompt(sample)
         assert sample.source_codes is not None, "the prompt was built from them"
         shortest = len(self.prompts.picture_completion(sample.source_codes))
@@ -161,5 +151,5 @@ class Emu3(TrainedPolicy[Config]):
     def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[Action]:
-        """Read each completion's picture; no forward is needed."""
+        """Each completion's codes; needs no forward."""
         return [self.prompts.action(prompt, token_ids) for prompt, token_ids in rows]

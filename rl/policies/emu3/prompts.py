@@ -1,7 +1,4 @@
-"""The reading and spelling half of an Emu3 policy; no weights.
-
-A prompt is the beginning token, the source picture, the instruction and the assistant's prefill.
-"""
+"""Emu3's prompts and completions as token ids, without weights."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl.api.types import Action, Prompt, Row, Sample, TokenBatch, UnusableSampleError
-from rl.policies.emu3 import tokens as tokens
+from rl.policies.emu3 import tokens
 from rl.policies.shared import prompting
 from rl.policies.shared.packing import pack, positions
 
@@ -21,7 +18,7 @@ SIZE_IN_WORDS = re.compile(r"\d+\*\d+$")
 
 
 class Emu3Prompts:
-    """A tokenizer under one prefill."""
+    """A prompt is the beginning token, the source's codes, the instruction and the prefill."""
 
     def __init__(
         self, tokenizer: Any, prefill: str, constrained: bool, max_prompt_tokens: int
@@ -67,7 +64,7 @@ class Emu3Prompts:
         return self._prefill.replace("{height}", str(height)).replace("{width}", str(width))
 
     def _words(self, instruction: str, prefill: str) -> list[int]:
-        """As one text, unless the user's words spell a special token, which they may not become."""
+        """Tokenised as one text, unless the user's words spell a special token."""
         if any(special in instruction for special in self._specials):
             return prompting.plain_ids(self.tokenizer, instruction) + self._ids(prefill)
         return self._ids(instruction + prefill)

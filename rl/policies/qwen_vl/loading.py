@@ -67,8 +67,7 @@ def load_model(config: Config) -> Any:
 
 
 def adapt(model: Any, config: Config, seed: int = 0) -> Any:
-    """See `shared/loading.py`; a frozen tower has no part in it, though some of its layers have the
-    language model's names."""
+    """A frozen tower is left out, though some of its layers have the language model's names."""
     within = r".*language_model\..*" if config.freeze_vision_tower else ""
     adapted = shared.adapt(model, config.lora, config.adapter_path, within, seed)
     if config.lora is None:

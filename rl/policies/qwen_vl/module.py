@@ -1,5 +1,4 @@
-"""A Qwen-VL's module: what the vision tower makes of a row's pictures, M-RoPE positions, and which
-states are handed on."""
+"""A Qwen-VL's module: picture features, M-RoPE positions, states around the last norm."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class QwenModule(TrainedModule):
-    """Of a `...VLForConditionalGeneration`."""
+    """Around a `...VLForConditionalGeneration`."""
 
     def __init__(
         self, model: Any, policy: TrainedPolicy[Any], tower: Tower, max_kept_pictures: int
@@ -30,21 +29,19 @@ class QwenModule(TrainedModule):
         self._pre_norm = policy.setup.state_kind == "pre_norm"
 
     def states(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TrainedModule.states`; pre-norm ones are what the last norm is given."""
         if not self._pre_norm:
             return super().states(batch)
-        given: list[torch.Tensor] = []
+        norm_inputs: list[torch.Tensor] = []
         norm = self.base_model.model.language_model.norm
-        hook = norm.register_forward_pre_hook(lambda _, args: given.append(args[0][0]))
+        hook = norm.register_forward_pre_hook(lambda _, args: norm_inputs.append(args[0][0]))
         try:
             post_SD, _ = super().states(batch)
         finally:
             hook.remove()
-        [pre_SD] = given
+        [pre_SD] = norm_inputs
         return post_SD, pre_SD
 
     def encoded(self, batch: TokenBatch) -> Mapping[str, Any]:
-        """The features of its pictures, where there are any."""
         features = self._features.of(batch.model_inputs["pictures"], self.base_model)
         if features is None:
             return {}

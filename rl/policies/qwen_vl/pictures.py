@@ -1,8 +1,4 @@
-"""What the vision tower makes of pictures, made once a picture.
-
-A group shows its picture in every one of its rollout, reference and training forwards, and in the
-negative prompt's. While the tower is frozen its features are the same in all of them, and kept.
-"""
+"""The vision tower's features of pictures, computed once a picture while the tower is frozen."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ import torch
 from cachetools import LRUCache
 
 from rl.policies.qwen_vl.tower import Tower
+from rl.ranks.sharded import calls_in_step
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +26,7 @@ class Picture:
 
 
 class PictureFeatures:
-    """Of one vision tower, the last `max_kept` of them if it is frozen."""
+    """One vision tower's; while it is frozen the last `max_kept` are kept."""
 
     def __init__(self, tower: Tower, trained: bool, max_kept: int) -> None:
         """`trained`: whether anything in the tower is. Asked here once: under the reference an
@@ -60,7 +57,7 @@ class PictureFeatures:
                 # Not one feature of the blank enters, but the backward goes as elsewhere.
                 blank = [encoded[0][:0]]
         else:
-            for number in range(_most_on_any_rank(len(missing), visual)):
+            for number in range(calls_in_step(len(missing), visual)):
                 if number < len(missing):
                     picture = missing[number]
                     [found[picture.key]] = self._encode([picture], vl_model)
@@ -85,12 +82,3 @@ def _blank(visual: Any) -> Picture:
     num_values = embed.in_channels * embed.temporal_patch_size * embed.patch_size**2
     grid = torch.tensor([[1, side, side]])
     return Picture(b"", torch.zeros(side * side, num_values), grid)
-
-
-def _most_on_any_rank(here: int, visual: Any) -> int:
-    """The number on this rank or, where the tower's weights are sharded, the largest of any."""
-    if not any(hasattr(parameter, "ds_id") for parameter in visual.parameters()):
-        return here
-    most = torch.tensor(here, device=next(visual.parameters()).device)
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-    return int(most)

@@ -1,6 +1,4 @@
-"""What the Qwen-VL policies share: one reads pictures and an instruction, writes words.
-
-Its conditioning states come from the forward that gives the log-probs.
+"""The Qwen-VL policies: read pictures and an instruction, write words or states for a renderer.
 
 Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of a completion.
 """
@@ -36,6 +34,7 @@ from rl.policies.shared import prompting, thought
 from rl.policies.shared.loading import TEXT_FILES, link_files, local_folder
 from rl.policies.shared.packing import completion_spans
 from rl.policies.shared.policy import TrainedPolicy
+from rl.ranks.sharded import is_sharded
 
 if TYPE_CHECKING:
     import torch
@@ -107,40 +106,26 @@ class QwenVL(TrainedPolicy[ConfigT]):
 
     @classmethod
     def picture_tokens(cls, config: ConfigT, area_px: int) -> int:
-        """As its released image processor cuts pictures."""
         most_px = area_px if config.image_max_pixels is None else config.image_max_pixels
         return int(min(area_px, most_px) // cls.slot_px**2)
 
     @classmethod
     def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
-        """Weights, tokenizer and image processor; the weights may be an editor's text encoder."""
-        editor, whole = (
-            config.init_text_encoder_from,
-            ModelFiles(
-                "model_path",
-                config.model_path,
-                cls.model_types,
-                cls.model_classes,
-                revision=config.revision,
-                files=FILES,
-            ),
+        editor, kinds = config.init_text_encoder_from, (cls.model_types, cls.model_classes)
+        whole = ModelFiles(
+            "model_path", config.model_path, *kinds, revision=config.revision, files=FILES
         )
         if not editor:
             return [whole]
         return [
             replace(whole, config_required=False, weights=()),
             ModelFiles(
-                "init_text_encoder_from",
-                editor,
-                cls.model_types,
-                cls.model_classes,
-                subfolder=config.text_encoder_subfolder,
+                "init_text_encoder_from", editor, *kinds, subfolder=config.text_encoder_subfolder
             ),
         ]
 
     @classmethod
     def save_prompt_files(cls, config: ConfigT, folder: Path) -> None:
-        """The image processor too."""
         super().save_prompt_files(config, folder)
         loading.load_image_processor(config).save_pretrained(folder)
 
@@ -153,13 +138,11 @@ class QwenVL(TrainedPolicy[ConfigT]):
 
     @classmethod
     def adaptable(cls, config: ConfigT) -> Set[str]:
-        """The vision tower's too, where it is trained."""
         tower = frozenset() if config.freeze_vision_tower else cls.tower.linear_layers
         return super().adaptable(config) | tower
 
     @classmethod
     def reads_from(cls, config: ConfigT) -> Sequence[str]:
-        """An editor's text encoder where one is named."""
         editor = config.init_text_encoder_from
         if not editor:
             return [config.model_path]
@@ -167,7 +150,6 @@ class QwenVL(TrainedPolicy[ConfigT]):
 
     @classmethod
     def has_frozen_tower(cls, config: ConfigT) -> bool:
-        """As the section says."""
         return config.freeze_vision_tower
 
     def picture_features(self, prompts_P: Sequence[Prompt]) -> list[torch.Tensor | None]:
@@ -194,7 +176,6 @@ class QwenVL(TrainedPolicy[ConfigT]):
         return str(overlay)
 
     def collate(self, rows: Sequence[Row]) -> TokenBatch:
-        """See `QwenPrompts.collate`; on the policy's device."""
         return self.prompts.collate(rows, self.device, self.module.prompt_positions)
 
     def collate_states(self, rows: Sequence[Row]) -> TokenBatch | None:
@@ -210,15 +191,12 @@ class QwenVL(TrainedPolicy[ConfigT]):
         return self.thinking.asked(self.prompts.prompt(sample, sample.instruction))
 
     def pass_through_completion(self, sample: Sample) -> Completion:
-        """The instruction itself."""
         return self.encode_completion(sample.instruction)
 
     def cut_thought(self, prompt: Prompt) -> Prompt | None:
-        """With the marker behind it."""
         return self.thinking.cut_short(prompt)
 
     def words_of_cut(self, completion: Completion) -> Completion:
-        """White space in front of them is no more theirs than behind a thought."""
         return self.thinking.words_of_cut(completion)
 
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
@@ -262,7 +240,6 @@ class QwenVL(TrainedPolicy[ConfigT]):
     def _conditioning(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[HiddenStates]:
-        """What the renderer takes of each row."""
         alone, places_B = list(rows), list(range(len(rows)))
         if self.thinking.reads_again:
             alone, places_B = self.thinking.words_alone(rows)
@@ -303,9 +280,10 @@ class QwenVL(TrainedPolicy[ConfigT]):
         shown = dict(zip(keys_B, prompts_B, strict=True))
         found = {key: self._negatives[key] for key in shown if key in self._negatives}
         missing = [key for key in shown if key not in found]
-        if self._sharded:
-            missing = missing or list(shown)[:1]
-        for keys in [missing] if self._sharded else [[key] for key in missing]:
+        batches = [[key] for key in missing]
+        if is_sharded(self.module):
+            batches = [missing or list(shown)[:1]]
+        for keys in batches:
             rows = [(self.prompts.other_words(shown[key], words), ()) for key in keys]
             batch, outputs = self._base_forward(rows)
             found |= zip(keys, _states(rows, batch, outputs.hidden), strict=True)

@@ -68,7 +68,7 @@ class QwenPrompts:
         return self._written(sample, words, images, self._processed(images))
 
     def picture_places(self, prompt: Prompt) -> tuple[range, ...]:
-        """Of each picture among the states that condition the renderer."""
+        """Each picture's range among the states that condition the renderer."""
         kept = prompt.token_ids[prompt.num_dropped_tokens :]
         slots = [place for place, token in enumerate(kept) if token == self._image_id]
         places, at = [], 0

@@ -1,4 +1,4 @@
-"""Thinking before writing, for the Qwen-VL policies: prompts that ask for it, what it leaves.
+"""Thinking before writing, for the Qwen-VL policies: their prompts, and what follows the thought.
 
 Axes: `_B` rows of a micro-batch, `_T` tokens of a completion.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Thinking:
-    """Of one policy; without a section all that is written is words."""
+    """One policy's; without a section everything written is words."""
 
     def __init__(
         self,
@@ -48,13 +48,11 @@ class Thinking:
         )
 
     def cut_short(self, prompt: Prompt) -> Prompt | None:
-        """See `Policy.cut_thought`."""
         if self._section is None or prompt.without_thought is None:
             return None
         return thought.cut_short(self._prompts.tokenizer, prompt, self._section)
 
     def words_of_cut(self, completion: Completion) -> Completion:
-        """See `Policy.words_of_cut`."""
         ids = thought.words_behind(self._prompts.tokenizer, completion.token_ids, 0)[1]
         return replace(completion, token_ids=ids, logprobs=(0.0,) * len(ids))
 

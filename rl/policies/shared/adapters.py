@@ -1,4 +1,4 @@
-"""Writes and names adapters. No collective calls: transformers' own save writes on rank 0 only."""
+"""Writes adapter folders without collective calls (transformers' own save has some)."""
 
 from __future__ import annotations
 

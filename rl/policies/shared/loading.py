@@ -1,8 +1,4 @@
-"""Model files from folders or hub ids, and the adapter around a loaded model.
-
-What not: what is in the files, which layers are adapted (each policy's own loading), names and
-files of adapters (`adapters.py`).
-"""
+"""Model files from folders or hub ids, and the adapter around a loaded model."""
 
 from __future__ import annotations
 
@@ -67,10 +63,13 @@ def adapt(
         return adapted
     names = list(lora.target_modules)
     if lost := _without_a_layer(model, names, within):
+        linear = (layer for layer, m in model.named_modules() if isinstance(m, torch.nn.Linear))
+        inside = (layer for layer in linear if re.fullmatch(within or ".*", layer))
+        known = sorted({layer.rpartition(".")[2] for layer in inside})
         raise ValueError(
             f"policy.lora.target_modules: {', '.join(map(repr, lost))} is the name of no layer"
             f"{' that may be adapted' if within else ''} in this model, and nothing would be "
-            f"trained there; name some of: {', '.join(_linear_layers(model, within))}"
+            f"trained there; name some of: {', '.join(known)}"
         )
     # A tower's patches go through a convolution that is called as its linear layers are.
     others = [
@@ -92,26 +91,16 @@ def adapt(
 
 
 def _without_a_layer(model: Any, names: Sequence[str], within: str) -> list[str]:
-    """Those of `names` that PEFT, which complains when all are, would pass over in silence."""
+    """`names` that match no layer. PEFT raises only when none of them does."""
     above = rf"{within}\." if within else r"(.*\.)?"
     layers = [layer for layer, _ in model.named_modules()]
     patterns = {name: re.compile(above + re.escape(name)) for name in names}
     return [name for name in names if not any(map(patterns[name].fullmatch, layers))]
 
 
-def _linear_layers(model: Any, within: str) -> list[str]:
-    """Last words of their names."""
-    import torch
-
-    linear = (name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear))
-    return sorted(
-        {name.rpartition(".")[2] for name in linear if re.fullmatch(within or ".*", name)}
-    )
-
-
 def _with_saved_adapter(model: Any, adapter_path: str) -> Any:
-    """Raises ValueError unless each tensor of the files has its layer, and each layer its tensors:
-    PEFT leaves out the one and draws the other at random."""
+    """Raises ValueError unless each tensor has a layer and each layer its tensors: PEFT ignores
+    tensors without a layer, and initialises layers without tensors at random."""
     from peft import PeftModel
 
     mapping = getattr(model, "_checkpoint_conversion_mapping", {})
@@ -122,15 +111,15 @@ def _with_saved_adapter(model: Any, adapter_path: str) -> Any:
         read_config(Path(adapter_path))
     try:
         adapted = PeftModel.from_pretrained(model, adapter_path, **loading)
-        # Once more, since only this one says what found no place.
-        told = adapted.load_adapter(adapter_path, "default", **loading)
+        # Once more: only this call returns the unexpected and missing keys.
+        keys = adapted.load_adapter(adapter_path, "default", **loading)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{where} does not fit: {shown(str(error), 300)}; {remedy}") from None
-    if told.unexpected_keys or told.missing_keys:
-        first = shown((told.unexpected_keys or told.missing_keys)[0], 200)
+    if keys.unexpected_keys or keys.missing_keys:
+        first = shown((keys.unexpected_keys or keys.missing_keys)[0], 200)
         raise ValueError(
-            f"{where} does not fit: {len(told.unexpected_keys)} of its tensors belong to no layer "
-            f"of the model, and {len(told.missing_keys)} tensors of adapted layers are not in it "
+            f"{where} does not fit: {len(keys.unexpected_keys)} of its tensors belong to no layer "
+            f"of the model, and {len(keys.missing_keys)} tensors of adapted layers are not in it "
             f"({first}); {remedy}"
         )
     named = adapted.peft_config["default"].target_modules

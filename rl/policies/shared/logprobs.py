@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rl.ranks.sharded import calls_in_step
+
 if TYPE_CHECKING:
     import torch
 
@@ -64,7 +66,9 @@ def token_logprobs(
 
     chunk = max(1, logits_per_chunk // head.out_features)
     logprobs, entropies = [], []
-    for start in range(0, chunk * _num_chunks(len(token_ids_N), chunk, head), chunk):
+    # At least once: there is a result, if an empty one, without any token.
+    num_chunks = calls_in_step(max(1, -(-len(token_ids_N) // chunk)), head)
+    for start in range(0, chunk * num_chunks, chunk):
         hidden, ids = hidden_ND[start : start + chunk], token_ids_N[start : start + chunk]
         if torch.is_grad_enabled() and hidden.requires_grad:
             part = checkpoint(project, hidden, ids, use_reentrant=False, preserve_rng_state=False)
@@ -122,16 +126,3 @@ class _Slice:
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         parameters: Iterator[torch.nn.Parameter] = self._head.parameters()
         return parameters
-
-
-def _num_chunks(num_tokens: int, chunk: int, head: Head) -> int:
-    """How often to call the head: at least once, and under ZeRO-3, where every call gathers its
-    weight from all ranks, as often as the rank with the most tokens."""
-    import torch
-
-    num_chunks = max(1, -(-num_tokens // chunk))
-    if not any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
-        return num_chunks
-    largest = torch.tensor(num_chunks, device=next(head.parameters()).device)
-    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
-    return int(largest)

@@ -1,8 +1,7 @@
 """Attention of packed rows, as transformers calls it: a group's prompt is read once, not G times.
 
-Own runs and prompts are attended to apart, and joined by their log-sum-exps: no key is ever
-copied per completion, no padding is computed, and nothing of size [S, S] exists. For the backward
-only q, k, v and the result are kept, as of a plain row.
+Attention within runs and attention to prompts are computed apart and joined by log-sum-exp: no key
+is copied per completion, no padding is computed, and nothing of size [S, S] exists.
 
 Axes: as in `rl/algorithm/attention_kernels.py`; `_S` tokens of the row.
 """
@@ -49,12 +48,11 @@ class Packing:
 
     @cached_property
     def prompt_slices(self) -> list[slice]:
-        """Of each group's prompt in the row."""
         return [slice(group.start, group.start + group.prompt_len) for group in self.groups]
 
     @cached_property
     def completion_slices(self) -> list[slice]:
-        """Of each group's completions, which lie side by side."""
+        """All of a group's completions, side by side."""
         return [
             slice(prompt.stop, prompt.stop + length)
             for prompt, length in zip(self.prompt_slices, self.across.query_lens, strict=True)
@@ -137,10 +135,11 @@ class _PackedAttention(torch.autograd.Function):
                 _take(lse, completions, dim=1),
                 packing.across,
             )
-            for grad, share, slices in zip(
-                grads, shares, (completions, prompts, prompts), strict=True
-            ):
-                _add_(grad, share, slices)
+            places = (completions, prompts, prompts)
+            for grad, share, slices in zip(grads, shares, places, strict=True):
+                parts = share.split([part.stop - part.start for part in slices])
+                for where, part in zip(slices, parts, strict=True):
+                    grad[where] += part
         return (*grads, None)
 
 
@@ -163,10 +162,3 @@ def _take(tensor: torch.Tensor, slices: Sequence[slice], dim: int = 0) -> torch.
     """The slices one after the other; a view where there is one."""
     parts = [tensor.narrow(dim, part.start, part.stop - part.start) for part in slices]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _add_(tensor: torch.Tensor, share: torch.Tensor, slices: Sequence[slice]) -> None:
-    """Add what `_take` would have taken."""
-    lens = [part.stop - part.start for part in slices]
-    for where, part in zip(slices, share.split(lens), strict=True):
-        tensor[where] += part

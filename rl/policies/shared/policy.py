@@ -148,7 +148,6 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
         return Completion(ids, (0.0,) * len(ids), "stop")
 
     def collate(self, rows: Sequence[Row]) -> TokenBatch:
-        """See the prompts' `collate`; on the policy's device."""
         batch: TokenBatch = self.prompts.collate(rows, self.device)
         return batch
 
@@ -164,7 +163,6 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
         )
 
     def decoder(self, prompts_P: Sequence[Prompt], num_rows: int) -> Decoder:
-        """See `PackedDecoder`."""
         from rl.policies.shared.decoder import PackedDecoder
 
         batch = self.collate([(prompt, ()) for prompt in prompts_P])

@@ -1,8 +1,4 @@
-"""From a template, the user's words and a picture to token ids.
-
-Ids have one placeholder per picture (as the engine takes them), or every picture expanded to its
-image tokens (as the model takes them).
-"""
+"""From a template, the user's words and pictures to token ids."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ _BRACKETED = PICTURE.replace(IMAGE_TOKEN, "{image}")
 
 
 MAX_PICTURES = 16
-"""Of a prompt whose words are no renderer's."""
+"""Most pictures in a prompt under `chat_template`."""
 
 
 def chat_template(system_prompt: str) -> PromptTemplate:

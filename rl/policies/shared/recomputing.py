@@ -1,13 +1,9 @@
-"""What a forward keeps for its backward: as little as the same floats allow.
-
-A half-precision layer of transformers and PEFT keeps more of float32 than of its own dtype: each
-norm a copy of its input, each adapter another one of its. Neither copy holds anything that the
-half-precision tensor, which is kept anyway, does not.
-"""
+"""Makes a half-precision forward keep no float32 copies of its activations for the backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,7 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 
 def spare_activations(model: Any, gradient_checkpointing: bool | Literal["mlp"]) -> None:
-    """Make the decoder's layers keep less; `gradient_checkpointing` as in the config."""
+    """Make the decoder's layers keep less; `gradient_checkpointing` as in the config.
+
+    In half precision each of transformers' norms and each of PEFT's adapters keeps a float32 copy
+    of an input whose half-precision tensor is kept anyway.
+    """
     if gradient_checkpointing is True:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return
@@ -54,18 +54,12 @@ def _keep_adapters_inputs(model: Any) -> None:
         for name, down in layer.lora_A.items():
             if isinstance(layer.lora_dropout[name], torch.nn.Identity):
                 layer.cast_input_dtype_enabled = False
-                down.forward = _DownProjection(down)
+                down.forward = partial(_down_projection, down)
 
 
-class _DownProjection:
-    """The forward of an adapter's A."""
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        self._linear = linear
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        projected: torch.Tensor = _FloatLinear.apply(hidden, self._linear.weight)
-        return projected
+def _down_projection(linear: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    projected: torch.Tensor = _FloatLinear.apply(hidden, linear.weight)
+    return projected
 
 
 class _FloatLinear(torch.autograd.Function):

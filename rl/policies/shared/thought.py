@@ -1,8 +1,7 @@
-"""A completion's thought told from its words, and how a prompt asks for one.
+"""Splits a completion into thought and words, and asks for a thought in the prompt.
 
-The marker is looked for in the decoded text: ids tell nothing, since a tokenizer may end one inside
-a token ('</think>' and two line breaks are three tokens of Qwen2.5's, the last of them '>' with the
-breaks). Only what the policy wrote is looked through, so no user's words are ever a marker.
+The marker is looked for in the decoded text, since it may end inside a token ('</think>' and two
+line breaks are three tokens of Qwen2.5's, the last of them '>' with the breaks).
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from rl.policies.shared import prompting
 
 @dataclass(frozen=True)
 class Written:
-    """One completion, read."""
-
     text: str
     """The whole of it, without special tokens and surrounding white space."""
     thought: str
@@ -27,7 +24,7 @@ class Written:
     num_thought_tokens: int
     """Those in front of the first that holds anything of the words; all where no marker is."""
     word_ids: tuple[int, ...]
-    """Of the words alone, the stop token included; see `words_behind`."""
+    """The words' ids with the stop token; see `words_behind`."""
     failure: str | None
     """Why there are no words."""
 
@@ -176,7 +173,7 @@ def _marker_ids(tokenizer: Any, section: ThoughtSection) -> list[int]:
 
 
 def instruction_ids(tokenizer: Any, section: ThoughtSection) -> list[int]:
-    """Of what asks for a thought, a line of its own."""
+    """The request for a thought, on a line of its own."""
     if not section.instruction:
         return []
     text = "\n" + section.instruction.replace("{marker}", section.marker)

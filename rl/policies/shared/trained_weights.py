@@ -12,6 +12,7 @@ from rl.api.policy import Policy, PolicyConfigT
 from rl.api.types import PolicyWeights
 from rl.files.weights import align_weights, fingerprint
 from rl.policies.shared import adapters
+from rl.ranks.sharded import is_sharded
 from rl.record.adapter_base import noted
 
 if TYPE_CHECKING:
@@ -19,20 +20,15 @@ if TYPE_CHECKING:
 
 
 class TrainedWeights(Policy[PolicyConfigT]):
-    """Of a policy whose module keeps its (PEFT) model under `model`."""
+    """Base of policies whose module keeps its (PEFT) model under `model`."""
 
     loading: Any
-    """Module with `base`, `load_model` and `adapt`, each of a section."""
+    """Module with `base`, `load_model` and `adapt`, each a function of a config section."""
     embedding: str
     """Name of the weight that is also the head's where the two are tied."""
 
     module: Any
     _base_state: dict[str, torch.Tensor] | None = None
-
-    @property
-    def _sharded(self) -> bool:
-        """Under ZeRO-3 every forward is collective: no rank may skip one that another makes."""
-        return any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -46,7 +42,7 @@ class TrainedWeights(Policy[PolicyConfigT]):
             with self.module.model.disable_adapter():
                 yield
             return
-        if self._sharded:
+        if is_sharded(self.module):
             raise ValueError(
                 "full fine-tuning under ZeRO-3 has no reference weights at hand: set "
                 "algorithm.kl_coeff = 0 and policy.conditioning = 'policy', or zero_stage <= 2"
