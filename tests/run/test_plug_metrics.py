@@ -226,7 +226,7 @@ def test_a_held_out_run_reports_nothing(resolved: build.Resolved, monkeypatch) -
         }
     )
     run.judge, run.held_out, run.num_iterations = None, [MagicMock()], 3
-    run.context = run.engine = run.dist = run.timer = run.saving = MagicMock()
+    run.context = run.engine = run.dist = run.timer = run.checkpointing = MagicMock()
     run.checks = MagicMock(plug_metrics=PlugMetrics(resolved, made, Dist()))
 
     def evaluate(*_: object) -> Metrics:
