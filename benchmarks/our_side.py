@@ -78,7 +78,7 @@ def run(
     loop = train.train
 
     def defeated(opened: Run) -> None:
-        post.flush = opened.saving.writer.flush
+        post.flush = opened.checkpointing.writer.flush
         for saving in without:
             defeats.SAVINGS[saving].defeat(opened, folder)
         loop(opened)

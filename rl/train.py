@@ -122,9 +122,9 @@ def learn_from(run: Run, pending: PendingStep) -> None:
     with timer.phase("sync"):
         metrics.update(run.sync_engine())
     with timer.phase("record"):
-        run.saving.finish(done, metrics)
+        run.checkpointing.finish(done, metrics)
         run.recording.write_episodes(done, groups_P, rollout.bare_episodes)
-    run.saving.save_if_due(done, timer)
+    run.checkpointing.save_if_due(done, timer)
     measure(run, done, Metrics())
 
 

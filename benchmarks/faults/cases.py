@@ -81,7 +81,7 @@ _CALLS = {
     "an iteration is noted": ("rl.run.last_finished:LastFinished.note", 3),
     "episodes are recorded": ("rl.run.recording:Recording.write_episodes", 2),
     "episodes are written": ("rl.record.run_record:RunRecord.write_episodes", 2),
-    "a checkpoint is begun": ("rl.run.saving:Saving.save_if_due", 2),
+    "a checkpoint is begun": ("rl.run.checkpointing:Checkpointing.save_if_due", 2),
     "a checkpoint is written": ("rl.record.checkpoint:_seal", 1),
     "metrics are logged": ("rl.run.run:Run.log", 3),
     "a line of metrics is written": ("rl.record.run_record:RunRecord.write_metrics", 3),

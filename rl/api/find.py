@@ -79,6 +79,8 @@ def _remedies(error: BaseException) -> Iterator[str]:
         yield f"it is given one {noun[1]}, which has {known}"
     if "'NoneType' object has no attribute 'ask'" in text:
         yield "a reward that asks the judge sets `needs_judge = True`"
+    if "has no attribute 'resources'" in text and isinstance(of, PlugBase):
+        yield "__init__(self, config, resources) is given them; keep what it needs in an attribute"
     if "'coroutine' object" in text:
         yield "write `async def`, and `await` what has to be awaited"
     if isinstance(of, PlugBase) and "__init__" in vars(type(of)) and "has no attribute" in text:

@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 def own_pictures(value: T) -> T:
     """`value`, a picture or anything that holds some (a `Sample`, `RewardInput`, list, dict), with
-    its pictures, arrays, lists and dicts copied, so that a plugin changes only its own."""
+    its pictures, arrays, tensors, lists, dicts and sets copied: a plugin may change its own, and
+    nobody else sees it."""
     given: Any = value
     if is_dataclass(given) and not isinstance(given, type):
         held = {f.name: own_pictures(getattr(given, f.name)) for f in fields(given) if f.init}
@@ -30,8 +31,10 @@ def own_pictures(value: T) -> T:
         given = type(given)(map(own_pictures, given))
     elif type(given) is dict:
         given = {key: own_pictures(item) for key, item in given.items()}
-    elif isinstance(given, Image) or hasattr(given, "setflags"):  # a numpy array
+    elif isinstance(given, Image | set) or hasattr(given, "setflags"):  # a numpy array
         given = given.copy()
+    elif hasattr(given, "clone"):  # a tensor of torch, which is not imported here
+        given = given.clone()
     return given
 
 

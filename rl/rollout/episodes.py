@@ -74,29 +74,30 @@ class Picture:
     p: int
     """Index of its prompt."""
     number: int
-    """Of `images_per_completion`, from 0; pictures of a group with one number share their noise."""
+    """Which of a completion's `images_per_completion` pictures it is, from 0. The pictures of a
+    group that have the same number share their noise."""
     readings: dict[tuple[int, ...], Reading] = field(default_factory=dict)
-    """By the completion's token ids."""
+    """The completions it is drawn for, by their token ids."""
     outcome: Image | RenderFailure | None = None
     is_made: bool = False
     grades: Future[Grades] | None = None
-    """By rewards that do not read thoughts."""
+    """The grades of the rewards that do not read thoughts."""
     compared: tuple[Future[list[Grades]], int] | None = None
-    """The same of rewards that compare a group, and this picture's place in it."""
+    """The grades of the group by rewards that compare, and this picture's index in the group."""
 
 
 @dataclass(eq=False)
 class Reading:
-    """A picture beside the completion it was drawn for, thought included. Completions with the same
-    token ids share it. `grades` and `compared` are those of rewards that read thoughts."""
+    """A picture and one completion that it is drawn for, with its thought. Completions with the
+    same token ids share it. `grades` and `compared` are of the rewards that read thoughts."""
 
     picture: Picture
     about: RewardInput
-    """Without the picture."""
+    """What the rewards are given, without the picture."""
     grades: Future[Grades] | None = None
     compared: tuple[Future[list[Grades]], int] | None = None
     verdict: Verdict | None = None
-    """Once every grade is in."""
+    """Set when every grade is in."""
 
     @property
     def reward_input(self) -> RewardInput:

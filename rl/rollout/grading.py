@@ -59,9 +59,7 @@ async def _scores(
 ) -> list[RewardOutput]:
     started = time.perf_counter()
     try:
-        given: Any = own_pictures(
-            list(inputs_G)
-        )  # each reward may do with its pictures as it likes
+        given: Any = own_pictures(list(inputs_G))
         if reward.scores_groups():
             found = await _call(name, verb, given)
             if isinstance(found, Mapping | str):

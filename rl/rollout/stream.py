@@ -233,14 +233,14 @@ class PendingRollout:
         self._arms_P = sampled.arms
         self._arms: dict[Member, Arm] = {}
         self._distinct: dict[tuple[int, tuple[int, ...], int], Picture] = {}
-        """By prompt index, the token ids that it is drawn from, and its number."""
+        """The pictures by prompt index, the token ids they are drawn from, and their number."""
         self._pictures: list[Picture] = []
-        """The same in the renderer's order."""
+        """The same pictures in the order in which the renderer gets them."""
         self._rewards = {
             reads: {name: r for name, r in context.rewards.items() if r.reads_thoughts == reads}
             for reads in (False, True)
         }
-        """By whether they read thoughts."""
+        """The rewards by whether they read thoughts."""
         self._comparing = [
             reads
             for reads, rewards in self._rewards.items()
@@ -249,7 +249,7 @@ class PendingRollout:
         self._compared: set[int] = set()
         """Prompt indices whose pictures were sent to the rewards that compare."""
         self._futures: list[Future[Any]] = []
-        """Of every grade."""
+        """Every grade that was asked for."""
         self._episodes_PG: list[list[Episode]] = []
 
     @property
@@ -335,7 +335,7 @@ class PendingRollout:
                     member.compared = future, place
 
     def _readings(self, p: int) -> list[Reading]:
-        """Distinct ones of a prompt, in the order of its completions."""
+        """A prompt's distinct readings, in the order of its completions."""
         arms = [self._arms[p, g] for g in range(len(self._arms_P[p]))]
         return list(dict.fromkeys(reading for arm in arms for reading in arm.readings))
 
@@ -394,7 +394,7 @@ class PendingRollout:
         return Verdict(outcome, None, {name: grades[name] for name in self._context.rewards})
 
     def _graded(self) -> list[grading.Grades]:
-        """Of the verdicts that are in."""
+        """The grades of every verdict that is in."""
         readings = [r for p in range(len(self._arms_P)) for r in self._readings(p)]
         verdicts = [reading.verdict for reading in readings]
         return [v.grades for v in verdicts if v is not None and v.failure is None]

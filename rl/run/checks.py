@@ -26,7 +26,7 @@ from rl.run.watch import Watch
 
 
 class Checks:
-    """Of one run, on every rank."""
+    """Checks a run's rollouts and its lines of metrics; every rank has one."""
 
     def __init__(
         self,
@@ -92,7 +92,8 @@ class Checks:
         return len(shared)
 
     def line(self, line: Mapping[str, float], is_last: bool) -> None:
-        """Of one line of metrics: that each is known, and conditions over several iterations."""
+        """Checks one line of metrics: that every name is in the table, and the alarms that look at
+        several iterations."""
         check_known(line, self.plug_metrics.rows)
         for sentence in self._watch.sentences(line, is_last):
             if self._dist.is_main:

@@ -21,7 +21,7 @@ from rl.run.rank_times import rank_times
 
 @dataclass(eq=False)
 class Recording:
-    """Of one run, on every rank."""
+    """Writes a run's metrics and episodes to disk, trackers and console; every rank has one."""
 
     dist: Dist
     console: Console
@@ -31,7 +31,7 @@ class Recording:
     tracker: Tracker
     page: Page
     writer: BackgroundWriter
-    """Through which all that is written of an iteration goes, in order."""
+    """Writes everything about an iteration in the background, in order."""
     num_iterations: int
     last_metrics: Mapping[str, float] = field(default_factory=dict)
     """The last line written."""

@@ -26,11 +26,11 @@ from rl.rollout.consensus import Interrupted, leave_together
 from rl.rollout.graded_groups import Advantages, GradedGroup
 from rl.rollout.prompt_order import PromptOrder
 from rl.rollout.stream import PendingRollout, Rollout, RolloutContext, Sampled, begin
+from rl.run.checkpointing import Checkpointing
 from rl.run.checks import Checks
 from rl.run.evaluation import evaluate
 from rl.run.last_finished import save_before_leaving
 from rl.run.recording import Recording
-from rl.run.saving import Saving
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Run:
     """What the inference engine and the trainer are compared on after every sync."""
     checks: Checks
     recording: Recording
-    saving: Saving
+    checkpointing: Checkpointing
     num_iterations: int
     sync_dtype: str
     num_skipped_rows: int
@@ -159,7 +159,7 @@ class Run:
             return True
         if sampled - done > self.config.max_staleness or sampled >= self.num_iterations:
             return False
-        return not (self.saving.checkpoints.due(sampled) or self._evaluation_due(sampled))
+        return not (self.checkpointing.checkpoints.due(sampled) or self._evaluation_due(sampled))
 
     def evaluate_if_due(self, done: int) -> Metrics:
         """The held-out run, after `done` iterations, if the config asks for one now."""
@@ -174,7 +174,7 @@ class Run:
             self.config.run_dir,
             self.dist,
             self.timer,
-            self.saving.writer,
+            self.checkpointing.writer,
         )
         self.checks.plug_metrics.drop()
         return metrics
@@ -198,23 +198,25 @@ class Run:
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
         metrics.total("data/replaced_rows", self.prompt_order.num_replaced)
         metrics.maximum("memory/peak_gb", take_peak_memory_gb(self.dist.device))
-        line = self.recording.line(metrics, self.saving.last_finished.metrics)
+        line = self.recording.line(metrics, self.checkpointing.last_finished.metrics)
         self.checks.line(line, done == self.num_iterations)
         self.recording.write_line(done, line, self._evaluation_due(done))
-        self.saving.publish(done, line)
+        self.checkpointing.publish(done, line)
 
     def stop(self) -> None:
         """It was asked to: save, and say so. Collective."""
-        done = self.saving.last_finished.done
-        self.saving.save(final=True)
-        self.saving.publish(done, self.recording.last_metrics, final=True)
+        done = self.checkpointing.last_finished.done
+        self.checkpointing.save(final=True)
+        self.checkpointing.publish(done, self.recording.last_metrics, final=True)
         console = self.recording.console
         console.say(f"stopped after {done} iterations; the same command goes on from here")
 
     def save_before_leaving(self, error: BaseException) -> None:
         """However the run ends; see the function."""
-        saving = self.saving
-        save_before_leaving(saving.last_finished, saving.checkpoints, self.dist, error)
+        checkpointing = self.checkpointing
+        save_before_leaving(
+            checkpointing.last_finished, checkpointing.checkpoints, self.dist, error
+        )
 
 
 def _add_judge_stats(metrics: Metrics, judge: JudgeClient) -> None:

@@ -40,13 +40,13 @@ from rl.record.tracking import Tracker
 from rl.record.writer import BackgroundWriter
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
+from rl.run.checkpointing import Checkpointing
 from rl.run.checks import Checks
 from rl.run.last_finished import LastFinished, save_at_once
 from rl.run.page import Page
 from rl.run.plug_metrics import Made, PlugMetrics
 from rl.run.recording import Recording
 from rl.run.run import Run
-from rl.run.saving import Saving
 from rl.run.watch import Watch
 
 
@@ -142,7 +142,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
                 Watch(context.config, sync_dtype, dropout),
             ),
             recording=recording,
-            saving=Saving(
+            checkpointing=Checkpointing(
                 config=record.config,
                 dist=dist,
                 run_dir=run_dir,

@@ -106,6 +106,8 @@ REWARDS: list[tuple[str, str, str]] = [
      " | async def grade(self, x): return await self.judge.ask(1, 2)", "line 14) ... needs_judge"),
     (".R", "class R(Reward): | def __init__(self, config, resources): ..."
      " | def grade(self, x): return self.config.no", "'config' ... line 14) ... super().__init__"),
+    (".R", "class R(Reward): | def grade(self, x): return self.resources",
+     "'resources' ... line 13) ... __init__"),
     (".R", "class R(Reward): | def grade(self, x): return self.ask().value"
      " | async def ask(self): ...", "'value' ... line 13) ... `async def`"),
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from tiny_run import episode, run_config
 
@@ -72,6 +73,11 @@ def test_whoever_is_handed_pictures_changes_copies() -> None:
     sample = Sample("a", "x", (image,), image, codes, hidden={"boxes": [image, (1, 2)]})
     given = own_pictures([RewardInput(sample, "x", image)])[0]
     assert given.sample.hidden == {"boxes": [image, (1, 2)]}
+    others = {"scores": torch.zeros(2), "labels": {"red"}}
+    mine = own_pictures(others)
+    mine["scores"][0] = 5
+    mine["labels"].clear()
+    assert others["scores"].sum() == 0 and others["labels"] == {"red"}
     for picture in (given.image, given.sample.target, *given.sample.sources):
         picture.putpixel((0, 0), (0, 0, 0))
     given.sample.hidden["boxes"][0].putpixel((0, 0), (0, 0, 0))

@@ -203,7 +203,7 @@ def test_a_held_out_run_reports_nothing(plugs: Plugs, monkeypatch: pytest.Monkey
     evaluation = config.evaluation.model_copy(update={"every_n_iterations": 1})
     run.config = config.model_copy(update={"evaluation": evaluation})
     run.judge, run.held_out, run.num_iterations = None, [MagicMock()], 3
-    run.context = run.engine = run.dist = run.timer = run.saving = MagicMock()
+    run.context = run.engine = run.dist = run.timer = run.checkpointing = MagicMock()
     run.checks = MagicMock(plug_metrics=plugs.metrics(Dist()))
 
     def evaluate(*_: object) -> Metrics:

@@ -20,36 +20,36 @@ from rl.api.types import Status
 from rl.ranks.dist import Dist
 from rl.record.writer import BackgroundWriter
 from rl.rollout.graded_groups import GradedGroup
+from rl.run.checkpointing import Checkpointing
 from rl.run.checks import Checks
 from rl.run.recording import Recording
 from rl.run.run import PendingStep, Run
-from rl.run.saving import Saving
 from rl.run.set_up import _restore
 from rl.run.watch import Watch
 
 
-def saving_in(folder: Path, save: Callable[..., Path | None], held: Any) -> Saving:
+def checkpointing_in(folder: Path, save: Callable[..., Path | None], held: Any) -> Checkpointing:
     """`held`: what the last finished iteration holds in host memory."""
     checkpoints: Any = SimpleNamespace(save=save, save_alone=save)
     last: Any = SimpleNamespace(read=lambda: held, held=lambda: held, done=1)
-    return Saving({}, Dist(), folder, 9, checkpoints, BackgroundWriter(folder), last)
+    return Checkpointing({}, Dist(), folder, 9, checkpoints, BackgroundWriter(folder), last)
 
 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_replies_are_kept_until_a_checkpoint_covers_them(tmp_path: Path, is_held: bool) -> None:
     outcomes = iter([None, tmp_path / "checkpoints/step_000001"])
     held = SimpleNamespace(iteration=1) if is_held else None
-    saving = saving_in(tmp_path, lambda *_, **__: next(outcomes), held)
+    checkpointing = checkpointing_in(tmp_path, lambda *_, **__: next(outcomes), held)
     journals = [tmp_path / f"judge/iteration_00000{i}.rank0.jsonl" for i in (0, 1)]
     journals[0].parent.mkdir()
     others = [journals[0].with_name(name) for name in ("my_notes.rank0.jsonl", "a_000000.jsonl")]
     for journal in [*journals, *others]:
         journal.touch()
-    saving.save()
-    saving.writer.flush()
+    checkpointing.save()
+    checkpointing.writer.flush()
     assert all(journal.exists() for journal in journals), "nothing was saved"
-    saving.save()
-    saving.writer.flush()
+    checkpointing.save()
+    checkpointing.writer.flush()
     assert [journal.exists() for journal in journals] == [False, True]
     assert all(other.exists() for other in others), "not of our making"
 
@@ -110,12 +110,12 @@ def test_a_checkpoint_is_sealed_behind_the_record_of_its_iteration(tmp_path: Pat
         return tmp_path
 
     for held, final in ((None, False), (SimpleNamespace(iteration=1), False), (None, True)):
-        saving = saving_in(tmp_path, save, held)
-        saving.writer.put("pictures", fail)
+        checkpointing = checkpointing_in(tmp_path, save, held)
+        checkpointing.writer.put("pictures", fail)
         with pytest.raises(OSError, match="Input/output"):
-            saving.save(final)
-            saving.writer.flush()
-        saving.writer.flush()
+            checkpointing.save(final)
+            checkpointing.writer.flush()
+        checkpointing.writer.flush()
         assert done == ["pictures", "checkpoint"]
         done.clear()
 

@@ -40,7 +40,7 @@ def run(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     run.dist, run.timer, run.start, run.num_iterations = Dist(), PhaseTimer(), 0, 2
     run.context = MagicMock()
     run.recording = MagicMock(write_episodes=verb("episodes"))
-    run.saving = MagicMock(finish=verb("finish"), save_if_due=verb("save"))
+    run.checkpointing = MagicMock(finish=verb("finish"), save_if_due=verb("save"))
     run.checks = MagicMock(metrics=lambda rollout: Metrics())
     prompts = [Prompt(Sample(name, "do it"), (1, 2)) for name in "ab"]
     run.prompt_order = SimpleNamespace(shard=verb("prompts", prompts))

@@ -57,7 +57,7 @@ class Row:
     """[L, C]."""
     shown: tuple[Shown, ...]
     digests: tuple[bytes, ...]
-    """Of the pictures."""
+    """The `digest` of each source picture."""
 
     @property
     def start(self) -> int:

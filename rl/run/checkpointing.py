@@ -22,8 +22,8 @@ _JOURNAL = re.compile(r"(?:iteration|evaluation)_(\d{6,})\.rank\d+\.jsonl")
 
 
 @dataclass(eq=False)
-class Saving:
-    """Of one run, on every rank."""
+class Checkpointing:
+    """Saves and publishes a run's checkpoints; every rank has one."""
 
     config: Mapping[str, Any]
     """As it may be published."""
@@ -32,7 +32,7 @@ class Saving:
     num_iterations: int
     checkpoints: Checkpoints
     writer: BackgroundWriter
-    """Through which all that is written of an iteration goes, in order."""
+    """Writes everything about an iteration in the background, in order."""
     last_finished: LastFinished
     last_save: Future[None] | None = None
     """The last checkpoint that the writer was given."""
