@@ -294,7 +294,7 @@ for path in {[str(path) for path in CONFIGS if path.stem in tiny_config.DISTINCT
     report.report(config, gpu_gb=141)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
     """Until it holds; fails after what is long even on a busy machine."""
     deadline_s = time.monotonic() + seconds
     while not condition():

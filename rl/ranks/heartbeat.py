@@ -63,10 +63,21 @@ class _Heart:
         self.moved_s = time.monotonic()
         self.has_saved = False
         self.descriptor: int | None = None
+        self.writing = threading.RLock()
+        """Else the thread may write an older phase over a newer one of the main thread. Reentrant,
+        for signal handlers."""
 
     def beat(self) -> None:
-        if self.descriptor is None:
-            return
+        """From any thread."""
+        if self.descriptor is not None:
+            with self.writing:
+                self._write(self.descriptor)
+
+    def end(self) -> None:
+        """In a forked child: the file is its parent's, and the lock may be held for ever."""
+        self.descriptor = None
+
+    def _write(self, descriptor: int) -> None:
         named = self.phases[1:] or self.phases
         calls = main_thread.calls()
         outside = dropwhile(lambda call: call.module in _REPORTERS, calls)
@@ -80,10 +91,10 @@ class _Heart:
             has_saved=self.has_saved,
         )
         try:
-            os.pwrite(self.descriptor, json.dumps(asdict(beat)).encode().ljust(_BYTES), 0)
+            os.pwrite(descriptor, json.dumps(asdict(beat)).encode().ljust(_BYTES), 0)
         except OSError:
             with suppress(OSError):  # no beat at all is better than one that seems to have ended
-                os.ftruncate(self.descriptor, 0)
+                os.ftruncate(descriptor, 0)
 
 
 _heart = _Heart()
@@ -132,6 +143,7 @@ def start(file: Path, log: TextIO) -> None:
     faulthandler.register(ASKS_STACKS, log)
     _heart.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
     _heart.beat()
+    os.register_at_fork(after_in_child=_heart.end)
     threading.Thread(target=_watch_main_thread, name="heartbeat", daemon=True).start()
 
 

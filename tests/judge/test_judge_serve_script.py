@@ -27,7 +27,7 @@ def _serve(tmp_path: Path, num_gpus: int, **env: str) -> subprocess.CompletedPro
         env={**inherited, "PATH": path, **env},
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=120,
         check=False,
     )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import tiny_ranks
+from tiny_waits import wait_for
 
 from rl.ranks import endings, heartbeat
 from rl.ranks.hang_watch import HangWatch
@@ -105,10 +106,7 @@ class Ranks:
         words = {way: (str(self.beats[way]), str(self.logs[way]), WAYS[way]) for way in WAYS}
         script = textwrap.dedent(SCRIPT)
         self.processes = {way: tiny_ranks.start(script, *words[way]) for way in WAYS}
-        end_s = time.monotonic() + 60
-        while not all(self._has_begun(way) for way in WAYS):
-            assert time.monotonic() < end_s
-            time.sleep(0.05)
+        wait_for(lambda: all(self._has_begun(way) for way in WAYS))
         self.lines: dict[str, list[str]] = {name: [] for name in CASES}
         self.watches = {name: self._watch(name) for name in CASES}
         self.ended: set[str] = set()

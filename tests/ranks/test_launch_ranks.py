@@ -110,7 +110,7 @@ def test_on_one_node_nothing_listens_outside_loopback(
     wait_for(lambda: (tmp_path / "interfaces_0").exists() and (tmp_path / "interfaces_1").exists())
     launcher, *ranks = listening(process.pid)
     (tmp_path / "seen").touch()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     for rank in range(2):
         assert (tmp_path / f"interfaces_{rank}").read_text() == "lo =lo"
@@ -272,7 +272,7 @@ def test_two_nodes_meet_on_the_named_address(launch: Launch, tmp_path: Path, end
     addresses = [ip for node in nodes for seen in listening(node.pid) for ip in seen]
     (tmp_path / "seen").touch()
     for node in nodes:
-        _, errors = node.communicate(timeout=60)
+        _, errors = node.communicate(timeout=120)
         assert node.returncode == 0, errors
     assert addresses and set(addresses) == {"127.0.0.1"}
     assert (tmp_path / "interfaces_0").read_text() == "lo =lo"
@@ -284,11 +284,11 @@ def test_nodes_that_were_told_different_things_stop(launch: Launch, endpoint: st
     options = ("--nnodes", "2", "--rdzv-endpoint", endpoint)
     first = launch("done", "--nproc", "1", "--node-rank", "0", *options)
     second = launch("done", "--nproc", "2", "--node-rank", "1", *options)
-    _, errors = second.communicate(timeout=60)
+    _, errors = second.communicate(timeout=120)
     assert second.returncode == 1
     assert names(errors, "2 nodes of 2 ranks ... 2 nodes of 1 ranks")
     twin = launch("done", "--nproc", "1", "--node-rank", "0", *options)
-    _, errors = twin.communicate(timeout=60)
+    _, errors = twin.communicate(timeout=120)
     assert twin.returncode == 1 and names(errors, "node 0 ... listen on 127.0.0.1")
     first.terminate()
 
@@ -305,7 +305,7 @@ def test_nodes_that_were_told_different_things_stop(launch: Launch, endpoint: st
 )
 def test_an_endpoint_that_cannot_be(launch: Launch, endpoint_: str, parts: str) -> None:
     node = launch("done", "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint_)
-    _, errors = node.communicate(timeout=60)
+    _, errors = node.communicate(timeout=120)
     assert node.returncode == 1
     assert names(errors, parts) and "Traceback" not in errors
 

@@ -22,7 +22,7 @@ RANK = """
     signals.install()
     dist = Dist()
     print(signals.stop_requested(dist), flush=True)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not signals.stop_requested(dist) and time.monotonic() < deadline:
         time.sleep(0.01)
     print("saving", flush=True)
@@ -68,7 +68,7 @@ def test_a_signal_lets_the_run_save_and_leave(signum):
     assert process.stdout.readline() == "saving\n"
     if signum not in signals.INSISTS:
         process.send_signal(signum)  # the kernel repeats XCPU every second
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stdout) == (0, "saved\n")
     assert f"{signum.name}: will save and leave" in stderr
 
@@ -78,7 +78,7 @@ def test_the_same_ctrl_c_heard_twice_is_one():
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "saving\n"
     process.send_signal(signal.SIGINT)
-    stdout, _ = process.communicate(timeout=30)
+    stdout, _ = process.communicate(timeout=120)
     assert (process.returncode, stdout) == (0, "saved\n")
 
 
@@ -88,7 +88,7 @@ def test_a_second_one_later_ends_it_at_once():
     assert process.stdout.readline() == "saving\n"
     time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    stdout, _ = process.communicate(timeout=30)
+    stdout, _ = process.communicate(timeout=120)
     assert (process.returncode, stdout) == (-signal.SIGTERM, "")
 
 
@@ -109,7 +109,7 @@ def test_what_runs_at_once_does_not_wait_for_a_main_thread_that_hangs():
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "saved\n"
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
 
 
 def test_a_rank_whose_launcher_is_killed_saves_and_leaves():
@@ -124,7 +124,7 @@ def test_a_rank_whose_launcher_is_killed_saves_and_leaves():
     )
     assert {launcher.stdout.readline(), launcher.stdout.readline()} == {"launched\n", "False\n"}
     launcher.kill()
-    stdout, _ = launcher.communicate(timeout=30)  # the rank holds the pipe open until it is gone
+    stdout, _ = launcher.communicate(timeout=120)  # the rank holds the pipe open until it is gone
     assert stdout == "saving\nsaved\n"
 
 

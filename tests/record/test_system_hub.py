@@ -29,7 +29,7 @@ class _Hub:
 
     def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> Any:
         self.starts.release()
-        assert self.go.acquire(timeout=30)
+        assert self.go.acquire(timeout=120)
         files = {path.name: path.read_text() for path in folder_path.iterdir()}
         self.commits.append((commit_message, files))
         return SimpleNamespace(oid=str(len(self.commits) - 1))
@@ -98,7 +98,7 @@ def test_training_goes_on_meanwhile_and_pruning_takes_nothing_away(tmp_path, rem
     (tmp_path / "checkpoints" / ".push-ckpt_000010").mkdir(parents=True)  # of a killed run
     checkpoints = checkpoints_in(tmp_path)
     save(checkpoints, 20)
-    assert remote.starts.acquire(timeout=30), "the upload is under way"
+    assert remote.starts.acquire(timeout=120), "the upload is under way"
     for iteration in (20, 40, 60, 80, 80):
         save(checkpoints, iteration)
     assert not (tmp_path / "checkpoints" / "step_000020").exists()

@@ -124,7 +124,7 @@ sys.exit(7)
 """
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
-            [sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=full, timeout=60
+            [sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=full, timeout=120
         )
     assert ended.returncode == 7
 

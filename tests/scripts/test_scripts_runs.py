@@ -355,7 +355,7 @@ def test_it_needs_nothing_but_what_a_check_needs(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert "1 run in " in done.stdout and "\nfreed " in done.stdout

@@ -51,7 +51,7 @@ def run(copy: Path, *command: str, **environment: str) -> subprocess.CompletedPr
         env={**plain, "PATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
 
 
@@ -251,7 +251,7 @@ def test_nothing_is_left_running_when_the_installation_is_stopped(copy):
     while not (copy / "started").exists():
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=50)  # the pipe closes: nobody holds it any more
+    process.communicate(timeout=120)  # the pipe closes: nobody holds it any more
     assert process.returncode != 0
 
 

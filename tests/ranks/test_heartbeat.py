@@ -1,0 +1,41 @@
+"""What a rank's file says when its thread and its main thread write at once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from rl.ranks import heartbeat
+from rl.ranks.main_thread import Call
+
+
+def test_an_older_phase_never_overwrites_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen in CI: a rank that stopped right after its start was in phase 'loading' for ever."""
+    heart = heartbeat._Heart()
+    heart.descriptor = os.open(tmp_path / "beat.json", os.O_WRONLY | os.O_CREAT)
+    older, newer = (threading.Thread(target=heart.beat) for _ in range(2))
+    looks, goes_on = threading.Event(), threading.Event()
+
+    def calls() -> list[Call]:
+        if threading.current_thread() is older:
+            looks.set()
+            goes_on.wait(60)
+        return []
+
+    monkeypatch.setattr(heartbeat.main_thread, "calls", calls)
+    older.start()
+    assert looks.wait(60)
+    heart.phases.append(("learn", 1.0))
+    newer.start()
+    newer.join(0.3)
+    goes_on.set()
+    older.join(60)
+    newer.join(60)
+    os.close(heart.descriptor)
+    beat = heartbeat.read(tmp_path / "beat.json")
+    assert beat is not None and beat.phase == "learn"
