@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline
 from PIL import Image
+from tiny_models import draw
 from tiny_pictures import as_floats, make_picture
 from tiny_rounding import PICTURE
 
@@ -61,14 +62,9 @@ def make_parts() -> EditorParts:
 def make_stock(zero_cond_t: bool = False, state_dim: int = STATE_DIM) -> StockParts:
     torch.manual_seed(0)
     sizes = {"channels": 4, "heads": 2, "head_dim": 16, "text_width": state_dim}
-    transformer = make_transformer(2, **sizes, zero_cond_t=zero_cond_t).eval()
+    transformer = make_transformer(2, **sizes, zero_cond_t=zero_cond_t)
     vae = make_vae([0.1, -0.2, 0.3, 0.0], [1.3, 0.7, 1.1, 0.9]).eval()
-    # The default init all but ignores text and time.
-    for parameter in transformer.parameters():
-        if parameter.ndim >= 2:
-            torch.nn.init.normal_(parameter, std=0.15)
-    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
-    return StockParts(transformer, vae, scheduler)
+    return StockParts(draw(transformer), vae, FlowMatchEulerDiscreteScheduler(**SCHEDULER))
 
 
 def stock_pipeline(
