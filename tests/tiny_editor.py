@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 from tiny_models import draw
 from tiny_pictures import as_floats, make_picture
@@ -81,6 +83,40 @@ def stock_pipeline(
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def use_small_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stock pipelines resize every source to 1024^2 px; here, to 64^2, for speed."""
+    for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
+        original = module.calculate_dimensions
+        monkeypatch.setattr(
+            module,
+            "calculate_dimensions",
+            lambda area, ratio, original=original: original(SMALL_AREA_PX, ratio),
+        )
+
+
+def render_stock(
+    stock: StockParts,
+    jobs: Sequence[RenderJob],
+    pipeline_class: type = QwenImageEditPipeline,
+    **arguments: object,
+) -> torch.Tensor:
+    """[B, 3, H, W] in 0..1 of the stock pipeline, which draws the noise from the jobs' seeds; jobs
+    of one source, or one job of several."""
+    embeds, mask = pad_states([job.payload.embeds for job in jobs])
+    if arguments.get("true_cfg_scale", 1.0) > 1:
+        negatives = pad_states([job.payload.negative_embeds for job in jobs])
+        arguments["negative_prompt_embeds"], arguments["negative_prompt_embeds_mask"] = negatives
+    pictures: torch.Tensor = stock_pipeline(stock, pipeline_class)(
+        image=[source for job in jobs for source in job.sample.sources],
+        prompt_embeds=embeds,
+        prompt_embeds_mask=mask,
+        generator=[torch.Generator().manual_seed(job.noise_seed) for job in jobs],
+        output_type="pt",
+        **{"num_inference_steps": 4, "true_cfg_scale": 1.0, **arguments},
+    ).images
+    return pictures
 
 
 def make_states(seed: int, length: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""What all Qwen-Image plugs share before anything is loaded: checks, files, guidance, sizes."""
+"""What all Qwen-Image plugins share before anything is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from rl.config.paths import is_folder, not_a_file
 from rl.config.schema import RunConfig
 from rl.files.atomic import row_of
 from rl.files.model_files import missing_model
+from rl.files.weights import num_parameters
 from rl.renderers.qwen_image.config import DenoisingConfig
 from rl.renderers.qwen_image.step_cache import NUM_FIRST_STEPS
 from rl.renderers.shared.sides import side_problems
@@ -24,7 +25,7 @@ ConfigT = TypeVar("ConfigT", bound=DenoisingConfig, default=DenoisingConfig)
 
 
 class QwenImage(Renderer[ConfigT]):
-    """A plug brings the template, its counts, and the loop."""
+    """A plugin adds the prompt template, activation counts, and the loop."""
 
     accepts = "hidden_states"
     pipeline: ClassVar[str]
@@ -32,7 +33,12 @@ class QwenImage(Renderer[ConfigT]):
     transformer_class: ClassVar[str]
     vae_class: ClassVar[str]
     side_multiple_px: ClassVar[int]
-    """Of a fixed picture size."""
+    """Sides of a fixed picture size are multiples of this."""
+    state_dim_key: ClassVar[str]
+    """Where the transformer's config states the width of the conditioning states."""
+    hub_state_dim: ClassVar[int]
+    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]]
+    """Hub id -> part -> parameters on the device."""
 
     @classmethod
     def negative_prompt(cls, config: ConfigT) -> str | None:
@@ -41,7 +47,6 @@ class QwenImage(Renderer[ConfigT]):
 
     @classmethod
     def problems(cls, config: ConfigT, run: RunConfig) -> list[str]:
-        """What is wrong across fields, each with its key and remedy; [] when all is well."""
         problems = []
         if (config.height_px is None) != (config.width_px is None):
             problems.append(
@@ -72,7 +77,6 @@ class QwenImage(Renderer[ConfigT]):
     def device_problems(
         cls, config: ConfigT, policy: PlacedConfig, capability: float | None
     ) -> Iterable[str]:
-        """Of arithmetic in 8 bits."""
         if config.fp8 == "compute":
             yield from too_old(capability, FP8_CAPABILITY, "fp8: 'compute'", "use 'storage'")
 
@@ -110,6 +114,36 @@ class QwenImage(Renderer[ConfigT]):
         return output_area_px(config)
 
     @classmethod
+    def is_on_device(cls, parameter: str) -> bool:
+        """Whether the parameter of that name is moved to the device."""
+        return True
+
+    @classmethod
+    def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
+        """Parameters per part on the device, for a memory plan: {'transformer': ..., 'vae': ...}.
+
+        Known hub ids by table, a local folder by its safetensors headers; {} for an unknown hub id.
+        A weight of 8 bits counts as half of one of the dtype's 16.
+        """
+        folder = Path(config.model_path)
+        counts = dict(cls.hub_parameters.get(config.model_path, {}))
+        if folder.is_dir():
+            counts = {
+                part: num_parameters(folder / part, cls.is_on_device)
+                for part in ("transformer", "vae")
+            }
+        if config.fp8 != "off" and counts:
+            counts["transformer"] /= 4 if config.dtype == "float32" else 2
+        return counts
+
+    @classmethod
+    def state_dim_of(cls, config: ConfigT) -> int | None:
+        """As a local folder's transformer states it, or a known hub id's."""
+        stated = transformer_value(config, cls.state_dim_key)
+        is_known = stated is None and config.model_path in cls.hub_parameters
+        return cls.hub_state_dim if is_known else stated
+
+    @classmethod
     def savings(cls, config: ConfigT) -> Sequence[Saving]:
         """Fewer pictures at once, then smaller weights."""
         smaller = [Saving("fp8", "storage", exact=False)] if config.fp8 == "off" else []
@@ -117,7 +151,7 @@ class QwenImage(Renderer[ConfigT]):
 
 
 def output_area_px(config: DenoisingConfig) -> int:
-    """Of a rendered picture, at most about."""
+    """Area of a rendered picture, an upper bound."""
     return (config.height_px or 0) * (config.width_px or 0) or config.output_area_px
 
 
@@ -128,10 +162,3 @@ def transformer_value(config: DenoisingConfig, name: str) -> int | None:
         return None
     stated = (row_of(file.read_bytes()) or {}).get(name)
     return stated if isinstance(stated, int) else None
-
-
-def rounded_counts(config: DenoisingConfig, counts: dict[str, float]) -> dict[str, float]:
-    """Weights per part; one of 8 bits counts as half of one of the dtype's 16."""
-    if config.fp8 != "off" and counts:
-        counts["transformer"] /= 4 if config.dtype == "float32" else 2
-    return counts
