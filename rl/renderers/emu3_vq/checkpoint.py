@@ -101,6 +101,8 @@ def count_parameters(model_path: str) -> float | None:
     if not folder.is_dir():
         return HUB_PARAMETERS.get(model_path)
     buffers = ("running_mean", "running_var", "num_batches_tracked")
-    return num_parameters(
-        folder, lambda name: tensor_name(name, original=False) and not name.endswith(buffers)
-    )
+
+    def is_counted(name: str) -> bool:
+        return tensor_name(name, original=False) is not None and not name.endswith(buffers)
+
+    return num_parameters(folder, is_counted)
