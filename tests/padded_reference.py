@@ -1,8 +1,7 @@
 """What the packed forward must equal: one row at a time through transformers' own model.
 
-What: log-probs, hidden states and gradients of each (prompt, completion) alone, with the stock
-attention, positions, vision tower and a plain float64 softmax; nothing of `rl/policies` computes
-here. What not: speed.
+Stock attention, positions and vision tower, and a plain float64 softmax; nothing of `rl/policies`
+computes here.
 """
 
 from __future__ import annotations

@@ -128,6 +128,12 @@ def lines_of(document: str) -> list[str]:
             for line in _lines(kind, block)]  # fmt: skip
 
 
+def line_of(document: str, begins: str) -> str:
+    """The one line, or block, that begins so."""
+    [line] = [line for line in lines_of(document) if line.startswith(begins)]
+    return line
+
+
 def _lines(kind: str, block: str) -> Iterator[str]:
     if kind == "text" and "`sft_" not in block and "`" in block:
         yield from re.findall(r"`([^`]+)`", block)
@@ -140,12 +146,9 @@ def _lines(kind: str, block: str) -> Iterator[str]:
 
 
 def fates() -> list[tuple[Line, str]]:
-    """(what is said of it, the line), in the documents' order; the first that fits."""
+    """(the first entry of LINES that fits, the line), in the documents' order."""
     return [
-        (
-            next(said for said in LINES if said.document == name and line.startswith(said.begins)),
-            line,
-        )
+        (next(e for e in LINES if e.document == name and line.startswith(e.begins)), line)
         for name in DOCUMENTS
         for line in dict.fromkeys(lines_of(name))
     ]
@@ -153,13 +156,13 @@ def fates() -> list[tuple[Line, str]]:
 
 def of(document: str, *beginnings: str) -> list[str]:
     """What is typed for those lines; each must be one that is run."""
-    typed = []
+    lines = []
     for begins in beginnings:
-        found = [(said, line) for said, line in fates()
-                 if said.document == document and line.startswith(begins)]  # fmt: skip
-        assert found and all(said.fate == "run" for said, _ in found), begins
-        typed += [said.ours or line for said, line in found]
-    return typed
+        fitting = [(entry, line) for entry, line in fates()
+                   if entry.document == document and line.startswith(begins)]  # fmt: skip
+        assert fitting and all(entry.fate == "run" for entry, _ in fitting), begins
+        lines += [entry.ours or line for entry, line in fitting]
+    return lines
 
 
 @pytest.fixture
@@ -212,15 +215,15 @@ def test_the_editors_session(clone: Path) -> None:
 
 def test_the_editors_settings_are_the_shipped_configs() -> None:
     """Its ZeRO-2 is stage 1 here, which is what adapters want (base.libsonnet)."""
-    bullets = next(line for line in lines_of("qwen_image_edit") if line.startswith("- **Model**"))
-    said = dict(re.findall(r"^- \*\*(.+)\*\*: (.+)$", bullets, re.M))
+    bullets = line_of("qwen_image_edit", "- **Model**")
+    stated = dict(re.findall(r"^- \*\*(.+)\*\*: (.+)$", bullets, re.M))
     config = load_config(ROOT / "configs/qwen_image_edit.jsonnet", (), {
         "APP__RUN_NAME": "a", "APP__BASE_EXP_DIR": "b", "APP__REWARD_FUNCTION_API_BASE": "http://c",
     })  # fmt: skip
     policy, lora = config.policy, config.policy["lora"]
     [train] = config.data.train
     instruction = train["columns"]["instruction"]
-    assert said == {
+    assert stated == {
         "Model": policy["model_path"],
         "Method": f"GRPO with LoRA (r={lora['r']}, α={lora['alpha']})",  # noqa: RUF001
         "Batch size": f"1 per GPU × 2 accumulation = {config.prompts_per_iteration} effective",  # noqa: RUF001
@@ -236,10 +239,10 @@ def test_the_editors_settings_are_the_shipped_configs() -> None:
 
 
 def test_the_editors_reward_is_edit_quality() -> None:
-    [formula] = [line for line in lines_of("qwen_image_edit") if line.startswith("reward =")]
     config = edit_quality.Config()
     weights = (config.alignment_weight, config.quality_weight)
-    assert formula == "reward = {} * alignment_score + {} * quality_score".format(*weights)
+    formula = "reward = {} * alignment_score + {} * quality_score".format(*weights)
+    assert line_of("qwen_image_edit", "reward =") == formula
 
 
 # --- EARL -------------------------------------------------------------------------------------
@@ -258,16 +261,12 @@ AT_TINY_SIZE = """(import 'documented.jsonnet') + {
 }"""
 
 
-def documented_block() -> str:
-    return next(line for line in lines_of("earl") if line.startswith("{"))
-
-
 @pytest.mark.slow
 def test_earls_training_script(clone: Path) -> None:
     """Its step 2 line by line, and the documented block, made tiny, as the config that it names."""
     from tiny_world.judge_server import JudgeServer
 
-    (clone / "configs/documented.jsonnet").write_text(documented_block())
+    (clone / "configs/documented.jsonnet").write_text(line_of("earl", "{"))
     (clone / "configs/mine.jsonnet").write_text(AT_TINY_SIZE)
     lines = of(
         "earl", "cd EARL", "export VLLM_USE_V1=0", "CONFIG_NAME=", "export APP__DATA_DIR",
@@ -294,15 +293,14 @@ def test_earls_ranks_hear_each_other(clone: Path) -> None:
 
 
 def test_earls_ten_configs_are_there() -> None:
-    [names] = [line for line in lines_of("earl") if line.startswith("- `sft_s__rl_s")]
-    listed = re.findall(r"^- `(.+)`:", names, re.M)
+    listed = re.findall(r"^- `(.+)`:", line_of("earl", "- `sft_s__rl_s"), re.M)
     assert sorted(listed) == [file.name for file in sorted((ROOT / "configs").glob("sft_*"))]
 
 
 def test_earls_patch_of_vllm_is_made_at_run_time() -> None:
     from rl.engines.vllm.start import SERVED_AS
 
-    [patch] = [line for line in lines_of("earl") if line.startswith("_MULTIMODAL_MODELS")]
+    patch = line_of("earl", "_MULTIMODAL_MODELS")
     [(architecture, served_as)] = re.findall(r'"(Emu3\w+)": \("llama", "(\w+)"\)', patch)
     assert {architecture: served_as} == SERVED_AS
 
@@ -327,8 +325,7 @@ def test_what_earls_names_lead_to() -> None:
 
 
 def test_the_reasoners_arguments_are_the_shipped_configs() -> None:
-    [line] = [line for line in lines_of("reasoning") if line.startswith("accelerate launch")]
-    words = shlex.split(line)
+    words = shlex.split(line_of("reasoning", "accelerate launch"))
     given = {
         word.removeprefix("--").partition("=")[0]: words[number + 1 :]
         for number, word in enumerate(words)

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
+from tiny_models import draw
 from tiny_pictures import as_floats, make_picture
 from tiny_rounding import PICTURE
 
@@ -61,14 +64,9 @@ def make_parts() -> EditorParts:
 def make_stock(zero_cond_t: bool = False, state_dim: int = STATE_DIM) -> StockParts:
     torch.manual_seed(0)
     sizes = {"channels": 4, "heads": 2, "head_dim": 16, "text_width": state_dim}
-    transformer = make_transformer(2, **sizes, zero_cond_t=zero_cond_t).eval()
+    transformer = make_transformer(2, **sizes, zero_cond_t=zero_cond_t)
     vae = make_vae([0.1, -0.2, 0.3, 0.0], [1.3, 0.7, 1.1, 0.9]).eval()
-    # The default init all but ignores text and time.
-    for parameter in transformer.parameters():
-        if parameter.ndim >= 2:
-            torch.nn.init.normal_(parameter, std=0.15)
-    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
-    return StockParts(transformer, vae, scheduler)
+    return StockParts(draw(transformer), vae, FlowMatchEulerDiscreteScheduler(**SCHEDULER))
 
 
 def stock_pipeline(
@@ -85,6 +83,40 @@ def stock_pipeline(
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def use_small_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stock pipelines resize every source to 1024^2 px; here, to 64^2, for speed."""
+    for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
+        original = module.calculate_dimensions
+        monkeypatch.setattr(
+            module,
+            "calculate_dimensions",
+            lambda area, ratio, original=original: original(SMALL_AREA_PX, ratio),
+        )
+
+
+def render_stock(
+    stock: StockParts,
+    jobs: Sequence[RenderJob],
+    pipeline_class: type = QwenImageEditPipeline,
+    **arguments: object,
+) -> torch.Tensor:
+    """[B, 3, H, W] in 0..1 of the stock pipeline, which draws the noise from the jobs' seeds; jobs
+    of one source, or one job of several."""
+    embeds, mask = pad_states([job.payload.embeds for job in jobs])
+    if arguments.get("true_cfg_scale", 1.0) > 1:
+        negatives = pad_states([job.payload.negative_embeds for job in jobs])
+        arguments["negative_prompt_embeds"], arguments["negative_prompt_embeds_mask"] = negatives
+    pictures: torch.Tensor = stock_pipeline(stock, pipeline_class)(
+        image=[source for job in jobs for source in job.sample.sources],
+        prompt_embeds=embeds,
+        prompt_embeds_mask=mask,
+        generator=[torch.Generator().manual_seed(job.noise_seed) for job in jobs],
+        output_type="pt",
+        **{"num_inference_steps": 4, "true_cfg_scale": 1.0, **arguments},
+    ).images
+    return pictures
 
 
 def make_states(seed: int, length: int) -> torch.Tensor:

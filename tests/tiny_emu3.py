@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny_models import draw, save
 from tokenizers import Tokenizer, normalizers
 from transformers import Emu3ForCausalLM, Emu3TextConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -52,12 +53,9 @@ def make_model(tokenizer: Any, tied: bool = False, fond_of_pictures: bool = Fals
     rarely do; one dimension is large in every state, and speaks for the image token.
     """
     torch.manual_seed(0)
-    model = Emu3ForCausalLM(Emu3TextConfig(**text_config(tokenizer, tied))).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0, 0.15)
-        if fond_of_pictures:
+    model = draw(Emu3ForCausalLM(Emu3TextConfig(**text_config(tokenizer, tied))))
+    if fond_of_pictures:
+        with torch.no_grad():
             model.model.embed_tokens.weight[:, 0] = 4.0
             model.lm_head.weight[tokenizer.convert_tokens_to_ids("<|image token|>"), 0] = 3.0
     return model
@@ -66,9 +64,7 @@ def make_model(tokenizer: Any, tied: bool = False, fond_of_pictures: bool = Fals
 def save_policy_folder(folder: Path, tied: bool = False, fond_of_pictures: bool = False) -> str:
     """Weights and `tokenizer.json`, as `policy.model_path` wants them."""
     tokenizer = make_tokenizer()
-    make_model(tokenizer, tied, fond_of_pictures).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save(folder, make_model(tokenizer, tied, fond_of_pictures), tokenizer)
 
 
 def save_published_folder(folder: Path, fond_of_pictures: bool = False) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import tiny_emu3
 import torch
+from tiny_models import save
 
 from rl.api.policy import PolicySetup
 from rl.api.types import Completion, ImageVocabulary, Prompt
@@ -33,9 +34,7 @@ def save_writer_folder(folder: Path) -> str:
     mean = model.model(input_ids=words).last_hidden_state.mean((0, 1))
     image = tokenizer.convert_tokens_to_ids("<|image token|>")
     model.lm_head.weight[image] += EAGERNESS_NATS * mean / mean.dot(mean)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save(folder, model, tokenizer)
 
 
 def build_policy(folder: str, lora: Any = None) -> Any:

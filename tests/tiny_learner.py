@@ -13,6 +13,7 @@ import tiny_qwen
 import tiny_ranks
 import torch
 from tiny_rounding import NATS, STEPPED
+from tiny_run import run_config
 
 from rl.algorithm.metrics import Metrics
 from rl.api.policy import Policy
@@ -39,30 +40,16 @@ def make_config(
     max_staleness: int = 0,
     **optimizer: Any,
 ) -> RunConfig:
-    """A run config whose rooms beside `algorithm` and `optimizer` do not matter here."""
-    settings = {
-        "backend": "torch",
-        "learning_rate": 1e-2,
-        "max_tokens_per_micro_batch": 120,
-        **optimizer,
-    }
-    return RunConfig.model_validate(
-        {
-            "run_name": "tiny",
-            "base_exp_dir": "unused",
-            "num_iterations": NUM_ITERATIONS,
-            "prompts_per_iteration": groups,
-            "generations_per_prompt": members,
-            "policy": {"type": "qwen2_5_vl"},
-            "engine": {"type": "transformers"},
-            "renderer": {"type": "none"},
-            "rewards": {},
-            "data": {"train": []},
-            "sampling": {"max_completion_tokens": 12},
-            "algorithm": algorithm or {},
-            "optimizer": settings,
-            "max_staleness": max_staleness,
-        }
+    """A run config of which only `algorithm` and `optimizer` matter here."""
+    settings = {"backend": "torch", "learning_rate": 1e-2, "max_tokens_per_micro_batch": 120}
+    return run_config(
+        num_iterations=NUM_ITERATIONS,
+        prompts_per_iteration=groups,
+        generations_per_prompt=members,
+        sampling={"max_completion_tokens": 12},
+        algorithm=algorithm or {},
+        optimizer=settings | optimizer,
+        max_staleness=max_staleness,
     )
 
 

@@ -1,6 +1,6 @@
 """Two nodes on one machine: two network namespaces and one cable, which may be thin or cut.
 
-What: `two_nodes`. What not: what runs there. Needs root, iproute2, and a kernel that lets them.
+Needs root, iproute2, and a kernel that allows them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 @dataclass(eq=False)
 class Nodes:
-    """See `two_nodes`."""
+    """What `two_nodes` opens."""
 
     names: tuple[str, str]
     started: list[subprocess.Popen[str]] = field(default_factory=list)

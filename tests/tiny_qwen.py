@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from tiny_models import draw, save
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
 
 from rl.api.types import PromptTemplate, Sample
@@ -43,7 +44,7 @@ def make_model(tokenizer: Any, seed: int = 0, tied: bool = False) -> Any:
     """64 wide, two layers, heads of 32 (vLLM's CPU kernels have no smaller ones)."""
     torch.manual_seed(seed)
     config = qwen_config(tokenizer, text_sizes(tokenizer, tied), VISION)
-    return scaled_up(Qwen2_5_VLForConditionalGeneration(config).eval())
+    return draw(Qwen2_5_VLForConditionalGeneration(config))
 
 
 def text_sizes(tokenizer: Any, tied: bool) -> dict[str, Any]:
@@ -54,21 +55,10 @@ def text_sizes(tokenizer: Any, tied: bool) -> dict[str, Any]:
     return language_sizes(64, 2, 4096) | own
 
 
-def scaled_up(model: Any) -> Any:
-    """Its matrices drawn so large that pictures and words matter."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0, 0.1 if "visual" in name else 0.15)
-    return model
-
-
 def save_policy_folder(folder: Path, tied: bool = False) -> str:
     """Weights, tokenizer and image processor, as `policy.model_path` wants them."""
     tokenizer = make_tokenizer()
-    for part in (make_model(tokenizer, tied=tied), tokenizer, make_image_processor()):
-        part.save_pretrained(folder)
-    return str(folder)
+    return save(folder, make_model(tokenizer, tied=tied), tokenizer, make_image_processor())
 
 
 def make_image_processor() -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import tiny_qwen
 import torch
+from tiny_models import draw, save
 from tiny_policy import TEMPERATURE
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -42,21 +43,14 @@ def make_model(tokenizer: Any, tied: bool = False) -> Any:
     text |= {"num_hidden_layers": 4, "num_attention_heads": 3, "head_dim": 32}
     text["rope_parameters"] |= {"rope_theta": 5e6, "mrope_interleaved": True}
     config = qwen_config(tokenizer, text, VISION, Qwen3VLConfig)
-    model = tiny_qwen.scaled_up(Qwen3VLForConditionalGeneration(config).eval())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name and parameter.ndim == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+    return draw(Qwen3VLForConditionalGeneration(config), vectors_std=0.3)
 
 
 def save_policy_folder(folder: Path, tied: bool = False) -> str:
     """Weights, tokenizer and image processor, as `policy.model_path` wants them."""
     tokenizer = tiny_qwen.make_tokenizer()
     images = image_processor(64 * 64, 128 * 128)  # 4 to 16 image tokens a picture
-    for part in (make_model(tokenizer, tied), tokenizer, images):
-        part.save_pretrained(folder)
-    return str(folder)
+    return save(folder, make_model(tokenizer, tied), tokenizer, images)
 
 
 def make_qwen3(

@@ -20,8 +20,9 @@ from diffusers import (
     QwenImage21Pipeline,
 )
 from PIL import Image
+from tiny_models import draw
 from tiny_pictures import as_floats, make_picture
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
+from transformers import Qwen3VLProcessor
 from transformers.processing_utils import ProcessorMixin
 
 from rl.api.types import HiddenStates, RenderJob, Sample
@@ -32,7 +33,6 @@ from rl.renderers.qwen_image_21.loop import QwenImage21Loop
 from rl.renderers.qwen_image_21.vae import PictureVae
 from tiny_world.builder.image21_models import make_transformer
 from tiny_world.builder.image21_tokenizer import image_processor
-from tiny_world.builder.language import qwen_config
 from tiny_world.builder.tokenizer import CHAT_TEMPLATE
 
 STATE_DIM = 64
@@ -74,15 +74,14 @@ class StockParts(tiny_editor.StockParts):
         return Parts(copy.deepcopy(self.transformer), vae, self.scheduler)
 
 
+def make_parts() -> Parts:
+    return make_stock().ours()
+
+
 def make_stock() -> StockParts:
     torch.manual_seed(1)
     sizes = {"channels": 8, "head_dim": 16, "text_width": STATE_DIM}
-    transformer = make_transformer(3, **sizes).eval()
-    for parameter in transformer.parameters():
-        if parameter.ndim >= 2:
-            torch.nn.init.normal_(parameter, std=0.15)
-        else:
-            parameter.data += 0.3 * torch.randn_like(parameter)
+    transformer = draw(make_transformer(3, **sizes), vectors_std=0.3)
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, max_image_seq_len=4096
     )
@@ -107,18 +106,9 @@ def make_vae(patched: bool = False) -> Any:
 
 @cache
 def make_encoder() -> tuple[Any, Any]:
-    """(a Qwen3-VL, its processor): 64 wide, 4 layers, deepstack after three of them."""
+    """(a Qwen3-VL, its processor)."""
     tokenizer = tiny_qwen.make_tokenizer()
-    torch.manual_seed(0)
-    text = tiny_qwen.text_sizes(tokenizer, tied=False) | {"num_hidden_layers": 4, "head_dim": 32}
-    text["rope_parameters"] |= {"rope_theta": 5e6, "mrope_interleaved": True}
-    config = qwen_config(tokenizer, text, tiny_qwen3.VISION | {"hidden_size": 64}, Qwen3VLConfig)
-    model = Qwen3VLForConditionalGeneration(config).eval().requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2:
-            parameter.normal_(0, 0.1 if "visual" in name else 0.15)
-        elif "norm" in name:
-            parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+    model = tiny_qwen3.make_model(tokenizer).requires_grad_(False)
     return model, ImageTextProcessor(image_processor(), tokenizer, CHAT_TEMPLATE)
 
 

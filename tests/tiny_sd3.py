@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+from tiny_models import draw
+from tiny_pictures import as_floats
 from tokenizers import pre_tokenizers
 from transformers import CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
@@ -58,11 +60,8 @@ def make_parts(scheduler_config: dict[str, Any] | None = None) -> SD3Parts:
     transformer = make_transformer(2, heads=2, states_width=STATES_DIM, max_side=16)
     vae = make_vae()
     vae.register_to_config(shift_factor=0.0609, scaling_factor=1.5305)
-    # The default init all but ignores text and time.
     for module, std in ((transformer, 0.15), *((encoder, 0.3) for encoder in encoders)):
-        for parameter in module.parameters():
-            if parameter.ndim >= 2:
-                torch.nn.init.normal_(parameter, std=std)
+        draw(module, std)
     for module in (transformer, vae, encoder_3, *encoders):
         module.eval().requires_grad_(False)
     return SD3Parts(
@@ -97,6 +96,11 @@ def save_sd3(parts: SD3Parts, folder: Path) -> None:
 
 def make_renderer(parts: SD3Parts, **changes: object) -> SD3Loop:
     return SD3Loop(sd3.Config(**{**TINY, **changes}), parts)
+
+
+def render_floats(renderer: SD3Loop, jobs: Sequence[RenderJob]) -> torch.Tensor:
+    """[B, 3, H, W] in 0..1; all jobs in one batch."""
+    return as_floats(renderer.render_tensor(jobs))
 
 
 def make_job(prompt: str, noise_seed: int) -> RenderJob:

@@ -1,4 +1,4 @@
-"""Renderer plug: nothing to render. The action is text, and rewards read it as it is."""
+"""Renderer plugin that renders nothing: rewards read the action's text."""
 
 from __future__ import annotations
 

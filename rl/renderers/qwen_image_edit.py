@@ -1,4 +1,4 @@
-"""Renderer plug: Qwen-Image-Edit, conditioned on the policy's hidden states."""
+"""Renderer plugin: Qwen-Image-Edit, conditioned on the policy's hidden states."""
 
 from __future__ import annotations
 
@@ -18,5 +18,4 @@ class QwenImageEdit(QwenImageEditor[Config]):
 
     @classmethod
     def prompt_template(cls, config: Config) -> PromptTemplate:
-        """The picture, then the instruction."""
         return cls.edit_template(config)

@@ -1,4 +1,4 @@
-"""Renderer plug: Qwen-Image-Edit-Plus (2509, 2511), conditioned on the policy's hidden states."""
+"""Renderer plugin: Qwen-Image-Edit-Plus (2509, 2511), conditioned on the policy's hidden states."""
 
 from __future__ import annotations
 
@@ -31,5 +31,4 @@ class QwenImageEditPlus(QwenImageEditor[Config]):
 
     @classmethod
     def prompt_template(cls, config: Config) -> PromptTemplate:
-        """The pictures under their numbers, nothing between, then the instruction."""
         return cls.edit_template(config, "Picture {number}: {image}", config.max_pictures)

@@ -169,46 +169,6 @@ def test_pictures_come_as_their_batches_finish(parts: loop.EditorParts) -> None:
     assert denoised == [0]
 
 
-def test_one_bad_batch_fails_alone(parts: loop.EditorParts, monkeypatch) -> None:
-    jobs = three_jobs()
-    renderer = make_renderer(parts, batch_size=1, num_steps=2)
-    render_tensor = renderer.render_tensor
-
-    def break_second(batch: Sequence[RenderJob], bucket: loop.Bucket) -> torch.Tensor:
-        if batch[0] is jobs[1]:
-            raise RuntimeError("device fell over")
-        return render_tensor(batch, bucket)
-
-    monkeypatch.setattr(renderer, "render_tensor", break_second)
-    outcomes = dict(renderer.render(jobs))
-    assert outcomes[1] == RenderFailure("exception: RuntimeError: device fell over")
-    assert isinstance(outcomes[0], Image.Image)
-    assert isinstance(outcomes[2], Image.Image)
-
-
-@pytest.mark.parametrize("room", [1, 2, 0])
-def test_a_batch_that_does_not_fit_is_halved(
-    parts: loop.EditorParts, monkeypatch: pytest.MonkeyPatch, room: int
-) -> None:
-    jobs = three_jobs()
-    renderer = make_renderer(parts, num_steps=2)
-    expected = dict(renderer.render(jobs))
-    render_tensor = renderer.render_tensor
-
-    def small_device(batch: Sequence[RenderJob], bucket: loop.Bucket) -> torch.Tensor:
-        if len(batch) > room:
-            raise torch.OutOfMemoryError("out of memory")
-        return render_tensor(batch, bucket)
-
-    monkeypatch.setattr(renderer, "render_tensor", small_device)
-    outcomes = dict(renderer.render(jobs))
-    for index in range(3):
-        if room:
-            assert_same_picture(outcomes[index], expected[index])
-        else:
-            assert outcomes[index] == RenderFailure("out_of_memory: out of memory")
-
-
 def test_nan_fails_its_own_picture_only(parts: loop.EditorParts) -> None:
     jobs = three_jobs()
     jobs[1].payload.embeds[3, 7] = float("nan")

@@ -1,60 +1,89 @@
-"""The renderer plugs as a config sees them: light, checked, and loadable from a folder."""
+"""The renderer plugins as a config sees them: light, checked, and loadable from a folder."""
 
 from __future__ import annotations
 
-import math
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_editor
-import tiny_rounding
+import tiny_qwen_image_21
+import tiny_sd3
 import torch
-from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
+from diffusers import QwenImage21Pipeline, QwenImageEditPipeline, QwenImageEditPlusPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 from peft import LoraConfig, get_peft_model_state_dict
 from pydantic import ValidationError
 from tiny_editor import make_job
 from tiny_messages import names
 from tiny_pictures import make_picture
-from tiny_rounding import apart
+from tiny_rounding import PICTURE, apart
+from tiny_run import run_config
 
 from rl.api.plug import PlugConfig, Resources
 from rl.api.types import RenderJob
-from rl.config.messages import sections
 from rl.files.model_files import model_problems
+from rl.policies.shared.prompting import PICTURE as BRACKET
 from rl.policies.shared.prompting import for_pictures
-from rl.renderers import none, qwen_image_edit, qwen_image_edit_plus
+from rl.renderers import none
 from rl.renderers.qwen_image import config as qwen_image
-from rl.renderers.qwen_image.loop import QwenImageLoop
+from rl.renderers.qwen_image_21.plug import QwenImage21
+from rl.renderers.qwen_image_edit import QwenImageEdit
+from rl.renderers.qwen_image_edit_plus import QwenImageEditPlus
+from rl.renderers.sd3.plug import SD3
 
-EDITORS = [qwen_image_edit.QwenImageEdit, qwen_image_edit_plus.QwenImageEditPlus]
-PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+EDIT, IMAGE_21 = "qwen_image_edit", "qwen_image_21"
+PLUGINS: dict[str, Any] = {EDIT: QwenImageEdit, IMAGE_21: QwenImage21, "sd3": SD3}
+MODELS: dict[str, Any] = {EDIT: tiny_editor, IMAGE_21: tiny_qwen_image_21, "sd3": tiny_sd3}
+CPU = Resources(None, "cpu")
 
 
 @pytest.fixture(scope="module")
-def editor_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("editor")
-    tiny_editor.make_stock().save(folder)
-    return folder
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Type of the plugin -> its tiny model."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in PLUGINS}
+    tiny_editor.make_stock().save(folders["qwen_image_edit"])
+    tiny_qwen_image_21.make_stock().save(folders["qwen_image_21"])
+    tiny_sd3.save_sd3(tiny_sd3.make_parts(), folders["sd3"])
+    return folders
 
 
-def make_config(folder: Path, **changes: object) -> qwen_image_edit.Config:
-    settings = {
-        "type": "qwen_image_edit",
-        "model_path": str(folder),
-        "dtype": "float32",
-        "num_steps": 3,
-        "true_cfg_scale": 1.0,
-        "output_area_px": 64 * 64,
-        "condition_area_px": 64 * 64,
-    }
-    return qwen_image_edit.Config(**{**settings, **changes})
+def config_of(name: str, path: Path | str = "owner/unknown", **changes: object) -> Any:
+    return PLUGINS[name].Config(**MODELS[name].TINY | {"model_path": str(path)} | changes)
 
 
-def render_one(renderer: QwenImageLoop, job: RenderJob) -> torch.Tensor:
-    return renderer.render_tensor([job], renderer.bucket_of(job.sample.sources))
+def load(config: Any) -> Any:
+    return PLUGINS[config.type](config, CPU).loop
+
+
+def problems(config: Any, **policy: object) -> list[str]:
+    """`policy`: keys of its section; by default it takes pictures of any size."""
+    bounds = {"image_min_pixels": 1, "image_max_pixels": 10**9}
+    section = {"type": "qwen3_vl", "model_path": "some/base", **bounds, **policy}
+    found: list[str] = PLUGINS[config.type].problems(config, run_config(policy=section))
+    return found
+
+
+def job_of(name: str) -> RenderJob:
+    if name == "sd3":
+        return tiny_sd3.make_jobs()[0]
+    if name == "qwen_image_21":
+        references = tiny_qwen_image_21.references(1)
+        return tiny_qwen_image_21.make_job(tiny_qwen_image_21.WORDS[0], references, 3)
+    return make_job(make_picture(0), 9, noise_seed=0)
+
+
+def draw(name: str, loop: Any) -> torch.Tensor:
+    drawn: torch.Tensor = MODELS[name].render_floats(loop, [job_of(name)])
+    return drawn
+
+
+def num_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def test_plugs_import_without_torch() -> None:
@@ -84,40 +113,35 @@ assert QwenImage21.prompt_template(config) and QwenImage21.negative_prompt(confi
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_edit_asks_as_the_stock_pipeline_does() -> None:
-    stock = tiny_editor.stock_pipeline(tiny_editor.make_stock(), QwenImageEditPipeline)
-    template = qwen_image_edit.QwenImageEdit.prompt_template(qwen_image_edit.Config(type="x"))
-    asked = template.text.replace("{image}", PICTURE).replace("{instruction}", "make it blue")
-    assert asked == stock.prompt_template_encode.format("make it blue")
-    assert template.image_area_px == 1024 * 1024
-
-
-@pytest.mark.parametrize("num_pictures", [1, 2, 3])
-def test_plus_asks_as_the_stock_pipeline_does(num_pictures: int) -> None:
-    stock = tiny_editor.stock_pipeline(tiny_editor.make_stock(), QwenImageEditPlusPipeline)
-    template = qwen_image_edit_plus.QwenImageEditPlus.prompt_template(
-        qwen_image_edit_plus.Config(type="x")
-    )
-    text = for_pictures(template, num_pictures).text
-    asked = text.replace("{image}", PICTURE).replace("{instruction}", "make it blue")
-    # `_get_qwen_prompt_embeds` puts this label before every picture.
-    shown = "".join(f"Picture {number}: {PICTURE}" for number in range(1, num_pictures + 1))
-    assert asked == stock.prompt_template_encode.format(f"{shown}make it blue")
-    assert template.image_area_px == 384 * 384
-
-
-@pytest.mark.parametrize("plug", EDITORS)
-def test_the_dropped_prefix_ends_where_the_user_begins(plug: object) -> None:
+@pytest.mark.parametrize(
+    ("plug", "pipeline", "num_pictures", "area_px"),
+    [
+        (QwenImageEdit, QwenImageEditPipeline, 1, 1024 * 1024),
+        (QwenImageEditPlus, QwenImageEditPlusPipeline, 1, 384 * 384),
+        (QwenImageEditPlus, QwenImageEditPlusPipeline, 3, 384 * 384),
+    ],
+)
+def test_editors_ask_as_their_stock_pipelines_do(
+    plug: Any, pipeline: type, num_pictures: int, area_px: int
+) -> None:
+    stock = tiny_editor.stock_pipeline(tiny_editor.make_stock(), pipeline)
     template = plug.prompt_template(plug.Config(type="x"))
+    text = for_pictures(template, num_pictures).text
+    asked = text.replace("{image}", BRACKET).replace("{instruction}", "make it blue")
+    # `_get_qwen_prompt_embeds` of Edit-Plus puts this label before every picture.
+    labels = [f"Picture {number}: {BRACKET}" for number in range(1, num_pictures + 1)]
+    words = "make it blue" if plug is QwenImageEdit else "".join(labels) + "make it blue"
+    assert asked == stock.prompt_template_encode.format(words)
+    assert template.image_area_px == area_px
     assert template.text.startswith(template.drop_prefix)
     assert template.drop_prefix.endswith("<|im_end|>\n<|im_start|>user\n")
     assert template.text.count("<|im_start|>user\n") == 1
 
 
 def test_no_negative_prompt_without_guidance() -> None:
-    assert qwen_image_edit.QwenImageEdit.negative_prompt(make_config(Path("a/b"))) is None
-    guided = make_config(Path("a/b"), true_cfg_scale=2.5, negative_prompt="blurry")
-    assert qwen_image_edit.QwenImageEdit.negative_prompt(guided) == "blurry"
+    assert QwenImageEdit.negative_prompt(config_of("qwen_image_edit")) is None
+    guided = config_of("qwen_image_edit", true_cfg_scale=2.5, negative_prompt="blurry")
+    assert QwenImageEdit.negative_prompt(guided) == "blurry"
 
 
 @pytest.mark.parametrize("area", [64 * 64, 384 * 384, 512 * 512, 1024 * 1024])
@@ -132,89 +156,147 @@ def test_a_very_long_picture_keeps_a_row() -> None:
 
 
 def test_a_fixed_size_wins_over_the_area() -> None:
-    config = make_config(Path("a/b"), height_px=48, width_px=80)
+    config = config_of("qwen_image_edit", height_px=48, width_px=80)
     assert qwen_image.output_size(config, (64, 64)) == (80, 48)
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("name", "changes", "policy", "named"),
     [
-        ({"height_px": 512}, "set both"),
-        ({"height_px": 500, "width_px": 512}, "height_px: 500 ... 16 ... 496"),
-        ({"num_steps": 1}, "num_steps"),
-        ({"lora_weight_name": "x.safetensors"}, "lora_path"),
-        ({"lora_path": "/no/such/file"}, "/no/such/file"),
+        (EDIT, {"height_px": 512}, {}, "set both"),
+        (EDIT, {"height_px": 500, "width_px": 512}, {}, "height_px: 500 ... 16 ... 496"),
+        (EDIT, {"num_steps": 1}, {}, "num_steps"),
+        (EDIT, {"lora_weight_name": "x.safetensors"}, {}, "lora_path"),
+        (EDIT, {"lora_path": "/no/such/file"}, {}, "/no/such/file"),
+        (EDIT, {"fp8": "compute"}, {}, "fp8: 'compute' ... bfloat16"),
+        (EDIT, {"step_cache_interval": 2, "num_steps": 3}, {}, "step_cache_interval ... 3 steps"),
+        (IMAGE_21, {"height_px": 48, "width_px": 64}, {}, "height_px: 48 ... 32; try 64"),
+        (IMAGE_21, {"policy_image_area_px": 1024}, {}, "policy_image_area_px: 1024 ... condition"),
+        (IMAGE_21, {}, {"image_max_pixels": 4096}, "policy.image_max_pixels is 4096"),
+        (IMAGE_21, {}, {"image_min_pixels": None}, "65536 ... policy.image_min_pixels: 1024"),
+        (IMAGE_21, {"sigmas": (1.0, 0.5)}, {}, "num_steps: 4 ... sigmas are 2 ... num_steps: 2"),
+        (IMAGE_21, {"fp8": "compute"}, {}, "fp8: 'compute'"),
+        ("sd3", {"height_px": 500}, {}, "height_px: 500 ... 16; try 496"),
+        ("sd3", {"width_px": 1000}, {}, "width_px: 1000 ... 16; try 992"),
     ],
 )
-def test_each_problem_is_named(editor_folder: Path, changes: dict[str, object], named: str) -> None:
-    (problem,) = qwen_image_edit.QwenImageEdit.problems(make_config(editor_folder, **changes), None)
-    assert names(problem, named)
+def test_each_problem_is_named(
+    folders: dict[str, Path],
+    name: str,
+    changes: dict[str, object],
+    policy: dict[str, object],
+    named: str,
+) -> None:
+    (problem,) = problems(config_of(name, folders[name], **changes), **policy)
+    assert names(problem, named), problem
 
 
-def test_sound_configs_have_no_problem(editor_folder: Path) -> None:
+@pytest.mark.parametrize("name", PLUGINS)
+def test_sound_configs_have_no_problem(folders: dict[str, Path], name: str) -> None:
+    config = config_of(name, folders[name])
+    assert problems(config) == problems(config_of(name)) == []
+    assert list(model_problems(PLUGINS[name].models(config))) == []
     unstretched = {"num_steps": 1, "scheduler_overrides": {"shift_terminal": None}}
-    assert qwen_image_edit.QwenImageEdit.problems(make_config(editor_folder), None) == []
-    models = qwen_image_edit.QwenImageEdit.models(make_config(editor_folder))
-    assert list(model_problems(models)) == []
-    assert (
-        qwen_image_edit.QwenImageEdit.problems(make_config(editor_folder, **unstretched), None)
-        == []
-    )
-    assert qwen_image_edit.QwenImageEdit.problems(make_config(Path("owner/name")), None) == []
+    assert problems(config_of(name, folders[name], **unstretched)) == []
 
 
-def test_a_folder_that_lacks_a_part_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [EDIT, IMAGE_21])
+def test_a_folder_of_another_model_or_without_a_part_is_named(tmp_path: Path, name: str) -> None:
+    models = PLUGINS[name].models(config_of(name, tmp_path))
     (tmp_path / "vae").mkdir()
-    (tmp_path / "vae" / "config.json").write_text("{}")
-    (problem,) = model_problems(qwen_image_edit.QwenImageEdit.models(make_config(tmp_path)))
-    assert names(problem, "/vae/config.json ... 'AutoencoderKLQwenImage'")
-    (tmp_path / "vae" / "config.json").unlink()
-    (problem,) = model_problems(qwen_image_edit.QwenImageEdit.models(make_config(tmp_path)))
+    stated = tmp_path / "vae" / "config.json"
+    stated.write_text(json.dumps({"_class_name": "AutoencoderKL"}))
+    (problem,) = model_problems(models)
+    assert names(problem, f"/vae/config.json ... '{PLUGINS[name].vae_class}'")
+    stated.unlink()
+    (problem,) = model_problems(models)
     weights = "diffusion_pytorch_model.safetensors"
     parts = f"transformer/config.json, transformer/{weights} or transformer/"
     assert names(problem, f"lacks {parts} ... scheduler/scheduler_config.json ... copy")
 
 
 @pytest.mark.parametrize(
-    "typo",
+    ("name", "typo"),
     [
-        {"num_step": 4},
-        {"true_cfg_scale": 0.5},
-        {"dtype": "fp16"},
-        {"scheduler_overrides": {"shift_terminl": None}},
-        {"scheduler_overrides": {"use_dynamic_shifting": None}},
-        {"scheduler_overrides": {"shift": None}},
+        (EDIT, {"num_step": 4}),
+        (EDIT, {"true_cfg_scale": 0.5}),
+        (EDIT, {"dtype": "fp16"}),
+        (EDIT, {"scheduler_overrides": {"shift_terminl": None}}),
+        (EDIT, {"scheduler_overrides": {"use_dynamic_shifting": None}}),
+        (IMAGE_21, {"sigmas": (0.5, 1.0)}),
+        (IMAGE_21, {"sigmas": (1.0, 1.0)}),
+        (IMAGE_21, {"sigmas": ()}),
+        (IMAGE_21, {"sigmas": (1.2, 0.5)}),
+        ("sd3", {"guidance_scale": 0.5}),
+        ("sd3", {"max_t5_tokens": 513}),
+        ("sd3", {"max_memory_gb": 0}),
     ],
 )
-def test_bad_values_are_refused(editor_folder: Path, typo: dict[str, object]) -> None:
+def test_bad_values_are_refused(name: str, typo: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=next(iter(typo))):
-        make_config(editor_folder, **typo)
+        config_of(name, **typo)
 
 
-@pytest.mark.parametrize("plug", [*EDITORS, none.NoRenderer])
-def test_every_key_is_documented(plug: object) -> None:
-    for _, section in sections(plug.Config):
-        assert all(field.description for field in section.model_fields.values())
-
-
-def test_parameters_are_counted_from_the_folder(editor_folder: Path) -> None:
-    """All that comes to the device: not the modulation, two blocks of two [192, 32] layers."""
-    stock = tiny_editor.make_stock()
-    counts = qwen_image_edit.QwenImageEdit.parameter_counts(make_config(editor_folder))
+def test_parameters_are_counted_from_the_folder(folders: dict[str, Path]) -> None:
+    """Those on the device: not the editor's modulation, two blocks of two [192, 32] layers; SD3's
+    table of positions too, which is a buffer."""
     modulation = 2 * 2 * 192 * (32 + 1)
-    assert counts == {
-        "transformer": sum(p.numel() for p in stock.transformer.parameters()) - modulation,
-        "vae": sum(p.numel() for p in stock.vae.parameters()),
+    edit, image_21 = tiny_editor.make_stock(), tiny_qwen_image_21.make_stock()
+    sd3 = tiny_sd3.make_parts()
+    expected = {
+        EDIT: {"transformer": num_parameters(edit.transformer) - modulation, "vae": edit.vae},
+        IMAGE_21: {"transformer": image_21.transformer, "vae": image_21.vae},
+        "sd3": {
+            "transformer": num_parameters(sd3.transformer)
+            + sd3.transformer.pos_embed.pos_embed.numel(),
+            "text_encoder": sd3.text.encoders[0],
+            "text_encoder_2": sd3.text.encoders[1],
+            "text_encoder_3": sd3.text.encoder_3,
+            "vae": sd3.vae,
+        },
     }
-    assert qwen_image_edit.QwenImageEdit.parameter_counts(make_config(Path("owner/unknown"))) == {}
-    assert qwen_image_edit.QwenImageEdit.host_parameters(make_config(editor_folder)) == modulation
-    assert qwen_image_edit.QwenImageEdit.host_parameters(make_config(Path("owner/unknown"))) == 0
+    for name, parts in expected.items():
+        counts = PLUGINS[name].parameter_counts(config_of(name, folders[name]))
+        assert counts == {
+            part: one if isinstance(one, int) else num_parameters(one)
+            for part, one in parts.items()
+        }
+        assert PLUGINS[name].parameter_counts(config_of(name)) == {}
+    assert QwenImageEdit.host_parameters(config_of(EDIT, folders[EDIT])) == modulation
+    assert QwenImageEdit.host_parameters(config_of(EDIT)) == 0
 
 
 def test_a_fused_adapter_makes_copies_of_what_ranks_share() -> None:
     for lora_path, shares in ((None, True), ("lightx2v/Qwen-Image-Lightning", False)):
-        config = qwen_image_edit.Config(type="x", lora_path=lora_path)
-        assert qwen_image_edit.QwenImageEdit.shares_host_parameters(config) == shares
+        config = config_of(EDIT, lora_path=lora_path)
+        assert QwenImageEdit.shares_host_parameters(config) == shares
+
+
+def test_sd3s_activations_grow_with_what_makes_them_grow() -> None:
+    base, unguided, two = (
+        SD3.activation_counts(SD3.Config(type="sd3", **changes))
+        for changes in ({}, {"guidance_scale": 1.0}, {"batch_size": 16})
+    )
+    assert unguided["transformer"] == base["transformer"] / 2
+    assert two["transformer"] == 2 * base["transformer"] and two["vae"] == base["vae"]
+    # 16 rows of 4096 picture and 333 text tokens
+    assert base["transformer"] == 20 * 1536 * 16 * (4096 + 77 + 256)
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_saved_checkpoint_draws_as_its_parts(
+    folders: dict[str, Path], name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    capfd.readouterr()
+    loaded = load(config_of(name, folders[name]))
+    assert "Loading weights" not in capfd.readouterr().err
+    parts = MODELS[name].make_parts()
+    assert apart(draw(name, loaded), draw(name, MODELS[name].make_renderer(parts))) <= PICTURE
+    modules = [loaded.parts.transformer, loaded.parts.vae]
+    if name == "sd3":
+        modules += [*loaded.parts.text.encoders, loaded.parts.text.encoder_3]
+    for module in modules:
+        assert not module.training and not any(p.requires_grad for p in module.parameters())
 
 
 def test_half_precision_weights_run_in_float32(tmp_path: Path) -> None:
@@ -222,61 +304,74 @@ def test_half_precision_weights_run_in_float32(tmp_path: Path) -> None:
     stock.transformer.half()
     stock.vae.half()
     stock.save(tmp_path)
-    job = make_job(make_picture(0), 9, noise_seed=0)
-    loaded = qwen_image_edit.QwenImageEdit(make_config(tmp_path), Resources(None, "cpu"))
+    loaded = load(config_of(EDIT, tmp_path))
     stock.transformer.float()
     stock.vae.float()
-    direct = QwenImageLoop(loaded.config, stock.ours())
-    drawn, expected = (render_one(one, job) for one in (loaded.loop, direct))
-    assert apart(drawn, expected) <= tiny_rounding.PICTURE
-    assert not any(p.requires_grad for p in loaded.loop.parts.transformer.parameters())
-    assert not loaded.loop.parts.vae.training
+    direct = tiny_editor.make_renderer(stock.ours())
+    assert apart(draw(EDIT, loaded), draw(EDIT, direct)) <= PICTURE
 
 
-def test_the_device_of_the_config_wins(editor_folder: Path) -> None:
+def test_sd3s_third_encoder_is_not_even_looked_for(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "sd3"
+    shutil.copytree(folders["sd3"], folder)
+    for part in ("text_encoder_3", "tokenizer_3"):
+        shutil.rmtree(folder / part)
+    (problem,) = model_problems(SD3.models(config_of("sd3", folder)))
+    assert names(problem, "lacks text_encoder_3/config.json, text_encoder_3/model.safetensors")
+    config = config_of("sd3", folder, use_t5=False, dtype="bfloat16")
+    assert list(model_problems(SD3.models(config))) == []
+    assert "text_encoder_3" not in SD3.parameter_counts(config)
+    ((_, picture),) = load(config).render([job_of("sd3")])
+    assert picture.size == (64, 64)
+
+
+@pytest.mark.parametrize("name", [EDIT, "sd3"])
+def test_the_device_of_the_config_wins(folders: dict[str, Path], name: str) -> None:
     for device, expected in (("auto", "cpu"), ("meta", "meta")):
-        config = make_config(editor_folder, device=device)
-        parts = qwen_image_edit.QwenImageEdit(config, Resources(None, "cpu")).loop.parts
-        assert parts.transformer.device.type == parts.vae.mean.device.type == expected
+        parts = load(config_of(name, folders[name], device=device)).parts
+        modules = [parts.transformer]
+        modules += [parts.vae.mean] if name == EDIT else [parts.vae, *parts.text.encoders]
+        assert {module.device.type for module in modules} == {expected}
 
 
-def test_an_adapter_is_fused(editor_folder: Path, tmp_path: Path) -> None:
-    parts = tiny_editor.make_parts()
+@pytest.mark.parametrize(
+    ("name", "pipeline"), [(EDIT, QwenImageEditPipeline), (IMAGE_21, QwenImage21Pipeline)]
+)
+def test_an_adapter_is_fused(
+    folders: dict[str, Path], tmp_path: Path, name: str, pipeline: Any
+) -> None:
+    parts = MODELS[name].make_parts()
     lora = LoraConfig(r=2, lora_alpha=4, target_modules=["to_q", "to_v"])
     parts.transformer.add_adapter(lora)
     generator = torch.Generator().manual_seed(1)
-    for name, parameter in parts.transformer.named_parameters():
-        if "lora_" in name:
+    for key, parameter in parts.transformer.named_parameters():
+        if "lora_" in key:
             parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
-    QwenImageEditPipeline.save_lora_weights(
+    file = "few_steps.safetensors"
+    pipeline.save_lora_weights(
         tmp_path,
         transformer_lora_layers=get_peft_model_state_dict(parts.transformer),
         transformer_lora_adapter_metadata=lora.to_dict(),
-        weight_name="few_steps.safetensors",
+        weight_name=file,
     )
-    config = make_config(
-        editor_folder, lora_path=str(tmp_path), lora_weight_name="few_steps.safetensors"
-    )
-    job = make_job(make_picture(0), 9, noise_seed=0)
-    fused = render_one(qwen_image_edit.QwenImageEdit(config, Resources(None, "cpu")).loop, job)
-    unfused = render_one(QwenImageLoop(config, parts), job)
-    plain = render_one(
-        qwen_image_edit.QwenImageEdit(make_config(editor_folder), Resources(None, "cpu")).loop, job
-    )
-    assert apart(fused, unfused) <= tiny_rounding.PICTURE
-    assert (fused - plain).abs().max() > 1e-2
+    config = config_of(name, folders[name], lora_path=str(tmp_path), lora_weight_name=file)
+    fused = draw(name, load(config))
+    assert apart(fused, draw(name, MODELS[name].make_renderer(parts))) <= PICTURE
+    assert apart(fused, draw(name, load(config_of(name, folders[name])))) > 1e-2
 
 
-def test_overrides_reach_the_scheduler(editor_folder: Path) -> None:
-    overrides = {"base_shift": math.log(3), "shift_terminal": None}
-    config = make_config(editor_folder, scheduler_overrides=overrides)
-    scheduler = qwen_image_edit.QwenImageEdit(config, Resources(None, "cpu")).loop.parts.scheduler
-    changed = {key: scheduler.config[key] for key in ("base_shift", "shift_terminal", "max_shift")}
-    assert changed == {"base_shift": math.log(3), "shift_terminal": None, "max_shift": 0.9}
+@pytest.mark.parametrize("name", PLUGINS)
+def test_overrides_reach_the_scheduler(folders: dict[str, Path], name: str) -> None:
+    overrides = {"shift": 1.5, "shift_terminal": None}
+    config = config_of(name, folders[name], scheduler_overrides=overrides)
+    kept = load(config_of(name, folders[name])).parts.scheduler.config
+    assert dict(load(config).parts.scheduler.config) == dict(kept) | overrides
 
 
 def test_none_renders_nothing() -> None:
-    renderer = none.NoRenderer(PlugConfig(), Resources(None, "cpu"))
+    renderer = none.NoRenderer(PlugConfig(), CPU)
     jobs = [make_job(None, 3, noise_seed=0)] * 3
     assert list(renderer.render(jobs)) == [(0, None), (1, None), (2, None)]
     assert (none.NoRenderer.accepts, none.NoRenderer.makes_images) == ("text", False)

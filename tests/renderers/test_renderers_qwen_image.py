@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_editor
 import torch
-from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock_edit
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_edit_plus
+from diffusers import QwenImageEditPlusPipeline
 from PIL import Image
 from tiny_editor import (
-    SMALL_AREA_PX,
     TINY,
     StockParts,
     assert_same_picture,
     make_job,
     make_renderer,
     render_floats,
+    render_stock,
     three_jobs,
 )
 from tiny_pictures import make_picture
 from tiny_rounding import PICTURE, apart
 
 from rl.api.plug import Resources
-from rl.api.types import RenderJob
 from rl.renderers import qwen_image_edit, qwen_image_edit_plus
-from rl.renderers.qwen_image import denoising
 from rl.renderers.qwen_image import loop as loop
 from rl.renderers.qwen_image.components import EditorParts
+from rl.renderers.qwen_image.denoising import prepared
+from rl.renderers.shared.decoding import seeded_noise
 from rl.renderers.shared.scheduling import SchedulerOverrides, override_scheduler
 
 
@@ -48,62 +45,23 @@ def parts(stock: StockParts) -> EditorParts:
 
 @pytest.fixture
 def small_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stock pipelines resize every source to 1024^2; here, to 64^2, for speed."""
-    for module in (stock_edit, stock_edit_plus):
-        original = module.calculate_dimensions
-        monkeypatch.setattr(
-            module,
-            "calculate_dimensions",
-            lambda area, ratio, original=original: original(SMALL_AREA_PX, ratio),
-        )
-
-
-def render_stock(
-    stock: StockParts,
-    jobs: Sequence[RenderJob],
-    pipeline_class: type = QwenImageEditPipeline,
-    **arguments: object,
-) -> torch.Tensor:
-    """The stock pipeline on the same states, drawing the noise itself from the jobs' seeds."""
-    embeds, mask = tiny_editor.pad_states([job.payload.embeds for job in jobs])
-    if arguments.get("true_cfg_scale", 1.0) > 1:
-        negatives = tiny_editor.pad_states([job.payload.negative_embeds for job in jobs])
-        arguments["negative_prompt_embeds"], arguments["negative_prompt_embeds_mask"] = negatives
-    pipeline = tiny_editor.stock_pipeline(stock, pipeline_class)
-    return pipeline(
-        image=[job.sample.source for job in jobs],
-        prompt_embeds=embeds,
-        prompt_embeds_mask=mask,
-        generator=[torch.Generator().manual_seed(job.noise_seed) for job in jobs],
-        output_type="pt",
-        **{"num_inference_steps": 4, "true_cfg_scale": 1.0, **arguments},
-    ).images
+    tiny_editor.use_small_conditions(monkeypatch)
 
 
 @pytest.mark.usefixtures("small_stock")
 @pytest.mark.parametrize("num_jobs", [1, 3])
-@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize(("scale", "in_one"), [(1.0, False), (4.0, False), (4.0, True)])
 def test_loop_equals_the_stock_pipeline(
-    stock: StockParts, parts: EditorParts, num_jobs: int, scale: float
+    stock: StockParts, parts: EditorParts, num_jobs: int, scale: float, in_one: bool
 ) -> None:
     """The source is 96x32 to the VAE and 64x48 in the picture, so that no two sides agree."""
     jobs = three_jobs(width=128)[:num_jobs]
     renderer = make_renderer(
-        parts, true_cfg_scale=scale, cfg_in_one_forward=False, height_px=48, width_px=64
+        parts, true_cfg_scale=scale, cfg_in_one_forward=in_one, height_px=48, width_px=64
     )
     expected = render_stock(stock, jobs, true_cfg_scale=scale, height=48, width=64)
     assert expected.shape == (num_jobs, 3, 48, 64)
     assert (render_floats(renderer, jobs) - expected).abs().max() <= PICTURE
-
-
-@pytest.mark.usefixtures("small_stock")
-def test_guidance_in_one_forward_equals_two(stock: StockParts, parts: EditorParts) -> None:
-    jobs = three_jobs()
-    expected = render_stock(stock, jobs, true_cfg_scale=4.0)
-    ours = render_floats(make_renderer(parts, true_cfg_scale=4.0), jobs)
-    assert (ours - expected).abs().max() <= PICTURE
-    unguided = render_floats(make_renderer(parts), jobs)
-    assert (unguided - expected).abs().max() > 1e-2
 
 
 @pytest.mark.slow
@@ -154,7 +112,7 @@ def test_bfloat16_is_as_near_to_float32_as_stock(tmp_path: Path, stock: StockPar
     assert dtypes | {renderer.parts.transformer.dtype} == {torch.bfloat16}
 
     (job,) = three_jobs()[:1]
-    noise = loop.make_noise(job.noise_seed, 4, 4, 4).bfloat16()
+    noise = loop.pack(seeded_noise([job.noise_seed], (4, 8, 8))).bfloat16()
 
     def stock_picture(parts: StockParts, dtype: torch.dtype) -> torch.Tensor:
         pipeline = tiny_editor.stock_pipeline(parts)
@@ -228,16 +186,14 @@ def test_guidance_by_hand() -> None:
 
 def test_the_schedule_of_eight_steps_at_1024(parts: EditorParts) -> None:
     """As tabulated from the stock pipeline; 4096 picture tokens give mu = 0.693."""
-    scheduler = override_scheduler(parts.scheduler, SchedulerOverrides())
-    denoising.set_timesteps(scheduler, 8, 4096, "cpu")
+    scheduler = prepared(parts.scheduler, 8, 4096, "cpu")
     expected = [1.0, 0.916, 0.820, 0.709, 0.580, 0.427, 0.244, 0.02, 0.0]
     np.testing.assert_allclose(scheduler.sigmas.numpy(), expected, atol=6e-4)
 
 
 def test_scheduler_overrides_replace_the_checkpoint_keys(parts: EditorParts) -> None:
     lightning = SchedulerOverrides(base_shift=np.log(3), max_shift=np.log(3), shift_terminal=None)
-    scheduler = override_scheduler(parts.scheduler, lightning)
-    denoising.set_timesteps(scheduler, 4, 4096, "cpu")
+    scheduler = prepared(override_scheduler(parts.scheduler, lightning), 4, 4096, "cpu")
     # shift 3: sigma -> 3 s / (1 + 2 s) at s = 1, 3/4, 1/2, 1/4
     np.testing.assert_allclose(scheduler.sigmas.numpy(), [1, 0.9, 0.75, 0.5, 0], atol=1e-6)
     assert parts.scheduler.config.shift_terminal == 0.02

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny_qwen_image_21 as tiny
 import torch
+from tiny_models import save
 from tiny_qwen_image_21 import references, render_floats
 from tiny_rounding import NATS, PICTURE
 
@@ -18,8 +19,7 @@ from rl.renderers.qwen_image_21.plug import QwenImage21
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Qwen3VL:
     folder = tmp_path_factory.mktemp("policy")
     encoder, processor = tiny.make_encoder()
-    for part in (encoder, processor.tokenizer, processor.image_processor):
-        part.save_pretrained(folder)
+    save(folder, encoder, processor.tokenizer, processor.image_processor)
     template = QwenImage21.prompt_template(tiny.Config(**tiny.TINY, max_pictures=3))
     return Qwen3VL(
         Config(type="qwen3_vl", model_path=str(folder), dtype="float32"),

@@ -12,8 +12,13 @@ import pytest
 import tiny_editor
 import torch
 from diffusers import TaylorSeerCacheConfig
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock_edit
-from tiny_editor import SMALL_AREA_PX, StockParts, make_renderer, render_floats, three_jobs
+from tiny_editor import (
+    StockParts,
+    make_renderer,
+    render_floats,
+    render_stock,
+    three_jobs,
+)
 from tiny_rounding import PICTURE
 from torch import nn
 
@@ -175,19 +180,6 @@ def test_8_bits_are_half_of_16_in_the_memory_plan() -> None:
     assert half == whole | {"transformer": whole["transformer"] / 2}
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"fp8": "compute", "dtype": "float32"}, "fp8: 'compute' multiplies into bfloat16"),
-        ({"step_cache_interval": 2, "num_steps": 3}, "step_cache_interval: the first 3 steps"),
-    ],
-)
-def test_options_that_do_not_fit_are_named(changes: dict[str, object], named: str) -> None:
-    config = qwen_image_edit.Config(type="x", **changes)
-    (problem,) = qwen_image_edit.QwenImageEdit.problems(config, None)
-    assert named in problem
-
-
 # Steps that are guessed
 
 
@@ -203,13 +195,9 @@ def test_steps_between_lie_on_a_line() -> None:
 
 def test_guessed_steps_are_taylorseers(stock: StockParts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against diffusers' own cache in its lite mode, order 1, in float32."""
-    original = stock_edit.calculate_dimensions
-    monkeypatch.setattr(
-        stock_edit, "calculate_dimensions", lambda area, ratio: original(SMALL_AREA_PX, ratio)
-    )
+    tiny_editor.use_small_conditions(monkeypatch)
     (job,) = three_jobs()[:1]
     renderer = make_renderer(stock.ours(), num_steps=8, step_cache_interval=2)
-    pipeline = tiny_editor.stock_pipeline(stock)
     stock.transformer.enable_cache(
         TaylorSeerCacheConfig(
             cache_interval=2,
@@ -221,14 +209,7 @@ def test_guessed_steps_are_taylorseers(stock: StockParts, monkeypatch: pytest.Mo
     )
     with contextlib.ExitStack() as stack:
         stack.callback(stock.transformer.disable_cache)
-        expected = pipeline(
-            image=job.sample.source,
-            prompt_embeds=job.payload.embeds[None],
-            generator=torch.Generator().manual_seed(job.noise_seed),
-            num_inference_steps=8,
-            true_cfg_scale=1.0,
-            output_type="pt",
-        ).images
+        expected = render_stock(stock, [job], num_inference_steps=8)
     assert (render_floats(renderer, [job]) - expected).abs().max() <= PICTURE
     every = render_floats(make_renderer(stock.ours(), num_steps=8), [job])
     assert (every - expected).abs().max() > 1e-4

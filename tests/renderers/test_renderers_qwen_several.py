@@ -10,9 +10,8 @@ import pytest
 import tiny_editor
 import torch
 from diffusers import QwenImageEditPlusPipeline
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_edit_plus
 from PIL import Image
-from tiny_editor import SMALL_AREA_PX, TINY, StockParts, make_job, render_floats
+from tiny_editor import TINY, StockParts, make_job, render_floats, render_stock
 from tiny_pictures import make_picture
 from tiny_rounding import PICTURE, apart
 
@@ -36,30 +35,9 @@ def plus(stock: StockParts, **changes: Any) -> QwenImageLoop:
     return QwenImageLoop(config, stock.ours(), config.max_pictures)
 
 
-def render_stock(stock: StockParts, job: RenderJob, scale: float) -> torch.Tensor:
-    negative = {"negative_prompt_embeds": job.payload.negative_embeds[None]} if scale > 1 else {}
-    pipeline = tiny_editor.stock_pipeline(stock, QwenImageEditPlusPipeline)
-    pictures: torch.Tensor = pipeline(
-        image=list(job.sample.sources),
-        prompt_embeds=job.payload.embeds[None],
-        generator=torch.Generator().manual_seed(job.noise_seed),
-        output_type="pt",
-        num_inference_steps=4,
-        true_cfg_scale=scale,
-        **negative,
-    ).images
-    return pictures
-
-
 @pytest.fixture
 def small_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stock pipeline resizes every source to 1024^2; here, to 64^2, for speed."""
-    original = stock_edit_plus.calculate_dimensions
-    monkeypatch.setattr(
-        stock_edit_plus,
-        "calculate_dimensions",
-        lambda area, ratio: original(SMALL_AREA_PX, ratio),
-    )
+    tiny_editor.use_small_conditions(monkeypatch)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["2509", "2511"])
@@ -75,7 +53,7 @@ def test_the_loop_equals_the_stock_pipeline(
 ) -> None:
     """No two pictures have one shape, and the last one's is that of what is drawn."""
     job = job_of(PICTURES[:num_pictures])
-    expected = render_stock(stock, job, scale)
+    expected = render_stock(stock, [job], QwenImageEditPlusPipeline, true_cfg_scale=scale)
     width, height = SIZES[num_pictures - 1]
     assert (expected.shape[-1] / expected.shape[-2] > 1) == (width / height > 1)
     for in_one_forward in (False, True):

@@ -5,20 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import tiny_sd3
 import torch
-from PIL import Image
 from tiny_messages import names
-from tiny_pictures import as_floats
 from tiny_rounding import PICTURE, apart
-from tiny_sd3 import PROMPTS, make_job, make_jobs, make_renderer
+from tiny_sd3 import PROMPTS, make_job, make_jobs, make_renderer, render_floats
 
-from rl.api.types import RenderFailure, RenderJob
 from rl.renderers.sd3 import text as sd3_text
-from rl.renderers.sd3.loop import SD3Loop, SD3Parts, make_noise
-from rl.renderers.shared import decoding
+from rl.renderers.sd3.loop import SD3Parts
+from rl.renderers.shared.decoding import seeded_noise
 
 LONG_PROMPT = "a very long walk along the sea " * 4
 """124 letters: one token each for the tiny tokenizers."""
@@ -59,14 +55,11 @@ def render_stock(
     ).images
 
 
-def render_floats(renderer: SD3Loop, jobs: list[RenderJob]) -> torch.Tensor:
-    return as_floats(renderer.render_tensor(jobs))
-
-
 @pytest.mark.parametrize(
     ("stock", "ours"),
     [
         ({}, {}),
+        ({}, {"cfg_in_one_forward": False}),
         ({"guidance_scale": 1.0}, {"guidance_scale": 1.0}),
         ({"negative_prompt": "blurry"}, {"negative_prompt": "blurry"}),
         ({"height": 96, "num_inference_steps": 3}, {"height_px": 96, "num_steps": 3}),
@@ -91,7 +84,7 @@ def test_half_precision_is_stock_in_float32_up_to_its_rounding(dtype: torch.dtyp
     for module in modules:
         module.float()
     # The stock pipeline draws in half precision; ours draws in float32 and rounds.
-    latents = make_noise(0, 4, 8, 8).to(dtype).float()
+    latents = seeded_noise([0], (4, 8, 8)).to(dtype).float()
     expected, other = (render_stock(parts, (p,), [0], latents=latents) for p in PROMPTS[:2])
     assert ours.dtype == dtype
     far = 4 * torch.finfo(dtype).eps
@@ -123,26 +116,12 @@ def test_a_batch_is_the_stock_pipelines_and_each_picture_its_own(parts: SD3Parts
         assert (together[index] - alone[0]).abs().max() <= PICTURE
 
 
-def test_guidance_in_one_forward_equals_two(parts: SD3Parts) -> None:
-    jobs = make_jobs()
-    one = render_floats(make_renderer(parts), jobs)
-    two = render_floats(make_renderer(parts, cfg_in_one_forward=False), jobs)
-    assert (one - two).abs().max() <= PICTURE
-
-
 def test_the_words_and_the_noise_both_show(parts: SD3Parts) -> None:
     renderer = make_renderer(parts)
     words = [render_floats(renderer, [make_job(prompt, 0)]) for prompt in PROMPTS[:2]]
     noise = [render_floats(renderer, [make_job(PROMPTS[0], seed)]) for seed in (0, 1)]
     for left, right in (words, noise):
         assert (left - right).abs().max() > 0.05
-
-
-def test_noise_is_float32_on_the_cpu_from_the_jobs_seed() -> None:
-    noise = make_noise(5, 4, 8, 8)
-    assert noise.dtype == torch.float32 and noise.shape == (1, 4, 8, 8)
-    assert torch.equal(noise, make_noise(5, 4, 8, 8))
-    assert not torch.equal(noise, make_noise(6, 4, 8, 8))
 
 
 def test_each_prompt_is_encoded_once_and_by_itself(
@@ -222,69 +201,6 @@ def test_without_the_third_encoder_nothing_reads_the_rest(parts: SD3Parts, caplo
         list(renderer.render([make_job(LONG_PROMPT, 0)]))
     assert "which no encoder reads" in caplog.text
     assert renderer.take_metrics()["t5_cut_share"] == 0
-
-
-@pytest.mark.parametrize("room", [1, 2, 0])
-def test_a_batch_that_does_not_fit_is_halved(parts: SD3Parts, monkeypatch, room: int) -> None:
-    jobs = make_jobs()
-    renderer = make_renderer(parts, num_steps=2)
-    expected = dict(renderer.render(jobs))
-    renderer.take_metrics()
-    render_tensor = renderer.render_tensor
-
-    def small_device(batch: list[RenderJob]) -> torch.Tensor:
-        if len(batch) > room:
-            raise torch.OutOfMemoryError("out of memory")
-        return render_tensor(batch)
-
-    monkeypatch.setattr(renderer, "render_tensor", small_device)
-    outcomes = dict(renderer.render(jobs))
-    for index in range(3):
-        if room:
-            left, right = (np.asarray(o[index], dtype=int) for o in (outcomes, expected))
-            assert np.abs(left - right).max() <= 1
-        else:
-            assert outcomes[index] == RenderFailure("out_of_memory: out of memory")
-
-
-def test_nan_fails_its_own_picture_only(parts: SD3Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    renderer = make_renderer(parts, num_steps=2)
-    render_tensor = renderer.render_tensor
-
-    def poison(jobs: list[RenderJob]) -> torch.Tensor:
-        pictures = render_tensor(jobs)
-        pictures[1, 0, 3, 3] = float("nan")
-        return pictures
-
-    monkeypatch.setattr(renderer, "render_tensor", poison)
-    outcomes = dict(renderer.render(make_jobs()))
-    assert outcomes[1] == RenderFailure("non_finite: the renderer produced NaN or infinity")
-    for index in (0, 2):
-        assert isinstance(outcomes[index], Image.Image)
-        assert outcomes[index].mode == "RGB" and outcomes[index].size == (64, 64)
-
-
-def test_pictures_come_as_their_batches_finish(parts: SD3Parts, monkeypatch) -> None:
-    renderer = make_renderer(parts, batch_size=2, num_steps=1)
-    denoised: list[int] = []
-    render_tensor = renderer.render_tensor
-
-    def noting(jobs: list[RenderJob]) -> torch.Tensor:
-        denoised.extend(job.noise_seed for job in jobs)
-        return render_tensor(jobs)
-
-    monkeypatch.setattr(renderer, "render_tensor", noting)
-    stream = renderer.render(make_jobs())
-    assert next(stream)[0] == 0
-    assert denoised == [0, 1]
-    assert [index for index, _ in stream] == [1, 2]
-
-
-def test_large_pictures_are_decoded_in_slices(parts: SD3Parts, monkeypatch) -> None:
-    jobs = make_jobs()
-    together = render_floats(make_renderer(parts), jobs)
-    monkeypatch.setattr(decoding, "DECODED_PX_AT_ONCE", 2 * 64 * 64)
-    assert (render_floats(make_renderer(parts), jobs) - together).abs().max() <= PICTURE
 
 
 def test_rendering_leaves_no_state_behind(parts: SD3Parts) -> None:

@@ -1,4 +1,4 @@
-"""Where Emu3's picture tokenizer lies in a checkpoint, and what its tensors are called there.
+"""Finds Emu3's picture tokenizer in a checkpoint, and names its tensors.
 
 Three kinds of folder or hub repository are read, none by running its code:
 - `Emu3VQVAE.save_pretrained` of transformers;
@@ -100,9 +100,9 @@ def count_parameters(model_path: str) -> float | None:
     folder = Path(model_path)
     if not folder.is_dir():
         return HUB_PARAMETERS.get(model_path)
-    return num_parameters(folder, _is_parameter)
+    buffers = ("running_mean", "running_var", "num_batches_tracked")
 
+    def is_counted(name: str) -> bool:
+        return tensor_name(name, original=False) is not None and not name.endswith(buffers)
 
-def _is_parameter(name: str) -> bool:
-    is_buffer = name.endswith(("running_mean", "running_var", "num_batches_tracked"))
-    return tensor_name(name, original=False) is not None and not is_buffer
+    return num_parameters(folder, is_counted)

@@ -1,11 +1,4 @@
-"""Pictures as codes and back, with transformers' Emu3VQVAE, one frame instead of four.
-
-Emu3's tokenizer is made for video: the stock `encode` runs its 2-D encoder on four copies of a
-picture, and the stock `decode` paints four frames of which it returns the first. Here one is
-encoded and one is painted; the 3-D convolutions in between are causal in time and see the same
-values. That is a quarter of the time and memory, and equal but for float rounding. (They stay 3-D:
-on four channels they are a hundred-thousandth of the work.)
-"""
+"""Pictures as codes and back, with transformers' Emu3VQVAE, one frame instead of four."""
 
 from __future__ import annotations
 
@@ -32,11 +25,17 @@ if TYPE_CHECKING:
     from transformers import Emu3ImageProcessor, Emu3VQVAE
 
 MEAN_AND_STD = ([0.5] * 3, [0.5] * 3)
-"""Of the published tokenizer's pixels; transformers' own default for its processor is CLIP's."""
+"""The published tokenizer's pixel statistics; transformers' own default is CLIP's."""
 
 
 class Emu3Codec:
-    """The frozen tokenizer, in evaluation mode, with its pixel statistics."""
+    """The frozen tokenizer, in evaluation mode, with its pixel statistics.
+
+    It is made for video: the stock `encode` runs its 2-D encoder on four copies of a picture, and
+    the stock `decode` paints four frames and returns the first. Here one is encoded and one is
+    painted, in a quarter of the time and memory; the 3-D convolutions in between are causal in time
+    and see the same values, so that results are equal up to float rounding.
+    """
 
     def __init__(self, model: Emu3VQVAE, processor: Emu3ImageProcessor | None = None) -> None:
         """Without a processor pixels run from -1 to 1."""
@@ -176,8 +175,13 @@ def _read_tensors(
     """The tokenizer's tensors under transformers' names; files without any are not fetched."""
     from safetensors import safe_open
 
+    files = [WEIGHTS]
+    if index := _file(model_path, revision, INDEX, optional=True):
+        with open(index) as stream:
+            file_of: dict[str, str] = json.load(stream)["weight_map"]
+        files = sorted({file_of[name] for name in file_of if tensor_name(name, original=False)})
     tensors = {}
-    for file in _weight_files(model_path, revision):
+    for file in [_file(model_path, revision, name) for name in files]:
         with safe_open(file, framework="pt", device=device) as stored:
             for stored_name in stored.keys():  # noqa: SIM118 - not a mapping
                 name = tensor_name(stored_name, original)
@@ -189,30 +193,17 @@ def _read_tensors(
     return tensors
 
 
-def _weight_files(model_path: str, revision: str | None) -> list[str]:
-    index = _file(model_path, revision, INDEX, optional=True)
-    if index is None:
-        return [_file(model_path, revision, WEIGHTS)]
-    with open(index) as stream:
-        file_of: dict[str, str] = json.load(stream)["weight_map"]
-    needed = {file for name, file in file_of.items() if tensor_name(name, original=False)}
-    return [_file(model_path, revision, file) for file in sorted(needed)]
-
-
 def _load_processor(model_path: str, revision: str | None) -> Emu3ImageProcessor:
     """With the checkpoint's own pixel statistics where it states them."""
     from transformers import Emu3ImageProcessor
 
-    stated = any(
-        _file(model_path, revision, name, optional=True)
-        for name in ("preprocessor_config.json", "processor_config.json")
-    )
-    if not stated:
-        return default_processor()
-    processor: Emu3ImageProcessor = Emu3ImageProcessor.from_pretrained(
-        model_path, revision=revision or "main"
-    )
-    return processor
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if _file(model_path, revision, name, optional=True):
+            processor: Emu3ImageProcessor = Emu3ImageProcessor.from_pretrained(
+                model_path, revision=revision or "main"
+            )
+            return processor
+    return default_processor()
 
 
 def _file(model_path: str, revision: str | None, name: str, optional: bool = False) -> Any:

@@ -1,7 +1,4 @@
-"""Renderer plug: Emu3's picture tokenizer, which draws the codes that a policy writes.
-
-There is no template: the policy writes pictures in its own words. Imports no torch.
-"""
+"""Renderer plugin: Emu3's picture tokenizer, which draws the codes that a policy writes."""
 
 from __future__ import annotations
 
@@ -62,7 +59,6 @@ class Emu3Vq(Renderer[Config]):
         self.loop = Emu3VqLoop(codec, config.batch_size)
 
     def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
-        """By the tokenizer's own encoder."""
         pictures = [sample.source for sample in samples if sample.source is not None]
         if len(pictures) < len(samples):
             raise ValueError("renderer 'emu3_vq' edits pictures: give one with each instruction")
@@ -71,11 +67,9 @@ class Emu3Vq(Renderer[Config]):
         return [replace(sample, source_codes=grid) for sample, grid in pairs]
 
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
-        """See `Emu3VqLoop.decode_sources`."""
         return self.loop.decode_sources(samples)
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
-        """See `Emu3VqLoop.render`."""
         return self.loop.render(jobs)
 
     @classmethod

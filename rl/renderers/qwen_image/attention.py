@@ -1,4 +1,4 @@
-"""Which kernel of diffusers' attends in the editor's transformer: as configured, or the fastest."""
+"""Chooses diffusers' attention kernel for the editor's transformer."""
 
 from __future__ import annotations
 

@@ -29,41 +29,47 @@ class EditorParts:
 
 def load_parts(config: QwenImageConfig, device: str) -> EditorParts:
     """Load transformer, VAE and scheduler from a hub id or folder; fuse the adapter, if any."""
-    from diffusers import (
-        AutoencoderKLQwenImage,
-        FlowMatchEulerDiscreteScheduler,
-        QwenImageTransformer2DModel,
-    )
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 
-    origin, weights = origin_of(config), weights_as(config)
-    transformer = QwenImageTransformer2DModel.from_pretrained(
-        subfolder="transformer", **origin, **weights
+    transformer, vae, scheduler = load_modules(
+        config, device, QwenImageTransformer2DModel, AutoencoderKLQwenImage, move_without_modulation
     )
-    lay_out(transformer, config, device, move_without_modulation)
-    vae = AutoencoderKLQwenImage.from_pretrained(subfolder="vae", **origin, **weights).to(device)
+    return EditorParts(transformer, FrameVae(vae).eval().requires_grad_(False), scheduler)
+
+
+def load_modules(
+    config: DenoisingConfig,
+    device: str,
+    transformer_class: Any,
+    vae_class: Any,
+    move: Callable[[Any, str], object],
+) -> tuple[Any, Any, Any]:
+    """(transformer, VAE, scheduler) on the device; `move` takes the transformer there."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    origin = origin_of(config)
+    weights = {
+        "torch_dtype": getattr(torch, config.dtype),
+        "use_safetensors": True,
+        # Pages of the file, which the ranks of a machine share, not copies of it.
+        "device_map": {"": "cpu"},
+    }
+    transformer = transformer_class.from_pretrained(subfolder="transformer", **origin, **weights)
+    lay_out(transformer, config, device, move)
+    vae = vae_class.from_pretrained(subfolder="vae", **origin, **weights).to(device)
     align_weights(transformer, device)
     align_weights(vae, device)
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(subfolder="scheduler", **origin)
-    return EditorParts(
-        transformer=transformer.eval().requires_grad_(False),
-        vae=FrameVae(vae).eval().requires_grad_(False),
-        scheduler=override_scheduler(scheduler, config.scheduler_overrides),
+    return (
+        transformer.eval().requires_grad_(False),
+        vae,
+        override_scheduler(scheduler, config.scheduler_overrides),
     )
 
 
 def origin_of(config: DenoisingConfig) -> dict[str, Any]:
-    """For `from_pretrained`: whose parts are loaded."""
+    """The arguments of `from_pretrained` that name the checkpoint."""
     return {"pretrained_model_name_or_path": config.model_path, "revision": config.revision}
-
-
-def weights_as(config: DenoisingConfig) -> dict[str, Any]:
-    """For `from_pretrained`: as pages of the file, shared by the ranks of a machine, not as copies
-    of it."""
-    return {
-        "torch_dtype": getattr(torch, config.dtype),
-        "use_safetensors": True,
-        "device_map": {"": "cpu"},
-    }
 
 
 def lay_out(

@@ -1,4 +1,4 @@
-"""The keys that the Qwen-Image plugs share, and the sizes that follow from them."""
+"""The keys that the Qwen-Image plugins share, and the picture sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ SIZE_MULTIPLE_PX = 32
 
 PATCH_PX = 16
 """One DiT token is 16x16 px: the VAE shrinks 8 times, latents are packed 2x2."""
-
 
 MODULATIONS = frozenset({"img_mod", "txt_mod"})
 """Layers of each transformer block that read the timestep alone: they stay in host memory."""

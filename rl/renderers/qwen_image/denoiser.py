@@ -1,11 +1,5 @@
 """One denoising step: our forward over the checkpoint's own QwenImageTransformer2DModel.
 
-What: velocity from latents, with nothing computed that no one reads. Against the stock forward:
-rows' words lie behind each other without padding, so no attention is masked; what no step changes
-(text and source projections, rotary tables) is made once per batch; shift and scale of the
-modulation table are the layer norms' own weights; in the last block only the picture's own tokens
-ask, and go on. CUDA graphs want fixed shapes, and rows here have as many words as the policy wrote.
-
 Legend: R rows of a forward (pictures, twice with guidance in one forward); N tokens of the picture,
 M of its sources, S = N + M; L words of all rows together; H heads of E values; D = H E the
 transformer's width; P as in `modulation.py`.
@@ -31,7 +25,7 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values [..., H, E] of one stream."""
 
 EPSILON = 1e-6
-"""Of every norm in the transformer."""
+"""Epsilon of every norm in the transformer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +35,7 @@ class Conditioning:
     words: torch.Tensor
     """[L, D], projected."""
     num_words: tuple[int, ...]
-    """Of each row; they add up to L."""
+    """Words of each row; they add up to L."""
     sources: torch.Tensor
     """[R, M, D], projected."""
     word_rotary: torch.Tensor
@@ -70,7 +64,13 @@ class Stream(nn.Module):
 
 
 class Denoiser:
-    """The transformer at work. Reads its modules, changes none."""
+    """Computes what the stock forward does, without what nobody reads.
+
+    Rows' words lie behind each other without padding, so no attention is masked; what no step
+    changes (text and source projections, rotary tables) is made once per batch; shift and scale of
+    the modulation table are the layer norms' weights; in the last block only the picture's own
+    tokens have queries. Reads the transformer's modules, changes none.
+    """
 
     def __init__(self, transformer: Any, attention: Attention, *, compiled: bool = False) -> None:
         self._model = transformer

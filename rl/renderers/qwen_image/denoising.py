@@ -1,4 +1,4 @@
-"""From noise to latents: the schedule, and the loop over its steps. Imports torch."""
+"""From noise to latents: the schedule, and the loop over its steps."""
 
 from __future__ import annotations
 
@@ -23,25 +23,14 @@ def prepared(
     device: Any,
     sigmas: Sequence[float] | None = None,
 ) -> Any:
-    """A copy of a scheduler, ready for pictures of `num_tokens`; see `set_timesteps`."""
+    """A copy of a scheduler with timesteps set: `sigmas`, by default uniform ones, shifted by the
+    picture's own token count (condition tokens do not count)."""
     scheduler = copy.deepcopy(scheduler)
-    set_timesteps(scheduler, num_steps, num_tokens, device, sigmas)
-    return scheduler
-
-
-def set_timesteps(
-    scheduler: Any,
-    num_steps: int,
-    num_tokens: int,
-    device: Any,
-    sigmas: Sequence[float] | None = None,
-) -> None:
-    """Prepare a scheduler: the given sigmas or uniform ones, shifted by the picture's own token
-    count; condition tokens do not count."""
     levels = np.linspace(1.0, 1 / num_steps, num_steps) if sigmas is None else np.array(sigmas)
     shift = resolution_shift(scheduler, num_tokens)
     scheduler.set_timesteps(sigmas=levels, device=device, mu=shift)
     scheduler.set_begin_index(0)
+    return scheduler
 
 
 def denoise(

@@ -1,11 +1,11 @@
-"""What the Qwen-Image-Edit plugs share: template, checks, counts, and opening one. No torch."""
+"""What the Qwen-Image-Edit plugins share: template, checks, counts, and the loaded loop."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import TypeVar
 
@@ -21,12 +21,7 @@ from rl.renderers.qwen_image.config import (
     QwenImageConfig,
     fit_area,
 )
-from rl.renderers.qwen_image.plug_base import (
-    QwenImage,
-    output_area_px,
-    rounded_counts,
-    transformer_value,
-)
+from rl.renderers.qwen_image.plug_base import QwenImage, output_area_px
 
 if TYPE_CHECKING:
     from rl.renderers.shared.batches import Outcome
@@ -42,30 +37,25 @@ SYSTEM_PROMPT = (
 DROPPED_PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
 """Its tokens (64 with Qwen's tokenizer) condition the text states but are not given to the DiT."""
 
-HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
-    hub_id: {"transformer": 13.63e9, "vae": 0.127e9}
-    for hub_id in (
-        "Qwen/Qwen-Image-Edit",
-        "Qwen/Qwen-Image-Edit-2509",
-        "Qwen/Qwen-Image-Edit-2511",
-    )
-}
-
 HUB_MODULATION = 6.80e9
-"""Of the same."""
-HUB_STATE_DIM = 3584
-"""Of Qwen2.5-VL-7B."""
+"""Parameters of a known hub id's modulation, which stays in host memory."""
 
 ConfigT = TypeVar("ConfigT", bound=QwenImageConfig, default=QwenImageConfig)
 
 
 class QwenImageEditor(QwenImage[ConfigT]):
-    """A plug brings the template; see `edit_template`."""
+    """A plugin adds the prompt template."""
 
     needs_source = True
     transformer_class = "QwenImageTransformer2DModel"
     vae_class = "AutoencoderKLQwenImage"
     side_multiple_px = PATCH_PX
+    state_dim_key = "joint_attention_dim"
+    hub_state_dim = 3584  # Qwen2.5-VL-7B
+    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]] = {
+        f"Qwen/Qwen-Image-Edit{version}": {"transformer": 13.63e9, "vae": 0.127e9}
+        for version in ("", "-2509", "-2511")
+    }
 
     def __init__(self, config: ConfigT, resources: Resources) -> None:
         from rl.renderers.qwen_image.components import load_parts
@@ -86,7 +76,6 @@ class QwenImageEditor(QwenImage[ConfigT]):
         return fit_area(area_px, sample.sources[-1].size)
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
-        """See `QwenImageLoop.render`."""
         return self.loop.render(jobs)
 
     @classmethod
@@ -112,7 +101,6 @@ class QwenImageEditor(QwenImage[ConfigT]):
 
     @classmethod
     def problems(cls, config: ConfigT, run: RunConfig) -> list[str]:
-        """What is wrong across fields, each with its key and remedy; [] when all is well."""
         problems = super().problems(config, run)
         overrides = config.scheduler_overrides
         stretched = overrides.shift_terminal or "shift_terminal" not in overrides.model_fields_set
@@ -124,33 +112,17 @@ class QwenImageEditor(QwenImage[ConfigT]):
         return problems
 
     @classmethod
-    def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
-        """Parameters per part on the device, for a memory plan: {'transformer': ..., 'vae': ...}.
-
-        The transformer without its modulation (6.80 of 20.43 B); the VAE as the checkpoint has it,
-        of which a third stays. Known hub ids by table, a local folder by its safetensors headers;
-        {} for an unknown hub id. A weight of 8 bits counts as half of one of the dtype's 16.
-        """
-        folder = Path(config.model_path)
-        counts = dict(HUB_PARAMETERS.get(config.model_path, {}))
-        if folder.is_dir():
-            counts = {
-                part: num_parameters(
-                    folder / part, lambda name: not MODULATIONS & set(name.split("."))
-                )
-                for part in ("transformer", "vae")
-            }
-        return rounded_counts(config, counts)
+    def is_on_device(cls, parameter: str) -> bool:
+        """All but the transformer's modulation (6.80 of 20.43 B parameters)."""
+        return not MODULATIONS & set(parameter.split("."))
 
     @classmethod
     def host_parameters(cls, config: ConfigT) -> float:
-        """The transformer's modulation."""
+        """Parameters of the transformer's modulation."""
         folder = Path(config.model_path)
         if not folder.is_dir():
-            return HUB_MODULATION if config.model_path in HUB_PARAMETERS else 0.0
-        return num_parameters(
-            folder / "transformer", lambda name: bool(MODULATIONS & set(name.split(".")))
-        )
+            return HUB_MODULATION if config.model_path in cls.hub_parameters else 0.0
+        return num_parameters(folder / "transformer", lambda name: not cls.is_on_device(name))
 
     @classmethod
     def shares_host_parameters(cls, config: ConfigT) -> bool:
@@ -173,10 +145,3 @@ class QwenImageEditor(QwenImage[ConfigT]):
             "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
             "vae": 8 * 96 * max(output_area_px(config), config.condition_area_px),
         }
-
-    @classmethod
-    def state_dim_of(cls, config: ConfigT) -> int | None:
-        """Known hub ids', or as a local folder's transformer says it."""
-        stated = transformer_value(config, "joint_attention_dim")
-        is_known = stated is None and config.model_path in HUB_PARAMETERS
-        return HUB_STATE_DIM if is_known else stated

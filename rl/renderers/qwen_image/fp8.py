@@ -1,9 +1,4 @@
-"""The transformer's large matrices in 8 bits, for memory or for speed; off unless asked for.
-
-Every linear layer of every block is float8_e4m3 with a scale per output channel. 'storage'
-multiplies in the renderer's dtype; 'compute' also rounds each token's activations, with a scale of
-its own, and multiplies in 8 bits (twice a Hopper GPU's arithmetic).
-"""
+"""The linear layers of the transformer's blocks in 8 bits, to save memory or time."""
 
 from __future__ import annotations
 
@@ -21,7 +16,11 @@ LARGEST = torch.finfo(EIGHT_BITS).max
 
 
 class Fp8Linear(nn.Module):
-    """A linear layer whose weights have 8 bits."""
+    """A linear layer whose weights are float8_e4m3 with a scale per output channel.
+
+    By default it multiplies in the dtype of the activations; with `in_8_bits` it also rounds each
+    token's activations, with a scale per token, and multiplies in 8 bits.
+    """
 
     weight: torch.Tensor
     scale: torch.Tensor

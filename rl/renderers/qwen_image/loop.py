@@ -1,13 +1,4 @@
-"""The Qwen-Image-Edit render loop: hidden states and source pictures in, edited pictures out.
-
-At stock settings it equals `QwenImageEditPipeline` up to float rounding, whose own `__call__` would
-resize every source to 1024^2 and squash mixed aspects, and whose `encode_prompt` drops M-RoPE.
-
-Determinism: a picture depends on its job alone. Batch mates move it by float rounding only, as far
-as ours lies from the stock pipeline: in float32 about 2e-6 of the 0..1 range with random weights,
-3e-5 with trained ones of tiny size, 1e-4 there under guidance of 4. In bfloat16 it is up to 2e-2
-(5/255, tiny size), so there a picture repeats exactly only in the same batch.
-"""
+"""The Qwen-Image-Edit render loop: hidden states and source pictures in, edited pictures out."""
 
 from __future__ import annotations
 
@@ -27,7 +18,7 @@ from rl.renderers.qwen_image.denoising import denoise, prepared
 from rl.renderers.qwen_image.modulation import ModulationTables, StepModulation
 from rl.renderers.qwen_image.sources import Size, SourceLatents
 from rl.renderers.shared.batches import Fits, render_in_batches
-from rl.renderers.shared.decoding import decode_in_slices, in_slices, to_pictures
+from rl.renderers.shared.decoding import decode_in_slices, in_slices, seeded_noise, to_pictures
 
 NUM_ROTARY_ROWS = 4096
 """Rows of the transformer's rotary table: half the longer picture side plus the text must fit."""
@@ -38,13 +29,19 @@ class Bucket:
     """What jobs must agree on to share a batch."""
 
     output: Size
-    """Of the rendered picture."""
+    """Size of the rendered picture."""
     conditions: tuple[Size, ...]
-    """Of each source as the VAE sees it."""
+    """Size of each source as the VAE sees it."""
 
 
 class QwenImageLoop:
-    """Of the Qwen-Image-Edit plugs."""
+    """At stock settings equals `QwenImageEditPipeline` up to float rounding.
+
+    A picture depends on its job alone: batch mates move it by float rounding, in float32 about 2e-6
+    of the 0..1 range with random weights, 3e-5 with trained ones of tiny size, 1e-4 there under
+    guidance of 4. In bfloat16 it is up to 2e-2 (5/255, tiny size), so there a picture repeats
+    exactly only in the same batch.
+    """
 
     def __init__(self, config: QwenImageConfig, parts: EditorParts, max_pictures: int = 1) -> None:
         """`max_pictures`: sources of a job, at most."""
@@ -126,11 +123,9 @@ class QwenImageLoop:
         """Render jobs of one bucket: [B, 3, H, W], the renderer's dtype, -1..1."""
         transformer = self.parts.transformer
         width, height = (side // PATCH_PX for side in bucket.output)
-        noise = [
-            make_noise(job.noise_seed, transformer.config.in_channels // 4, height, width)
-            for job in jobs
-        ]
-        latents = torch.cat(noise).to(transformer.device, transformer.dtype)
+        shape = (transformer.config.in_channels // 4, 2 * height, 2 * width)
+        noise = pack(seeded_noise((job.noise_seed for job in jobs), shape))
+        latents = noise.to(transformer.device, transformer.dtype)
         conditionings = self._conditionings(jobs, bucket)
         scheduler = prepared(
             self.parts.scheduler, self.config.num_steps, latents.shape[1], transformer.device
@@ -193,16 +188,6 @@ class QwenImageLoop:
         width, height = size
         pixels = self._pixels.preprocess([over_white(p) for p in pictures], height, width)
         return pack(in_slices(pixels, self.parts.vae.encode, width * height))
-
-
-def make_noise(seed: int, num_channels: int, height: int, width: int) -> torch.Tensor:
-    """Packed standard-normal noise [1, height * width, 4 * channels], float32 on the CPU.
-
-    Drawn alike whatever the device, the dtype and the batch; sizes are in 16 px patches.
-    """
-    generator = torch.Generator("cpu").manual_seed(seed)
-    shape = (1, num_channels, 2 * height, 2 * width)
-    return pack(torch.randn(shape, generator=generator, dtype=torch.float32))
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,4 @@
-"""The transformer's modulation as a table over the schedule, its weights off the device.
-
-What: a third of the transformer's parameters (6.8 of 20.4 B, the `img_mod` and `txt_mod` of every
-block) turn the timestep into shifts, scales and gates, and read nothing else; so they run once per
-schedule, all steps at once, and lie in host memory (13.6 GB less on the device in bfloat16).
+"""The transformer's modulation as a table over the schedule, its weights in host memory.
 
 Legend: T steps of a schedule; P parts of the image tokens that are modulated apart: 1, or 2 with
 `zero_cond_t` (Edit-2511), where the source's tokens are modulated as at timestep 0; D the
@@ -42,7 +38,11 @@ class StepModulation:
 
 
 class ModulationTables:
-    """The tables of one transformer, each made when its schedule is first met."""
+    """The tables of one transformer, each made when its schedule is first met.
+
+    A third of the parameters (6.8 of 20.4 B, `img_mod` and `txt_mod` of every block) read nothing
+    but the timestep: they run once per schedule, and save 13.6 GB on the device in bfloat16.
+    """
 
     def __init__(self, transformer: Any) -> None:
         self._transformer = transformer
@@ -50,7 +50,6 @@ class ModulationTables:
 
     @cachedmethod(lambda self: self._tables, lambda self, timesteps_T: tuple(timesteps_T.tolist()))
     def of_schedule(self, timesteps_T: torch.Tensor) -> list[StepModulation]:
-        """See `build_table`."""
         return build_table(self._transformer, timesteps_T)
 
 
@@ -71,7 +70,7 @@ def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulat
     activated = F.silu(embedding)
 
     def run(modulation: Any) -> torch.Tensor:
-        """Of (SiLU, linear layer): [T, 6, D], a row more with `zero_cond_t`; scales with their 1"""
+        """[T, 6, D] of (SiLU, linear layer), a row more with `zero_cond_t`; scales have their 1."""
         weight, bias = modulation[1].weight.to(device), modulation[1].bias.to(device)
         rows = F.linear(activated, weight, bias).unflatten(-1, (6, -1))
         rows[:, [1, 4]] += 1

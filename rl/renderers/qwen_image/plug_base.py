@@ -1,8 +1,8 @@
-"""What all Qwen-Image plugs share before anything is loaded: checks, files, guidance, sizes."""
+"""What all Qwen-Image plugins share before anything is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ ConfigT = TypeVar("ConfigT", bound=DenoisingConfig, default=DenoisingConfig)
 
 
 class QwenImage(Renderer[ConfigT]):
-    """A plug brings the template, its counts, and the loop."""
+    """A plugin adds the prompt template, activation counts, and the loop."""
 
     accepts = "hidden_states"
     pipeline: ClassVar[str]
@@ -32,7 +32,12 @@ class QwenImage(Renderer[ConfigT]):
     transformer_class: ClassVar[str]
     vae_class: ClassVar[str]
     side_multiple_px: ClassVar[int]
-    """Of a fixed picture size."""
+    """Sides of a fixed picture size are multiples of this."""
+    state_dim_key: ClassVar[str]
+    """Where the transformer's config states the width of the conditioning states."""
+    hub_state_dim: ClassVar[int]
+    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]]
+    """Hub id -> part -> parameters on the device."""
 
     @classmethod
     def negative_prompt(cls, config: ConfigT) -> str | None:
@@ -41,7 +46,6 @@ class QwenImage(Renderer[ConfigT]):
 
     @classmethod
     def problems(cls, config: ConfigT, run: RunConfig) -> list[str]:
-        """What is wrong across fields, each with its key and remedy; [] when all is well."""
         problems = []
         if (config.height_px is None) != (config.width_px is None):
             problems.append(
@@ -72,7 +76,6 @@ class QwenImage(Renderer[ConfigT]):
     def device_problems(
         cls, config: ConfigT, policy: PlacedConfig, capability: float | None
     ) -> Iterable[str]:
-        """Of arithmetic in 8 bits."""
         if config.fp8 == "compute":
             yield from too_old(capability, FP8_CAPABILITY, "fp8: 'compute'", "use 'storage'")
 
@@ -113,7 +116,7 @@ class QwenImage(Renderer[ConfigT]):
 
 
 def output_area_px(config: DenoisingConfig) -> int:
-    """Of a rendered picture, at most about."""
+    """Area of a rendered picture, an upper bound."""
     return (config.height_px or 0) * (config.width_px or 0) or config.output_area_px
 
 
@@ -124,10 +127,3 @@ def transformer_value(config: DenoisingConfig, name: str) -> int | None:
         return None
     stated = (row_of(file.read_bytes()) or {}).get(name)
     return stated if isinstance(stated, int) else None
-
-
-def rounded_counts(config: DenoisingConfig, counts: dict[str, float]) -> dict[str, float]:
-    """Weights per part; one of 8 bits counts as half of one of the dtype's 16."""
-    if config.fp8 != "off" and counts:
-        counts["transformer"] /= 4 if config.dtype == "float32" else 2
-    return counts

@@ -1,4 +1,4 @@
-"""Source pictures as the VAE sees them, each encoded once. Imports torch."""
+"""Keeps the VAE's latents of source pictures, so that each is encoded once."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ Encode = Callable[[list[Image], Size], torch.Tensor]
 
 
 class SourceLatents:
-    """Of one VAE, the last NUM_KEPT_SOURCES."""
+    """Latents of one VAE, the last NUM_KEPT_SOURCES."""
 
     def __init__(self, encode: Encode) -> None:
         self._encode = encode
-        self._kept: LRUCache[tuple[bytes, Size], torch.Tensor]
-        self._kept = LRUCache(NUM_KEPT_SOURCES)
+        self._kept: LRUCache[tuple[bytes, Size], torch.Tensor] = LRUCache(NUM_KEPT_SOURCES)
 
     def of(self, pictures_B: Sequence[Image], size: Size) -> torch.Tensor:
         """[B, tokens, channels], each picture encoded once; the new ones together."""

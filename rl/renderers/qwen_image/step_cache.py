@@ -1,10 +1,4 @@
-"""Denoising steps that are guessed instead of computed; none unless asked for.
-
-What: of the velocities, every n-th is computed and those between follow the line through the two
-computed last (TaylorSeer, Liu et al. 2025, of order 1 on the transformer's output). Which steps
-these are depends on their number alone, so a picture does not depend on its batch mates, as it
-would with caches that look at the change of a batch's mean. Imports torch for types only.
-"""
+"""Extrapolates velocities instead of computing them (TaylorSeer, Liu et al. 2025, of order 1)."""
 
 from __future__ import annotations
 
@@ -19,7 +13,8 @@ NUM_FIRST_STEPS = 3
 
 
 def is_computed(step: int, interval: int) -> bool:
-    """Whether step `step` (from 0) is, when one of `interval` is."""
+    """Whether step `step` (from 0) is computed, when one of `interval` is. It depends on the step's
+    number alone, so that a picture does not depend on its batch mates."""
     return step < NUM_FIRST_STEPS or (step - NUM_FIRST_STEPS + 1) % interval == 0
 
 

@@ -1,4 +1,4 @@
-"""The modules of a Qwen-Image-2.1, loaded and laid out for rendering. Imports torch."""
+"""The modules of a Qwen-Image-2.1, loaded and laid out for rendering."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl.config.paths import is_folder
-from rl.files.weights import align_weights
-from rl.renderers.qwen_image.components import lay_out, origin_of, weights_as
+from rl.renderers.qwen_image.components import load_modules, origin_of
 from rl.renderers.qwen_image_21 import sigmas
 from rl.renderers.qwen_image_21.config import Config
 from rl.renderers.qwen_image_21.vae import PictureVae
-from rl.renderers.shared.scheduling import override_scheduler
 
 
 @dataclass(frozen=True)
@@ -25,36 +23,25 @@ class Parts:
     scheduler: Any
     """FlowMatchEulerDiscreteScheduler; stateful, so every batch runs on a copy."""
     sigmas: Sequence[float] | None = None
-    """Of the steps, before the shift; None: uniform."""
+    """Noise levels of the steps before the shift; None: uniform."""
 
 
 def load_parts(config: Config, device: str) -> Parts:
     """Load transformer, VAE and scheduler from a hub id or folder; fuse the adapter, if any. Raises
     ValueError where the checkpoint's own sigmas are not as many as the config's steps."""
-    from diffusers import (
-        AutoencoderKLQwenImage21,
-        FlowMatchEulerDiscreteScheduler,
-        QwenImage21Transformer2DModel,
-    )
+    from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
 
-    origin, weights = origin_of(config), weights_as(config)
     levels = config.sigmas or _stated(config)
     if wrong := sigmas.wrong_steps(config, levels):
         raise ValueError(f"renderer.{wrong}")
-    transformer = QwenImage21Transformer2DModel.from_pretrained(
-        subfolder="transformer", **origin, **weights
+    transformer, vae, scheduler = load_modules(
+        config,
+        device,
+        QwenImage21Transformer2DModel,
+        AutoencoderKLQwenImage21,
+        move=lambda model, place: model.to(place),
     )
-    lay_out(transformer, config, device, lambda model, place: model.to(place))
-    vae = AutoencoderKLQwenImage21.from_pretrained(subfolder="vae", **origin, **weights).to(device)
-    align_weights(transformer, device)
-    align_weights(vae, device)
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(subfolder="scheduler", **origin)
-    return Parts(
-        transformer=transformer.eval().requires_grad_(False),
-        vae=PictureVae(vae).eval().requires_grad_(False),
-        scheduler=override_scheduler(scheduler, config.scheduler_overrides),
-        sigmas=levels,
-    )
+    return Parts(transformer, PictureVae(vae).eval().requires_grad_(False), scheduler, levels)
 
 
 def _stated(config: Config) -> Sequence[float] | None:

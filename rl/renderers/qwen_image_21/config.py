@@ -15,7 +15,7 @@ PATCH_PX = 16
 TOKENS_PER_SLOT = 4
 """What stands for one place of a picture in the text encoder's row: 2x2 latents, 32x32 px."""
 NUM_POSITIONS = 8192
-"""Of the rotary table: a token of text takes one, a picture as many as its longer side has
+"""Size of the rotary table: a token of text takes one, a picture as many as its longer side has
 tokens."""
 MAX_PICTURES = 100
 """Their marks, `<image100>`, are text: nobody was trained on more."""
@@ -73,10 +73,10 @@ class Config(DenoisingConfig):
 
 
 def condition_sizes(config: Config, sources: Sequence[Size]) -> list[Size]:
-    """Of each source as the VAE, and the policy, see it."""
+    """Size of each source as the VAE, and the policy, see it."""
     return [fit_area(config.condition_area_px, size) for size in sources]
 
 
 def drawn_size(config: Config, sources: Sequence[Size]) -> Size:
-    """Of the picture drawn from sources of these sizes."""
+    """Size of the picture drawn from sources of these sizes."""
     return output_size(config, sources[-1] if sources else (1, 1))

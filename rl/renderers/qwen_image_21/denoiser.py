@@ -1,10 +1,4 @@
-"""Qwen-Image-2.1's transformer at work: our forward over QwenImage21Transformer2DModel's weights.
-
-What: keys and values of what no step changes (text and sources, which are modulated as at timestep
-0 and see nothing that comes later), made once a batch; velocity from latents. Rows that begin with
-the same pictures are a `Group`: that beginning goes through the transformer once, and the rows'
-queries meet its keys apart from their own and are joined by their log-sum-exps, so that no key is
-copied per row. All tokens lie behind each other without padding, each row with its own positions.
+"""Our forward over QwenImage21Transformer2DModel's weights.
 
 Legend: R rows; N tokens of a picture that is drawn; T tokens, of all rows that they belong to, one
 row behind the other; H heads of E values; D = H E the transformer's width; C the states' width.
@@ -33,7 +27,7 @@ class Shown:
     """A source picture in a prompt."""
 
     place: range
-    """Of its states, which it stands in the place of."""
+    """The states that its latents replace."""
     latents: torch.Tensor
     """[rows * columns, channels]."""
     shape: tuple[int, int]
@@ -52,7 +46,7 @@ class Group:
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """Of the beginning, in order; a picture follows on each text, which may be empty."""
+        """The beginning in order: texts, which may be empty, each followed by a picture."""
         pieces: list[Piece] = []
         at = 0
         for picture in self.shown:
@@ -62,7 +56,7 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Of the beginning, pictures in latents."""
+        """Tokens of the beginning, pictures counted in latents."""
         return sum(map(num_tokens, self.pieces))
 
 
@@ -71,15 +65,15 @@ class Conditioning:
     """What the steps of a batch share."""
 
     starts: list[KeysValues]
-    """Of each layer: the groups' beginnings."""
+    """Per layer, keys and values of the groups' beginnings."""
     start_lens: tuple[int, ...]
-    """Of each group; they add up to T."""
+    """Tokens of each group's beginning; they add up to T."""
     rows_of: tuple[int, ...]
     """Rows of each group; they add up to R."""
     words: list[KeysValues]
-    """Of each layer: what follows, row by row."""
+    """Per layer, keys and values of what follows, row by row."""
     num_words: tuple[int, ...]
-    """Of each row; they add up to T."""
+    """Tokens of each row; they add up to T."""
     rotary: torch.Tensor
     """[R * N, 1, E / 2, 2] float32, of the pictures that are drawn."""
 
@@ -99,7 +93,14 @@ class Modulation:
 
 
 class Denoiser:
-    """Reads the transformer's modules, changes none."""
+    """Computes keys and values of text and sources once a batch, and velocities from latents.
+
+    Text and sources are modulated as at timestep 0 and see nothing that comes later, so no step
+    changes them. Rows that begin with the same pictures are a `Group`: that beginning goes through
+    the transformer once, and the rows' queries meet its keys apart from their own and are joined by
+    their log-sum-exps, so that no key is copied per row. All tokens lie behind each other without
+    padding, each row with its own positions. Reads the transformer's modules, changes none.
+    """
 
     def __init__(self, transformer: Any, kernel: Kernel, *, compiled: bool = False) -> None:
         if not transformer.config.causal_condition:
@@ -180,7 +181,7 @@ class Denoiser:
         return Modulation(1 + scale, gate.tanh(), 1 + mlp_scale, mlp_gate.tanh(), 1 + out_scale)
 
     def _read_starts(self, groups: Sequence[Group], lens: Sequence[int]) -> list[KeysValues]:
-        """Of every layer, the groups' beginnings one behind the other."""
+        """Keys and values of the groups' beginnings, one behind the other, for every layer."""
         tokens = torch.cat([self._embed(group) for group in groups])
         placed = torch.cat([positions(group.pieces) for group in groups])
 
@@ -208,7 +209,7 @@ class Denoiser:
         rotary: torch.Tensor,
         attend: Callable[[int, Heads], torch.Tensor],
     ) -> list[KeysValues]:
-        """Of tokens [T, D] in every layer, modulated as at timestep 0; `attend`: (layer, heads) ->
+        """For tokens [T, D] in every layer, modulated as at timestep 0; `attend`: (layer, heads) ->
         what they read [T, D]."""
         modulation = self._modulation(tokens.new_zeros(()))
         last = len(self._model.transformer_blocks) - 1

@@ -1,8 +1,4 @@
-"""Where the tokens of a row stand: positions, and what they turn keys and queries by.
-
-A row is text and pictures in the order of the prompt, then the picture that is drawn. A token of
-text stands one further than the last on all three axes. A picture stands still on the first, and
-its own rows and columns, counted from its middle, are the other two. Imports torch.
+"""Positions of a row's tokens on three axes, and the rotary tables they select.
 
 Legend: T tokens; E values of a head.
 """
@@ -28,7 +24,11 @@ def end_of(pieces: Sequence[Piece], start: int = 0) -> int:
 
 
 def positions(pieces: Sequence[Piece], start: int = 0) -> torch.Tensor:
-    """[T, 3] int64 of the tokens of `pieces`, the first of which stands at `start`."""
+    """[T, 3] int64 of the tokens of `pieces`, the first of which stands at `start`.
+
+    A token of text is one further than the last on all three axes. A picture stays at one place of
+    the first; the other two are its rows and columns, counted from its middle.
+    """
     placed = [torch.empty(0, 3, dtype=torch.long)]
     for piece in pieces:
         if isinstance(piece, int):

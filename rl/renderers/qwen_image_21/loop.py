@@ -1,14 +1,4 @@
-"""The Qwen-Image-2.1 render loop: hidden states and source pictures in, pictures out.
-
-At stock settings it equals `QwenImage21Pipeline`, one prompt at a time, up to float rounding, whose
-own `__call__` would show one set of sources to all prompts of a batch, place the picture of a short
-prompt where the longest one's stands, and keep the sources' keys once per row.
-
-Determinism: a picture depends on its job alone. Batch mates move it by float rounding only, as far
-as ours lies from the stock pipeline: in float32 about 5e-6 of the 0..1 range with random weights of
-tiny size, mostly 1e-6 with trained ones and 8e-5 at worst, 4e-4 under guidance of 3. In half
-precision a picture repeats exactly only in the same batch.
-"""
+"""The Qwen-Image-2.1 render loop: hidden states and source pictures in, pictures out."""
 
 from __future__ import annotations
 
@@ -36,7 +26,7 @@ from rl.renderers.qwen_image_21.config import (
 from rl.renderers.qwen_image_21.denoiser import Conditioning, Denoiser, Group, Shown
 from rl.renderers.qwen_image_21.layout import end_of
 from rl.renderers.shared.batches import Fits, render_in_batches
-from rl.renderers.shared.decoding import in_slices, to_pictures
+from rl.renderers.shared.decoding import in_slices, seeded_noise, to_pictures
 
 
 @dataclass(frozen=True)
@@ -44,7 +34,7 @@ class Bucket:
     """What jobs must agree on to share a batch."""
 
     output: Size
-    """Of the rendered picture."""
+    """Size of the rendered picture."""
     edits: bool
     """Whether there are sources."""
 
@@ -74,7 +64,12 @@ class Row:
 
 
 class QwenImage21Loop:
-    """Of the `qwen_image_21` plug."""
+    """Equals `QwenImage21Pipeline`, asked for one prompt at a time, up to float rounding.
+
+    A picture depends on its job alone: batch mates move it by float rounding, in float32 about 5e-6
+    of the 0..1 range, 8e-5 at worst, 4e-4 under guidance of 3. In half precision a picture repeats
+    exactly only in the same batch.
+    """
 
     def __init__(self, config: Config, parts: Parts) -> None:
         from diffusers.image_processor import VaeImageProcessor
@@ -161,7 +156,7 @@ class QwenImage21Loop:
         )
 
     def bucket_of(self, job: RenderJob) -> Bucket:
-        """By the size of its picture, which the last source has a say in."""
+        """The bucket of a job: the size of its picture, and whether it has sources."""
         sources = [source.size for source in job.sample.sources]
         return Bucket(drawn_size(self.config, sources), bool(sources))
 
@@ -190,8 +185,9 @@ class QwenImage21Loop:
     def _draw(self, jobs: Sequence[RenderJob], rows: Sequence[Row], size: Size) -> torch.Tensor:
         """Latents [B, C, h, w]."""
         transformer, shape = self.parts.transformer, in_latents(size)
-        noise = [make_noise(job.noise_seed, transformer.config.in_channels, shape) for job in jobs]
-        latents = torch.cat(noise).to(transformer.device, transformer.dtype)
+        channels = transformer.config.in_channels
+        noise = seeded_noise((job.noise_seed for job in jobs), (channels, *shape))
+        latents = noise.flatten(2).transpose(1, 2).to(transformer.device, transformer.dtype)
         forwards_of = [rows]
         if self.config.true_cfg_scale > 1:
             negative = [self._row(job, job.payload.negative_embeds) for job in jobs]
@@ -274,13 +270,3 @@ def in_latents(size: Size) -> tuple[int, int]:
     """(width, height) in px -> (rows, columns)."""
     width, height = size
     return height // PATCH_PX, width // PATCH_PX
-
-
-def make_noise(seed: int, num_channels: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Packed standard-normal noise [1, rows * columns, channels], float32 on the CPU.
-
-    Drawn alike whatever the device, the dtype and the batch.
-    """
-    generator = torch.Generator("cpu").manual_seed(seed)
-    noise = torch.randn((1, num_channels, *shape), generator=generator, dtype=torch.float32)
-    return noise.flatten(2).transpose(1, 2)

@@ -1,24 +1,17 @@
-"""Renderer plug: Qwen-Image-2.1, which edits sources or draws from text alone. No torch."""
+"""Renderer plugin: Qwen-Image-2.1, which edits sources or draws from text alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from rl.api.metric import Metric
 from rl.api.plug import Resources
 from rl.api.types import PromptTemplate, RenderJob, Sample
 from rl.config.schema import RunConfig
-from rl.files.weights import num_parameters
 from rl.ranks.placement import resolve_device
 from rl.renderers.qwen_image.config import SIZE_MULTIPLE_PX
-from rl.renderers.qwen_image.plug_base import (
-    QwenImage,
-    output_area_px,
-    rounded_counts,
-    transformer_value,
-)
+from rl.renderers.qwen_image.plug_base import QwenImage, output_area_px, transformer_value
 from rl.renderers.qwen_image_21 import sigmas, welded
 from rl.renderers.qwen_image_21.config import PATCH_PX, Config, drawn_size
 
@@ -28,11 +21,6 @@ if TYPE_CHECKING:
 DROPPED_PREFIX = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 """Its tokens (14 with Qwen's tokenizer) condition the text states but are not given to the DiT."""
 
-HUB_PARAMETERS: Mapping[str, Mapping[str, float]] = {
-    "Qwen/Qwen-Image-2.1": {"transformer": 7.115e9, "vae": 0.338e9},
-}
-HUB_STATE_DIM = 4096
-"""Of Qwen3-VL-8B."""
 HUB_SHAPE = {"num_layers": 32, "num_attention_heads": 32, "attention_head_dim": 128}
 
 PLANNED_WORDS = 512
@@ -50,6 +38,11 @@ class QwenImage21(QwenImage[Config]):
     transformer_class = "QwenImage21Transformer2DModel"
     vae_class = "AutoencoderKLQwenImage21"
     side_multiple_px = SIZE_MULTIPLE_PX
+    state_dim_key = "context_in_dim"
+    hub_state_dim = 4096  # Qwen3-VL-8B
+    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]] = {
+        "Qwen/Qwen-Image-2.1": {"transformer": 7.115e9, "vae": 0.338e9}
+    }
     metrics: ClassVar[Mapping[str, Metric]] = {
         "rows_per_start": Metric(
             "pictures", "drawn from one pass of source pictures through the transformer, mean"
@@ -70,11 +63,9 @@ class QwenImage21(QwenImage[Config]):
         return drawn_size(self.config, [source.size for source in sample.sources])
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
-        """See `QwenImage21Loop.render`."""
         return self.loop.render(jobs)
 
     def take_metrics(self) -> dict[str, float]:
-        """See `QwenImage21Loop.take_metrics`."""
         return self.loop.take_metrics()
 
     @classmethod
@@ -94,7 +85,6 @@ class QwenImage21(QwenImage[Config]):
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
-        """What is wrong across fields, each with its key and remedy; [] when all is well."""
         problems = super().problems(config, run) + welded.problems(config, run)
         try:
             levels = config.sigmas or sigmas.of_folder(config)
@@ -104,19 +94,6 @@ class QwenImage21(QwenImage[Config]):
             wrong = sigmas.wrong_steps(config, levels)
             problems += [wrong] if wrong else []
         return problems
-
-    @classmethod
-    def parameter_counts(cls, config: Config) -> dict[str, float]:
-        """Parameters per part on the device, for a memory plan: {'transformer': ..., 'vae': ...}.
-
-        Known hub ids by table, a local folder by its safetensors headers; {} for an unknown hub id.
-        A weight of 8 bits counts as half of one of the dtype's 16.
-        """
-        folder = Path(config.model_path)
-        counts = dict(HUB_PARAMETERS.get(config.model_path, {}))
-        if folder.is_dir():
-            counts = {part: num_parameters(folder / part) for part in ("transformer", "vae")}
-        return rounded_counts(config, counts)
 
     @classmethod
     def activation_counts(cls, config: Config) -> dict[str, float]:
@@ -145,10 +122,3 @@ class QwenImage21(QwenImage[Config]):
             * DECODER_CHANNELS
             * max(output_area_px(config), config.condition_area_px, 1024 * 1024),
         }
-
-    @classmethod
-    def state_dim_of(cls, config: Config) -> int | None:
-        """Known hub ids', or as a local folder's transformer says it."""
-        stated = transformer_value(config, "context_in_dim")
-        is_known = stated is None and config.model_path in HUB_PARAMETERS
-        return HUB_STATE_DIM if is_known else stated

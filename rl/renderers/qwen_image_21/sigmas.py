@@ -1,4 +1,4 @@
-"""The noise levels that a few-step checkpoint brings with it. No torch."""
+"""The noise levels that a few-step checkpoint states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rl.renderers.qwen_image_21.config import Config
 
 INDEX = "model_index.json"
 KEY = "sample_sigmas"
-"""Of a pipeline's index."""
 
 
 def of_folder(config: Config) -> Sequence[float] | None:

@@ -1,9 +1,4 @@
-"""Qwen-Image-2.1's VAE for single pictures, without what it keeps for a film's next frames.
-
-What: diffusers' AutoencoderKLQwenImage21 has 2-D convolutions already; this leaves out the copy of
-every layer's input that it keeps until the picture is done, and folds the norms' scales. Imports
-torch.
-"""
+"""Qwen-Image-2.1's VAE for single pictures, without what it keeps for a film's next frames."""
 
 from __future__ import annotations
 
@@ -17,8 +12,8 @@ from rl.renderers.qwen_image.vae2d import FrameNorm, FrameVae
 
 
 class PictureVae(FrameVae):
-    """RGBA pictures to normalised latents and back; each latent is 16x16 px. Takes the given
-    AutoencoderKLQwenImage21 over: that one is of no use afterwards."""
+    """RGBA pictures to normalised latents and back; each latent is 16x16 px. Consumes the
+    AutoencoderKLQwenImage21 it is built of."""
 
     def __init__(self, vae: Any) -> None:
         from diffusers.models.autoencoders import autoencoder_kl_qwenimage21 as stock

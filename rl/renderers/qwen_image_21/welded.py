@@ -1,8 +1,4 @@
-"""Whether the policy will see the sources in the size in which the VAE does. No torch.
-
-The policy's image processor resizes what the renderer has sized already, unless its bounds leave it
-alone; a place more or less in the policy's row, and no latent finds its own.
-"""
+"""Checks that policy and VAE see every source picture at the same size."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from rl.renderers.qwen_image.config import SIZE_MULTIPLE_PX
 from rl.renderers.qwen_image_21.config import Config
 
 OWN_BOUNDS_PX = 256 * 256, 4096 * 4096
-"""Of Qwen3-VL's image processor: smallest and largest area it leaves alone."""
+"""Smallest and largest area that Qwen3-VL's image processor leaves alone."""
 THINNEST = 14.3
 """(width + height) / sqrt(area) at 200:1, beyond which the processor refuses a picture."""
 
@@ -32,7 +28,11 @@ def areas_px(config: Config) -> tuple[int, int]:
 
 
 def problems(config: Config, run: RunConfig) -> list[str]:
-    """Each with its key, counted from the renderer's section, and remedy."""
+    """Each with its key, counted from the renderer's section, and remedy.
+
+    The policy's image tokens are replaced by the VAE's latents of the same place, so the policy's
+    image processor must not resize what the renderer has sized.
+    """
     if config.policy_image_area_px != config.condition_area_px:
         return [
             f"policy_image_area_px: {config.policy_image_area_px}, but condition_area_px is "
@@ -60,7 +60,7 @@ def problems(config: Config, run: RunConfig) -> list[str]:
 
 
 def _own_bounds(policy: Mapping[str, Any]) -> tuple[int, int]:
-    """Of a local folder's image processor, or of the released ones."""
+    """Bounds of a local folder's image processor, or of the released ones."""
     model = policy.get("model_path")
     file = Path(located(model), "preprocessor_config.json") if isinstance(model, str) else None
     if file is None or not_a_file(file):

@@ -1,12 +1,4 @@
-"""The Stable Diffusion 3 render loop: written prompts in, pictures out.
-
-At stock settings a picture rendered alone equals `StableDiffusion3Pipeline`'s bit for bit in
-float32; the pipeline's own `__call__` would encode a prompt once per picture.
-
-Determinism: a picture depends on its job alone. Batch mates move it by float rounding only: in
-float32 by 2e-6 to 4e-6 of the 0..1 range, by CPU. Noise is drawn in float32 on the CPU, whatever
-device and dtype.
-"""
+"""The Stable Diffusion 3 render loop: written prompts in, pictures out."""
 
 from __future__ import annotations
 
@@ -23,7 +15,7 @@ from rl.files.weights import align_weights
 from rl.record.progress import weights_counted
 from rl.renderers.sd3.text import PromptEncoder, TextParts, TextStates
 from rl.renderers.shared.batches import Fits, Outcome, render_in_batches
-from rl.renderers.shared.decoding import decode_in_slices, to_pictures
+from rl.renderers.shared.decoding import decode_in_slices, seeded_noise, to_pictures
 from rl.renderers.shared.scheduling import override_scheduler, resolution_shift
 
 if TYPE_CHECKING:
@@ -49,32 +41,6 @@ class SD3Parts:
 def load_parts(config: Config, device: str) -> SD3Parts:
     """Load every part from a hub id or folder."""
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
-
-    origin = {"pretrained_model_name_or_path": config.model_path, "revision": config.revision}
-    weights = {
-        "torch_dtype": getattr(torch, config.dtype),
-        "use_safetensors": True,
-        # Straight to the device: eight ranks would otherwise hold eight copies in host memory.
-        "device_map": {"": device},
-    }
-    transformer = SD3Transformer2DModel.from_pretrained(
-        subfolder="transformer", **origin, **weights
-    )
-    vae = AutoencoderKL.from_pretrained(subfolder="vae", **origin, **weights)
-    align_weights(transformer, device)
-    align_weights(vae, device)
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(subfolder="scheduler", **origin)
-    with weights_counted():
-        text = _load_text_parts(config, device)
-    return SD3Parts(
-        transformer=transformer.eval().requires_grad_(False),
-        vae=vae.eval().requires_grad_(False),
-        scheduler=override_scheduler(scheduler, config.scheduler_overrides),
-        text=text,
-    )
-
-
-def _load_text_parts(config: Config, device: str) -> TextParts:
     from transformers import (
         CLIPTextModelWithProjection,
         CLIPTokenizer,
@@ -87,30 +53,41 @@ def _load_text_parts(config: Config, device: str) -> TextParts:
             config.model_path, subfolder=subfolder, revision=config.revision, **options
         )
 
-    def load_model(part_class: Any, subfolder: str) -> Any:
-        model = load(
-            part_class,
-            subfolder,
-            dtype=getattr(torch, config.dtype),
-            use_safetensors=True,
-            device_map={"": device},
-        )
+    def load_model(part_class: Any, subfolder: str, dtype_argument: str = "torch_dtype") -> Any:
+        # Straight to the device: eight ranks would otherwise hold eight copies in host memory.
+        options = {"use_safetensors": True, "device_map": {"": device}}
+        dtype = {dtype_argument: getattr(torch, config.dtype)}
+        model = load(part_class, subfolder, **options, **dtype)
         align_weights(model, device)
         return model.eval().requires_grad_(False)
 
-    return TextParts(
-        tokenizers=(load(CLIPTokenizer, "tokenizer"), load(CLIPTokenizer, "tokenizer_2")),
-        encoders=(
-            load_model(CLIPTextModelWithProjection, "text_encoder"),
-            load_model(CLIPTextModelWithProjection, "text_encoder_2"),
-        ),
-        tokenizer_3=load(T5TokenizerFast, "tokenizer_3") if config.use_t5 else None,
-        encoder_3=load_model(T5EncoderModel, "text_encoder_3") if config.use_t5 else None,
+    scheduler = load(FlowMatchEulerDiscreteScheduler, "scheduler")
+    with weights_counted():
+        text = TextParts(
+            tokenizers=(load(CLIPTokenizer, "tokenizer"), load(CLIPTokenizer, "tokenizer_2")),
+            encoders=(
+                load_model(CLIPTextModelWithProjection, "text_encoder", "dtype"),
+                load_model(CLIPTextModelWithProjection, "text_encoder_2", "dtype"),
+            ),
+            tokenizer_3=load(T5TokenizerFast, "tokenizer_3") if config.use_t5 else None,
+            encoder_3=(
+                load_model(T5EncoderModel, "text_encoder_3", "dtype") if config.use_t5 else None
+            ),
+        )
+    return SD3Parts(
+        transformer=load_model(SD3Transformer2DModel, "transformer"),
+        vae=load_model(AutoencoderKL, "vae"),
+        scheduler=override_scheduler(scheduler, config.scheduler_overrides),
+        text=text,
     )
 
 
 class SD3Loop:
-    """Of the `sd3` plug."""
+    """At stock settings equals `StableDiffusion3Pipeline` up to float rounding.
+
+    A picture depends on its job alone: batch mates move it by float rounding, in float32 by 2e-6 to
+    4e-6 of the 0..1 range.
+    """
 
     def __init__(self, config: Config, parts: SD3Parts) -> None:
         from diffusers.image_processor import VaeImageProcessor
@@ -147,13 +124,7 @@ class SD3Loop:
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """What the text encoders cut off since the last call, as means over pictures; {} when none
-        were rendered.
-
-        `clip_cut_share`: 0..1, pictures whose prompt is longer than CLIP's 77 tokens;
-        `clip_cut_tokens`: tokens CLIP never saw, per picture; `t5_cut_share`: 0..1, pictures whose
-        prompt is longer than max_t5_tokens.
-        """
+        """The plugin's `metrics` since the last call; {} when nothing was rendered."""
         cuts, self._cuts = self._cuts, []
         if not cuts:
             return {}
@@ -169,11 +140,9 @@ class SD3Loop:
         config, transformer = self.config, self.parts.transformer
         height, width = config.height_px // LATENT_PX, config.width_px // LATENT_PX
         states_B = [self._prompts.encode(job.payload) for job in jobs]
-        noise = [
-            make_noise(job.noise_seed, transformer.config.in_channels, height, width)
-            for job in jobs
-        ]
-        latents = torch.cat(noise).to(transformer.device, transformer.dtype)
+        shape = (transformer.config.in_channels, height, width)
+        noise = seeded_noise((job.noise_seed for job in jobs), shape)
+        latents = noise.to(transformer.device, transformer.dtype)
         conditionings = self._conditionings(states_B)
         scheduler = copy.deepcopy(self.parts.scheduler)
         num_tokens = height * width // transformer.config.patch_size**2
@@ -189,7 +158,7 @@ class SD3Loop:
 
     @cached_property
     def _negative(self) -> TextStates:
-        """Of the one prompt that every guided picture needs: encoded once a run."""
+        """The states of the negative prompt, encoded once a run."""
         return self._prompts.encode(self.config.negative_prompt)
 
     def _conditionings(
@@ -235,9 +204,3 @@ class SD3Loop:
         vae = self.parts.vae
         latents = latents / vae.config.scaling_factor + vae.config.shift_factor
         return vae.decode(latents, return_dict=False)[0]
-
-
-def make_noise(seed: int, num_channels: int, height: int, width: int) -> torch.Tensor:
-    """Standard-normal noise [1, C, height, width], float32 on the CPU; sizes are in latents."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn((1, num_channels, height, width), generator=generator, dtype=torch.float32)

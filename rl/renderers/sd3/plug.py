@@ -1,8 +1,4 @@
-"""Renderer plug: Stable Diffusion 3 and 3.5, from a written prompt.
-
-The policy writes the prompt under its own system prompt: this renderer has no words of its own to
-ask with, and encodes its negative prompt itself. Imports no torch.
-"""
+"""Renderer plugin: Stable Diffusion 3 and 3.5, from a written prompt."""
 
 from __future__ import annotations
 
@@ -58,16 +54,13 @@ class SD3(Renderer[Config]):
         self.loop = SD3Loop(config, load_parts(config, device))
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
-        """See `SD3Loop.render`."""
         return self.loop.render(jobs)
 
     def take_metrics(self) -> dict[str, float]:
-        """See `SD3Loop.take_metrics`."""
         return self.loop.take_metrics()
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
-        """What is wrong across fields, each with its key and remedy; [] when all is well."""
         return side_problems(config, PATCH_PX)
 
     @classmethod
@@ -112,8 +105,10 @@ class SD3(Renderer[Config]):
 
         Known hub ids by table, a local folder by its safetensors headers; {} for an unknown hub id.
         """
-        parts = _parts(config)
         folder = Path(config.model_path)
+        parts = ["transformer", *_ENCODERS, "vae"]
+        if not config.use_t5:
+            parts.remove("text_encoder_3")
         if folder.is_dir():
             return {part: num_parameters(folder / part) for part in parts}
         known = HUB_PARAMETERS.get(config.model_path)
@@ -133,8 +128,3 @@ class SD3(Renderer[Config]):
         num_tokens = area_px / PATCH_PX**2 + TEXT_TOKENS_CLIP + config.max_t5_tokens
         decoded_px = max(area_px, min(config.batch_size * area_px, 1024 * 1024))
         return {"transformer": 20 * 1536 * rows * num_tokens, "vae": 8 * 128 * decoded_px}
-
-
-def _parts(config: Config) -> list[str]:
-    encoders = ["text_encoder", "text_encoder_2", *(["text_encoder_3"] if config.use_t5 else [])]
-    return ["transformer", *encoders, "vae"]

@@ -1,8 +1,4 @@
-"""Stable Diffusion 3's three text encoders: a prompt in, what the transformer reads out.
-
-A prompt is encoded by itself, never among others: its states then depend on it alone, whatever was
-asked for before, so a resumed run renders the same bits.
-"""
+"""Stable Diffusion 3's three text encoders: a prompt in, what the transformer reads out."""
 
 from __future__ import annotations
 
@@ -48,7 +44,11 @@ class TextParts:
 
 
 class PromptEncoder:
-    """Encodes prompts as `StableDiffusion3Pipeline.encode_prompt` does for one, bit for bit."""
+    """Encodes prompts as `StableDiffusion3Pipeline.encode_prompt` does for one, bit for bit.
+
+    Each is encoded by itself, so that its states depend on it alone and a resumed run renders the
+    same bits.
+    """
 
     def __init__(self, parts: TextParts, max_t5_tokens: int, states_dim: int) -> None:
         """`states_dim`: D, the width that the transformer reads."""

@@ -1,4 +1,4 @@
-"""Jobs come one by one, pictures are made in batches: which jobs wait for which, and what fails."""
+"""Collects render jobs into batches; a failing batch fails its own jobs only."""
 
 from __future__ import annotations
 

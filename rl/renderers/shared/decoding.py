@@ -1,8 +1,8 @@
-"""Between pictures and a diffusion model's latents: in slices that fit, and none with NaN in it."""
+"""Between pictures and a diffusion model's latents: seeded noise, slices that fit, no NaN."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,19 @@ from rl.api.types import RenderFailure
 DECODED_PX_AT_ONCE = 1024 * 1024
 """Area that a VAE takes together, pictures to encode too: one 1024^2 picture fills a device and its
 memory, small ones share."""
+
+
+def seeded_noise(seeds_B: Iterable[int], shape: Sequence[int]) -> torch.Tensor:
+    """Standard-normal noise [B, *shape], float32 on the CPU: a row depends on its seed alone,
+    whatever the device, the dtype and the batch."""
+    return torch.stack(
+        [
+            torch.randn(
+                *shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32
+            )
+            for seed in seeds_B
+        ]
+    )
 
 
 def in_slices(

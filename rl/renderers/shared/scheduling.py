@@ -1,7 +1,4 @@
-"""Noise schedules of flow-matching checkpoints: keys to override, the shift by picture size.
-
-Of diffusers' `FlowMatchEulerDiscreteScheduler`, which comes from the caller: this is light.
-"""
+"""Noise schedules of flow-matching checkpoints: overridden keys, the shift by picture size."""
 
 from __future__ import annotations
 
@@ -39,9 +36,8 @@ class SchedulerOverrides(Section):
 
 
 def override_scheduler(scheduler: Any, overrides: SchedulerOverrides) -> Any:
-    """A scheduler with the given keys of its config replaced."""
-    given = overrides.model_dump(exclude_unset=True)
-    return type(scheduler).from_config(scheduler.config, **given)
+    """A copy of a diffusers scheduler with some keys of its config replaced."""
+    return type(scheduler).from_config(scheduler.config, **overrides.model_dump(exclude_unset=True))
 
 
 def resolution_shift(scheduler: Any, num_tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""The sides of a picture, as a section states them."""
+"""Checks a picture's fixed height and width."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def side_problems(config: Any, multiple_px: int) -> list[str]:
-    """Of `height_px` and `width_px`, where they are set."""
+    """What is wrong with `height_px` and `width_px`, where they are set."""
     sides = {key: getattr(config, key) for key in ("height_px", "width_px")}
     return [
         f"{key}: {side} is not a multiple of {multiple_px}; try "
