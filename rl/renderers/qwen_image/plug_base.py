@@ -14,6 +14,7 @@ from rl.config.paths import is_folder, not_a_file
 from rl.config.schema import RunConfig
 from rl.files.atomic import row_of
 from rl.files.model_files import missing_model
+from rl.files.weights import num_parameters
 from rl.renderers.qwen_image.config import DenoisingConfig
 from rl.renderers.qwen_image.step_cache import NUM_FIRST_STEPS
 from rl.renderers.shared.sides import side_problems
@@ -107,6 +108,36 @@ class QwenImage(Renderer[ConfigT]):
             part("vae", cls.vae_class, weights=DIFFUSERS_SAFETENSORS),
             part("scheduler", "", config="scheduler_config.json", weights=()),
         ]
+
+    @classmethod
+    def is_on_device(cls, parameter: str) -> bool:
+        """Whether the parameter of that name is moved to the device."""
+        return True
+
+    @classmethod
+    def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
+        """Parameters per part on the device, for a memory plan: {'transformer': ..., 'vae': ...}.
+
+        Known hub ids by table, a local folder by its safetensors headers; {} for an unknown hub id.
+        A weight of 8 bits counts as half of one of the dtype's 16.
+        """
+        folder = Path(config.model_path)
+        counts = dict(cls.hub_parameters.get(config.model_path, {}))
+        if folder.is_dir():
+            counts = {
+                part: num_parameters(folder / part, cls.is_on_device)
+                for part in ("transformer", "vae")
+            }
+        if config.fp8 != "off" and counts:
+            counts["transformer"] /= 4 if config.dtype == "float32" else 2
+        return counts
+
+    @classmethod
+    def state_dim_of(cls, config: ConfigT) -> int | None:
+        """As a local folder's transformer states it, or a known hub id's."""
+        stated = transformer_value(config, cls.state_dim_key)
+        is_known = stated is None and config.model_path in cls.hub_parameters
+        return cls.hub_state_dim if is_known else stated
 
     @classmethod
     def savings(cls, config: ConfigT) -> Sequence[Saving]:
