@@ -41,8 +41,8 @@ from rl.engines.transformers import TransformersEngine
 from rl.files.atomic import read_rows
 from rl.learner.learner import Learner
 from rl.learner.weight_sync import PROBE_TOKENS
-from rl.renderers.qwen_image import components
-from rl.renderers.qwen_image.components import EditorParts
+from rl.renderers.qwen_image import qwen_image_components
+from rl.renderers.qwen_image.qwen_image_components import EditorParts
 from rl.run.set_up import open_run
 from rl.train import train
 
@@ -141,7 +141,7 @@ def _made_before(bench: Bench, case: Case, policy: Policy, parts: EditorParts) -
     with (
         mock.patch.object(build, "build_policy", lambda resolved, dist: policy),
         mock.patch.object(build, "build_engine", lambda *_: engine),
-        mock.patch.object(components, "load_parts", lambda config, device: parts),
+        mock.patch.object(qwen_image_components, "load_parts", lambda config, device: parts),
     ):
         yield
 
@@ -217,7 +217,7 @@ def sampler(bench: Bench) -> None:
 @contextlib.contextmanager
 def _dummy_weights() -> Iterator[None]:
     """vLLM draws them; there is no file."""
-    from rl.engines.vllm.plug import VllmEngine
+    from rl.engines.vllm.vllm import VllmEngine
 
     arguments_of = VllmEngine._arguments
 

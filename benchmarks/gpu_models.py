@@ -16,10 +16,10 @@ from rl import build
 from rl.api.policy import Policy
 from rl.api.types import Prompt, Sample
 from rl.config.schema import RunConfig
-from rl.policies.qwen_vl import loading
+from rl.policies.qwen_vl import qwen_vl_loading
 from rl.policies.shared.packed_attention import register
-from rl.renderers.qwen_image.components import EditorParts
-from rl.renderers.qwen_image.config import MODULATIONS
+from rl.renderers.qwen_image.denoising_config import MODULATIONS
+from rl.renderers.qwen_image.qwen_image_components import EditorParts
 from rl.renderers.qwen_image.vae2d import FrameVae
 
 MAX_PICTURE_PX = 12_845_056
@@ -170,7 +170,7 @@ def make_policy(bench: Bench, config: RunConfig) -> Policy:
     def load_model(section: Any) -> Any:
         return random_policy_model(bench, section.dtype, register())
 
-    with mock.patch.object(loading, "load_model", load_model), nothing_on_disk():
+    with mock.patch.object(qwen_vl_loading, "load_model", load_model), nothing_on_disk():
         return build.build_policy(build.resolve(config), bench.dist)
 
 

@@ -22,10 +22,10 @@ from benchmarks.gpu_bench import (
 from benchmarks.gpu_models import random_transformer, random_vae, shelve_modulation
 from benchmarks.stock import StockDenoiser, StockVae
 from rl.renderers.qwen_image.attention import CANDIDATES, attention_of
-from rl.renderers.qwen_image.config import PATCH_PX
-from rl.renderers.qwen_image.denoiser import Denoiser
+from rl.renderers.qwen_image.denoising_config import PATCH_PX
 from rl.renderers.qwen_image.fp8 import round_blocks
 from rl.renderers.qwen_image.modulation import StepModulation, build_table
+from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser
 from rl.renderers.qwen_image.vae2d import FrameVae
 
 NUM_STEPS = 8

@@ -104,7 +104,7 @@ class Meter:
 
     def watch_phases(self) -> None:
         """Every phase of every `PhaseTimer` is a span of its own name."""
-        from rl.record.console import PhaseTimer
+        from rl.console.console import PhaseTimer
 
         original = PhaseTimer.phase
 

@@ -15,11 +15,11 @@ import torch
 
 from benchmarks.flop_counter import flops_of
 from rl.algorithm.attention_kernels import choose_kernel
-from rl.renderers.qwen_image.config import PATCH_PX
-from rl.renderers.qwen_image.denoiser import Denoiser
+from rl.renderers.qwen_image.denoising_config import PATCH_PX
 from rl.renderers.qwen_image.modulation import StepModulation
+from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser
 from rl.renderers.qwen_image.vae2d import FrameVae
-from rl.renderers.qwen_image_21 import denoiser as image_21_denoiser
+from rl.renderers.qwen_image_21 import qwen_image_21_denoiser
 from rl.renderers.qwen_image_21.vae import PictureVae
 
 META = torch.device("meta")
@@ -47,15 +47,17 @@ def image_21(side_px: int, num_sources: int, num_steps: int) -> float:
     side = side_px // PATCH_PX
     transformer = _transformer("QwenImage21Transformer2DModel")
     config = transformer.config
-    denoiser = image_21_denoiser.Denoiser(transformer, choose_kernel("sdpa", "cpu", torch.float32))
+    denoiser = qwen_image_21_denoiser.Denoiser(
+        transformer, choose_kernel("sdpa", "cpu", torch.float32)
+    )
     places = [range(LEAD_IN * i + i - 1, LEAD_IN * i + i) for i in range(1, num_sources + 1)]
     shown = tuple(
-        image_21_denoiser.Shown(place, _empty(side * side, config.in_channels), (side, side))
+        qwen_image_21_denoiser.Shown(place, _empty(side * side, config.in_channels), (side, side))
         for place in places
     )
     states = _empty(places[-1].stop if places else 0, config.context_in_dim)
     words = tuple(_empty(WORDS, config.context_in_dim) for _ in range(GROUP))
-    groups = [image_21_denoiser.Group(states, shown, words)]
+    groups = [qwen_image_21_denoiser.Group(states, shown, words)]
     given: list[Any] = []
     once = flops_of(lambda: given.append(denoiser.prepare(groups, (side, side))))
     latents = _empty(GROUP, side * side, config.in_channels)

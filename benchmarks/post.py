@@ -132,7 +132,7 @@ def watch_models(meter: Meter) -> None:
     from transformers import Qwen2VLImageProcessorPil
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
 
-    from rl.renderers.qwen_image.denoiser import Denoiser
+    from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser
     from rl.renderers.qwen_image.vae2d import FrameVae
 
     def count(what: str, how_many: Callable[..., int]) -> Callable[..., dict[str, int]]:

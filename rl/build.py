@@ -220,16 +220,17 @@ def _answers(plug: Plug[Any]) -> list[str]:
 
 
 def plugs_of(room: str) -> list[str]:
-    """Names of the plugs that lie in a room: its files, and its folders that hold a `plug.py`."""
+    """Names of the plugs that lie in a room: `<name>.py`, or `<name>/<name>.py`."""
     folder = Path(__file__).parent / room
     files = [file.stem for file in folder.glob("*.py") if file.stem != "__init__"]
-    return sorted([*files, *(file.parent.name for file in folder.glob("*/plug.py"))])
+    nested = (file.stem for file in folder.glob("*/*.py") if file.stem == file.parent.name)
+    return sorted([*files, *nested])
 
 
 def module_of(room: str, name: str) -> str:
     """Dotted path of a shipped plug."""
-    is_folder = (Path(__file__).parent / room / name / "plug.py").is_file()
-    return f"rl.{room}.{name}.plug" if is_folder else f"rl.{room}.{name}"
+    is_folder = (Path(__file__).parent / room / name / f"{name}.py").is_file()
+    return f"rl.{room}.{name}.{name}" if is_folder else f"rl.{room}.{name}"
 
 
 def claims(resolved: Resolved) -> list[Claim]:

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from rl import build
+from rl.check import check_report, run_folder, this_machine
+from rl.check.fetch import fetch_models
 from rl.config.paths import GONE, not_a_file
 from rl.config.schema import ConfigError, RunConfig, listed, load_config
 from rl.config.shipped import find_config
-from rl.preflight import report, run_folder, this_machine
-from rl.preflight.fetch import fetch_models
-from rl.ranks import endings, heartbeat, loading, placement, rendezvous, signals
+from rl.ranks import endings, heartbeat, placement, rendezvous, signals, under_way
 from rl.ranks.hang_watch import HangWatch
 from rl.ranks.node_watch import NodeWatch
-from rl.record import terminal
+from rl.text import terminal
 
 SAME_SIZE = (0.97, 1.1)
 """A GPU has this many times the bytes that its name says: 48 GB with error correction, 80."""
@@ -59,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             problems = [f"--nnodes {args.nnodes} does not divide world_size {config.world_size}"]
         if args.check:
             if problems:
-                raise ConfigError([*problems, *report.problems(config)])
+                raise ConfigError([*problems, *check_report.problems(config)])
             sys.exit(_report(config, args.online))
-        problems += report.problems(config)
+        problems += check_report.problems(config)
         problems = problems or _memory_problems(args, config)
         problems = problems or run_folder.make_problems(config.run_dir)
         problems = problems or fetch_models(build.resolve(config))
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except ConfigError as error:
         print(f"{args.config} cannot run:", listed(error.problems), sep="\n", file=sys.stderr)
         sys.exit(1)
-    for title, lines in report.remarks(config).items():
+    for title, lines in check_report.remarks(config).items():
         for line in lines:
             _say(f"{title}: {line}")
     for line in this_machine.busy_lines(build.resolve(config)):
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _report(config: RunConfig, online: bool) -> int:
     """Prints the report and returns its exit code, also under `--check ... | head`."""
-    text, code = report.report(config, config.gpu_gb, online)
+    text, code = check_report.report(config, config.gpu_gb, online)
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -98,10 +98,10 @@ def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
         machine = placement.Machine((args.gpu_gb,) * len(machine.cuda_gb))
 
     def problems_of(config: RunConfig) -> list[str]:
-        return report.problems_here(config, machine, num_ranks, this_machine.host_memory_gb())
+        return check_report.problems_here(config, machine, num_ranks, this_machine.host_memory_gb())
 
     problems = problems_of(config)
-    own_gb = report.own_gpu_gb(build.resolve(config), machine, num_ranks)
+    own_gb = check_report.own_gpu_gb(build.resolve(config), machine, num_ranks)
     if own_gb is None or SAME_SIZE[0] <= own_gb / config.gpu_gb <= SAME_SIZE[1]:
         return problems
     size = math.floor(own_gb)
@@ -190,7 +190,7 @@ def launch(
         _say(f"ranks run on Linux only, and this is {sys.platform} (on Windows: inside WSL 2)")
         return 1
     if args.script == "rl.train":
-        loading.start()
+        under_way.start()
     _set_environment(num_ranks, config)
     for left in reversed(range(args.retries + 1)):
         before = _iterations_on_disk(config) if args.retries else 0
@@ -215,7 +215,7 @@ def launch(
 
 
 def _iterations_on_disk(config: RunConfig | None) -> int:
-    from rl.record.checkpoint import find, iteration_of
+    from rl.checkpoints.checkpoint import find, iteration_of
 
     newest = None if config is None else find(config.run_dir, hashes=False).path
     return 0 if newest is None else iteration_of(newest)
@@ -282,7 +282,7 @@ def _start_ranks(
 ) -> dict[int, subprocess.Popen[bytes]]:
     words = [] if args.config is None else [args.config, *args.overrides]
     worker = [sys.executable, "-u", "-m", "rl.ranks.worker", str(log_dir), str(notes), args.script]
-    loading.stop()  # rank 0 goes on with such lines
+    under_way.stop()  # rank 0 goes on with such lines
     processes = {}
     for local_rank in range(num_ranks):
         rank = args.node_rank * num_ranks + local_rank

@@ -19,15 +19,15 @@ from collections.abc import Sequence
 from rl import build
 from rl.algorithm.metrics import Metrics
 from rl.config.schema import load_config
-from rl.ranks import error_messages, loading, signals
+from rl.ranks import error_messages, signals, under_way
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import derive_seed
-from rl.record import terminal
 from rl.rollout.consensus import Interrupted, leave_together
 from rl.rollout.stream import Sampled
 from rl.run.episode_metrics import size_of
 from rl.run.run import PendingStep, Run
 from rl.run.set_up import NothingToDoError, open_run
+from rl.text import terminal
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist = Dist.from_env(str(config.policy.get("device", "auto")))
     try:
         with open_run(config, dist) as run:
-            loading.stop()
+            under_way.stop()
             train(run)
     except NothingToDoError as reason:
         if dist.is_main:

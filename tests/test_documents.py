@@ -37,7 +37,7 @@ from rl.api.types import RewardInput, Sample
 from rl.config.schema import load_config
 from rl.edit.editor import Editor, EditRequest
 from rl.rewards import edit_quality
-from rl.rewards.clip import plug as clip
+from rl.rewards.clip import clip
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("qwen_image_edit", "earl", "reasoning", "prompt_enhancement")

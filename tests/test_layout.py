@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -20,9 +21,9 @@ import tiny_config
 
 from rl import build
 from rl.api import find
+from rl.check import check_report
 from rl.config.messages import sections
 from rl.config.schema import RunConfig, load_config
-from rl.preflight import report
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "rl").rglob("*.py"))
@@ -39,13 +40,18 @@ FLOORS = [
     {"config"},
     {"api"},
     {"algorithm", "files", "meter", "ranks"},
+    {"text"},
+    {"console"},
+    {"publish", "trackers"},
+    {"checkpoints"},
     {"record"},
     {"judge"},
     set(build.ROOMS),
     {"learner"},
     {"rollout"},
     {"build"},
-    {"preflight"},
+    {"memory"},
+    {"check"},
     {"run"},
     {"edit", "report"},
     {"train"},
@@ -61,9 +67,9 @@ FENCES = {
     "deepspeed": r"rl/learner/deepspeed\.py",
     "diffusers": r"rl/renderers/[\w/]+\.py",
     "httpx": r"rl/judge/(http|endpoint)\.py",
-    "wandb": r"rl/record/trackers/wandb_page\.py",
-    "tensorboard": r"rl/record/trackers/tensorboard_page\.py",
-    "trackio": r"rl/record/trackers/trackio_page\.py",
+    "wandb": r"rl/trackers/wandb_page\.py",
+    "tensorboard": r"rl/trackers/tensorboard_page\.py",
+    "trackio": r"rl/trackers/trackio_page\.py",
     "datasets": r"rl/data/[\w/]+\.py",
 }
 """Third-party package -> the only files that may import it."""
@@ -179,7 +185,7 @@ def test_imports_only_go_down() -> None:
 
 
 def test_every_program_guards_what_it_prints() -> None:
-    """Of what `main` and the rest of a program do, this comes first (`rl/record/terminal.py`)."""
+    """Of what `main` and the rest of a program do, this comes first (`rl/text/terminal.py`)."""
     open_ones = {
         "rl/__main__.py",  # becomes another program at once
         "rl/test_distributed_env.py",  # calls another's `main`
@@ -209,8 +215,14 @@ def test_no_two_files_need_each_other() -> None:
         pytest.fail(f"these files need each other: {' -> '.join(error.args[1])}")
 
 
+def test_no_two_files_share_a_name() -> None:
+    """An editor's tab shows the name alone."""
+    count = Counter(file.name for file in SOURCES if file.name != "__init__.py")
+    assert [name for name, number in count.items() if number > 1] == []
+
+
 def test_a_plug_imports_no_other_plug() -> None:
-    homes = {build.module_of(room, name).removesuffix(".plug"): room for room, name in PLUGS}
+    homes = {f"rl.{room}.{name}": room for room, name in PLUGS}
 
     def home_of(dotted: str) -> str | None:
         return next((home for home in homes if f"{dotted}.".startswith(f"{home}.")), None)
@@ -285,13 +297,13 @@ import rl.simple_launch
 from rl import build
 from rl.api import find
 from rl.config.schema import load_config
-from rl.preflight import report
+from rl.check import check_report
 for dotted in {[dotted for _, dotted in ALL_PLUGS]!r}:
     importlib.import_module(dotted)
 for path in {[str(path) for path in CONFIGS if path.stem in tiny_config.DISTINCT]!r}:
     config = load_config(path, env={tiny_config.ENVIRONMENT!r})
-    report.problems(config)
-    report.report(config, gpu_gb=141)
+    check_report.problems(config)
+    check_report.report(config, gpu_gb=141)
 """
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
@@ -331,13 +343,13 @@ def save_empty_lists(config: RunConfig) -> None:
 def test_every_shipped_config_runs(path: Path) -> None:
     config = tiny_config.shipped(path.stem)
     save_empty_lists(config)
-    assert report.problems(config) == []
+    assert check_report.problems(config) == []
 
 
 def test_the_fewstep_adapter_is_one_override() -> None:
     path = ROOT / "configs" / "qwen_image_edit_fewstep.jsonnet"
     config = load_config(path, ["lightning=true"], tiny_config.ENVIRONMENT)
-    assert report.problems(config) == []
+    assert check_report.problems(config) == []
     assert config.renderer["lora_weight_name"].startswith("Qwen-Image-Edit-Lightning-8steps")
 
 

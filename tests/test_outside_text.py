@@ -16,18 +16,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rl.api.data import RowRules
+from rl.checkpoints import checkpoint
 from rl.config.messages import validate
 from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.data import edit_jsonl
-from rl.data.shared.rows import BadRowError
+from rl.data.shared.sample_rows import BadRowError
 from rl.files.atomic import json_line, read_rows, row_of
 from rl.judge import reply
 from rl.judge.http import RETRY_AFTER_CAP_S, retry_after_s
-from rl.record import checkpoint
-from rl.record.scrub import scrub
-from rl.record.terminal import plain
-from rl.record.untrusted import shown
 from rl.report.reading import read_named
+from rl.text.scrub import scrub
+from rl.text.terminal import plain
+from rl.text.untrusted import shown
 
 few = settings(
     max_examples=30,

@@ -17,8 +17,8 @@ from tiny_typing import typing_errors
 from rl import build
 from rl.api.plug import Resources
 from rl.api.types import RenderJob, RewardInput, Sample
+from rl.check import check_report
 from rl.config.schema import load_config
-from rl.preflight import report
 from rl.run.metric_table import markdown_table, shipped_rows
 from rl.simple_launch import main
 
@@ -65,7 +65,7 @@ def test_the_plugs_of_write_a_plug_work_as_printed(
     config = load_config(
         tiny_config.write(tmp_path, tiny_config.real(tmp_path, policy=qwen, **values)),
     )
-    assert report.problems(config) == []
+    assert check_report.problems(config) == []
 
     resolved = build.resolve(config)
     [source] = build.build_data(resolved, resolved.train)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
+from rl.checkpoints.checkpoint import Checkpoints, ResumePoint
 from rl.config.schema import CheckpointConfig
 from rl.files.atomic import append_line, json_line
 from rl.files.held import GoneError
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import rng_state
-from rl.record.checkpoint import Checkpoints, ResumePoint
 
 
 def checkpoints_in(folder: Path, **config) -> Checkpoints:

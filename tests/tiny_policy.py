@@ -10,7 +10,7 @@ import torch
 from rl.api.policy import Policy, PolicySetup
 from rl.api.types import PromptTemplate
 from rl.policies import qwen2_5_vl
-from rl.policies.emu3 import plug as emu3
+from rl.policies.emu3 import emu3
 
 TEMPERATURE = 0.7
 """Of `make_qwen` and `make_emu3`."""

@@ -27,9 +27,9 @@ from transformers.processing_utils import ProcessorMixin
 
 from rl.api.types import HiddenStates, RenderJob, Sample
 from rl.files.images import over_white
-from rl.renderers.qwen_image_21.components import Parts
-from rl.renderers.qwen_image_21.config import Config, condition_sizes
-from rl.renderers.qwen_image_21.loop import QwenImage21Loop
+from rl.renderers.qwen_image_21.qwen_image_21_components import Parts
+from rl.renderers.qwen_image_21.qwen_image_21_config import Config, condition_sizes
+from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop
 from rl.renderers.qwen_image_21.vae import PictureVae
 from tiny_world.builder.image21_models import make_transformer
 from tiny_world.builder.image21_tokenizer import image_processor

@@ -62,7 +62,7 @@ def end_at_phase(name: str, finished: int, how: str = "SIGKILL") -> None:
             strike(how)
 
     at_calls("rl.run.last_finished:LastFinished.note", note)
-    at_calls("rl.record.console:PhaseTimer.phase", before)
+    at_calls("rl.console.console:PhaseTimer.phase", before)
 
 
 def at_calls(where: str, before: Callable[..., None]) -> None:

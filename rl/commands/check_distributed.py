@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rl.ranks.dist import Dist
-from rl.record import terminal
+from rl.text import terminal
 
 if TYPE_CHECKING:
     import torch

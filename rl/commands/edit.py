@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.config.printing import shown
-from rl.record import terminal
+from rl.text import terminal
 
 MAX_WORDS_SHOWN = 2000
 
@@ -32,14 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 1 when something could not be edited."""
     terminal.guard()
     args = _parser().parse_args(arguments)
-    from rl.edit import files
+    from rl.edit import edit_files
     from rl.edit.editor import Editor
 
     *first, last = args.what
     is_path = not first and (last.endswith(".jsonl") or Path(last).exists())
     paths = [Path(path) for path in ([last] if is_path else first)]
     try:
-        requests = files.requests_of(paths, None if is_path else last)
+        requests = edit_files.requests_of(paths, None if is_path else last)
         args.out.mkdir(parents=True, exist_ok=True)
         print(f"loading {args.run}", flush=True)
         editor = Editor.from_run(
@@ -62,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number, result in enumerate(stream, 1):
             failed += result.failure is not None
             try:
-                written = files.save(editor, result, files.free_stem(args.out, result.request))
+                written = edit_files.save(
+                    editor, result, edit_files.free_stem(args.out, result.request)
+                )
             except OSError as error:
                 raise SystemExit(f"{error}; the edits before this one are written") from error
             images = [image for image in result.request.images if isinstance(image, Path | str)]
@@ -73,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ("thought", result.thought),
                 ("words", result.words),
                 ("failed", result.failure),
-                *(("size", line) for line in files.sizes_said(result)),
+                *(("size", line) for line in edit_files.sizes_said(result)),
             ):
                 if words:
                     print(f"  {name + ':':8} {shown(words, MAX_WORDS_SHOWN)}")

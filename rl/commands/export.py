@@ -29,23 +29,25 @@ from typing import Any, get_args
 
 from rl import build
 from rl.api import find
+from rl.check.disk import free_gb
+from rl.checkpoints.checkpoint import MODEL_CARD
 from rl.commands.export_evidence import gather
 from rl.config.messages import validate
 from rl.config.schema import RunConfig
+from rl.console.console import duration, warn
+from rl.console.progress import weights_counted
 from rl.edit.trained import Trained, load_trained
+from rl.files import adapter_base
 from rl.files.atomic import row_of
 from rl.files.model_files import cached, model_problems
 from rl.files.weights import num_parameters
-from rl.policies.shared.loading import local_folder
-from rl.policies.shared.policy import TrainedPolicy
-from rl.preflight.disk import free_gb
-from rl.record import adapter_base, hub, terminal
-from rl.record.card_facts import at
-from rl.record.checkpoint import MODEL_CARD
-from rl.record.console import duration, warn
-from rl.record.model_card import PIPELINES, Form, model_card
-from rl.record.progress import weights_counted
-from rl.record.scrub import scrub
+from rl.policies.shared.model_loading import local_folder
+from rl.policies.shared.policy_base import TrainedPolicy
+from rl.publish import hub
+from rl.publish.card_facts import at
+from rl.publish.model_card import PIPELINES, Form, model_card
+from rl.text import terminal
+from rl.text.scrub import scrub
 
 ADAPTER_FILES = (adapter_base.ADAPTER_CONFIG, "adapter_model.safetensors", MODEL_CARD)
 WHOLE_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.safetensors", MODEL_CARD)

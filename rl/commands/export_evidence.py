@@ -14,7 +14,7 @@ from statistics import fmean
 from PIL.Image import DecompressionBombError, Image
 
 from rl.files.images import downscale, open_picture, png_bytes
-from rl.record.model_card import OWN_WORDS, Comparison, Evidence, Shown
+from rl.publish.model_card import OWN_WORDS, Comparison, Evidence, Shown
 from rl.report.curves import points
 from rl.report.figures import draw_curve
 from rl.report.reading import (

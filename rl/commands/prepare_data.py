@@ -25,16 +25,16 @@ from urllib.parse import quote
 
 from rl.api.data import RowRules
 from rl.commands.edit import at_least_one
+from rl.console.progress import counted
 from rl.data import hf_dataset
-from rl.data.emu3_tokens.files import SUFFIX, TokenisedEdit, write
-from rl.data.shared.rows import BadRowError, Columns, Rows
+from rl.data.emu3_tokens.token_files import SUFFIX, TokenisedEdit, write
+from rl.data.shared.sample_rows import BadRowError, Columns, Rows
 from rl.files.atomic import write_atomically
 from rl.files.model_files import model_problems
 from rl.ranks.signals import die_with_parent
-from rl.record import terminal
-from rl.record.progress import counted
-from rl.renderers.emu3_vq.plug import Config as VqConfig
-from rl.renderers.emu3_vq.plug import Emu3Vq
+from rl.renderers.emu3_vq.emu3_vq import Config as VqConfig
+from rl.renderers.emu3_vq.emu3_vq import Emu3Vq
+from rl.text import terminal
 
 MAX_IMAGE_SIDE_PX = 16384
 _BOX = re.compile(r"\[" + ",".join([r"\s*(-?\d+(?:\.\d+)?)\s*"] * 4) + r"\]")

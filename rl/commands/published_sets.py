@@ -8,8 +8,8 @@ import tarfile
 from pathlib import Path
 
 from rl.api.data import RowRules
-from rl.data.emu3_tokens.plug import Config, TokenisedEdits
-from rl.record import terminal
+from rl.data.emu3_tokens.emu3_tokens import Config, TokenisedEdits
+from rl.text import terminal
 
 INSIDE_A_SET = ("list", "feature", "train", "validation", "val", "test")
 """An archive that begins with one of these has no folder of its own."""

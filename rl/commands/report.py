@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.files.held import hold
-from rl.record import terminal
 from rl.report.figures import draw
 from rl.report.folder import BusyError, remember_other, remembered_other
 from rl.report.mail import write_single_file
 from rl.report.page import write_page
 from rl.report.reading import find_run, is_control, read_config, read_evaluations, read_named
 from rl.report.summary import summary
-from rl.run.page import BUSY
+from rl.run.page_refresh import BUSY
+from rl.text import terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:

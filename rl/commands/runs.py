@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.config.printing import shown
-from rl.record import terminal
-from rl.record.console import duration
-from rl.record.progress import counted
+from rl.console.console import duration
+from rl.console.progress import counted
 from rl.record.prune import plan, remove
 from rl.record.run_summary import NO_RUN, Summary, folders, look
+from rl.text import terminal
 
 VARIABLE = "APP__BASE_EXP_DIR"
 NAME_WIDTH = 29

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rl.api.data import RowRules
 from rl.data.shared.jsonl import LinesSource, read_lines, read_rows
-from rl.data.shared.rows import Rows, RowsConfig
+from rl.data.shared.sample_rows import Rows, RowsConfig
 
 
 class Config(RowsConfig):

@@ -14,7 +14,7 @@ from rl.api.data import RowRules
 from rl.api.plug import unread
 from rl.config.paths import FOLDER, GONE, not_a_file
 from rl.data.shared.jsonl import read_lines, read_rows
-from rl.data.shared.rows import (
+from rl.data.shared.sample_rows import (
     MAX_SHOWN,
     SEVERAL,
     BadRowError,
@@ -24,7 +24,7 @@ from rl.data.shared.rows import (
     RowsSource,
     pick,
 )
-from rl.record.untrusted import shown
+from rl.text.untrusted import shown
 
 if TYPE_CHECKING:
     from datasets import Dataset

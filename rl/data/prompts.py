@@ -20,7 +20,7 @@ from pydantic import model_validator
 from rl.api.data import RowRules
 from rl.api.plug import FileConfig
 from rl.data.shared.jsonl import LinesSource, read_lines, read_rows
-from rl.data.shared.rows import Columns, Rows
+from rl.data.shared.sample_rows import Columns, Rows
 
 BUILT_IN = Path(__file__).parent / "prompts"
 """One JSONL file per split, categories in turn, so that any beginning of one is balanced."""

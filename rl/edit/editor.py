@@ -25,7 +25,7 @@ from rl import build
 from rl.api.plug import PlugConfig, Resources
 from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
 from rl.config.schema import RunConfig
-from rl.data.shared.pictures import UnusableError, opened
+from rl.data.shared.sample_pictures import UnusableError, opened
 from rl.edit.trained import Trained, config_for_use, load_trained, pick_device
 from rl.judge.background import BackgroundLoop
 from rl.ranks.dist import Dist

@@ -16,15 +16,15 @@ from PIL.Image import DecompressionBombError
 
 from rl import build
 from rl.api import find
+from rl.checkpoints.best import held_out_rewards
+from rl.checkpoints.checkpoint import checkpoint_of, model_folder, read_state
 from rl.config import formats
 from rl.config.messages import validate
 from rl.config.schema import ConfigError, RunConfig
+from rl.files.adapter_base import ADAPTER_CONFIG
 from rl.files.atomic import row_of
 from rl.files.images import open_picture
-from rl.record.adapter_base import ADAPTER_CONFIG
-from rl.record.best import held_out_rewards
-from rl.record.checkpoint import checkpoint_of, model_folder, read_state
-from rl.record.untrusted import shown
+from rl.text.untrusted import shown
 
 UNUSED: dict[str, Any] = {
     "engine": {"type": "transformers"},

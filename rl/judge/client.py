@@ -35,8 +35,8 @@ from rl.judge.reply import (
     served_models,
 )
 from rl.judge.throttle import Throttle, Turn
-from rl.record.scrub import scrub
-from rl.record.untrusted import shown
+from rl.text.scrub import scrub
+from rl.text.untrusted import shown
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ import httpx
 
 from rl.config.paths import not_a_file, read_text
 from rl.config.schema import JudgeConfig
-from rl.record.scrub import MIN_CHARS, is_placeholder, remember
-from rl.record.untrusted import shown
+from rl.text.scrub import MIN_CHARS, is_placeholder, remember
+from rl.text.untrusted import shown
 
 DEFAULT_PORT = 4877
 """The port of scripts/serve_judge.sh, for bare hosts in a file."""

@@ -16,8 +16,8 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 
 from rl.judge.endpoint import is_loopback
-from rl.record.scrub import scrub
-from rl.record.untrusted import shown
+from rl.text.scrub import scrub
+from rl.text.untrusted import shown
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2 * 2**20

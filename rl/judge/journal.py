@@ -10,7 +10,7 @@ from pathlib import Path
 from rl.files.atomic import append, lines_of, row_of
 from rl.files.held import place
 from rl.files.private import private
-from rl.record.scrub import scrub
+from rl.text.scrub import scrub
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from rl.config.paths import read_text
 from rl.files.images import downscale, over_white, png_bytes
-from rl.record.untrusted import shown
+from rl.text.untrusted import shown
 
 INSTRUCTION = "{instruction}"
 """The one placeholder of a prompt file."""

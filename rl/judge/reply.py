@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from rl.record.scrub import scrub
-from rl.record.untrusted import without_lone_surrogates
+from rl.text.scrub import scrub
+from rl.text.untrusted import without_lone_surrogates
 
 MAX_REPLY_CHARS = 100_000
 

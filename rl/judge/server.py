@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Self
 
 from rl.config.schema import JudgeConfig
+from rl.console.console import warn
 from rl.files.private import private
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
 from rl.judge.endpoint import MAX_FILE_BYTES, resolve_api_base
 from rl.ranks.rendezvous import INIT_METHOD
-from rl.record.console import warn
-from rl.record.scrub import environment_without
-from rl.record.untrusted import shown
+from rl.text.scrub import environment_without
+from rl.text.untrusted import shown
 
 POLL_S = 0.05
 LAST_WORDS_BYTES = 2000

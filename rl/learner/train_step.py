@@ -22,8 +22,8 @@ from rl.api.types import TokenBatch, TokenOutputs, TrainSequence
 from rl.config.schema import RunConfig
 from rl.learner.backends import Backend, StepOutcome
 from rl.learner.loss_inputs import loss_inputs, pad
-from rl.learner.metrics import LearnerMetrics
 from rl.learner.micro_batches import FILLER, Member, MicroBatch, by_member
+from rl.learner.step_metrics import LearnerMetrics
 from rl.ranks.dist import Dist
 
 log = logging.getLogger(__name__)

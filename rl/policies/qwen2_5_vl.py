@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rl.api.types import Completion, Prompt
-from rl.policies.qwen_vl.config import Config
-from rl.policies.qwen_vl.policy import NOTHING_WRITTEN, QwenVL
+from rl.policies.qwen_vl.qwen_vl_config import Config
+from rl.policies.qwen_vl.qwen_vl_policy import NOTHING_WRITTEN, QwenVL
 from rl.policies.qwen_vl.tower import Tower
 
 __all__ = ["Config", "Qwen25VL"]

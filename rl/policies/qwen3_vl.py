@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from rl.config.schema import MAX_COUNT
-from rl.policies.qwen_vl import config as shared
-from rl.policies.qwen_vl.policy import QwenVL
+from rl.policies.qwen_vl import qwen_vl_config
+from rl.policies.qwen_vl.qwen_vl_policy import QwenVL
 from rl.policies.qwen_vl.tower import Tower
 
 if TYPE_CHECKING:
     import torch
 
 
-class Config(shared.Config):
+class Config(qwen_vl_config.Config):
     """The policy section."""
 
     image_max_pixels: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] | None = None

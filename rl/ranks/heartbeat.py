@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rl.ranks import main_thread
-from rl.ranks.loading import under_way
+from rl.ranks.under_way import under_way
 
 ASKS_STACKS = signal.SIGRTMAX
 """Not SIGUSR1, by which people and batch systems ask a run to stop. faulthandler answers it in C:
@@ -34,7 +34,7 @@ BETWEEN = "between phases"
 _BYTES = 1024
 """Size of the file, which is written in place: neither a full disk nor a kill matters."""
 _MAX_CHARS = 200
-_REPORTERS = (__name__, "contextlib", "rl.record.console")
+_REPORTERS = (__name__, "contextlib", "rl.console.console")
 _PEERS = "torch.distributed.distributed_c10d"
 """A rank in one of its functions waits for others (gloo, and the barriers of NCCL)."""
 
@@ -50,7 +50,7 @@ class Beat:
     moved_s: float
     """When the main thread last came to a place in the code that was none of its last few."""
     where: str
-    """'rl.engines.vllm.plug, in torch'."""
+    """'rl.engines.vllm.vllm, in torch'."""
     waits_for_ranks: bool
     has_saved: bool
     """It was asked to stop, and all that it has finished is on disk."""

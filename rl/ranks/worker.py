@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from rl.files.private import private
-from rl.ranks import error_messages, heartbeat, loading
+from rl.ranks import error_messages, heartbeat, under_way
 from rl.ranks.dist import PeerError
 from rl.ranks.signals import die_with_parent
-from rl.record import terminal
-from rl.record.terminal import Lossy
+from rl.text import terminal
+from rl.text.terminal import Lossy
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
     _write_note(note, {})
     sys.argv = [target, *args]
     if rank == 0 and target == "rl.train":
-        loading.start(first_s=1.0)  # the launcher took the seconds before
+        under_way.start(first_s=1.0)  # the launcher took the seconds before
     try:
         if target.endswith(".py"):
             sys.path[0] = str(Path(target).resolve().parent)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.record import checkpoint
-from rl.record.checkpoint import iteration_of
+from rl.checkpoints import checkpoint
+from rl.checkpoints.checkpoint import iteration_of
 from rl.record.run_lock import Use, to_oneself
 from rl.record.run_summary import Summary, files_in
-from rl.record.untrusted import shown
+from rl.text.untrusted import shown
 
 _MAX_SHOWN = 100
 _IN_USE: dict[Use, str] = {

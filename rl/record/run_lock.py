@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
-from rl.record.checkpoint import SAVING
+from rl.checkpoints.checkpoint import SAVING
 
 LOCKS = (".lock", SAVING)
 Use = Literal["running", "idle", "unknown"]

@@ -29,8 +29,8 @@ from rl.files.images import png_bytes
 from rl.files.private import private
 from rl.ranks.dist import Dist
 from rl.record.rewind import ENTRY_NAMES, PICTURE_NAME, rewind
-from rl.record.scrub import remember, scrubbed
 from rl.record.writer import MAX_WAITING
+from rl.text.scrub import remember, scrubbed
 
 if TYPE_CHECKING:
     from PIL.Image import Image

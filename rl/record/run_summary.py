@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rl.checkpoints.checkpoint import find, iteration_of, steps_of, too_new
 from rl.config import formats
 from rl.files.atomic import read_rows, row_of
-from rl.record.checkpoint import find, iteration_of, steps_of, too_new
 from rl.record.run_lock import LOCKS, Use, use_of
-from rl.record.untrusted import shown
+from rl.text.untrusted import shown
 
 NO_RUN = "no run"
 _MAX_SHOWN = 200

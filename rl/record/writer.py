@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-from rl.record.console import warn
-from rl.record.room import when_there_is_room
+from rl.checkpoints.disk_room import when_there_is_room
+from rl.console.console import warn
 
 MAX_WAITING = 10
 """Jobs beside the one under way: two iterations' or more. They hold pictures and weights in

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rl.api.types import PromptTemplate
-from rl.renderers.qwen_image.config import QwenImageConfig
-from rl.renderers.qwen_image.editor import QwenImageEditor
+from rl.renderers.qwen_image.denoising_config import QwenImageConfig
+from rl.renderers.qwen_image.qwen_image_editor import QwenImageEditor
 
 
 class Config(QwenImageConfig):

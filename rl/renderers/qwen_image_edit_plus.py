@@ -8,8 +8,8 @@ from pydantic import Field
 
 from rl.api.types import PromptTemplate
 from rl.config.schema import MAX_COUNT
-from rl.renderers.qwen_image.config import QwenImageConfig
-from rl.renderers.qwen_image.editor import QwenImageEditor
+from rl.renderers.qwen_image.denoising_config import QwenImageConfig
+from rl.renderers.qwen_image.qwen_image_editor import QwenImageEditor
 
 
 class Config(QwenImageConfig):

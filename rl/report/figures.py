@@ -13,11 +13,11 @@ from typing import IO, TYPE_CHECKING
 from rl.files.atomic import write_atomically
 from rl.files.images import open_picture
 from rl.files.panels import panel, pyplot
-from rl.record.untrusted import shown
 from rl.report.curves import points, smooth
+from rl.report.episode_rows import text
 from rl.report.folder import to_oneself
 from rl.report.reading import Evaluation, Record, number, other_sources, picture, words_of
-from rl.report.rows import text
+from rl.text.untrusted import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

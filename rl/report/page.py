@@ -18,7 +18,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from rl.files.atomic import write_atomically
-from rl.record.untrusted import without_lone_surrogates
 from rl.report.alarms import alarms
 from rl.report.curves import CURVES, how_drawn, points
 from rl.report.folder import to_oneself
@@ -34,6 +33,7 @@ from rl.report.script import literal
 from rl.report.summary import INTERVAL, beside, compare
 from rl.report.svg import drawn
 from rl.run.metric_table import doc_of
+from rl.text.untrusted import without_lone_surrogates
 
 _HERE = Path(__file__).with_name("page")
 _SOURCES = ("page.css", "base.js", "lists.js", "samples.js", "start.js")

@@ -22,15 +22,7 @@ from pydantic import BaseModel, StringConstraints
 
 from rl.files.atomic import read_rows, write_atomically
 from rl.report.disagreement import num_readings
-from rl.report.reading import (
-    Record,
-    episode_files,
-    evaluation_folders,
-    named_rows,
-    picture,
-    read_config,
-)
-from rl.report.rows import (
+from rl.report.episode_rows import (
     LEVELS,
     WHOLE,
     Limits,
@@ -39,6 +31,14 @@ from rl.report.rows import (
     groups_of,
     part_names,
     record_row,
+)
+from rl.report.reading import (
+    Record,
+    episode_files,
+    evaluation_folders,
+    named_rows,
+    picture,
+    read_config,
 )
 from rl.report.script import call, literal
 from rl.report.tokens import Pieces

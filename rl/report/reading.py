@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.checkpoints.checkpoint import too_new
 from rl.config.schema import load_config
 from rl.files.atomic import read_rows, row_of
-from rl.record.checkpoint import too_new
 
 Record = Mapping[str, Any]
 _MAX_ITERATION = 10**9

@@ -6,7 +6,7 @@ everything else left alone (`over_edit`, 10 = untouched). The arithmetic: `share
 
 from __future__ import annotations
 
-from rl.rewards.shared.viescore import PERCEPTION, PairedQuestions, VieScoreConfig
+from rl.rewards.shared.viescore_base import PERCEPTION, PairedQuestions, VieScoreConfig
 
 
 class Config(VieScoreConfig):

@@ -6,7 +6,7 @@ Semantic consistency, from the user's ORIGINAL prompt and the picture: is what w
 
 from __future__ import annotations
 
-from rl.rewards.shared.viescore import PERCEPTION, PairedQuestions, VieScoreConfig
+from rl.rewards.shared.viescore_base import PERCEPTION, PairedQuestions, VieScoreConfig
 
 
 class Config(VieScoreConfig):

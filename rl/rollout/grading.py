@@ -20,10 +20,10 @@ from rl.api.find import STRANGE, described
 from rl.api.plug import shown
 from rl.api.reward import Reward, checked_output
 from rl.api.types import RewardInput, RewardOutput
+from rl.console.console import warn
 from rl.files.images import own_pictures
 from rl.judge.client import JudgeError
 from rl.ranks.error_messages import is_lost_device
-from rl.record.console import warn
 
 Grades = Mapping[str, RewardOutput]
 """By the name of the reward."""

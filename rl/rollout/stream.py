@@ -33,12 +33,12 @@ from rl.api.types import (
     RewardOutput,
 )
 from rl.config.schema import RunConfig
+from rl.console.console import PhaseTimer
+from rl.console.progress import counted
 from rl.files.images import own_pictures
 from rl.judge.background import BackgroundLoop
 from rl.learner.micro_batches import Forwards, Member
 from rl.ranks.seeding import derive_seed
-from rl.record.console import PhaseTimer
-from rl.record.progress import counted
 from rl.rollout import grading
 from rl.rollout.consensus import Interrupted
 from rl.rollout.episodes import (

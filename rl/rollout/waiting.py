@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-from rl.record.progress import Progress
+from rl.console.progress import Progress
 from rl.rollout.consensus import Interrupted
 
 T = TypeVar("T")

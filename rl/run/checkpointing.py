@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rl.algorithm.metrics import Metrics
+from rl.checkpoints.checkpoint import Checkpoints, ResumePoint
+from rl.console.console import PhaseTimer
+from rl.publish.model_card import model_card
 from rl.ranks.dist import Dist
-from rl.record.checkpoint import Checkpoints, ResumePoint
-from rl.record.console import PhaseTimer
-from rl.record.model_card import model_card
 from rl.record.writer import BackgroundWriter
 from rl.run.last_finished import LastFinished
 

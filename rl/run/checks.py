@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Episode, Sample, Status
 from rl.config.schema import RunConfig
+from rl.console.console import warn
 from rl.judge.client import JudgeClient
 from rl.ranks.dist import Dist
-from rl.record.console import warn
 from rl.rollout.stream import Rollout
 from rl.run.contents import HeldOutContents
 from rl.run.episode_metrics import (

@@ -8,9 +8,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rl.api.types import Episode, Status
+from rl.console.console import warn
 from rl.files.images import digest
-from rl.record.console import warn
-from rl.record.untrusted import shown
+from rl.text.untrusted import shown
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist

@@ -23,7 +23,6 @@ from rl.files.images import png_bytes
 from rl.files.private import private
 from rl.ranks.seeding import derive_seed
 from rl.record.run_record import named_sources, provenance, source_files
-from rl.record.scrub import scrubbed
 from rl.rollout.stream import RolloutContext
 from rl.run.contents import shown
 from rl.run.drift import add_falls, add_gain_of_thought, add_state_drift, add_stock_arm
@@ -31,12 +30,13 @@ from rl.run.episode_metrics import add_bare_arm, add_thought
 from rl.run.equal_words import check_equal_words
 from rl.run.held_out import score
 from rl.run.stock import NUM_FIXED_SAMPLES, FixedArm, Rewards, Stock
+from rl.text.scrub import scrubbed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from rl.console.console import PhaseTimer
     from rl.ranks.dist import Dist
-    from rl.record.console import PhaseTimer
     from rl.record.writer import BackgroundWriter
 
 

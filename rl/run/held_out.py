@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from rl.api.types import Completion, Prompt
+from rl.console.console import PhaseTimer
 from rl.learner.micro_batches import Inference
 from rl.ranks import signals
 from rl.ranks.seeding import derive_seed
-from rl.record.console import PhaseTimer
 from rl.rollout.consensus import Interrupted, leave_together
 from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
 

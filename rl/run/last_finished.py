@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl.api.policy import Policy
+from rl.checkpoints.checkpoint import Checkpoints, ResumePoint, find, iteration_of
+from rl.console.console import warn
 from rl.learner.learner import Learner
-from rl.preflight.memory_plan import HELD_STATE_GB
+from rl.memory.memory_plan import HELD_STATE_GB
+from rl.publish.model_card import model_card
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import rng_state
-from rl.record.checkpoint import Checkpoints, ResumePoint, find, iteration_of
-from rl.record.console import warn
-from rl.record.model_card import model_card
 
 if TYPE_CHECKING:
     import torch

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl.algorithm.metrics import Metrics
-from rl.record.console import warn
-from rl.record.untrusted import shown
+from rl.console.console import warn
 from rl.rollout.episodes import PictureOutcome
 from rl.run.episode_metrics import TooManyFailuresError
+from rl.text.untrusted import shown
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist

@@ -15,8 +15,8 @@ from rl.api import find
 from rl.api.metric import Metric
 from rl.api.plug import PlugBase
 from rl.config.schema import ConfigError, listed, load_config
-from rl.record import terminal
 from rl.run.plug_metrics import prefix_of, rows_of
+from rl.text import terminal
 
 _IN_WHEEL = Path(__file__).with_name("metrics.md")
 _FILE = _IN_WHEEL if _IN_WHEEL.is_file() else Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -12,7 +12,7 @@ from rl.api.find import described
 from rl.api.metric import Metric
 from rl.api.plug import PlugBase, shown
 from rl.build import Plug, Resolved
-from rl.record.console import warn
+from rl.console.console import warn
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist

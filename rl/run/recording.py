@@ -8,15 +8,15 @@ from functools import partial
 
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Episode
+from rl.console.console import Console, PhaseTimer
+from rl.console.group_panel import GroupPanel
 from rl.ranks.dist import Dist
-from rl.record.console import Console, PhaseTimer
-from rl.record.group_panel import GroupPanel
 from rl.record.run_record import RunRecord
-from rl.record.tracking import Tracker
 from rl.record.writer import BackgroundWriter
 from rl.rollout.graded_groups import GradedGroup
-from rl.run.page import Page
+from rl.run.page_refresh import Page
 from rl.run.rank_times import rank_times
+from rl.trackers.tracking import Tracker
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from rl.algorithm.metrics import Metrics
 from rl.api.engine import Engine
 from rl.api.types import Completion, Prompt, Sample
 from rl.config.schema import RunConfig
+from rl.console.console import PhaseTimer, warn
 from rl.judge.client import JudgeClient
 from rl.learner.learner import Learner
 from rl.learner.train_step import TrainStep
@@ -21,7 +22,6 @@ from rl.learner.weight_sync import SyncReport, sync
 from rl.meter.device import take_peak_memory_gb
 from rl.ranks import signals
 from rl.ranks.dist import Dist
-from rl.record.console import PhaseTimer, warn
 from rl.rollout.consensus import Interrupted, leave_together
 from rl.rollout.graded_groups import Advantages, GradedGroup
 from rl.rollout.prompt_order import PromptOrder

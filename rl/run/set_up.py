@@ -16,38 +16,38 @@ from rl.api.data import DataSource
 from rl.api.engine import Engine, EngineClaim
 from rl.api.policy import Policy
 from rl.api.types import Sample
+from rl.check.ask_judge import Heard, ask_judge
+from rl.check.resume import check_resume
+from rl.checkpoints.checkpoint import Checkpoints, read_state
 from rl.config.schema import JudgeConfig, RunConfig
+from rl.console.console import Console, PhaseTimer, warn
+from rl.console.group_panel import GroupPanel
+from rl.console.progress import shown_on
 from rl.files.atomic import write_atomically
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.endpoint import resolve_api_bases
 from rl.judge.server import StartedJudge
 from rl.learner.learner import Learner
+from rl.memory import footprint, memory_plan
 from rl.meter.device import measure_flops_per_s
-from rl.preflight import footprint, memory_plan
-from rl.preflight.ask_judge import Heard, ask_judge
-from rl.preflight.resume import check_resume
 from rl.ranks import heartbeat, placement, rendezvous, signals
 from rl.ranks.dist import Dist
 from rl.ranks.hang_watch import WATCHED_ELSEWHERE
 from rl.ranks.seeding import seed_everything, set_rng_state
-from rl.record.checkpoint import Checkpoints, read_state
-from rl.record.console import Console, PhaseTimer, warn
-from rl.record.group_panel import GroupPanel
-from rl.record.progress import shown_on
 from rl.record.run_record import RunRecord
-from rl.record.tracking import Tracker
 from rl.record.writer import BackgroundWriter
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
 from rl.run.checkpointing import Checkpointing
 from rl.run.checks import Checks
 from rl.run.last_finished import LastFinished, save_at_once
-from rl.run.page import Page
+from rl.run.page_refresh import Page
 from rl.run.plug_metrics import Made, PlugMetrics
 from rl.run.recording import Recording
 from rl.run.run import Run
 from rl.run.watch import Watch
+from rl.trackers.tracking import Tracker
 
 
 class NothingToDoError(Exception):

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.api.types import Completion, Episode, HiddenStates, Prompt, Sample
+from rl.check.resume import lasting
+from rl.checkpoints.disk_room import when_there_is_room
+from rl.console.console import warn
 from rl.files.atomic import json_line, read_rows, write_atomically
 from rl.files.images import png_bytes
 from rl.files.private import private
 from rl.learner.micro_batches import Inference
-from rl.preflight.resume import lasting
-from rl.record.console import warn
-from rl.record.room import when_there_is_room
 from rl.rollout.stream import RolloutContext
 from rl.run.held_out import score
 

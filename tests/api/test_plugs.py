@@ -11,8 +11,8 @@ import tiny_config
 from tiny_messages import names
 from tiny_typing import typing_errors
 
+from rl.check import check_report
 from rl.config.schema import load_config
-from rl.preflight import report
 
 HEAD = """
 from PIL import Image
@@ -123,7 +123,7 @@ def problems_of(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, **chan
     for file in ("stranger.py", "strangers/one.py", "strangers/pkg/inner.py"):
         (folder / file).write_text(HEAD + code.replace(" | ", "\n    ") + "\n")
     path = tiny_config.write(folder, tiny_config.real(folder, **changes))
-    return report.problems(load_config(path))
+    return check_report.problems(load_config(path))
 
 
 DATA_CLASS = "class D(DataSource): | def __len__(self): return 3 | def __getitem__(self, index): "
@@ -307,7 +307,7 @@ def test_a_member_that_nearly_has_a_name_that_is_read_is_told(tmp_path, monkeypa
     code = "class R(Reward): | need = {'image'} | def garde(self, x): ... | own = 3" + HALF
     rewards = {"mine": {"type": "stranger.R"}}
     assert problems_of(tmp_path, monkeypatch, code, rewards=rewards) == []
-    remarks = report.remarks(load_config(next(tmp_path.glob("*.jsonnet"))))
+    remarks = check_report.remarks(load_config(next(tmp_path.glob("*.jsonnet"))))
     idle = [line for lines in remarks.values() for line in lines]
     found = [line for line in idle if line.startswith("rewards.mine")]
     assert len(found) == 2 and names(found, "R.need: ... 'needs' ... R.garde: ... 'grade'")

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from tiny_messages import names
 
+from rl.check import check_report
+from rl.checkpoints import checkpoint
 from rl.commands import export
 from rl.commands import report as report_command
 from rl.config import formats
 from rl.config.schema import ConfigError, load_config
 from rl.edit.trained import load_trained
-from rl.preflight import report
+from rl.files.adapter_base import base_of, read_config
 from rl.ranks.dist import Dist
-from rl.record import checkpoint
-from rl.record.adapter_base import base_of, read_config
 from rl.record.run_record import RunRecord
 from rl.report.reading import read_evaluations
 
@@ -59,13 +59,13 @@ def config_of(run_dir: Path, *overrides: str) -> Any:
 
 def test_a_run_of_the_last_release_goes_on(run_dir: Path) -> None:
     config = config_of(run_dir)
-    assert report.problems(config) == []
-    assert names(report.report(config, 80)[0].splitlines()[0], "after 2 iterations")
+    assert check_report.problems(config) == []
+    assert names(check_report.report(config, 80)[0].splitlines()[0], "after 2 iterations")
 
 
 def test_a_change_that_breaks_it_is_still_refused(run_dir: Path) -> None:
     changes = ("data.train.0.seed=5", "algorithm.loss=grpo")
-    [problem] = report.problems(config_of(run_dir, *changes))
+    [problem] = check_report.problems(config_of(run_dir, *changes))
     breaking = [line.strip() for line in problem.splitlines() if line.startswith("  ")]
     assert breaking == ["data.train.0.seed: 1 -> 5", "algorithm.loss: 'dapo' -> 'grpo'"]
 
@@ -121,7 +121,7 @@ def test_what_a_newer_version_wrote_is_refused_and_left_alone(
     rewrite(run_dir / file, lambda written: written.update(format=known + 1))
     folder = (run_dir / file).parent
     why = f"{folder} has the format {known + 1}, ... {known} to {known} ... {NEWER}"
-    [problem] = report.problems(config_of(run_dir))
+    [problem] = check_report.problems(config_of(run_dir))
     assert names(problem, f"run_name: ... {why} ... another run_name ... move {run_dir} away")
     for use in (checkpoint.model_folder, load_trained):
         with pytest.raises(ValueError) as refused:
@@ -150,14 +150,14 @@ def test_an_adapter_that_cannot_be_read_is_refused(run_dir: Path, written: str, 
     assert names(caught.value, why)
     places = ["policy.model_path=pkg://tiny_world/weights/rewriter", "base_exp_dir=elsewhere"]
     config = config_of(run_dir, *places, f"policy.adapter_path={adapter}")
-    [problem] = report.problems(config)
+    [problem] = check_report.problems(config)
     assert names(problem, f"policy.adapter_path: ... {why}")
 
 
 def test_a_run_of_an_older_format_is_refused_and_what_a_run_writes_has_todays(run_dir) -> None:
     config = config_of(run_dir)
     rewrite(run_dir / "config.json", lambda written: written.pop("format"))
-    [problem] = report.problems(config)
+    [problem] = check_report.problems(config)
     assert names(problem, "format 1 ... 3 to 3 ... the version of vlm-edit-rl that wrote it")
     RunRecord(run_dir, config, Dist()).write_config()
     assert json.loads((run_dir / "config.json").read_text())["format"] == formats.CONFIG

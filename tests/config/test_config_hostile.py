@@ -15,9 +15,9 @@ import tiny_config
 from tiny_messages import names
 
 from rl import build
+from rl.check import check_report
 from rl.config.messages import validate
 from rl.config.schema import ConfigError, RunConfig, listed, load_config
-from rl.preflight import report
 
 ODD: list[Any] = [
     9 * 10**15, 10**400, 1e300, 5e-324, "a\0b", "x" * 200_000, {"a\0b": 1},
@@ -67,12 +67,12 @@ def test_any_key_may_hold_anything(tmp_path: Path) -> None:
         changed = with_value(values, key, value)
         config, problems = validate(RunConfig, changed)
         if config is not None:
-            problems = report.problems(config)
+            problems = check_report.problems(config)
         assert not any(" raises " in problem for problem in problems), (key, value, problems)
         shown = listed(problems)
         assert all(char.isprintable() or char == "\n" for char in shown), (key, value)
         if config is not None and not problems:
-            assert report.report(config, config.gpu_gb)[0]
+            assert check_report.report(config, config.gpu_gb)[0]
 
 
 def test_of_many_unknown_keys_the_first_are_told(tmp_path: Path) -> None:
@@ -116,5 +116,5 @@ def test_the_refusal_names_key_and_range(tmp_path: Path, override: str, parts: s
 @pytest.mark.parametrize("folder", ["/dev/zero", "/dev/null/runs", "x" * 300, "p/" * 3000])
 def test_a_run_folder_that_can_be_none(tmp_path: Path, folder: str) -> None:
     values = tiny_config.real(tmp_path, base_exp_dir=folder)
-    [problem] = report.problems(tiny_config.validated(values))
+    [problem] = check_report.problems(tiny_config.validated(values))
     assert problem.startswith("base_exp_dir: ") and len(problem) < 500

@@ -13,10 +13,10 @@ import pytest
 from tiny_messages import names
 
 from rl import build
+from rl.check import check_report
 from rl.config import engine_choice
 from rl.config.schema import ConfigError, load_config
 from rl.config.shipped import configs_folder, located, shipped_configs
-from rl.preflight import report
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
@@ -29,7 +29,7 @@ TINY = [
 def test_a_shipped_config_runs_from_any_folder(name: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config(f"configs/{name}.jsonnet")
-    assert report.problems(config) == []
+    assert check_report.problems(config) == []
     model = build.resolve(config).policy.config.model_path
     assert (Path(model) / "config.json").is_file()
     # What is recorded does not name this machine's folders: the run goes on wherever it lies.
@@ -90,7 +90,7 @@ def test_pkg_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", ["pkg://no_such_package/x", "pkg://", "pkg://../x", "pkg:///etc"])
 def test_a_pkg_path_into_nothing_is_a_problem_of_its_key(path: str) -> None:
     config = load_config(ROOT / "configs" / "quickstart.jsonnet", [f"policy.model_path={path}"])
-    [problem] = report.problems(config)
+    [problem] = check_report.problems(config)
     assert names(problem, f"policy.model_path: ... {path!r} ... no package")
 
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import EpsImagePlugin, Image
 from tiny_edits import PHOTO_SIZE, save_photos
 
-from rl.data.shared.pictures import UnusableError, check_header, decode, locate, opened
+from rl.data.shared.sample_pictures import UnusableError, check_header, decode, locate, opened
 from rl.files import images
 from rl.report.mail import thumbnail
 

@@ -17,7 +17,7 @@ from rl.api.engine import EngineSetup
 from rl.api.plug import PlugConfig
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
-from rl.engines.vllm import plug as vllm_engine
+from rl.engines.vllm import vllm as vllm_engine
 
 SEEDS = [7, 70, 700, 7000]
 
@@ -237,7 +237,7 @@ def test_a_wrong_grid_is_refused_at_admission(grid):
     from vllm import SamplingParams as VllmSamplingParams
 
     from rl.engines.vllm import grammar
-    from rl.engines.vllm.config import GRID
+    from rl.engines.vllm.vllm_config import GRID
 
     wrong = VllmSamplingParams(extra_args={GRID: grid})
     for shell in (grammar.V1Grammar, grammar.V2Grammar):

@@ -20,8 +20,8 @@ from rl.api.plug import PlugConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
-from rl.engines.vllm import plug as vllm_engine
-from rl.engines.vllm import weights as vllm_weights
+from rl.engines.vllm import engine_weights
+from rl.engines.vllm import vllm as vllm_engine
 from rl.policies import qwen2_5_vl
 
 pytestmark = pytest.mark.slow
@@ -72,13 +72,13 @@ def synced(engine, policy):
 def worker(engine, policy, monkeypatch):
     """vLLM's own, which a sync of the policy as it now is was delivered to."""
     delivered_to = []
-    put = vllm_weights.put_lora
+    put = engine_weights.put_lora
 
     def noting(worker, *args):
         delivered_to.append(worker)
         return put(worker, *args)
 
-    monkeypatch.setattr(vllm_weights, "put_lora", noting)
+    monkeypatch.setattr(engine_weights, "put_lora", noting)
     engine.load_weights(export(policy))
     monkeypatch.undo()
     [worker] = delivered_to
@@ -143,8 +143,8 @@ def test_a_sync_that_changed_nothing_is_seen(synced, policy, prompts_P, monkeypa
         finally:
             manager.add_adapter, manager.remove_adapter = add, remove
 
-    put = vllm_weights.put_lora
-    monkeypatch.setattr(vllm_weights, "put_lora", deliver_nothing)
+    put = engine_weights.put_lora
+    monkeypatch.setattr(engine_weights, "put_lora", deliver_nothing)
     synced.load_weights(after)
     assert synced.held_fingerprint() not in (after.fingerprint, before.fingerprint)
 
@@ -303,7 +303,7 @@ def test_prompts_of_several_pictures_are_sampled_too(synced, policy, monkeypatch
 
 def test_text_only_prompts_are_sampled_too(synced, policy):
     from rl.api.types import Sample
-    from rl.policies.qwen_vl.prompts import QwenPrompts
+    from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
     from rl.policies.shared import prompting
 
     prompts = QwenPrompts(

@@ -20,8 +20,8 @@ from tiny_rounding import NATS
 from rl.api.engine import EngineSetup
 from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
-from rl.engines.vllm import plug as vllm_engine
-from rl.engines.vllm import weights as vllm_weights
+from rl.engines.vllm import engine_weights
+from rl.engines.vllm import vllm as vllm_engine
 from rl.policies import qwen2_5_vl
 
 pytestmark = pytest.mark.slow
@@ -147,7 +147,7 @@ def test_a_place_that_is_not_known_is_not_proven(engine, policy):
     weights = policy.export_weights(trainable(policy), 0)
     engine.load_weights(weights)
     [(expected, unplaced)] = engine._llm.collective_rpc(
-        vllm_weights.whole_sums, args=([("model.language_model.secret.weight", torch.ones(2))],)
+        engine_weights.whole_sums, args=([("model.language_model.secret.weight", torch.ones(2))],)
     )
     assert (expected, unplaced) == ({}, ["model.language_model.secret.weight"])
     engine._unplaced = unplaced

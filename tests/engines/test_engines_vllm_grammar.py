@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from rl.engines.vllm import plug as vllm_engine
 from rl.engines.vllm import start
-from rl.engines.vllm.config import GRID, VOCABULARY
+from rl.engines.vllm import vllm as vllm_engine
+from rl.engines.vllm.vllm_config import GRID, VOCABULARY
 
 for name, value in vllm_engine.ENVIRONMENT.items():
     os.environ.setdefault(name, value)  # as the engine does, before the first import of vLLM

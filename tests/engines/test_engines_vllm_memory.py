@@ -17,9 +17,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from rl import build
 from rl.api.engine import EngineClaim, EngineSetup
 from rl.config.schema import load_config
-from rl.engines.vllm import plug
-from rl.preflight import footprint, memory_plan
-from rl.preflight.memory_plan import PolicyModel
+from rl.engines.vllm import vllm as vllm_engine
+from rl.memory import footprint, memory_plan
+from rl.memory.memory_plan import PolicyModel
 
 ENVIRONMENT = {
     "APP__BASE_EXP_DIR": "runs",
@@ -131,8 +131,8 @@ def test_an_open_share_needs_a_plan() -> None:
 
 def told(section: dict[str, Any], device: str, claim: EngineClaim | None) -> dict[str, Any]:
     """Of an engine that is not started: that takes a GPU."""
-    engine = object.__new__(plug.VllmEngine)
-    engine.config = plug.Config.model_validate({"type": "vllm", **section})
+    engine = object.__new__(vllm_engine.VllmEngine)
+    engine.config = vllm_engine.Config.model_validate({"type": "vllm", **section})
     engine._setup = EngineSetup(None, device, claim=claim)  # type: ignore[arg-type]
     engine._on_cuda = device.startswith("cuda")
     return engine._memory_arguments()

@@ -24,8 +24,8 @@ from rl.api.engine import EngineSetup
 from rl.api.plug import PlugConfig
 from rl.api.types import SamplingParams
 from rl.engines.transformers import TransformersEngine
-from rl.engines.vllm import plug as vllm_engine
 from rl.engines.vllm import start
+from rl.engines.vllm import vllm as vllm_engine
 
 pytestmark = pytest.mark.slow
 

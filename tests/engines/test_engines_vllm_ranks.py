@@ -17,7 +17,7 @@ def sample_train_and_sync(folder: str) -> dict[str, object]:
     from rl.api.engine import EngineSetup
     from rl.api.policy import PolicySetup
     from rl.api.types import SamplingParams
-    from rl.engines.vllm import plug as vllm_engine
+    from rl.engines.vllm import vllm as vllm_engine
     from rl.policies import qwen2_5_vl
     from rl.ranks.dist import Dist
 
@@ -69,7 +69,7 @@ def draw_with_an_adapted_emu3(folder: str) -> dict[str, object]:
 
     from rl.api.engine import EngineSetup
     from rl.api.types import SamplingParams
-    from rl.engines.vllm import plug as vllm_engine
+    from rl.engines.vllm import vllm as vllm_engine
     from rl.ranks.dist import Dist
 
     dist = Dist.from_env("cpu")

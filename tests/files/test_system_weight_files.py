@@ -19,10 +19,10 @@ from tiny_weight_files import displace, num_askew
 from rl.api.plug import Resources
 from rl.api.policy import PolicySetup
 from rl.files.weights import align_weights
-from rl.policies.emu3 import plug as emu3
+from rl.policies.emu3 import emu3
 from rl.renderers import qwen_image_edit
-from rl.renderers.emu3_vq import plug as emu3_vq
-from rl.renderers.sd3 import plug as sd3
+from rl.renderers.emu3_vq import emu3_vq
+from rl.renderers.sd3 import sd3
 
 Modules = list[torch.nn.Module]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl.judge.endpoint import auth_header, is_loopback, resolve_api_base, resolve_api_bases
-from rl.record.scrub import scrub
+from rl.text.scrub import scrub
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, r
 from tiny_messages import names
 
 from rl.api.judge import Answer
+from rl.check.compatibility import compatibility_problems
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.journal import ReplyJournal
-from rl.preflight.compatibility import compatibility_problems
 
 KEY = "sk-ver/secret+0123456789"
 SPELLINGS = {

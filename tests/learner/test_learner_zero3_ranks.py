@@ -37,7 +37,7 @@ from rl.engines.transformers import TransformersEngine
 from rl.learner.learner import Learner
 from rl.learner.weight_sync import sync
 from rl.policies import qwen2_5_vl
-from rl.policies.emu3.plug import Emu3
+from rl.policies.emu3.emu3 import Emu3
 from rl.policies.shared import adapters
 from rl.ranks.dist import Dist
 

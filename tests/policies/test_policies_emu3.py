@@ -19,7 +19,7 @@ from rl.api.plug import PlugConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import Completion, SamplingParams
 from rl.engines.transformers import TransformersEngine
-from rl.policies.emu3 import plug as emu3
+from rl.policies.emu3 import emu3
 
 
 @pytest.fixture(scope="module")

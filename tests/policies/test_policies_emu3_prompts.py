@@ -10,9 +10,8 @@ import tiny_emu3
 from rl.algorithm.image_grammar import forced_tokens
 from rl.api.policy import PolicySetup
 from rl.api.types import Sample
-from rl.policies.emu3 import loading, tokens
-from rl.policies.emu3 import plug as emu3
-from rl.policies.emu3.prompts import Emu3Prompts
+from rl.policies.emu3 import emu3, emu3_loading, image_tokens
+from rl.policies.emu3.emu3_prompts import Emu3Prompts
 
 EOL, EOF, BOS, EOS = "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>"
 IMAGE, START, END = "<|image token|>", "<|image start|>", "<|image end|>"
@@ -191,7 +190,7 @@ def config_of(folder: str, **section) -> emu3.Config:
 def test_a_published_folder_is_read_without_its_code(tmp_path: Path, tokenizer):
     """tiktoken file and list of vision tokens give the very ids of `tokenizer.json`."""
     folder = tiny_emu3.save_published_folder(tmp_path)
-    read_back = loading.load_tokenizer(config_of(folder))
+    read_back = emu3_loading.load_tokenizer(config_of(folder))
     assert read_back.get_vocab() == tokenizer.get_vocab()
     texts = [
         "make the  sky\n\nblue 2024*7",
@@ -202,7 +201,7 @@ def test_a_published_folder_is_read_without_its_code(tmp_path: Path, tokenizer):
         ids = read_back(text, add_special_tokens=False).input_ids
         assert ids == tokenizer(text, add_special_tokens=False).input_ids
     read_back.save_pretrained(tmp_path / "saved")
-    again = loading.load_tokenizer(config_of(str(tmp_path / "saved")))
+    again = emu3_loading.load_tokenizer(config_of(str(tmp_path / "saved")))
     assert again(texts[2]).input_ids == read_back(texts[2]).input_ids
 
 
@@ -220,7 +219,7 @@ def test_the_tiktoken_vocabulary_is_read_as_tiktoken_reads_it(tmp_path: Path):
     reference = tiktoken.Encoding(
         "e", pat_str=PRETOKENIZE_REGEX, mergeable_ranks=ranks, special_tokens={}
     )
-    ours = loading.load_tokenizer(config_of(str(folder)))
+    ours = emu3_loading.load_tokenizer(config_of(str(folder)))
     for text in [
         "make the sky blue, step by step",
         "1024 squares!!\n\n to  the",
@@ -231,10 +230,10 @@ def test_the_tiktoken_vocabulary_is_read_as_tiktoken_reads_it(tmp_path: Path):
 
 def test_other_tokenizers_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"tokenizer.json nor emu3.tiktoken"):
-        loading.load_tokenizer(config_of(str(tmp_path)))
+        emu3_loading.load_tokenizer(config_of(str(tmp_path)))
     lacking = tiny_emu3.make_bpe()
     with pytest.raises(ValueError, match=r"it lacks <\|extra_203\|>, .*visual token 000000"):
-        tokens.find_vocabulary(lacking)
+        image_tokens.find_vocabulary(lacking)
 
 
 @pytest.mark.parametrize("extra", ["<|tail|>", visual(99)])
@@ -242,7 +241,7 @@ def test_visual_tokens_must_end_the_vocabulary_without_gaps(extra):
     tokenizer = tiny_emu3.make_tokenizer()
     tokenizer.add_tokens([extra], special_tokens=True)
     with pytest.raises(ValueError, match=r"id 592 should be '<\|visual token 000064\|>'"):
-        tokens.find_vocabulary(tokenizer)
+        image_tokens.find_vocabulary(tokenizer)
 
 
 # The section
@@ -286,7 +285,7 @@ def test_cycles_of_text_and_vision(tmp_path: Path, kind):
 def test_another_models_folder_is_named(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     with pytest.raises(ValueError, match="holds a 'qwen2', not an Emu3"):
-        loading.read_model_config(tmp_path)
+        emu3_loading.read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
@@ -295,7 +294,7 @@ def test_rope_scaling_of_a_published_config_survives(tmp_path, key):
     written = json.loads((folder / "config.json").read_text())
     scaled = {**written, "rope_theta": 5e5, "rope_scaling": {key: "linear", "factor": 2.0}}
     (folder / "config.json").write_text(json.dumps(scaled))
-    config = loading.read_model_config(folder)
+    config = emu3_loading.read_model_config(folder)
     expected = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
     assert config.rope_parameters == expected and config.attention_dropout == 0
 

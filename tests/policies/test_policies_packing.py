@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rl.algorithm import attention_kernels as kernels
 from rl.api.types import PackedGroup, Prompt, Sample
 from rl.policies import qwen2_5_vl
-from rl.policies.emu3 import plug as emu3
+from rl.policies.emu3 import emu3
 from rl.policies.shared import packing as packing
 from rl.policies.shared.packed_attention import Packing, attention
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from rl.api.types import PromptTemplate, Sample, UnusableSampleError
-from rl.policies.qwen_vl.prompts import QwenPrompts
+from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
 from rl.policies.shared import prompting
 
 

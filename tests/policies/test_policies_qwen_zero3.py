@@ -31,7 +31,7 @@ from tiny_learner import (
 from rl.api.policy import PolicySetup
 from rl.learner.learner import Learner
 from rl.policies import qwen2_5_vl, qwen3_vl
-from rl.policies.qwen_vl.policy import QwenVL
+from rl.policies.qwen_vl.qwen_vl_policy import QwenVL
 from rl.ranks.dist import Dist
 
 pytestmark = pytest.mark.slow

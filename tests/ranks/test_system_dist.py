@@ -8,7 +8,7 @@ import pytest
 from tiny_ranks import run_ranks
 
 from rl.algorithm.metrics import Metrics
-from rl.engines.vllm import plug
+from rl.engines.vllm import vllm as vllm_engine
 from rl.ranks.dist import Dist
 
 
@@ -103,7 +103,7 @@ def test_on_a_gpu_float32_is_float32(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     assert Dist.from_env().device == "cuda:0"
     assert not torch.backends.cudnn.allow_tf32
-    assert plug.ENVIRONMENT["TRITON_F32_DEFAULT"] == "ieee"
+    assert vllm_engine.ENVIRONMENT["TRITON_F32_DEFAULT"] == "ieee"
 
 
 @pytest.mark.parametrize("num_devices", [0, 1])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rl.ranks.error_messages import REMEDIES, sentence
-from rl.record.terminal import Lossy
+from rl.text.terminal import Lossy
 
 
 class Failing(io.StringIO):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tiny_checkpoints import checkpoints_in, names_in, save
 
+from rl.checkpoints.best import held_out_rewards
+from rl.checkpoints.checkpoint import Checkpoints, checkpoint_of
 from rl.files.atomic import json_line
-from rl.record.best import held_out_rewards
-from rl.record.checkpoint import Checkpoints, checkpoint_of
 
 
 def save_and_measure(checkpoints: Checkpoints, rewards: dict[int, float | None]) -> None:

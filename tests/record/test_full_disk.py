@@ -15,13 +15,13 @@ from tiny_disk import fill, mounted
 from tiny_messages import names
 from tiny_run import episode, run_config
 
+from rl.checkpoints import disk_room
+from rl.checkpoints.checkpoint import Checkpoints, ResumePoint, problem_of
 from rl.config.schema import CheckpointConfig
 from rl.files.atomic import NoRoomError, append_line, read_rows, write_atomically
 from rl.judge.journal import ReplyJournal
 from rl.ranks import heartbeat, signals
 from rl.ranks.dist import Dist
-from rl.record import room
-from rl.record.checkpoint import Checkpoints, ResumePoint, problem_of
 from rl.record.run_record import RunRecord
 from rl.record.writer import BackgroundWriter
 
@@ -93,7 +93,7 @@ def point(iteration: int) -> ResumePoint:
 def test_records_and_checkpoints_wait_for_room_and_are_whole(
     disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(room, "TRY_EVERY_S", 0.05)
+    monkeypatch.setattr(disk_room, "TRY_EVERY_S", 0.05)
     run_dir = disk / "run"
     record = RunRecord(run_dir, run_config(), Dist())
     checkpoints = Checkpoints(run_dir, CheckpointConfig(), Dist())
@@ -128,7 +128,7 @@ def test_records_and_checkpoints_wait_for_room_and_are_whole(
 
 def test_a_wait_for_room_is_no_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It may last longer than `hang_limit_s`: the launcher is told of each look."""
-    monkeypatch.setattr(room, "TRY_EVERY_S", 0.05)
+    monkeypatch.setattr(disk_room, "TRY_EVERY_S", 0.05)
     noted: list[float] = []
     monkeypatch.setattr(heartbeat, "note_wait", lambda: noted.append(time.monotonic()))
     answers = iter([OSError(errno.ENOSPC, "full"), None])
@@ -137,7 +137,7 @@ def test_a_wait_for_room_is_no_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         if (error := next(answers)) is not None:
             raise error
 
-    room.when_there_is_room(write, tmp_path, "a file")
+    disk_room.when_there_is_room(write, tmp_path, "a file")
     assert noted
 
 

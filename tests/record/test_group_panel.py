@@ -12,9 +12,9 @@ from tiny_run import SAMPLE, episode
 
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Action, Completion, Episode, Prompt, Status
+from rl.console.console import Console, PhaseTimer
+from rl.console.group_panel import GroupPanel, chosen, group_rows
 from rl.ranks.dist import Dist
-from rl.record.console import Console, PhaseTimer
-from rl.record.group_panel import GroupPanel, chosen, group_rows
 from rl.rollout.graded_groups import GradedGroup
 from rl.run.recording import Recording
 

@@ -14,8 +14,8 @@ from markdown_it.token import Token
 from tiny_messages import names
 from tiny_run import run_config
 
-from rl.record.card_facts import licence_of
-from rl.record.model_card import Comparison, Evidence, Shown, model_card
+from rl.publish.card_facts import licence_of
+from rl.publish.model_card import Comparison, Evidence, Shown, model_card
 
 SAMPLE = Shown("make it red", ("turn it", "turn it red"), (0.2, None), ())
 EVIDENCE = Evidence(

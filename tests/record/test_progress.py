@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl.ranks import loading
-from rl.record import progress, terminal
-from rl.record.console import Console, PhaseTimer
-from rl.record.progress import counted, shown_on, weights_counted
+from rl.console import progress
+from rl.console.console import Console, PhaseTimer
+from rl.console.progress import counted, shown_on, weights_counted
+from rl.ranks import under_way
+from rl.text import terminal
 
 
 @pytest.fixture
@@ -39,10 +40,10 @@ class Terminal(io.StringIO):
 
 
 def count(num: int, each_s: float, clock: list[float], what: str = "pictures") -> None:
-    with counted(what, num) as under_way:
+    with counted(what, num) as counter:
         for _ in range(num):
             clock[0] += each_s
-            under_way.step()
+            counter.step()
 
 
 def test_what_is_over_in_a_few_seconds_says_nothing(clock, log) -> None:
@@ -93,10 +94,10 @@ def test_on_a_terminal_it_is_the_phases_own_line_and_leaves_it(clock) -> None:
     console = Console(True, Terminal())
     shown = []
     with shown_on(console), PhaseTimer(console).phase("render"):
-        with counted("[red]", 8) as under_way:
+        with counted("[red]", 8) as counter:
             for _ in range(4):
                 clock[0] += 1.0
-                under_way.step()
+                counter.step()
                 shown.append(console.live_text)
         shown.append(console.live_text)
     third, last = (
@@ -123,19 +124,19 @@ def test_on_a_terminal_outside_of_a_phase_it_has_a_line_that_goes_when_it_ends(
 
 
 def test_while_a_run_loads_it_is_part_of_the_loading_lines(clock, log, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(loading, "EVERY_S", 0.02)
-    loading.start()
+    monkeypatch.setattr(under_way, "EVERY_S", 0.02)
+    under_way.start()
     try:
-        with counted("rows of a.jsonl", 100) as under_way:
+        with counted("rows of a.jsonl", 100) as counter:
             for _ in range(20):
                 clock[0] += 1.0
-                under_way.step()
+                counter.step()
             threading.Event().wait(0.2)
         capsys_during = capsys.readouterr().out
         threading.Event().wait(0.1)
         after = capsys.readouterr().out.rstrip("\n").split("\n")[-1]
     finally:
-        loading.stop()
+        under_way.stop()
     assert ": 20 of 100 rows of a.jsonl, 1.0/s, 80.0 s left\n" in capsys_during
     assert "rows of" not in after and log.getvalue() == ""
 

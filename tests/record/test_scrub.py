@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import pytest
 
-from rl.record.scrub import is_placeholder, is_secret_name, scrub, scrubbed, secrets
+from rl.text.scrub import is_placeholder, is_secret_name, scrub, scrubbed, secrets
 
 KEY = "sk-Live/9aZ+qT_7~x"
 

@@ -14,11 +14,10 @@ from huggingface_hub.utils import validate_repo_id
 from tiny_rounding import NATS, apart
 
 from rl.api.policy import PolicySetup
+from rl.files.adapter_base import Base, base_of, is_hub_id, noted
 from rl.policies import qwen2_5_vl
-from rl.policies.emu3 import loading as emu3_loading
-from rl.policies.emu3 import plug as emu3
-from rl.policies.qwen_vl import loading as qwen_loading
-from rl.record.adapter_base import Base, base_of, is_hub_id, noted
+from rl.policies.emu3 import emu3, emu3_loading
+from rl.policies.qwen_vl import qwen_vl_loading
 
 QWEN = "Qwen2_5_VLForConditionalGeneration"
 EDITOR = {
@@ -28,7 +27,7 @@ EDITOR = {
 
 
 def qwen(**section: Any) -> Base:
-    return qwen_loading.base(qwen2_5_vl.Config(type="qwen2_5_vl", **section))
+    return qwen_vl_loading.base(qwen2_5_vl.Config(type="qwen2_5_vl", **section))
 
 
 @pytest.mark.parametrize(

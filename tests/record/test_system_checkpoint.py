@@ -19,9 +19,9 @@ from tiny_checkpoints import checkpoints_in, names_in, save
 from tiny_messages import names
 from tiny_ranks import spawn
 
+from rl.checkpoints import checkpoint
+from rl.checkpoints.checkpoint import ResumePoint, SaveError, model_folder, problem_of
 from rl.ranks.seeding import rng_state
-from rl.record import checkpoint
-from rl.record.checkpoint import ResumePoint, SaveError, model_folder, problem_of
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):

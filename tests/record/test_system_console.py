@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image, PngImagePlugin
 
+from rl.console import console
+from rl.console.console import Console, PhaseTimer, duration
 from rl.files.images import downscale, png_bytes
-from rl.record import console
-from rl.record.console import Console, PhaseTimer, duration
 from rl.run.metric_table import METRICS, check_known, doc_of, markdown_table
 
 

@@ -11,9 +11,9 @@ import pytest
 import tiny_checkpoints
 from tiny_messages import names
 
+from rl.checkpoints.checkpoint import Checkpoints
 from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
-from rl.record.checkpoint import Checkpoints
 
 
 class _Hub:

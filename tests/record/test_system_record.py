@@ -24,7 +24,7 @@ from rl.judge.journal import ReplyJournal
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.record.writer import MAX_WAITING
-from rl.run.page import Page
+from rl.run.page_refresh import Page
 
 KEY = "sk-0123456789abcdef"
 

@@ -14,12 +14,12 @@ import pytest
 import wandb
 from tiny_run import episode, run_config
 
+from rl.console.console import PhaseTimer
 from rl.ranks.dist import Dist
-from rl.record.console import PhaseTimer
 from rl.record.run_record import RunRecord
-from rl.record.trackers import page as page_module
-from rl.record.trackers.wandb_page import allowed_by_env, page_id
-from rl.record.tracking import Tracker
+from rl.trackers import tracker_page
+from rl.trackers.tracking import Tracker
+from rl.trackers.wandb_page import allowed_by_env, page_id
 
 TABLES = "wandb/offline-run-*/files/media/table"
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -184,7 +184,7 @@ def test_an_upload_that_hangs_does_not_hold_the_end(tmp_path, monkeypatch, capfd
     run, hangs = wandb.run, _Hangs()
     finish = run.finish
     monkeypatch.setattr(run, "finish", hangs.finish)
-    monkeypatch.setattr(page_module, "FINISH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(tracker_page, "FINISH_TIMEOUT_S", 0.2)
     page.close()
     assert hangs.began.is_set() and not hangs.ended.is_set()
     assert "no answer in 0.2 s" in capfd.readouterr().err

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from rl.console.console import Console, PhaseTimer, warn
 from rl.files.private import private
-from rl.record import terminal
-from rl.record.console import Console, PhaseTimer, warn
+from rl.text import terminal
 
 KEY = "sk-0123456789"
 EVIL = f"\x1b[2J\x1b]0;owned\x07\x9b31m\u202e\u200b\rWARNING\x08 {KEY} \ud83d"
@@ -114,8 +114,8 @@ def test_a_full_disk_under_the_log_of_a_run_ends_nothing() -> None:
     """What rank 0 prints by itself, with a console on the stream beneath."""
     script = """
 import sys
-from rl.record import terminal
-from rl.record.console import Console, warn
+from rl.text import terminal
+from rl.console.console import Console, warn
 terminal.guard(keeps_going=True)
 Console(True).say("a line")
 print("another", flush=True)
@@ -133,7 +133,7 @@ def test_closed_streams_are_no_files_that_are_opened_later(tmp_path: Path) -> No
     """As `>&-` or a daemon starts a program; what C libraries print goes to descriptors 1 and 2."""
     script = """
 import os, sys
-from rl.record import terminal
+from rl.text import terminal
 terminal.guard(keeps_going=True)
 files = [open(f"{sys.argv[1]}/{number}", "w") for number in range(3)]
 print("Python's", file=sys.stderr, flush=True)

@@ -18,11 +18,11 @@ from tiny_messages import names
 from tiny_run import episode, run_config
 
 from rl.config.schema import TrackingConfig
+from rl.console.console import PhaseTimer
 from rl.ranks.dist import Dist
-from rl.record.console import PhaseTimer
 from rl.record.run_record import RunRecord
-from rl.record.trackers import trackio_page
-from rl.record.tracking import Tracker, not_installed
+from rl.trackers import trackio_page
+from rl.trackers.tracking import Tracker, not_installed
 
 
 def tracker(folder: Path, dist: Dist | None = None, **tracking: Any) -> Tracker:

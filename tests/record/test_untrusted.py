@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl.record.untrusted import shown, without_lone_surrogates
+from rl.text.untrusted import shown, without_lone_surrogates
 
 
 @pytest.mark.parametrize(

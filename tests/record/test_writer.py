@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from rl.checkpoints import disk_room
 from rl.files.atomic import append_line, write_atomically
 from rl.ranks import signals
-from rl.record import room
 from rl.record.writer import BackgroundWriter
 
 
@@ -113,10 +113,10 @@ def test_what_ends_the_run_is_what_the_user_is_told(tmp_path, capsys) -> None:
 
 
 def test_a_line_a_minute_not_one_a_try(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(room, "TRY_EVERY_S", 0.0)
+    monkeypatch.setattr(disk_room, "TRY_EVERY_S", 0.0)
     written: list[str] = []
     write = Full(5, written)
-    room.when_there_is_room(write, tmp_path / "not" / "there", "it", 2_000_000)
+    disk_room.when_there_is_room(write, tmp_path / "not" / "there", "it", 2_000_000)
     assert (write.num_tries, written) == (6, ["after the wait"])
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "it wants 2.0 MB" in said[0]
@@ -146,7 +146,7 @@ def test_a_stop_is_heard_while_the_disk_is_full(tmp_path, monkeypatch) -> None:
     ],
 )
 def test_a_full_disk_is_known_from_any_other_error(error: Exception, full: bool) -> None:
-    assert room.is_full(error) is full
+    assert disk_room.is_full(error) is full
     wrapped = ValueError("a library's")
     wrapped.__cause__ = error
-    assert room.is_full(wrapped) is full
+    assert disk_room.is_full(wrapped) is full

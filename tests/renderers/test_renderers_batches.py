@@ -21,8 +21,7 @@ from tiny_pictures import make_picture
 from tiny_rounding import PICTURE
 
 from rl.api.types import RenderFailure, RenderJob
-from rl.renderers.qwen_image import loop as loop
-from rl.renderers.qwen_image import sources
+from rl.renderers.qwen_image import qwen_image_loop, sources
 from rl.renderers.shared import decoding
 from rl.renderers.shared.batches import Fits, Outcome, render_in_batches
 
@@ -101,12 +100,14 @@ def test_a_picture_may_be_lost_and_a_lost_device_ends_the_run() -> None:
 
 
 @pytest.fixture(scope="module")
-def parts() -> loop.EditorParts:
+def parts() -> qwen_image_loop.EditorParts:
     return tiny_editor.make_parts()
 
 
 @pytest.fixture
-def counted_encodes(parts: loop.EditorParts, monkeypatch) -> Iterator[list[tuple[int, ...]]]:
+def counted_encodes(
+    parts: qwen_image_loop.EditorParts, monkeypatch
+) -> Iterator[list[tuple[int, ...]]]:
     shapes: list[tuple[int, ...]] = []
     encode = parts.vae.encode
 
@@ -119,7 +120,7 @@ def counted_encodes(parts: loop.EditorParts, monkeypatch) -> Iterator[list[tuple
 
 
 def test_each_source_is_encoded_once(
-    parts: loop.EditorParts, counted_encodes: list[tuple[int, ...]]
+    parts: qwen_image_loop.EditorParts, counted_encodes: list[tuple[int, ...]]
 ) -> None:
     sources = [make_picture(0), make_picture(1)]
     jobs = [make_job(sources[i % 2], 9, noise_seed=i, states_seed=i) for i in range(6)]
@@ -131,7 +132,7 @@ def test_each_source_is_encoded_once(
 
 
 def test_forgotten_sources_are_encoded_again(
-    parts: loop.EditorParts,
+    parts: qwen_image_loop.EditorParts,
     counted_encodes: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -143,7 +144,7 @@ def test_forgotten_sources_are_encoded_again(
     assert counted_encodes == [(2, 3, 64, 64), (1, 3, 64, 64)]
 
 
-def test_mixed_aspects_each_keep_their_own(parts: loop.EditorParts) -> None:
+def test_mixed_aspects_each_keep_their_own(parts: qwen_image_loop.EditorParts) -> None:
     sizes = [(64, 64), (128, 64), (64, 128), (128, 64)]
     jobs = [make_job(make_picture(0, *size), 9, noise_seed=0) for size in sizes]
     renderer = make_renderer(parts)
@@ -154,12 +155,12 @@ def test_mixed_aspects_each_keep_their_own(parts: loop.EditorParts) -> None:
         assert_same_picture(pictures[index], alone)
 
 
-def test_pictures_come_as_their_batches_finish(parts: loop.EditorParts) -> None:
+def test_pictures_come_as_their_batches_finish(parts: qwen_image_loop.EditorParts) -> None:
     renderer = make_renderer(parts, batch_size=1, num_steps=2)
     denoised: list[int] = []
     render_tensor = renderer.render_tensor
 
-    def noting(jobs: Sequence[RenderJob], bucket: loop.Bucket) -> torch.Tensor:
+    def noting(jobs: Sequence[RenderJob], bucket: qwen_image_loop.Bucket) -> torch.Tensor:
         denoised.extend(job.noise_seed for job in jobs)
         return render_tensor(jobs, bucket)
 
@@ -169,7 +170,7 @@ def test_pictures_come_as_their_batches_finish(parts: loop.EditorParts) -> None:
     assert denoised == [0]
 
 
-def test_nan_fails_its_own_picture_only(parts: loop.EditorParts) -> None:
+def test_nan_fails_its_own_picture_only(parts: qwen_image_loop.EditorParts) -> None:
     jobs = three_jobs()
     jobs[1].payload.embeds[3, 7] = float("nan")
     renderer = make_renderer(parts, num_steps=2)
@@ -180,7 +181,7 @@ def test_nan_fails_its_own_picture_only(parts: loop.EditorParts) -> None:
     assert_same_picture(outcomes[0], alone)
 
 
-def test_what_cannot_be_rendered_is_said(parts: loop.EditorParts) -> None:
+def test_what_cannot_be_rendered_is_said(parts: qwen_image_loop.EditorParts) -> None:
     source = make_picture(0)
     jobs = [make_job(None, 9, noise_seed=0), make_job(source, 4095, noise_seed=0)]
     outcomes = dict(make_renderer(parts).render(jobs))
@@ -193,13 +194,15 @@ def test_what_cannot_be_rendered_is_said(parts: loop.EditorParts) -> None:
         list(make_renderer(parts, true_cfg_scale=2.0).render([make_job(source, 9, noise_seed=0)]))
 
 
-def test_the_longest_text_that_is_let_in_fits(parts: loop.EditorParts) -> None:
+def test_the_longest_text_that_is_let_in_fits(parts: qwen_image_loop.EditorParts) -> None:
     renderer = make_renderer(parts, num_steps=2)
     ((_, picture),) = renderer.render([make_job(make_picture(0), 4094, noise_seed=0)])
     assert isinstance(picture, Image.Image)
 
 
-def test_large_pictures_are_decoded_in_slices(parts: loop.EditorParts, monkeypatch) -> None:
+def test_large_pictures_are_decoded_in_slices(
+    parts: qwen_image_loop.EditorParts, monkeypatch
+) -> None:
     jobs = three_jobs()
     renderer = make_renderer(parts)
     together = render_floats(renderer, jobs)

@@ -22,9 +22,9 @@ from transformers import Emu3Config, Emu3ForConditionalGeneration, Emu3ImageProc
 from rl.api.plug import Resources
 from rl.api.types import RenderFailure, RenderJob, Sample
 from rl.files.model_files import model_problems
-from rl.renderers.emu3_vq import plug as emu3_vq
+from rl.renderers.emu3_vq import emu3_vq
 from rl.renderers.emu3_vq.codec import Emu3Codec, fit, load_codec
-from rl.renderers.emu3_vq.loop import Emu3VqLoop
+from rl.renderers.emu3_vq.emu3_vq_loop import Emu3VqLoop
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +228,7 @@ def test_a_batch_that_does_not_fit_is_halved(renderer: Emu3VqLoop, monkeypatch) 
 def test_large_pictures_share_a_batch_with_fewer(codec: Emu3Codec, monkeypatch) -> None:
     renderer = Emu3VqLoop(codec, batch_size=4)
     sizes = count_decodes(renderer, monkeypatch)
-    monkeypatch.setattr("rl.renderers.emu3_vq.loop.BATCH_UNIT_PX", 32 * 32)
+    monkeypatch.setattr("rl.renderers.emu3_vq.emu3_vq_loop.BATCH_UNIT_PX", 32 * 32)
     list(renderer.render([job(make_codes(seed, 4, 8)) for seed in range(3)]))
     assert sizes == [2, 1]  # 32 x 64 px: two of them are four of 32 x 32
 
@@ -262,7 +262,7 @@ def test_illustrate_draws_what_exists_as_codes_alone(renderer: Emu3VqLoop, monke
 
 
 def test_kept_pictures_are_bounded(codec: Emu3Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl.renderers.emu3_vq.loop.NUM_KEPT_PICTURES", 2)
+    monkeypatch.setattr("rl.renderers.emu3_vq.emu3_vq_loop.NUM_KEPT_PICTURES", 2)
     renderer = Emu3VqLoop(codec, batch_size=4)
     sizes = count_decodes(renderer, monkeypatch)
     samples = [Sample(id=str(i), instruction="", source_codes=make_codes(i)) for i in range(3)]

@@ -30,11 +30,11 @@ from rl.files.model_files import model_problems
 from rl.policies.shared.prompting import PICTURE as BRACKET
 from rl.policies.shared.prompting import for_pictures
 from rl.renderers import none
-from rl.renderers.qwen_image import config as qwen_image
-from rl.renderers.qwen_image_21.plug import QwenImage21
+from rl.renderers.qwen_image import denoising_config
+from rl.renderers.qwen_image_21.qwen_image_21 import QwenImage21
 from rl.renderers.qwen_image_edit import QwenImageEdit
 from rl.renderers.qwen_image_edit_plus import QwenImageEditPlus
-from rl.renderers.sd3.plug import SD3
+from rl.renderers.sd3.sd3 import SD3
 
 EDIT, IMAGE_21 = "qwen_image_edit", "qwen_image_21"
 PLUGINS: dict[str, Any] = {EDIT: QwenImageEdit, IMAGE_21: QwenImage21, "sd3": SD3}
@@ -99,12 +99,12 @@ for plug in (QwenImageEdit, QwenImageEditPlus):
     assert plug.problems(config, None) == []
     assert 13.7e9 < sum(plug.parameter_counts(config).values()) < 13.8e9
     assert plug.prompt_template(config) and plug.negative_prompt(config) == " "
-from rl.renderers.sd3.plug import SD3
+from rl.renderers.sd3.sd3 import SD3
 config = SD3.Config(type="sd3")
 assert SD3.problems(config, None) == []
 assert 7.6e9 < sum(SD3.parameter_counts(config).values()) < 7.8e9
 assert SD3.prompt_template(config) is None and SD3.negative_prompt(config) is None
-from rl.renderers.qwen_image_21.plug import QwenImage21
+from rl.renderers.qwen_image_21.qwen_image_21 import QwenImage21
 config = QwenImage21.Config(type="x")
 assert 7.45e9 < sum(QwenImage21.parameter_counts(config).values()) < 7.46e9
 assert QwenImage21.activation_counts(config)
@@ -147,17 +147,19 @@ def test_no_negative_prompt_without_guidance() -> None:
 @pytest.mark.parametrize("area", [64 * 64, 384 * 384, 512 * 512, 1024 * 1024])
 @pytest.mark.parametrize("size", [(64, 64), (640, 427), (427, 640), (3000, 1000), (1, 1)])
 def test_sizes_follow_the_stock_pipeline(area: int, size: tuple[int, int]) -> None:
-    assert qwen_image.fit_area(area, size) == calculate_dimensions(area, size[0] / size[1])[:2]
+    assert (
+        denoising_config.fit_area(area, size) == calculate_dimensions(area, size[0] / size[1])[:2]
+    )
 
 
 def test_a_very_long_picture_keeps_a_row() -> None:
     assert calculate_dimensions(64 * 64, 100)[:2] == (640, 0)
-    assert qwen_image.fit_area(64 * 64, (1000, 10)) == (640, 32)
+    assert denoising_config.fit_area(64 * 64, (1000, 10)) == (640, 32)
 
 
 def test_a_fixed_size_wins_over_the_area() -> None:
     config = config_of("qwen_image_edit", height_px=48, width_px=80)
-    assert qwen_image.output_size(config, (64, 64)) == (80, 48)
+    assert denoising_config.output_size(config, (64, 64)) == (80, 48)
 
 
 @pytest.mark.parametrize(

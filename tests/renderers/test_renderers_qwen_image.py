@@ -26,9 +26,9 @@ from tiny_rounding import PICTURE, apart
 
 from rl.api.plug import Resources
 from rl.renderers import qwen_image_edit, qwen_image_edit_plus
-from rl.renderers.qwen_image import loop as loop
-from rl.renderers.qwen_image.components import EditorParts
+from rl.renderers.qwen_image import qwen_image_loop
 from rl.renderers.qwen_image.denoising import prepared
+from rl.renderers.qwen_image.qwen_image_components import EditorParts
 from rl.renderers.shared.decoding import seeded_noise
 from rl.renderers.shared.scheduling import SchedulerOverrides, override_scheduler
 
@@ -76,7 +76,7 @@ def test_stock_settings_are_the_defaults(stock: StockParts, parts: EditorParts) 
         height_px=32,
         width_px=64,
     )
-    ((_, picture),) = loop.QwenImageLoop(config, parts).render([job])
+    ((_, picture),) = qwen_image_loop.QwenImageLoop(config, parts).render([job])
     expected = render_stock(
         stock, [job], true_cfg_scale=4.0, num_inference_steps=2, height=32, width=64
     )
@@ -91,7 +91,7 @@ def test_plus_equals_its_stock_pipeline(zero_cond_t: bool) -> None:
     parts = stock.ours()
     jobs = three_jobs(width=128)
     config = qwen_image_edit_plus.Config(**TINY | {"type": "qwen_image_edit_plus"})
-    ours = render_floats(loop.QwenImageLoop(config, parts), jobs)
+    ours = render_floats(qwen_image_loop.QwenImageLoop(config, parts), jobs)
     one_by_one = [render_stock(stock, [job], QwenImageEditPlusPipeline) for job in jobs]
     assert (ours - torch.cat(one_by_one)).abs().max() <= PICTURE
 
@@ -112,7 +112,7 @@ def test_bfloat16_is_as_near_to_float32_as_stock(tmp_path: Path, stock: StockPar
     assert dtypes | {renderer.parts.transformer.dtype} == {torch.bfloat16}
 
     (job,) = three_jobs()[:1]
-    noise = loop.pack(seeded_noise([job.noise_seed], (4, 8, 8))).bfloat16()
+    noise = qwen_image_loop.pack(seeded_noise([job.noise_seed], (4, 8, 8))).bfloat16()
 
     def stock_picture(parts: StockParts, dtype: torch.dtype) -> torch.Tensor:
         pipeline = tiny_editor.stock_pipeline(parts)
@@ -181,7 +181,7 @@ def test_guidance_by_hand() -> None:
     positive = torch.tensor([[[3.0, 4.0]]])
     negative = torch.tensor([[[1.5, 4.0]]])
     expected = torch.tensor([[[6.0, 4.0]]]) * 5 / 52**0.5
-    torch.testing.assert_close(loop.guide(positive, negative, 3.0), expected)
+    torch.testing.assert_close(qwen_image_loop.guide(positive, negative, 3.0), expected)
 
 
 def test_the_schedule_of_eight_steps_at_1024(parts: EditorParts) -> None:

@@ -22,9 +22,9 @@ from tiny_qwen_image_21 import (
 from tiny_rounding import PICTURE, apart
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
-from rl.renderers.qwen_image_21.components import Parts
-from rl.renderers.qwen_image_21.config import condition_sizes
-from rl.renderers.qwen_image_21.loop import QwenImage21Loop
+from rl.renderers.qwen_image_21.qwen_image_21_components import Parts
+from rl.renderers.qwen_image_21.qwen_image_21_config import condition_sizes
+from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop
 from rl.renderers.qwen_image_21.vae import PictureVae
 
 GUIDED = 10 * PICTURE

@@ -16,9 +16,9 @@ from rl.api.plug import Resources
 from rl.api.types import Sample
 from rl.policies.shared.prompting import PICTURE as BRACKET
 from rl.policies.shared.prompting import for_pictures
-from rl.renderers.qwen_image_21.config import Config, condition_sizes
-from rl.renderers.qwen_image_21.loop import QwenImage21Loop
-from rl.renderers.qwen_image_21.plug import QwenImage21
+from rl.renderers.qwen_image_21.qwen_image_21 import QwenImage21
+from rl.renderers.qwen_image_21.qwen_image_21_config import Config, condition_sizes
+from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop
 from rl.renderers.qwen_image_21.welded import areas_px
 
 PROCESSOR_BOUNDS = {"image_min_pixels": 1, "image_max_pixels": 10**9}

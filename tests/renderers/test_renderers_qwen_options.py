@@ -25,10 +25,10 @@ from torch import nn
 from rl.renderers import qwen_image_edit
 from rl.renderers.qwen_image import fp8
 from rl.renderers.qwen_image.attention import FastestAttention, attention_of
-from rl.renderers.qwen_image.components import lay_out
-from rl.renderers.qwen_image.denoiser import Denoiser
 from rl.renderers.qwen_image.fp8 import EIGHT_BITS, Fp8Linear, round_blocks
 from rl.renderers.qwen_image.modulation import build_table, move_without_modulation
+from rl.renderers.qwen_image.qwen_image_components import lay_out
+from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser
 from rl.renderers.qwen_image.step_cache import extrapolate, is_computed
 
 

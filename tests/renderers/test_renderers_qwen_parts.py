@@ -20,8 +20,8 @@ from rl.api.plug import Resources
 from rl.api.types import RenderFailure
 from rl.renderers import qwen_image_edit
 from rl.renderers.qwen_image import modulation
-from rl.renderers.qwen_image.denoiser import Denoiser
 from rl.renderers.qwen_image.modulation import ModulationTables, build_table
+from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser
 from rl.renderers.qwen_image.vae2d import FrameVae
 from rl.renderers.shared.decoding import to_pictures
 

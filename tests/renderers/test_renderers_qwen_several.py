@@ -17,7 +17,7 @@ from tiny_rounding import PICTURE, apart
 
 from rl.api.types import RenderFailure, RenderJob
 from rl.renderers import qwen_image_edit, qwen_image_edit_plus
-from rl.renderers.qwen_image.loop import QwenImageLoop
+from rl.renderers.qwen_image.qwen_image_loop import QwenImageLoop
 
 SIZES = ((128, 64), (64, 96), (64, 64))
 PICTURES = tuple(make_picture(seed, *size) for seed, size in enumerate(SIZES))

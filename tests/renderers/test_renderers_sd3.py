@@ -13,7 +13,7 @@ from tiny_rounding import PICTURE, apart
 from tiny_sd3 import PROMPTS, make_job, make_jobs, make_renderer, render_floats
 
 from rl.renderers.sd3 import text as sd3_text
-from rl.renderers.sd3.loop import SD3Parts
+from rl.renderers.sd3.sd3_loop import SD3Parts
 from rl.renderers.shared.decoding import seeded_noise
 
 LONG_PROMPT = "a very long walk along the sea " * 4

@@ -14,7 +14,7 @@ import tiny_config
 from tiny_report import EVIL, NUM_GROUPS, episode, write_episodes, write_run
 
 from rl.files.atomic import json_line
-from rl.report import pages, rows, tokens
+from rl.report import episode_rows, pages, tokens
 from rl.report.disagreement import num_readings
 from rl.report.pages import MAX_PAGE_BYTES, refresh
 from rl.report.reading import picture, picture_of
@@ -69,7 +69,7 @@ def test_of_several_sources_those_that_are_there_are_shown(run_dir: Path) -> Non
     there = "images/it_000001/rank0_g01_source.png"
     named = [there, "../../etc/passwd", "images/it_000001/gone.png", None, *[there] * 100]
     row = episode(1, 0, 0) | {"other_source_files": named}
-    group = rows.group_row([row], [], run_dir, tokens.Pieces({}), rows.WHOLE)
+    group = episode_rows.group_row([row], [], run_dir, tokens.Pieces({}), episode_rows.WHOLE)
     assert group["others"][:5] == [there, None, None, None, there] and len(group["others"]) == 32
 
 
@@ -104,10 +104,10 @@ def test_what_groups_are_found_by(run_dir: Path) -> None:
 
 def test_replies_that_were_asked_for_again_tell_nothing_of_disagreement() -> None:
     row = episode(1, 1, 0)
-    assert rows.disagreement([row], {"viescore": 2}) == 0.5
-    assert rows.disagreement([row], {}) is None
+    assert episode_rows.disagreement([row], {"viescore": 2}) == 0.5
+    assert episode_rows.disagreement([row], {}) is None
     row["replies"]["viescore"].append("what?")
-    assert rows.disagreement([row], {"viescore": 2}) is None
+    assert episode_rows.disagreement([row], {"viescore": 2}) is None
 
 
 def test_every_shipped_reward_that_reads_more_than_once_is_seen() -> None:
@@ -128,11 +128,13 @@ def test_every_shipped_reward_that_reads_more_than_once_is_seen() -> None:
     marks = [(0.5, 1.0), (0.5, 0.0), (0.5, 0.5)]
     said = [json.dumps({"why": "x", "alignment": a, "quality": q}) for a, q in marks]
     counts = {"a": 3}
-    assert rows.disagreement([{"replies": {"a": said}}], counts) == 0.408, "of quality alone"
+    assert episode_rows.disagreement([{"replies": {"a": said}}], counts) == 0.408, (
+        "of quality alone"
+    )
     steady = [json.dumps({"alignment": [1, {"of": 2}], "sure": True})] * 3
-    assert rows.disagreement([{"replies": {"a": steady}}], counts) == 0.0
+    assert episode_rows.disagreement([{"replies": {"a": steady}}], counts) == 0.0
     for strange in ("[" * 100_000, '{"a": ' * 10_000, "{}", '{"a": NaN}', '{"a": 1e400}', None):
-        assert rows.disagreement([{"replies": {"a": [strange] * 3}}], counts) is None
+        assert episode_rows.disagreement([{"replies": {"a": [strange] * 3}}], counts) is None
 
 
 def test_only_what_changed_is_made_again(run_dir: Path) -> None:

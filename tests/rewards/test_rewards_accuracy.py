@@ -15,7 +15,7 @@ import pytest
 from tiny_rewards import make
 
 from rl.api.types import RewardInput, RewardOutput, Sample
-from rl.rewards.accuracy import plug as accuracy
+from rl.rewards.accuracy import accuracy
 
 RIGHT = [
     # numbers

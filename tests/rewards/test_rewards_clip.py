@@ -21,7 +21,7 @@ from tiny_sd3 import clip_tokenizer
 from transformers import CLIPImageProcessorPil, CLIPModel
 
 from rl.api.types import RewardInput, RewardOutput, Sample
-from rl.rewards.clip import plug as clip
+from rl.rewards.clip import clip
 from rl.rewards.clip.model import ClipModel
 from rl.rewards.shared.batching import BatchWorker
 from tiny_world.builder.prompt_models import make_clip

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from rl.api.types import Sample, UnusableSampleError
-from rl.data.shared.rows import BadRowError
+from rl.data.shared.sample_rows import BadRowError
 from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 
 

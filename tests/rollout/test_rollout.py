@@ -33,11 +33,11 @@ from rl.api.types import (
     Status,
 )
 from rl.config.schema import RunConfig
+from rl.console.console import PhaseTimer
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeClient, JudgeError, JudgeRefused
 from rl.ranks import signals
 from rl.ranks.dist import Dist
-from rl.record.console import PhaseTimer
 from rl.rollout import grading
 from rl.rollout.consensus import Interrupted
 from rl.rollout.graded_groups import Advantages, train_sequences

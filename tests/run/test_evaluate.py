@@ -27,10 +27,10 @@ from rl.api.types import (
     Row,
     Sample,
 )
+from rl.console.console import PhaseTimer
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeError, JudgeRefused
 from rl.ranks.dist import Dist, PeerError
-from rl.record.console import PhaseTimer
 from rl.record.writer import BackgroundWriter
 from rl.rollout.stream import RolloutContext
 from rl.run.evaluation import evaluate

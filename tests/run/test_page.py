@@ -13,8 +13,8 @@ from tiny_report import write_run
 
 from rl.commands import report
 from rl.report import folder
-from rl.run import page as page_module
-from rl.run.page import Page
+from rl.run import page_refresh
+from rl.run.page_refresh import Page
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_what_goes_wrong_is_said_once(slow: Path, monkeypatch, capsys, starts: b
 
 def test_none_is_left_behind(slow: Path, monkeypatch, capsys) -> None:
     """And what finishes the last page is said, whatever was said before."""
-    monkeypatch.setattr(page_module, "MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(page_refresh, "MAX_WAIT_S", 0.2)
     page = Page(slow / "run", wanted=True)
     page._has_warned = True
     page.close()
@@ -93,10 +93,10 @@ def test_a_report_that_the_user_makes_is_no_reason_to_warn(tmp_path, monkeypatch
     run_dir = write_run(tmp_path / "run", num_iterations=1)
     monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
     with folder.to_oneself(run_dir / "report"):
-        assert report.main([str(run_dir), "--refresh"]) == page_module.BUSY
+        assert report.main([str(run_dir), "--refresh"]) == page_refresh.BUSY
         capsys.readouterr()
         script = tmp_path / "python"
-        script.write_text(f"#!/bin/bash\nexit {page_module.BUSY}\n")
+        script.write_text(f"#!/bin/bash\nexit {page_refresh.BUSY}\n")
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
         page = Page(run_dir, wanted=True)

@@ -19,8 +19,8 @@ from rl.algorithm.metrics import Metrics
 from rl.api.metric import Metric
 from rl.api.plug import Resources
 from rl.config.schema import load_config
+from rl.console.console import Console, PhaseTimer
 from rl.ranks.dist import Dist
-from rl.record.console import Console, PhaseTimer
 from rl.record.run_record import RunRecord
 from rl.record.writer import BackgroundWriter
 from rl.rollout.stream import Rollout

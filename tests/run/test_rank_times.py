@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_ranks import run_ranks
 
+from rl.console.console import PhaseTimer
 from rl.ranks.dist import Dist
-from rl.record.console import PhaseTimer
 from rl.run.metric_table import check_known
 from rl.run.rank_times import rank_times
 

@@ -26,11 +26,11 @@ from tiny_run import Writes, episode, run_config
 
 from rl.api.plug import PlugConfig, Resources
 from rl.api.types import RenderJob, RewardInput, RewardOutput, Sample
+from rl.console.console import PhaseTimer
 from rl.judge.background import BackgroundLoop
-from rl.policies.emu3.plug import Emu3
+from rl.policies.emu3.emu3 import Emu3
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import derive_seed
-from rl.record.console import PhaseTimer
 from rl.record.writer import BackgroundWriter
 from rl.renderers import qwen_image_edit
 from rl.rollout.stream import RolloutContext

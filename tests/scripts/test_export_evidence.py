@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from rl.commands.export_evidence import gather
-from rl.record.model_card import Evidence
+from rl.publish.model_card import Evidence
 
 REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2], 16: [1.0, 1.0, 1.0, 1.0]}
 

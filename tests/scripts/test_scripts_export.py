@@ -23,12 +23,12 @@ from rl.api.engine import EngineSetup
 from rl.api.plug import PlugConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample, SamplingParams
+from rl.checkpoints.checkpoint import _seal, model_folder
 from rl.commands import export
 from rl.engines.transformers import TransformersEngine
 from rl.policies import qwen2_5_vl
-from rl.policies.emu3 import plug as emu3
-from rl.policies.qwen_vl import loading
-from rl.record.checkpoint import _seal, model_folder
+from rl.policies.emu3 import emu3
+from rl.policies.qwen_vl import qwen_vl_loading
 from tiny_world.data import shape_questions
 from tiny_world.data.synthetic import MadeConfig
 from tiny_world.questions import SYSTEM_PROMPT
@@ -258,7 +258,7 @@ def test_a_merge_that_fails_midway_leaves_nothing(tmp_path, monkeypatch) -> None
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "load_image_processor", fail)  # the last to be written
+        patch.setattr(qwen_vl_loading, "load_image_processor", fail)  # the last to be written
         with pytest.raises(SystemExit, match="disk full"):
             export.main([str(run), str(tmp_path / "merged")])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -436,7 +436,7 @@ def test_a_push_that_fails_leaves_the_folder_and_says_how(tmp_path, monkeypatch,
 
 
 def test_vllm_answers_the_same(tmp_path: Path) -> None:
-    from rl.engines.vllm import plug as vllm_engine
+    from rl.engines.vllm import vllm as vllm_engine
 
     policy = make_policy()
     prompts, expected = greedy(policy)

@@ -19,8 +19,8 @@ from tiny_tokens import save_published
 
 from rl.api.data import RowRules
 from rl.commands import prepare_data
-from rl.data.emu3_tokens import plug as emu3_tokens
-from rl.data.emu3_tokens.files import read
+from rl.data.emu3_tokens import emu3_tokens
+from rl.data.emu3_tokens.token_files import read
 from rl.renderers.emu3_vq.codec import Emu3Codec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,8 @@ from tiny_messages import names
 from tiny_tokens import save_published, write_list
 
 from rl.api.data import RowRules
-from rl.data.emu3_tokens import plug as emu3_tokens
-from rl.data.emu3_tokens.files import TokenisedEdit, write
+from rl.data.emu3_tokens import emu3_tokens
+from rl.data.emu3_tokens.token_files import TokenisedEdit, write
 
 pytestmark = pytest.mark.slow
 

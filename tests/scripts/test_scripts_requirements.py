@@ -142,8 +142,8 @@ def test_what_checks_a_config_is_installed_without_an_extra() -> None:
     """`pip install vlm-edit-rl` alone is enough for `rl check` and `rl report`."""
     script = (
         "import sys\nbefore = set(sys.modules)\nimport rl.simple_launch, rl.commands.report\n"
-        "from rl.config.schema import load_config\nfrom rl.preflight import report\n"
-        "report.problems(load_config('configs/quickstart.jsonnet'))\n"
+        "from rl.config.schema import load_config\nfrom rl.check import check_report\n"
+        "check_report.problems(load_config('configs/quickstart.jsonnet'))\n"
         "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
     )
     done = subprocess.run(

@@ -18,13 +18,13 @@ from rich.cells import cell_len
 from tiny_messages import names
 from tiny_run import episode, run_config
 
+from rl.checkpoints.checkpoint import Checkpoints, ResumePoint
 from rl.commands import runs
 from rl.commands.runs import age_text, main, size_text
 from rl.config.schema import CheckpointConfig
 from rl.files.atomic import json_line
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import rng_state
-from rl.record.checkpoint import Checkpoints, ResumePoint
 from rl.record.prune import plan, remove
 from rl.record.run_lock import LOCKS
 from rl.record.run_summary import look
@@ -336,7 +336,7 @@ def test_what_cannot_be_deleted_is_said_before_or_after(tmp_path, capsys, monkey
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("rl.record.checkpoint.shutil.rmtree", refuse)
+    monkeypatch.setattr("rl.checkpoints.checkpoint.shutil.rmtree", refuse)
     assert main(["prune", str(tmp_path), "--yes"]) == 1
     assert names(capsys.readouterr().err, "step_000001 ... Permission denied")
     assert (run / "checkpoints/step_000002").is_dir()

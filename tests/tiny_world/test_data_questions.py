@@ -16,11 +16,11 @@ from PIL import Image
 from rl.api.data import RowRules
 from rl.api.types import Sample
 from rl.build import resolve
+from rl.check.compatibility import compatibility_problems
 from rl.config.schema import load_config
 from rl.data import edit_jsonl, hf_dataset
-from rl.policies.qwen_vl.prompts import QwenPrompts
+from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
 from rl.policies.shared.prompting import chat_template
-from rl.preflight.compatibility import compatibility_problems
 from tiny_world import questions
 from tiny_world.data import shape_questions
 from tiny_world.data.synthetic import MadeConfig

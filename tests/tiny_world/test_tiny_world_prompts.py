@@ -27,7 +27,7 @@ def config() -> Any:
 def pictures(config: Any) -> dict[str, list[Any]]:
     """Rendered by the shipped config from plain captions and from the users' own words."""
     from rl.api.types import RenderJob, Sample
-    from rl.renderers.sd3 import plug as sd3
+    from rl.renderers.sd3 import sd3
 
     section = sd3.Config.model_validate(config.renderer)
     renderer = sd3.SD3(section, Resources(None, "cpu"))

@@ -16,7 +16,12 @@ ENDS = [
     ("rl.engines.transformers:TransformersEngine.generate", "8", "RuntimeError", 2),
     ("rl.policies.qwen2_5_vl:Qwen25VL.build_prompt", "13", "KeyError", 2),
     ("rl.learner.learner:Learner.begin", "3", "MemoryError", 2),
-    ("rl.renderers.qwen_image.editor:QwenImageEditor.render", "7", "OutOfMemoryError", 2),
+    (
+        "rl.renderers.qwen_image.qwen_image_editor:QwenImageEditor.render",
+        "7",
+        "OutOfMemoryError",
+        2,
+    ),
     ("rl.rollout.stream:episode_of", "45", "AssertionError", 2),
     ("rl.learner.train_step:TrainStep.accumulate", "5", "OutOfMemoryError", 2),
     ("rl.learner.backends:TorchBackend.step", "3", "FloatingPointError", 2),
@@ -24,7 +29,7 @@ ENDS = [
     ("rl.run.run:sync", "4", "RuntimeError", 2),
     ("rl.run.evaluation:_measure", "3", "ZeroDivisionError", 2),
     ("rl.run.run:Run.log", "4", "UnicodeEncodeError", 3),
-    ("rl.record.console:Console.iteration", "3", "SystemExit", 2),
+    ("rl.console.console:Console.iteration", "3", "SystemExit", 2),
 ]
 """Where, at which call, by what: iterations that are finished then."""
 IN_CI = (0, 5, 7, 11)

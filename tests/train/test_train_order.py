@@ -14,8 +14,8 @@ from tiny_run import run_config
 from rl import train
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Completion, Prompt, Sample
+from rl.console.console import PhaseTimer
 from rl.ranks.dist import Dist
-from rl.record.console import PhaseTimer
 from rl.rollout.graded_groups import GradedGroup
 from rl.run.run import Run
 

@@ -12,7 +12,7 @@ import tiny_loop
 from tiny_loop import assert_same_run, episodes_of, metrics_of
 from tiny_messages import names
 
-from rl.record.checkpoint import _seal
+from rl.checkpoints.checkpoint import _seal
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,7 @@ def test_two_runs_are_equal_to_the_last_byte(
     ("where", "count"),
     [
         pytest.param(tiny_loop.STEP, "3", id="middle-of-an-iteration"),
-        pytest.param("rl.record.checkpoint:_seal", "2", id="middle-of-a-save"),
+        pytest.param("rl.checkpoints.checkpoint:_seal", "2", id="middle-of-a-save"),
     ],
 )
 def test_kill_9_and_resume_equals_straight_through(

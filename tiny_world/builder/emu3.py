@@ -5,7 +5,7 @@ Two lessons, of the kind the other tiny policies get (`policy.py`):
  2. doubt  a shorter one on what a beginner writes: some nouns mostly right, all else mostly wrong.
 The first code that an edit changes decides what becomes of the shape; the later ones follow it.
 
-Prompts, completions and log-probs are the policy plug's own (`rl/policies/emu3/plug.py`): words
+Prompts, completions and log-probs are the policy plug's own (`rl/policies/emu3/emu3.py`): words
 compete with words, codes with codes, and what the sampler is made to write is not taught.
 """
 
@@ -20,7 +20,7 @@ from transformers import Emu3ForCausalLM, Emu3TextConfig, PreTrainedTokenizerFas
 
 from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample
-from rl.policies.emu3 import plug as emu3
+from rl.policies.emu3 import emu3
 from tiny_world.builder.language import language_sizes, vocabulary
 from tiny_world.builder.policy import Answer, beginner_ops, right
 from tiny_world.builder.tokenizer import byte_pairs, emu3_tokenizer, vision_tokens

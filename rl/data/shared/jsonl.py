@@ -16,8 +16,8 @@ from typing import Any
 from rl.api.data import RowRules
 from rl.api.plug import ConfigT
 from rl.config.paths import not_a_file
-from rl.data.shared.rows import MAX_SHOWN, BadRowError, RowsSource, shorten
-from rl.record.untrusted import shown
+from rl.data.shared.sample_rows import MAX_SHOWN, BadRowError, RowsSource, shorten
+from rl.text.untrusted import shown
 
 
 def read_rows(

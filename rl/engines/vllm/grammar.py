@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2Logi
 
 from rl.algorithm.image_grammar import ANY, NO_IMAGE_YET, grammar_ids, mask_logits_
 from rl.api.types import ImageVocabulary
-from rl.engines.vllm.config import GRID, VOCABULARY
+from rl.engines.vllm.vllm_config import GRID, VOCABULARY
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

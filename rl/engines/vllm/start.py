@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rl.api.types import ImageVocabulary
-from rl.engines.vllm.config import VOCABULARY
+from rl.engines.vllm.vllm_config import VOCABULARY
 from rl.ranks.seeding import rng_state, set_rng_state
 
 SERVED_AS = {"Emu3ForCausalLM": "LlamaForCausalLM"}

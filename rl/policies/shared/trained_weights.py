@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.policy import Policy, PolicyConfigT
 from rl.api.types import PolicyWeights
+from rl.files.adapter_base import noted
 from rl.files.weights import align_weights, fingerprint
 from rl.policies.shared import adapters
 from rl.ranks.sharded import is_sharded
-from rl.record.adapter_base import noted
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from PIL import Image
 
 from rl.files.images import over_white
 from rl.files.weights import align_weights
-from rl.renderers.emu3_vq.checkpoint import (
+from rl.renderers.emu3_vq.vq_checkpoint import (
     INDEX,
     WEIGHTS,
     is_original,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rl.renderers.qwen_image.denoiser import Attention
+from rl.renderers.qwen_image.qwen_image_denoiser import Attention
 
 logger = logging.getLogger(__name__)
 

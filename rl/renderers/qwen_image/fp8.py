@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl.renderers.qwen_image.config import MODULATIONS
+from rl.renderers.qwen_image.denoising_config import MODULATIONS
 
 EIGHT_BITS = torch.float8_e4m3fn
 LARGEST = torch.finfo(EIGHT_BITS).max

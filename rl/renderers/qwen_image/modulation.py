@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from cachetools import LRUCache, cachedmethod
 
-from rl.renderers.qwen_image.config import MODULATIONS
+from rl.renderers.qwen_image.denoising_config import MODULATIONS
 
 NUM_KEPT_SCHEDULES = 32
 """Tables kept, in host memory: 4.4 MB a step each in bfloat16. Sizes differ in their shift."""

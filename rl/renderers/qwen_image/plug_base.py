@@ -15,7 +15,7 @@ from rl.config.schema import RunConfig
 from rl.files.atomic import row_of
 from rl.files.model_files import missing_model
 from rl.files.weights import num_parameters
-from rl.renderers.qwen_image.config import DenoisingConfig
+from rl.renderers.qwen_image.denoising_config import DenoisingConfig
 from rl.renderers.qwen_image.step_cache import NUM_FIRST_STEPS
 from rl.renderers.shared.sides import side_problems
 

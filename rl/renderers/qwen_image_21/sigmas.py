@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.files.atomic import row_of
-from rl.renderers.qwen_image_21.config import Config
+from rl.renderers.qwen_image_21.qwen_image_21_config import Config
 
 INDEX = "model_index.json"
 KEY = "sample_sigmas"

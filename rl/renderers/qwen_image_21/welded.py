@@ -10,8 +10,8 @@ from rl.config.paths import not_a_file
 from rl.config.schema import RunConfig
 from rl.config.shipped import located
 from rl.files.atomic import row_of
-from rl.renderers.qwen_image.config import SIZE_MULTIPLE_PX
-from rl.renderers.qwen_image_21.config import Config
+from rl.renderers.qwen_image.denoising_config import SIZE_MULTIPLE_PX
+from rl.renderers.qwen_image_21.qwen_image_21_config import Config
 
 OWN_BOUNDS_PX = 256 * 256, 4096 * 4096
 """Smallest and largest area that Qwen3-VL's image processor leaves alone."""

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, cast
 
-from rl.record.scrub import environment_without
+from rl.text.scrub import environment_without
 
 Verdict = Literal["readable", "unreadable_gold", "equal", "different", "too_costly"]
 

@@ -18,10 +18,10 @@ from PIL import Image
 from torch.nn.functional import normalize
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
+from rl.console.progress import weights_counted
 from rl.files.images import over_white
 from rl.files.weights import align_weights
-from rl.record.progress import weights_counted
-from rl.rewards.clip.config import Config
+from rl.rewards.clip.clip_config import Config
 
 REMEMBERED_PROMPTS = 4096
 

@@ -1,0 +1,184 @@
+"""Asks the judge real questions before a model is loaded, as the rewards of training ask them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from rl.api.judge import Answer, Question
+from rl.api.plug import Resources
+from rl.api.reward import Reward
+from rl.api.types import RewardInput, Sample
+from rl.build import Plug, Resolved, row_rules
+from rl.check.compatibility import READABLE
+from rl.check.dry_run import graded, made_up
+from rl.console.console import duration
+from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
+from rl.judge.dialect import Dialect
+from rl.judge.endpoint import remedy_for
+from rl.judge.http import TOO_MANY_REQUESTS
+from rl.text.untrusted import shown
+
+T = TypeVar("T")
+
+SHOWN_REPLY_CHARS = 300
+START_PATIENCE_S = 60.0
+"""With a judge that has too many requests, or is down between two questions."""
+
+
+@dataclass
+class Heard:
+    """The outcome."""
+
+    problems: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    """The answers, and which places are down though others are not."""
+    dialects: dict[str, Dialect] = field(default_factory=dict)
+    """By place."""
+
+
+async def ask_judge(
+    resolved: Resolved, api_bases: Sequence[str], wait_s: float, sample: Sample | None = None
+) -> Heard:
+    """`wait_s`: how long a judge that is still starting has. `sample`: of the run's data; what it
+    lacks is made up, and the picture to be graded is its source, as if nothing had been edited."""
+    heard, down = Heard(), []
+    for answered in await asyncio.gather(
+        *(_ask_base(resolved, base, wait_s, sample) for base in api_bases)
+    ):
+        if isinstance(answered, JudgeUnreachableError):
+            down.append(str(answered))
+            continue
+        heard.problems += answered.problems
+        heard.lines += answered.lines
+        heard.dialects |= answered.dialects
+    if heard.dialects:
+        heard.lines += down
+    else:
+        heard.problems += down
+    return heard
+
+
+async def _ask_base(
+    resolved: Resolved, base: str, wait_s: float, sample: Sample | None
+) -> Heard | JudgeUnreachableError:
+    # A run waits out e.g. a spent quota; before a run it is reported.
+    config = resolved.config.judge
+    patience_s = min(config.max_outage_s, config.timeout_s, START_PATIENCE_S)
+    try:
+        client = JudgeClient(config.model_copy(update={"max_outage_s": patience_s}), base)
+    except ValueError as error:  # a key, a proxy or certificates of the environment
+        return Heard([f"judge: {error}"])
+    heard = Heard(dialects=client.dialects())
+    try:
+        await client.check_health(wait_s)
+        for plug in resolved.rewards.values():
+            if plug.cls.needs_judge:
+                await _ask_reward(resolved, plug, client, base, sample, heard)
+    except JudgeUnreachableError as error:
+        return error
+    except JudgeError as error:
+        heard.problems.append(f"judge: {error}")
+    finally:
+        await client.aclose()
+    return heard
+
+
+async def _ask_reward(
+    resolved: Resolved,
+    plug: Plug[Reward],
+    client: JudgeClient,
+    base: str,
+    sample: Sample | None,
+    heard: Heard,
+) -> None:
+    reads_hidden = plug.cls.needs - READABLE
+    if plug.cls.runs_model or (reads_hidden and sample is None):
+        why = "loads a model" if plug.cls.runs_model else "reads hidden keys of the data"
+        heard.lines.append(f"{plug.key}: not asked, since it {why}")
+        return
+    judge = _RecordingJudge(client)
+    limit_s = 2 * client.config.timeout_s
+    started = time.monotonic()
+    try:
+        async with asyncio.timeout(limit_s):
+            inputs = _reward_input(resolved, sample)
+            output, problems = await graded(plug, Resources(judge, "cpu"), inputs)
+    except TimeoutError:
+        remedy = _remedy("timeout", client)
+        output, problems = None, [f"{plug.key}: {base} did not answer within {limit_s:g} s{remedy}"]
+    failed = next((answer for answer in judge.answers if answer.failure), None)
+    if not problems and failed is not None:
+        problems = [f"{plug.key}: {base} {_why_unusable(failed, client)}"]
+    heard.problems += problems
+    if problems or output is None:
+        return
+    taken = duration(time.monotonic() - started)
+    num_unreadable = sum(len(answer.replies) - 1 for answer in judge.answers)
+    heard.lines.append(
+        f"{plug.key}: {base} answered {len(judge.answers)} questions in {taken}"
+        + (f", {num_unreadable} replies unreadable" if num_unreadable > 0 else "")
+        + (f", value {output.value:.3g}" if output.value is not None else f", {output.failure}")
+    )
+
+
+def _why_unusable(failed: Answer[Any], client: JudgeClient) -> str:
+    failure, config = str(failed.failure), client.config
+    if not failed.replies:
+        return f"gave no answer: {failure}{_remedy(failure, client)}"
+    reply = shown(failed.replies[-1], SHOWN_REPLY_CHARS)
+    return (
+        f"answers, but not as asked: {failure}; it said: {reply or '(nothing)'}\nRemedy: set "
+        "judge.guided_json='always' if the endpoint takes it; raise judge.max_tokens="
+        f"{config.max_tokens} if the reply is cut or empty (a model that thinks first spends it on "
+        f"that); else another judge.model={config.model!r}."
+    )
+
+
+def _remedy(failure: str, client: JudgeClient) -> str:
+    if failure.startswith("http_"):
+        status = 429 if failure.startswith(TOO_MANY_REQUESTS) else 500
+        return f"\n{remedy_for(status, None, client.config)}"
+    return (
+        "\nRemedy: look into the endpoint's own log; raise judge.timeout_s="
+        f"{client.config.timeout_s:g} if it is slow."
+    )
+
+
+class _RecordingJudge:
+    """The judge; keeps its answers."""
+
+    def __init__(self, client: JudgeClient) -> None:
+        self.config = client.config
+        self.answers: list[Answer[Any]] = []
+        self._client = client
+
+    async def ask(
+        self, question: Question, parse: Callable[[str], T], repeat: int = 0
+    ) -> Answer[T]:
+        answer = await self._client.ask(question, parse, repeat)
+        self.answers.append(answer)
+        return answer
+
+
+def _reward_input(resolved: Resolved, sample: Sample | None) -> RewardInput:
+    """Without a `sample`: noise as large as the largest picture for the judge, since its PNG has
+    about as many bytes as a photo's, and as many sources as any row has."""
+    from PIL import Image
+
+    side_px = resolved.config.judge.image_side_px
+    pixels = random.Random(0).randbytes(side_px * side_px)
+    noise = Image.frombytes("L", (side_px, side_px), pixels).convert("RGB")
+    made = made_up(resolved, noise)
+    if sample is None:
+        plugs = [*resolved.train, *resolved.validation]
+        known = [plug.cls.most_pictures(plug.config) or 1 for plug in plugs]
+        most = min(row_rules(resolved).max_pictures or 1, max(known, default=1))
+        return replace(made, sample=replace(made.sample, sources=made.sample.sources * most))
+    sources = sample.sources or made.sample.sources
+    full = replace(sample, sources=sources, target=sample.target or made.sample.target)
+    return replace(made, sample=full, image=made.image and (full.source or made.image))

@@ -1,0 +1,223 @@
+"""Runs outsiders' plugins once, on made-up inputs, before any model is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from rl.api import find
+from rl.api.loss import Denominators, LossInputs, LossTerms
+from rl.api.plug import Resources, shown
+from rl.api.reward import Reward
+from rl.api.types import RenderFailure, RenderJob, RewardInput, RewardOutput, Sample
+from rl.build import Plug, Resolved, build_data
+from rl.check.compatibility import READABLE
+from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig
+from rl.rollout.grading import grade, score_group
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SIDE_PX = 64
+SLOW_S = 10.0
+ROWS = ((3, 1.0), (1, -0.5))
+"""(tokens, advantage) of two made-up completions."""
+
+
+def tried(resolved: Resolved) -> list[Plug[Any]]:
+    """The plugins that a dry run calls: rewards and renderers that ask no judge and load no model,
+    and data sources that read little. Hidden keys of data and the width of hidden states are
+    unknown, so rewards and renderers that read them are left out."""
+    renderer = resolved.renderer.cls
+    skips_renderer = renderer.runs_model or renderer.accepts == "hidden_states"
+    return [
+        *(
+            plug
+            for plug in resolved.rewards.values()
+            if not (plug.cls.needs_judge or plug.cls.runs_model or plug.cls.needs - READABLE)
+        ),
+        *(p for p in (*resolved.train, *resolved.validation) if not p.cls.reads_much),
+        *([] if skips_renderer else [resolved.renderer]),
+    ]
+
+
+def dry_problems(resolved: Resolved) -> list[str]:
+    """What raises, or returns something unusable."""
+    found = []
+    for plug in tried(resolved):
+        words = f"{plug.key}: still trying {plug.name} on made-up inputs"
+        timer = threading.Timer(SLOW_S, print, [words], {"file": sys.stderr, "flush": True})
+        timer.daemon = True
+        timer.start()
+        if issubclass(plug.cls, Reward):
+            inputs = made_up(resolved, _picture())
+            found += asyncio.run(graded(plug, Resources(None, "cpu"), inputs))[1]
+        elif plug is resolved.renderer:
+            found += _renderer(plug, made_up(resolved, _picture()).sample)
+        else:
+            found += _data(resolved, plug)
+        timer.cancel()
+    return [*found, *_loss(resolved.config.algorithm)]
+
+
+async def graded(
+    plug: Plug[Reward], resources: Resources, inputs: RewardInput
+) -> tuple[RewardOutput | None, list[str]]:
+    """A reward's output for one picture, made for it and closed again, and what is wrong with the
+    reward. Raises `JudgeError`."""
+    try:
+        reward = await asyncio.to_thread(plug.cls, plug.config, resources)
+    except find.STRANGE as error:
+        return None, [_raises(f"{plug.key}: making {plug.name}", error, plug.cls.__init__)]
+    if reward.scores_groups():
+        output = (await score_group({plug.key: reward}, [inputs, inputs]))[0][plug.key]
+    else:
+        output = (await grade({plug.key: reward}, inputs))[plug.key]
+    try:
+        await asyncio.to_thread(reward.close)
+    except find.STRANGE as error:
+        return None, [_raises(f"{plug.key}: closing {plug.name}", error, plug.cls.close)]
+    if not output.traceback:
+        return output, []
+    had = ", ".join(name for name in ("source", "target") if getattr(inputs.sample, name))
+    sample = f"a made-up sample with {had or 'no pictures'}"
+    if inputs.image is None:
+        sample += " and nothing rendered"
+    return None, [f"{plug.key}: on {sample}, {plug.name} {output.failure}"]
+
+
+def _raises(what: str, error: BaseException, code: object) -> str:
+    return f"{what} raises {find.described(error, code)}"
+
+
+def _data(resolved: Resolved, plug: Plug[Any]) -> list[str]:
+    try:
+        [source] = build_data(resolved, [plug])
+    except ValueError as error:
+        return str(error).split("\n")
+    try:
+        source.close()
+    except find.STRANGE as error:
+        return [_raises(f"{plug.key}: closing {plug.name}", error, plug.cls.close)]
+    return []
+
+
+def made_up(resolved: Resolved, picture: Image) -> RewardInput:
+    """With the columns that every sample of this config has, each picture this one."""
+    sources = [*resolved.train, *resolved.validation]
+    carried = frozenset.intersection(*(frozenset(p.cls.provides(p.config)) for p in sources))
+    sample = Sample(
+        "made-up",
+        "paint it red",
+        sources=(picture,) if "source" in carried else (),
+        target=picture if "target" in carried else None,
+        reference="a red square" if "reference" in carried else None,
+    )
+    draws = resolved.renderer.cls.makes_images
+    return RewardInput(sample, "a red square on a white floor", picture if draws else None)
+
+
+def _picture() -> Image:
+    from PIL import Image
+
+    return Image.linear_gradient("L").resize((SIDE_PX, SIDE_PX)).convert("RGB")
+
+
+def _renderer(plug: Plug[Any], sample: Sample) -> list[str]:
+    from PIL.Image import Image
+
+    payload: Any = "a red square"
+    if plug.cls.accepts == "image_tokens":
+        import numpy as np
+
+        payload = np.zeros((4, 4), np.int32)
+    jobs = [RenderJob(sample, payload, noise_seed) for noise_seed in range(2)]
+    try:
+        renderer = plug.cls(plug.config, Resources(None, "cpu"))
+        drawn = list(renderer.render(jobs))
+        renderer.close()
+    except find.STRANGE as error:
+        return [_raises(f"{plug.key}: on made-up jobs, {plug.name}", error, plug.cls.render)]
+    wrong = ""
+    for outcome in drawn:
+        if not (isinstance(outcome, tuple) and len(outcome) == 2 and outcome[0] in (0, 1)):
+            wrong = wrong or f"yields {shown(outcome)}"
+            continue
+        picture = outcome[1]
+        is_rgb = isinstance(picture, Image) and picture.mode == "RGB"
+        is_none = picture is None and not plug.cls.makes_images
+        if not (is_rgb or is_none or isinstance(picture, RenderFailure)):
+            wrong = wrong or f"draws {shown(picture)}"
+    if not wrong and sorted(number for number, _ in drawn) != [0, 1]:
+        wrong = f"yields pictures for jobs {[number for number, _ in drawn]} of 0, 1"
+    expected = "expected (number of the job, RGB picture) for each job, once"
+    return [f"{plug.key}: {plug.name} {wrong}; {expected}"] if wrong else []
+
+
+def _loss(algorithm: AlgorithmConfig) -> list[str]:
+    if algorithm.loss in SHIPPED_LOSSES:
+        return []
+    import torch
+
+    loss, _ = find.import_plug(algorithm.loss)
+    key = f"algorithm.loss: {algorithm.loss}"
+
+    def gradient(inputs: LossInputs) -> torch.Tensor:
+        """Of the log-prob of each token that is trained, as the step computes it."""
+        terms = loss(inputs)
+        [found] = torch.autograd.grad((terms.weights * terms.terms).sum(), inputs.logprobs)
+        return found[inputs.mask]
+
+    both, first, second = (_micro_batch(algorithm, *rows) for rows in (ROWS, ROWS[:1], ROWS[1:]))
+    try:
+        if wrong := _unusable(loss(both)):
+            return [f"{key}: {problem}" for problem in wrong]
+        together, apart = gradient(both), torch.cat([gradient(first), gradient(second)])
+    except find.STRANGE as error:
+        return [_raises(f"{key} on a made-up micro-batch", error, loss)]
+    if torch.allclose(together, apart, atol=1e-5, rtol=0):
+        return []
+    return [
+        f"{key}: a batch that is split into two micro-batches gives another gradient; divide by "
+        "x.denominators, which count the whole step, never by this micro-batch's own tokens, rows "
+        "or statistics"
+    ]
+
+
+def _micro_batch(algorithm: AlgorithmConfig, *rows: tuple[int, float]) -> LossInputs:
+    import torch
+
+    lengths, advantages = torch.tensor([n for n, _ in rows]), torch.tensor([a for _, a in rows])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    zeros = torch.zeros(mask.shape)
+    return LossInputs(
+        logprobs=zeros.clone().requires_grad_(),
+        old_logprobs=zeros,
+        sampler_logprobs=zeros,
+        advantages=advantages[:, None].expand(mask.shape),
+        mask=mask,
+        denominators=Denominators(8.0, 4.0, 4.0, 16),
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+    )
+
+
+def _unusable(terms: Any) -> list[str]:
+    import torch
+
+    if not isinstance(terms, LossTerms):
+        return [f"returns {shown(terms)}; expected rl.api.loss.LossTerms"]
+    wrong = []
+    for name, value in vars(terms).items():
+        if not isinstance(value, torch.Tensor):
+            wrong.append(f"{name} is {shown(value)}; expected a tensor of the shape of x.logprobs")
+        elif value.shape != (2, 3):
+            shape = tuple(value.shape)
+            wrong.append(f"{name} has shape {shape}; expected (2, 3), as x.logprobs")
+    if not wrong and not terms.terms.requires_grad:
+        wrong.append("terms have no gradient; compute them from x.logprobs")
+    if not wrong and not (terms.weights * terms.terms).isfinite().all():
+        wrong.append("weights * terms are not finite on a made-up micro-batch")
+    return wrong

@@ -1,0 +1,72 @@
+"""Checks that a run's folder is one and can be written to."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from rl.config.paths import FOLDER, GONE, not_a_file
+from rl.record.run_lock import LOCKS
+from rl.text.untrusted import shown
+
+LOGS = "logs"
+APPENDED = ("metrics.jsonl", "config.json", *LOCKS)
+"""Files that a resumed run opens again."""
+_OPENED_INSIDE = (LOGS, "judge")
+"""Folders in which it opens existing files."""
+
+
+def folder_problems(run_dir: Path) -> list[str]:
+    """What keeps `run_dir` from being a run's folder: it or a folder above is something else, one
+    of its files is a link or none, or one of its folders and files cannot be written to."""
+    if run_dir.resolve().parts[1:2] in (("proc",), ("sys",)):
+        return _problem(run_dir, "is the kernel's; name a folder")
+    for place in (run_dir, *run_dir.parents):
+        why = not_a_file(place)
+        if why == FOLDER:
+            break
+        if why != GONE:
+            return _problem(place, f"{why or 'is a file'}; name a folder")
+    if not_a_file(run_dir) != FOLDER:
+        return []
+    opened = [run_dir / name for name in APPENDED]
+    opened += [file for name in _OPENED_INSIDE for file in sorted((run_dir / name).glob("*"))]
+    for place in opened:  # folders may be links to another disk
+        if place.is_symlink() and not place.is_dir():
+            return _problem(place, "is a link, and a run writes to no other file; remove it")
+        if place.exists() and not (place.is_file() or place.is_dir()):
+            return _problem(place, "is no ordinary file; remove it")
+    inside = [entry for entry in run_dir.iterdir() if entry.is_dir() or entry.name in APPENDED]
+    logs = (run_dir / LOGS).glob("*.log")
+    for place in (run_dir, *sorted(inside), *logs):
+        mode = os.W_OK | (os.X_OK if place.is_dir() else 0)
+        if not os.access(place, mode, effective_ids=os.access in os.supports_effective_ids):
+            return _read_only(place, "no permission, or a disk that is mounted to be read")
+    return []
+
+
+def make_problems(run_dir: Path) -> list[str]:
+    """The same, after creating the folder: every rank first opens its log there."""
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # nobody else's, until it is shared
+        (run_dir / LOGS).mkdir(exist_ok=True)
+    except OSError as error:
+        return _read_only(Path(error.filename or run_dir), error.strerror or str(error))
+    if problems := folder_problems(run_dir):
+        return problems
+    for folder in (run_dir, run_dir / LOGS):
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            return _read_only(folder, error.strerror or str(error))
+    return []
+
+
+def _read_only(place: Path, why: str) -> list[str]:
+    remedy = "make it writable, or choose another folder"
+    return _problem(place, f"cannot be written to ({why}); {remedy}")
+
+
+def _problem(place: Path, what: str) -> list[str]:
+    return [f"base_exp_dir: {shown(str(place), 300)} {what}"]

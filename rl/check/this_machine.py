@@ -1,0 +1,237 @@
+"""Checks what this machine offers a run: GPUs, driver, compiler, memory. Offline, without torch."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rl import build
+from rl.build import Plug, Resolved
+from rl.check.disk import disk_problems
+from rl.check.fetch import hub_models, is_offline
+from rl.memory import footprint
+from rl.trackers.tracking import not_installed
+
+CUDA, MIN_DRIVER, MIN_CAPABILITY = 13, 580, 7.5
+"""CUDA of the pinned PyTorch; the oldest NVIDIA driver and compute capability for its kernels."""
+BUSY_GB = 1.0
+"""More than a desktop takes of a GPU."""
+SHARED, MIN_SHARED_GB = "/dev/shm", 1.0  # nosec B108
+"""Where NCCL's ranks exchange data, and the size it wants; Docker gives a container 0.064."""
+
+
+def machine_problems(resolved: Resolved, starts: bool = False) -> list[str]:
+    """What this machine lacks, and what its devices cannot compute. `starts`: the run starts here,
+    so that without a GPU 'auto' is the CPU; --check may be about another machine."""
+    here = driver() if wants_gpu(resolved) and _torch_build() != "cpu" else ""
+    if not here:
+        return _device_problems(resolved, "cpu" if starts else "", math.inf)
+    # The best of this machine's GPUs, as others may be hidden from the run.
+    words = [word for word in _of_each_gpu("compute_cap") if word[:1].isdecimal()]
+    capability = max(map(float, words), default=math.inf)
+    return [
+        *_device_problems(resolved, "cuda", capability),
+        *_driver_problems(here, capability),
+        *_offline_problems(resolved),
+        *_sharing_problems(resolved),
+        *disk_problems(resolved),
+        *_compiler_problems(resolved),
+    ]
+
+
+def _device_problems(resolved: Resolved, auto: str, capability: float) -> list[str]:
+    """What plugins cannot compute on their devices. `auto`: the kind of device that 'auto' is, ''
+    if unknown; `capability`: the GPU's."""
+    found = []
+    plugs: list[Plug[Any]] = [resolved.policy, resolved.engine, *resolved.model_runners]
+    for plug in plugs:
+        device = _device(resolved, getattr(plug.config, "device", "auto"))
+        if device := auto if device == "auto" else device:
+            seen = None if device == "cpu" else capability
+            problems, wrong = build.ask_plug(plug, "device_problems", resolved.policy.config, seen)
+            found += [*(f"{plug.key}.{problem}" for problem in problems or ()), *wrong]
+    return found
+
+
+def _device(resolved: Resolved, stated: str) -> str:
+    """'auto', which an engine's is too, is the policy's device."""
+    return footprint.policy_device(resolved) if stated == "auto" else stated
+
+
+def machine_lines(resolved: Resolved) -> list[str]:
+    """What this machine has, or what the one that trains has to have; and missing trackers, without
+    which a run goes on."""
+    return [*_gpu_lines(resolved), *busy_lines(resolved), *not_installed(resolved.config.tracking)]
+
+
+def busy_lines(resolved: Resolved) -> list[str]:
+    """GPU memory that other processes hold, which the run would miss minutes after its start."""
+    words = _of_each_gpu("memory.used") if wants_gpu(resolved) and driver() else []
+    used_gb = [float(word) * 2**20 / 1e9 for word in words if word.isdecimal()]
+    held = [f"{gb:.1f} GB of GPU {i}" for i, gb in enumerate(used_gb) if gb > BUSY_GB]
+    where = "nvidia-smi names them; end them, or choose GPUs by CUDA_VISIBLE_DEVICES"
+    return [f"other processes hold {', '.join(held)}: {where}"] if held else []
+
+
+def _gpu_lines(resolved: Resolved) -> list[str]:
+    if not wants_gpu(resolved):
+        return ["the run uses no GPU"]
+    needs = f"an NVIDIA driver >= {MIN_DRIVER} (CUDA {CUDA})"
+    if not resolved.engine.cls.samples_with_trainer:
+        needs += ", a C compiler and Python's headers (apt install build-essential python3-dev)"
+    found = driver()
+    if not found:
+        wrong = _device_problems(resolved, "cuda", math.inf)
+        refused = [f"on a GPU it would be refused: {problem}" for problem in wrong]
+        return [f"no GPU to be seen; the machine that trains needs {needs}", *refused]
+    if _torch_build() == "cpu":
+        return [f"PyTorch is installed for a CPU, and runs on it; on the GPU it needs {needs}"]
+    return [f"NVIDIA driver {found}; needed: {needs}"]
+
+
+def driver() -> str:
+    """Version of the NVIDIA driver; '' where no GPU is to be seen."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    return next(iter(_of_each_gpu("driver_version")), "")
+
+
+def _of_each_gpu(field: str) -> list[str]:
+    """nvidia-smi's answer; [] where there is none."""
+    question = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(question, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.split() if done.returncode == 0 else []
+
+
+def has_gpus() -> bool:
+    """Whether this may be the machine that trains."""
+    return any(Path("/proc/driver/nvidia/gpus").glob("*"))
+
+
+def host_memory_gb(root: Path = Path("/")) -> float | None:
+    """Memory of this machine, or the smallest limit of a control group around us; None where that
+    cannot be read."""
+    try:
+        lines = (root / "proc/meminfo").read_text().split("\n")
+        total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    return min([total, *_group_limits(root)]) / 1e9
+
+
+def _group_limits(root: Path) -> Iterable[int]:
+    """Bytes; both versions of control groups, from our own group upwards. In a container's own name
+    space our path is '/', and the limit is at the mount itself."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text().split()
+    except OSError:
+        return
+    for _, controllers, path in (group.split(":", 2) for group in groups):
+        mount, name = "sys/fs/cgroup", "memory.max"
+        if "memory" in controllers.split(","):
+            mount, name = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        elif controllers:
+            continue
+        inside = Path(path.lstrip("/"))
+        for folder in (inside, *inside.parents):
+            file = root / mount / folder / name
+            if file.is_file() and (word := file.read_text().strip()).isdigit():
+                yield int(word)
+
+
+def wants_gpu(resolved: Resolved) -> bool:
+    """Whether any model may be on one."""
+    return any(_device(resolved, claim.device) != "cpu" for claim in build.claims(resolved))
+
+
+def _torch_build() -> str:
+    """'cpu' or 'cu126', as the installed PyTorch is called; '' as the pinned one is, or none."""
+    try:
+        return version("torch").partition("+")[2]
+    except PackageNotFoundError:
+        return ""
+
+
+def _driver_problems(found: str, capability: float) -> list[str]:
+    """What keeps the pinned PyTorch from running with that driver and GPU."""
+    if not _torch_build() and capability < MIN_CAPABILITY:
+        return [
+            f"this machine: its GPU has compute capability {capability}, and the pinned PyTorch "
+            f"has no kernels below {MIN_CAPABILITY}; use another GPU, or set policy.device=cpu"
+        ]
+    major = found.partition(".")[0]
+    if _torch_build() or not major.isdecimal() or int(major) >= MIN_DRIVER:
+        return []
+    with suppress(OSError, AttributeError):
+        # The library that programs load here, if for forward compatibility, is newer.
+        number = ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+        if number.value // 1000 >= CUDA:
+            return []
+    return [
+        f"this machine: NVIDIA driver {found} is too old for the pinned PyTorch, which is built "
+        f"for CUDA {CUDA}; install driver {MIN_DRIVER} or newer"
+    ]
+
+
+def _sharing_problems(resolved: Resolved) -> list[str]:
+    """Ranks exchange data through shared memory, which may be too small."""
+    several = resolved.config.world_size > 1 and os.path.isdir(SHARED)
+    size_gb = shutil.disk_usage(SHARED).total / 1e9 if several else math.inf
+    if size_gb >= MIN_SHARED_GB:
+        return []
+    return [
+        f"this machine: {SHARED} has {size_gb:.3f} GB, and NCCL wants {MIN_SHARED_GB:g} GB for "
+        "world_size > 1; start the container with --ipc=host or --shm-size=16g"
+    ]
+
+
+def _compiler_problems(resolved: Resolved) -> list[str]:
+    """A compiler and Python's headers, as Triton looks for them: an engine of its own has Triton's
+    kernels, and PyTorch's eager ones need no compiler."""
+    if resolved.engine.cls.samples_with_trainer:
+        return []
+    stated = os.environ.get("CC")
+    found = []
+    if stated is not None and shutil.which(stated) is None:
+        found.append(
+            f"this machine: CC is {stated!r}, which is no program here, and Triton compiles a "
+            "launcher for its kernels with it; export CC=gcc, or unset it"
+        )
+    elif stated is None and not (shutil.which("gcc") or shutil.which("clang")):
+        found.append(
+            "this machine: there is no C compiler (gcc, clang), and Triton compiles a launcher for "
+            "its kernels: apt install build-essential, or export CC=<compiler>"
+        )
+    scheme = sysconfig.get_default_scheme()
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    header = Path(sysconfig.get_path("include", scheme), "Python.h")
+    if not header.is_file():
+        python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        found.append(
+            f"this machine: there is no {header}, and Triton compiles a launcher for its kernels "
+            f"with it: apt install {python}-dev, or use a Python that brings its headers"
+        )
+    return found
+
+
+def _offline_problems(resolved: Resolved) -> Iterable[str]:
+    for key, path, is_cached in hub_models(resolved) if is_offline() else ():
+        if not is_cached:
+            yield (
+                f"{key}: {path} is not in this machine's cache, and HF_HUB_OFFLINE forbids to "
+                "fetch it; unset that, or fetch it elsewhere (hf download) and copy the cache"
+            )

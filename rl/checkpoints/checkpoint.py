@@ -1,0 +1,492 @@
+"""Resume points: written aside, proven by a manifest, renamed into place; never half of one loaded.
+
+<run>/checkpoints/step_000010/
+    state.safetensors      the learner's tensors (fp32 weights, moments), keyed by name
+    state.json             iteration, world size, and whatever JSON the loop hands over
+    rng_rank0000.pt ...    every rank's generators, tensors and plain values only
+    model/                 PEFT adapter or transformers folder, with its model card
+    manifest.json          size and sha256 of every file above but the card, written last
+<run>/last_checkpoint.txt  the name of the last one, so that a run whose checkpoints are gone
+                           is not taken for one that never had any
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.checkpoints.best import best_of, held_out_rewards
+from rl.checkpoints.disk_room import is_full, when_there_is_room
+from rl.config import formats
+from rl.config.paths import not_a_file
+from rl.config.schema import CheckpointConfig
+from rl.console.console import warn
+from rl.files.atomic import fsync, row_of, write_atomically
+from rl.files.held import GoneError, place
+from rl.publish import hub
+from rl.ranks.dist import Dist
+from rl.text.scrub import scrub
+from rl.text.untrusted import shown
+
+if TYPE_CHECKING:
+    import torch
+
+MODEL_FOLDER = "model"
+MODEL_CARD = "README.md"
+"""In the model's folder; not in the manifest, since it changes when the held-out run is known."""
+BEST = "the best on held-out samples"
+LAST_WRITTEN = "last_checkpoint.txt"
+SAVING = ".saving.lock"
+"""Held by the process that writes a checkpoint."""
+_NUM_NEWEST_KEPT = 2
+_MAX_SHOWN_CHARS = 300
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_STEP_NAME = re.compile(r"step_(\d{6,})")
+_ASIDE_PREFIX = ".tmp-"
+_ASIDE_NAME = re.compile(r"\.tmp-(?:pruned-)?step_\d{6,}")
+
+
+class SaveError(RuntimeError):
+    """The last checkpoint of a run could not be written."""
+
+
+@dataclass(frozen=True, eq=False)
+class ResumePoint:
+    iteration: int
+    """Number of finished iterations."""
+    tensors: Mapping[str, torch.Tensor]
+    """The learner's, on the CPU, contiguous."""
+    meta: Mapping[str, Any]
+    rng_by_rank: Sequence[Mapping[str, Any]]
+    """`rng_state()` of every rank."""
+    write_model: Callable[[Path], None]
+    """Fills the folder it gets; no collectives inside."""
+    model_card: str
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    iteration: int
+    """Number of finished iterations; the run goes on with the next."""
+    tensors: dict[str, torch.Tensor]
+    meta: dict[str, Any]
+    """The JSON that was handed to `save`."""
+    rng: dict[str, Any] | None
+    """This rank's generators for `set_rng_state`; None when the world size has changed since."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every method is collective unless it says otherwise."""
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig, dist: Dist) -> None:
+        self._run_dir = run_dir
+        self._config = config
+        self._dist = dist
+        self._pusher = hub.Pusher(config.push_to_hub_repo_id, self.folder)
+        self._reported: set[Path] = set()
+        """Old checkpoints that stay; the reason was logged."""
+
+    @property
+    def folder(self) -> Path:
+        """Also when the run folder was moved. Raises GoneError when it is gone."""
+        return place(self._run_dir / "checkpoints")
+
+    def due(self, iteration: int) -> bool:
+        """Whether to save once `iteration` iterations are complete. Local."""
+        saved = iteration % self._config.save_every_n_iterations == 0
+        return saved or self._push_due(iteration, final=False)
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint that is whole (every size and sha256), or None before the first.
+        Warns of newer ones that are damaged or gone. Raises ValueError when there are or were
+        checkpoints and none is whole: a run never restarts silently from the base weights."""
+        found = find(self.folder.parent) if self._dist.is_main else Found()
+        for remark in found.remarks:
+            warn(remark)
+        found = self._dist.broadcast(found)
+        if found.problem:
+            raise ValueError(found.problem)
+        return found.path
+
+    def save(self, point: ResumePoint | None, final: bool = False) -> Path | None:
+        """Write a checkpoint (`point` is read on rank 0) and prune old ones. A failure leaves the
+        older checkpoints as they were, warns and returns None, or raises `SaveError` on every rank
+        if `final`."""
+        path, problem = None, ""
+        if self._dist.is_main:
+            assert point is not None
+            path, problem = self._try_write(point)
+        path, problem = self._dist.broadcast((path, problem))
+        if problem and final:
+            raise SaveError(problem)
+        return path
+
+    def save_alone(self, point: ResumePoint) -> Path | None:
+        """`save` without the other ranks, which may be gone. Two that save the same wait for each
+        other."""
+        return self._try_write(point)[0]
+
+    def publish(self, iteration: int, model_card: Callable[[], str], final: bool = False) -> None:
+        """Write the model card that knows the held-out run into that iteration's checkpoint, if
+        there is one, and push to the hub when due. Rank 0."""
+        path = self.folder / f"step_{iteration:06d}"
+        model = path / MODEL_FOLDER
+        if not model.is_dir():
+            return
+        try:
+            write_atomically(model / MODEL_CARD, scrub(model_card()))
+        except OSError as error:
+            warn(f"{model / MODEL_CARD} could not be written: {error}")
+        if self._push_due(iteration, final):
+            self._pusher.push(model, iteration)
+
+    def close(self, say: Callable[[str], None]) -> None:
+        """Wait, for a bounded time, for pushes under way; `say` tells the user. Local."""
+        self._pusher.close(say)
+
+    def load(self, path: Path) -> Loaded:
+        """Read a checkpoint that `latest` found; no pickle is executed. Raises ValueError when a
+        rank cannot see the folder."""
+        from safetensors.torch import load_file
+
+        if self._dist.any(not (path / "manifest.json").is_file()):
+            raise ValueError(
+                f"{path} is not visible on every node: put base_exp_dir on a file system they share"
+            )
+        state = read_state(path)
+        rng = None
+        if state["world_size"] == self._dist.world_size:
+            import torch
+
+            rng = torch.load(path / _rng_name(self._dist.rank), weights_only=True)
+        tensors = load_file(path / "state.safetensors")
+        return Loaded(state["iteration"], tensors, state["meta"], rng)
+
+    def _try_write(self, point: ResumePoint) -> tuple[Path | None, str]:
+        from filelock import FileLock
+
+        name = f"step_{point.iteration:06d}"
+        try:
+            # Ranks that save alone do not know of each other.
+            lock = FileLock(self.folder.parent / SAVING, fallback_to_soft=False)
+            with ExitStack() as stack:
+                with suppress(OSError):  # a file system without locks: better no guard than no save
+                    stack.enter_context(lock)
+                final = self._write(point, name)
+                self._tidy(name)
+                return final, ""
+        # Any library may fail in any way on a full or vanished disk; training goes on.
+        except Exception as error:
+            problem = f"checkpoint {name} could not be written: {error!r}"
+            try:
+                place(self._run_dir)
+            except GoneError as gone:
+                warn(f"checkpoint {name} is not written: {gone}")
+                return None, str(gone)
+            if is_full(error):
+                problem += "; make room on that disk, and the same command goes on"
+            warn(f"{problem}. Older checkpoints are intact.")
+            return None, problem
+
+    def _write(self, point: ResumePoint, name: str) -> Path:
+        final, aside = self.folder / name, self.folder / f"{_ASIDE_PREFIX}{name}"
+        if final.is_dir() and problem_of(final) is None:
+            return final  # an iteration may be due by cadence and by being the last
+
+        def write_aside() -> None:
+            self._sweep()
+            aside.mkdir(parents=True)
+            try:
+                _write_files(point, aside)
+                _seal(aside)
+            except Exception:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise
+
+        num_bytes = sum(tensor.nbytes for tensor in point.tensors.values()) * 4 // 3
+        when_there_is_room(write_aside, self.folder, f"checkpoint {name}", num_bytes)
+        if final.exists():  # damaged, or it would have been returned above
+            names = (f"damaged-{name}{f'-{n}' if n else ''}" for n in count())
+            kept = next(p for p in map(self.folder.joinpath, names) if not p.exists())
+            final.rename(kept)
+            warn(f"the damaged {name} is {kept} now; delete it if nothing in it is yours")
+        aside.rename(final)
+        fsync(self.folder)
+        return final
+
+    def _tidy(self, name: str) -> None:
+        """What follows a checkpoint; it may fail, and what makes room comes first."""
+        note = partial(write_atomically, self.folder.parent / LAST_WRITTEN, f"{name}\n")
+        for step in (
+            self._prune,
+            self._sweep,
+            lambda: when_there_is_room(note, self.folder, LAST_WRITTEN),
+        ):
+            try:
+                step()
+            except Exception as error:
+                warn(f"checkpoint {name} is written; after it: {error}")
+
+    def _prune(self) -> None:
+        """Rename all but the newest two whole checkpoints, the best, the ones kept for ever, and
+        those that somebody else has written into."""
+        steps = steps_of(self.folder.parent)
+        whole = [path for path in steps if problem_of(path, hashes=False) is None]
+        newest, every = whole[-_NUM_NEWEST_KEPT:], self._config.keep_every_n_iterations
+        best = why_best_stays(self.folder.parent)
+        for path in steps:
+            if path in newest or (every and path in whole and iteration_of(path) % every == 0):
+                continue
+            if why := best.get(path) or why_it_stays(path):
+                if why != BEST and path not in self._reported:
+                    warn(f"the old checkpoint {path.name} stays: {why}")
+                self._reported.add(path)
+            else:
+                path.rename(self.folder / f"{_ASIDE_PREFIX}pruned-{path.name}")
+
+    def _sweep(self) -> None:
+        for path in left_aside(self.folder.parent):
+            shutil.rmtree(path)
+
+    def _push_due(self, iteration: int, final: bool) -> bool:
+        every = self._config.push_to_hub_every_n_iterations
+        return every > 0 and (final or iteration % every == 0)
+
+
+def _write_files(point: ResumePoint, folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file(dict(point.tensors), folder / "state.safetensors")
+    for rank, rng in enumerate(point.rng_by_rank):
+        buffer = io.BytesIO()  # torch's own files do not report a full disk
+        torch.save(dict(rng), buffer)
+        (folder / _rng_name(rank)).write_bytes(buffer.getvalue())
+    state = {
+        "format": formats.CHECKPOINT,
+        "iteration": point.iteration,
+        "world_size": len(point.rng_by_rank),
+        "meta": point.meta,
+    }
+    (folder / "state.json").write_text(scrub(json.dumps(state, indent=1)), encoding="utf-8")
+    model = folder / MODEL_FOLDER
+    model.mkdir()
+    point.write_model(model)
+    (model / MODEL_CARD).write_text(scrub(point.model_card), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Found:
+    path: Path | None = None
+    remarks: tuple[str, ...] = ()
+    """Newer ones that are damaged or gone; an older format."""
+    problem: str = ""
+    """Why the run may not start, or ''."""
+
+
+def find(run_dir: Path, hashes: bool = True) -> Found:
+    """Look for the checkpoint to go on from. `hashes` as in `problem_of`."""
+    folder, candidates = run_dir / "checkpoints", steps_of(run_dir)
+    written = run_dir / LAST_WRITTEN
+    last = written.read_bytes().decode(errors="replace").strip() if written.is_file() else ""
+    way_out = (
+        f"choose another run_name to start from the base weights, or move {run_dir} away to start "
+        "so under this one"
+    )
+    if other := too_new(run_dir):
+        return Found(problem=f"{other}, or {way_out}")
+    remarks = []
+    is_name = _STEP_NAME.fullmatch(last) is not None
+    if is_name and candidates and iteration_of(Path(last)) > iteration_of(candidates[-1]):
+        remarks.append(
+            f"checkpoint {last} was the last to be written and is gone: going on from an older one"
+        )
+    for path in reversed(candidates):
+        if other := too_new(path):
+            return Found(None, tuple(remarks), f"{other}, or {way_out}")
+        problem = problem_of(path, hashes)
+        if problem is None:
+            return Found(path, tuple(remarks))
+        remarks.append(
+            f"checkpoint {path.name} is damaged ({problem}): falling back to an older one"
+        )
+    if candidates:
+        problem = f"none of the {len(candidates)} checkpoints in {folder} is whole: restore one, "
+        return Found(None, tuple(remarks), problem + way_out)
+    if last:
+        problem = f"{folder} holds no checkpoint, though {last} was written there: restore it, "
+        return Found(problem=problem + way_out)
+    return Found()
+
+
+def checkpoint_of(run_dir: Path, which: str) -> Path:
+    """A checkpoint of a run: `which` is 'latest' (the newest whole one), 'best' (on held-out
+    samples) or a number of iterations. Raises ValueError, which lists those that are there."""
+    by_iteration = {iteration_of(step): step for step in steps_of(run_dir)}
+    path: Path | None = None
+    problem = f"checkpoint {which!r}: say latest, best, or a number of iterations"
+    if which == "latest":
+        found = find(run_dir)
+        path, problem = found.path, found.problem or "there is no checkpoint yet"
+    elif which == "best":
+        path = by_iteration.get(best_of(list(by_iteration), held_out_rewards(run_dir)) or 0)
+        problem = (
+            "no checkpoint that is there was measured by a held-out run (they are where "
+            "checkpoint.save_every_n_iterations and evaluation.every_n_iterations meet)"
+        )
+    elif which.isdecimal():
+        path = by_iteration.get(int(which))
+        problem = f"there is no checkpoint of {which} iterations"
+    if path is not None and which != "latest" and (broken := problem_of(path)):
+        problem, path = f"{path.name} is damaged ({broken})", None
+    if path is None:
+        names = ", ".join(map(str, by_iteration)) or "none"
+        raise ValueError(f"{run_dir}: {problem}; checkpoints there, by iterations: {names}")
+    return path
+
+
+def steps_of(run_dir: Path) -> list[Path]:
+    """Checkpoint folders of a run, oldest first, whole or not."""
+    entries = (run_dir / "checkpoints").glob("step_*")
+    named = (path for path in entries if _STEP_NAME.fullmatch(path.name) and path.is_dir())
+    return sorted(named, key=iteration_of)
+
+
+def left_aside(run_dir: Path) -> list[Path]:
+    """What a kill or a failure left of checkpoints, which the next save deletes."""
+    entries = (run_dir / "checkpoints").glob(f"{_ASIDE_PREFIX}*")
+    named = (path for path in entries if _ASIDE_NAME.fullmatch(path.name))
+    return sorted(path for path in named if path.is_dir() and not path.is_symlink())
+
+
+def discard(path: Path) -> None:
+    """Delete a checkpoint, or what is left aside of one; a kill meanwhile leaves nothing that looks
+    whole."""
+    if _STEP_NAME.fullmatch(path.name):
+        path = path.rename(path.with_name(f"{_ASIDE_PREFIX}pruned-{path.name}"))
+    shutil.rmtree(path)
+
+
+def why_best_stays(run_dir: Path) -> dict[Path, str]:
+    """Whole checkpoints that are the best on held-out samples, or may be, and why."""
+    steps = [path for path in steps_of(run_dir) if problem_of(path, hashes=False) is None]
+    rewards = held_out_rewards(run_dir)
+    best = best_of(list(map(iteration_of, steps)), rewards)
+    unknown = "metrics.jsonl has no readable line of it, which would say whether it is the best"
+    return {
+        step: BEST if iteration_of(step) == best else unknown
+        for step in steps
+        if iteration_of(step) == best or iteration_of(step) not in rewards
+    }
+
+
+def why_it_stays(path: Path) -> str:
+    """Why a checkpoint is not exactly what a save wrote, so that nothing may delete it; or ''.
+    Compares sizes, not hashes."""
+    if path.is_symlink():
+        return "it is a link"
+    if problem := problem_of(path, hashes=False):
+        return f"it is damaged or was changed ({problem})"
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    ours = {*manifest, "manifest.json", f"{MODEL_FOLDER}/{MODEL_CARD}"}
+    for entry in sorted(path.rglob("*")):
+        name = entry.relative_to(path).as_posix()
+        if entry.is_symlink() or not (entry.is_dir() or name in ours):
+            return f"it holds {shown(name, _MAX_SHOWN_CHARS)}, which the run did not write"
+    return ""
+
+
+def model_folder(path: Path) -> Path:
+    """The model's folder in a run (its newest whole checkpoint), a checkpoint, or `path` itself.
+    Raises ValueError when no checkpoint is whole, and for what a newer version wrote."""
+    steps = steps_of(path)
+    if problem := next(filter(None, map(too_new, [path, *steps[-1:]])), ""):
+        raise ValueError(problem)
+    folder = next((step for step in reversed(steps) if problem_of(step) is None), path)
+    if steps and folder == path:
+        raise ValueError(f"{path}: none of its {len(steps)} checkpoints is whole")
+    return folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state.json of a checkpoint, with the run's config in it.
+
+    Raises ValueError for what another version wrote.
+    """
+    if problem := too_new(path):
+        raise ValueError(problem)
+    state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    if "config" in state["meta"]:
+        state["meta"]["config"] = formats.stored(state["meta"]["config"], f"the config in {path}")
+    return state
+
+
+def problem_of(path: Path, hashes: bool = True) -> str | None:
+    """Why the checkpoint at `path` is not whole, or None. Compares every file's size with the
+    manifest, and with `hashes` its sha256 (about 1 GB/s)."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest.items()}
+    except _UNREADABLE as error:
+        return f"no readable manifest.json: {shown(str(error), _MAX_SHOWN_CHARS)}"
+    if not files:
+        return "manifest.json names no file"
+    for name, (size, sha256) in files.items():
+        file, problem = path / name, ""
+        try:
+            if not_a_file(file):
+                problem = "is missing"
+            elif file.stat().st_size != size:
+                problem = f"has {file.stat().st_size} bytes instead of {size}"
+            elif hashes and _sha256(file) != sha256:
+                problem = "does not match its sha256"
+        except OSError as error:  # a name longer than a file system takes
+            problem = f"cannot be read ({error.strerror})"
+        if problem:
+            return f"{shown(name, _MAX_SHOWN_CHARS)} {problem}"
+    return None
+
+
+def too_new(folder: Path) -> str:
+    """Why this version may not read that run folder or checkpoint, or ''."""
+    for file, known in (("config.json", formats.CONFIG), ("state.json", formats.CHECKPOINT)):
+        row = (row_of((folder / file).read_bytes()) if (folder / file).is_file() else None) or {}
+        if problem := formats.refusal(str(folder), formats.number_of(row), known, known):
+            return problem
+    return ""
+
+
+def _seal(folder: Path) -> None:
+    manifest = {}
+    for path in sorted(folder.rglob("*")):
+        fsync(path)
+        if path.is_file() and path != folder / MODEL_FOLDER / MODEL_CARD:
+            entry = {"size": path.stat().st_size, "sha256": _sha256(path)}
+            manifest[path.relative_to(folder).as_posix()] = entry
+    manifest_path = folder / "manifest.json"
+    manifest_path.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    fsync(manifest_path)
+    fsync(folder)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def iteration_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _rng_name(rank: int) -> str:
+    return f"rng_rank{rank:04d}.pt"

@@ -1,0 +1,245 @@
+"""What a run prints: a line per phase, a summary line per iteration, where the time went."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, TextIO
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.panel import Panel
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from rl.ranks import heartbeat
+from rl.ranks.dist import waited_s
+from rl.text.terminal import beneath, guard, plain
+
+SUMMARY = {
+    "reward/mean": "reward",
+    "eval/reward": "held-out",
+    "eval/gain_over_stock": "over stock",
+    "drift/state_l2": "states moved",
+    "kl/reference_k3": "kl",
+    "optimizer/grad_norm": "grad",
+    "memory/peak_gb": "peak GB",
+}
+LOST = {"status/ungraded": "ungraded", "eval/ungraded": "held-out ungraded"}
+"""Shares that the line shows where they are not 0."""
+_ETA_WINDOW = 20
+"""Iterations that the time per iteration is averaged over."""
+_LOG_WIDTH = 80
+"""Columns of a block of text where there is no terminal."""
+_MAX_FRAME_WIDTH = 110
+
+
+def warn(text: str) -> None:
+    """One line on stderr that begins with WARNING. Callers pick the rank."""
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """'8.2 s', '4 min 05 s', '3 h 07 min'."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class Console:
+    """Prints for one process. Colours and a live line only where the stream is a terminal."""
+
+    def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
+        """`enabled`: whether anything is printed (rank 0). `stream`: default stdout."""
+        self._rich = RichConsole(
+            file=stream or beneath(sys.stdout),
+            quiet=not enabled,
+            highlight=False,
+            emoji=False,  # ':smile:' in a completion is text
+            soft_wrap=True,
+        )
+        self.enabled = enabled
+        self.live_text = ""
+        """What the live line shows; '' where there is none."""
+        self._has_terminal = enabled and self._rich.is_terminal
+        self._live: Live | None = None
+        self._iteration_s: deque[float] = deque(maxlen=_ETA_WINDOW)
+
+    def say(self, text: str) -> None:
+        self._rich.print(plain(text), markup=False)
+
+    def live(self, text: str) -> bool:
+        """Show `text` on a line that is redrawn in place, '' removes it; False where there is no
+        terminal."""
+        if not self._has_terminal:
+            return False
+        self.live_text = text
+        if not text and self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif text:
+            line = Spinner("dots", Text(plain(text)))
+            if self._live is None:
+                # Where stdout is a pipe, a program reads rows there: they are not redirected.
+                redirect = beneath(sys.stdout).isatty()
+                self._live = Live(
+                    line, console=self._rich, transient=True, redirect_stdout=redirect
+                )
+                self._live.start(refresh=True)
+                guard()  # rich has replaced the guarded streams by its own
+            else:
+                self._live.update(line, refresh=True)
+        return True
+
+    def phase(self, name: str, seconds: float, note: str) -> None:
+        self.say(f"  {name:<14} {duration(seconds):>12}  {note}".rstrip())
+
+    def iteration(self, iteration: int, num_iterations: int, metrics: Mapping[str, float]) -> None:
+        """The line of a finished iteration; `iteration` counts from 1."""
+        parts = [f"[{iteration}/{num_iterations}]"]
+        parts += [f"{SUMMARY[name]} {metrics[name]:.4g}" for name in SUMMARY if name in metrics]
+        parts += [f"{LOST[name]} {metrics[name]:.1%}" for name in LOST if metrics.get(name)]
+        parts += ["DRIFT"] * bool(metrics.get("drift/alarm"))
+        parts += ["NO STEP"] * (metrics.get("optimizer/steps") == 0)
+        if "time/iteration_s" in metrics:
+            self._iteration_s.append(metrics["time/iteration_s"])
+            mean_s = sum(self._iteration_s) / len(self._iteration_s)
+            parts.append(f"{duration(mean_s)}/it")
+            parts.append(f"ETA {duration(mean_s * (num_iterations - iteration))}")
+        self._rich.print("  ".join(parts), markup=False, style="bold")
+
+    def framed(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """A block of (label, text) rows: in a frame on a terminal, else between two rules of 80
+        columns. A label that begins with a space is dim."""
+        table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+        for label, text in rows:
+            table.add_row(Text(label, "dim" if label[:1] == " " else "bold"), Text(plain(text)))
+        if self._has_terminal:
+            width = min(self._rich.width, _MAX_FRAME_WIDTH)
+            head = Text(plain(title))
+            self._rich.print(Panel(table, title=head, title_align="left", width=width))
+        else:
+            self.say(f"---- {title} ".ljust(_LOG_WIDTH, "-"))
+            self._rich.print(table, width=_LOG_WIDTH, soft_wrap=False)
+            self.say("-" * _LOG_WIDTH)
+
+    def where_time_went(self, timer: PhaseTimer) -> None:
+        table = Table("phase", "time", "share of wall", title="where did the time go (rank 0)")
+        for name, seconds, share in timer.closing_rows():
+            table.add_row(name, duration(seconds), f"{share:.1%}")
+        self._rich.print(table)
+
+
+class ClosingRow(NamedTuple):
+    phase: str
+    time_s: float
+    wall_share: float
+
+
+@dataclass
+class Phase:
+    name: str
+    console: Console | None
+    text: str = ""
+
+    def note(self, text: str) -> None:
+        """What to show beside the seconds; the last call's text stays."""
+        self.text = text
+        self.show()
+
+    def show(self) -> None:
+        if self.console is not None:
+            self.console.live(f"{self.name}: {self.text}" if self.text else self.name)
+
+
+class PhaseTimer:
+    """Wall seconds per phase, of this iteration and of the whole run, on this rank. A phase inside
+    another pauses it, so that phases add up to the wall time. Lines are printed when the outermost
+    phase ends, one per phase. Code that shall count as one phase uses a timer of its own."""
+
+    def __init__(self, console: Console | None = None, flops_per_s: float | None = None) -> None:
+        """`console`: None prints nothing. `flops_per_s`: the device's rate of matrix products;
+        None: no utilisation."""
+        self._console = console
+        self._flops_per_s = flops_per_s
+        self.model_flops = 0.0
+        """Operations of the policy's training passes since the last lap."""
+        self._start_s = self._lap_s = self._settled_s = time.perf_counter()
+        self._settled_waited_s = waited_s()
+        self._this_iteration: defaultdict[str, float] = defaultdict(float)
+        self._waited: defaultdict[str, float] = defaultdict(float)
+        """Seconds of this iteration in collectives, where faster ranks wait for slower ones."""
+        self._unprinted: defaultdict[str, float] = defaultdict(float)
+        self._notes: dict[str, str] = {}
+        self._under_way: list[Phase] = []
+        self.total: defaultdict[str, float] = defaultdict(float)
+        """Seconds by phase since the start."""
+
+    @property
+    def wall_s(self) -> float:
+        return time.perf_counter() - self._start_s
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Time a block; a phase entered several times in an iteration adds up."""
+        self._settle()
+        phase = Phase(name, self._console, self._notes.get(name, ""))
+        self._under_way.append(phase)
+        try:
+            with heartbeat.phase(name):
+                phase.show()
+                yield phase
+        finally:
+            self._settle()
+            self._under_way.pop()
+            self._notes[name] = phase.text
+            if self._under_way:
+                self._under_way[-1].show()
+            else:
+                unprinted, self._unprinted = self._unprinted, defaultdict(float)
+                notes, self._notes = self._notes, {}
+                if self._console is not None:
+                    self._console.live("")
+                    for ended, seconds in unprinted.items():
+                        self._console.phase(ended, seconds, notes[ended])
+
+    def _settle(self) -> None:
+        """Book what was spent since the last settling on the innermost phase under way."""
+        now_s, now_waited_s = time.perf_counter(), waited_s()
+        if self._under_way:
+            name = self._under_way[-1].name
+            self._waited[name] += now_waited_s - self._settled_waited_s
+            for totals in (self._this_iteration, self._unprinted, self.total):
+                totals[name] += now_s - self._settled_s
+        self._settled_s, self._settled_waited_s = now_s, now_waited_s
+
+    def own_seconds(self) -> dict[str, float]:
+        """Seconds of each phase since the last lap, without waits for other ranks."""
+        return {name: s - self._waited[name] for name, s in self._this_iteration.items()}
+
+    def lap(self) -> dict[str, float]:
+        """`time/<phase>_s` since the last lap, `time/iteration_s` and `work/mfu`; starts the next
+        lap."""
+        now_s = time.perf_counter()
+        metrics = {f"time/{name}_s": seconds for name, seconds in self._this_iteration.items()}
+        metrics["time/iteration_s"] = iteration_s = now_s - self._lap_s
+        if self._flops_per_s and self.model_flops:
+            metrics["work/mfu"] = self.model_flops / (iteration_s * self._flops_per_s)
+        self._this_iteration, self._waited = defaultdict(float), defaultdict(float)
+        self._lap_s, self.model_flops = now_s, 0.0
+        return metrics
+
+    def closing_rows(self) -> list[ClosingRow]:
+        """Every phase of the run, the longest first, and their sum."""
+        wall_s = max(self.wall_s, 1e-9)
+        rows = sorted(self.total.items(), key=lambda row: -row[1])
+        rows += [("(other)", max(0.0, wall_s - sum(self.total.values()))), ("wall", wall_s)]
+        return [ClosingRow(name, taken_s, taken_s / wall_s) for name, taken_s in rows]

@@ -1,0 +1,182 @@
+"""Reads edits whose pictures are already codes: a `tokenized_datalist.json`, a file per edit.
+
+    {"prefix": "<folder>", "path_list": ["1.pth", "2.pth", ...]}
+
+The renderer draws the pictures when rewards or records need them. Written reasoning is not shown to
+the policy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rl.api.data import DataSource, RowRules
+from rl.api.plug import FileConfig
+from rl.api.types import Sample
+from rl.config.paths import not_a_file
+from rl.data.emu3_tokens import token_files
+from rl.data.shared.sample_rows import MAX_SHOWN, BadRowError, shorten
+from rl.text.untrusted import shown
+
+NUM_CHECKED = 64
+"""Entries looked for by a config check, from the top of the list."""
+
+_SPLIT = re.compile(r"(train|training|validation|val|test|dev)(_|$)")
+
+
+class Config(FileConfig):
+    """One list of tokenised edits."""
+
+    path: str
+    """The list; a relative path counts from the working directory. Its files are looked for under
+    its `prefix` (from the working directory, then from the list's own folder), then in the folder
+    above the list's and in `feature/` there."""
+    category: str = ""
+    """Label of these samples for per-category metrics; '' = the data set folder's name."""
+
+
+@dataclass(frozen=True)
+class EditList:
+    """A list that was read."""
+
+    file: Path
+    entries: Sequence[str]
+    prefix: str | None
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where the entries lie. Raises BadRowError when none of the first ones is anywhere."""
+        above = self.file.parent.parent
+        stated = [] if self.prefix is None else [Path(self.prefix), self.file.parent / self.prefix]
+        places = list(dict.fromkeys([*stated, above, above / "feature"]))
+        for place in places:
+            if any(not not_a_file(place / entry) for entry in self.entries[:NUM_CHECKED]):
+                return place
+        raise BadRowError(
+            f"{self.file}: its files are nowhere, e.g. {self.entries[0]!r:.60}; looked in "
+            + ", ".join(map(str, places))
+            + ". Put them into one of these folders, or mend the list's 'prefix'"
+        )
+
+    def missing(self, entries: Sequence[str]) -> Iterator[tuple[int, str]]:
+        """(number, what is wrong) of every one of the first entries that is not there."""
+        present: dict[Path, frozenset[str]] = {}
+        for number, entry in enumerate(entries):
+            file = self.folder / entry
+            if file.parent not in present:  # one listing per folder: a stat per file takes minutes
+                try:
+                    present[file.parent] = frozenset(
+                        entry.name for entry in os.scandir(file.parent)
+                    )
+                except (OSError, ValueError):  # no folder, or no name of one
+                    present[file.parent] = frozenset()
+            if file.name not in present[file.parent]:
+                named = shown(str(file), MAX_SHOWN)
+                yield number, f"{self.file}, entry {number}: {named} does not exist"
+
+
+class TokenisedEdits(DataSource[Config]):
+    """A list's files, each read when its sample is taken."""
+
+    reads_much = True
+
+    def __init__(self, config: Config, rules: RowRules) -> None:
+        """Raises BadRowError (a ValueError) naming list and entries."""
+        edits = read_list(config.path)
+        bad = dict(edits.missing(edits.entries))
+        if bad and rules.on_bad_row == "error":
+            raise BadRowError(
+                "\n".join(shorten(list(bad.values()))) + "\nPut these files there, or leave their "
+                "entries out with data.on_bad_row: 'skip'."
+            )
+        self.num_skipped = len(bad)
+        self._files = [
+            edits.folder / entry for number, entry in enumerate(edits.entries) if number not in bad
+        ]
+        # As the folders above `[feature/]list/` are called.
+        folders = edits.file.resolve().parent.parts
+        named = [name for name in folders if name not in ("list", "feature")]
+        dataset, split = ["", *named][-2:]
+        self._category = config.category or (dataset if _SPLIT.match(split) else split)
+        self._label = f"{dataset}/{split}"
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> Sample:
+        file = self._files[index]
+        try:
+            edit = token_files.read(file)
+        except Exception as error:  # a file may hold anything, and fails as it likes
+            raise BadRowError(f"{file}: {shown(str(error), MAX_SHOWN)}") from error
+        return Sample(
+            id=f"{self._label}/{edit.id}",
+            instruction=edit.instruction,
+            source_codes=edit.source_codes,
+            target_codes=edit.target_codes,
+            category=self._category,
+        )
+
+    @classmethod
+    def provides(cls, config: Config) -> frozenset[str]:
+        """Pictures once the renderer drew the codes."""
+        return frozenset({"source_codes", "target_codes", "source", "target"})
+
+    @classmethod
+    def count(cls, config: Config) -> int | None:
+        """Entries of the list, missing files included; None when there is no list."""
+        try:
+            return len(read_list(config.path).entries)
+        except BadRowError:
+            return None
+
+    @classmethod
+    def problems(cls, config: Config, rules: RowRules) -> list[str]:
+        """Of the list and its first files, without opening one of them."""
+        try:
+            edits = read_list(config.path)
+            problems = [problem for _, problem in edits.missing(edits.entries[:NUM_CHECKED])]
+        except BadRowError as error:
+            return [str(error)]
+        if rules.on_bad_row == "skip" or not problems:
+            return []
+        looked = min(NUM_CHECKED, len(edits.entries))
+        found = f"{edits.file}: {len(problems)} of the first {looked} are missing"
+        return [*shorten(problems), found]
+
+
+def read_list(path: str | Path) -> EditList:
+    """The list at `path`. Raises BadRowError when it is not there or not such a list.
+
+    EARL's own set-up linked `<set>/list` into `<set>/feature/` with a link that led nowhere; a path
+    through it is understood.
+    """
+    file = Path(path)
+    if not_a_file(file) and file.parent.parent.name == "feature":
+        file = file.parent.parent.parent / file.parent.name / file.name
+    if file.is_dir():
+        raise BadRowError(f"{path} is a folder; name the tokenized_datalist.json in it")
+    if why := not_a_file(file):
+        raise BadRowError(
+            f"{shown(str(path), MAX_SHOWN)} {why} (from {Path.cwd()}); fetch the published sets "
+            "with scripts/setup_datasets.sh, or tokenise your own with rl prepare"
+        )
+    try:
+        content = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise BadRowError(f"{file}: is not JSON ({error})") from error
+    except OSError as error:
+        raise BadRowError(f"{file} cannot be read ({error.strerror})") from error
+    entries = content.get("path_list") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise BadRowError(f'{file}: is not a list {{"prefix": ..., "path_list": ["1.pth", ...]}}')
+    if not entries:
+        raise BadRowError(f"{file}: its path_list is empty")
+    prefix = content.get("prefix")
+    return EditList(file, entries, prefix if isinstance(prefix, str) else None)

@@ -1,0 +1,209 @@
+"""Reads the edits that a user asks for, and writes their results.
+
+edits/photo.png          the edited picture
+edits/photo_sheet.png    the sources, the edit, and what was drawn beside it
+edits/photo.json         the words, and everything that made the picture
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib.metadata import Distribution, version
+from itertools import count, zip_longest
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, model_validator
+
+from rl.config.messages import validate
+from rl.config.paths import not_a_file
+from rl.data.shared.jsonl import read_lines, read_rows
+from rl.edit.editor import Editor, EditRequest, EditResult
+from rl.files.atomic import write_atomically
+from rl.files.images import png_bytes
+from rl.text.scrub import scrubbed
+
+PICTURES = frozenset(
+    (".avif", ".bmp", ".gif", ".heic", ".heif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+)
+"""Endings of what is taken from a folder."""
+MAX_NAME_CHARS = 60
+PACKAGES = ("vlm-edit-rl", "torch", "transformers", "diffusers", "peft")
+
+
+def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequest]:
+    """What a user asks for: one edit of a picture or of several together, one of each of a folder's
+    pictures, a JSONL file's rows, or words alone.
+
+    A row is `{"image": "photo.jpg", "instruction": "make the sky red"}`, or has `"images": [...]`;
+    its paths count from the file's folder, and `instruction` stands for the one that it lacks.
+
+    Raises ValueError, naming the file or row.
+    """
+    if not paths:
+        if instruction is None:
+            raise ValueError("nothing to do: give a picture and an instruction, or a .jsonl file")
+        return [EditRequest(instruction)]
+    [*_, path] = paths
+    if len(paths) == 1 and path.suffix == ".jsonl":
+        return _rows(path, instruction)
+    if instruction is None or _is_picture(Path(instruction)):
+        raise ValueError(
+            f"{path}: say what to do with it; the instruction comes last: rl edit --run RUN {path} "
+            "'your words'"
+        )
+    if len(paths) == 1 and path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in PICTURES)
+        if not files:
+            raise ValueError(f"{path} holds no picture ({', '.join(sorted(PICTURES))})")
+        return [EditRequest(instruction, file) for file in files]
+    for path in paths:
+        if why := not_a_file(path):
+            raise ValueError(
+                f"{path} {why}; paths count from {Path.cwd()}, and several arguments are the "
+                "pictures of one edit, with the instruction last, in quotes"
+            )
+    return [EditRequest(instruction, tuple(paths))]
+
+
+def _is_picture(path: Path) -> bool:
+    return path.suffix.lower() in PICTURES and not not_a_file(path)
+
+
+def _rows(path: Path, instruction: str | None) -> list[EditRequest]:
+    rows, numbers, problems = read_rows(read_lines(path), str(path))
+    asked = []
+    for number, values in zip(numbers, rows, strict=True):
+        row, wrong = validate(_Row, {"instruction": instruction, **values}, f"row {number}")
+        problems += [f"{path}, {problem}" for problem in wrong]
+        if row is not None:
+            named = [row.image] if row.image is not None else row.images or []
+            asked.append(EditRequest(row.instruction, [path.parent / name for name in named]))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return asked
+
+
+class _Row(BaseModel):
+    """A line of a JSONL file of edits; other keys are left alone."""
+
+    instruction: str = Field(pattern=r"\S")
+    """What to do."""
+    image: str | None = None
+    """The path of a picture."""
+    images: list[str] | None = None
+    """The paths of several pictures."""
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> _Row:
+        if self.image is not None and self.images is not None:
+            raise ValueError("has both 'image' and 'images'; keep one of them")
+        return self
+
+
+def free_stem(folder: Path, request: EditRequest) -> Path:
+    """`<folder>/<name>` without an ending, of the pictures' names or else of the words, such that
+    nothing bears it yet."""
+    given = [Path(image).stem for image in request.images if isinstance(image, Path | str)]
+    name = "-".join(given) or request.instruction
+    name = re.sub(r"[^\w.-]+", "-", name).strip("-._")[:MAX_NAME_CHARS] or "edit"
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    endings = (".png", ".json", "_sheet.png")
+    return next(
+        folder / name
+        for name in names
+        if not any((folder / f"{name}{ending}").exists() for ending in endings)
+    )
+
+
+def save(editor: Editor, result: EditResult, stem: Path) -> list[Path]:
+    """Write the picture, the sheet (where more than the picture was drawn) and the JSON; returns
+    what was written, the JSON last."""
+    from rl.edit.sheet import draw_sheet
+
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    written: dict[str, Path] = {}
+    if result.image is not None:
+        written["picture"] = stem.with_name(f"{stem.name}.png")
+        write_atomically(written["picture"], png_bytes(result.image))
+        if result.arms:
+            written["sheet"] = stem.with_name(f"{stem.name}_sheet.png")
+            write_atomically(written["sheet"], draw_sheet(result, str(editor.trained or "")))
+    files = {name: file.name for name, file in written.items()}
+    note = stem.with_name(f"{stem.name}.json")
+    text = json.dumps(scrubbed(as_json(editor, result, files)), indent=2, ensure_ascii=False)
+    write_atomically(note, f"{text}\n")
+    return [*written.values(), note]
+
+
+def as_json(editor: Editor, result: EditResult, files: Mapping[str, str]) -> dict[str, Any]:
+    """Everything that made a result; the same command makes it again."""
+    config, trained = editor.config, editor.trained
+    pictures = [
+        {
+            "image": str(image) if isinstance(image, Path | str) else None,
+            "image_size_px": size_px or (source and source.size),
+            "shown_size_px": source and source.size,
+        }
+        for image, source, size_px in zip_longest(
+            result.request.images or [None], result.sources, result.original_sizes_px
+        )
+    ]
+    return {
+        "instruction": result.request.instruction,
+        **(pictures[0] if len(pictures) == 1 else {"images": pictures}),
+        "words": result.words,
+        "thought": result.thought,
+        "failure": result.failure,
+        "files": dict(files),
+        "drawn_size_px": result.image and result.image.size,
+        "beside": {
+            name: {"words": arm.words, "failure": arm.failure} for name, arm in result.arms.items()
+        },
+        "seed": result.seed,
+        "noise_seed": result.noise_seed,
+        "token_ids": list(result.token_ids),
+        "finish": result.finish,
+        "seconds": round(result.seconds, 3),
+        "run": trained
+        and {
+            "folder": str(trained.run_dir or trained.model),
+            "checkpoint": trained.model.parent.name,
+            "iterations": trained.iterations,
+            "held_out_reward": trained.held_out_reward,
+        },
+        "sampling": {
+            "temperature": config.evaluation.temperature,
+            "top_k": config.evaluation.top_k,
+            "max_completion_tokens": config.sampling.max_completion_tokens,
+        },
+        "policy": dict(config.policy),
+        "renderer": dict(config.renderer),
+        "device": editor.device,
+        "versions": {
+            name: version(name) for name in PACKAGES if any(Distribution.discover(name=name))
+        },
+    }
+
+
+def sizes_said(result: EditResult) -> Sequence[str]:
+    """That a picture was scaled, or that the edit has another size than the last of them, whose
+    aspect an editor follows."""
+    lines = []
+    several = len(result.sources) > 1
+    pairs = zip(result.sources, result.original_sizes_px, strict=True)
+    for number, (source, original_px) in enumerate(pairs, 1):
+        if original_px:
+            which = f"picture {number} " if several else ""
+            lines.append(f"{which}scaled from {_px(original_px)} to {_px(source.size)}")
+    last = result.sources[-1] if result.sources else None
+    if last and result.image and result.image.size != last.size:
+        which = f"picture {len(result.sources)} is " if several else ""
+        lines.append(f"{which}{_px(last.size)}, drawn at {_px(result.image.size)}")
+    return lines
+
+
+def _px(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]} px"

@@ -1,0 +1,209 @@
+"""Reads the sizes that the memory plan needs off a config's plugins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rl.api.plug import ModelRunner, PlacedConfig
+from rl.build import Plug, Resolved
+from rl.files.weights import num_parameters
+from rl.memory import memory_plan
+from rl.memory.memory_plan import (
+    KNOWN,
+    FrozenModel,
+    InferenceEngine,
+    Plan,
+    PolicyModel,
+    Sizes,
+    pinned_bytes,
+)
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SHAPE = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"}
+"""What a model's config.json has to state."""
+
+
+def footprint(resolved: Resolved, gpu_gb: float, folder: str = "") -> Plan | None:
+    """The plan for one rank's GPU; None where the policy is on the CPU or its shape is unknown.
+    `folder`: the folder of its weights, once they are downloaded."""
+    found = gpu_sizes(resolved, folder)
+    return None if found is None else memory_plan.plan(found, gpu_gb)
+
+
+def host_footprint(resolved: Resolved, gpu_gb: float, num_ranks: int) -> Plan | None:
+    """The same for the host memory of a machine with that many ranks."""
+    found = gpu_sizes(resolved)
+    if found is None:
+        return None
+    return memory_plan.host_plan(found, memory_plan.plan(found, gpu_gb), gpu_gb, num_ranks)
+
+
+def unknowns(resolved: Resolved) -> list[str]:
+    """What the plan leaves out because its size is unknown, each with its key."""
+    found = []
+    if _policy_model(resolved) is None:
+        found.append(
+            f"policy: {policy_weights(resolved)!r} is neither a local folder of safetensors nor "
+            f"one of {', '.join(KNOWN)}"
+        )
+    engine = resolved.engine
+    if not (engine.cls.samples_with_trainer or engine.cls.memory(engine.config)):
+        found.append(f"engine: {engine.name} does not say what it takes")
+    for plug in resolved.model_runners:
+        on_gpu = isinstance(plug.config, PlacedConfig) and plug.config.device != "cpu"
+        if on_gpu and not sum(plug.cls.parameter_counts(plug.config).values()):
+            of = "".join(f" of {place!r}" for place in plug.cls.reads_from(plug.config)[:1])
+            found.append(f"{plug.key}: {plug.name} does not know the size{of}")
+    return found
+
+
+def policy_weights(resolved: Resolved) -> str:
+    """The policy's weights as its section names them."""
+    places = resolved.policy.cls.reads_from(resolved.policy.config)
+    return next(iter(places), resolved.policy.name)
+
+
+def policy_device(resolved: Resolved) -> str:
+    """The policy's device as its section states it."""
+    return str(resolved.policy.config.device)
+
+
+def group_tokens(resolved: Resolved) -> int:
+    """The longest group as a packed row, its prompt once, cut nowhere."""
+    config = resolved.config
+    completions = config.generations_per_prompt * config.sampling.max_completion_tokens
+    return int(resolved.policy.config.max_prompt_tokens) + completions
+
+
+def iteration_tokens(resolved: Resolved) -> int:
+    """All groups of one rank, each as long as it can be."""
+    config = resolved.config
+    return config.prompts_per_iteration // config.world_size * group_tokens(resolved)
+
+
+def kept_tokens(resolved: Resolved) -> tuple[int, str]:
+    """(tokens of one iteration and rank whose forwards are kept, why it is not all of them)."""
+    config, optimizer = resolved.config, resolved.config.optimizer
+    lora = resolved.policy.config.lora
+    if config.max_staleness:
+        return 0, "max_staleness 1"
+    if lora is not None and lora.dropout:
+        return 0, "policy.lora.dropout"
+    if _zero_stage(resolved) == 3:
+        return 0, "optimizer.zero_stage 3"
+    first_update = iteration_tokens(resolved) // optimizer.updates_per_iteration
+    if optimizer.max_kept_tokens is not None and optimizer.max_kept_tokens < first_update:
+        return optimizer.max_kept_tokens, "optimizer.max_kept_tokens"
+    why = "optimizer.updates_per_iteration" if optimizer.updates_per_iteration > 1 else ""
+    return first_update, why
+
+
+def gpu_sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
+    """The same as `sizes`; None also where the policy is on the CPU."""
+    return None if policy_device(resolved) == "cpu" else sizes(resolved, folder)
+
+
+def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
+    """The sizes of one rank; None where the policy's shape is unknown. `folder`: as above."""
+    config, optimizer = resolved.config, resolved.config.optimizer
+    policy = resolved.policy.config
+    model = _policy_model(resolved, folder)
+    if model is None:
+        return None
+    lora = policy.lora
+    prompt, completion = int(policy.max_prompt_tokens), config.sampling.max_completion_tokens
+    kept, not_all = kept_tokens(resolved)
+    # A completion that is longer than the budget is a row of its own.
+    longest_row = max(optimizer.max_tokens_per_micro_batch, prompt + completion)
+    prompts = config.prompts_per_iteration // config.world_size
+    return Sizes(
+        model=model,
+        bytes_per_weight=BYTES[policy.dtype],
+        lora_rank=lora.r if lora else None,
+        lora_modules=lora.target_modules if lora else (),
+        zero_stage=_zero_stage(resolved),
+        world_size=config.world_size,
+        forward_tokens=min(longest_row, iteration_tokens(resolved)),
+        kept_tokens=kept,
+        all_kept=not not_all,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        num_completions=prompts * config.generations_per_prompt,
+        checkpointing=optimizer.gradient_checkpointing,
+        engine=_engine(resolved, model, prompt + completion),
+        reads_reference=lora is None and config.algorithm.kl_coeff > 0,
+        frozen=[_frozen(plug, policy_device(resolved)) for plug in resolved.model_runners],
+    )
+
+
+def _zero_stage(resolved: Resolved) -> int:
+    optimizer = resolved.config.optimizer
+    return optimizer.zero_stage if optimizer.backend == "deepspeed" else 0
+
+
+def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEngine | None:
+    policy, engine = resolved.policy, resolved.engine
+    stated = engine.cls.memory(engine.config)
+    if stated is None:
+        return None
+    num_bytes = BYTES[stated.dtype or policy.config.dtype]
+    # It reads the features of a frozen tower, which ZeRO-3 shards (`engines/vllm/vllm.py`).
+    without_tower = policy.cls.has_frozen_tower(policy.config) and _zero_stage(resolved) < 3
+    tower = 0 if without_tower else model.tower_params
+    params = model.params - model.tower_params + tower
+    asleep = sum(pinned_bytes(count * num_bytes) for count in model.engine_tensors())
+    return InferenceEngine(
+        share=stated.share,
+        cache_gb=None if stated.cache_mb is None else stated.cache_mb * 2**20 / 1e9,
+        own_gb=stated.own_gb + (0 if policy.config.lora is None else stated.adapter_gb),
+        weights_gb=params * num_bytes / 1e9,
+        asleep_gb=(asleep + tower * num_bytes) / 1e9,
+        kv_bytes=model.kv_bytes(num_bytes),
+        step_bytes=model.mlp_bytes(num_bytes)
+        + (2 + model.deepstack_levels) * model.width * num_bytes,
+        longest_tokens=stated.max_model_len or longest,
+        max_num_seqs=stated.max_num_seqs,
+        residency=stated.residency,
+    )
+
+
+def _frozen(plug: Plug[ModelRunner], own_device: str) -> FrozenModel:
+    """A plugin that runs no model of its own has no sizes."""
+    config = plug.config if isinstance(plug.config, PlacedConfig) else PlacedConfig()
+    # As rank 0 sees it.
+    is_own = config.device in ("auto", "cuda:+0", "cuda:0" if own_device == "auto" else own_device)
+    return FrozenModel(
+        name=plug.key,
+        device="auto" if is_own else config.device,
+        bytes_per_value=BYTES[config.dtype],
+        weights=plug.cls.parameter_counts(plug.config),
+        activations=plug.cls.activation_counts(plug.config),
+        host_weights=plug.cls.host_parameters(plug.config),
+        host_shared=plug.cls.shares_host_parameters(plug.config),
+    )
+
+
+def _policy_model(resolved: Resolved, folder: str = "") -> PolicyModel | None:
+    places = [*resolved.policy.cls.reads_from(resolved.policy.config), folder]
+    return next((model for place in places if (model := _language_model(place))), None)
+
+
+def _language_model(path: str) -> PolicyModel | None:
+    """Shape by hub id, or from a local folder's config.json and safetensors headers; None where
+    these do not tell."""
+    file = Path(path) / "config.json"
+    if not path or not file.is_file():
+        return KNOWN.get(path)
+    values = json.loads(file.read_text(encoding="utf-8"))
+    text, vision = values.get("text_config", values), values.get("vision_config", {})
+    params = num_parameters(path)
+    if not params or not text.keys() >= SHAPE:
+        return None
+    return PolicyModel(
+        **PolicyModel.sizes(text),
+        params=params,
+        tower_params=num_parameters(path, lambda name: "visual" in name.split(".")),
+        head_norms=num_parameters(path, lambda name: name.endswith("q_norm.weight")) > 0,
+        deepstack_levels=len(vision.get("deepstack_visual_indexes", ())),
+    )

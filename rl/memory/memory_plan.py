@@ -1,0 +1,568 @@
+"""Memory of a run on each GPU and on each node, computed from sizes alone.
+
+GB is 1e9 bytes. A tenth of the GPU is left free, for fragmentation and other programs. A GPU has
+more bytes than its name says (85 GB for an "H100 80GB", 150 for an "H200 141GB"), so a plan by
+name is on the safe side; a start plans for the bytes that it finds. The engine's numbers are those
+of vLLM as `engines/vllm/vllm.py` starts it, tested against vLLM's own functions.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from rl.api.engine import EngineClaim, Residency
+from rl.meter.flops import STAGES, ModelShape, Recompute
+
+CONTEXT_GB = 2.0
+"""CUDA context, NCCL buffers and kernels' workspaces of one process."""
+LOGITS_GB = 0.8
+"""A chunk of 2**26 float32 logits, its softmax and its gradient."""
+FREE_SHARE = 0.1
+"""Share of the GPU that the plan leaves free."""
+AWAKE = "generate"
+"""The phase in which an engine that sleeps is awake."""
+PHASES = (AWAKE, "render", "reference", "learn", "step")
+TRAINER = ("render", "reference", "learn")
+"""Phases with forwards of the policy; the first picture needs one."""
+BUCKET_PARAMS = 5e8
+"""Most gradients that DeepSpeed reduces at once."""
+SUBGROUP_PARAMS = 1e9
+"""Most parameters that ZeRO-3 steps at once."""
+ENGINE_STEP_TOKENS = 16384
+"""Most tokens that vLLM computes at once on a GPU of 70 GiB or more; half of it on others."""
+LARGE_GPU_GB = 70 * 2**30 / 1e9
+CACHE_BLOCK = 16
+"""Tokens per block of vLLM's cache on CUDA."""
+SEGMENT_BYTES = 2**21
+"""GPU memory of a large tensor is a multiple of this."""
+
+HOST_PHASES = ("start", "run", "save")
+"""Models are moved to the GPU; iterations; a checkpoint is gathered while the engine sleeps."""
+PROCESS_GB = 4.0
+"""Python, torch, vLLM and CUDA of one rank; assumed."""
+HELD_STATE_GB = 4.0
+"""Up to this size of weights and moments every rank keeps a copy of the last finished iteration's
+(1.0 for rank 32 on a 7B), and a second one while the next is made; the first rank keeps a third, of
+the checkpoint that is being written."""
+UNROUNDED = "pinned_max_cached_size_mb"
+"""torch's setting above which it neither rounds pinned memory up nor keeps it for later."""
+
+ADAPTABLE = tuple(name for stage in STAGES for name in stage)
+"""The linear layers of a decoder layer."""
+
+
+# --- the policy's language model ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PolicyModel(ModelShape):
+    """Shape of a policy's language model."""
+
+    params: float
+    """All parameters: embeddings, head and vision tower included."""
+    tower_params: float = 0.0
+    """The vision tower's share of them."""
+    head_norms: bool = False
+    """Whether queries and keys are normed head by head (Qwen3)."""
+    deepstack_levels: int = 0
+    """Number of first layers that also read picture features; an engine keeps buffers for them."""
+
+    def lora_params(self, rank: int, modules: Sequence[str]) -> int:
+        """Parameters of the adapters on these linear layers; other names count nothing."""
+        sides = (sum(self.shape(module)) for module in modules if module in ADAPTABLE)
+        return self.num_layers * rank * sum(sides)
+
+    def engine_tensors(self) -> list[float]:
+        """Parameters of each tensor of the language model as an inference engine fuses them;
+        embedding and head are taken as halves of what is in no layer."""
+        of = {name: math.prod(self.shape(name)) for name in ADAPTABLE}
+        layer = [
+            of["q_proj"] + of["k_proj"] + of["v_proj"],
+            of["o_proj"],
+            of["gate_proj"] + of["up_proj"],
+            of["down_proj"],
+        ]
+        rest = self.params - self.tower_params - self.num_layers * sum(layer)
+        return [*layer * self.num_layers, rest / 2, rest / 2]
+
+    def kv_bytes(self, bytes_per_value: int) -> int:
+        """Key-value cache of one token."""
+        return self.num_cached * bytes_per_value
+
+    def kept_bytes(
+        self, adapted: Sequence[str] | None, bytes_per_value: int, checkpointing: Recompute
+    ) -> int:
+        """Bytes per token that a forward keeps for its backward, all layers.
+
+        `adapted`: the linear layers that LoRA trains; None: full fine-tuning.
+        """
+        around, inside = self._layer_bytes(adapted, bytes_per_value)
+        state = self.width * bytes_per_value
+        of_layer = {False: around + inside, "mlp": around + state, True: state}
+        return self.num_layers * of_layer[checkpointing]
+
+    def working_bytes(
+        self, adapted: Sequence[str] | None, bytes_per_value: int, checkpointing: Recompute
+    ) -> int:
+        """Bytes per token of one layer's backward: what is recomputed, and its MLP's gradients."""
+        around, inside = self._layer_bytes(adapted, bytes_per_value)
+        recomputed = {False: 0, "mlp": inside, True: around + inside}
+        return recomputed[checkpointing] + self.mlp_bytes(bytes_per_value)
+
+    def mlp_bytes(self, bytes_per_value: int) -> int:
+        """Bytes per token of gate, up and product: the most that a running layer holds."""
+        return 3 * self.mlp_width * bytes_per_value
+
+    def _layer_bytes(self, adapted: Sequence[str] | None, bytes_per_value: int) -> tuple[int, int]:
+        """(around the MLP, inside it): bytes per token that a layer keeps (measured, see the test).
+
+        The inputs of both norms; of attention queries, keys, values and result, and the inputs of
+        head norms; of the MLP gate, up and the activation; of trained layers their input, if it is
+        none of these.
+        """
+        trains = ADAPTABLE if adapted is None else adapted
+        wide, narrow = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        around = 2 * self.width + 2 * wide + 2 * narrow
+        around += wide + narrow if self.head_norms else 0
+        around += self.width if {"q_proj", "k_proj", "v_proj"} & set(trains) else 0
+        inside = 3 * self.mlp_width
+        inside += self.width if {"gate_proj", "up_proj"} & set(trains) else 0
+        inside += self.mlp_width if "down_proj" in trains else 0
+        return around * bytes_per_value, inside * bytes_per_value
+
+
+_QWEN3 = {
+    "2B": PolicyModel(28, 2048, 6144, 16, 8, 128, 2.13e9, 0.41e9, True, 3),
+    "4B": PolicyModel(36, 2560, 9728, 32, 8, 128, 4.44e9, 0.42e9, True, 3),
+    "8B": PolicyModel(36, 4096, 12288, 32, 8, 128, 8.77e9, 0.58e9, True, 3),
+}
+_EMU3 = PolicyModel(32, 4096, 14336, 32, 8, 128, 8.49e9)
+KNOWN: Mapping[str, PolicyModel] = {
+    "Qwen/Qwen2.5-VL-3B-Instruct": PolicyModel(36, 2048, 11008, 16, 2, 128, 3.75e9, 0.67e9),
+    "Qwen/Qwen2.5-VL-7B-Instruct": PolicyModel(28, 3584, 18944, 28, 4, 128, 8.29e9, 0.68e9),
+    "Qwen/Qwen2.5-VL-72B-Instruct": PolicyModel(80, 8192, 29568, 64, 8, 128, 73.4e9, 0.70e9),
+    **{
+        f"Qwen/Qwen3-VL-{size}-{kind}": model
+        for size, model in _QWEN3.items()
+        for kind in ("Instruct", "Thinking")
+    },
+    "BAAI/Emu3-Gen": _EMU3,
+    "BAAI/Emu3-Stage1": _EMU3,
+    "mair-lab/sft-simple": _EMU3,
+    "mair-lab/thinking-sft-simple": _EMU3,
+    "Image-Editing/Emu3-Base-SFT-without_cot-May06_mixed_gc_lr1e-4-checkpoint-4800": _EMU3,
+    "Image-Editing/Emu3-Base-SFT-without_cot-May07_mixed_gc_post_lr1e-4-checkpoint-1200": _EMU3,
+}
+"""Models that are usually on the hub rather than on the laptop that checks the config."""
+
+
+# --- the inference engine -------------------------------------------------------------------------
+
+
+def pinned_bytes(num_bytes: float) -> int:
+    """Host memory of a sleeping tensor: vLLM copies each into pinned memory of its own, and torch
+    hands that out in powers of two."""
+    in_segments = -(-int(num_bytes) // SEGMENT_BYTES) * SEGMENT_BYTES
+    return 1 << (in_segments - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class InferenceEngine:
+    """An engine that holds a copy of the policy's weights."""
+
+    share: float | None
+    """Share of the GPU that it claims while awake; None: as much as `with_cache` computes."""
+    cache_gb: float | None
+    """Size of the key-value cache, where the config states it instead of that share."""
+    own_gb: float
+    """CUDA graphs and buffers that it keeps even asleep; assumed."""
+    weights_gb: float
+    """Its copy of the weights."""
+    asleep_gb: float
+    """Host memory that the weights take while it sleeps."""
+    kv_bytes: int
+    """Bytes of one token in its cache."""
+    step_bytes: int
+    """Bytes of one token while it is computed."""
+    longest_tokens: int
+    """Prompt + completion; it does not start with room for fewer."""
+    max_num_seqs: int
+    residency: Residency
+    """Whether it keeps its memory while others work; auto: where the GPU holds it all."""
+
+    @property
+    def completion_blocks(self) -> int:
+        """Cache blocks of one completion of full length, prompt included."""
+        return math.ceil(self.longest_tokens / CACHE_BLOCK)
+
+    def cache_of_gb(self, num_completions: int) -> float:
+        """Cache of that many completions of full length, no prompt shared, in whole blocks; vLLM
+        keeps one block for itself."""
+        num_blocks = num_completions * self.completion_blocks + 1
+        return num_blocks * CACHE_BLOCK * self.kv_bytes / 1e9
+
+    def workspace_gb(self, gpu_gb: float) -> float:
+        """Memory beside weights and cache: it tries its largest step before it begins."""
+        largest = ENGINE_STEP_TOKENS if gpu_gb >= LARGE_GPU_GB else ENGINE_STEP_TOKENS // 2
+        step_tokens = min(largest, self.max_num_seqs * self.longest_tokens)
+        return self.own_gb + step_tokens * self.step_bytes / 1e9
+
+    def least_gb(self, gpu_gb: float) -> float:
+        """The least it starts with."""
+        return self.weights_gb + self.workspace_gb(gpu_gb) + self.cache_of_gb(1)
+
+    def with_cache(self, num_completions: int, gpu_gb: float, room_gb: float) -> InferenceEngine:
+        """With a cache for that many completions of full length, or for as many as there is room
+        for, at least one; unchanged where the config states share or cache."""
+        if self.share is not None or self.cache_gb is not None:
+            return self
+        left_gb = room_gb - self.weights_gb - self.workspace_gb(gpu_gb) - self.cache_of_gb(0)
+        room_for = int(left_gb / (self.cache_of_gb(1) - self.cache_of_gb(0)))
+        at_once = max(1, min(num_completions, self.max_num_seqs, room_for))
+        return replace(self, cache_gb=self.cache_of_gb(at_once))
+
+    def claimed_gb(self, gpu_gb: float) -> float:
+        """Its memory while awake."""
+        if self.cache_gb is not None:
+            return self.weights_gb + self.workspace_gb(gpu_gb) + self.cache_gb
+        return self.least_gb(gpu_gb) if self.share is None else self.share * gpu_gb
+
+    def num_blocks(self, gpu_gb: float) -> int:
+        """Blocks of its cache; 0 where there is no room for any."""
+        cache_gb = self.claimed_gb(gpu_gb) - self.weights_gb - self.workspace_gb(gpu_gb)
+        # A stated cache is a whole number of bytes, of which a difference of floats may lose one.
+        return max(0, int(round(cache_gb * 1e9) // (CACHE_BLOCK * self.kv_bytes)))
+
+    def at_once(self, gpu_gb: float) -> float:
+        """Completions of full length that its cache holds, no prompt shared: vLLM prints it as
+        "Maximum concurrency"; vLLM decodes at most `max_num_seqs` of them."""
+        return self.num_blocks(gpu_gb) / self.completion_blocks
+
+    def starves(self, gpu_gb: float) -> bool:
+        """Whether it cannot start: no room for its weights and one completion."""
+        return self.num_blocks(gpu_gb) <= self.completion_blocks
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that is only read: the renderer, or a reward's."""
+
+    name: str
+    device: str
+    """'auto': the rank's own GPU, the one planned for."""
+    bytes_per_value: int
+    weights: Mapping[str, float]
+    """Part -> parameters."""
+    activations: Mapping[str, float]
+    """Part -> values alive at the peak of one forward."""
+    host_weights: float = 0.0
+    """Parameters that stay in host memory."""
+    host_shared: bool = True
+    """Whether these are pages of a file, once for all ranks of a machine."""
+
+    @property
+    def weights_gb(self) -> float:
+        """All parts together."""
+        return sum(self.weights.values()) * self.bytes_per_value / 1e9
+
+    @property
+    def working_gb(self) -> float:
+        """Weights and activations of all parts."""
+        return self.weights_gb + sum(self.activations.values()) * self.bytes_per_value / 1e9
+
+    def host_gb(self, num_ranks: int) -> float:
+        """Host memory of that many ranks of one machine."""
+        copies = 1 if self.host_shared else num_ranks
+        return copies * self.host_weights * self.bytes_per_value / 1e9
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Everything that decides the memory of one rank."""
+
+    model: PolicyModel
+    bytes_per_weight: int
+    """Of the policy: 4 float32, 2 bfloat16."""
+    lora_rank: int | None
+    """None: full fine-tuning."""
+    lora_modules: Sequence[str]
+    zero_stage: int
+    """0 for backend torch, which shards nothing."""
+    world_size: int
+    forward_tokens: int
+    """Tokens of the longest packed row."""
+    kept_tokens: int
+    """Most tokens whose forwards are kept for the backward."""
+    all_kept: bool
+    """Whether the learner therefore runs no forward of its own."""
+    prompt_tokens: int
+    completion_tokens: int
+    num_completions: int
+    """Completions of one iteration on this rank."""
+    checkpointing: Recompute
+    engine: InferenceEngine | None
+    """None: the engine samples from the policy itself."""
+    reads_reference: bool
+    """Full fine-tuning with a KL term: the starting weights come to the GPU to be read."""
+    frozen: Sequence[FrozenModel]
+    """Renderer and reward models."""
+
+    @property
+    def trained_params(self) -> float:
+        """The adapter's, or all of the policy's."""
+        if self.lora_rank is None:
+            return self.model.params
+        return self.model.lora_params(self.lora_rank, self.lora_modules)
+
+    @property
+    def weights_gb(self) -> float:
+        """The policy's weights, unsharded."""
+        return self.model.params * self.bytes_per_weight / 1e9
+
+
+@dataclass(frozen=True)
+class Row:
+    """One occupant of a memory."""
+
+    part: str
+    gb: float
+    phases: Sequence[str]
+    """The phases in which it is there."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All occupants of one memory, and the sum per phase."""
+
+    rows: Sequence[Row]
+    assumptions: Sequence[str] = ()
+    engine: Row | None = None
+    """The row that an engine frees while it sleeps; None: there is no such engine."""
+    inference: InferenceEngine | None = None
+    """The engine of that row, with the size of its cache."""
+    elsewhere: Mapping[str, float] = field(default_factory=dict)
+    """Other device -> GB of the working models there."""
+    phases: Sequence[str] = PHASES
+
+    def total_gb(self, phase: str) -> float:
+        """Sum of what is there in that phase."""
+        return sum(row.gb for row in self.rows if phase in row.phases)
+
+    @property
+    def peak_gb(self) -> float:
+        """The largest sum of any phase."""
+        return max(self.total_gb(phase) for phase in self.phases)
+
+    def with_engine(self, phases: Sequence[str]) -> Plan:
+        """As it would be if the engine's memory were taken in those phases."""
+        if self.engine is None:
+            return self
+        engine = replace(self.engine, phases=phases)
+        rows = [engine if row is self.engine else row for row in self.rows]
+        return replace(self, rows=rows, engine=engine)
+
+
+def residency(planned: Plan, gpu_gb: float) -> Literal["resident", "sleep"]:
+    """Whether the engine may keep its memory while the others work: waking it costs seconds."""
+    fits = planned.with_engine(PHASES).peak_gb <= (1 - FREE_SHARE) * gpu_gb
+    return "resident" if fits else "sleep"
+
+
+def residency_line(planned: Plan, gpu_gb: float) -> str:
+    """The result of `residency`, and why."""
+    everything = f"everything at once is {planned.with_engine(PHASES).peak_gb:.1f} GB of {gpu_gb:g}"
+    if residency(planned, gpu_gb) == "resident":
+        return f"the engine may stay while others work: {everything}"
+    return f"the engine has to sleep while others work: {everything}, and a tenth should stay free"
+
+
+def engine_claim(planned: Plan, gpu_gb: float) -> EngineClaim | None:
+    """The engine's memory where its section leaves it open, else None."""
+    engine = planned.inference
+    if engine is None or engine.share is not None or engine.cache_gb is None:
+        return None
+    share = math.ceil(engine.claimed_gb(gpu_gb) / gpu_gb * 1e4) / 1e4
+    return EngineClaim(round(engine.cache_gb * 1e9), min(1.0, share))
+
+
+def engine_line(planned: Plan, gpu_gb: float) -> str:
+    """What the engine takes, and how much it decodes at once."""
+    engine = planned.inference
+    if engine is None:
+        return "the engine samples from the policy itself"
+    claimed_gb = engine.claimed_gb(gpu_gb)
+    return (
+        f"the engine takes {claimed_gb:.1f} GB, {claimed_gb / gpu_gb:.3f} of the GPU: weights "
+        f"{engine.weights_gb:.1f}, workspace {engine.workspace_gb(gpu_gb):.1f} (assumed), a cache "
+        f"of {engine.num_blocks(gpu_gb) * CACHE_BLOCK} tokens; maximum concurrency for "
+        f"{engine.longest_tokens} tokens per request: {engine.at_once(gpu_gb):.2f}x"
+    )
+
+
+def plan(sizes: Sizes, gpu_gb: float) -> Plan:
+    """Memory per GPU when one rank has it to itself, engine, renderer and learner included."""
+    assumptions = [
+        f"one forward: up to {sizes.forward_tokens} tokens; kept until the rewards are there: "
+        f"{sizes.kept_tokens}",
+        f"{sizes.trained_params / 1e6:.1f} M trained parameters, float32 moments and gradients",
+    ]
+    rows = [Row("CUDA context", CONTEXT_GB, PHASES), *_state_rows(sizes)]
+    per_device: dict[str, float] = defaultdict(float)
+    for model in sizes.frozen:
+        if model.device == "auto":
+            rows += _frozen_rows(model)
+            continue
+        per_device[model.device] += model.working_gb
+        assumptions.append(
+            f"{model.name} lies on {model.device}: {model.weights_gb:.2f} GB of weights there, "
+            f"{model.working_gb - model.weights_gb:.2f} while it works"
+        )
+    rows += _forward_rows(sizes)
+    engine = sizes.engine
+    if engine is None:
+        num_tokens = sizes.num_completions * (sizes.prompt_tokens + sizes.completion_tokens)
+        cache_gb = sizes.model.kv_bytes(sizes.bytes_per_weight) * num_tokens / 1e9
+        rows.append(Row("key-value cache", cache_gb, (AWAKE,)))
+        return Plan(rows, assumptions, elsewhere=dict(per_device))
+    others = Plan(rows)
+    beside_gb = others.peak_gb if engine.residency == "resident" else others.total_gb(AWAKE)
+    room_gb = (1 - FREE_SHARE) * gpu_gb - beside_gb
+    engine = engine.with_cache(sizes.num_completions, gpu_gb, room_gb)
+    row = Row("engine", engine.claimed_gb(gpu_gb) - engine.own_gb, (AWAKE,))
+    rows += [row, Row("engine's own, asleep too", engine.own_gb, PHASES)]
+    planned = Plan(rows, assumptions, row, engine, dict(per_device))
+    stays = engine.residency
+    if stays == "auto":
+        stays = residency(planned, gpu_gb)
+    return planned.with_engine(PHASES) if stays == "resident" else planned
+
+
+def _state_rows(sizes: Sizes) -> list[Row]:
+    """Weights, optimiser state, gradients."""
+    ranks, stage = sizes.world_size, sizes.zero_stage
+    full, trained = sizes.lora_rank is None, sizes.trained_params
+    # float32 moments, and a float32 master beside weights that are not float32 themselves.
+    extra_master = full and sizes.bytes_per_weight != 4
+    state_gb = trained * (12 if extra_master else 8) / 1e9 / (ranks if stage >= 1 else 1)
+    gradient_gb = trained * 4 / 1e9 / (ranks if stage >= 2 else 1)
+    # AdamW (`foreach`) holds one float32 value per parameter that it steps. ZeRO copies this rank's
+    # gradients into one flat tensor first; under stage 1 and 2 they go before AdamW begins, so that
+    # it is the one or the other, under stage 3 both for one sub-group at a time.
+    step_bytes = 4 * trained / (ranks if stage >= 1 else 1)
+    if stage == 3:
+        step_bytes = 8 * min(trained / ranks, SUBGROUP_PARAMS)
+    # Where no rank waits for another, backwards run while the judge still reads.
+    backward = ("learn", "step") if ranks > 1 and stage >= 2 else (*TRAINER, "step")
+    rows = [
+        Row("policy weights", sizes.weights_gb / (ranks if stage == 3 else 1), PHASES),
+        Row("optimiser state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),
+        Row("gradients", gradient_gb, backward),
+        Row("the step, working", step_bytes / 1e9, ("step",)),
+    ]
+    if stage >= 1:
+        bucket_gb = min(trained, BUCKET_PARAMS) * (4 if not full else sizes.bytes_per_weight) / 1e9
+        rows.append(Row("gradient bucket", bucket_gb, ("learn",)))
+    if sizes.reads_reference:
+        rows.append(Row("reference weights", sizes.weights_gb, ("reference",)))
+    return rows
+
+
+def _frozen_rows(model: FrozenModel) -> list[Row]:
+    num_bytes = model.bytes_per_value
+    return [
+        *(
+            Row(f"{model.name} {part}", count * num_bytes / 1e9, PHASES)
+            for part, count in model.weights.items()
+        ),
+        *(
+            Row(f"{model.name} {part}, working", count * num_bytes / 1e9, ("render",))
+            for part, count in model.activations.items()
+        ),
+    ]
+
+
+def _forward_rows(sizes: Sizes) -> list[Row]:
+    """Activations of the policy's forwards and backwards."""
+    model, per_value = sizes.model, sizes.bytes_per_weight
+    adapted = None if sizes.lora_rank is None else sizes.lora_modules
+    kept_gb = model.kept_bytes(adapted, per_value, sizes.checkpointing) / 1e9
+    forward_gb = model.mlp_bytes(per_value) / 1e9
+    backward_gb = model.working_bytes(adapted, per_value, sizes.checkpointing) / 1e9
+    rows = [
+        Row("activations, kept", sizes.kept_tokens * kept_gb, TRAINER),
+        Row("a forward, working", sizes.forward_tokens * forward_gb, ("render", "reference")),
+        Row("a backward, working", sizes.forward_tokens * backward_gb, ("learn",)),
+        Row("logits, one chunk", LOGITS_GB, TRAINER),
+    ]
+    if not sizes.all_kept:
+        rows.append(Row("activations, one forward", sizes.forward_tokens * kept_gb, ("learn",)))
+    return rows
+
+
+# --- the host -------------------------------------------------------------------------------------
+
+
+def host_plan(
+    sizes: Sizes,
+    on_gpu: Plan,
+    gpu_gb: float,
+    num_ranks: int,
+    environ: Mapping[str, str] = os.environ,
+) -> Plan:
+    """Host memory of one node with `num_ranks` ranks, the first of the run among them; pages of
+    files, which the kernel takes back, are left out."""
+    after_start = ("run", "save")
+    rows = [Row("processes", num_ranks * PROCESS_GB, HOST_PHASES)]
+    engine = on_gpu.inference
+    if on_gpu.engine is not None and engine is not None and on_gpu.engine.phases != PHASES:
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        rounds = not any(UNROUNDED in environ.get(name, "") for name in names)
+        asleep_gb = engine.asleep_gb if rounds else engine.weights_gb
+        rows.append(Row("engine asleep, pinned", num_ranks * asleep_gb, after_start))
+    if sizes.lora_rank is None and sizes.zero_stage in (1, 2):
+        # DeepSpeed makes one flat tensor of all weights, on the host where the GPU lacks room.
+        state_gb = sum(row.gb for row in on_gpu.rows if row.part == "optimiser state")
+        if gpu_gb - (on_gpu.total_gb(AWAKE) - state_gb) < sizes.weights_gb:
+            rows.append(Row("ZeRO's flat weights", num_ranks * 2 * sizes.weights_gb, ("start",)))
+    if sizes.reads_reference:
+        rows.append(Row("reference weights", num_ranks * sizes.weights_gb, after_start))
+    rows += [
+        Row(f"{model.name}, not on the GPU", model.host_gb(num_ranks), HOST_PHASES)
+        for model in sizes.frozen
+        if model.host_gb(num_ranks)
+    ]
+    gathered_gb = sizes.trained_params * 12 / 1e9
+    if gathered_gb <= HELD_STATE_GB:
+        held_gb = (num_ranks * 2 + 1) * gathered_gb
+        rows.append(Row("last finished iteration", held_gb, after_start))
+    else:
+        rows.append(Row("checkpoint: weights, moments", gathered_gb, ("save",)))
+    return Plan(rows, phases=HOST_PHASES)
+
+
+def host_problems(planned: Plan, num_ranks: int, here_gb: float | None) -> list[str]:
+    """Why it does not fit a machine of that size; [] where it does, or the size is unknown."""
+    if here_gb is None or planned.peak_gb <= here_gb:
+        return []
+    phase = max(HOST_PHASES, key=planned.total_gb)
+    parts = sorted((row for row in planned.rows if phase in row.phases), key=lambda row: -row.gb)
+    named = ", ".join(f"{row.part} {row.gb:.1f}" for row in parts)
+    remedy = "take fewer ranks on it, or a machine with more"
+    if any(row.part.startswith("engine") for row in parts):
+        remedy += (
+            f"; PYTORCH_ALLOC_CONF={UNROUNDED}:1 keeps torch from rounding what is pinned up to "
+            "powers of two (and pins it anew at every sleep), engine.residency=resident pins "
+            "nothing, where the GPU has room"
+        )
+    return [
+        f"host memory: {planned.peak_gb:.1f} GB in phase {phase!r} of {num_ranks} ranks on a "
+        f"machine, or in a container, of {here_gb:.1f} ({named}); {remedy}"
+    ]

@@ -1,0 +1,155 @@
+"""Policy plugin: Emu3, which reads a picture as tokens and writes words and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl.api.plug import ModelFiles, unread
+from rl.api.policy import PolicySetup
+from rl.api.types import (
+    Action,
+    Completion,
+    ImageVocabulary,
+    Prompt,
+    Row,
+    Sample,
+    TokenBatch,
+    TokenOutputs,
+    UnusableSampleError,
+)
+from rl.config.schema import RunConfig
+from rl.policies.emu3 import emu3_loading
+from rl.policies.emu3.emu3_config import Config
+from rl.policies.emu3.emu3_prompts import Emu3Prompts
+from rl.policies.shared.model_loading import link_files
+from rl.policies.shared.policy_base import TrainedPolicy
+
+if TYPE_CHECKING:
+    from rl.policies.emu3.emu3_module import Emu3Module
+
+
+class Emu3(TrainedPolicy[Config]):
+    """[h, w] int32 codebook indices out of what it writes."""
+
+    model_types = frozenset({emu3_loading.TEXT_MODEL, emu3_loading.PUBLISHED_MODEL})
+    model_classes = frozenset({"Emu3ForCausalLM"})
+    emits = frozenset({"image_tokens"})
+    needs = frozenset({"source_codes"})
+    starts_as_stock = True
+    loading = emu3_loading
+    embedding = "model.embed_tokens.weight"
+
+    prompts: Emu3Prompts
+    module: Emu3Module
+
+    def __init__(self, config: Config, setup: PolicySetup) -> None:
+        from rl.policies.emu3.emu3_module import Emu3Module, SlicedHead
+
+        super().__init__(config, setup)
+        self.prompts = Emu3Prompts(
+            emu3_loading.load_tokenizer(config),
+            config.assistant_prefill,
+            config.constrained,
+            config.max_prompt_tokens,
+        )
+        picture = self.prompts.vocabulary.picture
+        self.image_vocabulary = picture if config.constrained else None
+        self.stop_token_ids = (picture.end_of_sequence,)
+        model = emu3_loading.load_model(config)
+        self.state_dim = model.config.hidden_size
+        self.banned_token_ids = self._unused_ids(model.config.vocab_size, picture)
+        model.lm_head = SlicedHead(model.lm_head.weight)
+        bounds = (0, picture.visual_start, picture.visual_end) if config.constrained else ()
+        self.module = Emu3Module(self._ready(model), self, bounds)
+
+    @classmethod
+    def models(cls, config: Config) -> Sequence[ModelFiles]:
+        weights = ModelFiles(
+            "model_path", config.model_path, cls.model_types, revision=config.revision
+        )
+        words = (("tokenizer.json", emu3_loading.TIKTOKEN_FILE),)
+        if not config.tokenizer_path:
+            return [replace(weights, files=words)]
+        tokenizer = ModelFiles(
+            "tokenizer_path",
+            config.tokenizer_path,
+            config_required=False,
+            weights=(),
+            files=words,
+        )
+        return [weights, tokenizer]
+
+    @classmethod
+    def problems(cls, config: Config, run: RunConfig) -> list[str]:
+        found = super().problems(config, run) + config.schedule_problems()
+        if "<|image token|>" in config.assistant_prefill:
+            found.append(
+                "assistant_prefill: holds '<|image token|>', after which rows begin and no "
+                "constraint would know it; end the prefill before it"
+            )
+        return found
+
+    @classmethod
+    def no_effect(cls, config: Config) -> Iterable[str]:
+        yield from super().no_effect(config)
+        for kind, is_on in (
+            ("text", config.train_text_tokens_only),
+            ("vision", config.train_vision_tokens_only),
+        ):
+            if not is_on:
+                keys = f"{kind}_only_cycle_steps {kind}_only_steps"
+                yield from unread(config, keys, f"train_{kind}_tokens_only is false")
+
+    def _unused_ids(self, vocab_size: int, picture: ImageVocabulary) -> tuple[int, ...]:
+        """Ids that no token has; none where a constraint never offers them.
+
+        Raises ValueError when the model has fewer ids than the tokenizer.
+        """
+        if vocab_size < picture.visual_end:
+            raise ValueError(
+                f"policy.tokenizer_path: the tokenizer has {picture.visual_end} tokens, the model "
+                f"{vocab_size}: they do not belong together"
+            )
+        return () if self.config.constrained else tuple(range(picture.visual_end, vocab_size))
+
+    def engine_folder(self) -> str:
+        """Links to the weights, beside transformers' own config and tokenizer files: an engine
+        loads them without anyone's code."""
+        overlay = Path(self._overlay.name)
+        if not (overlay / "config.json").exists():
+            folder = emu3_loading.model_folder(self.config)
+            emu3_loading.read_model_config(folder).to_json_file(overlay / "config.json")
+            self.prompts.tokenizer.save_pretrained(overlay)
+            link_files(folder, overlay, skip=(".py", ".bin", "token"))
+        return str(overlay)
+
+    def build_prompt(self, sample: Sample) -> Prompt:
+        """Raises UnusableSampleError for a sample that cannot be written as tokens, and when no
+        completion could hold a picture of the source's grid: every one would be cut off."""
+        prompt = self.prompts.prompt(sample)
+        assert sample.source_codes is not None, "the prompt was built from them"
+        shortest = len(self.prompts.picture_completion(sample.source_codes))
+        if shortest > self.setup.max_completion_tokens:
+            height, width = sample.source_codes.shape
+            raise UnusableSampleError(
+                f"a picture of {height} x {width} codes, as sample {sample.id!r} asks for, takes "
+                f"{shortest} tokens, more than sampling.max_completion_tokens = "
+                f"{self.setup.max_completion_tokens}: raise it, or drop the sample"
+            )
+        return prompt
+
+    def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
+        """[T] text (whatever is not a code) or visual tokens, as the schedule has it."""
+        text, visual = self.config.trained(iteration)
+        picture = self.prompts.vocabulary.picture
+        start, end = picture.visual_start, picture.visual_end
+        return [visual if start <= token_id < end else text for token_id in completion.token_ids]
+
+    def decode_actions(
+        self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
+    ) -> list[Action]:
+        """Each completion's codes; needs no forward."""
+        return [self.prompts.action(prompt, token_ids) for prompt, token_ids in rows]

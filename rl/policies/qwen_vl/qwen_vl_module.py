@@ -1,0 +1,66 @@
+"""A Qwen-VL's module: picture features, M-RoPE positions, states around the last norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl.api.types import TokenBatch
+from rl.policies.qwen_vl.qwen_vl_pictures import Picture, PictureFeatures
+from rl.policies.qwen_vl.tower import Tower
+from rl.policies.shared.trained_module import TrainedModule
+
+if TYPE_CHECKING:
+    from rl.policies.shared.policy_base import TrainedPolicy
+
+
+class QwenModule(TrainedModule):
+    """Around a `...VLForConditionalGeneration`."""
+
+    def __init__(
+        self, model: Any, policy: TrainedPolicy[Any], tower: Tower, max_kept_pictures: int
+    ) -> None:
+        super().__init__(model, policy)
+        tower_trained = any(p.requires_grad for p in self.base_model.model.visual.parameters())
+        self._tower = tower
+        self._features = PictureFeatures(tower, tower_trained, max_kept_pictures)
+        self._pre_norm = policy.setup.state_kind == "pre_norm"
+
+    def states(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._pre_norm:
+            return super().states(batch)
+        norm_inputs: list[torch.Tensor] = []
+        norm = self.base_model.model.language_model.norm
+        hook = norm.register_forward_pre_hook(lambda _, args: norm_inputs.append(args[0][0]))
+        try:
+            post_SD, _ = super().states(batch)
+        finally:
+            hook.remove()
+        [pre_SD] = norm_inputs
+        return post_SD, pre_SD
+
+    def encoded(self, batch: TokenBatch) -> Mapping[str, Any]:
+        features = self._features.of(batch.model_inputs["pictures"], self.base_model)
+        if features is None:
+            return {}
+        outputs = self._tower.encoded(features, self.base_model.config.vision_config)
+        return {"mm_encoder_outputs": {"image": outputs}}
+
+    @torch.no_grad()
+    def picture_features(self, pictures: Sequence[Picture]) -> list[torch.Tensor]:
+        """Each picture's [N_img, W], those that the forwards read; any number of pictures. Not
+        collective, hence not under ZeRO-3."""
+        return self._features.of(pictures, self.base_model) or []
+
+    def prompt_positions(self, token_ids: torch.Tensor, grid: torch.Tensor | None) -> torch.Tensor:
+        """[3, P] M-RoPE positions of a prompt's ids [P] with pictures of `grid` [n, 3], both on
+        the CPU. Without token types transformers silently gives plain ones, 1.28 nats off."""
+        config = self.base_model.config
+        positions, _ = self.base_model.model.get_rope_index(
+            token_ids[None],
+            mm_token_type_ids=(token_ids == config.image_token_id)[None].long(),
+            image_grid_thw=grid,
+        )
+        return positions[:, 0]

@@ -1,0 +1,324 @@
+"""The Qwen-VL policies: read pictures and an instruction, write words or states for a renderer.
+
+Axes: `_B` rows of a micro-batch, `_S` tokens of its packed row, `_T` tokens of a completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from cachetools import LRUCache
+from typing_extensions import TypeVar
+
+from rl.api.plug import ModelFiles, unread
+from rl.api.policy import PolicySetup
+from rl.api.types import (
+    Action,
+    Completion,
+    HiddenStates,
+    Prompt,
+    Row,
+    Sample,
+    TokenBatch,
+    TokenOutputs,
+)
+from rl.policies.qwen_vl import qwen_vl_loading
+from rl.policies.qwen_vl.qwen_vl_config import Config
+from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
+from rl.policies.qwen_vl.qwen_vl_thought import Thinking
+from rl.policies.qwen_vl.tower import Tower
+from rl.policies.shared import prompting, thought
+from rl.policies.shared.model_loading import TEXT_FILES, link_files, local_folder
+from rl.policies.shared.packing import completion_spans
+from rl.policies.shared.policy_base import TrainedPolicy
+from rl.ranks.sharded import is_sharded
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl.policies.qwen_vl.qwen_vl_module import QwenModule
+
+NOTHING_WRITTEN = Completion((), (), "stop")
+"""The prompt is all that a stock editor reads."""
+
+
+FILES = (
+    ("tokenizer.json", "vocab.json"),
+    ("preprocessor_config.json", "processor_config.json"),
+)
+
+
+ConfigT = TypeVar("ConfigT", bound=Config, default=Config)
+
+
+class QwenVL(TrainedPolicy[ConfigT]):
+    """Description states for a diffusion transformer, or the words themselves. A plug says which
+    model it is, and how its tower and its states differ from the other families'."""
+
+    tower: ClassVar[Tower]
+    slot_px: ClassVar[int]
+    """Side of what one token of a picture stands for."""
+
+    emits = frozenset({"hidden_states", "text"})
+    own_words = frozenset({"system_prompt"})
+    own_states = frozenset({"conditioning"})
+    own_max_pictures = prompting.MAX_PICTURES
+    thinks = True
+    loading = qwen_vl_loading
+    embedding = "model.language_model.embed_tokens.weight"
+
+    prompts: QwenPrompts
+    module: QwenModule
+
+    def __init__(self, config: ConfigT, setup: PolicySetup) -> None:
+        from rl.policies.qwen_vl.qwen_vl_module import QwenModule
+
+        super().__init__(config, setup)
+        template = setup.template or prompting.chat_template(config.system_prompt)
+        self.prompts = QwenPrompts(
+            qwen_vl_loading.load_tokenizer(config),
+            qwen_vl_loading.load_image_processor(config),
+            template,
+            needs_picture=setup.template is not None and template.needs_picture,
+            max_prompt_tokens=config.max_prompt_tokens,
+        )
+        if config.thought is not None:
+            thought.check_marker(self.prompts.tokenizer, config.thought)
+        self.image_pixel_bounds = self.prompts.picture_bounds
+        self.max_pictures = template.max_pictures
+        self.adapts_vision_tower = config.lora is not None and not config.freeze_vision_tower
+        self.reads_states = setup.kind == "hidden_states" and config.conditioning == "policy"
+        model = qwen_vl_loading.load_model(config)
+        text_config = model.config.text_config
+        self.state_dim = text_config.hidden_size
+        roles = self.prompts.token_roles(text_config.vocab_size)
+        self.stop_token_ids, self.banned_token_ids = roles
+        self.thinking = Thinking(
+            self.prompts, config.thought, self.stop_token_ids, setup.kind == "text"
+        )
+        kept = config.max_kept_pictures
+        self.module = QwenModule(self._ready(model), self, self.tower, kept)
+        self._negatives: LRUCache[tuple[tuple[bytes, ...], bool], torch.Tensor]
+        self._negatives = LRUCache(kept)
+
+    @classmethod
+    def picture_tokens(cls, config: ConfigT, area_px: int) -> int:
+        most_px = area_px if config.image_max_pixels is None else config.image_max_pixels
+        return int(min(area_px, most_px) // cls.slot_px**2)
+
+    @classmethod
+    def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
+        editor, kinds = config.init_text_encoder_from, (cls.model_types, cls.model_classes)
+        whole = ModelFiles(
+            "model_path", config.model_path, *kinds, revision=config.revision, files=FILES
+        )
+        if not editor:
+            return [whole]
+        return [
+            replace(whole, config_required=False, weights=()),
+            ModelFiles(
+                "init_text_encoder_from", editor, *kinds, subfolder=config.text_encoder_subfolder
+            ),
+        ]
+
+    @classmethod
+    def save_prompt_files(cls, config: ConfigT, folder: Path) -> None:
+        super().save_prompt_files(config, folder)
+        qwen_vl_loading.load_image_processor(config).save_pretrained(folder)
+
+    @classmethod
+    def no_effect(cls, config: ConfigT) -> Iterable[str]:
+        yield from super().no_effect(config)
+        if not config.init_text_encoder_from:
+            why = "init_text_encoder_from is empty, and the weights are model_path's"
+            yield from unread(config, "text_encoder_subfolder", why)
+
+    @classmethod
+    def adaptable(cls, config: ConfigT) -> Set[str]:
+        tower = frozenset() if config.freeze_vision_tower else cls.tower.linear_layers
+        return super().adaptable(config) | tower
+
+    @classmethod
+    def reads_from(cls, config: ConfigT) -> Sequence[str]:
+        editor = config.init_text_encoder_from
+        if not editor:
+            return [config.model_path]
+        return [editor, f"{editor}/{config.text_encoder_subfolder}", config.model_path]
+
+    @classmethod
+    def has_frozen_tower(cls, config: ConfigT) -> bool:
+        return config.freeze_vision_tower
+
+    def picture_features(self, prompts_P: Sequence[Prompt]) -> list[torch.Tensor | None]:
+        """[N_img, W] of each prompt's pictures, one after the other; None where it shows none. The
+        very ones that the forwards of these prompts read, so that an engine needs no vision tower
+        of its own."""
+        import torch
+
+        features = iter(self.module.picture_features(self.prompts.pictures(prompts_P)))
+        own_P = [[next(features) for _ in prompt.images] for prompt in prompts_P]
+        return [torch.cat(own) if own else None for own in own_P]
+
+    def engine_folder(self) -> str:
+        """The model path itself or, when the weights come from an editor, a folder of links that
+        joins those weights to the policy's tokenizer and processor files."""
+        path, revision = self.config.model_path, self.config.revision
+        editor, subfolder = self.config.init_text_encoder_from, self.config.text_encoder_subfolder
+        if not editor:
+            return path if revision is None else str(local_folder(path, revision))
+        overlay = Path(self._overlay.name)
+        link_files(local_folder(editor, None, [f"{subfolder}/*"]) / subfolder, overlay)
+        texts = local_folder(path, revision, TEXT_FILES)
+        link_files(texts, overlay, skip=("safetensors", ".bin"))
+        return str(overlay)
+
+    def collate(self, rows: Sequence[Row]) -> TokenBatch:
+        return self.prompts.collate(rows, self.device, self.module.prompt_positions)
+
+    def collate_states(self, rows: Sequence[Row]) -> TokenBatch | None:
+        """Words that were thought about, without the thought: as the renderer's own encoder reads
+        them, equal ones once."""
+        if not self.thinking.reads_again:
+            return None
+        return self.collate(self.thinking.words_alone(rows)[0])
+
+    def build_prompt(self, sample: Sample) -> Prompt:
+        """`sample` under the renderer's template. Raises ValueError naming the sample when it lacks
+        a picture the template shows, or is longer than `max_prompt_tokens`."""
+        return self.thinking.asked(self.prompts.prompt(sample, sample.instruction))
+
+    def pass_through_completion(self, sample: Sample) -> Completion:
+        return self.encode_completion(sample.instruction)
+
+    def cut_thought(self, prompt: Prompt) -> Prompt | None:
+        return self.thinking.cut_short(prompt)
+
+    def words_of_cut(self, completion: Completion) -> Completion:
+        return self.thinking.words_of_cut(completion)
+
+    def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
+        """An editor reads the prompt and no completion. What reads words gets the user's."""
+        prompt = prompt.plain
+        if self.setup.kind == "text":
+            return {"stock": (prompt, self.pass_through_completion(prompt.sample))}
+        return {"stock": (prompt, NOTHING_WRITTEN)}
+
+    def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
+        """[T] all of it, or one side of the marker (`thought.loss`)."""
+        return self.thinking.loss_mask(completion.token_ids)
+
+    def decode_actions(
+        self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
+    ) -> list[Action]:
+        """Parse the rows and, for hidden states, cut theirs out of the packed row.
+
+        Embeddings keep the stop token and are what the renderer's own encoder would give for
+        prompt and completion as one text. What the base has to say (negative prompts, and all of it
+        with `conditioning: base`) comes of forwards made here, as many on every rank.
+        """
+        written_B = [self.thinking.read(prompt, ids) for prompt, ids in rows]
+        payloads_B: Sequence[str | HiddenStates]
+        if self.setup.kind == "text":
+            payloads_B = [written.words for written in written_B]
+        else:
+            payloads_B = self._conditioning(rows, batch, outputs)
+        return [
+            Action(
+                written.text,
+                None if written.failure else payload,
+                written.failure,
+                written.thought,
+                written.num_thought_tokens,
+                self.thinking.drawn_from(prompt, ids, written),
+            )
+            for (prompt, ids), written, payload in zip(rows, written_B, payloads_B, strict=True)
+        ]
+
+    def _conditioning(
+        self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
+    ) -> list[HiddenStates]:
+        alone, places_B = list(rows), list(range(len(rows)))
+        if self.thinking.reads_again:
+            alone, places_B = self.thinking.words_alone(rows)
+        if self.config.conditioning == "base":
+            batch, outputs = self._base_forward(alone)
+        assert batch is not None and outputs is not None, "it reads states"
+        unread = [self.thinking.unread(prompt, ids) for prompt, ids in alone]
+        states = _states(alone, batch, outputs.hidden, unread)
+        embeds_B = [states[place] for place in places_B]
+        negatives_B = self._negatives_of([prompt for prompt, _ in rows])
+        pictures_B = [self.prompts.picture_places(prompt.plain) for prompt, _ in rows]
+        return list(map(HiddenStates, embeds_B, negatives_B, pictures_B))
+
+    def _base_forward(self, rows: Sequence[Row]) -> tuple[TokenBatch, TokenOutputs]:
+        """The untrained weights', without a graph."""
+        import torch
+
+        batch, was_training = self.collate(rows), self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad(), self.reference():
+                return batch, self.module(batch)
+        finally:
+            self.module.train(was_training)
+
+    def _negatives_of(self, prompts_B: Sequence[Prompt]) -> list[torch.Tensor | None]:
+        """[L', D] of the negative prompt beside the same pictures, under the base, which training
+        never moves; each that is not known yet in a forward of its own, so that its bits do not
+        depend on which others are. Under ZeRO-3, where no rank may skip a forward that another
+        makes, there is always exactly one, of all."""
+        words = self.setup.negative_prompt
+        if words is None:
+            return [None] * len(prompts_B)
+        keys_B = [
+            (self.prompts.picture_keys(prompt), self.prompts.has_text_positions(prompt))
+            for prompt in prompts_B
+        ]
+        shown = dict(zip(keys_B, prompts_B, strict=True))
+        found = {key: self._negatives[key] for key in shown if key in self._negatives}
+        missing = [key for key in shown if key not in found]
+        batches = [[key] for key in missing]
+        if is_sharded(self.module):
+            batches = [missing or list(shown)[:1]]
+        for keys in batches:
+            rows = [(self.prompts.other_words(shown[key], words), ()) for key in keys]
+            batch, outputs = self._base_forward(rows)
+            found |= zip(keys, _states(rows, batch, outputs.hidden), strict=True)
+        self._negatives.update(found)
+        return [found[key] for key in keys_B]
+
+    def _save_rest(self, path: Path) -> None:
+        super()._save_rest(path)
+        self.prompts.image_processor.save_pretrained(path)
+
+
+def _states(
+    rows: Sequence[Row],
+    batch: TokenBatch,
+    hidden_SD: torch.Tensor,
+    unread_B: Sequence[tuple[int, int, int]] | None = None,
+) -> list[torch.Tensor]:
+    """[L, D] of each row: what is left of its prompt after the dropped prefix, and its completion,
+    but for what `Thinking.unread` says of it. Copies, since a view would keep the whole row alive,
+    and nothing of a graph."""
+    import torch
+
+    spans_B = list(completion_spans(batch.groups))
+    prompts_B = [group for group in batch.groups for _ in group.completion_lens]
+    unread_B = unread_B or [(group.prompt_len, group.prompt_len, 0) for group in prompts_B]
+    hidden_SD = hidden_SD.detach()
+    states_B = []
+    for (prompt, _), group, (start, end), (first, last, leading) in zip(
+        rows, prompts_B, spans_B, unread_B, strict=True
+    ):
+        own = hidden_SD[group.start : group.start + group.prompt_len]
+        parts = [
+            own[prompt.num_dropped_tokens : first],
+            own[last:],
+            hidden_SD[start + leading : end],
+        ]
+        states_B.append(torch.cat(parts))
+    return states_B

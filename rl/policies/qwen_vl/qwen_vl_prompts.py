@@ -1,0 +1,243 @@
+"""The reading and spelling half of a Qwen-VL policy; no weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from rl.api.types import Prompt, PromptTemplate, Row, Sample, TokenBatch, UnusableSampleError
+from rl.policies.shared import prompting
+from rl.policies.shared.packing import pack, positions
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+    from rl.policies.qwen_vl.qwen_vl_pictures import Picture
+
+    PositionsOf = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    """(ids [P], grids of its pictures [n, 3] or None) -> positions [3, P]."""
+
+_TEXT_POSITIONS = "text_positions"
+STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
+THINNEST = 14.3
+"""(width + height) / sqrt(area) at 200:1, beyond which the processor refuses a picture."""
+
+
+class QwenPrompts:
+    """A tokenizer and an image processor under one prompt template."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        image_processor: Any,
+        template: PromptTemplate,
+        needs_picture: bool,
+        max_prompt_tokens: int,
+    ) -> None:
+        """`needs_picture`: a sample without one is an error, not a text-only prompt."""
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+        self._template = template
+        self._needs_picture = needs_picture
+        self.max_prompt_tokens = max_prompt_tokens
+        self._image_id = tokenizer.convert_tokens_to_ids(prompting.IMAGE_TOKEN)
+        self._picture_keys: WeakKeyDictionary[Prompt, tuple[bytes, ...]] = WeakKeyDictionary()
+
+    def prompt(self, sample: Sample, words: str) -> Prompt:
+        """`words` about the sample's pictures. Raises ValueError naming the sample when it has no
+        picture, more than the prompt shows, or the prompt is too long."""
+        template = self._template
+        shows = "{image}" in template.text
+        sources = prompting.sources_of(sample, template.max_pictures) if shows else ()
+        if self._needs_picture and not sources:
+            raise UnusableSampleError(
+                f"sample {sample.id!r} has no source picture, but the renderer's prompt shows one"
+            )
+        try:
+            images = tuple(map(self._sized, sources))
+        except ValueError as error:
+            sizes = ", ".join(f"{source.width}x{source.height}" for source in sources)
+            raise UnusableSampleError(
+                f"sample {sample.id!r}: the image processor refuses a source picture ({sizes} px): "
+                f"{error}; crop it, or drop the sample"
+            ) from error
+        return self._written(sample, words, images, self._processed(images))
+
+    def picture_places(self, prompt: Prompt) -> tuple[range, ...]:
+        """Each picture's range among the states that condition the renderer."""
+        kept = prompt.token_ids[prompt.num_dropped_tokens :]
+        slots = [place for place, token in enumerate(kept) if token == self._image_id]
+        places, at = [], 0
+        for length in self._lengths(prompt.model_inputs if prompt.images else {}):
+            places.append(range(slots[at], slots[at] + length))
+            at += length
+        return tuple(places)
+
+    def _lengths(self, inputs: Mapping[str, Any]) -> list[int]:
+        """Tokens of each picture of these `model_inputs`."""
+        merged = self.image_processor.merge_size**2
+        grids = inputs["image_grid_thw"].tolist() if inputs else []
+        return [math.prod(grid) // merged for grid in grids]
+
+    def _processed(self, images: Sequence[Image]) -> dict[str, Any]:
+        """`pixel_values` [patches of all pictures, C] and `image_grid_thw` [n, 3], each picture
+        processed alone; nothing of none."""
+        import torch
+
+        if not images:
+            return {}
+        alone = [self.image_processor(images=[image], return_tensors="pt") for image in images]
+        return {name: torch.cat([one[name] for one in alone]) for name in alone[0]}
+
+    def with_text_positions(self, prompt: Prompt) -> Prompt:
+        """The same prompt as upstream's pipelines feed it: without token types, for want of which
+        transformers numbers a picture's tokens like words. Its `other_words` are alike."""
+        return replace(prompt, model_inputs={**prompt.model_inputs, _TEXT_POSITIONS: True})
+
+    def has_text_positions(self, prompt: Prompt) -> bool:
+        return _TEXT_POSITIONS in prompt.model_inputs
+
+    def other_words(self, prompt: Prompt, words: str) -> Prompt:
+        """`words` about the same pictures, which are not processed again."""
+        return self._written(prompt.sample, words, prompt.images, prompt.model_inputs)
+
+    def _written(
+        self,
+        sample: Sample,
+        words: str,
+        images: tuple[Image, ...],
+        inputs: Mapping[str, Any],
+    ) -> Prompt:
+        template = prompting.for_pictures(self._template, len(images))
+        lengths = self._lengths(inputs if images else {})
+        short_ids = prompting.tokenize(self.tokenizer, template, words)
+        token_ids = prompting.expand_images(short_ids, self._image_id, lengths)
+        if len(token_ids) > self.max_prompt_tokens:
+            has_area = self._template.image_area_px is not None
+            area = "renderer.policy_image_area_px" if has_area else "policy.image_max_pixels"
+            raise UnusableSampleError(
+                f"the prompt of sample {sample.id!r} has {len(token_ids)} tokens "
+                f"({sum(lengths)} of them picture), more than policy.max_prompt_tokens = "
+                f"{self.max_prompt_tokens}: raise it, lower {area}, or drop the sample"
+            )
+        return Prompt(
+            sample=sample,
+            token_ids=tuple(token_ids),
+            images=images,
+            model_inputs=inputs,
+            num_dropped_tokens=prompting.num_prefix_tokens(self.tokenizer, template, token_ids),
+        )
+
+    def _sized(self, image: Image) -> Image:
+        """The picture after BOTH resizes (the renderer's and the processor's), so that the
+        trainer's and the engine's processors, which resize differently, find nothing to do."""
+        from PIL import Image as PILImage
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        from rl.files.images import over_white
+
+        # Any form of transparency as the VAE's copy has it.
+        image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+        if self._template.image_area_px is not None:
+            image = prompting.resize_to_area(
+                image, self._template.image_area_px, self._template.image_multiple_px
+            )
+        image = over_white(image)  # not before: transparent edges are scaled as such
+        processor = self.image_processor
+        height, width = smart_resize(
+            image.height,
+            image.width,
+            factor=processor.patch_size * processor.merge_size,
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
+        )
+        return image.resize((width, height), PILImage.Resampling(processor.resample))
+
+    @property
+    def picture_bounds(self) -> tuple[int, int]:
+        """(smallest, largest) area of a prompt's picture, px: the processor's bounds, the upper one
+        narrowed to what the template's area can become by rounding its sides."""
+        size = self.image_processor.size
+        smallest, largest = size["shortest_edge"], size["longest_edge"]
+        if self._template.image_area_px is not None:
+            area = max(smallest, self._template.image_area_px)
+            sides = THINNEST * area**0.5
+            # The template's rounding may lift a thin side to a whole multiple; the processor's
+            # lengthens a side by half of one at the most.
+            slot = self.image_processor.patch_size * self.image_processor.merge_size
+            longer = self._template.image_multiple_px + slot // 2
+            largest = min(largest, int(area + longer * sides + longer**2))
+        return smallest, largest
+
+    def num_tokens_after(self, prompt: Prompt) -> int:
+        """How many of its tokens stand behind the words."""
+        return prompting.num_suffix_tokens(self.tokenizer, self._template, prompt.token_ids)
+
+    def completion_ids(self, text: str) -> tuple[int, ...]:
+        """`text` as the policy would have spelt it, and its stop token."""
+        stop = self.tokenizer.convert_tokens_to_ids(STOP_TOKENS[0])
+        return (*prompting.plain_ids(self.tokenizer, text), stop)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Without special tokens and surrounding white space."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True).strip()
+
+    def token_roles(self, vocab_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(stop ids, the turn's own end first; banned ids: the other specials and the vocabulary's
+        unused tail, which no text decodes to)."""
+        stops = tuple(self.tokenizer.convert_tokens_to_ids(list(STOP_TOKENS)))
+        added = self.tokenizer.added_tokens_decoder.items()
+        specials = {token_id for token_id, token in added if token.special}
+        unused = set(range(len(self.tokenizer), vocab_size))
+        return stops, tuple(sorted((specials | unused) - set(stops)))
+
+    def collate(self, rows: Sequence[Row], device: str, positions_of: PositionsOf) -> TokenBatch:
+        """Groups packed into a row on `device`, with their M-RoPE positions (`position_ids`,
+        [3, S]) and, in the prompts' order, their `pictures`."""
+        import torch
+
+        ids, groups, prompts = pack(rows)
+        prompt_positions = [
+            torch.arange(len(prompt.token_ids)).expand(3, -1)
+            if self.has_text_positions(prompt)
+            else positions_of(
+                torch.tensor(prompt.token_ids), prompt.model_inputs.get("image_grid_thw")
+            )
+            for prompt in prompts
+        ]
+        return TokenBatch(
+            input_ids=torch.tensor(ids, device=device),
+            groups=groups,
+            model_inputs={
+                "position_ids": positions(groups, prompt_positions).to(device),
+                "pictures": tuple(self.pictures(prompts)),
+            },
+        )
+
+    def pictures(self, prompts: Sequence[Prompt]) -> list[Picture]:
+        """All that they show, in their order."""
+        from rl.policies.qwen_vl.qwen_vl_pictures import Picture
+
+        found = []
+        for prompt in prompts:
+            if not prompt.images:
+                continue
+            grids = prompt.model_inputs["image_grid_thw"].split(1)
+            patches = [int(grid.prod()) for grid in grids]
+            pixels = prompt.model_inputs["pixel_values"].split(patches)
+            alone = zip(self.picture_keys(prompt), pixels, grids, strict=True)
+            found += [Picture(*parts) for parts in alone]
+        return found
+
+    def picture_keys(self, prompt: Prompt) -> tuple[bytes, ...]:
+        """Of each of its pictures, by content: two sets of data may call different pictures by one
+        id, and one picture may come with several instructions."""
+        from rl.files.images import digest
+
+        if prompt not in self._picture_keys:
+            self._picture_keys[prompt] = tuple(map(digest, prompt.images))
+        return self._picture_keys[prompt]

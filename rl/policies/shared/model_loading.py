@@ -1,0 +1,131 @@
+"""Model files from folders or hub ids, and the adapter around a loaded model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rl.api.policy import LoraSection
+from rl.console.console import warn
+from rl.files.adapter_base import ADAPTER_CONFIG, read_config
+from rl.text.untrusted import shown
+
+TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+"""Everything of a model's repository but weights and code."""
+
+
+def local_folder(
+    path: str, revision: str | None = None, patterns: Sequence[str] | None = None
+) -> Path:
+    """The folder itself, or the hub's files of those patterns, fetched where need be."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    allowed = None if patterns is None else list(patterns)
+    return Path(snapshot_download(path, revision=revision, allow_patterns=allowed))
+
+
+def link_files(folder: Path, overlay: Path, skip: Sequence[str] = ()) -> None:
+    """Link every file whose name holds none of `skip`, unless the overlay has one of that name."""
+    for file in folder.iterdir():
+        link = overlay / file.name
+        if file.is_file() and not link.exists() and not any(part in file.name for part in skip):
+            link.symlink_to(file.resolve())
+
+
+def adapt(
+    model: Any, lora: LoraSection | None, adapter_path: str, within: str = "", seed: int = 0
+) -> Any:
+    """The model with a trainable LoRA, fresh or from `adapter_path`, on the layers that `lora`
+    names, below what `within` (a regex) matches; without `lora`, all of the model to be trained.
+    A fresh one is drawn from `lora.init_seed`, or from `seed` where that is None.
+
+    Raises ValueError when a name of `lora.target_modules` is no layer's, when `adapter_path` holds
+    another shape than `lora` asks for, or tensors for other layers. The model is on the CPU still.
+    """
+    if lora is None:
+        return model.requires_grad_(True)
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    if adapter_path:
+        adapted = _with_saved_adapter(model, adapter_path)
+        found = adapted.peft_config["default"]
+        if (found.r, found.lora_alpha) != (lora.r, lora.alpha):
+            raise ValueError(
+                f"policy.adapter_path {adapter_path} has r={found.r} alpha="
+                f"{found.lora_alpha}, policy.lora asks for r={lora.r} "
+                f"alpha={lora.alpha}: make them equal"
+            )
+        return adapted
+    names = list(lora.target_modules)
+    if lost := _without_a_layer(model, names, within):
+        linear = (layer for layer, m in model.named_modules() if isinstance(m, torch.nn.Linear))
+        inside = (layer for layer in linear if re.fullmatch(within or ".*", layer))
+        known = sorted({layer.rpartition(".")[2] for layer in inside})
+        raise ValueError(
+            f"policy.lora.target_modules: {', '.join(map(repr, lost))} is the name of no layer"
+            f"{' that may be adapted' if within else ''} in this model, and nothing would be "
+            f"trained there; name some of: {', '.join(known)}"
+        )
+    # A tower's patches go through a convolution that is called as its linear layers are.
+    others = [
+        layer
+        for layer, module in model.named_modules()
+        if layer.rpartition(".")[2] in names and not isinstance(module, torch.nn.Linear)
+    ]
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=rf"{within}\.({'|'.join(names)})" if within else names,
+        exclude_modules=others or None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        # Every rank starts from the same adapter, whatever it drew before.
+        torch.manual_seed(seed if lora.init_seed is None else lora.init_seed)
+        return get_peft_model(model, config)
+
+
+def _without_a_layer(model: Any, names: Sequence[str], within: str) -> list[str]:
+    """`names` that match no layer. PEFT raises only when none of them does."""
+    above = rf"{within}\." if within else r"(.*\.)?"
+    layers = [layer for layer, _ in model.named_modules()]
+    patterns = {name: re.compile(above + re.escape(name)) for name in names}
+    return [name for name in names if not any(map(patterns[name].fullmatch, layers))]
+
+
+def _with_saved_adapter(model: Any, adapter_path: str) -> Any:
+    """Raises ValueError unless each tensor has a layer and each layer its tensors: PEFT ignores
+    tensors without a layer, and initialises layers without tensors at random."""
+    from peft import PeftModel
+
+    mapping = getattr(model, "_checkpoint_conversion_mapping", {})
+    loading = {"is_trainable": True, "torch_device": "cpu", "key_mapping": mapping}
+    where = f"policy.adapter_path: {adapter_path}"
+    remedy = "name an adapter that was trained on this model (policy.model_path), or train anew"
+    if (Path(adapter_path) / ADAPTER_CONFIG).is_file():
+        read_config(Path(adapter_path))
+    try:
+        adapted = PeftModel.from_pretrained(model, adapter_path, **loading)
+        # Once more: only this call returns the unexpected and missing keys.
+        keys = adapted.load_adapter(adapter_path, "default", **loading)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{where} does not fit: {shown(str(error), 300)}; {remedy}") from None
+    if keys.unexpected_keys or keys.missing_keys:
+        first = shown((keys.unexpected_keys or keys.missing_keys)[0], 200)
+        raise ValueError(
+            f"{where} does not fit: {len(keys.unexpected_keys)} of its tensors belong to no layer "
+            f"of the model, and {len(keys.missing_keys)} tensors of adapted layers are not in it "
+            f"({first}); {remedy}"
+        )
+    named = adapted.peft_config["default"].target_modules
+    if not isinstance(named, str) and (lost := _without_a_layer(model, sorted(named), "")):
+        warn(
+            f"{where}: its {ADAPTER_CONFIG} names {', '.join(map(repr, lost))}, which no layer of "
+            "this model is called; nothing is trained there"
+        )
+    return adapted

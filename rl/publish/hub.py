@@ -1,0 +1,121 @@
+"""Uploads a checkpoint's model folder to the hub, beside training; a failure ends nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from rl.console.console import duration, warn
+from rl.text.scrub import scrub
+
+CLOSE_TIMEOUT_S = 600.0
+"""Longest wait for uploads at the end of a run."""
+_ASIDE_PREFIX = ".push-ckpt_"
+_ASIDE_NAME = re.compile(r"\.push-ckpt_\d{6,}")
+
+
+class Pusher:
+    """Uploads model folders on rank 0, one at a time, in a thread of its own.
+
+    `main` gets the newest model; the branch `ckpt_000020` keeps that of 20 iterations. Whatever
+    goes wrong is one warning. A checkpoint may be pruned meanwhile, so its files are first linked
+    (or copied) into a folder aside. One folder waits at most: a newer one takes its place, with a
+    warning.
+    """
+
+    def __init__(self, repo_id: str, outbox: Path) -> None:
+        """`outbox`: where the folders aside lie, on the file system of the checkpoints."""
+        self._repo_id = repo_id
+        self._outbox = outbox
+        self._lock = threading.Lock()
+        self._waiting: int | None = None
+        """Iterations of the model that is uploaded next."""
+        self._thread: threading.Thread | None = None
+
+    def push(self, folder: Path, iteration: int) -> None:
+        """Upload `folder` soon. Returns at once."""
+        aside = self._aside(iteration)
+        try:
+            with self._lock:
+                if self._thread is None:
+                    for stale in self._outbox.glob(f"{_ASIDE_PREFIX}*"):  # of a killed run
+                        if _ASIDE_NAME.fullmatch(stale.name):
+                            shutil.rmtree(stale)
+            if aside.is_dir():
+                return  # on its way: an iteration may be saved twice, by cadence and in distress
+            shutil.copytree(folder, aside, copy_function=_link_or_copy)
+        except OSError as error:
+            self._warn(iteration, f"failed, the run goes on: {error!r}")
+            return
+        with self._lock:
+            replaced, self._waiting = self._waiting, iteration
+            if self._thread is None:
+                # A daemon, which an executor's threads are not: a stuck network never keeps a dying
+                # process alive.
+                self._thread = threading.Thread(target=self._run, name="hub-push", daemon=True)
+                self._thread.start()
+        if replaced is not None:
+            self._warn(replaced, f"left out: iteration {iteration} came before it could begin")
+            shutil.rmtree(self._aside(replaced), ignore_errors=True)
+
+    def close(self, say: Callable[[str], None], timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait for what is under way and what waits, `timeout_s` at most; `say` tells the user."""
+        thread = self._thread
+        if thread is None:
+            return
+        say(f"uploading to {self._repo_id} (waiting {duration(timeout_s)} at most)")
+        thread.join(timeout_s)
+        if thread.is_alive():
+            warn(
+                f"push_to_hub to {self._repo_id!r} is not done after {duration(timeout_s)} and is "
+                "left: upload the newest checkpoint's model folder by hand (hf upload)"
+            )
+
+    def _aside(self, iteration: int) -> Path:
+        return self._outbox / f"{_ASIDE_PREFIX}{iteration:06d}"
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                iteration, self._waiting = self._waiting, None
+                if iteration is None:
+                    self._thread = None
+                    return
+            try:
+                message, branch = f"iteration {iteration}", f"ckpt_{iteration:06d}"
+                upload(self._aside(iteration), self._repo_id, message, branch)
+            # The network and its library may fail in any way.
+            except Exception as error:
+                self._warn(iteration, f"failed, the run goes on: {error!r}")
+            shutil.rmtree(self._aside(iteration), ignore_errors=True)
+
+    def _warn(self, iteration: int, why: str) -> None:
+        warn(scrub(f"push_to_hub to {self._repo_id!r}, iteration {iteration}: {why}"))
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def upload(folder: Path, repo_id: str, message: str, branch: str = "") -> None:
+    """One commit on `main` of the (private) repository, which is made if need be; `branch` then
+    points there, too. Raises whatever the network and its library may."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()  # they would run through the console's lines; all models are loaded
+    api = HfApi()
+    api.create_repo(repo_id, private=True, exist_ok=True)
+    commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message).oid
+    if not branch:
+        return
+    if any(ref.name == branch for ref in api.list_repo_refs(repo_id).branches):
+        api.delete_branch(repo_id, branch=branch)  # of an iteration that was done again
+    api.create_branch(repo_id, branch=branch, revision=commit)

@@ -1,0 +1,230 @@
+"""Writes the model card (README.md) of a trained model, from `model_card.md.j2`.
+
+Every value in the template is escaped as text (`markdown.text`) unless it is a `Markup`. Paths and
+addresses of the machine that trained are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from rl.publish.card_facts import (
+    at,
+    base_of,
+    is_of_hub,
+    judge_of,
+    licence_of,
+    training_paths,
+    without_places,
+)
+from rl.text.markdown import code, text
+from rl.text.untrusted import shown
+
+Form = Literal["adapter", "model", "text-encoder"]
+"""A PEFT adapter; a whole model with tokenizer; the encoder's folder of a diffusers pipeline."""
+PIPELINES = {
+    "qwen_image_edit": "QwenImageEditPipeline",
+    "qwen_image_edit_plus": "QwenImageEditPlusPipeline",
+    "qwen_image_21": "QwenImage21Pipeline",
+}
+"""Renderer -> its diffusers class."""
+MODEL_CLASSES = {"emu3": "Emu3ForCausalLM", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
+"""Policy -> its transformers class, where it is no Qwen2.5-VL."""
+TASKS = {
+    **dict.fromkeys((*PIPELINES, "emu3_vq"), "image-to-image"),
+    "sd3": "text-generation",
+    "none": "image-text-to-text",
+}
+"""Renderer -> the hub's name of what the trained model is for."""
+WHAT = {
+    "adapter": "A PEFT adapter of a",
+    "model": "A",
+    "text-encoder": "The text encoder of an editor: a",
+}
+
+OWN_WORDS = "own_words"
+"""In the name of a picture that the user's own words give, where nothing is edited."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Mean rewards of the same held-out samples, graded both times, in two arms."""
+
+    name: str
+    """A category, or an arm."""
+    num_samples: int
+    old: float
+    """0 to 1."""
+    new: float
+    interval: tuple[float, float] | None
+    """95 % of new - old; None of a single sample."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One held-out sample before and after."""
+
+    instruction: str
+    words: tuple[str, str]
+    """Completions before and after."""
+    rewards: tuple[float | None, float | None]
+    """None: not graded."""
+    files: tuple[str, ...]
+    """Pictures beside the card: the sources (or what the user's own words give), before, after; ()
+    where there are none."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the held-out runs of a run show."""
+
+    iterations: tuple[int, int]
+    """Finished ones at the first held-out run, and at the last."""
+    learnt: Sequence[Comparison]
+    """All samples first, then each category; [] where none was graded both times."""
+    arms: Sequence[Comparison]
+    """What the model is compared with, under the same noise."""
+    num_left_out: int
+    """Held-out samples that were not graded both times."""
+    ungraded_share: float | None
+    """Of the training's episodes."""
+    drift_alarms: Sequence[int] | None
+    """Iterations after which drift was found; None: it was never measured."""
+    curve: str | None
+    """A picture beside the card."""
+    samples: Sequence[Shown]
+    """The first ones, not the best."""
+
+
+def model_card(
+    config: Mapping[str, Any],
+    iteration: int,
+    metrics: Mapping[str, float],
+    form: Form | None = None,
+    evidence: Evidence | None = None,
+) -> str:
+    """Markdown with the hub's front matter.
+
+    `config` is the resolved run config, of which any part may be missing; `metrics` the latest
+    scalars of the run; `form` None is what a checkpoint holds.
+    """
+    form = form or ("adapter" if at(config, "policy.lora") else "model")
+    base, renderer = base_of(config), str(at(config, "renderer.type"))
+    rewards, run = at(config, "rewards"), str(config.get("run_name", ""))
+    editor, words = at(config, "renderer.model_path"), at(config, "policy.model_path")
+    is_editors = bool(at(config, "policy.init_text_encoder_from"))
+    samples = evidence.samples if evidence else ()
+    widget = [
+        {"text": shown(sample.instruction, 200), "output": {"url": sample.files[-1]}}
+        for sample in samples
+        if sample.files and TASKS.get(renderer) == "image-to-image"
+    ]
+
+    def named(key: str) -> Markup:
+        value = at(config, key)
+        return Markup("unknown" if value is None else text(value, 60))  # nosec B704 # escaped
+
+    return _template().render(
+        front=Markup(_front(config, form, widget)),  # nosec B704 # no value ends a line
+        name=config.get("run_name", "a policy"),
+        what=WHAT[form],
+        named=named,
+        iteration=iteration,
+        form=form,
+        renderer=renderer,
+        rewards=[
+            (name, at(plugin, "type"))
+            for name, plugin in (rewards.items() if isinstance(rewards, Mapping) else ())
+        ],
+        pipeline=PIPELINES.get(renderer, "DiffusionPipeline"),
+        model_class=MODEL_CLASSES.get(
+            str(at(config, "policy.type")), "Qwen2_5_VLForConditionalGeneration"
+        ),
+        editor=Markup(editor if is_of_hub(editor) else "<the editor>"),  # nosec B704 # a hub id
+        base=Markup(base if is_of_hub(base) else "<the base>"),  # nosec B704 # a hub id
+        is_editors=is_editors,
+        words=words if is_editors and is_of_hub(words) else "",
+        task=TASKS.get(renderer),
+        run=Markup(  # nosec B704 # letters, digits, "_", ".", "-"
+            f"runs/{run}" if re.fullmatch(r"[\w.-]+", run) else "<its run folder>"
+        ),
+        evidence=evidence,
+        scores=[
+            (name, value)
+            for name, value in sorted(metrics.items())
+            if name.startswith(("eval/reward", "reward/mean"))
+        ],
+        shows_own_words=any(OWN_WORDS in file for sample in samples for file in sample.files),
+        widget=widget,
+        judge=judge_of(config),
+        ungraded_share=(evidence.ungraded_share if evidence else metrics.get("status/ungraded")),
+        licences=_licences(config),
+        config=Markup("\n".join(code(without_places(dict(config))))),  # nosec B704 # escaped
+    )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(  # nosec B701 # `finalize` escapes, for Markdown
+        loader=FileSystemLoader(Path(__file__).parent),
+        finalize=lambda value: value if isinstance(value, Markup) else text(value),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("model_card.md.j2")
+
+
+def _front(config: Mapping[str, Any], form: Form, widget: list[dict[str, Any]]) -> str:
+    """YAML."""
+    from huggingface_hub import ModelCardData
+
+    base = base_of(config)
+    licence = licence_of(base)
+    more: dict[str, Any] = {}
+    if licence is None or licence[0] == "other":
+        more["license_name"] = "unknown" if licence is None else licence[1]
+    if is_of_hub(base):
+        more |= {"base_model": base}
+        more |= {"base_model_relation": "adapter" if form == "adapter" else "finetune"}
+    front = ModelCardData(
+        library_name={"adapter": "peft", "model": "transformers"}.get(form, "diffusers"),
+        tags=["grpo", "reinforcement-learning"],
+        pipeline_tag=TASKS.get(str(at(config, "renderer.type"))),
+        license=licence[0] if licence else "other",
+        datasets=sorted(
+            {path for path in training_paths(config) if path.count("/") == 1 and is_of_hub(path)}
+        )
+        or None,
+        widget=widget or None,
+        **more,
+    )
+    return str(front.to_yaml())
+
+
+def _licences(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(what, where, licence) of all that the model was made from."""
+    renderer = at(config, "renderer.model_path")
+    places = [
+        ("base", base_of(config)),
+        ("renderer", renderer if isinstance(renderer, str) else ""),
+    ]
+    places += [("data", path) for path in training_paths(config)]
+    return [
+        (
+            what,
+            place if is_of_hub(place) else "local files",
+            " ".join(licence_of(place) or ["unknown"]),
+        )
+        for what, place in dict.fromkeys(places)
+        if place
+    ]

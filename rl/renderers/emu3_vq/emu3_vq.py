@@ -1,0 +1,93 @@
+"""Renderer plugin: Emu3's picture tokenizer, which draws the codes that a policy writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from rl.api.plug import Dtype, FrozenModelConfig, ModelFiles, Resources
+from rl.api.renderer import Renderer
+from rl.api.types import RenderJob, Sample
+from rl.config.schema import MAX_COUNT
+from rl.ranks.placement import resolve_device
+from rl.renderers.emu3_vq.vq_checkpoint import (
+    ORIGINAL,
+    STANDALONE,
+    WHOLE,
+    count_parameters,
+    tokenizer_config,
+)
+
+if TYPE_CHECKING:
+    from rl.renderers.shared.batches import Outcome
+
+
+CODE_PX = 8
+"""Side of what a code stands for, px."""
+
+
+class Config(FrozenModelConfig):
+    """`renderer: { type: 'emu3_vq', ... }`."""
+
+    model_path: str = "BAAI/Emu3-VisionTokenizer"
+    """Hub id or local folder (safetensors): BAAI's tokenizer, an `Emu3VQVAE`, or a whole Emu3 in
+    transformers' form, of which the tokenizer alone is read."""
+    dtype: Dtype = "float32"
+    """Of the decoder; weights stored otherwise are converted when loaded."""
+    batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
+    """Pictures of 256x256 px decoded together, of larger ones accordingly fewer; halved for a batch
+    that does not fit in memory."""
+
+
+class Emu3Vq(Renderer[Config]):
+    """Decodes grids of codes."""
+
+    accepts = "image_tokens"
+
+    def __init__(self, config: Config, resources: Resources) -> None:
+        from rl.renderers.emu3_vq.codec import load_codec
+        from rl.renderers.emu3_vq.emu3_vq_loop import Emu3VqLoop
+
+        super().__init__(config, resources)
+        device = resolve_device(config.device, resources.device)
+        codec = load_codec(config.model_path, config.revision, config.dtype, device)
+        self.loop = Emu3VqLoop(codec, config.batch_size)
+
+    def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
+        pictures = [sample.source for sample in samples if sample.source is not None]
+        if len(pictures) < len(samples):
+            raise ValueError("renderer 'emu3_vq' edits pictures: give one with each instruction")
+        codes = self.loop.codec.encode(pictures, area_px, self.config.batch_size)
+        pairs = zip(samples, codes, strict=True)
+        return [replace(sample, source_codes=grid) for sample, grid in pairs]
+
+    def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
+        return self.loop.decode_sources(samples)
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
+        return self.loop.render(jobs)
+
+    @classmethod
+    def models(cls, config: Config) -> Sequence[ModelFiles]:
+        """The tokenizer, by itself or in a whole Emu3."""
+        kinds = frozenset({ORIGINAL, STANDALONE, WHOLE})
+        return [ModelFiles("model_path", config.model_path, kinds, revision=config.revision)]
+
+    @classmethod
+    def parameter_counts(cls, config: Config) -> dict[str, float]:
+        """Parameters for a memory plan: {'vq': ...}; {} for an unknown hub id."""
+        count = count_parameters(config.model_path)
+        return {} if count is None else {"vq": count}
+
+    @classmethod
+    def activation_counts(cls, config: Config) -> dict[str, float]:
+        """Values alive at the peak of a decode: the block that narrows the full-size feature maps
+        from twice the base channels to them holds about six of the wide ones."""
+        file = Path(config.model_path) / "config.json"
+        stated = tokenizer_config(json.loads(file.read_text())) if file.is_file() else {}
+        return {"vq": 12.0 * stated.get("base_channels", 256) * config.batch_size * 256 * 256}

@@ -1,0 +1,124 @@
+"""Renderer plugin: Qwen-Image-2.1, which edits sources or draws from text alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from rl.api.metric import Metric
+from rl.api.plug import Resources
+from rl.api.types import PromptTemplate, RenderJob, Sample
+from rl.config.schema import RunConfig
+from rl.ranks.placement import resolve_device
+from rl.renderers.qwen_image.denoising_config import SIZE_MULTIPLE_PX
+from rl.renderers.qwen_image.plug_base import QwenImage, output_area_px, transformer_value
+from rl.renderers.qwen_image_21 import sigmas, welded
+from rl.renderers.qwen_image_21.qwen_image_21_config import PATCH_PX, Config, drawn_size
+
+if TYPE_CHECKING:
+    from rl.renderers.shared.batches import Outcome
+
+DROPPED_PREFIX = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
+"""Its tokens (14 with Qwen's tokenizer) condition the text states but are not given to the DiT."""
+
+HUB_SHAPE = {"num_layers": 32, "num_attention_heads": 32, "attention_head_dim": 128}
+
+PLANNED_WORDS = 512
+"""Tokens of a row's own text that the plan of the memory counts with."""
+FORWARD_TENSORS, DECODER_CHANNELS = 18, 144
+"""[tokens, width] alive in a forward; channels of the decoder's feature maps at full size."""
+
+
+class QwenImage21(QwenImage[Config]):
+    """Its text encoder reads the pictures under their numbers, then the words."""
+
+    state_kind = "pre_norm"
+    reads_transparency = True
+    pipeline = "QwenImage21Pipeline"
+    transformer_class = "QwenImage21Transformer2DModel"
+    vae_class = "AutoencoderKLQwenImage21"
+    side_multiple_px = SIZE_MULTIPLE_PX
+    state_dim_key = "context_in_dim"
+    hub_state_dim = 4096  # Qwen3-VL-8B
+    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]] = {
+        "Qwen/Qwen-Image-2.1": {"transformer": 7.115e9, "vae": 0.338e9}
+    }
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        "rows_per_start": Metric(
+            "pictures", "drawn from one pass of source pictures through the transformer, mean"
+        ),
+    }
+
+    def __init__(self, config: Config, resources: Resources) -> None:
+        from rl.renderers.qwen_image_21.qwen_image_21_components import load_parts
+        from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop
+
+        super().__init__(config, resources)
+        device = resolve_device(config.device, resources.device)
+        self.loop = QwenImage21Loop(config, load_parts(config, device))
+        self.state_dim = self.loop.state_dim
+
+    def size_bucket(self, sample: Sample) -> tuple[int, int] | None:
+        """The drawn picture's."""
+        return drawn_size(self.config, [source.size for source in sample.sources])
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
+        return self.loop.render(jobs)
+
+    def take_metrics(self) -> dict[str, float]:
+        return self.loop.take_metrics()
+
+    @classmethod
+    def prompt_template(cls, config: Config) -> PromptTemplate:
+        """The stock pipeline's words; only the system's turn is dropped."""
+        return PromptTemplate(
+            text=DROPPED_PREFIX
+            + "<|im_start|>user\n{image}{instruction}<|im_end|>\n<|im_start|>assistant\n",
+            drop_prefix=DROPPED_PREFIX,
+            image_area_px=config.policy_image_area_px,
+            image_multiple_px=SIZE_MULTIPLE_PX,
+            picture="<image{number}>{image}",
+            between_pictures=" ",
+            max_pictures=config.max_pictures,
+            min_pictures=0,
+        )
+
+    @classmethod
+    def problems(cls, config: Config, run: RunConfig) -> list[str]:
+        problems = super().problems(config, run) + welded.problems(config, run)
+        try:
+            levels = config.sigmas or sigmas.of_folder(config)
+        except ValueError as error:
+            problems.append(f"model_path: {error}; download it again, or give sigmas")
+        else:
+            wrong = sigmas.wrong_steps(config, levels)
+            problems += [wrong] if wrong else []
+        return problems
+
+    @classmethod
+    def activation_counts(cls, config: Config) -> dict[str, float]:
+        """Values alive at the peak of a forward, per part, for a memory plan.
+
+        In the transformer the keys and values of `max_pictures` sources (twice with guidance) and
+        of each row's words, and about 18 tensors of [tokens, width] of a step or of the sources'
+        pass, whichever is longer. In the VAE about 8 feature maps of twice 144 channels.
+        """
+        layers, heads, head_dim = (
+            transformer_value(config, name) or known for name, known in HUB_SHAPE.items()
+        )
+        width = heads * head_dim
+        guided = config.true_cfg_scale > 1
+        drawn, source = (
+            area_px / PATCH_PX**2 for area_px in (output_area_px(config), config.condition_area_px)
+        )
+        sources = config.max_pictures * source * (2 if guided else 1)
+        words = config.batch_size * PLANNED_WORDS * (2 if guided else 1)
+        rows = config.batch_size * (2 if guided and config.cfg_in_one_forward else 1)
+        return {
+            "transformer": width
+            * (2 * layers * (sources + words) + FORWARD_TENSORS * max(rows * drawn, sources)),
+            "vae": 8
+            * 2
+            * DECODER_CHANNELS
+            * max(output_area_px(config), config.condition_area_px, 1024 * 1024),
+        }

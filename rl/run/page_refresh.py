@@ -1,0 +1,101 @@
+"""Refreshes the run's page while it trains, in a process of its own; a failure is one warning."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl.console.console import warn
+from rl.files.held import place
+from rl.files.private import private
+from rl.text.scrub import environment_without
+
+MAX_WAIT_S = 40.0
+BUSY = 75
+"""Exit code of `rl report --refresh` while another report is being made."""
+_YIELDING = ("nice", "-n", "15")
+
+
+class Page:
+    """Belongs to rank 0: `refresh` to the writer's thread, `close` comes when that has ended."""
+
+    def __init__(self, run_dir: Path, wanted: bool) -> None:
+        self._run_dir = run_dir
+        self._wanted = wanted
+        self._process: subprocess.Popen[bytes] | None = None
+        self._has_warned = False
+
+    def refresh(self) -> None:
+        """Have the page made of what is on disk, unless an earlier one is still being made."""
+        if self._wanted and not self._is_running():
+            self._start(_YIELDING)
+
+    def close(self, finished: bool = True) -> None:
+        """Make the last page and wait for it, unless the run failed or was stopped. Leaves no
+        process."""
+        # One that yields to others may take long; the pages it has made are not made again.
+        self._end()
+        if not (finished and self._wanted):
+            return
+        self._start()
+        if self._process is None:
+            return
+        try:
+            self._process.wait(MAX_WAIT_S)
+            if self._process.returncode == BUSY:
+                self._warn("another report is being made")
+            self._is_running()
+        except subprocess.TimeoutExpired:
+            warn(
+                f"{self._run_dir / 'report'}: the last page takes longer than {MAX_WAIT_S:g} s and "
+                f"is incomplete; rl report {self._run_dir} makes the rest"
+            )
+            self._end()
+
+    def _start(self, before: Sequence[str] = ()) -> None:
+        program = [sys.executable, "-m", "rl.commands.report"]
+        try:
+            command = [*before, *program, str(place(self._run_dir)), "--refresh"]
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._log, "wb", opener=private) as log:
+                # A session of its own: Ctrl-C is the run's, whose end waits for this.
+                self._process = subprocess.Popen(
+                    command,
+                    env=environment_without(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._warn(str(error))
+
+    @property
+    def _log(self) -> Path:
+        return place(self._run_dir) / "logs" / "report.log"
+
+    def _end(self) -> None:
+        if self._is_running() and self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _is_running(self) -> bool:
+        """Whether one is being made now; warns when the last one failed."""
+        code = None if self._process is None else self._process.poll()
+        if code is None:
+            return self._process is not None
+        self._process = None
+        if code not in (0, BUSY):
+            self._warn(f"exit code {code}; see {self._log}")
+        return False
+
+    def _warn(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"{self._run_dir / 'report'}: the page could not be refreshed ({why}; said once); "
+                f"rl report {self._run_dir} makes it at any time"
+            )

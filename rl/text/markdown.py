@@ -1,0 +1,44 @@
+"""Text from outside the process as literal Markdown: without keys, tags, links or code blocks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rl.text.scrub import scrub
+from rl.text.untrusted import shown
+
+MAX_CHARS = 300
+_SPECIAL = re.compile(
+    r"[&<>@$|\\~]"  # tags, mentions, formulas (the hub reads `\\(` as one), cells, strokes
+    r"|(?<=:)//|(?i:(?<=www)\.)"  # a bare address becomes a link
+    r"|[`*\[\]#]|(?<!\w)_|_(?!\w)"
+)
+_BACKSLASHED = "`*[]#_"
+
+
+def text(value: object, max_chars: int = MAX_CHARS) -> str:
+    """`value` as one line of at most about `max_chars` characters that reads as it is spelt."""
+    return _SPECIAL.sub(_spelt, shown(str(value), max_chars))
+
+
+def _spelt(found: re.Match[str]) -> str:
+    if found[0] in _BACKSLASHED:
+        return rf"\{found[0]}"
+    return "".join(f"&#{ord(char)};" for char in found[0])
+
+
+def code(value: Any) -> list[str]:
+    """`value` as a fenced block of JSON that nothing in it can end."""
+    written = scrub(json.dumps(value, indent=1))
+    for sign in "`<>&":
+        written = written.replace(sign, f"\\u{ord(sign):04x}")
+    return ["```json", *written.split("\n"), "```"]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table; its cells are Markdown already. [] without rows."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+    return lines if len(lines) > 2 else []

@@ -1,0 +1,90 @@
+"""TensorBoard event files in `<run>/tensorboard`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from rl.config.schema import RunConfig
+from rl.text.markdown import code, text
+from rl.text.markdown import table as markdown_table
+from rl.trackers.tracker_page import Cell, Page, Table, is_picture, tried
+
+MAX_CELL_CHARS = 600
+
+
+class TensorboardPage(Page):
+    """Each start of a run begins a file, whose first step purges what earlier starts wrote from
+    there on: an iteration that is done again is shown once."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path, written: Mapping[str, Any]) -> None:
+        self._folder, self._written = folder, written
+        self._writer: Any = None
+        self._last_iteration = 0
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        writer = self._at(iteration)
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, iteration)
+        writer.flush()
+
+    def log_table(self, table: Table) -> None:
+        """Words and numbers as a table of text, a row's pictures side by side as one picture."""
+        step = self._last_iteration if table.iteration is None else table.iteration
+        writer, columns, rows = self._at(step), table.columns, table.rows
+        kept = [i for i in range(len(columns)) if not any(is_picture(row[i]) for row in rows)]
+        head = [text(columns[i], MAX_CELL_CHARS) for i in kept]
+        lines = markdown_table(head, [[_words(row[i]) for i in kept] for row in rows])
+        writer.add_text(table.name, "\n".join(lines), step)
+        for number, row in enumerate(rows):
+            if pictures := [cell for cell in row if is_picture(cell)]:
+                tag = f"{table.name}/{number:02d}"
+                writer.add_image(tag, _sheet(pictures), step, dataformats="HWC")
+
+    def close(self, failed: bool) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _at(self, step: int) -> Any:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=step)
+            self._writer.add_text("config", "\n".join(code(self._written)), step)
+        self._last_iteration = step
+        return self._writer
+
+
+def open_page(
+    run_dir: Path, config: RunConfig, written: Mapping[str, Any]
+) -> TensorboardPage | None:
+    """None where no page is wanted, or after a warning that the package is missing."""
+    if not config.tracking.tensorboard:
+        return None
+    is_there = tried("tensorboard", "import", lambda: import_module("tensorboard"))
+    return TensorboardPage(run_dir / "tensorboard", written) if is_there else None
+
+
+def _words(cell: Cell) -> str:
+    if cell is None or is_picture(cell):
+        return ""
+    return text(cell, MAX_CELL_CHARS) if isinstance(cell, str) else f"{cell:.4g}"
+
+
+def _sheet(pictures: Sequence[Image.Image]) -> Any:
+    """[H, W, 3] uint8: side by side, aligned at the top, on white."""
+    import numpy as np
+
+    height, width = max(p.height for p in pictures), sum(p.width for p in pictures)
+    sheet = Image.new("RGB", (width, height), "white")
+    left = 0
+    for picture in pictures:
+        sheet.paste(picture.convert("RGB"), (left, 0))
+        left += picture.width
+    return np.asarray(sheet)

@@ -1,0 +1,124 @@
+"""Hands a run's metrics, tables and pictures to its trackers; one that fails is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from PIL.Image import Image
+
+from rl.api.types import Episode
+from rl.config.schema import RunConfig, TrackingConfig
+from rl.console.console import ClosingRow, PhaseTimer
+from rl.files.images import downscale
+from rl.files.private import private_folder
+from rl.ranks.dist import Dist
+from rl.text.scrub import remember, scrub
+from rl.trackers import tensorboard_page, trackio_page, wandb_page
+from rl.trackers.tracker_page import Cell, Page, Table, tried
+from rl.trackers.wandb_page import WandbPage
+
+_TABLE_IMAGE_SIDE_PX = 384
+
+
+class Tracker:
+    """One page per run and tracker. Only rank 0 has pages; the others' calls do nothing."""
+
+    def __init__(
+        self, run_dir: Path, config: RunConfig, dist: Dist, config_as_written: Mapping[str, Any]
+    ) -> None:
+        """`config_as_written`: `RunRecord.config`, which is scrubbed."""
+        self._tracking = config.tracking
+        remember(config.judge.api_key_env)
+        self._pages: list[Page] = []
+        if not dist.is_main:
+            return
+        for tracker in (wandb_page, tensorboard_page, trackio_page):
+            if (page := tracker.open_page(run_dir, config, config_as_written)) is not None:
+                self._pages.append(page)
+                private_folder(run_dir / page.name)  # it holds completions
+
+    @property
+    def mode(self) -> wandb_page.Mode:
+        """What became of `tracking.wandb`: 'online', 'offline' or 'off'."""
+        return next((page.mode for page in self._pages if isinstance(page, WandbPage)), "off")
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._on_each("log", lambda page: page.log(iteration, metrics))
+
+    def log_episodes(
+        self,
+        iteration: int,
+        episodes_PG: Sequence[Sequence[Episode]],
+        advantages_PG: Sequence[Sequence[float | None]],
+    ) -> None:
+        """A table of rank 0's first `images_per_iteration` episodes."""
+        every = self._tracking.log_episodes_every_n_iterations
+        if not self._pages or every == 0 or iteration % every != 0:
+            return
+        pairs = [
+            (episode, advantage)
+            for episodes_G, advantages_G in zip(episodes_PG, advantages_PG, strict=True)
+            for episode, advantage in zip(episodes_G, advantages_G, strict=True)
+        ][: self._tracking.images_per_iteration]
+        if pairs:
+            table = Table("episodes", iteration, *self._table(pairs))
+            self._on_each("episode table", lambda page: page.log_table(table))
+
+    def log_where_time_went(self, timer: PhaseTimer) -> None:
+        table = Table("where_time_went", None, ClosingRow._fields, timer.closing_rows())
+        self._on_each("closing table", lambda page: page.log_table(table))
+
+    def close(self, failed: bool = False) -> None:
+        """Finish the pages, waiting at most a minute for each that is not uploaded yet."""
+        self._on_each("end of its page", lambda page: page.close(failed))
+        self._pages.clear()
+
+    def _table(
+        self, pairs: Sequence[tuple[Episode, float | None]]
+    ) -> tuple[list[str], list[list[Cell]]]:
+        """Columns and rows, their pictures small, their words without keys."""
+
+        def picture(image: Image | None) -> Image | None:
+            return image and downscale(image, _TABLE_IMAGE_SIDE_PX)
+
+        parts = sorted({name for episode, _ in pairs for name in episode.parts})
+        most = max(1, *(len(episode.prompt.sample.sources) for episode, _ in pairs))
+        columns = ["source", *(f"source {number}" for number in range(2, most + 1))]
+        columns += ["target", "rendered", "instruction", "completion", "status", "failure"]
+        columns += ["reward", *parts, "advantage"]
+        rows: list[list[Cell]] = []
+        for episode, advantage in pairs:
+            sample = episode.prompt.sample
+            images = [*sample.sources, *[None] * (most - len(sample.sources))]
+            images += [sample.target, episode.image]
+            words = [sample.instruction, episode.action.text, episode.status.value]
+            words.append(episode.failure or "")
+            values = [episode.reward, *map(episode.parts.get, parts), advantage]
+            rows.append([*map(picture, images), *map(scrub, words), *values])
+        return columns, rows
+
+    def _on_each(self, what: str, call: Callable[[Page], object]) -> None:
+        self._pages = [page for page in self._pages if tried(page.name, what, partial(call, page))]
+
+
+def not_installed(tracking: TrackingConfig) -> list[str]:
+    """A sentence for each tracker that is named and whose package is not there."""
+    tracked: Mapping[str, tuple[bool, str]] = {
+        "wandb": (tracking.wandb != "off", "'vlm-edit-rl[train]'"),
+        "tensorboard": (tracking.tensorboard, "'vlm-edit-rl[tensorboard]'"),
+        # The package refuses the pinned Pillow, with which it works.
+        "trackio": (
+            tracking.trackio,
+            "'vlm-edit-rl[trackio]' && pip install --no-deps trackio==0.43.0",
+        ),
+    }
+    return [
+        f"tracking.{name}: the package {name!r} is not installed here, and the run goes on without "
+        f"it: pip install {packages}"
+        for name, (is_wanted, packages) in tracked.items()
+        if is_wanted and find_spec(name) is None
+    ]

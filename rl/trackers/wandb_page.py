@@ -1,0 +1,151 @@
+"""A run's page in wandb. Each failure degrades it one step: online, offline, off."""
+
+from __future__ import annotations
+
+import importlib
+import netrc
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from rl.config.schema import RunConfig
+from rl.console.console import warn
+from rl.files.atomic import write_atomically
+from rl.trackers.tracker_page import FINISH_TIMEOUT_S, ServicePage, Table, call_within, tried
+
+REACH_TIMEOUT_S = 3.0
+INIT_TIMEOUT_S = 30.0
+Mode = Literal["online", "offline", "off"]
+_ORDER: tuple[Mode, ...] = ("online", "offline", "off")
+
+
+class WandbPage(ServicePage):
+    """The x axis is our own `iteration`: a resumed offline run starts wandb's step at 0."""
+
+    name = "wandb"
+
+    def __init__(self, module: Any, run: Any, mode: Mode) -> None:
+        """`mode`: 'online' or 'offline'."""
+        super().__init__(module, run)
+        self.mode = mode
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({**metrics, "iteration": iteration})
+
+    def log_table(self, table: Table) -> None:
+        row = {table.name: self.table(table.columns, table.rows)}
+        if table.iteration is not None:
+            row["iteration"] = table.iteration
+        self._run.log(row)
+
+    def finish(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+        self._module.teardown()  # `finish` alone returns before an offline page is on the disk
+
+
+def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> WandbPage | None:
+    """The page with the scrubbed config `written`; None where none is wanted, or after a
+    warning."""
+    wanted = config.tracking.wandb
+    if wanted == "off":
+        return None
+    # Where wandb keeps a table's pictures until they are uploaded; its default is in $HOME.
+    os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.resolve() / "wandb"))
+    attempt = partial(tried, "wandb")
+    if not attempt("import", lambda: importlib.import_module("wandb")):
+        return None
+    wandb = importlib.import_module("wandb")
+    wanted = allowed_by_env(wanted)
+    problem = _why_not_online(wandb.Settings().base_url) if wanted == "online" else ""
+    if problem:
+        warn(f"wandb: {problem}; going on offline (`wandb sync` uploads it later)")
+        wanted = "offline"
+    pages: list[WandbPage] = []
+
+    def open_in(mode: Mode) -> None:
+        pages.append(WandbPage(wandb, _init(wandb, mode, run_dir, config), mode))
+
+    for mode in _ORDER[_ORDER.index(wanted) : -1]:
+        if attempt(f"init {mode}", partial(open_in, mode)):
+            attempt("config", lambda: pages[0]._run.config.update(dict(written)))
+            return pages[0]
+        # wandb's helper process keeps the id "in use" after a failed start.
+        attempt("teardown", wandb.teardown)
+    return None
+
+
+def _init(wandb: Any, mode: Mode, run_dir: Path, config: RunConfig) -> Any:
+    # Else it prints what it would like to have installed: the run's own settings come too late.
+    wandb.setup(settings=wandb.Settings(silent=True))
+    settings = wandb.Settings(
+        init_timeout=INIT_TIMEOUT_S,
+        finish_timeout=FINISH_TIMEOUT_S,
+        console="off",
+        silent=True,
+        disable_code=True,
+        disable_git=True,
+    )
+    run = wandb.init(
+        mode=mode,
+        project=config.tracking.wandb_project,
+        name=config.run_name,
+        id=page_id(run_dir),
+        resume="allow",
+        dir=run_dir.resolve(),
+        settings=settings,
+    )
+    run.define_metric("iteration")
+    run.define_metric("*", step_metric="iteration")
+    return run
+
+
+def page_id(run_dir: Path) -> str:
+    """The run's wandb id, kept in the run folder, so that a resume finds its page from any shell,
+    even if WANDB_RUN_ID is exported for another run; a new run takes that id."""
+    path = run_dir / "wandb_id.txt"
+    wanted = os.environ.get("WANDB_RUN_ID", "").strip()
+    if path.exists():
+        kept = path.read_text(encoding="utf-8").strip()
+        if wanted not in ("", kept):
+            warn(
+                f"wandb: the run goes on on its own page, {kept} ({path}); WANDB_RUN_ID={wanted} "
+                "is not heeded (move that file away to begin a page of that id)"
+            )
+        return kept
+    new = wanted or uuid.uuid4().hex[:12]
+    write_atomically(path, new + "\n")
+    return new
+
+
+def allowed_by_env(wanted: Mode) -> Mode:
+    """WANDB_MODE, wandb's own switch, may lower the mode, never raise it."""
+    named = os.environ.get("WANDB_MODE", wanted)
+    return max(wanted, named if named in _ORDER else "off", key=_ORDER.index)
+
+
+def _why_not_online(base_url: str) -> str:
+    """Why wandb cannot go online, found in seconds (its own call would block for 100 s), or ''."""
+    url = os.environ.get("WANDB_BASE_URL") or base_url
+    host = urlsplit(url).hostname or url
+    netrc_file = os.environ.get("NETRC", str(Path.home() / ".netrc"))
+    has_key = bool(os.environ.get("WANDB_API_KEY"))
+    with suppress(OSError, netrc.NetrcParseError):
+        has_key = has_key or netrc.netrc(netrc_file).authenticators(host) is not None
+    if not has_key:
+        return "no API key (WANDB_API_KEY, or `wandb login`)"
+    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    target = urlsplit(proxy or url)
+    place = target.hostname, target.port or (80 if target.scheme == "http" else 443)
+    try:
+        call_within(
+            lambda: socket.create_connection(place, REACH_TIMEOUT_S).close(), REACH_TIMEOUT_S
+        )
+    except Exception as error:
+        return f"{place[0]}:{place[1]} cannot be reached ({error!r})"
+    return ""

@@ -1,0 +1,168 @@
+"""The judge is asked for real before a model is loaded, and what it says is told."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_config
+import tiny_loop
+from PIL import Image
+from tiny_faulty_judge import MODEL, Fault, FaultyJudge, PickyJudge
+from tiny_messages import names
+from tiny_ranks import held_port
+
+from rl import build
+from rl.api.types import Sample
+from rl.check import check_report
+from rl.check.ask_judge import Heard, ask_judge
+from rl.config.schema import RunConfig, load_config
+from rl.simple_launch import main
+from tiny_world.judge_server import JudgeServer
+
+KEY = "sk-very-secret-0123456789"
+
+
+def config_of(folder: Path, *bases: str, **changes: Any) -> RunConfig:
+    judge = {"api_base": list(bases), "model": MODEL, "backoff_s": 0.01, "image_side_px": 64}
+    config = tiny_config.real(folder, judge=judge | changes.pop("judge", {}), **changes)
+    return tiny_config.validated(config)
+
+
+def told(folder: Path, *bases: str, **changes: Any) -> tuple[str, int]:
+    """What `--check --online` says, and the exit code."""
+    return check_report.report(config_of(folder, *bases, **changes), 141, online=True)
+
+
+def pictures(request: dict[str, Any]) -> list[Image.Image]:
+    urls = [p["image_url"]["url"] for p in request["messages"][0]["content"] if "image_url" in p]
+    return [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+
+
+def test_each_reward_asks_what_it_asks_in_training(tmp_path: Path) -> None:
+    quality = {"type": "edit_quality", "n_evals": 1, "temperature": 0.0}
+    rewards = {"vie": {"type": "viescore"}, "quality": quality}
+    with FaultyJudge([Fault(reply="hm"), Fault(reply='{"alignment": 1, "quality": 0.5}')]) as judge:
+        text, code = told(tmp_path, judge.api_base, rewards=rewards)
+    assert code == 0 and text.endswith("nothing is wrong")
+    asked = [[picture.size for picture in pictures(request)] for request in judge.requests]
+    assert asked[:2] == [[(64, 64)] * 2] * 2 and sorted(asked[2:]) == [[(64, 64)], [(64, 64)] * 2]
+    assert [request["seed"] for request in judge.requests] == [0, 1, 0, 0]
+    assert f"rewards.vie: {judge.api_base} answered 2 questions in " in text
+    assert ", value 0.65\n" in text and ", 1 replies unreadable, value 0.8\n" in text
+
+
+NO_PICTURES = "vision-language ... judge.model ... --limit-mm-per-prompt '{\"image\": 2}'"
+REFUSED = {
+    "wrong key": (Fault(401, body=f"Incorrect API key provided: {KEY}."),
+                  "HTTP 401 Incorrect API key provided: <MY_JUDGE> ... judge.api_key_env"),
+    "no pictures": (Fault(400, body="llama is not a multimodal model"), NO_PICTURES),
+    "no pictures, llama.cpp": (
+        Fault(500, body="image input is not supported - hint: you may need to provide the mmproj"),
+        NO_PICTURES),
+    "context": (
+        Fault(400, body="The decoder prompt (length 2180) is longer than the maximum model length"),
+        "--max-model-len ... judge.image_side_px=64 ... judge.max_tokens="),
+    "too many bytes": (Fault(413, body="Request Entity Too Large"), "judge.image_side_px=64"),
+    "no such path": (Fault(404, body="?"), "the path in judge.api_base"),
+    "prose": (Fault(reply="A lovely picture,\x1b[1m I would say 8."),
+              "no JSON object ... 2 tries ... A lovely picture,\\x1b[1m I would say 8.\n"),
+    "too few": (Fault(reply='{"score": [8]}'), '1 numbers ... "score" ... 2 tries'),
+    "out of range": (Fault(reply='{"score": [800, 1]}'), '"score" outside 0..10 ... 2 tries'),
+    "silence": (Fault(reply=""), "(nothing)\n ... judge.guided_json="),
+    "broken": (Fault(503, body="out of memory"), "http_503: out of memory (2 "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_wrong_is_told_with_its_remedy(name: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MY_JUDGE", KEY)
+    fault, parts = REFUSED[name]
+    with FaultyJudge(after=fault) as judge:
+        changes = {"api_key_env": "MY_JUDGE", "max_attempts": 2}
+        text, code = told(tmp_path, judge.api_base, judge=changes)
+    assert code == 1 and names(text, parts) and KEY not in text, text
+
+
+def test_a_wrong_model_and_a_judge_that_is_down(tmp_path: Path) -> None:
+    with FaultyJudge() as judge:
+        text, code = told(tmp_path, judge.api_base, judge={"model": "Qwen/Qwen2.5-VL-72B"})
+        assert code == 1 and names(text, "tiny-judge ... judge.model")
+        assert judge.requests == []
+    with held_port() as port:
+        started = time.monotonic()
+        text, code = told(tmp_path, f"http://127.0.0.1:{port}")
+    assert code == 1 and f"http://127.0.0.1:{port}/v1 after 0 s" in text
+    assert time.monotonic() - started < 10
+
+
+def test_a_proxy_that_cannot_be_is_told_by_its_variable(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "ftp://proxy")
+    text, code = told(tmp_path, "http://judge.test:1")
+    assert code == 1 and names(text, "judge: HTTP_PROXY ... NO_PROXY")
+
+
+def test_a_judge_that_hangs_is_not_waited_for_long(tmp_path: Path) -> None:
+    with FaultyJudge(after=Fault(stall_s=3.0)) as judge:
+        text, code = told(tmp_path, judge.api_base, judge={"timeout_s": 0.3})
+    assert code == 1 and names(text, "0.6 s\n ... Remedy: ")
+
+
+def test_a_quota_that_is_spent_is_told_before_the_run_and_not_waited_out(tmp_path: Path) -> None:
+    """Though a run would wait `judge.max_outage_s` for it."""
+    fault = Fault(429, body="insufficient_quota")
+    with FaultyJudge(after=fault) as judge:
+        text, code = told(tmp_path, judge.api_base, judge={"timeout_s": 1.0, "max_outage_s": 600.0})
+    assert code == 1 and names(
+        text, "http_429: insufficient_quota (for 1 s) ... Remedy: ... judge.max_concurrency="
+    )
+
+
+def test_of_several_places_each_is_asked_and_one_may_be_down(tmp_path, caplog) -> None:
+    with held_port() as port, PickyJudge("seed") as one, FaultyJudge() as other:
+        nowhere = f"http://127.0.0.1:{port}"
+        text, code = told(tmp_path, one.api_base, nowhere, other.api_base)
+        assert code == 0 and f"{nowhere}/v1" in text
+        assert names(caplog.text, f"{one.api_base} ... no seed")
+        assert len(one.requests) == 2 + 2 and len(other.requests) == 2
+        other.after = Fault(reply="hm")
+        text, code = told(tmp_path, one.api_base, other.api_base)
+    assert code == 1 and f"rewards.vie: {other.api_base} " in text
+
+
+def test_the_runs_own_words_and_pictures_are_asked_about(tmp_path: Path) -> None:
+    source = Image.new("RGB", (40, 30), "red")
+    sample = Sample("one", "erase the circle", sources=(source,))
+    with FaultyJudge() as judge:
+        resolved = build.resolve(config_of(tmp_path, judge.api_base))
+        heard = asyncio.run(ask_judge(resolved, [judge.api_base], 0.0, sample))
+    assert isinstance(heard, Heard) and heard.problems == []
+    shown = sorted((pictures(request) for request in judge.requests), key=len)
+    assert [[p.tobytes() for p in row] for row in shown] == [[source.tobytes()] * n for n in (1, 2)]
+    assert "erase the circle" in str(judge.requests)
+
+
+def test_check_alone_asks_nobody_and_a_judge_to_be_started_is_not_asked(tmp_path, capsys) -> None:
+    with FaultyJudge() as judge:
+        judge.models = Fault(500)
+        assert check_report.report(config_of(tmp_path, judge.api_base), 141)[1] == 0
+    text, code = told(tmp_path, judge={"start_command": tiny_loop.JUDGE})
+    assert code == 0 and "not asked" in text
+    with pytest.raises(SystemExit) as ended:
+        main(["--online", "config.jsonnet"])
+    assert ended.value.code == 2 and names(capsys.readouterr().err, "--online ... --check")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "tiny_earl"])
+def test_the_tiny_judge_grades_what_a_start_shows_it(name: str) -> None:
+    """Of `tiny_earl` no picture is there before the renderer is."""
+    resolved = build.resolve(load_config(f"configs/{name}.jsonnet"))
+    [source] = build.build_data(resolved, resolved.train)
+    with JudgeServer(resolved.config.judge.model) as judge:
+        heard = asyncio.run(ask_judge(resolved, [judge.api_base], 0.0, source[0]))
+    assert heard.problems == [] and len(heard.lines) == len(resolved.rewards)

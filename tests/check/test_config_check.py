@@ -1,0 +1,587 @@
+"""What `--check` refuses, each with its key and remedy, and what it reports."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_config
+from tiny_messages import names
+
+from rl import build
+from rl.check import check_report
+from rl.check.memory_remedies import memory_problems
+from rl.config.schema import RunConfig, load_config
+from rl.memory import footprint
+from rl.ranks.placement import Machine
+from rl.simple_launch import main
+
+
+def config_of(folder: Path, **changes: Any) -> RunConfig:
+    return tiny_config.validated(tiny_config.real(folder, **changes))
+
+
+def problems_of(folder: Path, **changes: Any) -> list[str]:
+    return check_report.problems(config_of(folder, **changes))
+
+
+def test_a_right_config_has_no_problems(tmp_path: Path) -> None:
+    assert problems_of(tmp_path) == []
+
+
+RIGHT = {"type": "viescore"}
+DROPS_OUT = {
+    "type": "qwen2_5_vl",
+    "model_path": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "lora": {"dropout": 0.1},
+}
+QWEN = {"type": "qwen2_5_vl", "model_path": "a/b"}
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"engine": {"type": "vllm", "max_model_length": 64}},
+     "engine.max_model_length: ... 'max_model_len'"),
+    ({"engine": {"type": "vllm", "max_num_seqs": "64"}},
+     'engine.max_num_seqs: ... "64" ... integer'),
+    ({"policy": QWEN | {"lora": {"alfa": 3}}}, "policy.lora.alfa: ... 'alpha'"),
+    ({"policy": QWEN | {"lora": {"r": 0}}}, "policy.lora.r: 0 ... greater than or equal to 1"),
+    ({"world_size": 3}, "prompts_per_iteration: ... 4 ... 3 ... world_size ... 3 or 6"),
+    ({"renderer": {"type": "qwen_image_edt"}},
+     "renderer.type: ... 'qwen_image_edt' ... rl/renderers ... 'qwen_image_edit'"),
+    ({"engine": {}}, "engine.type: ... missing ... rl/engines"),
+    ({"data": {"train": [{"type": "edit_jsonl", "path": "nowhere.jsonl"}]}},
+     "data.train.0: ... nowhere.jsonl ... exist"),
+    ({"policy": QWEN | {"model_path": "./weights"}}, "policy.model_path: ... './weights'"),
+    ({"judge": {"api_base": ""}}, "judge.api_base ... empty ... URL"),
+    ({"judge": {"api_base": "embedded"}},
+     "judge.api_base ... 'embedded' ... http://host:4877 ... host:port ... judge.start_command"),
+    ({"judge": {"start_command": ["no_such_judge", "{url_file}"]}},
+     "judge.start_command: ... 'no_such_judge' ... PATH"),
+    ({"judge": {"start_command": ["{python}", "-m", "my_judge"]}},
+     "judge.start_command: ... '{url_file}'"),
+    ({"judge": {"start_command": ["{python}", "{url_file}"], "api_base": "http://h:1"}},
+     "judge.start_command: ... '{url_file}' ... judge.api_base='http://h:1'"),
+    ({"judge": {"start_command": ["{python}"], "api_base": "http://h:x"}},
+     "judge.api_base ... 'http://h:x' ... port"),
+    ({"judge": {"api_base": "http://h:1", "api_key_env": "NO_SUCH_KEY_HERE"}},
+     "judge.api_key_env ... NO_SUCH_KEY_HERE ... environment ... export"),
+    ({"renderer": {"type": "none"}}, "rewards.vie: ... pictures ... renderer none"),
+    ({"renderer": {"type": "qwen_image_edit", "height_px": 512}},
+     "renderer.height_px, width_px: ... both"),
+    ({"rewards": {}}, "rewards: ... empty"),
+    ({"final_reward": {"weights": {"view": 1}}},
+     "final_reward.weights.view: ... vie, vie/pq_01, vie/sc_01"),
+    ({"final_reward": {"weights": {"vie": 0}}}, "final_reward.weights: ... zero"),
+    ({"final_reward": {"weights": {"vie": -1}}}, "final_reward.weights.vie: ... -1.0"),
+    ({"num_epochs": 1}, "num_iterations, num_epochs: ... both"),
+    ({"num_iterations": None}, "num_iterations, num_epochs: ... neither"),
+    ({"generations_per_prompt": 1}, "generations_per_prompt: ... 1 ... mean"),
+    ({"optimizer": {"updates_per_iteration": 5}},
+     "optimizer.updates_per_iteration: ... 5 updates ... 4 groups"),
+    ({"max_staleness": 1, "optimizer": {"updates_per_iteration": 2}},
+     "max_staleness: ... 1 ... optimizer.updates_per_iteration 2"),
+    ({"optimizer": {"warmup_iterations": 3}}, "optimizer.warmup_iterations: ... 3"),
+    ({"engine": {"type": "vllm", "max_model_len": 2048}},
+     "engine.max_model_len: ... 2048 (policy.max_prompt_tokens) ... "
+     "256 (sampling.max_completion_tokens) ... 2304"),
+    ({"algorithm": {"kl_coeff": 0.1, "kl_estimator": "k1"}},
+     "algorithm.kl_estimator: ... 'k1' ... zero ... 'k2' or 'k3' ... kl_placement 'reward'"),
+    ({"algorithm": {"loss": "gspo"}}, "algorithm.importance_correction: ... 'token' ... 'gspo'"),
+    ({"engine": {"type": "transformers"}, "optimizer": {"zero_stage": 3}},
+     "engine.type: ... transformers ... ZeRO-3 ... 'vllm' ... optimizer.zero_stage <= 2"),
+    ({"evaluation": {"every_n_iterations": 5}}, "data.validation: ... empty ... evaluation.every"),
+    ({"policy": QWEN | {"lora": {"r": 513}}}, "engine.adapter: ... 512 ... policy.lora.r (513)"),
+    ({"policy": QWEN | {"device": "cuda:1"}},
+     "engine.type: ... 'cuda:1' ... CUDA_VISIBLE_DEVICES=1 ... policy.device=auto"),
+    ({"policy": QWEN | {"device": "cuda:+1"}}, "policy.device: ... 'cuda:+1' ... own device"),
+    ({"checkpoint": {"push_to_hub_every_n_iterations": 5}},
+     "checkpoint.push_to_hub_repo_id: ... empty ... repository"),
+]  # fmt: skip
+"""Changes of a right config, and the key and other parts of its message."""
+
+
+@pytest.mark.parametrize(("changes", "parts"), BROKEN, ids=[text[:40] for _, text in BROKEN])
+def test_one_mistake_is_one_message(tmp_path: Path, changes: dict[str, Any], parts: str) -> None:
+    [found] = problems_of(tmp_path, **changes)
+    assert found.startswith(parts.partition(" ... ")[0]) and names(found, parts), found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm": {"kl_coeff": 0.1, "kl_estimator": "k1", "kl_placement": "reward"}},
+        {"algorithm": {"kl_coeff": 0.1, "kl_estimator": "k2"}},
+        {"algorithm": {"loss": "gspo", "importance_correction": "sequence"}},
+        {"algorithm": {"kl_coeff": 0, "kl_estimator": "k1"}},
+        {"engine": {"type": "transformers"}, "optimizer": {"zero_stage": 2}},
+        {"engine": {"type": "vllm"}, "optimizer": {"zero_stage": 3}},
+        {"max_staleness": 1},
+        {"optimizer": {"updates_per_iteration": 2}},
+        {
+            "engine": {"type": "transformers"},
+            "optimizer": {"backend": "torch", "zero_stage": 3},
+        },
+    ],
+)
+def test_the_neighbours_of_these_mistakes_are_allowed(tmp_path, changes: dict[str, Any]) -> None:
+    assert problems_of(tmp_path, **changes) == []
+
+
+def test_a_renderer_that_does_not_take_what_the_policy_emits(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tiny_plugs.nothing.Nil.accepts", "image_tokens")
+    nothing = {"type": "tiny_plugs.nothing"}
+    [found] = problems_of(tmp_path, renderer=nothing, rewards={"one": nothing})
+    assert found.startswith("renderer.type: ") and names(
+        found, "tiny_plugs.nothing ... image_tokens ... qwen2_5_vl ... hidden_states or text"
+    )
+
+
+def test_what_a_reward_needs_must_be_in_the_data(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tiny_plugs.nothing.NothingMuch.needs", frozenset({"target", "answer"}))
+    found = problems_of(tmp_path, rewards={"one": {"type": "tiny_plugs.nothing"}})
+    for need, problem in zip(("answer", "target"), found, strict=True):
+        assert names(problem, f"rewards.one: ... {need!r} ... data.train.0 ... column")
+
+
+def test_a_renderer_that_edits_needs_sources(tmp_path: Path) -> None:
+    source = tiny_config.real(tmp_path)["data"]["train"][0] | {"columns": {"source": ""}}
+    found = problems_of(tmp_path, data={"train": [source]})
+    assert any(names(text, "data.train.0: ... edits ... source") for text in found)
+
+
+def test_plugs_of_ones_own_are_named_by_dotted_path(tmp_path: Path) -> None:
+    nothing = tiny_config.validated(tiny_config.nothing(tmp_path))
+    assert check_report.problems(nothing) == []
+    for name, parts in (("os.path", "no Policy"), ("my.own.policy", "policy.type: ... 'my'")):
+        assert names(problems_of(tmp_path, policy={"type": name})[0], parts)
+
+
+def test_mixture_weights(tmp_path: Path) -> None:
+    source = tiny_config.real(tmp_path)["data"]["train"][0]
+    resolved = build.resolve(config_of(tmp_path, data={"train": [source | {"weight": 3}, source]}))
+    assert list(resolved.train_weights) == [3, 1]
+    wrong = {"train": [source | {"weight": 0}], "validation": [source | {"weight": 2}]}
+    zero, unread = problems_of(tmp_path, data=wrong)
+    assert names(zero, "data.train.0.weight: ... 0 ... > 0")
+    assert names(unread, "data.validation.0.weight: ... order ... drop")
+
+
+def test_coefficients_weigh_sources_by_their_rows(tmp_path: Path) -> None:
+    source = tiny_config.real(tmp_path)["data"]["train"][0]
+    mixture = [source | {"coefficient": 0.5}, source | {"coefficient": 3}]
+    resolved = build.resolve(config_of(tmp_path, data={"train": mixture}))
+    assert build.mixture_weights(resolved, [range(100), range(10)]) == [50, 30]
+    [found] = problems_of(tmp_path, data={"train": [mixture[0], source]})
+    assert names(found, "data.train: ... every ... coefficient ... none")
+
+
+def test_diagnostics_do_not_count_unless_named(tmp_path: Path) -> None:
+    glance = {"type": "tiny_plugs.glance"}
+    both = {"vie": RIGHT, "glance": glance}
+    named = {"weights": {"glance": 2.0}}
+    for changes, weights in (
+        ({}, {}),
+        ({"rewards": both}, {"vie": 1}),
+        ({"rewards": both, "final_reward": named}, {"glance": 2}),
+    ):
+        resolved = build.resolve(config_of(tmp_path, **changes))
+        assert resolved.config.final_reward.weights == weights
+    [only] = problems_of(tmp_path, rewards={"glance": glance})
+    assert names(only, "rewards: ... diagnostics")
+
+
+def test_a_policy_that_reads_codes_needs_tokenised_data(tmp_path: Path) -> None:
+    found = problems_of(tmp_path, policy={"type": "tiny_plugs.reads_codes"})
+    parts = (
+        "policy.type: ... tiny_plugs.reads_codes ... 'source_codes' ... data.train.0 ... rl prep"
+    )
+    assert any(names(problem, parts) for problem in found)
+
+
+def test_epochs_become_iterations(tmp_path: Path) -> None:
+    config = config_of(tmp_path, num_iterations=None, num_epochs=3)
+    assert build.num_iterations(config, num_samples=10) == 8, "30 prompts in batches of 4"
+    assert build.num_iterations(config, num_samples=1) == 1
+    assert build.num_iterations(config_of(tmp_path), num_samples=10) == 3
+
+
+def save_checkpoint(config: RunConfig, iteration: int) -> None:
+    folder = config.run_dir / "checkpoints" / f"step_{iteration:06d}"
+    folder.mkdir(parents=True)
+    meta = {"config": config.model_dump(mode="json")}
+    text = json.dumps({"iteration": iteration, "world_size": 1, "meta": meta})
+    (folder / "state.json").write_text(text)
+    manifest = {"state.json": {"size": len(text), "sha256": "unchecked here"}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_resume_conflict_is_found_before_anything_starts(tmp_path: Path) -> None:
+    save_checkpoint(config_of(tmp_path), 7)
+    text, code = check_report.report(config_of(tmp_path), gpu_gb=141)
+    assert code == 0 and "goes on after 7 iterations" in text
+    changes = {"algorithm": {"kl_coeff": 0.5}, "judge": {"api_base": "http://new:1"}}
+    [found] = problems_of(tmp_path, **changes)
+    assert names(found, "run_name: ... 'tiny' ... algorithm.kl_coeff: 0.0 -> 0.5")
+    assert "api_base" not in found, "a judge may move"
+    config = config_of(tmp_path)
+    (config.run_dir / "checkpoints" / "step_000007" / "manifest.json").unlink()
+    assert "none of the 1 checkpoints" in check_report.problems(config)[0]
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_restarted(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    config.run_dir.mkdir(parents=True)
+    text, code = check_report.report(config, gpu_gb=141)
+    assert code == 0 and "starts afresh\n" in text
+    (config.run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')  # killed before the first
+    text, code = check_report.report(config, gpu_gb=141)
+    assert code == 0 and "sets aside" in text
+    (config.run_dir / "last_checkpoint.txt").write_text("step_000007\n")
+    [found] = check_report.problems(config)
+    place = config.run_dir
+    assert names(found, f"run_name: ... {place}/checkpoints ... step_000007 ... move {place} away")
+    save_checkpoint(config, 5)
+    text, code = check_report.report(config, gpu_gb=141)
+    assert code == 0 and names(text.splitlines()[0], "after 5 iterations ... step_000007 ... gone")
+
+
+def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    updates = {"updates_per_iteration": 2, "gradient_checkpointing": True}
+    values = tiny_config.real(
+        tmp_path,
+        world_size=2,
+        generations_per_prompt=8,
+        rewards={"vie": RIGHT, "other": {"type": "edit_quality", "n_evals": 3}},
+        optimizer={"max_tokens_per_micro_batch": 5000, **updates},
+    )
+    path = str(tiny_config.write(tmp_path, values))
+    assert launched("--check", "--gpu-gb", "80", path, "judge.max_concurrency=10") == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for expected in (
+        "prompts ... 4 an iteration ... 2 on each of 2 ranks",
+        "completions ... 32 an iteration ... 16 on each of 2 ranks",
+        "judge questions ... 160 an iteration ... 80 on each of 2 ranks",  # 32 x (2 + 3)
+        "steps ... 2 an iteration ... 8 completions a rank",
+        "forwards ... 5000 tokens ... 4096",  # 2048 + 8 x 256
+        "kept for backward ... 4096 tokens ... optimizer.updates_per_iteration",
+        "3 iterations of 4 prompts = 6 epochs of 2 samples",
+        "160 questions an iteration ... 9600 an hour ... 20 in flight ... 6 tries",
+        "memory per GPU, against 80 GB",
+        "nothing is wrong",
+    ):
+        assert any(names(line, expected) for line in lines), expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "words"),
+    [
+        ({}, 4 * 2560, "all there can be"),
+        ({"optimizer": {"max_kept_tokens": 3000}}, 3000, "not all (optimizer.max_kept_tokens)"),
+        ({"optimizer": {"max_kept_tokens": 99999}}, 4 * 2560, "all there can be"),
+        ({"max_staleness": 1}, 0, "not all (max_staleness 1)"),
+        ({"optimizer": {"zero_stage": 3}}, 0, "not all (optimizer.zero_stage 3)"),
+        ({"policy": DROPS_OUT}, 0, "not all (policy.lora.dropout)"),
+    ],
+)
+def test_what_is_kept_for_the_backward(
+    tmp_path: Path, changes: dict[str, Any], tokens: int, words: str
+) -> None:
+    """4 groups of 2048 + 2 x 256 tokens."""
+    text, _ = check_report.report(config_of(tmp_path, **changes), gpu_gb=141)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert f"kept for backward {tokens} tokens on each rank, {words}" in lines
+    forwarded_again = any(line.startswith("activations, one forward") for line in lines)
+    assert forwarded_again == (words != "all there can be")
+
+
+@cache
+def shipped(name: str, *overrides: str) -> RunConfig:
+    """With what its Jsonnet derives from the overrides."""
+    if not overrides:
+        return tiny_config.shipped(name)
+    return load_config(f"configs/{name}.jsonnet", overrides, tiny_config.ENVIRONMENT)
+
+
+def unfit(config: RunConfig, gpu_gb: float) -> list[str]:
+    return memory_problems(build.resolve(config), gpu_gb)
+
+
+def remedies(problems: list[str]) -> list[str]:
+    """The `key=value` words of a message, as a user would copy them."""
+    found = []
+    for problem in problems:
+        share = re.match(r"([\w.]+): .* at least (\S+) (?:is|are) needed", problem)
+        found += [f"{share[1]}={share[2]}"] if share else []
+        found += re.findall(r"[\w.]+\.\w+=[^\s),]+", problem)
+    return found
+
+
+@pytest.mark.parametrize("name", tiny_config.SHIPPED)
+def test_every_shipped_config_fits_its_own_size_and_80_gb(name: str) -> None:
+    """With a cache for a group at least, and a tenth of the GPU free; what it derives from the size
+    follows `gpu_gb`."""
+    own = shipped(name)
+    smaller = {"sft", "vlm", "prompt"} & {name.partition("_")[0]}
+    expected = 80 if smaller or name.startswith("qwen_image_21") else 141
+    assert own.gpu_gb == expected
+    stated = re.search(r"GPUs of (\d+) GB", readme_row(name))
+    assert stated is None or float(stated[1]) == own.gpu_gb
+    others = {80, 141} - {own.gpu_gb} if name in tiny_config.DISTINCT else set()
+    for gpu_gb in (own.gpu_gb, *others):
+        config = shipped(name, *([f"gpu_gb={gpu_gb}"] if gpu_gb in others else []))
+        assert unfit(config, gpu_gb) == []
+        planned = footprint.footprint(build.resolve(config), gpu_gb)
+        if config.policy.get("device") == "cpu":
+            assert planned is None
+            continue
+        assert planned is not None and planned.inference is not None
+        assert planned.inference.at_once(gpu_gb) >= config.generations_per_prompt
+        assert planned.peak_gb <= 0.9 * gpu_gb
+
+
+def readme_row(stem: str) -> str:
+    lines = (tiny_config.REPO / "README.md").read_text().splitlines()
+    return next((line for line in lines if line.startswith(f"| `configs/{stem}.jsonnet`")), "")
+
+
+@pytest.mark.parametrize("gpu_gb", [80, 48, 24, 12])
+@pytest.mark.parametrize("more", ["seed=1", "optimizer.gradient_checkpointing=false"])
+@pytest.mark.parametrize(
+    "name", ["qwen_image_edit", "qwen_image_edit_plus", "sft_s__rl_sc", "vlm_reasoning"]
+)
+def test_a_remedy_is_one(name: str, more: str, gpu_gb: float) -> None:
+    """What the message says, done, ends in a config that fits; or nothing does, and it says so."""
+    found = unfit(shipped(name, more), gpu_gb)
+    no_way = [p for p in found if re.search(r"no share works|larger GPU", p)]
+    if found and not no_way:
+        assert remedies(found)
+        assert unfit(shipped(name, more, *remedies(found)), gpu_gb) == []
+
+
+def test_a_share_without_room_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    config = shipped("qwen_image_edit", "engine.gpu_memory_utilization=0.16")
+    text, code = check_report.report(config, 80)
+    [found] = unfit(config, 80)
+    assert names(found, f"{SHARE} ... 0.16 of 80 GB ... 12.8 GB ... 15.2 GB ... 0.25 ... 'auto'")
+    assert code == 1 and text.endswith(f"1 wrong\n  - {found}") and "nothing is wrong" not in text
+    assert names(text, "DOES NOT FIT ... 9.8 GB")
+    for share, right in ((0.25, True), (0.24, False), ("auto", True)):
+        again = shipped("qwen_image_edit", f"engine.gpu_memory_utilization={share}")
+        text, code = check_report.report(again, 80)
+        assert (code == 0) == right == text.endswith("\nnothing is wrong")
+        if not right:
+            assert names(text, "weights (15.2 GB) ... workspace (4.3 GB) ... no room")
+
+
+SHARE = "engine.gpu_memory_utilization:"
+CACHE = "engine.kv_cache_memory_mb:"
+MORE_GPUS = ["world_size=1", "renderer.device=cuda:1"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu_gb", "parts"),
+    [
+        (["engine.kv_cache_memory_mb=100"], 141, f"{CACHE} ... 100 MiB ... 2304 tokens ... 127"),
+        (["engine.kv_cache_memory_mb=127", "engine.max_model_len=4608"], 141,
+         f"{CACHE} ... 127 MiB ... 4608 tokens ... 253"),
+        (["engine.dtype=float32", "engine.gpu_memory_utilization=0.16"], 141,
+         f"{SHARE} ... 0.16 of 141 GB ... 22.6 GB ... 30.4 GB ... 0.27 ... 'auto'"),
+        # a vision tower of its own
+        (["policy.freeze_vision_tower=false", "engine.gpu_memory_utilization=0.16"], 80,
+         f"{SHARE} ... 0.16 of 80 GB ... 12.8 GB ... 16.6 GB ... 0.27 ... 'auto'"),
+        (["engine.gpu_memory_utilization=0.16"], 16,
+         f"{SHARE} ... 0.16 of 16 GB ... 2.6 GB ... 15.2 GB ... 18.6 GB ... larger GPU ... "
+         "policy.model_path ... engine.dtype 'bfloat16'"),
+        (["engine.gpu_memory_utilization=0.8"], 80,
+         "memory: ... 30.2 GB ... 110.2 GB of 80 ... 'generate' ... "
+         "engine.gpu_memory_utilization=0.42 (30.4 GB"),
+        (["engine.residency=resident", "engine.gpu_memory_utilization=0.25", "world_size=4"], 80,
+         "memory: ... 8.0 GB ... 88.0 GB of 80 ... 'render' ... engine.residency=sleep (17.8 GB"),
+        ([*MORE_GPUS, "renderer.max_memory_gb=20"], 141,
+         "renderer.max_memory_gb: ... 20 GB ... renderer on cuda:1 ... 27.5 GB ... raise"),
+        # trainer and sampler
+        ([*MORE_GPUS, "policy.max_memory_gb=30"], 141,
+         "policy.max_memory_gb: ... 30 GB ... policy on cuda:0 ... 31.8 GB ... raise"),
+        (MORE_GPUS, 34, "renderer.device: ... 37.2 GB of cuda:1 ... 34 ... batch_size ... GPU"),
+        # Smaller batches come first, and the stage alone is enough.
+        (["optimizer.zero_stage=1"], 80,
+         "memory: ... 20.9 GB ... 100.9 GB of 80 ... 'reference' ... "
+         "optimizer.zero_stage=2 (34.0 GB"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_names_key_and_remedy(
+    overrides: list[str], gpu_gb: float, parts: str
+) -> None:
+    name = "sft_s__rl_sc" if "optimizer.zero_stage=1" in overrides else "qwen_image_edit"
+    found = unfit(shipped(name, *overrides), gpu_gb)
+    assert any(names(problem, parts) for problem in found), found
+    if name == "sft_s__rl_sc":
+        assert remedies(found) == ["optimizer.zero_stage=2"], "nothing that is not needed"
+
+
+def test_no_key_is_enough_on_a_small_gpu() -> None:
+    [found] = unfit(shipped("qwen_image_edit", "world_size=8"), 24)
+    assert found.startswith("memory: DOES NOT FIT by ") and "larger GPUs" in found
+    assert re.search(r"; \d+\.\d GB too much .* optimizer\.\S+=\S+ \(", found)
+    least = ["optimizer.gradient_checkpointing=true", "optimizer.max_kept_tokens=0"]
+    least += ["optimizer.max_tokens_per_micro_batch=280", "engine={type: 'transformers'}"]
+    least += ["policy.device=auto"]
+    [found] = unfit(shipped("quickstart", *least, "renderer.batch_size=1"), 1)
+    assert names(
+        found, "memory: ... 1.8 GB ... 2.8 GB of 1 ... 'render' ... no key ... larger GPUs"
+    )
+
+
+def test_a_policy_on_the_cpu_asks_no_gpu_for_memory() -> None:
+    text, code = check_report.report(shipped("quickstart"), 1)
+    assert code == 0 and "not planned: policy.device is 'cpu'" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what", "parts"),
+    [
+        (["policy.model_path=nobody/knows", "policy.init_text_encoder_from=''"], "policy",
+         "'nobody/knows' ... local folder"),
+        (["renderer.model_path=nobody/knows"], "renderer", "qwen_image_edit ... 'nobody/knows'"),
+        (["rewards.clip={type: 'clip', model_path: 'nobody/knows'}"], "rewards.clip",
+         "clip ... 'nobody/knows'"),
+        (["engine={type: 'tiny_plugs.nothing'}"], "engine", "tiny_plugs.nothing"),
+    ],
+)  # fmt: skip
+def test_what_is_unknown_is_not_said_to_fit(overrides: list[str], what: str, parts: str) -> None:
+    text, code = check_report.report(shipped("qwen_image_edit", *overrides), 141)
+    [unknown] = (line for line in text.splitlines() if f"unknown: {what}: " in line)
+    assert names(unknown, parts) and code == 0
+    assert names(text.splitlines()[-1], f"unknown ... {what}")
+    assert "nothing is wrong" not in text and "  fits with" not in text
+
+
+def launched(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+def sized(folder: Path) -> str:
+    """A config that keeps less for the backward on a smaller GPU, and would not fit else."""
+    values = json.dumps(tiny_config.real(folder, gpu_gb=141))
+    path = folder / "sized.jsonnet"
+    path.write_text(
+        f"{values} + {{ optimizer: {{ max_kept_tokens: if $.gpu_gb > 130 then null else 0, "
+        "gradient_checkpointing: $.gpu_gb <= 130 } }"
+    )
+    return str(path)
+
+
+def test_check_plans_for_the_configs_own_gpu(tmp_path, capsys) -> None:
+    path = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, gpu_gb=60)))
+    assert launched("--check", path) == 1
+    assert "memory per GPU, against 60 GB" in capsys.readouterr().out
+    assert launched("--check", "--gpu-gb", "141", path) == 0
+    assert capsys.readouterr().out.endswith("nothing is wrong\n")
+    for size in ("0", "-80", "nan", "inf"):
+        assert launched("--check", "--gpu-gb", size, path) == 2
+        assert names(capsys.readouterr().err, f"--gpu-gb ... {size}")
+
+
+def test_the_config_follows_the_size_it_is_asked_for(tmp_path, capsys, monkeypatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(
+        "rl.simple_launch.launch", lambda args, *more: started.append(args.overrides) or 0
+    )
+    path = sized(tmp_path)
+    for arguments in (["--gpu-gb", "80"], ["gpu_gb=80"]):
+        assert launched("--check", path, *arguments) == 0
+        out = capsys.readouterr().out
+        assert names(out, "against 80 GB ... (optimizer.max_kept_tokens)")
+    assert launched("--gpu-gb", "80", path) == 0
+    assert started == [["gpu_gb=80.0"]], "ranks read it too"
+
+
+@pytest.mark.parametrize(
+    ("cuda_gb", "arguments", "code", "said"),
+    [
+        (150.1, [], 0, ""),  # an H200 141GB
+        (85.0, [], 1, "85.0 ... with gpu_gb=85"),
+        (85.0, ["gpu_gb=80"], 0, ""),
+        (120.0, [], 0, "gpu_gb: ... 141 GB ... 120.0 ... with gpu_gb=120 "),
+        (150.1, ["gpu_gb=80"], 0, "with gpu_gb=150"),
+        (20.0, [], 1, "memory: DOES NOT FIT"),
+    ],
+)
+def test_a_start_on_other_gpus_than_stated_says_so(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    cuda_gb: float,
+    arguments: list[str],
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
+    monkeypatch.setattr("rl.simple_launch.placement.look_at_machine", lambda: Machine((cuda_gb,)))
+    monkeypatch.setattr("rl.simple_launch.this_machine.host_memory_gb", lambda: 1000.0)
+    assert launched(sized(tmp_path), *arguments) == code
+    printed = capsys.readouterr().err
+    assert names(printed, said) and (said or "gpu_gb" not in printed)
+
+
+def test_a_start_looks_at_the_hosts_memory(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    machine = Machine((150.1,))
+    assert check_report.problems_here(config, machine, 1, 64) == []
+    [found] = check_report.problems_here(config, machine, 1, 3)
+    assert names(found, "host memory: ... 1 ranks ... 3.0")
+
+
+def test_a_reader_that_leaves_early_changes_no_exit_code(tmp_path: Path) -> None:
+    path = tiny_config.write(tmp_path, tiny_config.real(tmp_path, gpu_gb=60))
+    command = f"{sys.executable} -m rl.simple_launch --check {path} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_nodes_that_do_not_divide_the_ranks_are_no_less_wrong_under_check(tmp_path, capsys) -> None:
+    path = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, world_size=4)))
+    nodes = ("--nnodes", "3", "--rdzv-endpoint", "host:1")
+    assert launched("--check", *nodes, path) == 1
+    assert names(capsys.readouterr().err, "--nnodes 3 ... world_size 4")
+
+
+def test_a_start_is_refused_on_gpus_that_are_too_small(tmp_path, capsys, monkeypatch) -> None:
+    """Against the ranks' own GPUs as they are, or as --gpu-gb says they are."""
+    monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
+    monkeypatch.setattr("rl.simple_launch.this_machine.host_memory_gb", lambda: 1000.0)
+    path = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, world_size=2)))
+    for cuda_gb, arguments, code in (
+        ((85.5, 150.8), [], 1),  # the smaller of the two
+        ((150.8, 150.8, 8.0), [], 0),
+        ((85.5, 85.5), ["--gpu-gb", "141"], 0),
+        ((150.8, 150.8), ["--gpu-gb", "80"], 1),
+        ((), ["--gpu-gb", "1"], 0),  # a CPU
+    ):
+        machine = Machine(cuda_gb)
+        monkeypatch.setattr("rl.simple_launch.placement.look_at_machine", lambda m=machine: m)
+        assert launched(*arguments, path) == code, (cuda_gb, arguments)
+        assert ("DOES NOT FIT by" in capsys.readouterr().err) == (code == 1)
+
+
+def test_another_models_gpu_counts_as_it_is(tmp_path: Path) -> None:
+    config = config_of(tmp_path, renderer={"type": "qwen_image_edit", "device": "cuda:+1"})
+    assert check_report.problems_here(config, Machine((150.8, 46.0)), 1) == []
+    [found] = check_report.problems_here(config, Machine((150.8, 45.0)), 1)
+    assert names(found, "renderer.device: ... 45.2 GB of cuda:+1 ... 45;")
+    own = config_of(tmp_path, renderer={"type": "qwen_image_edit", "device": "cuda:0"})
+    assert unfit(own, 80) == unfit(config_of(tmp_path), 80), "rank 0's own, spelled out"
+
+
+def test_a_wrong_config_is_reported_and_starts_nothing(tmp_path, capsys) -> None:
+    path = tiny_config.write(tmp_path, tiny_config.real(tmp_path, num_iterations=None))
+    for arguments in (["--check"], []):
+        assert launched(*arguments, str(path)) == 1
+        assert names("".join(capsys.readouterr()), "num_iterations, num_epochs: ... neither")
+    assert not (tmp_path / "runs").exists()

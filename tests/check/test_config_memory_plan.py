@@ -1,0 +1,496 @@
+"""The memory plan against figures worked out by hand."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_qwen
+import tiny_qwen3
+import torch
+from tiny_messages import names
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rl.api.policy import PolicySetup
+from rl.check.this_machine import host_memory_gb
+from rl.memory.memory_plan import (
+    CONTEXT_GB,
+    HOST_PHASES,
+    KNOWN,
+    LOGITS_GB,
+    PHASES,
+    FrozenModel,
+    InferenceEngine,
+    Plan,
+    PolicyModel,
+    Row,
+    Sizes,
+    engine_claim,
+    engine_line,
+    host_plan,
+    host_problems,
+    pinned_bytes,
+    plan,
+    residency,
+    residency_line,
+)
+from rl.meter.flops import Recompute
+from rl.policies import qwen2_5_vl
+
+MODEL = PolicyModel(2, 10, 40, 5, 1, 2, params=3e9)
+EDITOR = FrozenModel("renderer", "auto", 2, {"transformer": 20e9}, {"transformer": 1e9})
+ENGINE = InferenceEngine(
+    share=0.5,
+    cache_gb=None,
+    own_gb=1.5,
+    weights_gb=6,
+    asleep_gb=8,
+    kv_bytes=16,
+    step_bytes=240,
+    longest_tokens=100,
+    max_num_seqs=8,
+    residency="sleep",
+)
+SIZES = Sizes(
+    model=MODEL,
+    bytes_per_weight=2,
+    lora_rank=4,
+    lora_modules=("q_proj", "v_proj"),
+    zero_stage=0,
+    world_size=4,
+    forward_tokens=200,
+    kept_tokens=700,
+    all_kept=True,
+    prompt_tokens=70,
+    completion_tokens=30,
+    num_completions=3,
+    checkpointing=False,
+    engine=ENGINE,
+    reads_reference=False,
+    frozen=(EDITOR,),
+)
+
+
+def gb(planned: Plan, part: str) -> float:
+    return next(row.gb for row in planned.rows if row.part == part)
+
+
+def test_lora_parameters() -> None:
+    # q: 10 -> 10, v: 10 -> 2, rank 4: 4 (10 + 10) + 4 (10 + 2) = 128 a layer, 2 layers.
+    assert MODEL.lora_params(4, ("q_proj", "v_proj")) == 256
+    # The 7B, rank 32 on q, k, v, o: 28 layers x 32 x (7168 + 4096 + 4096 + 7168).
+    seven = KNOWN["Qwen/Qwen2.5-VL-7B-Instruct"]
+    assert seven.lora_params(32, ("q_proj", "k_proj", "v_proj", "o_proj")) == 20_185_088
+
+
+def test_activations() -> None:
+    # A bfloat16 layer: norms 2 x 10; q, k, v and result 2 x 10 + 2 x 2; what q and v read 10: 54.
+    # Its MLP: 3 x 40. Two bytes each, two layers.
+    adapted = ("q_proj", "v_proj")
+    assert MODEL.kept_bytes(adapted, 2, False) == 2 * (108 + 240)
+    assert MODEL.kept_bytes(adapted, 2, "mlp") == 2 * (108 + 10 * 2)
+    assert MODEL.kept_bytes(adapted, 2, True) == 2 * 10 * 2
+    # One layer at work: the gradients of its MLP's inside, and what is recomputed.
+    assert MODEL.working_bytes(adapted, 2, False) == 240
+    assert MODEL.working_bytes(adapted, 2, "mlp") == 240 + 240
+    assert MODEL.working_bytes(adapted, 2, True) == 108 + 240 + 240
+    # The result is what o reads. All weights trained: the MLP's input and product besides.
+    assert MODEL.kept_bytes(("o_proj",), 2, False) == 2 * (88 + 240)
+    assert MODEL.kept_bytes(None, 2, False) == 2 * (108 + 240 + 20 + 80)
+    assert MODEL.kept_bytes(None, 2, "mlp") == 2 * (108 + 20)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory that outlives the operations that made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inputs = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
+        result = operation(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in inputs:
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def total(self) -> int:
+        gc.collect()
+        return sum(size for made, size in self._made.values() if not made.expired())
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_qwen3.save_policy_folder(tmp_path_factory.mktemp("qwen3"))
+
+
+@contextmanager
+def one_layer_less(policy: Any) -> Iterator[None]:
+    """What is gone with it is a layer's share, and nothing of what surrounds the layers."""
+    decoder = policy.module.base_model.model.language_model
+    layers, depth = decoder.layers, decoder.config.num_hidden_layers
+    decoder.layers, decoder.config.num_hidden_layers = layers[:-1], depth - 1
+    yield
+    decoder.layers, decoder.config.num_hidden_layers = layers, depth
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("adapted", "dtype", "checkpointing"),
+    [
+        (None, "bfloat16", False),
+        (None, "bfloat16", "mlp"),
+        (("q_proj", "o_proj"), "bfloat16", "mlp"),
+        (("q_proj", "k_proj", "v_proj", "o_proj"), "bfloat16", False),
+        (("q_proj", "o_proj", "up_proj", "down_proj"), "bfloat16", False),
+        (("q_proj",), "bfloat16", True),
+        (("q_proj", "v_proj"), "float32", False),
+    ],
+)
+def test_what_a_real_forward_keeps(
+    folder: str, adapted: tuple[str, ...] | None, dtype: str, checkpointing: Recompute
+) -> None:
+    """A policy's own packed forward, its graph alive: the plan counts what is there."""
+    lora = None if adapted is None else {"r": 1, "alpha": 1, "target_modules": adapted}
+    section = {"type": "", "model_path": folder, "dtype": dtype, "device": "cpu", "lora": lora}
+    policy = qwen2_5_vl.Qwen25VL(
+        qwen2_5_vl.Config.model_validate(section), packed_setup(checkpointing)
+    )
+    num_bytes = getattr(torch, dtype).itemsize
+    planned = TINY.kept_bytes(adapted, num_bytes, checkpointing)
+    assert kept_per_token(policy) == pytest.approx(planned, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("adapted", "dtype", "checkpointing"),
+    [
+        (None, "bfloat16", False),
+        (("q_proj", "k_proj", "v_proj", "o_proj"), "bfloat16", False),
+        (("q_proj", "o_proj"), "bfloat16", "mlp"),
+        (("q_proj",), "bfloat16", True),
+    ],
+)
+def test_what_a_real_forward_of_qwen3_keeps(
+    qwen3_folder: str, adapted: tuple[str, ...] | None, dtype: str, checkpointing: Recompute
+) -> None:
+    """The inputs of its head norms besides."""
+    lora = None if adapted is None else {"r": 1, "alpha": 1, "target_modules": adapted}
+    section = {"dtype": dtype, "device": "cpu", "lora": lora}
+    policy = tiny_qwen3.make_qwen3(
+        qwen3_folder, "text", tiny_qwen.TEMPLATE, section, gradient_checkpointing=checkpointing
+    )
+    tiny = PolicyModel(4, 64, 128, 3, 1, 32, params=0, head_norms=True)
+    layer_bytes = tiny.kept_bytes(adapted, 2, checkpointing) / 4
+    assert kept_per_token(policy) == pytest.approx(layer_bytes, rel=0.05)
+    without = replace(tiny, head_norms=False).kept_bytes(adapted, 2, checkpointing) / 4
+    assert checkpointing is True or without < 0.9 * layer_bytes
+
+
+TINY = PolicyModel(1, 64, 128, 2, 1, 32, params=0)
+"""One layer of `tiny_qwen`'s."""
+
+
+def packed_setup(checkpointing: Recompute) -> PolicySetup:
+    return PolicySetup(
+        "text",
+        template=tiny_qwen.TEMPLATE,
+        max_completion_tokens=12,
+        gradient_checkpointing=checkpointing,
+    )
+
+
+def kept_per_token(policy: Any) -> float:
+    """Bytes of one layer.
+
+    Left out of the plan: log-sum-exps, a norm's root, an adapter's inner values."""
+    policy.module.train()
+    prompt = policy.build_prompt(tiny_qwen.sample(0))
+    batch = policy.collate([(prompt, list(range(10, 40)))] * 2)
+    with torch.no_grad():
+        policy.module(batch)  # the picture's features stay from here on
+
+    def kept() -> int:
+        with LiveBytes() as live:
+            outputs = policy.module(batch)
+        assert outputs.logprobs.requires_grad
+        return live.total()
+
+    whole = kept()
+    with one_layer_less(policy):
+        return (whole - kept()) / len(batch.input_ids)
+
+
+def test_phases() -> None:
+    planned = plan(SIZES, gpu_gb=100)
+    lora = 256
+    resident = CONTEXT_GB + 3 * 2 + lora * 12e-9 + 20 * 2
+    asleep = 1.5  # of the engine's half
+    # From the first conditioning on: all of an iteration's graphs, one forward's working memory.
+    forwards = 700 * 696e-9 + 200 * 240e-9 + LOGITS_GB + lora * 4e-9
+    assert planned.total_gb("generate") == pytest.approx(resident + 50)
+    assert planned.total_gb("render") == pytest.approx(resident + asleep + 2 + forwards)
+    assert planned.total_gb("learn") == pytest.approx(resident + asleep + forwards)
+    assert planned.peak_gb == planned.total_gb("generate")
+    # What is not kept is forwarded again, one row at a time.
+    some = plan(replace(SIZES, kept_tokens=0, all_kept=False), gpu_gb=100)
+    assert planned.total_gb("render") - some.total_gb("render") == pytest.approx(700 * 696e-9)
+    assert some.total_gb("learn") - some.total_gb("reference") == pytest.approx(200 * 696e-9)
+
+
+def test_the_engine_stays_where_everything_fits_with_a_tenth_to_spare() -> None:
+    """Half of the GPU is the engine's; renderer and learner want about 51 GB besides, and what the
+    engine keeps 1.5."""
+    others = plan(SIZES, gpu_gb=1000).total_gb("render")
+    assert 52 < others < 53
+    auto = replace(SIZES, engine=replace(ENGINE, residency="auto"))
+    for gpu_gb, expected in ((130, "resident"), (124, "sleep")):
+        planned = plan(auto, gpu_gb)
+        together = others + gpu_gb / 2 - ENGINE.own_gb
+        assert (
+            residency(planned, gpu_gb)
+            == expected
+            == ("resident" if together <= 0.9 * gpu_gb else "sleep")
+        )
+        assert planned.engine is not None
+        assert (planned.engine.phases == PHASES) == (expected == "resident")
+        assert f"{together:.1f} GB of {gpu_gb}" in residency_line(planned, gpu_gb)
+        # Stated in the config, it is done, and residency still says what there is room for.
+        for stated in ("resident", "sleep"):
+            as_stated = plan(replace(SIZES, engine=replace(ENGINE, residency=stated)), gpu_gb)
+            assert (as_stated.total_gb("render") > others + 1) == (stated == "resident")
+            assert residency(as_stated, gpu_gb) == expected
+    alone = plan(replace(SIZES, engine=None), gpu_gb=100)
+    assert alone.engine is None and residency(alone, 100) == "resident"
+
+
+def test_zero_stages_under_full_fine_tuning() -> None:
+    full = replace(SIZES, lora_rank=None)
+    by_stage = [plan(replace(full, zero_stage=stage), gpu_gb=100) for stage in range(4)]
+    # 3e9 parameters: bfloat16 weights 6 GB; masters and moments 36 GB; float32 gradients 12 GB.
+    assert [gb(p, "policy weights") for p in by_stage] == pytest.approx([6, 6, 6, 1.5])
+    assert [gb(p, "optimiser state") for p in by_stage] == pytest.approx([36, 9, 9, 9])
+    assert [gb(p, "gradients") for p in by_stage] == pytest.approx([12, 12, 3, 3])
+    # From stage 2 on ranks run their backwards together, after the last verdict.
+    early = [p.total_gb("render") - by_stage[0].total_gb("render") for p in by_stage[:3]]
+    assert early == pytest.approx([0, -27, -27 - 12])
+    reference = plan(replace(full, reads_reference=True), gpu_gb=100)
+    # Beside the trained weights, and gone before the first backward.
+    assert reference.total_gb("learn") == by_stage[0].total_gb("learn")
+    assert reference.total_gb("reference") == pytest.approx(by_stage[0].total_gb("reference") + 6)
+
+
+def test_models_on_other_devices_are_named_but_not_counted() -> None:
+    clip = FrozenModel("rewards.clip", "cuda:2", 4, {"model": 0.15e9}, {})
+    planned = plan(replace(SIZES, frozen=(replace(EDITOR, device="cuda:1"), clip)), gpu_gb=100)
+    assert planned.total_gb("render") == pytest.approx(plan(SIZES, 100).total_gb("render") - 42)
+    for parts in ("renderer ... cuda:1: 40.00 GB ... 2.00", "rewards.clip ... cuda:2: 0.60 GB"):
+        assert any(names(text, parts) for text in planned.assumptions), parts
+
+
+def test_the_engine_cache() -> None:
+    # A token takes 2 layers x 2 x 2 values x 2 bytes = 16 B. Share 8.5 GB - 6 - 1.5 = 1 GB, less a
+    # step of 8 x 100 tokens of 250 B: 999.8 MB are 3 905 468 blocks of 16 tokens, 7 a completion.
+    planned = plan(replace(SIZES, engine=replace(ENGINE, step_bytes=250)), gpu_gb=17)
+    assert names(engine_line(planned, 17), "62487488 tokens ... 100 tokens ... 557924.00x")
+    small = plan(SIZES, gpu_gb=14)
+    assert engine_line(small, 14).endswith("0.00x")
+    shared = plan(replace(SIZES, engine=None), gpu_gb=17)
+    assert gb(shared, "key-value cache") == pytest.approx(300 * 16e-9)
+
+
+def test_the_least_an_engine_starts_with() -> None:
+    many = replace(ENGINE, max_num_seqs=10**6, longest_tokens=65)
+    # Weights, 1.5 GB, a step of 16384 tokens of 240 B (half on a small GPU); 65 tokens in 5 blocks
+    # of 16, and vLLM's own.
+    least_gb = 6 + 1.5 + 16384 * 240e-9 + 96 * 16e-9
+    assert many.least_gb(80) == pytest.approx(least_gb, rel=1e-12)
+    assert many.least_gb(24) == pytest.approx(least_gb - 8192 * 240e-9, rel=1e-12)
+    assert replace(many, share=0.09).starves(80) and not replace(many, share=0.10).starves(80)
+    # A stated cache takes the place of the share.
+    stated = replace(many, share=0.01, cache_gb=1.0)
+    assert stated.claimed_gb(80) == pytest.approx(6 + 1.5 + 16384 * 240e-9 + 1)
+    assert not stated.starves(80) and replace(stated, cache_gb=95 * 16e-9).starves(80)
+
+
+def test_an_open_share_holds_an_iteration_or_what_there_is_room_for() -> None:
+    """A completion of 100 tokens: 7 blocks of 16 tokens of 16 kB, 1.792 MB; one block is vLLM's."""
+    fat = replace(ENGINE, share=None, kv_bytes=16_000)
+    sizes = replace(SIZES, num_completions=200, engine=fat)
+
+    def claimed(gpu_gb: float, **changes: Any) -> tuple[float, float]:
+        engine = replace(fat, max_num_seqs=1000, **changes)
+        planned = plan(replace(sizes, engine=engine), gpu_gb)
+        claim = engine_claim(planned, gpu_gb)
+        assert claim is not None and planned.inference is not None
+        assert not planned.inference.starves(gpu_gb)
+        return claim.cache_bytes, claim.share
+
+    beside_gb = 6 + 1.5 + 1000 * 100 * 240e-9 * 0.16384  # 16384 of those tokens at once
+    cache_bytes, share = claimed(100)
+    assert cache_bytes == (200 * 7 + 1) * 256_000
+    assert share == pytest.approx((beside_gb + cache_bytes / 1e9) / 100, abs=1e-4)
+    assert share >= (beside_gb + cache_bytes / 1e9) / 100, "vLLM looks whether that much is free"
+    # Nine tenths of the GPU, less the others: room for 100.5 completions, then for none.
+    others_gb = plan(sizes, 1000).with_engine(()).total_gb("generate") - ENGINE.own_gb
+    tight_gb = (others_gb + beside_gb + 100.5 * 7 * 256e-6) / 0.9
+    small_step_gb = 8192 * 240e-9
+    assert tight_gb < 75, "a GPU on which vLLM's step is half as long"
+    tight_gb -= small_step_gb / 0.9
+    assert claimed(tight_gb)[0] == (100 * 7 + 1) * 256_000
+    assert claimed(tight_gb - 1)[0] == (1 * 7 + 1) * 256_000
+    # An engine that stays is beside the largest of the phases; at most max_num_seqs at once.
+    assert claimed(tight_gb, residency="resident")[0] < claimed(tight_gb)[0]
+    few = plan(replace(sizes, engine=replace(fat, max_num_seqs=8)), 100)
+    assert few.inference is not None and int(few.inference.at_once(100)) == 8
+    assert engine_claim(plan(SIZES, 100), 100) is None, "its section says what it takes"
+
+
+def test_a_step_of_the_optimiser() -> None:
+    """AdamW's temporaries, or ZeRO's flat gradients: 4 bytes a parameter that this rank steps."""
+    full = replace(SIZES, lora_rank=None)
+    steps = [gb(plan(replace(full, zero_stage=n), 100), "the step, working") for n in range(4)]
+    assert steps == pytest.approx([12, 3, 3, 6])
+    planned = plan(replace(full, zero_stage=2), 100)
+    # Context, weights, masters and moments, gradients, that, the editor, a sleeping engine's own.
+    assert planned.total_gb("step") == pytest.approx(2 + 6 + 9 + 3 + 3 + 40 + 1.5)
+    assert gb(planned, "gradient bucket") == pytest.approx(5e8 * 2 / 1e9)
+
+
+def test_host_memory() -> None:
+    full = replace(SIZES, lora_rank=None, zero_stage=2, reads_reference=True)
+    on_gpu = plan(full, 120)
+    parts = {row.part: row.gb for row in host_plan(full, on_gpu, 120, 4, {}).rows}
+    assert parts == pytest.approx(
+        {
+            "processes": 4 * 4,
+            "engine asleep, pinned": 4 * 8,
+            "reference weights": 4 * 6,
+            "checkpoint: weights, moments": 36,
+        }
+    )
+    # torch pins what is asked for, no power of two above it.
+    exactly = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:1"}
+    [asleep] = [
+        row.gb
+        for row in host_plan(full, on_gpu, 120, 4, exactly).rows
+        if row.part.startswith("engine")
+    ]
+    assert asleep == pytest.approx(4 * 6)
+    # 2 + 6 + 40 + half of the GPU; where 6 GB more have no room, all weights twice on the host.
+    small = host_plan(full, plan(full, 107), 107, 4, {})
+    assert small.total_gb("start") == pytest.approx(16 + 4 * 2 * 6)
+    # An engine that stays pins nothing; an adapter alone is little.
+    stays = plan(replace(SIZES, engine=replace(ENGINE, residency="resident")), 200)
+    assert host_plan(SIZES, stays, 200, 4, {}).peak_gb == pytest.approx(16, abs=1e-3)
+    offloads = replace(EDITOR, host_weights=5e9)
+    assert offloads.host_gb(4) == 10 and replace(offloads, host_shared=False).host_gb(4) == 40
+
+
+def test_a_sleeping_tensor_takes_a_power_of_two() -> None:
+    """The 7B's layer in bfloat16: 31.5, 24.5, 259 and 129.5 MiB, in GPU memory by 2 MiB."""
+    seven = KNOWN["Qwen/Qwen2.5-VL-7B-Instruct"]
+    layer = [pinned_bytes(2 * count) / 2**20 for count in seven.engine_tensors()[:4]]
+    assert layer == [32, 32, 512, 256]
+    assert sum(seven.engine_tensors()) == seven.params - seven.tower_params
+    assert seven.engine_tensors()[-1] == pytest.approx(152064 * 3584, rel=5e-3)
+
+
+def test_host_problems(tmp_path: Path) -> None:
+    planned = Plan([Row("engine asleep, pinned", 30, ("run",))], phases=HOST_PHASES)
+    assert host_problems(planned, 8, None) == []
+    assert host_problems(planned, 8, 30) == []
+    [found] = host_problems(planned, 8, 20)
+    assert names(found, "host memory: 30.0 GB ... 'run' ... 8 ranks ... PYTORCH_ALLOC_CONF=pinned_")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected_gb"),
+    [
+        ({}, 64 * 1.024),
+        ({"self/cgroup": "0::/\n", "memory.max": "max\n"}, 64 * 1.024),
+        ({"self/cgroup": "0::/\n", "memory.max": "32000000000\n"}, 32),
+        (  # a group within one that is smaller
+            {
+                "self/cgroup": "0::/a/b\n",
+                "a/b/memory.max": "9000000000\n",
+                "a/memory.max": "8000000000\n",
+            },
+            8,
+        ),
+        (  # version 1
+            {
+                "self/cgroup": "4:cpu:/x\n3:memory:/x\n",
+                "memory/x/memory.limit_in_bytes": "7000000000\n",
+            },
+            7,
+        ),
+    ],
+)
+def test_the_memory_of_this_machine(tmp_path, files: dict[str, str], expected_gb: float) -> None:
+    assert host_memory_gb(tmp_path) is None
+    files = {"meminfo": "MemFree: 1 kB\nMemTotal:       64000000 kB\n", **files}
+    for name, text in files.items():
+        base = "proc" if name in ("meminfo", "self/cgroup") else "sys/fs/cgroup"
+        file = tmp_path / base / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert host_memory_gb(tmp_path) == pytest.approx(expected_gb)
+
+
+@pytest.mark.parametrize("size", ["2B", "4B", "8B"])
+def test_the_sizes_of_qwen3_vl(size: str) -> None:
+    """Of the real class without memory, and by hand."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    model = KNOWN[f"Qwen/Qwen3-VL-{size}-Instruct"]
+    assert KNOWN[f"Qwen/Qwen3-VL-{size}-Thinking"] == model
+    tied = size != "8B"
+    tower = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096}
+    if size == "8B":
+        tower = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304}
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": 151936,
+            "hidden_size": model.width,
+            "intermediate_size": model.mlp_width,
+            "num_hidden_layers": model.num_layers,
+            "num_attention_heads": model.num_heads,
+            "num_key_value_heads": model.num_kv_heads,
+            "head_dim": model.head_dim,
+            "tie_word_embeddings": tied,
+        },
+        vision_config={**tower, "out_hidden_size": model.width},
+        tie_word_embeddings=tied,
+    )
+    with torch.device("meta"):
+        made = Qwen3VLForConditionalGeneration(config)
+    counts = [sum(p.numel() for p in part.parameters()) for part in (made, made.model.visual)]
+    assert [model.params, model.tower_params] == pytest.approx(counts, abs=5e6)
+    width, kv_width = model.num_heads * 128, model.num_kv_heads * 128
+    matrices = model.width * (2 * width + 2 * kv_width + 3 * model.mlp_width)
+    layer = matrices + 2 * model.width + 2 * 128
+    language = model.num_layers * layer + model.width + 151936 * model.width * (1 if tied else 2)
+    assert language + counts[1] == counts[0]
+    assert model.lora_params(1, ("q_proj",)) == model.num_layers * (model.width + width)
+    assert model.kv_bytes(2) == model.num_layers * 2 * 1024 * 2

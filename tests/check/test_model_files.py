@@ -1,0 +1,226 @@
+"""A folder that holds another model, or not all of one, is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_config
+from tiny_messages import names
+
+from rl import build
+from rl.api.plug import ModelFiles
+from rl.check import check_report
+from rl.files.model_files import model_problems
+
+SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "policy": ("policies", {"type": "qwen2_5_vl"}),
+    "emu3": ("policies", {"type": "emu3"}),
+    "editor": ("renderers", {"type": "qwen_image_edit"}),
+    "sd3": ("renderers", {"type": "sd3", "use_t5": False}),
+    "emu3_vq": ("renderers", {"type": "emu3_vq"}),
+    "clip": ("rewards", {"type": "clip"}),
+}
+"""Folder of the tiny world -> the room and section that load it."""
+
+
+def models(room: str, section: dict[str, Any]) -> Sequence[ModelFiles]:
+    plug, wrong = build._find_plug(room, room, section)
+    assert plug is not None and not wrong, wrong
+    found: Sequence[ModelFiles] = plug.cls.models(plug.config)
+    return found
+
+
+def linked(name: str, folder: Path) -> Path:
+    return Path(
+        shutil.copytree(tiny_config.WEIGHTS / name, folder / name, copy_function=os.symlink)
+    )
+
+
+def rewrite(file: Path, content: bytes) -> None:
+    """Of the folder of links alone."""
+    file.unlink(missing_ok=True)
+    file.write_bytes(content)
+
+
+PARTS = [
+    (name, model.subfolder, model.config, bool(model.weights), bool(model.kinds))
+    for name, (room, section) in SECTIONS.items()
+    for model in models(room, section | {"model_path": str(tiny_config.WEIGHTS / name)})
+    if model.config_required
+]
+
+
+def problems_with(
+    name: str, folder: Path, damage: Callable[[Path], None], subfolder: str
+) -> list[str]:
+    room, section = SECTIONS[name]
+    copy = linked(name, folder)
+    declared = models(room, section | {"model_path": str(copy)})
+    assert list(model_problems(declared)) == []
+    damage(copy / subfolder)
+    return list(model_problems(declared))
+
+
+@pytest.mark.parametrize(("name", "subfolder", "config", "has_weights", "has_kind"), PARTS)
+def test_every_part_that_a_plug_loads_is_looked_at(
+    name: str, subfolder: str, config: str, has_weights: bool, has_kind: bool, tmp_path: Path
+) -> None:
+    place = os.path.join(subfolder, config)
+
+    def damaged(damage: Callable[[Path], None]) -> str:
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+        [problem] = problems_with(name, tmp_path, damage, subfolder)
+        assert problem.startswith(f"model_path: {tmp_path / name}")
+        return problem
+
+    assert names(damaged(lambda part: (part / config).unlink()), f"lacks {place}; ... copy")
+    cut = (tiny_config.WEIGHTS / name / place).read_bytes()[:-9]
+    assert names(damaged(lambda part: rewrite(part / config, cut)), f"{config} ... JSON")
+    if has_kind:
+        other = b'{"model_type": "qwen2_vl"}'
+        kind = damaged(lambda part: rewrite(part / config, other))
+        assert names(kind, f"{config} ... model_type 'qwen2_vl' ... only '")
+    if has_weights:
+        [weights] = (tiny_config.WEIGHTS / name / subfolder).glob("*.safetensors")
+        whole = weights.read_bytes()
+        lacking = os.path.join(subfolder, weights.name)
+        assert f"lacks {lacking} or {lacking}.index.json" in damaged(
+            lambda part: (part / weights.name).unlink()
+        )
+        cut = damaged(lambda part: rewrite(part / weights.name, whole[:-1]))
+        assert names(cut, f"{len(whole) - 1} bytes ... {len(whole)}; ... copy")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"[1]", b"\xff\xfe{}", b"[" * 100_000, b"null", b"{}", b'{"model_type": null}'),
+        b'{"model_type": ["qwen2_5_vl"]}',
+        b'{"model_type": {"qwen2_5_vl": 1}, "architectures": [3]}',
+        b'{"model_type": "qwen2_5_vl", "architectures": [["x"]]}',
+        b'{"_class_name": 7}',
+    ],
+)
+def test_no_bytes_of_a_config_are_a_traceback(content: bytes, tmp_path: Path) -> None:
+    [problem] = problems_with(
+        "policy", tmp_path, lambda part: rewrite(part / "config.json", content), ""
+    )
+    assert problem.startswith(f"model_path: {tmp_path}/policy/config.json ")
+
+
+def header(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "0 bytes"),
+        (b"\xff" * 64, "header"),
+        (header(b"[]"), "header"),
+        (header(b"{" * 9000), "header"),
+        (header(b'{"w": {"data_offsets": [0]}}'), "header"),
+        (header(b'{"w": {"data_offsets": [0, "8"]}}'), "header"),
+        (header(b'{"w": {"data_offsets": [0, 8]}}') + bytes(7), "46 bytes ... 47"),
+        (b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS"),
+    ],
+)
+def test_no_bytes_of_weights_are_a_traceback(content: bytes, message: str, tmp_path: Path) -> None:
+    [problem] = problems_with(
+        "policy", tmp_path, lambda part: rewrite(part / "model.safetensors", content), ""
+    )
+    assert names(problem, f"model.safetensors ... {message}")
+
+
+def shard(folder: Path) -> None:
+    """The weights as published: a file that an index names."""
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "second")
+    (folder / "second").rename(folder / "model-00002-of-00002.safetensors")
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    index = {"metadata": {}, "weight_map": names}
+    rewrite(folder / "model.safetensors.index.json", json.dumps(index).encode())
+
+
+def test_what_an_index_names_must_be_there(tmp_path: Path) -> None:
+    assert problems_with("policy", tmp_path / "1", shard, "") == []
+
+    def without_one(folder: Path) -> None:
+        shard(folder)
+        (folder / "model-00002-of-00002.safetensors").unlink()
+
+    [problem] = problems_with("policy", tmp_path / "2", without_one, "")
+    assert names(problem, "lacks model-00002-of-00002.safetensors ... copy")
+
+    for number, content in enumerate((b"{", b"{}", b'{"weight_map": ["x"]}')):
+
+        def with_a_damaged_index(folder: Path, content: bytes = content) -> None:
+            shard(folder)
+            rewrite(folder / "model.safetensors.index.json", content)
+
+        [problem] = problems_with("policy", tmp_path / f"d{number}", with_a_damaged_index, "")
+        assert names(problem, "model.safetensors.index.json ... no weights")
+
+
+def quickstart(*overrides: str) -> list[str]:
+    return check_report.problems(tiny_config.shipped("quickstart", *overrides))
+
+
+def test_a_folder_of_its_predecessor_is_refused_by_check(tmp_path, capsys) -> None:
+    folder = linked("policy", tmp_path)
+    written = json.loads((folder / "config.json").read_text())
+    written |= {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
+    rewrite(folder / "config.json", json.dumps(written).encode())
+    [older] = quickstart(f"policy.model_path={folder}")
+    assert names(older, f"policy.model_path: {folder}/config.json ... 'qwen2_vl' ... 'qwen2_5_vl'")
+    written |= {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLModel"]}
+    rewrite(folder / "config.json", json.dumps(written).encode())
+    [headless] = quickstart(f"policy.model_path={folder}")
+    assert names(headless, "architectures 'Qwen2_5_VLModel' ... 'Qwen2_5_VLForCond")
+
+
+def test_words_and_weights_may_lie_in_two_places(tmp_path: Path) -> None:
+    editor = tmp_path / "editor"
+    linked("policy", editor).rename(editor / "text_encoder")
+    words = linked("policy", tmp_path)
+    (words / "model.safetensors").unlink()
+    two = [f"policy.model_path={words}", f"policy.init_text_encoder_from={editor}"]
+    assert quickstart(*two) == []
+    [problem] = quickstart(*two, "policy.text_encoder_subfolder=encoder")
+    assert names(problem, f"policy.init_text_encoder_from: {editor} ... encoder/config.json")
+    (words / "tokenizer.json").unlink()
+    [problem] = quickstart(*two)
+    assert names(problem, f"policy.model_path: {words} ... tokenizer.json or vocab.json")
+
+
+def test_an_editor_of_another_template_is_refused(tmp_path: Path) -> None:
+    folder = linked("editor", tmp_path)
+    change = f"renderer.model_path={folder}"
+    rewrite(folder / "model_index.json", b'{"_class_name": "QwenImageEditPlusPipeline"}')
+    [problem] = quickstart(change)
+    assert names(problem, "_class_name 'QwenImageEditPlusPipeline' ... 'QwenImageEditPipeline'")
+    assert quickstart(change, "renderer.type=qwen_image_edit_plus") == []
+
+
+def test_a_hub_id_is_compared_as_far_as_the_cache_goes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    change = "policy.model_path=some/one"
+    assert quickstart(change) == []
+    repository = tmp_path / "models--some--one"
+    file = repository / "snapshots" / "c0ffee" / "config.json"
+    file.parent.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("c0ffee")
+    assert quickstart(change) == [], "nothing of it is there yet"
+    file.write_text('{"model_type": "qwen3_vl"}')
+    [problem] = quickstart(change)
+    assert names(problem, f"policy.model_path: some/one ({file}) ... 'qwen3_vl' ... 'qwen2_5_vl'")
+    assert quickstart(change, "policy.revision=other") == []
+    file.write_text('{"model_type": "qwen2_5_vl"}')
+    assert quickstart(change) == [], "its weights are fetched when it is loaded"

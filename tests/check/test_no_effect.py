@@ -1,0 +1,178 @@
+"""A key that is set and that nothing reads is told, or refused, and never passed over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_config
+from tiny_messages import names
+
+from rl import build
+from rl.check import check_report
+from rl.check.no_effect import doubtful, no_effect
+from rl.simple_launch import main
+
+
+def told(name: str, *overrides: str) -> list[str]:
+    resolved = build.resolve(tiny_config.shipped(name, *overrides))
+    return no_effect(resolved) + doubtful(resolved)
+
+
+@pytest.mark.parametrize("name", tiny_config.DISTINCT)
+def test_a_shipped_config_sets_nothing_in_vain(name: str) -> None:
+    assert told(name) == []
+
+
+EDITOR = "qwen_image_edit"
+CASES: list[tuple[str, list[str], list[str]]] = [
+    (EDITOR, ["optimizer.backend=torch", "optimizer.zero_stage=3"], ["zero_stage"]),
+    (EDITOR, ["algorithm.clip_high=0.3"], ["clip_high"]),
+    (EDITOR, ["algorithm.clip_high=0.3", "max_staleness=1"], []),
+    (EDITOR, ["algorithm.clip_high=0.3", "policy.lora.dropout=0.1"], []),
+    (EDITOR, ["algorithm.clip_low=0.1", "optimizer.updates_per_iteration=2"], []),
+    (EDITOR, ["algorithm.kl_estimator=k2"], []),
+    (EDITOR, ["algorithm.kl_estimator=k2", "algorithm.kl_placement=reward", "algorithm.kl_coeff=0"],
+     ["kl_estimator", "kl_placement"]),
+    (EDITOR, ["algorithm.importance_cap=3", "algorithm.importance_correction=none"],
+     ["importance_cap"]),
+    (EDITOR, ["algorithm.advantage_eps=1", "algorithm.advantage_scale=none"], ["advantage_eps"]),
+    (EDITOR, ["evaluation.every_n_iterations=0", "evaluation.reference_drift=false"],
+     ["data.validation", "evaluation.num_samples", "evaluation.reference_drift"]),
+    (EDITOR, ["evaluation.top_k=5"], ["evaluation.top_k"]),
+    (EDITOR, ["evaluation.top_k=5", "evaluation.temperature=1"], []),
+    (EDITOR, ["checkpoint.push_to_hub_repo_id=me/mine"], ["push_to_hub_repo_id"]),
+    (EDITOR, ["tracking.wandb=off"], ["wandb_project"]),
+    (EDITOR, ["tracking.trackio_space=me/runs"], ["trackio_space"]),
+    (EDITOR, ["optimizer.max_kept_tokens=99", "max_staleness=1"], ["max_kept_tokens"]),
+    (EDITOR, ["judge.start_timeout_s=9"], ["judge.start_timeout_s"]),
+    (EDITOR, ["renderer.true_cfg_scale=1", "renderer.negative_prompt=bad"],
+     ["renderer.negative_prompt"]),
+    (EDITOR, ["renderer.height_px=512", "renderer.width_px=512", "renderer.output_area_px=4096"],
+     ["renderer.output_area_px"]),
+    (EDITOR, ["engine.kv_cache_memory_mb=9000", "engine.gpu_memory_utilization=0.5"],
+     ["engine.gpu_memory_utilization"]),
+    (EDITOR, ["renderer.device=cpu", "renderer.max_memory_gb=3"], ["renderer.max_memory_gb"]),
+    ("vlm_reasoning", ["judge.model=x", "judge.max_tokens=99"], ["judge.max_tokens", "judge.mode"]),
+    ("vlm_reasoning", ["policy.conditioning=base"], ["policy.conditioning"]),
+    ("vlm_reasoning", ["images_per_completion=2"], ["images_per_completion"]),
+    ("tiny_prompts", ["policy.thought.states=attended"], ["policy.thought.states"]),
+    ("quickstart", ["policy.thought.states=attended"], []),
+    ("quickstart", ["evaluation.thought_gain=true"], ["evaluation.thought_gain"]),
+    ("quickstart", ["evaluation.thought_gain=true", "policy.thought={}"], []),
+    ("quickstart", ["policy.revision=v2"], ["policy.revision"]),
+    ("quickstart", ["renderer.revision=v2"], ["renderer.revision"]),
+    ("quickstart", ["policy.text_encoder_subfolder=x"], ["policy.text_encoder_subfolder"]),
+    ("tiny_earl", ["policy.text_only_steps=3"], ["policy.text_only_steps"]),
+    ("tiny_earl", ["policy.text_only_steps=3", "policy.train_text_tokens_only=true"], []),
+    ("tiny_earl", ["bare_arm=evaluation"], ["bare_arm"]),
+    ("prompt_enhancement", ["renderer.guidance_scale=1", "renderer.cfg_in_one_forward=false"],
+     ["renderer.cfg_in_one_forward"]),
+    ("quickstart", ["sampling.top_p=0.9"], ["sampling.top_p"]),
+    ("quickstart", ["sampling.top_p=0.999", "sampling.top_k=20"],
+     ["sampling.top_k", "sampling.top_p"]),
+    ("quickstart", ["sampling.top_k=0", "sampling.top_p=1"], []),
+    ("quickstart", ["algorithm.loss=dr_grpo"], ["algorithm.advantage_scale"]),
+    ("quickstart", ["algorithm.loss=dr_grpo", "algorithm.advantage_scale=batch_std"],
+     ["algorithm.advantage_scale"]),
+    ("quickstart", ["algorithm.loss=dr_grpo", "algorithm.advantage_scale=none",
+                    "algorithm.advantage_eps=1e-4"], []),
+    ("quickstart", ["algorithm.truncated_completions=mask"], []),
+    ("tiny_thinking", ["algorithm.truncated_completions=mask"],
+     ["algorithm.truncated_completions"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "overrides", "keys"), CASES, ids=[" ".join(c[1]) for c in CASES])
+def test_what_nothing_reads_is_told(name: str, overrides: list[str], keys: list[str]) -> None:
+    lines = sorted(told(name, *overrides))
+    assert len(lines) == len(keys), lines
+    found = [line.partition(":")[0] for line in lines]
+    assert all(key in given for key, given in zip(sorted(keys), found, strict=True)), lines
+
+
+def test_check_tells_it_and_finds_nothing_wrong() -> None:
+    config = tiny_config.shipped("quickstart", "algorithm.clip_high=0.3")
+    text, code = check_report.report(config, 141)
+    [line] = (line for line in text.splitlines() if line.startswith("  algorithm.clip_high: "))
+    assert names(line, "one update ... max_staleness 0") and "without effect" in text and code == 0
+    plain, _ = check_report.report(tiny_config.shipped("quickstart"), 141)
+    assert "without effect" not in plain
+
+
+def test_a_launch_says_it_too(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
+    place = f"base_exp_dir={tmp_path}"
+    with pytest.raises(SystemExit) as done:
+        main(["configs/quickstart.jsonnet", place, "optimizer.zero_stage=3", "sampling.top_p=0.9"])
+    assert done.value.code == 0
+    said = capsys.readouterr().err.splitlines()[-2:]
+    assert names(said[0], "without effect ... optimizer.zero_stage: ... 'torch'")
+    assert names(said[1], "sampling.top_p: 0.9 ... Use 1.0")
+
+
+def test_a_system_prompt_beside_an_editor_is_refused() -> None:
+    for name in ("qwen_image_edit", "qwen_image_edit_plus"):
+        for words in ("Be bold.", '""'):
+            [problem] = check_report.problems(
+                tiny_config.shipped(name, f"policy.system_prompt={words}")
+            )
+            assert names(problem, f"policy.system_prompt: ... {name} ... drop")
+    rewriter = tiny_config.shipped("tiny_prompts", "policy.system_prompt=Be bold.")
+    assert check_report.problems(rewriter) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (['policy.lora.target_modules=["q_porj", "v_proj"]'],
+         "policy.lora.target_modules: 'q_porj' ... known: down"),
+        (['policy.lora.target_modules=["qkv"]'], "policy.lora.target_modules: 'qkv' ... linear"),
+        (["policy.lora.target_modules=[]"], "policy.lora.target_modules: ... empty"),
+        (["engine.adapter=merged", "optimizer.zero_stage=3"],
+         "engine.adapter: ... 'merged' ... ZeRO-3"),
+        (["renderer.lora_path=./no.safetensors"], "renderer.lora_path: ... './no.safetensors'"),
+        ([f"renderer.lora_path={tiny_config.WEIGHTS}",
+          "renderer.lora_weight_name=no.safetensors"],
+         "renderer.lora_weight_name: ... weights ... 'no.safetensors'"),
+    ],
+)  # fmt: skip
+def test_what_would_be_passed_over_in_silence_is_refused(overrides: list[str], parts: str) -> None:
+    [problem] = check_report.problems(tiny_config.shipped("qwen_image_edit", *overrides))
+    assert names(problem, parts), problem
+
+
+def test_states_of_another_width_are_refused() -> None:
+    """By what the hub's models are known to have, and by what local ones say."""
+    local = str(tiny_config.WEIGHTS / "rewriter")
+    for name, model, found, reads in (
+        ("qwen_image_edit", "Qwen/Qwen2.5-VL-3B-Instruct", 2048, 3584),
+        ("quickstart", local, 64, 128),
+    ):
+        changes = [f"policy.model_path={model}", "policy.init_text_encoder_from="]
+        [problem] = check_report.problems(tiny_config.shipped(name, *changes))
+        parts = f"policy: ... {model!r} ... {found} ... qwen_image_edit ... {reads}"
+        assert names(problem, f"{parts} ... policy.model_path, policy.init_text_encoder_from")
+
+
+def test_layers_of_a_trained_tower_may_be_named() -> None:
+    tower = ['policy.lora.target_modules=["qkv"]', "policy.freeze_vision_tower=false"]
+    assert check_report.problems(tiny_config.shipped("qwen_image_edit", *tower)) == []
+
+
+def test_an_adapter_of_another_shape_is_refused(tmp_path: Path) -> None:
+    shape = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(shape))
+    change = f"policy.adapter_path={tmp_path}"
+    [lacking] = check_report.problems(tiny_config.shipped("quickstart", change))
+    assert names(lacking, f"policy.adapter_path: {tmp_path} ... adapter_model.safetensors")
+    (tmp_path / "adapter_model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    config = tiny_config.shipped("quickstart", change)
+    assert check_report.problems(config) == []
+    [unread] = no_effect(build.resolve(config))
+    assert names(unread, "policy.lora.target_modules: ... adapter_path")
+    for key, given, own in (("r", "4", "8"), ("dropout", "0.1", "0.0")):
+        other = tiny_config.shipped("quickstart", change, f"policy.lora.{key}={given}")
+        [found] = check_report.problems(other)
+        assert names(found, f"policy.lora.{key}: {given} ... adapter_path ... {own}")

@@ -1,0 +1,83 @@
+"""What `--check` says of rows with several source pictures, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_config
+from PIL import Image
+from tiny_edits import write_jsonl
+from tiny_faulty_judge import MODEL, FaultyJudge
+from tiny_messages import names
+
+from rl.check import check_report
+from rl.config.schema import RunConfig
+
+WORDS = {"instruction": "paint it"}
+ONE, THREE = {"image": "a.png"}, {"images": ["a.png"] * 3}
+
+
+def config_of(folder: Path, plug: str, *rows: dict[str, Any], **changes: Any) -> RunConfig:
+    Image.new("RGB", (32, 32)).save(folder / "a.png")
+    source = {
+        "type": "edit_jsonl",
+        "path": write_jsonl(folder / "r.jsonl", [WORDS | r for r in rows]),
+    }
+    data = {"train": [source], "validation": [source]} | changes.pop("data", {})
+    renderer = {"type": plug, "model_path": f"Qwen/{plug}"} | changes.pop("renderer", {})
+    config = tiny_config.real(folder, data=data, renderer=renderer, **changes)
+    return tiny_config.validated(config)
+
+
+@pytest.mark.parametrize(
+    ("plug", "renderer", "remedy"),
+    [
+        ("qwen_image_edit", {}, "1 ... fewer ... choose a renderer"),
+        ("qwen_image_edit_plus", {}, "1 ... fewer ... renderer.max_pictures"),
+        ("qwen_image_edit_plus", {"max_pictures": 2}, "2 ... fewer ... renderer.max_pictures"),
+    ],
+)
+def test_more_pictures_than_the_renderer_reads_are_a_bad_row(
+    tmp_path: Path, plug: str, renderer: dict[str, Any], remedy: str
+) -> None:
+    text, code = check_report.report(config_of(tmp_path, plug, ONE, THREE, renderer=renderer), 141)
+    [line] = (line for line in text.splitlines() if "data.train.0: " in line)
+    assert code == 1 and names(line, f"{tmp_path}/r.jsonl, row 2: ... 3 source ... {remedy}"), line
+    skipping = config_of(tmp_path, plug, ONE, THREE, renderer=renderer, data={"on_bad_row": "skip"})
+    assert "source pictures" not in check_report.report(skipping, 141)[0]
+
+
+def test_pictures_that_fill_a_prompt_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    """384^2 px are 188 tokens of Qwen2.5-VL's."""
+
+    def told(max_prompt_tokens: int, **data: Any) -> str:
+        renderer = {"max_pictures": 3, "model_path": "Qwen/Qwen-Image-Edit-2511"}
+        config = config_of(tmp_path, "qwen_image_edit_plus", ONE, THREE, renderer=renderer, **data)
+        section = dict(config.policy) | {"max_prompt_tokens": max_prompt_tokens}
+        return check_report.report(config.model_copy(update={"policy": section}), 141)[0]
+
+    parts = "data.train.0: ... 3 source pictures ... 188 tokens ... policy.max_prompt_tokens is 564"
+    assert names(told(564), f"{parts} ... raise")
+    assert "data.train.0: " not in told(565) + told(564, data={"on_bad_row": "skip"})
+
+
+@pytest.mark.parametrize(("most", "shown"), [(3, 3), (4, 3)])
+def test_the_judge_is_asked_with_as_many_as_a_row_has(tmp_path, most: int, shown: int) -> None:
+    with FaultyJudge() as judge:
+        config = config_of(
+            tmp_path,
+            "qwen_image_edit_plus",
+            ONE,
+            THREE,
+            renderer={"max_pictures": most},
+            judge={"api_base": judge.api_base, "model": MODEL, "image_side_px": 64},
+        )
+        check_report.report(config, 141, online=True)
+    contents = [request["messages"][0]["content"] for request in judge.requests]
+    pictures = [sum("image_url" in part for part in content) for content in contents]
+    assert sorted(pictures) == [1, shown + 1]
+    [semantics] = (content for content in contents if len(content) > 2)
+    labels = [part["text"] for part in semantics if part.get("text", "").startswith("Source ")]
+    assert labels == ["Source 1:", "Source 2:", "Source 3:"]

