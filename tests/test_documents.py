@@ -168,7 +168,7 @@ def of(document: str, *beginnings: str) -> list[str]:
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """A clone whose `runs` and configs are the test's own, and a machine with `$GPUS` GPUs."""
-    for name in ("rl", "tiny_world"):
+    for name in ("rl", "tiny_world", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     (tmp_path / "bin").mkdir()
