@@ -67,9 +67,12 @@ def scrubbed(value: Any) -> Any:
 
 
 def secrets() -> tuple[tuple[str, str], ...]:
-    """(name, secret) of all that the environment holds now, the longest first: values of variables
-    named like a secret (`..._KEY`, `DB_PASS`, `COOKIE`) or given to `remember`; in other variables
-    a URL's password and what is assigned to such a name (`...?token=`, JSON)."""
+    """(name, value) of every secret that the environment holds now, the longest value first.
+
+    Secrets are the values of variables with such a name (`..._KEY`, `DB_PASS`, `COOKIE`), of those
+    given to `remember`, and in other variables a URL's password and the value of such a name in a
+    query or in JSON.
+    """
     return _secrets(tuple(os.environ.items()), frozenset(_named))
 
 

@@ -41,7 +41,8 @@ def test_the_line_names_our_module_and_the_package_it_waits_for(tmp_path, monkey
     """`rl.try_me` imports `heavy`, which imports `inner`."""
     (tmp_path / "heavy.py").write_text("import inner")
     (tmp_path / "inner.py").write_text(
-        "from rl.ranks import loading, main_thread\nseen = loading.under_way(main_thread.calls())"
+        "from rl.ranks import main_thread, under_way as loading\n"
+        "seen = loading.under_way(main_thread.calls())"
     )
     ours = tmp_path / "rl" / "try_me.py"
     ours.parent.mkdir()

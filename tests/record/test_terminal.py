@@ -89,7 +89,7 @@ def test_data_for_a_program_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_traceback_that_nobody_foresaw_is_guarded_too() -> None:
-    code = f"from rl.record import terminal; terminal.guard(); raise ValueError({EVIL!r})"
+    code = f"from rl.text import terminal; terminal.guard(); raise ValueError({EVIL!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
     assert_harmless(done.stderr)
