@@ -82,14 +82,14 @@ def test_kill_9_and_resume_equals_straight_through(
 ) -> None:
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path))
     resumed = tiny_loop.kill_and_resume(path, where, count)
-    if where.startswith("rl.record"):  # the second iteration was recorded, and is done again
+    if where.startswith("rl.checkpoints"):  # the second iteration was recorded, and is done again
         assert "what was recorded after iteration 1 is done again, and set aside" in resumed
     assert_same_run(straight, tmp_path / "tiny")
     rows = tiny_loop.rows_of(tmp_path / "tiny/metrics.jsonl")
     reused = [row.get("judge/reused_replies") for row in rows]
     # Killed before the third update: 2 questions each about its 8 pictures and the bare arm's 2
     # were answered already. (The second's save is written while the third goes on.)
-    assert reused[3] == 20 or where.startswith("rl.record"), reused
+    assert reused[3] == 20 or where.startswith("rl.checkpoints"), reused
 
 
 def as_the_last_release_left_it(run_dir: Path) -> None:
