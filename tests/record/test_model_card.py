@@ -14,8 +14,7 @@ from markdown_it.token import Token
 from tiny_messages import names
 from tiny_run import run_config
 
-from rl.publish.card_facts import licence_of
-from rl.publish.model_card import Comparison, Evidence, Shown, model_card
+from rl.publish.model_card import Comparison, Evidence, Shown, licence_of, model_card
 
 SAMPLE = Shown("make it red", ("turn it", "turn it red"), (0.2, None), ())
 EVIDENCE = Evidence(
@@ -118,29 +117,19 @@ def test_several_sources_stand_under_their_numbers():
     text = card(None, replace(EVIDENCE, samples=[sample]), renderer={"type": "emu3_vq"})
     sources = "![source 1](pictures/01_source.png) ![source 2](pictures/01_source2.png)<br>make it"
     assert f"| {sources} red | ![before](pictures/01_before.png)<br>turn it" in text
-    [shown] = ModelCard(text).data.widget
-    assert shown["output"] == {"url": "pictures/01_after.png"}
 
 
-def test_pictures_that_show_what_it_makes_are_the_hubs_gallery():
-    def of(renderer: str, first: str) -> str:
-        files = (f"pictures/01_{first}.png", "pictures/01_before.png", "pictures/01_after.png")
-        samples = [replace(SAMPLE, files=files)]
-        return card(None, replace(EVIDENCE, samples=samples), renderer={"type": renderer})
-
-    editor, rewriter = of("emu3_vq", "source"), of("sd3", "own_words")
-    [shown] = ModelCard(editor).data.widget
-    assert shown == {"text": "make it red", "output": {"url": "pictures/01_after.png"}}
-    assert "<Gallery />" in editor and "![source](pictures/01_source.png)<br>make it" in editor
-    assert "widget" not in ModelCard(rewriter).data.to_dict() and "<Gallery />" not in rewriter
-    assert "first picture" in rewriter
+def test_where_nothing_is_edited_the_card_explains_the_first_picture() -> None:
+    files = tuple(f"pictures/01_{name}.png" for name in ("own_words", "before", "after"))
+    text = card(None, replace(EVIDENCE, samples=[replace(SAMPLE, files=files)]))
+    assert "first picture" in text and "![own_words](pictures/01_own_words.png)<br>make" in text
 
 
 def test_a_licence_is_read_beside_the_files_and_never_made_up(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     assert licence_of(str(tmp_path)) is None
     for front, found in (
-        ("license: apache-2.0", ("apache-2.0",)),
+        ("license: apache-2.0", ("apache-2.0", None)),
         ("license: other\nlicense_name: qwen-research", ("other", "qwen-research")),
         ("license: other", ("other", "unnamed")),
         ("license: [a, b]", None),
@@ -196,12 +185,12 @@ def test_no_foreign_word_is_more_than_a_word(tmp_path: Path) -> None:
         file = tmp_path / f"{number}.md"
         file.write_text(text)
         front = metadata_load(file)
-        assert front is not None and set(front) == keys | ({"widget"} if number == 0 else set())
+        assert front is not None and set(front) == keys
         assert (front["license"], front["license_name"]) == ("other", "unknown")
         parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
         tokens = walk(parser.parse(ModelCard(text).text))
         html = {token.content for token in tokens if token.type.startswith("html")}
-        assert html <= {"<br>", "<Gallery />", "<Gallery />\n"}
+        assert html <= {"<br>"}
         kinds = {token.type for token in tokens}
         assert not kinds & {"link_open", "em_open", "strong_open", "s_open"}, kinds
         code = {token.content for token in tokens if token.type == "code_inline"}
@@ -221,19 +210,10 @@ def test_no_foreign_word_is_more_than_a_word(tmp_path: Path) -> None:
 
 def test_a_key_stands_on_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "hunter2-hunter2")
-    text = card(
-        "model",
-        Evidence(
-            **{
-                **vars(EVIDENCE),
-                "samples": [Shown("hunter2-hunter2", ("hunter2-hunter2", ""), (1, 1), ())],
-            }
-        ),
-        rewards={"judge": {"type": "viescore", "header": "hunter2-hunter2"}},
-    )
-    assert "hunter2" not in text and "<JUDGE_TOKEN>" in text.replace("&#60;", "<").replace(
-        "&#62;", ">"
-    )
+    sample = replace(SAMPLE, instruction="hunter2-hunter2", words=("hunter2-hunter2", ""))
+    rewards = {"judge": {"type": "viescore", "header": "hunter2-hunter2"}}
+    text = card("model", replace(EVIDENCE, samples=[sample]), rewards=rewards)
+    assert "hunter2" not in text and "&#60;JUDGE_TOKEN&#62;" in text
 
 
 def test_a_config_of_which_parts_are_missing_has_a_card() -> None:
