@@ -27,7 +27,7 @@ def write_run(folder: Path, *, name: str = "tiny", num_iterations: int = 4) -> P
         "run_name": name,
         "num_iterations": 4,
         "policy": {"model_path": "pkg://tiny_world/weights/policy"},
-        "rewards": {"viescore": {"type": "viescore", "n_evals": 2}},
+        "rewards": {"viescore": {"type": "viescore"}},
         "data": {"train": [{"type": EVIL}]},
     }
     (folder / "config.json").write_text(json.dumps(config))

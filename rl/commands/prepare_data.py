@@ -179,7 +179,7 @@ def encode(
             if options.on_bad_row == "error":
                 raise ValueError(f"{error}\nFix it, or add --on-bad-row skip") from error
             bad.append(str(error))
-    pictures = [p for sample in samples.values() for p in (sample.source, sample.target)]
+    pictures = [p for s in samples.values() for p in (s.source, s.target) if p is not None]
     codes = iter(codec.encode(pictures, options.image_area, options.batch_size))
     for index, sample in samples.items():
         source_codes, target_codes = next(codes), next(codes)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rl.report.curves import points
-from rl.report.pages import Made
 from rl.report.reading import Record, is_control
 from rl.report.summary import CONTROL
 
@@ -20,11 +17,7 @@ _MAX_NAMED = 8
 
 
 def alarms(
-    run_dir: Path,
-    metrics: Sequence[Record],
-    config: Mapping[str, Any],
-    damaged: Mapping[str, int],
-    made: Made,
+    metrics: Sequence[Record], config: Mapping[str, Any], damaged: Mapping[str, int]
 ) -> list[str]:
     """`damaged`: file -> lines of it that cannot be read."""
     said = [CONTROL] if is_control(config) else []
@@ -57,35 +50,9 @@ def alarms(
     if damaged:
         files = [f"{file} ({count})" for file, count in damaged.items()]
         said.append(f"Damaged lines are left out: {_named(files)}.")
-    return said + _lost(run_dir, metrics, config, made)
-
-
-def _lost(
-    run_dir: Path, metrics: Sequence[Record], config: Mapping[str, Any], made: Made
-) -> list[str]:
-    """Iterations without a line, or without the episodes that the config asks for."""
-    said = []
-    lines = {row["iteration"] for row in metrics}
-    last = max(lines, default=0)
-    if num_missing := last - len(lines - {0}):
-        first = islice((str(it) for it in range(1, last) if it not in lines), _MAX_NAMED)
-        said.append(f"metrics.jsonl has no line of iterations {_named([*first], num_missing)}.")
-    tracking = config.get("tracking")
-    every = tracking.get("log_episodes_every_n_iterations") if isinstance(tracking, Mapping) else 1
-    there = {it for it, _ in made.iterations}
-    if type(every) is int and every > 0 and there:
-        wanted = [it for it in sorted(lines) if it >= min(there) and it % every == 0]
-        if missing := [str(it) for it in wanted if it not in there]:
-            said.append(f"episodes/ has no record of iterations {_named(missing)}.")
-    if set_aside := sorted(path.name for path in run_dir.glob("set_aside/*") if path.is_dir()):
-        said.append(
-            f"{len(set_aside)} times what came after a checkpoint was done again; the earlier "
-            "record is in set_aside/."
-        )
     return said
 
 
-def _named(names: Sequence[str], num_names: int | None = None) -> str:
-    """The first of `names`; `num_names`: how many there are, where only the first are at hand."""
-    rest = (num_names or len(names)) - _MAX_NAMED
+def _named(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_NAMED
     return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")

@@ -76,15 +76,17 @@ def evaluation_folders(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def read_evaluations(run_dir: Path) -> list[Evaluation]:
-    """In order; damaged lines are printed and left out."""
+def read_evaluations(run_dir: Path, until: int = _MAX_ITERATION) -> list[Evaluation]:
+    """The first evaluation and the last, of those after at most `until` iterations; [] or one where
+    there are no more. Damaged lines are left out: the page's alarms count them."""
+    folders = [(it, folder) for it, folder in evaluation_folders(run_dir).items() if it <= until]
     return [
         Evaluation(
             iteration,
             folder,
-            {str(record["id"]): record for record in read_named(folder / "records.jsonl", "id")},
+            {str(row["id"]): row for row in named_rows(folder / "records.jsonl", "id")[0]},
         )
-        for iteration, folder in evaluation_folders(run_dir).items()
+        for iteration, folder in [*folders[:1], *folders[1:][-1:]]
     ]
 
 

@@ -15,7 +15,6 @@ from tiny_report import EVIL, NUM_GROUPS, episode, write_episodes, write_run
 
 from rl.files.atomic import json_line
 from rl.report import episode_rows, pages, tokens
-from rl.report.disagreement import num_readings
 from rl.report.pages import MAX_PAGE_BYTES, refresh
 from rl.report.reading import picture, picture_of
 from rl.report.script import literal, value_of
@@ -94,47 +93,11 @@ def test_what_groups_are_found_by(run_dir: Path) -> None:
     refreshed(run_dir)
     found = data(run_dir, "find_000000")
     assert list(found) == ["1", "2", "3", "4"]
-    g, category, say, mean, low, high, spread, status, judge, parts = found["3"]["rows"][1]
+    g, category, say, mean, low, high, spread, status, parts = found["3"]["rows"][1]
     assert (g, category, say.startswith("instruction 1")) == (1, EVIL[:60] + " [...]", True)
     assert (mean, low, high, spread) == (0.375, 0.25, 0.5, 0.125)
     assert status == {"scored": 2} and parts == [0.375, 1.0]
-    assert judge == 0.5, "the means 8 and 7 of the two readings of one question"
     assert found["3"]["rows"][2][7] == {"scored": 1, "ungraded": 1}
-
-
-def test_replies_that_were_asked_for_again_tell_nothing_of_disagreement() -> None:
-    row = episode(1, 1, 0)
-    assert episode_rows.disagreement([row], {"viescore": 2}) == 0.5
-    assert episode_rows.disagreement([row], {}) is None
-    row["replies"]["viescore"].append("what?")
-    assert episode_rows.disagreement([row], {"viescore": 2}) is None
-
-
-def test_every_shipped_reward_that_reads_more_than_once_is_seen() -> None:
-    """`edit_quality` reads three times by itself, and names its marks otherwise."""
-    config = {
-        "rewards": {
-            "a": {"type": "edit_quality"},
-            "b": {"type": "edit_quality", "n_evals": 2},
-            "c": {"type": "viescore"},
-            "d": {"type": "accuracy"},
-            "e": {"type": "os.path", "n_evals": 4},
-            "f": {"type": "a.stranger"},
-            "g": {"type": ["viescore"], "n_evals": True},
-            "h": None,
-        }
-    }
-    assert num_readings(config) == {"a": 3, "b": 2, "c": 1, "e": 4}
-    marks = [(0.5, 1.0), (0.5, 0.0), (0.5, 0.5)]
-    said = [json.dumps({"why": "x", "alignment": a, "quality": q}) for a, q in marks]
-    counts = {"a": 3}
-    assert episode_rows.disagreement([{"replies": {"a": said}}], counts) == 0.408, (
-        "of quality alone"
-    )
-    steady = [json.dumps({"alignment": [1, {"of": 2}], "sure": True})] * 3
-    assert episode_rows.disagreement([{"replies": {"a": steady}}], counts) == 0.0
-    for strange in ("[" * 100_000, '{"a": ' * 10_000, "{}", '{"a": NaN}', '{"a": 1e400}', None):
-        assert episode_rows.disagreement([{"replies": {"a": [strange] * 3}}], counts) is None
 
 
 def test_only_what_changed_is_made_again(run_dir: Path) -> None:
