@@ -12,7 +12,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
+
+from rich.filesize import decimal
 
 from rl.config.printing import shown
 from rl.console.console import duration
@@ -22,9 +25,8 @@ from rl.record.run_summary import NO_RUN, Summary, folders, look
 from rl.text import terminal
 
 VARIABLE = "APP__BASE_EXP_DIR"
-NAME_WIDTH = 29
-_ROW = f"{{:<{NAME_WIDTH}}} {{:<11}} {{:>8}} {{:>6}} {{:>10}} {{:>11}}"
-MAX_LEFT_SHOWN = 5
+NAME_WIDTH = 24
+_ROW = f"{{:<{NAME_WIDTH}}} {{:<11}} {{:>8}} {{:>6}} {{:>10}} {{:>16}}"
 PRUNE_HELP = """\
 Make room: delete the checkpoints of the runs in FOLDER that are older than the newest whole one,
 but not the best on held-out samples. They are shown first, and you are asked.
@@ -72,17 +74,17 @@ def list_runs(folder: str) -> int:
                 "" if run.held_out is None else f"{run.held_out:.3f}",
                 "" if run.best is None else f"{run.best:.3f}",
                 "none" if run.checkpoint is None else run.checkpoint,
-                age_text(time.time() - run.written_s),
+                f"{datetime.fromtimestamp(run.written_s):%Y-%m-%d %H:%M}",
             )
         )
-        parts = ", ".join(f"{kind} {size_text(num)}" for kind, num in run.bytes_of.items())
+        parts = ", ".join(f"{kind} {decimal(num)}" for kind, num in run.bytes_of.items())
         details = ["RUNNING"] if run.use == "running" else []
-        details += [shown(run.system, NAME_WIDTH), f"{size_text(run.num_bytes)}: {parts}"]
+        details += [shown(run.system, NAME_WIDTH), f"{decimal(run.num_bytes)}: {parts}"]
         if run.damaged:
             details.append(f"checkpoint {', '.join(map(str, run.damaged))} is damaged")
         _print("; ".join(details))
-    size = size_text(sum(summary.num_bytes for summary in summaries))
-    print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {shown(folder, 60)}, {size}")
+    size = decimal(sum(summary.num_bytes for summary in summaries))
+    print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {shown(folder, 56)}, {size}")
     for summary in summaries:
         if summary.problem:
             running = "running; " if summary.use == "running" else ""
@@ -106,23 +108,6 @@ def _print(text: str) -> None:
     print("\n".join(lines))
 
 
-def size_text(num_bytes: int) -> str:
-    """'0', '840 KB', '18 MB', '1.2 GB'; of 1000 bytes."""
-    for unit, power in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if num_bytes >= power:
-            value = num_bytes / power
-            return f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
-    return f"{num_bytes} B" if num_bytes else "0"
-
-
-def age_text(seconds: float) -> str:
-    """'now', '12 min ago', '5 h ago', '40 d ago'."""
-    for unit, size_s in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= (2 * size_s if unit == "d" else size_s):
-            return f"{seconds / size_s:.0f} {unit} ago"
-    return "now"
-
-
 def prune(args: argparse.Namespace) -> int:
     found = [summary for summary in _look_at(args.folder) if summary.problem != NO_RUN]
     plans = []
@@ -132,17 +117,15 @@ def prune(args: argparse.Namespace) -> int:
             progress.step()
     for planned in plans:
         names = ", ".join(path.name for path in planned.going)
-        size = f" ({size_text(planned.num_bytes)})" if names else ""
+        size = f" ({decimal(planned.num_bytes)})" if names else ""
         _print(f"{shown(planned.run_dir.name, 60)}: {names or 'nothing goes'}{size}")
-        for why in planned.left[:MAX_LEFT_SHOWN]:
+        for why in planned.left:
             _print(f"  left alone: {why}")
-        if (more := len(planned.left) - MAX_LEFT_SHOWN) > 0:
-            _print(f"  and {more} more")
     plans = [planned for planned in plans if planned.going]
     if not plans:
         print(f"nothing to delete in {shown(args.folder, 60)}")
         return 0
-    print(f"frees {size_text(sum(planned.num_bytes for planned in plans))}")
+    print(f"frees {decimal(sum(planned.num_bytes for planned in plans))}")
     if not args.yes:
         print("Delete this? [y/N] ", end="", flush=True)
         answer = sys.stdin.readline()
@@ -160,7 +143,7 @@ def prune(args: argparse.Namespace) -> int:
             progress.step()
     for complaint in complaints:
         print(complaint, file=sys.stderr)
-    print(f"freed {size_text(freed)} in {duration(time.monotonic() - began_s)}")
+    print(f"freed {decimal(freed)} in {duration(time.monotonic() - began_s)}")
     return 1 if complaints else 0
 
 

@@ -1,4 +1,4 @@
-"""Says what a reader of a run should know before believing it, a sentence each."""
+"""The alarms on a run's page, a sentence each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl.report.summary import CONTROL
 
 _NOT_GRADED = 0.01
 _TAUGHT_NOTHING = 0.5
-"""Shares above which it is said."""
+"""Shares above which there is an alarm."""
 _MAX_NAMED = 8
 
 
@@ -20,9 +20,9 @@ def alarms(
     metrics: Sequence[Record], config: Mapping[str, Any], damaged: Mapping[str, int]
 ) -> list[str]:
     """`damaged`: file -> lines of it that cannot be read."""
-    said = [CONTROL] if is_control(config) else []
+    sentences = [CONTROL] if is_control(config) else []
     if alarmed := [str(row["iteration"]) for row in metrics if row.get("drift/alarm")]:
-        said.append(
+        sentences.append(
             f"Drift: after {_named(alarmed)} iterations words that training does not change had "
             "lost more than noise."
         )
@@ -35,7 +35,7 @@ def alarms(
         recent = fmean(shares[-10:]) if shares else 0.0
         if shares and max(fmean(shares), recent) > _NOT_GRADED:
             lately = f", {recent:.1%} in the last 10" if len(shares) > 10 else ""
-            said.append(f"{fmean(shares):.1%} {what}{lately}; {max(shares):.1%} at worst.")
+            sentences.append(f"{fmean(shares):.1%} {what}{lately}; {max(shares):.1%} at worst.")
     for name, what in (
         ("groups/dead", "are dead: all rewards equal and below 0.5"),
         ("groups/zero_spread", "have no spread of rewards, and teach nothing"),
@@ -43,14 +43,14 @@ def alarms(
         shares = [value for _, value in points(metrics, name)]
         if shares and (recent := fmean(shares[-10:])) > _TAUGHT_NOTHING:
             last = "last 10 iterations" if len(shares) > 10 else "run"
-            said.append(f"{recent:.0%} of the groups of the {last} {what}.")
+            sentences.append(f"{recent:.0%} of the groups of the {last} {what}.")
     skipped = sum(value for _, value in points(metrics, "optimizer/skipped_steps"))
     if skipped:
-        said.append(f"{skipped:g} optimiser steps were skipped for a non-finite gradient.")
+        sentences.append(f"{skipped:g} optimiser steps were skipped for a non-finite gradient.")
     if damaged:
         files = [f"{file} ({count})" for file, count in damaged.items()]
-        said.append(f"Damaged lines are left out: {_named(files)}.")
-    return said
+        sentences.append(f"Damaged lines are left out: {_named(files)}.")
+    return sentences
 
 
 def _named(names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from rl.report.reading import Record, number
 
 SMOOTHING_ITERATIONS = 5
 SMOOTHED_FROM = 50
-"""Points: a main line that has more is smoothed, and stands before itself as it is."""
+"""Points: a main line that has more is drawn smoothed, and faintly as it is."""
 MAX_POINTS = 300
 """Of a line on the page; more are averaged in equal spans."""
 Points = list[tuple[float, float]]
@@ -134,14 +134,14 @@ def thinned(found: Points) -> tuple[Points, int]:
 
 
 def how_drawn(lines: Sequence[tuple[Line, Points]]) -> str:
-    """What was averaged in the page's picture of them; '' for nothing."""
-    said = []
+    """What the page's picture of them averages; '' for nothing."""
+    notes = []
     if any(line.style == "main" and len(found) > SMOOTHED_FROM for line, found in lines):
-        said.append(f"strong: mean of the last {SMOOTHING_ITERATIONS} points, faint: each")
+        notes.append(f"strong: mean of the last {SMOOTHING_ITERATIONS} points, faint: each")
     every = max(thinned(found)[1] for _, found in lines)
     if every > 1:
-        said.append(f"a point is the mean of {every} iterations")
-    return "; ".join(said)
+        notes.append(f"a point is the mean of {every} iterations")
+    return "; ".join(notes)
 
 
 def drawn(curve: Curve, lines: Sequence[tuple[Line, Points]]) -> Markup:
@@ -150,7 +150,7 @@ def drawn(curve: Curve, lines: Sequence[tuple[Line, Points]]) -> Markup:
     first, last = min(x for x, _ in every), max(x for x, _ in every)
     low = min(0.0, min(y for _, y in every))
     high = max(y for _, y in every) if curve.top is None else curve.top
-    # Nearer together than this, and no number has room between them.
+    # Floats that are closer than this have no tick between them.
     high = high if high - low > max(1e-100, 1e-9 * abs(low)) else low + max(1.0, abs(low))
     ticks = ticks_of(low, high)
     low, high = min(low, ticks[0]), max(high, ticks[-1])
@@ -161,10 +161,10 @@ def drawn(curve: Curve, lines: Sequence[tuple[Line, Points]]) -> Markup:
         inner_w, inner_h = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
         return round(_LEFT + across * inner_w, 1), round(_TOP + (1 - up) * inner_h, 1)
 
-    said = "; ".join(f"{line.label} from {p[0][1]:.3g} to {p[-1][1]:.3g}" for line, p in lines)
+    spans = "; ".join(f"{line.label} from {p[0][1]:.3g} to {p[-1][1]:.3g}" for line, p in lines)
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'aria-label="{escape(f"{curve.title}: {said}")}">'
+        f'aria-label="{escape(f"{curve.title}: {spans}")}">'
     ]
     for tick in ticks:
         y = at(first, tick)[1]

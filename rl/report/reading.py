@@ -48,8 +48,8 @@ def find_run(run: str, overrides: Sequence[str] = ()) -> Path:
 
 
 def named_rows(path: Path, key: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """The rows of a JSONL file that have `key`, and the numbers (from 1) of
-    the lines that are none, such as a last one that a kill cut short."""
+    """The rows of a JSONL file that have `key`, and the numbers (from 1) of its damaged lines, such
+    as a last one that a kill cut short."""
     rows, damaged = read_rows(path)
     named = [row for row in rows if key in row]
     if key == "iteration":
@@ -58,7 +58,7 @@ def named_rows(path: Path, key: str) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def read_named(path: Path, key: str) -> list[dict[str, Any]]:
-    """The same rows; damaged lines are said aloud and left out."""
+    """The same rows; prints the numbers of damaged lines."""
     rows, damaged = named_rows(path, key)
     if damaged:
         numbers = ", ".join(map(str, damaged))

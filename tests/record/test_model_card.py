@@ -61,29 +61,6 @@ def test_a_local_folder_is_no_base_model_on_the_hub_and_not_told(path):
     assert f'"model_path": "(a path)/{Path(path).name}"' in text
 
 
-def test_the_base_on_the_card_is_what_was_trained():
-    """Not where its tokenizer lies."""
-    editor = {"init_text_encoder_from": "Qwen/Qwen-Image-Edit", "model_path": "some/words"}
-    text = card(policy={"type": "qwen2_5_vl", "lora": {"r": 8}} | editor)
-    assert "\nbase_model: Qwen/Qwen-Image-Edit\n" in text
-    assert 'from_pretrained("Qwen/Qwen-Image-Edit", subfolder="text_encoder")' in text
-    assert "(of some/words)" in text
-    assert "\nbase_model: one-word\n" in card(
-        policy={"type": "qwen2_5_vl", "model_path": "one-word"}
-    )
-
-
-def test_a_newer_model_is_loaded_by_its_own_class():
-    text = card(
-        "text-encoder",
-        policy={"type": "qwen3_vl", "model_path": "some/base"},
-        renderer={"type": "qwen_image_21", "model_path": "owner/newer"},
-    )
-    assert 'encoder = Qwen3VLForConditionalGeneration.from_pretrained("<this folder>"' in text
-    assert 'pipeline = QwenImage21Pipeline.from_pretrained("owner/newer"' in text
-    assert "Qwen2_5" not in text
-
-
 def test_a_runs_card_has_intervals_arms_and_limits():
     text = card(
         "text-encoder",
@@ -111,18 +88,29 @@ def test_a_runs_card_has_intervals_arms_and_limits():
     assert "intern.example" not in text
 
 
-def test_several_sources_stand_under_their_numbers():
-    names = ("source", "source2", "before", "after")
-    sample = replace(SAMPLE, files=tuple(f"pictures/01_{name}.png" for name in names))
-    text = card(None, replace(EVIDENCE, samples=[sample]), renderer={"type": "emu3_vq"})
+def test_a_card_names_what_was_trained_and_its_classes():
+    editor = {"init_text_encoder_from": "Qwen/Qwen-Image-Edit", "model_path": "some/words"}
+    text = card(policy={"type": "qwen2_5_vl", "lora": {"r": 8}} | editor)
+    assert names(text, "\nbase_model: Qwen/Qwen-Image-Edit\n ... (of some/words)")
+    assert 'from_pretrained("Qwen/Qwen-Image-Edit", subfolder="text_encoder")' in text
+    newer = {"type": "qwen3_vl", "model_path": "one-word"}
+    renderer = {"type": "qwen_image_21", "model_path": "owner/newer"}
+    text = card("text-encoder", policy=newer, renderer=renderer)
+    encoder = 'encoder = Qwen3VLForConditionalGeneration.from_pretrained("<this folder>"'
+    pipeline = 'pipeline = QwenImage21Pipeline.from_pretrained("owner/newer"'
+    assert names(text, f"\nbase_model: one-word\n ... {encoder} ... {pipeline}")
+
+
+def test_a_card_numbers_several_sources_and_explains_a_picture_of_the_users_words():
+    def shown(*sides: str) -> str:
+        files = tuple(f"pictures/01_{side}.png" for side in (*sides, "before", "after"))
+        return card(None, replace(EVIDENCE, samples=[replace(SAMPLE, files=files)]))
+
     sources = "![source 1](pictures/01_source.png) ![source 2](pictures/01_source2.png)<br>make it"
+    text = shown("source", "source2")
     assert f"| {sources} red | ![before](pictures/01_before.png)<br>turn it" in text
-
-
-def test_where_nothing_is_edited_the_card_explains_the_first_picture() -> None:
-    files = tuple(f"pictures/01_{name}.png" for name in ("own_words", "before", "after"))
-    text = card(None, replace(EVIDENCE, samples=[replace(SAMPLE, files=files)]))
-    assert "first picture" in text and "![own_words](pictures/01_own_words.png)<br>make" in text
+    own_words = "![own_words](pictures/01_own_words.png)<br>make"
+    assert names(shown("own_words"), f"first picture ... {own_words}")
 
 
 def test_a_licence_is_read_beside_the_files_and_never_made_up(tmp_path: Path) -> None:

@@ -39,11 +39,8 @@ def test_a_group_has_all_that_its_episodes_say(run_dir: Path) -> None:
     assert (page["it"], page["starts"], page["cut"]) == (2, [0], None)
     assert page["parts"] == ["viescore", EVIL]
     group = page["rows"][2]
-    assert (group["id"], group["cat"], group["say"]) == (
-        "train-2",
-        "erase",
-        f"instruction 2 {EVIL}",
-    )
+    assert (group["id"], group["cat"]) == ("train-2", "erase")
+    assert group["say"] == f"instruction 2 {EVIL}"
     assert group["src"] == "images/it_000002/rank0_g02_source.png" and group["goal"] is None
     scored, lost = group["of"]
     assert (scored["r"], scored["adv"], scored["seed"], scored["s"]) == (0.5, 0.5, 77, 0.25)
@@ -109,8 +106,10 @@ def test_only_what_changed_is_made_again(run_dir: Path) -> None:
     for name in ("it_000003", "find_000000"):
         (run_dir / f"report/data/{name}.js").unlink()
         assert refreshed(run_dir) == 5 + 1
-    (run_dir / "report/data/made_of.json").write_text("{")
-    assert refreshed(run_dir) == 5 + 1 + 2
+    note = run_dir / "report/data/made_of.json"
+    for damaged in ("{", note.read_text().replace('"stamp"', '"other"')):
+        note.write_text(damaged)
+        assert refreshed(run_dir) == 5 + 1 + 2
 
 
 def test_pages_of_a_copied_run_are_made_anew(run_dir: Path, tmp_path: Path) -> None:
@@ -128,34 +127,16 @@ def test_pages_of_a_copied_run_are_made_anew(run_dir: Path, tmp_path: Path) -> N
     assert {path.name: path.read_text() for path in folder.glob("*.js")} == whole
 
 
-def test_what_is_remembered_may_be_anything(run_dir: Path) -> None:
-    refreshed(run_dir)
-    path = run_dir / "report/data/made_of.json"
-    whole = json.loads(path.read_text())
-    for key in ("groups", "files", "stamp", "damaged"):
-        parts = {
-            name: {k: v for k, v in part.items() if k != key}
-            for name, part in whole["parts"].items()
-        }
-        path.write_text(json.dumps({**whole, "parts": parts}))
-        assert refreshed(run_dir) >= 4
-
-
 def test_what_a_rewind_took_away_is_gone_from_the_report(run_dir: Path) -> None:
     refreshed(run_dir)
     (run_dir / "episodes/it_000004.rank0.jsonl").unlink()
+    for path in (run_dir / "images/it_000001").iterdir():
+        path.unlink()
     mine = run_dir / "report/data/mine.js"
     mine.touch()
     refreshed(run_dir)
     assert not (run_dir / "report/data/it_000004.js").exists() and mine.exists()
     assert list(data(run_dir, "find_000000")) == ["1", "2", "3"]
-
-
-def test_forgotten_pictures_are_not_named(run_dir: Path) -> None:
-    refreshed(run_dir)
-    for path in (run_dir / "images/it_000001").iterdir():
-        path.unlink()
-    refreshed(run_dir)
     assert data(run_dir, "it_000001")["rows"][0]["src"] is None
 
 

@@ -26,6 +26,7 @@ from rl.api.types import Prompt, Sample, SamplingParams
 from rl.checkpoints.checkpoint import _seal, model_folder
 from rl.commands import export
 from rl.engines.transformers import TransformersEngine
+from rl.engines.vllm import vllm as vllm_engine
 from rl.policies import qwen2_5_vl
 from rl.policies.emu3 import emu3
 from rl.policies.qwen_vl import qwen_vl_loading
@@ -65,11 +66,8 @@ def move_from_zero(module: torch.nn.Module) -> None:
 
 
 def samples() -> list[Sample]:
-    source = shape_questions.ShapeQuestions(
-        MadeConfig(type="shape_questions", num_samples=8, seed=3),
-        RowRules(),
-    )
-    return [source[i] for i in range(8)]
+    config = MadeConfig(type="shape_questions", num_samples=8, seed=3)
+    return list(map(shape_questions.ShapeQuestions(config, RowRules()).__getitem__, range(8)))
 
 
 def greedy(policy: qwen2_5_vl.Qwen25VL) -> tuple[list[Prompt], list[tuple[int, ...]]]:
@@ -102,31 +100,22 @@ def load(folder: str | Path) -> Any:
     return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
 
 
-def answers(model: Any, prompts: list[Prompt]) -> list[tuple[int, ...]]:
-    """Greedy, by transformers alone."""
-    written = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt.token_ids])
-        types = (ids == model.config.image_token_id).int()
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            mm_token_type_ids=types,
-            **prompt.model_inputs,
-            do_sample=False,
-            max_new_tokens=GREEDY.max_tokens,
-        )
-        written.append(tuple(out[0, len(prompt.token_ids) :].tolist()))
-    return written
-
-
 def test_a_runs_newest_adapter_merged_answers_as_the_policy_did(tmp_path: Path) -> None:
+    """In transformers, and in vLLM."""
     policy = make_policy()
     prompts, expected = greedy(policy)
     run = checkpoint(tmp_path, policy, SECTION)
     export.main([str(run), str(tmp_path / "merged")])
-    assert answers(load(tmp_path / "merged"), prompts) == expected
-    assert answers(load(BASE), prompts) != expected, "the adapter changes nothing"
+    merged = make_policy({**SECTION, "model_path": str(tmp_path / "merged"), "lora": None})
+    assert greedy(merged)[1] == expected
+    assert greedy(make_policy({**SECTION, "lora": None}))[1] != expected
+    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=8)
+    engine = vllm_engine.VllmEngine(config, EngineSetup(merged, "cpu"))
+    try:
+        groups = engine.generate(prompts, GREEDY, [0] * len(prompts))
+        assert [group[0].token_ids for group in groups] == expected
+    finally:
+        engine.close()
 
 
 def test_the_folder_reads_pictures_and_chats_as_the_run_did(tmp_path: Path) -> None:
@@ -246,10 +235,9 @@ def test_a_merge_that_fails_midway_leaves_nothing(tmp_path, monkeypatch) -> None
     def fail(config: Any) -> None:
         raise OSError("disk full")
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="disk full"):
         patch.setattr(qwen_vl_loading, "load_image_processor", fail)  # the last to be written
-        with pytest.raises(SystemExit, match="disk full"):
-            export.main([str(run), str(tmp_path / "merged")])
+        export.main([str(run), str(tmp_path / "merged")])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     (tmp_path / ".merged.rl-export").mkdir()  # of an export that was killed
     (tmp_path / ".merged.rl-export" / "model-00009.safetensors").touch()
@@ -277,22 +265,36 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
         ("best", "measured"),
     ):
         assert names(refusal(str(run), target, "--checkpoint", which), why)
+    for renderer, keys, why in (
+        ({"type": "sd3"}, {}, "renderer 'sd3' is no editor's"),
+        ({"type": "qwen_image_edit"}, {"conditioning": "base"}, "untrained states"),
+    ):
+        section = {**SECTION, **keys}
+        run = checkpoint(tmp_path / renderer["type"], policy, section, renderer=renderer)
+        assert why in refusal(str(run), target, "--as", "text-encoder")
     moved = {**SECTION, "model_path": str(tmp_path / "gone")}
     run = checkpoint(tmp_path / "moved", policy, moved)
     assert "--base" in refusal(str(run), target)
     assert not (tmp_path / "target").exists()
 
 
-def test_an_adapter_leaves_as_it_is(tmp_path: Path) -> None:
-    policy = make_policy()
-    run = checkpoint(tmp_path, policy, SECTION)
-    export.main([str(run), str(tmp_path / "adapter"), "--as", "adapter", "--checkpoint", "2"])
-    written = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
-    assert file_names(tmp_path / "adapter") == written
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
+def test_an_adapter_leaves_as_it_is_also_where_its_push_fails(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    """The suite runs with HF_HUB_OFFLINE=1."""
+    monkeypatch.setenv("HF_TOKEN", "hf_hunter2-0123456789")
+    run, target = checkpoint(tmp_path, make_policy(), SECTION), tmp_path / "adapter"
+    words = ["--as", "adapter", "--checkpoint", "2", "--push-to", "me/mine"]
+    export.main([str(run), str(target), *words])
+    said = capsys.readouterr()
+    assert f"wrote {target}" in said.out and "hunter2" not in said.err
+    assert names(said.err, f"upload ... 'me/mine' ... hf upload me/mine {target}")
+    written = ["adapter_config.json", "adapter_model.safetensors"]
+    assert file_names(target) == ["README.md", *written]
+    for name in written:
         there = run / "checkpoints" / "step_000002" / "model" / name
-        assert (tmp_path / "adapter" / name).read_bytes() == there.read_bytes()
-    card = (tmp_path / "adapter" / "README.md").read_text()
+        assert (target / name).read_bytes() == there.read_bytes()
+    card = (target / "README.md").read_text()
     assert "A PEFT adapter of a qwen2_5_vl policy after 2 iterations" in card
 
 
@@ -337,60 +339,25 @@ def test_an_editor_takes_the_text_encoder(tmp_path, capsys) -> None:
     assert names(capsys.readouterr().out, "loading ... adapter ... weights in float32")
     files = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
     assert file_names(encoder) == files
-    stock = QwenImageEditPipeline.from_pretrained(
-        editor, tokenizer=None, processor=None
-    ).text_encoder
     before = load_file(editor / "text_encoder" / "model.safetensors")
     assert set(load_file(encoder / "model.safetensors")) == set(before), "other names of weights"
     shutil.rmtree(editor / "text_encoder")
     shutil.copytree(encoder, editor / "text_encoder")
     pipeline = QwenImageEditPipeline.from_pretrained(editor, tokenizer=None, processor=None)
-    assert type(pipeline.text_encoder) is type(stock)
-    adapter = run / "checkpoints" / "step_000002" / "model"
+    adapted = PeftModel.from_pretrained(load(BASE), run / "checkpoints" / "step_000002" / "model")
     ids = torch.arange(10, 40)[None]
+
+    def states(model: Any) -> torch.Tensor:
+        return model(ids, output_hidden_states=True).hidden_states[-1]
+
     with torch.no_grad():
-        merged, untrained, adapted = (
-            model(ids, output_hidden_states=True).hidden_states[-1]
-            for model in (
-                pipeline.text_encoder,
-                stock,
-                PeftModel.from_pretrained(load(BASE), adapter),
-            )
-        )
-    assert float((untrained - adapted).abs().max()) > 1e-2
-    assert float((merged - adapted).abs().max()) < 1e-4
+        expected = states(adapted)
+        assert float((states(pipeline.text_encoder) - expected).abs().max()) < 1e-4
+        with adapted.disable_adapter():
+            assert float((states(adapted) - expected).abs().max()) > 1e-2
 
 
-def test_only_what_a_renderer_reads_by_its_states_is_a_text_encoder(tmp_path: Path) -> None:
-    policy = make_policy()
-    for renderer, policy_keys, why in (
-        ({"type": "sd3"}, {}, "renderer 'sd3' is no editor's"),
-        ({"type": "qwen_image_edit"}, {"conditioning": "base"}, "untrained states"),
-    ):
-        folder = tmp_path / renderer["type"]
-        run = checkpoint(folder, policy, {**SECTION, **policy_keys}, renderer=renderer)
-        with pytest.raises(SystemExit, match=why):
-            export.main([str(run), str(folder / "out"), "--as", "text-encoder"])
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"meta": {}},
-        {"meta": {"config": {"policy": 3}}},
-        {"meta": {"config": {"policy": {"type": ["x"]}}}},
-    ],
-)
-def test_a_state_that_names_no_policy_is_a_sentence(tmp_path: Path, state: Any) -> None:
-    run = checkpoint(tmp_path, make_policy(), SECTION)
-    step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "elsewhere")
-    (step / "state.json").write_text(json.dumps({"iteration": 2, **state}))
-    for form in ("model", "adapter", "text-encoder"):
-        with pytest.raises(SystemExit, match="damaged"):
-            export.main([str(step), str(tmp_path / "out"), "--as", form])
-
-
-def test_a_checkpoint_leaves_from_anywhere_whatever_else_its_state_says(tmp_path: Path) -> None:
+def test_a_checkpoint_leaves_from_anywhere_where_its_state_names_a_policy(tmp_path: Path) -> None:
     run = checkpoint(tmp_path, make_policy(), SECTION, rewards=[1], renderer="x", data=None)
     step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "elsewhere")
     state = json.loads((step / "state.json").read_text())
@@ -400,35 +367,11 @@ def test_a_checkpoint_leaves_from_anywhere_whatever_else_its_state_says(tmp_path
     card = (tmp_path / "out" / "README.md").read_text()
     assert "policy after 0 iterations" in card
     assert "| reward/mean | 1 |" in card and "eval/reward" not in card
-
-
-def test_a_push_that_fails_leaves_the_folder_and_says_how(tmp_path, monkeypatch, capsys) -> None:
-    """The suite runs with HF_HUB_OFFLINE=1."""
-    monkeypatch.setenv("HF_TOKEN", "hf_hunter2-0123456789")
-    run = checkpoint(tmp_path, make_policy(), SECTION)
-    target = tmp_path / "out"
-    export.main([str(run), str(target), "--as", "adapter", "--push-to", "me/mine"])
-    said = capsys.readouterr()
-    assert f"wrote {target}" in said.out and "hunter2" not in said.err
-    assert names(said.err, "upload ... 'me/mine'")
-    assert f"hf upload me/mine {target}" in said.err
-    assert (target / "README.md").is_file()
-
-
-def test_vllm_answers_the_same(tmp_path: Path) -> None:
-    from rl.engines.vllm import vllm as vllm_engine
-
-    policy = make_policy()
-    prompts, expected = greedy(policy)
-    export.main([str(checkpoint(tmp_path, policy, SECTION)), str(tmp_path / "merged")])
-    section = {**SECTION, "model_path": str(tmp_path / "merged"), "lora": None}
-    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=8)
-    engine = vllm_engine.VllmEngine(config, EngineSetup(make_policy(section), "cpu"))
-    try:
-        groups = engine.generate(prompts, GREEDY, [0] * len(prompts))
-        assert [group[0].token_ids for group in groups] == expected
-    finally:
-        engine.close()
+    for policy in (None, 3, {"type": ["x"]}):
+        state["meta"]["config"]["policy"] = policy
+        (step / "state.json").write_text(json.dumps(state))
+        with pytest.raises(SystemExit, match="damaged"):
+            export.main([str(step), str(tmp_path / "another")])
 
 
 def test_a_link_to_what_lies_elsewhere_is_not_passed_on(tmp_path: Path) -> None:
@@ -442,9 +385,7 @@ def test_a_link_to_what_lies_elsewhere_is_not_passed_on(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"adapter_model.safetensors is a link to .*secret"):
         export.main([str(step), str(tmp_path / "out"), "--as", "adapter"])
     assert not (tmp_path / "out").exists()
-
-
-def test_links_of_a_hubs_cache_are_its_own(tmp_path: Path) -> None:
+    # Those of a hub's cache are its own.
     blob = tmp_path / "models--a--b" / "blobs" / "0123456789abcdef"
     snapshot = tmp_path / "models--a--b" / "snapshots" / "main"
     for folder in (blob.parent, snapshot):

@@ -52,7 +52,7 @@ def write_edits(folder: Path, num: int, **changes: Any) -> str:
     return write_jsonl(folder / "edits.jsonl", rows)
 
 
-def arguments(data: str, vq: Path, output: Path, *more: str) -> list[str]:
+def arguments(data: str, vq: str | Path, output: Path, *more: str) -> list[str]:
     return [
         "tokenize",
         *("--dataset-name", data, "--output-path", str(output), "--model-path", str(vq)),
@@ -60,10 +60,6 @@ def arguments(data: str, vq: Path, output: Path, *more: str) -> list[str]:
         *("--edit-instruction-key", "words", "--image-area", "4096"),
         *("--device", "cpu", "--batch-size", "2", *more),
     ]
-
-
-def contents(output: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in (output / "feature").iterdir()}
 
 
 @pytest.mark.slow
@@ -102,7 +98,6 @@ def test_rows_without_ids_are_numbered_and_a_second_start_does_nothing_again(
     assert files["prefix"] == str(output / "feature")
     (output / LIST).unlink()
     (output / "feature" / "00000001.safetensors").unlink()
-    before = contents(output)
     encoded: list[int] = []
     encode = prepare_data.encode
     monkeypatch.setattr(
@@ -110,9 +105,6 @@ def test_rows_without_ids_are_numbered_and_a_second_start_does_nothing_again(
     )
     assert prepare_data.main(arguments(data, vq_folder, output)) == 0
     assert encoded == [1]
-    after = contents(output)
-    assert sorted(after) == files["path_list"]
-    assert after.items() >= before.items()
     assert json.loads((output / LIST).read_text()) == files
 
 
@@ -132,32 +124,17 @@ def test_bad_rows_stop_or_are_left_out(vq_folder: Path, tmp_path, capsys) -> Non
     assert entries == ["00000000.safetensors", "00000003.safetensors"]
 
 
-def test_a_started_folder_is_continued_only_with_the_same(
-    vq_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data, output = write_edits(tmp_path / "raw", 1), tmp_path / "out"
-    assert prepare_data.main(arguments(data, vq_folder, output)) == 0
-    assert prepare_data.main(arguments(data, vq_folder, output, "--image-area", "1024")) == 1
-    assert names(capsys.readouterr().err, "'image_area': 4096 ... 'image_area': 1024")
-    foreign = tmp_path / "foreign"
+def test_what_is_refused_names_what_to_change(vq_folder: Path, tmp_path, capsys) -> None:
+    data, output = write_edits(tmp_path / "raw", 3, row2={"name": "edit/0"}), tmp_path / "out"
+    vq, foreign = str(vq_folder), tmp_path / "foreign"
     save_published(foreign / "feature", range(1))
-    assert prepare_data.main(arguments(data, vq_folder, foreign)) == 1
-    assert "holds another set" in capsys.readouterr().err
-
-
-def test_ids_that_repeat_are_refused_before_any_work(vq_folder: Path, tmp_path, capsys) -> None:
-    data = write_edits(tmp_path / "raw", 3, row2={"name": "edit/0"})
-    command = arguments(data, vq_folder, tmp_path / "out", "--id-key", "name")
-    assert prepare_data.main(command) == 1
-    assert names(capsys.readouterr().err, "row 2 ... 'edit/0' ... row 0")
-    assert not (tmp_path / "out").exists()
-
-
-def test_wrong_paths_and_columns_are_named(vq_folder: Path, tmp_path, capsys) -> None:
-    data = write_edits(tmp_path / "raw", 1)
-    assert prepare_data.main(arguments(str(tmp_path / "no.jsonl"), vq_folder, tmp_path)) == 1
-    assert names(capsys.readouterr().err, "no.jsonl ... neither a file or folder here")
-    assert prepare_data.main(arguments(data, tmp_path / "raw", tmp_path)) == 1
-    assert "--model-path: " in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        prepare_data.main(arguments(data, vq_folder, tmp_path, "--batch-size", "0"))
+    assert prepare_data.main(arguments(data, vq_folder, output)) == 0
+    for command, parts in (
+        (arguments(data, vq, output, "--image-area", "1024"), "4096 ... 'image_area': 1024"),
+        (arguments(data, vq, foreign), "holds another set"),
+        (arguments(data, vq, tmp_path, "--id-key", "name"), "row 2 ... 'edit/0' ... row 0"),
+        (arguments(str(tmp_path / "no.jsonl"), vq, tmp_path), "no.jsonl ... neither a file or"),
+        (arguments(data, str(tmp_path / "raw"), tmp_path), "--model-path: "),
+    ):
+        assert prepare_data.main(command) == 1
+        assert names(capsys.readouterr().err, parts)

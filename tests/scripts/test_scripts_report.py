@@ -7,6 +7,7 @@ import json
 
 import pytest
 from tiny_messages import names
+from tiny_report import held_out, write_held_out
 
 from rl.commands import report
 from rl.files.atomic import read_rows
@@ -28,21 +29,8 @@ def run_dir(tmp_path):
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"iteration": 9, "rew']))
     for iteration, rewards in REWARDS.items():
-        folder = tmp_path / "evaluation" / f"it_{iteration:06d}"
-        folder.mkdir(parents=True)
-        records = [record(f"s{i}", reward, "ab"[i % 2]) for i, reward in enumerate(rewards)]
-        (folder / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        write_held_out(tmp_path, iteration, [held_out(*one) for one in enumerate(rewards)])
     return tmp_path
-
-
-def record(identity: str, reward: float | None, category: str) -> dict[str, object]:
-    return {
-        "id": identity,
-        "category": category,
-        "instruction": "make it red",
-        "completion": "" if reward is None else "turn it red.",
-        "reward": reward,
-    }
 
 
 def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
@@ -81,11 +69,10 @@ def test_a_control_is_named_and_samples_of_one_picture_are_no_more_than_it(
     (run_dir / "config.json").write_text(json.dumps(config))
     for iteration in REWARDS:
         rows = [
-            {**record(f"s{i}", bool(iteration) * rewards[i % 2], ""), "shown": [picture]}
+            held_out(i, bool(iteration) * rewards[i % 2], category="", shown=[picture])
             for i, picture in enumerate(pictures)
         ]
-        file = run_dir / f"evaluation/it_{iteration:06d}/records.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_held_out(run_dir, iteration, rows)
     assert report.main([str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert names(

@@ -92,7 +92,7 @@ def test_held_out_samples_come_out_again(run_dir: Path) -> None:
         assert len(files) == NAMES.index(row["id"]) + 1
         requests.append(EditRequest(WORDS, [folder / file for file in files], id=row["id"]))
     with Editor.from_run(run_dir, device="cpu") as editor:
-        results = editor.edit_batch(requests, seed=3, arms=True)
+        results = list(editor.edit_stream(requests, seed=3, arms=True))
         for result, row in zip(results, rows, strict=True):
             assert result.failure is None
             assert_same_picture(result.image, Image.open(folder / row["image_file"]))
