@@ -12,12 +12,10 @@ from PIL import Image
 from rl.config.schema import RunConfig
 from rl.text.markdown import code, text
 from rl.text.markdown import table as markdown_table
-from rl.trackers.tracker_page import Cell, Page, Table, is_picture, tried
-
-MAX_CELL_CHARS = 600
+from rl.trackers.tracker_page import MAX_CELL_CHARS, Cell, Table, is_picture, tried
 
 
-class TensorboardPage(Page):
+class TensorboardPage:
     """Each start of a run begins a file, whose first step purges what earlier starts wrote from
     there on: an iteration that is done again is shown once."""
 

@@ -109,10 +109,11 @@ def test_tensorboard_reads_no_foreign_word_as_markup(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "install"),
+    ("name", "value", "install"),
     [
-        ("tensorboard", "'vlm-edit-rl[tensorboard]'"),
-        ("trackio", "'vlm-edit-rl[trackio]' && pip install --no-deps trackio==0.43.0"),
+        ("wandb", "online", "'vlm-edit-rl[train]'"),
+        ("tensorboard", True, "'vlm-edit-rl[tensorboard]'"),
+        ("trackio", True, "'vlm-edit-rl[trackio]' && pip install --no-deps trackio==0.43.0"),
     ],
 )
 def test_one_that_is_not_installed_is_a_sentence_and_a_line(
@@ -120,12 +121,13 @@ def test_one_that_is_not_installed_is_a_sentence_and_a_line(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     name: str,
+    value: Any,
     install: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # an import raises
-    [found] = not_installed(TrackingConfig.model_validate({name: True}))
+    [found] = not_installed(TrackingConfig.model_validate({"wandb": "off", name: value}))
     assert names(found, f"tracking.{name}: ... pip install {install}")
-    page = tracker(tmp_path, **{name: True})
+    page = tracker(tmp_path, **{name: value})
     page.log(1, {"reward/mean": 0.25})
     page.close()
     [line] = capfd.readouterr().err.splitlines()
