@@ -67,7 +67,7 @@ def _plan(run_dir: Path, hashes: bool = True) -> Plan:
     if folder.is_symlink():
         return Plan(run_dir, left=["checkpoints is a link to elsewhere"])
     steps, newest = checkpoint.steps_of(run_dir), checkpoint.find(run_dir, hashes).path
-    best = checkpoint.why_best_stays(run_dir)
+    stays = checkpoint.why_they_stay(run_dir)
     going, left = checkpoint.left_aside(run_dir), []
     for step in steps:
         if step == newest:
@@ -77,7 +77,7 @@ def _plan(run_dir: Path, hashes: bool = True) -> Plan:
         elif iteration_of(step) > iteration_of(newest):
             why = "damaged, and newer than what is whole"
         else:
-            why = best.get(step) or checkpoint.why_it_stays(step)
+            why = stays[step]
         if why:
             left.append(f"{step.name}: {why}")
         else:

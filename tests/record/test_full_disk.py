@@ -18,7 +18,7 @@ from tiny_run import episode, run_config
 from rl.checkpoints import disk_room
 from rl.checkpoints.checkpoint import Checkpoints, ResumePoint, problem_of
 from rl.config.schema import CheckpointConfig
-from rl.files.atomic import NoRoomError, append_line, read_rows, write_atomically
+from rl.files.atomic import append_line, read_rows, write_atomically
 from rl.judge.journal import ReplyJournal
 from rl.ranks import heartbeat, signals
 from rl.ranks.dist import Dist
@@ -44,10 +44,9 @@ def test_no_file_and_no_line_is_torn(disk: Path) -> None:
     append_line(disk / "lines.jsonl", '{"a": 1}\n')
     fill(disk, left=8192)
     before = files(disk)
-    with pytest.raises(NoRoomError, match=r"No space left.*a\.txt") as raised:
+    with pytest.raises(OSError, match=r"No space left.*a\.txt"):
         write_atomically(disk / "a.txt", "new" * 10_000)
-    assert raised.value.num_bytes == 30_000
-    with pytest.raises(NoRoomError, match=r"lines\.jsonl"):
+    with pytest.raises(OSError, match=r"lines\.jsonl"):
         append_line(disk / "lines.jsonl", f'{{"a": "{"x" * 20_000}"}}\n')
     assert files(disk) == before
 
@@ -113,10 +112,10 @@ def test_records_and_checkpoints_wait_for_room_and_are_whole(
         writer.put("the record", lambda: record.write_episodes(1, [[episode()]], [[1.0]]))
         writer.put("the checkpoint", lambda: checkpoints.save_alone(point(1)))
         writer.put("the metrics", lambda: record.write_metrics(1, {"a": 1.0}))
-        wait_to_hear(f"the disk of {run_dir} is full: the record wants ")
+        wait_to_hear(f"the disk of {run_dir} is full: the record waits")
         os.truncate(hog, hog.stat().st_size - 20_000)  # enough for the record alone
         where = run_dir / "checkpoints"
-        wait_to_hear(f"the disk of {where} is full: checkpoint step_000001 wants 21.8 kB")
+        wait_to_hear(f"the disk of {where} is full: checkpoint step_000001 waits")
         assert not list(where.glob("step_*"))
         hog.unlink()
     assert problem_of(run_dir / "checkpoints" / "step_000001") is None

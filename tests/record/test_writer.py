@@ -116,10 +116,10 @@ def test_a_line_a_minute_not_one_a_try(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(disk_room, "TRY_EVERY_S", 0.0)
     written: list[str] = []
     write = Full(5, written)
-    disk_room.when_there_is_room(write, tmp_path / "not" / "there", "it", 2_000_000)
+    disk_room.when_there_is_room(write, tmp_path, "the file")
     assert (write.num_tries, written) == (6, ["after the wait"])
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and "it wants 2.0 MB" in said[0]
+    assert len(said) == 2 and "the file waits" in said[0]
 
 
 def test_a_stop_is_heard_while_the_disk_is_full(tmp_path, monkeypatch) -> None:
