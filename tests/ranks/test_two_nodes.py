@@ -113,7 +113,6 @@ def test_a_cut_cable_is_named_on_both_sides_and_costs_no_finished_iteration(
         for node, other in ((0, "node 1 (rank 1)"), (1, "node 0 (rank 0)")):
             named_s = run.wait_for_word(node, f"{other} is out of reach for") - start
             assert named_s < LOST_S + 15, run.said(node)
-            assert f"nothing is heard of {other}" in run.said(node)
             print(f"node {node} named it after {named_s:.0f} s")
         assert run.codes() == [1, 1], run.said(0) + run.said(1)
         print(f"both ended after {time.monotonic() - start:.0f} s")
