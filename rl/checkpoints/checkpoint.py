@@ -251,8 +251,11 @@ class Checkpoints:
                 path.rename(self.folder / f"{_ASIDE_PREFIX}pruned-{path.name}")
 
     def _sweep(self) -> None:
-        for path in left_aside(self.folder.parent):
-            shutil.rmtree(path)
+        """Delete what pruning, a kill or a failure left aside."""
+        for path in sorted(self.folder.glob(f"{_ASIDE_PREFIX}*")):
+            is_ours = _ASIDE_NAME.fullmatch(path.name) and path.is_dir()
+            if is_ours and not path.is_symlink():
+                shutil.rmtree(path)
 
     def _push_due(self, iteration: int, final: bool) -> bool:
         every = self._config.push_to_hub_every_n_iterations
@@ -356,21 +359,6 @@ def steps_of(run_dir: Path) -> list[Path]:
     entries = (run_dir / "checkpoints").glob("step_*")
     named = (path for path in entries if _STEP_NAME.fullmatch(path.name) and path.is_dir())
     return sorted(named, key=iteration_of)
-
-
-def left_aside(run_dir: Path) -> list[Path]:
-    """What a kill or a failure left of checkpoints, which the next save deletes."""
-    entries = (run_dir / "checkpoints").glob(f"{_ASIDE_PREFIX}*")
-    named = (path for path in entries if _ASIDE_NAME.fullmatch(path.name))
-    return sorted(path for path in named if path.is_dir() and not path.is_symlink())
-
-
-def discard(path: Path) -> None:
-    """Delete a checkpoint, or what is left aside of one; a kill meanwhile leaves nothing that looks
-    whole."""
-    if _STEP_NAME.fullmatch(path.name):
-        path = path.rename(path.with_name(f"{_ASIDE_PREFIX}pruned-{path.name}"))
-    shutil.rmtree(path)
 
 
 def why_they_stay(run_dir: Path) -> dict[Path, str]:

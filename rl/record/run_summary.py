@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from rl.files.atomic import read_rows, row_of
 from rl.record.run_lock import LOCKS, Use, use_of
 from rl.text.untrusted import shown
 
-NO_RUN = "no run"
 _MAX_SHOWN = 200
 _MAX = 10**9
 _PICTURES = ("images", "evaluation", "stock", "report")
@@ -72,7 +71,7 @@ def _is_begun(path: Path) -> bool:
 
 def _look(path: Path) -> Summary:
     if not _is_begun(path):
-        return Summary(path, NO_RUN)
+        return Summary(path, "no run")
     bytes_of, written_s = _sizes(path)
     known = Summary(path, bytes_of=bytes_of, written_s=written_s, use=use_of(path))
     if problem := too_new(path):
@@ -125,11 +124,17 @@ def _is_number(value: object) -> bool:
 
 
 def _sizes(path: Path) -> tuple[dict[str, int], float]:
-    """(bytes by kind, when the last file was written)."""
+    """(bytes by kind, when the last file was written); links are not followed."""
     bytes_of = {"checkpoints": 0, "pictures": 0, "rest": 0}
     written_s = path.stat().st_mtime
     newest_s = 0.0
-    for file, known in files_in(path):
+    for file in (Path(folder, name) for folder, _, names in os.walk(path) for name in names):
+        try:
+            known = file.lstat()
+        except FileNotFoundError:  # it vanished meanwhile
+            continue
+        if not stat.S_ISREG(known.st_mode):
+            continue
         top = file.relative_to(path).parts[0]
         is_picture = top in _PICTURES and file.suffix == ".png"
         kind = "checkpoints" if top == "checkpoints" else "pictures" if is_picture else "rest"
@@ -138,16 +143,3 @@ def _sizes(path: Path) -> tuple[dict[str, int], float]:
         if top != "report" and str(file.relative_to(path)) not in LOCKS:
             newest_s = max(newest_s, known.st_mtime)
     return bytes_of, newest_s or written_s
-
-
-def files_in(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Every file below a folder; what vanishes meanwhile is left out, and links are."""
-    for folder, _, names in os.walk(path):
-        for name in names:
-            file = Path(folder) / name
-            try:
-                known = file.lstat()
-            except FileNotFoundError:
-                continue
-            if stat.S_ISREG(known.st_mode):
-                yield file, known
