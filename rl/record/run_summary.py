@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from rl.checkpoints.checkpoint import find, iteration_of, steps_of, too_new
+from rl.checkpoints.checkpoint import SAVING, find, iteration_of, steps_of, too_new
 from rl.config import formats
 from rl.files.atomic import read_rows, row_of
-from rl.record.run_lock import LOCKS, Use, use_of
 from rl.text.untrusted import shown
 
+LOCKS = (".lock", SAVING)
+Use = Literal["running", "idle", "unknown"]
+"""unknown: the file system has no locks, or the file may not be read."""
 _MAX_SHOWN = 200
 _MAX = 10**9
 _PICTURES = ("images", "evaluation", "stock", "report")
@@ -143,3 +147,20 @@ def _sizes(path: Path) -> tuple[dict[str, int], float]:
         if top != "report" and str(file.relative_to(path)) not in LOCKS:
             newest_s = max(newest_s, known.st_mtime)
     return bytes_of, newest_s or written_s
+
+
+def use_of(run_dir: Path) -> Use:
+    """Whether a run, or a rank of one that saves, is in that folder. Makes no file."""
+    with ExitStack() as stack:
+        for name in LOCKS:
+            try:
+                descriptor = os.open(run_dir / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except FileNotFoundError:
+                continue
+            except BlockingIOError:
+                return "running"
+            except OSError:
+                return "unknown"
+    return "idle"

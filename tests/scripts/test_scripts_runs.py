@@ -23,8 +23,7 @@ from rl.commands.runs import age_text, main, size_text
 from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import rng_state
-from rl.record.run_lock import LOCKS
-from rl.record.run_summary import look
+from rl.record.run_summary import LOCKS, look
 
 ROOT = Path(__file__).resolve().parents[2]
 HOUR_S = 3600.0
