@@ -56,7 +56,7 @@ def list_runs(folder: str) -> int:
             )
         )
         parts = ", ".join(f"{kind} {size_text(num)}" for kind, num in run.bytes_of.items())
-        details = ["RUNNING"] if run.use == "running" else []
+        details = ["RUNNING"] if run.is_running else []
         details += [shown(run.system, NAME_WIDTH), f"{size_text(run.num_bytes)}: {parts}"]
         if run.damaged:
             details.append(f"checkpoint {', '.join(map(str, run.damaged))} is damaged")
@@ -65,7 +65,7 @@ def list_runs(folder: str) -> int:
     print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {shown(folder, 60)}, {size}")
     for summary in summaries:
         if summary.problem:
-            running = "running; " if summary.use == "running" else ""
+            running = "running; " if summary.is_running else ""
             _print(f"{shown(summary.path.name, 60)}: {running}{summary.problem}")
     return 0
 

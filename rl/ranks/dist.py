@@ -148,9 +148,6 @@ class Dist:
         """One dict for all ranks: each of the `Metrics` over its own global denominator."""
         return type(metrics).merge(self.gather(metrics.state()))
 
-    def barrier(self) -> None:
-        self.gather(None)
-
     def close(self) -> None:
         """Leave the process group; the last call of a run that ended well."""
         if self.world_size > 1:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rl.checkpoints.checkpoint import SAVING, find, iteration_of, steps_of, too_new
 from rl.config import formats
@@ -17,8 +17,6 @@ from rl.files.atomic import read_rows, row_of
 from rl.text.untrusted import shown
 
 LOCKS = (".lock", SAVING)
-Use = Literal["running", "idle", "unknown"]
-"""unknown: the file system has no locks, or the file may not be read."""
 _MAX_SHOWN = 200
 _MAX = 10**9
 _PICTURES = ("images", "evaluation", "stock", "report")
@@ -40,7 +38,7 @@ class Summary:
     bytes_of: Mapping[str, int] = field(default_factory=dict)
     written_s: float = 0.0
     """When a file in it was last written, s since 1970."""
-    use: Use = "unknown"
+    is_running: bool = False
     checkpoint: int | None = None
     """Iterations in the newest checkpoint that is whole, by its files' sizes."""
     damaged: Sequence[int] = ()
@@ -77,7 +75,7 @@ def _look(path: Path) -> Summary:
     if not _is_begun(path):
         return Summary(path, "no run")
     bytes_of, written_s = _sizes(path)
-    known = Summary(path, bytes_of=bytes_of, written_s=written_s, use=use_of(path))
+    known = Summary(path, bytes_of=bytes_of, written_s=written_s, is_running=is_in_use(path))
     if problem := too_new(path):
         return replace(known, problem=shown(problem, _MAX_SHOWN))
     file = path / "config.json"
@@ -149,18 +147,17 @@ def _sizes(path: Path) -> tuple[dict[str, int], float]:
     return bytes_of, newest_s or written_s
 
 
-def use_of(run_dir: Path) -> Use:
-    """Whether a run, or a rank of one that saves, is in that folder. Makes no file."""
+def is_in_use(run_dir: Path) -> bool:
+    """Whether a run, or a rank of one that saves, is in that folder, by the kernel's locks. Makes
+    no file. False on a file system without locks."""
     with ExitStack() as stack:
         for name in LOCKS:
             try:
                 descriptor = os.open(run_dir / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 stack.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except FileNotFoundError:
-                continue
             except BlockingIOError:
-                return "running"
+                return True
             except OSError:
-                return "unknown"
-    return "idle"
+                continue
+    return False

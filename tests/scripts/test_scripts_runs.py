@@ -115,11 +115,11 @@ def test_a_run_under_way_is_told_and_so_is_one_that_only_saves(tmp_path: Path, c
     for name, lock in (("loops", ".lock"), ("saves", ".saving.lock"), ("idle", "other.lock")):
         held = FileLock(make_run(tmp_path / name) / lock)
         held.acquire()
-        assert look(tmp_path / name).use == ("idle" if name == "idle" else "running")
+        assert look(tmp_path / name).is_running == (name != "idle")
         main([str(tmp_path)])
         assert ("RUNNING; sd3" in capsys.readouterr().out) == (name != "idle")
         held.release()
-        assert look(tmp_path / name).use == "idle"
+        assert not look(tmp_path / name).is_running
 
 
 def test_what_is_damaged_newer_or_no_run_is_named(tmp_path: Path, capsys) -> None:
