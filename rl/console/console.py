@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 from rich.console import Console as RichConsole
 from rich.live import Live
@@ -138,12 +138,6 @@ class Console:
         self._rich.print(table)
 
 
-class ClosingRow(NamedTuple):
-    phase: str
-    time_s: float
-    wall_share: float
-
-
 @dataclass
 class Phase:
     name: str
@@ -237,9 +231,10 @@ class PhaseTimer:
         self._lap_s, self.model_flops = now_s, 0.0
         return metrics
 
-    def closing_rows(self) -> list[ClosingRow]:
-        """Every phase of the run, the longest first, and their sum."""
+    def closing_rows(self) -> list[tuple[str, float, float]]:
+        """(phase, seconds, share of the wall time): all of the run, the longest first, and their
+        sum."""
         wall_s = max(self.wall_s, 1e-9)
         rows = sorted(self.total.items(), key=lambda row: -row[1])
         rows += [("(other)", max(0.0, wall_s - sum(self.total.values()))), ("wall", wall_s)]
-        return [ClosingRow(name, taken_s, taken_s / wall_s) for name, taken_s in rows]
+        return [(name, taken_s, taken_s / wall_s) for name, taken_s in rows]

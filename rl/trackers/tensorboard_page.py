@@ -24,7 +24,6 @@ class TensorboardPage:
     def __init__(self, folder: Path, written: Mapping[str, Any]) -> None:
         self._folder, self._written = folder, written
         self._writer: Any = None
-        self._last_iteration = 0
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         writer = self._at(iteration)
@@ -34,8 +33,8 @@ class TensorboardPage:
 
     def log_table(self, table: Table) -> None:
         """Words and numbers as a table of text, a row's pictures side by side as one picture."""
-        step = self._last_iteration if table.iteration is None else table.iteration
-        writer, columns, rows = self._at(step), table.columns, table.rows
+        step, columns, rows = table.iteration, table.columns, table.rows
+        writer = self._at(step)
         kept = [i for i in range(len(columns)) if not any(is_picture(row[i]) for row in rows)]
         head = [text(columns[i], MAX_CELL_CHARS) for i in kept]
         lines = markdown_table(head, [[_words(row[i]) for i in kept] for row in rows])
@@ -55,7 +54,6 @@ class TensorboardPage:
 
             self._writer = SummaryWriter(str(self._folder), purge_step=step)
             self._writer.add_text("config", "\n".join(code(self._written)), step)
-        self._last_iteration = step
         return self._writer
 
 

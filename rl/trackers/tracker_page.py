@@ -19,8 +19,7 @@ Cell = str | float | Image | None
 
 class Table(NamedTuple):
     name: str
-    iteration: int | None
-    """None: of the whole run."""
+    iteration: int
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     """Words, numbers and pictures, without keys."""
@@ -28,7 +27,7 @@ class Table(NamedTuple):
 
 @dataclass
 class ServicePage:
-    """A page of wandb, or of trackio, which has wandb's interface. Tables are logged together with
+    """A page of wandb, or of trackio, which has wandb's interface. Tables are logged as one row with
     the metrics of their iteration. Any method may raise anything: the page is given up then."""
 
     name: str
@@ -42,10 +41,8 @@ class ServicePage:
     first_iteration: int = 0
     """The first one that the page does not hold yet: a resumed run repeats iterations."""
     _tables: dict[str, Any] = field(default_factory=dict)
-    _last_iteration: int = 0
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        self._last_iteration = iteration
         tables, self._tables = self._tables, {}
         if iteration >= self.first_iteration:
             self.write({**metrics, **tables}, iteration)
@@ -53,8 +50,6 @@ class ServicePage:
     def log_table(self, table: Table) -> None:
         rows = [list(map(self._cell, row)) for row in table.rows]
         self._tables[table.name] = self.module.Table(columns=list(table.columns), data=rows)
-        if table.iteration is None:
-            self.write(self._tables, self._last_iteration)
 
     def close(self, failed: bool) -> None:
         """Waits for a bounded time."""

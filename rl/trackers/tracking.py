@@ -12,7 +12,6 @@ from PIL.Image import Image
 
 from rl.api.types import Episode
 from rl.config.schema import RunConfig, TrackingConfig
-from rl.console.console import ClosingRow, PhaseTimer
 from rl.files.images import downscale
 from rl.files.private import private_folder
 from rl.ranks.dist import Dist
@@ -64,10 +63,6 @@ class Tracker:
         if pairs:
             table = Table("episodes", iteration, *self._table(pairs))
             self._on_each("episode table", lambda page: page.log_table(table))
-
-    def log_where_time_went(self, timer: PhaseTimer) -> None:
-        table = Table("where_time_went", None, ClosingRow._fields, timer.closing_rows())
-        self._on_each("closing table", lambda page: page.log_table(table))
 
     def close(self, failed: bool = False) -> None:
         """Finish the pages, waiting at most a minute for each that is not uploaded yet."""

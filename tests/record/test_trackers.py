@@ -18,7 +18,6 @@ from tiny_messages import names
 from tiny_run import episode, run_config
 
 from rl.config.schema import TrackingConfig
-from rl.console.console import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.trackers import trackio_page
@@ -42,17 +41,13 @@ def words_of(events: EventAccumulator, name: str) -> str:
     return str(events.Tensors(f"{name}/text_summary")[-1].tensor_proto.string_val[0].decode())
 
 
-def test_tensorboard_shows_scalars_words_pictures_and_where_time_went(
+def test_tensorboard_shows_scalars_words_and_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "hunter2-hunter2")
     page = tracker(tmp_path, tensorboard=True)
     page.log_episodes(1, [[episode(failure="401: hunter2-hunter2")] * 5], [[1.5] * 5])
     page.log(1, {"reward/mean": 0.25, "eval/reward": float("nan")})
-    timer = PhaseTimer()
-    with timer.phase("render"):
-        pass
-    page.log_where_time_went(timer)
     page.close()
     events = read(tmp_path)
     [point] = events.Scalars("reward/mean")
@@ -60,7 +55,6 @@ def test_tensorboard_shows_scalars_words_pictures_and_where_time_went(
     table = words_of(events, "episodes")
     assert table.count("| make it red |") == 3 and "401: &#60;JUDGE" in table
     assert "| instruction | completion | status | failure | reward |" in table
-    assert "| render |" in words_of(events, "where_time_went")
     assert '"run_name": "tiny"' in words_of(events, "config")
     tags = events.Tags()["images"]
     assert tags == ["episodes/00", "episodes/01", "episodes/02"]
@@ -202,11 +196,10 @@ def test_trackio_keeps_a_run_on_this_machine_whatever_the_environment_says(
     page.log_episodes(1, [[episode(failure="<b>")]], [[1.5]])
     assert fake.rows == [], "a table goes along with the iteration's line"
     page.log(1, {"reward/mean": 0.25})
-    page.log_where_time_went(PhaseTimer())
     page.close()
     assert fake.finished == 1
-    (step, row), (last, closing) = fake.rows
-    assert (step, last, row["reward/mean"]) == (1, 1, 0.25) and "where_time_went" in closing
+    [(step, row)] = fake.rows
+    assert (step, row["reward/mean"]) == (1, 0.25)
     [shown] = row["episodes"]
     assert shown["rendered"] == ("picture", (48, 32)) and shown["failure"] == "&#60;b&#62;"
     tracker(tmp_path, trackio=True, trackio_space="me/mine")
