@@ -298,34 +298,31 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
     folder, candidates = run_dir / "checkpoints", steps_of(run_dir)
     written = run_dir / LAST_WRITTEN
     last = written.read_bytes().decode(errors="replace").strip() if written.is_file() else ""
-    way_out = (
-        f"choose another run_name to start from the base weights, or move {run_dir} away to start "
-        "so under this one"
-    )
-    if other := too_new(run_dir):
-        return Found(problem=f"{other}, or {way_out}")
-    remarks = []
+    remarks: list[str] = []
+    problem = too_new(run_dir)
     is_name = _STEP_NAME.fullmatch(last) is not None
     if is_name and candidates and iteration_of(Path(last)) > iteration_of(candidates[-1]):
         remarks.append(
             f"checkpoint {last} was the last to be written and is gone: going on from an older one"
         )
-    for path in reversed(candidates):
-        if other := too_new(path):
-            return Found(None, tuple(remarks), f"{other}, or {way_out}")
-        problem = problem_of(path, hashes)
-        if problem is None:
+    for path in [] if problem else reversed(candidates):
+        if problem := too_new(path):
+            break
+        if (damage := problem_of(path, hashes)) is None:
             return Found(path, tuple(remarks))
         remarks.append(
-            f"checkpoint {path.name} is damaged ({problem}): falling back to an older one"
+            f"checkpoint {path.name} is damaged ({damage}): falling back to an older one"
         )
-    if candidates:
-        problem = f"none of the {len(candidates)} checkpoints in {folder} is whole: restore one, "
-        return Found(None, tuple(remarks), problem + way_out)
-    if last:
-        problem = f"{folder} holds no checkpoint, though {last} was written there: restore it, "
-        return Found(problem=problem + way_out)
-    return Found()
+    if not problem and candidates:
+        problem = f"none of the {len(candidates)} checkpoints in {folder} is whole: restore one"
+    elif not problem and last:
+        problem = f"{folder} holds no checkpoint, though {last} was written there: restore it"
+    if problem:
+        problem += (
+            ", or choose another run_name to start from the base weights, or move "
+            f"{run_dir} away to start so under this one"
+        )
+    return Found(None, tuple(remarks), problem)
 
 
 def checkpoint_of(run_dir: Path, which: str) -> Path:

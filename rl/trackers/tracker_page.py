@@ -27,8 +27,9 @@ class Table(NamedTuple):
 
 @dataclass
 class ServicePage:
-    """A page of wandb, or of trackio, which has wandb's interface. Tables are logged as one row with
-    the metrics of their iteration. Any method may raise anything: the page is given up then."""
+    """A page of wandb, or of trackio, which has wandb's interface. Tables are logged in one row
+    with the metrics of their iteration. Any method may raise anything: the page is given up then.
+    """
 
     name: str
     module: Any

@@ -79,19 +79,11 @@ def test_one_process_needs_no_group():
     assert torch.distributed.is_initialized() == had_group
 
 
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        ({"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK is not set.*simple_launch"),
-        ({"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0"}, "RANK=2 is not within WORLD_SIZE=2"),
-    ],
-)
-def test_half_an_environment_is_refused(monkeypatch, environ, message):
+def test_half_an_environment_is_refused(monkeypatch):
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=message):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"LOCAL_RANK, RANK is not set.*simple_launch"):
         Dist.from_env("cpu")
 
 
