@@ -66,19 +66,6 @@ def test_a_reply_that_finds_no_room_is_used_and_asked_again_later(disk: Path) ->
     assert (len(rows), damaged) == (2, [])
 
 
-def test_a_reply_that_the_disk_refuses_is_used(disk: Path, monkeypatch, caplog) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("rl.judge.journal.append", refuse)
-    journal = ReplyJournal(disk / "replies.jsonl")
-    assert [journal.put(key, "a reply") for key in "ab"] == ["a reply"] * 2
-    assert journal.get("b") == "a reply"
-    journal.close()
-    (said,) = caplog.messages
-    assert "Input/output error" in said
-
-
 def write_model(folder: Path) -> None:
     (folder / "weights.bin").write_bytes(b"w" * 100)
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from unittest.mock import MagicMock
 
 import pytest
 from rich.cells import cell_len
 from tiny_run import SAMPLE, episode
 
-from rl.algorithm.metrics import Metrics
 from rl.api.types import Action, Completion, Episode, Prompt, Status
-from rl.console.console import Console, PhaseTimer
+from rl.console.console import Console
 from rl.console.group_panel import GroupPanel, chosen, group_rows
-from rl.ranks.dist import Dist
-from rl.rollout.graded_groups import GradedGroup
-from rl.run.recording import Recording
 
 HOSTILE = "[red]no[/red] [/] :smile: \x1b[31mred\x1b[0m \u202eturned\u200f \x07 " + "w" * 400
 
@@ -130,17 +125,3 @@ def test_it_is_shown_every_n_iterations_once_and_by_one_rank() -> None:
         shown.append("wrote  a" in stream.getvalue())
         stream.truncate(0)
     assert shown == [False, False, True, False, False, True, False]
-
-
-def test_a_run_shows_it_under_the_line_of_its_iteration() -> None:
-    stream = io.StringIO()
-    console, rest = Console(True, stream), MagicMock()
-    panel = GroupPanel(console, 2)
-    timer = PhaseTimer(console)
-    recording = Recording(Dist(), console, timer, panel, rest, rest, rest, rest, 4)
-    for done in (1, 2):
-        recording.write_episodes(done, [GradedGroup(0, [wrote("a", 1.0)], [0.0], [None])])
-        line = recording.line(Metrics(), {"reward/mean": 0.5})
-        recording.write_line(done, line, was_evaluated=False)
-    lines = stream.getvalue().split("\n")
-    assert [line.partition(" ")[0] for line in lines[:3]] == ["[1/4]", "[2/4]", "----"]

@@ -13,7 +13,6 @@ import pytest
 
 from rl.checkpoints import disk_room
 from rl.files.atomic import append_line, write_atomically
-from rl.ranks import signals
 from rl.record.writer import BackgroundWriter
 
 
@@ -120,19 +119,6 @@ def test_a_line_a_minute_not_one_a_try(tmp_path, monkeypatch, capsys) -> None:
     assert (write.num_tries, written) == (6, ["after the wait"])
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "the file waits" in said[0]
-
-
-def test_a_stop_is_heard_while_the_disk_is_full(tmp_path, monkeypatch) -> None:
-    writer = BackgroundWriter(tmp_path, max_waiting=1)
-    for _ in range(2):
-        writer.put("the record", Full(10**9, []))
-    threading.Timer(0.3, lambda: monkeypatch.setitem(signals._heard, 15, 1.0)).start()
-    began_s = time.monotonic()
-    with pytest.raises(OSError, match="No space left"):
-        writer.put("more than may wait", Full(10**9, []))
-    with pytest.raises(OSError, match="No space left"):
-        writer.flush()
-    assert time.monotonic() - began_s < 10
 
 
 @pytest.mark.parametrize(
