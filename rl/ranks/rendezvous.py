@@ -48,10 +48,6 @@ def on_one_node(folder: Path) -> Environment:
     }
 
 
-def is_one_node() -> bool:
-    return INIT_METHOD in os.environ
-
-
 def interface_of(address: str) -> str:
     """Name of the interface that has this address. Raises RendezvousError when none has."""
     import psutil
@@ -91,21 +87,6 @@ def on_several_nodes(
         yield environment, watch
     finally:
         watch.leave()
-
-
-def open_to_others() -> list[str]:
-    """`address:port` of everything that this process and its children let other machines reach."""
-    import psutil
-
-    this, places = psutil.Process(), []
-    for process in (this, *this.children(recursive=True)):
-        with suppress(psutil.Error):  # it has just ended
-            for socket_ in process.net_connections("inet"):
-                address = socket_.laddr
-                is_local = address and ipaddress.ip_address(address.ip).is_loopback
-                if socket_.status == psutil.CONN_LISTEN and not is_local:
-                    places.append(f"{address.ip}:{address.port}")
-    return places
 
 
 def _resolve(endpoint: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:

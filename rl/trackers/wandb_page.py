@@ -92,18 +92,10 @@ def page_id(run_dir: Path) -> str:
     """The run's wandb id, kept in the run folder, so that a resume finds its page from any shell,
     even if WANDB_RUN_ID is exported for another run; a new run takes that id."""
     path = run_dir / "wandb_id.txt"
-    wanted = os.environ.get("WANDB_RUN_ID", "").strip()
-    if path.exists():
-        kept = path.read_text(encoding="utf-8").strip()
-        if wanted not in ("", kept):
-            warn(
-                f"wandb: the run goes on on its own page, {kept} ({path}); WANDB_RUN_ID={wanted} "
-                "is not heeded (move that file away to begin a page of that id)"
-            )
-        return kept
-    new = wanted or uuid.uuid4().hex[:12]
-    write_atomically(path, new + "\n")
-    return new
+    if not path.exists():
+        new = os.environ.get("WANDB_RUN_ID", "").strip() or uuid.uuid4().hex[:12]
+        write_atomically(path, new + "\n")
+    return path.read_text(encoding="utf-8").strip()
 
 
 def allowed_by_env(wanted: Mode) -> Mode:

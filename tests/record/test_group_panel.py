@@ -16,13 +16,6 @@ from rl.console.group_panel import GroupPanel, chosen, group_rows
 HOSTILE = "[red]no[/red] [/] :smile: \x1b[31mred\x1b[0m \u202eturned\u200f \x07 " + "w" * 400
 
 
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
-
-
 def wrote(text: str, reward: float | None, **changes) -> Episode:
     status = Status.UNGRADED if reward is None else Status.SCORED
     return episode(action=Action(text, text), reward=reward, status=status, **changes)
@@ -86,7 +79,7 @@ def hostile() -> list[Episode]:
     ]
 
 
-def test_in_a_log_it_is_plain_lines_of_eighty_columns(hostile: list[Episode]) -> None:
+def test_it_is_plain_lines_of_eighty_columns(hostile: list[Episode]) -> None:
     lines = printed(hostile, io.StringIO()).split("\n")
     assert max(map(cell_len, lines)) == 80
     assert all(line.isprintable() for line in lines)
@@ -95,21 +88,6 @@ def test_in_a_log_it_is_plain_lines_of_eighty_columns(hostile: list[Episode]) ->
     assert "─" not in text and "│" not in text
     for kept in ("[red]no[/red] [/] :smile:", r"\x1b[31mred", r"\u202eturned\u200f", r"\ud800"):
         assert kept in text
-
-
-@pytest.mark.parametrize("columns", [40, 80, 300])
-def test_on_a_terminal_it_has_a_frame_that_fits(hostile, columns, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("TERM", "dumb-no-colours")
-    monkeypatch.setenv("NO_COLOR", "1")
-    text = printed(hostile, Terminal())
-    for style in ("\x1b[1m", "\x1b[2m", "\x1b[0m"):
-        text = text.replace(style, "")
-    lines = text.rstrip("\n").split("\n")
-    assert {cell_len(line) for line in lines} == {min(columns, 110)}
-    assert all(line.isprintable() for line in lines)
-    assert lines[0].startswith("╭─ one group of iteration 1 ") and lines[-1].endswith("╯")
-    assert "[red]no[/red] [/]" in text and ":smile:" in text
 
 
 def test_it_is_shown_every_n_iterations_once_and_by_one_rank() -> None:
