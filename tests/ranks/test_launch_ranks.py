@@ -154,14 +154,6 @@ def test_a_foreseen_error_is_a_sentence_and_its_traceback_is_in_the_log(
 
 
 @pytest.mark.slow
-def test_an_exit_code_is_passed_on(launch: Launch) -> None:
-    process = launch("exit")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 7
-    assert names(errors, "rank 0 ... exit code 7")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 7])
 def test_a_library_that_aborts_at_the_very_end_does_not_change_the_exit_code(
     launch: Launch, tmp_path: Path, code: int

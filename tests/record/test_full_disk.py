@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -20,7 +19,7 @@ from rl.checkpoints.checkpoint import Checkpoints, ResumePoint, problem_of
 from rl.config.schema import CheckpointConfig
 from rl.files.atomic import append_line, read_rows, write_atomically
 from rl.judge.journal import ReplyJournal
-from rl.ranks import heartbeat, signals
+from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.record.writer import BackgroundWriter
@@ -110,21 +109,6 @@ def test_records_and_checkpoints_wait_for_room_and_are_whole(
     assert not damaged and (run_dir / rows[0]["image_file"]).is_file()
     assert len(read_rows(run_dir / "metrics.jsonl")[0]) == 1
     assert not [name for name in files(run_dir) if "tmp" in name]
-
-
-def test_a_wait_for_room_is_no_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It may last longer than `hang_limit_s`: the launcher is told of each look."""
-    monkeypatch.setattr(disk_room, "TRY_EVERY_S", 0.05)
-    noted: list[float] = []
-    monkeypatch.setattr(heartbeat, "note_wait", lambda: noted.append(time.monotonic()))
-    answers = iter([OSError(errno.ENOSPC, "full"), None])
-
-    def write() -> None:
-        if (error := next(answers)) is not None:
-            raise error
-
-    disk_room.when_there_is_room(write, tmp_path, "a file")
-    assert noted
 
 
 def test_a_stop_while_the_disk_is_full_leaves_the_older_checkpoints(
