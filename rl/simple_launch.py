@@ -193,17 +193,16 @@ def launch(
         under_way.start()
     _set_environment(num_ranks, config)
     for left in reversed(range(args.retries + 1)):
-        before = _iterations_on_disk(config) if args.retries else 0
+        before = _iterations_on_disk(config.run_dir) if config and args.retries else 0
         ending = _one_start(args, num_ranks, log_dir, config)
         for line in ending.lines:
             _say(line)
-        if args.retries == 0 or ending.code == 0 or ending.asked:
+        if config is None or args.retries == 0 or ending.code == 0 or ending.asked:
             break
-        now = _iterations_on_disk(config)
         why_not = ""
         if not ending.by_machine:
             why_not = "which would come again; --retries is for what the machine does"
-        elif now <= before:
+        elif _iterations_on_disk(config.run_dir) <= before:
             why_not = f"and no iteration was saved since the last start (before: {before})"
         elif left == 0:
             why_not = "and every restart of --retries is used"
@@ -214,10 +213,10 @@ def launch(
     return ending.code
 
 
-def _iterations_on_disk(config: RunConfig | None) -> int:
+def _iterations_on_disk(run_dir: Path) -> int:
     from rl.checkpoints.checkpoint import find, iteration_of
 
-    newest = None if config is None else find(config.run_dir, hashes=False).path
+    newest = find(run_dir, hashes=False).path
     return 0 if newest is None else iteration_of(newest)
 
 

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from rl.config.paths import FOLDER, GONE, not_a_file
-from rl.record.run_lock import LOCKS
+from rl.record.run_summary import LOCKS
 from rl.text.untrusted import shown
 
 LOGS = "logs"

@@ -77,10 +77,9 @@ class Recording:
         self.writer.put(f"the record of iteration {done}", write)
 
     def end(self) -> None:
-        """All of it is on disk; the console and wandb show where the time went."""
+        """All of it is on disk; the console shows where the time went."""
         self.writer.flush()
         self.console.where_time_went(self.timer)
-        self.tracker.log_where_time_went(self.timer)
 
 
 def _off_device(episode: Episode) -> Episode:

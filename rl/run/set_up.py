@@ -31,7 +31,7 @@ from rl.judge.server import StartedJudge
 from rl.learner.learner import Learner
 from rl.memory import footprint, memory_plan
 from rl.meter.device import measure_flops_per_s
-from rl.ranks import heartbeat, placement, rendezvous, signals
+from rl.ranks import heartbeat, placement, signals
 from rl.ranks.dist import Dist
 from rl.ranks.hang_watch import WATCHED_ELSEWHERE
 from rl.ranks.seeding import seed_everything, set_rng_state
@@ -115,9 +115,6 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         for sentence in record.rewind(start if start > 0 else -1):
             console.say(sentence)
         record.write_config()
-        for place in rendezvous.open_to_others():
-            if rendezvous.is_one_node():
-                warn(f"rank {dist.rank} listens on {place}, which other machines may reach")
         timer = PhaseTimer(console, flops_per_s)
         recording = _open_recording(config, dist, console, timer, record, num_iterations, stack)
         sync_dtype = _engine_dtype(resolved)
