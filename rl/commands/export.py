@@ -29,7 +29,7 @@ from typing import Any, get_args
 
 from rl import build
 from rl.api import find
-from rl.check.disk import free_gb
+from rl.check.this_machine import free_gb
 from rl.checkpoints.checkpoint import MODEL_CARD
 from rl.commands.export_evidence import gather
 from rl.config.messages import validate
