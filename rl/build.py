@@ -188,35 +188,28 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | N
         found, wrong = find.plug_class(found, ROOMS[room])
     if wrong:
         return None, [f"{key}.type: {problem}" for problem in wrong]
-    try:
-        config, problems = validate(found.Config, section, at=key)
-    except find.STRANGE as error:  # of an outsider's validator
-        config, problems = None, [f"{key}: {found.__name__}.Config raises {find.described(error)}"]
-    if config is None:
-        return None, problems
-    plug = Plug(key, config, found)
+    what = f"{key}: {found.__name__}.Config"
+    read, wrong = find.attempt(what, None, lambda: validate(found.Config, section, at=key))
+    if read is None or read[0] is None:  # an outsider's validator may raise anything
+        return None, wrong or read[1]
+    plug = Plug(key, read[0], found)
     if issubclass(found, RunPlug):  # first, since other answers are read off the files
         models, wrong = ask_plug(plug, "models")
         wrong = wrong or [f"{key}.{problem}" for problem in model_problems(models)]
-    return plug, wrong or _answers(plug)
+    for question in find.questions(ROOMS[room]) if not wrong else ():
+        wrong += ask_plug(plug, question)[1]
+    if not wrong and issubclass(found, Reward) and found.needs_judge:
+        num_questions = found.num_questions(plug.config)
+        if num_questions < 1:
+            name = found.num_questions.__qualname__
+            wrong = [f"{key}: {name} returns {num_questions}; expected a whole number >= 1"]
+    return plug, wrong
 
 
 def ask_plug(plug: Plug[Any], member: str, *more: Any) -> tuple[Any, list[str]]:
     """A class method's answer about a plugin's section: (answer, []), or (None, what is wrong)."""
     answer, wrong = find.ask(plug.cls, member, plug.config, *more)
     return answer, [f"{plug.key}: {problem}" for problem in wrong]
-
-
-def _answers(plug: Plug[Any]) -> list[str]:
-    """What is wrong with a plugin's answers about its section."""
-    base = next(base for base in ROOMS.values() if issubclass(plug.cls, base))
-    found = [problem for name in find.questions(base) for problem in ask_plug(plug, name)[1]]
-    if not found and issubclass(plug.cls, Reward) and plug.cls.needs_judge:
-        num_questions = plug.cls.num_questions(plug.config)
-        if num_questions < 1:
-            name = plug.cls.num_questions.__qualname__
-            found = [f"{plug.key}: {name} returns {num_questions}; expected a whole number >= 1"]
-    return found
 
 
 def plugs_of(room: str) -> list[str]:
