@@ -51,16 +51,15 @@ class RowRules:
     pictures_remedy: str = "give fewer"
     """What to do about such a row."""
     keeps_transparency: bool = False
-    """A source picture that is transparent is RGBA, since the renderer reads it; else it is laid on
-    white."""
+    """A transparent source picture stays RGBA; else it is laid on white."""
 
 
 class DataSource(PlugBase[ConfigT]):
     """A plug of `rl/data`: a finite, indexable list of samples, the same in every run."""
 
     reads_much: ClassVar[bool] = False
-    """Whether opening it takes long, or asks another machine: if it does neither, it is opened, and
-    its first row read, before a run starts."""
+    """Whether opening it takes long or asks another machine; if not, it is opened and some rows are
+    read before a run starts."""
     num_skipped: Count = 0
     """Rows left out at the start because they cannot be used."""
 
@@ -73,8 +72,7 @@ class DataSource(PlugBase[ConfigT]):
 
     @abstractmethod
     def __getitem__(self, index: int) -> Sample:
-        """Sample `index`, 0 <= index < len(self). Raises `UnusableSampleError` when it turns out to
-        be none."""
+        """Sample `index`, 0 <= index < len(self). Raises `UnusableSampleError`."""
 
     @classmethod
     def provides(cls, config: ConfigT) -> Set[Carried]:
