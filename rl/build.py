@@ -190,9 +190,10 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | N
         return None, [f"{key}.type: {problem}" for problem in wrong]
     what = f"{key}: {found.__name__}.Config"
     read, wrong = find.attempt(what, None, lambda: validate(found.Config, section, at=key))
-    if read is None or read[0] is None:  # an outsider's validator may raise anything
-        return None, wrong or read[1]
-    plug = Plug(key, read[0], found)
+    config, problems = read or (None, wrong)  # an outsider's validator may raise anything
+    if config is None:
+        return None, problems
+    plug = Plug(key, config, found)
     if issubclass(found, RunPlug):  # first, since other answers are read off the files
         models, wrong = ask_plug(plug, "models")
         wrong = wrong or [f"{key}.{problem}" for problem in model_problems(models)]

@@ -1,15 +1,4 @@
-"""What a data source is: a class derived from `DataSource`, a finite list of samples.
-
-class Prompts(DataSource[MyConfig]):
-    def __init__(self, config: MyConfig, rules: RowRules) -> None:
-        self._lines = Path(config.path).read_text().splitlines()
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: int) -> Sample:
-        return Sample(id=str(index), instruction=self._lines[index])
-"""
+"""The base class of data sources: a finite list of samples (README has an example)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an inference engine is: a class derived from `Engine`, with a copy of the policy's weights.
+"""The base class of inference engines: they hold a copy of the policy's weights.
 
 Axes in names: `_P` prompts on this rank, `_G` completions in a group.
 """

@@ -1,8 +1,4 @@
-"""Finds a plugin by its name, and explains what is wrong with it.
-
-Only its module is run here, and by `ask` one of its class methods. Functions return (the result or
-None, problems without the config's key).
-"""
+"""Finds a plugin by its name, and explains what is wrong with it."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""What a loss is: a pure function of one micro-batch's tokens.
-
-    from rl.api.loss import LossInputs, LossTerms
-
-    def reinforce(x: LossInputs) -> LossTerms:
-        weights = x.mask.float() / x.denominators.num_tokens
-        ratio = (x.logprobs - x.old_logprobs).detach().exp()
-        return LossTerms(-x.advantages * x.logprobs, weights, ratio, x.mask & False)
-
-    algorithm: { loss: 'my_package.reinforce' }
+"""A loss is a pure function of one micro-batch's tokens (README has an example).
 
 Axes: `_B` completions in the micro-batch, `_C` completion tokens, right-padded.
 """

@@ -1,4 +1,4 @@
-"""What a policy is: a class derived from `Policy`, a trainable model that writes completions.
+"""The base class of policies: trainable models that write completions.
 
 Axes in names: `_P` prompts, `_B` rows of a micro-batch, `_T` tokens of a completion.
 """

@@ -1,12 +1,4 @@
-"""What a renderer is: a class derived from `Renderer`, a frozen generator of pictures.
-
-class Poster(Renderer[MyConfig]):
-    accepts = "text"
-
-    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Image]]:
-        for number, job in enumerate(jobs):
-            yield number, draw(job.payload)
-"""
+"""The base class of renderers: frozen generators of pictures (README has an example)."""
 
 from __future__ import annotations
 

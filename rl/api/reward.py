@@ -1,13 +1,4 @@
-"""What a reward is: a function of one picture, or a class derived from `Reward`.
-
-    from rl.api.reward import reward
-    from rl.api.types import RewardInput
-
-    @reward(needs={"image"})
-    def brightness(x: RewardInput) -> float:
-        return sum(x.image.convert("L").getdata()) / (255 * x.image.width * x.image.height)
-
-    rewards: { bright: { type: 'my_package.brightness' } }
+"""A reward is a function of one picture, or a class derived from `Reward` (README has examples).
 
 Axes in names: `_G` completions of a group.
 """

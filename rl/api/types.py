@@ -1,7 +1,5 @@
-"""The nouns every room speaks, frozen records that walk through the loop: `Sample` ->
-`Prompt` -> `Completion` -> `Action` -> `Episode` -> `TrainSequence`.
-
-Nothing heavy is imported in this folder, so a config can be checked on a laptop without torch.
+"""The frozen records that pass through the loop: `Sample` -> `Prompt` -> `Completion` -> `Action`
+-> `Episode` -> `TrainSequence`.
 
 Axes in names: `_P` prompts on this rank, `_G` completions in a group, `_B` graded episodes,
 `_T` tokens, `_V` vocabulary. `x_PG[p][g]` is one rollout.

@@ -1,7 +1,4 @@
-"""Reports what a config would do, without doing it: `rl check config.jsonnet`.
-
-Every launch calls `problems` first. It needs no torch, no vLLM and no GPU.
-"""
+"""Reports what a config would do, without doing it and without torch: `rl check config.jsonnet`."""
 
 from __future__ import annotations
 

@@ -57,18 +57,19 @@ def memory_problems(
 
 def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[Changes, str]:
     """(what lets it start, {} if nothing does; what is wrong)."""
-    key, value, needed = SHARE, engine.share, {SHARE: "auto"}
+    key, stated = SHARE, engine.share
+    needed: str | int = "auto"
     if engine.cache_gb is not None:
-        least_mb = math.ceil(round(engine.cache_of_gb(1) * 1e9) / 2**20)
-        key, value, needed = CACHE, round(engine.cache_gb * 1e9 / 2**20), {CACHE: least_mb}
+        key, stated = CACHE, round(engine.cache_gb * 1e9 / 2**20)
+        needed = math.ceil(round(engine.cache_of_gb(1) * 1e9) / 2**20)
     problem = (
-        f"{key}: with {value} the engine takes {engine.claimed_gb(gpu_gb):.1f} GB of {gpu_gb:g}, "
+        f"{key}: with {stated} the engine takes {engine.claimed_gb(gpu_gb):.1f} GB of {gpu_gb:g}, "
         f"and it needs {engine.least_gb(gpu_gb):.1f} GB: weights ({engine.weights_gb:.1f} GB), "
         f"workspace ({engine.workspace_gb(gpu_gb):.1f} GB) and a cache for one completion of "
         f"{engine.longest_tokens} tokens, prompt included; "
     )
     if engine.least_gb(gpu_gb) <= gpu_gb:
-        return needed, f"{problem}set {_written(key, needed[key])}"
+        return {key: needed}, f"{problem}set {key}={needed}"
     remedy = "a larger GPU, a smaller policy.model_path, or engine.dtype 'bfloat16' if it is wider"
     return {}, f"{problem}take {remedy}"
 

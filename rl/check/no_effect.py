@@ -1,7 +1,4 @@
-"""Reports keys that nothing reads beside a config's other keys, and keys that hardly work as meant.
-
-Rules about a plugin's own section are in the plugin (`PlugBase.no_effect`).
-"""
+"""Reports keys that nothing reads beside the other keys, and keys that hardly work as meant."""
 
 from __future__ import annotations
 

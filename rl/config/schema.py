@@ -1,8 +1,4 @@
-"""The one config schema, nested by room, and how a Jsonnet file becomes it.
-
-Plug sections (`policy`, `engine`, `renderer`, `rewards.*`, `data` sources) are checked by the
-plug's own `Config`, see `build.py`.
-"""
+"""The config schema, nested by room, and how a Jsonnet file becomes it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Memory of a run on each GPU and on each node, computed from sizes alone.
 
-GB is 1e9 bytes. A tenth of the GPU is left free, for fragmentation and other programs. A GPU has
-more bytes than its name says (85 GB for an "H100 80GB", 150 for an "H200 141GB"), so a plan by
-name is on the safe side; a start plans for the bytes that it finds. The engine's numbers are those
-of vLLM as `engines/vllm/vllm.py` starts it, tested against vLLM's own functions.
+GB is 1e9 bytes; a tenth of the GPU is left free. A GPU has more bytes than its name says (85 GB for
+an "H100 80GB"), so a plan by name is on the safe side. The engine's numbers are those of vLLM,
+tested against vLLM's own functions.
 """
 
 from __future__ import annotations

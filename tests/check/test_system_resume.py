@@ -34,10 +34,7 @@ BREAKING: list[tuple[dict[str, Any], str]] = [
      "rewards.clip.type: '(absent)' -> 'clip'"),
     ({"data": {"train": [TRAIN[0] | {"path": "other.jsonl"}]}},
      "data.train.0.path: 'train.jsonl' -> 'other.jsonl'"),
-    ({"sampling": {"temperature": 0.7}}, "sampling.temperature: 1.0 -> 0.7"),
     ({"algorithm": {"loss": "gspo"}}, "algorithm.loss: 'dapo' -> 'gspo'"),
-    ({"algorithm": {"zero_spread_groups": "keep"}}, "algorithm.zero_spread_groups: "),
-    ({"optimizer": {"betas": (0.9, 0.99)}}, "optimizer.betas.1: 0.95 -> 0.99"),
     ({"judge": {"model": "other"}}, "judge.model:"),
     ({"final_reward": {"weights": {"judge": 2.0}}}, "final_reward.weights"),
 ]  # fmt: skip
@@ -66,7 +63,6 @@ ALLOWED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         "data": {"train": TRAIN, "validation": HELD_OUT},
         "policy": POLICY | {"device": "cuda:1"},
     }, []),
-    ({}, {"sampling": {"temperature": 1}}, []),
     (NO_KL, {"algorithm": {"kl_coeff": 0.0, "zero_spread_groups": "kl_only"}}, []),
     (DECAYS, DECAYS | {"num_iterations": 9}, ["num_iterations: None -> 9"]),
     ({}, {"policy": POLICY | {"max_prompt_tokens": 4096}},
@@ -113,10 +109,6 @@ def test_other_changes_are_allowed_and_noted_where_they_matter(
     assert all(line.startswith(start) for line, start in zip(found, lines, strict=True)), found
 
 
-def test_tuples_are_the_lists_that_json_makes_of_them() -> None:
-    assert check_resume(resolved(), run_config().model_dump()) == []
-
-
 def test_groups_without_spread_keep_their_rule_where_there_is_a_kl() -> None:
     one, other = (
         resolved(algorithm={"kl_coeff": 0.1, "zero_spread_groups": rule})
@@ -160,27 +152,24 @@ def test_the_table_names_keys_that_exist() -> None:
         assert any(fnmatchcase(key, pattern) for key in keys), pattern
 
 
-CADENCE = [
-    {"checkpoint": {"save_every_n_iterations": 5}},
-    {"checkpoint": {"push_to_hub_every_n_iterations": 5, "push_to_hub_repo_id": "me/run"}},
-    {"evaluation": {"every_n_iterations": 5}},
-    {"num_iterations": 9},
-    {"data": {"train": TRAIN, "validation": HELD_OUT}},
-]
-
-
-@pytest.mark.parametrize("change", CADENCE, ids=lambda change: next(iter(change)))
-def test_what_sets_when_rollouts_start_level_is_said_where_they_run_ahead(change: Any) -> None:
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"checkpoint": {"save_every_n_iterations": 5}}, "checkpoint.save_every_n_iterations: 50 "),
+        ({"checkpoint": {"push_to_hub_every_n_iterations": 5, "push_to_hub_repo_id": "me/run"}},
+         "checkpoint.push_to_hub_every_n_iterations: 0 -> 5"),
+        ({"evaluation": {"every_n_iterations": 5}}, "evaluation.every_n_iterations: 0 -> 5"),
+        ({"num_iterations": 9}, "num_iterations: None -> 9"),
+        ({"data": {"train": TRAIN, "validation": HELD_OUT}}, "data.validation: [] -> "),
+    ],
+)  # fmt: skip
+def test_what_sets_when_rollouts_start_level_is_said_where_they_run_ahead(
+    change: dict[str, Any], line: str
+) -> None:
     """On-policy, checkpoints and held-out runs do not touch what is learnt."""
     assert check_resume(resolved(), resolved(**change)) == []
-    [line] = check_resume(resolved(max_staleness=1), resolved(max_staleness=1, **change))
-    assert line.startswith((
-        "checkpoint.save_every_n_iterations: 50 -> 5",
-        "checkpoint.push_to_hub_every_n_iterations: 0 -> 5",
-        "evaluation.every_n_iterations: 0 -> 5",
-        "num_iterations: None -> 9",
-        "data.validation: [] -> ",
-    ))  # fmt: skip
+    [found] = check_resume(resolved(max_staleness=1), resolved(max_staleness=1, **change))
+    assert found.startswith(line)
 
 
 def test_a_checkpoint_older_than_a_key_goes_on_as_it_was() -> None:
