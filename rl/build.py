@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
 from rl.api.types import Sample, SamplingParams, UnusableSampleError
-from rl.config.messages import validate
+from rl.config.messages import nearest, validate
 from rl.config.schema import SHIPPED_LOSSES, ConfigError, PlugSection, RunConfig
 from rl.files.model_files import model_problems
 from rl.files.weights import NotFiniteError
@@ -177,11 +176,9 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | N
         stated = "missing" if "type" not in section else f"{json.dumps(name)} given"
         return None, [f"{key}.type: {stated}; name a file of rl/{room}: {', '.join(known)} {own}"]
     if name not in known and not find.is_dotted_path(name):
-        near = difflib.get_close_matches(name, known, n=1)
         dotted = name.removeprefix("./").removesuffix(".py").replace("/", ".")
-        if find.is_dotted_path(dotted) and name != dotted:
-            near = [dotted]
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        is_file = find.is_dotted_path(dotted) and name != dotted
+        hint = nearest(dotted, [dotted] if is_file else known)
         return None, [f"{key}.type: no plug {name!r} in rl/{room}; {hint} {own}"]
     found, wrong = find.import_plug(module_of(room, name) if name in known else name)
     if not wrong:
@@ -353,9 +350,6 @@ def _open_source(plug: Plug[DataSource], rules: RowRules) -> DataSource:
     try:
         source = plug.cls(plug.config, rules)
         num_rows, num_skipped = len(source), source.num_skipped
-        if type(num_skipped) is not int or num_skipped < 0:
-            what = f"num_skipped is {shown(num_skipped)}"
-            raise ValueError(f"{at}: {what}; expected a whole number >= 0")
         if num_rows == 0:
             left_out = f" ({num_skipped} bad ones left out)" if num_skipped else ""
             raise ValueError(f"{at} holds no row{left_out}")

@@ -74,8 +74,8 @@ def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> st
 
 def _nearest_key(model: type[BaseModel], loc: Sequence[str]) -> str:
     """The nearest key of the same section; else the section where that very key lives."""
-    section = _section_at(model, loc[:-1])
     name = loc[-1]
+    section = _section_of(_field_at(model, loc[:-1])) if loc[1:] else model
     known = list(section.model_fields) if section else []
     if not difflib.get_close_matches(name, known, n=1, cutoff=0.6):
         homes = [key for key, other in sections(model) if name in other.model_fields]
@@ -90,10 +90,6 @@ def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:
     """The section a field holds (also an optional one), or None."""
     kinds = (field.annotation, *typing.get_args(field.annotation)) if field else ()
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
-
-
-def _section_at(model: type[BaseModel], loc: Sequence[str]) -> type[BaseModel] | None:
-    return _section_of(_field_at(model, loc)) if loc else model
 
 
 def _field_at(model: type[BaseModel], loc: Sequence[str]) -> FieldInfo | None:
