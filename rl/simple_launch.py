@@ -70,10 +70,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except ConfigError as error:
         print(f"{args.config} cannot run:", listed(error.problems), sep="\n", file=sys.stderr)
         sys.exit(1)
-    for title, lines in check_report.remarks(config).items():
+    resolved = build.resolve(config)
+    for title, lines in check_report.remarks(resolved).items():
         for line in lines:
             _say(f"{title}: {line}")
-    for line in this_machine.busy_lines(build.resolve(config)):
+    for line in this_machine.busy_lines(resolved):
         _say(line)
     num_ranks = config.world_size // args.nnodes
     sys.exit(launch(args, num_ranks, config.run_dir / "logs", config))
@@ -101,7 +102,7 @@ def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
         return check_report.problems_here(config, machine, num_ranks, this_machine.host_memory_gb())
 
     problems = problems_of(config)
-    own_gb = check_report.own_gpu_gb(build.resolve(config), machine, num_ranks)
+    own_gb = check_report.smallest_gpu_gb(build.resolve(config), machine, num_ranks)
     if own_gb is None or SAME_SIZE[0] <= own_gb / config.gpu_gb <= SAME_SIZE[1]:
         return problems
     size = math.floor(own_gb)

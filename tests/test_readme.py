@@ -107,4 +107,3 @@ def test_trainer_and_judge_on_one_machine_as_printed(
     text = " ".join(capsys.readouterr().out.split())
     assert done.value.code == 0 and text.endswith("nothing is wrong")
     assert f"prompts 12 an iteration 2 on each of {len(trained)} ranks" in text
-    assert "to the judge" not in text

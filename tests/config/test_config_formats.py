@@ -88,12 +88,6 @@ def test_its_policy_is_found_again(run_dir: Path) -> None:
     assert read_config(trained.model)["base_model_name_or_path"] == weights
 
 
-def test_an_old_key_is_refused_with_its_new_name() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config("configs/quickstart.jsonnet", ["baseline_arm=never"])
-    assert names(caught.value, "baseline_arm: ... 'bare_arm'")
-
-
 @pytest.mark.parametrize(
     ("number", "why"),
     [

@@ -16,8 +16,7 @@ from rl.api.engine import Engine, EngineMemory, EngineSetup, Residency
 from rl.api.plug import PlacedConfig, too_old, unread
 from rl.api.policy import Policy, PolicyConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
-from rl.config.engine_choice import vllm_build
-from rl.config.schema import RunConfig
+from rl.config.schema import RunConfig, vllm_build
 from rl.engines.vllm import engine_weights, start
 from rl.engines.vllm.vllm_config import GRID, Config
 from rl.files.weights import fingerprint
