@@ -130,8 +130,6 @@ def test_a_system_prompt_beside_an_editor_is_refused() -> None:
          "policy.lora.target_modules: 'q_porj' ... known: down"),
         (['policy.lora.target_modules=["qkv"]'], "policy.lora.target_modules: 'qkv' ... linear"),
         (["policy.lora.target_modules=[]"], "policy.lora.target_modules: ... empty"),
-        (["engine.adapter=merged", "optimizer.zero_stage=3"],
-         "engine.adapter: ... 'merged' ... ZeRO-3"),
         (["renderer.lora_path=./no.safetensors"], "renderer.lora_path: ... './no.safetensors'"),
         ([f"renderer.lora_path={tiny_config.WEIGHTS}",
           "renderer.lora_weight_name=no.safetensors"],
