@@ -134,17 +134,11 @@ def _run_backward(step: Callable[..., Tensors]) -> Callable[..., Tensors]:
         num_key_heads = key.shape[1]
         num_sharing = query.shape[1] // num_key_heads
         grads = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for grad, q, k, v, o, log_sum, into_q, into_k, into_v in zip(
-            grad_out.split(runs.query_lens),
-            query.split(runs.query_lens),
-            key.split(runs.key_lens),
-            value.split(runs.key_lens),
-            out.split(runs.query_lens),
-            lse.split(runs.query_lens, dim=1),
-            grads[0].split(runs.query_lens),
-            grads[1].split(runs.key_lens),
-            grads[2].split(runs.key_lens),
-            strict=True,
+        by_query = (tensor.split(runs.query_lens) for tensor in (grad_out, query, out, grads[0]))
+        by_key = (tensor.split(runs.key_lens) for tensor in (key, value, grads[1], grads[2]))
+        lse_by_run = lse.split(runs.query_lens, dim=1)
+        for grad, q, o, into_q, k, v, into_k, into_v, log_sum in zip(
+            *by_query, *by_key, lse_by_run, strict=True
         ):
             if not len(q):
                 continue

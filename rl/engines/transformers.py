@@ -75,7 +75,11 @@ class TransformersEngine(Engine):
             if vocabulary:
                 kinds_B = grammar_ids(num_after_image_B, heights_B, widths_B, vocabulary)
             logprobs_BV = self._distribution(logits_BV, params, kinds_B)
-            token_B = _draw(logprobs_BV, params.temperature, generators)
+            token_B = logprobs_BV.argmax(-1)
+            if params.temperature > 0:
+                rows = zip(logprobs_BV.exp(), generators, strict=True)
+                drawn = [torch.multinomial(probs_V, 1, generator=own) for probs_V, own in rows]
+                token_B = torch.cat(drawn)
             if vocabulary:
                 num_after_image_B = advance(num_after_image_B, token_B, vocabulary)
             tokens_TB.append(token_B.tolist())
@@ -141,19 +145,3 @@ class TransformersEngine(Engine):
         module = self._policy.module
         live = {name: p for name, p in module.named_parameters() if p.requires_grad}
         return self._policy.export_weights(live, version=0).fingerprint
-
-
-def _draw(
-    logprobs_BV: torch.Tensor, temperature: float, generators: Sequence[torch.Generator]
-) -> torch.Tensor:
-    """[B] int64, each row by its own generator."""
-    import torch
-
-    if temperature == 0:
-        return logprobs_BV.argmax(-1)
-    probs_BV = logprobs_BV.exp()
-    drawn = [
-        torch.multinomial(probs_V, 1, generator=generator)
-        for probs_V, generator in zip(probs_BV, generators, strict=True)
-    ]
-    return torch.cat(drawn)

@@ -107,21 +107,18 @@ class DeepSpeedBackend:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         if self._stage == 1:
-            self._complete_gradients()
+            # It reduces the gradients that this rank's backwards reached; all ranks must bring the
+            # same tensors, also a rank that ran no backward.
+            optimizer.setup_buckets()
+            for parameter in self._parameters.values():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         optimizer.loss_scale = 1 / gradient_scale
         self._engine.step()
         optimizer.loss_scale = 1.0
         return StepOutcome(
             float(self._engine.get_global_grad_norm()), self._engine.was_step_applied()
         )
-
-    def _complete_gradients(self) -> None:
-        """Stage 1 reduces the gradients that this rank's backwards reached; all ranks must bring
-        the same tensors, also one that ran no backward."""
-        self._engine.optimizer.setup_buckets()
-        for parameter in self._parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
     def masters(self) -> Tensors:
         live = self._stage < 3 and self._dtype == torch.float32

@@ -92,13 +92,8 @@ class Learner:
         filler = shared_filler(rows, self._dist) if together else None
         minibatches = []
         for groups in split_evenly(len(prompts_P), config.updates_per_iteration):
-            micro_batches = pack_groups(
-                prompts_P[groups.start : groups.stop],
-                ids_PG[groups.start : groups.stop],
-                config.max_tokens_per_micro_batch,
-                groups.start,
-                num_completions_P[groups.start : groups.stop],
-            )
+            max_tokens = config.max_tokens_per_micro_batch
+            micro_batches = pack_groups(prompts_P, ids_PG, max_tokens, groups, num_completions_P)
             if together:
                 micro_batches = in_step(micro_batches, filler, self._dist)
             lengths = [len(ids_PG[p][g]) for p in groups for g in range(num_completions_P[p])]

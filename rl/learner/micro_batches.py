@@ -47,10 +47,10 @@ def pack_groups(
     prompts_P: Sequence[Prompt],
     ids_PG: Sequence[Sequence[Sequence[int]]],
     max_tokens: int,
-    first: int = 0,
+    groups: range | None = None,
     num_sampled_P: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
-    """The groups, in order, in micro-batches of at most `max_tokens`; `first` is the first one's p.
+    """Some `groups` (None: all), in order, in micro-batches of at most `max_tokens`.
 
     A longer group is cut between completions, and a longer completion is alone in its micro-batch.
     `num_sampled_P`: how many of each group the policy wrote (None: all); the completions after them
@@ -58,13 +58,12 @@ def pack_groups(
     """
     packs: list[list[tuple[Row, Member]]] = []
     size = 0
-    nums_P = [len(ids_G) for ids_G in ids_PG] if num_sampled_P is None else num_sampled_P
-    groups = zip(prompts_P, ids_PG, nums_P, strict=True)
-    for p, (sampled_under, ids_G, num_sampled) in enumerate(groups, start=first):
-        prompts_G = [
-            sampled_under if g < num_sampled else sampled_under.plain for g in range(len(ids_G))
-        ]
-        group = tuple(zip(prompts_G, ids_G, strict=True))
+    for p in range(len(prompts_P)) if groups is None else groups:
+        num_sampled = len(ids_PG[p]) if num_sampled_P is None else num_sampled_P[p]
+        group = tuple(
+            (prompts_P[p] if g < num_sampled else prompts_P[p].plain, ids)
+            for g, ids in enumerate(ids_PG[p])
+        )
         if not packs or size + MicroBatch(group, ()).num_tokens > max_tokens:
             packs.append([])
             size = 0

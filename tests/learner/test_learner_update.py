@@ -361,7 +361,7 @@ def test_groups_are_packed_whole_and_cut_only_when_too_long() -> None:
         ((2, 0), (2, 1), (2, 2)),
     ]
     assert [p.num_tokens for p in micro_batches] == [14, 13]
-    cut = pack_groups([a, b, c], ids_PG, 10, first=3)
+    cut = pack_groups([a, b, c] * 2, ids_PG * 2, 10, range(3, 6))
     assert [p.members for p in cut] == [
         ((3, 0), (3, 1)), ((4, 0), (4, 1)), ((5, 0), (5, 1)), ((5, 2),),
     ]  # fmt: skip

@@ -67,8 +67,8 @@ def completion(
     grid: tuple[int, int] | None,
     vocabulary: ImageVocabulary | None,
 ) -> Completion:
-    """From vLLM's `CompletionOutput` with flat log-probs of its own tokens. `grid`: the picture's
-    size that the grammar enforced; None: none."""
+    """From vLLM's `CompletionOutput` with flat log-probs of its own tokens. With `grid` and
+    `vocabulary` the image grammar enforced a picture of that size."""
     ids = tuple(output.token_ids)
     assert tuple(output.logprobs.token_ids) == ids, "one log-prob a token, its own"
     forced = forced_tokens(ids, grid, vocabulary) if grid and vocabulary else None

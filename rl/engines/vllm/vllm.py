@@ -271,8 +271,7 @@ class VllmEngine(Engine[Config]):
                 "engine.gpu_memory_utilization: 'auto' needs the policy's size, which neither its "
                 "name nor its folder tells; give a share, such as 0.35"
             )
-        stated = {} if cache_bytes is None else {"kv_cache_memory_bytes": cache_bytes}
-        return {"gpu_memory_utilization": share, **stated}
+        return {"gpu_memory_utilization": share, "kv_cache_memory_bytes": cache_bytes}
 
     def generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
@@ -307,7 +306,7 @@ class VllmEngine(Engine[Config]):
             raise
         completions_PG = [
             [
-                requests.completion(member, self._stop_ids, self._grid(prompt), self._vocabulary)
+                requests.completion(member, self._stop_ids, prompt.grid, self._vocabulary)
                 for member in output.outputs
             ]
             for prompt, output in zip(prompts_P, outputs_P, strict=True)
@@ -338,7 +337,7 @@ class VllmEngine(Engine[Config]):
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        grid = self._grid(prompt)
+        grid = prompt.grid if self._vocabulary else None
         return VllmSamplingParams(
             n=params.num_completions if params.temperature > 0 else 1,
             seed=seed,
@@ -355,10 +354,6 @@ class VllmEngine(Engine[Config]):
             extra_args={start.GRID: grid} if grid else None,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-
-    def _grid(self, prompt: Prompt) -> tuple[int, int] | None:
-        """(h, w) of the picture that each completion must write; None: any token may come."""
-        return prompt.grid if self._vocabulary else None
 
     def sleep(self) -> None:
         """Free the device for others, if the engine does not stay on it."""
