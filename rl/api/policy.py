@@ -6,7 +6,7 @@ Axes in names: `_P` prompts, `_B` rows of a micro-batch, `_T` tokens of a comple
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
@@ -267,10 +267,6 @@ class Policy(RunPlug[PolicyConfigT]):
     @abstractmethod
     def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
         """`tensors`: the trainable parameters, whole, keyed as in `module.named_parameters()`."""
-
-    @abstractmethod
-    def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The matrices that an adapter changes, with it in them, under transformers' names."""
 
     @abstractmethod
     def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:

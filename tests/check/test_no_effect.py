@@ -100,8 +100,6 @@ def test_a_launch_says_it_too(tmp_path, monkeypatch, capsys) -> None:
          "policy.lora.target_modules: 'q_porj' ... known: down"),
         (EDITOR, ['policy.lora.target_modules=["qkv"]'], "policy.lora.target_modules: 'qkv'"),
         (EDITOR, ["policy.lora.target_modules=[]"], "policy.lora.target_modules: ... empty"),
-        (EDITOR, ["engine.adapter=merged", "optimizer.zero_stage=3"],
-         "engine.adapter: ... 'merged' ... ZeRO-3"),
         (EDITOR, ["renderer.lora_path=./no.safetensors"],
          "renderer.lora_path: ... './no.safetensors'"),
         (EDITOR, [f"renderer.lora_path={tiny_config.WEIGHTS}",

@@ -115,7 +115,6 @@ FP8 = ("renderer.fp8=compute", "renderer.dtype=bfloat16")
         ({}, [F32], "engine.adapter: ... float32 ... policy.dtype=bfloat16 ... transformers"),
         ({}, ["engine.dtype=float32"], "engine.adapter: ... float32 ... engine.dtype=auto"),
         ({}, [F32, "engine.dtype=bfloat16"], ""),
-        ({}, [F32, "engine.adapter=merged"], ""),
         ({}, [F32, SLOW], ""),
         ({}, ["policy.device=cpu"], "engine.type: ... 'cuda' ... 'cpu' ... requirements-cpu.lock"),
         ({"vllm": "cpu"}, [], "engine.type: ... 'cpu' ... 'cuda' ... requirements.lock"),

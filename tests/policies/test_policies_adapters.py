@@ -51,31 +51,6 @@ def test_at_most_24_bytes_a_tensor_come_to_the_host(monkeypatch: pytest.MonkeyPa
     assert num_bytes == [8 + 24]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_merged_is_what_peft_merges_and_the_base_is_only_read(tmp_path: Path, dtype: str) -> None:
-    """q and v are adapted; k, which samplers fuse with them, and o are in the same block."""
-    folder = tiny_qwen.save_policy_folder(tmp_path)
-    lora = {"r": 4, "alpha": 6, "target_modules": ["q_proj", "v_proj"]}
-    policy = tiny_policy.make_policy(folder, dtype=dtype, lora=lora)
-    before = {name: p.detach().clone() for name, p in policy.module.named_parameters()}
-    for _ in range(20):
-        merged = dict(policy.merged_weights())
-    assert all(torch.equal(p, before[n]) for n, p in policy.module.named_parameters())
-    stock = policy.module.model.merge_and_unload().state_dict()
-    assert {name.split(".")[-2] for name in merged} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    for name, tensor in merged.items():
-        assert torch.equal(tensor, stock[name]), name
-    moved = [name for name, tensor in merged.items() if (tensor != base(before, name)).any()]
-    assert moved == [name for name in merged if name.endswith(("q_proj.weight", "v_proj.weight"))]
-
-
-def base(before: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """The parameter that transformers calls `name`, with and without a layer of PEFT's around."""
-    block, kind = name.rsplit(".", 1)
-    wrapped = f"model.base_model.model.{block}.base_layer.{kind}"
-    return before.get(wrapped, before.get(f"model.base_model.model.{name}"))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))

@@ -78,28 +78,6 @@ class TrainedWeights(Policy[PolicyConfigT]):
             fingerprint=fingerprint(named),
         )
 
-    def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """base + alpha / r B A, under transformers' names, of each layer that is adapted; its
-        neighbours as they are, since engines fuse some of them. Summed in float32, rounded once to
-        the base's dtype; the base is only read, never written to. Not under ZeRO-3."""
-        import torch
-
-        model = self.module.base_model
-        adapted = [name for name, layer in model.named_modules() if hasattr(layer, "lora_A")]
-        with torch.no_grad():
-            for parent in sorted({name.rpartition(".")[0] for name in adapted}):
-                for name, layer in model.get_submodule(parent).named_children():
-                    linear = getattr(layer, "base_layer", layer)
-                    if not isinstance(linear, torch.nn.Linear):
-                        continue
-                    weight = linear.weight.detach()
-                    if linear is not layer:
-                        delta = layer.get_delta_weight("default")
-                        weight = (weight.float() + delta.float()).to(weight.dtype)
-                    yield f"{parent}.{name}.weight", weight
-                    if linear.bias is not None:
-                        yield f"{parent}.{name}.bias", linear.bias.detach()
-
     def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """LoRA: a PEFT adapter. Full: a transformers folder with what its prompts need."""
         named = self._outside_names(tensors)
