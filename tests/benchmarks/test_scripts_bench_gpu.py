@@ -14,8 +14,7 @@ from benchmarks.gpu_bench import Bench, Line, Report
 from benchmarks.gpu_models import REAL, TINY
 from rl.algorithm import attention_kernels
 from rl.algorithm.attention_kernels import Kernel, Runs
-from rl.policies.qwen_vl.qwen_vl_config import Config
-from rl.policies.qwen_vl.qwen_vl_loading import load_image_processor, load_tokenizer
+from rl.policies.qwen_vl.qwen_vl_loading import Config, load_image_processor, load_tokenizer
 from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
 from rl.ranks.dist import Dist
 from rl.renderers import qwen_image_edit

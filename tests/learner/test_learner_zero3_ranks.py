@@ -38,7 +38,7 @@ from rl.learner.learner import Learner
 from rl.learner.weight_sync import sync
 from rl.policies import qwen2_5_vl
 from rl.policies.emu3.emu3 import Emu3
-from rl.policies.shared import adapters
+from rl.policies.shared.policy_base import peft_name
 from rl.ranks.dist import Dist
 
 pytestmark = pytest.mark.slow
@@ -161,7 +161,7 @@ class TwinEngine:
     def load_weights(self, weights: PolicyWeights) -> None:
         with torch.no_grad():
             for name, parameter in self.trained().items():
-                parameter.copy_(weights.tensors[adapters.peft_name(name)])
+                parameter.copy_(weights.tensors[peft_name(name)])
 
     def held_fingerprint(self) -> str:
         return self.policy.export_weights(self.trained(), 0).fingerprint

@@ -296,7 +296,7 @@ def test_rope_scaling_of_a_published_config_survives(tmp_path, key):
     (folder / "config.json").write_text(json.dumps(scaled))
     config = emu3_loading.read_model_config(folder)
     expected = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
-    assert config.rope_parameters == expected and config.attention_dropout == 0
+    assert expected.items() <= config.rope_parameters.items() and config.attention_dropout == 0
 
 
 def test_a_picture_that_no_completion_can_hold_names_its_sample(tmp_path):

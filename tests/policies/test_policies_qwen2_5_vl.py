@@ -339,8 +339,6 @@ def test_a_saved_adapter_loads_in_peft_and_as_a_new_start(policy, group, tmp_pat
     with torch.no_grad():
         assert apart(again.module(batch).logprobs, policy.module(batch).logprobs) <= NATS
     assert trainable(again).keys() == trainable(policy).keys()
-    with pytest.raises(ValueError, match="r=4 alpha=8"):
-        make_qwen(policy.config.model_path, adapter_path=str(tmp_path), lora={"r": 2, "alpha": 8})
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -221,7 +221,8 @@ def test_bad_templates_are_refused(tokenizer):
 
 
 def test_what_is_banned_and_what_stops(tokenizer):
-    stops, banned = reader(tokenizer).token_roles(vocab_size=len(tokenizer) + 3)
+    prompts = reader(tokenizer)
+    stops, banned = prompts.stop_ids, prompts.banned_ids(vocab_size=len(tokenizer) + 3)
     assert tokenizer.convert_ids_to_tokens(stops) == ["<|im_end|>", "<|endoftext|>"]
     named = set(tokenizer.convert_ids_to_tokens([i for i in banned if i < len(tokenizer)]))
     assert {"<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|vision_start|>"} <= named

@@ -66,11 +66,11 @@ def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_qwen3.save_policy_folder(tmp_path_factory.mktemp("qwen3"))
 
 
-def make_policy(folder: str, kind: str) -> QwenVL[Any]:
+def make_policy(folder: str, kind: str) -> QwenVL:
     """As in a run without a renderer, where a row may have no picture; the folder says which."""
     section = {"type": "", "model_path": folder, "dtype": "float32", **KINDS[kind]}
     is_qwen3 = json.loads(Path(folder, "config.json").read_text())["model_type"] == "qwen3_vl"
-    plug: type[QwenVL[Any]] = qwen3_vl.Qwen3VL if is_qwen3 else qwen2_5_vl.Qwen25VL
+    plug: type[QwenVL] = qwen3_vl.Qwen3VL if is_qwen3 else qwen2_5_vl.Qwen25VL
     policy = plug(
         plug.Config(**section),
         PolicySetup(

@@ -20,7 +20,9 @@ from rl.api.policy import ThoughtSection
 from rl.api.types import Action, Completion, Prompt, Row, Sample, UnusableSampleError
 from rl.learner.micro_batches import shared_filler
 from rl.policies.qwen2_5_vl import Qwen25VL
-from rl.policies.shared import prompting, thought
+from rl.policies.qwen_vl import qwen_vl_thought as thought
+from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
+from rl.policies.shared import prompting
 
 THINK = {"instruction": "Think, then write {marker} and the words."}
 
@@ -54,9 +56,14 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
+def split(tokenizer: Any, ids: list[int], **section: Any) -> thought.Written:
+    asked = ThoughtSection(**section)
+    prompts = QwenPrompts(tokenizer, None, tiny_qwen.TEMPLATE, True, 200)
+    return thought.Thinking(prompts, asked, False).split(ids, asked)
+
+
 def read(tokenizer: Any, text: str, **section: Any) -> thought.Written:
-    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    return thought.read(tokenizer, ids_of(tokenizer, text), ThoughtSection(**section), [stop])
+    return split(tokenizer, ids_of(tokenizer, text), **section)
 
 
 @pytest.mark.parametrize(
@@ -126,10 +133,10 @@ def test_white_space_that_is_one_token_with_part_of_a_letter(tokenizer: Any) -> 
     joining = WithJoined(tokenizer, 10**6, [space, first])
     marker, stop = ids_of(tokenizer, "</think>"), tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [*marker, 10**6, *rest, stop]
-    written = thought.read(joining, ids, ThoughtSection(), [stop])
+    written = split(joining, ids)
     assert (written.words, written.num_thought_tokens) == ("\U0001f388", len(marker))
     assert written.word_ids == (first, *rest, stop)
-    cut = thought.read(joining, [*marker, 10**6, stop], ThoughtSection(), [stop])
+    cut = split(joining, [*marker, 10**6, stop])
     assert cut.words == "\ufffd" and cut.word_ids[-1] == stop, "it ends in mid-letter"
 
 
@@ -199,16 +206,16 @@ def test_a_policy_may_be_let_off_its_marker(tokenizer: Any) -> None:
     assert read(tokenizer, "<|im_end|>", without_marker="words").failure == thought.NO_WORDS
 
 
-@pytest.mark.parametrize(
-    ("loss", "mask"),
-    [
-        ("all", [True] * 5),
-        ("thought", [True, True, True, False, False]),
-        ("words", [False, False, False, True, True]),
-    ],
-)
-def test_which_side_of_the_marker_is_trained(loss: Any, mask: list[bool]) -> None:
-    assert thought.is_trained(ThoughtSection(loss=loss), 3, 5) == mask
+@pytest.mark.parametrize("loss", ["all", "thought", "words"])
+def test_which_side_of_the_marker_is_trained(writer: Qwen25VL, loss: Any) -> None:
+    section = ThoughtSection(loss=loss)
+    thinking = thought.Thinking(writer.prompts, section, False)
+    ids = writer.encode_completion("so</think>red").token_ids
+    num_thought = thinking.split(ids, section).num_thought_tokens
+    assert 1 < num_thought < len(ids)
+    sides = {"all": (True, True), "thought": (True, False), "words": (False, True)}[loss]
+    expected = [sides[0]] * num_thought + [sides[1]] * (len(ids) - num_thought)
+    assert list(thinking.loss_mask(ids)) == expected
 
 
 def test_users_words_never_spell_a_token(with_markers: Any) -> None:

@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl.api.types import Action, Prompt, Row, Sample, TokenBatch, UnusableSampleError
+from rl.api.types import Action, Prompt, Sample, UnusableSampleError
 from rl.policies.emu3 import image_tokens
 from rl.policies.shared import prompting
-from rl.policies.shared.packing import pack, positions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +48,12 @@ class Emu3Prompts:
                 f"the source picture of sample {sample.id!r}: {error}"
             ) from error
         height, width = codes.shape
-        words = self._words(sample.instruction, self._filled_prefill(height, width))
+        prefill = self._filled_prefill(height, width)
+        if any(special in sample.instruction for special in self._specials):
+            words = prompting.plain_ids(self.tokenizer, sample.instruction)
+            words += prompting.ids_of(self.tokenizer, prefill)
+        else:
+            words = prompting.ids_of(self.tokenizer, sample.instruction + prefill)
         ids = (self.vocabulary.beginning, *picture, *words)
         if len(ids) > self._max_prompt_tokens:
             raise UnusableSampleError(
@@ -63,18 +67,9 @@ class Emu3Prompts:
     def _filled_prefill(self, height: int, width: int) -> str:
         return self._prefill.replace("{height}", str(height)).replace("{width}", str(width))
 
-    def _words(self, instruction: str, prefill: str) -> list[int]:
-        """Tokenised as one text, unless the user's words spell a special token."""
-        if any(special in instruction for special in self._specials):
-            return prompting.plain_ids(self.tokenizer, instruction) + self._ids(prefill)
-        return self._ids(instruction + prefill)
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
-
     def picture_ids(self, codes: np.ndarray) -> list[int]:
         """Ids of a whole picture, from image start to image end."""
-        header = self._ids("*".join(str(side) for side in codes.shape))
+        header = prompting.ids_of(self.tokenizer, "*".join(str(side) for side in codes.shape))
         return image_tokens.picture_ids(codes, header, self.vocabulary)
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
@@ -87,7 +82,7 @@ class Emu3Prompts:
         of the picture the prefill has begun already is left out."""
         height, width = codes.shape
         picture = self.picture_ids(codes)
-        begun = self._ids(self._filled_prefill(height, width))
+        begun = prompting.ids_of(self.tokenizer, self._filled_prefill(height, width))
         lengths = range(min(len(begun), len(picture)), 0, -1)
         shared = next((n for n in lengths if begun[-n:] == picture[:n]), 0)
         words = prompting.plain_ids(self.tokenizer, thought) if thought else []
@@ -110,29 +105,3 @@ class Emu3Prompts:
     def _text(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text.strip()
-
-    def collate(self, rows: Sequence[Row], device: str) -> TokenBatch:
-        """Groups packed into a row on `device`, with their positions (`position_ids`, [S]) and,
-        with constraints, which completion tokens these forced (`forced`, [B, C] bool)."""
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
-
-        from rl.algorithm.image_grammar import forced_tokens
-
-        ids, groups, prompts = pack(rows)
-        counted = [torch.arange(len(prompt.token_ids)) for prompt in prompts]
-        inputs = {"position_ids": positions(groups, counted)}
-        if self._constrained:
-            forced_B = [
-                torch.tensor(
-                    forced_tokens(ids, prompt.grid, self.vocabulary.picture), dtype=torch.bool
-                )
-                for prompt, ids in rows
-                if prompt.grid is not None
-            ]
-            inputs["forced"] = pad_sequence(forced_B, batch_first=True)
-        return TokenBatch(
-            input_ids=torch.tensor(ids, device=device),
-            groups=groups,
-            model_inputs={name: tensor.to(device) for name, tensor in inputs.items()},
-        )

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl.api.types import TokenBatch
-from rl.policies.qwen_vl.qwen_vl_pictures import Picture, PictureFeatures
-from rl.policies.qwen_vl.tower import Tower
+from rl.api.types import Prompt, TokenBatch
+from rl.policies.qwen_vl.qwen_vl_pictures import Picture, PictureFeatures, Tower
 from rl.policies.shared.trained_module import TrainedModule
 
 if TYPE_CHECKING:
@@ -54,13 +53,13 @@ class QwenModule(TrainedModule):
         collective, hence not under ZeRO-3."""
         return self._features.of(pictures, self.base_model) or []
 
-    def prompt_positions(self, token_ids: torch.Tensor, grid: torch.Tensor | None) -> torch.Tensor:
-        """[3, P] M-RoPE positions of a prompt's ids [P] with pictures of `grid` [n, 3], both on
-        the CPU. Without token types transformers silently gives plain ones, 1.28 nats off."""
-        config = self.base_model.config
+    def prompt_positions(self, prompt: Prompt) -> torch.Tensor:
+        """[3, P] M-RoPE positions on the CPU. Without token types transformers silently gives plain
+        ones, 1.28 nats off."""
+        config, token_ids = self.base_model.config, torch.tensor(prompt.token_ids)
         positions, _ = self.base_model.model.get_rope_index(
             token_ids[None],
             mm_token_type_ids=(token_ids == config.image_token_id)[None].long(),
-            image_grid_thw=grid,
+            image_grid_thw=prompt.model_inputs.get("image_grid_thw"),
         )
         return positions[:, 0]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from cachetools import LRUCache
 
-from rl.policies.qwen_vl.tower import Tower
 from rl.ranks.sharded import calls_in_step
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +24,27 @@ class Picture:
     """[patches, C] float32, as transformers' image processor gives them."""
     grid: torch.Tensor
     """[1, 3] int64: frames, rows and columns of patches."""
+
+
+class Tower:
+    """How transformers' vision tower takes and gives features: Qwen2.5-VL's; other families derive
+    their own."""
+
+    linear_layers: ClassVar[Set[str]] = frozenset({"qkv", "proj"})
+    """Names of its linear layers, which an adapter may name where the tower is trained."""
+
+    def features(self, encoded: Any) -> Sequence[torch.Tensor]:
+        """[N_img, W] of each picture from the tower's output for all of them; W as in an inference
+        engine's tower."""
+        pictures: Sequence[torch.Tensor] = encoded.pooler_output
+        return pictures
+
+    def encoded(self, features: Sequence[torch.Tensor], config: Any) -> Any:
+        """The inverse: what transformers' model takes in place of running the tower; `config` is
+        the tower's."""
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        return BaseModelOutputWithPooling(pooler_output=tuple(features))
 
 
 class PictureFeatures:
@@ -68,6 +90,8 @@ class PictureFeatures:
         return features or None
 
     def _encode(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor]:
+        import torch
+
         device = vl_model.device
         pixel_values = torch.cat([picture.pixel_values.to(device) for picture in pictures])
         grid = torch.cat([picture.grid for picture in pictures]).to(device)
@@ -78,6 +102,8 @@ class PictureFeatures:
 
 def _blank(visual: Any) -> Picture:
     """The smallest picture there is, all zeros."""
+    import torch
+
     side, embed = visual.spatial_merge_size, visual.patch_embed
     num_values = embed.in_channels * embed.temporal_patch_size * embed.patch_size**2
     grid = torch.tensor([[1, side, side]])

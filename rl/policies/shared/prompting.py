@@ -69,8 +69,8 @@ def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list
         )
     before, after = parts
     if not any(special in instruction for special in special_texts(tokenizer)):
-        return _ids(tokenizer, before + instruction + after)
-    return _ids(tokenizer, before) + plain_ids(tokenizer, instruction) + _ids(tokenizer, after)
+        return ids_of(tokenizer, before + instruction + after)
+    return ids_of(tokenizer, before) + plain_ids(tokenizer, instruction) + ids_of(tokenizer, after)
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
@@ -101,7 +101,7 @@ def num_prefix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Seque
 
     Raises ValueError when the prefix is not where the prompt starts, token by token.
     """
-    prefix = _ids(tokenizer, template.drop_prefix) if template.drop_prefix else []
+    prefix = ids_of(tokenizer, template.drop_prefix) if template.drop_prefix else []
     if list(token_ids[: len(prefix)]) != prefix:
         raise ValueError(
             f"the template's drop_prefix {template.drop_prefix!r} is not the beginning of its text "
@@ -116,7 +116,7 @@ def num_suffix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Seque
     Raises ValueError when that is not where the prompt ends, token by token.
     """
     text = template.text.partition("{instruction}")[2]
-    suffix = _ids(tokenizer, text)
+    suffix = ids_of(tokenizer, text)
     if list(token_ids[len(token_ids) - len(suffix) :]) != suffix:
         raise ValueError(
             f"policy.thought: no request to think can be put behind the user's words, since this "
@@ -160,5 +160,6 @@ def resize_to_area(image: Image, area_px: int, multiple_px: int) -> Image:
     return image.resize(size, PILImage.Resampling.LANCZOS)
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    """Ids of `text`, in which special tokens may be written."""
     return list(tokenizer(text, add_special_tokens=False).input_ids)
