@@ -1,9 +1,8 @@
 """The keys of `policy: { type: 'emu3' }`, and an Emu3's weights and tokenizer.
 
-They are read in transformers' form or in BAAI's, without running remote code.
-
-BAAI's form has a custom `model_type` and a tiktoken vocabulary, but its weights have transformers'
-names, and its tokenizer is byte-level BPE behind Qwen's split pattern.
+They are read in transformers' form or in BAAI's, without running remote code. BAAI's form has a
+custom `model_type` and a tiktoken vocabulary, but its weights have transformers' names, and its
+tokenizer is byte-level BPE after Qwen's split pattern.
 """
 
 from __future__ import annotations
@@ -22,11 +21,6 @@ from rl.console.progress import weights_counted
 from rl.policies.shared import model_loading
 from rl.policies.shared.policy_base import TrainedPolicyConfig
 
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Qwen's: words, single digits, punctuation, white space."""
 TEXT_SPECIALS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -134,6 +128,7 @@ def _read_tiktoken(folder: Path) -> Any:
     """The vocabulary as `tokenizers` takes it: byte pairs, text specials, vision tokens, by id."""
     from tokenizers import normalizers
     from transformers.convert_slow_tokenizer import TikTokenConverter
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
     class Converter(TikTokenConverter):
         """tiktoken's own reader keeps a copy by path, and would miss that a file has changed."""
@@ -146,7 +141,7 @@ def _read_tiktoken(folder: Path) -> Any:
     vision = (folder / VISION_FILE).read_bytes().decode().split("\n")
     tokenizer = Converter(
         vocab_file=str(folder / TIKTOKEN_FILE),
-        pattern=SPLIT_PATTERN,
+        pattern=PRETOKENIZE_REGEX,
         extra_special_tokens=[*TEXT_SPECIALS, *(line.strip() for line in vision if line.strip())],
     ).converted()
     tokenizer.normalizer = normalizers.NFC()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,20 +11,17 @@ from rl.api.types import Prompt, TokenBatch
 from rl.policies.qwen_vl.qwen_vl_pictures import Picture, PictureFeatures, Tower
 from rl.policies.shared.trained_module import TrainedModule
 
-if TYPE_CHECKING:
-    from rl.policies.shared.policy_base import TrainedPolicy
-
 
 class QwenModule(TrainedModule):
     """Around a `...VLForConditionalGeneration`."""
 
-    def __init__(
-        self, model: Any, policy: TrainedPolicy[Any], tower: Tower, max_kept_pictures: int
-    ) -> None:
+    def __init__(self, model: Any, policy: Any) -> None:
+        """`policy`: a `QwenVL`."""
         super().__init__(model, policy)
         tower_trained = any(p.requires_grad for p in self.base_model.model.visual.parameters())
-        self._tower = tower
-        self._features = PictureFeatures(tower, tower_trained, max_kept_pictures)
+        self._tower: Tower = policy.tower
+        most = policy.config.max_kept_pictures
+        self._features = PictureFeatures(policy.tower, tower_trained, most)
         self._pre_norm = policy.setup.state_kind == "pre_norm"
 
     def states(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -98,10 +98,9 @@ class QwenVL(TrainedPolicy[Config]):
         model = self._ready(model, within)
         if config.lora is None:
             model.model.visual.requires_grad_(not config.freeze_vision_tower)
-        kept = config.max_kept_pictures
-        self.module = QwenModule(model, self, self.tower, kept)
+        self.module = QwenModule(model, self)
         self._negatives: LRUCache[tuple[tuple[bytes, ...], bool], torch.Tensor]
-        self._negatives = LRUCache(kept)
+        self._negatives = LRUCache(config.max_kept_pictures)
 
     @classmethod
     def picture_tokens(cls, config: Config, area_px: int) -> int:
@@ -251,12 +250,30 @@ class QwenVL(TrainedPolicy[Config]):
         if self.config.conditioning == "base":
             batch, outputs = self._base_forward(alone)
         assert batch is not None and outputs is not None, "it reads states"
-        unread = [self.thinking.unread(prompt, ids) for prompt, ids in alone]
-        states = _states(alone, batch, outputs.hidden, unread)
+        states = self._states(alone, batch, outputs.hidden)
         embeds_B = [states[place] for place in places_B]
         negatives_B = self._negatives_of([prompt for prompt, _ in rows])
         pictures_B = [self.prompts.picture_places(prompt.plain) for prompt, _ in rows]
         return list(map(HiddenStates, embeds_B, negatives_B, pictures_B))
+
+    def _states(
+        self, rows: Sequence[Row], batch: TokenBatch, hidden_SD: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """[L, D] of each row: its prompt after the dropped prefix, and its completion, without the
+        tokens that `Thinking.unread` names. Detached copies: a view would keep the whole packed row
+        alive."""
+        import torch
+
+        prompts_B = [group for group in batch.groups for _ in group.completion_lens]
+        spans_B = completion_spans(batch.groups)
+        hidden_SD = hidden_SD.detach()
+        states_B = []
+        for (prompt, ids), group, (start, end) in zip(rows, prompts_B, spans_B, strict=True):
+            first, last, leading = self.thinking.unread(prompt, ids)
+            own = hidden_SD[group.start : group.start + group.prompt_len]
+            read = own[prompt.num_dropped_tokens : first], own[last:]
+            states_B.append(torch.cat([*read, hidden_SD[start + leading : end]]))
+        return states_B
 
     def _base_forward(self, rows: Sequence[Row]) -> tuple[TokenBatch, TokenOutputs]:
         """The untrained weights', without a graph."""
@@ -291,39 +308,10 @@ class QwenVL(TrainedPolicy[Config]):
         for keys in batches:
             rows = [(self.prompts.other_words(shown[key], words), ()) for key in keys]
             batch, outputs = self._base_forward(rows)
-            found |= zip(keys, _states(rows, batch, outputs.hidden), strict=True)
+            found |= zip(keys, self._states(rows, batch, outputs.hidden), strict=True)
         self._negatives.update(found)
         return [found[key] for key in keys_B]
 
     def _save_rest(self, path: Path) -> None:
         super()._save_rest(path)
         self.prompts.image_processor.save_pretrained(path)
-
-
-def _states(
-    rows: Sequence[Row],
-    batch: TokenBatch,
-    hidden_SD: torch.Tensor,
-    unread_B: Sequence[tuple[int, int, int]] | None = None,
-) -> list[torch.Tensor]:
-    """[L, D] of each row: its prompt after the dropped prefix, and its completion, without the
-    tokens that `Thinking.unread` names. Detached copies: a view would keep the whole packed row
-    alive."""
-    import torch
-
-    spans_B = list(completion_spans(batch.groups))
-    prompts_B = [group for group in batch.groups for _ in group.completion_lens]
-    unread_B = unread_B or [(group.prompt_len, group.prompt_len, 0) for group in prompts_B]
-    hidden_SD = hidden_SD.detach()
-    states_B = []
-    for (prompt, _), group, (start, end), (first, last, leading) in zip(
-        rows, prompts_B, spans_B, unread_B, strict=True
-    ):
-        own = hidden_SD[group.start : group.start + group.prompt_len]
-        parts = [
-            own[prompt.num_dropped_tokens : first],
-            own[last:],
-            hidden_SD[start + leading : end],
-        ]
-        states_B.append(torch.cat(parts))
-    return states_B

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from typing_extensions import TypeVar
 
 from rl.api.plug import ModelFiles, PlacedConfig, too_old, unread
-from rl.api.policy import Decoder, LoraSection, Policy, PolicyConfig
+from rl.api.policy import Decoder, Policy, PolicyConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, Row, TokenBatch
 from rl.config.paths import not_a_file
 from rl.config.schema import RunConfig
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 WRAPPER = "model."
 """Where the policy's module keeps the model: the prefix of its parameter names."""
+ADAPTER_KEYS = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+"""Keys of `lora`, and their names in an adapter's own config."""
 ADAPTER_FILES: Mapping[str, Any] = {
     "config": ADAPTER_CONFIG,
     "weights": ("adapter_model.safetensors", "adapter_model.bin"),
@@ -92,7 +94,14 @@ class TrainedPolicy(Policy[TrainedConfigT]):
             found.append(f"adapter_path: {shown(repr(adapter), 300)} holds no {ADAPTER_CONFIG}")
         elif adapter:
             try:
-                found += _unfit(read_config(Path(adapter)), config.lora)
+                written = read_config(Path(adapter))
+                lora = {} if config.lora is None else config.lora.model_dump()
+                found += [
+                    f"lora.{key}: {lora[key]:g} given, but adapter_path's is {written[name]}: "
+                    "make them equal"
+                    for key, name in ADAPTER_KEYS.items()
+                    if key in lora and written.get(name, lora[key]) != lora[key]
+                ]
                 found += model_problems([ModelFiles("adapter_path", adapter, **ADAPTER_FILES)])
             except ValueError as error:
                 found.append(f"adapter_path: {error}")
@@ -339,14 +348,3 @@ def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
     whole = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     save_file(whole, path, metadata={"format": "pt"})
-
-
-def _unfit(adapter_config: Mapping[str, Any], lora: LoraSection | None) -> list[str]:
-    """The keys of `lora` that an adapter's own config contradicts."""
-    names = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
-    return [
-        f"lora.{key}: {getattr(lora, key):g} given, but adapter_path's is {adapter_config[name]}: "
-        "make them equal"
-        for key, name in names.items()
-        if lora is not None and adapter_config.get(name, getattr(lora, key)) != getattr(lora, key)
-    ]
