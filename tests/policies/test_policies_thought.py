@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_qwen
-import tiny_qwen3
 import torch
 from tiny_act import act, act_group
 from tiny_policy import LORA, make_qwen, wake_lora
@@ -17,7 +15,7 @@ from tiny_rounding import NATS, apart
 from transformers import AddedToken
 
 from rl.api.policy import ThoughtSection
-from rl.api.types import Action, Completion, Prompt, Row, Sample, UnusableSampleError
+from rl.api.types import Action, Completion, Prompt, Row, UnusableSampleError
 from rl.learner.micro_batches import shared_filler
 from rl.policies.qwen2_5_vl import Qwen25VL
 from rl.policies.qwen_vl import qwen_vl_thought as thought
@@ -271,15 +269,6 @@ def test_what_is_handed_on_are_the_words_alone(writer: Qwen25VL) -> None:
     assert (same.payload, same.failure) == ("red", None)
 
 
-def test_off_is_as_it_was(folder: str) -> None:
-    policy = make_qwen(folder, "text")
-    prompt = policy.build_prompt(tiny_qwen.sample(0))
-    ids = policy.encode_completion("a</think>b").token_ids
-    [action] = act(policy, [(prompt, ids)])
-    assert (action.text, action.payload, action.thought) == ("a</think>b", "a</think>b", "")
-    assert policy.loss_mask(policy.encode_completion("a"), 0) == (True, True)
-
-
 PLAIN_WORDS = ("blue", "red square")
 
 
@@ -375,33 +364,6 @@ def test_the_stock_arm_reads_no_request(both: dict[str, Qwen25VL]) -> None:
             expected_prompt, expected = wanted[arm]
             [stock] = act(plain, [(expected_prompt, expected.token_ids)])
             alike(found, stock)
-
-
-def test_another_family_with_tags_of_its_own_and_states_before_the_norm(
-    tmp_path: Path, with_markers: Any
-) -> None:
-    """Qwen3-VL: '</think>' is one token that is not special, pictures bring deepstack features."""
-    folder = tiny_qwen3.save_policy_folder(tmp_path)
-    with_markers.save_pretrained(folder)
-    plain, policy = (
-        tiny_qwen3.make_qwen3(folder, section=section, state_kind="pre_norm")
-        for section in ({}, {"thought": THINK})
-    )
-    sample = Sample("s", "join </think> them", (tiny_qwen.picture(0), tiny_qwen.picture(1)))
-    prompt = policy.build_prompt(sample)
-    marker = with_markers.convert_tokens_to_ids("</think>")
-    assert marker in prompt.token_ids and marker not in prompt.plain.token_ids, "ours alone is one"
-    assert marker not in policy.banned_token_ids
-    words = plain.encode_completion("blue").token_ids
-    said = (*with_markers("hm", add_special_tokens=False).input_ids, marker, *words)
-    [thinking] = act(policy, [(prompt, said)])
-    assert (thinking.thought, thinking.words) == ("hm</think>", "blue")
-    [expected] = act(plain, [(plain.build_prompt(sample), words)])
-    alike(thinking, expected)
-    assert thinking.payload.pictures == expected.payload.pictures != ()
-    cut = policy.cut_thought(prompt)
-    assert cut is not None and cut.token_ids == (*prompt.token_ids, marker)
-    assert plain.cut_thought(plain.build_prompt(sample)) is None
 
 
 def test_a_filler_from_another_rank_forwards_what_its_own_would(both: dict[str, Qwen25VL]) -> None:
