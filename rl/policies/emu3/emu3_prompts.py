@@ -36,7 +36,7 @@ class Emu3Vocabulary:
 
 
 def find_vocabulary(tokenizer: Any) -> Emu3Vocabulary:
-    """The ids, by how the tokens are spelt.
+    """The ids, by the tokens' texts.
 
     Raises ValueError when a token is missing, or when the visual tokens are not the last ids, in
     the order of their codes.
@@ -94,7 +94,7 @@ class Emu3Prompts:
         self, tokenizer: Any, prefill: str, constrained: bool, max_prompt_tokens: int
     ) -> None:
         """`prefill`: what every completion continues; `{height}` and `{width}` stand for the
-        source's rows and columns of codes, and special tokens spelt in it are special."""
+        source's rows and columns of codes, and special tokens written in it are special."""
         self.tokenizer = tokenizer
         self.vocabulary = find_vocabulary(tokenizer)
         self._prefill = prefill

@@ -48,23 +48,23 @@ class Tower:
 
 
 class PictureFeatures:
-    """One vision tower's; while it is frozen the last `max_kept` are kept."""
+    """The features of one vision tower; while it is frozen, the last `max_kept` are cached."""
 
     def __init__(self, tower: Tower, trained: bool, max_kept: int) -> None:
-        """`trained`: whether anything in the tower is. Asked here once: under the reference an
-        adapter's parameters look frozen."""
+        """`trained`: whether any weight of the tower is. It is not asked later: under the reference
+        an adapter's parameters look frozen."""
         self._tower = tower
         self._trained = trained
         self._kept: LRUCache[bytes, torch.Tensor] = LRUCache(max_kept)
 
     def of(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor] | None:
-        """Each picture's [N_img, W] features. None: no picture, and none of a blank either.
+        """Each picture's [N_img, W] features; None where there are none.
 
-        A frozen tower looks at each missing picture alone: with others beside it the last bits
-        could be others, and a resumed run, which has other pictures at hand, would not be exact.
-        Under ZeRO-3 collective: its weights are gathered from all ranks, so that a rank that misses
-        fewer pictures looks at blanks. A trained one looks at all of them together and always runs:
-        ZeRO-2 reduces in the backward what it reached, which has to be the same on all ranks.
+        A frozen tower encodes each missing picture alone: in a batch its last bits could differ,
+        and a resumed run, which has other pictures cached, would not be exact. Under ZeRO-3 each
+        call gathers weights from all ranks, so a rank that misses fewer pictures encodes blanks. A
+        trained tower encodes all of them together and always runs: in ZeRO-2 the backward has to
+        reach the same parameters on all ranks.
         """
         visual = vl_model.model.visual
         wanted = {picture.key: picture for picture in pictures}
@@ -76,7 +76,7 @@ class PictureFeatures:
             if missing:
                 found |= {p.key: part for p, part in zip(missing, encoded, strict=True)}
             else:
-                # Not one feature of the blank enters, but the backward goes as elsewhere.
+                # No feature of the blank is used, but the backward reaches the tower.
                 blank = [encoded[0][:0]]
         else:
             for number in range(calls_in_step(len(missing), visual)):

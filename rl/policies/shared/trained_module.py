@@ -47,8 +47,8 @@ class TrainedModule(nn.Module):
         return self.model.get_base_model() if self.adapted else self.model
 
     def forward(self, batch: TokenBatch) -> TokenOutputs:
-        """See `TokenOutputs`; 0 where padded and for forced tokens, which are attended to (the
-        engine's are exactly 0, too)."""
+        """See `TokenOutputs`; 0 for padding and for forced tokens, which are attended to (in the
+        engine their log-probs are exactly 0, too)."""
         post_SD, hidden_SD = self.states(batch)
         lens_B = [length for group in batch.groups for length in group.completion_lens]
         tokens_4N = completion_tokens(batch.groups).to(hidden_SD.device)
@@ -64,8 +64,8 @@ class TrainedModule(nn.Module):
         )
 
     def states(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """([S, D] which the head reads, post-norm; [S, D] which are handed on, of the set-up's
-        `state_kind`)."""
+        """([S, D] post-norm, which the head reads; [S, D] of the set-up's `state_kind`, for the
+        renderer)."""
         post_SD: torch.Tensor = self.backbone(batch).last_hidden_state[0]
         return post_SD, post_SD
 
