@@ -25,8 +25,8 @@ from rl.api.types import Prompt, TrainSequence
 from rl.learner.learner import Learner
 from rl.meter.flops import prefix_tree_pairs
 from rl.policies.qwen2_5_vl import Config as PolicyConfig
-from rl.policies.qwen_vl import qwen_vl_loading
 from rl.policies.shared.logprobs import token_logprobs
+from rl.policies.shared.model_loading import adapt
 
 NUM_ITERATIONS = 10**6
 """Of the run that nobody finishes: the learning rate stays where it is."""
@@ -189,7 +189,7 @@ class PaddedRows:
     ) -> None:
         section = PolicyConfig.model_validate(run_config(bench, side_px).policy)
         model = random_policy_model(bench, bench.dtype, "sdpa")
-        self.model = qwen_vl_loading.adapt(model, section).train()
+        self.model = adapt(model, section.lora, "", r".*language_model\..*").train()
         self._prompt = prompt
         self._ids_G = ids_G
 

@@ -16,8 +16,7 @@ from tiny_rounding import NATS, apart
 from rl.api.policy import PolicySetup
 from rl.files.adapter_base import Base, is_hub_id, noted
 from rl.policies import qwen2_5_vl
-from rl.policies.emu3 import emu3, emu3_loading
-from rl.policies.qwen_vl import qwen_vl_loading
+from rl.policies.emu3 import emu3
 
 QWEN = "Qwen2_5_VLForConditionalGeneration"
 EDITOR = {
@@ -27,7 +26,7 @@ EDITOR = {
 
 
 def qwen(**section: Any) -> Base:
-    return qwen_vl_loading.base(qwen2_5_vl.Config(type="qwen2_5_vl", **section))
+    return qwen2_5_vl.Qwen25VL.base(qwen2_5_vl.Config(type="qwen2_5_vl", **section))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ def qwen(**section: Any) -> Base:
         (qwen(model_path="some/model", revision="v2"), "some/model", "v2", ""),
         (qwen(model_path="model-of-one-word"), "model-of-one-word", None, ""),
         (
-            emu3_loading.base(emu3.Config(type="emu3", model_path="a/b", revision="c")),
+            emu3.Emu3.base(emu3.Config(type="emu3", model_path="a/b", revision="c")),
             "a/b",
             "c",
             "",
