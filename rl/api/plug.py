@@ -115,8 +115,8 @@ class PlugBase(ABC, Generic[ConfigT]):
         under way already, and part of it may be counted. What belongs to one picture is a part of
         its `RewardOutput` instead.
 
-        A run's first iteration refuses an undeclared name and an exception. Later on, and for a
-        value that is not finite at any time, they are left out and said once.
+        An exception, an undeclared name and a value that is not finite are left out with one
+        warning.
         """
         return {}
 

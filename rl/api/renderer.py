@@ -67,11 +67,6 @@ class Renderer(ModelRunner[ConfigT]):
         """Width of the hidden states it will read, before it is loaded; None: unknown, or none."""
         return None
 
-    def size_bucket(self, sample: Sample) -> tuple[int, int] | None:
-        """(width, height), px, which those samples share that are drawn alike: failures are counted
-        by it, and by the number of sources. None: by the last source's own size."""
-        return None
-
     def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
         """The samples, whose pictures are a user's own, as its policy reads them: with codes, where
         it reads codes, of each picture scaled to about `area_px`. Asked outside of training."""

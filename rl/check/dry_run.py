@@ -15,7 +15,7 @@ from rl.api.types import RenderFailure, RenderJob, RewardInput, RewardOutput, Sa
 from rl.build import Plug, Resolved, build_data
 from rl.check.compatibility import READABLE
 from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig
-from rl.rollout.grading import grade, score_group
+from rl.rollout.grading import scores
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -71,10 +71,7 @@ async def graded(
         reward = await asyncio.to_thread(plug.cls, plug.config, resources)
     except find.STRANGE as error:
         return None, [_raises(f"{plug.key}: making {plug.name}", error, plug.cls.__init__)]
-    if reward.scores_groups():
-        output = (await score_group({plug.key: reward}, [inputs, inputs]))[0][plug.key]
-    else:
-        output = (await grade({plug.key: reward}, inputs))[plug.key]
+    output, *_ = await scores(reward, [inputs, inputs] if reward.scores_groups() else [inputs])
     try:
         await asyncio.to_thread(reward.close)
     except find.STRANGE as error:

@@ -1,4 +1,4 @@
-"""Asks the rewards about pictures, however they are written and whatever they do.
+"""Asks a reward about pictures, however it is written and whatever it does.
 
 What a reward raises, or returns in a wrong shape, makes that picture's `RewardOutput` one without a
 value, with the traceback; the run goes on.
@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,55 +20,29 @@ from rl.api.find import STRANGE, described
 from rl.api.plug import shown
 from rl.api.reward import Reward, checked_output
 from rl.api.types import RewardInput, RewardOutput
-from rl.console.console import warn
 from rl.files.images import own_pictures
 from rl.judge.client import JudgeError
 from rl.ranks.error_messages import is_lost_device
 
-Grades = Mapping[str, RewardOutput]
-"""By the name of the reward."""
-
-BLOCKED_S = 1.0
-"""An `async` reward that gives no other a turn for so long is named."""
-_named: set[str] = set()
+Outputs = Sequence[RewardOutput]
 
 
-async def grade(rewards: Mapping[str, Reward], reward_input: RewardInput) -> Grades:
-    """Every reward that grades picture by picture. Raises `JudgeError`: a judge that is set up
-    wrongly stops the run."""
-    asked = {name: reward for name, reward in rewards.items() if not reward.scores_groups()}
-    outputs = await asyncio.gather(
-        *(_scores(name, reward.grade, reward, [reward_input]) for name, reward in asked.items())
-    )
-    return {name: output for name, [output] in zip(asked, outputs, strict=True)}
-
-
-async def score_group(
-    rewards: Mapping[str, Reward], inputs_G: Sequence[RewardInput]
-) -> list[Grades]:
-    """Every reward that compares; _G."""
-    asked = {name: reward for name, reward in rewards.items() if reward.scores_groups()}
-    outputs = await asyncio.gather(
-        *(_scores(name, reward.score_group, reward, inputs_G) for name, reward in asked.items())
-    )
-    return [dict(zip(asked, row, strict=True)) for row in zip(*outputs, strict=True)]
-
-
-async def _scores(
-    name: str, verb: Callable[[Any], Any], reward: Reward, inputs_G: Sequence[RewardInput]
-) -> list[RewardOutput]:
+async def scores(reward: Reward, inputs_G: Sequence[RewardInput]) -> Outputs:
+    """_G. A reward that grades picture by picture takes one. Raises `JudgeError`: a judge that is
+    set up wrongly stops the run."""
     started = time.perf_counter()
+    verb: Callable[[Any], Any] = reward.score_group if reward.scores_groups() else reward.grade
     try:
         given: Any = own_pictures(list(inputs_G))
         if reward.scores_groups():
-            found = await _call(name, verb, given)
+            found = await _call(verb, given)
             if isinstance(found, Mapping | str):
                 raise TypeError(f"score_group gives {shown(found)}; expected a list of scores")
             scores_G = list(found)
             if len(scores_G) != len(inputs_G):
                 raise ValueError(f"{len(scores_G)} scores for {len(inputs_G)} pictures")
         else:
-            scores_G = [await _call(name, verb, given[0])]
+            scores_G = [await _call(verb, given[0])]
         outputs_G = [checked_output(score, reward.unit_parts) for score in scores_G]
     except JudgeError:
         raise
@@ -82,44 +56,8 @@ async def _scores(
     return [replace(output, seconds=output.seconds or seconds) for output in outputs_G]
 
 
-async def _call(name: str, verb: Callable[..., Any | Awaitable[Any]], given: object) -> Any:
+async def _call(verb: Callable[..., Any | Awaitable[Any]], given: object) -> Any:
     """A coroutine function runs here; a plain one in a thread, since it may take its time."""
     is_async = inspect.iscoroutinefunction(verb)
     found = verb(given) if is_async else await asyncio.to_thread(verb, given)
-    if inspect.iscoroutine(found):
-        return await _Turns(name, found)
     return await found if inspect.isawaitable(found) else found
-
-
-class _Turns:
-    """Awaits a reward's coroutine, and names the reward when one of its turns blocks the event
-    loop on which the judge's answers arrive."""
-
-    def __init__(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._name, self._coroutine = name, coroutine
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        resume: Callable[[Any], Any] = self._coroutine.send
-        value: Any = None
-        while True:
-            started = time.perf_counter()
-            try:
-                awaited = resume(value)
-            except StopIteration as end:
-                return end.value
-            finally:
-                self._note(time.perf_counter() - started)
-            try:
-                resume, value = self._coroutine.send, (yield awaited)
-            except BaseException as error:
-                resume, value = self._coroutine.throw, error
-
-    def _note(self, seconds: float) -> None:
-        if seconds > BLOCKED_S and self._name not in _named:
-            _named.add(self._name)
-            warn(
-                f"reward {self._name}: its `async` code blocked the event loop for {seconds:.1f} s;"
-                " nothing else is graded meanwhile, and no answer of the judge is read. Make it a"
-                " plain `def`, which runs in a thread, or use `await asyncio.to_thread(...)` (said"
-                " once)"
-            )

@@ -1,10 +1,9 @@
-"""Checks that equal words earn equal rewards in all arms of a held-out run."""
+"""Checks that equal words and equal pictures earn equal rewards in all arms of a held-out run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rl.api.types import Episode, Status
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
 
 ROUNDING = 0.02
 """Reward (0..1): a model that grades one picture in two batches rounds by less."""
-MOST_NOISE, MEAN_NOISE = 0.5, 0.2
-"""Reward: a judge of temperature 1 that reads two almost equal pictures differs by less in one
-pair, and on average."""
 
 Arms = Mapping[str, Episode | None]
 """Of one sample, by name; all under the plain prompt, today's weights and the sample's noise."""
@@ -29,42 +25,28 @@ class UnequalRewardsError(RuntimeError):
     """The same words and the same picture have two rewards."""
 
 
-def check_equal_words(
-    arms_P: Sequence[Arms], images_per_completion: int, at_start: bool, dist: Dist
-) -> None:
+def check_equal_words(arms_P: Sequence[Arms], at_start: bool, dist: Dist) -> None:
     """Raise `UnequalRewardsError` on every rank, later than `at_start` warn, where two arms have
-    equal words, bit-equal pictures and unequal rewards. Warn where the pictures are not bit-equal
-    and rewards differ by more than a judge's noise. Collective."""
-    local = [pair for arms in arms_P for pair in _pairs(arms, images_per_completion)]
-    pairs = [pair for of_rank in dist.gather(local) for pair in of_rank]
-    exact = max(((gap, text) for gap, text, same in pairs if same), default=(0.0, ""))
-    others = [(gap, text) for gap, text, same in pairs if not same]
-    most, mean = max(others, default=(0.0, "")), fmean([gap for gap, _ in others] or [0.0])
-    if exact[0] > ROUNDING:
-        sentence = (
-            f"equal words and equal pictures have unequal rewards: {exact[1]}. Scores are assigned "
-            "to another completion than the graded one, or a reward answers one picture "
-            "differently each time: return the answers of judge and rewards in the order of the "
-            "questions, and make each reward a function of its input"
-        )
-        if at_start:
-            raise UnequalRewardsError(sentence)
-    elif most[0] > MOST_NOISE or mean > MEAN_NOISE:
-        sentence = (
-            "equal words have unequal rewards under the same weights and the same noise: "
-            f"{most[1]}, and {mean:.2f} apart on average of {len(others)} pairs. The renderer gets "
-            "the states of another completion, or scores are assigned to another one, or the "
-            "judge's readings of one picture differ that much"
-        )
-    else:
+    equal words, bit-equal pictures and unequal rewards. Collective."""
+    local = [pair for arms in arms_P for pair in _pairs(arms)]
+    gap, pair = max((pair for of_rank in dist.gather(local) for pair in of_rank), default=(0.0, ""))
+    if gap <= ROUNDING:
         return
+    sentence = (
+        f"equal words and equal pictures have unequal rewards: {pair}. Scores are assigned to "
+        "another completion than the graded one, or a reward answers one picture differently each "
+        "time: return the answers of judge and rewards in the order of the questions, and make "
+        "each reward a function of its input"
+    )
+    if at_start:
+        raise UnequalRewardsError(sentence)
     if dist.is_main:
         warn(sentence)
 
 
-def _pairs(arms: Arms, images_per_completion: int) -> Iterator[tuple[float, str, bool]]:
-    """(distance of the rewards, both as text, whether the pictures are bit-equal) of arms with
-    equal words and the same rewards."""
+def _pairs(arms: Arms) -> Iterator[tuple[float, str]]:
+    """(distance of the rewards, both as text) of arms with equal words, an equal picture and the
+    same kinds of rewards."""
     scored = [
         (name, arm, arm.reward)
         for name, arm in arms.items()
@@ -72,12 +54,10 @@ def _pairs(arms: Arms, images_per_completion: int) -> Iterator[tuple[float, str,
     ]
     for (one, first, reward), (other, second, other_reward) in combinations(scored, 2):
         same_words = first.completion.token_ids == second.completion.token_ids
-        if same_words and first.parts.keys() == second.parts.keys():
-            # An episode holds the first of its pictures.
-            looks = [digest(arm.image) if arm.image else b"" for arm in (first, second)]
+        looks = [digest(arm.image) if arm.image else b"" for arm in (first, second)]
+        if same_words and looks[0] == looks[1] and first.parts.keys() == second.parts.keys():
             yield (
                 abs(reward - other_reward),
                 f"held-out sample {shown(first.prompt.sample.id, 100)} earns {reward:.3f} ({one}) "
                 f"and {other_reward:.3f} ({other})",
-                images_per_completion == 1 and looks[0] == looks[1],
             )

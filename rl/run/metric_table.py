@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -14,8 +13,7 @@ from rl import build
 from rl.api import find
 from rl.api.metric import Metric
 from rl.api.plug import PlugBase
-from rl.config.schema import ConfigError, listed, load_config
-from rl.run.plug_metrics import prefix_of, rows_of
+from rl.run.plug_metrics import rows_of
 from rl.text import terminal
 
 _IN_WHEEL = Path(__file__).with_name("metrics.md")
@@ -77,26 +75,16 @@ def markdown_table(rows: Mapping[str, Metric]) -> str:
 
 
 def shipped_rows() -> dict[str, Metric]:
-    rows = {}
+    """Rows of the shipped plugins' metrics."""
+    rows: dict[str, Metric] = {}
     for room, place in _PLACES.items():
         for name in build.plugs_of(room):
             module = importlib.import_module(build.module_of(room, name))
             for cls in find.plugs_in(module, PlugBase):
-                for own, metric in cls.metrics.items():
-                    rows[prefix_of(place) + own] = Metric(metric.unit, f"{name}: {metric.meaning}")
+                rows |= rows_of(place, name, cls)
     return rows
 
 
-def main(argv: Sequence[str]) -> None:
-    """Print the table of plugins' metrics: of the shipped ones, or of those in the run that
-    `config.jsonnet [key=value ...]` describes."""
-    terminal.guard()
-    try:
-        given = build.resolve(load_config(argv[0], list(argv[1:]))) if argv else None
-    except ConfigError as error:
-        sys.exit(listed(error.problems))
-    print(markdown_table(rows_of(given) if given else shipped_rows()), end="")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    terminal.guard()
+    print(markdown_table(shipped_rows()), end="")

@@ -15,54 +15,31 @@ from rl.ranks.dist import Dist
 from rl.run.equal_words import UnequalRewardsError, check_equal_words
 
 RIGHT = episode(reward=0.95)
-OTHER_PICTURE = {"image": Image.new("RGB", (48, 32), (254, 0, 0))}
+OTHER_PICTURE = Image.new("RGB", (48, 32), (254, 0, 0))
 
 
-def policy(**changes: Any) -> Episode:
-    return replace(RIGHT, **changes)
-
-
-def check(arms: list[Episode], at_start: bool = True, images: int = 1) -> None:
+def check(*arms: Episode, at_start: bool = True) -> None:
     arms_P = [{"the policy": arm, "bare": None, "right": RIGHT} for arm in arms]
-    check_equal_words(arms_P, images, at_start, Dist())
+    check_equal_words(arms_P, at_start, Dist())
 
 
 def test_another_score_for_the_same_picture_stops_the_run_at_its_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parts = "equal pictures ... sample row-7 ... 0.143 (the policy) ... 0.950 (right)"
+    arms = RIGHT, replace(RIGHT, reward=0.143)
     with pytest.raises(UnequalRewardsError) as error:
-        check([policy(), policy(reward=0.143)])
+        check(*arms)
     assert names(error.value, parts)
-    check([policy(), policy(reward=0.143)], at_start=False)
+    check(*arms, at_start=False)
     assert names(capsys.readouterr().err, parts), "later than that it is a warning"
-
-
-@pytest.mark.parametrize(
-    ("rewards", "images", "warns"),
-    [
-        ([0.0], 1, True),  # another completion's states
-        ([0.95] * 9 + [0.4], 1, True),  # of one sample alone
-        ([0.7] * 4, 1, True),  # of all, by less
-        ([0.8] * 4, 1, False),  # a judge that reads twice
-        ([0.5, 0.95, 0.95, 0.95], 1, False),
-        ([0.1], 2, True),  # of several pictures an episode shows one
-        ([0.85], 2, False),
-    ],
-)
-def test_another_picture_is_a_warning_beyond_the_judges_noise(
-    rewards: list[float], images: int, warns: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture = OTHER_PICTURE if images == 1 else {}
-    check([policy(reward=reward, **picture) for reward in rewards], images=images)
-    said = capsys.readouterr().err
-    assert names(said, "equal words ... pairs ... states") if warns else not said
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"reward": 0.94},  # a model that grades in batches
+        {"reward": 0.0, "image": OTHER_PICTURE},
         {"reward": None, "status": Status.UNGRADED},
         {"reward": 0.0, "status": Status.POLICY_FAILED},
         {"reward": 0.0, "parts": {"another reward": 0.0}},
@@ -72,5 +49,5 @@ def test_another_picture_is_a_warning_beyond_the_judges_noise(
 def test_what_is_not_comparable_is_not_compared(
     changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check([policy(**changes)])
+    check(replace(RIGHT, **changes))
     assert not capsys.readouterr().err
