@@ -111,7 +111,7 @@ class Checks:
         )
 
     def metrics(self, rollout: Rollout) -> Metrics:
-        """What an iteration's episodes show and what its plugins report. Collective."""
+        """Metrics of an iteration's episodes and those that its plugins report. Collective."""
         metrics = rollout_metrics(rollout, self._dist)
         metrics.add("pictures/not_drawn", 1.0, weight=len(rollout.render_failures))
         metrics.add("pictures/not_drawn", 0.0, weight=rollout.num_drawn)

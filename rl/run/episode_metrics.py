@@ -26,8 +26,7 @@ def size_of(completions_PG: Sequence[Sequence[Completion]]) -> str:
 
 
 def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
-    """Of this rank's groups: rewards, how episodes ended, lengths, latencies, the bare arm.
-    Collective."""
+    """Rewards, how episodes ended, lengths, latencies and the bare arm. Collective."""
     metrics = Metrics()
     for episodes_G, bare in zip(rollout.episodes, rollout.bare_episodes, strict=True):
         _add_group(metrics, episodes_G)
@@ -48,7 +47,8 @@ def _add_group(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:
     zero_spread = not rewards or max(rewards) - min(rewards) <= SPREAD_TOLERANCE
     metrics.add("groups/zero_spread", float(zero_spread))
     metrics.add("groups/dead", float(zero_spread and max(rewards, default=1.0) < HALF_MARKS))
-    metrics.add("groups/distinct_completions", _distinct_share(episodes_G))
+    num_distinct = len({e.completion.token_ids for e in episodes_G})
+    metrics.add("groups/distinct_completions", num_distinct / len(episodes_G))
     if len(rewards) > 1:
         metrics.add("reward/group_std", pvariance(rewards) ** 0.5)
     for episode in episodes_G:
@@ -65,10 +65,6 @@ def add_bare_arm(
     for episode in episodes_G:
         if episode.reward is not None:
             metrics.add(f"{prefix}reward_gain", episode.reward - bare.reward)
-
-
-def _distinct_share(episodes_G: Sequence[Episode]) -> float:
-    return len({e.completion.token_ids for e in episodes_G}) / len(episodes_G)
 
 
 def _add_episode(metrics: Metrics, episode: Episode) -> None:

@@ -1,4 +1,4 @@
-"""What a run writes and shows of its iterations."""
+"""Writes and prints a run's iterations: metrics, episodes, where the time went."""
 
 from __future__ import annotations
 

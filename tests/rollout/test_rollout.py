@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from PIL import Image
-from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, read_pair
 from tiny_messages import names
 from tiny_rollout import Batches, Graded, Painter, collect, run_config, word
 
@@ -35,7 +33,7 @@ from rl.api.types import (
 from rl.config.schema import RunConfig
 from rl.console.console import PhaseTimer
 from rl.judge.background import BackgroundLoop
-from rl.judge.client import JudgeClient, JudgeError, JudgeRefused
+from rl.judge.client import JudgeError, JudgeRefused
 from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.rollout.consensus import Interrupted
@@ -366,34 +364,6 @@ def test_a_finished_group_is_learnt_from_before_the_last_verdict(context: Rollou
     for group in run.graded_groups(pending):
         accumulated.append(group.p)
     assert accumulated == [0, 1]
-
-
-def test_a_judge_that_stalls_costs_no_picture_and_no_finished_reward(
-    context: RolloutContext,
-) -> None:
-    """It stalls for six time-outs (12 minutes at the default 120 s) in the middle of a rollout."""
-
-    async def asks(reward_input: RewardInput) -> RewardOutput:
-        answer = await client.ask(pair_question(reward_input.text), read_pair)
-        value = None if answer.value is None else answer.value[0] / 10
-        return RewardOutput(value, failure=answer.failure)
-
-    async def recover() -> None:
-        await asyncio.sleep(1.8)
-        judge.after = Fault()
-
-    words = [word(chr(97 + i) * 2) for i in range(8)]
-    with FaultyJudge([Fault()] * 3, after=Fault(stall_s=0.6)) as judge:
-        config = quick_config(timeout_s=0.3, max_concurrency=2, breaker_failures=2)
-        client = JudgeClient(config, judge.api_base)
-        back = context.loop.submit(recover())
-        episodes = roll(replace(context, rewards={"asks": Graded(asks)}), *words)
-        back.result()
-        context.loop.submit(client.aclose()).result()
-    assert [episode.reward for episode in episodes] == [0.8] * 8
-    assert len(context.renderer.jobs) == 8, "a picture was made twice"
-    asked = [json.dumps(request["messages"]) for request in judge.requests]
-    assert all(asked.count(question) == 1 for question in asked[:3]), "a reward was asked again"
 
 
 def raises(reward_input: RewardInput) -> float:
