@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from rl import build
 from rl.api import find
 from rl.api.metric import Metric
 from rl.api.plug import PlugBase
-from rl.run.plug_metrics import rows_of
+from rl.run.plug_metrics import prefix_of
 from rl.text import terminal
 
 _IN_WHEEL = Path(__file__).with_name("metrics.md")
@@ -35,11 +34,10 @@ _PLACES = {
 """Room -> where a plugin of that room is named in a config."""
 
 
-def doc_of(name: str, of_plugs: Mapping[str, Metric]) -> Metric | None:
+def doc_of(name: str) -> Metric | None:
     """The row that a logged name belongs to; an exact row wins over a pattern."""
-    rows = {**METRICS, **of_plugs}
-    if name in rows:
-        return rows[name]
+    if name in METRICS:
+        return METRICS[name]
     return next((METRICS[key] for key in METRICS if "<" in key and _regex(key).match(name)), None)
 
 
@@ -47,21 +45,6 @@ def doc_of(name: str, of_plugs: Mapping[str, Metric]) -> Metric | None:
 def _regex(pattern: str) -> re.Pattern[str]:
     literal_parts = re.split(r"<[a-z_]+>", pattern)
     return re.compile(".+".join(re.escape(part) for part in literal_parts) + r"\Z")
-
-
-def check_known(names: Iterable[str], of_plugs: Mapping[str, Metric]) -> None:
-    """Raise ValueError naming every metric that has no row, and the nearest row that exists.
-    `of_plugs`: the rows that the run's plugins declare."""
-    lines = []
-    for name in names:
-        if doc_of(name, of_plugs) is None:
-            near = get_close_matches(name, [*METRICS, *of_plugs], n=1)
-            lines.append(name + (f" (did you mean {near[0]}?)" if near else ""))
-    if lines:
-        raise ValueError(
-            f"metrics without a row in docs/metrics.md: {', '.join(lines)}. "
-            "Add a row with the unit and the meaning."
-        )
 
 
 def markdown_table(rows: Mapping[str, Metric]) -> str:
@@ -81,7 +64,8 @@ def shipped_rows() -> dict[str, Metric]:
         for name in build.plugs_of(room):
             module = importlib.import_module(build.module_of(room, name))
             for cls in find.plugs_in(module, PlugBase):
-                rows |= rows_of(place, name, cls)
+                for own, metric in cls.metrics.items():
+                    rows[prefix_of(place) + own] = Metric(metric.unit, f"{name}: {metric.meaning}")
     return rows
 
 

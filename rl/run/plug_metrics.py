@@ -1,4 +1,4 @@
-"""Metrics that plugins report: their names, their rows, and collecting them."""
+"""Collects the metrics that plugins report."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.metrics import Metrics
 from rl.api.find import described
-from rl.api.metric import Metric
 from rl.api.plug import PlugBase, shown
-from rl.build import Plug, Resolved
+from rl.build import Plug
 from rl.console.console import warn
 from rl.rollout.stream import reported_by
 
@@ -35,25 +34,13 @@ def prefix_of(key: str) -> str:
     return _PREFIXES[room].format(place=place)
 
 
-def rows_of(key: str, plugin: str, cls: type[PlugBase[Any]]) -> dict[str, Metric]:
-    """Name in the run's metrics -> row, of all that a plugin may report. `key`: its config key."""
-    return {
-        prefix_of(key) + name: Metric(metric.unit, f"{plugin}: {metric.meaning}")
-        for name, metric in cls.metrics.items()
-    }
-
-
 class PlugMetrics:
     """Collects what a run's plugins report, iteration by iteration. A report that is not as the
     plugin declares it is left out with one warning."""
 
-    def __init__(self, resolved: Resolved, made: Made, dist: Dist) -> None:
+    def __init__(self, renderer: Plug[Any], made: Made, dist: Dist) -> None:
         """`made`: all plugins but the renderer, which reports with its pictures."""
-        plugs = [resolved.renderer, *(plug for plug, _ in made)]
-        self.rows: dict[str, Metric] = {}
-        for plug in plugs:
-            self.rows |= rows_of(plug.key, plug.name, plug.cls)
-        self._renderer = resolved.renderer
+        self._renderer = renderer
         self._made = made
         self._dist = dist
         self._warned: set[str] = set()

@@ -100,7 +100,7 @@ class Run:
         return metrics
 
     def bare_arms(self, prompts_P: Sequence[Prompt]) -> list[Completion | None]:
-        """The bare arm (the user's own words) of each prompt, if the config wants one in training."""
+        """The bare arm (the user's own words) of each prompt, if the config wants it here."""
         wanted = self.config.bare_arm == "always" and self.context.makes_images
         policy = self.context.policy
         return [policy.pass_through_completion(p.sample) if wanted else None for p in prompts_P]

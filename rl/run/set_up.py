@@ -309,7 +309,7 @@ def _make_checks(
         *((plug, context.rewards[name]) for name, plug in resolved.rewards.items()),
         *zip(resolved.train, sources, strict=True),
     ]
-    plug_metrics = PlugMetrics(resolved, made, dist)
+    plug_metrics = PlugMetrics(resolved.renderer, made, dist)
     plug_metrics.drop()  # what loading reported belongs to no iteration
     dropout = getattr(context.policy.config.lora, "dropout", 0.0)
     watch = Watch(context.config, _engine_dtype(resolved), dropout)

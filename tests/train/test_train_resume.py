@@ -14,6 +14,7 @@ from tiny_messages import names
 from tiny_weight_files import displace
 
 from rl.checkpoints.checkpoint import _seal
+from rl.run.metric_table import doc_of
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +26,7 @@ def test_a_run_leaves_its_record(straight: Path) -> None:
     assert all(row["status/scored"] == 1 for row in rows[1:])
     assert {"eval/reward", "eval_reference/reward"} <= rows[0].keys() & rows[4].keys()
     assert "eval/reward" not in rows[1]
+    assert [name for name in rows[0].keys() | rows[4].keys() if not doc_of(name)] == ["iteration"]
     assert rows[4]["sync/mean_abs_dlogp"] < 1e-5
     episodes = episodes_of(straight)
     assert len(episodes) == 4 * 2 * 4
