@@ -112,8 +112,8 @@ class PlugBase(ABC, Generic[ConfigT]):
         held-out run left is taken and dropped. Under `max_staleness` 1 part of the next iteration
         may be in it. The log has the mean over the ranks that report a name.
 
-        The first iteration refuses undeclared names and exceptions. Later ones, and values that are
-        not finite at any time, are left out with one warning.
+        An exception, an undeclared name and a value that is not finite are left out with one
+        warning.
         """
         return {}
 

@@ -59,11 +59,6 @@ class Renderer(ModelRunner[ConfigT]):
         """Width of the hidden states it will read, before it is loaded; None: unknown, or none."""
         return None
 
-    def size_bucket(self, sample: Sample) -> tuple[int, int] | None:
-        """(width, height), px, in which the sample is drawn: failures are counted by it and by the
-        number of sources. None: by the last source's own size."""
-        return None
-
     def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
         """A user's own samples as the policy reads them: where it reads codes, with codes of each
         picture scaled to about `area_px`. Called outside of training."""

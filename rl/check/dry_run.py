@@ -14,7 +14,7 @@ from rl.api.types import RenderFailure, RenderJob, RewardInput, RewardOutput, Sa
 from rl.build import Plug, Resolved, build_data
 from rl.check.compatibility import READABLE
 from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig
-from rl.rollout.grading import grade, score_group
+from rl.rollout.grading import scores
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -69,10 +69,8 @@ async def graded(
     reward, wrong = await asyncio.to_thread(find.attempt, what, plug.cls.__init__, make)
     if reward is None:
         return None, wrong
-    if reward.scores_groups():
-        output = (await score_group({plug.key: reward}, [inputs, inputs]))[0][plug.key]
-    else:
-        output = (await grade({plug.key: reward}, inputs))[plug.key]
+    given = [inputs, inputs] if reward.scores_groups() else [inputs]
+    output, *_ = await scores(plug.key, reward, given)
     what = f"{plug.key}: closing {plug.name}"
     _, wrong = await asyncio.to_thread(find.attempt, what, plug.cls.close, reward.close)
     if wrong:

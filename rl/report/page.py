@@ -134,7 +134,7 @@ def _curves(metrics: Sequence[Record]) -> list[dict[str, Any]]:
             continue
         legend = []
         for line, found in there:
-            row = doc_of(line.metric, {})
+            row = doc_of(line.metric)
             legend.append(
                 {"style": line.style, "label": line.label, "metric": line.metric}
                 | {"first": found[0][1], "last": found[-1][1], "num_points": len(found)}

@@ -13,11 +13,10 @@ from tiny_qwen_image_21 import make_job, references, render_floats
 from tiny_run import run_config
 
 from rl.api.plug import Resources
-from rl.api.types import Sample
 from rl.policies.shared.prompting import PICTURE as BRACKET
 from rl.policies.shared.prompting import for_pictures
 from rl.renderers.qwen_image_21.qwen_image_21 import QwenImage21
-from rl.renderers.qwen_image_21.qwen_image_21_config import Config, condition_sizes
+from rl.renderers.qwen_image_21.qwen_image_21_config import Config, condition_sizes, drawn_size
 from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop
 from rl.renderers.qwen_image_21.welded import areas_px
 
@@ -101,11 +100,11 @@ def test_the_plan_counts_the_sources_keys_by_hand() -> None:
 
 
 def test_the_last_source_decides_the_size(folder: Path) -> None:
-    plug = QwenImage21(make_config(folder), Resources(None, "cpu"))
-    assert plug.size_bucket(Sample("s", "", tuple(references(2)))) == (64, 64)
-    assert plug.size_bucket(Sample("s", "", tuple(references(3)))) == (32, 96)
-    assert plug.size_bucket(Sample("s", "")) == (64, 64)
-    assert plug.state_dim == tiny.STATE_DIM
+    config = make_config(folder)
+    assert QwenImage21(config, Resources(None, "cpu")).state_dim == tiny.STATE_DIM
+    sizes = [picture.size for picture in references(3)]
+    assert drawn_size(config, sizes[:2]) == drawn_size(config, []) == (64, 64)
+    assert drawn_size(config, sizes) == (32, 96)
 
 
 def test_a_few_step_checkpoint_brings_its_sigmas(folder: Path, tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def test_one_file_holds_what_has_room(run_dir: Path, capsys, monkeypatch) -> Non
 def test_every_curve_has_a_meaning_and_few_points() -> None:
     for curve in CURVES:
         for line in curve.lines:
-            assert doc_of(line.metric, {}), line.metric
+            assert doc_of(line.metric), line.metric
     found = [(float(x), 2.0 * x) for x in range(1000)]
     thin, every = thinned(found)
     assert len(thin) <= MAX_POINTS and every == 4

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from typing_extensions import TypeVar
 
 from rl.api.plug import Resources
-from rl.api.types import PromptTemplate, RenderJob, Sample
+from rl.api.types import PromptTemplate, RenderJob
 from rl.config.schema import RunConfig
 from rl.files.weights import num_parameters
 from rl.ranks.placement import resolve_device
@@ -19,7 +19,6 @@ from rl.renderers.qwen_image.denoising_config import (
     PATCH_PX,
     SIZE_MULTIPLE_PX,
     QwenImageConfig,
-    fit_area,
 )
 from rl.renderers.qwen_image.plug_base import QwenImage, output_area_px
 
@@ -66,14 +65,6 @@ class QwenImageEditor(QwenImage[ConfigT]):
         most = type(self).prompt_template(config).max_pictures
         self.loop = QwenImageLoop(config, load_parts(config, device), most)
         self.state_dim = self.loop.state_dim
-
-    def size_bucket(self, sample: Sample) -> tuple[int, int] | None:
-        """The picture's; where that is fixed, the last source's as it is read."""
-        if not sample.sources:
-            return None
-        is_fixed = self.config.width_px is not None
-        area_px = self.config.condition_area_px if is_fixed else self.config.output_area_px
-        return fit_area(area_px, sample.sources[-1].size)
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         return self.loop.render(jobs)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rl.api.metric import Metric
 from rl.api.plug import Resources
-from rl.api.types import PromptTemplate, RenderJob, Sample
+from rl.api.types import PromptTemplate, RenderJob
 from rl.config.schema import RunConfig
 from rl.ranks.placement import resolve_device
 from rl.renderers.qwen_image.denoising_config import SIZE_MULTIPLE_PX
 from rl.renderers.qwen_image.plug_base import QwenImage, output_area_px, transformer_value
 from rl.renderers.qwen_image_21 import sigmas, welded
-from rl.renderers.qwen_image_21.qwen_image_21_config import PATCH_PX, Config, drawn_size
+from rl.renderers.qwen_image_21.qwen_image_21_config import PATCH_PX, Config
 
 if TYPE_CHECKING:
     from rl.renderers.shared.batches import Outcome
@@ -57,10 +57,6 @@ class QwenImage21(QwenImage[Config]):
         device = resolve_device(config.device, resources.device)
         self.loop = QwenImage21Loop(config, load_parts(config, device))
         self.state_dim = self.loop.state_dim
-
-    def size_bucket(self, sample: Sample) -> tuple[int, int] | None:
-        """The drawn picture's."""
-        return drawn_size(self.config, [source.size for source in sample.sources])
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         return self.loop.render(jobs)
