@@ -105,7 +105,7 @@ def test_a_judges_body_and_headers_are_read_or_refused(body: bytes, value: Any, 
         names = reply.served_models(received)
         assert names is None or all(isinstance(name, str) for name in names)
         try:
-            reply.chat_content(received).encode()
+            reply.read_chat(received)[0].encode()
         except reply.UnreadableReplyError as error:
             assert_fit_to_be_shown(str(error))
     seconds = retry_after_s(said)

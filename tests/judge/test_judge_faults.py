@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tiny_faulty_judge import Fault, FaultyJudge, answers_of, pair_question, quick_config, read_pair
+from tiny_faulty_judge import (
+    Fault,
+    FaultyJudge,
+    answers_of,
+    ask_all,
+    pair_question,
+    quick_config,
+    with_client,
+)
 
 from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeStats
 
@@ -127,22 +135,18 @@ def test_an_outage_of_seconds_costs_no_answer_and_no_hammering() -> None:
     """Down for 6 time-outs (12 minutes at the default 120 s), then back: all 24 are answered."""
     outage_s = 1.2
 
-    async def run(judge: FaultyJudge) -> tuple[list[Answer[Any]], JudgeStats, int, float]:
+    async def script(client: JudgeClient) -> tuple[list[Answer[Any]], int, float]:
         started_s = time.monotonic()
-        config = quick_config(timeout_s=0.2, max_concurrency=8, breaker_failures=8, max_attempts=3)
-        client = JudgeClient(config, judge.api_base)
-        asking = [
-            asyncio.ensure_future(client.ask(pair_question(str(n)), read_pair)) for n in range(24)
-        ]
+        asking = asyncio.ensure_future(ask_all(client, 24))
         await asyncio.sleep(outage_s)
         sent_while_down, down_s = len(judge.requests), time.monotonic() - started_s
         judge.after = Fault()
-        answers = await asyncio.gather(*asking)
-        await client.aclose()
-        return answers, client.take_stats(), sent_while_down, down_s
+        return await asking, sent_while_down, down_s
 
+    config = {"timeout_s": 0.2, "max_concurrency": 8, "breaker_failures": 8, "max_attempts": 3}
     with FaultyJudge(after=Fault(stall_s=0.6)) as judge:
-        answers, stats, sent_while_down, down_s = asyncio.run(run(judge))
+        (answers, sent_while_down, down_s), client = with_client(judge, script, **config)
+    stats = client.take_stats()
     print(f"\n| stalls for {outage_s} s | {sent_while_down} while down | {stats} |", end="")
     assert all(answer.value == (8.0, 6.5) for answer in answers)
     assert stats.breaker_openings == 1
@@ -152,36 +156,28 @@ def test_an_outage_of_seconds_costs_no_answer_and_no_hammering() -> None:
 
 @pytest.mark.parametrize("fault", [Fault(reset=True), Fault(stall_s=0.2)], ids=["reset", "stall"])
 def test_a_lone_question_outlives_an_outage_too(fault: Fault) -> None:
-    async def run(judge: FaultyJudge) -> tuple[Answer[Any], JudgeStats]:
-        client = JudgeClient(quick_config(timeout_s=0.1, max_attempts=2), judge.api_base)
-        asking = asyncio.ensure_future(client.ask(pair_question(), read_pair))
+    async def script(client: JudgeClient) -> list[Answer[Any]]:
+        asking = asyncio.ensure_future(ask_all(client, 1))
         await asyncio.sleep(1.0)
         judge.after = Fault()
-        answer = await asking
-        await client.aclose()
-        return answer, client.take_stats()
+        return await asking
 
     with FaultyJudge(after=fault) as judge:
-        answer, stats = asyncio.run(run(judge))
+        [answer], client = with_client(judge, script, timeout_s=0.1, max_attempts=2)
     assert answer.value == (8.0, 6.5) and answer.attempts > 2
-    assert stats.breaker_openings == 1
+    assert client.take_stats().breaker_openings == 1
 
 
 def test_an_outage_without_end_ends_as_ungraded() -> None:
-    async def run(judge: FaultyJudge) -> list[Answer[Any]]:
-        config = quick_config(max_outage_s=0.5, breaker_failures=2, max_attempts=2)
-        client = JudgeClient(config, judge.api_base)
-        first = await asyncio.gather(
-            *(client.ask(pair_question(str(n)), read_pair) for n in range(4))
-        )
+    async def script(client: JudgeClient) -> list[Answer[Any]]:
+        lost = await ask_all(client, 4)
         await asyncio.sleep(0.2)
         judge.after = Fault()
-        back = await client.ask(pair_question("later"), read_pair)
-        await client.aclose()
-        return [*first, back]
+        return [*lost, *await ask_all(client, 1)]
 
+    config = {"max_outage_s": 0.5, "breaker_failures": 2, "max_attempts": 2}
     with FaultyJudge(after=Fault(reset=True)) as judge:
-        *lost, back = asyncio.run(run(judge))
+        (*lost, back), _ = with_client(judge, script, **config)
     assert {(answer.failure or "").partition(":")[0] for answer in lost} == {"outage"}
     assert all(answer.seconds < 4 for answer in lost)
     assert back.value == (8.0, 6.5), "a judge that came back between iterations is found again"

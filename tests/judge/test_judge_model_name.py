@@ -80,7 +80,7 @@ def test_another_model_in_place_of_the_one_asked_stops_the_run() -> None:
     with pytest.raises(JudgeRefused) as refused:
         asked([named(MODEL), named(other)], models=serving(other))
     message = str(refused.value)
-    assert "answers as 'other-judge" in message and f"after '{MODEL}'" in message
+    assert "answers as 'other-judge" in message
     assert names(message, "it serves: other-judge ... Remedy: ")
     assert message.isprintable()
 
