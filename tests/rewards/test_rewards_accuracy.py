@@ -122,7 +122,7 @@ WRONG = [
 def workers() -> set[psutil.Process]:
     """Processes that compare formulas for this one."""
     ours = psutil.Process().children()
-    return {process for process in ours if "maths_worker.py" in " ".join(process.cmdline())}
+    return {process for process in ours if "maths.py" in " ".join(process.cmdline())}
 
 
 @pytest.fixture(scope="module")
