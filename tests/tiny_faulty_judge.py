@@ -67,6 +67,10 @@ class FaultyJudge(JudgeServer):
         self._lock = threading.Lock()
         super().__init__(MODEL)
 
+    def client(self, journal: Path | None = None, **config: Any) -> JudgeClient:
+        """A client of this judge; `config`: changes of `quick_config`."""
+        return JudgeClient(quick_config(**config), self.api_base, journal)
+
     def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
         with self._lock:
             self._open += 1

@@ -19,7 +19,6 @@ from tiny_faulty_judge import (
     FaultyJudge,
     answers_of,
     pair_question,
-    quick_config,
     read_pair,
     with_client,
 )
@@ -50,8 +49,7 @@ def test_parts_keep_their_order_and_pictures_shrink_without_loss() -> None:
     wide = Image.effect_noise((120, 60), 80).convert("RGB")
     small = Image.effect_noise((20, 31), 80).convert("RGB")
     with FaultyJudge() as judge:
-        client = JudgeClient(quick_config(image_side_px=40), judge.api_base)
-        answers_of(client, [pair_question(wide, "first", small, "last")])
+        answers_of(judge.client(image_side_px=40), [pair_question(wide, "first", small, "last")])
     content = judge.requests[0]["messages"][0]["content"]
     assert [part["type"] for part in content] == ["image_url", "text", "image_url", "text"]
     assert [part["text"] for part in content if "text" in part] == ["first", "last"]
@@ -68,8 +66,7 @@ def test_words_of_a_row_close_no_tag_of_a_prompt(tag: str) -> None:
 
 def test_an_unreadable_reply_is_asked_for_in_another_way() -> None:
     with FaultyJudge([Fault(reply="hm"), Fault(reply="hm")]) as judge:
-        client = JudgeClient(quick_config(guided_json="on_retry"), judge.api_base)
-        (answer,) = answers_of(client, [pair_question()], repeat=2)
+        (answer,) = answers_of(judge.client(guided_json="on_retry"), [pair_question()], repeat=2)
     assert answer.value == (8.0, 6.5) and answer.replies == ("hm", "hm", GOOD)
     assert [r["seed"] for r in judge.requests] == [2000, 2001, 2002]
     assert [r["temperature"] for r in judge.requests] == [0.0, 0.3, 0.6]
@@ -86,16 +83,15 @@ def test_a_crashed_iteration_asks_only_for_what_it_lacks(tmp_path: Path) -> None
     varied = [Fault(reply=f'{{"score": [{n}, 5]}}') for n in range(8)]
     varied[2] = Fault(reply="unreadable")
     with FaultyJudge(varied) as judge:
-        dead = JudgeClient(quick_config(), judge.api_base, path)
+        dead = judge.client(path)
         first = asyncio.run(_without_closing(dead, questions))
         with path.open("a") as file:
             file.write('no entry\n{"key": 1, "reply": "x"}\n{"key": "torn in the mid')
         asked_before = len(judge.requests)
-        resumed = JudgeClient(quick_config(), judge.api_base, path)
+        resumed = judge.client(path)
         second = answers_of(resumed, [*questions, pair_question("new")])
         asked_after = len(judge.requests) - asked_before
-        again = JudgeClient(quick_config(), judge.api_base, path)
-        third = answers_of(again, [*questions, pair_question("new")])
+        third = answers_of(judge.client(path), [*questions, pair_question("new")])
         assert len(judge.requests) == asked_before + asked_after, "what was written after the tear"
     assert asked_before == 5 and asked_after == 1, "4 + 1 unreadable; then only the new one"
     for answers in (second, third):
@@ -110,18 +106,17 @@ def test_a_judge_that_was_mended_is_asked_again_what_no_reply_answered(tmp_path:
     path = tmp_path / "replies.jsonl"
     good, bad = pair_question("good"), pair_question("bad")
     with FaultyJudge([Fault()], after=Fault(reply="a fine picture")) as judge:
-        broken = JudgeClient(quick_config(), judge.api_base, path)
+        broken = judge.client(path)
         values = [answer.value for answer in asyncio.run(_without_closing(broken, [good, bad]))]
         assert values == [(8.0, 6.5), None]
         judge.after = Fault()
-        killed = JudgeClient(quick_config(), judge.api_base, path)
+        killed = judge.client(path)
         replayed = asyncio.run(_without_closing(killed, [good, bad]))
         assert [answer.value for answer in replayed] == values, "a kill changes nothing"
         assert [answer.attempts for answer in replayed] == [0, 0]
         killed.forget_failed()
         for asked_anew in (1, 0):
-            resumed = JudgeClient(quick_config(), judge.api_base, path)
-            answers = answers_of(resumed, [good, bad])
+            answers = answers_of(judge.client(path), [good, bad])
             assert [answer.value for answer in answers] == [(8.0, 6.5)] * 2
             assert [answer.attempts for answer in answers] == [0, asked_anew]
 
@@ -131,8 +126,7 @@ def test_a_readable_reply_is_kept_as_it_came_and_an_endless_one_is_cut(tmp_path:
     odd = GOOD.replace("fine", "\u2028\x1b[2J\ufeff\U0001f600")
     with FaultyJudge([Fault(reply=" " * 1_000_000), Fault(reply=odd)]) as judge:
         for num_sent in (2, 0):
-            client = JudgeClient(quick_config(), judge.api_base, path)
-            (answer,) = answers_of(client, [pair_question()])
+            (answer,) = answers_of(judge.client(path), [pair_question()])
             assert answer.attempts == num_sent and answer.value == (8.0, 6.5)
             assert [len(reply) for reply in answer.replies] == [100_001, len(odd)]
             assert answer.replies[1] == odd
@@ -160,17 +154,15 @@ def test_the_journal_never_answers_another_question(
         pair_question(Image.new("RGB", (8, 8), c), t) for c, t in (("grey", "a"), (colour, text))
     )
     with FaultyJudge() as judge:
-        answers_of(JudgeClient(quick_config(), judge.api_base, path), [first])
-        client = JudgeClient(quick_config(**config), judge.api_base, path)
-        answers_of(client, [other], repeat=repeat)
+        answers_of(judge.client(path), [first])
+        answers_of(judge.client(path, **config), [other], repeat=repeat)
         assert len(judge.requests) == 2
 
 
 def test_equal_questions_at_once_are_one_request_as_they_would_be_after_a_restart(tmp_path) -> None:
     replies = [Fault(reply=f'{{"score": [{n}, {n}]}}', stall_s=0.05) for n in range(4)]
     with FaultyJudge(replies) as judge:
-        client = JudgeClient(quick_config(), judge.api_base, tmp_path / "replies.jsonl")
-        answers = answers_of(client, [pair_question("same")] * 4)
+        answers = answers_of(judge.client(tmp_path / "replies.jsonl"), [pair_question("same")] * 4)
     assert [answer.value for answer in answers] == [(0.0, 0.0)] * 4
     assert len(judge.requests) == 1
 
@@ -179,7 +171,7 @@ def test_a_question_keeps_the_journal_it_was_asked_under(tmp_path: Path) -> None
     """One iteration's verdicts may come in while the next one's pictures are asked about, and its
     last gradings may not even have begun when the next one's journal is opened."""
     with FaultyJudge([Fault(stall_s=0.4), Fault(), Fault()]) as judge, BackgroundLoop() as loop:
-        client = JudgeClient(quick_config(), judge.api_base, tmp_path / "0.jsonl")
+        client = judge.client(tmp_path / "0.jsonl")
 
         async def grade(words: str, after_s: float = 0.0) -> None:
             await asyncio.sleep(after_s)
@@ -201,7 +193,7 @@ def test_the_key_is_sent_and_shown_nowhere(monkeypatch, caplog) -> None:
     caplog.set_level(logging.DEBUG)
     echo = Fault(401, body=f"Incorrect API key provided: {KEY}.")
     with FaultyJudge([Fault(429), echo]) as judge:
-        client = JudgeClient(quick_config(api_key_env="MY_JUDGE"), judge.api_base)
+        client = judge.client(api_key_env="MY_JUDGE")
         with pytest.raises(JudgeRefused, match=r"provided: <MY_JUDGE>(?s:.*) names MY_JUDGE") as no:
             answers_of(client, [pair_question()])
     assert judge.headers[0]["Authorization"] == f"Bearer {KEY}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -17,11 +18,10 @@ from tiny_faulty_judge import (
     answers_of,
     ask_all,
     pair_question,
-    quick_config,
     with_client,
 )
 
-from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeStats
+from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeStats, backoff_s
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ CASES = {
 
 
 def ask(judge: FaultyJudge, case: Case) -> tuple[Answer[Any], JudgeStats]:
-    client = JudgeClient(quick_config(**case.config), judge.api_base)
+    client = judge.client(**case.config)
     [answer] = answers_of(client, [pair_question()])
     return answer, client.take_stats()
 
@@ -115,9 +115,8 @@ def test_a_wrong_set_up_stops_at_the_first_request(status: int) -> None:
 def test_a_question_refused_by_a_judge_that_grades_others_is_that_questions_failure() -> None:
     """A moderated or overlong question must not end a run that works."""
     with FaultyJudge([Fault(), Fault(400, body="content policy")]) as judge:
-        client = JudgeClient(quick_config(), judge.api_base)
         questions = [pair_question(text) for text in "abc"]
-        first, second, third = answers_of(client, questions, at_once=False)
+        first, second, third = answers_of(judge.client(), questions, at_once=False)
     assert first.value == third.value == (8.0, 6.5)
     assert second.failure == "refused: HTTP 400 content policy" and second.attempts == 1
 
@@ -125,10 +124,9 @@ def test_a_question_refused_by_a_judge_that_grades_others_is_that_questions_fail
 def test_a_judge_that_takes_one_picture_and_refuses_two_is_a_wrong_set_up() -> None:
     picture = Image.new("RGB", (8, 8))
     questions = [pair_question("one", picture), pair_question(picture, "two", picture)]
-    with FaultyJudge([Fault(), Fault(400, body="at most 1 image per prompt")]) as judge:
-        client = JudgeClient(quick_config(), judge.api_base)
-        with pytest.raises(JudgeRefused, match="at most 1 image"):
-            answers_of(client, questions, at_once=False)
+    faults = [Fault(), Fault(400, body="at most 1 image per prompt")]
+    with FaultyJudge(faults) as judge, pytest.raises(JudgeRefused, match="at most 1 image"):
+        answers_of(judge.client(), questions, at_once=False)
 
 
 def test_an_outage_of_seconds_costs_no_answer_and_no_hammering() -> None:
@@ -181,3 +179,10 @@ def test_an_outage_without_end_ends_as_ungraded() -> None:
     assert {(answer.failure or "").partition(":")[0] for answer in lost} == {"outage"}
     assert all(answer.seconds < 4 for answer in lost)
     assert back.value == (8.0, 6.5), "a judge that came back between iterations is found again"
+
+
+@pytest.mark.parametrize(("num_failures", "most_s"), [(1, 2), (2, 4), (4, 16), (5, 30), (99, 30)])
+def test_backoff_is_full_jitter_under_a_doubling_bound(num_failures: int, most_s: float) -> None:
+    rng = random.Random(0)
+    pauses = [backoff_s(2.0, num_failures, rng) for _ in range(500)]
+    assert 0 <= min(pauses) < 0.05 * most_s and 0.95 * most_s < max(pauses) <= most_s

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -21,14 +22,13 @@ from tiny_faulty_judge import (
     envelope,
     page,
     pair_question,
-    quick_config,
     said,
     with_client,
 )
 from tiny_messages import names
 
 from rl.judge import http as judge_http
-from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeStats
+from rl.judge.client import Answer, JudgeRefused, JudgeStats
 
 TIMEOUT_S = 2.0
 """Long enough for an honest answer of a machine that is busy with something else."""
@@ -57,7 +57,7 @@ def _flood(block: bytes, start: bytes = b"") -> Fault:
 
 def ask(judge: FaultyJudge, **config: Any) -> tuple[Answer[Any], JudgeStats]:
     settings = {"timeout_s": TIMEOUT_S, "max_attempts": 2, "max_concurrency": 1, **config}
-    client = JudgeClient(quick_config(**settings), judge.api_base)
+    client = judge.client(**settings)
     [answer] = answers_of(client, [pair_question()])
     return answer, client.take_stats()
 
@@ -301,7 +301,7 @@ def test_a_second_reply_to_one_request_grades_no_other_question() -> None:
             yield b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
     with FaultyJudge(after=Fault(raw=twice, keeps_open=True)) as judge:
-        client = JudgeClient(quick_config(max_concurrency=1), judge.api_base)
+        client = judge.client(max_concurrency=1)
         answers = answers_of(client, [pair_question(str(n)) for n in range(4)], at_once=False)
     assert [answer.value for answer in answers] == [(8.0, 6.5)] * 4
 
@@ -331,3 +331,28 @@ def test_a_health_check_says_what_is_wrong_with_a_list(models: Fault, reason: st
         with pytest.raises(JudgeRefused, match=reason) as error:
             with_client(judge, lambda client: client.check_health(wait_s=0))
     assert str(error.value).replace("\n", "", 1).isprintable() and len(str(error.value)) < 1500
+
+
+NOON = datetime(2025, 11, 21, 12, 0, 0, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        (None, None),
+        ("7", 7.0),
+        ("0.5", 0.5),
+        ("-3", 0.0),
+        ("86400", 120.0),
+        ("Fri, 21 Nov 2025 12:00:30 GMT", 30.0),
+        ("Fri, 21 Nov 2025 13:00:30 +0100", 30.0),
+        ("Fri, 21 Nov 2025 11:00:00 GMT", 0.0),
+        ("Sat, 22 Nov 2025 12:00:00 GMT", 120.0),
+        ("soon", None),
+        ("nan", None),
+        ("inf", None),
+        ("", None),
+    ],
+)
+def test_retry_after(header: str | None, seconds: float | None) -> None:
+    assert judge_http.retry_after_s(header, NOON) == seconds

@@ -14,11 +14,10 @@ from tiny_faulty_judge import (
     FaultyJudge,
     answers_of,
     pair_question,
-    quick_config,
 )
 from tiny_messages import names
 
-from rl.judge.client import JudgeClient, JudgeRefused, JudgeStats
+from rl.judge.client import JudgeRefused, JudgeStats
 
 
 def named(model: Any) -> Fault:
@@ -36,7 +35,7 @@ def asked(
     """What the client counted, and how many questions were answered."""
     with FaultyJudge(faults) as judge:
         judge.models = models
-        client = JudgeClient(quick_config(**config), judge.api_base)
+        client = judge.client(**config)
         questions = [pair_question(str(n)) for n in range(len(faults))]
         answers = answers_of(client, questions, at_once=False)
     return client.take_stats(), sum(answer.value is not None for answer in answers)
