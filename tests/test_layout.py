@@ -194,7 +194,7 @@ def test_every_program_guards_what_it_prints() -> None:
         "rl/__main__.py",  # becomes another program at once
         "rl/test_distributed_env.py",  # calls another's `main`
         "rl/judge/guard.py",  # prints into the judge's log, its own words
-        "rl/rewards/accuracy/maths_worker.py",  # speaks to its parent through a pipe
+        "rl/rewards/accuracy/maths.py",  # speaks to its parent through a pipe
     }
     programs = [file for file in (ROOT / "rl").rglob("*.py") if '"__main__":' in file.read_text()]
     assert len(programs) > len(open_ones)

@@ -140,9 +140,9 @@ def open_rows(options: argparse.Namespace) -> Rows:
     )
     remedy = "EARL's models read one: give fewer, or leave the row out"
     rules = RowRules(options.on_bad_row, MAX_IMAGE_SIDE_PX, 1, remedy)
-    rows, unreadable = hf_dataset.HfDataset.read(config, rules)
+    rows = hf_dataset.HfDataset.read(config, rules)
     try:
-        rows.keep_good(options.on_bad_row, unreadable)
+        rows.keep_good()
     except BadRowError as error:
         message = str(error).replace("data.on_bad_row: 'skip'", "--on-bad-row skip")
         raise ValueError(message) from error

@@ -19,7 +19,7 @@ from tiny_messages import names
 from tiny_waits import wait_for
 
 from rl.config.schema import JudgeConfig
-from rl.judge.client import JudgeError, JudgeRefused
+from rl.judge.client import JudgeError
 from rl.judge.endpoint import is_loopback
 from rl.judge.server import StartedJudge, start_problems
 
@@ -137,30 +137,18 @@ def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
     assert "exit code 127" in refusal_of(config_of(str(file), "{url_file}"), log)
 
 
-@pytest.mark.parametrize("written", ["", "http://127.0.0.1:1"])
-def test_one_that_never_says_where_it_is(written: str, tmp_path: Path) -> None:
-    """A line without its end may be half a port."""
+@pytest.mark.parametrize(
+    ("written", "parts"),
+    [
+        ("http://127.0.0.1:1", "'{url_file}' after 1 s (judge.start_timeout_s)\n"),  # half a line?
+        ("http://127.0.0.1:1\n", "http://127.0.0.1:1/v1 after 1 s (judge.start_timeout_s)"),
+        ("here!\n", "judge.start_command ... '{url_file}' ... judge.api_base='here!'"),
+    ],
+)
+def test_one_that_is_not_where_it_says(written: str, parts: str, tmp_path: Path) -> None:
     script = f"import sys, time; open(sys.argv[1], 'w').write({written!r}); time.sleep(1000)"
     said = refusal_of(config_of(*python(script), start_timeout_s=1.0), tmp_path / "log")
-    assert names(said, "judge.start_command ... '{url_file}' after 1 s (judge.start_timeout_s)\n")
-
-
-def test_one_that_is_not_where_it_says(tmp_path: Path) -> None:
-    script = "import sys, time; open(sys.argv[1], 'w').write('{}\\n'); time.sleep(1000)"
-    nowhere = python(script.format("http://127.0.0.1:1"))
-    said = refusal_of(config_of(*nowhere, start_timeout_s=1.0), tmp_path / "log")
-    assert "http://127.0.0.1:1/v1 after 1 s (judge.start_timeout_s)" in said
-    said = refusal_of(config_of(*python(script.format("here!"))), tmp_path / "log")
-    assert names(said, "judge.start_command ... '{url_file}' ... judge.api_base='here!'")
-
-
-def test_one_that_serves_another_model(tmp_path: Path) -> None:
-    command = [*tiny_loop.JUDGE[:-1], "another"]
-    with (
-        StartedJudge(config_of(*command), tmp_path / "log") as started,
-        pytest.raises(JudgeRefused, match="another"),
-    ):
-        asyncio.run(started.answering())
+    assert names(said, parts)
 
 
 JUDGE = """
