@@ -50,8 +50,7 @@ NOTED = (
     # prompts into steps: with another world_size a step is of other groups.)
     "world_size", "optimizer.backend", "optimizer.zero_stage", "*batch_size", "*.max_memory_gb",
     "optimizer.max_tokens_per_micro_batch", "optimizer.max_kept_tokens", "bare_arm",
-    "policy.attn_implementation", "engine.*", "renderer.cfg_in_one_forward",
-    "renderer.attention_backend", "renderer.compile_blocks",
+    "policy.attn_implementation", "engine.*",
     # How one gets past what stopped the run: a sample, a row or a question that was too long, a
     # reply that could not be read.
     "policy.max_prompt_tokens", "data.on_bad_row", "data.max_image_side_px",

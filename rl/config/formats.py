@@ -17,6 +17,12 @@ CONFIG = 3
 """The one format of configs and run folders that is read."""
 CHECKPOINT = 1
 ADAPTER = 2
+GONE = {
+    "checkpoint": ("keep",),
+    "renderer": ("attention_backend", "cfg_in_one_forward", "compile_blocks"),
+}
+"""Section -> keys that runs of today's format may still have written, and nothing reads; of shipped
+plugins, whose `type` has no dot."""
 
 
 def refusal(what: str, number: Any, newest: int, oldest: int = 1) -> str:
@@ -41,7 +47,9 @@ def stored(config: Mapping[str, Any], what: str) -> dict[str, Any]:
     another format."""
     if problem := refusal(what, number_of(config), CONFIG, oldest=CONFIG):
         raise ValueError(problem)
-    kept = dict(config)
-    if isinstance(kept.get("checkpoint"), Mapping):  # a key of this format that nothing reads
-        kept["checkpoint"] = {k: v for k, v in kept["checkpoint"].items() if k != "keep"}
-    return kept
+    return {
+        name: {key: item for key, item in value.items() if key not in GONE[name]}
+        if name in GONE and isinstance(value, Mapping) and "." not in str(value.get("type"))
+        else value
+        for name, value in config.items()
+    }

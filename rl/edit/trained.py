@@ -200,7 +200,7 @@ def _config(values: Mapping[str, Any], where: str) -> RunConfig:
 def _elsewhere(section: Mapping[str, Any], keys: Container[str], device: str) -> dict[str, Any]:
     """A plugin's section on another machine than the run's, whose devices and kernels are not here.
     `keys`: those that it knows."""
-    local = dict.fromkeys(("device", "attn_implementation", "attention_backend"), "auto")
+    local = dict.fromkeys(("device", "attn_implementation"), "auto")
     if device == "cpu":
         local["dtype"] = "float32"
     moved = {**section, **{name: value for name, value in local.items() if name in keys}}

@@ -106,7 +106,6 @@ def test_every_shipped_config_runs_on_a_gpu_machine(name: str, box: Box, monkeyp
 
 
 F32, SLOW = "policy.dtype=float32", "engine.type=transformers"
-FP8 = ("renderer.fp8=compute", "renderer.dtype=bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -122,8 +121,6 @@ FP8 = ("renderer.fp8=compute", "renderer.dtype=bfloat16")
         ({"capability": "7.5"}, [SLOW, "policy.attn_implementation=varlen"],
          "policy.attn_implementation: 'varlen' ... 8.0 ... 7.5 ... 'auto'"),
         ({"capability": "7.0"}, [SLOW], "this machine: ... 7.0 ... 7.5 ... policy.device=cpu"),
-        ({"capability": "8.6"}, FP8, "renderer.fp8: 'compute' ... 8.9 ... 8.6 ... 'storage'"),
-        ({"capability": "8.6"}, [*FP8, "renderer.device=cpu"], ""),
     ],
 )  # fmt: skip
 def test_what_the_device_cannot_compute_names_key_and_remedy(

@@ -89,7 +89,6 @@ def make_context(
         "dtype": "float32",
         "num_steps": 2,
         "true_cfg_scale": guidance,
-        "cfg_in_one_forward": False,
         "output_area_px": AREA_PX,
         "condition_area_px": AREA_PX,
         "policy_image_area_px": AREA_PX,
