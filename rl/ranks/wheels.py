@@ -54,4 +54,4 @@ def install() -> None:
             # `None` makes both `import` and `importlib.util.find_spec` say "not installed".
             sys.modules.setdefault(package, None)  # type: ignore[arg-type]
     if not _is_for_cpu("torchvision") and _Finder not in sys.meta_path:
-        sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Finder)

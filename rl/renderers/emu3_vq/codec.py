@@ -108,8 +108,8 @@ class Emu3Codec:
                 pixels = self.processor.preprocess(
                     [scaled[index] for index in batch], do_resize=False, do_pad=False
                 )["pixel_values"]
-                rows = self.encode_tensor(torch.from_numpy(np.stack(pixels)))
-                rows = rows.cpu().numpy().astype(np.int32)
+                tensors = self.encode_tensor(torch.from_numpy(np.stack(pixels)))
+                rows = tensors.cpu().numpy().astype(np.int32)
                 codes.update(zip(batch, rows, strict=True))
         return [codes[index] for index in range(len(pictures))]
 

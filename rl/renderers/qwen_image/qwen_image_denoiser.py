@@ -27,8 +27,8 @@ EPSILON = 1e-6
 def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """[B, S, H, E], with keys and values [B, S', H, E], of which every key is read. PyTorch chooses
     the kernel: cuDNN's on Hopper, else flash attention."""
-    heads = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
-    return F.scaled_dot_product_attention(*heads).transpose(1, 2)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)

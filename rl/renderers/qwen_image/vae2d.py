@@ -58,7 +58,7 @@ class FrameVae(nn.Module):
         stock.QwenImageRMS_norm: FrameNorm,
     }
     """diffusers' layers, and what replaces each."""
-    resampling: ClassVar[type] = stock.QwenImageResample
+    resampling: ClassVar[Any] = stock.QwenImageResample
 
     mean: torch.Tensor
     std: torch.Tensor
@@ -103,7 +103,7 @@ class PictureVae(FrameVae):
     Consumes the AutoencoderKLQwenImage21 it is built of."""
 
     replaced: ClassVar[dict[type, Any]] = {stock_21.QwenImage21RMS_norm: FrameNorm}
-    resampling: ClassVar[type] = stock_21.QwenImage21Resample
+    resampling: ClassVar[Any] = stock_21.QwenImage21Resample
 
     def __init__(self, vae: Any) -> None:
         patch = vae.config.patch_size or 1
