@@ -122,6 +122,14 @@ class PlugBase(ABC, Generic[ConfigT]):
         return None
 
 
+def reported_by(plugin: PlugBase[Any]) -> Mapping[str, float] | Exception:
+    """The metrics that a plugin reports, or what it raises: no reason to lose its work."""
+    try:
+        return plugin.take_metrics()
+    except Exception as error:
+        return error
+
+
 SAFETENSORS = ("model.safetensors",)
 """Weights as transformers saves them."""
 DIFFUSERS_SAFETENSORS = ("diffusion_pytorch_model.safetensors",)

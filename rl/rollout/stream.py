@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL.Image import Image
 
-from rl.api.plug import PlugBase, shown
+from rl.api.plug import reported_by, shown
 from rl.api.policy import Policy
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
@@ -350,11 +350,3 @@ class PendingRollout:
             sum(isinstance(outcome, Image) for outcome in outcomes),
             [failure.reason for failure in failures if failure.blame == "renderer"],
         )
-
-
-def reported_by(plugin: PlugBase[Any]) -> Mapping[str, float] | Exception:
-    """The metrics that a plugin reports, or what it raises: no reason to lose its work."""
-    try:
-        return plugin.take_metrics()
-    except Exception as error:
-        return error

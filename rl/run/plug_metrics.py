@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.metrics import Metrics
 from rl.api.find import described
-from rl.api.plug import PlugBase, shown
+from rl.api.plug import PlugBase, reported_by, shown
 from rl.build import Plug
 from rl.console.console import warn
-from rl.rollout.stream import reported_by
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
