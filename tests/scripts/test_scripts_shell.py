@@ -231,6 +231,7 @@ def test_nothing_is_left_running_when_the_installation_is_stopped(copy):
         env={**os.environ, "PATH": f"{copy / 'bin'}:/usr/bin:/bin"},
         stdout=subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # nohup ignores it
     )
     while not (copy / "started").exists():
         time.sleep(0.02)
