@@ -52,9 +52,9 @@ def _tower_per_look(run: Run, folder: Path) -> None:
 
 def _source_per_picture(run: Run, folder: Path) -> None:
     """Sources are known by their objects: copies are strangers."""
-    sources: Any = run.context.renderer.loop._sources
-    encode = sources.of
-    sources.of = lambda pictures_B, size: encode([p.copy() for p in pictures_B], size)
+    loop: Any = run.context.renderer.loop
+    encode = loop._source_latents
+    loop._source_latents = lambda pictures_B, size: encode([p.copy() for p in pictures_B], size)
 
 
 def _negative_per_completion(run: Run, folder: Path) -> None:

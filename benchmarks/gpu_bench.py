@@ -137,7 +137,6 @@ class Bench:
     """The one under way."""
     attention: str = "auto"
     """`policy.attn_implementation`, until a check finds that the fast kernel is wrong."""
-    compile_blocks: bool = False
     """Of the renderer, once it was seen to pay."""
 
     @property

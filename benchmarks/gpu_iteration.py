@@ -168,8 +168,7 @@ def _tell(bench: Bench, case: Case, rows: Sequence[dict[str, float]], flops: int
 
     seconds, floor_ms = median("time/iteration_s"), bench.floor_ms(flops)
     wait_s, peak_gb = median("time/judge_wait_s"), median("memory/peak_gb")
-    compiled = ", blocks compiled" if bench.compile_blocks else ""
-    note = f"waits {wait_s:.2f} s for the judge{compiled}"
+    note = f"waits {wait_s:.2f} s for the judge"
     bench.tell(case.name, 1e3 * seconds, floor_ms, peak_gb=peak_gb, note=note)
     facts = bench.report.facts
     facts["iteration_peak_gb"] = max(peak_gb, facts.get("iteration_peak_gb", 0.0))

@@ -199,7 +199,7 @@ def run_config(
         "image_max_pixels": MAX_PICTURE_PX,
         **(policy or {}),
     }
-    values["renderer"] |= {"dtype": bench.dtype, "compile_blocks": bench.compile_blocks}
+    values["renderer"] |= {"dtype": bench.dtype}
     values["optimizer"] |= {"gradient_checkpointing": "mlp", **(optimizer or {})}
     return RunConfig.model_validate(values | changes)
 

@@ -12,18 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks.flop_counter import flops_of
-from benchmarks.gpu_bench import (
-    Bench,
-    cleared,
-    first_line,
-    relative_error,
-    timed_s,
-)
+from benchmarks.gpu_bench import Bench, cleared, relative_error, timed_s
 from benchmarks.gpu_models import random_transformer, random_vae, shelve_modulation
 from benchmarks.stock import StockDenoiser, StockVae
-from rl.renderers.qwen_image.attention import CANDIDATES, attention_of
 from rl.renderers.qwen_image.denoising_config import PATCH_PX
-from rl.renderers.qwen_image.fp8 import round_blocks
 from rl.renderers.qwen_image.modulation import StepModulation, build_table
 from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser
 from rl.renderers.qwen_image.vae2d import FrameVae
@@ -31,8 +23,6 @@ from rl.renderers.qwen_image.vae2d import FrameVae
 NUM_STEPS = 8
 TIMESTEP = 1000.0
 """Of the step that is timed, the first."""
-FP8_LAYERS = 6
-"""Enough for a ratio: all blocks are alike."""
 LARGEST_DIFFERENCE = {"bfloat16": 0.1, "float32": 1e-4}
 """Relative, between the two sides' results: sixty layers of rounding. Wrong weights, or the right
 ones in another order, are off by their own size."""
@@ -64,8 +54,7 @@ class Forward:
 
     def flops(self, transformer: Any, modulation: StepModulation) -> int:
         """Of one step; torch counts its own attention alone."""
-        native = attention_of(CANDIDATES[0], transformer.device)
-        return flops_of(self.ours(Denoiser(transformer, native), modulation))
+        return flops_of(self.ours(Denoiser(transformer), modulation))
 
     def ours(self, denoiser: Denoiser, modulation: StepModulation) -> Callable[[], torch.Tensor]:
         """One step; what a batch prepares once is prepared once."""
@@ -108,12 +97,9 @@ def transformer_forwards(bench: Bench) -> None:
     with cleared(bench.device):
         transformer = random_transformer(bench)
         modulation = _modulation(transformer)
-        _attention_backends(bench, transformer, modulation)
         _against_stock(bench, transformer, modulation)
         _shelve(bench, transformer)
         del transformer, modulation
-    with cleared(bench.device):
-        _eight_bits(bench)
 
 
 def _modulation(transformer: Any) -> StepModulation:
@@ -122,33 +108,14 @@ def _modulation(transformer: Any) -> StepModulation:
     return build_table(transformer, timesteps)[0].to(transformer.device)
 
 
-def _attention_backends(bench: Bench, transformer: Any, modulation: StepModulation) -> None:
-    side, batch = bench.size.render[0]
-    forward = make_forward(bench, transformer, side, [bench.size.num_words(side)] * batch)
-    calls = {}
-    for backend in CANDIDATES:
-        try:
-            denoiser = Denoiser(transformer, attention_of(backend, transformer.device))
-        except ValueError as error:
-            bench.tell(f"attention {backend}", note=first_line(error))
-        else:
-            calls[f"attention {backend}"] = forward.ours(denoiser, modulation)
-    floor = forward.flops(transformer, modulation)
-    for name, timing in bench.race(calls, share=0.2).items():
-        bench.tell_time(f"{forward.name}, {name}", timing, floor)
-
-
 def _against_stock(bench: Bench, transformer: Any, modulation: StepModulation) -> None:
-    attention = attention_of("auto", transformer.device)
-    plain = Denoiser(transformer, attention)
-    compiled = Denoiser(transformer, attention, compiled=True)
+    denoiser = Denoiser(transformer)
     all_cases = cases(bench)
     for side, num_words in all_cases:
         forward = make_forward(bench, transformer, side, num_words)
         calls = {
             "diffusers": forward.stock(transformer),
-            "ours": forward.ours(plain, modulation),
-            "ours, compiled": forward.ours(compiled, modulation),
+            "ours": forward.ours(denoiser, modulation),
         }
         _check_equal(bench, forward.name, calls["diffusers"], calls["ours"])
         timings = bench.race(calls, share=0.6 / len(all_cases))
@@ -156,14 +123,12 @@ def _against_stock(bench: Bench, transformer: Any, modulation: StepModulation) -
         for name, timing in timings.items():
             peer = None if name == "diffusers" else stock
             bench.tell_time(f"{forward.name}, {name}", timing, floor, peer)
-        _goals(bench, forward, floor, {n: t.ms for n, t in timings.items() if n != "diffusers"})
+        if "ours" in timings and "different" not in forward.name:
+            _goal(bench, forward, floor, timings["ours"].ms)
 
 
-def _goals(bench: Bench, forward: Forward, floor: float, ours_ms: dict[str, float]) -> None:
-    if not ours_ms or "different" in forward.name:
-        return
-    bench.compile_blocks = min(ours_ms, key=ours_ms.__getitem__) != "ours"
-    share = bench.floor_ms(floor) / min(ours_ms.values())
+def _goal(bench: Bench, forward: Forward, floor: float, ours_ms: float) -> None:
+    share = bench.floor_ms(floor) / ours_ms
     wanted = 0.78 if forward.side_px >= 1024 else 0.65
     if forward.side_px >= 1024 or len(forward.states) >= 4:
         bench.report.at_least(f"D1 {forward.name}, share of the matmul rate", wanted, share)
@@ -199,29 +164,6 @@ def _shelve(bench: Bench, transformer: Any) -> None:
 def _resident_gb(module: torch.nn.Module, device: str) -> float:
     kind = torch.device(device).type
     return sum(p.nbytes for p in module.parameters() if p.device.type == kind) / 1e9
-
-
-def _eight_bits(bench: Bench) -> None:
-    """A short transformer, since its weights are rounded for good."""
-    layers = min(FP8_LAYERS, bench.size.transformer.get("num_layers", FP8_LAYERS))
-    calls = {}
-    side, batch = bench.size.render[0]
-    for name in ("weights as they are", "8 bits, compute"):
-        transformer = random_transformer(bench, num_layers=layers)
-        modulation = _modulation(transformer)
-        if name != "weights as they are":
-            round_blocks(transformer, "compute", transformer.device)
-        forward = make_forward(bench, transformer, side, [bench.size.num_words(side)] * batch)
-        denoiser = Denoiser(transformer, attention_of("auto", transformer.device))
-        calls[name] = forward.ours(denoiser, modulation)
-    timings = bench.race(calls, share=0.2)
-    exact = timings.get("weights as they are")
-    for name, timing in timings.items():
-        peer = None if timing is exact else exact
-        bench.tell_time(f"{layers} layers, {name}", timing, peer=peer)
-        if peer is not None and bench.dtype == "bfloat16":
-            ratio = peer.ms / timing.ms
-            bench.report.at_least(f"D3 8 bits over {bench.dtype}", 1.3, ratio, "x")
 
 
 @torch.no_grad()

@@ -18,9 +18,8 @@ from rl.algorithm.attention_kernels import choose_kernel
 from rl.renderers.qwen_image.denoising_config import PATCH_PX
 from rl.renderers.qwen_image.modulation import StepModulation
 from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser
-from rl.renderers.qwen_image.vae2d import FrameVae
+from rl.renderers.qwen_image.vae2d import FrameVae, PictureVae
 from rl.renderers.qwen_image_21 import qwen_image_21_denoiser
-from rl.renderers.qwen_image_21.vae import PictureVae
 
 META = torch.device("meta")
 GROUP = 8
@@ -52,14 +51,15 @@ def image_21(side_px: int, num_sources: int, num_steps: int) -> float:
     )
     places = [range(LEAD_IN * i + i - 1, LEAD_IN * i + i) for i in range(1, num_sources + 1)]
     shown = tuple(
-        qwen_image_21_denoiser.Shown(place, _empty(side * side, config.in_channels), (side, side))
+        qwen_image_21_denoiser.Shown(
+            place, _empty(side * side, config.in_channels), (side, side), b""
+        )
         for place in places
     )
-    states = _empty(places[-1].stop if places else 0, config.context_in_dim)
-    words = tuple(_empty(WORDS, config.context_in_dim) for _ in range(GROUP))
-    groups = [qwen_image_21_denoiser.Group(states, shown, words)]
+    states = _empty((places[-1].stop if places else 0) + WORDS, config.context_in_dim)
+    group = [qwen_image_21_denoiser.Row(states, shown)] * GROUP
     given: list[Any] = []
-    once = flops_of(lambda: given.append(denoiser.prepare(groups, (side, side))))
+    once = flops_of(lambda: given.append(denoiser.prepare([group], (side, side))))
     latents = _empty(GROUP, side * side, config.in_channels)
     step = flops_of(lambda: denoiser.velocity(latents, given[0], _empty()))
     encoding, decoding = vae_flops(side_px, of_edit=False)
@@ -74,14 +74,10 @@ def edit(side_px: int, num_seen: int, num_steps: int, guided: bool) -> float:
     config = transformer.config
     width, blocks = config.num_attention_heads * config.attention_head_dim, config.num_layers
 
-    def attend(*heads: torch.Tensor) -> torch.Tensor:
-        heads_first = (tensor.transpose(1, 2) for tensor in heads)
-        return torch.nn.functional.scaled_dot_product_attention(*heads_first).transpose(1, 2)
-
     num_rows = 2 if guided else 1
     latents = _empty(num_rows, side * side, config.in_channels)
     states = [_empty(WORDS + num_seen, config.joint_attention_dim)] * num_rows
-    denoiser = Denoiser(transformer, attend)
+    denoiser = Denoiser(transformer)
     given = denoiser.prepare(states, latents, [(1, side, side)] * 2)
     modulation = _empty(blocks, 1, 6, width)
     table = StepModulation(modulation, modulation, _empty(2, width))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
 from rl.api.types import Sample, SamplingParams, UnusableSampleError
-from rl.config.messages import validate
+from rl.config.messages import nearest, validate
 from rl.config.schema import SHIPPED_LOSSES, ConfigError, PlugSection, RunConfig
 from rl.files.model_files import model_problems
 from rl.files.weights import NotFiniteError
@@ -177,46 +176,38 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | N
         stated = "missing" if "type" not in section else f"{json.dumps(name)} given"
         return None, [f"{key}.type: {stated}; name a file of rl/{room}: {', '.join(known)} {own}"]
     if name not in known and not find.is_dotted_path(name):
-        near = difflib.get_close_matches(name, known, n=1)
         dotted = name.removeprefix("./").removesuffix(".py").replace("/", ".")
-        if find.is_dotted_path(dotted) and name != dotted:
-            near = [dotted]
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        is_file = find.is_dotted_path(dotted) and name != dotted
+        hint = nearest(dotted, [dotted] if is_file else known)
         return None, [f"{key}.type: no plug {name!r} in rl/{room}; {hint} {own}"]
     found, wrong = find.import_plug(module_of(room, name) if name in known else name)
     if not wrong:
         found, wrong = find.plug_class(found, ROOMS[room])
     if wrong:
         return None, [f"{key}.type: {problem}" for problem in wrong]
-    try:
-        config, problems = validate(found.Config, section, at=key)
-    except find.STRANGE as error:  # of an outsider's validator
-        config, problems = None, [f"{key}: {found.__name__}.Config raises {find.described(error)}"]
+    what = f"{key}: {found.__name__}.Config"
+    read, wrong = find.attempt(what, None, lambda: validate(found.Config, section, at=key))
+    config, problems = read or (None, wrong)  # an outsider's validator may raise anything
     if config is None:
         return None, problems
     plug = Plug(key, config, found)
     if issubclass(found, RunPlug):  # first, since other answers are read off the files
         models, wrong = ask_plug(plug, "models")
         wrong = wrong or [f"{key}.{problem}" for problem in model_problems(models)]
-    return plug, wrong or _answers(plug)
+    for question in find.questions(ROOMS[room]) if not wrong else ():
+        wrong += ask_plug(plug, question)[1]
+    if not wrong and issubclass(found, Reward) and found.needs_judge:
+        num_questions = found.num_questions(plug.config)
+        if num_questions < 1:
+            name = found.num_questions.__qualname__
+            wrong = [f"{key}: {name} returns {num_questions}; expected a whole number >= 1"]
+    return plug, wrong
 
 
 def ask_plug(plug: Plug[Any], member: str, *more: Any) -> tuple[Any, list[str]]:
     """A class method's answer about a plugin's section: (answer, []), or (None, what is wrong)."""
     answer, wrong = find.ask(plug.cls, member, plug.config, *more)
     return answer, [f"{plug.key}: {problem}" for problem in wrong]
-
-
-def _answers(plug: Plug[Any]) -> list[str]:
-    """What is wrong with a plugin's answers about its section."""
-    base = next(base for base in ROOMS.values() if issubclass(plug.cls, base))
-    found = [problem for name in find.questions(base) for problem in ask_plug(plug, name)[1]]
-    if not found and issubclass(plug.cls, Reward) and plug.cls.needs_judge:
-        num_questions = plug.cls.num_questions(plug.config)
-        if num_questions < 1:
-            name = plug.cls.num_questions.__qualname__
-            found = [f"{plug.key}: {name} returns {num_questions}; expected a whole number >= 1"]
-    return found
 
 
 def plugs_of(room: str) -> list[str]:
@@ -359,9 +350,6 @@ def _open_source(plug: Plug[DataSource], rules: RowRules) -> DataSource:
     try:
         source = plug.cls(plug.config, rules)
         num_rows, num_skipped = len(source), source.num_skipped
-        if type(num_skipped) is not int or num_skipped < 0:
-            what = f"num_skipped is {shown(num_skipped)}"
-            raise ValueError(f"{at}: {what}; expected a whole number >= 0")
         if num_rows == 0:
             left_out = f" ({num_skipped} bad ones left out)" if num_skipped else ""
             raise ValueError(f"{at} holds no row{left_out}")

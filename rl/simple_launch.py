@@ -70,10 +70,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except ConfigError as error:
         print(f"{args.config} cannot run:", listed(error.problems), sep="\n", file=sys.stderr)
         sys.exit(1)
-    for title, lines in check_report.remarks(config).items():
+    resolved = build.resolve(config)
+    for title, lines in check_report.remarks(resolved).items():
         for line in lines:
             _say(f"{title}: {line}")
-    for line in this_machine.busy_lines(build.resolve(config)):
+    for line in this_machine.busy_lines(resolved):
         _say(line)
     num_ranks = config.world_size // args.nnodes
     sys.exit(launch(args, num_ranks, config.run_dir / "logs", config))
@@ -101,7 +102,7 @@ def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
         return check_report.problems_here(config, machine, num_ranks, this_machine.host_memory_gb())
 
     problems = problems_of(config)
-    own_gb = check_report.own_gpu_gb(build.resolve(config), machine, num_ranks)
+    own_gb = check_report.smallest_gpu_gb(build.resolve(config), machine, num_ranks)
     if own_gb is None or SAME_SIZE[0] <= own_gb / config.gpu_gb <= SAME_SIZE[1]:
         return problems
     size = math.floor(own_gb)
@@ -193,17 +194,16 @@ def launch(
         under_way.start()
     _set_environment(num_ranks, config)
     for left in reversed(range(args.retries + 1)):
-        before = _iterations_on_disk(config) if args.retries else 0
+        before = _iterations_on_disk(config.run_dir) if config and args.retries else 0
         ending = _one_start(args, num_ranks, log_dir, config)
         for line in ending.lines:
             _say(line)
-        if args.retries == 0 or ending.code == 0 or ending.asked:
+        if config is None or args.retries == 0 or ending.code == 0 or ending.asked:
             break
-        now = _iterations_on_disk(config)
         why_not = ""
         if not ending.by_machine:
             why_not = "which would come again; --retries is for what the machine does"
-        elif now <= before:
+        elif _iterations_on_disk(config.run_dir) <= before:
             why_not = f"and no iteration was saved since the last start (before: {before})"
         elif left == 0:
             why_not = "and every restart of --retries is used"
@@ -214,10 +214,10 @@ def launch(
     return ending.code
 
 
-def _iterations_on_disk(config: RunConfig | None) -> int:
+def _iterations_on_disk(run_dir: Path) -> int:
     from rl.checkpoints.checkpoint import find, iteration_of
 
-    newest = None if config is None else find(config.run_dir, hashes=False).path
+    newest = find(run_dir, hashes=False).path
     return 0 if newest is None else iteration_of(newest)
 
 

@@ -1,11 +1,4 @@
-"""THE LOOP: sample, render, judge, learn, sync. Read this file first.
-
-What: one iteration, in the order things happen; each line is a verb, and who holds the device is
-visible. What not: what any verb does (see the rooms), or which system runs (see the config).
-Started on every rank by `simple_launch.py`: `python -m rl.train config.jsonnet [key=value ...]`.
-
-Left out on purpose: callbacks, a registry, a trainer class to subclass. A new policy, renderer,
-reward or data source is a file in its room.
+"""The training loop, in the order in which things happen: read this file first.
 
 Axes: `_P` prompts on this rank, `_G` completions in a group.
 """
@@ -50,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def train(run: Run) -> None:
-    """From where the run stands to its last iteration, or until it is asked to stop.
+    """From the last finished iteration to the end, or until the run is asked to stop.
 
-    Strictly on-policy the two verbs alternate. Under `max_staleness: 1` the next iteration is
+    On-policy, `roll_out` and `learn_from` alternate. Under `max_staleness: 1` the next iteration is
     rolled out before the last one is learnt from, so that nobody waits for the judge.
     """
     done = sampled = run.start

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fetches EARL's published edits, already tokenised for Emu3, into $APP__DATA_DIR (RL_DATASETS/data
-# when that is not set): unpacks them, and shows which lists load and how many edits they name.
+# when that is not set), unpacks them and names their lists. `rl check CONFIG` reads what a config needs.
 #
 #   scripts/setup_datasets.sh                     everything; may take hours and some 100 GB
 #   scripts/setup_datasets.sh validation earl     only what the shipped configs/sft_*.jsonnet need
@@ -25,6 +25,27 @@ fetch() { # repository, folder, [files]
             "start it again to go on. If access is refused, export HF_TOKEN." >&2
         return 1
     fi
+}
+
+unpack() { # archive: once, beside itself; under its own name where it has no folder of its own
+    local archive=$1 folder mark first
+    folder=$(dirname "$archive") mark=$(dirname "$archive")/.$(basename "$archive").unpacked
+    [[ ! -f $mark || $(<"$mark") != "$(stat -c %s "$archive")" ]] || return 0
+    echo "unpacking $archive"
+    first=$(tar -tf "$archive" 2>/dev/null | grep -m 1 -vx '\./' || true)
+    first=${first#./}
+    case ${first%%/*} in
+        list | feature | train | validation | val | test)
+            folder=$folder/$(basename "$archive" | sed -E 's/\.(tar|tgz).*//')
+            ;;
+    esac
+    mkdir -p "$folder"
+    # GNU tar extracts nothing outside of the folder.
+    if ! tar -xf "$archive" -C "$folder" --no-same-owner; then
+        echo "setup_datasets.sh: $archive cannot be unpacked; delete it and fetch it again" >&2
+        return 1
+    fi
+    stat -c %s "$archive" >"$mark"
 }
 
 main() {
@@ -53,7 +74,12 @@ main() {
             earl) fetch mair-lab/earl-datasets "$data/earl-datasets" ;;
         esac
     done
-    python -m rl.commands.published_sets "$data"
+    # Without `feature` folders, which hold millions of files.
+    local found=(find "$data" -mindepth 1 '(' -name feature -o -name '.?*' ')' -prune -o -type f)
+    while IFS= read -r -d '' archive; do
+        unpack "$archive"
+    done < <("${found[@]}" -regex '.*\.\(tar\|tar\.gz\|tgz\)' -print0)
+    "${found[@]}" -name tokenized_datalist.json -print
 }
 
 main "$@"

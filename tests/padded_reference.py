@@ -43,6 +43,23 @@ def qwen_states(model: Any, prompt: Prompt, token_ids: Sequence[int]) -> torch.T
     return states
 
 
+def qwen_row(
+    policy: Any, prompt: Prompt, token_ids: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """([P + T, D] states of the kind that the policy hands on, [T] log-probs) of one row."""
+    model = policy.module.base_model
+    before_norm: list[torch.Tensor] = []
+    norm = model.model.language_model.norm
+    hook = norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0][0]))
+    states = qwen_states(model, prompt, token_ids)
+    hook.remove()
+    head = model.lm_head.weight
+    allowed = sorted(set(range(len(head))) - set(policy.banned_token_ids))
+    temperature = policy.setup.temperature
+    found = logprobs(states, head, token_ids, temperature, [allowed] * len(token_ids))
+    return (before_norm[0] if policy.setup.state_kind == "pre_norm" else states), found
+
+
 def emu3_states(model: Any, prompt: Prompt, token_ids: Sequence[int]) -> torch.Tensor:
     """[P + T, D] of an `Emu3ForCausalLM`."""
     with StockAttention(model.model):

@@ -44,3 +44,15 @@ def assert_same(
     for one, other in zip(chain(*ones_PG), chain(*others_PG), strict=True):
         assert (one.token_ids, one.finish) == (other.token_ids, other.finish)
         assert one.logprobs == pytest.approx(other.logprobs, abs=NATS)
+
+
+def assert_ended(group: Sequence[Completion], stop_ids: Sequence[int], max_tokens: int) -> None:
+    """Some completions end with their only stop token, the others have none and `max_tokens`."""
+    for completion in group:
+        ids = completion.token_ids
+        stops = [i for i, token in enumerate(ids) if token in stop_ids]
+        stopped = completion.finish == "stop"
+        assert stops == ([len(ids) - 1] if stopped else [])
+        assert stopped or len(ids) == max_tokens
+        assert len(completion.logprobs) == len(ids)
+    assert {completion.finish for completion in group} == {"stop", "length"}

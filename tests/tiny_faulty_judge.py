@@ -8,9 +8,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -65,6 +66,10 @@ class FaultyJudge(JudgeServer):
         self._open = 0
         self._lock = threading.Lock()
         super().__init__(MODEL)
+
+    def client(self, journal: Path | None = None, **config: Any) -> JudgeClient:
+        """A client of this judge; `config`: changes of `quick_config`."""
+        return JudgeClient(quick_config(**config), self.api_base, journal)
 
     def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
         with self._lock:
@@ -202,6 +207,34 @@ def pair_question(*parts: str | Image.Image) -> Question:
 def read_pair(text: str) -> tuple[float, float]:
     first, second = read_scores(text, 2, 0, 10)
     return first, second
+
+
+def with_client(
+    judges: FaultyJudge | str | Sequence[FaultyJudge | str],
+    script: Callable[[JudgeClient], Awaitable[Any]],
+    journal: Path | None = None,
+    **config: Any,
+) -> tuple[Any, JudgeClient]:
+    """What `script` returns, and the client, which is closed afterwards."""
+    places = [judges] if isinstance(judges, FaultyJudge | str) else judges
+    urls = [place if isinstance(place, str) else place.api_base for place in places]
+
+    async def run() -> tuple[Any, JudgeClient]:
+        client = JudgeClient(quick_config(**config), urls, journal)
+        try:
+            return await script(client), client
+        finally:
+            await client.aclose()
+
+    return asyncio.run(run())
+
+
+async def ask_all(client: JudgeClient, count: int, first: int = 0) -> list[Answer[Any]]:
+    """That many questions at once, each another."""
+    numbers = range(first, first + count)
+    return list(
+        await asyncio.gather(*(client.ask(pair_question(str(n)), read_pair) for n in numbers))
+    )
 
 
 def answers_of(

@@ -1,4 +1,4 @@
-"""Two nodes on one machine: two network namespaces and one cable, which may be thin or cut.
+"""Two nodes on one machine: two network namespaces and one cable, which may be cut.
 
 Needs root, iproute2, and a kernel that allows them.
 """
@@ -53,22 +53,6 @@ class Nodes:
         finally:
             _ip("-n", self.names[1], "link", "set", CABLE, "up")
 
-    @contextmanager
-    def limited(self, mbit: int) -> Iterator[None]:
-        """What each node may send in a second."""
-        limit = ["tbf", "rate", f"{mbit}mbit", "burst", "64kbit", "latency", "400ms"]
-        for name in self.names:
-            _run("tc", "-n", name, "qdisc", "add", "dev", CABLE, "root", *limit)
-        try:
-            yield
-        finally:
-            for name in self.names:
-                _run("tc", "-n", name, "qdisc", "delete", "dev", CABLE, "root")
-
-    def sent_bytes(self, node: int) -> int:
-        counter = f"/sys/class/net/{CABLE}/statistics/tx_bytes"
-        return int(_run("ip", "netns", "exec", self.names[node], "cat", counter))
-
 
 @contextmanager
 def two_nodes() -> Iterator[Nodes]:
@@ -97,11 +81,10 @@ def two_nodes() -> Iterator[Nodes]:
 
 def why_not() -> str:
     """Why there are no such nodes here; '' if there are."""
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        return f"{' and '.join(missing)} missing (package iproute2)"
+    if shutil.which("ip") is None:
+        return "ip is missing (package iproute2)"
     try:
-        with two_nodes() as nodes, nodes.limited(mbit=10), nodes.cut():
+        with two_nodes() as nodes, nodes.cut():
             pass
     except subprocess.CalledProcessError as error:
         return f"no network namespaces here: {error.stderr.strip()}"
@@ -118,9 +101,5 @@ def _kill_all(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def _ip(*words: str) -> str:
-    return _run("ip", *words)
-
-
-def _run(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)

@@ -24,6 +24,8 @@ def make_qwen(
     checkpointing: Any = False,
     template: PromptTemplate | None = tiny_qwen.TEMPLATE,
     seed: int = 0,
+    temperature: float = TEMPERATURE,
+    max_completion_tokens: int = 16,
     **section: Any,
 ) -> qwen2_5_vl.Qwen25VL:
     """As a run with an editor makes it; `section`: keys of the policy's."""
@@ -34,8 +36,8 @@ def make_qwen(
             kind,
             template=template,
             negative_prompt=negative,
-            temperature=TEMPERATURE,
-            max_completion_tokens=16,
+            temperature=temperature,
+            max_completion_tokens=max_completion_tokens,
             gradient_checkpointing=checkpointing,
             seed=seed,
         ),
@@ -57,10 +59,8 @@ def make_emu3(folder: str, checkpointing: Any = False, **section: Any) -> emu3.E
 
 def make_policy(folder: str, **section: Any) -> qwen2_5_vl.Qwen25VL:
     """A Qwen2.5-VL that answers in text, at temperature 1, with a LoRA that says something."""
-    section = {"type": "qwen2_5_vl", "model_path": folder, "dtype": "float32"} | section
-    policy = qwen2_5_vl.Qwen25VL(
-        qwen2_5_vl.Config(**{"lora": LORA, **section}),
-        PolicySetup("text", template=tiny_qwen.TEMPLATE, max_completion_tokens=12),
+    policy = make_qwen(
+        folder, "text", temperature=1.0, max_completion_tokens=12, **{"lora": LORA, **section}
     )
     wake_lora(policy)
     return policy

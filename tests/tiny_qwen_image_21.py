@@ -27,10 +27,10 @@ from transformers.processing_utils import ProcessorMixin
 
 from rl.api.types import HiddenStates, RenderJob, Sample
 from rl.files.images import over_white
-from rl.renderers.qwen_image_21.qwen_image_21_components import Parts
+from rl.renderers.qwen_image.qwen_image_components import EditorParts
+from rl.renderers.qwen_image.vae2d import PictureVae
 from rl.renderers.qwen_image_21.qwen_image_21_config import Config, condition_sizes
 from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop
-from rl.renderers.qwen_image_21.vae import PictureVae
 from tiny_world.builder.image21_models import make_transformer
 from tiny_world.builder.image21_tokenizer import image_processor
 from tiny_world.builder.tokenizer import CHAT_TEMPLATE
@@ -69,12 +69,12 @@ class ImageTextProcessor(Qwen3VLProcessor):
 class StockParts(tiny_editor.StockParts):
     """With the VAE of Qwen-Image-2.1."""
 
-    def ours(self) -> Parts:
+    def ours(self) -> EditorParts:
         vae = PictureVae(copy.deepcopy(self.vae)).requires_grad_(False)
-        return Parts(copy.deepcopy(self.transformer), vae, self.scheduler)
+        return EditorParts(copy.deepcopy(self.transformer), vae, self.scheduler)
 
 
-def make_parts() -> Parts:
+def make_parts() -> EditorParts:
     return make_stock().ours()
 
 
@@ -204,7 +204,7 @@ def make_job(words: str, sources: Sequence[Image.Image], seed: int) -> RenderJob
     return job
 
 
-def make_renderer(parts: Parts, **changes: object) -> QwenImage21Loop:
+def make_renderer(parts: EditorParts, **changes: object) -> QwenImage21Loop:
     return QwenImage21Loop(Config(**{**TINY, **changes}), parts)
 
 

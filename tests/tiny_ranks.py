@@ -1,9 +1,7 @@
 """Real processes for tests: N gloo ranks, or one that may be killed.
 
-What: `run_ranks`, `spawn` and `run_forked`, forked off a server that has imported `tiny_preload`
-once (a fresh interpreter would spend seconds of CPU on that each time), `start` for scripts that
-import little, and `held_port`. What not: the launcher; what it tells a rank is set by hand, which
-is all that `Dist.from_env` sees of it.
+They are forked off a server that has imported `tiny_preload` once: a fresh interpreter would spend
+seconds of CPU on that each time.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,12 @@ def write_run(folder: Path, *, name: str = "tiny", num_iterations: int = 4) -> P
         "run_name": name,
         "num_iterations": 4,
         "policy": {"model_path": "pkg://tiny_world/weights/policy"},
-        "rewards": {"viescore": {"type": "viescore", "n_evals": 2}},
+        "rewards": {"viescore": {"type": "viescore"}},
         "data": {"train": [{"type": EVIL}]},
     }
     (folder / "config.json").write_text(json.dumps(config))
     lines = [metrics(iteration) for iteration in range(num_iterations + 1)]
-    (folder / "metrics.jsonl").write_text("".join(map(json_line, lines)))
+    write_lines(folder / "metrics.jsonl", lines)
     for iteration in range(1, num_iterations + 1):
         write_episodes(folder, iteration)
     for iteration, rewards in REWARDS.items():
@@ -63,9 +64,7 @@ def write_episodes(folder: Path, iteration: int) -> None:
         Image.new("RGB", (16, 16), "gray").save(images / f"rank0_g{g:02d}_bare.png")
         bare["image_file"] = f"images/it_{iteration:06d}/rank0_g{g:02d}_bare.png"
         rows[-NUM_COMPLETIONS]["bare"] = bare
-    path = folder / "episodes" / f"it_{iteration:06d}.rank0.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(map(json_line, rows)))
+    write_lines(folder / "episodes" / f"it_{iteration:06d}.rank0.jsonl", rows)
 
 
 def episode(iteration: int, g: int, member: int) -> dict[str, Any]:
@@ -133,4 +132,32 @@ def write_evaluation(folder: Path, iteration: int, rewards: list[float | None]) 
                 "bare_file": f"{number}_bare.png",
             }
         )
-    (place / "records.jsonl").write_text("".join(map(json_line, rows)))
+    write_lines(place / "records.jsonl", rows)
+
+
+def write_lines(file: Path, rows: Sequence[Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(map(json_line, rows)))
+
+
+def held_out(i: int, reward: float | None, **changes: Any) -> dict[str, Any]:
+    """The record of one held-out sample in plain words."""
+    return {
+        "id": f"s{i}",
+        "category": "ab"[i % 2],
+        "instruction": f"ask {i}",
+        "completion": f"write {i}",
+        "reward": reward,
+        "bare_reward": 0.25,
+        "source_file": "source.png",
+        "bare_file": None,
+        "image_file": "image.png",
+        **changes,
+    }
+
+
+def write_held_out(run_dir: Path, iteration: int, records: Sequence[Any]) -> Path:
+    """Returns the folder of the evaluation."""
+    folder = run_dir / "evaluation" / f"it_{iteration:06d}"
+    write_lines(folder / "records.jsonl", records)
+    return folder

@@ -12,7 +12,7 @@ from rl.api.types import Completion, RenderFailure, RenderJob, RewardInput, Samp
 from rl.config.schema import RunConfig
 from rl.console.console import PhaseTimer
 from rl.learner.micro_batches import pack_groups
-from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin, never
+from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
 
 
 def run_config(**changes: object) -> RunConfig:
@@ -42,9 +42,6 @@ class Painter:
 
     def take_metrics(self) -> dict[str, float]:
         return {"clip_cut_share": 0.5}
-
-    def size_bucket(self, sample: Sample) -> tuple[int, int] | None:
-        return None
 
     def render(
         self, jobs: Iterable[RenderJob]
@@ -83,7 +80,7 @@ class Batches:
 
 
 def collect(
-    context: RolloutContext, batch: Sampled, should_stop: Callable[[], bool] = never
+    context: RolloutContext, batch: Sampled, should_stop: Callable[[], bool] = lambda: False
 ) -> Rollout:
     timer = PhaseTimer()
     pending = begin(context, batch, Batches(batch), timer, should_stop)

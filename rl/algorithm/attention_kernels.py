@@ -1,9 +1,9 @@
 """Attention over runs, with the log-sum-exp that lets results over several sets of keys be joined.
 
-A kernel is two functions. `forward` gives the attention over the keys it is shown; `backward`
-gives their share of the gradients, where `out` and `lse` are those over ALL keys: with
-P = exp(q k - lse), dV = P' dO and dS = P * (dO V' - sum(dO * out)) hold key by key (the
-recomputation of FlashAttention, Dao et al. 2022, section 3.1), so shares simply add up.
+A kernel is two functions. `forward` gives the attention over some keys; `backward` gives their
+share of the gradients, where `out` and `lse` are those over ALL keys: with P = exp(q k - lse),
+dV = P' dO and dS = P * (dO V' - sum(dO * out)) hold key by key (the recomputation of
+FlashAttention, Dao et al. 2022, section 3.1), so shares add up.
 
 Axes: `_T` queries, `_K` keys, `_H` heads, `_D` their width; keys may have fewer heads, each then
 shared by neighbouring query heads. Scores are scaled by 1/sqrt(D).
@@ -51,15 +51,9 @@ class Kernel:
 
 
 def choose_kernel(name: Name, device: str, dtype: torch.dtype) -> Kernel:
-    """'auto' is 'varlen' where that runs. Raises ValueError where 'varlen' was asked for and does
-    not run."""
+    """'auto' is 'varlen' where that runs; the config's checks refuse 'varlen' where it does not."""
     kind = torch.device(device)
     capable = kind.type == "cuda" and torch.cuda.get_device_capability(kind) >= FLASH_CAPABILITY
-    if name == "varlen" and not (capable and dtype in HALF):
-        raise ValueError(
-            "policy.attn_implementation: 'varlen' needs bfloat16 or float16 weights on a CUDA "
-            f"device of compute capability 8.0 or more, not {dtype} on {device}; use 'auto'"
-        )
     if name != "sdpa" and capable and dtype in HALF:
         return VARLEN
     return CPU if kind.type == "cpu" else PLAIN
@@ -89,7 +83,7 @@ def _shared(key: torch.Tensor, num_sharing: int) -> torch.Tensor:
     return key.transpose(0, 1)[:, None].expand(-1, num_sharing, -1, -1)
 
 
-# On the CPU: PyTorch's own flash kernels, run by run.
+# Run by run: on the CPU with PyTorch's own flash kernels, elsewhere by the definition.
 
 
 def _run_forward(step: Callable[..., Tensors]) -> Callable[..., Attended]:
@@ -140,17 +134,11 @@ def _run_backward(step: Callable[..., Tensors]) -> Callable[..., Tensors]:
         num_key_heads = key.shape[1]
         num_sharing = query.shape[1] // num_key_heads
         grads = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for grad, q, k, v, o, log_sum, into_q, into_k, into_v in zip(
-            grad_out.split(runs.query_lens),
-            query.split(runs.query_lens),
-            key.split(runs.key_lens),
-            value.split(runs.key_lens),
-            out.split(runs.query_lens),
-            lse.split(runs.query_lens, dim=1),
-            grads[0].split(runs.query_lens),
-            grads[1].split(runs.key_lens),
-            grads[2].split(runs.key_lens),
-            strict=True,
+        by_query = (tensor.split(runs.query_lens) for tensor in (grad_out, query, out, grads[0]))
+        by_key = (tensor.split(runs.key_lens) for tensor in (key, value, grads[1], grads[2]))
+        lse_by_run = lse.split(runs.query_lens, dim=1)
+        for grad, q, o, into_q, k, v, into_k, into_v, log_sum in zip(
+            *by_query, *by_key, lse_by_run, strict=True
         ):
             if not len(q):
                 continue
@@ -171,29 +159,7 @@ def _run_backward(step: Callable[..., Tensors]) -> Callable[..., Tensors]:
     return backward
 
 
-def _flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Tensors:
-    result: Tensors = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal
-    )
-    return result
-
-
-def _flash_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-) -> Tensors:
-    result: Tensors = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal
-    )
-    return result
-
-
-# Where there is no flash kernel (float32 or old GPUs): the definition, in float32.
+# Where there is no flash kernel (float32 on a GPU, old GPUs): the definition, in float32.
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -229,7 +195,7 @@ def _plain_backward(
 
 
 # On CUDA: all runs in one call. PyTorch has no public backward that takes `out` and `lse` from
-# elsewhere, so these are the operators beneath its public function.
+# elsewhere, so these are the operators that its public function calls.
 
 
 @lru_cache(maxsize=16)
@@ -238,22 +204,19 @@ def _cumulative(lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor((0, *lens), dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
 
 
+def _bounds(runs: Runs, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    queries, keys = runs.query_lens, runs.key_lens
+    return _cumulative(queries, device), _cumulative(keys, device), max(queries), max(keys)
+
+
 def _varlen_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Runs
 ) -> Attended:
     from torch.nn.attention import varlen
 
-    out, lse, _ = varlen._varlen_attn(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        _cumulative(runs.query_lens, query.device),
-        _cumulative(runs.key_lens, query.device),
-        max(runs.query_lens),
-        max(runs.key_lens),
-        is_causal=runs.causal,
-        enable_gqa=True,
-    )
+    tensors = [tensor.contiguous() for tensor in (query, key, value)]
+    bounds = _bounds(runs, query.device)
+    out, lse, _ = varlen._varlen_attn(*tensors, *bounds, is_causal=runs.causal, enable_gqa=True)
     return out, lse
 
 
@@ -268,25 +231,28 @@ def _varlen_backward(
 ) -> Tensors:
     from torch.nn.attention import varlen
 
-    # Dropout's random state: read by nobody, since there is none.
+    tensors = [tensor.contiguous() for tensor in (grad_out, query, key, value, out, lse)]
+    bounds = _bounds(runs, query.device)
+    # Dropout's random state, which is not read: there is no dropout.
     no_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    result: Tensors = varlen._varlen_attn_backward(
-        grad_out.contiguous(),
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        out.contiguous(),
-        lse.contiguous(),
-        _cumulative(runs.query_lens, query.device),
-        _cumulative(runs.key_lens, query.device),
-        max(runs.query_lens),
-        max(runs.key_lens),
-        runs.causal,
-        no_state,
-    )
+    result: Tensors = varlen._varlen_attn_backward(*tensors, *bounds, runs.causal, no_state)
     return result
 
 
-CPU = Kernel(_run_forward(_flash_forward), _run_backward(_flash_backward))
+_aten = torch.ops.aten
+CPU = Kernel(
+    _run_forward(
+        lambda q, k, v, causal: _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal
+        )
+    ),
+    _run_backward(
+        lambda grad, q, k, v, out, lse, causal: (
+            _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, k, v, out, lse, 0.0, causal
+            )
+        )
+    ),
+)
 PLAIN = Kernel(_run_forward(_plain_forward), _run_backward(_plain_backward))
 VARLEN = Kernel(_varlen_forward, _varlen_backward)

@@ -26,7 +26,13 @@ def compose(values: Mapping[str, float | None], final: FinalReward) -> float | N
         raise ValueError(f"final_reward.weights must be >= 0 with one above 0, not {weights}")
     terms: list[tuple[float, float]] = []
     for name, weight in needed.items():
-        value = _value(values, name)
+        reward = name.partition("/")[0]
+        value = values.get(name)
+        if name not in values and values.get(reward, 0.0) is not None:
+            raise ValueError(
+                f"final_reward.weights names {name!r}, which no reward reports; there is "
+                f"{', '.join(sorted(values)) or 'nothing'}"
+            )
         if value is None:
             return None
         if not 0.0 <= value <= 1.0:
@@ -39,15 +45,3 @@ def compose(values: Mapping[str, float | None], final: FinalReward) -> float | N
     if final.op == "weighted_sum":
         return math.fsum(weight * value for weight, value in terms) / total
     return math.prod(value ** (weight / total) for weight, value in terms)
-
-
-def _value(values: Mapping[str, float | None], name: str) -> float | None:
-    if name in values:
-        return values[name]
-    reward = name.partition("/")[0]
-    if reward in values and values[reward] is None:
-        return None
-    raise ValueError(
-        f"final_reward.weights names {name!r}, which no reward reports; there is "
-        f"{', '.join(sorted(values)) or 'nothing'}"
-    )

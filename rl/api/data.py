@@ -1,15 +1,4 @@
-"""What a data source is: a class derived from `DataSource`, a finite list of samples.
-
-class Prompts(DataSource[MyConfig]):
-    def __init__(self, config: MyConfig, rules: RowRules) -> None:
-        self._lines = Path(config.path).read_text().splitlines()
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: int) -> Sample:
-        return Sample(id=str(index), instruction=self._lines[index])
-"""
+"""The base class of data sources: a finite list of samples (docs/plugins.md has one)."""
 
 from __future__ import annotations
 
@@ -51,16 +40,15 @@ class RowRules:
     pictures_remedy: str = "give fewer"
     """What to do about such a row."""
     keeps_transparency: bool = False
-    """A source picture that is transparent is RGBA, since the renderer reads it; else it is laid on
-    white."""
+    """A transparent source picture stays RGBA; else it is laid on white."""
 
 
 class DataSource(PlugBase[ConfigT]):
     """A plug of `rl/data`: a finite, indexable list of samples, the same in every run."""
 
     reads_much: ClassVar[bool] = False
-    """Whether opening it takes long, or asks another machine: if it does neither, it is opened, and
-    its first row read, before a run starts."""
+    """Whether opening it takes long or asks another machine; if not, it is opened and some rows are
+    read before a run starts."""
     num_skipped: Count = 0
     """Rows left out at the start because they cannot be used."""
 
@@ -73,8 +61,7 @@ class DataSource(PlugBase[ConfigT]):
 
     @abstractmethod
     def __getitem__(self, index: int) -> Sample:
-        """Sample `index`, 0 <= index < len(self). Raises `UnusableSampleError` when it turns out to
-        be none."""
+        """Sample `index`, 0 <= index < len(self). Raises `UnusableSampleError`."""
 
     @classmethod
     def provides(cls, config: ConfigT) -> Set[Carried]:

@@ -1,4 +1,4 @@
-"""What an inference engine is: a class derived from `Engine`, with a copy of the policy's weights.
+"""The base class of inference engines: they hold a copy of the policy's weights.
 
 Axes in names: `_P` prompts on this rank, `_G` completions in a group.
 """
@@ -23,13 +23,12 @@ class EngineMemory:
     """What an engine's section says of the GPU memory it takes while awake."""
 
     share: float | None
-    """Of the GPU's memory, for weights and key-value cache, 0..1; None: what the memory plan finds,
-    which comes with `EngineSetup.claim`."""
+    """Of the GPU's memory, for weights and key-value cache, 0..1; None: as `EngineSetup.claim`
+    says, from the memory plan."""
     cache_mb: int | None = None
     """A key-value cache, MiB, that is stated instead of that share."""
     own_gb: float = 1.5
-    """What it keeps of its memory for graphs and buffers, asleep too, GB; assumed. Its largest step
-    comes besides."""
+    """Graphs and buffers that it keeps even asleep, without its largest step, GB; assumed."""
     adapter_gb: float = 0.0
     """The same, besides, where the policy trains an adapter."""
     dtype: Dtype | None = None
@@ -43,8 +42,7 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class EngineClaim:
-    """What the memory plan gives an engine whose section leaves its share open; the same on every
-    rank."""
+    """The memory plan's share for an engine whose section states none; the same on every rank."""
 
     cache_bytes: int
     """Its key-value cache."""
@@ -66,7 +64,7 @@ class EngineSetup:
     claim: EngineClaim | None = None
     """None: its section says what it takes, or nobody knows the sizes."""
     sharded: bool = False
-    """Whether the policy's weights will be (ZeRO-3), so that no rank can run parts of it alone."""
+    """Whether the policy's weights will be (ZeRO-3): no rank can then run parts of it alone."""
 
 
 class Engine(RunPlug[ConfigT]):
@@ -105,10 +103,9 @@ class Engine(RunPlug[ConfigT]):
         return None
 
     def held_fingerprint(self) -> str | None:
-        """The loaded weights' fingerprint if every tensor that the engine really computes with is
-        theirs (in its dtype, read where it lies), else in words what is wrong, the tensors named.
+        """The loaded weights' fingerprint if every tensor that the engine computes with, read back
+        from its memory, is theirs (in its dtype), else in words which tensors differ.
 
-        None if they cannot be read back, as here: the run says so, and stops only where the
-        trainer's log-probs moved and the engine's stood still to the last bit. A sync that reaches
-        some tensors and not others then goes unseen."""
+        None if they cannot be read back, as here: the run warns, and stops only where the trainer's
+        log-probs moved and the engine's did not at all. It cannot notice a partial sync then."""
         return None

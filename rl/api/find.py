@@ -1,8 +1,4 @@
-"""Finds a plugin by its name, and explains what is wrong with it.
-
-Only its module is run here, and by `ask` one of its class methods. Functions return (the result or
-None, problems without the config's key).
-"""
+"""Finds a plugin by its name, and explains what is wrong with it."""
 
 from __future__ import annotations
 
@@ -30,6 +26,7 @@ from rl.api.plug import PlugBase, shown
 from rl.api.reward import Reward, RewardFunction
 from rl.config.schema import Section
 
+T = TypeVar("T")
 PlugT = TypeVar("PlugT", bound=PlugBase[Any])
 
 Found = tuple[Any, list[str]]
@@ -37,8 +34,6 @@ Found = tuple[Any, list[str]]
 STRANGE = (Exception, SystemExit)
 """Exceptions caught around a plugin's code."""
 
-
-# --- what a plugin raises -------------------------------------------------------------------------
 
 _LIBRARIES = tuple(
     {
@@ -68,6 +63,14 @@ def described(error: BaseException, code: object = None) -> str:
     return "; ".join([text + where, *_remedies(error)])
 
 
+def attempt(what: str, code: object, run: Callable[[], T]) -> tuple[T | None, list[str]]:
+    """What `run` returns, or None and '`what` raises ...'. `code`: see `described`."""
+    try:
+        return run(), []
+    except STRANGE as error:
+        return None, [f"{what} raises {described(error, code)}"]
+
+
 def _remedies(error: BaseException) -> Iterator[str]:
     """Where one mistake is by far the likeliest."""
     text, of = str(error), getattr(error, "obj", None)
@@ -91,9 +94,6 @@ def _remedies(error: BaseException) -> Iterator[str]:
         is_own = Path(file.removesuffix("/__init__.py")).parent == Path.cwd()
         if is_own and (word in sys.stdlib_module_names or PathFinder.find_spec(word, others)):
             yield f"{file} hides the module {word!r} that others mean; rename it"
-
-
-# --- by name --------------------------------------------------------------------------------------
 
 
 def is_dotted_path(name: str) -> bool:
@@ -161,7 +161,14 @@ def plug_class(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[
         if cls is not None:
             wrong = list(_members(cls, base))
     if cls is not None:
-        wrong += list(_variables(cls, base)) or list(_pairs(cls))
+        wrong += list(_variables(cls, base))
+    if cls is not None and not wrong and issubclass(cls, Reward):
+        counts = inspect.getattr_static(cls, "num_questions") is not vars(Reward)["num_questions"]
+        if cls.needs_judge and not counts:
+            wrong.append(
+                f"{cls.__name__} needs the judge and does not say how often it asks; expected "
+                "`@classmethod def num_questions(cls, config: Config) -> int`"
+            )
     return (None if wrong else cls), wrong
 
 
@@ -202,9 +209,6 @@ def loss_problems(found: Any) -> list[str]:
     if inspect.iscoroutinefunction(found):
         return [f"{name} is async; expected `def {name}(x: LossInputs) -> LossTerms`"]
     return _call_problem(found, name, 1, "(x: LossInputs) -> LossTerms")
-
-
-# --- its members ----------------------------------------------------------------------------------
 
 
 _GRADE = "(self, x: RewardInput) -> RewardOutput"
@@ -310,26 +314,6 @@ def _variables(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[
             yield from _misfit(f"{cls.__name__}.{name} is", value, owner, text)
 
 
-def _pairs(cls: type[PlugBase[Any]]) -> Iterator[str]:
-    """Members that go together."""
-    reports = cls.take_metrics is not PlugBase.take_metrics
-    if cls.metrics and not reports:
-        yield (
-            f"{cls.__name__} declares metrics and reports none; expected "
-            "`def take_metrics(self) -> Mapping[str, float]`"
-        )
-    if reports and not cls.metrics:
-        metrics = _in_words("Mapping[MetricName, Metric]")
-        yield f"{cls.__name__} has take_metrics and declares none; expected metrics: {metrics}"
-    if issubclass(cls, Reward) and cls.needs_judge is True:
-        own = inspect.getattr_static(cls, "num_questions")
-        if own is inspect.getattr_static(Reward, "num_questions"):
-            yield (
-                f"{cls.__name__} needs the judge and does not say how often it asks; expected "
-                "`@classmethod def num_questions(cls, config: Config) -> int`"
-            )
-
-
 def misspelt(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
     """'name: why' of members of an outsider's class that nobody reads and whose names are close to
     one that is read."""
@@ -339,9 +323,6 @@ def misspelt(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[st
             if name not in known and not name.startswith("_"):
                 for near in get_close_matches(name, known, n=1, cutoff=0.8):
                     yield f"{owner.__name__}.{name}: nobody reads it; did you mean {near!r}?"
-
-
-# --- what it answers ------------------------------------------------------------------------------
 
 
 def questions(base: type[PlugBase[Any]]) -> list[str]:
@@ -360,13 +341,14 @@ def ask(cls: type[PlugBase[Any]], member: str, *given: object) -> Found:
     bases = (one for one in _owners(cls) if one.__module__.startswith("rl.api."))
     owner = next(one for one in bases if member in vars(one))
     text = vars(owner)[member].__func__.__annotations__["return"]
-    try:
+
+    def answered() -> Any:
         answer = question(*given)
-        if text.startswith("Iterable[") and isinstance(answer, Iterator):
-            answer = list(answer)
-    except STRANGE as error:
-        return None, [f"{question.__qualname__} raises {described(error, question)}"]
-    wrong = list(_misfit(f"{question.__qualname__} returns", answer, owner, text))
+        is_list = text.startswith("Iterable[") and isinstance(answer, Iterator)
+        return list(answer) if is_list else answer
+
+    answer, wrong = attempt(question.__qualname__, question, answered)
+    wrong = wrong or list(_misfit(f"{question.__qualname__} returns", answer, owner, text))
     return (None if wrong else answer), wrong
 
 

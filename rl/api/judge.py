@@ -19,8 +19,8 @@ class Question:
     """One user message."""
 
     parts: tuple[str | Image, ...]
-    """In the order the judge sees them. What a whole group shares comes first (the source picture,
-    then the rubric), so that the judge's prefix cache serves the group."""
+    """In the judge's order; first what a group shares (source picture, rubric), for the judge's
+    prefix cache."""
     reply_schema: Mapping[str, Any]
     """JSON schema of the reply, sent when `judge.guided_json` says so."""
     temperature: float | None = None
@@ -53,8 +53,8 @@ class Judge(Protocol):
     ) -> Answer[T]:
         """Ask until `parse` can read a reply, within the bounds of the config.
 
-        `parse` raises `rl.judge.reply.UnreadableReplyError` on what it cannot read. `repeat` tells
-        equal questions apart that are asked several times to be averaged. A judge in trouble is an
-        `Answer` with a failure; one that refuses stops the run by itself.
+        `parse` raises `rl.judge.reply.UnreadableReplyError` on what it cannot read. `repeat`
+        numbers equal questions whose answers are averaged. A judge in trouble is an `Answer` with a
+        failure; one that refuses stops the run.
         """
         ...

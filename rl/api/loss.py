@@ -1,13 +1,4 @@
-"""What a loss is: a pure function of one micro-batch's tokens.
-
-    from rl.api.loss import LossInputs, LossTerms
-
-    def reinforce(x: LossInputs) -> LossTerms:
-        weights = x.mask.float() / x.denominators.num_tokens
-        ratio = (x.logprobs - x.old_logprobs).detach().exp()
-        return LossTerms(-x.advantages * x.logprobs, weights, ratio, x.mask & False)
-
-    algorithm: { loss: 'my_package.reinforce' }
+"""A loss is a pure function of one micro-batch's tokens (docs/plugins.md has one).
 
 Axes: `_B` completions in the micro-batch, `_C` completion tokens, right-padded.
 """
@@ -53,8 +44,7 @@ class LossInputs:
     mask: torch.Tensor
     """Bool: tokens that carry loss; others may hold anything, infinities included."""
     denominators: Denominators
-    """Of the whole step over all ranks, never of this micro-batch: so that any split of the batch
-    gives the same gradient."""
+    """Of the whole step over all ranks: any split into micro-batches gives the same gradient."""
     clip_low: float
     """`algorithm.clip_low`, distance from 1."""
     clip_high: float
@@ -84,8 +74,8 @@ class _Divided(Protocol):
 
 
 def divided_by(count: DividedBy) -> Callable[[Loss], Loss]:
-    """Say which denominator a loss's `weights` are divided by, where it is not 'num_tokens': the
-    step corrects by planned / really graded, once the judge has spoken."""
+    """Declare the denominator of a loss's `weights` where it is not 'num_tokens'; the step corrects
+    it by planned / graded after judging."""
     assert count in get_args(DividedBy), f"{count!r} is none of {get_args(DividedBy)}"
 
     def mark(loss: Loss) -> Loss:

@@ -32,8 +32,8 @@ class PlacedConfig(PlugConfig):
     device: str = "auto"
     """'auto' = the rank's own device; else 'cpu', 'cuda:1', 'cuda:+1' (the rank's number and 1)."""
     max_memory_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Most GPU memory this model may take, GB (1e9 bytes); null = no limit. Beyond it a batch is
-    halved, as when the GPU itself is full. The policy's is its inference engine's too."""
+    """Most GPU memory of this model, GB (1e9 bytes), the policy's with its inference engine; null =
+    no limit. A batch that needs more is halved, as when the GPU is full."""
     dtype: Dtype = "bfloat16"
     """Of the model; weights stored otherwise are converted when loaded."""
 
@@ -57,8 +57,8 @@ class FileConfig(PlugConfig):
 
 
 def unread(section: Section, keys: str | None, why: str, at: str = "") -> list[str]:
-    """For `no_effect`: those of `keys` (separated by spaces; None: all) that differ from their
-    defaults. `at`: the section's place, 'lora.'."""
+    """For `no_effect`: the `keys` (separated by spaces; None: all) that are not at their defaults.
+    `at`: the section's place, 'lora.'."""
     names = None if keys is None else keys.split()
     return [f"{at}{key}: {why}" for key in changed(section, names)]
 
@@ -73,9 +73,8 @@ class PlugBase(ABC, Generic[ConfigT]):
     Config: ClassVar[type[Section]] = PlugConfig
     """The model of its section: the class in those brackets."""
     metrics: ClassVar[Mapping[MetricName, Metric]] = {}
-    """What `take_metrics` may report, by name. A run logs a name behind the plugin's place:
-    `reward/metric/<reward>/<name>`, `data/metric/train.<i>/<name>`, `policy/metric/<name>`,
-    `engine/<name>`, `renderer/<name>`."""
+    """What `take_metrics` may report, by name. Logged as `reward/metric/<reward>/<name>`,
+    `data/metric/train.<i>/<name>`, `policy/metric/<name>`, `engine/<name>`, `renderer/<name>`."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -96,8 +95,8 @@ class PlugBase(ABC, Generic[ConfigT]):
 
     @classmethod
     def no_effect(cls, config: ConfigT) -> Iterable[str]:
-        """Keys that are set and that nothing reads beside the section's others, as 'key: why', for
-        `--check`. A key that contradicts the others is a problem instead."""
+        """'key: why' of each key that is set and that nothing reads beside the section's others. A
+        key that contradicts others belongs in `problems`."""
         found = []
         if isinstance(config, PlacedConfig) and config.device == "cpu":
             found += unread(config, "max_memory_gb", "a CPU's memory is not limited")
@@ -106,23 +105,29 @@ class PlugBase(ABC, Generic[ConfigT]):
         return found
 
     def take_metrics(self) -> Mapping[str, float]:
-        """What there is to report since the last call: means over what this rank saw, by declared
-        names; those with nothing to say are left out.
+        """Means since the last call over what this rank saw, by declared name; a name without a
+        value is left out. What belongs to one picture is a part of its `RewardOutput` instead.
 
-        Asked once an iteration, when its last verdict is in (a renderer when its last picture is);
-        what a held-out run left is taken too, and dropped. The line holds the mean over the ranks
-        that report a name, each rank counting once. Under `max_staleness` 1 the next iteration is
-        under way already, and part of it may be counted. What belongs to one picture is a part of
-        its `RewardOutput` instead.
+        Called once an iteration, after its last verdict (a renderer's: its last picture); what a
+        held-out run left is taken and dropped. Under `max_staleness` 1 part of the next iteration
+        may be in it. The log has the mean over the ranks that report a name.
 
-        A run's first iteration refuses an undeclared name and an exception. Later on, and for a
-        value that is not finite at any time, they are left out and said once.
+        An exception, an undeclared name and a value that is not finite are left out with one
+        warning.
         """
         return {}
 
     def close(self) -> None:
         """The run ends."""
         return None
+
+
+def reported_by(plugin: PlugBase[Any]) -> Mapping[str, float] | Exception:
+    """The metrics that a plugin reports, or what it raises: no reason to lose its work."""
+    try:
+        return plugin.take_metrics()
+    except Exception as error:
+        return error
 
 
 SAFETENSORS = ("model.safetensors",)
@@ -150,8 +155,7 @@ class ModelFiles:
     config: str = "config.json"
     config_required: bool = True
     weights: Sequence[str] = SAFETENSORS
-    """One of these, or of their indices (`model.safetensors.index.json`) with every file that it
-    names; () = none is read."""
+    """One of these, or its index (`model.safetensors.index.json`) with all its files; () = none."""
     files: Sequence[Sequence[str]] = ()
     """Of each of these one more file must be there."""
 
@@ -161,15 +165,14 @@ class RunPlug(PlugBase[ConfigT]):
 
     @classmethod
     def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
-        """What it loads. A start refuses a folder that is not there, holds another model or lacks
-        files; of a hub id it looks at what is in the local cache."""
+        """What it loads. A start refuses a folder that is missing, holds another model or lacks
+        files; of a hub id it checks what is in the local cache."""
         return []
 
     @classmethod
     def problems(cls, config: ConfigT, run: RunConfig) -> Iterable[str]:
         """What is wrong between its keys, or between them and the rest of the config, as 'key:
-        what, remedy', the key counted from the section. What is wrong with one key its `Config`
-        says."""
+        what, remedy', the key relative to the section. `Config` itself checks single keys."""
         return []
 
     @classmethod
@@ -177,7 +180,7 @@ class RunPlug(PlugBase[ConfigT]):
         cls, config: ConfigT, policy: PlacedConfig, capability: float | None
     ) -> Iterable[str]:
         """What it cannot compute on its device, in the form of `problems`. `policy`: its section;
-        `capability`: the GPU's, 9.0 for an H100, infinity: unknown; None: the device is a CPU."""
+        `capability`: of the GPU (H100: 9.0; infinity: unknown); None: the device is a CPU."""
         return []
 
 
@@ -196,8 +199,8 @@ class ModelRunner(RunPlug[ConfigT]):
     `PlacedConfig`."""
 
     runs_model: ClassVar[bool] = False
-    """Whether making one loads a model or asks another service: if it does neither (and asks no
-    judge), it is tried on made-up inputs before a run starts."""
+    """Whether making one loads a model or asks another service; if not (and it asks no judge), it
+    is tried on made-up inputs before a run starts."""
 
     @classmethod
     def parameter_counts(cls, config: ConfigT) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""What a policy is: a class derived from `Policy`, a trainable model that writes completions.
+"""The base class of policies: trainable models that write completions.
 
 Axes in names: `_P` prompts, `_B` rows of a micro-batch, `_T` tokens of a completion.
 """
@@ -6,7 +6,7 @@ Axes in names: `_P` prompts, `_B` rows of a micro-batch, `_T` tokens of a comple
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
@@ -57,19 +57,18 @@ class ThoughtSection(Section):
         "First think: what is asked for, and what does it take? Then write {marker} and, after it, "
         "nothing but the final words."
     )
-    """Put behind the user's words where the policy samples; `{marker}` stands for the marker. '' =
-    nothing, for a policy that thinks unasked, or whose system prompt asks."""
+    """Appended to the user's words for sampling; `{marker}` stands for the marker. '' = nothing,
+    for a policy that thinks unasked."""
     marker: Annotated[str, Field(min_length=1, max_length=200)] = "</think>"
     """The text that ends a thought; its last occurrence in what the policy wrote counts."""
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    """Longest thought, marker included; a longer one is a failure. null = what
-    sampling.max_completion_tokens leaves."""
+    """Longest thought, marker included; a longer one fails. null = no limit of its own."""
     states: Literal["words", "attended"] = "words"
-    """Hidden states of the words as the renderer knows them, read again behind its own prompt
-    without the thought (equal words are one picture); or those that attended to the thought."""
+    """words: hidden states of the words behind the renderer's own prompt, without the thought
+    (equal words are one picture); attended: those that attended to the thought."""
     loss: Literal["all", "words", "thought"] = "all"
     """Which tokens are trained; the marker belongs to the thought. Under 'words' a completion
-    without the marker carries no loss: the marker has to be written already."""
+    without the marker carries no loss."""
     without_marker: Literal["fail", "words"] = "fail"
     """A completion without the marker: a failure, or all of it words."""
 
@@ -129,12 +128,10 @@ class Policy(RunPlug[PolicyConfigT]):
     state_kinds: ClassVar[Set[StateKind]] = frozenset({"post_norm"})
     """Where it can take hidden states from."""
     needs: ClassVar[Set[str]] = frozenset()
-    """What each sample must bring, in the words of `DataSource.provides`; a picture only where the
+    """What each sample must bring, as `DataSource.provides` names it; a picture only where the
     renderer's template shows one."""
-
     own_words: ClassVar[Set[str]] = frozenset()
-    """Keys of its section that stand for what a renderer's template says: set beside a renderer
-    that brings one, they are refused."""
+    """Keys of its section that are refused beside a renderer that brings a prompt template."""
     own_states: ClassVar[Set[str]] = frozenset()
     """Keys that are read only where the renderer takes hidden states."""
     thinks: ClassVar[bool] = False
@@ -151,8 +148,7 @@ class Policy(RunPlug[PolicyConfigT]):
     image_vocabulary: ImageVocabulary | None = None
     """With which an engine holds completions to `Prompt.grid`; None: it is never constrained."""
     image_pixel_bounds: tuple[int, int] | None = None
-    """(smallest, largest) area of a prompt's picture, px: an engine needs no room for more. None:
-    an engine is never given pictures."""
+    """(smallest, largest) area of a prompt's picture, px; None: an engine is given no pictures."""
     max_pictures: int = 1
     """Most pictures of a prompt, where there are any."""
     adapts_vision_tower: bool = False
@@ -162,8 +158,8 @@ class Policy(RunPlug[PolicyConfigT]):
     own_max_pictures: ClassVar[int] = 1
     """Source pictures that a sample may have where the renderer brings no template."""
     starts_as_stock: ClassVar[bool] = False
-    """Whether what it writes before training stands for the untrained system on held-out samples:
-    of those that write pictures, which have no stock pipeline beside them."""
+    """Whether its completions before training are the stock arm of held-out samples, as for
+    policies that write pictures and have no stock pipeline."""
 
     def __init__(self, config: PolicyConfigT, setup: PolicySetup) -> None:
         """Once per rank: load the weights. ValueError says what the user can mend."""
@@ -183,8 +179,8 @@ class Policy(RunPlug[PolicyConfigT]):
 
     @classmethod
     def has_frozen_tower(cls, config: PolicyConfigT) -> bool:
-        """Whether pictures mean the same throughout the run, so that an engine may read their
-        features (`picture_features`) and needs no vision tower of its own."""
+        """Whether pictures have the same features all run long, so that an engine may read them
+        (`picture_features`) and needs no vision tower."""
         return False
 
     @classmethod
@@ -200,28 +196,24 @@ class Policy(RunPlug[PolicyConfigT]):
 
     @abstractmethod
     def encode_completion(self, text: str) -> Completion:
-        """`text` as if the policy had written it and stopped (for reference descriptions); its
-        sampler log-probs are zeros."""
+        """`text` as if the policy had written it and stopped; its sampler log-probs are zeros."""
 
     def pass_through_completion(self, sample: Sample) -> Completion | None:
-        """What a policy that adds nothing hands on, the user's own words: the bare arm. None
-        where there is no such thing."""
+        """The bare arm: the user's own words, as if the policy added nothing; None: none."""
         return None
 
     def cut_thought(self, prompt: Prompt) -> Prompt | None:
-        """`prompt` as an engine is given it to write words without a thought, which then stand
-        under `prompt.plain`; None where it asks for none."""
+        """The prompt for words without a thought, which then belong to `prompt.plain`; None where
+        `prompt` asks for no thought."""
         return None
 
     def words_of_cut(self, completion: Completion) -> Completion:
-        """Of what was written under `cut_thought`, the words as they are read behind a thought; its
-        log-probs say nothing."""
+        """The words of a completion of `cut_thought`'s prompt; their log-probs mean nothing."""
         return completion
 
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
-        """What the renderer's own pipeline is asked with the user's words alone, without a policy:
-        'stock', and variants of it that are told beside it, by name. Drawn once a run on held-out
-        samples, inside `reference()`. {}: there is no such thing."""
+        """What the renderer's own pipeline would read of the user's words: 'stock', and variants by
+        name. Drawn once a run on held-out samples, inside `reference()`. {}: there is none."""
         return {}
 
     def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
@@ -232,39 +224,38 @@ class Policy(RunPlug[PolicyConfigT]):
     def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[Action]:
-        """Understand the rows of one micro-batch. `outputs`: of `module(batch)`, where `batch` is
-        `collate_states(rows)` or else `collate(rows)`, if it `reads_states`; nothing of its graph
-        is kept. A row without tokens, which no engine writes, is one of its `stock_arms`."""
+        """The actions of one micro-batch's rows. `outputs`: of `module(batch)`, if it
+        `reads_states`, with `batch` `collate_states(rows)` or else `collate(rows)`; keep nothing of
+        its graph. A row without tokens is one of its `stock_arms`."""
 
     @abstractmethod
     def collate(self, rows: Sequence[Row]) -> TokenBatch:
         """Neighbouring rows that share their `Prompt` object are a group, its prompt there once."""
 
     def collate_states(self, rows: Sequence[Row]) -> TokenBatch | None:
-        """What is forwarded, without a graph, for the states that the renderer takes of these rows,
-        where that is not the rows themselves."""
+        """The batch whose forward, without a graph, gives the renderer its states, where that is
+        not `collate(rows)`."""
         return None
 
     def train_flops(self, prompt_len: int, completion_lens: Sequence[int]) -> float:
-        """Operations to train on one group: a forward and a backward over its tokens, the prompt
-        once, with nothing recomputed; 0: not known. For the metric `work/mfu`."""
+        """FLOPs of a forward and a backward over one group, the prompt once, nothing recomputed;
+        0: not known. For the metric `work/mfu`."""
         return 0.0
 
     # --- what an inference engine asks --------------------------------------------------------
 
     @abstractmethod
     def engine_folder(self) -> str:
-        """Folder or hub id from which an outside engine loads these base weights, this tokenizer
-        and this image processor; lives as long as the policy."""
+        """Folder or hub id of these base weights, this tokenizer and this image processor, for an
+        outside engine; lives as long as the policy."""
 
     @abstractmethod
     def decoder(self, prompts_P: Sequence[Prompt], num_rows: int) -> Decoder:
         """Decoding by the trainer's own module, `num_rows` of each prompt."""
 
     def picture_features(self, prompts_P: Sequence[Prompt]) -> list[torch.Tensor | None]:
-        """[N_img, W] of each prompt's pictures, one after the other, None where it shows none: the
-        very ones that the forwards of these prompts read, as the engine's own tower would give
-        them. Asked only where it `has_frozen_tower`."""
+        """[N_img, W] of each prompt's pictures, one after the other, None where it shows none: what
+        the forwards of these prompts read. Called only where it `has_frozen_tower`."""
         return [None] * len(prompts_P)
 
     # --- weights ------------------------------------------------------------------------------
@@ -276,10 +267,6 @@ class Policy(RunPlug[PolicyConfigT]):
     @abstractmethod
     def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
         """`tensors`: the trainable parameters, whole, keyed as in `module.named_parameters()`."""
-
-    @abstractmethod
-    def merged_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The matrices that an adapter changes, with it in them, under transformers' names."""
 
     @abstractmethod
     def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -1,12 +1,4 @@
-"""What a renderer is: a class derived from `Renderer`, a frozen generator of pictures.
-
-class Poster(Renderer[MyConfig]):
-    accepts = "text"
-
-    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Image]]:
-        for number, job in enumerate(jobs):
-            yield number, draw(job.payload)
-"""
+"""The base class of renderers: frozen generators of pictures (docs/plugins.md has one)."""
 
 from __future__ import annotations
 
@@ -67,14 +59,9 @@ class Renderer(ModelRunner[ConfigT]):
         """Width of the hidden states it will read, before it is loaded; None: unknown, or none."""
         return None
 
-    def size_bucket(self, sample: Sample) -> tuple[int, int] | None:
-        """(width, height), px, which those samples share that are drawn alike: failures are counted
-        by it, and by the number of sources. None: by the last source's own size."""
-        return None
-
     def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
-        """The samples, whose pictures are a user's own, as its policy reads them: with codes, where
-        it reads codes, of each picture scaled to about `area_px`. Asked outside of training."""
+        """A user's own samples as the policy reads them: where it reads codes, with codes of each
+        picture scaled to about `area_px`. Called outside of training."""
         return list(samples)
 
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -85,6 +72,6 @@ class Renderer(ModelRunner[ConfigT]):
     def render(
         self, jobs: Iterable[RenderJob]
     ) -> Iterator[tuple[int, Image | RenderFailure | None]]:
-        """Yield `(number of the job, RGB picture)` as each is ready: judging can start at once.
-        Jobs are taken as they are needed, since taking one may mean conditioning its group first.
-        A picture depends on its job alone. None where nothing is drawn."""
+        """Yield `(number of the job, RGB picture)` as each is ready, so that judging can start.
+        Take jobs as they are needed: taking one may first condition its group. A picture depends
+        on its job alone. None where nothing is drawn."""

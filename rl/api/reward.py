@@ -1,13 +1,4 @@
-"""What a reward is: a function of one picture, or a class derived from `Reward`.
-
-    from rl.api.reward import reward
-    from rl.api.types import RewardInput
-
-    @reward(needs={"image"})
-    def brightness(x: RewardInput) -> float:
-        return sum(x.image.convert("L").getdata()) / (255 * x.image.width * x.image.height)
-
-    rewards: { bright: { type: 'my_package.brightness' } }
+"""A reward is a function of a picture, or a class derived from `Reward` (see docs/plugins.md).
 
 Axes in names: `_G` completions of a group.
 """
@@ -48,8 +39,8 @@ class Reward(ModelRunner[ConfigT]):
     `<reward>/<part>`."""
 
     reads_thoughts: ClassVar[bool] = True
-    """False: what was thought before the words says nothing to it, and where completions have the
-    same words, and hence one picture, it is asked once."""
+    """False: it ignores thoughts, so completions with the same words, and hence one picture, are
+    graded once."""
 
     def __init__(self, config: ConfigT, resources: Resources) -> None:
         """Once per rank, before the first iteration. ValueError says what the user can mend."""
@@ -62,21 +53,16 @@ class Reward(ModelRunner[ConfigT]):
 
     def grade(self, reward_input: RewardInput) -> Score | Awaitable[Score]:
         """One picture (or text, where nothing renders). `async def`, or a plain `def`, which runs
-        in threads, several pictures at a time.
-
-        What could not be had is None or a `RewardOutput` without a value, never a zero. An
-        exception leaves the episode UNGRADED.
-        """
+        in threads, several pictures at a time. A grade that could not be had is None or a
+        `RewardOutput` without a value, never a zero; an exception leaves the episode UNGRADED."""
         raise NotImplementedError
 
     def score_group(
         self, inputs_G: Sequence[RewardInput]
     ) -> Sequence[Score] | Awaitable[Sequence[Score]]:
-        """A group's pictures at once, as many scores in the same order; given instead of `grade`.
-
-        `inputs_G`: one prompt's completions under one noise, equal ones once, the bare arm last
-        where there is one; those that could not be rendered are left out.
-        """
+        """A group's pictures at once, as many scores in the same order; instead of `grade`.
+        `inputs_G`: one prompt's rendered completions under one noise, equal ones once, the bare arm
+        last where there is one."""
         raise NotImplementedError
 
     @classmethod
@@ -125,8 +111,8 @@ def reward(
     diagnostic: bool = False,
     unit_parts: Set[str] = frozenset(),
 ) -> RewardFunction | Callable[[Grading], RewardFunction]:
-    """`@reward(needs={'image'})` declares what a bare function needs and reports; the words are
-    `Reward`'s. A function that declares nothing needs no decorator."""
+    """`@reward(needs={'image'})` declares for a function what a `Reward` declares by class
+    variables. A function that declares nothing needs no decorator."""
     if function is not None:
         return RewardFunction(function)
     return lambda function: RewardFunction(function, needs, diagnostic, unit_parts)

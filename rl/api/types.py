@@ -1,7 +1,5 @@
-"""The nouns every room speaks, frozen records that walk through the loop: `Sample` ->
-`Prompt` -> `Completion` -> `Action` -> `Episode` -> `TrainSequence`.
-
-Nothing heavy is imported in this folder, so a config can be checked on a laptop without torch.
+"""The frozen records that pass through the loop: `Sample` -> `Prompt` -> `Completion` -> `Action`
+-> `Episode` -> `TrainSequence`.
 
 Axes in names: `_P` prompts on this rank, `_G` completions in a group, `_B` graded episodes,
 `_T` tokens, `_V` vocabulary. `x_PG[p][g]` is one rollout.
@@ -56,8 +54,8 @@ class Sample:
     instruction: str
     """The user's own words (edit instruction, question, or prompt)."""
     sources: tuple[Image, ...] = ()
-    """RGB source pictures, in the order in which words may number them; () for text-only tasks.
-    RGBA where one is transparent and the renderer reads that; all others see it over white."""
+    """RGB source pictures, in the order of their numbers; () for text-only tasks. RGBA where one is
+    transparent and the renderer reads that; all others see it over white."""
     target: Image | None = None
     """RGB reference edit, for rewards only."""
     source_codes: np.ndarray | None = None
@@ -166,13 +164,12 @@ class HiddenStates:
     """Conditioning for a diffusion transformer, detached."""
 
     embeds: torch.Tensor
-    """[L, D] last hidden states of prompt tail + completion, no padding; of the kind that the
-    renderer states (`Renderer.state_kind`)."""
+    """[L, D] last hidden states of prompt tail + completion, unpadded, of `Renderer.state_kind`."""
     negative_embeds: torch.Tensor | None = None
     """[L', D] the same for the negative prompt under the BASE weights, for CFG."""
     pictures: tuple[range, ...] = ()
-    """Which of them are each picture's, in order; the same ones of the negative prompt's. Rows of
-    one prompt have the same bits up to the last picture's end."""
+    """Positions of each picture's states, in order, in the negative prompt too. Rows of one prompt
+    are bitwise equal up to the last picture's end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,18 +179,16 @@ class Action:
     text: str
     """The whole completion without special tokens."""
     payload: HiddenStates | str | Any | None
-    """What the renderer takes (its `accepts` kind); None when `failure` is set, and in an episode:
-    it goes to the renderer and is not kept."""
+    """What the renderer takes (its `accepts` kind); None when `failure` is set, and in episodes."""
     failure: str | None = None
     """Why nothing can be rendered, in words (-> POLICY_FAILED)."""
     thought: str = ""
-    """The beginning of `text` that was thought before writing, its marker included: handed on to
-    nobody."""
+    """The thought at the beginning of `text`, its marker included; the renderer never gets it."""
     num_thought_tokens: int = 0
     """Of the completion's tokens, those of the thought; all of them where no marker ended it."""
     drawn_from: tuple[int, ...] | None = None
-    """Token ids that the payload hangs on: completions of a group in which they are equal are one
-    picture. None: the completion's own."""
+    """Token ids that decide the payload: completions of a group with equal ones share a picture.
+    None: the completion's own."""
 
     @property
     def words(self) -> str:
@@ -307,8 +302,8 @@ class PackedGroup:
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """Groups packed into ONE row without padding: each prompt once, its completions behind it, each
-    of which attends to its prompt and to itself."""
+    """Groups packed into ONE row without padding: each prompt once, followed by its completions,
+    each of which attends to its prompt and itself."""
 
     input_ids: torch.Tensor
     """[S] int64, on the policy's device."""
@@ -327,8 +322,7 @@ class TokenOutputs:
     entropy: torch.Tensor
     """[B, C] float32, nats, detached; 0 where padded."""
     hidden: torch.Tensor
-    """[S, D] last hidden states of the renderer's `state_kind` (post-norm where it takes none), as
-    the row lies."""
+    """[S, D] last hidden states of the renderer's `state_kind` (post-norm where it takes none)."""
 
 
 @dataclass(frozen=True, eq=False)

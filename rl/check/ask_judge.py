@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 SHOWN_REPLY_CHARS = 300
 START_PATIENCE_S = 60.0
-"""With a judge that has too many requests, or is down between two questions."""
+"""Longest wait for a judge that has too many requests, or is down between two questions."""
 
 
 @dataclass
@@ -96,8 +96,7 @@ async def _ask_reward(
     sample: Sample | None,
     heard: Heard,
 ) -> None:
-    reads_hidden = plug.cls.needs - READABLE
-    if plug.cls.runs_model or (reads_hidden and sample is None):
+    if plug.cls.runs_model or (sample is None and plug.cls.needs - READABLE):
         why = "loads a model" if plug.cls.runs_model else "reads hidden keys of the data"
         heard.lines.append(f"{plug.key}: not asked, since it {why}")
         return
@@ -109,30 +108,29 @@ async def _ask_reward(
             inputs = _reward_input(resolved, sample)
             output, problems = await graded(plug, Resources(judge, "cpu"), inputs)
     except TimeoutError:
-        remedy = _remedy("timeout", client)
-        output, problems = None, [f"{plug.key}: {base} did not answer within {limit_s:g} s{remedy}"]
-    failed = next((answer for answer in judge.answers if answer.failure), None)
-    if not problems and failed is not None:
-        problems = [f"{plug.key}: {base} {_why_unusable(failed, client)}"]
+        why = f"did not answer within {limit_s:g} s{_remedy('timeout', client)}"
+        output, problems = None, [f"{plug.key}: {base} {why}"]
+    failed = [answer for answer in judge.answers if answer.failure]
+    if failed and not problems:
+        problems = [f"{plug.key}: {base} {_why_unusable(failed[0], client)}"]
     heard.problems += problems
-    if problems or output is None:
-        return
-    taken = duration(time.monotonic() - started)
-    num_unreadable = sum(len(answer.replies) - 1 for answer in judge.answers)
-    heard.lines.append(
-        f"{plug.key}: {base} answered {len(judge.answers)} questions in {taken}"
-        + (f", {num_unreadable} replies unreadable" if num_unreadable > 0 else "")
-        + (f", value {output.value:.3g}" if output.value is not None else f", {output.failure}")
-    )
+    if output is not None and not problems:
+        taken = duration(time.monotonic() - started)
+        unreadable = sum(len(answer.replies) - 1 for answer in judge.answers)
+        heard.lines.append(
+            f"{plug.key}: {base} answered {len(judge.answers)} questions in {taken}"
+            + (f", {unreadable} replies unreadable" if unreadable > 0 else "")
+            + (f", {output.failure}" if output.value is None else f", value {output.value:.3g}")
+        )
 
 
 def _why_unusable(failed: Answer[Any], client: JudgeClient) -> str:
     failure, config = str(failed.failure), client.config
     if not failed.replies:
         return f"gave no answer: {failure}{_remedy(failure, client)}"
-    reply = shown(failed.replies[-1], SHOWN_REPLY_CHARS)
+    reply = shown(failed.replies[-1], SHOWN_REPLY_CHARS) or "(nothing)"
     return (
-        f"answers, but not as asked: {failure}; it said: {reply or '(nothing)'}\nRemedy: set "
+        f"answers, but not as asked: {failure}; it said: {reply}\nRemedy: set "
         "judge.guided_json='always' if the endpoint takes it; raise judge.max_tokens="
         f"{config.max_tokens} if the reply is cut or empty (a model that thinks first spends it on "
         f"that); else another judge.model={config.model!r}."
@@ -172,12 +170,11 @@ def _reward_input(resolved: Resolved, sample: Sample | None) -> RewardInput:
 
     side_px = resolved.config.judge.image_side_px
     pixels = random.Random(0).randbytes(side_px * side_px)
-    noise = Image.frombytes("L", (side_px, side_px), pixels).convert("RGB")
-    made = made_up(resolved, noise)
+    made = made_up(resolved, Image.frombytes("L", (side_px, side_px), pixels).convert("RGB"))
     if sample is None:
         plugs = [*resolved.train, *resolved.validation]
-        known = [plug.cls.most_pictures(plug.config) or 1 for plug in plugs]
-        most = min(row_rules(resolved).max_pictures or 1, max(known, default=1))
+        most = max((plug.cls.most_pictures(plug.config) or 1 for plug in plugs), default=1)
+        most = min(row_rules(resolved).max_pictures or 1, most)
         return replace(made, sample=replace(made.sample, sources=made.sample.sources * most))
     sources = sample.sources or made.sample.sources
     full = replace(sample, sources=sources, target=sample.target or made.sample.target)

@@ -1,40 +1,34 @@
-"""Reports what a config would do, without doing it: `rl check config.jsonnet`.
-
-Every launch calls `problems` first. It needs no torch, no vLLM, no GPU, and takes seconds.
-"""
+"""Reports what a config would do, without doing it and without torch: `rl check config.jsonnet`."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import os
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
-from urllib.parse import urlsplit
+from collections.abc import Sequence
 
 from rl import build
 from rl.check import compatibility
 from rl.check.ask_judge import ask_judge
-from rl.check.disk import disk_line
 from rl.check.dry_run import dry_problems, tried
-from rl.check.fetch import hub_models, is_offline
 from rl.check.memory_remedies import memory_problems
 from rl.check.no_effect import doubtful, no_effect
 from rl.check.resume import check_resume
 from rl.check.run_folder import folder_problems
-from rl.check.this_machine import has_gpus, host_memory_gb, machine_lines, machine_problems
+from rl.check.this_machine import (
+    disk_line,
+    has_gpus,
+    host_memory_gb,
+    machine_lines,
+    machine_problems,
+)
 from rl.checkpoints.checkpoint import find, read_state
 from rl.config.schema import ConfigError, RunConfig, listed
-from rl.judge.endpoint import is_loopback, resolve_api_bases
+from rl.judge.endpoint import resolve_api_bases
 from rl.memory import footprint, memory_plan
 from rl.memory.memory_plan import Plan
 from rl.ranks import placement
 from rl.text.scrub import remember, scrubbed
-from rl.trackers.wandb_page import allowed_by_env
-
-DATA_FILES = (".json", ".jsonl", ".txt", ".csv", ".parquet", ".arrow")
 
 
 def problems(config: RunConfig) -> list[str]:
@@ -49,13 +43,8 @@ def problems(config: RunConfig) -> list[str]:
     return found or dry_problems(resolved)
 
 
-def remarks(config: RunConfig) -> dict[str, list[str]]:
-    """Title -> 'key: why', of keys that have no effect or hardly the intended one. Call `problems`
-    first."""
-    return _remarks(build.resolve(config))
-
-
-def _remarks(resolved: build.Resolved) -> dict[str, list[str]]:
+def remarks(resolved: build.Resolved) -> dict[str, list[str]]:
+    """Title -> 'key: why', of keys that have no effect or hardly the intended one."""
     found = {
         "set, and without effect here": no_effect(resolved),
         "set, and hardly meant": doubtful(resolved),
@@ -75,41 +64,28 @@ def problems_here(
     resolved = build.resolve(config)
     if lacking := machine_problems(resolved, starts=True):
         return lacking
-    own_gb = own_gpu_gb(resolved, machine, num_ranks)
+    own_gb = smallest_gpu_gb(resolved, machine, num_ranks)
     if own_gb is None:
         return []
-    owns = _own_devices(resolved, num_ranks)
 
     def size_of(device: str) -> float:
-        places = [placement.resolve_device(device, own) for own in owns]
-        return _smallest_gb(machine, places) or math.inf
+        return smallest_gpu_gb(resolved, machine, num_ranks, device) or math.inf
 
+    on_host = footprint.host_footprint(resolved, own_gb, num_ranks)
     found = memory_problems(resolved, own_gb, size_of)
-    return found or _host_problems(resolved, own_gb, num_ranks, host_gb)
+    return found or memory_plan.host_problems(on_host, num_ranks, host_gb)
 
 
-def own_gpu_gb(
-    resolved: build.Resolved, machine: placement.Machine, num_ranks: int
+def smallest_gpu_gb(
+    resolved: build.Resolved, machine: placement.Machine, num_ranks: int, device: str = "auto"
 ) -> float | None:
-    """The smallest GPU of `machine` that holds a rank's policy; None where none does."""
-    return _smallest_gb(machine, _own_devices(resolved, num_ranks))
-
-
-def _own_devices(resolved: build.Resolved, num_ranks: int) -> list[str]:
+    """The smallest of the GPUs of `machine` that are `device` to one of the ranks ('auto': the
+    policy's own); None where it is no GPU."""
     stated = footprint.policy_device(resolved)
-    return [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
-
-
-def _smallest_gb(machine: placement.Machine, devices: Sequence[str]) -> float | None:
-    sizes_gb = {f"cuda:{index}": gb for index, gb in enumerate(machine.cuda_gb)}
-    return min((sizes_gb[device] for device in devices if device in sizes_gb), default=None)
-
-
-def _host_problems(
-    resolved: build.Resolved, gpu_gb: float, num_ranks: int, host_gb: float | None
-) -> list[str]:
-    planned = footprint.host_footprint(resolved, gpu_gb, num_ranks)
-    return [] if planned is None else memory_plan.host_problems(planned, num_ranks, host_gb)
+    owns = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
+    places = {placement.resolve_device(device, own) for own in owns}
+    sizes_gb = (gb for index, gb in enumerate(machine.cuda_gb) if f"cuda:{index}" in places)
+    return min(sizes_gb, default=None)
 
 
 def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str, int]:
@@ -124,22 +100,25 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
     state, conflicts = _resume(config)
     num_ranks = min(config.world_size, compatibility.RANKS_OF_A_NODE)
     host_gb = host_memory_gb() if has_gpus() else None
+    on_host = footprint.host_footprint(resolved, gpu_gb, num_ranks)
     unfit = memory_problems(resolved, gpu_gb)
-    unfit += _host_problems(resolved, gpu_gb, num_ranks, host_gb)
+    unfit += memory_plan.host_problems(on_host, num_ranks, host_gb)
     blocks = {
         f"run {config.run_name} in {config.run_dir}: {state}": [],
-        "plugs": _plug_lines(resolved),
+        "plugs": [
+            f"{plug.key:<20} {plug.name:<22} {''.join(plug.cls.reads_from(plug.config)[:1])}"
+            for plug in resolved.plugs
+        ],
         "placement": placement.describe(build.claims(resolved)),
         "batch": _batch_lines(resolved),
         f"memory per GPU, against {gpu_gb:g} GB": _memory_lines(resolved, gpu_gb, unfit),
-        f"host memory of a machine with {num_ranks} ranks": _host_lines(
-            resolved, gpu_gb, num_ranks, host_gb
+        f"host memory of a machine with {num_ranks} ranks": (
+            _table(on_host) if on_host else ["not planned: see above"]
         ),
         "judge": _judge_lines(resolved),
         "disk": [disk_line(resolved)],
         "this machine": machine_lines(resolved),
-        "leaves this machine": list(_leaving_lines(resolved)) or ["nothing"],
-        **_remarks(resolved),
+        **remarks(resolved),
     }
     found = [*compatibility.compatibility_problems(resolved), *unfit, *conflicts]
     found += machine_problems(resolved)
@@ -163,14 +142,6 @@ def _verdict(found: list[str], unknowns: list[str]) -> tuple[str, int]:
         what = " and ".join(unknown.partition(":")[0] for unknown in unknowns)
         return f"no mistake found; whether it fits its GPUs is unknown ({what}: see above)", 0
     return "nothing is wrong", 0
-
-
-def _plug_lines(resolved: build.Resolved) -> list[str]:
-    origins = ("".join(plug.cls.reads_from(plug.config)[:1]) for plug in resolved.plugs)
-    return [
-        f"{plug.key:<20} {plug.name:<22} {origin}".rstrip()
-        for plug, origin in zip(resolved.plugs, origins, strict=True)
-    ]
 
 
 def _batch_lines(resolved: build.Resolved) -> list[str]:
@@ -206,15 +177,13 @@ def _length(resolved: build.Resolved) -> str:
     """Iterations <-> epochs, as far as the number of samples is known."""
     config = resolved.config
     counts = [plug.cls.count(plug.config) for plug in resolved.train]
-    known = [count for count in counts if count is not None]
-    if len(known) < len(counts):
-        if config.num_epochs is not None:
-            return f"{config.num_epochs:g} epochs; iterations are known once the data is loaded"
-        return f"{config.num_iterations} iterations; epochs are known once the data is loaded"
-    num_samples, prompts = sum(known), config.prompts_per_iteration
-    if not num_samples or (config.num_iterations is None) == (config.num_epochs is None):
-        return f"{num_samples or 'no'} samples"
-    iterations = build.num_iterations(config, num_samples)
+    num_samples = sum(count or 0 for count in counts)
+    lengths = {"iterations": config.num_iterations, "epochs": config.num_epochs}
+    given = [f"{number:g} {what}" for what, number in lengths.items() if number is not None]
+    if len(given) != 1 or None in counts or not num_samples:
+        stated = " and ".join(given) or "no length stated"
+        return f"{stated}; the number of samples is not known before they are loaded"
+    iterations, prompts = build.num_iterations(config, num_samples), config.prompts_per_iteration
     return (
         f"{iterations} iterations of {prompts} prompts = {iterations * prompts / num_samples:.3g} "
         f"epochs of {num_samples} samples"
@@ -233,9 +202,8 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         return ["is not asked"]
     per_sample = config.images_per_completion * per_picture
     training = config.prompts_per_iteration * config.generations_per_prompt * per_sample
-    places = [judge.api_base] if isinstance(judge.api_base, str) else judge.api_base
-    where = ", ".join(filter(None, places)) or "the URL that start_command tells"
-    lines = [f"{judge.model} at {where}"]
+    base = judge.api_base if isinstance(judge.api_base, str) else ", ".join(judge.api_base)
+    lines = [f"{judge.model} at {base or 'the URL that start_command writes'}"]
     if judge.start_command:
         lines.append(f"started by the run on each node: {shlex.join(judge.start_command)}")
     lines += [
@@ -249,13 +217,13 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
     )
     if every := evaluation.every_n_iterations:
         draws = resolved.renderer.cls.makes_images
-        cut = evaluation.thought_gain and resolved.policy.config.thought is not None
-        arms = 1 + (draws and config.bare_arm != "never") + evaluation.reference_drift + cut
+        cuts_thoughts = evaluation.thought_gain and resolved.policy.config.thought is not None
+        arms = 1 + evaluation.reference_drift + cuts_thoughts
+        arms += draws and config.bare_arm != "never"
         held_out = evaluation.num_samples * per_sample
-        line = f"held-out run: up to {held_out * arms} more every {every} iterations"
+        lines.append(f"held-out run: up to {held_out * arms} more every {every} iterations")
         if draws and evaluation.stock_arm and not resolved.policy.cls.starts_as_stock:
-            line += f", and {2 * held_out} once for the stock arm"
-        lines.append(line)
+            lines.append(f"stock arm: {2 * held_out} more, once")
     return lines
 
 
@@ -276,7 +244,8 @@ def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str])
     if planned is None:
         device = footprint.policy_device(resolved)
         return unknown or [f"not planned: policy.device is {device!r}"]
-    lines = [*_table(planned), *(f"assumed: {text}" for text in planned.assumptions)]
+    lines = _table(planned)
+    lines += [f"{gb:.2f} GB more on {device}" for device, gb in planned.elsewhere.items()]
     if planned.engine is not None:
         lines.append(memory_plan.engine_line(planned, gpu_gb))
         lines.append(memory_plan.residency_line(planned, gpu_gb))
@@ -292,17 +261,6 @@ def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str])
     return [*lines, *unknown, fits]
 
 
-def _host_lines(
-    resolved: build.Resolved, gpu_gb: float, num_ranks: int, host_gb: float | None
-) -> list[str]:
-    planned = footprint.host_footprint(resolved, gpu_gb, num_ranks)
-    if planned is None:
-        return ["not planned: see above"]
-    there = "" if host_gb is None else f", of {host_gb:.1f} here"
-    peak = f"{planned.peak_gb:.1f} GB at its peak{there}"
-    return [*_table(planned), f"{peak}; pages of files that are read come besides"]
-
-
 def _table(planned: Plan) -> list[str]:
     """A line for each part, a column for each phase, and the sums."""
     lines = [f"{'GB':<28}" + "".join(f"{phase:>10}" for phase in planned.phases)]
@@ -311,35 +269,6 @@ def _table(planned: Plan) -> list[str]:
         lines.append(f"{row.part:<28}" + "".join(cells))
     totals = "".join(f"{planned.total_gb(phase):>10.2f}" for phase in planned.phases)
     return [*lines, f"{'sum':<28}{totals}"]
-
-
-def _leaving_lines(resolved: build.Resolved) -> Iterator[str]:
-    """What the run sends to which other machine."""
-    config, tracking = resolved.config, resolved.config.tracking
-    hub = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).netloc
-    if resolved.needs_judge and config.judge.api_base:
-        with suppress(ValueError):  # reported as a problem
-            for base in resolve_api_bases(config.judge.api_base):
-                if not is_loopback(base):
-                    plain = ", unencrypted" if base.startswith("http:") else ""
-                    place = f"{urlsplit(base).netloc}{plain}"
-                    yield f"to the judge at {place}: instructions, completions and pictures"
-    asked = dict.fromkeys(path for _, path, _ in hub_models(resolved))
-    for plug in (*resolved.train, *resolved.validation):
-        paths = plug.cls.reads_from(plug.config)
-        not_here = [path for path in paths if not Path(path).exists()]
-        asked |= dict.fromkeys(p for p in not_here if Path(p).suffix not in DATA_FILES)
-    if asked and not is_offline():
-        yield f"asked of {hub}, by name: {', '.join(asked)}"
-    if every := config.checkpoint.push_to_hub_every_n_iterations:
-        place = f"{hub}/{config.checkpoint.push_to_hub_repo_id}"
-        yield f"to {place}: the model, every {every} iterations"
-    what = "the config, metrics, and episodes with their pictures"
-    if allowed_by_env(tracking.wandb) == "online":
-        host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
-        yield f"to {host} (wandb): {what}"
-    if tracking.trackio and tracking.trackio_space:
-        yield f"to {hub}/spaces/{tracking.trackio_space} (trackio): {what}"
 
 
 def _resume(config: RunConfig) -> tuple[str, list[str]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.data import RowRules
 from rl.build import ask_plug, claims, row_rules
-from rl.config.schema import RunConfig, changed
+from rl.config.schema import changed
 from rl.judge.endpoint import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
 from rl.memory import footprint
@@ -36,7 +36,6 @@ def plug_problems(resolved: Resolved) -> list[str]:
         *_reward_problems(resolved),
         *_judge_problems(resolved),
         *_learning_problems(resolved),
-        *_batch_problems(resolved.config),
         *_placement_problems(resolved),
     ]
 
@@ -73,9 +72,8 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
     elif sizes is not None and reads is not None and sizes.model.width != reads:
         yield (
             f"policy: the hidden states of {footprint.policy_weights(resolved)!r} are "
-            f"{sizes.model.width} wide, and {renderer.key} ({renderer.name}) "
-            f"reads {reads}; start from the text encoder that it was trained with "
-            "(policy.model_path, policy.init_text_encoder_from)"
+            f"{sizes.model.width} wide, and {renderer.key} ({renderer.name}) reads {reads}; start "
+            "from its text encoder (policy.model_path, policy.init_text_encoder_from)"
         )
     for need in sorted(policy.cls.needs):
         if lacking := _sources_without(resolved, need):
@@ -85,11 +83,10 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
             )
     if renderer.cls.prompt_template(renderer.config) is not None:
         yield from (
-            f"policy.{key}: set, but renderer {renderer.name} brings the words that its text "
-            "encoder was trained under, and the policy writes under those; drop the key"
+            f"policy.{key}: set, but renderer {renderer.name} brings the prompt of its text "
+            "encoder, and the policy uses that one; drop the key"
             for key in changed(policy.config, sorted(policy.cls.own_words))
         )
-    yield from _thought_problems(resolved)
     for plug in (policy, engine, renderer):
         yield from _own_problems(plug, resolved.config)
     stated = engine.cls.memory(engine.config)
@@ -102,26 +99,17 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
             f"(policy.max_prompt_tokens) with a completion of {longest} "
             f"(sampling.max_completion_tokens); needs {prompt + longest}"
         )
-
-
-def _thought_problems(resolved: Resolved) -> Iterable[str]:
-    policy, section = resolved.policy, resolved.policy.config.thought
-    if section is None:
-        return
-    if not policy.cls.thinks:
+    thought = policy.config.thought
+    if thought is not None and not policy.cls.thinks:
         own = ": what it writes before its picture is its thought already"
-        own *= "image_tokens" in policy.cls.emits
+        own *= "image_tokens" in emits
         yield f"policy.thought: policy {policy.name} reads none{own}; drop the key"
-    if not section.marker.strip():
+    if thought is not None and not thought.marker.strip():
+        yield "policy.thought.marker: only white space; give words or a tag, e.g. '</think>'"
+    if thought is not None and (thought.max_tokens or 0) >= longest:
         yield (
-            "policy.thought.marker: white space alone would end a thought anywhere; give words or "
-            "a tag, e.g. '</think>'"
-        )
-    total = resolved.config.sampling.max_completion_tokens
-    if section.max_tokens is not None and section.max_tokens >= total:
-        yield (
-            f"policy.thought.max_tokens: a thought of {section.max_tokens} tokens leaves no room "
-            f"for words within sampling.max_completion_tokens = {total}; lower the one or raise "
+            f"policy.thought.max_tokens: a thought of {thought.max_tokens} tokens leaves no room "
+            f"for words within sampling.max_completion_tokens = {longest}; lower the one or raise "
             "the other"
         )
 
@@ -154,10 +142,7 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
         yield "final_reward.weights: all zero; give at least one reward a weight > 0"
     diagnostic = all(plug.cls.diagnostic for plug in resolved.rewards.values())
     if resolved.rewards and diagnostic and not weights:
-        yield (
-            "rewards: only diagnostics, which do not count by themselves; name one in "
-            "final_reward.weights"
-        )
+        yield "rewards: only diagnostics, which do not count; name one in final_reward.weights"
 
 
 def _judge_problems(resolved: Resolved) -> Iterable[str]:
@@ -177,8 +162,22 @@ def _judge_problems(resolved: Resolved) -> Iterable[str]:
         yield str(error)
 
 
+def _placement_problems(resolved: Resolved) -> Iterable[str]:
+    """What is wrong with the stated devices; a start looks at the machine's own."""
+    stated = resolved.policy.config.device
+    if "+" in stated:
+        return [
+            f"policy.device: {stated!r} counts from the rank's own device, which is the policy's; "
+            "give 'auto', or the device itself"
+        ]
+    num_ranks = min(resolved.config.world_size, RANKS_OF_A_NODE)
+    owns = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
+    return placement.problems(claims(resolved), owns, machine=None)
+
+
 def _learning_problems(resolved: Resolved) -> Iterable[str]:
-    algorithm, optimizer = resolved.config.algorithm, resolved.config.optimizer
+    config, algorithm = resolved.config, resolved.config.algorithm
+    optimizer, checkpoint = config.optimizer, config.checkpoint
     in_loss = algorithm.kl_coeff > 0 and algorithm.kl_placement == "loss"
     if in_loss and algorithm.kl_estimator == "k1":
         yield (
@@ -190,7 +189,7 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
             "algorithm.importance_correction: 'token' weighs each token apart, and 'gspo' has one "
             "ratio for a whole completion; use 'sequence', or 'none'"
         )
-    if resolved.config.max_staleness and optimizer.updates_per_iteration > 1:
+    if config.max_staleness and optimizer.updates_per_iteration > 1:
         yield (
             "max_staleness: 1 is one update behind, and optimizer.updates_per_iteration "
             f"{optimizer.updates_per_iteration} makes it more; use 1 update, or max_staleness 0"
@@ -201,29 +200,10 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
             f"engine.type: {resolved.engine.name} samples with the trainer's own weights, which "
             "ZeRO-3 shards; use engine 'vllm', or optimizer.zero_stage <= 2"
         )
-
-
-def _placement_problems(resolved: Resolved) -> Iterable[str]:
-    """As far as words go: what the machine has is seen when a run starts on it."""
-    num_ranks = min(resolved.config.world_size, RANKS_OF_A_NODE)
-    stated = resolved.policy.config.device
-    if "+" in stated:
-        return [
-            f"policy.device: {stated!r} counts from the rank's own device, which is the policy's; "
-            "give 'auto', or the device itself"
-        ]
-    owns = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
-    return placement.problems(claims(resolved), owns, machine=None)
-
-
-def _batch_problems(config: RunConfig) -> Iterable[str]:
-    if (config.num_iterations is None) == (config.num_epochs is None):
-        both = config.num_iterations is not None
-        yield (
-            "num_iterations, num_epochs: both given; keep one"
-            if both
-            else "num_iterations, num_epochs: neither given; set one"
-        )
+    if config.num_iterations is None and config.num_epochs is None:
+        yield "num_iterations, num_epochs: neither given; set one"
+    if config.num_iterations is not None and config.num_epochs is not None:
+        yield "num_iterations, num_epochs: both given; keep one"
     prompts, ranks = config.prompts_per_iteration, config.world_size
     if prompts % ranks:
         below, above = prompts // ranks * ranks, -(-prompts // ranks) * ranks
@@ -232,29 +212,27 @@ def _batch_problems(config: RunConfig) -> Iterable[str]:
             f"prompts_per_iteration: {prompts} prompts cannot be shared by {ranks} ranks "
             f"(world_size); use {near}"
         )
-    elif config.optimizer.updates_per_iteration > prompts // ranks:
+    elif optimizer.updates_per_iteration > prompts // ranks:
         yield (
-            f"optimizer.updates_per_iteration: {config.optimizer.updates_per_iteration} updates, "
-            f"but each rank has only {prompts // ranks} groups an iteration to split among them"
+            f"optimizer.updates_per_iteration: {optimizer.updates_per_iteration} updates, but each "
+            f"rank has only {prompts // ranks} groups an iteration to split among them"
         )
     if config.generations_per_prompt == 1:
         yield (
             "generations_per_prompt: 1 completion is always its own mean, so nothing is ever "
             "learnt; use 2 or more (8 is usual)"
         )
-    if config.optimizer.warmup_iterations >= (config.num_iterations or math.inf):
+    if optimizer.warmup_iterations >= (config.num_iterations or math.inf):
         yield (
-            f"optimizer.warmup_iterations: {config.optimizer.warmup_iterations} covers all "
+            f"optimizer.warmup_iterations: {optimizer.warmup_iterations} covers all "
             f"{config.num_iterations} iterations of the run; make it smaller"
         )
-    if (
-        config.checkpoint.push_to_hub_every_n_iterations
-        and not config.checkpoint.push_to_hub_repo_id
-    ):
+    if checkpoint.push_to_hub_every_n_iterations and not checkpoint.push_to_hub_repo_id:
         yield "checkpoint.push_to_hub_repo_id: empty; name the hub repository to push to"
 
 
 def _data_problems(resolved: Resolved) -> Iterable[str]:
+    policy, renderer, rules = resolved.policy, resolved.renderer, row_rules(resolved)
     if not resolved.train:
         yield "data.train: empty; give at least one source (EARL's fields: train_paths_file)"
     if resolved.config.evaluation.every_n_iterations and not resolved.validation:
@@ -262,9 +240,13 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
             "data.validation: empty, and evaluation.every_n_iterations asks for a held-out run; "
             "give a source or set that key to 0"
         )
-    renderer, rules = resolved.renderer, row_rules(resolved)
     template = renderer.cls.prompt_template(renderer.config)
     shows_picture = template is not None and template.needs_picture
+    tokens, most, room = 0, 0, policy.config.max_prompt_tokens
+    if template and template.image_area_px and resolved.config.data.on_bad_row == "error":
+        tokens, wrong = ask_plug(policy, "picture_tokens", template.image_area_px)
+        most = template.max_pictures
+        yield from wrong
     for plug in [*resolved.train, *resolved.validation]:
         yield from _own_problems(plug, rules)
         has_source = "source" in plug.cls.provides(plug.config)
@@ -273,26 +255,11 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
                 f"{plug.key}: renderer {renderer.name} edits a picture, and these samples have no "
                 "source; map a column to it"
             )
-        yield from _prompt_problems(resolved, plug)
-
-
-def _prompt_problems(resolved: Resolved, plug: Plug[Any]) -> Iterable[str]:
-    """Rows whose pictures alone fill a prompt, as far as their number is known; under 'skip' they
-    are left out and counted."""
-    policy, renderer, data = resolved.policy, resolved.renderer, resolved.config.data
-    template = renderer.cls.prompt_template(renderer.config)
-    if template is None or not template.image_area_px or data.on_bad_row == "skip":
-        return
-    known = plug.cls.most_pictures(plug.config)
-    number = int("source" in plug.cls.provides(plug.config)) if known is None else known
-    number = min(number, template.max_pictures)
-    each, wrong = ask_plug(policy, "picture_tokens", template.image_area_px)
-    yield from wrong
-    room = policy.config.max_prompt_tokens
-    if each and number * each >= room:
-        yield (
-            f"{plug.key}: rows have up to {number} source pictures, about {each} tokens each as "
-            f"the policy reads them, and policy.max_prompt_tokens is {room}; raise it to "
-            f"{number * each} and as many as the words take, give fewer, or lower "
-            "renderer.policy_image_area_px"
-        )
+        known = plug.cls.most_pictures(plug.config)
+        number = min(has_source if known is None else known, most)
+        if tokens and number * tokens >= room:
+            yield (
+                f"{plug.key}: up to {number} source pictures of about {tokens} tokens each fill a "
+                f"prompt, and policy.max_prompt_tokens is {room}; raise it above "
+                f"{number * tokens}, or lower renderer.policy_image_area_px"
+            )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl.api import find
@@ -15,13 +14,12 @@ from rl.api.types import RenderFailure, RenderJob, RewardInput, RewardOutput, Sa
 from rl.build import Plug, Resolved, build_data
 from rl.check.compatibility import READABLE
 from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig
-from rl.rollout.grading import grade, score_group
+from rl.rollout.grading import scores
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 SIDE_PX = 64
-SLOW_S = 10.0
 ROWS = ((3, 1.0), (1, -0.5))
 """(tokens, advantage) of two made-up completions."""
 
@@ -47,18 +45,18 @@ def dry_problems(resolved: Resolved) -> list[str]:
     """What raises, or returns something unusable."""
     found = []
     for plug in tried(resolved):
-        words = f"{plug.key}: still trying {plug.name} on made-up inputs"
-        timer = threading.Timer(SLOW_S, print, [words], {"file": sys.stderr, "flush": True})
-        timer.daemon = True
-        timer.start()
         if issubclass(plug.cls, Reward):
-            inputs = made_up(resolved, _picture())
-            found += asyncio.run(graded(plug, Resources(None, "cpu"), inputs))[1]
+            found += asyncio.run(graded(plug, Resources(None, "cpu"), made_up(resolved)))[1]
         elif plug is resolved.renderer:
-            found += _renderer(plug, made_up(resolved, _picture()).sample)
+            found += _renderer(plug, made_up(resolved).sample)
         else:
-            found += _data(resolved, plug)
-        timer.cancel()
+            try:
+                [source] = build_data(resolved, [plug])
+            except ValueError as error:
+                found += str(error).split("\n")
+                continue
+            what = f"{plug.key}: closing {plug.name}"
+            found += find.attempt(what, plug.cls.close, source.close)[1]
     return [*found, *_loss(resolved.config.algorithm)]
 
 
@@ -67,18 +65,16 @@ async def graded(
 ) -> tuple[RewardOutput | None, list[str]]:
     """A reward's output for one picture, made for it and closed again, and what is wrong with the
     reward. Raises `JudgeError`."""
-    try:
-        reward = await asyncio.to_thread(plug.cls, plug.config, resources)
-    except find.STRANGE as error:
-        return None, [_raises(f"{plug.key}: making {plug.name}", error, plug.cls.__init__)]
-    if reward.scores_groups():
-        output = (await score_group({plug.key: reward}, [inputs, inputs]))[0][plug.key]
-    else:
-        output = (await grade({plug.key: reward}, inputs))[plug.key]
-    try:
-        await asyncio.to_thread(reward.close)
-    except find.STRANGE as error:
-        return None, [_raises(f"{plug.key}: closing {plug.name}", error, plug.cls.close)]
+    what, make = f"{plug.key}: making {plug.name}", partial(plug.cls, plug.config, resources)
+    reward, wrong = await asyncio.to_thread(find.attempt, what, plug.cls.__init__, make)
+    if reward is None:
+        return None, wrong
+    given = [inputs, inputs] if reward.scores_groups() else [inputs]
+    output, *_ = await scores(plug.key, reward, given)
+    what = f"{plug.key}: closing {plug.name}"
+    _, wrong = await asyncio.to_thread(find.attempt, what, plug.cls.close, reward.close)
+    if wrong:
+        return None, wrong
     if not output.traceback:
         return output, []
     had = ", ".join(name for name in ("source", "target") if getattr(inputs.sample, name))
@@ -88,24 +84,11 @@ async def graded(
     return None, [f"{plug.key}: on {sample}, {plug.name} {output.failure}"]
 
 
-def _raises(what: str, error: BaseException, code: object) -> str:
-    return f"{what} raises {find.described(error, code)}"
+def made_up(resolved: Resolved, picture: Image | None = None) -> RewardInput:
+    """With the columns that every sample of this config has; all its pictures are `picture`."""
+    from PIL.Image import linear_gradient
 
-
-def _data(resolved: Resolved, plug: Plug[Any]) -> list[str]:
-    try:
-        [source] = build_data(resolved, [plug])
-    except ValueError as error:
-        return str(error).split("\n")
-    try:
-        source.close()
-    except find.STRANGE as error:
-        return [_raises(f"{plug.key}: closing {plug.name}", error, plug.cls.close)]
-    return []
-
-
-def made_up(resolved: Resolved, picture: Image) -> RewardInput:
-    """With the columns that every sample of this config has, each picture this one."""
+    picture = picture or linear_gradient("L").resize((SIDE_PX, SIDE_PX)).convert("RGB")
     sources = [*resolved.train, *resolved.validation]
     carried = frozenset.intersection(*(frozenset(p.cls.provides(p.config)) for p in sources))
     sample = Sample(
@@ -119,12 +102,6 @@ def made_up(resolved: Resolved, picture: Image) -> RewardInput:
     return RewardInput(sample, "a red square on a white floor", picture if draws else None)
 
 
-def _picture() -> Image:
-    from PIL import Image
-
-    return Image.linear_gradient("L").resize((SIDE_PX, SIDE_PX)).convert("RGB")
-
-
 def _renderer(plug: Plug[Any], sample: Sample) -> list[str]:
     from PIL.Image import Image
 
@@ -134,26 +111,30 @@ def _renderer(plug: Plug[Any], sample: Sample) -> list[str]:
 
         payload = np.zeros((4, 4), np.int32)
     jobs = [RenderJob(sample, payload, noise_seed) for noise_seed in range(2)]
-    try:
+
+    def drawn() -> list[Any]:
         renderer = plug.cls(plug.config, Resources(None, "cpu"))
-        drawn = list(renderer.render(jobs))
+        outcomes = list(renderer.render(jobs))
         renderer.close()
-    except find.STRANGE as error:
-        return [_raises(f"{plug.key}: on made-up jobs, {plug.name}", error, plug.cls.render)]
-    wrong = ""
-    for outcome in drawn:
+        return outcomes
+
+    what = f"{plug.key}: on made-up jobs, {plug.name}"
+    outcomes, wrong = find.attempt(what, plug.cls.render, drawn)
+    for outcome in outcomes or ():
         if not (isinstance(outcome, tuple) and len(outcome) == 2 and outcome[0] in (0, 1)):
-            wrong = wrong or f"yields {shown(outcome)}"
+            wrong.append(f"yields {shown(outcome)}")
             continue
         picture = outcome[1]
         is_rgb = isinstance(picture, Image) and picture.mode == "RGB"
         is_none = picture is None and not plug.cls.makes_images
         if not (is_rgb or is_none or isinstance(picture, RenderFailure)):
-            wrong = wrong or f"draws {shown(picture)}"
-    if not wrong and sorted(number for number, _ in drawn) != [0, 1]:
-        wrong = f"yields pictures for jobs {[number for number, _ in drawn]} of 0, 1"
+            wrong.append(f"draws {shown(picture)}")
+    if outcomes is None:
+        return wrong
+    if not wrong and sorted(number for number, _ in outcomes) != [0, 1]:
+        wrong = [f"yields pictures for jobs {[number for number, _ in outcomes]} of 0, 1"]
     expected = "expected (number of the job, RGB picture) for each job, once"
-    return [f"{plug.key}: {plug.name} {wrong}; {expected}"] if wrong else []
+    return [f"{plug.key}: {plug.name} {problem}; {expected}" for problem in wrong[:1]]
 
 
 def _loss(algorithm: AlgorithmConfig) -> list[str]:
@@ -170,20 +151,22 @@ def _loss(algorithm: AlgorithmConfig) -> list[str]:
         [found] = torch.autograd.grad((terms.weights * terms.terms).sum(), inputs.logprobs)
         return found[inputs.mask]
 
-    both, first, second = (_micro_batch(algorithm, *rows) for rows in (ROWS, ROWS[:1], ROWS[1:]))
-    try:
+    def problems() -> list[str]:
+        batches = (_micro_batch(algorithm, *rows) for rows in (ROWS, ROWS[:1], ROWS[1:]))
+        both, first, second = batches
         if wrong := _unusable(loss(both)):
-            return [f"{key}: {problem}" for problem in wrong]
+            return wrong
         together, apart = gradient(both), torch.cat([gradient(first), gradient(second)])
-    except find.STRANGE as error:
-        return [_raises(f"{key} on a made-up micro-batch", error, loss)]
-    if torch.allclose(together, apart, atol=1e-5, rtol=0):
-        return []
-    return [
-        f"{key}: a batch that is split into two micro-batches gives another gradient; divide by "
-        "x.denominators, which count the whole step, never by this micro-batch's own tokens, rows "
-        "or statistics"
-    ]
+        if torch.allclose(together, apart, atol=1e-5, rtol=0):
+            return []
+        return [
+            "a batch that is split into two micro-batches gives another gradient; divide by "
+            "x.denominators, which count the whole step, never by this micro-batch's own tokens, "
+            "rows or statistics"
+        ]
+
+    found, raised = find.attempt(f"{key} on a made-up micro-batch", loss, problems)
+    return raised or [f"{key}: {problem}" for problem in found or ()]
 
 
 def _micro_batch(algorithm: AlgorithmConfig, *rows: tuple[int, float]) -> LossInputs:

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from rl.config.paths import FOLDER, GONE, not_a_file
-from rl.record.run_lock import LOCKS
+from rl.record.run_summary import LOCKS
 from rl.text.untrusted import shown
 
 LOGS = "logs"
@@ -38,11 +38,10 @@ def folder_problems(run_dir: Path) -> list[str]:
         if place.exists() and not (place.is_file() or place.is_dir()):
             return _problem(place, "is no ordinary file; remove it")
     inside = [entry for entry in run_dir.iterdir() if entry.is_dir() or entry.name in APPENDED]
-    logs = (run_dir / LOGS).glob("*.log")
-    for place in (run_dir, *sorted(inside), *logs):
+    for place in (run_dir, *sorted(inside), *(run_dir / LOGS).glob("*.log")):
         mode = os.W_OK | (os.X_OK if place.is_dir() else 0)
         if not os.access(place, mode, effective_ids=os.access in os.supports_effective_ids):
-            return _read_only(place, "no permission, or a disk that is mounted to be read")
+            return _read_only(place, "no permission, or a read-only disk")
     return []
 
 
@@ -51,21 +50,17 @@ def make_problems(run_dir: Path) -> list[str]:
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # nobody else's, until it is shared
         (run_dir / LOGS).mkdir(exist_ok=True)
+        if problems := folder_problems(run_dir):
+            return problems
+        for folder in (run_dir, run_dir / LOGS):
+            tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         return _read_only(Path(error.filename or run_dir), error.strerror or str(error))
-    if problems := folder_problems(run_dir):
-        return problems
-    for folder in (run_dir, run_dir / LOGS):
-        try:
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            return _read_only(folder, error.strerror or str(error))
     return []
 
 
 def _read_only(place: Path, why: str) -> list[str]:
-    remedy = "make it writable, or choose another folder"
-    return _problem(place, f"cannot be written to ({why}); {remedy}")
+    return _problem(place, f"cannot be written to ({why}); make it writable, or choose another")
 
 
 def _problem(place: Path, what: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checks what this machine offers a run: GPUs, driver, compiler, memory. Offline, without torch."""
+"""Checks what this machine offers a run: GPUs, driver, compiler, memory, disk; without torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 
 from rl import build
 from rl.build import Plug, Resolved
-from rl.check.disk import disk_problems
 from rl.check.fetch import hub_models, is_offline
+from rl.checkpoints.checkpoint import find
 from rl.memory import footprint
 from rl.trackers.tracking import not_installed
 
@@ -28,6 +28,8 @@ BUSY_GB = 1.0
 """More than a desktop takes of a GPU."""
 SHARED, MIN_SHARED_GB = "/dev/shm", 1.0  # nosec B108
 """Where NCCL's ranks exchange data, and the size it wants; Docker gives a container 0.064."""
+STATE_BYTES = 12
+"""Bytes of a trained parameter's float32 value and moments in a checkpoint."""
 
 
 def machine_problems(resolved: Resolved, starts: bool = False) -> list[str]:
@@ -42,9 +44,7 @@ def machine_problems(resolved: Resolved, starts: bool = False) -> list[str]:
     return [
         *_device_problems(resolved, "cuda", capability),
         *_driver_problems(here, capability),
-        *_offline_problems(resolved),
-        *_sharing_problems(resolved),
-        *disk_problems(resolved),
+        *_storage_problems(resolved),
         *_compiler_problems(resolved),
     ]
 
@@ -90,13 +90,13 @@ def _gpu_lines(resolved: Resolved) -> list[str]:
     if not resolved.engine.cls.samples_with_trainer:
         needs += ", a C compiler and Python's headers (apt install build-essential python3-dev)"
     found = driver()
-    if not found:
-        wrong = _device_problems(resolved, "cuda", math.inf)
-        refused = [f"on a GPU it would be refused: {problem}" for problem in wrong]
-        return [f"no GPU to be seen; the machine that trains needs {needs}", *refused]
-    if _torch_build() == "cpu":
+    if found and _torch_build() == "cpu":
         return [f"PyTorch is installed for a CPU, and runs on it; on the GPU it needs {needs}"]
-    return [f"NVIDIA driver {found}; needed: {needs}"]
+    if found:
+        return [f"NVIDIA driver {found}; needed: {needs}"]
+    wrong = _device_problems(resolved, "cuda", math.inf)
+    refused = [f"on a GPU it would be refused: {problem}" for problem in wrong]
+    return [f"no GPU to be seen; the machine that trains needs {needs}", *refused]
 
 
 def driver() -> str:
@@ -122,34 +122,25 @@ def has_gpus() -> bool:
 
 
 def host_memory_gb(root: Path = Path("/")) -> float | None:
-    """Memory of this machine, or the smallest limit of a control group around us; None where that
-    cannot be read."""
-    try:
-        lines = (root / "proc/meminfo").read_text().split("\n")
-        total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:"))
-    except (OSError, StopIteration, ValueError):
+    """Memory of this machine, or the smallest limit of a control group (version 2) around us; None
+    where that cannot be read."""
+
+    def words(file: str) -> list[str]:
+        with suppress(OSError):
+            return (root / file).read_text().split()
+        return []
+
+    memory = words("proc/meminfo")
+    if "MemTotal:" not in memory:
         return None
-    return min([total, *_group_limits(root)]) / 1e9
-
-
-def _group_limits(root: Path) -> Iterable[int]:
-    """Bytes; both versions of control groups, from our own group upwards. In a container's own name
-    space our path is '/', and the limit is at the mount itself."""
-    try:
-        groups = (root / "proc/self/cgroup").read_text().split()
-    except OSError:
-        return
-    for _, controllers, path in (group.split(":", 2) for group in groups):
-        mount, name = "sys/fs/cgroup", "memory.max"
-        if "memory" in controllers.split(","):
-            mount, name = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        elif controllers:
-            continue
-        inside = Path(path.lstrip("/"))
-        for folder in (inside, *inside.parents):
-            file = root / mount / folder / name
-            if file.is_file() and (word := file.read_text().strip()).isdigit():
-                yield int(word)
+    found = [int(memory[memory.index("MemTotal:") + 1]) * 1024]
+    for group in words("proc/self/cgroup"):
+        # In a container's own name space our path is '/', and the limit is at the mount itself.
+        inside = Path(group.removeprefix("0::/"))
+        for folder in (inside, *inside.parents) if group.startswith("0::/") else ():
+            limit = "".join(words(f"sys/fs/cgroup/{folder}/memory.max"))
+            found += [int(limit)] if limit.isdigit() else []
+    return min(found) / 1e9
 
 
 def wants_gpu(resolved: Resolved) -> bool:
@@ -165,73 +156,96 @@ def _torch_build() -> str:
         return ""
 
 
-def _driver_problems(found: str, capability: float) -> list[str]:
-    """What keeps the pinned PyTorch from running with that driver and GPU."""
-    if not _torch_build() and capability < MIN_CAPABILITY:
-        return [
+def _driver_problems(found: str, capability: float) -> Iterable[str]:
+    """What keeps the pinned PyTorch, not one of the user's own, from running with these."""
+    if _torch_build():
+        return
+    if capability < MIN_CAPABILITY:
+        yield (
             f"this machine: its GPU has compute capability {capability}, and the pinned PyTorch "
             f"has no kernels below {MIN_CAPABILITY}; use another GPU, or set policy.device=cpu"
-        ]
-    major = found.partition(".")[0]
-    if _torch_build() or not major.isdecimal() or int(major) >= MIN_DRIVER:
-        return []
+        )
+    number = ctypes.c_int()
     with suppress(OSError, AttributeError):
-        # The library that programs load here, if for forward compatibility, is newer.
-        number = ctypes.c_int()
+        # NVIDIA's forward compatibility: a newer library makes up for an old driver.
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
-        if number.value // 1000 >= CUDA:
-            return []
-    return [
-        f"this machine: NVIDIA driver {found} is too old for the pinned PyTorch, which is built "
-        f"for CUDA {CUDA}; install driver {MIN_DRIVER} or newer"
-    ]
+    major = found.partition(".")[0]
+    if major.isdecimal() and int(major) < MIN_DRIVER and number.value // 1000 < CUDA:
+        yield (
+            f"this machine: NVIDIA driver {found} is too old for the pinned PyTorch, which is "
+            f"built for CUDA {CUDA}; install driver {MIN_DRIVER} or newer"
+        )
 
 
-def _sharing_problems(resolved: Resolved) -> list[str]:
-    """Ranks exchange data through shared memory, which may be too small."""
-    several = resolved.config.world_size > 1 and os.path.isdir(SHARED)
-    size_gb = shutil.disk_usage(SHARED).total / 1e9 if several else math.inf
-    if size_gb >= MIN_SHARED_GB:
-        return []
-    return [
-        f"this machine: {SHARED} has {size_gb:.3f} GB, and NCCL wants {MIN_SHARED_GB:g} GB for "
-        "world_size > 1; start the container with --ipc=host or --shm-size=16g"
-    ]
-
-
-def _compiler_problems(resolved: Resolved) -> list[str]:
+def _compiler_problems(resolved: Resolved) -> Iterable[str]:
     """A compiler and Python's headers, as Triton looks for them: an engine of its own has Triton's
     kernels, and PyTorch's eager ones need no compiler."""
     if resolved.engine.cls.samples_with_trainer:
-        return []
+        return
     stated = os.environ.get("CC")
-    found = []
-    if stated is not None and shutil.which(stated) is None:
-        found.append(
-            f"this machine: CC is {stated!r}, which is no program here, and Triton compiles a "
-            "launcher for its kernels with it; export CC=gcc, or unset it"
-        )
-    elif stated is None and not (shutil.which("gcc") or shutil.which("clang")):
-        found.append(
-            "this machine: there is no C compiler (gcc, clang), and Triton compiles a launcher for "
-            "its kernels: apt install build-essential, or export CC=<compiler>"
+    if not any(shutil.which(name) for name in ([stated] if stated else ["gcc", "clang"])):
+        yield (
+            f"this machine: there is no C compiler ({stated or 'gcc, clang'}), and Triton compiles "
+            "a launcher for its kernels: apt install build-essential, or export CC=<compiler>"
         )
     scheme = sysconfig.get_default_scheme()
     scheme = "posix_prefix" if scheme == "posix_local" else scheme
     header = Path(sysconfig.get_path("include", scheme), "Python.h")
     if not header.is_file():
         python = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        found.append(
+        yield (
             f"this machine: there is no {header}, and Triton compiles a launcher for its kernels "
             f"with it: apt install {python}-dev, or use a Python that brings its headers"
         )
-    return found
 
 
-def _offline_problems(resolved: Resolved) -> Iterable[str]:
+def _storage_problems(resolved: Resolved) -> Iterable[str]:
+    """Models that may not be fetched, too little shared memory for the ranks, or too small a disk
+    for the checkpoints."""
     for key, path, is_cached in hub_models(resolved) if is_offline() else ():
         if not is_cached:
             yield (
                 f"{key}: {path} is not in this machine's cache, and HF_HUB_OFFLINE forbids to "
                 "fetch it; unset that, or fetch it elsewhere (hf download) and copy the cache"
             )
+    if resolved.config.world_size > 1 and os.path.isdir(SHARED):
+        size_gb = shutil.disk_usage(SHARED).total / 1e9
+        if size_gb < MIN_SHARED_GB:
+            yield (
+                f"this machine: {SHARED} has {size_gb:.3f} GB, and NCCL wants {MIN_SHARED_GB:g} GB "
+                "for world_size > 1; start the container with --ipc=host or --shm-size=16g"
+            )
+    one_gb, number = checkpoints_gb(resolved)
+    if one_gb is not None and number * one_gb > free_gb(Path(resolved.config.base_exp_dir)):
+        yield f"base_exp_dir: too small a disk for {disk_line(resolved)}; name a larger one"
+
+
+def disk_line(resolved: Resolved) -> str:
+    """What the checkpoints need, and what is free."""
+    folder = resolved.config.base_exp_dir
+    one_gb, number = checkpoints_gb(resolved)
+    need = "unknown, like the policy's size"
+    if one_gb is not None:
+        need = f"up to {number * one_gb:.3g} GB ({number} of {one_gb:.3g}), and pictures"
+    return f"checkpoints: {need}; {free_gb(Path(folder)):.3g} GB are free at {folder} here"
+
+
+def checkpoints_gb(resolved: Resolved) -> tuple[float | None, int]:
+    """(size of one: the model's files, float32 values and moments, None where the policy's size is
+    unknown; how many are still to be written)."""
+    config, sizes = resolved.config, footprint.sizes(resolved)
+    # The newest two, one that is being written, and the best on held-out samples.
+    number = 3 + bool(config.evaluation.every_n_iterations and config.data.validation)
+    if find(config.run_dir, hashes=False).path is not None:
+        number = 1
+    if sizes is None:
+        return None, number
+    model_bytes = sizes.bytes_per_weight if sizes.lora_rank is None else 4
+    return sizes.trained_params * (model_bytes + STATE_BYTES) / 1e9, number
+
+
+def free_gb(folder: Path) -> float:
+    """On the file system of `folder`, which need not exist yet."""
+    places = (folder, *folder.absolute().parents)
+    there = next(place for place in places if os.path.exists(place))
+    return shutil.disk_usage(there).free / 1e9

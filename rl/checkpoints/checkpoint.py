@@ -213,8 +213,7 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 raise
 
-        num_bytes = sum(tensor.nbytes for tensor in point.tensors.values()) * 4 // 3
-        when_there_is_room(write_aside, self.folder, f"checkpoint {name}", num_bytes)
+        when_there_is_room(write_aside, self.folder, f"checkpoint {name}")
         if final.exists():  # damaged, or it would have been returned above
             names = (f"damaged-{name}{f'-{n}' if n else ''}" for n in count())
             kept = next(p for p in map(self.folder.joinpath, names) if not p.exists())
@@ -226,14 +225,11 @@ class Checkpoints:
 
     def _tidy(self, name: str) -> None:
         """What follows a checkpoint; it may fail, and what makes room comes first."""
-        note = partial(write_atomically, self.folder.parent / LAST_WRITTEN, f"{name}\n")
-        for step in (
-            self._prune,
-            self._sweep,
-            lambda: when_there_is_room(note, self.folder, LAST_WRITTEN),
-        ):
+        last = partial(write_atomically, self.folder.parent / LAST_WRITTEN, f"{name}\n")
+        note = partial(when_there_is_room, last, self.folder, LAST_WRITTEN)
+        for follow in (self._prune, self._sweep, note):
             try:
-                step()
+                follow()
             except Exception as error:
                 warn(f"checkpoint {name} is written; after it: {error}")
 
@@ -243,11 +239,11 @@ class Checkpoints:
         steps = steps_of(self.folder.parent)
         whole = [path for path in steps if problem_of(path, hashes=False) is None]
         newest, every = whole[-_NUM_NEWEST_KEPT:], self._config.keep_every_n_iterations
-        best = why_best_stays(self.folder.parent)
+        stays = why_they_stay(self.folder.parent)
         for path in steps:
             if path in newest or (every and path in whole and iteration_of(path) % every == 0):
                 continue
-            if why := best.get(path) or why_it_stays(path):
+            if why := stays[path]:
                 if why != BEST and path not in self._reported:
                     warn(f"the old checkpoint {path.name} stays: {why}")
                 self._reported.add(path)
@@ -255,8 +251,11 @@ class Checkpoints:
                 path.rename(self.folder / f"{_ASIDE_PREFIX}pruned-{path.name}")
 
     def _sweep(self) -> None:
-        for path in left_aside(self.folder.parent):
-            shutil.rmtree(path)
+        """Delete what pruning, a kill or a failure left aside."""
+        for path in sorted(self.folder.glob(f"{_ASIDE_PREFIX}*")):
+            is_ours = _ASIDE_NAME.fullmatch(path.name) and path.is_dir()
+            if is_ours and not path.is_symlink():
+                shutil.rmtree(path)
 
     def _push_due(self, iteration: int, final: bool) -> bool:
         every = self._config.push_to_hub_every_n_iterations
@@ -299,34 +298,31 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
     folder, candidates = run_dir / "checkpoints", steps_of(run_dir)
     written = run_dir / LAST_WRITTEN
     last = written.read_bytes().decode(errors="replace").strip() if written.is_file() else ""
-    way_out = (
-        f"choose another run_name to start from the base weights, or move {run_dir} away to start "
-        "so under this one"
-    )
-    if other := too_new(run_dir):
-        return Found(problem=f"{other}, or {way_out}")
-    remarks = []
+    remarks: list[str] = []
+    problem = too_new(run_dir)
     is_name = _STEP_NAME.fullmatch(last) is not None
     if is_name and candidates and iteration_of(Path(last)) > iteration_of(candidates[-1]):
         remarks.append(
             f"checkpoint {last} was the last to be written and is gone: going on from an older one"
         )
-    for path in reversed(candidates):
-        if other := too_new(path):
-            return Found(None, tuple(remarks), f"{other}, or {way_out}")
-        problem = problem_of(path, hashes)
-        if problem is None:
+    for path in [] if problem else reversed(candidates):
+        if problem := too_new(path):
+            break
+        if (damage := problem_of(path, hashes)) is None:
             return Found(path, tuple(remarks))
         remarks.append(
-            f"checkpoint {path.name} is damaged ({problem}): falling back to an older one"
+            f"checkpoint {path.name} is damaged ({damage}): falling back to an older one"
         )
-    if candidates:
-        problem = f"none of the {len(candidates)} checkpoints in {folder} is whole: restore one, "
-        return Found(None, tuple(remarks), problem + way_out)
-    if last:
-        problem = f"{folder} holds no checkpoint, though {last} was written there: restore it, "
-        return Found(problem=problem + way_out)
-    return Found()
+    if not problem and candidates:
+        problem = f"none of the {len(candidates)} checkpoints in {folder} is whole: restore one"
+    elif not problem and last:
+        problem = f"{folder} holds no checkpoint, though {last} was written there: restore it"
+    if problem:
+        problem += (
+            ", or choose another run_name to start from the base weights, or move "
+            f"{run_dir} away to start so under this one"
+        )
+    return Found(None, tuple(remarks), problem)
 
 
 def checkpoint_of(run_dir: Path, which: str) -> Path:
@@ -362,37 +358,27 @@ def steps_of(run_dir: Path) -> list[Path]:
     return sorted(named, key=iteration_of)
 
 
-def left_aside(run_dir: Path) -> list[Path]:
-    """What a kill or a failure left of checkpoints, which the next save deletes."""
-    entries = (run_dir / "checkpoints").glob(f"{_ASIDE_PREFIX}*")
-    named = (path for path in entries if _ASIDE_NAME.fullmatch(path.name))
-    return sorted(path for path in named if path.is_dir() and not path.is_symlink())
-
-
-def discard(path: Path) -> None:
-    """Delete a checkpoint, or what is left aside of one; a kill meanwhile leaves nothing that looks
-    whole."""
-    if _STEP_NAME.fullmatch(path.name):
-        path = path.rename(path.with_name(f"{_ASIDE_PREFIX}pruned-{path.name}"))
-    shutil.rmtree(path)
-
-
-def why_best_stays(run_dir: Path) -> dict[Path, str]:
-    """Whole checkpoints that are the best on held-out samples, or may be, and why."""
-    steps = [path for path in steps_of(run_dir) if problem_of(path, hashes=False) is None]
-    rewards = held_out_rewards(run_dir)
-    best = best_of(list(map(iteration_of, steps)), rewards)
+def why_they_stay(run_dir: Path) -> dict[Path, str]:
+    """Each checkpoint of a run -> why nothing may delete it, or '': it is the best on held-out
+    samples, may be, or is not exactly what a save wrote."""
+    steps, rewards = steps_of(run_dir), held_out_rewards(run_dir)
+    whole = {iteration_of(path) for path in steps if problem_of(path, hashes=False) is None}
+    best = best_of(sorted(whole), rewards)
     unknown = "metrics.jsonl has no readable line of it, which would say whether it is the best"
-    return {
-        step: BEST if iteration_of(step) == best else unknown
-        for step in steps
-        if iteration_of(step) == best or iteration_of(step) not in rewards
-    }
+    stays = {}
+    for path in steps:
+        iteration = iteration_of(path)
+        if iteration == best:
+            stays[path] = BEST
+        elif iteration in whole - rewards.keys():
+            stays[path] = unknown
+        else:
+            stays[path] = _why_changed(path)
+    return stays
 
 
-def why_it_stays(path: Path) -> str:
-    """Why a checkpoint is not exactly what a save wrote, so that nothing may delete it; or ''.
-    Compares sizes, not hashes."""
+def _why_changed(path: Path) -> str:
+    """How a checkpoint differs from what a save wrote, or ''. Compares sizes, not hashes."""
     if path.is_symlink():
         return "it is a link"
     if problem := problem_of(path, hashes=False):

@@ -11,17 +11,16 @@ Beside the model lies its card, README.md: what it is, how to use it, what was l
 limits, with the reward's curve and pictures of the first held-out samples (--no-pictures leaves
 them out). After full fine-tuning the model is copied; it is no adapter.
 
-The adapter is added in float32 and rounded once at the end. The run's own config says which weights
-it belongs to; for a bare PEFT folder its adapter_config.json. `--base` and `--text-encoder-from`
-override both. The whole base is in memory in float32: 4 bytes a parameter, about 15 GB for 3B and
-33 GB for 7B.
+The adapter is added in float32 and rounded once at the end. The run's own config names the base
+weights; `--base` and `--text-encoder-from` name them where they are elsewhere now. The whole base
+is in memory in float32: 4 bytes a parameter, about 15 GB for 3B and 33 GB for 7B.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -29,7 +28,6 @@ from typing import Any, get_args
 
 from rl import build
 from rl.api import find
-from rl.check.disk import free_gb
 from rl.checkpoints.checkpoint import MODEL_CARD
 from rl.commands.export_evidence import gather
 from rl.config.messages import validate
@@ -38,21 +36,16 @@ from rl.console.console import duration, warn
 from rl.console.progress import weights_counted
 from rl.edit.trained import Trained, load_trained
 from rl.files import adapter_base
-from rl.files.atomic import row_of
-from rl.files.model_files import cached, model_problems
-from rl.files.weights import num_parameters
-from rl.policies.shared.model_loading import local_folder
+from rl.files.model_files import model_problems
 from rl.policies.shared.policy_base import TrainedPolicy
 from rl.publish import hub
-from rl.publish.card_facts import at
-from rl.publish.model_card import PIPELINES, Form, model_card
+from rl.publish.model_card import PIPELINES, Form, at, model_card
 from rl.text import terminal
 from rl.text.scrub import scrub
 
-ADAPTER_FILES = (adapter_base.ADAPTER_CONFIG, "adapter_model.safetensors", MODEL_CARD)
-WHOLE_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.safetensors", MODEL_CARD)
-DTYPES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of a number."""
+ADAPTER_FILES = (adapter_base.ADAPTER_CONFIG, "adapter_model.safetensors")
+WHOLE_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.safetensors")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -61,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="rl export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("source", type=Path, help="run folder, checkpoint, or PEFT folder")
+    add("source", type=Path, help="run folder, or one of its checkpoints")
     add("target", type=Path, help="folder to write; must not exist")
     add("--as", dest="form", choices=get_args(Form), default="model", help="see above")
     add(
@@ -113,21 +106,15 @@ def export(args: argparse.Namespace) -> None:
     if args.form == "text-encoder":
         refuse_without_text_encoder(trained)
     is_copied = args.form == "adapter" or not trained.is_adapter
-    if is_copied and args.form != "text-encoder" and not args.dtype:
-        names = ADAPTER_FILES if trained.is_adapter else WHOLE_MODEL_FILES
-        files = sorted(_inside(file) for name in names for file in trained.model.glob(name))
-        _require_room(args.target, sum(file.stat().st_size for file in files))
-        with written_aside(args.target) as part:
-            part.mkdir(parents=True)
-            for file in files:
-                shutil.copy2(file, part)
-            write_card(trained, part, args.form, not args.no_pictures)
-        return
-    config = model_config(trained, args.base, args.text_encoder_from)
-    dtype = args.dtype or config.dtype
-    _require_room(args.target, int(num_parameters_of(config) * DTYPES[dtype]))
     with written_aside(args.target) as part:
-        merge(trained, config, dtype, args.form != "text-encoder", part)
+        if is_copied and args.form != "text-encoder" and not args.dtype:
+            part.mkdir(parents=True)
+            for name in ADAPTER_FILES if trained.is_adapter else WHOLE_MODEL_FILES:
+                for file in trained.model.glob(name):
+                    shutil.copy2(_inside(file), part)
+        else:
+            config = model_config(trained, args.base, args.text_encoder_from)
+            merge(trained, config, args.dtype or config.dtype, args.form != "text-encoder", part)
         write_card(trained, part, args.form, not args.no_pictures)
 
 
@@ -162,92 +149,46 @@ def refuse_without_text_encoder(trained: Trained) -> None:
             "encoder is the base's own; export what was trained --as model"
         )
     renderer = at(trained.config, "renderer.type")
-    kind = at(trained.config, "policy.type") or policy_of_folder(trained.model)
     is_read = renderer in PIPELINES or renderer not in build.plugs_of("renderers")
-    if not is_read or "hidden_states" not in policies()[kind].emits:
+    if not is_read or "hidden_states" not in policy_class(trained).emits:
         raise ValueError(
-            f"a {kind} with renderer {renderer!r} is no editor's text encoder; export it --as model"
+            f"a {at(trained.config, 'policy.type')} with renderer {renderer!r} is no editor's text "
+            "encoder; export it --as model"
         )
 
 
 def model_config(trained: Trained, base: str | None, text_encoder_from: str | None) -> Any:
     """The policy section that loads what the result is made of: the base of an adapter, or the
-    whole model itself. Raises ValueError naming what is not known and how to say it."""
-    if not trained.is_adapter:
-        section = trained.policy() if trained.config else {}
-        section = {**section, "model_path": str(trained.model)}
-        section.pop("lora", None)
-    elif trained.config is not None:
-        section = dict(trained.config["policy"])
-    else:
-        noted = adapter_base.read_config(trained.model)
-        try:
-            section = {} if base else adapter_base.base_of(noted).policy_keys()
-        except ValueError as error:
-            raise ValueError(
-                f"{error}; or give --base (and --text-encoder-from for an editor's text encoder)"
-            ) from error
-    if "type" not in section:
-        section["type"] = policy_of_folder(trained.model, base)
+    whole model itself. Raises ValueError for what is not there, with the option that names it."""
+    section = dict(trained.config["policy"] if trained.is_adapter else trained.policy())
     if trained.is_adapter and base is not None:
         section |= {"model_path": base, "revision": None}
         section.pop("init_text_encoder_from", None)
     if trained.is_adapter and text_encoder_from is not None:
         section["init_text_encoder_from"] = text_encoder_from
-    policy = policies().get(section["type"])
-    if policy is None:
-        raise ValueError(f"policies of type {section['type']!r} cannot be exported here")
     # No attention is computed: the run's kernel need not run here.
     section |= {"adapter_path": "", "attn_implementation": "auto"}
+    policy = policy_class(trained)
     config, problems = validate(policy.Config, section, at="policy")
     problems = problems or [
         *model_problems(policy.models(config)),
         *policy.problems(config, RunConfig.model_construct()),
     ]
     if problems:
-        remedy = "say where the base lies with --base (and --text-encoder-from)"
+        remedy = "say where the base is with --base (and --text-encoder-from)"
         raise ValueError("\n".join([*problems, remedy]))
     return config
 
 
-def policies() -> Mapping[str, type[TrainedPolicy[Any]]]:
-    """Type -> plugin."""
-    found = {}
-    for name in build.plugs_of("policies"):
-        module, _ = find.import_plug(build.module_of("policies", name))
-        [plug] = find.plugs_in(module, build.ROOMS["policies"])
-        assert issubclass(plug, TrainedPolicy)
-        found[name] = plug
-    return found
-
-
-def policy_of_folder(model: Path, base: str | None = None) -> str:
-    """The policy's type by the adapter's config, else by the config.json of its base (or `base`),
-    or of the whole model; 'qwen2_5_vl' where none says it."""
-    path: Any = str(model)
-    if (model / adapter_base.ADAPTER_CONFIG).is_file():
-        noted = adapter_base.read_config(model)
-        model_class = adapter_base.model_class_of(noted)
-        for name, plug in policies().items():
-            if model_class in plug.model_classes:
-                return name
-        path = base or noted.get(adapter_base.NAME)
-    try:
-        file = local_folder(str(path), None, ["config.json"]) / "config.json"
-        kind = str((row_of(file.read_bytes()) or {}).get("model_type"))
-    except (OSError, ValueError):  # loading it will say what is wrong
-        kind = ""
-    return next((n for n, plug in policies().items() if kind in plug.model_types), "qwen2_5_vl")
-
-
-def num_parameters_of(config: Any) -> float:
-    """Number of parameters, by the files' headers; 0 where they are not on this machine yet."""
-    policy = policies()[config.type]
-    [model] = [model for model in policy.models(config) if model.weights]
-    file: Path | None = Path(model.path, model.subfolder, model.config)
-    if not Path(model.path).is_dir():
-        file = cached(model.path, str(Path(model.subfolder, model.config)), model.revision)
-    return num_parameters(file.parent) if file else 0.0
+def policy_class(trained: Trained) -> type[TrainedPolicy[Any]]:
+    """The run's policy. Raises ValueError for a plugin that is not shipped: its code would run."""
+    name = at(trained.config, "policy.type")
+    if name not in build.plugs_of("policies"):
+        raise ValueError(f"policies of type {name!r} cannot be exported here")
+    module, _ = find.import_plug(build.module_of("policies", name))
+    [plug] = find.plugs_in(module, build.ROOMS["policies"])
+    assert issubclass(plug, TrainedPolicy)
+    return plug
 
 
 def merge(trained: Trained, config: Any, dtype: str, with_words: bool, target: Path) -> None:
@@ -255,29 +196,19 @@ def merge(trained: Trained, config: Any, dtype: str, with_words: bool, target: P
     `with_words` with what its prompts need."""
     import torch
 
-    policy = policies()[config.type]
+    policy = policy_class(trained)
     with stage(f"loading {config.model_path} in float32"):
         model = policy.loading.load_model(config.model_copy(update={"dtype": "float32"}))
     if trained.is_adapter:
         from peft import PeftModel
 
+        adapter_base.read_config(trained.model)  # refuses one that names code to import
         with stage("adding the adapter"):
             model = PeftModel.from_pretrained(model, str(trained.model)).merge_and_unload()
     with stage(f"writing the weights in {dtype}"), weights_counted():
         model.to(getattr(torch, dtype)).save_pretrained(target)
     if with_words:
         policy.save_prompt_files(config, target)
-
-
-def _require_room(target: Path, num_bytes: int) -> None:
-    """Say what will be written. Raises ValueError where the disk has no room for it."""
-    free = free_gb(target)
-    need = f"{num_bytes / 1e9:.3g} GB" if num_bytes else "an unknown size (fetched first)"
-    print(f"writing {need} to {target}, where {free:.3g} GB are free")
-    if num_bytes / 1e9 > free:
-        raise ValueError(
-            f"{target}: {need} are to be written and {free:.3g} GB are free; name a larger disk"
-        )
 
 
 def _inside(file: Path) -> Path:
@@ -291,12 +222,7 @@ def _inside(file: Path) -> Path:
 
 
 def write_card(trained: Trained, target: Path, form: Form, with_pictures: bool) -> None:
-    """README.md; a folder without a run keeps the one that it has."""
-    if trained.config is None:
-        there = trained.model / MODEL_CARD
-        if there.is_file() and not (target / MODEL_CARD).exists():
-            shutil.copyfile(_inside(there), target / MODEL_CARD)
-        return
+    """README.md beside the exported files."""
     evidence = None
     if trained.run_dir is not None:
         with stage("writing the card"):

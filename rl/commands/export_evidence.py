@@ -14,11 +14,12 @@ from statistics import fmean
 from PIL.Image import DecompressionBombError, Image
 
 from rl.files.images import downscale, open_picture, png_bytes
+from rl.files.panels import pyplot
 from rl.publish.model_card import OWN_WORDS, Comparison, Evidence, Shown
-from rl.report.curves import points
-from rl.report.figures import draw_curve
+from rl.report.curves import points, smooth
 from rl.report.reading import (
     Evaluation,
+    Record,
     number,
     other_sources,
     picture,
@@ -27,7 +28,7 @@ from rl.report.reading import (
     shown_of,
     words_of,
 )
-from rl.report.summary import Change, compare
+from rl.report.summary import Change, learnt
 
 PICTURES_FOLDER = "pictures"
 NUM_SAMPLES_SHOWN = 6
@@ -38,6 +39,15 @@ ARMS = {
 }
 
 
+STYLES = {
+    "eval/reward": ("tab:orange", "o-", "held-out prompts"),
+    "eval/stock_reward": ("tab:red", "--", "held-out, the untrained system"),
+    "eval/bare_reward": ("tab:gray", ":", "held-out, the user's own words"),
+    "eval_reference/reward": ("tab:green", "s--", "held-out, given the right words"),
+}
+"""Curves of the held-out run: (colour, marks, label)."""
+
+
 def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evidence | None:
     """Of the model after `done` iterations, by the last held-out run up to there; pictures are
     written into `target`. None where fewer than two were made by then."""
@@ -46,24 +56,24 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
         for row in read_named(run_dir / "metrics.jsonl", "iteration")
         if row["iteration"] <= done
     ]
-    made = [_readable(e) for e in read_evaluations(run_dir) if e.iteration <= done]
-    if len(made) < 2:
+    evaluations = [_readable(evaluation) for evaluation in read_evaluations(run_dir, done)]
+    found = learnt(evaluations)
+    if found is None:
         return None
-    before, after = made[0], made[-1]
-    learnt = [comparison(change) for change in compare(before, after)]
+    before, after = evaluations
     curve = None
     if with_pictures:
         (target / PICTURES_FOLDER).mkdir()
         curve = f"{PICTURES_FOLDER}/reward_curve.png"
-        draw_curve(target / curve, metrics)
+        _draw_curve(target / curve, metrics)
     ungraded = [share for _, share in points(metrics, "status/ungraded")]
     drift = points(metrics, "drift/alarm")
     both = [identity for identity in before.records if identity in after.records]
     return Evidence(
         iterations=(before.iteration, after.iteration),
-        learnt=learnt,
+        learnt=[comparison(change) for change in found.changes],
         arms=_arms(after),
-        num_left_out=len(before.records) - (learnt[0].num_samples if learnt else 0),
+        num_left_out=found.num_left_out,
         ungraded_share=fmean(ungraded) if ungraded else None,
         drift_alarms=[int(iteration) for iteration, alarm in drift if alarm] if drift else None,
         curve=curve,
@@ -86,6 +96,25 @@ def _readable(evaluation: Evaluation) -> Evaluation:
         )
     }
     return replace(evaluation, records=records)
+
+
+def _draw_curve(file: Path, metrics: Sequence[Record]) -> None:
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(9, 5), dpi=120)
+    curves = {name: points(metrics, name) for name in ("reward/mean", *STYLES)}
+    if curves["reward/mean"]:
+        x, y = zip(*curves["reward/mean"], strict=True)
+        axes.plot(x, y, color="tab:blue", alpha=0.3, linewidth=1)
+        axes.plot(x, smooth(y), color="tab:blue", label="training prompts, sampled")
+    for name, (color, marks, label) in STYLES.items():
+        if curves[name]:
+            axes.plot(*zip(*curves[name], strict=True), marks, color=color, label=label)
+    axes.set(xlabel="iteration", ylabel="reward (0 to 1)", ylim=(0, 1.02), title="Reward")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(file, format="png")
+    plt.close(figure)
 
 
 def comparison(change: Change) -> Comparison:

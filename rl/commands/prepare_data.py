@@ -2,7 +2,7 @@
 
     rl prepare tokenize --dataset-name owner/edits --split train \\
         --original-image-key source --edited-image-key edited --edit-instruction-key instruction \\
-        --output-path data/mine/train --num-workers 4
+        --output-path data/mine/train
 
 Reads a hub set, parquet, JSONL, ... and writes one file per edit into `<output>/feature/`, then
 `<output>/list/tokenized_datalist.json`, which names them. The same command continues a run that was
@@ -15,12 +15,9 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from rl.api.data import RowRules
@@ -29,35 +26,31 @@ from rl.console.progress import counted
 from rl.data import hf_dataset
 from rl.data.emu3_tokens.token_files import SUFFIX, TokenisedEdit, write
 from rl.data.shared.sample_rows import BadRowError, Columns, Rows
+from rl.edit.trained import pick_device
 from rl.files.atomic import write_atomically
 from rl.files.model_files import model_problems
-from rl.ranks.signals import die_with_parent
 from rl.renderers.emu3_vq.emu3_vq import Config as VqConfig
 from rl.renderers.emu3_vq.emu3_vq import Emu3Vq
 from rl.text import terminal
 
+if TYPE_CHECKING:
+    from rl.renderers.emu3_vq.codec import Emu3Codec
+
 MAX_IMAGE_SIDE_PX = 16384
 _BOX = re.compile(r"\[" + ",".join([r"\s*(-?\d+(?:\.\d+)?)\s*"] * 4) + r"\]")
-_worker: tuple[argparse.Namespace, Rows, Any]
-"""In a worker process: (options, rows, Emu3Codec)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 when the list is written; 1 with a message when it cannot be."""
     terminal.guard()
-    options = parse(arguments)
     try:
-        num_done, num_skipped, bad = run_tokenize(options)
-    except (ValueError, BrokenProcessPool) as error:
+        tokenize(parse(arguments))
+    except ValueError as error:
         print(
             f"rl prepare: {error}\nFinished edits are kept: the same command continues",
             file=sys.stderr,
         )
         return 1
-    for reason in bad[:10]:
-        print(f"left out: {reason}")
-    file = list_of(options.output_path)
-    print(f"{file}: {num_done} edits, {num_skipped + len(bad)} left out")
     return 0
 
 
@@ -68,9 +61,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("task", choices=["tokenize"], help="pictures to codes")
     add("--output-path", type=Path, required=True)
-    add("--device", default="auto", help="auto = every GPU in turn, or the CPU")
+    add("--device", default="auto", help="auto = the GPU, or the CPU")
     add("--batch-size", type=at_least_one, default=8, help="pictures encoded together")
-    add("--num-workers", type=at_least_one, default=1, help="processes")
     add("--on-bad-row", default="error", choices=["error", "skip"])
     # A folder is continued only with the same values of what follows.
     codes = parser.add_argument_group("what decides the codes")
@@ -97,43 +89,35 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def list_of(output: Path) -> Path:
-    return output / "list" / "tokenized_datalist.json"
-
-
-def run_tokenize(options: argparse.Namespace) -> tuple[int, int, list[str]]:
-    """(edits in the list, bad rows, why other rows could not be encoded). Raises ValueError."""
-    import torch
+def tokenize(options: argparse.Namespace) -> None:
+    """Encode the edits that have no file yet, and list all. Raises ValueError."""
+    from rl.renderers.emu3_vq.codec import load_codec
 
     tokenizer = VqConfig(model_path=options.model_path, revision=options.revision)
     for problem in model_problems(Emu3Vq.models(tokenizer)):
         raise ValueError(problem.replace("model_path", "--model-path", 1))
     rows = open_rows(options)
-    continue_only_the_same(options.output_path, options.made_from)
-    files = [file_of(options, rows, index) for index in range(len(rows))]
+    feature, lists = options.output_path / "feature", options.output_path / "list"
+    continue_only_the_same(feature, lists / "made_from.json", options.made_from)
+    files = [feature / f"{_name(options, rows, index)}{SUFFIX}" for index in range(len(rows))]
     missing = [index for index, file in enumerate(files) if not file.is_file()]
-    size = options.batch_size
-    batches = [missing[start : start + size] for start in range(0, len(missing), size)]
-    num_gpus = torch.cuda.device_count() if options.device == "auto" else 0
-    device = "cpu" if options.device == "auto" else options.device
-    context = get_context("spawn")
-    devices = context.SimpleQueue()
-    for worker in range(options.num_workers):
-        devices.put(f"cuda:{worker % num_gpus}" if num_gpus else device)
+    device = pick_device(options.device)
+    codec = load_codec(options.model_path, options.revision, options.dtype, device)
     bad: list[str] = []
-    with (
-        ProcessPoolExecutor(options.num_workers, context, begin, (options, devices)) as pool,
-        counted("edits", len(missing)) as progress,
-    ):
-        for batch, bad_of_batch in zip(batches, pool.map(work, batches), strict=True):
-            bad += bad_of_batch
+    with counted("edits", len(missing)) as progress:
+        for start in range(0, len(missing), options.batch_size):
+            batch = missing[start : start + options.batch_size]
+            bad += encode(options, rows, codec, {index: files[index] for index in batch})
             progress.step(len(batch))
+    for reason in bad[:10]:
+        print(f"left out: {reason}")
     entries = [file.name for file in files if file.is_file()]
     if not entries:
         raise ValueError(f"no row is left, e.g. {bad[0]}")
-    content = {"prefix": str((options.output_path / "feature").resolve()), "path_list": entries}
-    write_atomically(list_of(options.output_path), json.dumps(content))
-    return len(entries), rows.num_skipped, bad
+    content = {"prefix": str(feature.resolve()), "path_list": entries}
+    write_atomically(lists / "tokenized_datalist.json", json.dumps(content))
+    num_left_out = rows.num_skipped + len(bad)
+    print(f"{lists / 'tokenized_datalist.json'}: {len(entries)} edits, {num_left_out} left out")
 
 
 def open_rows(options: argparse.Namespace) -> Rows:
@@ -156,82 +140,60 @@ def open_rows(options: argparse.Namespace) -> Rows:
     )
     remedy = "EARL's models read one: give fewer, or leave the row out"
     rules = RowRules(options.on_bad_row, MAX_IMAGE_SIDE_PX, 1, remedy)
-    rows, unreadable = hf_dataset.HfDataset.read(config, rules)
+    rows = hf_dataset.HfDataset.read(config, rules)
     try:
-        rows.keep_good(options.on_bad_row, unreadable)
+        rows.keep_good()
     except BadRowError as error:
         message = str(error).replace("data.on_bad_row: 'skip'", "--on-bad-row skip")
         raise ValueError(message) from error
     return rows
 
 
-def continue_only_the_same(output: Path, made_from: dict[str, Any]) -> None:
+def continue_only_the_same(feature: Path, note: Path, made_from: Mapping[str, object]) -> None:
     """Raises ValueError where the folder holds edits that were encoded with other options."""
-    file = output / "list" / "made_from.json"
-    feature = output / "feature"
     feature.mkdir(parents=True, exist_ok=True)
-    if file.is_file():
-        before = json.loads(file.read_text())
-        for key in {**made_from, **before}:
-            if made_from.get(key) != before.get(key):
-                raise ValueError(
-                    f"{output} was begun with {key} {before.get(key)!r}, not "
-                    f"{made_from.get(key)!r}; use the same, or choose another --output-path"
-                )
-    elif any(feature.iterdir()):
-        raise ValueError(f"{output} holds another set; choose another --output-path")
-    write_atomically(file, json.dumps(made_from, indent=2))
+    before = json.loads(note.read_text()) if note.is_file() else None
+    if before is None and any(feature.iterdir()):
+        raise ValueError(f"{feature.parent} holds another set; choose another --output-path")
+    if before not in (None, made_from):
+        raise ValueError(
+            f"{feature.parent} was begun with other options: {before}, now {dict(made_from)}; use "
+            "the same, or choose another --output-path"
+        )
+    write_atomically(note, json.dumps(made_from, indent=2))
 
 
-def file_of(options: argparse.Namespace, rows: Rows, index: int) -> Path:
-    number = f"{rows.number_of(index):08d}"
-    name = quote(rows.id_of(index), safe="") if options.id_key else number
-    return Path(options.output_path / "feature" / (name + SUFFIX))
+def _name(options: argparse.Namespace, rows: Rows, index: int) -> str:
+    return quote(rows.id_of(index), safe="") if options.id_key else f"{rows.number_of(index):08d}"
 
 
-def begin(options: argparse.Namespace, devices: Any) -> None:
-    """In a worker: opens the set and the tokenizer, on the next of `devices`."""
-    global _worker
-    import torch
-
-    from rl.renderers.emu3_vq.codec import load_codec
-
-    die_with_parent()
-    device = devices.get()
-    if device == "cpu":
-        torch.set_num_threads(1)
-    codec = load_codec(options.model_path, options.revision, options.dtype, device)
-    _worker = options, open_rows(options), codec
-
-
-def work(indices: Sequence[int]) -> list[str]:
-    """In a worker: encodes and writes these rows; returns why some of them could not be."""
-    options, rows, codec = _worker
+def encode(
+    options: argparse.Namespace, rows: Rows, codec: Emu3Codec, files: Mapping[int, Path]
+) -> list[str]:
+    """Encode these rows and write each into its file; returns why some could not be."""
     samples, bad = {}, []
-    for index in indices:
+    for index in files:
         try:
             samples[index] = rows[index]
         except BadRowError as error:
             if options.on_bad_row == "error":
                 raise ValueError(f"{error}\nFix it, or add --on-bad-row skip") from error
             bad.append(str(error))
-    pictures = [p for sample in samples.values() for p in (sample.source, sample.target)]
+    pictures = [p for s in samples.values() for p in (s.source, s.target) if p is not None]
     codes = iter(codec.encode(pictures, options.image_area, options.batch_size))
     for index, sample in samples.items():
         source_codes, target_codes = next(codes), next(codes)
         assert sample.source is not None
         (height, width), (width_px, height_px) = source_codes.shape, sample.source.size
         scale = (width * codec.patch_px / width_px, height * codec.patch_px / height_px)
-        file = file_of(options, rows, index)
         thoughts = {
             key: with_scaled_boxes(text, scale)
             for key, text in sample.hidden.items()
             if isinstance(text, str) and text.strip()
         }
-        identity = sample.id if options.id_key else file.stem
-        write(
-            file, TokenisedEdit(identity, sample.instruction, source_codes, target_codes, thoughts)
-        )
+        identity = sample.id if options.id_key else files[index].stem
+        edit = TokenisedEdit(identity, sample.instruction, source_codes, target_codes, thoughts)
+        write(files[index], edit)
     return bad
 
 

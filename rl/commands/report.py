@@ -1,7 +1,6 @@
-"""What a run learnt, printed, drawn and laid out: `rl report <run folder | config.jsonnet ...>`.
+"""Prints what a run learnt and writes its page: `rl report <run folder | config.jsonnet ...>`.
 
-Draws `<run>/report/reward_curve.png` and `before_after.png`, and writes the page
-`<run>/report/index.html`, at any time, of half a run too. Measures nothing of its own.
+The page is `<run>/report/index.html`; a run that is still training has one too.
 """
 
 from __future__ import annotations
@@ -9,11 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rl.files.held import hold
-from rl.report.figures import draw
-from rl.report.folder import BusyError, remember_other, remembered_other
+from rl.report.folder import BusyError
 from rl.report.mail import write_single_file
 from rl.report.page import write_page
 from rl.report.reading import find_run, is_control, read_config, read_evaluations, read_named
@@ -34,13 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="write report/report.html too, for a mail: at most 5 MB, thumbnails inside",
     )
-    parser.add_argument(
-        "--page-only", action="store_true", help="write the page alone: no summary, no PNGs"
-    )
+    parser.add_argument("--page-only", action="store_true", help="write the page alone: no summary")
     parser.add_argument(
         "--refresh",
         action="store_true",
-        help="what a run does by itself: the page alone, beside the run that it was set beside",
+        help="what a run does by itself: the page alone",
     )
     args = parser.parse_intermixed_args(argv)
     try:
@@ -48,11 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         other = None if args.against is None else find_run(args.against)
         if args.refresh:
             hold(run_dir)
-            other = other or _other_of(run_dir)
-        else:
-            remember_other(run_dir / "report", other)
         if not (args.page_only or args.refresh):
-            tell(run_dir)
+            metrics = read_named(run_dir / "metrics.jsonl", "iteration")
+            control = is_control(read_config(run_dir))
+            print("\n".join(summary(metrics, read_evaluations(run_dir), control)))
         page, made = write_page(run_dir, other)
         print(f"  page: {page} ({made.num_written} of its data pages are new)")
         if args.single_file:
@@ -61,28 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return BUSY if args.refresh and isinstance(error, BusyError) else 1
     return 0
-
-
-def _other_of(run_dir: Path) -> Path | None:
-    """The run that the page was set beside, where it can still be read."""
-    try:
-        other = remembered_other(run_dir / "report")
-        if other is not None and not other.is_dir():
-            raise ValueError(f"{other} is no longer there")
-        return other and find_run(str(other))
-    except (ValueError, OSError) as error:
-        print(f"the run that this one was set beside is left out: {error}", file=sys.stderr)
-        return None
-
-
-def tell(run_dir: Path) -> None:
-    """The summary and the pictures."""
-    metrics = read_named(run_dir / "metrics.jsonl", "iteration")
-    evaluations = read_evaluations(run_dir)
-    control = is_control(read_config(run_dir))
-    print("\n".join(summary(metrics, evaluations, control)))
-    for path in draw(run_dir / "report", metrics, evaluations):
-        print(f"  drawn: {path}")
 
 
 if __name__ == "__main__":

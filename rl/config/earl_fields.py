@@ -1,13 +1,10 @@
 """EARL's flat config fields, read as the nested schema: an EARL user's file loads as it is.
 
-Keys of our own schema may be written beside the 43 fields (33 of EARL's README, ten that only its
-code reads), and win over them.
-
-Where the meaning is not EARL's: `coefficients` are exact shares of an endless mixture, not copies
-and fixed subsets; the context's length cuts `max_response_tokens` when both do not fit; a
-`per_device_batch_size` of n is room for the tokens of n completions with a prompt each, and holds
-more of them, since a group's prompt is there once; rewards run from 0 to 1 here, from 0 to 10 there
-(the advantages are equal).
+Keys of our own schema may be written beside the 43 fields, and win over them. The meaning differs
+here: `coefficients` are exact shares of an endless mixture, not copies and fixed subsets; a short
+context cuts `max_response_tokens`; a `per_device_batch_size` of n is room for the tokens of n
+completions with a prompt each, though a group's prompt is there once; rewards run from 0 to 1, not
+to 10 (the advantages are equal).
 """
 
 from __future__ import annotations
@@ -133,13 +130,11 @@ def is_flat(values: Mapping[str, Any], required: Sequence[str]) -> bool:
 def nested(
     values: Mapping[str, Any], sections: Sequence[str], file_name: str
 ) -> tuple[Values, list[str]]:
-    """(the same run in the nested schema, problems).
-
-    `sections`: the schema's own top-level keys. `file_name`, the config's without its ending, is
-    the run's name when it has none.
-    """
+    """(the same run in the nested schema, problems). `sections`: the schema's own top-level keys;
+    `file_name`: names a run that has no name."""
     ours = {name: values[name] for name in values if name in sections and name not in KEPT}
-    theirs = {n: value for n, value in values.items() if n not in ours and not _is_none(value)}
+    # EARL read the word 'none' as well, in any case.
+    theirs = {n: v for n, v in values.items() if n not in ours and str(v).lower() != "none"}
     fields, problems = validate(Fields, theirs)
     if fields is None:
         return {}, problems
@@ -151,11 +146,6 @@ def nested(
     if not _merge(run, ours)["data"]["validation"]:
         _put(run, "evaluation.every_n_iterations", 0)
     return _merge(run, ours), problems
-
-
-def _is_none(value: Any) -> bool:
-    """EARL read the word as well, in any case."""
-    return value is None or (isinstance(value, str) and value.lower() == "none")
 
 
 def _convert(fields: Converted, run: Values) -> list[str]:
@@ -199,16 +189,14 @@ def _convert(fields: Converted, run: Values) -> list[str]:
 
     final = fields.reward_final_reward
     run["final_reward"] = FINAL_REWARDS[final]
-    computed = {
-        "viescore": fields.reward_compute_viescore,
-        "ground_score": fields.reward_compute_ground_score,
-    }
-    run["rewards"] = {name: {"type": name} for name, wanted in computed.items() if wanted}
-    problems += [
-        f"reward_final_reward: {final} needs {name}; set reward_compute_{name}: true"
-        for name, wanted in computed.items()
-        if not wanted and name in final
-    ]
+    run["rewards"] = {}
+    for name in ("viescore", "ground_score"):
+        if getattr(fields, f"reward_compute_{name}"):
+            run["rewards"][name] = {"type": name}
+        elif name in final:
+            problems.append(
+                f"reward_final_reward: {final} needs {name}; set reward_compute_{name}: true"
+            )
 
     episodes, group = fields.episodes_per_iteration, fields.generations_per_sample
     run["prompts_per_iteration"] = episodes // group

@@ -17,8 +17,12 @@ CONFIG = 3
 """The one format of configs and run folders that is read."""
 CHECKPOINT = 1
 ADAPTER = 2
-GONE = {"checkpoint": ("keep",)}
-"""Section -> keys that runs of today's format may still have written, and nothing reads."""
+GONE = {
+    "checkpoint": ("keep",),
+    "renderer": ("attention_backend", "cfg_in_one_forward", "compile_blocks"),
+}
+"""Section -> keys that runs of today's format may still have written, and nothing reads; of shipped
+plugins, whose `type` has no dot."""
 
 
 def refusal(what: str, number: Any, newest: int, oldest: int = 1) -> str:
@@ -39,15 +43,13 @@ def number_of(written: Mapping[str, Any]) -> Any:
 
 
 def stored(config: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """A config that a run has written, without keys that are gone; `what` is its name in messages.
-
-    Raises ValueError for one of another format.
-    """
+    """A config that a run has written; `what` is its name in messages. Raises ValueError for one of
+    another format."""
     if problem := refusal(what, number_of(config), CONFIG, oldest=CONFIG):
         raise ValueError(problem)
     return {
         name: {key: item for key, item in value.items() if key not in GONE[name]}
-        if name in GONE and isinstance(value, Mapping)
+        if name in GONE and isinstance(value, Mapping) and "." not in str(value.get("type"))
         else value
         for name, value in config.items()
     }

@@ -6,22 +6,19 @@ import json
 import multiprocessing
 import os
 import re
-import resource
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 import _jsonnet
-import psutil
 
 from rl.config.shipped import configs_folder
 
 MAX_S = 60.0
-"""A config takes a fifth of a second."""
-MAX_MEMORY_BYTES = 2 << 30
-"""Beside what the process has."""
+"""Time limit for a config; usually it takes a fifth of a second."""
 MAX_MISSING = 100
-"""Missing variables that are reported; a file can make up names without end."""
+"""Most missing variables to report; a file can make up names without end."""
 
 _SET = """
 local set(x, path, value, key) =
@@ -42,9 +39,6 @@ local set(x, path, value, key) =
 """An override as Jsonnet: rebuilt with `super`, so that the file's own references see it."""
 _PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?|true|false|null", re.ASCII)
 
-Answer = tuple[str | None, list[str]]
-"""(JSON or None, problems)."""
-
 
 def evaluate(
     path: Path, overrides: Sequence[str], env: Mapping[str, str]
@@ -55,9 +49,14 @@ def evaluate(
     file is still checked. Imports that are not beside the importing file come from the shipped
     configs (`base.libsonnet`).
     """
-    text, problems = _in_child(path, lambda: _evaluate(path, overrides, env))
-    try:
+    try:  # in a thread: no signal interrupts Jsonnet, which is C++
+        with ThreadPool(1) as pool:
+            job = pool.apply_async(_evaluate, (path, overrides, env))
+            text, problems = job.get(MAX_S)
         values = None if text is None else json.loads(text)
+    except multiprocessing.TimeoutError:
+        why = f"evaluation took longer than {MAX_S:g} s: a recursion or list without end?"
+        return None, [f"{path} with its overrides: {why}"]
     except RecursionError:
         return None, [f"{path}: holds lists or sections that are nested too deeply; flatten it"]
     if values is None or isinstance(values, dict):
@@ -65,39 +64,10 @@ def evaluate(
     return None, [f"{path}: a config is an object {{ ... }}, this is a {type(values).__name__}"]
 
 
-def _in_child(path: Path, job: Callable[[], Answer]) -> Answer:
-    """Run `job` in a forked process: Jsonnet is C++, which no signal handler of Python
-    interrupts."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-
-    def run() -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where C++ reports that its memory ended
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        most = psutil.Process().memory_info().vms + MAX_MEMORY_BYTES
-        if hard == resource.RLIM_INFINITY or most <= hard:
-            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-        sender.send(job())
-
-    child = context.Process(target=run)
-    child.start()
-    sender.close()
-    try:
-        if receiver.poll(MAX_S):
-            answer: Answer = receiver.recv()
-            return answer
-        problem = f"evaluating it took longer than {MAX_S:g} s: a recursion or list without end?"
-    except EOFError:
-        most = f"{MAX_MEMORY_BYTES / 1e9:.0f} GB"
-        problem = f"evaluating it takes more than {most}: a string, list or recursion without end?"
-    finally:
-        child.kill()
-        child.join()
-        receiver.close()
-    return None, [f"{path} with its overrides: {problem}"]
-
-
-def _evaluate(path: Path, overrides: Sequence[str], env: Mapping[str, str]) -> Answer:
+def _evaluate(
+    path: Path, overrides: Sequence[str], env: Mapping[str, str]
+) -> tuple[str | None, list[str]]:
+    """(JSON or None, problems)."""
     variables = {name: value for name, value in env.items() if name.startswith("APP__")}
     problems = []
 
@@ -129,8 +99,11 @@ def _evaluate(path: Path, overrides: Sequence[str], env: Mapping[str, str]) -> A
                 message, place = _message(str(error)), _place(str(error))
                 before, is_undefined, name = message.partition("undefined external variable: ")
                 if before or not is_undefined or name in variables:
-                    # With stand-ins in place, what Jsonnet reports next may be their fault.
-                    return None, problems or [_with_place(message, place, path)]
+                    if problems:  # what stands in for the missing variables may be at fault
+                        return None, problems
+                    is_placed = message.startswith("override ") or (place and place in message)
+                    where = f"{message} (at {place})" if place else f"{path}: {message}"
+                    return None, [message if is_placed else where]
                 variables[name] = name
                 at = f" (used at {place})" if place else ""
                 problems.append(
@@ -166,12 +139,6 @@ def _literal(text: str, run: Callable[[str], str]) -> str:
 def _message(error: str) -> str:
     """Jsonnet's message without its stack frames."""
     return re.sub(r"^(RUNTIME|STATIC) ERROR: ", "", error.partition("\n\t")[0]).rstrip("\n")
-
-
-def _with_place(message: str, place: str, path: Path) -> str:
-    if message.startswith("override ") or (place and place in message):
-        return message
-    return f"{message} (at {place})" if place else f"{path}: {message}"
 
 
 def _place(error: str) -> str:

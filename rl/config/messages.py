@@ -12,8 +12,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 M = TypeVar("M", bound=BaseModel)
-MAX_PROBLEMS = 100
-"""Reported of one section: to find the nearest of all keys takes milliseconds."""
 MAX_SHOWN = 60
 _ALTERNATIVES = ("str", "list[str]")
 """What pydantic adds to the place of an error inside a union."""
@@ -33,7 +31,7 @@ def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=True)
         # Each alternative of a union has its own error.
-        return None, list(dict.fromkeys(_sentence(model, e, at) for e in errors[:MAX_PROBLEMS]))
+        return None, list(dict.fromkeys(_sentence(model, found, at) for found in errors))
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -76,8 +74,8 @@ def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> st
 
 def _nearest_key(model: type[BaseModel], loc: Sequence[str]) -> str:
     """The nearest key of the same section; else the section where that very key lives."""
-    section = _section_at(model, loc[:-1])
     name = loc[-1]
+    section = _section_of(_field_at(model, loc[:-1])) if loc[1:] else model
     known = list(section.model_fields) if section else []
     if not difflib.get_close_matches(name, known, n=1, cutoff=0.6):
         homes = [key for key, other in sections(model) if name in other.model_fields]
@@ -92,10 +90,6 @@ def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:
     """The section a field holds (also an optional one), or None."""
     kinds = (field.annotation, *typing.get_args(field.annotation)) if field else ()
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
-
-
-def _section_at(model: type[BaseModel], loc: Sequence[str]) -> type[BaseModel] | None:
-    return _section_of(_field_at(model, loc)) if loc else model
 
 
 def _field_at(model: type[BaseModel], loc: Sequence[str]) -> FieldInfo | None:

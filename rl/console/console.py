@@ -8,11 +8,10 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 from rich.console import Console as RichConsole
 from rich.live import Live
-from rich.panel import Panel
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -34,9 +33,8 @@ LOST = {"status/ungraded": "ungraded", "eval/ungraded": "held-out ungraded"}
 """Shares that the line shows where they are not 0."""
 _ETA_WINDOW = 20
 """Iterations that the time per iteration is averaged over."""
-_LOG_WIDTH = 80
-"""Columns of a block of text where there is no terminal."""
-_MAX_FRAME_WIDTH = 110
+_BLOCK_WIDTH = 80
+"""Columns of a block of text."""
 
 
 def warn(text: str) -> None:
@@ -117,31 +115,20 @@ class Console:
         self._rich.print("  ".join(parts), markup=False, style="bold")
 
     def framed(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """A block of (label, text) rows: in a frame on a terminal, else between two rules of 80
-        columns. A label that begins with a space is dim."""
+        """A block of (label, text) rows between two rules of 80 columns. A label that begins with
+        a space is dim."""
         table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
         for label, text in rows:
             table.add_row(Text(label, "dim" if label[:1] == " " else "bold"), Text(plain(text)))
-        if self._has_terminal:
-            width = min(self._rich.width, _MAX_FRAME_WIDTH)
-            head = Text(plain(title))
-            self._rich.print(Panel(table, title=head, title_align="left", width=width))
-        else:
-            self.say(f"---- {title} ".ljust(_LOG_WIDTH, "-"))
-            self._rich.print(table, width=_LOG_WIDTH, soft_wrap=False)
-            self.say("-" * _LOG_WIDTH)
+        self.say(f"---- {title} ".ljust(_BLOCK_WIDTH, "-"))
+        self._rich.print(table, width=_BLOCK_WIDTH, soft_wrap=False)
+        self.say("-" * _BLOCK_WIDTH)
 
     def where_time_went(self, timer: PhaseTimer) -> None:
         table = Table("phase", "time", "share of wall", title="where did the time go (rank 0)")
         for name, seconds, share in timer.closing_rows():
             table.add_row(name, duration(seconds), f"{share:.1%}")
         self._rich.print(table)
-
-
-class ClosingRow(NamedTuple):
-    phase: str
-    time_s: float
-    wall_share: float
 
 
 @dataclass
@@ -237,9 +224,10 @@ class PhaseTimer:
         self._lap_s, self.model_flops = now_s, 0.0
         return metrics
 
-    def closing_rows(self) -> list[ClosingRow]:
-        """Every phase of the run, the longest first, and their sum."""
+    def closing_rows(self) -> list[tuple[str, float, float]]:
+        """(phase, seconds, share of the wall time): all of the run, the longest first, and their
+        sum."""
         wall_s = max(self.wall_s, 1e-9)
         rows = sorted(self.total.items(), key=lambda row: -row[1])
         rows += [("(other)", max(0.0, wall_s - sum(self.total.values()))), ("wall", wall_s)]
-        return [ClosingRow(name, taken_s, taken_s / wall_s) for name, taken_s in rows]
+        return [(name, taken_s, taken_s / wall_s) for name, taken_s in rows]

@@ -12,7 +12,6 @@ from rl.text.untrusted import shown
 MAX_TEXT_CHARS, MAX_REPLY_CHARS, MAX_NAME_CHARS = 240, 160, 40
 MAX_REPLIES = 2
 """Shown of one reward's replies to one completion."""
-MAX_PARTS = 16
 Row = tuple[str, str]
 """(label, text)."""
 
@@ -67,14 +66,9 @@ def chosen(episodes_G: Sequence[Episode]) -> list[tuple[str, int]]:
     """(label, index in the group) of the completions to show; none is 'best' if all rewards are
     equal."""
     rewards = {g: e.reward for g, e in enumerate(episodes_G) if e.reward is not None}
-    order = sorted(rewards, key=lambda g: (-(rewards[g] or 0.0), g))
+    order = sorted(rewards, key=lambda g: (-rewards[g], g))
     lost = [g for g in range(len(episodes_G)) if g not in rewards][:1]
-    picked = [*order[:1], *order[-1:]] if len(order) > 1 else order
-    words = {episodes_G[g].action.words for g in picked}
-    between = [g for g in order if g not in picked]
-    # Rather one with other words.
-    other = [g for g in between if episodes_G[g].action.words not in words] or between
-    picked[1:1] = other[len(other) // 2 : len(other) // 2 + 1]
+    picked = [order[at] for at in sorted({0, len(order) // 2, len(order) - 1})] if order else []
     names = ["best", "between", "worst"] if len(picked) == 3 else ["best", "worst"]
     if len(set(rewards.values())) <= 1:
         names = ["one", "another", "a third"]
@@ -93,9 +87,7 @@ def _rows_of(label: str, episode: Episode, advantage: float | None) -> list[Row]
     rows.append(("  wrote", shown(episode.action.words, MAX_TEXT_CHARS) or "(nothing)"))
     if episode.parts:
         parts = [f"{_name(name)}={value:.3g}" for name, value in episode.parts.items()]
-        more = len(parts) - MAX_PARTS
-        text = "  ".join(parts[:MAX_PARTS]) + (f" and {more} more" if more > 0 else "")
-        rows.append(("  parts", text))
+        rows.append(("  parts", "  ".join(parts)))
     for name, replies in episode.replies.items():
         asker = f"({_name(name)}) " if len(episode.replies) > 1 else ""
         rows += [("  judge", asker + shown(r, MAX_REPLY_CHARS)) for r in replies[:MAX_REPLIES]]

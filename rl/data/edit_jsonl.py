@@ -25,18 +25,13 @@ class EditJsonl(LinesSource[Config]):
     """One file as samples."""
 
     @classmethod
-    def provides(cls, config: Config) -> frozenset[str]:
-        return config.columns.provides()
-
-    @classmethod
     def files(cls, config: Config) -> Sequence[Path]:
         return [Path(config.path)]
 
     @classmethod
-    def read(cls, config: Config, rules: RowRules) -> tuple[Rows, list[str]]:
+    def read(cls, config: Config, rules: RowRules) -> Rows:
         path = Path(config.path)
         objects, numbers, unreadable = read_rows(read_lines(path), str(path))
         folder = Path(config.image_folder) if config.image_folder else path.parent
         check = config.picture_check
-        rows = Rows(objects, numbers, str(path), config.columns, folder, rules, check)
-        return rows, unreadable
+        return Rows(objects, numbers, str(path), config.columns, folder, rules, unreadable, check)

@@ -7,6 +7,7 @@ config check.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ from rl.data.shared.sample_rows import (
     MAX_SHOWN,
     SEVERAL,
     BadRowError,
-    Columns,
     Rows,
     RowsConfig,
     RowsSource,
@@ -56,10 +56,6 @@ class Config(RowsConfig):
 
 class HfDataset(RowsSource[Config]):
     """One split as samples."""
-
-    @classmethod
-    def provides(cls, config: Config) -> frozenset[str]:
-        return config.columns.provides()
 
     @classmethod
     def count(cls, config: Config) -> int | None:
@@ -105,32 +101,36 @@ class HfDataset(RowsSource[Config]):
             yield from unread(config, "name revision", "path is a file")
 
     @classmethod
-    def read(cls, config: Config, rules: RowRules) -> tuple[Rows, list[str]]:
-        """The split's rows; nothing but the mapped columns is ever kept."""
+    def read(cls, config: Config, rules: RowRules) -> Rows:
+        """The split's rows."""
         path = Path(config.path)
         origin = f"{config.path}[{config.split}]"
         found: Sequence[Mapping[str, Any]]
+        unreadable: list[str] = []
         if path.suffix == ".jsonl" and path.is_file() and "[" not in config.split:
             # `datasets` would give up the whole file for one line.
             lines = enumerate(line for _, line in read_lines(path))
             objects, numbers, unreadable = read_rows(lines, origin)
-            available = list(dict.fromkeys(key for row in objects for key in row))
+            names = list(dict.fromkeys(key for row in objects for key in row))
             if objects:
-                _require_columns(config, available)
+                _require_columns(config, names)
             kept = _matching(config, len(objects), lambda column: objects)
-            names = _mapped(config.columns, available)
+            # As in a table, every row has every column.
             found = [{name: objects[k].get(name) for name in names} for k in kept]
             numbers = [numbers[k] for k in kept]
         else:
-            dataset, unreadable = _open(config), []
+            dataset = _open(config)
             _require_columns(config, dataset.column_names)
-            numbers = _matching(config, len(dataset), lambda column: _column(dataset, column))
-            names = _mapped(config.columns, dataset.column_names)
+            numbers = _matching(config, len(dataset), partial(_column, config, dataset))
+            named = {*config.columns.texts(), config.columns.target}
+            named |= {*config.columns.sources(), *config.columns.read_from({SEVERAL}).sources()}
+            tops = named | {column.split(".")[0] for column in named}
+            names = [column for column in dataset.column_names if column in tops]
             found = _Undecoded(dataset.select(numbers).select_columns(names))
         folder = path if path.is_dir() else path.parent if path.exists() else Path()
         folder = Path(config.image_folder) if config.image_folder else folder
-        rows = Rows(found, numbers, origin, config.columns, folder, rules, config.picture_check)
-        return rows, unreadable
+        check = config.picture_check
+        return Rows(found, numbers, origin, config.columns, folder, rules, unreadable, check)
 
 
 class _Undecoded(Sequence[Mapping[str, Any]]):
@@ -147,13 +147,13 @@ class _Undecoded(Sequence[Mapping[str, Any]]):
         return self._dataset[index].to_pylist()[0]
 
 
-def _column(dataset: Dataset, column: str) -> Sequence[Mapping[str, Any]]:
-    """The rows with the one column that `column` is in. Raises ValueError for a damaged one."""
+def _column(config: Config, dataset: Dataset, column: str) -> Sequence[Mapping[str, Any]]:
+    """The rows with the one column that `column` is in. Raises BadRowError for a damaged one."""
     top = column if column in dataset.column_names else column.split(".")[0]
     try:
         return list(dataset.select_columns([top]))
     except Exception as error:  # a cell that is no UTF-8, a damaged page
-        raise ValueError(f"column {top!r} cannot be read ({error})") from error
+        raise BadRowError(f"{config.path}: column {top!r} cannot be read ({error})") from error
 
 
 def _matching(
@@ -162,10 +162,7 @@ def _matching(
     """Numbers of the rows that `where` lets through. Raises BadRowError where none is left."""
     numbers = list(range(num_rows))
     for column, value in config.where.items():
-        try:
-            cells = [pick(row, column, None) for row in rows_with(column)]
-        except ValueError as error:
-            raise BadRowError(f"{config.path}: {error}") from error
+        cells = [pick(row, column, None) for row in rows_with(column)]
         numbers = [number for number in numbers if cells[number] == value]
         if not numbers:
             distinct = list(dict.fromkeys(f"{cell!r:.60}" for cell in cells))
@@ -175,14 +172,6 @@ def _matching(
                 f"the column holds {some}"
             )
     return numbers
-
-
-def _mapped(columns: Columns, available: Sequence[str]) -> list[str]:
-    """The columns that are read, a nested one's top."""
-    named = {*columns.texts(), *columns.pictures(), *columns.hidden.values()}
-    named |= {*columns.read_from({SEVERAL}).sources()}
-    tops = named | {column.split(".")[0] for column in named}
-    return [column for column in available if column in tops]
 
 
 def _open(config: Config) -> Dataset:
@@ -216,18 +205,14 @@ def _open(config: Config) -> Dataset:
 
 
 def _split_of_saved(config: Config, saved: Any) -> Dataset:
-    if "[" in config.split:
+    """A split of what `save_to_disk` wrote, with or without named splits."""
+    splits = saved if isinstance(saved, Mapping) else {config.split.partition("[")[0]: saved}
+    if config.split not in splits:
         raise BadRowError(
-            f"{config.path}: was written by save_to_disk and cannot be sliced by {config.split!r}; "
-            "save the slice, or save it as parquet"
+            f"{config.path}: has no split {config.split!r}; it has {', '.join(splits)}, and slices "
+            "are not read of what save_to_disk wrote: save it as parquet"
         )
-    if not isinstance(saved, Mapping):
-        return saved
-    if config.split not in saved:
-        raise BadRowError(
-            f"{config.path}: has no split {config.split!r}; it has {', '.join(saved)}"
-        )
-    return saved[config.split]
+    return splits[config.split]
 
 
 def _builder(path: Path) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import model_validator
 
@@ -68,8 +68,8 @@ class Prompts(LinesSource[Config]):
         return [BUILT_IN / f"{split}.jsonl" for split in splits]
 
     @classmethod
-    def read(cls, config: Config, rules: RowRules) -> tuple[Rows, list[str]]:
-        parse = as_row if config.path.endswith(".txt") else None
+    def read(cls, config: Config, rules: RowRules) -> Rows:
+        parse = (lambda line: {"prompt": line}) if config.path.endswith(".txt") else None
         tables = [read_rows(read_lines(f), str(f), parse) for f in cls.files(config)]
         objects, numbers, unreadable = (
             list(chain(*column)) for column in zip(*tables, strict=True)
@@ -79,8 +79,4 @@ class Prompts(LinesSource[Config]):
         )
         origin = config.path or f"prompts[{config.split}]"
         folder = Path(config.path).parent
-        return Rows(objects, numbers, origin, columns, folder, rules), unreadable
-
-
-def as_row(text: str) -> dict[str, Any]:
-    return {"prompt": text}
+        return Rows(objects, numbers, origin, columns, folder, rules, unreadable)

@@ -105,11 +105,6 @@ class EditResult:
     seconds: float = 0.0
     """Its share of the batch's."""
 
-    @property
-    def source(self) -> Image | None:
-        """The first source; None where words alone are drawn."""
-        return self.sources[0] if self.sources else None
-
 
 class Writer:
     """A policy and the engine that samples from it."""
@@ -218,12 +213,6 @@ class Editor:
         self._sample(request)
         [result] = self.edit_stream([request], seed=seed, arms=arms)
         return result
-
-    def edit_batch(
-        self, requests: Sequence[EditRequest], *, seed: int = 0, arms: bool = False
-    ) -> list[EditResult]:
-        """All at once; arguments as for `edit_stream`."""
-        return list(self.edit_stream(requests, seed=seed, arms=arms))
 
     def edit_stream(
         self,

@@ -44,10 +44,10 @@ class Trained:
     model: Path
     """A PEFT folder, or the folder of a whole model."""
     is_adapter: bool
+    config: Mapping[str, Any]
+    """The run's, under today's names."""
     run_dir: Path | None = None
     """The run's folder; None where that has no record of the training."""
-    config: Mapping[str, Any] | None = None
-    """The run's, under today's names; None for a model folder alone."""
     iterations: int = 0
     """Finished when the checkpoint was written."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -65,12 +65,7 @@ class Trained:
 
     def policy(self) -> dict[str, Any]:
         """The run's policy section with these weights: a whole model takes the base's place, an
-        adapter is added to it. Raises ValueError without a run."""
-        if self.config is None:
-            raise ValueError(
-                f"{self.model} belongs to no run: neither config.json nor state.json says how it "
-                "was trained"
-            )
+        adapter is added to it."""
         section = self.config["policy"]
         if self.is_adapter:
             return {**section, "adapter_path": str(self.model)}
@@ -96,8 +91,7 @@ class Trained:
 
 
 def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
-    """What `source` is or holds: a run folder, a checkpoint, its `model` folder, or the folder of a
-    PEFT adapter or of a whole model alone.
+    """The weights of a run folder, of one of its checkpoints, or of that one's `model` folder.
 
     Args:
         source: as above.
@@ -111,11 +105,14 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
     if not is_adapter and not (model / "config.json").is_file():
         raise ValueError(
             f"{model} holds neither an adapter ({ADAPTER_CONFIG}) nor a model (config.json); name "
-            "a run folder, one of its checkpoints/step_*, or a PEFT folder"
+            "a run folder, or one of its checkpoints/step_*"
         )
     step = model.resolve().parent
     if not (step / "state.json").is_file():
-        return Trained(model, is_adapter)
+        raise ValueError(
+            f"{model} belongs to no run: no state.json beside it says how it was trained; name a "
+            "run folder, or one of its checkpoints/step_*"
+        )
     state = read_state(step)
     run_dir = source if (source / "checkpoints").is_dir() else step.parent.parent
     file = run_dir / "config.json"
@@ -127,8 +124,8 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
     return Trained(
         model,
         is_adapter,
-        run_dir if (run_dir / "metrics.jsonl").is_file() else None,
         config,
+        run_dir if (run_dir / "metrics.jsonl").is_file() else None,
         state["iteration"] if type(state.get("iteration")) is int else 0,
         {
             name: value
@@ -159,9 +156,8 @@ def config_for_use(
 
     Raises ValueError (ConfigError among them) for what the user can fix, before anything is loaded.
     """
-    trained.policy()  # or there is no config
     where = str(trained.run_dir or trained.model.parent)
-    values = {**(trained.config or {}), **UNUSED}
+    values = {**trained.config, **UNUSED}
     if only_words and (values.get("renderer") or {}).get("type") == "sd3":
         values["renderer"] = {"type": "none"}  # it asks nothing of the words, and need not be here
     config = _config(values, where)
@@ -204,7 +200,7 @@ def _config(values: Mapping[str, Any], where: str) -> RunConfig:
 def _elsewhere(section: Mapping[str, Any], keys: Container[str], device: str) -> dict[str, Any]:
     """A plugin's section on another machine than the run's, whose devices and kernels are not here.
     `keys`: those that it knows."""
-    local = dict.fromkeys(("device", "attn_implementation", "attention_backend"), "auto")
+    local = dict.fromkeys(("device", "attn_implementation"), "auto")
     if device == "cpu":
         local["dtype"] = "float32"
     moved = {**section, **{name: value for name, value in local.items() if name in keys}}

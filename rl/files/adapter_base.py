@@ -34,25 +34,6 @@ class Base:
             return cls(f"{editor.rstrip('/')}/{subfolder}", words=words)
         return cls(editor, subfolder=subfolder, words=words)
 
-    def policy_keys(self) -> dict[str, Any]:
-        """The policy section's keys that load it. Raises ValueError when no tokenizer is known."""
-        if self.words:
-            editor, subfolder = self.path, self.subfolder
-            if not subfolder:
-                editor, _, subfolder = self.path.rstrip("/").rpartition("/")
-            return {
-                "model_path": self.words,
-                "init_text_encoder_from": editor,
-                "text_encoder_subfolder": subfolder,
-            }
-        if self.subfolder:
-            raise ValueError(
-                f"the adapter belongs to {self.subfolder!r} of {self.path} and does not say whose "
-                f"tokenizer goes with it: write {MAPPING}.{WORDS} into its adapter_config.json "
-                "(the run's policy.model_path)"
-            )
-        return {"model_path": self.path} | ({"revision": self.revision} if self.revision else {})
-
 
 def noted(base: Base, model_class: str) -> dict[str, Any]:
     """The keys of an adapter_config.json that name its base, a `model_class` of transformers. No
@@ -87,25 +68,6 @@ def read_config(adapter: Path) -> dict[str, Any]:
 def _mapping(adapter_config: Mapping[str, Any]) -> Mapping[str, Any]:
     mapping = adapter_config.get(MAPPING)
     return mapping if isinstance(mapping, Mapping) else {}
-
-
-def base_of(adapter_config: Mapping[str, Any]) -> Base:
-    """What an adapter_config.json says, anybody's. Raises ValueError when it names no base."""
-    path = adapter_config.get(NAME)
-    if not isinstance(path, str) or not path:
-        raise ValueError(f"adapter_config.json names no base ({NAME})")
-    mapping = _mapping(adapter_config)
-    subfolder = mapping.get(SUBFOLDER, "")
-    repository, _, last = path.rpartition("/")
-    if last == "text_encoder" and repository.count("/") == 1 and is_hub_id(repository):
-        path, subfolder = repository, last  # as it was written before
-    return Base(path, adapter_config.get("revision"), subfolder, mapping.get(WORDS, ""))
-
-
-def model_class_of(adapter_config: Mapping[str, Any]) -> str:
-    """transformers' class of the base; '' where the file does not say."""
-    name = _mapping(adapter_config).get("base_model_class")
-    return name if isinstance(name, str) else ""
 
 
 def is_hub_id(path: str) -> bool:

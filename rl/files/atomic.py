@@ -37,27 +37,18 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-class NoRoomError(OSError):
-    """A full disk did not take a file, of which nothing is left."""
-
-    def __init__(self, error: OSError, path: Path, num_bytes: int) -> None:
-        super().__init__(error.errno, error.strerror, str(path))
-        self.num_bytes = num_bytes
-
-
 def write_atomically(
     path: Path, content: str | bytes, opener: Callable[[str, int], int] = itself
 ) -> None:
     """Replace `path`'s contents, whole or not at all; makes the folders above it. `opener` as in
-    `open`. Raises NoRoomError (full disk), GoneError (`held.py`) and other OSErrors."""
+    `open`. Raises GoneError (`held.py`) and other OSErrors, which name the path."""
     path = place(path)
-    data = content.encode() if isinstance(content, str) else content
     aside = path.with_name(f".{path.name}.tmp")
-    with _named(path, len(data)):
+    with _named(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _to_oneself(aside, opener) as file:
             try:
-                append(file, data)
+                append(file, content.encode() if isinstance(content, str) else content)
                 os.fsync(file.fileno())
                 aside.replace(path)
             except BaseException:
@@ -87,13 +78,11 @@ def _to_oneself(aside: Path, opener: Callable[[str, int], int]) -> Iterator[File
 
 
 @contextmanager
-def _named(path: Path, num_bytes: int) -> Iterator[None]:
-    """An operating system's error about an open file does not say which."""
+def _named(path: Path) -> Iterator[None]:
+    """Adds the path to an error: the operating system's about an open file has none."""
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:
-            raise NoRoomError(error, path, num_bytes) from None
         if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
@@ -109,7 +98,7 @@ def append_line(path: Path, line: str) -> None:
     """Add a line, after half a line as a line of its own; one that cannot be written leaves
     nothing. Raises as `write_atomically`."""
     path = place(path)
-    with _named(path, len(line)):
+    with _named(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = itself(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT)
         with open(descriptor, "a+b", buffering=0) as file:

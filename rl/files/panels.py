@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl.config.printing import printable
@@ -32,19 +30,16 @@ def pyplot() -> Any:
     return plt
 
 
-def panel(
-    axes: Axes, images: Image | Sequence[Image] | None, title: str, words: str | None
-) -> None:
-    """Draw one picture, or several under their numbers. `words` None: nothing is written."""
+def panel(axes: Axes, image: Image | None, title: str, words: str | None) -> None:
+    """Draw one picture. `words` None: nothing is written."""
     axes.axis("off")
-    if isinstance(images, Sequence):
-        _tiles(axes, images)
-    elif images is not None:
-        _picture(axes, images)
+    if image is not None:
+        crisp = max(image.size) < CRISP_BELOW_PX
+        axes.imshow(over_white(image), interpolation="nearest" if crisp else "antialiased")
     axes.set_title(printable(title), fontsize=13)
     if words is None:
         return
-    drawn = images is not None
+    drawn = image is not None
     num_chars, num_lines = (PICTURE_CHARS, PICTURE_LINES) if drawn else (WORDS_CHARS, WORDS_LINES)
     lines = textwrap.wrap(
         printable(words, but="\n\t"), num_chars, max_lines=num_lines, placeholder=" ..."
@@ -60,21 +55,3 @@ def panel(
         transform=axes.transAxes,
         parse_math=False,
     )
-
-
-def _picture(axes: Axes, image: Image) -> None:
-    crisp = max(image.size) < CRISP_BELOW_PX
-    axes.imshow(over_white(image), interpolation="nearest" if crisp else "antialiased")
-
-
-def _tiles(axes: Axes, images: Sequence[Image]) -> None:
-    axes.set_box_aspect(1)
-    num_across = math.ceil(math.sqrt(len(images)))
-    num_down = math.ceil(len(images) / num_across)
-    for at, image in enumerate(images):
-        row, column = divmod(at, num_across)
-        left, bottom = column / num_across, 1 - (row + 1) / num_down
-        tile = axes.inset_axes((left, bottom, 0.96 / num_across, 0.88 / num_down))
-        tile.axis("off")
-        tile.set_title(str(at + 1), fontsize=10, pad=2)
-        _picture(tile, image)

@@ -17,41 +17,30 @@ from weakref import WeakValueDictionary
 
 from rl.api.judge import Answer, Question
 from rl.config.schema import JudgeConfig
-from rl.judge.bases import Base, Bases, OutageError
+from rl.judge.addresses import Address, Addresses, OutageError
 from rl.judge.dialect import CONTENT, Dialect, Request, in_words, refused_parameters
 from rl.judge.endpoint import remedy_for
-from rl.judge.http import (
-    MAX_ERROR_PAGE_BYTES,
-    SHOWN_HEADER_CHARS,
-    HttpAnswer,
-    RequestTrouble,
-)
+from rl.judge.http import SHOWN_HEADER_CHARS, HttpAnswer, RequestTrouble
 from rl.judge.journal import ReplyJournal
 from rl.judge.question import encoded
-from rl.judge.reply import (
-    UnreadableReplyError,
-    answering_model,
-    chat_content,
-    served_models,
-)
-from rl.judge.throttle import Throttle, Turn
+from rl.judge.reply import UnreadableReplyError, read_chat, served_models
 from rl.text.scrub import scrub
 from rl.text.untrusted import shown
 
 T = TypeVar("T")
 
 HEALTH_TIMEOUT_S = 10.0
-LATE_BASE_S = 15.0
-"""A base that does not answer is waited for this long after another base has."""
 BACKOFF_CAP_S = 30.0
 RETRY_TEMPERATURE_STEP = 0.3
 SEEDS_PER_REPEAT = 1000
 SHOWN_BODY_CHARS = 600
 SHOWN_NAME_CHARS = 100
 MAX_NAMES = 8
-"""Of models at one address; a server that names itself anew each time is not logged for ever."""
+"""Model names that are logged of one address; some servers send another with each reply."""
 REFUSED_QUESTION = frozenset({400, 413, 415, 422})
 RETRIED_CLIENT_ERRORS = frozenset({408, 425, 429})
+FROM_A_WORKING_ADDRESS = frozenset({"http_408", "http_425", "http_429", "refused", "unreadable"})
+"""Causes of a `RequestTrouble` that are no failure of the address."""
 
 log = logging.getLogger(__name__)
 
@@ -85,16 +74,20 @@ class _Asking:
     content: Sequence[bytes]
     repeat: int
     shape: tuple[bool, ...]
-    turn: Turn
+    """Of its parts (True: a text, False: a picture)."""
     replies: list[str] = field(default_factory=list)
     """Unreadable ones, and the last."""
     keys: list[str] = field(default_factory=list)
     """Journal keys of `replies`."""
     num_sent: int = 0
-    base: Base | None = None
+    num_refused: int = 0
+    """Answers that asked to wait."""
+    refused_since_s: float = 0.0
+    """The first of those, `time.monotonic`."""
+    address: Address | None = None
     """The last that it was sent to."""
-    tried: set[Base] = field(default_factory=set)
-    """Bases where it failed since it last paused."""
+    tried: set[Address] = field(default_factory=set)
+    """Addresses where it failed since it last paused."""
 
 
 @dataclass
@@ -117,7 +110,7 @@ class JudgeStats:
 
 
 class JudgeClient:
-    """All coroutines must run in one event loop. Its repr shows the addresses only, not the key."""
+    """All coroutines must run in one event loop."""
 
     def __init__(
         self, config: JudgeConfig, api_base: str | Sequence[str], journal: Path | None = None
@@ -133,110 +126,98 @@ class JudgeClient:
         if journal:
             self.open_journal(journal)
         self._stats = JudgeStats()
-        self._in_flight = 0
         # Jitter must not draw from the run's random numbers: a retry would change the training.
         self._jitter = random.Random()
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._bases = Bases(config, [api_base] if isinstance(api_base, str) else api_base)
-        self._throttle = Throttle(config)
-
-    def __repr__(self) -> str:
-        urls = ", ".join(repr(base.url) for base in self._bases)
-        return f"JudgeClient({urls}, model={self.config.model!r})"
+        urls = [api_base] if isinstance(api_base, str) else api_base
+        self._addresses = Addresses(config, urls)
 
     def open_journal(self, path: Path) -> None:
-        """Continue with another journal, e.g. one per iteration, in whatever this thread submits
-        from now on. What it submitted before keeps its own until the next call."""
+        """Use another journal, e.g. one per iteration, for what this thread submits from now on.
+        What it submitted before keeps its own until the next call."""
         if len(self._open_journals) > 1:
             self._open_journals.pop(0).close()
         self._open_journals.append(ReplyJournal(path))
         self._journal.set(self._open_journals[-1])
 
     def forget_failed(self) -> None:
-        """Drop the replies to questions that none of them answered: once the judge is mended it is
-        asked them again, and all others' replies are used."""
+        """Drop the replies to questions that none of them answered, so that a fixed judge is asked
+        those again; all other replies are kept."""
         for journal in self._open_journals:
             journal.forget_failed()
 
     def take_stats(self) -> JudgeStats:
-        """What happened since the last call; a request under way counts when it ends."""
+        """Counts since the last call; a request under way counts when it ends."""
         taken, self._stats = self._stats, JudgeStats()
-        for base in self._bases:
-            taken.breaker_openings += base.num_openings
-            base.num_openings = 0
+        for address in self._addresses:
+            taken.breaker_openings += address.num_openings
+            address.num_openings = 0
         return taken
 
     def dialects(self) -> dict[str, Dialect]:
-        """What each base takes, as far as it was asked."""
-        return {base.url: base.dialect for base in self._bases}
+        """URL -> what that address was found to take."""
+        return {address.url: address.dialect for address in self._addresses}
 
     def adopt(self, dialects: Mapping[str, Dialect]) -> None:
-        """Know what another client has learnt of the same bases."""
-        for base in self._bases:
-            base.dialect = dialects.get(base.url, base.dialect)
+        """Take over what another client has learnt of the same addresses."""
+        for address in self._addresses:
+            address.dialect = dialects.get(address.url, address.dialect)
 
     async def aclose(self) -> None:
-        for base in self._bases:
-            await base.http.aclose()
+        for address in self._addresses:
+            await address.http.aclose()
         for journal in self._open_journals:
             journal.close()
 
     async def check_health(self, wait_s: float = 60.0) -> list[str]:
-        """Prove that the judge is there and serves the model, or say what is wrong; returns the
-        bases that answer.
+        """Check that the judge answers and serves the model; returns the addresses that do.
 
         A server that is still starting has `wait_s` (and one more request) to answer. Of several
-        bases one is enough: those that do not answer within `LATE_BASE_S` of it count as down,
-        with a log line. Raises `JudgeUnreachableError` or `JudgeRefused`.
+        addresses one is enough: those that do not answer count as down, with a log line. Raises
+        `JudgeUnreachableError` or `JudgeRefused`.
         """
-        started_s = time.monotonic()
-        deadline_s = started_s + wait_s
-
-        async def problem_of(base: Base) -> str:
-            """Why it cannot be reached; '' where it can."""
-            nonlocal deadline_s
-            while True:
-                try:
-                    response = await self._exchange(base, "GET", "/models", None, HEALTH_TIMEOUT_S)
-                    if response.status in RETRIED_CLIENT_ERRORS or response.status >= 500:
-                        raise self._passing(response)
-                    self._expect_model(base, response)
-                    deadline_s = min(deadline_s, time.monotonic() + LATE_BASE_S)
-                    return ""
-                except RequestTrouble as trouble:
-                    if trouble.is_tls:
-                        return f"{base.url} is not the judge for certain ({trouble})"
-                    now_s = time.monotonic()
-                    if now_s >= deadline_s:
-                        return (
-                            f"no judge at {base.url} after {now_s - started_s:.0f} s ({trouble}): "
-                            "start it (scripts/serve_judge.sh), or set judge.api_base to where it "
-                            "runs"
-                        )
-                await asyncio.sleep(min(1.0, deadline_s - now_s))
-
-        problems = await asyncio.gather(*map(problem_of, self._bases))
+        waits = (self._unreachable(address, wait_s) for address in self._addresses)
+        problems = await asyncio.gather(*waits)
         if all(problems):
             raise JudgeUnreachableError("\n".join(problems))
-        for base, problem in zip(self._bases, problems, strict=True):
+        for address, problem in zip(self._addresses, problems, strict=True):
             if problem:
-                base.open(f"is not there ({problem})")
-        return [base.url for base in self._bases if not base.is_open]
+                address.open(f"is not there ({problem})")
+        return [address.url for address in self._addresses if not address.is_open]
 
-    def _expect_model(self, base: Base, response: HttpAnswer) -> None:
-        """Raises `JudgeRefused` unless that answer to /models lists `judge.model`."""
-        if response.status != 200:
-            self._refuse(response)
-        served = None if response.unusable else served_models(response.body)
+    async def _unreachable(self, address: Address, wait_s: float) -> str:
+        """Why it has not answered within `wait_s`; '' once it has."""
+        started_s = time.monotonic()
+        while True:
+            try:
+                response = await self._exchange(address, "GET", "/models", None, HEALTH_TIMEOUT_S)
+                if response.status != 200:
+                    self._raise_for(response)
+                self._expect_model(address, response)
+                return ""
+            except RequestTrouble as trouble:
+                waited_s = time.monotonic() - started_s
+                if trouble.is_tls:
+                    return f"{address.url} is not the judge for certain ({trouble})"
+                if waited_s >= wait_s:
+                    return (
+                        f"no judge at {address.url} after {waited_s:.0f} s ({trouble}): start it "
+                        "(scripts/serve_judge.sh), or set judge.api_base to where it runs"
+                    )
+            await asyncio.sleep(min(1.0, wait_s - waited_s))
+
+    def _expect_model(self, address: Address, response: HttpAnswer) -> None:
+        """Raises `JudgeRefused` unless that list of models has `judge.model`."""
+        served = served_models(response.body)
         if served is None:
             raise JudgeRefused(
-                f"{base.url}/models answers, but not as an OpenAI-compatible endpoint: "
-                f"{self._shown(response)}\nCheck judge.api_base."
+                f"{address.url}/models answers, but not as an OpenAI-compatible endpoint: "
+                f"{_shown(response)}\nCheck judge.api_base."
             )
         if self.config.model not in served:
             raise JudgeRefused(
-                f"{base.url} does not serve judge.model={self.config.model!r}; it serves: "
+                f"{address.url} does not serve judge.model={self.config.model!r}; it serves: "
                 f"{_names(served)}. Set judge.model to one of these."
             )
 
@@ -252,12 +233,11 @@ class JudgeClient:
         A question keeps its slot while it backs off, so a judge in trouble sees fewer requests.
         """
         started = time.monotonic()
-        with self._throttle.turn() as turn:
-            async with self._slots:
-                content = [await encoded(p, self.config.image_side_px) for p in question.parts]
-                shape = tuple(isinstance(part, str) for part in question.parts)
-                asking = _Asking(question, content, repeat, shape, turn)
-                value, failure = await self._ask(asking, parse)
+        async with self._slots:
+            content = [await encoded(p, self.config.image_side_px) for p in question.parts]
+            shape = tuple(isinstance(part, str) for part in question.parts)
+            asking = _Asking(question, content, repeat, shape)
+            value, failure = await self._ask(asking, parse)
         seconds = time.monotonic() - started
         return Answer(value, tuple(asking.replies), failure, asking.num_sent, seconds)
 
@@ -279,42 +259,49 @@ class JudgeClient:
                 failure, cause = str(trouble), trouble.cause
                 if cause == "refused":
                     return None, failure
-                num_failures = 1 + max(num_tries, asking.turn.num_refused)
+                num_failures = 1 + max(num_tries, asking.num_refused)
                 pause_s = backoff_s(self.config.backoff_s, num_failures, self._jitter)
                 pause_s += trouble.retry_after_s or 0.0
                 if trouble.asks_to_wait:
-                    self._stats.throttled += 1
-                    pause_s = 0.0 if self._bases.has_other(asking.tried) else pause_s
-                    waits_s = self._throttle.refused(asking.turn, pause_s, failure)
+                    waits_s = self._wait_s(asking, pause_s, failure)
                     if waits_s is None:
                         return None, f"{failure} (for {self.config.max_outage_s:g} s)"
                     pause_s = waits_s
                 # At an address that is down no try is used up: the breaker sets the pace, and
                 # `max_outage_s` the end.
-                elif not self._is_down(asking.base, cause, num_tries + 1):
+                elif not self._is_down(asking.address, cause, num_tries + 1):
                     num_tries += 1
             if num_tries >= self.config.max_attempts:
                 if (journal := self._journal.get()) is not None:
                     journal.note_failed(asking.keys)
                 return None, f"{failure} ({num_tries} tries)"
             self._stats.retries[cause] += 1
-            if not self._bases.has_other(asking.tried):
+            if not self._addresses.has_other(asking.tried):
                 asking.tried.clear()
-                if not self._bases.are_down:
+                if not self._addresses.are_down:
                     await asyncio.sleep(pause_s)
 
-    def _is_down(self, base: Base | None, cause: str, num_tries: int) -> bool:
-        """Whether the last failure, at `base`, says nothing about the question itself.
+    def _wait_s(self, asking: _Asking, pause_s: float, failure: str) -> float | None:
+        """How long a question waits that the judge wants later; None: it is given up."""
+        self._stats.throttled += 1
+        if not asking.num_refused:
+            asking.refused_since_s = time.monotonic()
+        asking.num_refused += 1
+        pause_s = 0.0 if self._addresses.has_other(asking.tried) else pause_s
+        return self._addresses.wait_s(asking.refused_since_s, pause_s, failure)
+
+    def _is_down(self, address: Address | None, cause: str, num_tries: int) -> bool:
+        """Whether the last failure, at `address`, says nothing about the question itself.
 
         A question whose every try died without an answer, while no other question got one, opens
         the breakers too: a few questions in flight would else be given up one by one.
         """
-        rows = [each.num_failures_in_row for each in self._bases]
+        rows = [each.num_failures_in_row for each in self._addresses]
         nobody_got_through = all(rows) and sum(rows) >= num_tries >= self.config.max_attempts
         if cause in ("timeout", "transport") and nobody_got_through:
-            for each in self._bases:
+            for each in self._addresses:
                 each.open(f"failed {each.num_failures_in_row} times in a row")
-        return base is not None and base.is_open
+        return address is not None and address.is_open
 
     def _request(self, asking: _Asking) -> Request:
         """Another seed, and a higher temperature, after each unreadable reply."""
@@ -357,40 +344,43 @@ class JudgeClient:
         return reply
 
     async def _send(self, asking: _Asking, request: Request) -> str:
-        base = asking.base = await self._bases.admit(asking.tried)
-        base.num_in_flight += 1
+        address = asking.address = await self._addresses.admit(asking.tried)
         try:
+            response = await self._post(address, asking, request)
+            if response.status != 200:
+                self._raise_for(response, address, asking.shape)
             try:
-                response = await self._post(base, asking, request)
-                self._expect_like_others(base, response, asking.shape)
-            except RequestTrouble as trouble:
-                if not trouble.asks_to_wait:
-                    base.failed()
-                raise
-            base.succeeded()
-            reply = self._read(base, response, asking.shape)
-            await self._check_name(base, response.body)
-            return reply
+                reply, model = read_chat(response.body)
+            except UnreadableReplyError as error:
+                detail = f"HTTP 200 without a reply ({error}): {_shown(response)}"
+                raise RequestTrouble("unreadable", detail) from None
         except RequestTrouble as trouble:
-            asking.tried.add(base)
+            asking.tried.add(address)
             if trouble.retry_after_s:
-                base.rests_until = time.monotonic() + trouble.retry_after_s
+                address.rests_until = time.monotonic() + trouble.retry_after_s
+            if trouble.cause in FROM_A_WORKING_ADDRESS:
+                address.succeeded()
+            elif not trouble.asks_to_wait:
+                address.failed()
             raise
-        finally:
-            base.num_in_flight -= 1
+        address.succeeded()
+        address.answered.add(asking.shape)
+        self._addresses.answered()
+        await self._check_name(address, model)
+        return scrub(reply)
 
-    async def _post(self, base: Base, asking: _Asking, request: Request) -> HttpAnswer:
-        """The answer to `request`, sent without the parameters that the base refuses, one more at
-        each refusal; if a reply comes, what was left out is remembered.
+    async def _post(self, address: Address, asking: _Asking, request: Request) -> HttpAnswer:
+        """The answer to `request`, sent without the parameters that the address refuses, one more
+        at each refusal; if a reply comes, what was left out is remembered.
 
-        Raises `RequestTrouble` when nobody is there to answer.
+        Raises `RequestTrouble` when nobody answers.
         """
-        without: Set[str] = base.dialect.without(request)
+        without: Set[str] = address.dialect.without(request)
         while True:
             asking.num_sent += 1
             started = time.monotonic()
             body, timeout_s = request.body(without), self.config.timeout_s
-            response = await self._exchange(base, "POST", "/chat/completions", body, timeout_s)
+            response = await self._exchange(address, "POST", "/chat/completions", body, timeout_s)
             if response.status < 500:
                 self._stats.latencies_s.append(time.monotonic() - started)
             sent = request.sent(without).keys()
@@ -399,78 +389,63 @@ class JudgeClient:
                 break
             self._stats.retries["parameter"] += 1
             without |= refused
-        if news := base.dialect.learn(request, without, response.status):
-            log.warning("the judge at %s %s from now on", base.url, in_words(news, without))
-        if response.status >= 500:
-            raise self._passing(response)
+        if news := address.dialect.learn(request, without, response.status):
+            log.warning("the judge at %s %s from now on", address.url, in_words(news, without))
         return response
 
     async def _exchange(
-        self, base: Base, method: str, path: str, body: bytes | None, timeout_s: float
+        self, address: Address, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> HttpAnswer:
         """One request. Raises `RequestTrouble` when nobody answers."""
         self._stats.requests += 1
-        self._in_flight += 1
-        self._stats.max_in_flight = max(self._stats.max_in_flight, self._in_flight)
+        address.num_in_flight += 1
+        num_in_flight = sum(each.num_in_flight for each in self._addresses)
+        self._stats.max_in_flight = max(self._stats.max_in_flight, num_in_flight)
         try:
-            return await base.http.request(method, path, body, timeout_s)
+            return await address.http.request(method, path, body, timeout_s)
         finally:
-            self._in_flight -= 1
+            address.num_in_flight -= 1
 
-    def _expect_like_others(
-        self, base: Base, response: HttpAnswer, shape: tuple[bool, ...]
-    ) -> None:
-        """Raises `RequestTrouble` for a base that refuses what others take: one that came back set
-        up wrongly is down, and no reason to stop."""
-        status, page = response.status, self._shown(response)
-        refuses = status != 200 and status not in RETRIED_CLIENT_ERRORS
-        others = (other for other in self._bases if other is not base)
-        if not refuses or (shape in base.answered and status in REFUSED_QUESTION):
-            return
-        if any(shape in other.answered for other in others):
-            base.open(f"refuses (HTTP {status} {page})")
-            raise RequestTrouble(f"http_{status}", page)
-
-    def _read(self, base: Base, response: HttpAnswer, shape: tuple[bool, ...]) -> str:
-        status = response.status
-        if status in RETRIED_CLIENT_ERRORS:
-            raise self._passing(response)
-        if status in REFUSED_QUESTION and shape in base.answered:
+    def _raise_for(
+        self, response: HttpAnswer, address: Address | None = None, shape: tuple[bool, ...] = ()
+    ) -> NoReturn:
+        """Raises `RequestTrouble` for an answer other than 200 that may pass, and `JudgeRefused`
+        for one that a person must act on. `address`, `shape`: of the question, if it was one."""
+        status, page = response.status, _shown(response)
+        trouble = RequestTrouble(f"http_{status}", page, response.retry_after_s)
+        if status in RETRIED_CLIENT_ERRORS or status >= 500:
+            raise trouble
+        if address and status in REFUSED_QUESTION and shape in address.answered:
             # It has graded others like this, so the set-up is right: this one is too long, or
             # moderated. (A judge may take one picture and refuse two: that is the set-up.)
-            raise RequestTrouble("refused", f"HTTP {status} {self._shown(response)}")
-        if status != 200:
-            self._refuse(response)
-        if response.unusable:
-            raise RequestTrouble("unreadable", f"HTTP 200 with a body {response.unusable}")
-        try:
-            reply = scrub(chat_content(response.body))
-        except UnreadableReplyError as error:
-            detail = f"HTTP 200 without a reply ({error}): {self._shown(response)}"
-            raise RequestTrouble("unreadable", detail) from None
-        base.answered.add(shape)
-        self._throttle.answered()
-        return reply
+            raise RequestTrouble("refused", f"HTTP {status} {page}")
+        others = (other for other in self._addresses if other is not address)
+        if address and any(shape in other.answered for other in others):
+            # Other addresses take what this one refuses: it is set up wrongly, and counts as down.
+            address.open(f"refuses (HTTP {status} {page})")
+            raise trouble
+        location = response.location and shown(response.location, SHOWN_HEADER_CHARS)
+        raise JudgeRefused(
+            f"the judge refused: {response.request} -> HTTP {status} {page}\n"
+            f"{remedy_for(status, location, self.config)}"
+        )
 
-    async def _check_name(self, base: Base, body: bytes) -> None:
+    async def _check_name(self, address: Address, model: str | None) -> None:
         """Logs a model that answers in place of the one that was asked, once per name. Raises
         `JudgeRefused` where the one that was asked is not served any more."""
-        name, asked = answering_model(body), self.config.model
-        self._stats.other_model += name not in (None, asked)
-        known = base.dialect.model_names
-        name = name and shown(name, SHOWN_NAME_CHARS)
-        if name is None or name in known or len(known) >= MAX_NAMES:
+        asked, known = self.config.model, address.dialect.model_names
+        if model is None or model == asked:
+            return
+        self._stats.other_model += 1
+        name = shown(model, SHOWN_NAME_CHARS)
+        if name in known or len(known) >= MAX_NAMES:
             return
         known.append(name)
-        if known == [shown(asked, SHOWN_NAME_CHARS)]:
-            return
-        after = f", after {known[-2]!r}" if known[1:] else ""
-        news = f"{base.url} answers as {name!r}{after}, asked for judge.model={asked!r}"
+        news = f"{address.url} answers as {name!r}, asked for judge.model={asked!r}"
         served = None
         with suppress(RequestTrouble):
-            response = await self._exchange(base, "GET", "/models", None, HEALTH_TIMEOUT_S)
-            is_list = response.status == 200 and not response.unusable
-            served = served_models(response.body) if is_list else None
+            response = await self._exchange(address, "GET", "/models", None, HEALTH_TIMEOUT_S)
+            served = served_models(response.body) if response.status == 200 else None
         if served is not None and asked not in served:
             raise JudgeRefused(
                 f"{news}, which it does not serve any more; it serves: {_names(served)}. Remedy: "
@@ -484,23 +459,12 @@ class JudgeClient:
             news,
         )
 
-    def _passing(self, response: HttpAnswer) -> RequestTrouble:
-        cause = f"http_{response.status}"
-        return RequestTrouble(cause, self._shown(response), response.retry_after_s)
 
-    def _refuse(self, response: HttpAnswer) -> NoReturn:
-        location = response.location and shown(response.location, SHOWN_HEADER_CHARS)
-        raise JudgeRefused(
-            f"the judge refused: {response.request} -> HTTP {response.status} "
-            f"{self._shown(response)}\n{remedy_for(response.status, location, self.config)}"
-        )
-
-    def _shown(self, response: HttpAnswer) -> str:
-        """The body's beginning, or why there is none. Endpoints echo wrong keys in it."""
-        if response.unusable and (response.status == 200 or not response.body):
-            return f"(a body {response.unusable})"
-        body = response.body[:MAX_ERROR_PAGE_BYTES].decode("utf-8", "replace")
-        return shown(body, SHOWN_BODY_CHARS) or "(empty body)"
+def _shown(response: HttpAnswer) -> str:
+    """The body's beginning, or why there is none. Endpoints echo wrong keys in it."""
+    if response.unusable and not response.body:
+        return f"(a body {response.unusable})"
+    return shown(response.body.decode("utf-8", "replace"), SHOWN_BODY_CHARS) or "(empty body)"
 
 
 def _names(served: Sequence[str]) -> str:

@@ -1,10 +1,6 @@
 """Which optional parameters an endpoint takes, learnt from what it refuses.
 
-Servers say it in many ways, and not all name a code: "Unsupported parameter: 'max_tokens' ..."
-(OpenAI), "Unrecognized request argument supplied: seed" (Azure), "does not support parameters:
-['seed']" (LiteLLM), `extra_forbidden` at ('body', 'seed') (pydantic: vLLM, Mistral), 'Unknown name
-"seed": Cannot find field' (Gemini), "property 'seed' is unsupported" (Groq), "unknown field `seed`"
-(serde: TGI), "`temperature` and `top_p` cannot both be specified" (Anthropic).
+Servers say it in many ways, and few send a code: `tests/judge/test_judge_dialects.py` lists them.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ _SENTENCE_END = re.compile(r"[.!;]\s|\n|\}\s*,\s*\{")
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One question as the judge would be asked if it took everything."""
+    """One question as an endpoint would be asked that takes every parameter."""
 
     parameters: Mapping[str, Any]
     """Of the request's body; the content of its one message is `[CONTENT]`."""
@@ -59,7 +55,7 @@ class Request:
 
     @cached_property
     def key(self) -> str:
-        """Under which its reply is journalled: the same whatever an endpoint refuses."""
+        """Journal key of its reply: the same whatever an endpoint refuses."""
         return hashlib.sha256(self.body(frozenset())).hexdigest()
 
     def sent(self, without: Set[str]) -> dict[str, Any]:
@@ -71,7 +67,7 @@ class Request:
         return sent
 
     def body(self, without: Set[str]) -> bytes:
-        # Pictures are megabytes: they are put in as they are, not escaped again for each question.
+        # Pictures are megabytes: they are inserted as they are, not escaped for each question.
         text = json.dumps(self.sent(without)).encode()
         before, _, after = text.partition(json.dumps(CONTENT).encode())
         return b"".join([before, b", ".join(self.content), after])
@@ -79,8 +75,8 @@ class Request:
 
 @dataclass
 class Dialect:
-    """What is known of one endpoint, above all what it does not take. A name that it once took is
-    refused for a value only."""
+    """What one endpoint does not take. A parameter that it once took can be refused only for a
+    value."""
 
     names: set[str] = field(default_factory=set)
     values: set[tuple[str, str]] = field(default_factory=set)
@@ -88,7 +84,7 @@ class Dialect:
     taken: set[str] = field(default_factory=set)
     """Parameters of requests that it answered."""
     model_names: list[str] = field(default_factory=list)
-    """Models that its replies have named, in order of appearance."""
+    """Models other than `judge.model` that its replies have named."""
 
     def without(self, request: Request) -> frozenset[str]:
         """What to leave out of `request`."""

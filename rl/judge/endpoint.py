@@ -16,12 +16,9 @@ from rl.config.schema import JudgeConfig
 from rl.text.scrub import MIN_CHARS, is_placeholder, remember
 from rl.text.untrusted import shown
 
-DEFAULT_PORT = 4877
-"""The port of scripts/serve_judge.sh, for bare hosts in a file."""
 MAX_FILE_BYTES = 4096
 MAX_REASON_CHARS = 200
 
-_HOST = re.compile(r"[A-Za-z0-9.-]+(:\d+)?(/.*)?")
 _HOST_AND_PORT = re.compile(r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\]):\d+(/.*)?")
 _VERSION = re.compile(r"v\d[a-z0-9]*")
 
@@ -30,8 +27,8 @@ def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
     """`judge.api_base` as the URLs that requests are appended to, 'http://host:4877/v1', each once.
 
     Takes, as a list or between commas: a URL with or without '/v1' and trailing slash, 'host:port',
-    or a file that holds a URL, a host, or host:port, or several, a line each. Raises ValueError
-    naming the key and the remedy.
+    or a file that holds such addresses, a line each. Raises ValueError naming the key and the
+    remedy.
     """
     texts = [value] if isinstance(value, str) else value
     words = [word.strip() for text in texts for word in text.split(",")]
@@ -41,7 +38,7 @@ def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
             "judge.api_base is empty, and a reward needs a judge: set it to the endpoint's URL, to "
             "a file that holds it, or have the run start one by judge.start_command"
         )
-    return tuple(dict.fromkeys(url for word in words for url in _resolve(word)))
+    return tuple(dict.fromkeys(_normalise(*place) for word in words for place in _places(word)))
 
 
 def resolve_api_base(value: str | Sequence[str]) -> str:
@@ -55,39 +52,30 @@ def resolve_api_base(value: str | Sequence[str]) -> str:
     return bases[0]
 
 
-def _resolve(value: str) -> list[str]:
+def _places(value: str) -> list[tuple[str, str]]:
+    """(address, where it is from, for messages) of what `judge.api_base` holds between commas."""
     if "://" in value or _HOST_AND_PORT.fullmatch(value):
-        return [_normalise(value, f"judge.api_base={value!r}")]
+        return [(value, f"judge.api_base={value!r}")]
     if not_a_file(value):
         raise ValueError(
-            f"judge.api_base={value!r} is neither a URL (http://host:{DEFAULT_PORT}), nor "
-            "host:port, nor a file that exists; a judge that the run itself is to start is named "
-            "by judge.start_command"
+            f"judge.api_base={value!r} is neither a URL (http://host:4877), nor host:port, nor a "
+            "file that exists; a judge that the run itself is to start is named by "
+            "judge.start_command"
         )
-    return _from_file(Path(value))
-
-
-def _from_file(path: Path) -> list[str]:
-    where = f"judge.api_base: the file {path}"
+    where = f"judge.api_base: the file {Path(value)}"
     try:
-        text = read_text(path, MAX_FILE_BYTES)
+        text = read_text(value, MAX_FILE_BYTES)
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
     lines = [line.split() for line in text.split("\n") if line.strip()]
     if not lines:
-        raise ValueError(f"{where} is empty; write the judge's URL or host into it")
+        raise ValueError(f"{where} is empty; write the judge's URL into it")
     # Words after the first address are comments.
     held = [words[0] for words in lines if words is lines[0] or len(words) == 1]
-    return [_normalise(_with_port(word, where), where) for word in held]
-
-
-def _with_port(held: str, where: str) -> str:
-    if "://" in held or _HOST_AND_PORT.fullmatch(held):
-        return held
-    if _HOST.fullmatch(held) is None:
-        raise ValueError(f"{where} holds {held[:80]!r}, which is neither a URL nor a host")
-    host, slash, path_part = held.partition("/")
-    return f"{host}:{DEFAULT_PORT}{slash}{path_part}"
+    for word in held:
+        if "://" not in word and not _HOST_AND_PORT.fullmatch(word):
+            raise ValueError(f"{where} holds {word[:80]!r}, which is neither a URL nor host:port")
+    return [(word, where) for word in held]
 
 
 def _normalise(url: str, where: str) -> str:

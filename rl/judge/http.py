@@ -27,6 +27,7 @@ MAX_ERROR_PAGE_BYTES = 64 * 2**10
 SHOWN_HEADER_CHARS = 200
 SHOWN_ERROR_CHARS = 300
 RETRY_AFTER_CAP_S = 120.0
+PROXY_VARIABLES = "HTTP_PROXY (HTTPS_PROXY, ALL_PROXY)"
 _SECONDS = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 TOO_MANY_REQUESTS = "http_429"
 """The cause of a `RequestTrouble`."""
@@ -41,7 +42,7 @@ HEADERS = {
 
 
 class RequestTrouble(Exception):  # noqa: N818 (an outcome of one request, never the run's)
-    """One request that brought no answer that could be used."""
+    """A request that brought no usable answer."""
 
     def __init__(
         self, cause: str, detail: str, retry_after_s: float | None = None, is_tls: bool = False
@@ -66,7 +67,7 @@ class HttpAnswer:
     """'POST http://...', for messages."""
     status: int
     body: bytes
-    """Whole if the status is 200 and `unusable` is None; else what was had of it."""
+    """Whole, or empty, if the status is 200; of other answers the beginning."""
     unusable: str | None
     """Why the body was not read to its end: it is compressed, or too long."""
     retry_after_s: float | None
@@ -74,7 +75,7 @@ class HttpAnswer:
 
 
 class JudgeHttp:
-    """The way to one judge; a connection per request. Belongs to one event loop."""
+    """Sends requests to one address, each over its own connection. Belongs to one event loop."""
 
     def __init__(self, api_base: str, headers: Mapping[str, str], max_connections: int) -> None:
         """Raises ValueError for a proxy or certificates that the environment names and that cannot
@@ -82,8 +83,8 @@ class JudgeHttp:
         self._api_base = api_base
         self._headers = {**HEADERS, **headers}
         # A proxy from the environment cannot reach this machine's own loopback.
-        name, proxy = ("", None) if is_loopback(api_base) else _proxy_for(api_base)
-        self._through = f", through the proxy that {name} names" if proxy else ""
+        proxy = None if is_loopback(api_base) else _proxy_for(api_base)
+        self._through = f", through the proxy that {PROXY_VARIABLES} names" if proxy else ""
         is_tls = api_base.startswith("https:")
         trusted = _trusted() if is_tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody
         try:
@@ -93,8 +94,8 @@ class JudgeHttp:
             )
         except (ImportError, ValueError, httpx.InvalidURL) as error:
             raise ValueError(
-                f"{name} names a proxy that cannot be used for judge.api_base={api_base} "
-                f"({shown(str(error), SHOWN_ERROR_CHARS)}): set {name}=http://host:port, or name "
+                f"{PROXY_VARIABLES} names a proxy that cannot be used for judge.api_base={api_base}"
+                f" ({shown(str(error), SHOWN_ERROR_CHARS)}): set it to http://host:port, or name "
                 "the judge's host in NO_PROXY"
             ) from None
 
@@ -103,8 +104,8 @@ class JudgeHttp:
     ) -> HttpAnswer:
         """Send, and read what comes until `timeout_s` from now.
 
-        Raises `RequestTrouble` (timeout, transport) when nothing came, or a 200 that broke off. Any
-        other status stands, whatever becomes of its body.
+        Raises `RequestTrouble` (timeout, transport) when nothing came, or when the body of a 200
+        broke off. An answer of any other status is returned with what was read of its body.
         """
         timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
         request = httpx.Request(
@@ -137,7 +138,7 @@ class JudgeHttp:
         return HttpAnswer(
             request=f"{method} {request.url}",
             status=response.status_code,
-            body=bytes(received),
+            body=b"" if unusable and response.status_code == 200 else bytes(received),
             unusable=unusable,
             retry_after_s=retry_after_s(response.headers.get("Retry-After")),
             location=response.headers.get("Location"),
@@ -168,7 +169,7 @@ def retry_after_s(header: str | None, now: datetime | None = None) -> float | No
 
 
 def _tls_remedy(error: BaseException | None) -> str:
-    """What to do where TLS failed for good, under whatever httpx and httpcore wrap it in; or ''."""
+    """What to do where TLS failed for good, '' where it did not. httpx wraps the ssl error."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return (
@@ -213,15 +214,11 @@ async def _receive(response: httpx.Response, received: bytearray) -> str | None:
     return None
 
 
-def _proxy_for(url: str) -> tuple[str, str | None]:
-    """The variable of the environment (HTTPS_PROXY, ALL_PROXY) that names a proxy for `url`, and
-    the proxy; None where there is none, or NO_PROXY exempts `url`."""
+def _proxy_for(url: str) -> str | None:
+    """The proxy that the environment names for `url`; None where NO_PROXY exempts it."""
     parts = urlsplit(url)
     proxies = getproxies()
-    kind = parts.scheme if proxies.get(parts.scheme) else "all"
-    proxy = proxies.get(kind)
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
     if not proxy or proxy_bypass(parts.netloc):
-        return "", None
-    name = f"{kind}_proxy"
-    name = name if os.environ.get(name) else name.upper()
-    return name, proxy if "://" in proxy else f"http://{proxy}"
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"

@@ -16,34 +16,28 @@ class UnreadableReplyError(ValueError):
     """The reply is not what was asked for; says why, without quoting the reply."""
 
 
-def chat_content(body: bytes) -> str:
-    """The judge's reply in a chat completion; '' when it is empty.
+def read_chat(body: bytes) -> tuple[str, str | None]:
+    """(the judge's reply in a chat completion, '' when it is empty; the model that it names).
 
     What is longer than any readable reply is cut where `read_scores` still calls it too long.
     Raises `UnreadableReplyError`.
     """
-    reply = _parsed(body)
-    if isinstance(reply, dict) and reply.get("error"):
+    completion = _parsed(body)
+    if isinstance(completion, dict) and completion.get("error"):
         raise UnreadableReplyError("an error beside the reply")
     try:
-        content = reply["choices"][0]["message"]["content"]
+        content = completion["choices"][0]["message"]["content"]
     except (LookupError, TypeError):
         raise UnreadableReplyError("no choices[0].message.content") from None
     if not isinstance(content, str | None):
         raise UnreadableReplyError(f"{type(content).__name__} under content, a text asked for")
-    return without_lone_surrogates((content or "")[: MAX_REPLY_CHARS + 1])
-
-
-def answering_model(body: bytes) -> str | None:
-    """The model that a chat completion names; None where it names none."""
-    try:
-        name = _parsed(body)["model"]
-    except (UnreadableReplyError, LookupError, TypeError):
-        return None
-    return name if isinstance(name, str) and name else None
+    model = completion.get("model")
+    named = model if isinstance(model, str) and model else None
+    return without_lone_surrogates((content or "")[: MAX_REPLY_CHARS + 1]), named
 
 
 def served_models(body: bytes) -> list[str] | None:
+    """The ids in an answer to `/models`; None when it is no such list."""
     try:
         names = [model["id"] for model in _parsed(body)["data"]]
     except (UnreadableReplyError, LookupError, TypeError):

@@ -14,6 +14,8 @@ from rl.config.schema import OptimizerConfig
 from rl.ranks.dist import Dist
 
 Tensors = dict[str, torch.Tensor]
+STATE_PARTS = ("master", "exp_avg", "exp_avg_sq")
+"""What the state holds of each trained parameter: `<part>/<parameter's name>`, float32."""
 
 
 @dataclass(frozen=True)
@@ -24,29 +26,18 @@ class StepOutcome:
     """False: the gradient was not finite, and weights and moments are untouched."""
 
 
-@dataclass(frozen=True)
-class AdamState:
-    """The optimiser's whole state; empty dicts on a rank that does not keep it."""
-
-    masters: Tensors
-    """name -> float32 weights."""
-    exp_avg: Tensors
-    exp_avg_sq: Tensors
-
-
 class Backend(Protocol):
     """Every method is collective; `forward` and `backward` only where `in_step` says so.
 
-    Gradients are SUMMED over backward calls and ranks: each loss is divided by a global denominator
-    already. The state is read and written whole, in float32, under the names of
-    `module.named_parameters()`: runs may continue under another backend, ZeRO stage or world size.
+    Gradients are SUMMED over backward calls and ranks: each loss is already divided by a global
+    denominator. The state is read and written whole, so that a run may continue under another
+    backend, ZeRO stage or world size.
     """
 
     in_step: bool
-    """Ranks must run the same number of forwards and backwards, in the same order."""
+    """Ranks must run equally many forwards and backwards, in the same order."""
     keeps_graphs: bool
-    """Several forwards may come before their backwards, which may come in any order; each rank may
-    decide for itself which."""
+    """Several forwards may come before their backwards, and each rank decides the order itself."""
 
     def forward(self, batch: TokenBatch) -> TokenOutputs: ...
 
@@ -61,26 +52,18 @@ class Backend(Protocol):
     def masters(self) -> Tensors:
         """The trainable weights, whole, float32, on every rank. May alias the live ones."""
 
-    def adam_state(self, keep: bool) -> AdamState:
-        """CPU copies for a checkpoint, complete on the ranks that `keep` them, else empty."""
+    def state(self, keep: bool) -> Tensors:
+        """`STATE_PARTS` of every parameter as CPU copies; empty on a rank that does not `keep`."""
 
-    def load(self, state: AdamState, num_steps: int) -> None:
-        """Put back what `adam_state` gave; whole on every rank."""
+    def load(self, state: Tensors, num_steps: int) -> None:
+        """Restore what `state` returned; every rank brings all of it."""
 
 
 def trainable_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that require a gradient, by name.
-
-    Raises ValueError when there are none or they mix dtypes.
-    """
+    """The parameters that require a gradient, by name; ValueError when there are none."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not named:
         raise ValueError("the policy has no trainable parameter: add a LoRA, or train it in full")
-    dtypes = {p.dtype for p in named.values()}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"trainable parameters must share one dtype, not {sorted(map(str, dtypes))}"
-        )
     return named
 
 
@@ -89,11 +72,18 @@ def make_adamw(
 ) -> torch.optim.AdamW:
     """PyTorch's own AdamW: DeepSpeed's fused ones are compiled at first use.
 
-    `parameters`: what it steps, by the names of `module.named_parameters()`. One group; where there
-    is weight decay a second one of what it leaves alone: vectors (norms, biases) and embeddings,
-    with a head that is tied to one. An adapter's matrices decay.
+    `parameters`: what it steps, by the names of `module.named_parameters()`. One group; with weight
+    decay a second one of what does not decay: vectors (norms, biases) and embeddings, with a head
+    that is tied to one. An adapter's matrices decay.
     """
-    kept = _not_decayed(module) if config.weight_decay else set()
+    embeddings = {
+        id(parameter)
+        for part in module.modules()
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        for parameter in part.parameters(recurse=False)
+    }
+    named = module.named_parameters() if config.weight_decay else ()
+    kept = {name for name, p in named if p.ndim < 2 or id(p) in embeddings}
     groups: list[dict[str, Any]] = [
         {"params": [p for n, p in parameters.items() if n not in kept]},
         {"params": [p for n, p in parameters.items() if n in kept], "weight_decay": 0.0},
@@ -105,17 +95,6 @@ def make_adamw(
         eps=config.adam_eps,
         weight_decay=config.weight_decay,
     )
-
-
-def _not_decayed(module: torch.nn.Module) -> set[str]:
-    """Names of vectors and embeddings."""
-    embeddings = {
-        id(parameter)
-        for part in module.modules()
-        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag)
-        for parameter in part.parameters(recurse=False)
-    }
-    return {n for n, p in module.named_parameters() if p.ndim < 2 or id(p) in embeddings}
 
 
 class TorchBackend:
@@ -174,28 +153,25 @@ class TorchBackend:
     def masters(self) -> Tensors:
         return {name: master.detach() for name, master in self._masters.items()}
 
-    def adam_state(self, keep: bool) -> AdamState:
-        if not keep:
-            return AdamState({}, {}, {})
-        return AdamState(
-            {name: cpu_copy(master) for name, master in self._masters.items()},
-            {name: self._moment(name, "exp_avg") for name in self._masters},
-            {name: self._moment(name, "exp_avg_sq") for name in self._masters},
-        )
+    def state(self, keep: bool) -> Tensors:
+        state: Tensors = {}
+        for name, master in self._masters.items() if keep else ():
+            held = {"master": master, **self._adamw.state.get(master, {})}
+            for part in STATE_PARTS:
+                tensor = held[part] if part in held else torch.zeros(master.shape)
+                state[f"{part}/{name}"] = cpu_copy(tensor)
+        return state
 
-    def _moment(self, name: str, key: str) -> torch.Tensor:
-        master = self._masters[name]
-        state = self._adamw.state.get(master, {})
-        return cpu_copy(state[key]) if key in state else torch.zeros(master.shape)
-
-    def load(self, state: AdamState, num_steps: int) -> None:
+    def load(self, state: Tensors, num_steps: int) -> None:
         with torch.no_grad():
             for name, master in self._masters.items():
-                master.copy_(state.masters[name])
+                first, *moments = (state[f"{part}/{name}"] for part in STATE_PARTS)
+                master.copy_(first)
+                exp_avg, exp_avg_sq = (m.to(master.device, copy=True) for m in moments)
                 self._adamw.state[master] = {
                     "step": torch.tensor(float(num_steps)),
-                    "exp_avg": state.exp_avg[name].to(master.device, copy=True),
-                    "exp_avg_sq": state.exp_avg_sq[name].to(master.device, copy=True),
+                    "exp_avg": exp_avg,
+                    "exp_avg_sq": exp_avg_sq,
                 }
         self._write_back()
 

@@ -3,13 +3,13 @@
 - A client `torch.optim.AdamW`: its own optimisers are compiled at first use (minutes, a compiler).
 - `managed_gradient_accumulation: false`: the number of micro-batches varies; we say when to step.
 - No `bf16` section while the trainable parameters are float32 (LoRA on a bfloat16 base): it would
-  cast the WHOLE module, adapters included. Without it DeepSpeed leaves dtypes as the policy made
-  them. bfloat16 trainable parameters (full fine-tune) get it, and with it float32 masters.
+  cast the WHOLE module, adapters included. bfloat16 trainable parameters (full fine-tune) get it,
+  and with it float32 masters.
 - It averages gradients over ranks; we need the sum, so every loss is multiplied by the world size.
 - `step`'s gradient scale goes in as the loss scale of mixed precision, which ZeRO divides out again
   before norm and clip.
-- Batch sizes mean nothing to it, since we cut the micro-batches and say when to step: all are 1.
-- Its checkpoints stay unused (not atomic, tied to stage and world size): see `adam_state`.
+- All batch sizes are 1: they have no effect, since we cut the micro-batches.
+- Its checkpoints stay unused (not atomic, tied to stage and world size): see `state`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from rl.api.types import TokenBatch, TokenOutputs
 from rl.config.schema import OptimizerConfig
 from rl.learner.backends import (
-    AdamState,
+    STATE_PARTS,
     StepOutcome,
     Tensors,
     cpu_copy,
@@ -82,8 +82,7 @@ class DeepSpeedBackend:
         self._stage = config.zero_stage
         # Stage 2 reduces in every backward, stage 3 gathers in every forward besides.
         self.in_step = dist.world_size > 1 and self._stage >= 2
-        # Stage 3 could, if ranks agreed on which: a forward that one saves is one that others wait
-        # for.
+        # Stage 3 would need ranks that agree on which: every forward is collective.
         self.keeps_graphs = self._stage < 3
         self._parameters = trainable_parameters(module)
         parameters = list(self._parameters.values())
@@ -99,8 +98,7 @@ class DeepSpeedBackend:
         return self._engine(batch)
 
     def backward(self, loss: torch.Tensor) -> None:
-        # ZeRO finishes a backward at the next forward, and adds up the next backward only then;
-        # here another backward may come first.
+        # ZeRO finishes a backward only at the next forward; here another backward may come first.
         self._engine.optimizer.clear_backward_seen_flag()
         self._engine.backward(loss * self._dist.world_size, scale_wrt_gas=False)
 
@@ -109,7 +107,12 @@ class DeepSpeedBackend:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         if self._stage == 1:
-            self._complete_gradients()
+            # It reduces the gradients that this rank's backwards reached; all ranks must bring the
+            # same tensors, also a rank that ran no backward.
+            optimizer.setup_buckets()
+            for parameter in self._parameters.values():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         optimizer.loss_scale = 1 / gradient_scale
         self._engine.step()
         optimizer.loss_scale = 1.0
@@ -117,44 +120,34 @@ class DeepSpeedBackend:
             float(self._engine.get_global_grad_norm()), self._engine.was_step_applied()
         )
 
-    def _complete_gradients(self) -> None:
-        """Stage 1 reduces what this rank's backwards reached; ranks must bring the same tensors, a
-        rank that ran no backward included."""
-        self._engine.optimizer.setup_buckets()
-        for parameter in self._parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
     def masters(self) -> Tensors:
         live = self._stage < 3 and self._dtype == torch.float32
         return {n: p.detach() if live else self._gather(p) for n, p in self._parameters.items()}
 
-    def adam_state(self, keep: bool) -> AdamState:
-        state = AdamState({}, {}, {})
+    def state(self, keep: bool) -> Tensors:
+        state: Tensors = {}
         if self._stage < 3 and self._has_moments():
             self._link_moments()
         for name, parameter in self._parameters.items():
-            # Every rank gathers, one tensor at a time, whether it keeps it or not.
-            master = self._gather(parameter)
-            exp_avg = self._gather(parameter, "exp_avg")
-            exp_avg_sq = self._gather(parameter, "exp_avg_sq")
-            if keep:
-                state.masters[name] = cpu_copy(master)
-                state.exp_avg[name] = cpu_copy(exp_avg)
-                state.exp_avg_sq[name] = cpu_copy(exp_avg_sq)
+            for part in STATE_PARTS:
+                # Every rank gathers, one tensor at a time, also what it does not keep.
+                tensor = self._gather(parameter, part)
+                if keep:
+                    state[f"{part}/{name}"] = cpu_copy(tensor)
         return state
 
-    def _gather(self, parameter: torch.nn.Parameter, key: str | None = None) -> torch.Tensor:
+    def _gather(self, parameter: torch.nn.Parameter, part: str = "master") -> torch.Tensor:
         """One parameter's whole float32 master or Adam moment (zeros before the first step)."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        if key is not None and not self._has_moments():
-            return torch.zeros(_whole_shape(parameter))
-        if key is None:
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        if part == "master":
             whole = safe_get_full_fp32_param(parameter)
+        elif self._has_moments():
+            whole = safe_get_full_optimizer_state(parameter, part)
         else:
-            whole = safe_get_full_optimizer_state(parameter, key)
-        return whole.detach().reshape(_whole_shape(parameter))
+            return torch.zeros(shape)
+        return whole.detach().reshape(shape)
 
     def _flat_masters(self) -> list[torch.Tensor]:
         """The tensors that AdamW steps: this rank's flat shards."""
@@ -165,7 +158,7 @@ class DeepSpeedBackend:
     def _has_moments(self) -> bool:
         return all("exp_avg" in self._adamw.state.get(p, {}) for p in self._flat_masters())
 
-    def load(self, state: AdamState, num_steps: int) -> None:
+    def load(self, state: Tensors, num_steps: int) -> None:
         for flat in self._flat_masters():
             moments = self._adamw.state[flat]
             moments.setdefault("exp_avg", torch.zeros_like(flat))
@@ -173,28 +166,27 @@ class DeepSpeedBackend:
             moments["step"] = torch.tensor(float(num_steps))
         if self._stage == 3:
             self._load_partitioned(state)
-        else:
-            self._load_sharded(state)
-
-    def _load_sharded(self, state: AdamState) -> None:
-        """Stages 1 and 2: whole parameters, sharded masters and moments."""
+            return
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         self._link_moments()
         for name, parameter in self._parameters.items():
-            safe_set_full_fp32_param(parameter, state.masters[name].to(parameter.device))
-            for key, moments in (("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq)):
-                safe_set_full_optimizer_state(parameter, moments[name].to(parameter.device), key)
+            for part in STATE_PARTS:
+                tensor = state[f"{part}/{name}"].to(parameter.device)
+                if part == "master":
+                    safe_set_full_fp32_param(parameter, tensor)
+                else:
+                    safe_set_full_optimizer_state(parameter, tensor, part)
         self._engine.optimizer.update_lp_params()
 
     def _link_moments(self) -> None:
-        """Parameters to AdamW's state. DeepSpeed does it within its first step, and then for the
-        first of several parameter groups alone."""
+        """Link parameters to AdamW's state. DeepSpeed does it within its first step, and then only
+        for the first of several parameter groups."""
         optimizer = self._engine.optimizer
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _load_partitioned(self, state: AdamState) -> None:
+    def _load_partitioned(self, state: Tensors) -> None:
         """Stage 3: parameters, masters and moments are all sharded."""
         import deepspeed
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
@@ -202,11 +194,13 @@ class DeepSpeedBackend:
         for name, parameter in self._parameters.items():
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if self._dist.rank == 0:
-                    parameter.data.copy_(state.masters[name])
-            safe_set_local_fp32_param(parameter, self._shard(parameter, state.masters[name]))
-            for key, moments in (("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq)):
-                shard = self._shard(parameter, moments[name])
-                safe_set_local_optimizer_state(parameter, shard, key)
+                    parameter.data.copy_(state[f"master/{name}"])
+            for part in STATE_PARTS:
+                shard = self._shard(parameter, state[f"{part}/{name}"])
+                if part == "master":
+                    safe_set_local_fp32_param(parameter, shard)
+                else:
+                    safe_set_local_optimizer_state(parameter, shard, part)
 
     def _shard(self, parameter: Any, whole: torch.Tensor) -> torch.Tensor:
         """This rank's slice of `whole`; shards are equal, so the last one is padded with zeros."""
@@ -215,10 +209,6 @@ class DeepSpeedBackend:
         padding = size * self._dist.world_size - flat.numel()
         flat = torch.nn.functional.pad(flat, (0, padding))
         return flat.narrow(0, size * self._dist.rank, size)
-
-
-def _whole_shape(parameter: torch.nn.Parameter) -> torch.Size:
-    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _import_deepspeed(dist: Dist) -> Any:

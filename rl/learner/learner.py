@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from rl.algorithm.learning_rate import learning_rate
 from rl.api.loss import Denominators
 from rl.api.policy import Policy
 from rl.api.types import PolicyWeights, Prompt, Row
 from rl.config.schema import RunConfig
 from rl.files.weights import require_finite
 from rl.learner.backends import (
-    AdamState,
+    STATE_PARTS,
     Backend,
     StepOutcome,
     TorchBackend,
@@ -36,9 +35,6 @@ from rl.learner.train_step import Minibatch, TrainStep
 from rl.ranks.dist import Dist
 from rl.ranks.sharded import is_sharded
 
-STATE_PARTS = ("master", "exp_avg", "exp_avg_sq")
-"""Prefixes of the checkpoint's tensors: `<part>/<parameter name>`."""
-
 
 class Learner:
     """Trains `policy.module`. Every method is collective over `dist`."""
@@ -55,7 +51,11 @@ class Learner:
         self._num_steps = 0
         self.is_whole = True
         """Becomes False for good if a step raises midway: weights and moments may then disagree."""
-        _copy_from_rank_0(trainable_parameters(policy.module), dist)
+        with torch.no_grad():  # start from rank 0's weights: the ranks' random init may differ
+            for parameter in trainable_parameters(policy.module).values():
+                if dist.rank != 0:
+                    parameter.zero_()
+                dist.sum_(parameter.data)
         self._backend: Backend
         # ZeRO 0 shards nothing: plain PyTorch does the same.
         if config.optimizer.backend == "torch" or config.optimizer.zero_stage == 0:
@@ -92,18 +92,13 @@ class Learner:
         filler = shared_filler(rows, self._dist) if together else None
         minibatches = []
         for groups in split_evenly(len(prompts_P), config.updates_per_iteration):
-            micro_batches = pack_groups(
-                prompts_P[groups.start : groups.stop],
-                ids_PG[groups.start : groups.stop],
-                config.max_tokens_per_micro_batch,
-                groups.start,
-                num_completions_P[groups.start : groups.stop],
-            )
+            max_tokens = config.max_tokens_per_micro_batch
+            micro_batches = pack_groups(prompts_P, ids_PG, max_tokens, groups, num_completions_P)
             if together:
                 micro_batches = in_step(micro_batches, filler, self._dist)
             lengths = [len(ids_PG[p][g]) for p in groups for g in range(num_completions_P[p])]
             minibatches.append(Minibatch(micro_batches, self._planned(lengths)))
-        # With dropout the training forward is another function than the one that was sampled from.
+        # With dropout the training forward is not the function that was sampled from.
         has_dropout = any(
             isinstance(part, torch.nn.Dropout) and part.p > 0
             for part in self._policy.module.modules()
@@ -171,8 +166,8 @@ class Learner:
     def export_weights(self) -> PolicyWeights:
         """What the engine must hold now: the weights of the trainer's own forward.
 
-        Float32 masters of a fully trained model, whole, are twice its size, and an engine is awake
-        beside them: they are gathered only where ZeRO-3 leaves nothing whole.
+        Float32 masters of a fully trained model are twice its size, and the engine is awake at the
+        same time: they are gathered only under ZeRO-3, where no weights are whole.
         """
         live = trainable_parameters(self._policy.module)
         sharded = is_sharded(self._policy.module)
@@ -192,20 +187,13 @@ class Learner:
         stage and number of ranks. The learning rate is a function of the iteration, so no scheduler
         needs saving.
         """
-        state = self._backend.adam_state(self._dist.is_main or on_all_ranks)
-        tensors = {
-            f"{part}/{name}": tensor
-            for part, named in zip(
-                STATE_PARTS, (state.masters, state.exp_avg, state.exp_avg_sq), strict=True
-            )
-            for name, tensor in named.items()
-        }
+        tensors = self._backend.state(self._dist.is_main or on_all_ranks)
         return tensors, {"version": self._num_steps}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
-        """Continue from what `state()` gave; every rank brings the whole of it.
+        """Continue from what `state()` returned; every rank brings all of it.
 
-        Raises ValueError when names or shapes are not this policy's, or a number is none.
+        Raises ValueError when names or shapes are not this policy's, or a number is not finite.
         """
         shapes = self._shapes()
         wanted = {f"{part}/{name}" for part in STATE_PARTS for name in shapes}
@@ -222,9 +210,8 @@ class Learner:
                 "model, LoRA rank and targets), or start under a new run_name."
             )
         require_finite(tensors.items(), "this checkpoint")
-        parts = ({name: tensors[f"{part}/{name}"] for name in shapes} for part in STATE_PARTS)
         self._num_steps = int(meta["version"])
-        self._backend.load(AdamState(*parts), self._num_steps)
+        self._backend.load(dict(tensors), self._num_steps)
 
     def _shapes(self) -> dict[str, torch.Size]:
         return {
@@ -233,10 +220,17 @@ class Learner:
         }
 
 
-def _copy_from_rank_0(parameters: Mapping[str, torch.nn.Parameter], dist: Dist) -> None:
-    """Start all ranks from rank 0's trainable weights, should their random init differ."""
-    with torch.no_grad():
-        for parameter in parameters.values():
-            if dist.rank != 0:
-                parameter.zero_()
-            dist.sum_(parameter.data)
+def learning_rate(
+    iteration: int, num_iterations: int, peak: float, warmup_iterations: int, final_fraction: float
+) -> float:
+    """Linear warm-up to `peak`, then linear decay to `final_fraction * peak` at the last iteration.
+
+        i < W:  peak * (i + 1) / W              (the first iteration already learns)
+        i >= W: peak * (1 - (1 - f) * (i - W) / (N - 1 - W))
+
+    `iteration` counts from 0 over the whole run, so a resumed run continues the same line.
+    """
+    if iteration < warmup_iterations:
+        return peak * (iteration + 1) / warmup_iterations
+    progress = (iteration - warmup_iterations) / max(1, num_iterations - 1 - warmup_iterations)
+    return peak * (1.0 - (1.0 - final_fraction) * min(1.0, progress))

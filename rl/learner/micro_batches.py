@@ -21,7 +21,7 @@ from rl.ranks.sharded import is_sharded
 Member = tuple[int, int]
 """(p, g): completion g of this rank's prompt p."""
 FILLER: Member = (-1, 0)
-"""A row that is nobody's and only keeps this rank in step with the others."""
+"""A row without loss that keeps this rank in step with the others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,47 +47,41 @@ def pack_groups(
     prompts_P: Sequence[Prompt],
     ids_PG: Sequence[Sequence[Sequence[int]]],
     max_tokens: int,
-    first: int = 0,
+    groups: range | None = None,
     num_sampled_P: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
-    """The groups, in order, in micro-batches of at most `max_tokens`; `first` is the first one's p.
+    """Some `groups` (None: all), in order, in micro-batches of at most `max_tokens`.
 
-    A group that is longer than that is cut between completions, and a single completion that is
-    longer stands alone. `num_sampled_P`: how many of each group the policy wrote (None: all); those
-    behind them stand under the prompt's `plain`.
+    A longer group is cut between completions, and a longer completion is alone in its micro-batch.
+    `num_sampled_P`: how many of each group the policy wrote (None: all); the completions after them
+    follow the prompt's `plain`.
     """
-    micro_batches: list[MicroBatch] = []
-    rows: list[Row] = []
-    members: list[Member] = []
+    packs: list[list[tuple[Row, Member]]] = []
     size = 0
-
-    def close() -> None:
-        nonlocal rows, members, size
-        if rows:
-            micro_batches.append(MicroBatch(tuple(rows), tuple(members)))
-        rows, members, size = [], [], 0
-
-    nums_P = [len(ids_G) for ids_G in ids_PG] if num_sampled_P is None else num_sampled_P
-    groups = zip(prompts_P, ids_PG, nums_P, strict=True)
-    for p, (sampled_under, ids_G, num_sampled) in enumerate(groups, start=first):
-        prompts_G = [
-            sampled_under if g < num_sampled else sampled_under.plain for g in range(len(ids_G))
-        ]
-        group = tuple(zip(prompts_G, ids_G, strict=True))
-        if size + MicroBatch(group, ()).num_tokens > max_tokens:
-            close()
+    for p in range(len(prompts_P)) if groups is None else groups:
+        num_sampled = len(ids_PG[p]) if num_sampled_P is None else num_sampled_P[p]
+        group = tuple(
+            (prompts_P[p] if g < num_sampled else prompts_P[p].plain, ids)
+            for g, ids in enumerate(ids_PG[p])
+        )
+        if not packs or size + MicroBatch(group, ()).num_tokens > max_tokens:
+            packs.append([])
+            size = 0
         for g, (prompt, ids) in enumerate(group):
             more = len(ids)
-            if not rows or rows[-1][0] is not prompt:
+            if not packs[-1] or packs[-1][-1][0][0] is not prompt:
                 more += len(prompt.token_ids)
-            if rows and size + more > max_tokens:
-                close()
+            if packs[-1] and size + more > max_tokens:
+                packs.append([])
+                size = 0
                 more = len(ids) + len(prompt.token_ids)
             size += more
-            rows.append((prompt, ids))
-            members.append((p, g))
-    close()
-    return micro_batches
+            packs[-1].append(((prompt, ids), (p, g)))
+    return [
+        MicroBatch(tuple(row for row, _ in pack), tuple(member for _, member in pack))
+        for pack in packs
+        if pack
+    ]
 
 
 def split_evenly(num_groups: int, num_minibatches: int) -> list[range]:
@@ -99,8 +93,7 @@ def split_evenly(num_groups: int, num_minibatches: int) -> list[range]:
 def in_step(
     micro_batches: Sequence[MicroBatch], filler: Row | None, dist: Dist
 ) -> list[MicroBatch]:
-    """The micro-batches, followed by fillers up to the largest rank's number of micro-batches.
-    Collective."""
+    """The micro-batches, and fillers up to the largest rank's number of them. Collective."""
     missing = dist.max_int(len(micro_batches)) - len(micro_batches)
     if not missing:
         return list(micro_batches)
@@ -109,17 +102,15 @@ def in_step(
 
 
 def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
-    """A row for fillers: the rank's own first, or another rank's if it has none.
-
-    Collective. None when no rank has a row.
-    """
+    """A row for fillers: the rank's own first, or another rank's if it has none; None when no rank
+    has a row. Collective."""
     own = rows[0] if rows else None
     if not dist.any(own is None):
         return own
     portable = None
     if own is not None:
         prompt = own[0]
-        # What the forward needs travels, pictures included: every rank must run the vision tower.
+        # Whatever the forward needs, pictures included: every rank must run the vision tower.
         sample = replace(prompt.sample, sources=(), target=None)
         plain = prompt.without_thought and replace(prompt.without_thought, sample=sample)
         portable = (replace(prompt, sample=sample, without_thought=plain), own[1])
@@ -167,8 +158,8 @@ class Inference:
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
         num_sampled_P: Sequence[int] | None = None,
     ) -> None:
-        """`max_tokens`: of a micro-batch. `weights`: context of each forward, such as the policy's
-        `reference`. `num_sampled_P`: see `pack_groups`. Collective where forwards are."""
+        """`weights`: context of each forward, such as the policy's `reference`. `num_sampled_P`:
+        see `pack_groups`. Collective where forwards are."""
         self._policy = policy
         self._weights = weights
         self.collective = is_sharded(policy.module)

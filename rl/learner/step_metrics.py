@@ -47,36 +47,30 @@ class LearnerMetrics:
             self.losses[name] = self.losses.get(name, 0.0) + float(value.detach())
         if not inputs.mask.any():
             return
-        self._policy(inputs.mask, loss, entropy)
-        self._mismatch(inputs, loss.importance, importance_cap)
-        if reference is not None:
-            for estimator in ("k1", "k3"):
-                kl = kl_per_token(inputs.logprobs.detach(), reference, estimator)[inputs.mask]
-                self.metrics.add(f"kl/reference_{estimator}", float(kl.mean()), kl.numel())
-
-    def _policy(self, mask: torch.Tensor, loss: Objective, entropy: torch.Tensor) -> None:
+        add, mask = self.metrics.add, inputs.mask
         ratio = loss.policy.ratio[mask]
         clipped = loss.policy.clipped[mask].float()
         means = torch.stack([entropy[mask].mean(), clipped.mean(), ratio.mean()])
         names = ("entropy", "clip_fraction", "ratio_mean")
-        for name, value in zip(names, means.tolist(), strict=True):
-            self.metrics.add(f"policy/{name}", value, ratio.numel())
+        for name, mean in zip(names, means.tolist(), strict=True):
+            add(f"policy/{name}", mean, ratio.numel())
         self.metrics.maximum("policy/ratio_max", float(ratio.max()))
         self.metrics.total("tokens/trained", ratio.numel())
-
-    def _mismatch(self, inputs: LossInputs, importance: torch.Tensor, cap: float) -> None:
-        sums = mismatch(inputs.old_logprobs, inputs.sampler_logprobs, inputs.mask)
+        sums = mismatch(inputs.old_logprobs, inputs.sampler_logprobs, mask)
         self.num_tokens += sums.num_tokens
         self.weight += sums.weight
         self.weight_squared += sums.weight_squared
-        used = importance[inputs.mask]
-        capped = (used >= cap).float()
-        add = self.metrics.add
+        used = loss.importance[mask]
+        capped = (used >= importance_cap).float()
         add("mismatch/k1", sums.k1 / sums.num_tokens, sums.num_tokens)
         add("mismatch/k3", sums.k3 / sums.num_tokens, sums.num_tokens)
         add("mismatch/weight_mean", float(used.mean()), sums.num_tokens)
         add("mismatch/weight_capped", float(capped.mean()), sums.num_tokens)
         self.metrics.maximum("mismatch/max_abs_dlogp", sums.max_abs_dlogp)
+        if reference is not None:
+            for estimator in ("k1", "k3"):
+                kl = kl_per_token(inputs.logprobs.detach(), reference, estimator)[mask]
+                add(f"kl/reference_{estimator}", float(kl.mean()), kl.numel())
 
     def close_step(self, gradient_scale: float, num_steps: int) -> None:
         """The step's losses, brought to its true denominators; means over `num_steps` steps."""

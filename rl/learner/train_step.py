@@ -16,12 +16,11 @@ import torch
 
 from rl.algorithm.grpo import loss_named, objective
 from rl.algorithm.metrics import Metrics
-from rl.api.loss import Denominators, divisor
+from rl.api.loss import Denominators, LossInputs, divisor
 from rl.api.policy import Policy
 from rl.api.types import TokenBatch, TokenOutputs, TrainSequence
-from rl.config.schema import RunConfig
+from rl.config.schema import AlgorithmConfig, RunConfig
 from rl.learner.backends import Backend, StepOutcome
-from rl.learner.loss_inputs import loss_inputs, pad
 from rl.learner.micro_batches import FILLER, Member, MicroBatch, by_member
 from rl.learner.step_metrics import LearnerMetrics
 from rl.ranks.dist import Dist
@@ -29,7 +28,7 @@ from rl.ranks.dist import Dist
 log = logging.getLogger(__name__)
 
 MembersOf = Mapping[MicroBatch, tuple[Member, ...]]
-"""Some micro-batches, in order, each with those of its rows that take part."""
+"""Micro-batches, in order, each with the rows that take part."""
 
 
 @dataclass(eq=False)
@@ -50,12 +49,12 @@ class Rows:
     trainable: tuple[Member, ...]
     """All but the bare arm's and fillers."""
     to_read: tuple[Member, ...]
-    """Whose reference and old log-probs are computed: the trainable, or one row where there is none
-    (ranks may have to forward together)."""
+    """Rows to compute reference and old log-probs of: the trainable, or else any one, because ranks
+    may have to forward together."""
     is_stale: bool
     """Weights move between its rollout and its backward."""
     may_keep: bool
-    """The graph of its forward may wait for the rewards, as long as there is room."""
+    """The graph of its forward may be kept until the rewards are known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +75,8 @@ class TrainStep:
     The gradient does not depend on how the batch is split: a loss is divided by counts over all
     ranks that were planned before the judge replied, and the step corrects by one factor for what
     was graded. Backwards run in the order of the micro-batches and over the same rows however soon
-    verdicts come in, because float sums depend on the order. Where `backend.in_step`, every rank
-    runs as many forwards and backwards as the others, over one row where it has none to train.
+    verdicts come in, because float sums depend on the order. Where `backend.in_step`, all ranks run
+    equally many forwards and backwards, over one row if a rank has none to train.
     """
 
     policy: Policy
@@ -106,6 +105,8 @@ class TrainStep:
     _learner_metrics: LearnerMetrics = field(default_factory=LearnerMetrics)
 
     def __post_init__(self) -> None:
+        limit = self.config.optimizer.max_kept_tokens
+        self._max_kept_tokens = math.inf if limit is None else limit
         for minibatch in self.minibatches:
             is_stale = self.config.max_staleness > 0 or minibatch is not self.minibatches[0]
             for micro_batch in minibatch.micro_batches:
@@ -118,18 +119,13 @@ class TrainStep:
                 )
 
     @property
-    def _max_kept_tokens(self) -> float:
-        limit = self.config.optimizer.max_kept_tokens
-        return math.inf if limit is None else limit
-
-    @property
     def micro_batches(self) -> list[MicroBatch]:
         """All of them, in order, fillers included."""
         return list(self._rows)
 
     def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
-        """What the renderer is conditioned with. Where that needs a forward of its own, the rows'
-        forward is left to `prefetch_reference`: no picture waits for it."""
+        """The forward that conditions the renderer. If that is not the rows' own forward, the
+        latter is left to `prefetch_reference`, so that no picture waits for it."""
         batch = self.policy.collate_states(micro_batch.rows)
         if batch is None:
             return self.forward(micro_batch)
@@ -146,10 +142,10 @@ class TrainStep:
         return batch, outputs
 
     def prefetch_reference(self, still_waiting: Callable[[], bool]) -> None:
-        """What needs no reward: reference log-probs, and the forwards that no rollout asked for.
+        """Work that needs no reward: reference log-probs, and forwards that the rollout skipped.
 
-        Stops between two micro-batches once nothing is waited for any more: by then it is known
-        which groups teach nothing and need neither.
+        Stops between two micro-batches when `still_waiting()` is False: by then it is known which
+        groups teach nothing and need neither.
         """
         if self.collective:
             return
@@ -162,16 +158,13 @@ class TrainStep:
         self._find_reference({m: rows.trainable for m, rows in self._rows.items()}, still_waiting)
 
     def note_old_logprobs(self) -> None:
-        """Compute what the rollout's forwards have not, before the weights move. Collective where
-        forwards are."""
+        """Compute the missing old log-probs before the weights move. Collective where forwards
+        are."""
         self._find_old({m: rows.to_read for m, rows in self._rows.items()})
 
     def accumulate(self, p: int, sequences_G: Sequence[TrainSequence | None]) -> None:
-        """What prompt p's graded completions bring, None for those that bring nothing.
-
-        Runs the backward of every micro-batch that is now complete, unless ranks have to do it
-        together.
-        """
+        """Add prompt p's graded completions, None for those that teach nothing, and run the
+        backward of every micro-batch that is now complete, unless ranks have to do it together."""
         for g, sequence in enumerate(sequences_G):
             if sequence is not None and any(sequence.loss_mask):
                 self._sequences[p, g] = sequence
@@ -191,10 +184,8 @@ class TrainStep:
             minibatch.num_done += 1
 
     def step(self) -> Metrics:
-        """Everything that is left, and the optimiser steps. Every group has been handed in.
-
-        Returns this rank's metrics. Collective.
-        """
+        """Run the backwards that are left and the optimiser steps, after every group was added.
+        Returns this rank's metrics. Collective."""
         plan = self._plan()
         for micro_batch in self._kept.keys() - plan.keys():
             del self._kept[micro_batch]
@@ -212,15 +203,15 @@ class TrainStep:
         return self._learner_metrics.report(self.learning_rate, self.dist)
 
     def _to_train(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
-        """The rows of its backward, once all of them are graded: those that carry loss, none if
-        none does. All trainable rows where a slow judge leaves time to forward them ahead: the sums
-        must not depend on the judge's speed."""
+        """The rows of its backward, once all are graded: those that carry loss. If a slow judge may
+        leave time to forward ahead, all trainable rows if any carries loss: the sums must not
+        depend on the judge's speed."""
         rows = self._rows[micro_batch]
         live = tuple(member for member in micro_batch.members if member in self._sequences)
         return rows.trainable if live and rows.may_keep else live
 
     def _plan(self) -> MembersOf:
-        """The backwards that are left and their rows; one row where only other ranks have some."""
+        """The rows of the backwards that are left; one row where only other ranks have some."""
         left = chain.from_iterable(m.micro_batches[m.num_done :] for m in self.minibatches)
         plan = {micro_batch: self._to_train(micro_batch) for micro_batch in left}
         if self.backend.in_step:
@@ -231,8 +222,8 @@ class TrainStep:
         return {micro_batch: members for micro_batch, members in plan.items() if members}
 
     def _count(self, minibatch: Minibatch) -> Denominators:
-        """The step's real denominators, over all ranks: what is counted, or all that carries loss
-        where nothing is."""
+        """The step's real denominators over all ranks: of the sequences that are `counted`, or of
+        all that carry loss if none is."""
         members = chain.from_iterable(m.members for m in minibatch.micro_batches)
         live = [self._sequences[member] for member in members if member in self._sequences]
         counted = [sequence for sequence in live if sequence.counted]
@@ -266,8 +257,8 @@ class TrainStep:
         return by_member(micro_batch, members, outputs)
 
     def _find_old(self, members_of: MembersOf) -> None:
-        """Log-probs under the current weights. The missing ones are listed first: all fillers share
-        one entry, and ranks would run different numbers of forwards."""
+        """Log-probs under the current weights. The missing ones are listed first, because all
+        fillers share one entry and ranks must run equally many forwards."""
         missing = {m: each for m, each in members_of.items() if not self._old.keys() >= {*each}}
         for micro_batch, members in missing.items():
             self._old.update(self._logprobs_of(micro_batch, members))
@@ -275,7 +266,7 @@ class TrainStep:
     def _find_reference(
         self, members_of: MembersOf, still_waiting: Callable[[], bool] = lambda: True
     ) -> None:
-        """Under one `reference()`: with full fine-tuning it moves a whole model's weights."""
+        """Under one `reference()`: in full fine-tuning it moves a whole model's weights."""
         if not self.config.algorithm.kl_coeff:
             return
         missing = {
@@ -304,16 +295,14 @@ class TrainStep:
             with self._learner_metrics.clock("learn_forward"):
                 outputs = self.backend.forward(self.policy.collate(micro_batch.rows_of(members)))
             kept = Kept(members, outputs.logprobs, outputs.entropy)
-        rows = micro_batch.rows_of(kept.members)
         algorithm = self.config.algorithm
 
-        def in_order(logprobs: Mapping[Member, list[float]]) -> list[list[float]]:
-            pairs = zip(kept.members, rows, strict=True)
-            return [logprobs.get(member, [0.0] * len(ids)) for member, (_, ids) in pairs]
+        def in_order(logprobs: Mapping[Member, list[float]]) -> torch.Tensor:
+            rows = [logprobs.get(member, []) for member in kept.members]
+            return pad(rows, torch.float32, kept.logprobs)
 
         inputs = loss_inputs(
             algorithm,
-            rows,
             [self._sequences.get(member) for member in kept.members],
             kept.logprobs,
             in_order(self._old) if self._rows[micro_batch].is_stale else None,
@@ -321,8 +310,7 @@ class TrainStep:
         )
         reference = None
         if algorithm.kl_coeff:
-            reference = pad(in_order(self._reference), torch.float32, kept.logprobs.device)
-            reference = reference.masked_fill(~inputs.mask, 0.0)
+            reference = in_order(self._reference).masked_fill(~inputs.mask, 0.0)
         loss = objective(algorithm, inputs, reference)
         with self._learner_metrics.clock("learn_backward"):
             self.backend.backward(loss.total)
@@ -344,3 +332,38 @@ class TrainStep:
                 "the gradient's norm is %s: optimiser step skipped, weights and moments untouched",
                 outcome.grad_norm,
             )
+
+
+def loss_inputs(
+    config: AlgorithmConfig,
+    sequences_B: Sequence[TrainSequence | None],
+    logprobs: torch.Tensor,
+    old: torch.Tensor | None,
+    planned: Denominators,
+) -> LossInputs:
+    """A micro-batch as padded tensors; a row without a sequence carries no loss.
+
+    `logprobs` [B, C] float32, nats, with gradient; `old`: those before the iteration's first
+    update, None where `logprobs` are from before it.
+    """
+    mask = pad([s.loss_mask if s else () for s in sequences_B], torch.bool, logprobs)
+    sampler_B = [s.sampler_logprobs if s else () for s in sequences_B]
+    sampler_logprobs = pad(sampler_B, torch.float32, logprobs)
+    advantages = [[s.advantage if s else 0.0] for s in sequences_B]
+    logprobs = logprobs.masked_fill(~mask, 0.0)
+    return LossInputs(
+        logprobs=logprobs,
+        old_logprobs=logprobs.detach() if old is None else old.masked_fill(~mask, 0.0),
+        sampler_logprobs=sampler_logprobs,
+        advantages=torch.tensor(advantages, dtype=torch.float32, device=logprobs.device),
+        mask=mask,
+        denominators=planned,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+    )
+
+
+def pad(rows_B: Sequence[Sequence[float]], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """[B, C] on the device of `like` [B, C], zeros after each row's end."""
+    padded = [[*row, *[0] * (like.shape[1] - len(row))] for row in rows_B]
+    return torch.tensor(padded, dtype=dtype, device=like.device).reshape(like.shape)

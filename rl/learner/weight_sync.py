@@ -13,14 +13,13 @@ from rl.learner.learner import Learner
 
 PROBE_COMPLETIONS = 8
 PROBE_TOKENS = 8
-"""The engine writes the completions side by side, in as many steps as one has tokens, and the
-trainer reads their prompt once."""
+"""Decoded in one batch; the trainer computes their prompt once."""
 NUM_COMPARED = 16
-"""Of these tokens, the least certain. A trained policy is nearly certain of most, whatever the
-weights: of the first 16 tokens, 0.012 nats apart where all of an iteration's show 0.79 (k3)."""
+"""Only the least certain tokens are compared. A trained policy is nearly certain of most, whatever
+the weights: the first 16 tokens were 0.012 nats apart where an iteration's k3 was 0.79."""
 MAX_MEAN_DLOGP_NATS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
-"""Mean |log-prob difference| allowed on the compared tokens, by the engine's dtype. Float32 engines
-agree to 3e-5; two bfloat16 forwards of one model differ by about 0.025 on average over all."""
+"""Mean |log-prob difference| allowed on the compared tokens, by the engine's dtype. Measured over
+all tokens: 3e-5 in float32, 0.025 between two bfloat16 forwards of one model."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,11 @@ class SyncReport:
     mean_dlogp_nats: float | None
     """Mean |engine - trainer| over the compared tokens; None when nothing had changed."""
     read_back: bool
-    """The engine read what it holds; False: it cannot."""
+    """Whether the engine can read back what it holds."""
     answers: Sequence[Completion]
-    """What it answered to the probe, at the last sync that changed anything."""
+    """The engine's completions of the probe at the last sync that changed weights."""
     trainer_logprobs: Sequence[Sequence[float]]
-    """The trainer's log-probs of these, nats."""
+    """The trainer's log-probs of `answers`, nats."""
 
 
 class SyncError(RuntimeError):
@@ -55,9 +54,9 @@ def sync(
     fixed prompt. (2) alone would notice late: at EARL's learning rate 40 steps move a bfloat16
     probe by less than rounding does.
 
-    `previous`: of the last sync, None at the first; weights that still have its fingerprint are
-    there already, and only read back. `max_tokens`: the longest completion that the engine has room
-    for. Raises `SyncError`.
+    `previous`: report of the last sync, None at the first; weights with its fingerprint are not
+    sent again, only read back. `max_tokens`: the longest completion that the engine has room for.
+    Raises `SyncError`.
     """
     weights = learner.export_weights()
     unchanged = previous is not None and weights.fingerprint == previous.fingerprint
@@ -84,8 +83,15 @@ def sync(
     )
     [completions_G] = engine.generate([probe], params, [0])
     trainer_GT = learner.logprobs([(probe, c.token_ids) for c in completions_G])
-    if held is None and previous is not None:
-        _check_moved(previous, completions_G, trainer_GT)
+    # An engine that cannot read back must at least answer the probe differently.
+    if held is None and previous is not None and completions_G == previous.answers:
+        moved = _mean_difference(previous.trainer_logprobs, trainer_GT)
+        if trainer_GT != previous.trainer_logprobs:
+            raise SyncError(
+                "the weight sync changed nothing: the inference engine answers the probe as before "
+                f"it, bit for bit, while the trainer's log-probs moved by {moved:.3g} nats on "
+                "average. Its load_weights drops the weights"
+            )
     mean = _mean_difference([c.logprobs for c in completions_G], trainer_GT, NUM_COMPARED)
     if not mean <= MAX_MEAN_DLOGP_NATS[dtype]:
         raise SyncError(
@@ -98,33 +104,18 @@ def sync(
     return SyncReport(weights.fingerprint, mean, held is not None, completions_G, trainer_GT)
 
 
-def _check_moved(
-    previous: SyncReport,
-    completions_G: Sequence[Completion],
-    trainer_GT: Sequence[Sequence[float]],
-) -> None:
-    """For an engine that cannot read back: the same weights answer the same probe alike."""
-    if completions_G == previous.answers and trainer_GT != previous.trainer_logprobs:
-        moved = _mean_difference(previous.trainer_logprobs, trainer_GT)
-        raise SyncError(
-            "the weight sync changed nothing: the inference engine answers the probe as before it, "
-            f"bit for bit, while the trainer's log-probs moved by {moved:.3g} nats on average. "
-            "Its load_weights drops what it is given"
-        )
-
-
 def _mean_difference(
     first_GT: Sequence[Sequence[float]],
     second_GT: Sequence[Sequence[float]],
     num_compared: int | None = None,
 ) -> float:
-    """Mean |first - second| over the `num_compared` tokens of lowest log-prob, by the mean of both;
-    None: over all. Nats."""
+    """Mean |first - second|, nats, over the `num_compared` tokens whose log-probs have the lowest
+    mean; None: over all."""
     pairs = [
         pair
         for first_T, second_T in zip(first_GT, second_GT, strict=True)
         for pair in zip(first_T, second_T, strict=True)
     ]
-    # A NaN sorts before every number: it must be among those compared.
+    # A NaN comes first, so that it is among those compared.
     pairs.sort(key=lambda pair: (not math.isnan(sum(pair)), sum(pair)))
     return fmean(abs(first - second) for first, second in pairs[:num_compared])

@@ -16,7 +16,6 @@ from rl.memory.memory_plan import (
     Plan,
     PolicyModel,
     Sizes,
-    pinned_bytes,
 )
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -152,13 +151,11 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
     without_tower = policy.cls.has_frozen_tower(policy.config) and _zero_stage(resolved) < 3
     tower = 0 if without_tower else model.tower_params
     params = model.params - model.tower_params + tower
-    asleep = sum(pinned_bytes(count * num_bytes) for count in model.engine_tensors())
     return InferenceEngine(
         share=stated.share,
         cache_gb=None if stated.cache_mb is None else stated.cache_mb * 2**20 / 1e9,
         own_gb=stated.own_gb + (0 if policy.config.lora is None else stated.adapter_gb),
         weights_gb=params * num_bytes / 1e9,
-        asleep_gb=(asleep + tower * num_bytes) / 1e9,
         kv_bytes=model.kv_bytes(num_bytes),
         step_bytes=model.mlp_bytes(num_bytes)
         + (2 + model.deepstack_levels) * model.width * num_bytes,
@@ -185,25 +182,24 @@ def _frozen(plug: Plug[ModelRunner], own_device: str) -> FrozenModel:
 
 
 def _policy_model(resolved: Resolved, folder: str = "") -> PolicyModel | None:
-    places = [*resolved.policy.cls.reads_from(resolved.policy.config), folder]
-    return next((model for place in places if (model := _language_model(place))), None)
-
-
-def _language_model(path: str) -> PolicyModel | None:
-    """Shape by hub id, or from a local folder's config.json and safetensors headers; None where
-    these do not tell."""
-    file = Path(path) / "config.json"
-    if not path or not file.is_file():
-        return KNOWN.get(path)
-    values = json.loads(file.read_text(encoding="utf-8"))
-    text, vision = values.get("text_config", values), values.get("vision_config", {})
-    params = num_parameters(path)
-    if not params or not text.keys() >= SHAPE:
-        return None
-    return PolicyModel(
-        **PolicyModel.sizes(text),
-        params=params,
-        tower_params=num_parameters(path, lambda name: "visual" in name.split(".")),
-        head_norms=num_parameters(path, lambda name: name.endswith("q_norm.weight")) > 0,
-        deepstack_levels=len(vision.get("deepstack_visual_indexes", ())),
-    )
+    """Shape by hub id, or from a local folder's config.json and safetensors headers, of the first
+    of its places that tells; None where none does."""
+    for path in (*resolved.policy.cls.reads_from(resolved.policy.config), folder):
+        file = Path(path) / "config.json"
+        if not path or not file.is_file():
+            if path in KNOWN:
+                return KNOWN[path]
+            continue
+        values = json.loads(file.read_text(encoding="utf-8"))
+        text, vision = values.get("text_config", values), values.get("vision_config", {})
+        params = num_parameters(path)
+        if params and text.keys() >= SHAPE:
+            norms = num_parameters(path, lambda name: name.endswith("q_norm.weight"))
+            return PolicyModel(
+                **PolicyModel.sizes(text),
+                params=params,
+                tower_params=num_parameters(path, lambda name: "visual" in name.split(".")),
+                head_norms=norms > 0,
+                deepstack_levels=len(vision.get("deepstack_visual_indexes", ())),
+            )
+    return None

@@ -1,9 +1,8 @@
 """Memory of a run on each GPU and on each node, computed from sizes alone.
 
-GB is 1e9 bytes. A tenth of the GPU is left free, for fragmentation and other programs. A GPU has
-more bytes than its name says (85 GB for an "H100 80GB", 150 for an "H200 141GB"), so a plan by
-name is on the safe side; a start plans for the bytes that it finds. The engine's numbers are those
-of vLLM as `engines/vllm/vllm.py` starts it, tested against vLLM's own functions.
+GB is 1e9 bytes; a tenth of the GPU is left free. A GPU has more bytes than its name says (85 GB for
+an "H100 80GB"), so a plan by name is on the safe side. The engine's numbers are those of vLLM,
+tested against vLLM's own functions.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ ENGINE_STEP_TOKENS = 16384
 LARGE_GPU_GB = 70 * 2**30 / 1e9
 CACHE_BLOCK = 16
 """Tokens per block of vLLM's cache on CUDA."""
-SEGMENT_BYTES = 2**21
-"""GPU memory of a large tensor is a multiple of this."""
 
 HOST_PHASES = ("start", "run", "save")
 """Models are moved to the GPU; iterations; a checkpoint is gathered while the engine sleeps."""
@@ -49,14 +46,14 @@ HELD_STATE_GB = 4.0
 """Up to this size of weights and moments every rank keeps a copy of the last finished iteration's
 (1.0 for rank 32 on a 7B), and a second one while the next is made; the first rank keeps a third, of
 the checkpoint that is being written."""
+PINNED = 2.0
+"""vLLM copies each sleeping tensor into pinned host memory of its own, which torch rounds up to a
+power of two: at most twice its size."""
 UNROUNDED = "pinned_max_cached_size_mb"
 """torch's setting above which it neither rounds pinned memory up nor keeps it for later."""
 
 ADAPTABLE = tuple(name for stage in STAGES for name in stage)
 """The linear layers of a decoder layer."""
-
-
-# --- the policy's language model ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -76,19 +73,6 @@ class PolicyModel(ModelShape):
         """Parameters of the adapters on these linear layers; other names count nothing."""
         sides = (sum(self.shape(module)) for module in modules if module in ADAPTABLE)
         return self.num_layers * rank * sum(sides)
-
-    def engine_tensors(self) -> list[float]:
-        """Parameters of each tensor of the language model as an inference engine fuses them;
-        embedding and head are taken as halves of what is in no layer."""
-        of = {name: math.prod(self.shape(name)) for name in ADAPTABLE}
-        layer = [
-            of["q_proj"] + of["k_proj"] + of["v_proj"],
-            of["o_proj"],
-            of["gate_proj"] + of["up_proj"],
-            of["down_proj"],
-        ]
-        rest = self.params - self.tower_params - self.num_layers * sum(layer)
-        return [*layer * self.num_layers, rest / 2, rest / 2]
 
     def kv_bytes(self, bytes_per_value: int) -> int:
         """Key-value cache of one token."""
@@ -161,16 +145,6 @@ KNOWN: Mapping[str, PolicyModel] = {
 """Models that are usually on the hub rather than on the laptop that checks the config."""
 
 
-# --- the inference engine -------------------------------------------------------------------------
-
-
-def pinned_bytes(num_bytes: float) -> int:
-    """Host memory of a sleeping tensor: vLLM copies each into pinned memory of its own, and torch
-    hands that out in powers of two."""
-    in_segments = -(-int(num_bytes) // SEGMENT_BYTES) * SEGMENT_BYTES
-    return 1 << (in_segments - 1).bit_length()
-
-
 @dataclass(frozen=True)
 class InferenceEngine:
     """An engine that holds a copy of the policy's weights."""
@@ -182,9 +156,6 @@ class InferenceEngine:
     own_gb: float
     """CUDA graphs and buffers that it keeps even asleep; assumed."""
     weights_gb: float
-    """Its copy of the weights."""
-    asleep_gb: float
-    """Host memory that the weights take while it sleeps."""
     kv_bytes: int
     """Bytes of one token in its cache."""
     step_bytes: int
@@ -248,9 +219,6 @@ class InferenceEngine:
         return self.num_blocks(gpu_gb) <= self.completion_blocks
 
 
-# --- the plan -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class FrozenModel:
     """A model that is only read: the renderer, or a reward's."""
@@ -269,14 +237,10 @@ class FrozenModel:
     """Whether these are pages of a file, once for all ranks of a machine."""
 
     @property
-    def weights_gb(self) -> float:
-        """All parts together."""
-        return sum(self.weights.values()) * self.bytes_per_value / 1e9
-
-    @property
     def working_gb(self) -> float:
-        """Weights and activations of all parts."""
-        return self.weights_gb + sum(self.activations.values()) * self.bytes_per_value / 1e9
+        """While it works: weights and activations of all parts."""
+        values = sum(self.weights.values()) + sum(self.activations.values())
+        return values * self.bytes_per_value / 1e9
 
     def host_gb(self, num_ranks: int) -> float:
         """Host memory of that many ranks of one machine."""
@@ -343,7 +307,6 @@ class Plan:
     """All occupants of one memory, and the sum per phase."""
 
     rows: Sequence[Row]
-    assumptions: Sequence[str] = ()
     engine: Row | None = None
     """The row that an engine frees while it sleeps; None: there is no such engine."""
     inference: InferenceEngine | None = None
@@ -409,36 +372,30 @@ def engine_line(planned: Plan, gpu_gb: float) -> str:
 
 def plan(sizes: Sizes, gpu_gb: float) -> Plan:
     """Memory per GPU when one rank has it to itself, engine, renderer and learner included."""
-    assumptions = [
-        f"one forward: up to {sizes.forward_tokens} tokens; kept until the rewards are there: "
-        f"{sizes.kept_tokens}",
-        f"{sizes.trained_params / 1e6:.1f} M trained parameters, float32 moments and gradients",
-    ]
     rows = [Row("CUDA context", CONTEXT_GB, PHASES), *_state_rows(sizes)]
     per_device: dict[str, float] = defaultdict(float)
     for model in sizes.frozen:
         if model.device == "auto":
-            rows += _frozen_rows(model)
+            gb = model.bytes_per_value / 1e9
+            rows += [Row(f"{model.name} {n}", x * gb, PHASES) for n, x in model.weights.items()]
+            for part, count in model.activations.items():
+                rows.append(Row(f"{model.name} {part}, working", count * gb, ("render",)))
             continue
         per_device[model.device] += model.working_gb
-        assumptions.append(
-            f"{model.name} lies on {model.device}: {model.weights_gb:.2f} GB of weights there, "
-            f"{model.working_gb - model.weights_gb:.2f} while it works"
-        )
     rows += _forward_rows(sizes)
     engine = sizes.engine
     if engine is None:
         num_tokens = sizes.num_completions * (sizes.prompt_tokens + sizes.completion_tokens)
         cache_gb = sizes.model.kv_bytes(sizes.bytes_per_weight) * num_tokens / 1e9
         rows.append(Row("key-value cache", cache_gb, (AWAKE,)))
-        return Plan(rows, assumptions, elsewhere=dict(per_device))
+        return Plan(rows, elsewhere=dict(per_device))
     others = Plan(rows)
     beside_gb = others.peak_gb if engine.residency == "resident" else others.total_gb(AWAKE)
     room_gb = (1 - FREE_SHARE) * gpu_gb - beside_gb
     engine = engine.with_cache(sizes.num_completions, gpu_gb, room_gb)
     row = Row("engine", engine.claimed_gb(gpu_gb) - engine.own_gb, (AWAKE,))
     rows += [row, Row("engine's own, asleep too", engine.own_gb, PHASES)]
-    planned = Plan(rows, assumptions, row, engine, dict(per_device))
+    planned = Plan(rows, row, engine, dict(per_device))
     stays = engine.residency
     if stays == "auto":
         stays = residency(planned, gpu_gb)
@@ -475,20 +432,6 @@ def _state_rows(sizes: Sizes) -> list[Row]:
     return rows
 
 
-def _frozen_rows(model: FrozenModel) -> list[Row]:
-    num_bytes = model.bytes_per_value
-    return [
-        *(
-            Row(f"{model.name} {part}", count * num_bytes / 1e9, PHASES)
-            for part, count in model.weights.items()
-        ),
-        *(
-            Row(f"{model.name} {part}, working", count * num_bytes / 1e9, ("render",))
-            for part, count in model.activations.items()
-        ),
-    ]
-
-
 def _forward_rows(sizes: Sizes) -> list[Row]:
     """Activations of the policy's forwards and backwards."""
     model, per_value = sizes.model, sizes.bytes_per_weight
@@ -507,9 +450,6 @@ def _forward_rows(sizes: Sizes) -> list[Row]:
     return rows
 
 
-# --- the host -------------------------------------------------------------------------------------
-
-
 def host_plan(
     sizes: Sizes,
     on_gpu: Plan,
@@ -525,7 +465,7 @@ def host_plan(
     if on_gpu.engine is not None and engine is not None and on_gpu.engine.phases != PHASES:
         names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
         rounds = not any(UNROUNDED in environ.get(name, "") for name in names)
-        asleep_gb = engine.asleep_gb if rounds else engine.weights_gb
+        asleep_gb = engine.weights_gb * (PINNED if rounds else 1)
         rows.append(Row("engine asleep, pinned", num_ranks * asleep_gb, after_start))
     if sizes.lora_rank is None and sizes.zero_stage in (1, 2):
         # DeepSpeed makes one flat tensor of all weights, on the host where the GPU lacks room.
@@ -534,11 +474,9 @@ def host_plan(
             rows.append(Row("ZeRO's flat weights", num_ranks * 2 * sizes.weights_gb, ("start",)))
     if sizes.reads_reference:
         rows.append(Row("reference weights", num_ranks * sizes.weights_gb, after_start))
-    rows += [
-        Row(f"{model.name}, not on the GPU", model.host_gb(num_ranks), HOST_PHASES)
-        for model in sizes.frozen
-        if model.host_gb(num_ranks)
-    ]
+    for model in sizes.frozen:
+        if host_gb := model.host_gb(num_ranks):
+            rows.append(Row(f"{model.name}, not on the GPU", host_gb, HOST_PHASES))
     gathered_gb = sizes.trained_params * 12 / 1e9
     if gathered_gb <= HELD_STATE_GB:
         held_gb = (num_ranks * 2 + 1) * gathered_gb
@@ -548,19 +486,18 @@ def host_plan(
     return Plan(rows, phases=HOST_PHASES)
 
 
-def host_problems(planned: Plan, num_ranks: int, here_gb: float | None) -> list[str]:
-    """Why it does not fit a machine of that size; [] where it does, or the size is unknown."""
-    if here_gb is None or planned.peak_gb <= here_gb:
+def host_problems(planned: Plan | None, num_ranks: int, here_gb: float | None) -> list[str]:
+    """Why it does not fit a machine of that size; [] where it does, or a size is unknown."""
+    if planned is None or here_gb is None or planned.peak_gb <= here_gb:
         return []
     phase = max(HOST_PHASES, key=planned.total_gb)
-    parts = sorted((row for row in planned.rows if phase in row.phases), key=lambda row: -row.gb)
-    named = ", ".join(f"{row.part} {row.gb:.1f}" for row in parts)
-    remedy = "take fewer ranks on it, or a machine with more"
-    if any(row.part.startswith("engine") for row in parts):
+    rows = sorted((row for row in planned.rows if phase in row.phases), key=lambda row: -row.gb)
+    named = ", ".join(f"{row.part} {row.gb:.1f}" for row in rows)
+    remedy = "take fewer ranks, or a machine with more"
+    if "engine asleep" in named:
         remedy += (
-            f"; PYTORCH_ALLOC_CONF={UNROUNDED}:1 keeps torch from rounding what is pinned up to "
-            "powers of two (and pins it anew at every sleep), engine.residency=resident pins "
-            "nothing, where the GPU has room"
+            f"; PYTORCH_ALLOC_CONF={UNROUNDED}:1 pins no more than the engine's weights, but anew "
+            "at every sleep; engine.residency=resident pins nothing, where the GPU has room"
         )
     return [
         f"host memory: {planned.peak_gb:.1f} GB in phase {phase!r} of {num_ranks} ranks on a "

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rl.api.types import Completion, Prompt
-from rl.policies.qwen_vl.qwen_vl_config import Config
-from rl.policies.qwen_vl.qwen_vl_policy import NOTHING_WRITTEN, QwenVL
-from rl.policies.qwen_vl.tower import Tower
+from rl.policies.qwen_vl.qwen_vl_loading import Config
+from rl.policies.qwen_vl.qwen_vl_policy import NOTHING_WRITTEN, TEXT_POSITIONS, QwenVL
 
 __all__ = ["Config", "Qwen25VL"]
 
 
-class WindowedTower(Tower):
-    """Patches see their window, in some layers their whole picture; its MLPs are gated."""
-
-    linear_layers = frozenset({"qkv", "proj"})
-
-
-class Qwen25VL(QwenVL[Config]):
-    """Plain features behind its tower."""
-
+class Qwen25VL(QwenVL):
     model_types = frozenset({"qwen2_5_vl"})
     model_classes = frozenset({"Qwen2_5_VLForConditionalGeneration"})
-    tower = WindowedTower()
     slot_px = 28
 
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
         """An editor is asked with M-RoPE, as it was trained, and as upstream's pipeline does."""
         arms = dict(super().stock_arms(prompt))
         if self.setup.kind != "text" and prompt.images:  # plain text's positions are the same
-            upstream = self.prompts.with_text_positions(prompt.plain)
+            plain = prompt.plain
+            inputs = {**plain.model_inputs, TEXT_POSITIONS: True}
+            upstream = replace(plain, model_inputs=inputs)
             arms["stock_upstream"] = (upstream, NOTHING_WRITTEN)
         return arms

@@ -4,34 +4,21 @@ norm."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from rl.config.schema import MAX_COUNT
-from rl.policies.qwen_vl import qwen_vl_config
+from rl.policies.qwen_vl.qwen_vl_loading import Config
+from rl.policies.qwen_vl.qwen_vl_pictures import Tower
 from rl.policies.qwen_vl.qwen_vl_policy import QwenVL
-from rl.policies.qwen_vl.tower import Tower
 
 if TYPE_CHECKING:
     import torch
 
-
-class Config(qwen_vl_config.Config):
-    """The policy section."""
-
-    image_max_pixels: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] | None = None
-    """Largest picture area the model sees, px; null = the processor's own."""
-    max_kept_pictures: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 64
-    """Pictures whose features (while the vision tower is frozen) and negative embeddings are kept
-    on the device; features have four times the width of a state: each about 34 MB at 1024 x 1024
-    px (8B). Fewer than a rank has prompts in an iteration: they are encoded again."""
+__all__ = ["Config", "Qwen3VL"]
 
 
 class DeepstackTower(Tower):
-    """Patches see their whole picture. Features of some layers go, each through a merger of its
-    own, into the language model's first layers: a picture's are [N_img, D (1 + levels)], the last
-    layer's first."""
+    """Features of some layers go, each through a merger of its own, into the language model's first
+    layers: a picture's are [N_img, D (1 + levels)], the last layer's first."""
 
     linear_layers = frozenset({"qkv", "proj", "linear_fc1", "linear_fc2"})
 
@@ -53,10 +40,7 @@ class DeepstackTower(Tower):
         return BaseModelOutputWithDeepstackFeatures(pooler_output=last, deepstack_features=others)
 
 
-class Qwen3VL(QwenVL[Config]):
-    """Its prompts' M-RoPE interleaves its axes, and each head's queries and keys are normed, all of
-    which is transformers' own affair."""
-
+class Qwen3VL(QwenVL):
     model_types = frozenset({"qwen3_vl"})
     model_classes = frozenset({"Qwen3VLForConditionalGeneration"})
     state_kinds = frozenset({"post_norm", "pre_norm"})

@@ -16,17 +16,9 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from rl.publish.card_facts import (
-    at,
-    base_of,
-    is_of_hub,
-    judge_of,
-    licence_of,
-    training_paths,
-    without_places,
-)
+from rl.files.adapter_base import is_hub_id
+from rl.files.model_files import cached
 from rl.text.markdown import code, text
-from rl.text.untrusted import shown
 
 Form = Literal["adapter", "model", "text-encoder"]
 """A PEFT adapter; a whole model with tokenizer; the encoder's folder of a diffusers pipeline."""
@@ -50,6 +42,8 @@ WHAT = {
     "text-encoder": "The text encoder of an editor: a",
 }
 
+_LICENSE = re.compile(r"[A-Za-z0-9][\w.-]{0,59}")
+_MAX_README_BYTES = 1_000_000
 OWN_WORDS = "own_words"
 """In the name of a picture that the user's own words give, where nothing is edited."""
 
@@ -122,18 +116,13 @@ def model_card(
     editor, words = at(config, "renderer.model_path"), at(config, "policy.model_path")
     is_editors = bool(at(config, "policy.init_text_encoder_from"))
     samples = evidence.samples if evidence else ()
-    widget = [
-        {"text": shown(sample.instruction, 200), "output": {"url": sample.files[-1]}}
-        for sample in samples
-        if sample.files and TASKS.get(renderer) == "image-to-image"
-    ]
 
     def named(key: str) -> Markup:
         value = at(config, key)
         return Markup("unknown" if value is None else text(value, 60))  # nosec B704 # escaped
 
     return _template().render(
-        front=Markup(_front(config, form, widget)),  # nosec B704 # no value ends a line
+        front=Markup(_front(config, form)),  # nosec B704 # no value ends a line
         name=config.get("run_name", "a policy"),
         what=WHAT[form],
         named=named,
@@ -163,7 +152,6 @@ def model_card(
             if name.startswith(("eval/reward", "reward/mean"))
         ],
         shows_own_words=any(OWN_WORDS in file for sample in samples for file in sample.files),
-        widget=widget,
         judge=judge_of(config),
         ungraded_share=(evidence.ungraded_share if evidence else metrics.get("status/ungraded")),
         licences=_licences(config),
@@ -184,15 +172,13 @@ def _template() -> Template:
     return environment.get_template("model_card.md.j2")
 
 
-def _front(config: Mapping[str, Any], form: Form, widget: list[dict[str, Any]]) -> str:
+def _front(config: Mapping[str, Any], form: Form) -> str:
     """YAML."""
     from huggingface_hub import ModelCardData
 
     base = base_of(config)
-    licence = licence_of(base)
+    licence, licence_name = licence_of(base) or ("other", "unknown")
     more: dict[str, Any] = {}
-    if licence is None or licence[0] == "other":
-        more["license_name"] = "unknown" if licence is None else licence[1]
     if is_of_hub(base):
         more |= {"base_model": base}
         more |= {"base_model_relation": "adapter" if form == "adapter" else "finetune"}
@@ -200,12 +186,12 @@ def _front(config: Mapping[str, Any], form: Form, widget: list[dict[str, Any]]) 
         library_name={"adapter": "peft", "model": "transformers"}.get(form, "diffusers"),
         tags=["grpo", "reinforcement-learning"],
         pipeline_tag=TASKS.get(str(at(config, "renderer.type"))),
-        license=licence[0] if licence else "other",
+        license=licence,
+        license_name=licence_name,
         datasets=sorted(
             {path for path in training_paths(config) if path.count("/") == 1 and is_of_hub(path)}
         )
         or None,
-        widget=widget or None,
         **more,
     )
     return str(front.to_yaml())
@@ -223,8 +209,77 @@ def _licences(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         (
             what,
             place if is_of_hub(place) else "local files",
-            " ".join(licence_of(place) or ["unknown"]),
+            " ".join(filter(None, licence_of(place) or ["unknown"])),
         )
         for what, place in dict.fromkeys(places)
         if place
     ]
+
+
+def at(config: Any, key: str) -> Any:
+    """The value at 'section.key'; None where there is none."""
+    for word in key.split("."):
+        config = config.get(word) if isinstance(config, Mapping) else None
+    return config
+
+
+def is_of_hub(place: object) -> bool:
+    """Whether that is a repository's id, and no folder of that name lies here."""
+    return isinstance(place, str) and bool(place) and is_hub_id(place)
+
+
+def base_of(config: Mapping[str, Any]) -> str:
+    """The weights that training started from, folder or hub id; '' where nobody knows."""
+    base = at(config, "policy.init_text_encoder_from") or at(config, "policy.model_path")
+    return base if isinstance(base, str) else ""
+
+
+def judge_of(config: Mapping[str, Any]) -> str:
+    """The judge's model; '' where no judge is asked."""
+    if not (at(config, "judge.api_base") or at(config, "judge.start_command")):
+        return ""
+    return str(at(config, "judge.model") or "(unnamed)")
+
+
+def training_paths(config: Mapping[str, Any]) -> list[str]:
+    """Folders, files and hub ids of the training data."""
+    sources = at(config, "data.train")
+    paths = [at(s, "path") for s in (sources if isinstance(sources, list) else [])]
+    return [path for path in paths if isinstance(path, str)]
+
+
+def without_places(value: Any) -> Any:
+    """`value` with no path or address of the machine that trained; ids of the hub stay."""
+    if isinstance(value, Mapping):
+        return {key: without_places(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_places(item) for item in value]
+    if not isinstance(value, str) or value.startswith("pkg://"):
+        return value
+    if "://" in value:
+        return "(an address)"
+    is_path = "/" in value or value.startswith("~")
+    return f"(a path)/{Path(value).name}" if is_path and not is_of_hub(value) else value
+
+
+def licence_of(place: str) -> tuple[str, str | None] | None:
+    """(licence, its own name where the licence is 'other') that the card of a model or a data set
+    states. None where it states none, or no card is in the folder or in the hub's cache. The
+    network is not asked."""
+    from huggingface_hub import metadata_load
+
+    try:
+        card: Path | None = Path(place, "README.md")
+        if is_of_hub(place):
+            card = cached(place, "README.md")
+        if card is None or not card.is_file() or card.stat().st_size > _MAX_README_BYTES:
+            return None
+        stated = metadata_load(card) or {}
+        licence, name = stated.get("license"), stated.get("license_name")
+    except Exception:  # of a reader of YAML, in which anybody may have written anything
+        return None
+    if not isinstance(licence, str) or not _LICENSE.fullmatch(licence):
+        return None
+    if licence != "other":
+        return licence, None
+    return licence, name if isinstance(name, str) and _LICENSE.fullmatch(name) else "unnamed"

@@ -148,9 +148,6 @@ class Dist:
         """One dict for all ranks: each of the `Metrics` over its own global denominator."""
         return type(metrics).merge(self.gather(metrics.state()))
 
-    def barrier(self) -> None:
-        self.gather(None)
-
     def close(self) -> None:
         """Leave the process group; the last call of a run that ended well."""
         if self.world_size > 1:
@@ -180,18 +177,15 @@ def _waiting() -> Iterator[None]:
 
 def _read_env(environ: Mapping[str, str]) -> tuple[int, int, int]:
     """(rank, world_size, local_rank); one process where no launcher set them."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    if int(environ.get("WORLD_SIZE", "1")) == 1:
+    world_size = int(environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
         return 0, 1, 0
-    if missing := [name for name in names if name not in environ]:
+    if missing := {"RANK", "LOCAL_RANK"} - environ.keys():
         raise ValueError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} but {', '.join(missing)} is not set: start "
-            "several ranks with `python -m rl.simple_launch --nproc N`, or unset WORLD_SIZE"
+            f"WORLD_SIZE={world_size} but {', '.join(sorted(missing))} is not set: start several "
+            "ranks with `python -m rl.simple_launch --nproc N`, or unset WORLD_SIZE"
         )
-    rank, world_size, local_rank = (int(environ[name]) for name in names)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"RANK={rank} is not within WORLD_SIZE={world_size}")
-    return rank, world_size, local_rank
+    return int(environ["RANK"]), world_size, int(environ["LOCAL_RANK"])
 
 
 def _resolve_device(device: str, local_rank: int) -> str:

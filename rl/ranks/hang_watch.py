@@ -12,7 +12,7 @@ from rl.ranks import heartbeat
 from rl.ranks.heartbeat import Beat
 
 SAID_AFTER_S = 45.0
-"""A rank that has not moved on for so long is named, and again whenever that has doubled."""
+"""A rank that has not moved on for so long is named, once."""
 WATCHED_ELSEWHERE = "judge_wait"
 """The phase that the judge's client watches: it gives up by limits of its own."""
 
@@ -47,8 +47,7 @@ class HangWatch:
         self._limit_s, self._is_one_node = limit_s, is_one_node
         self._said_after_s = min(SAID_AFTER_S, limit_s / 2)
         self._looked_s = self._awake_s = time.monotonic()
-        self._say_again: dict[int, float] = {}
-        """Rank that was named -> idle seconds at which it is named again."""
+        self._named: set[int] = set()
         self.hung: dict[int, Seen] = {}
         """The ranks that hang, as of the last look."""
 
@@ -61,11 +60,11 @@ class HangWatch:
         seen = {rank: one for rank in self._beats if (one := self._see(rank, now_s)) is not None}
         self.hung = self._hung_of(seen)
         for rank, one in self.hung.items():
-            if one.idle_s >= self._say_again.get(rank, self._said_after_s):
-                self._say_again[rank] = 2 * one.idle_s
+            if one.idle_s >= self._said_after_s and rank not in self._named:
+                self._named.add(rank)
                 self._say(self._sentence(rank, seen, now_s))
-        for rank in [rank for rank in self._say_again if rank not in self.hung]:
-            del self._say_again[rank]
+        for rank in self._named - self.hung.keys():
+            self._named.remove(rank)
             if rank in seen and seen[rank].kind == "moves":
                 self._say(f"rank {rank} goes on, {seen[rank].at(now_s)}")
         return any(one.idle_s >= self._limit_s and self._may_end(one) for one in self.hung.values())
@@ -100,17 +99,13 @@ class HangWatch:
     def _hung_of(self, seen: Mapping[int, Seen]) -> dict[int, Seen]:
         """The ranks to blame: of several stuck ones the first, because on a GPU a rank waits for
         others in any call."""
-        dead = {rank: one for rank, one in seen.items() if one.kind in ("silent", "stopped")}
-        if dead:
+        if dead := {rank: one for rank, one in seen.items() if one.kind in ("silent", "stopped")}:
             return dead
-        stuck = [(one.beat.moved_s, rank) for rank, one in seen.items() if one.kind == "stuck"]
-        if stuck:
-            first = min(stuck)[1]
-            return {first: seen[first]}
-        if not seen or any(one.kind != "waits" for one in seen.values()):
-            return {}
-        last = max((one.beat.moved_s, rank) for rank, one in seen.items())[1]
-        return {last: seen[last]}
+        by_move = sorted(seen.items(), key=lambda item: item[1].beat.moved_s)
+        if stuck := [(rank, one) for rank, one in by_move if one.kind == "stuck"]:
+            return dict(stuck[:1])
+        all_wait = all(one.kind == "waits" for one in seen.values())
+        return dict(by_move[-1:]) if all_wait else {}
 
     def _may_end(self, one: Seen) -> bool:
         """This launcher does not know whether ranks of other nodes wait for the judge."""

@@ -1,7 +1,7 @@
 """Whether the other nodes of a run are still there, and why they ended.
 
-Ranks do not notice a cut cable: they wait in a collective for hours. So the launchers count up in
-the rendezvous' store; node 0 reads all other counters, and they read node 0's.
+Ranks do not notice a cut cable: they wait in a collective for hours. So each launcher counts up in
+the rendezvous' store; node 0 reads all other counters, and the others read node 0's.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 BEAT_S = 2.0
-SAID_S = 20.0
-"""Silence of a node after which a line says so."""
 LOST_S = 60.0
 """Silence of a node after which it is lost. TCP is back from an interruption half as long."""
 STOPPED_S = 10.0
@@ -27,8 +25,8 @@ LEAVE_S = 60.0
 
 
 class NodeWatch:
-    """One node's view of the others. Only its own thread uses the store, whose calls do not return
-    while the line is cut."""
+    """One node's view of the others. Only its own thread uses the store: calls of the store do not
+    return while the network is down."""
 
     def __init__(
         self, store: TCPStore, node: int, num_nodes: int, num_ranks: int, say: Callable[[str], Any]
@@ -36,42 +34,27 @@ class NodeWatch:
         """`num_ranks`: on each node. `say` prints a line."""
         self.ending = ""
         """Why the ranks here failed, for the other nodes; '' if they did not."""
-        self._store = store
-        self._node = node
-        self._num_ranks = num_ranks
-        self._say = say
+        self._store, self._node, self._num_ranks, self._say = store, node, num_ranks, say
         self._others = [other for other in range(num_nodes) if other != node]
         self._beats = dict.fromkeys(self._others if node == 0 else [0], -1)
         self._heard_s = dict.fromkeys(self._beats, time.monotonic())
         """Node -> when it last counted up; without nodes that have left."""
         self._looked_s = time.monotonic()
-        self._silent: set[int] = set()
         self._lost: set[int] = set()
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._speak, daemon=True)
         self._thread.start()
 
     def lost(self) -> str:
-        """The node that is out of reach for `LOST_S`, in words, or ''. Call it every second: it
-        logs which node falls silent and which is back."""
+        """The node that is out of reach for `LOST_S`, in words, or ''. Call it every second."""
         now_s = time.monotonic()
         if now_s - self._looked_s > STOPPED_S:
             self._heard_s = dict.fromkeys(self._heard_s.copy(), now_s)
         self._looked_s = now_s
         for node, heard_s in self._heard_s.copy().items():
-            silent_s = now_s - heard_s
-            if silent_s >= LOST_S:
+            if now_s - heard_s >= LOST_S:
                 self._lost.add(node)
-                return f"{self._name(node)} is out of reach for {silent_s:.0f} s"
-            if silent_s >= SAID_S and node not in self._silent:
-                self._silent.add(node)
-                self._say(
-                    f"nothing is heard of {self._name(node)} for {silent_s:.0f} s: after "
-                    f"{LOST_S:.0f} s this run saves and stops"
-                )
-            elif silent_s < SAID_S and node in self._silent:
-                self._silent.remove(node)
-                self._say(f"{self._name(node)} is back")
+                return f"{self._name(node)} is out of reach for {now_s - heard_s:.0f} s"
         return ""
 
     def leave(self) -> None:

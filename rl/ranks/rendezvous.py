@@ -1,7 +1,7 @@
 """Where the ranks of a run meet, and which network interfaces they may listen on.
 
 One node: a private file, and loopback. Several: one store at the address of `--rdzv-endpoint`, kept
-by node 0's launcher. torch's own agent would listen on every interface and unpickle what it reads.
+by node 0's launcher. torch's own agent would listen on every interface.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from rl.ranks.node_watch import NodeWatch
 
@@ -28,6 +29,7 @@ JOIN_S = 600.0
 _LINE_EVERY_S = 30.0
 
 Environment = dict[str, str]
+Say = Callable[[str], Any]
 
 
 class RendezvousError(Exception):
@@ -46,10 +48,6 @@ def on_one_node(folder: Path) -> Environment:
     }
 
 
-def is_one_node() -> bool:
-    return INIT_METHOD in os.environ
-
-
 def interface_of(address: str) -> str:
     """Name of the interface that has this address. Raises RendezvousError when none has."""
     import psutil
@@ -62,7 +60,7 @@ def interface_of(address: str) -> str:
 
 @contextmanager
 def on_several_nodes(
-    endpoint: str, node: int, num_nodes: int, num_local_ranks: int, say: Callable[[str], Any]
+    endpoint: str, node: int, num_nodes: int, num_local_ranks: int, say: Say
 ) -> Iterator[tuple[Environment, NodeWatch]]:
     """What a rank of this node needs, and the watch over other nodes; entered once all nodes are
     there, left when they have ended.
@@ -70,15 +68,15 @@ def on_several_nodes(
     `endpoint`: host:port of node 0, as given on every node. `say` prints a line during waits.
     GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME stay as the user set them. Raises RendezvousError.
     """
-    host, port = _split(endpoint)
-    store = _host(host, port, say) if node == 0 else _join(host, port, say)
+    family, address = _resolve(endpoint)
+    host, port = str(address[0]), int(address[1])
+    store = _listen(family, host, port, say) if node == 0 else _join(host, port, say)
     _check_in(store, node, num_nodes, num_local_ranks, say)
-    family, address = _resolve(host, port)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         interface = interface_of(str(probe.getsockname()[0]))  # on the way to node 0
     environment = {
-        "MASTER_ADDR": address[0],
+        "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # or rank 0 would host one, on every interface
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", interface),
@@ -91,74 +89,50 @@ def on_several_nodes(
         watch.leave()
 
 
-def open_to_others() -> list[str]:
-    """`address:port` of everything that this process and its children let other machines reach."""
-    import psutil
-
-    this, places = psutil.Process(), []
-    for process in (this, *this.children(recursive=True)):
-        with suppress(psutil.Error):  # it has just ended
-            for socket_ in process.net_connections("inet"):
-                address = socket_.laddr
-                is_local = address and ipaddress.ip_address(address.ip).is_loopback
-                if socket_.status == psutil.CONN_LISTEN and not is_local:
-                    places.append(f"{address.ip}:{address.port}")
-    return places
-
-
-def _split(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    is_number = port.isascii() and port.isdigit() and len(port) <= 5
-    if not host or not is_number or not 0 < int(port) < 1 << 16:
+def _resolve(endpoint: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """The first address of host:port, as `socket.connect` takes it."""
+    try:
+        parts = urlsplit(f"//{endpoint}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port:
         raise RendezvousError(f"--rdzv-endpoint {endpoint!r} is not host:port")
-    return host, int(port)
-
-
-def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         raise RendezvousError(
-            f"--rdzv-endpoint {host}:{port}: {host} is not known here ({error})"
+            f"--rdzv-endpoint {endpoint}: {host} is not known here ({error})"
         ) from None
     return family, address
 
 
-def _host(host: str, port: int, say: Callable[[str], Any]) -> TCPStore:
+def _listen(family: socket.AddressFamily, host: str, port: int, say: Say) -> TCPStore:
     """Node 0's store, listening on this one address."""
     from torch.distributed import TCPStore
 
-    family, address = _resolve(host, port)
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address)
-        listener.listen()
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        listener.close()
         raise RendezvousError(
-            f"node 0 cannot listen on {address[0]}:{port} ({error.strerror}): --rdzv-endpoint "
+            f"node 0 cannot listen on {host}:{port} ({error.strerror}): --rdzv-endpoint "
             "names an address of node 0's own and a port that is free there"
         ) from None
-    if ipaddress.ip_address(address[0]).is_loopback:
+    if ipaddress.ip_address(host).is_loopback:
         say(
-            f"node 0 listens on {address[0]}, which only this machine reaches: for other machines, "
+            f"node 0 listens on {host}, which only this machine reaches: for other machines, "
             "name its address on their network in --rdzv-endpoint"
         )
-    return TCPStore(
-        address[0], port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    descriptor = listener.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def _join(host: str, port: int, say: Callable[[str], Any]) -> TCPStore:
+def _join(host: str, port: int, say: Say) -> TCPStore:
     from torch.distributed import TCPStore
-
-    _, address = _resolve(host, port)
 
     def answers() -> bool:
         with suppress(OSError):
-            socket.create_connection(address[:2], timeout=5).close()
+            socket.create_connection((host, port), timeout=5).close()
             return True
         return False
 
@@ -169,12 +143,10 @@ def _join(host: str, port: int, say: Callable[[str], Any]) -> TCPStore:
         "command with --node-rank 0 there, and let the port through",
         say,
     )
-    return TCPStore(address[0], port, is_master=False, timeout=timedelta(seconds=60))
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
 
 
-def _check_in(
-    store: TCPStore, node: int, num_nodes: int, num_local_ranks: int, say: Callable[[str], Any]
-) -> None:
+def _check_in(store: TCPStore, node: int, num_nodes: int, num_local_ranks: int, say: Say) -> None:
     """Meet all the other nodes, and compare what they were started with."""
     plan = f"{num_nodes} nodes of {num_local_ranks} ranks"
     theirs = store.compare_set("plan", "", plan).decode()
@@ -192,9 +164,7 @@ def _check_in(
     )
 
 
-def _wait_until(
-    condition: Callable[[], bool], line: str, problem: str, say: Callable[[str], Any]
-) -> None:
+def _wait_until(condition: Callable[[], bool], line: str, problem: str, say: Say) -> None:
     """Poll for `JOIN_S`; `say` the line every half a minute. Raises RendezvousError(problem)."""
     began_s = line_s = time.monotonic()
     while not condition():

@@ -129,11 +129,11 @@ class RunRecord:
             return
         with self._in_place():
             bare_P = bare_P or [None] * len(episodes_PG)
-            self._write_pictures_and_lines(iteration, episodes_PG, advantages_PG, bare_P)
+            self._write_lines(iteration, episodes_PG, advantages_PG, bare_P)
             if num_kept := self._tracking.keep_images_of_last_n_iterations:
                 self._forget_images(iteration - num_kept)
 
-    def _write_pictures_and_lines(
+    def _write_lines(
         self,
         iteration: int,
         episodes_PG: Sequence[Sequence[Episode]],

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rl.checkpoints.checkpoint import find, iteration_of, steps_of, too_new
+from rl.checkpoints.checkpoint import SAVING, find, iteration_of, steps_of, too_new
 from rl.config import formats
 from rl.files.atomic import read_rows, row_of
-from rl.record.run_lock import LOCKS, Use, use_of
 from rl.text.untrusted import shown
 
-NO_RUN = "no run"
+LOCKS = (".lock", SAVING)
 _MAX_SHOWN = 200
 _MAX = 10**9
 _PICTURES = ("images", "evaluation", "stock", "report")
@@ -37,7 +38,7 @@ class Summary:
     bytes_of: Mapping[str, int] = field(default_factory=dict)
     written_s: float = 0.0
     """When a file in it was last written, s since 1970."""
-    use: Use = "unknown"
+    is_running: bool = False
     checkpoint: int | None = None
     """Iterations in the newest checkpoint that is whole, by its files' sizes."""
     damaged: Sequence[int] = ()
@@ -72,9 +73,9 @@ def _is_begun(path: Path) -> bool:
 
 def _look(path: Path) -> Summary:
     if not _is_begun(path):
-        return Summary(path, NO_RUN)
+        return Summary(path, "no run")
     bytes_of, written_s = _sizes(path)
-    known = Summary(path, bytes_of=bytes_of, written_s=written_s, use=use_of(path))
+    known = Summary(path, bytes_of=bytes_of, written_s=written_s, is_running=is_in_use(path))
     if problem := too_new(path):
         return replace(known, problem=shown(problem, _MAX_SHOWN))
     file = path / "config.json"
@@ -125,11 +126,17 @@ def _is_number(value: object) -> bool:
 
 
 def _sizes(path: Path) -> tuple[dict[str, int], float]:
-    """(bytes by kind, when the last file was written)."""
+    """(bytes by kind, when the last file was written); links are not followed."""
     bytes_of = {"checkpoints": 0, "pictures": 0, "rest": 0}
     written_s = path.stat().st_mtime
     newest_s = 0.0
-    for file, known in files_in(path):
+    for file in (Path(folder, name) for folder, _, names in os.walk(path) for name in names):
+        try:
+            known = file.lstat()
+        except FileNotFoundError:  # it vanished meanwhile
+            continue
+        if not stat.S_ISREG(known.st_mode):
+            continue
         top = file.relative_to(path).parts[0]
         is_picture = top in _PICTURES and file.suffix == ".png"
         kind = "checkpoints" if top == "checkpoints" else "pictures" if is_picture else "rest"
@@ -140,14 +147,17 @@ def _sizes(path: Path) -> tuple[dict[str, int], float]:
     return bytes_of, newest_s or written_s
 
 
-def files_in(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Every file below a folder; what vanishes meanwhile is left out, and links are."""
-    for folder, _, names in os.walk(path):
-        for name in names:
-            file = Path(folder) / name
+def is_in_use(run_dir: Path) -> bool:
+    """Whether a run, or a rank of one that saves, is in that folder, by the kernel's locks. Makes
+    no file. False on a file system without locks."""
+    with ExitStack() as stack:
+        for name in LOCKS:
             try:
-                known = file.lstat()
-            except FileNotFoundError:
+                descriptor = os.open(run_dir / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            except OSError:
                 continue
-            if stat.S_ISREG(known.st_mode):
-                yield file, known
+    return False

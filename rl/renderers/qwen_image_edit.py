@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from rl.api.types import PromptTemplate
-from rl.renderers.qwen_image.denoising_config import QwenImageConfig
+from rl.renderers.qwen_image.denoising_config import DenoisingConfig
 from rl.renderers.qwen_image.qwen_image_editor import QwenImageEditor
 
 
-class Config(QwenImageConfig):
+class Config(DenoisingConfig):
     """`renderer: { type: 'qwen_image_edit', ... }`."""
 
 
@@ -15,7 +14,3 @@ class QwenImageEdit(QwenImageEditor[Config]):
     """Its text encoder reads the picture, then the instruction."""
 
     pipeline = "QwenImageEditPipeline"
-
-    @classmethod
-    def prompt_template(cls, config: Config) -> PromptTemplate:
-        return cls.edit_template(config)

@@ -6,13 +6,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rl.api.types import PromptTemplate
 from rl.config.schema import MAX_COUNT
-from rl.renderers.qwen_image.denoising_config import QwenImageConfig
+from rl.renderers.qwen_image.denoising_config import DenoisingConfig
 from rl.renderers.qwen_image.qwen_image_editor import QwenImageEditor
 
 
-class Config(QwenImageConfig):
+class Config(DenoisingConfig):
     """`renderer: { type: 'qwen_image_edit_plus', ... }`."""
 
     model_path: str = "Qwen/Qwen-Image-Edit-2511"
@@ -28,7 +27,8 @@ class QwenImageEditPlus(QwenImageEditor[Config]):
     """Its text encoder reads small pictures under their numbers, then the instruction."""
 
     pipeline = "QwenImageEditPlusPipeline"
+    picture = "Picture {number}: {image}"
 
     @classmethod
-    def prompt_template(cls, config: Config) -> PromptTemplate:
-        return cls.edit_template(config, "Picture {number}: {image}", config.max_pictures)
+    def max_pictures(cls, config: Config) -> int:
+        return config.max_pictures

@@ -1,35 +1,28 @@
-"""Says what a reader of a run should know before believing it, a sentence each."""
+"""The alarms on a run's page, a sentence each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rl.report.curves import points
-from rl.report.pages import Made
 from rl.report.reading import Record, is_control
 from rl.report.summary import CONTROL
 
 _NOT_GRADED = 0.01
 _TAUGHT_NOTHING = 0.5
-"""Shares above which it is said."""
+"""Shares above which there is an alarm."""
 _MAX_NAMED = 8
 
 
 def alarms(
-    run_dir: Path,
-    metrics: Sequence[Record],
-    config: Mapping[str, Any],
-    damaged: Mapping[str, int],
-    made: Made,
+    metrics: Sequence[Record], config: Mapping[str, Any], damaged: Mapping[str, int]
 ) -> list[str]:
     """`damaged`: file -> lines of it that cannot be read."""
-    said = [CONTROL] if is_control(config) else []
+    sentences = [CONTROL] if is_control(config) else []
     if alarmed := [str(row["iteration"]) for row in metrics if row.get("drift/alarm")]:
-        said.append(
+        sentences.append(
             f"Drift: after {_named(alarmed)} iterations words that training does not change had "
             "lost more than noise."
         )
@@ -42,7 +35,7 @@ def alarms(
         recent = fmean(shares[-10:]) if shares else 0.0
         if shares and max(fmean(shares), recent) > _NOT_GRADED:
             lately = f", {recent:.1%} in the last 10" if len(shares) > 10 else ""
-            said.append(f"{fmean(shares):.1%} {what}{lately}; {max(shares):.1%} at worst.")
+            sentences.append(f"{fmean(shares):.1%} {what}{lately}; {max(shares):.1%} at worst.")
     for name, what in (
         ("groups/dead", "are dead: all rewards equal and below 0.5"),
         ("groups/zero_spread", "have no spread of rewards, and teach nothing"),
@@ -50,42 +43,16 @@ def alarms(
         shares = [value for _, value in points(metrics, name)]
         if shares and (recent := fmean(shares[-10:])) > _TAUGHT_NOTHING:
             last = "last 10 iterations" if len(shares) > 10 else "run"
-            said.append(f"{recent:.0%} of the groups of the {last} {what}.")
+            sentences.append(f"{recent:.0%} of the groups of the {last} {what}.")
     skipped = sum(value for _, value in points(metrics, "optimizer/skipped_steps"))
     if skipped:
-        said.append(f"{skipped:g} optimiser steps were skipped for a non-finite gradient.")
+        sentences.append(f"{skipped:g} optimiser steps were skipped for a non-finite gradient.")
     if damaged:
         files = [f"{file} ({count})" for file, count in damaged.items()]
-        said.append(f"Damaged lines are left out: {_named(files)}.")
-    return said + _lost(run_dir, metrics, config, made)
+        sentences.append(f"Damaged lines are left out: {_named(files)}.")
+    return sentences
 
 
-def _lost(
-    run_dir: Path, metrics: Sequence[Record], config: Mapping[str, Any], made: Made
-) -> list[str]:
-    """Iterations without a line, or without the episodes that the config asks for."""
-    said = []
-    lines = {row["iteration"] for row in metrics}
-    last = max(lines, default=0)
-    if num_missing := last - len(lines - {0}):
-        first = islice((str(it) for it in range(1, last) if it not in lines), _MAX_NAMED)
-        said.append(f"metrics.jsonl has no line of iterations {_named([*first], num_missing)}.")
-    tracking = config.get("tracking")
-    every = tracking.get("log_episodes_every_n_iterations") if isinstance(tracking, Mapping) else 1
-    there = {it for it, _ in made.iterations}
-    if type(every) is int and every > 0 and there:
-        wanted = [it for it in sorted(lines) if it >= min(there) and it % every == 0]
-        if missing := [str(it) for it in wanted if it not in there]:
-            said.append(f"episodes/ has no record of iterations {_named(missing)}.")
-    if set_aside := sorted(path.name for path in run_dir.glob("set_aside/*") if path.is_dir()):
-        said.append(
-            f"{len(set_aside)} times what came after a checkpoint was done again; the earlier "
-            "record is in set_aside/."
-        )
-    return said
-
-
-def _named(names: Sequence[str], num_names: int | None = None) -> str:
-    """The first of `names`; `num_names`: how many there are, where only the first are at hand."""
-    rest = (num_names or len(names)) - _MAX_NAMED
+def _named(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_NAMED
     return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")

@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from rl.report.disagreement import disagreement
 from rl.report.reading import Record, number, other_sources, picture, picture_of, words_of
 from rl.report.tokens import Pieces
 from rl.text.untrusted import without_lone_surrogates
@@ -143,11 +142,9 @@ def _tokens(row: Record, pieces: Pieces, limits: Limits) -> dict[str, Any]:
     return found | ({"cut": len(ids) - len(kept)} if len(kept) < len(ids) else {})
 
 
-def finding_row(
-    g: int, rows_G: Sequence[Record], names: Sequence[str], num_readings: Mapping[str, int]
-) -> list[Any]:
+def finding_row(g: int, rows_G: Sequence[Record], names: Sequence[str]) -> list[Any]:
     """What a group is found by: place, category, instruction, mean, least and largest reward,
-    spread (standard deviation), how many of each status, judge disagreement, means of the parts."""
+    spread (standard deviation), how many of each status, means of the parts."""
     first = rows_G[0]
     rewards = [value for row in rows_G if (value := short(row.get("reward"))) is not None]
     status: dict[str, int] = {}
@@ -168,7 +165,6 @@ def finding_row(
         max(rewards, default=None),
         round(pstdev(rewards), 4) if rewards else None,
         status,
-        disagreement(rows_G, num_readings),
         means,
     ]
 

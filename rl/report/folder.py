@@ -1,22 +1,19 @@
-"""Lets one process at a time write `<run>/report/`; remembers the run that it is compared with."""
+"""Lets one process at a time write `<run>/report/`, and writes through no link."""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rl.files.atomic import row_of, write_atomically
 from rl.files.private import private_folder
 
 MAX_WAIT_S = 30.0
 """For another report on the same run; less than a run waits for its last page."""
 _POLL_S = 0.1
-_OTHER = "against.json"
 
 
 class BusyError(ValueError):
@@ -56,33 +53,3 @@ def to_oneself(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def remember_other(folder: Path, other: Path | None) -> None:
-    """Have the run itself set its page beside `other` again (None: beside none) when it makes it
-    anew. Raises ValueError for a link."""
-    refuse_links(folder)
-    if other is None:
-        (folder / _OTHER).unlink(missing_ok=True)
-        return
-    private_folder(folder)
-    note = {"other": str(other.resolve()), "of": _identity(folder)}
-    write_atomically(folder / _OTHER, json.dumps(note))
-
-
-def remembered_other(folder: Path) -> Path | None:
-    """What was remembered here: not in a folder that was moved, or came from elsewhere and would
-    have a page show what of this machine its sender likes to see."""
-    refuse_links(folder)
-    try:
-        note = row_of((folder / _OTHER).read_bytes()) or {}
-    except OSError:
-        return None
-    other = note.get("other")
-    return Path(other) if isinstance(other, str) and note.get("of") == _identity(folder) else None
-
-
-def _identity(folder: Path) -> list[int]:
-    """Of the folder itself, whatever its name."""
-    found = folder.stat()
-    return [found.st_dev, found.st_ino]

@@ -19,19 +19,12 @@ from markupsafe import Markup
 
 from rl.files.atomic import write_atomically
 from rl.report.alarms import alarms
-from rl.report.curves import CURVES, how_drawn, points
+from rl.report.curves import CURVES, drawn, how_drawn, points
 from rl.report.folder import to_oneself
 from rl.report.pages import Made, refresh
-from rl.report.reading import (
-    Evaluation,
-    Record,
-    evaluation_folders,
-    named_rows,
-    read_config,
-)
+from rl.report.reading import Record, named_rows, read_config, read_evaluations
 from rl.report.script import literal
-from rl.report.summary import INTERVAL, beside, compare
-from rl.report.svg import drawn
+from rl.report.summary import INTERVAL, beside, learnt
 from rl.run.metric_table import doc_of
 from rl.text.untrusted import without_lone_surrogates
 
@@ -66,10 +59,10 @@ def rendered(
         other=None if other is None else other.resolve().name,
         note=note,
         progress=_progress(metrics, config, made),
-        learnt=_learnt(run_dir),
+        learnt=learnt(read_evaluations(run_dir)),
         interval=INTERVAL,
         beside=beside(metrics),
-        alarms=alarms(run_dir, metrics, config, told, made),
+        alarms=alarms(metrics, config, told),
         curves=_curves(metrics),
         times=times(metrics),
         settings=settings(config, None if other is None else read_config(other)),
@@ -131,30 +124,6 @@ def _progress(metrics: Sequence[Record], config: Mapping[str, Any], made: Made) 
     return f"{last:,}{of} iterations, {evaluations}, {num_groups:,} groups on record"
 
 
-def _learnt(run_dir: Path) -> dict[str, Any] | None:
-    """The first evaluation beside the last; None with fewer than two."""
-    folders = list(evaluation_folders(run_dir).items())
-    if len(folders) < 2:
-        return None
-    # Damaged lines are among the alarms.
-    before, after = (
-        Evaluation(
-            iteration,
-            folder,
-            {str(row["id"]): row for row in named_rows(folder / "records.jsonl", "id")[0]},
-        )
-        for iteration, folder in (folders[0], folders[-1])
-    )
-    changes = compare(before, after)
-    num_graded = len(changes[0].rewards) if changes else 0
-    return {
-        "before": before.iteration,
-        "after": after.iteration,
-        "changes": changes,
-        "left_out": len(before.records) - num_graded,
-    }
-
-
 def _curves(metrics: Sequence[Record]) -> list[dict[str, Any]]:
     """Those that have points, each with its lines' meanings."""
     shown = []
@@ -165,7 +134,7 @@ def _curves(metrics: Sequence[Record]) -> list[dict[str, Any]]:
             continue
         legend = []
         for line, found in there:
-            row = doc_of(line.metric, {})
+            row = doc_of(line.metric)
             legend.append(
                 {"style": line.style, "label": line.label, "metric": line.metric}
                 | {"first": found[0][1], "last": found[-1][1], "num_points": len(found)}

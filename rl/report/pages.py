@@ -21,7 +21,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, StringConstraints
 
 from rl.files.atomic import read_rows, write_atomically
-from rl.report.disagreement import num_readings
 from rl.report.episode_rows import (
     LEVELS,
     WHOLE,
@@ -83,7 +82,7 @@ class _Part(BaseModel):
 class _MadeOf(BaseModel):
     """`made_of.json`, which may come with a stranger's run."""
 
-    format: Literal[3] = 3
+    format: Literal[4] = 4
     parts: dict[str, _Part] = {}
 
 
@@ -139,15 +138,13 @@ class _Folder:
 def refresh(run_dir: Path, folder: Path, other: Path | None = None) -> Made:
     """Make the pages in `folder` what `run_dir` holds now. `other`: a run to compare with."""
     pages, made = _Folder(folder), Made()
-    config = read_config(run_dir)
-    pieces = Pieces(config)
-    readings = num_readings(config)
+    pieces = Pieces(read_config(run_dir))
     for chunk, in_chunk in groupby(episode_files(run_dir).items(), lambda it: it[0] // CHUNK):
         files_of = dict(in_chunk)
         sources = [path for files in files_of.values() for path in files]
         sources += [run_dir / "images" / f"it_{iteration:06d}" for iteration in files_of]
         name = f"find_{chunk:06d}"
-        make = partial(_write_chunk, pages, name, files_of, run_dir, pieces, readings)
+        make = partial(_write_chunk, pages, name, files_of, run_dir, pieces)
         part = pages.part(name, sources, make)
         made.iterations += part.groups
         made.damaged |= part.damaged
@@ -175,7 +172,6 @@ def _write_chunk(
     files_of: Mapping[int, Sequence[Path]],
     run_dir: Path,
     pieces: Pieces,
-    readings: Mapping[str, int],
     part: _Part,
 ) -> None:
     found: dict[str, Any] = {}
@@ -189,7 +185,7 @@ def _write_chunk(
 
         page = f"it_{iteration:06d}"
         _write(pages, part, page, {"it": iteration, "parts": names}, encoded)
-        finding = [finding_row(g, group, names, readings) for g, group in enumerate(groups)]
+        finding = [finding_row(g, group, names) for g, group in enumerate(groups)]
         found[str(iteration)] = {"parts": names, "rows": finding}
         part.groups.append((iteration, len(groups)))
         if damaged := sum(len(numbers) for _, numbers in read):

@@ -48,8 +48,8 @@ def find_run(run: str, overrides: Sequence[str] = ()) -> Path:
 
 
 def named_rows(path: Path, key: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """The rows of a JSONL file that have `key`, and the numbers (from 1) of
-    the lines that are none, such as a last one that a kill cut short."""
+    """The rows of a JSONL file that have `key`, and the numbers (from 1) of its damaged lines, such
+    as a last one that a kill cut short."""
     rows, damaged = read_rows(path)
     named = [row for row in rows if key in row]
     if key == "iteration":
@@ -58,7 +58,7 @@ def named_rows(path: Path, key: str) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def read_named(path: Path, key: str) -> list[dict[str, Any]]:
-    """The same rows; damaged lines are said aloud and left out."""
+    """The same rows; prints the numbers of damaged lines."""
     rows, damaged = named_rows(path, key)
     if damaged:
         numbers = ", ".join(map(str, damaged))
@@ -76,15 +76,17 @@ def evaluation_folders(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def read_evaluations(run_dir: Path) -> list[Evaluation]:
-    """In order; damaged lines are printed and left out."""
+def read_evaluations(run_dir: Path, until: int = _MAX_ITERATION) -> list[Evaluation]:
+    """The first evaluation and the last, of those after at most `until` iterations; [] or one where
+    there are no more. Damaged lines are left out: the page's alarms count them."""
+    folders = [(it, folder) for it, folder in evaluation_folders(run_dir).items() if it <= until]
     return [
         Evaluation(
             iteration,
             folder,
-            {str(record["id"]): record for record in read_named(folder / "records.jsonl", "id")},
+            {str(row["id"]): row for row in named_rows(folder / "records.jsonl", "id")[0]},
         )
-        for iteration, folder in evaluation_folders(run_dir).items()
+        for iteration, folder in [*folders[:1], *folders[1:][-1:]]
     ]
 
 

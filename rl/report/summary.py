@@ -75,8 +75,24 @@ class Change:
         )
 
 
-def compare(before: Evaluation, after: Evaluation) -> list[Change]:
-    """All samples first, then each category; only what was graded both times."""
+@dataclass(frozen=True)
+class Learnt:
+    """The first held-out evaluation beside the last."""
+
+    before: int
+    """Iterations done at the first."""
+    after: int
+    changes: Sequence[Change]
+    """All samples first, then each category; [] where none was graded both times."""
+    num_left_out: int
+    """Samples that were not graded both times."""
+
+
+def learnt(evaluations: Sequence[Evaluation]) -> Learnt | None:
+    """None with fewer than two."""
+    if len(evaluations) < 2:
+        return None
+    before, after = evaluations[0], evaluations[-1]
     found: dict[str, Change] = {}
     for identity, old in before.records.items():
         new = after.records.get(identity, {})
@@ -88,25 +104,25 @@ def compare(before: Evaluation, after: Evaluation) -> list[Change]:
             change = found.setdefault(name, Change(printable(name) or "held-out reward", [], []))
             change.rewards.append(pair)
             change.shown.append(shown_of(old) or [identity])
-    return [found[name] for name in sorted(found)]
+    changes = [found[name] for name in sorted(found)]
+    num_graded = len(changes[0].rewards) if changes else 0
+    return Learnt(before.iteration, after.iteration, changes, len(before.records) - num_graded)
 
 
 def summary(
     metrics: Sequence[Record], evaluations: Sequence[Evaluation], control: bool = False
 ) -> list[str]:
     """What was learnt, in lines. `control`: of a run of shuffled rewards."""
-    if len(evaluations) < 2:
+    found = learnt(evaluations)
+    if found is None:
         lines = ["Fewer than two held-out evaluations: nothing to compare."]
     else:
-        before, after = evaluations[0], evaluations[-1]
-        changes = compare(before, after)
-        width = max((len(change.name) for change in changes), default=0)
-        span = f"(0 to 1; before training -> after {after.iteration} iterations)"
+        width = max((len(change.name) for change in found.changes), default=0)
+        span = f"(0 to 1; before training -> after {found.after} iterations)"
         title = "What changed in a control run" if control else "What was learnt"
-        lines = [f"{title} {span}", *(change.sentence(width) for change in changes)]
-        num_graded = len(changes[0].rewards) if changes else 0
-        if num_graded < len(before.records):
-            lines.append(f"  left out: {len(before.records) - num_graded} not graded both times")
+        lines = [f"{title} {span}", *(change.sentence(width) for change in found.changes)]
+        if found.num_left_out:
+            lines.append(f"  left out: {found.num_left_out} not graded both times")
         lines.append(f"  {CONTROL if control else INTERVAL}")
     return [*lines, *(f"  {line}" for line in beside(metrics))]
 

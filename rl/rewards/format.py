@@ -24,20 +24,14 @@ class Config(PlugConfig):
 
 
 class Format(Reward[Config]):
-    """Reads one completion."""
+    """Reads one completion: the two blocks, in this order, have to be all there is."""
 
     needs = frozenset({"text"})
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
-        names = (self.config.think_tag, self.config.answer_tag)
-        return RewardOutput(float(is_well_formed(reward_input.text, *names)))
-
-
-def is_well_formed(text: str, think_tag: str, answer_tag: str) -> bool:
-    """Whether the two blocks, in this order, are all there is."""
-    names = (think_tag, answer_tag)
-    if any(text.count(tag) != 1 for name in names for tag in (f"<{name}>", f"</{name}>")):
-        return False
-    blocks = r"\s*".join(rf"<{name}>(.*)</{name}>" for name in names)
-    found = re.fullmatch(rf"\s*{blocks}\s*", text, re.DOTALL)
-    return found is not None and all(block.strip() for block in found.groups())
+        text, names = reward_input.text, (self.config.think_tag, self.config.answer_tag)
+        if any(text.count(tag) != 1 for name in names for tag in (f"<{name}>", f"</{name}>")):
+            return RewardOutput(0.0)
+        blocks = r"\s*".join(rf"<{name}>(.*)</{name}>" for name in names)
+        found = re.fullmatch(rf"\s*{blocks}\s*", text, re.DOTALL)
+        return RewardOutput(float(found is not None and all(map(str.strip, found.groups()))))

@@ -1,10 +1,8 @@
-"""One completion's verdicts -> its episode: who is to blame when there is no score (policy,
-renderer, judge), else the mean over the completion's pictures."""
+"""Makes one completion's episode of the verdicts about its pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from PIL.Image import Image
 
 from rl.algorithm.compose import compose
+from rl.api.reward import Reward
 from rl.api.types import (
     Action,
     Completion,
@@ -20,11 +19,12 @@ from rl.api.types import (
     RenderFailure,
     RewardInput,
     RewardOutput,
-    Sample,
     Status,
 )
 from rl.config.schema import RunConfig
-from rl.rollout.grading import Grades
+
+Grades = Mapping[str, RewardOutput]
+"""By the name of the reward."""
 
 
 @dataclass(frozen=True)
@@ -34,37 +34,6 @@ class Verdict:
     image: Image | None
     failure: RenderFailure | None = None
     grades: Grades = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PictureOutcome:
-    """What became of one picture that the renderer was asked for, by no fault of the policy's."""
-
-    sample_id: str
-    size_px: tuple[int, int] | None
-    """(width, height) of `Renderer.size_bucket`, else of its last source; None where it has
-    none."""
-    failure: str | None = None
-    """Why it has no value; None: it has one."""
-    by_renderer: bool = False
-    """Whether it was not even drawn."""
-    num_sources: int = 0
-    """Source pictures that it was made of."""
-
-
-def picture_outcome(
-    sample: Sample, size_px: tuple[int, int] | None, verdict: Verdict
-) -> PictureOutcome | None:
-    """None: the policy is to blame."""
-    if verdict.failure is not None:
-        if verdict.failure.blame == "policy":
-            return None
-        reason = f"renderer: {verdict.failure.reason}"
-        return PictureOutcome(sample.id, size_px, reason, True, len(sample.sources))
-    failures = [f"{name}: {grade.failure}" for name, grade in verdict.grades.items()]
-    has_value = any(grade.value is not None for grade in verdict.grades.values())
-    failure = None if has_value else "; ".join(failures)
-    return PictureOutcome(sample.id, size_px, failure, num_sources=len(sample.sources))
 
 
 @dataclass(eq=False)
@@ -80,29 +49,31 @@ class Picture:
     """The completions it is drawn for, by their token ids."""
     outcome: Image | RenderFailure | None = None
     is_made: bool = False
-    grades: Future[Grades] | None = None
-    """The grades of the rewards that do not read thoughts."""
-    compared: tuple[Future[list[Grades]], int] | None = None
-    """The grades of the group by rewards that compare, and this picture's index in the group."""
 
 
 @dataclass(eq=False)
 class Reading:
     """A picture and one completion that it is drawn for, with its thought. Completions with the
-    same token ids share it. `grades` and `compared` are of the rewards that read thoughts."""
+    same token ids share it."""
 
     picture: Picture
     about: RewardInput
     """What the rewards are given, without the picture."""
-    grades: Future[Grades] | None = None
-    compared: tuple[Future[list[Grades]], int] | None = None
     verdict: Verdict | None = None
-    """Set when every grade is in."""
+    """Set when every reward has answered."""
+
+    @property
+    def can_be_graded(self) -> bool:
+        return self.picture.is_made and not isinstance(self.picture.outcome, RenderFailure)
 
     @property
     def reward_input(self) -> RewardInput:
         assert not isinstance(self.picture.outcome, RenderFailure)
         return replace(self.about, image=self.picture.outcome)
+
+    def seen_by(self, reward: Reward) -> Picture | Reading:
+        """What the reward is asked about once: the picture, unless it also reads the thought."""
+        return self if reward.reads_thoughts else self.picture
 
 
 @dataclass(frozen=True)

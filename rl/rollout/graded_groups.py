@@ -1,4 +1,4 @@
-"""A group's verdicts -> what the learner is given of it, once, as soon as that is known.
+"""Turns a group's episodes into advantages and training sequences.
 
 Axes: `_P` prompts on this rank, `_G` completions in a group.
 """
@@ -19,7 +19,7 @@ from rl.ranks.seeding import derive_seed
 
 @dataclass(frozen=True, eq=False)
 class GradedGroup:
-    """One prompt's completions, judged and weighed."""
+    """One prompt's completions with their rewards and advantages."""
 
     p: int
     """Number of the prompt on this rank."""
@@ -32,8 +32,8 @@ class GradedGroup:
 
 
 class Advantages:
-    """One iteration's. A group that needs no other's rewards is known at once; under 'batch_std',
-    and where the control arm shuffles rewards, all are known with the last."""
+    """Computes one iteration's advantages. A group usually needs no other group's rewards; under
+    'batch_std', and where the control arm shuffles rewards, all groups wait for the last one."""
 
     def __init__(self, config: RunConfig, policy: Policy, iteration: int, dist: Dist) -> None:
         self._config = config

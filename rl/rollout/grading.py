@@ -1,4 +1,4 @@
-"""Asks the rewards about pictures, however they are written and whatever they do.
+"""Asks a reward about pictures, however it is written and whatever it does.
 
 What a reward raises, or returns in a wrong shape, makes that picture's `RewardOutput` one without a
 value, with the traceback; the run goes on.
@@ -25,39 +25,19 @@ from rl.files.images import own_pictures
 from rl.judge.client import JudgeError
 from rl.ranks.error_messages import is_lost_device
 
-Grades = Mapping[str, RewardOutput]
-"""By the name of the reward."""
+Outputs = Sequence[RewardOutput]
+
 
 BLOCKED_S = 1.0
 """An `async` reward that gives no other a turn for so long is named."""
 _named: set[str] = set()
 
 
-async def grade(rewards: Mapping[str, Reward], reward_input: RewardInput) -> Grades:
-    """Every reward that grades picture by picture. Raises `JudgeError`: a judge that is set up
-    wrongly stops the run."""
-    asked = {name: reward for name, reward in rewards.items() if not reward.scores_groups()}
-    outputs = await asyncio.gather(
-        *(_scores(name, reward.grade, reward, [reward_input]) for name, reward in asked.items())
-    )
-    return {name: output for name, [output] in zip(asked, outputs, strict=True)}
-
-
-async def score_group(
-    rewards: Mapping[str, Reward], inputs_G: Sequence[RewardInput]
-) -> list[Grades]:
-    """Every reward that compares; _G."""
-    asked = {name: reward for name, reward in rewards.items() if reward.scores_groups()}
-    outputs = await asyncio.gather(
-        *(_scores(name, reward.score_group, reward, inputs_G) for name, reward in asked.items())
-    )
-    return [dict(zip(asked, row, strict=True)) for row in zip(*outputs, strict=True)]
-
-
-async def _scores(
-    name: str, verb: Callable[[Any], Any], reward: Reward, inputs_G: Sequence[RewardInput]
-) -> list[RewardOutput]:
+async def scores(name: str, reward: Reward, inputs_G: Sequence[RewardInput]) -> Outputs:
+    """_G. `name`: the reward's. A reward that grades picture by picture takes one. Raises
+    `JudgeError`: a judge that is set up wrongly stops the run."""
     started = time.perf_counter()
+    verb: Callable[[Any], Any] = reward.score_group if reward.scores_groups() else reward.grade
     try:
         given: Any = own_pictures(list(inputs_G))
         if reward.scores_groups():

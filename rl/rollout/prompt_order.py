@@ -21,10 +21,8 @@ T = TypeVar("T")
 
 
 class PromptOrder:
-    """Draw n of the run is the next row in the shuffled order of one of the sources.
-
-    Which one is chosen so that shares are exact. Every pass over a source is shuffled anew.
-    """
+    """Draw n of the run is the next row of one source's shuffled order. Sources are chosen so that
+    shares are exact. Every pass over a source is shuffled anew."""
 
     def __init__(
         self,

@@ -1,24 +1,21 @@
-"""From completions to graded episodes: condition, render, judge, as one stream.
+"""Turns completions into graded episodes: condition, render and judge as one stream.
 
 `begin` takes micro-batch after micro-batch through the policy's forward (one per group, prompt and
-all completions together), hands its pictures to the renderer and each picture's questions to the
-judge the moment it exists, while later ones render. Beside each group runs the bare arm: what the
-user's own words alone would give, under the same noise.
+all completions together), hands the pictures to the renderer, and asks the judge about each picture
+as soon as it exists, while later ones render.
 
 Axes: `_P` prompts on this rank, `_G` completions in a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from itertools import product
-from typing import Any, TypeVar
 
 from PIL.Image import Image
 
-from rl.api.plug import shown
+from rl.api.plug import reported_by, shown
 from rl.api.policy import Policy
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
@@ -30,30 +27,20 @@ from rl.api.types import (
     RenderFailure,
     RenderJob,
     RewardInput,
-    RewardOutput,
 )
 from rl.config.schema import RunConfig
 from rl.console.console import PhaseTimer
-from rl.console.progress import counted
+from rl.console.progress import Progress, counted
 from rl.files.images import own_pictures
 from rl.judge.background import BackgroundLoop
-from rl.learner.micro_batches import Forwards, Member
+from rl.learner.micro_batches import Forwards
 from rl.ranks.seeding import derive_seed
-from rl.rollout import grading
 from rl.rollout.consensus import Interrupted
-from rl.rollout.episodes import (
-    Arm,
-    Picture,
-    PictureOutcome,
-    Reading,
-    Verdict,
-    episode_of,
-    picture_outcome,
-    why_not_rendered,
-)
-from rl.rollout.waiting import Waiting
+from rl.rollout.episodes import Arm, Picture, Reading, Verdict, episode_of, why_not_rendered
+from rl.rollout.grading import Outputs, scores
 
-T = TypeVar("T")
+LISTEN_EVERY_S = 0.5
+"""How often a wait for a verdict looks whether the run is asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -100,18 +87,8 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class RewardErrors:
-    """How often a reward was asked about this rank's pictures, and how often it raised."""
-
-    num_asked: int
-    num_raised: int
-    traceback: str
-    """Of the first; '' when none did."""
-
-
-@dataclass(frozen=True)
 class Rollout:
-    """What a batch of completions came to."""
+    """The episodes of a batch of completions."""
 
     episodes: list[list[Episode]]
     """_PG, in the order of the completions."""
@@ -119,14 +96,10 @@ class Rollout:
     """_P, the bare arm, never trained; None where nobody asked or the policy has none."""
     renderer_metrics: Mapping[str, float] | Exception = field(default_factory=dict)
     """What the renderer reported of these pictures, means over them."""
-    reward_errors: Mapping[str, RewardErrors] = field(default_factory=dict)
-    """By the name of the reward, those that were asked."""
-    pictures: Sequence[PictureOutcome] = ()
-    """Distinct ones, in the renderer's order, but those that failed through the policy."""
-
-
-def never() -> bool:
-    return False
+    num_drawn: int = 0
+    """Distinct pictures that the renderer drew."""
+    render_failures: Sequence[str] = ()
+    """Why it could not draw the others, one reason each; those that the policy spoilt left out."""
 
 
 def begin(
@@ -134,14 +107,13 @@ def begin(
     sampled: Sampled,
     forwards: Forwards,
     timer: PhaseTimer,
-    should_stop: Callable[[], bool] = never,
+    should_stop: Callable[[], bool],
 ) -> PendingRollout:
-    """Render every arm and ask the judge about it; the verdicts are still on their way.
+    """Render every arm and ask the judge about it; returns before the verdicts are in.
 
-    Two completions of a group that say the same are one picture: it is rendered once, and judged
-    once unless they thought differently before and a reward reads that. Raises
-    `Interrupted` soon after `should_stop()` turns true: rendering may take longer than a pre-empted
-    run is given.
+    Completions of a group with equal words are one picture: it is rendered once, and judged once
+    unless their thoughts differ and a reward reads thoughts. Raises `Interrupted` soon after
+    `should_stop()` turns true: rendering may take longer than a pre-empted run is given.
     """
     with timer.phase("render") as phase:
         own_P = [own_pictures(prompt.sample) for prompt in sampled.prompts]
@@ -150,77 +122,46 @@ def begin(
             prompt if decoded is own else replace(prompt, sample=decoded)
             for prompt, own, decoded in zip(sampled.prompts, own_P, decoded_P, strict=True)
         ]
-        pending = PendingRollout(context, sampled)
-        jobs: Iterable[RenderJob] = _jobs(
-            context, replace(sampled, prompts=prompts_P), forwards, pending, timer, should_stop
-        )
+        pending = PendingRollout(context, replace(sampled, prompts=prompts_P))
+        jobs: Iterable[RenderJob] = _jobs(context.policy, forwards, pending, timer, should_stop)
         if forwards.collective:
             jobs = list(jobs)
+        num_different = sum(len({c.token_ids for c in arms_G}) for arms_G in sampled.arms)
+        at_most = num_different * context.config.images_per_completion
         try:
-            with counted(*_to_make(context, sampled)) as progress:
+            with counted("pictures" if context.makes_images else "answers", at_most) as progress:
                 for number, outcome in context.renderer.render(jobs):
                     if should_stop():
                         raise Interrupted
-                    _check_outcome(context, outcome)
                     pending.submit(number, outcome)
                     progress.step()
         except BaseException:
             pending.cancel()
             raise
-        pending.submit_groups()
         if context.makes_images:
             phase.note(f"{pending.num_pictures} pictures")
-    pending.renderer_metrics = _reported(context.renderer)
+    pending.renderer_metrics = reported_by(context.renderer)
     return pending
 
 
-def _to_make(context: RolloutContext, sampled: Sampled) -> tuple[str, int]:
-    """(what is made, how many at most): what turns out to be nothing that can be drawn is not."""
-    num_different = sum(len({c.token_ids for c in arms_G}) for arms_G in sampled.arms)
-    what = "pictures" if context.makes_images else "answers"
-    return what, num_different * context.config.images_per_completion
-
-
-def _check_outcome(context: RolloutContext, outcome: object) -> None:
-    if isinstance(outcome, Image | RenderFailure) or (outcome is None and not context.makes_images):
-        return
-    raise TypeError(
-        f"renderer: {context.config.renderer['type']} draws {shown(outcome)}; expected an RGB "
-        "picture of PIL, or a RenderFailure"
-    )
-
-
 def _jobs(
-    context: RolloutContext,
-    sampled: Sampled,
+    policy: Policy,
     forwards: Forwards,
     pending: PendingRollout,
     timer: PhaseTimer,
     should_stop: Callable[[], bool],
 ) -> Iterator[RenderJob]:
     """The pictures to make; a group's forward runs when its first one is asked for."""
-    arms_PG = sampled.arms
     for micro_batch in forwards.micro_batches:
         if should_stop() and not forwards.collective:
             raise Interrupted
         with timer.phase("condition"):
-            batch, outputs = (
-                forwards.states(micro_batch) if context.policy.reads_states else (None, None)
-            )
-            actions = context.policy.decode_actions(micro_batch.rows, batch, outputs)
+            batch, outputs = forwards.states(micro_batch) if policy.reads_states else (None, None)
+            actions = policy.decode_actions(micro_batch.rows, batch, outputs)
             del batch, outputs
         for (p, g), action in zip(micro_batch.members, actions, strict=True):
-            if p < 0:  # a filler
-                continue
-            completion = arms_PG[p][g]
-            for picture in pending.expect((p, g), sampled.prompts[p], completion, action):
-                noise_seed = _noise(sampled.noise_seeds[p], picture.number)
-                yield RenderJob(own_pictures(sampled.prompts[p].sample), action.payload, noise_seed)
-
-
-def _noise(group_seed: int, picture: int) -> int:
-    """The group's own seed for the first picture, derived ones for the others."""
-    return group_seed if picture == 0 else derive_seed(group_seed, picture)
+            if p >= 0:  # else a filler
+                yield from pending.expect(p, g, action)
 
 
 class PendingRollout:
@@ -230,113 +171,104 @@ class PendingRollout:
         self.renderer_metrics: Mapping[str, float] | Exception = {}
         self._context = context
         self._sampled = sampled
-        self._arms_P = sampled.arms
-        self._arms: dict[Member, Arm] = {}
+        self._completions_PG = sampled.arms
+        self._arms_PG: list[list[Arm | None]] = [[None] * len(arms_G) for arms_G in sampled.arms]
+        """The same completions, each once its action is known."""
         self._distinct: dict[tuple[int, tuple[int, ...], int], Picture] = {}
         """The pictures by prompt index, the token ids they are drawn from, and their number."""
         self._pictures: list[Picture] = []
         """The same pictures in the order in which the renderer gets them."""
-        self._rewards = {
-            reads: {name: r for name, r in context.rewards.items() if r.reads_thoughts == reads}
-            for reads in (False, True)
-        }
-        """The rewards by whether they read thoughts."""
-        self._comparing = [
-            reads
-            for reads, rewards in self._rewards.items()
-            if any(reward.scores_groups() for reward in rewards.values())
-        ]
-        self._compared: set[int] = set()
-        """Prompt indices whose pictures were sent to the rewards that compare."""
-        self._futures: list[Future[Any]] = []
-        """Every grade that was asked for."""
+        self._outputs: dict[tuple[str, Picture | Reading], tuple[Future[Outputs], int]] = {}
+        """The call that grades a picture, or a reading of it, by the reward's name, and the index
+        of the output in what the call returns."""
+        self._futures: list[Future[Outputs]] = []
+        """Every call of a reward."""
         self._episodes_PG: list[list[Episode]] = []
 
     @property
     def num_pictures(self) -> int:
         return len(self._pictures)
 
-    def expect(
-        self, member: Member, prompt: Prompt, completion: Completion, action: Action
-    ) -> list[Picture]:
-        """Note a completion; returns those of its pictures that no equal one has asked for."""
-        config, ids = self._context.config, completion.token_ids
+    def expect(self, p: int, g: int, action: Action) -> list[RenderJob]:
+        """Note a completion's action; returns jobs for those of its pictures that no equal
+        completion has asked for."""
+        config, sampled, prompt = self._context.config, self._sampled, self._sampled.prompts[p]
+        completion = self._completions_PG[p][g]
+        ids = completion.token_ids
         failure = why_not_rendered(config, completion, action)
         source_ids = ids if action.drawn_from is None else action.drawn_from
         about = RewardInput(prompt.sample, action.text, None, action.thought)
-        new, readings = [], []
+        jobs, readings = [], []
         for number in range(0 if failure else config.images_per_completion):
-            key = (member[0], source_ids, number)
-            if key not in self._distinct:
-                self._distinct[key] = Picture(member[0], number)
-                new.append(self._distinct[key])
-            picture = self._distinct[key]
+            picture = self._distinct.setdefault((p, source_ids, number), Picture(p, number))
+            if not picture.readings:
+                self._pictures.append(picture)
+                seed = sampled.noise_seeds[p]
+                noise_seed = derive_seed(seed, number) if number else seed
+                jobs.append(RenderJob(own_pictures(prompt.sample), action.payload, noise_seed))
             if ids not in picture.readings:
                 picture.readings[ids] = Reading(picture, about)
-                if picture.is_made:
-                    self._ask(picture.readings[ids])
+                self._grade(picture.readings[ids])
             readings.append(picture.readings[ids])
         # Without the payload: a batch's hidden states are a gigabyte beside the step.
         action = replace(action, payload=None)
-        self._arms[member] = Arm(prompt, completion, action, failure, readings)
-        self._pictures += new
-        return new
+        self._arms_PG[p][g] = Arm(prompt, completion, action, failure, readings)
+        self._compare(p)
+        return jobs
 
     def submit(self, number: int, outcome: Image | RenderFailure | None) -> None:
-        """Picture `number` exists: its questions leave for the judge."""
+        """Picture `number` exists: ask the rewards about it."""
+        if not isinstance(outcome, Image | RenderFailure) and self._context.makes_images:
+            raise TypeError(
+                f"renderer: {self._context.config.renderer['type']} draws {shown(outcome)}; "
+                "expected an RGB picture of PIL, or a RenderFailure"
+            )
         picture = self._pictures[number]
         # A renderer may draw the next one on the same canvas.
         picture.outcome = outcome.copy() if isinstance(outcome, Image) else outcome
         picture.is_made = True
         for reading in picture.readings.values():
-            self._ask(reading)
+            self._grade(reading)
         self._compare(picture.p)
 
-    def _ask(self, reading: Reading) -> None:
-        """The rewards about a picture that exists."""
-        picture = reading.picture
-        if isinstance(picture.outcome, RenderFailure):
+    def _grade(self, reading: Reading) -> None:
+        """Ask the rewards that grade single pictures about a picture that exists."""
+        if not reading.can_be_graded:
             return
-        if picture.grades is None:
-            picture.grades = self._future(grading.grade(self._rewards[False], reading.reward_input))
-        reading.grades = self._future(grading.grade(self._rewards[True], reading.reward_input))
-
-    def _future(self, grades: Coroutine[Any, Any, T]) -> Future[T]:
-        future = self._context.loop.submit(grades)
-        self._futures.append(future)
-        return future
-
-    def submit_groups(self) -> None:
-        """Every picture exists: what was left to compare leaves."""
-        for p in range(len(self._arms_P)):
-            self._compare(p)
+        for name, reward in self._context.rewards.items():
+            graded = reading.seen_by(reward)
+            if not reward.scores_groups() and (name, graded) not in self._outputs:
+                self._ask(name, reward, {graded: reading.reward_input})
 
     def _compare(self, p: int) -> None:
-        """Send a prompt's pictures, once all exist, to the rewards that compare those of one noise:
-        each picture once, and to a reward that reads thoughts each reading."""
-        if p in self._compared or any(
-            (p, g) not in self._arms for g in range(len(self._arms_P[p]))
-        ):
-            return
+        """Ask the rewards that compare about a prompt's pictures, once all of them exist. Pictures
+        with the same noise are one call."""
         readings = self._readings(p)
-        if not all(reading.picture.is_made for reading in readings):
+        is_complete = None not in self._arms_PG[p]
+        if not (is_complete and all(reading.picture.is_made for reading in readings)):
             return
-        self._compared.add(p)
-        numbers = sorted({reading.picture.number for reading in readings})
-        for number, reads in product(numbers, self._comparing):
-            group: dict[Picture | Reading, Reading] = {}
-            for reading in readings:
-                if reading.picture.number == number and reading.grades is not None:
-                    group.setdefault(reading if reads else reading.picture, reading)
-            if group:
-                inputs_G = [reading.reward_input for reading in group.values()]
-                future = self._future(grading.score_group(self._rewards[reads], inputs_G))
-                for place, member in enumerate(group):
-                    member.compared = future, place
+        for name, reward in self._context.rewards.items():
+            if not reward.scores_groups():
+                continue
+            for number in range(self._context.config.images_per_completion):
+                group: dict[Picture | Reading, RewardInput] = {}
+                for reading in readings:
+                    if reading.picture.number == number and reading.can_be_graded:
+                        group.setdefault(reading.seen_by(reward), reading.reward_input)
+                if group:
+                    self._ask(name, reward, group)
+
+    def _ask(
+        self, name: str, reward: Reward, inputs: Mapping[Picture | Reading, RewardInput]
+    ) -> None:
+        future = self._context.loop.submit(scores(name, reward, list(inputs.values())))
+        self._futures.append(future)
+        for place, graded in enumerate(inputs):
+            self._outputs[name, graded] = future, place
 
     def _readings(self, p: int) -> list[Reading]:
-        """A prompt's distinct readings, in the order of its completions."""
-        arms = [self._arms[p, g] for g in range(len(self._arms_P[p]))]
+        """A prompt's distinct readings so far, in the order of its completions."""
+        arms = [arm for arm in self._arms_PG[p] if arm is not None]
         return list(dict.fromkeys(reading for arm in arms for reading in arm.readings))
 
     def cancel(self) -> None:
@@ -345,66 +277,59 @@ class PendingRollout:
 
     def still_waiting(self) -> bool:
         """Whether a verdict is missing."""
-        return not all(future.done() for future in self._futures)
+        return self._num_done() < len(self._futures)
+
+    def _num_done(self) -> int:
+        return sum(future.done() for future in self._futures)
 
     def groups(
-        self, timer: PhaseTimer, should_stop: Callable[[], bool] = never
+        self, timer: PhaseTimer, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[int, list[Episode]]]:
         """Yield (p, its episodes), group by group in order, each once its last verdict is in.
 
-        Raises what the judge refuses (`JudgeRefused`): a judge that is set up wrongly stops the
-        run, a judge that is down leaves episodes UNGRADED. Raises `Interrupted` soon after
-        `should_stop()` turns true.
+        Raises `JudgeRefused` for a judge that is set up wrongly; a judge that is down leaves
+        episodes UNGRADED. Raises `Interrupted` soon after `should_stop()` turns true.
         """
         assert all(picture.is_made for picture in self._pictures), "the renderer lost a job"
-        sampled = self._sampled
-        waiting = Waiting(self._futures, should_stop)
+        sampled, config = self._sampled, self._context.config
         try:
-            for p, arms_G in enumerate(self._arms_P):
-                with timer.phase("judge_wait") as phase:
-                    for reading in self._readings(p):
-                        reading.verdict = self._verdict(reading, waiting)
-                    if p == len(sampled.prompts) - 1:
-                        phase.note(self._latency())
-                config, group = self._context.config, (sampled.group_ids[p], sampled.noise_seeds[p])
-                episodes = [
-                    episode_of(config, self._arms[p, g], *group) for g in range(len(arms_G))
-                ]
-                self._episodes_PG.append(episodes)
-                yield p, episodes[: len(sampled.completions[p])]
+            with counted("verdicts", len(self._futures), self._num_done()) as progress:
+                for p, arms_G in enumerate(self._arms_PG):
+                    with timer.phase("judge_wait") as phase:
+                        for reading in self._readings(p):
+                            reading.verdict = self._verdict(reading, progress, should_stop)
+                        group = sampled.group_ids[p], sampled.noise_seeds[p]
+                        episodes = [episode_of(config, arm, *group) for arm in arms_G if arm]
+                        self._episodes_PG.append(episodes)
+                        if p == len(sampled.prompts) - 1:
+                            phase.note(self._latency())
+                    yield p, episodes[: len(sampled.completions[p])]
         except BaseException:
             self.cancel()
             raise
-        finally:
-            waiting.end()
 
-    def _verdict(self, reading: Reading, waiting: Waiting) -> Verdict:
+    def _verdict(
+        self, reading: Reading, progress: Progress, should_stop: Callable[[], bool]
+    ) -> Verdict:
         outcome = reading.picture.outcome
         if isinstance(outcome, RenderFailure):
             return Verdict(None, outcome)
-        grades: dict[str, RewardOutput] = {}
-        for graded in (reading.picture, reading):
-            assert graded.grades is not None
-            alone: grading.Grades = waiting.result(graded.grades)
-            grades.update(alone)
-            if graded.compared is not None:
-                future, place = graded.compared
-                grades |= waiting.result(future)[place]
-        # In the config's order, whichever way they were asked.
-        return Verdict(outcome, None, {name: grades[name] for name in self._context.rewards})
-
-    def _graded(self) -> list[grading.Grades]:
-        """The grades of every verdict that is in."""
-        readings = [r for p in range(len(self._arms_P)) for r in self._readings(p)]
-        verdicts = [reading.verdict for reading in readings]
-        return [v.grades for v in verdicts if v is not None and v.failure is None]
+        grades = {}
+        for name, reward in self._context.rewards.items():
+            future, place = self._outputs[name, reading.seen_by(reward)]
+            while not should_stop():
+                if wait([future], timeout=LISTEN_EVERY_S).done:
+                    break
+                progress.at(self._num_done())
+            else:
+                raise Interrupted
+            grades[name] = future.result()[place]
+        return Verdict(outcome, None, grades)
 
     def _latency(self) -> str:
         """'verdicts after 0.8 s (median), 2.1 s (longest)', or '' when nothing was graded."""
-        seconds = sorted(
-            max((output.seconds for output in grades.values()), default=0.0)
-            for grades in self._graded()
-        )
+        episodes = [episode for episodes_G in self._episodes_PG for episode in episodes_G]
+        seconds = sorted(episode.judge_s for episode in episodes if episode.judge_s)
         if not seconds:
             return ""
         median_s = seconds[len(seconds) // 2]
@@ -412,6 +337,8 @@ class PendingRollout:
 
     def finished(self) -> Rollout:
         groups = list(zip(self._episodes_PG, self._sampled.completions, strict=True))
+        outcomes = [picture.outcome for picture in self._pictures]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, RenderFailure)]
         return Rollout(
             [episodes[: len(completions_G)] for episodes, completions_G in groups],
             [
@@ -419,34 +346,6 @@ class PendingRollout:
                 for bare, episodes in zip(self._sampled.bare, self._episodes_PG, strict=True)
             ],
             self.renderer_metrics,
-            self._reward_errors(),
-            self._picture_outcomes(),
+            sum(isinstance(outcome, Image) for outcome in outcomes),
+            [failure.reason for failure in failures if failure.blame == "renderer"],
         )
-
-    def _picture_outcomes(self) -> list[PictureOutcome]:
-        found = []
-        for picture in self._pictures if self._context.makes_images else ():
-            reading = next(iter(picture.readings.values()))
-            sample = reading.about.sample
-            size_px = self._context.renderer.size_bucket(sample)
-            if size_px is None and sample.sources:
-                size_px = sample.sources[-1].size
-            assert reading.verdict is not None
-            found.append(picture_outcome(sample, size_px, reading.verdict))
-        return [outcome for outcome in found if outcome is not None]
-
-    def _reward_errors(self) -> dict[str, RewardErrors]:
-        graded = self._graded()
-        errors = {}
-        for name in self._context.rewards if graded else ():
-            raised = [grades[name].traceback for grades in graded if grades[name].traceback]
-            errors[name] = RewardErrors(len(graded), len(raised), next(iter(raised), ""))
-        return errors
-
-
-def _reported(renderer: Renderer) -> Mapping[str, float] | Exception:
-    """What it has to report of these pictures, or why not: no reason to lose them."""
-    try:
-        return renderer.take_metrics()
-    except Exception as error:
-        return error

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rl.algorithm.metrics import Metrics
@@ -28,7 +27,6 @@ class Checkpointing:
     config: Mapping[str, Any]
     """As it may be published."""
     dist: Dist
-    run_dir: Path
     num_iterations: int
     checkpoints: Checkpoints
     writer: BackgroundWriter
@@ -72,7 +70,7 @@ class Checkpointing:
 
     def _forget_journals(self, done: int) -> None:
         """Replies of iterations that a checkpoint now covers are in the episode records."""
-        for path in (self.run_dir / "judge").glob("*.jsonl"):
+        for path in (self.checkpoints.folder.parent / "judge").glob("*.jsonl"):
             match = _JOURNAL.fullmatch(path.name)
             if match and int(match[1]) < done:
                 path.unlink()

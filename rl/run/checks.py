@@ -1,7 +1,8 @@
-"""Checks of every rollout: what failed, what looks wrong, and the metrics of both."""
+"""Checks of every rollout and every line of metrics: what failed, and what looks wrong."""
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from rl.algorithm.metrics import Metrics
@@ -12,17 +13,23 @@ from rl.judge.client import JudgeClient
 from rl.ranks.dist import Dist
 from rl.rollout.stream import Rollout
 from rl.run.contents import HeldOutContents
-from rl.run.episode_metrics import (
-    TooManyFailuresError,
-    check_failure_rate,
-    check_rewards,
-    failure_causes,
-    rollout_metrics,
-)
-from rl.run.lost_pictures import LostPictures
-from rl.run.metric_table import check_known
+from rl.run.episode_metrics import rollout_metrics
 from rl.run.plug_metrics import PlugMetrics
 from rl.run.watch import Watch
+from rl.text.untrusted import shown
+
+WINDOW_PICTURES = 200
+"""The renderer is judged by the last iterations that have this many pictures together; fewer
+pictures count as this many, so that one failure in a tiny iteration stops no run."""
+SHOWN_CHARS = 200
+
+
+class TooManyFailuresError(RuntimeError):
+    """More of an iteration went ungraded than `judge.max_failure_rate` allows."""
+
+
+class TooManyRenderFailuresError(TooManyFailuresError):
+    """The renderer fails more often than `max_render_failure_rate` allows."""
 
 
 class Checks:
@@ -41,60 +48,106 @@ class Checks:
         self._config = config
         self._dist = dist
         self._judge = judge
-        self._contents = HeldOutContents(held_out) if held_out else None
-        self._lost_pictures = LostPictures(config.max_render_failure_rate)
+        self._held_out = HeldOutContents(held_out) if held_out else None
         self._watch = watch
+        self._rendered: deque[tuple[int, int]] = deque()
+        """(pictures that the renderer could not draw, pictures) of the last iterations."""
         self._warned: set[str] = set()
-        """What is warned of once: causes of ungraded episodes, shared samples."""
+        """What is warned of once: causes of failed episodes, shared samples."""
 
     def failures(self, rollout: Rollout) -> None:
         """Raises `TooManyFailuresError` for a judge or a renderer that fails too often, on every
         rank together. Collective."""
-        check_rewards(rollout.reward_errors, self._dist)
-        self._lost_pictures.add(rollout.pictures, self._dist)
-        try:
-            check_failure_rate(self._config, rollout.episodes, self._dist)
-        except TooManyFailuresError:
-            if self._judge is not None:
-                self._judge.forget_failed()
-            raise
-        self._warn_of_ungraded(rollout.episodes)
+        self._check_renderer(rollout)
+        self._check_failure_rate(rollout.episodes)
+        for episodes_G in rollout.episodes:
+            for episode in episodes_G:
+                cause = _cause(episode)
+                if cause and episode.status is not Status.POLICY_FAILED:
+                    what = f"rank {self._dist.rank}: {episode.status}: {cause}"
+                    self._warn_once(cause, f"{what} (said once; each is in episodes/)")
 
-    def _warn_of_ungraded(self, episodes_PG: Sequence[Sequence[Episode]]) -> None:
-        for cause, count in failure_causes(episodes_PG).items():
-            if cause.startswith(Status.UNGRADED) and cause not in self._warned:
-                self._warned.add(cause)
-                where = "said once; each is in episodes/"
-                warn(f"rank {self._dist.rank}: {count} completions {cause} ({where})")
+    def _check_renderer(self, rollout: Rollout) -> None:
+        failures = [shown(reason, SHOWN_CHARS) for reason in rollout.render_failures]
+        gathered = self._dist.gather((failures, rollout.num_drawn))
+        causes = Counter(reason for failed, _ in gathered for reason in failed)
+        num_pictures = causes.total() + sum(num_drawn for _, num_drawn in gathered)
+        window = self._rendered
+        window.append((causes.total(), num_pictures))
+        while sum(num for _, num in window) - window[0][1] >= WINDOW_PICTURES:
+            window.popleft()
+        lost, total = (sum(column) for column in zip(*window, strict=True))
+        limit = self._config.max_render_failure_rate
+        if lost > limit * max(total, WINDOW_PICTURES):
+            raise TooManyRenderFailuresError(
+                f"{lost} of the last {total} pictures could not be drawn (in this iteration: "
+                f"{_listed(causes)}); the limit is max_render_failure_rate={limit:g}, "
+                f"counted over {WINDOW_PICTURES} pictures. Fix the cause (an exception's traceback "
+                "is in the log), or raise max_render_failure_rate, and start the same command "
+                "again: it goes on after the last finished iteration."
+            )
+
+    def _check_failure_rate(self, episodes_PG: Sequence[Sequence[Episode]]) -> None:
+        flat = [episode for episodes_G in episodes_PG for episode in episodes_G]
+        ungraded = [episode for episode in flat if episode.status is Status.UNGRADED]
+        lost, total = self._dist.sum_floats([len(ungraded), len(flat)])
+        limit = self._config.judge.max_failure_rate
+        if total == 0 or lost / total <= limit:
+            return
+        gathered = self._dist.gather(
+            (Counter(map(_cause, ungraded)), [episode.failure for episode in ungraded[:1]])
+        )
+        causes = sum((counts for counts, _ in gathered), Counter[str]())
+        first = next(failure for _, failures in gathered for failure in failures)
+        if self._judge is not None:
+            self._judge.forget_failed()
+        raise TooManyFailuresError(
+            f"{int(lost)} of {int(total)} episodes could not be graded ({_listed(causes)}); the "
+            f"limit is judge.max_failure_rate={limit}. Fix what is named (the reward's own code, "
+            "or a judge that is down) and start the same command again: it goes on after the last "
+            f"finished iteration. The first failure: {first}"
+        )
 
     def metrics(self, rollout: Rollout) -> Metrics:
-        """What an iteration's episodes show and what its plugins report. Collective."""
+        """Metrics of an iteration's episodes and those that its plugins report. Collective."""
         metrics = rollout_metrics(rollout, self._dist)
-        metrics.update(self._lost_pictures.metrics)
+        metrics.add("pictures/not_drawn", 1.0, weight=len(rollout.render_failures))
+        metrics.add("pictures/not_drawn", 0.0, weight=rollout.num_drawn)
         metrics.update(self._watch.add_rewards(rollout, self._dist))
-        if self._contents is not None:
-            metrics.total("data/held_out_prompts", self._num_held_out(rollout, self._contents))
+        if self._held_out is not None:
+            metrics.total("data/held_out_prompts", self._num_held_out(rollout, self._held_out))
         metrics.update(self.plug_metrics.take(rollout.renderer_metrics))
         return metrics
 
-    def _num_held_out(self, rollout: Rollout, contents: HeldOutContents) -> int:
+    def _num_held_out(self, rollout: Rollout, held_out: HeldOutContents) -> int:
         """How many of this rank's prompts show what a held-out sample shows."""
-        samples = [episodes_G[0].prompt.sample for episodes_G in rollout.episodes]
-        shared = contents.shared(samples)
-        if shared and "held-out" not in self._warned:
-            self._warned.add("held-out")
-            trained, held_out = next(iter(shared.items()))
-            warn(
+        shared = held_out.shared(episodes_G[0].prompt.sample for episodes_G in rollout.episodes)
+        for trained, other in shared.items():
+            self._warn_once(
+                "held-out",
                 f"rank {self._dist.rank}: training sample {trained} shows what held-out sample "
-                f"{held_out} shows; held-out rewards are not of unseen data (said once; "
-                "data/held_out_prompts counts)"
+                f"{other} shows; held-out rewards are not of unseen data (said once; "
+                "data/held_out_prompts counts)",
             )
         return len(shared)
 
-    def line(self, line: Mapping[str, float], is_last: bool) -> None:
-        """Checks one line of metrics: that every name is in the table, and the alarms that look at
-        several iterations."""
-        check_known(line, self.plug_metrics.rows)
-        for sentence in self._watch.sentences(line, is_last):
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warn(text)
+
+    def line(self, line: Mapping[str, float]) -> None:
+        """Checks one line of metrics with those of the last iterations."""
+        for sentence in self._watch.sentences(line):
             if self._dist.is_main:
                 warn(sentence)
+
+
+def _cause(episode: Episode) -> str:
+    """The first words of why an episode failed: whose failure, and what. '' where it did not."""
+    return ": ".join((episode.failure or "").split("\n")[0].split(": ")[:2])
+
+
+def _listed(causes: Counter[str]) -> str:
+    """'3 x level: timeout, 1 x renderer: ragged', at most five."""
+    return ", ".join(f"{num} x {cause}" for cause, num in causes.most_common(5)) or "none"

@@ -1,4 +1,4 @@
-"""What is gained over the untrained system, and how far training moved what the renderer reads.
+"""Compares a held-out run with the untrained system: gains, losses, and how far states moved.
 
 Axes: `_P` held-out samples of this rank, `_T` tokens.
 """
@@ -69,7 +69,7 @@ def add_stock_arm(
     shown_P: Sequence[Shown],
     dist: Dist,
 ) -> None:
-    """What the untrained system is worth, and what the trained one gained over it. Collective."""
+    """Rewards of the untrained system, and the trained one's gain over it. Collective."""
     for rewards in untrained_P:
         if "stock" in rewards:
             metrics.add("eval/stock_ungraded", float(rewards["stock"] is None))
@@ -88,7 +88,7 @@ def add_gain_of_thought(
     shown_P: Sequence[Shown],
     dist: Dist,
 ) -> None:
-    """What thinking was worth: `cut_P` are the same samples' episodes without it. Collective."""
+    """The gain from thinking: `cut_P` are the same samples' episodes without it. Collective."""
     rewards_P = [None if episode is None else episode.reward for episode in cut_P]
     for reward in rewards_P:
         if reward is not None:
@@ -105,7 +105,7 @@ def add_falls(
     shown_P: Sequence[Shown],
     dist: Dist,
 ) -> None:
-    """What words that training did not change have lost by it; warns where it is no noise.
+    """Rewards that fixed words have lost since training began; warns of a loss beyond noise.
     Collective."""
     alarms, worths = [], []
     for arm, (_, episodes_P) in fixed.items():
@@ -145,7 +145,7 @@ def add_state_drift(
     words_P: Sequence[Completion | None],
     dist: Dist,
 ) -> None:
-    """How far the states of those words have moved from the untrained weights'. Collective."""
+    """Distance of the words' states from those under the untrained weights. Collective."""
     known = [(p, words) for p, words in zip(prompts_P, words_P, strict=True) if words is not None]
     prompts, words = [prompt for prompt, _ in known], [words for _, words in known]
     base_P = stock.states(prompts, words)

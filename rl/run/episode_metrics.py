@@ -1,29 +1,22 @@
-"""What an iteration's episodes show, as metrics, and the failure-rate guard."""
+"""Metrics of an iteration's episodes."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from collections.abc import Sequence
 from statistics import fmean, pvariance, variance
 from typing import TYPE_CHECKING
 
 from rl.algorithm.grpo import SPREAD_TOLERANCE, RewardMoments, reward_moments
 from rl.algorithm.metrics import Metrics
 from rl.api.types import NO_MARKER, UNFINISHED_THOUGHT, Completion, Episode, Status
-from rl.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
-    from rl.rollout.stream import RewardErrors, Rollout
+    from rl.rollout.stream import Rollout
 
 
 HALF_MARKS = 0.5
 """Of a reward, 0..1: a group that all earn less alike has failed, and shows no way out."""
-
-
-class TooManyFailuresError(RuntimeError):
-    """More of an iteration went ungraded than `judge.max_failure_rate` allows."""
 
 
 def size_of(completions_PG: Sequence[Sequence[Completion]]) -> str:
@@ -33,8 +26,7 @@ def size_of(completions_PG: Sequence[Sequence[Completion]]) -> str:
 
 
 def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
-    """Of this rank's groups: rewards, how episodes ended, lengths, latencies, the bare arm.
-    Collective."""
+    """Rewards, how episodes ended, lengths, latencies and the bare arm. Collective."""
     metrics = Metrics()
     for episodes_G, bare in zip(rollout.episodes, rollout.bare_episodes, strict=True):
         _add_group(metrics, episodes_G)
@@ -55,7 +47,8 @@ def _add_group(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:
     zero_spread = not rewards or max(rewards) - min(rewards) <= SPREAD_TOLERANCE
     metrics.add("groups/zero_spread", float(zero_spread))
     metrics.add("groups/dead", float(zero_spread and max(rewards, default=1.0) < HALF_MARKS))
-    metrics.add("groups/distinct_completions", _distinct_share(episodes_G))
+    num_distinct = len({e.completion.token_ids for e in episodes_G})
+    metrics.add("groups/distinct_completions", num_distinct / len(episodes_G))
     if len(rewards) > 1:
         metrics.add("reward/group_std", pvariance(rewards) ** 0.5)
     for episode in episodes_G:
@@ -72,10 +65,6 @@ def add_bare_arm(
     for episode in episodes_G:
         if episode.reward is not None:
             metrics.add(f"{prefix}reward_gain", episode.reward - bare.reward)
-
-
-def _distinct_share(episodes_G: Sequence[Episode]) -> float:
-    return len({e.completion.token_ids for e in episodes_G}) / len(episodes_G)
 
 
 def _add_episode(metrics: Metrics, episode: Episode) -> None:
@@ -127,50 +116,3 @@ def _variances(episodes_PG: Sequence[Sequence[Episode]]) -> tuple[float, float]:
         of_noise += within
         of_words += (between - within) / per_row
     return of_noise, of_words
-
-
-def failure_causes(episodes_PG: Sequence[Sequence[Episode]]) -> Counter[str]:
-    """Why episodes failed, by the first words of their causes: whose failure, and what."""
-    return Counter(
-        f"{episode.status.value}: {': '.join(episode.failure.split(': ')[:2])}"
-        for episodes_G in episodes_PG
-        for episode in episodes_G
-        if episode.failure is not None and episode.status is not Status.SCORED
-    )
-
-
-class BrokenRewardError(TooManyFailuresError):
-    """A reward raised on every picture of an iteration."""
-
-
-def check_rewards(errors: Mapping[str, RewardErrors], dist: Dist) -> None:
-    """Raise `BrokenRewardError` on every rank for a reward that raised on every picture it was
-    asked about, over all ranks."""
-    gathered = dist.gather({name: astuple(found) for name, found in errors.items()})
-    for name in dict.fromkeys(name for rank in gathered for name in rank):
-        found = [rank[name] for rank in gathered if name in rank]
-        num_asked, num_raised = (sum(column) for column in ([f[i] for f in found] for i in (0, 1)))
-        if num_asked == num_raised:
-            raise BrokenRewardError(
-                f"rewards.{name}: raised on all {num_asked} pictures of the iteration; mend it and "
-                f"start the same command again. The first one's traceback:\n{found[0][2]}"
-            )
-
-
-def check_failure_rate(
-    config: RunConfig, episodes_PG: Sequence[Sequence[Episode]], dist: Dist
-) -> None:
-    """Raise `TooManyFailuresError` on every rank when too many episodes could not be graded."""
-    flat = [episode for episodes_G in episodes_PG for episode in episodes_G]
-    ungraded = sum(episode.status is Status.UNGRADED for episode in flat)
-    lost, total = dist.sum_floats([ungraded, len(flat)])
-    if total == 0 or lost / total <= config.judge.max_failure_rate:
-        return
-    causes = sum(dist.gather(failure_causes(episodes_PG)), Counter())
-    listed = ", ".join(f"{count} x {cause}" for cause, count in causes.most_common(5))
-    raise TooManyFailuresError(
-        f"{int(lost)} of {int(total)} episodes could not be graded ({listed}); the limit is "
-        f"judge.max_failure_rate={config.judge.max_failure_rate}. Fix what is named (the "
-        "reward's own code, or a judge that is down) and start the same command again: it goes on "
-        "after the last finished iteration."
-    )

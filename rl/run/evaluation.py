@@ -1,8 +1,8 @@
-"""The held-out run: one completion of each sample, fixed noise, the run's own judge.
+"""Runs the held-out samples: one completion each, fixed noise, the run's own judge.
 
-Rewards of the policy, of the bare arm (the user's own words) and of the right words where the data
-has them, beside what the untrained weights made of the last two. Equal words must earn equal
-rewards. Records and pictures go to `<run>/evaluation/it_000000/`.
+Beside the policy's words it grades the user's own words (the bare arm) and the reference words, and
+compares with what the untrained weights made of them. Records and pictures go to
+`<run>/evaluation/it_000000/`.
 
 Axes: `_P` held-out samples of this rank.
 """
@@ -10,7 +10,7 @@ Axes: `_P` held-out samples of this rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,21 @@ if TYPE_CHECKING:
 _ARMS = ("the policy", "the user's own words", "the right words", "the thought cut", "stock")
 
 
+@dataclass(frozen=True, eq=False)
+class Arms:
+    """One held-out run's episodes, _P each; None where a sample has no such arm."""
+
+    policy: Sequence[Episode]
+    bare: Sequence[Episode | None]
+    """Of the user's own words."""
+    reference: Sequence[Episode | None]
+    """Of the right words, where the data has them."""
+    unthought: Sequence[Episode | None]
+    """Of what the policy writes without thinking."""
+    fixed: Mapping[str, FixedArm]
+    """Those whose words no training changes."""
+
+
 def evaluate(
     context: RolloutContext,
     engine: Engine,
@@ -55,10 +70,57 @@ def evaluate(
 ) -> Metrics:
     """Metrics of `eval/*` over all ranks' samples; every rank passes the same list. Records and
     pictures are handed to `writer`."""
-    config = context.config
+    config, metrics = context.config, Metrics()
     mine = list(samples)[dist.rank :: dist.world_size]
     shown_P = [shown(sample) for sample in mine]
-    with_bare = config.bare_arm != "never" and context.makes_images
+    # A reward that compares the pictures of a group cannot grade one that is drawn apart.
+    compares = any(reward.scores_groups() for reward in context.rewards.values())
+    untrained_P: Sequence[Rewards] = [{} for _ in mine]
+    with timer.phase("evaluate"):
+        prompts_P = [context.policy.build_prompt(sample) for sample in mine]
+        completions_P1, cut_P = _write(context, engine, prompts_P)
+        engine.sleep()
+        arms = _draw(context, prompts_P, completions_P1, cut_P, dist)
+        _measure_arms(metrics, arms)
+        if config.evaluation.thought_gain:
+            add_gain_of_thought(metrics, arms.policy, arms.unthought, shown_P, dist)
+        if config.evaluation.stock_arm and context.makes_images and not compares:
+            stock = Stock(context, run_dir, iteration, dist)
+            untrained_P = stock.rewards(prompts_P, arms.fixed, arms.policy)
+            add_stock_arm(metrics, untrained_P, arms.policy, shown_P, dist)
+            if context.policy.reads_states:
+                add_falls(metrics, iteration, untrained_P, arms.fixed, shown_P, dist)
+                num = len(range(dist.rank, NUM_FIXED_SAMPLES, dist.world_size))
+                bare_P, _ = arms.fixed["bare"]
+                add_state_drift(metrics, context, stock, prompts_P[:num], bare_P[:num], dist)
+        engine.wake()
+    folder = run_dir / "evaluation" / f"it_{iteration:06d}"
+    _write_records(folder, arms, untrained_P, dist, writer)
+    if not compares:
+        stock_P = map(partial(_as_stock, context), arms.bare, untrained_P)
+        rows = zip(arms.policy, arms.bare, arms.reference, arms.unthought, stock_P, strict=True)
+        named_P = [dict(zip(_ARMS, row, strict=True)) for row in rows]
+        check_equal_words(named_P, config.images_per_completion, iteration == 0, dist)
+    return metrics
+
+
+def _as_stock(context: RolloutContext, bare: Episode | None, untrained: Rewards) -> Episode | None:
+    """The bare arm with the stock arm's reward, where both hand the renderer the same words, which
+    no weights change; its picture is on the disk."""
+    if bare is None or context.policy.reads_states:
+        return None
+    stock = context.policy.stock_arms(bare.prompt).get("stock")
+    if stock is None or stock[1].token_ids != bare.completion.token_ids:
+        return None
+    return replace(bare, reward=untrained.get("stock"), image=None)
+
+
+def _write(
+    context: RolloutContext, engine: Engine, prompts_P: Sequence[Prompt]
+) -> tuple[list[list[Completion]], list[Completion | None]]:
+    """(_P1, the policy's completions; _P, its words without thinking). None where nobody asked for
+    a thought, or what it is worth."""
+    config, policy = context.config, context.policy
     params = SamplingParams(
         temperature=config.evaluation.temperature,
         top_p=1.0,
@@ -66,79 +128,44 @@ def evaluate(
         max_tokens=config.sampling.max_completion_tokens,
         num_completions=1,
     )
-    metrics = Metrics()
-    with timer.phase("evaluate"):
-        prompts_P = [context.policy.build_prompt(sample) for sample in mine]
-        seeds_P = [derive_seed("evaluation", config.seed, "sampling", s.id) for s in mine]
-        completions_P1 = engine.generate(prompts_P, params, seeds_P) if mine else []
-        cut_P = _with_thoughts_cut(context, engine, prompts_P, params, seeds_P)
-        engine.sleep()
-        bare_P = [context.policy.pass_through_completion(s) if with_bare else None for s in mine]
-        unthought_P: list[Episode | None] = [None] * len(mine)
-        rollout = score(context, prompts_P, completions_P1, bare_P, dist)
-        episodes = [episode for (episode,) in rollout.episodes]
-        bare_episodes = rollout.bare_episodes
-        _measure(metrics, "eval", episodes)
-        for episode, bare in zip(episodes, bare_episodes, strict=True):
-            add_bare_arm(metrics, "eval/", [episode], bare)
-            add_thought(metrics, "eval/", episode)
-        for episode in episodes:
-            reference = episode.prompt.sample.reference
-            if reference is not None:
-                is_right = reference in (episode.action.text, episode.action.words)
-                metrics.add("eval/reference_match", float(is_right))
-        if config.evaluation.thought_gain:
-            unthought_P = _score_known(context, prompts_P, cut_P, dist)
-            add_gain_of_thought(metrics, episodes, unthought_P, shown_P, dist)
-        fixed: dict[str, FixedArm] = {"bare": (bare_P, bare_episodes)}
-        right_P: list[Episode | None] = [None] * len(mine)
-        if config.evaluation.reference_drift:
-            encode = context.policy.encode_completion
-            references_P = [None if s.reference is None else encode(s.reference) for s in mine]
-            right_P = _score_known(context, prompts_P, references_P, dist)
-            _measure(metrics, "eval_reference", [e for e in right_P if e is not None])
-            fixed["reference"] = (references_P, right_P)
-        untrained_P: list[Rewards] = [{} for _ in mine]
-        # What compares the pictures of a group has no marks for one that is drawn apart.
-        compares = any(reward.scores_groups() for reward in context.rewards.values())
-        if config.evaluation.stock_arm and context.makes_images and not compares:
-            stock = Stock(context, run_dir, iteration, dist)
-            untrained_P = stock.rewards(prompts_P, fixed, episodes)
-            add_stock_arm(metrics, untrained_P, episodes, shown_P, dist)
-            if context.policy.reads_states:
-                add_falls(metrics, iteration, untrained_P, fixed, shown_P, dist)
-                num = len(range(dist.rank, NUM_FIXED_SAMPLES, dist.world_size))
-                add_state_drift(metrics, context, stock, prompts_P[:num], bare_P[:num], dist)
-        engine.wake()
-    folder = run_dir / "evaluation" / f"it_{iteration:06d}"
-    arms_P = (bare_episodes, untrained_P, unthought_P)
-    _write_records(folder, episodes, *arms_P, dist, writer)
-    if not compares:
-        stock_P = map(partial(_as_stock, context), bare_episodes, untrained_P)
-        arms = zip(episodes, bare_episodes, right_P, unthought_P, stock_P, strict=True)
-        named_P = [dict(zip(_ARMS, of_sample, strict=True)) for of_sample in arms]
-        check_equal_words(named_P, config.images_per_completion, iteration == 0, dist)
-    return metrics
-
-
-def _with_thoughts_cut(
-    context: RolloutContext,
-    engine: Engine,
-    prompts_P: Sequence[Prompt],
-    params: SamplingParams,
-    seeds_P: Sequence[int],
-) -> list[Completion | None]:
-    """_P, the words that the policy writes without thinking; None where nobody asked for a thought,
-    or what it is worth."""
-    found: list[Completion | None] = [None] * len(prompts_P)
-    if context.config.evaluation.thought_gain:
-        cut_P = [context.policy.cut_thought(prompt) for prompt in prompts_P]
-        asked = {p: prompt for p, prompt in enumerate(cut_P) if prompt is not None}
+    seeds_P = [derive_seed("evaluation", config.seed, "sampling", p.sample.id) for p in prompts_P]
+    completions_P1 = engine.generate(prompts_P, params, seeds_P) if prompts_P else []
+    cut_P: list[Completion | None] = [None] * len(prompts_P)
+    if config.evaluation.thought_gain:
+        plain_P = map(policy.cut_thought, prompts_P)
+        asked = {p: prompt for p, prompt in enumerate(plain_P) if prompt is not None}
         seeds = [seeds_P[p] for p in asked]
         written = engine.generate(list(asked.values()), params, seeds) if asked else []
         for p, (completion,) in zip(asked, written, strict=True):
-            found[p] = context.policy.words_of_cut(completion)
-    return found
+            cut_P[p] = policy.words_of_cut(completion)
+    return completions_P1, cut_P
+
+
+def _draw(
+    context: RolloutContext,
+    prompts_P: Sequence[Prompt],
+    completions_P1: Sequence[Sequence[Completion]],
+    cut_P: Sequence[Completion | None],
+    dist: Dist,
+) -> Arms:
+    """Every arm drawn and judged under today's weights. Collective."""
+    config, policy = context.config, context.policy
+    bare_P: list[Completion | None] = [None] * len(prompts_P)
+    if config.bare_arm != "never" and context.makes_images:
+        bare_P = [policy.pass_through_completion(prompt.sample) for prompt in prompts_P]
+    rollout = score(context, prompts_P, completions_P1, bare_P, dist)
+    right_P: list[Episode | None] = [None] * len(prompts_P)
+    unthought_P = right_P
+    if config.evaluation.thought_gain:
+        unthought_P = _score_known(context, prompts_P, cut_P, dist)
+    fixed: dict[str, FixedArm] = {"bare": (bare_P, rollout.bare_episodes)}
+    if config.evaluation.reference_drift:
+        texts_P = [prompt.sample.reference for prompt in prompts_P]
+        references_P = [None if t is None else policy.encode_completion(t) for t in texts_P]
+        right_P = _score_known(context, prompts_P, references_P, dist)
+        fixed["reference"] = (references_P, right_P)
+    episodes = [episode for (episode,) in rollout.episodes]
+    return Arms(episodes, rollout.bare_episodes, right_P, unthought_P, fixed)
 
 
 def _score_known(
@@ -157,15 +184,16 @@ def _score_known(
     return episodes
 
 
-def _as_stock(context: RolloutContext, bare: Episode | None, untrained: Rewards) -> Episode | None:
-    """The bare arm with the stock arm's reward, where both hand the renderer the same words, which
-    no weights change; its picture is on the disk."""
-    if bare is None or context.policy.reads_states:
-        return None
-    stock = context.policy.stock_arms(bare.prompt).get("stock")
-    if stock is None or stock[1].token_ids != bare.completion.token_ids:
-        return None
-    return replace(bare, reward=untrained.get("stock"), image=None)
+def _measure_arms(metrics: Metrics, arms: Arms) -> None:
+    _measure(metrics, "eval", arms.policy)
+    for episode, bare in zip(arms.policy, arms.bare, strict=True):
+        add_bare_arm(metrics, "eval/", [episode], bare)
+        add_thought(metrics, "eval/", episode)
+        reference = episode.prompt.sample.reference
+        if reference is not None:
+            is_right = reference in (episode.action.text, episode.action.words)
+            metrics.add("eval/reference_match", float(is_right))
+    _measure(metrics, "eval_reference", [e for e in arms.reference if e is not None])
 
 
 def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode]) -> None:
@@ -182,17 +210,15 @@ def _measure(metrics: Metrics, prefix: str, episodes: Sequence[Episode]) -> None
 
 def _write_records(
     folder: Path,
-    episodes: Sequence[Episode],
-    bare_episodes: Sequence[Episode | None],
+    arms: Arms,
     untrained_P: Sequence[Rewards],
-    unthought_P: Sequence[Episode | None],
     dist: Dist,
     writer: BackgroundWriter,
 ) -> None:
     """One line per held-out sample (all ranks' in rank 0's file), pictures beside it."""
     pictures: dict[Path, Image] = {}
-    arms = zip(episodes, bare_episodes, untrained_P, unthought_P, strict=True)
-    records = [_record(folder, pictures, *of_sample) for of_sample in arms]
+    rows = zip(arms.policy, arms.bare, untrained_P, arms.unthought, strict=True)
+    records = [_record(folder, pictures, *of_sample) for of_sample in rows]
     gathered = [record for rank in dist.gather(records) for record in rank]
 
     def write() -> None:

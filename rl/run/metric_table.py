@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -14,8 +12,7 @@ from rl import build
 from rl.api import find
 from rl.api.metric import Metric
 from rl.api.plug import PlugBase
-from rl.config.schema import ConfigError, listed, load_config
-from rl.run.plug_metrics import prefix_of, rows_of
+from rl.run.plug_metrics import prefix_of
 from rl.text import terminal
 
 _IN_WHEEL = Path(__file__).with_name("metrics.md")
@@ -37,11 +34,10 @@ _PLACES = {
 """Room -> where a plugin of that room is named in a config."""
 
 
-def doc_of(name: str, of_plugs: Mapping[str, Metric]) -> Metric | None:
+def doc_of(name: str) -> Metric | None:
     """The row that a logged name belongs to; an exact row wins over a pattern."""
-    rows = {**METRICS, **of_plugs}
-    if name in rows:
-        return rows[name]
+    if name in METRICS:
+        return METRICS[name]
     return next((METRICS[key] for key in METRICS if "<" in key and _regex(key).match(name)), None)
 
 
@@ -49,21 +45,6 @@ def doc_of(name: str, of_plugs: Mapping[str, Metric]) -> Metric | None:
 def _regex(pattern: str) -> re.Pattern[str]:
     literal_parts = re.split(r"<[a-z_]+>", pattern)
     return re.compile(".+".join(re.escape(part) for part in literal_parts) + r"\Z")
-
-
-def check_known(names: Iterable[str], of_plugs: Mapping[str, Metric]) -> None:
-    """Raise ValueError naming every metric that has no row, and the nearest row that exists.
-    `of_plugs`: the rows that the run's plugins declare."""
-    lines = []
-    for name in names:
-        if doc_of(name, of_plugs) is None:
-            near = get_close_matches(name, [*METRICS, *of_plugs], n=1)
-            lines.append(name + (f" (did you mean {near[0]}?)" if near else ""))
-    if lines:
-        raise ValueError(
-            f"metrics without a row in docs/metrics.md: {', '.join(lines)}. "
-            "Add a row with the unit and the meaning."
-        )
 
 
 def markdown_table(rows: Mapping[str, Metric]) -> str:
@@ -77,7 +58,8 @@ def markdown_table(rows: Mapping[str, Metric]) -> str:
 
 
 def shipped_rows() -> dict[str, Metric]:
-    rows = {}
+    """Rows of the shipped plugins' metrics."""
+    rows: dict[str, Metric] = {}
     for room, place in _PLACES.items():
         for name in build.plugs_of(room):
             module = importlib.import_module(build.module_of(room, name))
@@ -87,16 +69,6 @@ def shipped_rows() -> dict[str, Metric]:
     return rows
 
 
-def main(argv: Sequence[str]) -> None:
-    """Print the table of plugins' metrics: of the shipped ones, or of those in the run that
-    `config.jsonnet [key=value ...]` describes."""
-    terminal.guard()
-    try:
-        given = build.resolve(load_config(argv[0], list(argv[1:]))) if argv else None
-    except ConfigError as error:
-        sys.exit(listed(error.problems))
-    print(markdown_table(rows_of(given) if given else shipped_rows()), end="")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    terminal.guard()
+    print(markdown_table(shipped_rows()), end="")

@@ -1,17 +1,15 @@
-"""Metrics that plugins report: their names, their rows, and collecting them."""
+"""Collects the metrics that plugins report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.metrics import Metrics
 from rl.api.find import described
-from rl.api.metric import Metric
-from rl.api.plug import PlugBase, shown
-from rl.build import Plug, Resolved
+from rl.api.plug import PlugBase, reported_by, shown
+from rl.build import Plug
 from rl.console.console import warn
 
 if TYPE_CHECKING:
@@ -35,86 +33,55 @@ def prefix_of(key: str) -> str:
     return _PREFIXES[room].format(place=place)
 
 
-def rows_of(resolved: Resolved) -> dict[str, Metric]:
-    """Name in the run's metrics -> row, of all that the plugins of a run may report."""
-    single: list[Plug[Any]] = [resolved.policy, resolved.engine, resolved.renderer]
-    plugs = [*single, *resolved.rewards.values(), *resolved.train]
-    return {
-        prefix_of(plug.key) + name: Metric(metric.unit, f"{plug.name}: {metric.meaning}")
-        for plug in plugs
-        for name, metric in plug.cls.metrics.items()
-    }
-
-
 class PlugMetrics:
-    """Collects what a run's plugins report, iteration by iteration."""
+    """Collects what a run's plugins report, iteration by iteration. A report that is not as the
+    plugin declares it is left out with one warning."""
 
-    def __init__(self, resolved: Resolved, made: Made, dist: Dist) -> None:
+    def __init__(self, renderer: Plug[Any], made: Made, dist: Dist) -> None:
         """`made`: all plugins but the renderer, which reports with its pictures."""
-        self.rows = rows_of(resolved)
-        self._renderer = resolved.renderer
+        self._renderer = renderer
         self._made = made
         self._dist = dist
-        self._is_first = True
         self._warned: set[str] = set()
 
     def drop(self) -> None:
         """Forget what there is to report: it was not for a training iteration."""
         for _, instance in self._made:
-            with suppress(Exception):
-                instance.take_metrics()
+            reported_by(instance)
 
     def take(self, of_renderer: Mapping[str, float] | Exception) -> Metrics:
-        """What this rank's plugins report, with what the renderer returned or raised. The first
-        call, which is collective, raises ValueError on every rank for all that is not as declared;
-        later calls, and always for values that are not finite, leave that out with one warning."""
+        """What this rank's plugins report, with what the renderer returned or raised."""
         metrics = Metrics()
-
-        def renderers() -> Mapping[str, float]:
-            if isinstance(of_renderer, Exception):
-                raise of_renderer
-            return of_renderer
-
-        wrong = self._add(metrics, self._renderer, renderers)
+        self._add(metrics, self._renderer, of_renderer)
         for plug, instance in self._made:
-            wrong |= self._add(metrics, plug, instance.take_metrics)
-        if self._is_first:
-            self._is_first = False
-            refused = [text for rank in self._dist.gather([*wrong.values()]) for text in rank]
-            if refused:
-                raise ValueError("\n".join(dict.fromkeys(refused)))
-        for metric, problem in wrong.items():
-            self._leave_out(metric, problem)
+            self._add(metrics, plug, reported_by(instance))
         return metrics
 
     def _add(
-        self, metrics: Metrics, plug: Plug[Any], take: Callable[[], Mapping[str, float]]
-    ) -> dict[str, str]:
-        """Adds what is as declared to `metrics`; returns name -> problem of the rest."""
-        place, prefix = f"{plug.key}: {plug.name}", prefix_of(plug.key)
-        try:
-            reported = take()
-        except Exception as error:
-            why = described(error, plug.cls.take_metrics)
-            return {prefix: f"{place}: take_metrics raises {why}"}
+        self, metrics: Metrics, plug: Plug[Any], reported: Mapping[str, float] | Exception
+    ) -> None:
+        prefix, declared = prefix_of(plug.key), plug.cls.metrics
+        if isinstance(reported, Exception):
+            why = described(reported, plug.cls.take_metrics)
+            self._leave_out(plug, prefix, f"take_metrics raises {why}")
+            return
         if not isinstance(reported, Mapping):
-            what = f"take_metrics returns {shown(reported)}; expected a mapping of names to numbers"
-            return {prefix: f"{place}: {what}"}
-        declared, wrong = plug.cls.metrics, {}
+            expected = "expected a mapping of names to numbers"
+            self._leave_out(plug, prefix, f"take_metrics returns {shown(reported)}; {expected}")
+            return
         for name, value in reported.items():
-            metric = f"{prefix}{name}"
             if name not in declared:
                 known = ", ".join(declared) or "none"
-                wrong[metric] = f"{place} reports {name!r}: not among its metrics ({known})"
-            elif not isinstance(value, Real):
-                wrong[metric] = f"{place}: metric {name!r} is {shown(value)}; expected a number"
-            elif not -1e300 < value < 1e300:  # nan, infinite, or a whole number beyond floats
-                self._leave_out(metric, f"{place}: metric {name!r} is {value}")
+                self._leave_out(plug, name, f"reports {name!r}: not among its metrics ({known})")
+            # Not NaN, not infinite, nor a whole number beyond floats.
+            elif isinstance(value, Real) and -1e300 < value < 1e300:
+                metrics.add(f"{prefix}{name}", float(value))
             else:
-                metrics.add(metric, float(value))
-        return wrong
+                what = f"metric {name!r} is {shown(value)}; expected a finite number"
+                self._leave_out(plug, name, what)
 
-    def _leave_out(self, metric: str, problem: str) -> None:
-        if metric not in self._warned:
-            self._warned.add(metric)
-            warn(f"rank {self._dist.rank}: {problem}; left out (said once)")
+    def _leave_out(self, plug: Plug[Any], name: str, problem: str) -> None:
+        if (key := f"{plug.key} {name}") not in self._warned:
+            self._warned.add(key)
+            where = f"rank {self._dist.rank}: {plug.key}: {plug.name}"
+            warn(f"{where}: {problem}; left out (said once)")

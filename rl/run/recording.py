@@ -1,10 +1,11 @@
-"""What a run writes and shows of its iterations."""
+"""Writes and prints a run's iterations: metrics, episodes, where the time went."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Episode
@@ -15,7 +16,6 @@ from rl.record.run_record import RunRecord
 from rl.record.writer import BackgroundWriter
 from rl.rollout.graded_groups import GradedGroup
 from rl.run.page_refresh import Page
-from rl.run.rank_times import rank_times
 from rl.trackers.tracking import Tracker
 
 
@@ -77,12 +77,30 @@ class Recording:
         self.writer.put(f"the record of iteration {done}", write)
 
     def end(self) -> None:
-        """All of it is on disk; the console and wandb show where the time went."""
+        """All of it is on disk; the console shows where the time went."""
         self.writer.flush()
         self.console.where_time_went(self.timer)
-        self.tracker.log_where_time_went(self.timer)
 
 
 def _off_device(episode: Episode) -> Episode:
     """Without tensors on the device, which an episode that waits to be written would hold."""
     return replace(episode, prompt=replace(episode.prompt, images=(), model_inputs={}))
+
+
+def rank_times(seconds_by_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`time/<phase>_max_over_median`, the same of the whole `iteration`, and `time/slowest_rank`;
+    {} with one rank.
+
+    `seconds_by_rank`: seconds of each phase in rank order, without waits for other ranks.
+    """
+    if len(seconds_by_rank) == 1:
+        return {}
+    phases = dict.fromkeys(phase for seconds in seconds_by_rank for phase in seconds)
+    columns = {phase: [of_rank.get(phase, 0.0) for of_rank in seconds_by_rank] for phase in phases}
+    columns["iteration"] = whole = [sum(of_rank.values()) for of_rank in seconds_by_rank]
+    metrics = {
+        f"time/{phase}_max_over_median": max(seconds) / middle
+        for phase, seconds in columns.items()
+        if (middle := median(seconds)) > 0
+    }
+    return {**metrics, "time/slowest_rank": float(whole.index(max(whole)))}

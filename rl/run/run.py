@@ -1,4 +1,4 @@
-"""One run: its parts, and what happens around an iteration rather than in it.
+"""One run: its parts, and what happens around an iteration.
 
 Iterations are counted from 1 on disk and on screen: `step_000010` holds ten finished ones, and
 iteration 0 is what was measured before training.
@@ -100,13 +100,13 @@ class Run:
         return metrics
 
     def bare_arms(self, prompts_P: Sequence[Prompt]) -> list[Completion | None]:
-        """The bare arm of each prompt, if the config wants one in training."""
+        """The bare arm (the user's own words) of each prompt, if the config wants it here."""
         wanted = self.config.bare_arm == "always" and self.context.makes_images
         policy = self.context.policy
         return [policy.pass_through_completion(p.sample) if wanted else None for p in prompts_P]
 
     def render(self, sampled: Sampled, train_step: TrainStep) -> PendingRollout:
-        """Every picture made and every question asked. Raises `Interrupted` on every rank once any
+        """Make every picture and ask every question. Raises `Interrupted` on every rank once any
         was asked to stop."""
         pending = None
         with suppress(Interrupted):
@@ -124,7 +124,7 @@ class Run:
         return pending
 
     def graded_groups(self, pending: PendingStep) -> Iterator[GradedGroup]:
-        """Every group once, as soon as its verdicts are in and its advantages known.
+        """Yield each group as soon as its verdicts are in and its advantages are known.
 
         Raises on every rank together: `Interrupted` once any was asked to stop,
         `TooManyFailuresError` for a judge or a renderer that fails too often. Raises `JudgeRefused`
@@ -139,7 +139,7 @@ class Run:
         yield from advantages.rest()
 
     def rollout_metrics(self, rollout: Rollout) -> Metrics:
-        """What an iteration's episodes show and what its plugins report. Collective."""
+        """Metrics of an iteration's episodes and those that its plugins report. Collective."""
         self.timer.model_flops += sum(
             self.context.policy.train_flops(
                 len(episodes_G[0].prompt.token_ids),
@@ -150,10 +150,10 @@ class Run:
         return self.checks.metrics(rollout)
 
     def may_sample(self, sampled: int, done: int) -> bool:
-        """Whether iteration `sampled` may be rolled out when `done` are learnt from.
+        """Whether iteration `sampled` may be rolled out when `done` iterations are learnt from.
 
-        Never more than `max_staleness` ahead, and never across a checkpoint or a held-out run:
-        there a resumed run starts level, so one that was never stopped does too.
+        Never more than `max_staleness` ahead, and never across a checkpoint or a held-out run: a
+        resumed run has nothing rolled out there, so a run that was never stopped must not either.
         """
         if sampled == done:
             return True
@@ -199,12 +199,12 @@ class Run:
         metrics.total("data/replaced_rows", self.prompt_order.num_replaced)
         metrics.maximum("memory/peak_gb", take_peak_memory_gb(self.dist.device))
         line = self.recording.line(metrics, self.checkpointing.last_finished.metrics)
-        self.checks.line(line, done == self.num_iterations)
+        self.checks.line(line)
         self.recording.write_line(done, line, self._evaluation_due(done))
         self.checkpointing.publish(done, line)
 
     def stop(self) -> None:
-        """It was asked to: save, and say so. Collective."""
+        """Save, and print how to go on. Collective."""
         done = self.checkpointing.last_finished.done
         self.checkpointing.save(final=True)
         self.checkpointing.publish(done, self.recording.last_metrics, final=True)
@@ -212,7 +212,7 @@ class Run:
         console.say(f"stopped after {done} iterations; the same command goes on from here")
 
     def save_before_leaving(self, error: BaseException) -> None:
-        """However the run ends; see the function."""
+        """Save the finished iterations when an error ends the run."""
         checkpointing = self.checkpointing
         save_before_leaving(
             checkpointing.last_finished, checkpointing.checkpoints, self.dist, error

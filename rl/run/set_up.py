@@ -31,7 +31,7 @@ from rl.judge.server import StartedJudge
 from rl.learner.learner import Learner
 from rl.memory import footprint, memory_plan
 from rl.meter.device import measure_flops_per_s
-from rl.ranks import heartbeat, placement, rendezvous, signals
+from rl.ranks import heartbeat, placement, signals
 from rl.ranks.dist import Dist
 from rl.ranks.hang_watch import WATCHED_ELSEWHERE
 from rl.ranks.seeding import seed_everything, set_rng_state
@@ -59,32 +59,25 @@ class NothingToDoError(Exception):
 def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
     """Make every part, restore the last checkpoint, close everything in the end.
 
-    Raises ConfigError or ValueError for what the user can mend, and NothingToDoError, before
+    Raises ConfigError or ValueError for what the user can fix, and NothingToDoError, before
     anything heavy is loaded.
     """
-    run_dir = config.run_dir
     resolved = build.resolve(config)
     console = Console(dist.is_main)
     with ExitStack() as stack:
         stack.enter_context(shown_on(console))
-        record = RunRecord(run_dir, config, dist)
+        record = RunRecord(config.run_dir, config, dist)
         record.claim()
         stack.callback(record.release)
-        checkpoints = Checkpoints(run_dir, config.checkpoint, dist)
+        checkpoints = Checkpoints(config.run_dir, config.checkpoint, dist)
         stack.callback(checkpoints.close, console.say)
         newest = checkpoints.latest()
         done = 0 if newest is None else _check_config(newest, record, dist)
         seed_everything(config.seed + dist.rank)
-        sources = build.build_data(resolved, resolved.train)
-        prompt_order, held_out = _open_data(resolved, sources, stack)
-        # Is it readable?
+        sources, prompt_order, held_out = _open_data(resolved, stack, console)
         [sample] = prompt_order.shard(0, 0, config.prompts_per_iteration, lambda sample: sample)
         num_iterations = build.num_iterations(config, sum(len(source) for source in sources))
-        num_skipped_rows = sum(source.num_skipped for source in sources)
-        if num_skipped_rows:
-            console.say(f"{num_skipped_rows} bad rows of data.train are left out")
-        if dist.broadcast(record.has_line(done)):
-            _refuse_finished(config.run_name, done, num_iterations)
+        _refuse_finished(record, config.run_name, done, num_iterations, dist)
         placement.enforce(build.claims(resolved), dist.device)
         dtype = str(resolved.policy.config.dtype)
         flops_per_s = measure_flops_per_s(dist.device, dtype) if dist.is_main else None
@@ -92,36 +85,23 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         with heartbeat.phase(WATCHED_ELSEWHERE):
             judge = _open_judge(resolved, dist, loop, stack, console, sample)
 
-        console.say(f"run {config.run_name} in {run_dir}: loading")
+        console.say(f"run {config.run_name} in {config.run_dir}: loading")
         policy = build.build_policy(resolved, dist)
         stack.callback(policy.close)
         held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
         [probe] = prompt_order.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
         prompt_order.num_replaced = 0  # the loop takes that prompt again
-        _leave_if_asked(dist)
-        has_room, claim = _engine_room(resolved, policy, dist, console)
-        engine = build.build_engine(resolved, policy, dist, has_room, claim)
-        stack.callback(engine.close)
-        _leave_if_asked(dist)
-        context = _gather_context(resolved, dist, policy, judge, loop)
-        for plug in (context.renderer, *context.rewards.values()):
-            stack.callback(plug.close)
-        _leave_if_asked(dist)
+        engine, context = _load_others(resolved, policy, dist, judge, loop, stack, console)
         learner = Learner(policy, config, dist, num_iterations)
         last_finished = LastFinished(learner, policy, record.config, dist)
         start = _restore(checkpoints, newest, learner, last_finished, console)
         signals.at_once(partial(save_at_once, last_finished, checkpoints))
-        # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.
-        for sentence in record.rewind(start if start > 0 else -1):
-            console.say(sentence)
-        record.write_config()
-        for place in rendezvous.open_to_others():
-            if rendezvous.is_one_node():
-                warn(f"rank {dist.rank} listens on {place}, which other machines may reach")
+        _continue_record(record, start, console, dist)
         timer = PhaseTimer(console, flops_per_s)
         recording = _open_recording(config, dist, console, timer, record, num_iterations, stack)
-        sync_dtype = _engine_dtype(resolved)
-        dropout = getattr(policy.config.lora, "dropout", 0.0)
+        checkpointing = Checkpointing(
+            record.config, dist, num_iterations, checkpoints, recording.writer, last_finished
+        )
         yield Run(
             config=config,
             dist=dist,
@@ -133,30 +113,23 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             prompt_order=prompt_order,
             held_out=held_out,
             probe=probe,
-            checks=Checks(
-                context.config,
-                dist,
-                judge,
-                held_out,
-                _plug_metrics(resolved, context, engine, sources, dist),
-                Watch(context.config, sync_dtype, dropout),
-            ),
+            checks=_make_checks(resolved, context, engine, sources, held_out, judge, dist),
             recording=recording,
-            checkpointing=Checkpointing(
-                config=record.config,
-                dist=dist,
-                run_dir=run_dir,
-                num_iterations=num_iterations,
-                checkpoints=checkpoints,
-                writer=recording.writer,
-                last_finished=last_finished,
-            ),
+            checkpointing=checkpointing,
             num_iterations=num_iterations,
-            sync_dtype=sync_dtype,
-            num_skipped_rows=num_skipped_rows,
+            sync_dtype=_engine_dtype(resolved),
+            num_skipped_rows=sum(source.num_skipped for source in sources),
             start=start,
             lacks_line=start == 0 or not dist.broadcast(record.has_line(start)),
         )
+
+
+def _continue_record(record: RunRecord, start: int, console: Console, dist: Dist) -> None:
+    """Set aside what was recorded after the iteration that the run goes on from."""
+    # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.
+    for sentence in record.rewind(start if start > 0 else -1):
+        console.say(sentence)
+    record.write_config()
 
 
 def _open_recording(
@@ -185,8 +158,10 @@ def _open_recording(
     )
 
 
-def _refuse_finished(run_name: str, done: int, num_iterations: int) -> None:
-    if done >= num_iterations:
+def _refuse_finished(
+    record: RunRecord, run_name: str, done: int, num_iterations: int, dist: Dist
+) -> None:
+    if dist.broadcast(record.has_line(done)) and done >= num_iterations:
         raise NothingToDoError(
             f"run {run_name}: all {num_iterations} iterations are done; raise num_iterations to go "
             "on, or choose another run_name"
@@ -212,25 +187,25 @@ def _check_config(newest: Path, record: RunRecord, dist: Dist) -> int:
 
 
 def _open_data(
-    resolved: build.Resolved, sources: Sequence[DataSource], stack: ExitStack
-) -> tuple[PromptOrder, list[Sample]]:
-    """The training order and the held-out samples. `stack` closes their sources in the end."""
+    resolved: build.Resolved, stack: ExitStack, console: Console
+) -> tuple[list[DataSource], PromptOrder, list[Sample]]:
+    """The training sources, their order and the held-out samples. `stack` closes all sources."""
     config = resolved.config
     on_bad_row = config.data.on_bad_row
+    sources = build.build_data(resolved, resolved.train)
+    weights = build.mixture_weights(resolved, sources)
     prompt_order = PromptOrder(
-        sources,
-        build.mixture_weights(resolved, sources),
-        config.seed,
-        config.prompts_per_iteration,
-        on_bad_row,
+        sources, weights, config.seed, config.prompts_per_iteration, on_bad_row
     )
     validation = build.build_data(resolved, resolved.validation)
     for source in (*sources, *validation):
         stack.callback(source.close)
+    if num_skipped := sum(source.num_skipped for source in sources):
+        console.say(f"{num_skipped} bad rows of data.train are left out")
     weights = [1.0] * len(validation)
     num_samples = config.evaluation.num_samples
     held_out = first_samples(validation, weights, num_samples, on_bad_row) if validation else []
-    return prompt_order, held_out
+    return sources, prompt_order, held_out
 
 
 def _restore(
@@ -280,19 +255,27 @@ def _engine_room(
     return not is_open or memory_plan.residency(planned, gpu_gb) == "resident", claim
 
 
-def _gather_context(
+def _load_others(
     resolved: build.Resolved,
-    dist: Dist,
     policy: Policy,
+    dist: Dist,
     judge: JudgeClient | None,
     loop: BackgroundLoop,
-) -> RolloutContext:
-    """The renderer and the rewards beside the policy.
+    stack: ExitStack,
+    console: Console,
+) -> tuple[Engine, RolloutContext]:
+    """The inference engine, the renderer and the rewards.
 
     Raises ValueError when the renderer reads other states than the policy writes: every picture
     would fail, one by one, and look like a broken renderer.
     """
+    _leave_if_asked(dist)
+    has_room, claim = _engine_room(resolved, policy, dist, console)
+    engine = build.build_engine(resolved, policy, dist, has_room, claim)
+    stack.callback(engine.close)
+    _leave_if_asked(dist)
     renderer = build.build_renderer(resolved, dist)
+    stack.callback(renderer.close)
     if renderer.state_dim not in (None, policy.state_dim):
         raise ValueError(
             f"the renderer reads hidden states of width {renderer.state_dim}, the policy writes "
@@ -300,27 +283,34 @@ def _gather_context(
             "(policy.model_path, policy.init_text_encoder_from)"
         )
     rewards = build.build_rewards(resolved, judge, dist)
+    for reward in rewards.values():
+        stack.callback(reward.close)
+    _leave_if_asked(dist)
     makes_images = resolved.renderer.cls.makes_images
-    return RolloutContext(resolved.config, policy, renderer, rewards, makes_images, loop)
+    context = RolloutContext(resolved.config, policy, renderer, rewards, makes_images, loop)
+    return engine, context
 
 
-def _plug_metrics(
+def _make_checks(
     resolved: build.Resolved,
     context: RolloutContext,
     engine: Engine,
     sources: Sequence[DataSource],
+    held_out: Sequence[Sample],
+    judge: JudgeClient | None,
     dist: Dist,
-) -> PlugMetrics:
-    """What was done to set up is none of an iteration's."""
+) -> Checks:
     made: Made = [
         (resolved.policy, context.policy),
         (resolved.engine, engine),
         *((plug, context.rewards[name]) for name, plug in resolved.rewards.items()),
         *zip(resolved.train, sources, strict=True),
     ]
-    plug_metrics = PlugMetrics(resolved, made, dist)
-    plug_metrics.drop()
-    return plug_metrics
+    plug_metrics = PlugMetrics(resolved.renderer, made, dist)
+    plug_metrics.drop()  # what loading reported belongs to no iteration
+    dropout = getattr(context.policy.config.lora, "dropout", 0.0)
+    watch = Watch(context.config, _engine_dtype(resolved), dropout)
+    return Checks(context.config, dist, judge, held_out, plug_metrics, watch)
 
 
 def _open_judge(

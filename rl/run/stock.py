@@ -1,8 +1,7 @@
-"""What the untrained system makes of the held-out samples: the scale that no training moves.
+"""Grades the untrained system on the held-out samples, once, and keeps the result:
 
 Rewards of the stock arm (the renderer's own pipeline on the user's words) and of fixed words
-under the weights before training, and the states of a few samples' words under them. Drawn and
-judged once and kept:
+under the weights before training, and the states of a few samples' words under them.
 
     <run>/stock/rewards.jsonl       a line per sample: key, id, reward by arm, picture by arm
     <run>/stock/<key>_stock.png     those pictures
@@ -52,7 +51,7 @@ NUM_FIXED_SAMPLES = 8
 
 
 class Stock:
-    """Of this rank's held-out samples."""
+    """The untrained system's rewards and states for this rank's held-out samples."""
 
     def __init__(self, context: RolloutContext, run_dir: Path, iteration: int, dist: Dist) -> None:
         """`iteration`: how many are done, 0 before training."""
@@ -195,7 +194,9 @@ class Stock:
         """By content: another data set may call other samples by the same ids."""
         digest = hashlib.blake2b(self._settings.encode(), digest_size=12)
         words = [sample.id, sample.instruction, sample.category, dict(sample.hidden)]
-        digest.update(json.dumps(words, sort_keys=True, default=_type_name).encode())
+        # Values without a JSON form count by their type: their `repr` may hold an address.
+        text = json.dumps(words, sort_keys=True, default=lambda value: type(value).__name__)
+        digest.update(text.encode())
         for picture in (*sample.sources, sample.target):
             if picture is not None:
                 digest.update(f"{picture.mode}{picture.size}".encode() + picture.tobytes())
@@ -203,11 +204,6 @@ class Stock:
             if codes is not None:
                 digest.update(f"{codes.shape}".encode() + codes.tobytes())
         return digest.hexdigest()
-
-
-def _type_name(value: object) -> str:
-    """Of what JSON has no form for: a `repr` may hold an address."""
-    return type(value).__name__
 
 
 def word_states(

@@ -53,16 +53,15 @@ Rule = Callable[[Sequence[Trained]], str]
 
 
 class Watch:
-    """Sees every iteration of a run; reports a condition once, and again after it was gone."""
+    """Applies rules to the last iterations; reports a condition when it begins."""
 
     def __init__(self, config: RunConfig, engine_dtype: str, lora_dropout: float) -> None:
         """`config`: resolved, so that its weights name what counts."""
         weights = config.final_reward.weights or dict.fromkeys(config.rewards, 1.0)
         self._counted = [name for name, weight in weights.items() if weight]
-        self._ranges: Mapping[str, Range] = {}
+        self._ranges: dict[str, Range] = {}
         self._last: deque[Trained] = deque(maxlen=TREND)
         self._holding: set[str] = set()
-        self._num_seen = self._num_moved = 0
         self._first_k3: float | None = None
         self._rules: dict[str, Rule] = {
             **{name: partial(constant_reward, name=name) for name in self._counted},
@@ -78,46 +77,28 @@ class Watch:
         """`reward/range/<name>` of each reward, or part of one, that counts. Collective."""
         arms = [episode for episodes_G in rollout.episodes for episode in episodes_G]
         arms += [bare for bare in rollout.bare_episodes if bare is not None]
-        local: dict[str, Range] = {}
+        by_rank = dist.gather([{name: e.parts.get(name) for name in self._counted} for e in arms])
+        metrics, self._ranges = Metrics(), {}
         for name in self._counted:
-            values = [episode.parts[name] for episode in arms if name in episode.parts]
+            found = [parts[name] for parts_of_rank in by_rank for parts in parts_of_rank]
+            values = [value for value in found if value is not None]
             if values:
-                local[name] = min(values), max(values), len(values)
-        by_rank = dist.gather(local)
-        names = dict.fromkeys(name for ranges in by_rank for name in ranges)
-        self._ranges = {
-            name: _joined([ranges[name] for ranges in by_rank if name in ranges]) for name in names
-        }
-        metrics = Metrics()
-        for name, (lowest, highest, _) in self._ranges.items():
-            metrics.maximum(f"reward/range/{name}", highest - lowest)
+                self._ranges[name] = min(values), max(values), len(values)
+                metrics.maximum(f"reward/range/{name}", max(values) - min(values))
         return metrics
 
-    def sentences(self, metrics: Mapping[str, float], is_last: bool) -> Iterator[str]:
+    def sentences(self, metrics: Mapping[str, float]) -> Iterator[str]:
         """A sentence for each condition that begins in an iteration of these metrics."""
         if "optimizer/steps" not in metrics:  # measured before training
             return
         self._last.append(Trained(metrics, self._ranges))
         if self._first_k3 is None:
             self._first_k3 = metrics.get("mismatch/k3")
-        self._num_seen += 1
-        self._num_moved += _moved(metrics)
         last = tuple(self._last)
         found = {name: text for name, rule in self._rules.items() if (text := rule(last))}
         begun = found.keys() - self._holding
         self._holding = set(found)
         yield from (sentence for name, sentence in found.items() if name in begun)
-        if is_last and not self._num_moved:
-            yield (
-                f"the run ends without an optimiser step: none of the {self._num_seen} iterations "
-                "since it was started changed the weights, and the saved model is the one that was "
-                f"loaded; in the last {_why_no_step(metrics)}"
-            )
-
-
-def _joined(ranges: Sequence[Range]) -> Range:
-    lows, highs, nums = zip(*ranges, strict=True)
-    return min(lows), max(highs), sum(nums)
 
 
 def _values(last: Sequence[Trained], name: str) -> list[float]:
@@ -129,8 +110,9 @@ def constant_reward(last: Sequence[Trained], name: str) -> str:
     ranges = [each.ranges[name] for each in last if name in each.ranges][-SEVERAL:]
     if len(ranges) < SEVERAL:
         return ""
-    lowest, highest, num = _joined(ranges)
-    if highest - lowest > SPREAD_TOLERANCE or num < FEWEST_VALUES:
+    lows, highs, nums = zip(*ranges, strict=True)
+    highest, num = max(highs), sum(nums)
+    if highest - min(lows) > SPREAD_TOLERANCE or num < FEWEST_VALUES:
         return ""
     return (
         f"rewards.{name}: {highest:.4g} for each of the {num} completions of the last {SEVERAL} "
@@ -185,25 +167,24 @@ def _moved(metrics: Mapping[str, float]) -> bool:
 def no_steps(last: Sequence[Trained]) -> str:
     if len(last) < SEVERAL or any(_moved(each.metrics) for each in last[-SEVERAL:]):
         return ""
-    return (
-        f"no optimiser step in the last {SEVERAL} iterations (optimizer/steps): the weights do not "
-        f"change; {_why_no_step(last[-1].metrics)}"
-    )
-
-
-def _why_no_step(metrics: Mapping[str, float]) -> str:
+    metrics = last[-1].metrics
     if metrics.get("optimizer/skipped_steps"):
-        return (
+        why = (
             "the gradient was not finite and was left out (optimizer/skipped_steps); look for a "
             "NaN in the losses, lower optimizer.learning_rate, or load other weights"
         )
-    if metrics.get("status/ungraded") == 1:
-        return "nothing was graded; the causes are in episodes/"
-    if metrics.get("groups/zero_spread") == 1:
-        return "all rewards of each group were equal, and nothing else is minimised"
-    if metrics["optimizer/steps"] > 0:
-        return "the gradient was exactly 0; is what the loss reads of the policy still trainable?"
-    return "no token carried a loss; look at tokens/trained and at the policy's loss mask"
+    elif metrics.get("status/ungraded") == 1:
+        why = "nothing was graded; the causes are in episodes/"
+    elif metrics.get("groups/zero_spread") == 1:
+        why = "all rewards of each group were equal, and nothing else is minimised"
+    elif metrics["optimizer/steps"] > 0:
+        why = "the gradient was exactly 0; is what the loss reads of the policy still trainable?"
+    else:
+        why = "no token carried a loss; look at tokens/trained and at the policy's loss mask"
+    return (
+        f"no optimiser step in the last {SEVERAL} iterations (optimizer/steps): the weights do not "
+        f"change; {why}"
+    )
 
 
 def mismatch(last: Sequence[Trained], dtype: str, first_k3: float | None) -> str:

@@ -43,12 +43,6 @@ def beneath(stream: TextIO) -> TextIO:
     return stream.beneath if isinstance(stream, Guarded) else stream
 
 
-def for_data() -> TextIO:
-    """Standard output for rows that a program reads: as they are, except on a terminal."""
-    stream = beneath(sys.stdout)
-    return sys.stdout if stream.isatty() else stream
-
-
 class _Stream:
     """A text stream over another one, `beneath`."""
 

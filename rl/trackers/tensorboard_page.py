@@ -12,12 +12,10 @@ from PIL import Image
 from rl.config.schema import RunConfig
 from rl.text.markdown import code, text
 from rl.text.markdown import table as markdown_table
-from rl.trackers.tracker_page import Cell, Page, Table, is_picture, tried
-
-MAX_CELL_CHARS = 600
+from rl.trackers.tracker_page import MAX_CELL_CHARS, Cell, Table, is_picture, tried
 
 
-class TensorboardPage(Page):
+class TensorboardPage:
     """Each start of a run begins a file, whose first step purges what earlier starts wrote from
     there on: an iteration that is done again is shown once."""
 
@@ -26,7 +24,6 @@ class TensorboardPage(Page):
     def __init__(self, folder: Path, written: Mapping[str, Any]) -> None:
         self._folder, self._written = folder, written
         self._writer: Any = None
-        self._last_iteration = 0
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         writer = self._at(iteration)
@@ -36,8 +33,8 @@ class TensorboardPage(Page):
 
     def log_table(self, table: Table) -> None:
         """Words and numbers as a table of text, a row's pictures side by side as one picture."""
-        step = self._last_iteration if table.iteration is None else table.iteration
-        writer, columns, rows = self._at(step), table.columns, table.rows
+        step, columns, rows = table.iteration, table.columns, table.rows
+        writer = self._at(step)
         kept = [i for i in range(len(columns)) if not any(is_picture(row[i]) for row in rows)]
         head = [text(columns[i], MAX_CELL_CHARS) for i in kept]
         lines = markdown_table(head, [[_words(row[i]) for i in kept] for row in rows])
@@ -57,7 +54,6 @@ class TensorboardPage(Page):
 
             self._writer = SummaryWriter(str(self._folder), purge_step=step)
             self._writer.add_text("config", "\n".join(code(self._written)), step)
-        self._last_iteration = step
         return self._writer
 
 

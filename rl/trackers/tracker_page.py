@@ -1,11 +1,11 @@
-"""The interface of a tracker's page, and how its failures are caught."""
+"""The page of a run at wandb or trackio, and how a tracker's failures are caught."""
 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeGuard
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeGuard
 
 from PIL.Image import Image
 
@@ -13,51 +13,53 @@ from rl.console.console import warn
 from rl.text.scrub import scrub
 
 FINISH_TIMEOUT_S = 60.0
+MAX_CELL_CHARS = 600
 Cell = str | float | Image | None
 
 
 class Table(NamedTuple):
     name: str
-    iteration: int | None
-    """None: of the whole run."""
+    iteration: int
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
+    """Words, numbers and pictures, without keys."""
 
 
-class Page(ABC):
-    """One run at one tracker. Any method may raise anything: the page is given up then."""
+@dataclass
+class ServicePage:
+    """A page of wandb, or of trackio, which has wandb's interface. Tables are logged in one row
+    with the metrics of their iteration. Any method may raise anything: the page is given up then.
+    """
 
-    name: ClassVar[str]
+    name: str
+    module: Any
+    write: Callable[[Mapping[str, Any], int], object]
+    """Logs a row of an iteration."""
+    finish: Callable[[bool], object]
+    """Gets whether the run failed; may take any time."""
+    words: Callable[[str], str] = str
+    """What a table shows of a text."""
+    first_iteration: int = 0
+    """The first one that the page does not hold yet: a resumed run repeats iterations."""
+    _tables: dict[str, Any] = field(default_factory=dict)
 
-    @abstractmethod
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Scalars under their stable names."""
+        tables, self._tables = self._tables, {}
+        if iteration >= self.first_iteration:
+            self.write({**metrics, **tables}, iteration)
 
-    @abstractmethod
     def log_table(self, table: Table) -> None:
-        """Rows of words, numbers and pictures, without keys."""
-
-    @abstractmethod
-    def close(self, failed: bool) -> None:
-        """The run has ended; waits for a bounded time."""
-
-
-class ServicePage(Page):
-    """A page of wandb, or of trackio, which has its interface."""
-
-    def __init__(self, module: Any, run: Any) -> None:
-        self._module, self._run = module, run
-
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Any:
-        cells = [[self._module.Image(c) if is_picture(c) else c for c in row] for row in rows]
-        return self._module.Table(columns=list(columns), data=cells)
-
-    def finish(self, failed: bool) -> None:
-        """May take any time."""
-        self._run.finish()
+        rows = [list(map(self._cell, row)) for row in table.rows]
+        self._tables[table.name] = self.module.Table(columns=list(table.columns), data=rows)
 
     def close(self, failed: bool) -> None:
+        """Waits for a bounded time."""
         call_within(lambda: self.finish(failed), FINISH_TIMEOUT_S)
+
+    def _cell(self, cell: Cell) -> Any:
+        if is_picture(cell):
+            return self.module.Image(cell)
+        return self.words(cell) if isinstance(cell, str) else cell
 
 
 def is_picture(cell: Cell) -> TypeGuard[Image]:

@@ -12,14 +12,15 @@ from PIL.Image import Image
 
 from rl.api.types import Episode
 from rl.config.schema import RunConfig, TrackingConfig
-from rl.console.console import ClosingRow, PhaseTimer
 from rl.files.images import downscale
 from rl.files.private import private_folder
 from rl.ranks.dist import Dist
 from rl.text.scrub import remember, scrub
 from rl.trackers import tensorboard_page, trackio_page, wandb_page
-from rl.trackers.tracker_page import Cell, Page, Table, tried
-from rl.trackers.wandb_page import WandbPage
+from rl.trackers.tensorboard_page import TensorboardPage
+from rl.trackers.tracker_page import Cell, ServicePage, Table, tried
+
+Page = TensorboardPage | ServicePage
 
 _TABLE_IMAGE_SIDE_PX = 384
 
@@ -40,11 +41,6 @@ class Tracker:
             if (page := tracker.open_page(run_dir, config, config_as_written)) is not None:
                 self._pages.append(page)
                 private_folder(run_dir / page.name)  # it holds completions
-
-    @property
-    def mode(self) -> wandb_page.Mode:
-        """What became of `tracking.wandb`: 'online', 'offline' or 'off'."""
-        return next((page.mode for page in self._pages if isinstance(page, WandbPage)), "off")
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         self._on_each("log", lambda page: page.log(iteration, metrics))
@@ -67,10 +63,6 @@ class Tracker:
         if pairs:
             table = Table("episodes", iteration, *self._table(pairs))
             self._on_each("episode table", lambda page: page.log_table(table))
-
-    def log_where_time_went(self, timer: PhaseTimer) -> None:
-        table = Table("where_time_went", None, ClosingRow._fields, timer.closing_rows())
-        self._on_each("closing table", lambda page: page.log_table(table))
 
     def close(self, failed: bool = False) -> None:
         """Finish the pages, waiting at most a minute for each that is not uploaded yet."""

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from rl.config.schema import RunConfig
 from rl.console.console import warn
 from rl.files.atomic import write_atomically
-from rl.trackers.tracker_page import FINISH_TIMEOUT_S, ServicePage, Table, call_within, tried
+from rl.trackers.tracker_page import FINISH_TIMEOUT_S, ServicePage, call_within, tried
 
 REACH_TIMEOUT_S = 3.0
 INIT_TIMEOUT_S = 30.0
@@ -25,33 +25,9 @@ Mode = Literal["online", "offline", "off"]
 _ORDER: tuple[Mode, ...] = ("online", "offline", "off")
 
 
-class WandbPage(ServicePage):
-    """The x axis is our own `iteration`: a resumed offline run starts wandb's step at 0."""
-
-    name = "wandb"
-
-    def __init__(self, module: Any, run: Any, mode: Mode) -> None:
-        """`mode`: 'online' or 'offline'."""
-        super().__init__(module, run)
-        self.mode = mode
-
-    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({**metrics, "iteration": iteration})
-
-    def log_table(self, table: Table) -> None:
-        row = {table.name: self.table(table.columns, table.rows)}
-        if table.iteration is not None:
-            row["iteration"] = table.iteration
-        self._run.log(row)
-
-    def finish(self, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
-        self._module.teardown()  # `finish` alone returns before an offline page is on the disk
-
-
-def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> WandbPage | None:
+def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> ServicePage | None:
     """The page with the scrubbed config `written`; None where none is wanted, or after a
-    warning."""
+    warning. Its x axis is our own `iteration`: a resumed offline run starts wandb's step at 0."""
     wanted = config.tracking.wandb
     if wanted == "off":
         return None
@@ -66,15 +42,22 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> W
     if problem:
         warn(f"wandb: {problem}; going on offline (`wandb sync` uploads it later)")
         wanted = "offline"
-    pages: list[WandbPage] = []
+    runs: list[Any] = []
 
     def open_in(mode: Mode) -> None:
-        pages.append(WandbPage(wandb, _init(wandb, mode, run_dir, config), mode))
+        runs.append(_init(wandb, mode, run_dir, config))
+
+    def write(row: Mapping[str, Any], iteration: int) -> None:
+        runs[0].log({**row, "iteration": iteration})
+
+    def finish(failed: bool) -> None:
+        runs[0].finish(exit_code=int(failed))
+        wandb.teardown()  # `finish` alone returns before an offline page is on the disk
 
     for mode in _ORDER[_ORDER.index(wanted) : -1]:
         if attempt(f"init {mode}", partial(open_in, mode)):
-            attempt("config", lambda: pages[0]._run.config.update(dict(written)))
-            return pages[0]
+            attempt("config", lambda: runs[0].config.update(dict(written)))
+            return ServicePage("wandb", wandb, write, finish)
         # wandb's helper process keeps the id "in use" after a failed start.
         attempt("teardown", wandb.teardown)
     return None
@@ -109,18 +92,10 @@ def page_id(run_dir: Path) -> str:
     """The run's wandb id, kept in the run folder, so that a resume finds its page from any shell,
     even if WANDB_RUN_ID is exported for another run; a new run takes that id."""
     path = run_dir / "wandb_id.txt"
-    wanted = os.environ.get("WANDB_RUN_ID", "").strip()
-    if path.exists():
-        kept = path.read_text(encoding="utf-8").strip()
-        if wanted not in ("", kept):
-            warn(
-                f"wandb: the run goes on on its own page, {kept} ({path}); WANDB_RUN_ID={wanted} "
-                "is not heeded (move that file away to begin a page of that id)"
-            )
-        return kept
-    new = wanted or uuid.uuid4().hex[:12]
-    write_atomically(path, new + "\n")
-    return new
+    if not path.exists():
+        new = os.environ.get("WANDB_RUN_ID", "").strip() or uuid.uuid4().hex[:12]
+        write_atomically(path, new + "\n")
+    return path.read_text(encoding="utf-8").strip()
 
 
 def allowed_by_env(wanted: Mode) -> Mode:

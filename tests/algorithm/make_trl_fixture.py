@@ -1,10 +1,8 @@
-"""Freezes what TRL's own `GRPOTrainer` computes on planted log-probs: `trl_losses.json`.
+"""Records what TRL's own `GRPOTrainer` computes on planted log-probs: `trl_losses.json`.
 
-What: TRL's losses and their gradients by token, for the names that its documentation gives them,
-over one optimiser step of two groups: ragged completions, tokens and one whole completion without
-loss, ratios on both sides of the clip, a KL, and an inference engine beside the trainer. What not:
-anything of TRL's written again. Only where it would ask a model for log-probs does it get the
-planted ones; completions come in by its own `rollout_func`, rewards by its own reward function.
+One optimiser step of two groups: ragged completions, tokens and one whole completion without loss,
+ratios on both sides of the clip, a KL, and an inference engine beside the trainer. TRL's code runs
+unchanged, except that its model's log-probs are the planted ones.
 
     uv pip install -r benchmarks/requirements.txt
     PYTHONPATH=. .venv/bin/python tests/algorithm/make_trl_fixture.py

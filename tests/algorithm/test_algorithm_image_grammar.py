@@ -37,19 +37,6 @@ def kinds_of(num_after_image: list[int], height: int, width: int) -> list[int]:
     return grammar_ids(num, *grid, VOCABULARY).tolist()
 
 
-@pytest.mark.parametrize(
-    ("grid", "expected"),
-    [
-        ((1, 1), [VISUAL, EOL, EOF, EOI, EOS, EOS]),
-        ((2, 1), [VISUAL, EOL, VISUAL, EOL, EOF, EOI, EOS]),
-        ((1, 2), [VISUAL, VISUAL, EOL, EOF, EOI, EOS, EOS, EOS]),
-        ((2, 3), [VISUAL] * 3 + [EOL] + [VISUAL] * 3 + [EOL, EOF, EOI, EOS]),
-    ],
-)
-def test_by_hand(grid, expected):
-    assert kinds_of(list(range(len(expected))), *grid) == expected
-
-
 def test_before_the_image_token_and_without_a_grid():
     assert kinds_of([NO_IMAGE_YET], 2, 3) == [LANGUAGE]
     assert kinds_of([NO_IMAGE_YET, 0, 5, 100], 0, 0) == [ANY] * 4
@@ -93,42 +80,6 @@ def test_a_forced_id_has_logprob_exactly_zero_even_when_it_was_banned(temperatur
     logits[0, EOL] = -1e9
     mask_logits_(logits, torch.tensor([EOL]), VOCABULARY)
     assert float((logits / temperature).log_softmax(-1)[0, EOL]) == 0.0
-
-
-def sample(grid: tuple[int, int], seed: int, max_tokens: int) -> list[int]:
-    """One completion under the grammar from random logits, where the image token is likely."""
-    generator = torch.Generator().manual_seed(seed)
-    height, width = (torch.tensor([side]) for side in grid)
-    num_after = torch.tensor([NO_IMAGE_YET])
-    tokens: list[int] = []
-    while len(tokens) < max_tokens and (not tokens or tokens[-1] != EOS):
-        logits = torch.randn(1, NUM_IDS, generator=generator)
-        logits[:, IMAGE] += 1
-        mask_logits_(logits, grammar_ids(num_after, height, width, VOCABULARY), VOCABULARY)
-        token = torch.multinomial(logits.softmax(-1), 1, generator=generator)[0]
-        num_after = advance(num_after, token, VOCABULARY)
-        tokens.append(int(token))
-    return tokens
-
-
-def test_whatever_is_sampled_after_an_image_token_parses_to_the_grid():
-    num_pictures = 0
-    for seed in range(60):
-        grid = (1 + seed % 3, 1 + seed // 3 % 4)
-        tokens = sample(grid, seed, max_tokens=200)
-        assert tokens[-1] == EOS
-        if IMAGE not in tokens:
-            assert max(tokens) < 10
-            continue
-        num_pictures += 1
-        num_before = tokens.index(IMAGE) + 1
-        assert tokens.count(IMAGE) == 1 and max(tokens[:num_before]) < 10
-        rows = torch.tensor(tokens[num_before:-3]).view(grid[0], grid[1] + 1)
-        assert (rows[:, -1] == EOL).all() and tokens[-3:] == [EOF, EOI, EOS]
-        assert ((rows[:, :-1] >= 10) & (rows[:, :-1] < 14)).all()
-        num_forced = sum(forced_tokens(tokens, grid, VOCABULARY))
-        assert num_forced == grid[0] + 3, "row ends, frame, image and sequence"
-    assert num_pictures > 30
 
 
 def test_flags_of_a_thought_then_a_picture_cut_in_the_middle():

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from rl.algorithm.compose import compose
-from rl.algorithm.learning_rate import learning_rate
 from rl.algorithm.metrics import Metrics
 from rl.config.schema import FinalReward
+from rl.learner.learner import learning_rate
 
 # --- compose ----------------------------------------------------------------------------------
 

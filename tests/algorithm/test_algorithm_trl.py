@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rl.algorithm.grpo import group_advantages, loss_named, objective
-from rl.api.loss import Denominators, divisor
+from rl.api.loss import Denominators, LossInputs, LossTerms, divisor
 from rl.api.types import TrainSequence
 from rl.config.schema import AlgorithmConfig
-from rl.learner.loss_inputs import loss_inputs
+from rl.learner.train_step import loss_inputs
 
 FIXTURE = json.loads((Path(__file__).parent / "trl_losses.json").read_text())
 CASES = [(batch, case) for batch in FIXTURE["batches"] for case in batch["cases"]]
@@ -56,8 +56,7 @@ def our_step(batch: dict[str, Any], config: AlgorithmConfig) -> tuple[float, tor
             mask.tolist(), batch["advantages"], batch["sampler"], strict=True
         )
     ]
-    rows = [(None, [0] * mask.shape[1])] * len(mask)
-    x = loss_inputs(config, rows, sequences, logprobs, batch["old"], planned)
+    x = loss_inputs(config, sequences, logprobs, torch.tensor(batch["old"]), planned)
     reference = torch.tensor(batch["reference"]).masked_fill(~mask, 0.0)
     total = objective(config, x, reference if config.kl_coeff else None).total
     total.backward()
@@ -68,11 +67,30 @@ def our_step(batch: dict[str, Any], config: AlgorithmConfig) -> tuple[float, tor
     return share * total.item(), share * logprobs.grad
 
 
+def a_strangers_dapo(x: LossInputs) -> LossTerms:
+    """As one would write it from the paper."""
+    ratio = (x.logprobs - x.old_logprobs).masked_fill(~x.mask, 0.0).exp()
+    bounded = ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high)
+    terms = -torch.minimum(ratio * x.advantages, bounded * x.advantages)
+    weights = x.mask.float() / x.denominators.num_tokens
+    return LossTerms(terms, weights, ratio.detach(), terms > -ratio * x.advantages)
+
+
 @pytest.mark.parametrize(("batch", "case"), CASES, ids=[case_id(case) for _, case in CASES])
 def test_a_step_is_trls_in_value_and_gradient(batch: dict[str, Any], case: dict[str, Any]) -> None:
     value, gradient = our_step(batch, config_of(case))
     assert value == pytest.approx(case["value"], rel=1e-6, abs=1e-7)
     torch.testing.assert_close(gradient, torch.tensor(case["gradient"]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("batch", FIXTURE["batches"])
+def test_a_strangers_loss_is_reached_by_its_path_and_equals_ours(batch: dict[str, Any]) -> None:
+    assert divisor(a_strangers_dapo, Denominators(8, 4, 6, 10)) == 8
+    path = f"{a_strangers_dapo.__module__}.a_strangers_dapo"
+    configs = [AlgorithmConfig(loss=loss, kl_coeff=0.3) for loss in ("dapo", path)]
+    (value, gradient), (other, other_gradient) = (our_step(batch, each) for each in configs)
+    assert value == pytest.approx(other, rel=1e-6)
+    torch.testing.assert_close(gradient, other_gradient, rtol=1e-6, atol=1e-7)
 
 
 def test_the_tensors_reach_every_branch() -> None:

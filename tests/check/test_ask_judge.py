@@ -57,23 +57,20 @@ def test_each_reward_asks_what_it_asks_in_training(tmp_path: Path) -> None:
     assert ", value 0.65\n" in text and ", 1 replies unreadable, value 0.8\n" in text
 
 
-NO_PICTURES = "vision-language ... judge.model ... --limit-mm-per-prompt '{\"image\": 2}'"
 REFUSED = {
     "wrong key": (Fault(401, body=f"Incorrect API key provided: {KEY}."),
                   "HTTP 401 Incorrect API key provided: <MY_JUDGE> ... judge.api_key_env"),
-    "no pictures": (Fault(400, body="llama is not a multimodal model"), NO_PICTURES),
-    "no pictures, llama.cpp": (
-        Fault(500, body="image input is not supported - hint: you may need to provide the mmproj"),
-        NO_PICTURES),
+    "no pictures, llama.cpp": (Fault(500, body="image input is not supported"), "vision-language"),
+    "too many bytes": (Fault(413, body="Request Entity Too Large"), "judge.image_side_px=64"),
+    "no such path": (Fault(404, body="?"), "the path in judge.api_base"),
+    "no pictures": (Fault(400, body="llama is not a multimodal model"),
+                    "vision-language ... judge.model ... --limit-mm-per-prompt '{\"image\": 2}'"),
     "context": (
         Fault(400, body="The decoder prompt (length 2180) is longer than the maximum model length"),
         "--max-model-len ... judge.image_side_px=64 ... judge.max_tokens="),
-    "too many bytes": (Fault(413, body="Request Entity Too Large"), "judge.image_side_px=64"),
-    "no such path": (Fault(404, body="?"), "the path in judge.api_base"),
     "prose": (Fault(reply="A lovely picture,\x1b[1m I would say 8."),
               "no JSON object ... 2 tries ... A lovely picture,\\x1b[1m I would say 8.\n"),
     "too few": (Fault(reply='{"score": [8]}'), '1 numbers ... "score" ... 2 tries'),
-    "out of range": (Fault(reply='{"score": [800, 1]}'), '"score" outside 0..10 ... 2 tries'),
     "silence": (Fault(reply=""), "(nothing)\n ... judge.guided_json="),
     "broken": (Fault(503, body="out of memory"), "http_503: out of memory (2 "),
 }  # fmt: skip
@@ -107,20 +104,21 @@ def test_a_proxy_that_cannot_be_is_told_by_its_variable(tmp_path, monkeypatch) -
     assert code == 1 and names(text, "judge: HTTP_PROXY ... NO_PROXY")
 
 
-def test_a_judge_that_hangs_is_not_waited_for_long(tmp_path: Path) -> None:
-    with FaultyJudge(after=Fault(stall_s=3.0)) as judge:
-        text, code = told(tmp_path, judge.api_base, judge={"timeout_s": 0.3})
-    assert code == 1 and names(text, "0.6 s\n ... Remedy: ")
-
-
-def test_a_quota_that_is_spent_is_told_before_the_run_and_not_waited_out(tmp_path: Path) -> None:
-    """Though a run would wait `judge.max_outage_s` for it."""
-    fault = Fault(429, body="insufficient_quota")
+@pytest.mark.parametrize(
+    ("fault", "timeout_s", "parts"),
+    [
+        (Fault(stall_s=3.0), 0.3, "0.6 s\n ... Remedy: "),
+        (Fault(429, body="insufficient_quota"), 1.0,
+         "http_429: insufficient_quota (for 1 s) ... Remedy: ... judge.max_concurrency="),
+    ],
+)  # fmt: skip
+def test_what_a_run_would_wait_for_is_not_waited_for_long(
+    tmp_path: Path, fault: Fault, timeout_s: float, parts: str
+) -> None:
     with FaultyJudge(after=fault) as judge:
-        text, code = told(tmp_path, judge.api_base, judge={"timeout_s": 1.0, "max_outage_s": 600.0})
-    assert code == 1 and names(
-        text, "http_429: insufficient_quota (for 1 s) ... Remedy: ... judge.max_concurrency="
-    )
+        changes = {"timeout_s": timeout_s, "max_outage_s": 600.0}
+        text, code = told(tmp_path, judge.api_base, judge=changes)
+    assert code == 1 and names(text, parts)
 
 
 def test_of_several_places_each_is_asked_and_one_may_be_down(tmp_path, caplog) -> None:

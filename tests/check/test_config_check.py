@@ -31,10 +31,6 @@ def problems_of(folder: Path, **changes: Any) -> list[str]:
     return check_report.problems(config_of(folder, **changes))
 
 
-def test_a_right_config_has_no_problems(tmp_path: Path) -> None:
-    assert problems_of(tmp_path) == []
-
-
 RIGHT = {"type": "viescore"}
 DROPS_OUT = {
     "type": "qwen2_5_vl",
@@ -45,10 +41,7 @@ QWEN = {"type": "qwen2_5_vl", "model_path": "a/b"}
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"type": "vllm", "max_model_length": 64}},
      "engine.max_model_length: ... 'max_model_len'"),
-    ({"engine": {"type": "vllm", "max_num_seqs": "64"}},
-     'engine.max_num_seqs: ... "64" ... integer'),
     ({"policy": QWEN | {"lora": {"alfa": 3}}}, "policy.lora.alfa: ... 'alpha'"),
-    ({"policy": QWEN | {"lora": {"r": 0}}}, "policy.lora.r: 0 ... greater than or equal to 1"),
     ({"world_size": 3}, "prompts_per_iteration: ... 4 ... 3 ... world_size ... 3 or 6"),
     ({"renderer": {"type": "qwen_image_edt"}},
      "renderer.type: ... 'qwen_image_edt' ... rl/renderers ... 'qwen_image_edit'"),
@@ -63,8 +56,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "judge.start_command: ... 'no_such_judge' ... PATH"),
     ({"judge": {"start_command": ["{python}", "-m", "my_judge"]}},
      "judge.start_command: ... '{url_file}'"),
-    ({"judge": {"start_command": ["{python}", "{url_file}"], "api_base": "http://h:1"}},
-     "judge.start_command: ... '{url_file}' ... judge.api_base='http://h:1'"),
     ({"judge": {"start_command": ["{python}"], "api_base": "http://h:x"}},
      "judge.api_base ... 'http://h:x' ... port"),
     ({"judge": {"api_base": "http://h:1", "api_key_env": "NO_SUCH_KEY_HERE"}},
@@ -76,7 +67,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"final_reward": {"weights": {"view": 1}}},
      "final_reward.weights.view: ... vie, vie/pq_01, vie/sc_01"),
     ({"final_reward": {"weights": {"vie": 0}}}, "final_reward.weights: ... zero"),
-    ({"final_reward": {"weights": {"vie": -1}}}, "final_reward.weights.vie: ... -1.0"),
     ({"num_epochs": 1}, "num_iterations, num_epochs: ... both"),
     ({"num_iterations": None}, "num_iterations, num_epochs: ... neither"),
     ({"generations_per_prompt": 1}, "generations_per_prompt: ... 1 ... mean"),
@@ -114,17 +104,12 @@ def test_one_mistake_is_one_message(tmp_path: Path, changes: dict[str, Any], par
     "changes",
     [
         {"algorithm": {"kl_coeff": 0.1, "kl_estimator": "k1", "kl_placement": "reward"}},
-        {"algorithm": {"kl_coeff": 0.1, "kl_estimator": "k2"}},
-        {"algorithm": {"loss": "gspo", "importance_correction": "sequence"}},
         {"algorithm": {"kl_coeff": 0, "kl_estimator": "k1"}},
-        {"engine": {"type": "transformers"}, "optimizer": {"zero_stage": 2}},
+        {"algorithm": {"loss": "gspo", "importance_correction": "sequence"}},
+        {"engine": {"type": "transformers"}, "optimizer": {"backend": "torch", "zero_stage": 3}},
         {"engine": {"type": "vllm"}, "optimizer": {"zero_stage": 3}},
         {"max_staleness": 1},
         {"optimizer": {"updates_per_iteration": 2}},
-        {
-            "engine": {"type": "transformers"},
-            "optimizer": {"backend": "torch", "zero_stage": 3},
-        },
     ],
 )
 def test_the_neighbours_of_these_mistakes_are_allowed(tmp_path, changes: dict[str, Any]) -> None:
@@ -160,27 +145,24 @@ def test_plugs_of_ones_own_are_named_by_dotted_path(tmp_path: Path) -> None:
         assert names(problems_of(tmp_path, policy={"type": name})[0], parts)
 
 
-def test_mixture_weights(tmp_path: Path) -> None:
+def test_mixture_weights_and_coefficients(tmp_path: Path) -> None:
     source = tiny_config.real(tmp_path)["data"]["train"][0]
     resolved = build.resolve(config_of(tmp_path, data={"train": [source | {"weight": 3}, source]}))
     assert list(resolved.train_weights) == [3, 1]
+    mixture = [source | {"coefficient": 0.5}, source | {"coefficient": 3}]
+    resolved = build.resolve(config_of(tmp_path, data={"train": mixture}))
+    assert build.mixture_weights(resolved, [range(100), range(10)]) == [50, 30], "times rows"
     wrong = {"train": [source | {"weight": 0}], "validation": [source | {"weight": 2}]}
     zero, unread = problems_of(tmp_path, data=wrong)
     assert names(zero, "data.train.0.weight: ... 0 ... > 0")
     assert names(unread, "data.validation.0.weight: ... order ... drop")
-
-
-def test_coefficients_weigh_sources_by_their_rows(tmp_path: Path) -> None:
-    source = tiny_config.real(tmp_path)["data"]["train"][0]
-    mixture = [source | {"coefficient": 0.5}, source | {"coefficient": 3}]
-    resolved = build.resolve(config_of(tmp_path, data={"train": mixture}))
-    assert build.mixture_weights(resolved, [range(100), range(10)]) == [50, 30]
     [found] = problems_of(tmp_path, data={"train": [mixture[0], source]})
     assert names(found, "data.train: ... every ... coefficient ... none")
 
 
-def test_diagnostics_do_not_count_unless_named(tmp_path: Path) -> None:
-    glance = {"type": "tiny_plugs.glance"}
+def test_diagnostics_do_not_count_unless_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tiny_plugs.nothing.NothingMuch.diagnostic", True)
+    glance = {"type": "tiny_plugs.nothing"}
     both = {"vie": RIGHT, "glance": glance}
     named = {"weights": {"glance": 2.0}}
     for changes, weights in (
@@ -194,11 +176,10 @@ def test_diagnostics_do_not_count_unless_named(tmp_path: Path) -> None:
     assert names(only, "rewards: ... diagnostics")
 
 
-def test_a_policy_that_reads_codes_needs_tokenised_data(tmp_path: Path) -> None:
-    found = problems_of(tmp_path, policy={"type": "tiny_plugs.reads_codes"})
-    parts = (
-        "policy.type: ... tiny_plugs.reads_codes ... 'source_codes' ... data.train.0 ... rl prep"
-    )
+def test_a_policy_that_reads_codes_needs_tokenised_data(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tiny_plugs.nothing.Nobody.needs", frozenset({"source_codes"}))
+    found = problems_of(tmp_path, policy={"type": "tiny_plugs.nothing"})
+    parts = "policy.type: ... tiny_plugs.nothing ... 'source_codes' ... data.train.0 ... rl prep"
     assert any(names(problem, parts) for problem in found)
 
 
@@ -209,18 +190,8 @@ def test_epochs_become_iterations(tmp_path: Path) -> None:
     assert build.num_iterations(config_of(tmp_path), num_samples=10) == 3
 
 
-def save_checkpoint(config: RunConfig, iteration: int) -> None:
-    folder = config.run_dir / "checkpoints" / f"step_{iteration:06d}"
-    folder.mkdir(parents=True)
-    meta = {"config": config.model_dump(mode="json")}
-    text = json.dumps({"iteration": iteration, "world_size": 1, "meta": meta})
-    (folder / "state.json").write_text(text)
-    manifest = {"state.json": {"size": len(text), "sha256": "unchecked here"}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
 def test_a_resume_conflict_is_found_before_anything_starts(tmp_path: Path) -> None:
-    save_checkpoint(config_of(tmp_path), 7)
+    tiny_config.save_checkpoint(config_of(tmp_path), 7)
     text, code = check_report.report(config_of(tmp_path), gpu_gb=141)
     assert code == 0 and "goes on after 7 iterations" in text
     changes = {"algorithm": {"kl_coeff": 0.5}, "judge": {"api_base": "http://new:1"}}
@@ -244,7 +215,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_restarted(tmp_path: Path) -> No
     [found] = check_report.problems(config)
     place = config.run_dir
     assert names(found, f"run_name: ... {place}/checkpoints ... step_000007 ... move {place} away")
-    save_checkpoint(config, 5)
+    tiny_config.save_checkpoint(config, 5)
     text, code = check_report.report(config, gpu_gb=141)
     assert code == 0 and names(text.splitlines()[0], "after 5 iterations ... step_000007 ... gone")
 
@@ -312,12 +283,7 @@ def unfit(config: RunConfig, gpu_gb: float) -> list[str]:
 
 def remedies(problems: list[str]) -> list[str]:
     """The `key=value` words of a message, as a user would copy them."""
-    found = []
-    for problem in problems:
-        share = re.match(r"([\w.]+): .* at least (\S+) (?:is|are) needed", problem)
-        found += [f"{share[1]}={share[2]}"] if share else []
-        found += re.findall(r"[\w.]+\.\w+=[^\s),]+", problem)
-    return found
+    return [word for text in problems for word in re.findall(r"[\w.]+\.\w+=[^\s),]+", text)]
 
 
 @pytest.mark.parametrize("name", tiny_config.SHIPPED)
@@ -328,8 +294,9 @@ def test_every_shipped_config_fits_its_own_size_and_80_gb(name: str) -> None:
     smaller = {"sft", "vlm", "prompt"} & {name.partition("_")[0]}
     expected = 80 if smaller or name.startswith("qwen_image_21") else 141
     assert own.gpu_gb == expected
-    stated = re.search(r"GPUs of (\d+) GB", readme_row(name))
-    assert stated is None or float(stated[1]) == own.gpu_gb
+    if stated := re.search(r"(\d+) x (\d+) GB", readme_row(name)):
+        num_gpus = 3 if name == "prompt_enhancement" else own.world_size  # one process, three GPUs
+        assert list(map(float, stated.groups())) == [num_gpus, own.gpu_gb]
     others = {80, 141} - {own.gpu_gb} if name in tiny_config.DISTINCT else set()
     for gpu_gb in (own.gpu_gb, *others):
         config = shipped(name, *([f"gpu_gb={gpu_gb}"] if gpu_gb in others else []))
@@ -343,9 +310,23 @@ def test_every_shipped_config_fits_its_own_size_and_80_gb(name: str) -> None:
         assert planned.peak_gb <= 0.9 * gpu_gb
 
 
+ROWS = {
+    "prompt_enhancement",
+    "qwen_image_21",
+    "qwen_image_21_fewstep",
+    "qwen_image_edit",
+    "qwen_image_edit_fewstep",
+    "qwen_image_edit_plus",
+    "vlm_reasoning",
+}
+"""Configs with a row of their own in the README; EARL's ten share one."""
+
+
 def readme_row(stem: str) -> str:
     lines = (tiny_config.REPO / "README.md").read_text().splitlines()
-    return next((line for line in lines if line.startswith(f"| `configs/{stem}.jsonnet`")), "")
+    rows = [line for line in lines if f"`{stem}`" in line.split(" | ")[0] and " GB" in line]
+    assert len(rows) == (stem in ROWS)
+    return "".join(rows)
 
 
 @pytest.mark.parametrize("gpu_gb", [80, 48, 24, 12])
@@ -362,55 +343,40 @@ def test_a_remedy_is_one(name: str, more: str, gpu_gb: float) -> None:
         assert unfit(shipped(name, more, *remedies(found)), gpu_gb) == []
 
 
-def test_a_share_without_room_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    config = shipped("qwen_image_edit", "engine.gpu_memory_utilization=0.16")
-    text, code = check_report.report(config, 80)
-    [found] = unfit(config, 80)
-    assert names(found, f"{SHARE} ... 0.16 of 80 GB ... 12.8 GB ... 15.2 GB ... 0.25 ... 'auto'")
-    assert code == 1 and text.endswith(f"1 wrong\n  - {found}") and "nothing is wrong" not in text
-    assert names(text, "DOES NOT FIT ... 9.8 GB")
-    for share, right in ((0.25, True), (0.24, False), ("auto", True)):
-        again = shipped("qwen_image_edit", f"engine.gpu_memory_utilization={share}")
-        text, code = check_report.report(again, 80)
-        assert (code == 0) == right == text.endswith("\nnothing is wrong")
-        if not right:
-            assert names(text, "weights (15.2 GB) ... workspace (4.3 GB) ... no room")
-
-
 SHARE = "engine.gpu_memory_utilization:"
-CACHE = "engine.kv_cache_memory_mb:"
+CACHE = "engine.kv_cache_memory_mb"
 MORE_GPUS = ["world_size=1", "renderer.device=cuda:1"]
+
+
+def test_a_share_without_room_is_a_mistake() -> None:
+    for share, right in ((0.25, True), (0.24, False), ("auto", True)):
+        config = shipped("qwen_image_edit", f"engine.gpu_memory_utilization={share}")
+        text, code = check_report.report(config, 80)
+        assert (code == 0) == right == text.endswith("\nnothing is wrong")
+        assert right or text.endswith(f"1 wrong\n  - {unfit(config, 80)[0]}")
 
 
 @pytest.mark.parametrize(
     ("overrides", "gpu_gb", "parts"),
     [
-        (["engine.kv_cache_memory_mb=100"], 141, f"{CACHE} ... 100 MiB ... 2304 tokens ... 127"),
-        (["engine.kv_cache_memory_mb=127", "engine.max_model_len=4608"], 141,
-         f"{CACHE} ... 127 MiB ... 4608 tokens ... 253"),
+        ([f"{CACHE}=100"], 141, f"{CACHE}: ... 100 ... 2304 tokens ... {CACHE}=127"),
+        ([f"{CACHE}=127", "engine.max_model_len=4608"], 141, f"{CACHE}: ... 127 ... =253"),
         (["engine.dtype=float32", "engine.gpu_memory_utilization=0.16"], 141,
-         f"{SHARE} ... 0.16 of 141 GB ... 22.6 GB ... 30.4 GB ... 0.27 ... 'auto'"),
+         f"{SHARE} ... 0.16 ... 22.6 GB of 141 ... 30.4 GB ... =auto"),
         # a vision tower of its own
         (["policy.freeze_vision_tower=false", "engine.gpu_memory_utilization=0.16"], 80,
-         f"{SHARE} ... 0.16 of 80 GB ... 12.8 GB ... 16.6 GB ... 0.27 ... 'auto'"),
+         f"{SHARE} ... 0.16 ... 12.8 GB of 80 ... 16.6 GB ... =auto"),
         (["engine.gpu_memory_utilization=0.16"], 16,
-         f"{SHARE} ... 0.16 of 16 GB ... 2.6 GB ... 15.2 GB ... 18.6 GB ... larger GPU ... "
-         "policy.model_path ... engine.dtype 'bfloat16'"),
+         f"{SHARE} ... 2.6 GB ... 18.6 GB ... 15.2 GB ... larger GPU ... policy.model_path"),
         (["engine.gpu_memory_utilization=0.8"], 80,
          "memory: ... 30.2 GB ... 110.2 GB of 80 ... 'generate' ... "
-         "engine.gpu_memory_utilization=0.42 (30.4 GB"),
+         "engine.gpu_memory_utilization=auto"),
         (["engine.residency=resident", "engine.gpu_memory_utilization=0.25", "world_size=4"], 80,
-         "memory: ... 8.0 GB ... 88.0 GB of 80 ... 'render' ... engine.residency=sleep (17.8 GB"),
-        ([*MORE_GPUS, "renderer.max_memory_gb=20"], 141,
-         "renderer.max_memory_gb: ... 20 GB ... renderer on cuda:1 ... 27.5 GB ... raise"),
-        # trainer and sampler
-        ([*MORE_GPUS, "policy.max_memory_gb=30"], 141,
-         "policy.max_memory_gb: ... 30 GB ... policy on cuda:0 ... 31.8 GB ... raise"),
+         "memory: ... 8.0 GB ... 88.0 GB of 80 ... 'render' ... this fits: engine.residency=sleep"),
         (MORE_GPUS, 34, "renderer.device: ... 37.2 GB of cuda:1 ... 34 ... batch_size ... GPU"),
         # Smaller batches come first, and the stage alone is enough.
         (["optimizer.zero_stage=1"], 80,
-         "memory: ... 20.9 GB ... 100.9 GB of 80 ... 'reference' ... "
-         "optimizer.zero_stage=2 (34.0 GB"),
+         "memory: ... 20.9 GB ... 100.9 GB of 80 ... 'reference' ... optimizer.zero_stage=2"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_names_key_and_remedy(
@@ -426,7 +392,7 @@ def test_what_does_not_fit_names_key_and_remedy(
 def test_no_key_is_enough_on_a_small_gpu() -> None:
     [found] = unfit(shipped("qwen_image_edit", "world_size=8"), 24)
     assert found.startswith("memory: DOES NOT FIT by ") and "larger GPUs" in found
-    assert re.search(r"; \d+\.\d GB too much .* optimizer\.\S+=\S+ \(", found)
+    assert re.search(r"; \d+\.\d GB too much .* optimizer\.\S+=\S+,", found)
     least = ["optimizer.gradient_checkpointing=true", "optimizer.max_kept_tokens=0"]
     least += ["optimizer.max_tokens_per_micro_batch=280", "engine={type: 'transformers'}"]
     least += ["policy.device=auto"]
@@ -502,28 +468,38 @@ def test_the_config_follows_the_size_it_is_asked_for(tmp_path, capsys, monkeypat
     assert started == [["gpu_gb=80.0"]], "ranks read it too"
 
 
+TWO = "world_size=2"
+
+
 @pytest.mark.parametrize(
     ("cuda_gb", "arguments", "code", "said"),
     [
-        (150.1, [], 0, ""),  # an H200 141GB
-        (85.0, [], 1, "85.0 ... with gpu_gb=85"),
-        (85.0, ["gpu_gb=80"], 0, ""),
-        (120.0, [], 0, "gpu_gb: ... 141 GB ... 120.0 ... with gpu_gb=120 "),
-        (150.1, ["gpu_gb=80"], 0, "with gpu_gb=150"),
-        (20.0, [], 1, "memory: DOES NOT FIT"),
+        ([150.1], [], 0, ""),  # an H200 141GB
+        ([85.0], [], 1, "85.0 ... with gpu_gb=85"),
+        ([85.0], ["gpu_gb=80"], 0, ""),
+        ([120.0], [], 0, "gpu_gb: ... 141 GB ... 120.0 ... with gpu_gb=120 "),
+        ([150.1], ["gpu_gb=80"], 0, "with gpu_gb=150"),
+        ([20.0], [], 1, "memory: DOES NOT FIT"),
+        ([45.0, 150.8], [TWO], 1, "memory: DOES NOT FIT"),  # the smaller of the two
+        ([150.8, 150.8, 8.0], [TWO], 0, ""),
+        ([45.0, 45.0], [TWO, "--gpu-gb", "141"], 0, ""),
+        ([150.8, 150.8], [TWO, "--gpu-gb", "40"], 1, "memory: DOES NOT FIT"),
+        ([], ["--gpu-gb", "1"], 0, ""),  # a CPU
     ],
 )
-def test_a_start_on_other_gpus_than_stated_says_so(
+def test_a_start_is_held_to_its_gpus(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    cuda_gb: float,
+    cuda_gb: list[float],
     arguments: list[str],
     code: int,
     said: str,
 ) -> None:
+    """As they are, or as --gpu-gb says that they are."""
     monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
-    monkeypatch.setattr("rl.simple_launch.placement.look_at_machine", lambda: Machine((cuda_gb,)))
+    machine = Machine(tuple(cuda_gb))
+    monkeypatch.setattr("rl.simple_launch.placement.look_at_machine", lambda: machine)
     monkeypatch.setattr("rl.simple_launch.this_machine.host_memory_gb", lambda: 1000.0)
     assert launched(sized(tmp_path), *arguments) == code
     printed = capsys.readouterr().err
@@ -550,24 +526,6 @@ def test_nodes_that_do_not_divide_the_ranks_are_no_less_wrong_under_check(tmp_pa
     nodes = ("--nnodes", "3", "--rdzv-endpoint", "host:1")
     assert launched("--check", *nodes, path) == 1
     assert names(capsys.readouterr().err, "--nnodes 3 ... world_size 4")
-
-
-def test_a_start_is_refused_on_gpus_that_are_too_small(tmp_path, capsys, monkeypatch) -> None:
-    """Against the ranks' own GPUs as they are, or as --gpu-gb says they are."""
-    monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
-    monkeypatch.setattr("rl.simple_launch.this_machine.host_memory_gb", lambda: 1000.0)
-    path = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, world_size=2)))
-    for cuda_gb, arguments, code in (
-        ((85.5, 150.8), [], 1),  # the smaller of the two
-        ((150.8, 150.8, 8.0), [], 0),
-        ((85.5, 85.5), ["--gpu-gb", "141"], 0),
-        ((150.8, 150.8), ["--gpu-gb", "80"], 1),
-        ((), ["--gpu-gb", "1"], 0),  # a CPU
-    ):
-        machine = Machine(cuda_gb)
-        monkeypatch.setattr("rl.simple_launch.placement.look_at_machine", lambda m=machine: m)
-        assert launched(*arguments, path) == code, (cuda_gb, arguments)
-        assert ("DOES NOT FIT by" in capsys.readouterr().err) == (code == 1)
 
 
 def test_another_models_gpu_counts_as_it_is(tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ from rl.memory.memory_plan import (
     engine_line,
     host_plan,
     host_problems,
-    pinned_bytes,
     plan,
     residency,
     residency_line,
@@ -51,7 +50,6 @@ ENGINE = InferenceEngine(
     cache_gb=None,
     own_gb=1.5,
     weights_gb=6,
-    asleep_gb=8,
     kv_bytes=16,
     step_bytes=240,
     longest_tokens=100,
@@ -134,16 +132,6 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_qwen3.save_policy_folder(tmp_path_factory.mktemp("qwen3"))
-
-
 @contextmanager
 def one_layer_less(policy: Any) -> Iterator[None]:
     """What is gone with it is a layer's share, and nothing of what surrounds the layers."""
@@ -154,70 +142,59 @@ def one_layer_less(policy: Any) -> Iterator[None]:
     decoder.layers, decoder.config.num_hidden_layers = layers, depth
 
 
+TINY = PolicyModel(1, 64, 128, 2, 1, 32, params=0)
+"""One layer of `tiny_qwen`'s."""
+TINY3 = PolicyModel(1, 64, 128, 3, 1, 32, params=0, head_norms=True)
+"""One of `tiny_qwen3`'s, which also keeps the inputs of its head norms."""
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("adapted", "dtype", "checkpointing"),
+    ("model", "adapted", "dtype", "checkpointing"),
     [
-        (None, "bfloat16", False),
-        (None, "bfloat16", "mlp"),
-        (("q_proj", "o_proj"), "bfloat16", "mlp"),
-        (("q_proj", "k_proj", "v_proj", "o_proj"), "bfloat16", False),
-        (("q_proj", "o_proj", "up_proj", "down_proj"), "bfloat16", False),
-        (("q_proj",), "bfloat16", True),
-        (("q_proj", "v_proj"), "float32", False),
+        (TINY, None, "bfloat16", False),
+        (TINY, None, "bfloat16", "mlp"),
+        (TINY, ("q_proj", "o_proj"), "bfloat16", "mlp"),
+        (TINY, ALL, "bfloat16", False),
+        (TINY, ("q_proj", "o_proj", "up_proj", "down_proj"), "bfloat16", False),
+        (TINY, ("q_proj",), "bfloat16", True),
+        (TINY, ("q_proj", "v_proj"), "float32", False),
+        (TINY3, None, "bfloat16", False),
+        (TINY3, ALL, "bfloat16", False),
+        (TINY3, ("q_proj", "o_proj"), "bfloat16", "mlp"),
+        (TINY3, ("q_proj",), "bfloat16", True),
     ],
 )
 def test_what_a_real_forward_keeps(
-    folder: str, adapted: tuple[str, ...] | None, dtype: str, checkpointing: Recompute
+    tmp_path: Path,
+    model: PolicyModel,
+    adapted: tuple[str, ...] | None,
+    dtype: str,
+    checkpointing: Recompute,
 ) -> None:
     """A policy's own packed forward, its graph alive: the plan counts what is there."""
     lora = None if adapted is None else {"r": 1, "alpha": 1, "target_modules": adapted}
-    section = {"type": "", "model_path": folder, "dtype": dtype, "device": "cpu", "lora": lora}
-    policy = qwen2_5_vl.Qwen25VL(
-        qwen2_5_vl.Config.model_validate(section), packed_setup(checkpointing)
-    )
-    num_bytes = getattr(torch, dtype).itemsize
-    planned = TINY.kept_bytes(adapted, num_bytes, checkpointing)
-    assert kept_per_token(policy) == pytest.approx(planned, rel=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("adapted", "dtype", "checkpointing"),
-    [
-        (None, "bfloat16", False),
-        (("q_proj", "k_proj", "v_proj", "o_proj"), "bfloat16", False),
-        (("q_proj", "o_proj"), "bfloat16", "mlp"),
-        (("q_proj",), "bfloat16", True),
-    ],
-)
-def test_what_a_real_forward_of_qwen3_keeps(
-    qwen3_folder: str, adapted: tuple[str, ...] | None, dtype: str, checkpointing: Recompute
-) -> None:
-    """The inputs of its head norms besides."""
-    lora = None if adapted is None else {"r": 1, "alpha": 1, "target_modules": adapted}
     section = {"dtype": dtype, "device": "cpu", "lora": lora}
-    policy = tiny_qwen3.make_qwen3(
-        qwen3_folder, "text", tiny_qwen.TEMPLATE, section, gradient_checkpointing=checkpointing
-    )
-    tiny = PolicyModel(4, 64, 128, 3, 1, 32, params=0, head_norms=True)
-    layer_bytes = tiny.kept_bytes(adapted, 2, checkpointing) / 4
-    assert kept_per_token(policy) == pytest.approx(layer_bytes, rel=0.05)
-    without = replace(tiny, head_norms=False).kept_bytes(adapted, 2, checkpointing) / 4
-    assert checkpointing is True or without < 0.9 * layer_bytes
-
-
-TINY = PolicyModel(1, 64, 128, 2, 1, 32, params=0)
-"""One layer of `tiny_qwen`'s."""
-
-
-def packed_setup(checkpointing: Recompute) -> PolicySetup:
-    return PolicySetup(
-        "text",
-        template=tiny_qwen.TEMPLATE,
-        max_completion_tokens=12,
-        gradient_checkpointing=checkpointing,
-    )
+    if model is TINY3:
+        policy: Any = tiny_qwen3.make_qwen3(
+            tiny_qwen3.save_policy_folder(tmp_path),
+            "text",
+            tiny_qwen.TEMPLATE,
+            section,
+            gradient_checkpointing=checkpointing,
+        )
+    else:
+        section |= {"type": "", "model_path": tiny_qwen.save_policy_folder(tmp_path)}
+        setup = PolicySetup(
+            "text",
+            template=tiny_qwen.TEMPLATE,
+            max_completion_tokens=12,
+            gradient_checkpointing=checkpointing,
+        )
+        policy = qwen2_5_vl.Qwen25VL(qwen2_5_vl.Config.model_validate(section), setup)
+    planned = model.kept_bytes(adapted, getattr(torch, dtype).itemsize, checkpointing)
+    assert kept_per_token(policy) == pytest.approx(planned, rel=0.05)
 
 
 def kept_per_token(policy: Any) -> float:
@@ -300,12 +277,11 @@ def test_zero_stages_under_full_fine_tuning() -> None:
     assert reference.total_gb("reference") == pytest.approx(by_stage[0].total_gb("reference") + 6)
 
 
-def test_models_on_other_devices_are_named_but_not_counted() -> None:
+def test_models_on_other_devices_are_not_counted() -> None:
     clip = FrozenModel("rewards.clip", "cuda:2", 4, {"model": 0.15e9}, {})
     planned = plan(replace(SIZES, frozen=(replace(EDITOR, device="cuda:1"), clip)), gpu_gb=100)
     assert planned.total_gb("render") == pytest.approx(plan(SIZES, 100).total_gb("render") - 42)
-    for parts in ("renderer ... cuda:1: 40.00 GB ... 2.00", "rewards.clip ... cuda:2: 0.60 GB"):
-        assert any(names(text, parts) for text in planned.assumptions), parts
+    assert planned.elsewhere == pytest.approx({"cuda:1": 42, "cuda:2": 0.6})
 
 
 def test_the_engine_cache() -> None:
@@ -384,7 +360,7 @@ def test_host_memory() -> None:
     assert parts == pytest.approx(
         {
             "processes": 4 * 4,
-            "engine asleep, pinned": 4 * 8,
+            "engine asleep, pinned": 4 * 2 * 6,
             "reference weights": 4 * 6,
             "checkpoint: weights, moments": 36,
         }
@@ -407,15 +383,6 @@ def test_host_memory() -> None:
     assert offloads.host_gb(4) == 10 and replace(offloads, host_shared=False).host_gb(4) == 40
 
 
-def test_a_sleeping_tensor_takes_a_power_of_two() -> None:
-    """The 7B's layer in bfloat16: 31.5, 24.5, 259 and 129.5 MiB, in GPU memory by 2 MiB."""
-    seven = KNOWN["Qwen/Qwen2.5-VL-7B-Instruct"]
-    layer = [pinned_bytes(2 * count) / 2**20 for count in seven.engine_tensors()[:4]]
-    assert layer == [32, 32, 512, 256]
-    assert sum(seven.engine_tensors()) == seven.params - seven.tower_params
-    assert seven.engine_tensors()[-1] == pytest.approx(152064 * 3584, rel=5e-3)
-
-
 def test_host_problems(tmp_path: Path) -> None:
     planned = Plan([Row("engine asleep, pinned", 30, ("run",))], phases=HOST_PHASES)
     assert host_problems(planned, 8, None) == []
@@ -432,18 +399,11 @@ def test_host_problems(tmp_path: Path) -> None:
         ({"self/cgroup": "0::/\n", "memory.max": "32000000000\n"}, 32),
         (  # a group within one that is smaller
             {
-                "self/cgroup": "0::/a/b\n",
+                "self/cgroup": "4:cpu:/x\n0::/a/b\n",
                 "a/b/memory.max": "9000000000\n",
                 "a/memory.max": "8000000000\n",
             },
             8,
-        ),
-        (  # version 1
-            {
-                "self/cgroup": "4:cpu:/x\n3:memory:/x\n",
-                "memory/x/memory.limit_in_bytes": "7000000000\n",
-            },
-            7,
         ),
     ],
 )
@@ -456,41 +416,3 @@ def test_the_memory_of_this_machine(tmp_path, files: dict[str, str], expected_gb
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     assert host_memory_gb(tmp_path) == pytest.approx(expected_gb)
-
-
-@pytest.mark.parametrize("size", ["2B", "4B", "8B"])
-def test_the_sizes_of_qwen3_vl(size: str) -> None:
-    """Of the real class without memory, and by hand."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    model = KNOWN[f"Qwen/Qwen3-VL-{size}-Instruct"]
-    assert KNOWN[f"Qwen/Qwen3-VL-{size}-Thinking"] == model
-    tied = size != "8B"
-    tower = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096}
-    if size == "8B":
-        tower = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304}
-    config = Qwen3VLConfig(
-        text_config={
-            "vocab_size": 151936,
-            "hidden_size": model.width,
-            "intermediate_size": model.mlp_width,
-            "num_hidden_layers": model.num_layers,
-            "num_attention_heads": model.num_heads,
-            "num_key_value_heads": model.num_kv_heads,
-            "head_dim": model.head_dim,
-            "tie_word_embeddings": tied,
-        },
-        vision_config={**tower, "out_hidden_size": model.width},
-        tie_word_embeddings=tied,
-    )
-    with torch.device("meta"):
-        made = Qwen3VLForConditionalGeneration(config)
-    counts = [sum(p.numel() for p in part.parameters()) for part in (made, made.model.visual)]
-    assert [model.params, model.tower_params] == pytest.approx(counts, abs=5e6)
-    width, kv_width = model.num_heads * 128, model.num_kv_heads * 128
-    matrices = model.width * (2 * width + 2 * kv_width + 3 * model.mlp_width)
-    layer = matrices + 2 * model.width + 2 * 128
-    language = model.num_layers * layer + model.width + 151936 * model.width * (1 if tied else 2)
-    assert language + counts[1] == counts[0]
-    assert model.lora_params(1, ("q_proj",)) == model.num_layers * (model.width + width)
-    assert model.kv_bytes(2) == model.num_layers * 2 * 1024 * 2

@@ -57,9 +57,10 @@ PARTS = [
 
 
 def problems_with(
-    name: str, folder: Path, damage: Callable[[Path], None], subfolder: str
+    name: str, folder: Path, damage: Callable[[Path], None], subfolder: str = ""
 ) -> list[str]:
     room, section = SECTIONS[name]
+    shutil.rmtree(folder / name, ignore_errors=True)
     copy = linked(name, folder)
     declared = models(room, section | {"model_path": str(copy)})
     assert list(model_problems(declared)) == []
@@ -71,47 +72,29 @@ def problems_with(
 def test_every_part_that_a_plug_loads_is_looked_at(
     name: str, subfolder: str, config: str, has_weights: bool, has_kind: bool, tmp_path: Path
 ) -> None:
-    place = os.path.join(subfolder, config)
-
-    def damaged(damage: Callable[[Path], None]) -> str:
-        shutil.rmtree(tmp_path / name, ignore_errors=True)
-        [problem] = problems_with(name, tmp_path, damage, subfolder)
-        assert problem.startswith(f"model_path: {tmp_path / name}")
-        return problem
-
-    assert names(damaged(lambda part: (part / config).unlink()), f"lacks {place}; ... copy")
-    cut = (tiny_config.WEIGHTS / name / place).read_bytes()[:-9]
-    assert names(damaged(lambda part: rewrite(part / config, cut)), f"{config} ... JSON")
+    part = tiny_config.WEIGHTS / name / subfolder
+    cut = (part / config).read_bytes()[:-9]
+    cases: list[tuple[Callable[[Path], None], str]] = [
+        (
+            lambda part: (part / config).unlink(),
+            f"lacks {os.path.join(subfolder, config)}; ... copy",
+        ),
+        (lambda part: rewrite(part / config, cut), f"{config} ... JSON"),
+    ]
     if has_kind:
         other = b'{"model_type": "qwen2_vl"}'
-        kind = damaged(lambda part: rewrite(part / config, other))
-        assert names(kind, f"{config} ... model_type 'qwen2_vl' ... only '")
+        wanted = f"{config} ... model_type 'qwen2_vl' ... only '"
+        cases.append((lambda part: rewrite(part / config, other), wanted))
     if has_weights:
-        [weights] = (tiny_config.WEIGHTS / name / subfolder).glob("*.safetensors")
-        whole = weights.read_bytes()
-        lacking = os.path.join(subfolder, weights.name)
-        assert f"lacks {lacking} or {lacking}.index.json" in damaged(
-            lambda part: (part / weights.name).unlink()
-        )
-        cut = damaged(lambda part: rewrite(part / weights.name, whole[:-1]))
-        assert names(cut, f"{len(whole) - 1} bytes ... {len(whole)}; ... copy")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(b"", b"[1]", b"\xff\xfe{}", b"[" * 100_000, b"null", b"{}", b'{"model_type": null}'),
-        b'{"model_type": ["qwen2_5_vl"]}',
-        b'{"model_type": {"qwen2_5_vl": 1}, "architectures": [3]}',
-        b'{"model_type": "qwen2_5_vl", "architectures": [["x"]]}',
-        b'{"_class_name": 7}',
-    ],
-)
-def test_no_bytes_of_a_config_are_a_traceback(content: bytes, tmp_path: Path) -> None:
-    [problem] = problems_with(
-        "policy", tmp_path, lambda part: rewrite(part / "config.json", content), ""
-    )
-    assert problem.startswith(f"model_path: {tmp_path}/policy/config.json ")
+        [weights] = part.glob("*.safetensors")
+        whole, place = weights.read_bytes(), os.path.join(subfolder, weights.name)
+        wanted = f"lacks {place} or {place}.index.json"
+        cases.append((lambda part: (part / weights.name).unlink(), wanted))
+        wanted = f"{len(whole) - 1} bytes ... {len(whole)}; ... copy"
+        cases.append((lambda part: rewrite(part / weights.name, whole[:-1]), wanted))
+    for damage, parts in cases:
+        [problem] = problems_with(name, tmp_path, damage, subfolder)
+        assert names(problem, f"model_path: {tmp_path / name} ... {parts}"), problem
 
 
 def header(text: bytes) -> bytes:
@@ -119,23 +102,34 @@ def header(text: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("file", "content", "message"),
     [
-        (b"", "0 bytes"),
-        (b"\xff" * 64, "header"),
-        (header(b"[]"), "header"),
-        (header(b"{" * 9000), "header"),
-        (header(b'{"w": {"data_offsets": [0]}}'), "header"),
-        (header(b'{"w": {"data_offsets": [0, "8"]}}'), "header"),
-        (header(b'{"w": {"data_offsets": [0, 8]}}') + bytes(7), "46 bytes ... 47"),
-        (b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS"),
+        *(
+            ("config.json", content, "")
+            for content in (
+                b"", b"[1]", b"\xff\xfe{}", b"[" * 100_000, b"null", b'{"model_type": null}',
+                b'{"model_type": {"qwen2_5_vl": 1}, "architectures": [3]}',
+                b'{"model_type": "qwen2_5_vl", "architectures": [["x"]]}',
+                b'{"_class_name": 7}',
+            )
+        ),
+        *(
+            ("model.safetensors", content, message)
+            for content, message in (
+                (b"", "0 bytes"),
+                (b"\xff" * 64, "header"),
+                (header(b"[]"), "header"),
+                (header(b"{" * 9000), "header"),
+                (header(b'{"w": {"data_offsets": [0, "8"]}}'), "header"),
+                (header(b'{"w": {"data_offsets": [0, 8]}}') + bytes(7), "46 bytes ... 47"),
+                (b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS"),
+            )
+        ),
     ],
-)
-def test_no_bytes_of_weights_are_a_traceback(content: bytes, message: str, tmp_path: Path) -> None:
-    [problem] = problems_with(
-        "policy", tmp_path, lambda part: rewrite(part / "model.safetensors", content), ""
-    )
-    assert names(problem, f"model.safetensors ... {message}")
+)  # fmt: skip
+def test_no_bytes_are_a_traceback(file: str, content: bytes, message: str, tmp_path: Path) -> None:
+    [problem] = problems_with("policy", tmp_path, lambda part: rewrite(part / file, content))
+    assert names(problem, f"model_path: {tmp_path}/policy ... {file} ... {message}"), problem
 
 
 def shard(folder: Path) -> None:
@@ -149,23 +143,25 @@ def shard(folder: Path) -> None:
 
 
 def test_what_an_index_names_must_be_there(tmp_path: Path) -> None:
-    assert problems_with("policy", tmp_path / "1", shard, "") == []
+    assert problems_with("policy", tmp_path, shard) == []
+    index = "model.safetensors.index.json"
+    cases: list[tuple[Callable[[Path], None], str]] = [
+        (lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(),
+         "lacks model-00002-of-00002.safetensors ... copy"),
+        *(
+            (lambda folder, content=content: rewrite(folder / index, content),
+             f"{index} ... no weights")
+            for content in (b"{", b"{}", b'{"weight_map": ["x"]}')
+        ),
+    ]  # fmt: skip
+    for damage, parts in cases:
 
-    def without_one(folder: Path) -> None:
-        shard(folder)
-        (folder / "model-00002-of-00002.safetensors").unlink()
-
-    [problem] = problems_with("policy", tmp_path / "2", without_one, "")
-    assert names(problem, "lacks model-00002-of-00002.safetensors ... copy")
-
-    for number, content in enumerate((b"{", b"{}", b'{"weight_map": ["x"]}')):
-
-        def with_a_damaged_index(folder: Path, content: bytes = content) -> None:
+        def damaged(folder: Path, damage: Callable[[Path], None] = damage) -> None:
             shard(folder)
-            rewrite(folder / "model.safetensors.index.json", content)
+            damage(folder)
 
-        [problem] = problems_with("policy", tmp_path / f"d{number}", with_a_damaged_index, "")
-        assert names(problem, "model.safetensors.index.json ... no weights")
+        [problem] = problems_with("policy", tmp_path, damaged)
+        assert names(problem, parts), problem
 
 
 def quickstart(*overrides: str) -> list[str]:

@@ -32,21 +32,13 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     (EDITOR, ["algorithm.clip_high=0.3", "max_staleness=1"], []),
     (EDITOR, ["algorithm.clip_high=0.3", "policy.lora.dropout=0.1"], []),
     (EDITOR, ["algorithm.clip_low=0.1", "optimizer.updates_per_iteration=2"], []),
-    (EDITOR, ["algorithm.kl_estimator=k2"], []),
     (EDITOR, ["algorithm.kl_estimator=k2", "algorithm.kl_placement=reward", "algorithm.kl_coeff=0"],
      ["kl_estimator", "kl_placement"]),
-    (EDITOR, ["algorithm.importance_cap=3", "algorithm.importance_correction=none"],
-     ["importance_cap"]),
-    (EDITOR, ["algorithm.advantage_eps=1", "algorithm.advantage_scale=none"], ["advantage_eps"]),
     (EDITOR, ["evaluation.every_n_iterations=0", "evaluation.reference_drift=false"],
      ["data.validation", "evaluation.num_samples", "evaluation.reference_drift"]),
     (EDITOR, ["evaluation.top_k=5"], ["evaluation.top_k"]),
     (EDITOR, ["evaluation.top_k=5", "evaluation.temperature=1"], []),
-    (EDITOR, ["checkpoint.push_to_hub_repo_id=me/mine"], ["push_to_hub_repo_id"]),
-    (EDITOR, ["tracking.wandb=off"], ["wandb_project"]),
-    (EDITOR, ["tracking.trackio_space=me/runs"], ["trackio_space"]),
     (EDITOR, ["optimizer.max_kept_tokens=99", "max_staleness=1"], ["max_kept_tokens"]),
-    (EDITOR, ["judge.start_timeout_s=9"], ["judge.start_timeout_s"]),
     (EDITOR, ["renderer.true_cfg_scale=1", "renderer.negative_prompt=bad"],
      ["renderer.negative_prompt"]),
     (EDITOR, ["renderer.height_px=512", "renderer.width_px=512", "renderer.output_area_px=4096"],
@@ -62,20 +54,17 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("quickstart", ["evaluation.thought_gain=true"], ["evaluation.thought_gain"]),
     ("quickstart", ["evaluation.thought_gain=true", "policy.thought={}"], []),
     ("quickstart", ["policy.revision=v2"], ["policy.revision"]),
-    ("quickstart", ["renderer.revision=v2"], ["renderer.revision"]),
     ("quickstart", ["policy.text_encoder_subfolder=x"], ["policy.text_encoder_subfolder"]),
     ("tiny_earl", ["policy.text_only_steps=3"], ["policy.text_only_steps"]),
     ("tiny_earl", ["policy.text_only_steps=3", "policy.train_text_tokens_only=true"], []),
     ("tiny_earl", ["bare_arm=evaluation"], ["bare_arm"]),
-    ("prompt_enhancement", ["renderer.guidance_scale=1", "renderer.cfg_in_one_forward=false"],
-     ["renderer.cfg_in_one_forward"]),
+    ("prompt_enhancement", ["renderer.guidance_scale=1", "renderer.negative_prompt=bad"],
+     ["renderer.negative_prompt"]),
     ("quickstart", ["sampling.top_p=0.9"], ["sampling.top_p"]),
     ("quickstart", ["sampling.top_p=0.999", "sampling.top_k=20"],
      ["sampling.top_k", "sampling.top_p"]),
     ("quickstart", ["sampling.top_k=0", "sampling.top_p=1"], []),
     ("quickstart", ["algorithm.loss=dr_grpo"], ["algorithm.advantage_scale"]),
-    ("quickstart", ["algorithm.loss=dr_grpo", "algorithm.advantage_scale=batch_std"],
-     ["algorithm.advantage_scale"]),
     ("quickstart", ["algorithm.loss=dr_grpo", "algorithm.advantage_scale=none",
                     "algorithm.advantage_eps=1e-4"], []),
     ("quickstart", ["algorithm.truncated_completions=mask"], []),
@@ -92,15 +81,6 @@ def test_what_nothing_reads_is_told(name: str, overrides: list[str], keys: list[
     assert all(key in given for key, given in zip(sorted(keys), found, strict=True)), lines
 
 
-def test_check_tells_it_and_finds_nothing_wrong() -> None:
-    config = tiny_config.shipped("quickstart", "algorithm.clip_high=0.3")
-    text, code = check_report.report(config, 141)
-    [line] = (line for line in text.splitlines() if line.startswith("  algorithm.clip_high: "))
-    assert names(line, "one update ... max_staleness 0") and "without effect" in text and code == 0
-    plain, _ = check_report.report(tiny_config.shipped("quickstart"), 141)
-    assert "without effect" not in plain
-
-
 def test_a_launch_says_it_too(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
     place = f"base_exp_dir={tmp_path}"
@@ -112,53 +92,49 @@ def test_a_launch_says_it_too(tmp_path, monkeypatch, capsys) -> None:
     assert names(said[1], "sampling.top_p: 0.9 ... Use 1.0")
 
 
-def test_a_system_prompt_beside_an_editor_is_refused() -> None:
-    for name in ("qwen_image_edit", "qwen_image_edit_plus"):
-        for words in ("Be bold.", '""'):
-            [problem] = check_report.problems(
-                tiny_config.shipped(name, f"policy.system_prompt={words}")
-            )
-            assert names(problem, f"policy.system_prompt: ... {name} ... drop")
-    rewriter = tiny_config.shipped("tiny_prompts", "policy.system_prompt=Be bold.")
-    assert check_report.problems(rewriter) == []
-
-
 @pytest.mark.parametrize(
-    ("overrides", "parts"),
+    ("name", "overrides", "parts"),
     [
-        (['policy.lora.target_modules=["q_porj", "v_proj"]'],
+        (EDITOR, ["policy.system_prompt=Be bold."],
+         f"policy.system_prompt: ... {EDITOR} ... drop"),
+        (EDITOR, ['policy.lora.target_modules=["q_porj", "v_proj"]'],
          "policy.lora.target_modules: 'q_porj' ... known: down"),
-        (['policy.lora.target_modules=["qkv"]'], "policy.lora.target_modules: 'qkv' ... linear"),
-        (["policy.lora.target_modules=[]"], "policy.lora.target_modules: ... empty"),
-        (["engine.adapter=merged", "optimizer.zero_stage=3"],
-         "engine.adapter: ... 'merged' ... ZeRO-3"),
-        (["renderer.lora_path=./no.safetensors"], "renderer.lora_path: ... './no.safetensors'"),
-        ([f"renderer.lora_path={tiny_config.WEIGHTS}",
-          "renderer.lora_weight_name=no.safetensors"],
+        (EDITOR, ['policy.lora.target_modules=["qkv"]'], "policy.lora.target_modules: 'qkv'"),
+        (EDITOR, ["policy.lora.target_modules=[]"], "policy.lora.target_modules: ... empty"),
+        (EDITOR, ["renderer.lora_path=./no.safetensors"],
+         "renderer.lora_path: ... './no.safetensors'"),
+        (EDITOR, [f"renderer.lora_path={tiny_config.WEIGHTS}",
+                  "renderer.lora_weight_name=no.safetensors"],
          "renderer.lora_weight_name: ... weights ... 'no.safetensors'"),
+        # states of another width, as the hub's models are known to have and local ones say
+        (EDITOR, ["policy.model_path=Qwen/Qwen2.5-VL-3B-Instruct",
+                  "policy.init_text_encoder_from="],
+         "policy: ... 2048 ... 3584 ... policy.model_path, policy.init_text_encoder_from"),
+        ("quickstart", [f"policy.model_path={tiny_config.WEIGHTS / 'rewriter'}",
+                        "policy.init_text_encoder_from="], "policy: ... 64 ... 128"),
+        ("quickstart", ["policy.thought.max_tokens=16", "sampling.max_completion_tokens=16"],
+         "policy.thought.max_tokens: ... sampling.max_completion_tokens = 16"),
+        ("quickstart", ['policy.thought.marker=" "'], "policy.thought.marker: ... white space"),
+        ("tiny_earl", ["policy.thought={}"], "policy.thought: ... emu3 ... drop"),
     ],
 )  # fmt: skip
-def test_what_would_be_passed_over_in_silence_is_refused(overrides: list[str], parts: str) -> None:
-    [problem] = check_report.problems(tiny_config.shipped("qwen_image_edit", *overrides))
+def test_what_would_be_passed_over_in_silence_is_refused(
+    name: str, overrides: list[str], parts: str
+) -> None:
+    [problem] = check_report.problems(tiny_config.shipped(name, *overrides))
     assert names(problem, parts), problem
 
 
-def test_states_of_another_width_are_refused() -> None:
-    """By what the hub's models are known to have, and by what local ones say."""
-    local = str(tiny_config.WEIGHTS / "rewriter")
-    for name, model, found, reads in (
-        ("qwen_image_edit", "Qwen/Qwen2.5-VL-3B-Instruct", 2048, 3584),
-        ("quickstart", local, 64, 128),
-    ):
-        changes = [f"policy.model_path={model}", "policy.init_text_encoder_from="]
-        [problem] = check_report.problems(tiny_config.shipped(name, *changes))
-        parts = f"policy: ... {model!r} ... {found} ... qwen_image_edit ... {reads}"
-        assert names(problem, f"{parts} ... policy.model_path, policy.init_text_encoder_from")
-
-
-def test_layers_of_a_trained_tower_may_be_named() -> None:
-    tower = ['policy.lora.target_modules=["qkv"]', "policy.freeze_vision_tower=false"]
-    assert check_report.problems(tiny_config.shipped("qwen_image_edit", *tower)) == []
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("tiny_prompts", ["policy.system_prompt=Be bold."]),
+        (EDITOR, ['policy.lora.target_modules=["qkv"]', "policy.freeze_vision_tower=false"]),
+        ("quickstart", ["policy.thought.max_tokens=15", "sampling.max_completion_tokens=16"]),
+    ],
+)
+def test_their_neighbours_are_allowed(name: str, overrides: list[str]) -> None:
+    assert check_report.problems(tiny_config.shipped(name, *overrides)) == []
 
 
 def test_an_adapter_of_another_shape_is_refused(tmp_path: Path) -> None:

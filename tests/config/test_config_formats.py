@@ -22,7 +22,7 @@ from rl.commands import report as report_command
 from rl.config import formats
 from rl.config.schema import ConfigError, load_config
 from rl.edit.trained import load_trained
-from rl.files.adapter_base import base_of, read_config
+from rl.files.adapter_base import read_config
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.report.reading import read_evaluations
@@ -85,13 +85,7 @@ def test_its_policy_is_found_again(run_dir: Path) -> None:
     assert trained.policy()["model_path"] == weights
     section = export.model_config(trained, None, None)
     assert (Path(section.model_path) / "config.json").is_file()
-    assert base_of(read_config(trained.model)).path == weights
-
-
-def test_an_old_key_is_refused_with_its_new_name() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config("configs/quickstart.jsonnet", ["baseline_arm=never"])
-    assert names(caught.value, "baseline_arm: ... 'bare_arm'")
+    assert read_config(trained.model)["base_model_name_or_path"] == weights
 
 
 @pytest.mark.parametrize(
@@ -145,9 +139,6 @@ def test_an_adapter_that_cannot_be_read_is_refused(run_dir: Path, written: str, 
     adapter = shutil.move(run_dir / "checkpoints" / "step_000002" / "model", run_dir.parent / "a")
     (adapter / "adapter_config.json").write_text(written)
     why = f"{adapter}/adapter_config.json ... {why}"
-    with pytest.raises(ValueError) as caught:
-        export.model_config(load_trained(adapter), "some/model", None)
-    assert names(caught.value, why)
     places = ["policy.model_path=pkg://tiny_world/weights/rewriter", "base_exp_dir=elsewhere"]
     config = config_of(run_dir, *places, f"policy.adapter_path={adapter}")
     [problem] = check_report.problems(config)

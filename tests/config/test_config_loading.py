@@ -26,12 +26,6 @@ def plain(tmp_path: Path) -> Path:
     return tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
 
 
-def test_environment_variables_with_the_prefix_are_read(tmp_path: Path, plain: Path) -> None:
-    path = tmp_path / "env.jsonnet"
-    path.write_text("(import 'run.jsonnet') + { run_name: std.extVar('APP__RUN_NAME') }")
-    assert load_config(path, env={"APP__RUN_NAME": "mine"}).run_name == "mine"
-
-
 def test_every_missing_variable_is_named_with_its_place(tmp_path: Path, plain: Path) -> None:
     path = tmp_path / "env.jsonnet"
     path.write_text(
@@ -43,6 +37,7 @@ def test_every_missing_variable_is_named_with_its_place(tmp_path: Path, plain: P
         "}"
     )
     found = problems_of(path, env={"HOME": "/home/me"})
+    assert load_config(path, ["base_exp_dir=x", "seed=1"], {"APP__RUN_NAME": "a", "APP__JUDGE": ""})
     for parts in (
         f"set ... APP__RUN_NAME ... {path.name}:2",
         f"set ... APP__JUDGE ... {path.name}:3",
@@ -69,14 +64,6 @@ def test_a_program_without_end_is_ended(tmp_path, plain, monkeypatch, override: 
         path.write_text("local f(x) = f(x + 1) tailstrict; { a: f(1) }")
     [problem] = problems_of(path, override)
     assert names(problem, f"{path} ... longer than 0.5 s ... recursion")
-
-
-def test_memory_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonnet, "MAX_MEMORY_BYTES", 200 << 20)
-    path = tmp_path / "large.jsonnet"
-    path.write_text("{ a: std.length(std.range(1, 100000000)) }")
-    [problem] = problems_of(path)
-    assert names(problem, f"{path} ... more than 0 GB")
 
 
 def test_bytes_that_are_not_utf_8_are_refused(tmp_path: Path, plain: Path) -> None:
@@ -133,10 +120,13 @@ def test_what_the_file_derives_follows_an_override(tmp_path: Path, plain: Path) 
         ("sampling.kl_coeff=1", "unknown ... 'algorithm.kl_coeff'"),
         ("run_name=2024", "run_name: 2024 ... string"),
         ("run_name=a/b", 'run_name: "a/b" ... match'),
-        ("num_iterations=1.5", "num_iterations: 1.5 ... integer"),
         ("num_iterations='3'", 'num_iterations: "3" ... integer'),
-        ("optimizer.zero_stage=4", "optimizer.zero_stage: 4 ... less than or equal to 3"),
-        ("evaluation.reference_drift=1", "evaluation.reference_drift: 1 ... boolean"),
+        ("optimizer.betas=[2, 0.9]", "optimizer.betas.0: 2 ... less than 1"),
+        ("optimizer.learning_rate=1e300", "optimizer.learning_rate: 1000 ... equal to 1"),
+        ("seed=1e22", "seed: 1000 ... less than"),
+        ("run_name='" + "x" * 300 + "'", "^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"),
+        (r"base_exp_dir='a\u0000b'", "base_exp_dir ... NUL"),
+        ("sampling.temperature=1e-300", "sampling.temperature: 1e-300 ... greater"),
         ("algorithm.loss=ppo", "'grpo' or 'dapo' or 'dr_grpo' or 'gspo' or 'cispo'"),
     ],
 )
@@ -171,8 +161,6 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     listed.write_text("[1]")
     assert "list" in problems_of(listed)[0]
     asserted = tmp_path / "assert.jsonnet"
-    asserted.write_text("{ assert false : 'use two ranks', a: 1 }")
-    assert problems_of(asserted)[0].startswith("use two ranks")
     asserted.write_text("{ assert false : 'use two ranks,\\nor one', a: 1 }")
     assert problems_of(asserted)[0].startswith("use two ranks,\nor one (at ")
 

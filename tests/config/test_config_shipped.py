@@ -14,7 +14,7 @@ from tiny_messages import names
 
 from rl import build
 from rl.check import check_report
-from rl.config import engine_choice
+from rl.config import schema
 from rl.config.schema import ConfigError, load_config
 from rl.config.shipped import configs_folder, located, shipped_configs
 
@@ -39,8 +39,8 @@ def test_a_shipped_config_runs_from_any_folder(name: str, tmp_path, monkeypatch)
 def test_engine_auto_is_vllm_where_its_build_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = {("cpu", "cpu"), ("cpu", "auto"), ("cuda", "auto"), ("cuda", "cuda:0")}
     for installed, device in itertools.product(("", "cpu", "cuda"), ("auto", "cpu", "cuda:0")):
-        monkeypatch.setattr(engine_choice, "vllm_build", lambda installed=installed: installed)
-        engine = engine_choice.chosen({"type": "auto", "x": 1}, {"device": device})
+        monkeypatch.setattr(schema, "vllm_build", lambda installed=installed: installed)
+        engine = schema.chosen_engine({"type": "auto", "x": 1}, {"device": device})
         expected = "vllm" if (installed, device) in runs else "transformers"
         assert engine == {"type": expected, "x": 1}, (installed, device)
 

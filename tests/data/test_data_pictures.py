@@ -161,8 +161,9 @@ def test_damage_is_named(photo, tmp_path):
     png[len(png) // 2] ^= 0xFF
     with pytest.raises(UnusableError, match="corrupt or truncated"):
         decode(bytes(png), 8192)
-    with pytest.raises(UnusableError, match=r"none of PNG.* PNG or JPEG"):
-        check_header(b"<html>not found</html>", 8192)
+    for unread in (b"<html>not found</html>", b"\0\0\0\x18ftypheic" + bytes(64)):
+        with pytest.raises(UnusableError, match=r"none of PNG.*HEIC.* PNG or JPEG"):
+            check_header(unread, 8192)
 
 
 def test_what_a_cell_may_hold(photo):
@@ -175,25 +176,12 @@ def test_what_a_cell_may_hold(photo):
         "gone.jpg": "does not exist; relative paths count from",
         "https://example.com/a.jpg": "is a URL .*; download the file",
         "": "not a picture; give a file path",
-        ".": "is a folder, not a file",
-        "a\0b": "is no name that a file can have",
-        "x" * 5000: "cannot be reached .File name too long.",
-        "/dev/zero": "is a device or a pipe, not a file",
         None: "holds None, not a picture",
         3: "holds 3, not a picture",
     }
     for cell, message in refused.items():
         with pytest.raises(UnusableError, match=message):
             locate(cell, folder)
-
-
-@pytest.mark.parametrize("brand", [b"heic", b"mif1"])
-def test_heic_is_refused_with_the_way_out(tmp_path, brand):
-    file = tmp_path / "phone.heic"
-    file.write_bytes(b"\0\0\0\x18ftyp" + brand + b"\0\0\0\0" + brand + bytes(64))
-    for located in (file, file.read_bytes()):
-        with pytest.raises(UnusableError, match=r"HEIC.* save it as JP"):
-            decode(located, 8192)
 
 
 def test_a_users_picture_is_upright_and_no_larger_than_asked(photo, tmp_path):

@@ -29,27 +29,18 @@ def samples(settings: prompts.Config, on_bad_row: str = "error") -> list[Sample]
 
 
 def test_the_built_in_set_is_large_and_balanced() -> None:
-    train, held_out = (samples(config(split=split)) for split in ("train", "held_out"))
-    assert (len(train), len(held_out)) == (192, 64)
-    for part, share in ((train, 24), (held_out, 8)):
-        assert set(Counter(sample.category for sample in part).values()) == {share}
+    train, held_out, both = (samples(config(split=s)) for s in ("train", "held_out", "all"))
+    assert samples(config())[0].id == train[0].id, "the default trains"
+    assert [sample.id for sample in both] == [sample.id for sample in train + held_out]
     categories = {sample.category for sample in train}
-    assert len(categories) == 8
-    assert categories > {"unusual_colours", "impossible_objects", "abstract_concepts", "materials"}
-    # Any beginning is balanced, so that a held-out run may take few.
-    for part in (train, held_out):
-        assert {sample.category for sample in part[:8]} == categories
-    for sample in train + held_out:
-        assert sample.source is None and sample.reference is None
-
-
-def test_the_default_trains_and_all_is_both() -> None:
-    both = samples(config(split="train")) + samples(config(split="held_out"))
-    assert [s.id for s in samples(config(split="all"))] == [s.id for s in both]
-    assert samples(config())[0].id == both[0].id
-    for split, number in (("train", 192), ("held_out", 64), ("all", 256)):
-        assert prompts.Prompts.count(config(split=split)) == number
+    assert len(categories) == 8 and "unusual_colours" in categories
+    for split, part, share in (("train", train, 24), ("held_out", held_out, 8)):
+        assert prompts.Prompts.count(config(split=split)) == len(part) == 8 * share
         assert prompts.Prompts.problems(config(split=split), RULES) == []
+        assert set(Counter(sample.category for sample in part).values()) == {share}
+        # Any beginning is balanced, so that a held-out run may take few.
+        assert {sample.category for sample in part[:8]} == categories
+        assert all(sample.source is None and sample.reference is None for sample in part)
     assert prompts.Prompts.provides(config()) == frozenset()
 
 

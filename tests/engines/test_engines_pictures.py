@@ -4,7 +4,6 @@ One vLLM engine serves the whole file (full fine-tuning; adapters have a file of
 cache is the smallest there is, so that a large batch preempts requests.
 """
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -78,18 +77,21 @@ def max_dlogp(sampled, expected) -> float:
     return max(abs(a - b) for a, b in zip(sampled, expected, strict=True))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("temperature", "max_tokens"), [(1.0, 60), (0.7, 60), (1.0, 20)])
 def test_logprobs_and_flags_of_mixed_grids(
-    engine, policy, prompts_P, stock, temperature, monkeypatch
+    engine, policy, prompts_P, stock, temperature, max_tokens, monkeypatch
 ):
-    """Four grids and a free prompt in one batch, against an independent masked softmax."""
+    """Four grids and a free prompt in one batch, against an independent masked softmax; 20 tokens
+    cut some pictures in the middle."""
     vocabulary, decoder = policy.image_vocabulary, policy.decoder
     # A constrained Emu3 has a grid for every prompt of its own making.
     monkeypatch.setattr(
         policy, "decoder", lambda P, n: decoder([replace(p, grid=(1, 1)) for p in P], n)
     )
     mixed_P = [*prompts_P, replace(prompts_P[0], grid=None)]
-    completions_PG = engine.generate(mixed_P, params(temperature), [*SEEDS, 1])
+    completions_PG = engine.generate(
+        mixed_P, params(temperature, max_tokens=max_tokens), [*SEEDS, 1]
+    )
     num_whole = num_cut = 0
     for prompt, completion in pairs(mixed_P, completions_PG):
         expected = tiny.reference_logprobs(stock, prompt, completion, vocabulary, temperature)
@@ -109,18 +111,9 @@ def test_logprobs_and_flags_of_mixed_grids(
             if completion.finish == "stop":
                 [action] = policy.decode_actions([(prompt, completion.token_ids)], None, None)
                 assert action.payload.shape == prompt.grid
-    assert num_whole >= 10
+    assert num_cut > 0 if max_tokens == 20 else num_whole >= 10
     drawn = {token for c in completions_PG[-1] for token in c.token_ids}
     assert any(token >= vocabulary.visual_start for token in drawn), "a free prompt may draw codes"
-
-
-def test_the_trainer_agrees(engine, policy, prompts_P):
-    rows = pairs(prompts_P, engine.generate(prompts_P, params(), SEEDS))
-    batch = policy.collate([(prompt, completion.token_ids) for prompt, completion in rows])
-    with torch.no_grad():
-        logprobs_BC = policy.module(batch).logprobs
-    for (_, completion), trained in zip(rows, logprobs_BC.tolist(), strict=True):
-        assert max_dlogp(completion.logprobs, trained[: len(completion.logprobs)]) <= NATS
 
 
 @pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.77}])
@@ -137,21 +130,6 @@ def test_greedy_takes_the_likeliest_allowed(vllm, slow, prompts_P):
     assert [[c.token_ids for c in group] for group in vllm.generate(prompts_P, greedy, SEEDS)] == [
         [c.token_ids for c in group] for group in slow.generate(prompts_P, greedy, SEEDS)
     ]
-
-
-def test_a_long_thought_and_a_cut_in_the_middle_of_a_picture(engine, policy, prompts_P):
-    image = policy.image_vocabulary.image
-    begins, cuts = [], 0
-    for prompt, completion in pairs(
-        prompts_P, engine.generate(prompts_P, params(max_tokens=24, num_completions=16), SEEDS)
-    ):
-        if image not in completion.token_ids:
-            continue
-        begins.append(completion.token_ids.index(image))
-        cuts += completion.finish == "length"
-        expected = tiny.expected_forced(completion.token_ids, prompt.grid, policy.image_vocabulary)
-        assert completion.forced == expected
-    assert max(begins) >= 15 and cuts > 0
 
 
 def test_batch_order_does_not_matter(engine, prompts_P):
@@ -200,48 +178,3 @@ def test_many_banned_ids_are_never_drawn(engine, policy, prompts_P, monkeypatch)
         assert completion.finish == "stop"
         [action] = policy.decode_actions([(prompt, completion.token_ids)], None, None)
         assert action.payload.shape == prompt.grid
-
-
-def test_full_weights_arrive_after_every_update(vllm, policy, prompts_P):
-    trainable = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
-    before = {name: parameter.detach().clone() for name, parameter in trainable.items()}
-    optimizer = torch.optim.AdamW(trainable.values(), lr=1e-3)
-
-    def difference(rows) -> float:
-        batch = policy.collate([(prompt, completion.token_ids) for prompt, completion in rows])
-        with torch.no_grad():
-            logprobs_BC = policy.module(batch).logprobs
-        return max(
-            max_dlogp(completion.logprobs, trained[: len(completion.logprobs)])
-            for (_, completion), trained in zip(rows, logprobs_BC.tolist(), strict=True)
-        )
-
-    for iteration in range(2):
-        rows = pairs(prompts_P, vllm.generate(prompts_P, params(), [s + iteration for s in SEEDS]))
-        assert difference(rows) <= NATS
-        batch = policy.collate([(prompt, completion.token_ids) for prompt, completion in rows])
-        policy.module(batch).logprobs.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert difference(rows) > 1e-2, "the check can fail"
-        vllm.load_weights(policy.export_weights(trainable, iteration))
-    with torch.no_grad():
-        for name, parameter in trainable.items():
-            parameter.copy_(before[name])
-    vllm.load_weights(policy.export_weights(trainable, 3))
-
-
-@pytest.mark.parametrize("grid", [[0, 2], [2], "2x2", [1.5, 2], [math.inf, 1]])
-def test_a_wrong_grid_is_refused_at_admission(grid):
-    """Later it would be an exception inside the engine, which never answers again after one."""
-    from vllm import SamplingParams as VllmSamplingParams
-
-    from rl.engines.vllm import grammar
-    from rl.engines.vllm.vllm_config import GRID
-
-    wrong = VllmSamplingParams(extra_args={GRID: grid})
-    for shell in (grammar.V1Grammar, grammar.V2Grammar):
-        with pytest.raises(ValueError, match="at least 1"):
-            shell.validate_params(wrong)
-        shell.validate_params(VllmSamplingParams(extra_args={GRID: (3, 1)}))
-        shell.validate_params(VllmSamplingParams())

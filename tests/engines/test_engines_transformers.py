@@ -3,7 +3,7 @@
 import pytest
 import tiny_qwen
 import torch
-from tiny_engines import assert_same, max_dlogp
+from tiny_engines import assert_ended, assert_same, max_dlogp
 from tiny_rounding import NATS
 
 from rl.api.engine import EngineSetup
@@ -65,27 +65,12 @@ def test_member_g_is_drawn_from_seed_plus_g(engine, prompts_P):
         assert alone.token_ids == completion.token_ids
 
 
-def test_the_global_generator_is_not_touched(engine, prompts_P):
-    before = torch.get_rng_state()
-    engine.generate(prompts_P[:1], PARAMS, [1])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_completion_ends_with_its_stop_token_or_at_the_limit(engine, policy, prompts_P):
+    before = torch.get_rng_state()
     params = SamplingParams(1.5, 1.0, -1, max_tokens=12, num_completions=64)
     [group] = engine.generate(prompts_P[:1], params, [0])
-    finishes = set()
-    for completion in group:
-        finishes.add(completion.finish)
-        stops = [
-            i for i, token in enumerate(completion.token_ids) if token in policy.stop_token_ids
-        ]
-        if completion.finish == "stop":
-            assert stops == [len(completion.token_ids) - 1]
-        else:
-            assert stops == [] and len(completion.token_ids) == 12
-        assert len(completion.logprobs) == len(completion.token_ids)
-    assert finishes == {"stop", "length"}
+    assert torch.equal(torch.get_rng_state(), before), "the global generator"
+    assert_ended(group, policy.stop_token_ids, 12)
 
 
 def test_temperature_zero_takes_the_likeliest(engine, policy, prompts_P):

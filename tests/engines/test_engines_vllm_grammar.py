@@ -1,8 +1,7 @@
-"""The two shells around the image grammar, driven by hand, step by step.
+"""The two logits processors of the image grammar, called by hand, step by step.
 
-V1: the batch updates that vLLM's runner sends, in the order it documents. V2: its runner needs
-Triton, so its own interface records, filled by hand (slots, device-side token history), drive the
-shell.
+V1: with the batch updates that vLLM's runner sends. V2: its runner needs Triton, so with its
+interface's own records (slots, device-side token history), filled by hand.
 """
 
 import os
@@ -15,7 +14,7 @@ import torch
 
 from rl.engines.vllm import start
 from rl.engines.vllm import vllm as vllm_engine
-from rl.engines.vllm.vllm_config import GRID, VOCABULARY
+from rl.engines.vllm.start import GRID, VOCABULARY
 
 for name, value in vllm_engine.ENVIRONMENT.items():
     os.environ.setdefault(name, value)  # as the engine does, before the first import of vLLM
@@ -126,36 +125,15 @@ def test_v1_rows_leave_move_swap_and_come_back():
     batch.step(added=[batch.add(*preempted)])
     batch.write(3, EOL, EOL, 13)
     batch.step()
-
-
-def test_v1_a_free_request_takes_the_row_of_a_held_one():
-    batch = Batch()
-    batch.step(added=[batch.add((1, 1))])
-    batch.rows = []
-    batch.step(added=[batch.add(None)])
-    batch.write(IMAGE)
-    batch.step()
-    batch.rows = []
-    batch.step(removed=[0])
-
-
-def test_v1_a_row_whose_prompt_is_not_finished_does_not_advance():
-    """Its sampled token is thrown away, and nothing is appended."""
-    batch = Batch()
-    batch.step(added=[batch.add((1, 2)), batch.add((1, 1), [2, IMAGE])])
-    batch.rows[0][1].append(IMAGE)
-    batch.step()
-    batch.step()
-    batch.write(10, 11)
-    batch.step()
-
-
-def test_v1_a_placeholder_of_asynchronous_scheduling_is_read_when_it_is_filled():
-    batch = Batch()
-    batch.step(added=[batch.add((1, 1))])
-    batch.rows[0][1].append(-1)
+    # A row whose prompt is not finished appends nothing; asynchronous scheduling fills in later.
+    batch.rows[2][1].append(-1)
     batch.shell.update_state(None)
-    batch.rows[0][1][-1] = IMAGE
+    batch.rows[2][1][-1] = EOF
+    batch.step()
+    # A free request takes the row of a held one.
+    batch.rows = []
+    batch.step(removed=[1, 2, 3], added=[batch.add(None)])
+    batch.write(IMAGE)
     batch.step()
 
 
@@ -236,13 +214,6 @@ def test_v2_slots_are_reused_reordered_and_resumed_after_preemption():
             slots.add(*request)
 
 
-def test_v2_a_step_without_held_requests_touches_nothing():
-    slots = Slots()
-    slots.add(None, [1, 2])
-    slots.step(list(slots.requests))
-    assert not slots.shell._held.any()
-
-
 @pytest.mark.parametrize(("uses_v2", "shell"), [(True, V2Grammar), (False, V1Grammar)])
 def test_the_shell_is_the_one_that_the_runner_takes(uses_v2, shell, monkeypatch, tmp_path):
     from vllm.engine.arg_utils import EngineArgs
@@ -252,23 +223,11 @@ def test_the_shell_is_the_one_that_the_runner_takes(uses_v2, shell, monkeypatch,
     planned = SimpleNamespace(use_v2_model_runner=uses_v2)
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda *_: planned)
     vocabulary = ImageVocabulary(**FIELDS)
-    arguments = start.grammar_arguments(str(tmp_path), {"seed": 0}, vocabulary)
+    arguments = vllm_engine.grammar_arguments(str(tmp_path), {"seed": 0}, vocabulary)
     assert arguments == {
         "logits_processors": [shell],
         "additional_config": {VOCABULARY: FIELDS},
     }
-
-
-def test_vllms_own_loaders_take_each_shell_and_refuse_the_other():
-    from vllm.v1.sample import logits_processor as v1
-    from vllm.v1.worker.gpu.sample.logits_processor import loader as v2
-
-    assert v1._load_logitsprocs_by_fqcns([V1Grammar]) == [V1Grammar]
-    assert v2._load_v2_logitsprocs_by_fqcns([V2Grammar]) == [V2Grammar]
-    with pytest.raises(ValueError, match="not a subclass"):
-        v1._load_logitsprocs_by_fqcns([V2Grammar])
-    with pytest.raises(ValueError, match="not a subclass"):
-        v2._load_v2_logitsprocs_by_fqcns([V1Grammar])
 
 
 def test_a_vllm_of_another_interface_is_named(monkeypatch):
@@ -279,7 +238,7 @@ def test_a_vllm_of_another_interface_is_named(monkeypatch):
     monkeypatch.delattr(vllm, "grammar")
     monkeypatch.setitem(sys.modules, "rl.engines.vllm.grammar", None)
     with pytest.raises(RuntimeError, match=r"pyproject\.toml"):
-        start.grammar_arguments("folder", {}, None)
+        vllm_engine.grammar_arguments("folder", {}, None)
 
 
 def test_a_model_that_vllm_does_not_know_is_named(tmp_path):

@@ -115,7 +115,12 @@ def test_vllms_largest_step(monkeypatch: pytest.MonkeyPatch, gib: float, name: s
             None,
             {"kv_cache_memory_bytes": 100 << 20, "gpu_memory_utilization": 0.01},
         ),
-        ({"gpu_memory_utilization": 0.3}, "cuda:0", None, {"gpu_memory_utilization": 0.3}),
+        (
+            {"gpu_memory_utilization": 0.3},
+            "cuda:0",
+            None,
+            {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.3},
+        ),
     ],
 )
 def test_what_vllm_is_told(

@@ -11,22 +11,19 @@ import pytest
 from rl.judge.background import BackgroundLoop
 
 
-def test_work_overlaps_with_the_callers_own() -> None:
+def test_results_and_errors_arrive() -> None:
     async def work(reply: int) -> tuple[int, str]:
         await asyncio.sleep(0.01)
         return reply, threading.current_thread().name
 
-    with BackgroundLoop("judge") as loop:
-        futures = [loop.submit(work(n)) for n in range(3)]
-        assert [future.result(5) for future in futures] == [(n, "judge") for n in range(3)]
-
-
-def test_errors_arrive_with_their_type() -> None:
     async def fail() -> None:
         raise LookupError("here")
 
-    with BackgroundLoop() as loop, pytest.raises(LookupError, match="here"):
-        loop.submit(fail()).result(5)
+    with BackgroundLoop("judge") as loop:
+        futures = [loop.submit(work(n)) for n in range(3)]
+        assert [future.result(5) for future in futures] == [(n, "judge") for n in range(3)]
+        with pytest.raises(LookupError, match="here"):
+            loop.submit(fail()).result(5)
 
 
 def test_close_cancels_what_still_runs_and_lets_it_clean_up() -> None:

@@ -19,15 +19,21 @@ from tiny_faulty_judge import (
     FaultyJudge,
     answers_of,
     pair_question,
-    quick_config,
     read_pair,
+    with_client,
 )
 from tiny_messages import names
 from tiny_ranks import held_port
 
 from rl.api.judge import Question
 from rl.judge.background import BackgroundLoop
-from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeUnreachableError
+from rl.judge.client import (
+    Answer,
+    JudgeClient,
+    JudgeError,
+    JudgeRefused,
+    JudgeUnreachableError,
+)
 from rl.judge.question import fill_prompt
 
 KEY = "sk-very-secret-0123456789"
@@ -43,8 +49,7 @@ def test_parts_keep_their_order_and_pictures_shrink_without_loss() -> None:
     wide = Image.effect_noise((120, 60), 80).convert("RGB")
     small = Image.effect_noise((20, 31), 80).convert("RGB")
     with FaultyJudge() as judge:
-        client = JudgeClient(quick_config(image_side_px=40), judge.api_base)
-        answers_of(client, [pair_question(wide, "first", small, "last")])
+        answers_of(judge.client(image_side_px=40), [pair_question(wide, "first", small, "last")])
     content = judge.requests[0]["messages"][0]["content"]
     assert [part["type"] for part in content] == ["image_url", "text", "image_url", "text"]
     assert [part["text"] for part in content if "text" in part] == ["first", "last"]
@@ -61,8 +66,7 @@ def test_words_of_a_row_close_no_tag_of_a_prompt(tag: str) -> None:
 
 def test_an_unreadable_reply_is_asked_for_in_another_way() -> None:
     with FaultyJudge([Fault(reply="hm"), Fault(reply="hm")]) as judge:
-        client = JudgeClient(quick_config(guided_json="on_retry"), judge.api_base)
-        (answer,) = answers_of(client, [pair_question()], repeat=2)
+        (answer,) = answers_of(judge.client(guided_json="on_retry"), [pair_question()], repeat=2)
     assert answer.value == (8.0, 6.5) and answer.replies == ("hm", "hm", GOOD)
     assert [r["seed"] for r in judge.requests] == [2000, 2001, 2002]
     assert [r["temperature"] for r in judge.requests] == [0.0, 0.3, 0.6]
@@ -72,31 +76,6 @@ def test_an_unreadable_reply_is_asked_for_in_another_way() -> None:
     assert list(schema["properties"]) == ["reasoning", "score"], "it thinks before it counts"
 
 
-def test_a_questions_own_temperature_wins() -> None:
-    question = Question(("how good?",), {}, temperature=0.7)
-    with FaultyJudge() as judge:
-        client = JudgeClient(quick_config(temperature=0.2), judge.api_base)
-        answers_of(client, [question, pair_question()])
-    assert sorted(r["temperature"] for r in judge.requests) == [0.2, 0.7]
-
-
-def test_never_more_in_flight_than_allowed() -> None:
-    with FaultyJudge(after=Fault(stall_s=0.03)) as judge:
-        client = JudgeClient(quick_config(max_concurrency=3), judge.api_base)
-        answers = answers_of(client, [pair_question(str(n)) for n in range(12)])
-    assert all(answer.value for answer in answers)
-    assert judge.max_open == client.take_stats().max_in_flight == 3
-
-
-def test_stats_start_anew_when_taken() -> None:
-    with FaultyJudge([Fault(429)]) as judge:
-        client = JudgeClient(quick_config(), judge.api_base)
-        answers_of(client, [pair_question()])
-    taken, rest = client.take_stats(), client.take_stats()
-    assert (taken.requests, len(taken.latencies_s), taken.retries) == (2, 2, {"http_429": 1})
-    assert (rest.requests, rest.latencies_s, rest.retries, rest.max_in_flight) == (0, [], {}, 0)
-
-
 def test_a_crashed_iteration_asks_only_for_what_it_lacks(tmp_path: Path) -> None:
     """The judge samples (every reply differs), the process dies; the resumed one gets the same."""
     path = tmp_path / "judge" / "replies.jsonl"
@@ -104,16 +83,15 @@ def test_a_crashed_iteration_asks_only_for_what_it_lacks(tmp_path: Path) -> None
     varied = [Fault(reply=f'{{"score": [{n}, 5]}}') for n in range(8)]
     varied[2] = Fault(reply="unreadable")
     with FaultyJudge(varied) as judge:
-        dead = JudgeClient(quick_config(), judge.api_base, path)
+        dead = judge.client(path)
         first = asyncio.run(_without_closing(dead, questions))
         with path.open("a") as file:
             file.write('no entry\n{"key": 1, "reply": "x"}\n{"key": "torn in the mid')
         asked_before = len(judge.requests)
-        resumed = JudgeClient(quick_config(), judge.api_base, path)
+        resumed = judge.client(path)
         second = answers_of(resumed, [*questions, pair_question("new")])
         asked_after = len(judge.requests) - asked_before
-        again = JudgeClient(quick_config(), judge.api_base, path)
-        third = answers_of(again, [*questions, pair_question("new")])
+        third = answers_of(judge.client(path), [*questions, pair_question("new")])
         assert len(judge.requests) == asked_before + asked_after, "what was written after the tear"
     assert asked_before == 5 and asked_after == 1, "4 + 1 unreadable; then only the new one"
     for answers in (second, third):
@@ -128,18 +106,17 @@ def test_a_judge_that_was_mended_is_asked_again_what_no_reply_answered(tmp_path:
     path = tmp_path / "replies.jsonl"
     good, bad = pair_question("good"), pair_question("bad")
     with FaultyJudge([Fault()], after=Fault(reply="a fine picture")) as judge:
-        broken = JudgeClient(quick_config(), judge.api_base, path)
+        broken = judge.client(path)
         values = [answer.value for answer in asyncio.run(_without_closing(broken, [good, bad]))]
         assert values == [(8.0, 6.5), None]
         judge.after = Fault()
-        killed = JudgeClient(quick_config(), judge.api_base, path)
+        killed = judge.client(path)
         replayed = asyncio.run(_without_closing(killed, [good, bad]))
         assert [answer.value for answer in replayed] == values, "a kill changes nothing"
         assert [answer.attempts for answer in replayed] == [0, 0]
         killed.forget_failed()
         for asked_anew in (1, 0):
-            resumed = JudgeClient(quick_config(), judge.api_base, path)
-            answers = answers_of(resumed, [good, bad])
+            answers = answers_of(judge.client(path), [good, bad])
             assert [answer.value for answer in answers] == [(8.0, 6.5)] * 2
             assert [answer.attempts for answer in answers] == [0, asked_anew]
 
@@ -149,8 +126,7 @@ def test_a_readable_reply_is_kept_as_it_came_and_an_endless_one_is_cut(tmp_path:
     odd = GOOD.replace("fine", "\u2028\x1b[2J\ufeff\U0001f600")
     with FaultyJudge([Fault(reply=" " * 1_000_000), Fault(reply=odd)]) as judge:
         for num_sent in (2, 0):
-            client = JudgeClient(quick_config(), judge.api_base, path)
-            (answer,) = answers_of(client, [pair_question()])
+            (answer,) = answers_of(judge.client(path), [pair_question()])
             assert answer.attempts == num_sent and answer.value == (8.0, 6.5)
             assert [len(reply) for reply in answer.replies] == [100_001, len(odd)]
             assert answer.replies[1] == odd
@@ -160,32 +136,33 @@ async def _without_closing(client: JudgeClient, questions: list[Question]) -> li
     return [await client.ask(question, read_pair) for question in questions]
 
 
-@pytest.mark.parametrize("change", ["picture", "text", "repeat", "model", "temperature"])
-def test_the_journal_never_answers_another_question(change: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("colour", "text", "repeat", "config"),
+    [
+        ("white", "a", 0, {}),
+        ("grey", "b", 0, {}),
+        ("grey", "a", 1, {}),
+        ("grey", "a", 0, {"model": "another"}),
+        ("grey", "a", 0, {"temperature": 0.5}),
+    ],
+)
+def test_the_journal_never_answers_another_question(
+    colour: str, text: str, repeat: int, config: dict[str, Any], tmp_path: Path
+) -> None:
     path = tmp_path / "replies.jsonl"
-    grey, white = (Image.new("RGB", (8, 8), (level,) * 3) for level in (128, 255))
-    question, repeat, config = pair_question(grey, "a"), 0, quick_config()
+    first, other = (
+        pair_question(Image.new("RGB", (8, 8), c), t) for c, t in (("grey", "a"), (colour, text))
+    )
     with FaultyJudge() as judge:
-        answers_of(JudgeClient(config, judge.api_base, path), [question])
-        if change == "picture":
-            question = pair_question(white, "a")
-        elif change == "text":
-            question = pair_question(grey, "b")
-        elif change == "repeat":
-            repeat = 1
-        elif change == "model":
-            config = quick_config(model="another")
-        else:
-            config = quick_config(temperature=0.5)
-        answers_of(JudgeClient(config, judge.api_base, path), [question], repeat=repeat)
+        answers_of(judge.client(path), [first])
+        answers_of(judge.client(path, **config), [other], repeat=repeat)
         assert len(judge.requests) == 2
 
 
 def test_equal_questions_at_once_are_one_request_as_they_would_be_after_a_restart(tmp_path) -> None:
     replies = [Fault(reply=f'{{"score": [{n}, {n}]}}', stall_s=0.05) for n in range(4)]
     with FaultyJudge(replies) as judge:
-        client = JudgeClient(quick_config(), judge.api_base, tmp_path / "replies.jsonl")
-        answers = answers_of(client, [pair_question("same")] * 4)
+        answers = answers_of(judge.client(tmp_path / "replies.jsonl"), [pair_question("same")] * 4)
     assert [answer.value for answer in answers] == [(0.0, 0.0)] * 4
     assert len(judge.requests) == 1
 
@@ -194,7 +171,7 @@ def test_a_question_keeps_the_journal_it_was_asked_under(tmp_path: Path) -> None
     """One iteration's verdicts may come in while the next one's pictures are asked about, and its
     last gradings may not even have begun when the next one's journal is opened."""
     with FaultyJudge([Fault(stall_s=0.4), Fault(), Fault()]) as judge, BackgroundLoop() as loop:
-        client = JudgeClient(quick_config(), judge.api_base, tmp_path / "0.jsonl")
+        client = judge.client(tmp_path / "0.jsonl")
 
         async def grade(words: str, after_s: float = 0.0) -> None:
             await asyncio.sleep(after_s)
@@ -211,51 +188,31 @@ def test_a_question_keeps_the_journal_it_was_asked_under(tmp_path: Path) -> None
     assert [len((tmp_path / f"{i}.jsonl").read_text().splitlines()) for i in (0, 1)] == [2, 1]
 
 
-def test_the_key_is_sent_and_shown_nowhere(monkeypatch, caplog, tmp_path) -> None:
+def test_the_key_is_sent_and_shown_nowhere(monkeypatch, caplog) -> None:
     monkeypatch.setenv("MY_JUDGE", KEY)
     caplog.set_level(logging.DEBUG)
     echo = Fault(401, body=f"Incorrect API key provided: {KEY}.")
-    journal = tmp_path / "replies.jsonl"
-    with FaultyJudge([Fault(429), Fault(), echo]) as judge:
-        config = quick_config(api_key_env="MY_JUDGE")
-        client = JudgeClient(config, judge.api_base, journal)
-        answers_of(client, [pair_question()])
-        client = JudgeClient(config, judge.api_base, journal)
-        with pytest.raises(JudgeRefused) as refused:
-            answers_of(client, [pair_question("more")])
+    with FaultyJudge([Fault(429), echo]) as judge:
+        client = judge.client(api_key_env="MY_JUDGE")
+        with pytest.raises(JudgeRefused, match=r"provided: <MY_JUDGE>(?s:.*) names MY_JUDGE") as no:
+            answers_of(client, [pair_question()])
     assert judge.headers[0]["Authorization"] == f"Bearer {KEY}"
-    message = str(refused.value)
-    assert names(message, "provided: <MY_JUDGE> ... names MY_JUDGE")
-    for shown in (message, repr(client), caplog.text, journal.read_text()):
-        assert KEY not in shown
+    assert KEY not in str(no.value) + repr(client) + caplog.text
 
 
-def test_a_missing_key_is_named_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    with pytest.raises(ValueError, match="export NO_SUCH_KEY="):
-        JudgeClient(quick_config(api_key_env="NO_SUCH_KEY"), "http://127.0.0.1:1/v1")
-
-
-def _health_error(api_base: str, wait_s: float = 0.2, **config: Any) -> str:
-    async def run() -> None:
-        client = JudgeClient(quick_config(**config), api_base)
-        try:
-            await client.check_health(wait_s)
-        finally:
-            await client.aclose()
-
-    with pytest.raises((JudgeRefused, JudgeUnreachableError)) as error:
-        asyncio.run(run())
-    return str(error.value)
+def _health(judge: FaultyJudge | str, wait_s: float) -> list[str]:
+    alive: list[str] = with_client(judge, lambda client: client.check_health(wait_s))[0]
+    return alive
 
 
 def test_health_says_that_nobody_is_there_and_within_the_bound() -> None:
     with held_port() as port:
         api_base = f"http://127.0.0.1:{port}/v1"
         started = time.monotonic()
-        message = _health_error(api_base, wait_s=0.5)
+        with pytest.raises(JudgeUnreachableError) as error:
+            _health(api_base, wait_s=0.5)
         assert 0.4 < time.monotonic() - started < 4
-    assert names(message, f"{api_base} ... judge.api_base")
+    assert names(error.value, f"{api_base} ... judge.api_base")
 
 
 @pytest.mark.parametrize(
@@ -272,17 +229,13 @@ def test_health_says_that_nobody_is_there_and_within_the_bound() -> None:
 def test_health_says_what_is_wrong(status: int, body: str, reason: str) -> None:
     with FaultyJudge() as judge:
         judge.models = Fault(status, body=body)
-        message = _health_error(judge.api_base)
-    assert re.search(reason, message)
+        with pytest.raises(JudgeError) as error:
+            _health(judge, wait_s=0.2)
+    assert re.search(reason, str(error.value))
 
 
 def test_health_waits_for_a_server_that_is_still_starting() -> None:
-    async def run(judge: FaultyJudge) -> None:
-        client = JudgeClient(quick_config(), judge.api_base)
-        await client.check_health(wait_s=10)
-        await client.aclose()
-
     with FaultyJudge() as judge:
         judge.models = [Fault(503), Fault(429)]
-        asyncio.run(run(judge))
+        assert _health(judge, wait_s=10) == [judge.api_base]
         assert judge.models == []

@@ -31,20 +31,6 @@ def test_urls(given: str, resolved: str) -> None:
     assert resolve_api_base(given) == resolved
 
 
-@pytest.mark.parametrize(
-    ("held", "resolved"),
-    [
-        ("gpu-node-7\n", "http://gpu-node-7:4877/v1"),
-        ("gpu-node-7:9000", "http://gpu-node-7:9000/v1"),
-        ("http://gpu-node-7:9000/v1\nsecond line\n", "http://gpu-node-7:9000/v1"),
-    ],
-)
-def test_files(held: str, resolved: str, tmp_path: Path) -> None:
-    path = tmp_path / "judge_host"
-    path.write_text(held)
-    assert resolve_api_base(str(path)) == resolved
-
-
 A, B = "http://a:4877/v1", "https://b.example/v1"
 
 
@@ -61,7 +47,7 @@ A, B = "http://a:4877/v1", "https://b.example/v1"
 )
 def test_several_places(given: str | list[str], tmp_path: Path) -> None:
     file = tmp_path / "judges"
-    file.write_text("a the first\n\nsome words\nhttps://b.example\na:4877\n")
+    file.write_text("a:4877 the first\n\nsome words\nhttps://b.example\na:4877\n")
     words = [given] if isinstance(given, str) else given
     named = [word.replace("FILE", str(file)) for word in words]
     assert resolve_api_bases(named[0] if isinstance(given, str) else named) == (A, B)
@@ -76,12 +62,10 @@ def test_one_wrong_place_of_several_is_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"judge\.api_base.*") as error:
             resolve_api_bases(given)
         assert wrong in str(error.value)
-    with pytest.raises(ValueError, match=r"judge\.api_base is empty"):
-        resolve_api_bases(["", " "])
 
 
-@pytest.mark.parametrize("given", ["", "none", "None", "  "])
-def test_no_judge_names_the_remedy(given: str) -> None:
+@pytest.mark.parametrize("given", ["", "none", "None", "  ", ["", " "]])
+def test_no_judge_names_the_remedy(given: str | list[str]) -> None:
     with pytest.raises(ValueError, match=r"judge\.api_base is empty.*judge\.start_command"):
         resolve_api_base(given)
 
@@ -121,7 +105,8 @@ def test_keys_in_the_url_are_refused_and_not_repeated(given: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "reason"), [("\n", "is empty"), ("b@d!", "neither"), ("x" * 9999, "longer")]
+    ("held", "reason"),
+    [("\n", "is empty"), ("b@d!", "neither"), ("gpu-7", "neither"), ("x" * 9999, "longer")],
 )
 def test_files_that_hold_no_host(held: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "judge_host"
@@ -130,22 +115,22 @@ def test_files_that_hold_no_host(held: str, reason: str, tmp_path: Path) -> None
         resolve_api_base(str(path))
 
 
-@pytest.mark.parametrize("key", ["sk-one\nsk-two", "sk-\u201cquoted\u201d"])
-def test_a_key_that_no_header_takes_is_named_and_not_shown(key: str, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("", "export MY_JUDGE="),
+        ("sk-one\nsk-two", "whose value no HTTP header takes"),
+        ("sk-\u201cquoted\u201d", "whose value no HTTP header takes"),
+        ("abc", "fewer than 8"),
+        ("sk-1234", "fewer than 8"),
+    ],
+)
+def test_a_key_too_short_to_be_scrubbed_is_refused(key: str, reason: str, monkeypatch) -> None:
+    """And one that is missing, or that no header takes."""
     monkeypatch.setenv("MY_JUDGE", key)
-    with pytest.raises(
-        ValueError, match=r"judge\.api_key_env names MY_JUDGE, whose value"
-    ) as error:
+    with pytest.raises(ValueError, match=rf"judge\.api_key_env names MY_JUDGE.*{reason}") as error:
         auth_header("MY_JUDGE")
-    assert "sk-" not in str(error.value)
-
-
-@pytest.mark.parametrize("key", ["abc", "sk-1234", "hunter2"])
-def test_a_key_too_short_to_be_scrubbed_is_refused(key: str, monkeypatch) -> None:
-    monkeypatch.setenv("MY_JUDGE", key)
-    with pytest.raises(ValueError, match="fewer than 8") as error:
-        auth_header("MY_JUDGE")
-    assert key not in str(error.value)
+    assert not key or key not in str(error.value)
 
 
 @pytest.mark.parametrize("key", ["EMPTY", "none", "dummy", "-", "sk-no-key", "not-needed"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -11,9 +12,16 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tiny_faulty_judge import Fault, FaultyJudge, answers_of, pair_question, quick_config, read_pair
+from tiny_faulty_judge import (
+    Fault,
+    FaultyJudge,
+    answers_of,
+    ask_all,
+    pair_question,
+    with_client,
+)
 
-from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeStats
+from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeStats, backoff_s
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ CASES = {
 
 
 def ask(judge: FaultyJudge, case: Case) -> tuple[Answer[Any], JudgeStats]:
-    client = JudgeClient(quick_config(**case.config), judge.api_base)
+    client = judge.client(**case.config)
     [answer] = answers_of(client, [pair_question()])
     return answer, client.take_stats()
 
@@ -107,9 +115,8 @@ def test_a_wrong_set_up_stops_at_the_first_request(status: int) -> None:
 def test_a_question_refused_by_a_judge_that_grades_others_is_that_questions_failure() -> None:
     """A moderated or overlong question must not end a run that works."""
     with FaultyJudge([Fault(), Fault(400, body="content policy")]) as judge:
-        client = JudgeClient(quick_config(), judge.api_base)
         questions = [pair_question(text) for text in "abc"]
-        first, second, third = answers_of(client, questions, at_once=False)
+        first, second, third = answers_of(judge.client(), questions, at_once=False)
     assert first.value == third.value == (8.0, 6.5)
     assert second.failure == "refused: HTTP 400 content policy" and second.attempts == 1
 
@@ -117,32 +124,27 @@ def test_a_question_refused_by_a_judge_that_grades_others_is_that_questions_fail
 def test_a_judge_that_takes_one_picture_and_refuses_two_is_a_wrong_set_up() -> None:
     picture = Image.new("RGB", (8, 8))
     questions = [pair_question("one", picture), pair_question(picture, "two", picture)]
-    with FaultyJudge([Fault(), Fault(400, body="at most 1 image per prompt")]) as judge:
-        client = JudgeClient(quick_config(), judge.api_base)
-        with pytest.raises(JudgeRefused, match="at most 1 image"):
-            answers_of(client, questions, at_once=False)
+    faults = [Fault(), Fault(400, body="at most 1 image per prompt")]
+    with FaultyJudge(faults) as judge, pytest.raises(JudgeRefused, match="at most 1 image"):
+        answers_of(judge.client(), questions, at_once=False)
 
 
 def test_an_outage_of_seconds_costs_no_answer_and_no_hammering() -> None:
     """Down for 6 time-outs (12 minutes at the default 120 s), then back: all 24 are answered."""
     outage_s = 1.2
 
-    async def run(judge: FaultyJudge) -> tuple[list[Answer[Any]], JudgeStats, int, float]:
+    async def script(client: JudgeClient) -> tuple[list[Answer[Any]], int, float]:
         started_s = time.monotonic()
-        config = quick_config(timeout_s=0.2, max_concurrency=8, breaker_failures=8, max_attempts=3)
-        client = JudgeClient(config, judge.api_base)
-        asking = [
-            asyncio.ensure_future(client.ask(pair_question(str(n)), read_pair)) for n in range(24)
-        ]
+        asking = asyncio.ensure_future(ask_all(client, 24))
         await asyncio.sleep(outage_s)
         sent_while_down, down_s = len(judge.requests), time.monotonic() - started_s
         judge.after = Fault()
-        answers = await asyncio.gather(*asking)
-        await client.aclose()
-        return answers, client.take_stats(), sent_while_down, down_s
+        return await asking, sent_while_down, down_s
 
+    config = {"timeout_s": 0.2, "max_concurrency": 8, "breaker_failures": 8, "max_attempts": 3}
     with FaultyJudge(after=Fault(stall_s=0.6)) as judge:
-        answers, stats, sent_while_down, down_s = asyncio.run(run(judge))
+        (answers, sent_while_down, down_s), client = with_client(judge, script, **config)
+    stats = client.take_stats()
     print(f"\n| stalls for {outage_s} s | {sent_while_down} while down | {stats} |", end="")
     assert all(answer.value == (8.0, 6.5) for answer in answers)
     assert stats.breaker_openings == 1
@@ -152,36 +154,35 @@ def test_an_outage_of_seconds_costs_no_answer_and_no_hammering() -> None:
 
 @pytest.mark.parametrize("fault", [Fault(reset=True), Fault(stall_s=0.2)], ids=["reset", "stall"])
 def test_a_lone_question_outlives_an_outage_too(fault: Fault) -> None:
-    async def run(judge: FaultyJudge) -> tuple[Answer[Any], JudgeStats]:
-        client = JudgeClient(quick_config(timeout_s=0.1, max_attempts=2), judge.api_base)
-        asking = asyncio.ensure_future(client.ask(pair_question(), read_pair))
+    async def script(client: JudgeClient) -> list[Answer[Any]]:
+        asking = asyncio.ensure_future(ask_all(client, 1))
         await asyncio.sleep(1.0)
         judge.after = Fault()
-        answer = await asking
-        await client.aclose()
-        return answer, client.take_stats()
+        return await asking
 
     with FaultyJudge(after=fault) as judge:
-        answer, stats = asyncio.run(run(judge))
+        [answer], client = with_client(judge, script, timeout_s=0.1, max_attempts=2)
     assert answer.value == (8.0, 6.5) and answer.attempts > 2
-    assert stats.breaker_openings == 1
+    assert client.take_stats().breaker_openings == 1
 
 
 def test_an_outage_without_end_ends_as_ungraded() -> None:
-    async def run(judge: FaultyJudge) -> list[Answer[Any]]:
-        config = quick_config(max_outage_s=0.5, breaker_failures=2, max_attempts=2)
-        client = JudgeClient(config, judge.api_base)
-        first = await asyncio.gather(
-            *(client.ask(pair_question(str(n)), read_pair) for n in range(4))
-        )
+    async def script(client: JudgeClient) -> list[Answer[Any]]:
+        lost = await ask_all(client, 4)
         await asyncio.sleep(0.2)
         judge.after = Fault()
-        back = await client.ask(pair_question("later"), read_pair)
-        await client.aclose()
-        return [*first, back]
+        return [*lost, *await ask_all(client, 1)]
 
+    config = {"max_outage_s": 0.5, "breaker_failures": 2, "max_attempts": 2}
     with FaultyJudge(after=Fault(reset=True)) as judge:
-        *lost, back = asyncio.run(run(judge))
+        (*lost, back), _ = with_client(judge, script, **config)
     assert {(answer.failure or "").partition(":")[0] for answer in lost} == {"outage"}
     assert all(answer.seconds < 4 for answer in lost)
     assert back.value == (8.0, 6.5), "a judge that came back between iterations is found again"
+
+
+@pytest.mark.parametrize(("num_failures", "most_s"), [(1, 2), (2, 4), (4, 16), (5, 30), (99, 30)])
+def test_backoff_is_full_jitter_under_a_doubling_bound(num_failures: int, most_s: float) -> None:
+    rng = random.Random(0)
+    pauses = [backoff_s(2.0, num_failures, rng) for _ in range(500)]
+    assert 0 <= min(pauses) < 0.05 * most_s and 0.95 * most_s < max(pauses) <= most_s

@@ -8,10 +8,10 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, TypeVar
+from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from tiny_faulty_judge import (
@@ -22,16 +22,14 @@ from tiny_faulty_judge import (
     envelope,
     page,
     pair_question,
-    quick_config,
     said,
+    with_client,
 )
 from tiny_messages import names
 
 from rl.judge import http as judge_http
-from rl.judge.client import Answer, JudgeClient, JudgeError, JudgeRefused, JudgeStats
+from rl.judge.client import Answer, JudgeRefused, JudgeStats
 
-T = TypeVar("T")
-TESTS = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 2.0
 """Long enough for an honest answer of a machine that is busy with something else."""
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -59,7 +57,7 @@ def _flood(block: bytes, start: bytes = b"") -> Fault:
 
 def ask(judge: FaultyJudge, **config: Any) -> tuple[Answer[Any], JudgeStats]:
     settings = {"timeout_s": TIMEOUT_S, "max_attempts": 2, "max_concurrency": 1, **config}
-    client = JudgeClient(quick_config(**settings), judge.api_base)
+    client = judge.client(**settings)
     [answer] = answers_of(client, [pair_question()])
     return answer, client.take_stats()
 
@@ -167,22 +165,19 @@ COSTS_ONE_TRY = {
 CASES = [(cause, name) for cause, cases in COSTS_ONE_TRY.items() for name in cases]
 
 
-def each_case(what: Callable[[str, Fault], T]) -> Iterator[tuple[str, T]]:
-    """(cause, what comes of it) of each case, sixteen at a time: a third of them wait."""
-    with ThreadPoolExecutor(16) as pool:
-        faults = [COSTS_ONE_TRY[cause][name] for cause, name in CASES]
-        causes = [cause for cause, _ in CASES]
-        yield from zip(causes, pool.map(what, causes, faults), strict=True)
-
-
 def test_one_try_is_all_it_costs() -> None:
-    def asked(_: str, fault: Fault) -> tuple[Answer[Any], JudgeStats]:
-        with FaultyJudge([fault]) as judge:
+    """Sixteen cases at a time: a third of them wait."""
+
+    def asked(case: tuple[str, str]) -> tuple[Answer[Any], JudgeStats]:
+        cause, name = case
+        with FaultyJudge([COSTS_ONE_TRY[cause][name]]) as judge:
             return ask(judge)
 
-    for cause, (answer, stats) in each_case(asked):
-        assert answer.value == (8.0, 6.5) and stats.requests == 2
-        assert stats.retries == {cause: 1}
+    with ThreadPoolExecutor(16) as pool:
+        ends = list(zip(CASES, pool.map(asked, CASES), strict=True))
+    for case, (answer, stats) in ends:
+        assert answer.value == (8.0, 6.5) and stats.requests == 2, case
+        assert stats.retries == {case[0]: 1}, case
         assert answer.seconds < TIMEOUT_S + 8, "the deadline is that of the whole request"
 
 
@@ -280,8 +275,8 @@ def test_a_proxy_in_the_environment_is_used_for_other_machines(
     [
         ("HTTP_PROXY", "socks5://proxy:1080", "http://judge.test/v1", "socksio ... NO_PROXY"),
         ("ALL_PROXY", "ftp://proxy:21", "http://judge.test/v1", "ftp ... NO_PROXY"),
-        ("HTTPS_PROXY", "http://[::1", "https://judge.test/v1", "HTTPS_PROXY=http://host:port"),
-        ("HTTP_PROXY", "http://\u2603:x", "http://judge.test/v1", "HTTP_PROXY=http://host:port"),
+        ("HTTPS_PROXY", "http://[::1", "https://judge.test/v1", "http://host:port"),
+        ("HTTP_PROXY", "http://\u2603:x", "http://judge.test/v1", "http://host:port"),
         ("SSL_CERT_FILE", "/none.pem", "https://judge.test/v1", "/none.pem ... No such file"),
         ("SSL_CERT_FILE", "/dev/null", "https://judge.test/v1", "/dev/null ... unset it"),
     ],
@@ -306,7 +301,7 @@ def test_a_second_reply_to_one_request_grades_no_other_question() -> None:
             yield b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
     with FaultyJudge(after=Fault(raw=twice, keeps_open=True)) as judge:
-        client = JudgeClient(quick_config(max_concurrency=1), judge.api_base)
+        client = judge.client(max_concurrency=1)
         answers = answers_of(client, [pair_question(str(n)) for n in range(4)], at_once=False)
     assert [answer.value for answer in answers] == [(8.0, 6.5)] * 4
 
@@ -318,49 +313,46 @@ def test_nothing_compressed_is_asked_for_and_no_cookie_is_kept() -> None:
     assert not any("Cookie" in headers for headers in judge.headers)
 
 
-def _health(judge: FaultyJudge) -> None:
-    async def run() -> None:
-        client = JudgeClient(quick_config(), judge.api_base)
-        try:
-            await client.check_health(wait_s=0)
-        finally:
-            await client.aclose()
-
-    asyncio.run(run())
+NAMES = json.dumps({"data": [{"id": "\x1b[2J" * 999}, *({"id": f"m\n{n}"} for n in range(20))]})
 
 
-def test_a_health_check_ends_in_words_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl.judge.client.HEALTH_TIMEOUT_S", TIMEOUT_S)
-
-    def told(_: str, fault: Fault) -> tuple[str, float]:
-        with FaultyJudge() as judge:
-            judge.models = fault
-            started = time.monotonic()
-            with pytest.raises(JudgeError) as error:
-                _health(judge)
-        return str(error.value), time.monotonic() - started
-
-    for _, (words, seconds) in each_case(told):
-        assert words.replace("\n", "", 1).isprintable() and len(words) < 1200
-        assert seconds < TIMEOUT_S + 8
-
-
-def test_a_health_check_says_why_a_list_was_not_read() -> None:
-    too_long = b'{"data": [' + b" " * judge_http.MAX_REPLY_BYTES + b"]}"
-    for models, reason in (
-        (page(too_long), "longer than 2097152 bytes"),
+@pytest.mark.parametrize(
+    ("models", "reason"),
+    [
+        (page(b'{"data": [' + b" " * judge_http.MAX_REPLY_BYTES + b"]}"), "longer than 2097152 by"),
         (page(b"x", "Content-Encoding: br"), r"compressed \(Content-Encoding: br\)"),
-    ):
-        with FaultyJudge() as judge:
-            judge.models = models
-            with pytest.raises(JudgeRefused, match=reason):
-                _health(judge)
-
-
-@pytest.mark.parametrize("names", [["\x1b[2J" * 999] * 20, [f"m\n{n}" for n in range(20)]])
-def test_the_models_that_are_served_are_shown_safely(names: list[str]) -> None:
+        (page(DEEP), "not as an OpenAI-compatible endpoint"),
+        (page(NAMES.encode()), r"does not serve judge\.model"),
+    ],
+)
+def test_a_health_check_says_what_is_wrong_with_a_list(models: Fault, reason: str) -> None:
     with FaultyJudge() as judge:
-        judge.models = page(json.dumps({"data": [{"id": name} for name in names]}).encode())
-        with pytest.raises(JudgeRefused, match=r"does not serve judge\.model") as error:
-            _health(judge)
-    assert str(error.value).isprintable() and len(str(error.value)) < 1500
+        judge.models = models
+        with pytest.raises(JudgeRefused, match=reason) as error:
+            with_client(judge, lambda client: client.check_health(wait_s=0))
+    assert str(error.value).replace("\n", "", 1).isprintable() and len(str(error.value)) < 1500
+
+
+NOON = datetime(2025, 11, 21, 12, 0, 0, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        (None, None),
+        ("7", 7.0),
+        ("0.5", 0.5),
+        ("-3", 0.0),
+        ("86400", 120.0),
+        ("Fri, 21 Nov 2025 12:00:30 GMT", 30.0),
+        ("Fri, 21 Nov 2025 13:00:30 +0100", 30.0),
+        ("Fri, 21 Nov 2025 11:00:00 GMT", 0.0),
+        ("Sat, 22 Nov 2025 12:00:00 GMT", 120.0),
+        ("soon", None),
+        ("nan", None),
+        ("inf", None),
+        ("", None),
+    ],
+)
+def test_retry_after(header: str | None, seconds: float | None) -> None:
+    assert judge_http.retry_after_s(header, NOON) == seconds

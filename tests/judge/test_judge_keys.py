@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import stat
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pytest
-from tiny_faulty_judge import Fault, FaultyJudge, pair_question, quick_config, read_pair
-from tiny_messages import names
+from tiny_faulty_judge import Fault, FaultyJudge, ask_all, with_client
 
-from rl.api.judge import Answer
-from rl.check.compatibility import compatibility_problems
-from rl.judge.client import JudgeClient, JudgeError
+from rl.judge.client import JudgeError
 from rl.judge.journal import ReplyJournal
 
 KEY = "sk-ver/secret+0123456789"
@@ -35,16 +30,9 @@ SPELLINGS = {
 def told(judge: FaultyJudge, journal: Path) -> str:
     """All that the client keeps or says of one question."""
 
-    async def run() -> Answer[Any]:
-        config = quick_config(api_key_env="ODDLY_NAMED", max_attempts=1)
-        client = JudgeClient(config, judge.api_base, journal)
-        try:
-            return await client.ask(pair_question(), read_pair)
-        finally:
-            await client.aclose()
-
+    config = {"api_key_env": "ODDLY_NAMED", "max_attempts": 1}
     try:
-        return repr(asyncio.run(run()))
+        return repr(with_client(judge, lambda client: ask_all(client, 1), journal, **config))
     except JudgeError as error:
         return str(error)
 
@@ -86,15 +74,3 @@ def test_the_journal_is_scrubbed_and_this_users_alone(tmp_path, monkeypatch) -> 
     again = ReplyJournal(path)
     assert (again.get("old"), again.get("new")) == ("kept", kept), "as the first run read it"
     again.close()
-
-
-def test_a_short_key_is_refused_before_anything_starts(tmp_path, monkeypatch) -> None:
-    import tiny_config
-
-    from rl.build import resolve
-
-    monkeypatch.setenv("MY_JUDGE", "abc")
-    values = tiny_config.real(tmp_path)
-    values["judge"] = {**values.get("judge", {}), "api_key_env": "MY_JUDGE"}
-    problems = compatibility_problems(resolve(tiny_config.validated(values)))
-    assert any(names(problem, "MY_JUDGE ... 3 characters") for problem in problems)

@@ -19,10 +19,9 @@ from tiny_messages import names
 from tiny_waits import wait_for
 
 from rl.config.schema import JudgeConfig
-from rl.judge.client import JudgeError, JudgeRefused
+from rl.judge.client import JudgeError
 from rl.judge.endpoint import is_loopback
 from rl.judge.server import StartedJudge, start_problems
-from rl.ranks.rendezvous import open_to_others
 
 pytestmark = pytest.mark.slow
 
@@ -60,8 +59,9 @@ def test_it_answers_on_loopback_until_it_is_closed(tmp_path: Path) -> None:
     others = set(psutil.Process().children(recursive=True))  # other tests' servers of forks
     with StartedJudge(config_of(*tiny_loop.JUDGE), log) as started:
         assert is_loopback(asyncio.run(started.answering()))
-        assert open_to_others() == []
         processes = [p for p in psutil.Process().children(recursive=True) if p not in others]
+        sockets = [s for p in processes for s in p.net_connections() if s.status == "LISTEN"]
+        assert {socket.laddr.ip for socket in sockets} == {"127.0.0.1"}
         assert any("tiny_world.judge_server" in process.cmdline() for process in processes)
         assert os.getsid(processes[-1].pid) != os.getsid(0), "Ctrl-C would reach it"
     assert all(is_gone(process.pid) for process in processes)
@@ -101,7 +101,7 @@ def test_the_shipped_script_is_started_as_the_readme_says(tmp_path, monkeypatch)
     monkeypatch.setenv("JUDGE_PORT", str(held.getsockname()[1]))
     monkeypatch.chdir(tiny_loop.REPO)
     [line] = re.findall(
-        r"`judge.start_command: (.*?)`", (tiny_loop.REPO / "README.md").read_text(), re.DOTALL
+        r"`judge.start_command: (.*?)`", (tiny_loop.REPO / "docs/judge.md").read_text(), re.DOTALL
     )
     config = config_of(*ast.literal_eval(line))
     assert list(start_problems(config)) == []
@@ -137,30 +137,18 @@ def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
     assert "exit code 127" in refusal_of(config_of(str(file), "{url_file}"), log)
 
 
-@pytest.mark.parametrize("written", ["", "http://127.0.0.1:1"])
-def test_one_that_never_says_where_it_is(written: str, tmp_path: Path) -> None:
-    """A line without its end may be half a port."""
+@pytest.mark.parametrize(
+    ("written", "parts"),
+    [
+        ("http://127.0.0.1:1", "'{url_file}' after 1 s (judge.start_timeout_s)\n"),  # half a line?
+        ("http://127.0.0.1:1\n", "http://127.0.0.1:1/v1 after 1 s (judge.start_timeout_s)"),
+        ("here!\n", "judge.start_command ... '{url_file}' ... judge.api_base='here!'"),
+    ],
+)
+def test_one_that_is_not_where_it_says(written: str, parts: str, tmp_path: Path) -> None:
     script = f"import sys, time; open(sys.argv[1], 'w').write({written!r}); time.sleep(1000)"
     said = refusal_of(config_of(*python(script), start_timeout_s=1.0), tmp_path / "log")
-    assert names(said, "judge.start_command ... '{url_file}' after 1 s (judge.start_timeout_s)\n")
-
-
-def test_one_that_is_not_where_it_says(tmp_path: Path) -> None:
-    script = "import sys, time; open(sys.argv[1], 'w').write('{}\\n'); time.sleep(1000)"
-    nowhere = python(script.format("http://127.0.0.1:1"))
-    said = refusal_of(config_of(*nowhere, start_timeout_s=1.0), tmp_path / "log")
-    assert "http://127.0.0.1:1/v1 after 1 s (judge.start_timeout_s)" in said
-    said = refusal_of(config_of(*python(script.format("here!"))), tmp_path / "log")
-    assert names(said, "judge.start_command ... '{url_file}' ... judge.api_base='here!'")
-
-
-def test_one_that_serves_another_model(tmp_path: Path) -> None:
-    command = [*tiny_loop.JUDGE[:-1], "another"]
-    with (
-        StartedJudge(config_of(*command), tmp_path / "log") as started,
-        pytest.raises(JudgeRefused, match="another"),
-    ):
-        asyncio.run(started.answering())
+    assert names(said, parts)
 
 
 JUDGE = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import ssl
@@ -14,10 +13,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from tiny_faulty_judge import MODEL, FaultyJudge, quick_config
+from tiny_faulty_judge import MODEL, FaultyJudge, with_client
 from tiny_messages import names
 
-from rl.judge.client import JudgeClient, JudgeUnreachableError
+from rl.judge.client import JudgeUnreachableError
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the key")
 
@@ -56,29 +55,26 @@ def judge(certificate: Path) -> Iterator[str]:
     server.server_close()
 
 
-async def health(api_base: str) -> list[str]:
-    client = JudgeClient(quick_config(), [api_base])
-    try:
-        return await client.check_health(wait_s=60.0)
-    finally:
-        await client.aclose()
+def health(api_base: str) -> list[str]:
+    alive: list[str] = with_client(api_base, lambda client: client.check_health(wait_s=60.0))[0]
+    return alive
 
 
 def test_a_self_signed_certificate(judge: str, certificate: Path, monkeypatch) -> None:
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     began = time.monotonic()
     with pytest.raises(JudgeUnreachableError) as refused:
-        asyncio.run(health(judge))
+        health(judge)
     assert time.monotonic() - began < 30, "no waiting mends it"
     said = str(refused.value)
     assert said.startswith(f"{judge} ") and "(transport: ConnectError " in said
     assert "self-signed certificate" in said and "SSL_CERT_FILE=" in said
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    assert asyncio.run(health(judge)) == [judge]
+    assert health(judge) == [judge]
     with FaultyJudge() as plain:
         by_another_name = judge.replace("127.0.0.1", "127.1")
         without_tls = plain.api_base.replace("http:", "https:")
         for api_base, remedy in ((by_another_name, "host name"), (without_tls, "http:// URL")):
             with pytest.raises(JudgeUnreachableError) as refused:
-                asyncio.run(health(api_base))
+                health(api_base)
             assert names(refused.value, f"judge.api_base ... {remedy}")

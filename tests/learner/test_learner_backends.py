@@ -238,7 +238,7 @@ def test_what_decays_is_no_part_of_the_state(stage: int | None) -> None:
     first, again, without = backends
     first.backward(loss_of_words(first, 1.0))
     first.step(RATE, 1.0)
-    state = first.adam_state(keep=True)
+    state = first.state(keep=True)
     for other in (again, without):
         other.load(state, num_steps=1)
         assert difference(weights(other), weights(first)) == 0
@@ -307,19 +307,30 @@ def step_on_two_ranks() -> dict[Any, Any]:
             moved.clear()
             norms.append(backend.step(RATE, SCALE).grad_norm)
         arrays = {name: tensor.numpy() for name, tensor in weights(backend).items()}
-        found[stage] = (arrays, norms, moved["bytes"])
+        num_bytes = moved["bytes"]
+        # Every rank gathers the state, and a fresh backend goes on from it bit for bit.
+        state, kept = backend.state(keep=True), backend.state(keep=dist.is_main)
+        assert kept.keys() == (state.keys() if dist.is_main else set())
+        again = make_backend(stage, dist, weight_decay=DECAY)
+        again.load(state, num_steps=len(BY_RANK))
+        for one in (backend, again):
+            one.backward(loss_of(one, 8 + dist.rank))
+            one.step(RATE, SCALE)
+        assert difference(weights(again), weights(backend)) == 0
+        state = {name: tensor.numpy() for name, tensor in state.items()}
+        found[stage] = (arrays, norms, num_bytes, state)
     return found
 
 
 @pytest.mark.slow
 def test_two_ranks_out_of_step_and_in_step() -> None:
-    """The same numbers as one process, of weights that decay and others; where ranks need not be in
-    step, one reduction a step."""
+    """The same numbers as one process, of weights that decay and others, which continues from the
+    state of two; where ranks need not be in step, one reduction a step."""
     ranks = run_ranks(step_on_two_ranks, 2)
     seeds_by_step = [[s for seeds in ranks for s in seeds] for ranks in BY_RANK]
     expected, expected_norms = plain(seeds_by_step, DECAY)
     trained_bytes = 4 * sum(tensor.numel() for tensor in expected.values())
-    for stage, (arrays, norms, moved) in ranks[0].items():
+    for stage, (arrays, norms, moved, state) in ranks[0].items():
         found, other = (
             {name: torch.from_numpy(array) for name, array in weights_of_rank.items()}
             for weights_of_rank in (arrays, ranks[1][stage][0])
@@ -327,5 +338,8 @@ def test_two_ranks_out_of_step_and_in_step() -> None:
         assert difference(found, other) == 0
         assert difference(found, expected) <= STEPPED
         assert norms == pytest.approx(expected_norms, rel=PRODUCT)
+        alone = make_backend(None, weight_decay=DECAY)
+        alone.load({name: torch.from_numpy(array) for name, array in state.items()}, len(BY_RANK))
+        assert difference(weights(alone), found) == 0
         if not IN_STEP[stage]:
             assert trained_bytes <= moved <= 2.1 * trained_bytes, stage

@@ -135,8 +135,10 @@ def test_a_group_that_fails_as_a_whole_finds_back_to_the_reference(
     dropped = train(learner, silent, 4, 7)
     assert [row["optimizer/steps"] for row in dropped] == [0, 0, 0]
     assert relative_difference(snapshot(learner), moved) == 0
-    kl = [row["kl/reference_k3"] for row in train(learner, flat, 4, 10)]
+    seen = train(learner, flat, 4, 10)
+    kl = [row["kl/reference_k3"] for row in seen]
     assert kl[0] > 0.01 and kl[-1] < 0.5 * kl[0]
+    assert seen[0]["loss/kl"] == pytest.approx(KL["kl_coeff"] * kl[0], rel=1e-4)
 
 
 def gradient_on_rank(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
@@ -238,17 +240,6 @@ def test_mismatch_metrics_against_the_log_probs_themselves(
     assert seen["mismatch/weight_mean"] == pytest.approx(
         sum(min(x, 1.5) for x in w) / len(w), **near
     )
-
-
-def test_reference_is_the_base_and_kl_pulls_towards_it(
-    folder: str, sequences: list[Graded]
-) -> None:
-    learner = make_learner(folder, {"kl_coeff": 1.0}, learning_rate=3e-3)
-    still = [replace(s, advantage=0.0) for s in sequences]
-    seen = train(learner, still, 0, 8)
-    assert seen[0]["kl/reference_k3"] > 1e-3
-    assert seen[-1]["kl/reference_k3"] < 0.5 * seen[0]["kl/reference_k3"]
-    assert seen[0]["loss/kl"] == pytest.approx(seen[0]["kl/reference_k3"], rel=1e-4)
 
 
 def test_masked_tokens_carry_no_gradient_but_are_attended_to(
@@ -370,7 +361,7 @@ def test_groups_are_packed_whole_and_cut_only_when_too_long() -> None:
         ((2, 0), (2, 1), (2, 2)),
     ]
     assert [p.num_tokens for p in micro_batches] == [14, 13]
-    cut = pack_groups([a, b, c], ids_PG, 10, first=3)
+    cut = pack_groups([a, b, c] * 2, ids_PG * 2, 10, range(3, 6))
     assert [p.members for p in cut] == [
         ((3, 0), (3, 1)), ((4, 0), (4, 1)), ((5, 0), (5, 1)), ((5, 2),),
     ]  # fmt: skip
@@ -462,22 +453,6 @@ def test_state_of_another_policy_is_refused(folder: str) -> None:
         learner.load_state(wider, meta)
     with pytest.raises(ValueError, match="1 tensors are missing or unknown"):
         learner.load_state(dict(list(tensors.items())[1:]), meta)
-
-
-def test_bfloat16_weights_have_float32_masters(folder: str) -> None:
-    policy = make_policy(folder, dtype="bfloat16", lora=None)
-    learner = Learner(policy, make_config(learning_rate=1e-5), Dist(), NUM_ITERATIONS)
-    before = snapshot(learner)
-    train(learner, make_sequences(policy, groups=1), 0, 2)
-    after = snapshot(learner)
-    parameters = dict(policy.module.named_parameters())
-    moved_in_float32 = 0
-    for name, master in after.items():
-        assert master.dtype == torch.float32 and parameters[name].dtype == torch.bfloat16
-        assert torch.equal(parameters[name], master.bfloat16())
-        hidden = (before[name].bfloat16() == master.bfloat16()) & (before[name] != master)
-        moved_in_float32 += int(hidden.sum())
-    assert moved_in_float32 > 1000  # steps that bfloat16 alone would have lost
 
 
 def test_log_probs_do_not_depend_on_the_batch(folder: str, sequences: list[Graded]) -> None:

@@ -1,12 +1,11 @@
 """ZeRO-3 on two ranks that have different work: nobody may gather weights alone.
 
 A rank that forwards, or projects, once more than its peers hangs the run: these tests fail by a
-time limit. Results are held against one process that shards nothing.
+time limit. The results must be those of one process that shards nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import tiny_emu3
 import tiny_policy
 import tiny_qwen
 import torch
-from tiny_act import act_group
 from tiny_learner import (
     ADAM_EPS,
     NUM_ITERATIONS,
@@ -27,18 +25,9 @@ from tiny_learner import (
     snapshot,
     update,
 )
-from tiny_rounding import NATS
 
-from rl.api.engine import EngineSetup
-from rl.api.plug import PlugConfig
-from rl.api.policy import PolicySetup
-from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
-from rl.engines.transformers import TransformersEngine
 from rl.learner.learner import Learner
-from rl.learner.weight_sync import sync
-from rl.policies import qwen2_5_vl
 from rl.policies.emu3.emu3 import Emu3
-from rl.policies.shared import adapters
 from rl.ranks.dist import Dist
 
 pytestmark = pytest.mark.slow
@@ -134,109 +123,3 @@ def test_pictures_on_one_rank_and_words_on_the_other(
     assert [width for _, width in pictures] == [width for _, width in words]
     assert {width for _, width in words} == {528, 64}
     assert not any(num_tokens for num_tokens, width in words if width == 64)
-
-
-def make_policy(folder: str) -> Any:
-    """As in a run with an editor: hidden states, and a negative prompt under the base weights."""
-    policy = qwen2_5_vl.Qwen25VL(
-        qwen2_5_vl.Config(type="", model_path=folder, dtype="float32", lora=tiny_policy.LORA),
-        PolicySetup(
-            "hidden_states",
-            template=tiny_qwen.TEMPLATE,
-            negative_prompt=" ",
-            max_completion_tokens=LONG,
-        ),
-    )
-    tiny_policy.wake_lora(policy)
-    return policy
-
-
-class TwinEngine:
-    """A sampler that holds whole weights of its own, beside a policy that is sharded."""
-
-    def __init__(self, policy: Any) -> None:
-        self.policy = policy
-        self._engine = TransformersEngine(PlugConfig(), EngineSetup(policy, "cpu"))
-
-    def load_weights(self, weights: PolicyWeights) -> None:
-        with torch.no_grad():
-            for name, parameter in self.trained().items():
-                parameter.copy_(weights.tensors[adapters.peft_name(name)])
-
-    def held_fingerprint(self) -> str:
-        return self.policy.export_weights(self.trained(), 0).fingerprint
-
-    def generate(
-        self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
-    ) -> list[list[Completion]]:
-        return self._engine.generate(prompts_P, params, seeds_P)
-
-    def trained(self) -> dict[str, torch.nn.Parameter]:
-        return {n: p for n, p in self.policy.module.named_parameters() if p.requires_grad}
-
-
-def act_uneven(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
-    """An update, a sync, then groups of other lengths on each rank, one of them without words."""
-    with many_pieces():
-        config = make_config(
-            {"kl_coeff": 0.1},
-            backend="deepspeed",
-            zero_stage=3,
-            max_tokens_per_micro_batch=ONE_GROUP,
-        )
-        policy = make_policy(folder)
-        learner = Learner(policy, config, dist, NUM_ITERATIONS)
-        update(learner, sequences_of(policy, dist.rank), 0)
-        twin = make_policy(folder)
-        probe = policy.build_prompt(tiny_qwen.sample(9))
-        before = twin.export_weights(TwinEngine(twin).trained(), 0).fingerprint
-        report = sync(TwinEngine(twin), learner, probe, "float32", 1.0)
-
-        stop = policy.stop_token_ids[0]
-        wordless = Completion((stop,), (0.0,), "stop")
-        words = [policy.encode_completion(" ".join(["blue sky"] * n)) for n in (9, 1, 5, 2)]
-        seen = []
-        for number, groups in enumerate(((words, [wordless] * 4), (words[:3], words[1:]))):
-            # The same picture twice on rank 1: a cached negative must not skip its forward.
-            prompt = policy.build_prompt(tiny_qwen.sample(number if dist.rank == 0 else 5))
-            group = groups[dist.rank]
-            actions, expected = (act_group(p, prompt, group) for p in (policy, twin))
-            assert [a.failure for a in actions] == [e.failure for e in expected]
-            rows = [(prompt, c.token_ids) for c in group]
-            with torch.no_grad():
-                whole_BC = twin.module(twin.collate(rows)).logprobs
-            logprobs = zip(learner.logprobs(rows), whole_BC, strict=True)
-            seen.append([_compare(*t) for t in zip(actions, expected, logprobs, strict=True)])
-        return {
-            "resident": sum(p.numel() for p in policy.module.parameters()),
-            "moved": report.fingerprint != before,
-            "fingerprint": report.fingerprint,
-            "dlogp": report.mean_dlogp_nats,
-            "seen": seen,
-        }
-
-
-def _compare(
-    action: Any, expected: Any, logprobs: tuple[list[float], torch.Tensor]
-) -> dict[str, Any]:
-    sharded, whole_C = logprobs
-    dlogp = (torch.tensor(sharded) - whole_C[: len(sharded)]).abs().max()
-    seen = {"failed": action.failure is not None, "dlogp": float(dlogp)}
-    if action.payload is not None:
-        ours, theirs = action.payload, expected.payload
-        seen["embeds"] = float((ours.embeds - theirs.embeds).abs().max())
-        seen["negative"] = float((ours.negative_embeds - theirs.negative_embeds).abs().max())
-    return seen
-
-
-def test_acting_and_syncing_on_uneven_groups(folder: str, tmp_path: Path) -> None:
-    ranks = run_ranks(act_uneven, 2, tmp_path, folder=folder)
-    assert ranks[0]["fingerprint"] == ranks[1]["fingerprint"]
-    for rank in ranks:
-        assert rank["resident"] == 0, "nothing was sharded"
-        assert rank["moved"] and rank["dlogp"] < NATS
-    failed = [[[action["failed"] for action in group] for group in r["seen"]] for r in ranks]
-    assert failed == [[[False] * 4, [False] * 3], [[True] * 4, [False] * 3]]
-    for action in [action for rank in ranks for group in rank["seen"] for action in group]:
-        differences = {name: value for name, value in action.items() if name != "failed"}
-        assert max(differences.values()) < NATS, differences

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_act import act, act_group
 from tiny_policy import TEMPERATURE, make_emu3, move, trainable
-from tiny_rounding import GRADIENT, NATS, apart
+from tiny_rounding import NATS, apart
 
 from rl.api.engine import EngineSetup
 from rl.api.plug import PlugConfig
@@ -60,41 +60,6 @@ def forward(policy, rows):
 
 
 # Log-probs
-
-
-def by_hand(model, policy, prompt, ids) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float64, token by token: the softmax of the token's own slice; 0 where the grammar forces."""
-    vocabulary = policy.prompts.vocabulary.picture
-    with torch.no_grad():
-        out = model(input_ids=torch.tensor([[*prompt.token_ids, *ids]]))
-    logits = out.logits[0, len(prompt.token_ids) - 1 :].double() / TEMPERATURE
-    height, width = prompt.grid
-    logprobs, entropies, written = [], [], -1
-    for position, token in enumerate(ids):
-        forced = written >= 0 and (
-            written >= height * (width + 1) or written % (width + 1) == width
-        )
-        slice_ = slice(0, vocabulary.visual_start)
-        if token >= vocabulary.visual_start:
-            slice_ = slice(vocabulary.visual_start, vocabulary.visual_end)
-        slice_logprobs = logits[position, slice_].log_softmax(-1)
-        probs = slice_logprobs.exp()
-        logprobs.append(0.0 if forced else slice_logprobs[token - slice_.start])
-        entropies.append(0.0 if forced else -(probs * slice_logprobs).sum())
-        written = written + 1 if written >= 0 or token == vocabulary.image else -1
-    return torch.tensor(logprobs), torch.tensor(entropies)
-
-
-def test_log_probs_are_those_of_each_slice_alone(policy, folder):
-    model, rows = stock(folder), rows_of(policy)
-    outputs = forward(policy, rows)
-    for b, (prompt, ids) in enumerate(rows):
-        logprobs, entropy = by_hand(model, policy, prompt, ids)
-        assert (outputs.logprobs[b, : len(ids)] - logprobs).abs().max() < NATS
-        assert (outputs.entropy[b, : len(ids)] - entropy).abs().max() < NATS
-        assert (
-            not outputs.logprobs[b, len(ids) :].any() and not outputs.entropy[b, len(ids) :].any()
-        )
 
 
 def test_forced_tokens_are_exactly_zero_and_still_attended_to(policy):
@@ -162,47 +127,6 @@ def test_a_constrained_sampler_and_the_trainer_agree(tmp_path):
     for b, completion in enumerate(group):
         ours = outputs.logprobs[b, : len(completion.token_ids)]
         assert (ours - torch.tensor(completion.logprobs)).abs().max() < NATS
-
-
-def test_the_decoder_gives_the_forwards_logits(policy, folder):
-    [(prompt, ids), *_] = rows_of(policy)
-    decoder = policy.decoder([prompt], num_rows=2)
-    logits = [decoder.step(None), *(decoder.step([token, token]) for token in ids)]
-    expected = stock(folder)(input_ids=torch.tensor([[*prompt.token_ids, *ids]])).logits
-    for step, seen in enumerate(logits):
-        reference = expected[0, len(prompt.token_ids) - 1 + step]
-        assert (seen - reference).abs().max() < NATS and seen.shape == (2, len(reference))
-
-
-# Gradients
-
-
-def gradients(policy, rows) -> dict[str, torch.Tensor]:
-    policy.module.train()
-    policy.module(policy.collate(rows)).logprobs.sum().backward()
-    return {name: parameter.grad for name, parameter in trainable(policy).items()}
-
-
-@pytest.mark.parametrize("adapter", [{}, LORA])
-def test_gradient_checkpointing_changes_nothing(folder, adapter):
-    plain, saving = (make_emu3(folder, checkpointing=on, **adapter) for on in (False, True))
-    for policy in (plain, saving):
-        move(policy)
-    expected, seen = gradients(plain, rows_of(plain)), gradients(saving, rows_of(saving))
-    assert expected.keys() == seen.keys() and len(seen) > 4
-    for name, gradient in expected.items():
-        assert apart(seen[name], gradient) <= GRADIENT * gradient.abs().max(), name
-
-
-def test_the_heads_gradient_is_that_of_the_slices(policy, folder):
-    """One completion of one visual token: no language row of the head moves, every visual does."""
-    sample = tiny_emu3.sample(0)
-    prompt = policy.build_prompt(sample)
-    start = policy.image_vocabulary.visual_start
-    grads = gradients(policy, [(prompt, (start + 3,))])
-    policy.module.zero_grad()
-    moved = grads["model.lm_head.weight"].abs().amax(-1) > 0
-    assert not moved[:start].any() and moved[start:].all()
 
 
 # Which tokens train
@@ -278,18 +202,17 @@ def test_an_adapter_loads_in_peft_and_is_what_the_sampler_gets(folder, tmp_path)
     policy = make_emu3(folder, **LORA)
     move(policy)
     policy.save_pretrained(str(tmp_path), trainable(policy))
-    model = PeftModel.from_pretrained(stock(folder), tmp_path).eval()
-    rows = rows_of(policy)
-    outputs = forward(policy, rows)
-    for b, (prompt, ids) in enumerate(rows):
-        logprobs, _ = by_hand(model, policy, prompt, ids)
-        assert (outputs.logprobs[b, : len(ids)] - logprobs).abs().max() < NATS
+    restored = PeftModel.from_pretrained(stock(folder), tmp_path)
+    ours = {name.removeprefix("model."): p for name, p in trainable(policy).items()}
+    theirs = {name: p for name, p in restored.named_parameters() if "lora_" in name}
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
     exported = policy.export_weights(trainable(policy), 0)
     assert exported.kind == "lora" and policy.config.lora.r == 4
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert exported.tensors.keys() == saved.keys()
-    again = make_emu3(folder, adapter_path=str(tmp_path), **LORA)
-    assert apart(forward(again, rows).logprobs, outputs.logprobs) <= NATS
+    again, rows = make_emu3(folder, adapter_path=str(tmp_path), **LORA), rows_of(policy)
+    assert apart(forward(again, rows).logprobs, forward(policy, rows).logprobs) <= NATS
 
 
 def test_an_adapter_reaches_layers_but_not_the_head(folder):
@@ -298,19 +221,6 @@ def test_an_adapter_reaches_layers_but_not_the_head(folder):
     assert len(layers) == 2 and all(name.endswith("mlp.gate_proj") for name in layers)
     with pytest.raises(ValueError, match="'lm_head' is the name of no layer that may be adapted"):
         make_emu3(folder, lora={"target_modules": ["gate_proj", "lm_head"]})
-
-
-@pytest.mark.parametrize("adapter", [{}, LORA])
-def test_the_reference_is_the_policy_before_training(folder, adapter):
-    policy = make_emu3(folder, **adapter)
-    rows = rows_of(policy)
-    before = forward(policy, rows).logprobs
-    move(policy)
-    after = forward(policy, rows).logprobs
-    with policy.reference():
-        assert apart(forward(policy, rows).logprobs, before) <= NATS
-    assert apart(forward(policy, rows).logprobs, after) <= NATS
-    assert (after - before).abs().max() > 0.1
 
 
 def test_a_sampler_gets_a_folder_without_anyones_code(policy, tmp_path):

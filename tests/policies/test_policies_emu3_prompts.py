@@ -10,8 +10,8 @@ import tiny_emu3
 from rl.algorithm.image_grammar import forced_tokens
 from rl.api.policy import PolicySetup
 from rl.api.types import Sample
-from rl.policies.emu3 import emu3, emu3_loading, image_tokens
-from rl.policies.emu3.emu3_prompts import Emu3Prompts
+from rl.policies.emu3 import emu3, emu3_loading
+from rl.policies.emu3.emu3_prompts import Emu3Prompts, find_vocabulary
 
 EOL, EOF, BOS, EOS = "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>"
 IMAGE, START, END = "<|image token|>", "<|image start|>", "<|image end|>"
@@ -55,14 +55,6 @@ def test_a_prompt_token_by_token(tokenizer):
     assert spelt(tokenizer, prompt.token_ids) == expected
     assert prompt.images == ()
     assert prompt.grid == (2, 3)
-
-
-def test_a_prompt_is_what_the_tokenizer_makes_of_the_whole_text(tokenizer):
-    """The published recipe writes all of it as one string; ids are built faster, and equal."""
-    text = "".join([BOS, *PICTURE, "make the sky blue", tiny_emu3.THINK])
-    prompts = make(tokenizer, prefill=tiny_emu3.THINK)
-    prompt = prompts.prompt(Sample("s", "make the sky blue", source_codes=CODES))
-    assert list(prompt.token_ids) == tokenizer(text, add_special_tokens=False).input_ids
 
 
 def test_a_picture_of_32_by_32_codes_is_1065_tokens(tokenizer):
@@ -205,35 +197,12 @@ def test_a_published_folder_is_read_without_its_code(tmp_path: Path, tokenizer):
     assert again(texts[2]).input_ids == read_back(texts[2]).input_ids
 
 
-def test_the_tiktoken_vocabulary_is_read_as_tiktoken_reads_it(tmp_path: Path):
-    """An independent implementation, digits one by one and longest merges included."""
-    import base64
-
-    tiktoken = pytest.importorskip("tiktoken")
-
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
-    folder = Path(tiny_emu3.save_published_folder(tmp_path))
-    lines = (folder / "emu3.tiktoken").read_text().split("\n")[:-1]
-    ranks = {base64.b64decode(t): int(r) for t, r in (line.split() for line in lines)}
-    reference = tiktoken.Encoding(
-        "e", pat_str=PRETOKENIZE_REGEX, mergeable_ranks=ranks, special_tokens={}
-    )
-    ours = emu3_loading.load_tokenizer(config_of(str(folder)))
-    for text in [
-        "make the sky blue, step by step",
-        "1024 squares!!\n\n to  the",
-        "\u4e2d\u6587 circle's",
-    ]:
-        assert ours(text, add_special_tokens=False).input_ids == reference.encode(text)
-
-
 def test_other_tokenizers_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"tokenizer.json nor emu3.tiktoken"):
         emu3_loading.load_tokenizer(config_of(str(tmp_path)))
     lacking = tiny_emu3.make_bpe()
     with pytest.raises(ValueError, match=r"it lacks <\|extra_203\|>, .*visual token 000000"):
-        image_tokens.find_vocabulary(lacking)
+        find_vocabulary(lacking)
 
 
 @pytest.mark.parametrize("extra", ["<|tail|>", visual(99)])
@@ -241,7 +210,7 @@ def test_visual_tokens_must_end_the_vocabulary_without_gaps(extra):
     tokenizer = tiny_emu3.make_tokenizer()
     tokenizer.add_tokens([extra], special_tokens=True)
     with pytest.raises(ValueError, match=r"id 592 should be '<\|visual token 000064\|>'"):
-        image_tokens.find_vocabulary(tokenizer)
+        find_vocabulary(tokenizer)
 
 
 # The section
@@ -296,7 +265,7 @@ def test_rope_scaling_of_a_published_config_survives(tmp_path, key):
     (folder / "config.json").write_text(json.dumps(scaled))
     config = emu3_loading.read_model_config(folder)
     expected = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
-    assert config.rope_parameters == expected and config.attention_dropout == 0
+    assert expected.items() <= config.rope_parameters.items() and config.attention_dropout == 0
 
 
 def test_a_picture_that_no_completion_can_hold_names_its_sample(tmp_path):

@@ -11,6 +11,7 @@ import padded_reference
 import pytest
 import tiny_emu3
 import tiny_qwen
+import tiny_qwen3
 import torch
 from tiny_act import act
 from tiny_policy import TEMPERATURE, make_emu3, make_qwen, move, trainable
@@ -26,11 +27,6 @@ LENGTHS = ((7, 1, 0, 12), (3,), (9, 9))
 @pytest.fixture(scope="module")
 def qwen_folder(tmp_path_factory) -> str:
     return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("qwen"))
-
-
-@pytest.fixture(scope="module")
-def emu3_folder(tmp_path_factory) -> str:
-    return tiny_emu3.save_policy_folder(tmp_path_factory.mktemp("emu3"))
 
 
 def random_rows(prompts) -> list[tuple]:
@@ -75,14 +71,6 @@ def painted_rows(policy) -> list[tuple]:
     ]
 
 
-def qwen_alone(policy, prompt, ids) -> tuple[torch.Tensor, torch.Tensor]:
-    model = policy.module.base_model
-    states = padded_reference.qwen_states(model, prompt, ids)
-    head = model.lm_head.weight
-    allowed = sorted(set(range(len(head))) - set(policy.banned_token_ids))
-    return states, padded_reference.logprobs(states, head, ids, TEMPERATURE, [allowed] * len(ids))
-
-
 def emu3_alone(policy, prompt, ids) -> tuple[torch.Tensor, torch.Tensor]:
     """What the picture's grid leaves of a token is written out here, from where the image token
     stands."""
@@ -107,17 +95,26 @@ def make_chatting(folder: str, **section):
     return make_qwen(folder, "text", template=None, **section)
 
 
-CASES = {
-    "pictures": (make_qwen, {}, pictured_rows, qwen_alone),
-    "0, 1, 3 pictures, all trained": (
-        make_chatting,
-        {"lora": None},
-        mixed_rows,
-        qwen_alone,
-    ),
-    "codes": (make_emu3, {"lora": {"r": 4, "alpha": 8}}, painted_rows, emu3_alone),
-    "codes, all trained": (make_emu3, {}, painted_rows, emu3_alone),
+def make_deepstack(folder: str, state_kind: str, **section):
+    return tiny_qwen3.make_qwen3(folder, template=None, section=section, state_kind=state_kind)
+
+
+ADAPTER = {"r": 4, "alpha": 8}
+TOWER_TOO = {
+    "lora": {**ADAPTER, "target_modules": ["q_proj", "down_proj", "qkv", "proj", "linear_fc1"]},
+    "freeze_vision_tower": False,
 }
+PRE_NORM = {"state_kind": "pre_norm"}
+CASES = {
+    "pictures": (tiny_qwen, make_qwen, {}, pictured_rows),
+    "0, 1, 3 pictures, all trained": (tiny_qwen, make_chatting, {"lora": None}, mixed_rows),
+    "deepstack": (tiny_qwen3, make_deepstack, {"state_kind": "post_norm"}, mixed_rows),
+    "pre-norm, all trained": (tiny_qwen3, make_deepstack, PRE_NORM | {"lora": None}, mixed_rows),
+    "pre-norm, tower too": (tiny_qwen3, make_deepstack, PRE_NORM | TOWER_TOO, mixed_rows),
+    "codes": (tiny_emu3, make_emu3, {"lora": ADAPTER}, painted_rows),
+    "codes, all trained": (tiny_emu3, make_emu3, {}, painted_rows),
+}
+"""Name -> family, how a policy is made, keys of its section, its rows."""
 
 
 def gradients(policy, losses) -> list[torch.Tensor]:
@@ -137,9 +134,10 @@ def distance(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_log_probs_states_and_gradients_are_those_of_each_row_alone(case, qwen_folder, emu3_folder):
-    build, section, make_rows, alone = CASES[case]
-    policy = build(emu3_folder if build is make_emu3 else qwen_folder, **section)
+def test_log_probs_states_and_gradients_are_those_of_each_row_alone(case, tmp_path):
+    family, build, section, make_rows = CASES[case]
+    alone = emu3_alone if family is tiny_emu3 else padded_reference.qwen_row
+    policy = build(family.save_policy_folder(tmp_path), **section)
     move(policy, 0.02)
     rows = make_rows(policy)
     batch = policy.collate(rows)

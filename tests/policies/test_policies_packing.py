@@ -160,23 +160,6 @@ def test_attention_and_its_gradients_are_those_of_the_dense_mask(kernel, monkeyp
         assert (a - b).abs().max() < PRODUCT
 
 
-def test_without_a_packing_it_is_plain_causal_attention():
-    """As the decoders call it: a step of one query sees every key; a mask hides padding."""
-    query, key, value = inputs()
-    ours, _ = attention(None, query, key, value, None)
-    share = NUM_HEADS // NUM_KEY_HEADS
-    keys, values = (x.repeat_interleave(share, dim=1) for x in (key, value))
-    scores = query @ keys.transpose(-1, -2) / WIDTH**0.5
-    causal = scores.masked_fill(torch.ones(NUM_TOKENS, NUM_TOKENS).triu(1) > 0, float("-inf"))
-    expected = (causal.softmax(-1) @ values).transpose(1, 2)
-    assert (ours - expected).abs().max() < 1e-5
-    last, _ = attention(None, query[:, :, -1:], key, value, None)
-    assert (last - expected[:, -1:]).abs().max() < 1e-5
-    seen = (torch.arange(NUM_TOKENS) < 9)[None, None, None]
-    masked, _ = attention(None, query[:, :, 8:9], key, value, seen)
-    assert (masked - expected[:, 8:9]).abs().max() < 1e-5
-
-
 def test_only_pairs_that_see_each_other_are_computed_and_no_key_is_copied():
     """Multiplications by counter; the graph keeps q, k, v, the result and its sums."""
     pairs = []
@@ -201,10 +184,6 @@ def test_only_pairs_that_see_each_other_are_computed_and_no_key_is_copied():
 def test_the_kernel_is_chosen_by_device_and_dtype():
     assert kernels.choose_kernel("auto", "cpu", torch.bfloat16) is kernels.CPU
     assert kernels.choose_kernel("sdpa", "cpu", torch.float32) is kernels.CPU
-    with pytest.raises(
-        ValueError, match=r"policy.attn_implementation: 'varlen' needs .*use 'auto'"
-    ):
-        kernels.choose_kernel("varlen", "cpu", torch.bfloat16)
 
 
 def test_a_kernel_that_cannot_run_is_a_mistake_of_the_config(tmp_path):

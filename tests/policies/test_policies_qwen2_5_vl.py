@@ -3,8 +3,6 @@
 All numbers are float32 on a CPU. `_G` completions in a group.
 """
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,16 +84,6 @@ def test_conditioning_is_the_pipelines_own_given_the_token_types(policy, stock_e
         )
 
 
-def test_the_stop_token_is_conditioned_on_and_embeds_are_detached(policy, group):
-    prompt, completions_G = group
-    for completion, action in zip(
-        completions_G, act_group(policy, prompt, completions_G), strict=True
-    ):
-        kept = len(prompt.token_ids) - prompt.num_dropped_tokens
-        assert action.payload.embeds.shape == (kept + len(completion.token_ids), 64)
-        assert not action.payload.embeds.requires_grad
-
-
 def test_base_conditioning_ignores_the_adapter_and_negatives_always_do(folder, group):
     prompt, completions_G = group
     moved = make_qwen(folder, negative=" ", conditioning="base")
@@ -130,36 +118,6 @@ def test_a_new_negative_comes_of_a_forward_of_its_own_and_of_no_second(folder, g
         negative = policy.prompts.prompt(prompt.sample, " ")
         expected = padded_reference.qwen_states(policy.module.base_model, negative, ())
         assert (states - expected[64:]).abs().max() <= 2e-6 * expected.abs().max()
-
-
-def test_the_tower_runs_once_a_picture_and_the_processor_never_twice(folder, monkeypatch):
-    """Rollout, reference, training and negative prompt of four prompts, two of them of one
-    picture; then more pictures than are kept."""
-    policy = make_qwen(folder, negative=" ", max_kept_pictures=3)
-    encoded, processed = [], []
-    visual = policy.module.base_model.model.visual
-    visual.register_forward_hook(lambda _module, _args, out: encoded.append(len(out[0])))
-    processor = type(policy.prompts.image_processor)
-    preprocess = processor.preprocess
-    monkeypatch.setattr(
-        processor, "preprocess", lambda *a, **k: (processed.append(1), preprocess(*a, **k))[1]
-    )
-    samples = [tiny_qwen.sample(i, width=64 + 32 * i) for i in range(3)]
-    prompts = [policy.build_prompt(s) for s in (*samples, tiny_qwen.sample(0, "blue"))]
-    rows = [(prompt, policy.encode_completion(words).token_ids) for prompt in prompts
-            for words in WORDS_G]  # fmt: skip
-    for _ in range(2):
-        for part in (rows[:6], rows[6:]):
-            act(policy, part)
-            with policy.reference(), torch.no_grad():
-                policy.module(policy.collate(part))
-            policy.module(policy.collate(part)).logprobs.sum().backward()
-    assert len(encoded) == 3, "three pictures, each once"
-    assert len(processed) == len(prompts), "one picture under two instructions is two samples"
-    act(policy, [(policy.build_prompt(tiny_qwen.sample(9)), ())])
-    assert len(encoded) == 4
-    act(policy, rows)
-    assert len(encoded) == 5, "the oldest went"
 
 
 def test_a_picture_s_features_do_not_depend_on_what_else_is_looked_at(folder):
@@ -242,13 +200,6 @@ def test_completions_without_words_fail_alone(folder, group, kind):
     assert isinstance(fine.payload, str if kind == "text" else HiddenStates)
 
 
-def test_a_reference_completion_stops_and_holds_no_specials(policy):
-    completion = policy.encode_completion("say <|im_end|> now")
-    assert completion.token_ids[-1] == policy.stop_token_ids[0]
-    assert not set(completion.token_ids[:-1]) & {*policy.banned_token_ids, *policy.stop_token_ids}
-    assert completion.finish == "stop"
-
-
 # Weights
 
 
@@ -310,15 +261,6 @@ def test_exported_weights_are_named_as_peft_does_and_are_copies(policy):
     assert not torch.equal(weights.tensors[name], expected[name])
 
 
-def test_the_fingerprint_changes_exactly_when_a_weight_does(policy):
-    tensors = {name: tensor.detach().clone() for name, tensor in trainable(policy).items()}
-    first = policy.export_weights(tensors, 0).fingerprint
-    assert policy.export_weights(dict(reversed(tensors.items())), 1).fingerprint == first
-    victim = next(iter(tensors.values())).view(-1)
-    victim[5] = torch.nextafter(victim[5], torch.tensor(9.0))
-    assert policy.export_weights(tensors, 0).fingerprint != first
-
-
 def test_a_saved_adapter_loads_in_peft_and_as_a_new_start(policy, group, tmp_path):
     from peft import PeftModel
     from transformers import Qwen2_5_VLForConditionalGeneration
@@ -339,8 +281,6 @@ def test_a_saved_adapter_loads_in_peft_and_as_a_new_start(policy, group, tmp_pat
     with torch.no_grad():
         assert apart(again.module(batch).logprobs, policy.module(batch).logprobs) <= NATS
     assert trainable(again).keys() == trainable(policy).keys()
-    with pytest.raises(ValueError, match="r=4 alpha=8"):
-        make_qwen(policy.config.model_path, adapter_path=str(tmp_path), lora={"r": 2, "alpha": 8})
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -399,31 +339,18 @@ def test_picture_bounds_can_be_set(folder):
     assert make_qwen(folder, image_max_pixels=56 * 56).image_pixel_bounds == (56 * 56, 56 * 56)
 
 
-def test_every_rank_starts_from_the_same_adapter(folder):
-    torch.manual_seed(1)
-    first = trainable(make_qwen(folder))
-    torch.manual_seed(2)
-    before = torch.get_rng_state()
-    second = trainable(make_qwen(folder))
-    assert torch.equal(torch.get_rng_state(), before), "and draws nothing from the trainer's stream"
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_a_fresh_adapter_is_the_runs_unless_its_own_seed_is_given(folder):
     def drawn(seed: int, init_seed: int | None) -> list[torch.Tensor]:
         lora = {"r": 4, "alpha": 8, "init_seed": init_seed}
         adapter = trainable(make_qwen(folder, seed=seed, lora=lora))
         return [tensor for name, tensor in sorted(adapter.items()) if "lora_A" in name]
 
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
     zero, one = drawn(0, None), drawn(1, None)
+    assert torch.equal(torch.get_rng_state(), before), "nothing is drawn from the trainer's stream"
+    torch.manual_seed(2)
+    assert all(map(torch.equal, drawn(0, None), zero)), "the same on every rank"
     assert not any(torch.equal(a, b) for a, b in zip(zero, one, strict=True))
     for found, expected in ((drawn(1, 0), zero), (drawn(0, 1), one)):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_importing_the_plugins_imports_no_pillow():
-    code = (
-        "import sys, rl.policies.qwen2_5_vl as plug, rl.policies.qwen3_vl;"
-        "plug.Config(type='x', model_path='y'); assert 'PIL' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,16 +16,14 @@ import tiny_qwen
 import tiny_qwen3
 import torch
 from tiny_act import act
-from tiny_policy import TEMPERATURE, move, trainable
+from tiny_policy import move, trainable
 from tiny_qwen3 import make_qwen3
-from tiny_rounding import GRADIENT, NATS, apart
+from tiny_rounding import NATS, apart
 
 from benchmarks.flop_counter import flop_counter
 from rl.api.policy import PolicySetup
-from rl.api.types import StateKind
 from rl.meter.flops import LanguageModel, prefix_tree_pairs
-from rl.policies import qwen2_5_vl, qwen3_vl
-from rl.policies.shared.packing import completion_spans
+from rl.policies import qwen2_5_vl
 
 LENGTHS = ((7, 1, 0, 12), (3,), (9, 9))
 """Completions of three groups: ragged, of one token, empty, alone."""
@@ -51,67 +49,6 @@ def made_rows(policy: Any, numbers: tuple[int, ...] = (3, 0, 1)) -> list[tuple[A
         drawn = (torch.randint(10, 250, (n,), generator=generator) for n in lengths)
         rows += [(prompt, tuple(ids.tolist())) for ids in drawn]
     return rows
-
-
-def alone(policy: Any, prompt: Any, ids: Any, kind: StateKind) -> tuple[torch.Tensor, torch.Tensor]:
-    """(states, log-probs) by transformers' own model over pixels."""
-    model = policy.module.base_model
-    given: list[torch.Tensor] = []
-    hook = model.model.language_model.norm.register_forward_hook(
-        lambda _module, args, _out: given.append(args[0][0])
-    )
-    post = padded_reference.qwen_states(model, prompt, ids)
-    hook.remove()
-    head = model.lm_head.weight
-    allowed = sorted(set(range(len(head))) - set(policy.banned_token_ids))
-    logprobs = padded_reference.logprobs(post, head, ids, TEMPERATURE, [allowed] * len(ids))
-    return (given[0] if kind == "pre_norm" else post), logprobs
-
-
-def gradients(policy: Any, losses: list[torch.Tensor]) -> torch.Tensor:
-    """Of the losses' weighted sum, all in one row."""
-    total = sum(
-        (torch.linspace(-1, 1, len(loss), dtype=loss.dtype) * loss).sum() for loss in losses
-    )
-    found = torch.autograd.grad(total, list(trainable(policy).values()), allow_unused=True)
-    return torch.cat([g.double().flatten() for g in found if g is not None])
-
-
-@pytest.mark.parametrize("kind", ["post_norm", "pre_norm"])
-@pytest.mark.parametrize(
-    "section",
-    [
-        {},
-        {"lora": None},
-        {"lora": {"r": 4, "alpha": 8, "target_modules": [
-            "q_proj", "down_proj", "qkv", "proj", "linear_fc1", "linear_fc2"]},
-         "freeze_vision_tower": False},
-    ],
-    ids=["adapter", "all trained", "adapter in the tower too"],
-)  # fmt: skip
-def test_log_probs_states_and_gradients_are_those_of_each_row_alone(
-    folder: str, kind: StateKind, section: dict[str, Any]
-) -> None:
-    """Three pictures, none and one, packed, with the features of all levels."""
-    policy = make_qwen3(folder, section=section, state_kind=kind)
-    move(policy, 0.02)
-    rows = made_rows(policy)
-    batch = policy.collate(rows)
-    outputs = policy.module(batch)
-    prompts_B = [group for group in batch.groups for _ in group.completion_lens]
-    ours, theirs = [], []
-    for b, ((prompt, ids), group, (start, end)) in enumerate(
-        zip(rows, prompts_B, completion_spans(batch.groups), strict=True)
-    ):
-        states, logprobs = alone(policy, prompt, ids, kind)
-        own = outputs.hidden[group.start : group.start + group.prompt_len]
-        packed = torch.cat([own, outputs.hidden[start:end]])
-        assert (packed - states).norm() <= 1e-6 * states.norm()
-        ours.append(outputs.logprobs[b, : len(ids)])
-        theirs.append(logprobs)
-        assert torch.allclose(ours[-1].double(), logprobs.double(), rtol=0, atol=NATS)
-    found, expected = gradients(policy, ours), gradients(policy, theirs)
-    assert (found - expected).norm() < GRADIENT * expected.norm()
 
 
 def test_the_kinds_of_states_are_two_and_a_renderer_gets_the_one_it_asks_for(folder: str) -> None:
@@ -140,8 +77,8 @@ def test_negatives_and_base_states_are_pre_norm_too(folder: str) -> None:
     assert apart(action.payload.embeds, expected.payload.embeds) <= NATS
     with policy.reference(), torch.no_grad():
         negative = policy.prompts.other_words(rows[0][0], " ")
-        states, _ = alone(policy, negative, (5,), "pre_norm")
-    kept = states[negative.num_dropped_tokens : -1]
+        states, _ = padded_reference.qwen_row(policy, negative, ())
+    kept = states[negative.num_dropped_tokens :]
     assert (action.payload.negative_embeds - kept).norm() <= 1e-6 * kept.norm()
 
 
@@ -172,7 +109,7 @@ def test_a_trained_tower_runs_for_prompts_without_pictures_too(folder: str) -> N
     section = {"lora": None, "freeze_vision_tower": False}
     policy = make_qwen3(folder, section=section)
     rows = made_rows(policy, (0, 0, 0))
-    expected = torch.cat([alone(policy, *row, "post_norm")[1] for row in rows]).detach()
+    expected = torch.cat([padded_reference.qwen_row(policy, *row)[1] for row in rows]).detach()
     logprobs = policy.module(policy.collate(rows)).logprobs
     found = torch.cat([logprobs[b, : len(ids)] for b, (_, ids) in enumerate(rows)])
     assert torch.allclose(found.double(), expected.double(), rtol=0, atol=NATS)
@@ -202,16 +139,6 @@ def test_a_model_of_another_family_is_refused(folder: str, tmp_path: Path) -> No
             qwen2_5_vl.Config(type="qwen2_5_vl", model_path=folder, dtype="float32"),
             PolicySetup("text"),
         )
-
-
-def test_which_layers_an_adapter_may_name() -> None:
-    config = qwen3_vl.Config(type="qwen3_vl", model_path="a/b")
-    names = qwen3_vl.Qwen3VL.adaptable(config)
-    language = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert names == language
-    whole = config.model_copy(update={"freeze_vision_tower": False})
-    tower = {"qkv", "proj", "linear_fc1", "linear_fc2"}
-    assert qwen3_vl.Qwen3VL.adaptable(whole) == language | tower
 
 
 def test_the_language_models_formula_is_what_a_real_one_executes() -> None:

@@ -97,24 +97,6 @@ def test_an_instruction_cannot_smuggle_special_tokens_in(tokenizer, trick):
     assert spelt == f"{words}<|im_end|>\n", "the words themselves are kept, letter by letter"
 
 
-def test_an_instruction_that_holds_braces_is_left_alone(tokenizer):
-    prompt = reader(tokenizer).prompt(tiny_qwen.sample(0), "write {image} {instruction} on it")
-    assert "write {image} {instruction} on it" in tokenizer.decode(prompt.token_ids)
-    assert len(prompt.images) == 1
-
-
-def test_a_template_may_write_the_vision_brackets_itself(tokenizer):
-    bare = tiny_qwen.TEMPLATE
-    bracketed = PromptTemplate(
-        bare.text.replace("{image}", "<|vision_start|>{image}<|vision_end|>"),
-        bare.drop_prefix,
-        bare.image_area_px,
-    )
-    sample = tiny_qwen.sample(1)
-    a = reader(tokenizer).prompt(sample, "x").token_ids
-    assert reader(tokenizer, bracketed).prompt(sample, "x").token_ids == a
-
-
 def test_long_prompts_and_missing_pictures_name_the_sample(tokenizer):
     with pytest.raises(ValueError, match=r"sample 's7' has 8\d tokens \(9 of them picture\)"):
         reader(tokenizer, max_prompt_tokens=60).prompt(tiny_qwen.sample(7), "make the sky blue")
@@ -221,7 +203,8 @@ def test_bad_templates_are_refused(tokenizer):
 
 
 def test_what_is_banned_and_what_stops(tokenizer):
-    stops, banned = reader(tokenizer).token_roles(vocab_size=len(tokenizer) + 3)
+    prompts = reader(tokenizer)
+    stops, banned = prompts.stop_ids, prompts.banned_ids(vocab_size=len(tokenizer) + 3)
     assert tokenizer.convert_ids_to_tokens(stops) == ["<|im_end|>", "<|endoftext|>"]
     named = set(tokenizer.convert_ids_to_tokens([i for i in banned if i < len(tokenizer)]))
     assert {"<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|vision_start|>"} <= named

@@ -36,6 +36,7 @@ from rl.ranks.dist import Dist
 
 pytestmark = pytest.mark.slow
 
+FAMILIES = {"qwen2_5_vl": tiny_qwen, "qwen3_vl": tiny_qwen3}
 NUM_TOKENS = 6
 ONE_GROUP = 60
 """Tokens: two groups never fit."""
@@ -57,20 +58,18 @@ SHARES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {
+        name: family.save_policy_folder(tmp_path_factory.mktemp(name))
+        for name, family in FAMILIES.items()
+    }
 
 
-@pytest.fixture(scope="module")
-def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_qwen3.save_policy_folder(tmp_path_factory.mktemp("qwen3"))
-
-
-def make_policy(folder: str, kind: str) -> QwenVL[Any]:
+def make_policy(folder: str, kind: str) -> QwenVL:
     """As in a run without a renderer, where a row may have no picture; the folder says which."""
     section = {"type": "", "model_path": folder, "dtype": "float32", **KINDS[kind]}
     is_qwen3 = json.loads(Path(folder, "config.json").read_text())["model_type"] == "qwen3_vl"
-    plug: type[QwenVL[Any]] = qwen3_vl.Qwen3VL if is_qwen3 else qwen2_5_vl.Qwen25VL
+    plug: type[QwenVL] = qwen3_vl.Qwen3VL if is_qwen3 else qwen2_5_vl.Qwen25VL
     policy = plug(
         plug.Config(**section),
         PolicySetup(
@@ -142,33 +141,21 @@ def train_share(
 
 
 @pytest.mark.parametrize(
-    ("kind", "shares", "stage"),
+    ("family", "kind", "shares", "stage"),
     [
-        ("lora", "mixed", 3),
-        ("lora-tower", "lonely", 3),
-        ("full", "mixed", 3),
-        ("lora", "texts", 3),
-        ("lora-tower", "mixed", 2),
-        ("full", "mixed", 2),
+        *((family, "lora", "mixed", 3) for family in FAMILIES),
+        *((family, "lora-tower", "lonely", 3) for family in FAMILIES),
+        *((family, "full", "mixed", 3) for family in FAMILIES),
+        *((family, "full", "mixed", 2) for family in FAMILIES),
+        ("qwen2_5_vl", "lora", "texts", 3),
+        ("qwen2_5_vl", "lora-tower", "mixed", 2),
     ],
 )
 def test_a_rank_without_pictures(
-    folder: str, tmp_path: Path, kind: str, shares: str, stage: int
+    folders: dict[str, str], tmp_path: Path, family: str, kind: str, shares: str, stage: int
 ) -> None:
-    check(folder, tmp_path, kind, shares, stage)
-
-
-@pytest.mark.parametrize(
-    ("kind", "shares", "stage"),
-    [("lora", "mixed", 3), ("lora-tower", "lonely", 3), ("full", "mixed", 3), ("full", "mixed", 2)],
-)
-def test_nor_with_deepstack_features_and_states_before_the_norm(
-    qwen3_folder: str, tmp_path: Path, kind: str, shares: str, stage: int
-) -> None:
-    check(qwen3_folder, tmp_path, kind, shares, stage)
-
-
-def check(folder: str, tmp_path: Path, kind: str, shares: str, stage: int) -> None:
+    """Qwen3-VL: with deepstack features, and states before the norm."""
+    folder = folders[family]
     ranks = run_ranks(
         train_share, 2, tmp_path, folder=folder, kind=kind, shares=shares, stage=stage
     )
@@ -182,8 +169,8 @@ def check(folder: str, tmp_path: Path, kind: str, shares: str, stage: int) -> No
     assert (ranks[0]["calls"] > 0) == (shares != "texts")
 
 
-def test_without_sharding_a_text_never_runs_the_tower(folder: str) -> None:
-    policy = make_policy(folder, "lora")
+def test_without_sharding_a_text_never_runs_the_tower(folders: dict[str, str]) -> None:
+    policy = make_policy(folders["qwen2_5_vl"], "lora")
     calls = tower_calls(policy)
     train(make_learner(policy, Dist(), "lora"), sequences_of(policy, (False,), 0))
     assert not calls

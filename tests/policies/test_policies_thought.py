@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_qwen
-import tiny_qwen3
 import torch
 from tiny_act import act, act_group
 from tiny_policy import LORA, make_qwen, wake_lora
@@ -17,10 +15,12 @@ from tiny_rounding import NATS, apart
 from transformers import AddedToken
 
 from rl.api.policy import ThoughtSection
-from rl.api.types import Action, Completion, Prompt, Row, Sample, UnusableSampleError
+from rl.api.types import Action, Completion, Prompt, Row, UnusableSampleError
 from rl.learner.micro_batches import shared_filler
 from rl.policies.qwen2_5_vl import Qwen25VL
-from rl.policies.shared import prompting, thought
+from rl.policies.qwen_vl import qwen_vl_thought as thought
+from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
+from rl.policies.shared import prompting
 
 THINK = {"instruction": "Think, then write {marker} and the words."}
 
@@ -54,9 +54,14 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
+def split(tokenizer: Any, ids: list[int], **section: Any) -> thought.Written:
+    asked = ThoughtSection(**section)
+    prompts = QwenPrompts(tokenizer, None, tiny_qwen.TEMPLATE, True, 200)
+    return thought.Thinking(prompts, asked, False).split(ids, asked)
+
+
 def read(tokenizer: Any, text: str, **section: Any) -> thought.Written:
-    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    return thought.read(tokenizer, ids_of(tokenizer, text), ThoughtSection(**section), [stop])
+    return split(tokenizer, ids_of(tokenizer, text), **section)
 
 
 @pytest.mark.parametrize(
@@ -126,10 +131,10 @@ def test_white_space_that_is_one_token_with_part_of_a_letter(tokenizer: Any) -> 
     joining = WithJoined(tokenizer, 10**6, [space, first])
     marker, stop = ids_of(tokenizer, "</think>"), tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [*marker, 10**6, *rest, stop]
-    written = thought.read(joining, ids, ThoughtSection(), [stop])
+    written = split(joining, ids)
     assert (written.words, written.num_thought_tokens) == ("\U0001f388", len(marker))
     assert written.word_ids == (first, *rest, stop)
-    cut = thought.read(joining, [*marker, 10**6, stop], ThoughtSection(), [stop])
+    cut = split(joining, [*marker, 10**6, stop])
     assert cut.words == "\ufffd" and cut.word_ids[-1] == stop, "it ends in mid-letter"
 
 
@@ -199,16 +204,16 @@ def test_a_policy_may_be_let_off_its_marker(tokenizer: Any) -> None:
     assert read(tokenizer, "<|im_end|>", without_marker="words").failure == thought.NO_WORDS
 
 
-@pytest.mark.parametrize(
-    ("loss", "mask"),
-    [
-        ("all", [True] * 5),
-        ("thought", [True, True, True, False, False]),
-        ("words", [False, False, False, True, True]),
-    ],
-)
-def test_which_side_of_the_marker_is_trained(loss: Any, mask: list[bool]) -> None:
-    assert thought.is_trained(ThoughtSection(loss=loss), 3, 5) == mask
+@pytest.mark.parametrize("loss", ["all", "thought", "words"])
+def test_which_side_of_the_marker_is_trained(writer: Qwen25VL, loss: Any) -> None:
+    section = ThoughtSection(loss=loss)
+    thinking = thought.Thinking(writer.prompts, section, False)
+    ids = writer.encode_completion("so</think>red").token_ids
+    num_thought = thinking.split(ids, section).num_thought_tokens
+    assert 1 < num_thought < len(ids)
+    sides = {"all": (True, True), "thought": (True, False), "words": (False, True)}[loss]
+    expected = [sides[0]] * num_thought + [sides[1]] * (len(ids) - num_thought)
+    assert list(thinking.loss_mask(ids)) == expected
 
 
 def test_users_words_never_spell_a_token(with_markers: Any) -> None:
@@ -262,15 +267,6 @@ def test_what_is_handed_on_are_the_words_alone(writer: Qwen25VL) -> None:
     # The user's own words and references have no thought, whatever they spell.
     assert (own.payload, own.thought, own.drawn_from) == ("make it </think> blue", "", None)
     assert (same.payload, same.failure) == ("red", None)
-
-
-def test_off_is_as_it_was(folder: str) -> None:
-    policy = make_qwen(folder, "text")
-    prompt = policy.build_prompt(tiny_qwen.sample(0))
-    ids = policy.encode_completion("a</think>b").token_ids
-    [action] = act(policy, [(prompt, ids)])
-    assert (action.text, action.payload, action.thought) == ("a</think>b", "a</think>b", "")
-    assert policy.loss_mask(policy.encode_completion("a"), 0) == (True, True)
 
 
 PLAIN_WORDS = ("blue", "red square")
@@ -368,33 +364,6 @@ def test_the_stock_arm_reads_no_request(both: dict[str, Qwen25VL]) -> None:
             expected_prompt, expected = wanted[arm]
             [stock] = act(plain, [(expected_prompt, expected.token_ids)])
             alike(found, stock)
-
-
-def test_another_family_with_tags_of_its_own_and_states_before_the_norm(
-    tmp_path: Path, with_markers: Any
-) -> None:
-    """Qwen3-VL: '</think>' is one token that is not special, pictures bring deepstack features."""
-    folder = tiny_qwen3.save_policy_folder(tmp_path)
-    with_markers.save_pretrained(folder)
-    plain, policy = (
-        tiny_qwen3.make_qwen3(folder, section=section, state_kind="pre_norm")
-        for section in ({}, {"thought": THINK})
-    )
-    sample = Sample("s", "join </think> them", (tiny_qwen.picture(0), tiny_qwen.picture(1)))
-    prompt = policy.build_prompt(sample)
-    marker = with_markers.convert_tokens_to_ids("</think>")
-    assert marker in prompt.token_ids and marker not in prompt.plain.token_ids, "ours alone is one"
-    assert marker not in policy.banned_token_ids
-    words = plain.encode_completion("blue").token_ids
-    said = (*with_markers("hm", add_special_tokens=False).input_ids, marker, *words)
-    [thinking] = act(policy, [(prompt, said)])
-    assert (thinking.thought, thinking.words) == ("hm</think>", "blue")
-    [expected] = act(plain, [(plain.build_prompt(sample), words)])
-    alike(thinking, expected)
-    assert thinking.payload.pictures == expected.payload.pictures != ()
-    cut = policy.cut_thought(prompt)
-    assert cut is not None and cut.token_ids == (*prompt.token_ids, marker)
-    assert plain.cut_thought(plain.build_prompt(sample)) is None
 
 
 def test_a_filler_from_another_rank_forwards_what_its_own_would(both: dict[str, Qwen25VL]) -> None:

@@ -20,6 +20,7 @@ KILLED = Ending(137, "rank 1 was killed by SIGKILL", True, ("rank 1 failed: kill
 HUNG = Ending(124, "rank 1 hung", True)
 REFUSED = Ending(1, "rank 0 failed with an error", False)
 DONE = Ending(0, "it is done", False)
+STOPPED = Ending(143, "", True, ("stopped by SIGTERM",), asked=True)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,7 @@ def test_the_first_to_fail_is_named(
         (3, [(KILLED, 1), (KILLED, 1)], 137, "no iteration .*1"),
         (3, [(KILLED, 0)], 137, "not started again.*no iteration"),
         (3, [(REFUSED, 2)], 1, "not started again: rank 0 failed"),
+        (3, [(STOPPED, 2)], 143, "^stopped by SIGTERM; $"),
         (3, [(KILLED, 1), (REFUSED, 2)], 1, "1 of 3: .*not started again: rank 0 failed"),
     ],
 )  # fmt: skip
@@ -125,30 +127,3 @@ def test_a_run_is_started_again_only_if_the_machine_ended_it_and_it_went_on(
     errors = capsys.readouterr().err.replace("\n", "; ")
     assert re.search(said, errors), errors
     assert retries or "started again" not in errors
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--retries", "-1", "any.jsonnet"], "--retries -1"),
-        (["--retries", "1", "--nnodes", "2", "--rdzv-endpoint", "a:1", "any.jsonnet"],
-         "--retries starts one node's"),
-        (["--retries", "1", __file__], "no config"),
-    ],
-)  # fmt: skip
-def test_where_a_restart_makes_no_sense(capsys, options: list[str], message: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        simple_launch.main(options)
-    assert ended.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_asked_to_stop_is_no_reason(tmp_path, monkeypatch, capsys) -> None:
-    def stopped(*_: object) -> Ending:
-        return Ending(143, "", True, ("stopped by SIGTERM",), asked=True)
-
-    monkeypatch.setattr(simple_launch, "_one_start", stopped)
-    config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
-    with pytest.raises(SystemExit) as ended:
-        simple_launch.main(["--retries", "5", "rl.train", str(config)])
-    assert ended.value.code == 143
-    assert "stopped by SIGTERM" in capsys.readouterr().err

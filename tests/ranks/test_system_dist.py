@@ -36,7 +36,7 @@ def collectives() -> dict[str, Any]:
         dist.sum_floats([1.0] * (1 + dist.rank))
     except ValueError as error:
         seen["ragged"] = str(error)
-    dist.barrier()
+    dist.gather(None)
     dist.close()
     return seen
 
@@ -74,24 +74,16 @@ def test_one_process_needs_no_group():
     assert dist.max_int(4) == 4 and dist.any(True) and not dist.any(False)
     assert dist.broadcast("x") == "x" and dist.gather("x") == ["x"]
     assert dist.reduce(metrics) == {"a": 3.0}
-    dist.barrier()
+    dist.gather(None)
     dist.close()
     assert torch.distributed.is_initialized() == had_group
 
 
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        ({"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK is not set.*simple_launch"),
-        ({"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0"}, "RANK=2 is not within WORLD_SIZE=2"),
-    ],
-)
-def test_half_an_environment_is_refused(monkeypatch, environ, message):
+def test_half_an_environment_is_refused(monkeypatch):
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=message):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"LOCAL_RANK, RANK is not set.*simple_launch"):
         Dist.from_env("cpu")
 
 

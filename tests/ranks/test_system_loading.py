@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 import threading
 import time
 
@@ -35,21 +33,3 @@ def test_lines_come_while_something_loads_and_stop_when_asked(capsys) -> None:
     time.sleep(0.15)
     under_way.stop()
     assert capsys.readouterr().out
-
-
-def test_the_line_names_our_module_and_the_package_it_waits_for(tmp_path, monkeypatch) -> None:
-    """`rl.try_me` imports `heavy`, which imports `inner`."""
-    (tmp_path / "heavy.py").write_text("import inner")
-    (tmp_path / "inner.py").write_text(
-        "from rl.ranks import main_thread, under_way as loading\n"
-        "seen = loading.under_way(main_thread.calls())"
-    )
-    ours = tmp_path / "rl" / "try_me.py"
-    ours.parent.mkdir()
-    ours.write_text("import importlib\nimportlib.import_module('heavy')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("rl.__path__", [*importlib.import_module("rl").__path__, str(ours.parent)])
-    importlib.import_module("rl.try_me")
-    assert sys.modules["inner"].seen == "rl.try_me, in heavy"
-    for name in ("rl.try_me", "heavy", "inner"):
-        del sys.modules[name]

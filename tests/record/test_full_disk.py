@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -18,9 +17,9 @@ from tiny_run import episode, run_config
 from rl.checkpoints import disk_room
 from rl.checkpoints.checkpoint import Checkpoints, ResumePoint, problem_of
 from rl.config.schema import CheckpointConfig
-from rl.files.atomic import NoRoomError, append_line, read_rows, write_atomically
+from rl.files.atomic import append_line, read_rows, write_atomically
 from rl.judge.journal import ReplyJournal
-from rl.ranks import heartbeat, signals
+from rl.ranks import signals
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.record.writer import BackgroundWriter
@@ -44,10 +43,9 @@ def test_no_file_and_no_line_is_torn(disk: Path) -> None:
     append_line(disk / "lines.jsonl", '{"a": 1}\n')
     fill(disk, left=8192)
     before = files(disk)
-    with pytest.raises(NoRoomError, match=r"No space left.*a\.txt") as raised:
+    with pytest.raises(OSError, match=r"No space left.*a\.txt"):
         write_atomically(disk / "a.txt", "new" * 10_000)
-    assert raised.value.num_bytes == 30_000
-    with pytest.raises(NoRoomError, match=r"lines\.jsonl"):
+    with pytest.raises(OSError, match=r"lines\.jsonl"):
         append_line(disk / "lines.jsonl", f'{{"a": "{"x" * 20_000}"}}\n')
     assert files(disk) == before
 
@@ -65,19 +63,6 @@ def test_a_reply_that_finds_no_room_is_used_and_asked_again_later(disk: Path) ->
     assert [again.get(key) for key in ("first", "second", "third")] == ["a reply", None, "a reply"]
     rows, damaged = read_rows(disk / "replies.jsonl")
     assert (len(rows), damaged) == (2, [])
-
-
-def test_a_reply_that_the_disk_refuses_is_used(disk: Path, monkeypatch, caplog) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("rl.judge.journal.append", refuse)
-    journal = ReplyJournal(disk / "replies.jsonl")
-    assert [journal.put(key, "a reply") for key in "ab"] == ["a reply"] * 2
-    assert journal.get("b") == "a reply"
-    journal.close()
-    (said,) = caplog.messages
-    assert "Input/output error" in said
 
 
 def write_model(folder: Path) -> None:
@@ -113,10 +98,10 @@ def test_records_and_checkpoints_wait_for_room_and_are_whole(
         writer.put("the record", lambda: record.write_episodes(1, [[episode()]], [[1.0]]))
         writer.put("the checkpoint", lambda: checkpoints.save_alone(point(1)))
         writer.put("the metrics", lambda: record.write_metrics(1, {"a": 1.0}))
-        wait_to_hear(f"the disk of {run_dir} is full: the record wants ")
+        wait_to_hear(f"the disk of {run_dir} is full: the record waits")
         os.truncate(hog, hog.stat().st_size - 20_000)  # enough for the record alone
         where = run_dir / "checkpoints"
-        wait_to_hear(f"the disk of {where} is full: checkpoint step_000001 wants 21.8 kB")
+        wait_to_hear(f"the disk of {where} is full: checkpoint step_000001 waits")
         assert not list(where.glob("step_*"))
         hog.unlink()
     assert problem_of(run_dir / "checkpoints" / "step_000001") is None
@@ -124,21 +109,6 @@ def test_records_and_checkpoints_wait_for_room_and_are_whole(
     assert not damaged and (run_dir / rows[0]["image_file"]).is_file()
     assert len(read_rows(run_dir / "metrics.jsonl")[0]) == 1
     assert not [name for name in files(run_dir) if "tmp" in name]
-
-
-def test_a_wait_for_room_is_no_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It may last longer than `hang_limit_s`: the launcher is told of each look."""
-    monkeypatch.setattr(disk_room, "TRY_EVERY_S", 0.05)
-    noted: list[float] = []
-    monkeypatch.setattr(heartbeat, "note_wait", lambda: noted.append(time.monotonic()))
-    answers = iter([OSError(errno.ENOSPC, "full"), None])
-
-    def write() -> None:
-        if (error := next(answers)) is not None:
-            raise error
-
-    disk_room.when_there_is_room(write, tmp_path, "a file")
-    assert noted
 
 
 def test_a_stop_while_the_disk_is_full_leaves_the_older_checkpoints(

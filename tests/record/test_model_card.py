@@ -14,8 +14,7 @@ from markdown_it.token import Token
 from tiny_messages import names
 from tiny_run import run_config
 
-from rl.publish.card_facts import licence_of
-from rl.publish.model_card import Comparison, Evidence, Shown, model_card
+from rl.publish.model_card import Comparison, Evidence, Shown, licence_of, model_card
 
 SAMPLE = Shown("make it red", ("turn it", "turn it red"), (0.2, None), ())
 EVIDENCE = Evidence(
@@ -62,29 +61,6 @@ def test_a_local_folder_is_no_base_model_on_the_hub_and_not_told(path):
     assert f'"model_path": "(a path)/{Path(path).name}"' in text
 
 
-def test_the_base_on_the_card_is_what_was_trained():
-    """Not where its tokenizer lies."""
-    editor = {"init_text_encoder_from": "Qwen/Qwen-Image-Edit", "model_path": "some/words"}
-    text = card(policy={"type": "qwen2_5_vl", "lora": {"r": 8}} | editor)
-    assert "\nbase_model: Qwen/Qwen-Image-Edit\n" in text
-    assert 'from_pretrained("Qwen/Qwen-Image-Edit", subfolder="text_encoder")' in text
-    assert "(of some/words)" in text
-    assert "\nbase_model: one-word\n" in card(
-        policy={"type": "qwen2_5_vl", "model_path": "one-word"}
-    )
-
-
-def test_a_newer_model_is_loaded_by_its_own_class():
-    text = card(
-        "text-encoder",
-        policy={"type": "qwen3_vl", "model_path": "some/base"},
-        renderer={"type": "qwen_image_21", "model_path": "owner/newer"},
-    )
-    assert 'encoder = Qwen3VLForConditionalGeneration.from_pretrained("<this folder>"' in text
-    assert 'pipeline = QwenImage21Pipeline.from_pretrained("owner/newer"' in text
-    assert "Qwen2_5" not in text
-
-
 def test_a_runs_card_has_intervals_arms_and_limits():
     text = card(
         "text-encoder",
@@ -112,35 +88,36 @@ def test_a_runs_card_has_intervals_arms_and_limits():
     assert "intern.example" not in text
 
 
-def test_several_sources_stand_under_their_numbers():
-    names = ("source", "source2", "before", "after")
-    sample = replace(SAMPLE, files=tuple(f"pictures/01_{name}.png" for name in names))
-    text = card(None, replace(EVIDENCE, samples=[sample]), renderer={"type": "emu3_vq"})
+def test_a_card_names_what_was_trained_and_its_classes():
+    editor = {"init_text_encoder_from": "Qwen/Qwen-Image-Edit", "model_path": "some/words"}
+    text = card(policy={"type": "qwen2_5_vl", "lora": {"r": 8}} | editor)
+    assert names(text, "\nbase_model: Qwen/Qwen-Image-Edit\n ... (of some/words)")
+    assert 'from_pretrained("Qwen/Qwen-Image-Edit", subfolder="text_encoder")' in text
+    newer = {"type": "qwen3_vl", "model_path": "one-word"}
+    renderer = {"type": "qwen_image_21", "model_path": "owner/newer"}
+    text = card("text-encoder", policy=newer, renderer=renderer)
+    encoder = 'encoder = Qwen3VLForConditionalGeneration.from_pretrained("<this folder>"'
+    pipeline = 'pipeline = QwenImage21Pipeline.from_pretrained("owner/newer"'
+    assert names(text, f"\nbase_model: one-word\n ... {encoder} ... {pipeline}")
+
+
+def test_a_card_numbers_several_sources_and_explains_a_picture_of_the_users_words():
+    def shown(*sides: str) -> str:
+        files = tuple(f"pictures/01_{side}.png" for side in (*sides, "before", "after"))
+        return card(None, replace(EVIDENCE, samples=[replace(SAMPLE, files=files)]))
+
     sources = "![source 1](pictures/01_source.png) ![source 2](pictures/01_source2.png)<br>make it"
+    text = shown("source", "source2")
     assert f"| {sources} red | ![before](pictures/01_before.png)<br>turn it" in text
-    [shown] = ModelCard(text).data.widget
-    assert shown["output"] == {"url": "pictures/01_after.png"}
-
-
-def test_pictures_that_show_what_it_makes_are_the_hubs_gallery():
-    def of(renderer: str, first: str) -> str:
-        files = (f"pictures/01_{first}.png", "pictures/01_before.png", "pictures/01_after.png")
-        samples = [replace(SAMPLE, files=files)]
-        return card(None, replace(EVIDENCE, samples=samples), renderer={"type": renderer})
-
-    editor, rewriter = of("emu3_vq", "source"), of("sd3", "own_words")
-    [shown] = ModelCard(editor).data.widget
-    assert shown == {"text": "make it red", "output": {"url": "pictures/01_after.png"}}
-    assert "<Gallery />" in editor and "![source](pictures/01_source.png)<br>make it" in editor
-    assert "widget" not in ModelCard(rewriter).data.to_dict() and "<Gallery />" not in rewriter
-    assert "first picture" in rewriter
+    own_words = "![own_words](pictures/01_own_words.png)<br>make"
+    assert names(shown("own_words"), f"first picture ... {own_words}")
 
 
 def test_a_licence_is_read_beside_the_files_and_never_made_up(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     assert licence_of(str(tmp_path)) is None
     for front, found in (
-        ("license: apache-2.0", ("apache-2.0",)),
+        ("license: apache-2.0", ("apache-2.0", None)),
         ("license: other\nlicense_name: qwen-research", ("other", "qwen-research")),
         ("license: other", ("other", "unnamed")),
         ("license: [a, b]", None),
@@ -196,12 +173,12 @@ def test_no_foreign_word_is_more_than_a_word(tmp_path: Path) -> None:
         file = tmp_path / f"{number}.md"
         file.write_text(text)
         front = metadata_load(file)
-        assert front is not None and set(front) == keys | ({"widget"} if number == 0 else set())
+        assert front is not None and set(front) == keys
         assert (front["license"], front["license_name"]) == ("other", "unknown")
         parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
         tokens = walk(parser.parse(ModelCard(text).text))
         html = {token.content for token in tokens if token.type.startswith("html")}
-        assert html <= {"<br>", "<Gallery />", "<Gallery />\n"}
+        assert html <= {"<br>"}
         kinds = {token.type for token in tokens}
         assert not kinds & {"link_open", "em_open", "strong_open", "s_open"}, kinds
         code = {token.content for token in tokens if token.type == "code_inline"}
@@ -221,19 +198,10 @@ def test_no_foreign_word_is_more_than_a_word(tmp_path: Path) -> None:
 
 def test_a_key_stands_on_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "hunter2-hunter2")
-    text = card(
-        "model",
-        Evidence(
-            **{
-                **vars(EVIDENCE),
-                "samples": [Shown("hunter2-hunter2", ("hunter2-hunter2", ""), (1, 1), ())],
-            }
-        ),
-        rewards={"judge": {"type": "viescore", "header": "hunter2-hunter2"}},
-    )
-    assert "hunter2" not in text and "<JUDGE_TOKEN>" in text.replace("&#60;", "<").replace(
-        "&#62;", ">"
-    )
+    sample = replace(SAMPLE, instruction="hunter2-hunter2", words=("hunter2-hunter2", ""))
+    rewards = {"judge": {"type": "viescore", "header": "hunter2-hunter2"}}
+    text = card("model", replace(EVIDENCE, samples=[sample]), rewards=rewards)
+    assert "hunter2" not in text and "&#60;JUDGE_TOKEN&#62;" in text
 
 
 def test_a_config_of_which_parts_are_missing_has_a_card() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -13,7 +12,6 @@ from rl.console import progress
 from rl.console.console import Console, PhaseTimer
 from rl.console.progress import counted, shown_on, weights_counted
 from rl.ranks import under_way
-from rl.text import terminal
 
 
 @pytest.fixture
@@ -46,12 +44,9 @@ def count(num: int, each_s: float, clock: list[float], what: str = "pictures") -
             counter.step()
 
 
-def test_what_is_over_in_a_few_seconds_says_nothing(clock, log) -> None:
-    count(90, 0.1, clock)
-    assert log.getvalue() == ""
-
-
 def test_a_log_has_plain_lines_at_rising_intervals_and_one_of_the_end(clock, log) -> None:
+    count(90, 0.1, clock)
+    assert log.getvalue() == "", "what is over in a few seconds says nothing"
     count(128, 1.0, clock)
     assert log.getvalue().split("\n") == [
         "10 of 128 pictures, 1.0/s, 1 min 58 s left",
@@ -105,22 +100,6 @@ def test_on_a_terminal_it_is_the_phases_own_line_and_leaves_it(clock) -> None:
         "render: 4 of 8 [red], 1.0/s, 4.0 s left",
     )
     assert shown == ["render", "render", third, last, "render"]
-
-
-def test_on_a_terminal_outside_of_a_phase_it_has_a_line_that_goes_when_it_ends(
-    clock, monkeypatch
-) -> None:
-    monkeypatch.setattr(sys, "stdout", sys.stdout)
-    monkeypatch.setattr(sys, "stderr", sys.stderr)
-    stream = Terminal()
-    terminal.guard()  # as every program does
-    out = sys.stdout
-    with shown_on(Console(True, stream)):
-        count(6, 1.0, clock)
-    assert sys.stdout is out
-    text = stream.getvalue()
-    assert "3 of 6 pictures, 1.0/s, 3.0 s left" in text and "4 of 6 pictures" in text
-    assert text.rstrip().endswith("\x1b[2K")
 
 
 def test_while_a_run_loads_it_is_part_of_the_loading_lines(clock, log, capsys, monkeypatch) -> None:

@@ -14,10 +14,9 @@ from huggingface_hub.utils import validate_repo_id
 from tiny_rounding import NATS, apart
 
 from rl.api.policy import PolicySetup
-from rl.files.adapter_base import Base, base_of, is_hub_id, noted
+from rl.files.adapter_base import Base, is_hub_id, noted
 from rl.policies import qwen2_5_vl
-from rl.policies.emu3 import emu3, emu3_loading
-from rl.policies.qwen_vl import qwen_vl_loading
+from rl.policies.emu3 import emu3
 
 QWEN = "Qwen2_5_VLForConditionalGeneration"
 EDITOR = {
@@ -27,7 +26,7 @@ EDITOR = {
 
 
 def qwen(**section: Any) -> Base:
-    return qwen_vl_loading.base(qwen2_5_vl.Config(type="qwen2_5_vl", **section))
+    return qwen2_5_vl.Qwen25VL.base(qwen2_5_vl.Config(type="qwen2_5_vl", **section))
 
 
 @pytest.mark.parametrize(
@@ -44,66 +43,27 @@ def qwen(**section: Any) -> Base:
         (qwen(model_path="some/model", revision="v2"), "some/model", "v2", ""),
         (qwen(model_path="model-of-one-word"), "model-of-one-word", None, ""),
         (
-            emu3_loading.base(emu3.Config(type="emu3", model_path="a/b", revision="c")),
+            emu3.Emu3.base(emu3.Config(type="emu3", model_path="a/b", revision="c")),
             "a/b",
             "c",
             "",
         ),
     ],
 )
-def test_a_hub_id_is_written_as_the_hub_takes_it_and_read_back(
+def test_a_hub_id_is_written_as_the_hub_takes_it(
     base: Base, path: str, revision: str | None, subfolder: str
 ) -> None:
     written = json.loads(json.dumps(noted(base, QWEN)))
     validate_repo_id(written["base_model_name_or_path"])
     assert (written["base_model_name_or_path"], written["revision"]) == (path, revision)
     assert written["auto_mapping"].get("base_model_subfolder", "") == subfolder
-    assert base_of(written) == base
 
 
-def test_the_keys_that_load_it_are_the_runs_own(tmp_path: Path) -> None:
-    assert base_of(noted(qwen(**EDITOR), QWEN)).policy_keys() == {
-        **EDITOR,
-        "text_encoder_subfolder": "text_encoder",
-    }
-    pinned = {"model_path": "some/model", "revision": "v2"}
-    assert base_of(noted(qwen(**pinned), QWEN)).policy_keys() == pinned
+def test_a_local_editor_is_written_with_its_subfolder(tmp_path: Path) -> None:
     (tmp_path / "editor").mkdir()
-    local = {
-        "model_path": "some/words",
-        "init_text_encoder_from": f"{tmp_path}/editor",
-        "text_encoder_subfolder": "text_encoder",
-    }
-    written = noted(qwen(**local), QWEN)
+    written = noted(qwen(model_path="a/b", init_text_encoder_from=f"{tmp_path}/editor"), QWEN)
     assert written["base_model_name_or_path"] == f"{tmp_path}/editor/text_encoder"
-    assert base_of(written).policy_keys() == local
-
-
-def test_the_older_spelling_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = {"base_model_name_or_path": "Qwen/Qwen-Image-Edit/text_encoder"}
-    assert base_of(old) == Base("Qwen/Qwen-Image-Edit", subfolder="text_encoder")
-    why = r"'text_encoder' of Qwen/Qwen-Image-Edit .*auto_mapping.base_model_tokenizer"
-    with pytest.raises(ValueError, match=why):
-        base_of(old).policy_keys()
-    said = old | {"auto_mapping": {"base_model_tokenizer": EDITOR["model_path"]}}
-    assert base_of(said).policy_keys() == {**EDITOR, "text_encoder_subfolder": "text_encoder"}
-    # Folders, there or gone, stay what they are.
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my" / "editor" / "text_encoder").mkdir(parents=True)
-    for path in (
-        "my/editor/text_encoder",
-        "/gone/editor/text_encoder",
-        "gone/weights/policy",
-        "./a",
-    ):
-        assert base_of({"base_model_name_or_path": path}) == Base(path)
-
-
-@pytest.mark.parametrize("named", [{}, {"base_model_name_or_path": None}])
-def test_an_adapter_that_names_no_base(named: dict[str, Any]) -> None:
-    """As PEFT writes it for a model that was made rather than loaded."""
-    with pytest.raises(ValueError, match=r"adapter_config.json .*base_model_name_or"):
-        base_of(named)
+    assert written["auto_mapping"]["base_model_tokenizer"] == "a/b"
 
 
 def test_what_is_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +116,8 @@ def test_others_load_it_without_being_told_its_base(trained: Path) -> None:
         assert apart(logits(auto.from_pretrained(str(adapter))), expected) <= NATS, auto
 
 
-def test_it_loads_as_the_readme_says(trained: Path) -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+def test_it_loads_as_the_docs_say(trained: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs/report-and-edit.md").read_text(encoding="utf-8")
     block = (
         text.partition("### A published adapter")[2].partition("\n\n    ")[2].partition("\n\n")[0]
     )

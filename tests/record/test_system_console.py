@@ -11,7 +11,7 @@ from PIL import Image, PngImagePlugin
 from rl.console import console
 from rl.console.console import Console, PhaseTimer, duration
 from rl.files.images import downscale, png_bytes
-from rl.run.metric_table import METRICS, check_known, doc_of, markdown_table
+from rl.run.metric_table import METRICS, doc_of, markdown_table
 
 
 @pytest.fixture
@@ -79,32 +79,6 @@ def test_a_phase_inside_another_pauses_it_and_is_one_line_however_often_it_ran(c
     ]
 
 
-def test_an_inner_phase_that_raises_leaves_the_outer_one_under_way(clock):
-    timer = PhaseTimer()
-    with timer.phase("render"):
-        with pytest.raises(OSError, match="disk"), timer.phase("condition"):
-            clock[0] += 1.0
-            raise OSError("disk")
-        clock[0] += 2.0
-    assert timer.total == {"render": 2.0, "condition": 1.0}
-
-
-def test_on_a_terminal_the_live_line_names_the_innermost_phase(clock):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    shown = []
-    console = Console(True, Terminal())
-    timer = PhaseTimer(console)
-    with timer.phase("render") as render:
-        render.note("2 pictures")
-        with timer.phase("condition"):
-            shown.append(console.live_text)
-        shown.append(console.live_text)
-    assert [*shown, console.live_text] == ["condition", "render: 2 pictures", ""]
-
-
 def test_the_summary_line_says_how_it_goes_and_when_it_ends():
     stream = io.StringIO()
     face = Console(True, stream)
@@ -138,7 +112,7 @@ def test_a_lap_has_the_seconds_of_each_phase_and_one_utilisation(clock):
     timer.model_flops += 3e12
     clock[0] += 2.0
     metrics = timer.lap()
-    check_known(metrics, {})
+    assert all(map(doc_of, metrics))
     assert metrics == {
         "time/render_s": 9.0,
         "time/condition_s": 1.0,
@@ -178,19 +152,16 @@ def test_other_ranks_are_mute():
 
 
 def test_every_metric_of_the_summary_line_has_a_row():
-    check_known(console.SUMMARY, {})
+    assert all(map(doc_of, console.SUMMARY))
 
 
-def test_a_name_finds_its_row_and_a_stranger_is_named_with_the_nearest():
-    assert doc_of("reward/mean", {}) is METRICS["reward/mean"]
-    assert doc_of("reward/part/judge/edit_success", {}) is METRICS["reward/part/<name>"]
-    assert doc_of("eval/reward/colour", {}) is METRICS["eval/reward/<category>"]
-    assert doc_of("time/iteration_s", {}) is METRICS["time/iteration_s"]
-    assert doc_of("time/render_s", {}) is METRICS["time/<phase>_s"]
-    assert doc_of("time/_s", {}) is None and doc_of("reward/part/", {}) is None
-    check_known(["reward/mean", "time/render_s"], {})
-    with pytest.raises(ValueError, match=r"reward/maen \(did you mean reward/mean\?\), xyzzy\."):
-        check_known(["reward/mean", "reward/maen", "xyzzy"], {})
+def test_a_name_finds_its_row():
+    assert doc_of("reward/mean") is METRICS["reward/mean"]
+    assert doc_of("reward/part/judge/edit_success") is METRICS["reward/part/<name>"]
+    assert doc_of("eval/reward/colour") is METRICS["eval/reward/<category>"]
+    assert doc_of("time/iteration_s") is METRICS["time/iteration_s"]
+    assert doc_of("time/render_s") is METRICS["time/<phase>_s"]
+    assert doc_of("time/_s") is None and doc_of("reward/part/") is None
 
 
 def test_every_row_of_the_page_is_read() -> None:

@@ -79,15 +79,6 @@ def test_a_live_line_takes_no_guard_away(monkeypatch: pytest.MonkeyPatch) -> Non
         assert sign not in seen, repr(seen)
 
 
-def test_data_for_a_program_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", stream)
-    terminal.guard()
-    assert terminal.for_data() is stream
-    monkeypatch.setattr(stream, "isatty", lambda: True)
-    assert isinstance(terminal.for_data(), terminal.Guarded)
-
-
 def test_a_traceback_that_nobody_foresaw_is_guarded_too() -> None:
     code = f"from rl.text import terminal; terminal.guard(); raise ValueError({EVIL!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -18,7 +18,6 @@ from tiny_messages import names
 from tiny_run import episode, run_config
 
 from rl.config.schema import TrackingConfig
-from rl.console.console import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.trackers import trackio_page
@@ -42,17 +41,13 @@ def words_of(events: EventAccumulator, name: str) -> str:
     return str(events.Tensors(f"{name}/text_summary")[-1].tensor_proto.string_val[0].decode())
 
 
-def test_tensorboard_shows_scalars_words_pictures_and_where_time_went(
+def test_tensorboard_shows_scalars_words_and_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "hunter2-hunter2")
     page = tracker(tmp_path, tensorboard=True)
     page.log_episodes(1, [[episode(failure="401: hunter2-hunter2")] * 5], [[1.5] * 5])
     page.log(1, {"reward/mean": 0.25, "eval/reward": float("nan")})
-    timer = PhaseTimer()
-    with timer.phase("render"):
-        pass
-    page.log_where_time_went(timer)
     page.close()
     events = read(tmp_path)
     [point] = events.Scalars("reward/mean")
@@ -60,7 +55,6 @@ def test_tensorboard_shows_scalars_words_pictures_and_where_time_went(
     table = words_of(events, "episodes")
     assert table.count("| make it red |") == 3 and "401: &#60;JUDGE" in table
     assert "| instruction | completion | status | failure | reward |" in table
-    assert "| render |" in words_of(events, "where_time_went")
     assert '"run_name": "tiny"' in words_of(events, "config")
     tags = events.Tags()["images"]
     assert tags == ["episodes/00", "episodes/01", "episodes/02"]
@@ -96,23 +90,12 @@ def test_tensorboard_shows_an_iteration_once_though_it_was_done_twice(tmp_path: 
     assert [point.step for point in events.Images("episodes/00")] == list(range(6))
 
 
-def test_tensorboard_reads_no_foreign_word_as_markup(tmp_path: Path) -> None:
-    from markdown import markdown
-
-    page = tracker(tmp_path, tensorboard=True)
-    bad = "<script>alert(1)</script> | **b** [l](http://evil) \u202e"
-    page.log_episodes(1, [[episode(failure=bad)]], [[1.0]])
-    page.close()
-    html = markdown(words_of(read(tmp_path), "episodes"), extensions=["tables"])
-    assert html.count("<td>") == 8 and "&#60;script&#62;" in html
-    assert not any(tag in html for tag in ("<script", "<strong", "<a ", "\u202e"))
-
-
 @pytest.mark.parametrize(
-    ("name", "install"),
+    ("name", "value", "install"),
     [
-        ("tensorboard", "'vlm-edit-rl[tensorboard]'"),
-        ("trackio", "'vlm-edit-rl[trackio]' && pip install --no-deps trackio==0.43.0"),
+        ("wandb", "online", "'vlm-edit-rl[train]'"),
+        ("tensorboard", True, "'vlm-edit-rl[tensorboard]'"),
+        ("trackio", True, "'vlm-edit-rl[trackio]' && pip install --no-deps trackio==0.43.0"),
     ],
 )
 def test_one_that_is_not_installed_is_a_sentence_and_a_line(
@@ -120,12 +103,13 @@ def test_one_that_is_not_installed_is_a_sentence_and_a_line(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     name: str,
+    value: Any,
     install: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # an import raises
-    [found] = not_installed(TrackingConfig.model_validate({name: True}))
+    [found] = not_installed(TrackingConfig.model_validate({"wandb": "off", name: value}))
     assert names(found, f"tracking.{name}: ... pip install {install}")
-    page = tracker(tmp_path, **{name: True})
+    page = tracker(tmp_path, **{name: value})
     page.log(1, {"reward/mean": 0.25})
     page.close()
     [line] = capfd.readouterr().err.splitlines()
@@ -200,11 +184,10 @@ def test_trackio_keeps_a_run_on_this_machine_whatever_the_environment_says(
     page.log_episodes(1, [[episode(failure="<b>")]], [[1.5]])
     assert fake.rows == [], "a table goes along with the iteration's line"
     page.log(1, {"reward/mean": 0.25})
-    page.log_where_time_went(PhaseTimer())
     page.close()
     assert fake.finished == 1
-    (step, row), (last, closing) = fake.rows
-    assert (step, last, row["reward/mean"]) == (1, 1, 0.25) and "where_time_went" in closing
+    [(step, row)] = fake.rows
+    assert (step, row["reward/mean"]) == (1, 0.25)
     [shown] = row["episodes"]
     assert shown["rendered"] == ("picture", (48, 32)) and shown["failure"] == "&#60;b&#62;"
     tracker(tmp_path, trackio=True, trackio_space="me/mine")

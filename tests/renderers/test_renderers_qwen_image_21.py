@@ -10,6 +10,7 @@ import pytest
 import tiny_qwen_image_21 as tiny
 import torch
 from PIL import Image
+from tiny_messages import names
 from tiny_pictures import make_picture
 from tiny_qwen_image_21 import (
     StockParts,
@@ -19,13 +20,13 @@ from tiny_qwen_image_21 import (
     references,
     render_floats,
 )
-from tiny_rounding import PICTURE, apart
+from tiny_rounding import PICTURE
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
-from rl.renderers.qwen_image_21.qwen_image_21_components import Parts
+from rl.renderers.qwen_image.qwen_image_components import EditorParts as Parts
+from rl.renderers.qwen_image.vae2d import PictureVae
 from rl.renderers.qwen_image_21.qwen_image_21_config import condition_sizes
-from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop
-from rl.renderers.qwen_image_21.vae import PictureVae
+from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop, in_groups
 
 GUIDED = 10 * PICTURE
 """Guidance of 3 multiplies what two forwards differ by, and the random weights of the next step
@@ -70,10 +71,7 @@ def test_a_group_equals_the_stock_pipeline_asked_one_by_one(
 
 
 @pytest.mark.parametrize("number", [0, 2])
-@pytest.mark.parametrize("in_one", [True, False])
-def test_guidance_equals_the_stock_pipeline(
-    stock: StockParts, parts: Parts, number: int, in_one: bool
-) -> None:
+def test_guidance_equals_the_stock_pipeline(stock: StockParts, parts: Parts, number: int) -> None:
     sources = references(number)
     jobs = make_group(tiny.WORDS[:2], sources, 7, negative="blurry")
     guided = {"true_cfg_scale": 3.0, "negative_prompt": "blurry"}
@@ -83,7 +81,7 @@ def test_guidance_equals_the_stock_pipeline(
             for job in jobs
         ]
     )
-    renderer = make_renderer(parts, true_cfg_scale=3.0, cfg_in_one_forward=in_one)
+    renderer = make_renderer(parts, true_cfg_scale=3.0)
     assert (render_floats(renderer, jobs) - expected).abs().max() <= GUIDED
     unguided = render_floats(make_renderer(parts), jobs)
     assert (unguided - expected).abs().max() > 0.1
@@ -121,14 +119,6 @@ def test_sigmas_of_a_few_step_checkpoint(stock: StockParts, parts: Parts) -> Non
     assert (ours - expected).abs().max() <= PICTURE
 
 
-def test_a_picture_does_not_depend_on_its_batch_mates(parts: Parts) -> None:
-    renderer = make_renderer(parts, height_px=64, width_px=96)
-    jobs = three_prompts()
-    together = render_floats(renderer, jobs)
-    assert (together - alone(renderer, jobs)).abs().max() <= PICTURE
-    assert apart(render_floats(renderer, jobs), together) <= PICTURE
-
-
 def test_a_start_that_differs_by_a_bit_is_a_group_of_its_own(parts: Parts) -> None:
     """As adapters of two versions would give; the pictures stay right."""
     renderer = make_renderer(parts)
@@ -150,11 +140,11 @@ def test_a_groups_sources_are_gone_through_once(parts: Parts) -> None:
     sources = references(2)
     jobs = make_group([tiny.WORDS[i % 3] for i in range(8)], sources)
     rows = [renderer._row(job, job.payload.embeds) for job in jobs]
-    given = renderer._forward(rows, (8, 4))
-    start = rows[0].start + 3 * sum(len(place) for place in jobs[0].payload.pictures)
+    given = renderer._denoiser.prepare(in_groups(rows), (8, 4))
+    start = rows[0].start_len + 3 * sum(len(place) for place in jobs[0].payload.pictures)
     assert given.start_lens == (start,)
     assert {len(part) for layer in given.starts for part in layer} == {start}
-    assert {len(layer[0]) for layer in given.words} == {sum(len(r.states) - r.start for r in rows)}
+    assert {len(layer[0]) for layer in given.words} == {sum(len(row.words) for row in rows)}
 
 
 def test_a_batch_that_shows_too_many_pictures_is_drawn_in_turns(parts: Parts) -> None:
@@ -193,10 +183,11 @@ def test_what_cannot_be_rendered_is_said(parts: Parts) -> None:
     renderer = make_renderer(parts, max_pictures=1)
     outcomes = dict(renderer.render([many, long]))
     assert [isinstance(outcome, RenderFailure) for outcome in outcomes.values()] == [True, True]
-    assert outcomes[0].reason == "too_many_sources: 2; renderer.max_pictures is 1"
-    assert outcomes[0].blame == "renderer"
-    assert outcomes[1].reason == "too_long: 8193 positions of text and pictures, room for 8192"
-    assert outcomes[1].blame == "policy"
+    assert [names(outcomes[0].reason, "too_many_sources: 2 ... 1"), outcomes[0].blame] == [
+        True,
+        "renderer",
+    ]
+    assert names(outcomes[1].reason, "too_long: 8193 ... 8192") and outcomes[1].blame == "policy"
     guided = make_renderer(parts, true_cfg_scale=2.0)
     with pytest.raises(ValueError, match="negative_embeds"):
         list(guided.render([make_job(tiny.WORDS[0], [], 0)]))

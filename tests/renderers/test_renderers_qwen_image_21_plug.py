@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import tiny_qwen_image_21 as tiny
 from tiny_messages import names
-from tiny_qwen_image_21 import make_job, references, render_floats
+from tiny_qwen_image_21 import references
 from tiny_run import run_config
 
 from rl.api.plug import Resources
-from rl.api.types import Sample
 from rl.policies.shared.prompting import PICTURE as BRACKET
 from rl.policies.shared.prompting import for_pictures
 from rl.renderers.qwen_image_21.qwen_image_21 import QwenImage21
-from rl.renderers.qwen_image_21.qwen_image_21_config import Config, condition_sizes
+from rl.renderers.qwen_image_21.qwen_image_21_config import Config, condition_sizes, drawn_size
 from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop
-from rl.renderers.qwen_image_21.welded import areas_px
+from rl.renderers.qwen_image_21.size_check import areas_px
 
 PROCESSOR_BOUNDS = {"image_min_pixels": 1, "image_max_pixels": 10**9}
 
@@ -95,17 +94,18 @@ def test_the_plan_counts_the_sources_keys_by_hand() -> None:
 
     keys, forward = 4096 * 32 * 2 * 4096 * 2, 18 * 4096 * 4096 * 2
     assert bytes_of(max_pictures=3) - bytes_of(max_pictures=2) == keys + forward
-    guided = bytes_of(max_pictures=1, true_cfg_scale=2.0, cfg_in_one_forward=False)
+    guided = bytes_of(max_pictures=1, true_cfg_scale=2.0)
     words = 512 * 32 * 2 * 4096 * 2
+    # The two rows' pictures are as many tokens as the two passes' sources.
     assert guided - bytes_of(max_pictures=1) == keys + words + forward
 
 
 def test_the_last_source_decides_the_size(folder: Path) -> None:
-    plug = QwenImage21(make_config(folder), Resources(None, "cpu"))
-    assert plug.size_bucket(Sample("s", "", tuple(references(2)))) == (64, 64)
-    assert plug.size_bucket(Sample("s", "", tuple(references(3)))) == (32, 96)
-    assert plug.size_bucket(Sample("s", "")) == (64, 64)
-    assert plug.state_dim == tiny.STATE_DIM
+    config = make_config(folder)
+    assert QwenImage21(config, Resources(None, "cpu")).state_dim == tiny.STATE_DIM
+    sizes = [picture.size for picture in references(3)]
+    assert drawn_size(config, sizes[:2]) == drawn_size(config, []) == (64, 64)
+    assert drawn_size(config, sizes) == (32, 96)
 
 
 def test_a_few_step_checkpoint_brings_its_sigmas(folder: Path, tmp_path: Path) -> None:
@@ -124,19 +124,3 @@ def test_a_few_step_checkpoint_brings_its_sigmas(folder: Path, tmp_path: Path) -
     (tmp_path / "model_index.json").write_text(json.dumps(index | {"sample_sigmas": "low"}))
     (problem,) = problems(make_config(tmp_path))
     assert names(problem, "sample_sigmas ... (0, 1]")
-
-
-def test_weights_of_8_bits_move_the_picture_and_not_far(folder: Path) -> None:
-    job, other = (make_job(words, references(1), 3) for words in tiny.WORDS[:2])
-    exact, far = (render_floats(load(make_config(folder)), [one]) for one in (job, other))
-    near = render_floats(load(make_config(folder, fp8="storage")), [job])
-    assert 0 < (near - exact).abs().mean() < (far - exact).abs().mean() / 2
-
-
-def test_a_step_that_is_extrapolated_is_not_computed(folder: Path) -> None:
-    """Of 8 steps the first three, then each second."""
-    loop = load(make_config(folder, num_steps=8, step_cache_interval=2))
-    predict, seen = loop._predict, []
-    loop._predict = lambda *given: seen.append(1) or predict(*given)  # type: ignore[method-assign]
-    render_floats(loop, [make_job(tiny.WORDS[0], [], 3)])
-    assert len(seen) == 5

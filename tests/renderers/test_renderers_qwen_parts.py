@@ -1,4 +1,4 @@
-"""What the editor's loop leaves out: every saving against diffusers' own modules, and counted."""
+"""What the editor leaves out or rounds, against diffusers' own modules, and counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import tiny_editor
 import torch
 from diffusers.image_processor import VaeImageProcessor
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from tiny_editor import StockParts, make_states
 from tiny_rounding import PICTURE, PRODUCT
 from torch import nn
@@ -19,8 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from rl.api.plug import Resources
 from rl.api.types import RenderFailure
 from rl.renderers import qwen_image_edit
-from rl.renderers.qwen_image import modulation
-from rl.renderers.qwen_image.modulation import ModulationTables, build_table
+from rl.renderers.qwen_image import fp8, modulation, qwen_image_denoiser
+from rl.renderers.qwen_image.fp8 import EIGHT_BITS, Fp8Linear, round_blocks
+from rl.renderers.qwen_image.modulation import (
+    ModulationTables,
+    build_table,
+    move_without_modulation,
+)
+from rl.renderers.qwen_image.qwen_image_components import lay_out
 from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser
 from rl.renderers.qwen_image.vae2d import FrameVae
 from rl.renderers.shared.decoding import to_pictures
@@ -108,7 +113,7 @@ def test_a_schedule_is_run_through_the_modulation_once(monkeypatch: pytest.Monke
 def test_a_picture_with_nan_or_infinity_is_a_failure_and_its_neighbours_are_not() -> None:
     decoded = torch.zeros(4, 3, 8, 8)
     decoded[1, 0, 0, 0], decoded[2, 1, 2, 3], decoded[3] = math.nan, math.inf, -2.0
-    pictures = to_pictures(decoded, VaeImageProcessor())
+    pictures = to_pictures(decoded, VaeImageProcessor().postprocess)
     assert [isinstance(one, RenderFailure) for one in pictures] == [False, True, True, False]
 
 
@@ -143,7 +148,7 @@ def test_a_step_equals_the_stock_forward(stock: StockParts) -> None:
         img_shapes=[SHAPES] * 4,
         return_dict=False,
     )[0][:, :NUM_TARGETS]
-    denoiser = Denoiser(transformer, dispatch_attention_fn)
+    denoiser = Denoiser(transformer)
     given = denoiser.prepare(states, sources, SHAPES)
     velocity = denoiser.velocity(latents, given, build_table(transformer, TIMESTEPS)[1])
     torch.testing.assert_close(velocity, expected, atol=PICTURE, rtol=PICTURE)
@@ -158,12 +163,13 @@ def plain_attention(
     return (weights @ values).transpose(1, 2)
 
 
-def test_a_step_costs_its_arithmetic_and_no_more() -> None:
+def test_a_step_costs_its_arithmetic_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand, multiply-adds of two blocks of width 32: a token that goes on costs 12 D^2 a block
     (4 in attention, 8 in the MLP) and 2 D per key it reads; in the last block only the picture's
     tokens go on, the others give keys and values, 2 D^2. D from 16 channels and back once."""
     transformer = tiny_editor.make_stock().transformer
-    denoiser = Denoiser(transformer, plain_attention)
+    monkeypatch.setattr(qwen_image_denoiser, "attention", plain_attention)
+    denoiser = Denoiser(transformer)
     width, words = 32, (9, 5)
     latents, sources = torch.zeros(2, NUM_TARGETS, 16), torch.zeros(2, NUM_SOURCE, 16)
     given = denoiser.prepare([make_states(0, length) for length in words], sources, SHAPES)
@@ -175,3 +181,51 @@ def test_a_step_costs_its_arithmetic_and_no_more() -> None:
         expected += tokens * (12 * width**2 + 2 * width * tokens)
         expected += NUM_TARGETS * (12 * width**2 + 2 * width * tokens) + others * 2 * width**2
     assert count_flops(lambda: denoiser.velocity(latents, given, table[0])) == 2 * expected
+
+
+def test_rows_are_rounded_to_three_bits_each_by_its_own_largest() -> None:
+    """By hand: the largest of a row becomes 448, and next to that the format counts in steps of 32:
+    of 28, in twos. 17 and 19 lie halfway and go to the one whose last bit is 0."""
+    linear = nn.Linear(4, 2, bias=False)
+    linear.weight.data = torch.tensor([[7.0, 1.0, -3.0, 0.0], [0.014, 0.002, -0.006, 0.0]])
+    rounded = Fp8Linear(linear)
+    assert rounded.weight.dtype == EIGHT_BITS
+    torch.testing.assert_close(rounded.scale, torch.tensor([[7 / 448], [0.014 / 448]]))
+    torch.testing.assert_close(rounded(torch.eye(4)), linear.weight.T)
+    linear.weight.data = torch.tensor([[28.0, 17.0, 1.0, 0.0], [-28.0, 19.0, 0.0, 0.0]])
+    expected = torch.tensor([[28.0, 16.0, 1.0, 0.0], [-28.0, 20.0, 0.0, 0.0]])
+    torch.testing.assert_close(Fp8Linear(linear)(torch.eye(4)), expected.T)
+
+
+def test_the_device_never_holds_more_than_one_part_of_a_block_unrounded(monkeypatch) -> None:
+    """The meta device stands for a GPU: what is there is known, and takes nothing."""
+    transformer, held_bytes = tiny_editor.make_parts().transformer, []
+    blocks = transformer.transformer_blocks
+
+    def weighed(linear: nn.Linear) -> Fp8Linear:
+        there = [p.nbytes for p in blocks.parameters() if p.is_meta and p.ndim == 2]
+        held_bytes.append(sum(there))
+        return Fp8Linear(linear)
+
+    monkeypatch.setattr(fp8, "Fp8Linear", weighed)
+    largest = max(sum(p.nbytes for p in part.parameters()) for part in blocks[0].children())
+    config = qwen_image_edit.Config(type="x", fp8="storage")
+    lay_out(transformer, config, "meta", move_without_modulation)
+    assert len(held_bytes) == 2 * 12 and max(held_bytes) <= largest
+    assert transformer.proj_out.weight.is_meta and not blocks[0].img_mod[1].weight.is_meta
+
+
+def test_8_bits_move_a_picture_a_little_and_take_half_the_memory() -> None:
+    jobs, parts = tiny_editor.three_jobs(), tiny_editor.make_parts()
+    exact = tiny_editor.render_floats(tiny_editor.make_renderer(parts), jobs)
+    round_blocks(parts.transformer, "cpu")
+    kinds = [type(m) for m in parts.transformer.transformer_blocks.modules()]
+    # Eight in attention and two in each of two MLPs; modulation is not among them.
+    assert (kinds.count(Fp8Linear), kinds.count(nn.Linear)) == (2 * 12, 2 * 2)
+    moved = tiny_editor.render_floats(tiny_editor.make_renderer(parts), jobs)
+    assert 1e-4 < (moved - exact).abs().mean() < 0.03
+    half, whole = (
+        qwen_image_edit.QwenImageEdit.parameter_counts(qwen_image_edit.Config(type="x", fp8=mode))
+        for mode in ("storage", "off")
+    )
+    assert half == whole | {"transformer": whole["transformer"] / 2}

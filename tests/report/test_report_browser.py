@@ -194,8 +194,7 @@ def test_filters_orders_and_a_link_to_them(tab: Tab) -> None:
     assert "part=viescore" in tab.page.url and "pmax=0.7" in tab.page.url
     tab.go("#held-out&a=other_eval_000004", ".card")
     assert count() == "5 of 5 samples; 0 gained, 0 lost.", "the other run is the same"
-    tab.go("#training&sort=judge", "tbody tr")
-    assert tab.texts("tbody .what")[0].startswith("instruction 2")
+    tab.go("#training", "tbody tr")
     choose.locator("[name=q]").fill("instruction 1")
     assert count() == "4 of 12 groups."
     choose.locator("[name=q]").fill("")

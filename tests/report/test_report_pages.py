@@ -15,7 +15,6 @@ from tiny_report import EVIL, NUM_GROUPS, episode, write_episodes, write_run
 
 from rl.files.atomic import json_line
 from rl.report import episode_rows, pages, tokens
-from rl.report.disagreement import num_readings
 from rl.report.pages import MAX_PAGE_BYTES, refresh
 from rl.report.reading import picture, picture_of
 from rl.report.script import literal, value_of
@@ -40,11 +39,8 @@ def test_a_group_has_all_that_its_episodes_say(run_dir: Path) -> None:
     assert (page["it"], page["starts"], page["cut"]) == (2, [0], None)
     assert page["parts"] == ["viescore", EVIL]
     group = page["rows"][2]
-    assert (group["id"], group["cat"], group["say"]) == (
-        "train-2",
-        "erase",
-        f"instruction 2 {EVIL}",
-    )
+    assert (group["id"], group["cat"]) == ("train-2", "erase")
+    assert group["say"] == f"instruction 2 {EVIL}"
     assert group["src"] == "images/it_000002/rank0_g02_source.png" and group["goal"] is None
     scored, lost = group["of"]
     assert (scored["r"], scored["adv"], scored["seed"], scored["s"]) == (0.5, 0.5, 77, 0.25)
@@ -94,47 +90,11 @@ def test_what_groups_are_found_by(run_dir: Path) -> None:
     refreshed(run_dir)
     found = data(run_dir, "find_000000")
     assert list(found) == ["1", "2", "3", "4"]
-    g, category, say, mean, low, high, spread, status, judge, parts = found["3"]["rows"][1]
+    g, category, say, mean, low, high, spread, status, parts = found["3"]["rows"][1]
     assert (g, category, say.startswith("instruction 1")) == (1, EVIL[:60] + " [...]", True)
     assert (mean, low, high, spread) == (0.375, 0.25, 0.5, 0.125)
     assert status == {"scored": 2} and parts == [0.375, 1.0]
-    assert judge == 0.5, "the means 8 and 7 of the two readings of one question"
     assert found["3"]["rows"][2][7] == {"scored": 1, "ungraded": 1}
-
-
-def test_replies_that_were_asked_for_again_tell_nothing_of_disagreement() -> None:
-    row = episode(1, 1, 0)
-    assert episode_rows.disagreement([row], {"viescore": 2}) == 0.5
-    assert episode_rows.disagreement([row], {}) is None
-    row["replies"]["viescore"].append("what?")
-    assert episode_rows.disagreement([row], {"viescore": 2}) is None
-
-
-def test_every_shipped_reward_that_reads_more_than_once_is_seen() -> None:
-    """`edit_quality` reads three times by itself, and names its marks otherwise."""
-    config = {
-        "rewards": {
-            "a": {"type": "edit_quality"},
-            "b": {"type": "edit_quality", "n_evals": 2},
-            "c": {"type": "viescore"},
-            "d": {"type": "accuracy"},
-            "e": {"type": "os.path", "n_evals": 4},
-            "f": {"type": "a.stranger"},
-            "g": {"type": ["viescore"], "n_evals": True},
-            "h": None,
-        }
-    }
-    assert num_readings(config) == {"a": 3, "b": 2, "c": 1, "e": 4}
-    marks = [(0.5, 1.0), (0.5, 0.0), (0.5, 0.5)]
-    said = [json.dumps({"why": "x", "alignment": a, "quality": q}) for a, q in marks]
-    counts = {"a": 3}
-    assert episode_rows.disagreement([{"replies": {"a": said}}], counts) == 0.408, (
-        "of quality alone"
-    )
-    steady = [json.dumps({"alignment": [1, {"of": 2}], "sure": True})] * 3
-    assert episode_rows.disagreement([{"replies": {"a": steady}}], counts) == 0.0
-    for strange in ("[" * 100_000, '{"a": ' * 10_000, "{}", '{"a": NaN}', '{"a": 1e400}', None):
-        assert episode_rows.disagreement([{"replies": {"a": [strange] * 3}}], counts) is None
 
 
 def test_only_what_changed_is_made_again(run_dir: Path) -> None:
@@ -146,8 +106,10 @@ def test_only_what_changed_is_made_again(run_dir: Path) -> None:
     for name in ("it_000003", "find_000000"):
         (run_dir / f"report/data/{name}.js").unlink()
         assert refreshed(run_dir) == 5 + 1
-    (run_dir / "report/data/made_of.json").write_text("{")
-    assert refreshed(run_dir) == 5 + 1 + 2
+    note = run_dir / "report/data/made_of.json"
+    for damaged in ("{", note.read_text().replace('"stamp"', '"other"')):
+        note.write_text(damaged)
+        assert refreshed(run_dir) == 5 + 1 + 2
 
 
 def test_pages_of_a_copied_run_are_made_anew(run_dir: Path, tmp_path: Path) -> None:
@@ -165,34 +127,16 @@ def test_pages_of_a_copied_run_are_made_anew(run_dir: Path, tmp_path: Path) -> N
     assert {path.name: path.read_text() for path in folder.glob("*.js")} == whole
 
 
-def test_what_is_remembered_may_be_anything(run_dir: Path) -> None:
-    refreshed(run_dir)
-    path = run_dir / "report/data/made_of.json"
-    whole = json.loads(path.read_text())
-    for key in ("groups", "files", "stamp", "damaged"):
-        parts = {
-            name: {k: v for k, v in part.items() if k != key}
-            for name, part in whole["parts"].items()
-        }
-        path.write_text(json.dumps({**whole, "parts": parts}))
-        assert refreshed(run_dir) >= 4
-
-
 def test_what_a_rewind_took_away_is_gone_from_the_report(run_dir: Path) -> None:
     refreshed(run_dir)
     (run_dir / "episodes/it_000004.rank0.jsonl").unlink()
+    for path in (run_dir / "images/it_000001").iterdir():
+        path.unlink()
     mine = run_dir / "report/data/mine.js"
     mine.touch()
     refreshed(run_dir)
     assert not (run_dir / "report/data/it_000004.js").exists() and mine.exists()
     assert list(data(run_dir, "find_000000")) == ["1", "2", "3"]
-
-
-def test_forgotten_pictures_are_not_named(run_dir: Path) -> None:
-    refreshed(run_dir)
-    for path in (run_dir / "images/it_000001").iterdir():
-        path.unlink()
-    refreshed(run_dir)
     assert data(run_dir, "it_000001")["rows"][0]["src"] is None
 
 

@@ -119,20 +119,13 @@ WRONG = [
 ]
 
 
-def workers() -> set[psutil.Process]:
-    """Processes that compare formulas for this one."""
-    ours = psutil.Process().children()
-    return {process for process in ours if "maths_worker.py" in " ".join(process.cmdline())}
+def worker_of(reward: accuracy.Accuracy) -> psutil.Process:
+    """The process that compares its formulas."""
+    return psutil.Process(reward._maths._process.pid)
 
 
 @pytest.fixture(scope="module")
-def strangers() -> set[psutil.Process]:
-    """Workers of rewards that other files made. The ones made here are closed, but for `reward`."""
-    return workers()
-
-
-@pytest.fixture(scope="module")
-def reward(strangers: set[psutil.Process]) -> Iterator[accuracy.Accuracy]:
+def reward() -> Iterator[accuracy.Accuracy]:
     reward = make(accuracy, accuracy.Config(max_cpu_s=1))
     yield reward
     reward.close()
@@ -260,28 +253,26 @@ def test_a_long_answer_is_only_long(answer: str) -> None:
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_meant_for_the_run_does_not_end_the_worker(
-    reward: accuracy.Accuracy, strangers: set[psutil.Process], stop: signal.Signals
+    reward: accuracy.Accuracy, stop: signal.Signals
 ) -> None:
     grade(reward, answered("3"), "2\\sqrt{2}x")  # it runs
-    before = workers()
-    [worker] = before - strangers
+    worker = worker_of(reward)
     worker.send_signal(stop)
     assert grade(reward, answered(f"x\\sqrt{{8}} - {stop} + {stop}"), "2\\sqrt{2}x").value == 1.0
-    assert workers() == before
+    assert worker_of(reward) == worker
 
 
 def test_a_worker_that_dies_is_replaced_and_blamed_on_the_question_it_died_over(
-    reward: accuracy.Accuracy, strangers: set[psutil.Process]
+    reward: accuracy.Accuracy,
 ) -> None:
     grade(reward, answered("3"), "2\\sqrt{2}x")  # it runs
-    [worker] = workers() - strangers
+    worker = worker_of(reward)
     worker.kill()
     while worker.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
     idle = grade(reward, answered("x\\sqrt{8} + 0"), "2\\sqrt{2}x")
     assert idle.value == 1.0 and idle.parts["undecided"] == 0
-    [worker] = workers() - strangers
-    threading.Timer(0.3, worker.kill).start()
+    threading.Timer(0.3, worker_of(reward).kill).start()
     at_work = grade(reward, answered("(3+x)^{3000}(1-x)^{3000}"), "2\\sqrt{2}x")
     assert at_work.value == 0.0 and at_work.parts["undecided"] == 1
     assert grade(reward, answered("0 + x\\sqrt{8}"), "2\\sqrt{2}x").value == 1.0

@@ -23,7 +23,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "python"
     script.write_text(
         f'#!/bin/bash\necho "$*" >>{tmp_path}/calls\n'
-        f"while [[ ! -e {tmp_path}/go ]]; do sleep 0.02; done\n[[ ! -e {tmp_path}/fail ]]\n"
+        f"while [[ ! -e {tmp_path}/go ]]; do sleep 0.02; done\nexit $(cat {tmp_path}/go)\n"
     )
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
@@ -42,7 +42,7 @@ def test_nobody_waits_and_a_second_is_not_started_beside_the_first(slow: Path) -
         time.sleep(0.01)
     for _ in range(3):
         page.refresh()
-    (slow / "go").touch()
+    (slow / "go").write_text("0")
     page.close()
     words = f"-m rl.commands.report {slow / 'run'} --refresh"
     assert calls(slow) == [words] * 2, "the one under way, and the last"
@@ -63,18 +63,28 @@ def test_a_run_that_failed_or_was_stopped_waits_for_none(slow: Path) -> None:
     assert len(calls(slow)) == 1
 
 
-@pytest.mark.parametrize("starts", [True, False])
-def test_what_goes_wrong_is_said_once(slow: Path, monkeypatch, capsys, starts: bool) -> None:
-    for name in ("go", "fail"):
-        (slow / name).touch()
-    if not starts:
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [(1, "exit code 1 ... rl report"), (page_refresh.BUSY, "another report"), (None, "No such")],
+)
+def test_what_goes_wrong_is_said_once(
+    slow: Path, monkeypatch, capsys, code: int | None, why: str
+) -> None:
+    (slow / "go").write_text(str(code))
+    if code is None:
         monkeypatch.setattr(sys, "executable", str(slow / "none"))
     page = Page(slow / "run", wanted=True)
     page.refresh()
     page.close()
     [said] = capsys.readouterr().err.splitlines()
-    assert "the page could not be refreshed" in said
-    assert not starts or names(said, f"exit code 1 ... rl report {slow / 'run'}")
+    assert names(said, f"the page could not be refreshed ... {why}")
+
+
+def test_a_report_beside_another_is_busy(tmp_path: Path, monkeypatch) -> None:
+    run_dir = write_run(tmp_path / "run", num_iterations=1)
+    monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
+    with folder.to_oneself(run_dir / "report"):
+        assert report.main([str(run_dir), "--refresh"]) == page_refresh.BUSY
 
 
 def test_none_is_left_behind(slow: Path, monkeypatch, capsys) -> None:
@@ -86,26 +96,6 @@ def test_none_is_left_behind(slow: Path, monkeypatch, capsys) -> None:
     assert page._process is None and len(calls(slow)) == 1
     said = capsys.readouterr().err
     assert names(said, f"0.2 s ... rl report {slow / 'run'}")
-
-
-def test_a_report_that_the_user_makes_is_no_reason_to_warn(tmp_path, monkeypatch, capsys) -> None:
-    """But the last page says that it lacks what came last."""
-    run_dir = write_run(tmp_path / "run", num_iterations=1)
-    monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
-    with folder.to_oneself(run_dir / "report"):
-        assert report.main([str(run_dir), "--refresh"]) == page_refresh.BUSY
-        capsys.readouterr()
-        script = tmp_path / "python"
-        script.write_text(f"#!/bin/bash\nexit {page_refresh.BUSY}\n")
-        script.chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(script))
-        page = Page(run_dir, wanted=True)
-        page.refresh()
-        while page._is_running():
-            time.sleep(0.01)
-        assert capsys.readouterr().err == ""
-        page.close()
-    assert "another report" in capsys.readouterr().err
 
 
 def test_a_real_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

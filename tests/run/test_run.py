@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,17 +13,20 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from tiny_ranks import run_ranks
 from tiny_run import episode, run_config
 
 from rl import train
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Status
+from rl.console.console import PhaseTimer
 from rl.ranks.dist import Dist
 from rl.record.writer import BackgroundWriter
 from rl.rollout.graded_groups import GradedGroup
 from rl.run.checkpointing import Checkpointing
 from rl.run.checks import Checks
-from rl.run.recording import Recording
+from rl.run.metric_table import doc_of
+from rl.run.recording import Recording, rank_times
 from rl.run.run import PendingStep, Run
 from rl.run.set_up import _restore
 from rl.run.watch import Watch
@@ -30,9 +34,9 @@ from rl.run.watch import Watch
 
 def checkpointing_in(folder: Path, save: Callable[..., Path | None], held: Any) -> Checkpointing:
     """`held`: what the last finished iteration holds in host memory."""
-    checkpoints: Any = SimpleNamespace(save=save, save_alone=save)
+    checkpoints: Any = SimpleNamespace(save=save, save_alone=save, folder=folder / "checkpoints")
     last: Any = SimpleNamespace(read=lambda: held, held=lambda: held, done=1)
-    return Checkpointing({}, Dist(), folder, 9, checkpoints, BackgroundWriter(folder), last)
+    return Checkpointing({}, Dist(), 9, checkpoints, BackgroundWriter(folder), last)
 
 
 @pytest.mark.parametrize("is_held", [False, True])
@@ -86,14 +90,13 @@ def test_a_cause_of_ungraded_episodes_is_said_once(capsys: pytest.CaptureFixture
     lost = replace(
         good, status=Status.UNGRADED, reward=None, failure="mine: raised KeyError: 'answer'"
     )
-    rollout = SimpleNamespace(episodes=[[good] * 9 + [lost]], reward_errors={}, pictures=[])
+    rollout = SimpleNamespace(episodes=[[good] * 9 + [lost]], num_drawn=9, render_failures=[])
     rollout.groups = lambda timer, stop: iter(enumerate(rollout.episodes))
     rollout.finished = lambda: rollout
     for iteration in range(2):
         assert len(list(run.graded_groups(PendingStep(iteration, rollout, MagicMock())))) == 1
     assert capsys.readouterr().err == (
-        "WARNING: rank 0: 1 completions ungraded: mine: raised KeyError (said once; each is in "
-        "episodes/)\n"
+        "WARNING: rank 0: ungraded: mine: raised KeyError (said once; each is in episodes/)\n"
     )
 
 
@@ -147,3 +150,38 @@ def test_an_episode_that_waits_to_be_written_holds_nothing_of_the_device(tmp_pat
     writer.flush()
     assert len(seen) == 2, "the group's completion and its bare arm"
     assert all(one.image is kept.image and not one.prompt.model_inputs for one in seen)
+
+
+def test_the_slowest_rank_and_in_which_phase() -> None:
+    seconds = [
+        {"generate": 2.0, "learn": 3.0},
+        {"generate": 1.0, "learn": 9.0},
+        {"generate": 1.0, "learn": 3.0, "evaluate": 0.5},
+    ]
+    metrics = rank_times(seconds)
+    assert metrics == {
+        "time/generate_max_over_median": 2.0,
+        "time/learn_max_over_median": 3.0,
+        "time/iteration_max_over_median": 2.0,
+        "time/slowest_rank": 1.0,
+    }
+    assert all(map(doc_of, metrics))
+    assert rank_times(seconds[:1]) == {}, "one rank is not compared with itself"
+
+
+def wait_for_rank_1() -> list[dict[str, float]]:
+    dist, timer = Dist.from_env("cpu"), PhaseTimer()
+    dist.barrier()
+    with timer.phase("learn"):
+        time.sleep(0.6 * dist.rank)
+        dist.barrier()
+    gathered = dist.gather(timer.own_seconds())
+    assert timer.lap()["time/learn_s"] > 0.5, "the wall clock's"
+    dist.close()
+    return gathered
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_is_not_slow() -> None:
+    (of_0, of_1), _ = run_ranks(wait_for_rank_1, 2)
+    assert of_1["learn"] > 0.5 > of_0["learn"]

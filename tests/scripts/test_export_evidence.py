@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
+from tiny_report import held_out, write_held_out, write_lines
 
 from rl.commands.export_evidence import gather
 from rl.publish.model_card import Evidence
 
 REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2], 16: [1.0, 1.0, 1.0, 1.0]}
-
-
-def write_lines(file: Path, rows: Sequence[Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def record(i: int, reward: float | None, **changes: Any) -> dict[str, Any]:
-    return {
-        "id": f"s{i}",
-        "category": "ab"[i % 2],
-        "instruction": f"ask {i}",
-        "completion": f"write {i}",
-        "reward": reward,
-        "bare_reward": 0.25,
-        "source_file": "source.png",
-        "bare_file": None,
-        "image_file": "image.png",
-        **changes,
-    }
 
 
 @pytest.fixture
@@ -44,8 +23,7 @@ def run_dir(tmp_path: Path) -> Path:
     rows[8] |= {"drift/alarm": 1.0}
     write_lines(tmp_path / "metrics.jsonl", rows)
     for iteration, rewards in REWARDS.items():
-        folder = tmp_path / "evaluation" / f"it_{iteration:06d}"
-        write_lines(folder / "records.jsonl", [record(i, r) for i, r in enumerate(rewards)])
+        folder = write_held_out(tmp_path, iteration, [held_out(*one) for one in enumerate(rewards)])
         Image.new("RGB", (64, 48), "blue").save(folder / "source.png")
         Image.new("RGB", (1600, 1200), "red").save(folder / "image.png")
     return tmp_path
@@ -71,9 +49,7 @@ def test_it_tells_of_the_model_and_not_of_a_later_one(run_dir: Path) -> None:
     assert bare.num_samples == 4 and bare.old == 0.25 and bare.new == pytest.approx(0.6)
     assert [sample.instruction for sample in evidence.samples] == [f"ask {i}" for i in range(4)]
     assert evidence.samples[2].rewards == (None, 0.8)
-    assert gather(run_dir, 7, run_dir / "none", True) is None, (
-        "one held-out run: no before and after"
-    )
+    assert gather(run_dir, 7, run_dir / "none", True) is None, "only one held-out run by then"
 
 
 def test_pictures_are_drawn_anew_beside_the_card(run_dir: Path) -> None:
@@ -83,41 +59,25 @@ def test_pictures_are_drawn_anew_beside_the_card(run_dir: Path) -> None:
     assert there == {*files, evidence.curve} and len(files) == 12
     with Image.open(run_dir / "out" / "pictures" / "01_after.png") as image:
         assert image.size == (512, 384)
+    (run_dir / "out").rename(run_dir / "with")
+    without = found(run_dir, with_pictures=False)
+    assert without.curve is None and not any(sample.files for sample in without.samples)
+    assert not list((run_dir / "out").iterdir())
 
 
-def test_where_nothing_is_edited_the_first_picture_is_what_the_users_words_give(
-    run_dir: Path,
-) -> None:
+def test_a_sample_shows_all_its_sources_or_the_users_words(run_dir: Path) -> None:
+    others = (["image.png", "source.png"], "no")
     for iteration in (0, 8):
-        folder = run_dir / "evaluation" / f"it_{iteration:06d}"
-        rows = [record(0, 0.5, source_file=None, bare_file="source.png")]
-        write_lines(folder / "records.jsonl", rows)
-    [sample] = found(run_dir).samples
-    assert sample.files[0] == "pictures/01_own_words.png"
-
-
-def test_all_of_several_sources_are_shown(run_dir: Path) -> None:
-    for iteration in (0, 8):
-        folder = run_dir / "evaluation" / f"it_{iteration:06d}"
-        others = ["image.png", "source.png"]
-        rows = [record(0, 0.5, other_source_files=others), record(1, 0.5, other_source_files="no")]
-        write_lines(folder / "records.jsonl", rows)
-    three, one = found(run_dir).samples
+        rows = [held_out(i, 0.5, other_source_files=files) for i, files in enumerate(others)]
+        rows.append(held_out(2, 0.5, source_file=None, bare_file="source.png"))
+        write_held_out(run_dir, iteration, rows)
+    three, one, none = found(run_dir).samples
+    assert none.files[0] == "pictures/03_own_words.png"
     names = ("source", "source2", "source3", "before", "after")
     assert three.files == tuple(f"pictures/01_{name}.png" for name in names)
-    assert [file.rpartition("_")[2] for file in one.files] == [
-        "source.png",
-        "before.png",
-        "after.png",
-    ]
+    assert one.files == tuple(f"pictures/02_{name}.png" for name in ("source", *names[-2:]))
     with Image.open(run_dir / "out" / three.files[1]) as image:
         assert image.getpixel((0, 0)) == (255, 0, 0)
-
-
-def test_without_pictures_nothing_is_drawn(run_dir: Path) -> None:
-    evidence = found(run_dir, with_pictures=False)
-    assert evidence.curve is None and not any(sample.files for sample in evidence.samples)
-    assert not list((run_dir / "out").iterdir())
 
 
 def test_what_is_no_picture_of_that_folder_is_not_taken_along(run_dir: Path) -> None:
@@ -126,25 +86,21 @@ def test_what_is_no_picture_of_that_folder_is_not_taken_along(run_dir: Path) -> 
     os.symlink(run_dir / "private.png", folder / "link.png")
     (folder / "words.png").write_text("no picture")
     names = ("../../private.png", "link.png", "words.png", str(run_dir / "private.png"), 7)
-    write_lines(
-        folder / "records.jsonl", [record(i, 0.5, image_file=n) for i, n in enumerate(names)]
-    )
-    before = run_dir / "evaluation" / "it_000000" / "records.jsonl"
-    write_lines(before, [record(i, 0.5) for i in range(5)])
+    write_held_out(run_dir, 8, [held_out(i, 0.5, image_file=n) for i, n in enumerate(names)])
+    write_held_out(run_dir, 0, [held_out(i, 0.5) for i in range(5)])
     evidence = found(run_dir)
     assert len(evidence.samples) == 5 and not any(sample.files for sample in evidence.samples)
 
 
 def test_records_that_no_run_writes_are_left_out(run_dir: Path) -> None:
     strange: list[Any] = [
-        {"id": "s0"}, [1], "x", record(1, 0.5) | {"reward": "high"}, record(2, 0.5, category=[1]),
-        record(3, 0.5, instruction=None), record(4, 0.5, bare_reward={}), record(5, 0.5),
+        {"id": "s0"}, [1], "x", held_out(1, "high"), held_out(2, 0.5, category=[1]),
+        held_out(3, 0.5, instruction=None), held_out(4, 0.5, bare_reward={}), held_out(5, 0.5),
     ]  # fmt: skip
     for iteration in (0, 8):
-        write_lines(run_dir / "evaluation" / f"it_{iteration:06d}" / "records.jsonl", strange)
-    write_lines(
-        run_dir / "metrics.jsonl", [{"iteration": "x"}, {"iteration": 1, "reward/mean": []}]
-    )
+        write_held_out(run_dir, iteration, strange)
+    lines = [{"iteration": "x"}, {"iteration": 1, "reward/mean": []}]
+    write_lines(run_dir / "metrics.jsonl", lines)
     evidence = found(run_dir)
     assert [sample.instruction for sample in evidence.samples] == ["ask 5"]
     assert evidence.drift_alarms is None and evidence.ungraded_share is None

@@ -26,6 +26,7 @@ from rl.api.types import Prompt, Sample, SamplingParams
 from rl.checkpoints.checkpoint import _seal, model_folder
 from rl.commands import export
 from rl.engines.transformers import TransformersEngine
+from rl.engines.vllm import vllm as vllm_engine
 from rl.policies import qwen2_5_vl
 from rl.policies.emu3 import emu3
 from rl.policies.qwen_vl import qwen_vl_loading
@@ -65,11 +66,8 @@ def move_from_zero(module: torch.nn.Module) -> None:
 
 
 def samples() -> list[Sample]:
-    source = shape_questions.ShapeQuestions(
-        MadeConfig(type="shape_questions", num_samples=8, seed=3),
-        RowRules(),
-    )
-    return [source[i] for i in range(8)]
+    config = MadeConfig(type="shape_questions", num_samples=8, seed=3)
+    return list(map(shape_questions.ShapeQuestions(config, RowRules()).__getitem__, range(8)))
 
 
 def greedy(policy: qwen2_5_vl.Qwen25VL) -> tuple[list[Prompt], list[tuple[int, ...]]]:
@@ -102,31 +100,22 @@ def load(folder: str | Path) -> Any:
     return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
 
 
-def answers(model: Any, prompts: list[Prompt]) -> list[tuple[int, ...]]:
-    """Greedy, by transformers alone."""
-    written = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt.token_ids])
-        types = (ids == model.config.image_token_id).int()
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            mm_token_type_ids=types,
-            **prompt.model_inputs,
-            do_sample=False,
-            max_new_tokens=GREEDY.max_tokens,
-        )
-        written.append(tuple(out[0, len(prompt.token_ids) :].tolist()))
-    return written
-
-
 def test_a_runs_newest_adapter_merged_answers_as_the_policy_did(tmp_path: Path) -> None:
+    """In transformers, and in vLLM."""
     policy = make_policy()
     prompts, expected = greedy(policy)
     run = checkpoint(tmp_path, policy, SECTION)
     export.main([str(run), str(tmp_path / "merged")])
-    assert answers(load(tmp_path / "merged"), prompts) == expected
-    assert answers(load(BASE), prompts) != expected, "the adapter changes nothing"
+    merged = make_policy({**SECTION, "model_path": str(tmp_path / "merged"), "lora": None})
+    assert greedy(merged)[1] == expected
+    assert greedy(make_policy({**SECTION, "lora": None}))[1] != expected
+    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=8)
+    engine = vllm_engine.VllmEngine(config, EngineSetup(merged, "cpu"))
+    try:
+        groups = engine.generate(prompts, GREEDY, [0] * len(prompts))
+        assert [group[0].token_ids for group in groups] == expected
+    finally:
+        engine.close()
 
 
 def test_the_folder_reads_pictures_and_chats_as_the_run_did(tmp_path: Path) -> None:
@@ -151,11 +140,9 @@ def test_the_folder_reads_pictures_and_chats_as_the_run_did(tmp_path: Path) -> N
 
 
 def test_it_is_added_in_float32_and_rounded_once(tmp_path: Path) -> None:
-    policy = make_policy()
-    policy.save_pretrained(str(tmp_path / "adapter"), trained(policy))
-    arguments = [str(tmp_path / "adapter"), str(tmp_path / "merged"), "--dtype", "bfloat16"]
-    export.main(arguments)
-    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    run = checkpoint(tmp_path, make_policy(), SECTION)
+    export.main([str(run), str(tmp_path / "merged"), "--dtype", "bfloat16"])
+    adapter = load_file(model_folder(run) / "adapter_model.safetensors")
     base, merged = (load_file(Path(f) / "model.safetensors") for f in (BASE, tmp_path / "merged"))
     assert all(tensor.dtype == torch.bfloat16 for tensor in merged.values())
     name = "language_model.layers.1.self_attn.o_proj"
@@ -182,25 +169,18 @@ def test_an_editors_text_encoder_is_the_base(tmp_path: Path) -> None:
     run = checkpoint(tmp_path, policy, section)
     noted = run / "checkpoints" / "step_000002" / "model" / "adapter_config.json"
     assert json.loads(noted.read_text())["base_model_name_or_path"] == str(encoder)
-    from_run, from_adapter = tmp_path / "merged", tmp_path / "merged_too"
+    from_run, moved = tmp_path / "merged", tmp_path / "merged_too"
     export.main([str(run), str(from_run)])
-    bare = shutil.copytree(noted.parent, tmp_path / "bare")
     bases = ["--base", words, "--text-encoder-from", str(tmp_path / "editor")]
-    export.main([str(bare), str(from_adapter), *bases, "--dtype", "float32"])
-    merged, base = (load_file(f / "model.safetensors") for f in (from_run, encoder))
+    lost = checkpoint(tmp_path / "lost", policy, section | {"model_path": "gone"})
+    export.main([str(lost), str(moved), *bases])
+    merged, base, again = (load_file(f / "model.safetensors") for f in (from_run, encoder, moved))
     assert all(torch.equal(merged[key], base[key]) for key in merged if "visual" in key)
     assert all(apart(merged[k], base[k]) > 1e-3 for k in merged if "q_proj.weight" in k)
-    # Bare, it says itself what it belongs to.
-    export.main([str(bare), str(tmp_path / "alone"), "--dtype", "float32"])
-    alone = load_file(tmp_path / "alone" / "model.safetensors")
-    assert all(apart(merged[key], alone[key]) <= PRODUCT for key in merged)
-    again = load_file(from_adapter / "model.safetensors")
     assert all(apart(merged[key], again[key]) <= PRODUCT for key in merged)
 
 
-@pytest.mark.parametrize("is_bare", [False, True])
-def test_a_qwen3_adapter_gives_a_qwen3(tmp_path: Path, is_bare: bool) -> None:
-    """Of a folder that lies alone its own files say which policy it is of."""
+def test_a_qwen3_adapter_gives_a_qwen3(tmp_path: Path) -> None:
     from transformers import Qwen2VLImageProcessorPil, Qwen3VLForConditionalGeneration
 
     base = tiny_qwen3.save_policy_folder(tmp_path / "base", tied=True)
@@ -208,8 +188,7 @@ def test_a_qwen3_adapter_gives_a_qwen3(tmp_path: Path, is_bare: bool) -> None:
     policy = tiny_qwen3.make_qwen3(base, "text", template=None)
     move_from_zero(policy.module)
     run = checkpoint(tmp_path, policy, section)
-    source = shutil.copytree(model_folder(run), tmp_path / "bare") if is_bare else run
-    export.main([str(source), str(tmp_path / "merged"), "--dtype", "float32"])
+    export.main([str(run), str(tmp_path / "merged")])
     merged = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "merged")
     assert Qwen2VLImageProcessorPil.from_pretrained(tmp_path / "merged").patch_size == 16
     prompt = policy.build_prompt(tiny_qwen.sample(0))
@@ -222,9 +201,8 @@ def test_a_qwen3_adapter_gives_a_qwen3(tmp_path: Path, is_bare: bool) -> None:
         with policy.reference():
             assert (policy.module(batch).hidden - states).abs().max() > 1e-2
     assert (out.last_hidden_state[0] - states).abs().max() < NATS
-    if not is_bare:
-        card = (tmp_path / "merged" / "README.md").read_text()
-        assert "Qwen3VLForConditionalGeneration" in card and "qwen3_vl policy" in card
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert "Qwen3VLForConditionalGeneration" in card and "qwen3_vl policy" in card
 
 
 def test_an_emu3_adapter_gives_an_emu3(tmp_path: Path) -> None:
@@ -257,10 +235,9 @@ def test_a_merge_that_fails_midway_leaves_nothing(tmp_path, monkeypatch) -> None
     def fail(config: Any) -> None:
         raise OSError("disk full")
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="disk full"):
         patch.setattr(qwen_vl_loading, "load_image_processor", fail)  # the last to be written
-        with pytest.raises(SystemExit, match="disk full"):
-            export.main([str(run), str(tmp_path / "merged")])
+        export.main([str(run), str(tmp_path / "merged")])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     (tmp_path / ".merged.rl-export").mkdir()  # of an export that was killed
     (tmp_path / ".merged.rl-export" / "model-00009.safetensors").touch()
@@ -269,14 +246,14 @@ def test_a_merge_that_fails_midway_leaves_nothing(tmp_path, monkeypatch) -> None
     assert not list((tmp_path / "merged").glob("model-*"))
 
 
-def test_what_cannot_be_exported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     def refusal(*arguments: str) -> str:
         with pytest.raises(SystemExit) as refused:
             export.main(list(arguments))
         return str(refused.value)
 
     target = str(tmp_path / "target")
-    assert names(refusal(BASE, target, "--as", "adapter"), "adapter ... --as model")
+    assert "belongs to no run" in refusal(BASE, target)
     assert "neither an adapter" in refusal(str(tmp_path), target)
     policy = make_policy()
     run = checkpoint(tmp_path, policy, SECTION)
@@ -288,32 +265,36 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, monkeypatch: pytest.Mo
         ("best", "measured"),
     ):
         assert names(refusal(str(run), target, "--checkpoint", which), why)
-    with monkeypatch.context() as patch:
-        patch.setattr(export, "free_gb", lambda folder: 0.001)
-        assert "0.001 GB are free" in refusal(str(run), target)
+    for renderer, keys, why in (
+        ({"type": "sd3"}, {}, "renderer 'sd3' is no editor's"),
+        ({"type": "qwen_image_edit"}, {"conditioning": "base"}, "untrained states"),
+    ):
+        section = {**SECTION, **keys}
+        run = checkpoint(tmp_path / renderer["type"], policy, section, renderer=renderer)
+        assert why in refusal(str(run), target, "--as", "text-encoder")
     moved = {**SECTION, "model_path": str(tmp_path / "gone")}
     run = checkpoint(tmp_path / "moved", policy, moved)
     assert "--base" in refusal(str(run), target)
-    bare = model_folder(tmp_path / "run")
-    bare = shutil.copytree(bare, tmp_path / "bare")
-    written = json.loads((bare / "adapter_config.json").read_text())
-    written["base_model_name_or_path"] = "Qwen/Qwen-Image-Edit/text_encoder"
-    (bare / "adapter_config.json").write_text(json.dumps(written))
-    parts = "'text_encoder' of Qwen/Qwen-Image-Edit ... auto_mapping.base_model_tokenizer"
-    assert names(refusal(str(bare), target), f"{parts} ... --base ... --text-encoder-from")
     assert not (tmp_path / "target").exists()
 
 
-def test_an_adapter_leaves_as_it_is(tmp_path: Path) -> None:
-    policy = make_policy()
-    run = checkpoint(tmp_path, policy, SECTION)
-    export.main([str(run), str(tmp_path / "adapter"), "--as", "adapter", "--checkpoint", "2"])
-    written = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
-    assert file_names(tmp_path / "adapter") == written
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
+def test_an_adapter_leaves_as_it_is_also_where_its_push_fails(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    """The suite runs with HF_HUB_OFFLINE=1."""
+    monkeypatch.setenv("HF_TOKEN", "hf_hunter2-0123456789")
+    run, target = checkpoint(tmp_path, make_policy(), SECTION), tmp_path / "adapter"
+    words = ["--as", "adapter", "--checkpoint", "2", "--push-to", "me/mine"]
+    export.main([str(run), str(target), *words])
+    said = capsys.readouterr()
+    assert f"wrote {target}" in said.out and "hunter2" not in said.err
+    assert names(said.err, f"upload ... 'me/mine' ... hf upload me/mine {target}")
+    written = ["adapter_config.json", "adapter_model.safetensors"]
+    assert file_names(target) == ["README.md", *written]
+    for name in written:
         there = run / "checkpoints" / "step_000002" / "model" / name
-        assert (tmp_path / "adapter" / name).read_bytes() == there.read_bytes()
-    card = (tmp_path / "adapter" / "README.md").read_text()
+        assert (target / name).read_bytes() == there.read_bytes()
+    card = (target / "README.md").read_text()
     assert "A PEFT adapter of a qwen2_5_vl policy after 2 iterations" in card
 
 
@@ -325,6 +306,8 @@ def test_all_weights_trained_leave_as_they_are_too(tmp_path: Path) -> None:
     section = {**SECTION, "lora": None}
     policy = make_policy(section)
     run = checkpoint(tmp_path, policy, section)
+    with pytest.raises(SystemExit, match="there is no adapter"):
+        export.main([str(run), str(tmp_path / "model"), "--as", "adapter"])
     export.main([str(run), str(tmp_path / "model"), "--checkpoint", "2"])
     there = run / "checkpoints" / "step_000002" / "model"
     assert set(file_names(tmp_path / "model")) == {*file_names(there), "README.md"}
@@ -353,64 +336,28 @@ def test_an_editor_takes_the_text_encoder(tmp_path, capsys) -> None:
     run = checkpoint(tmp_path, policy, section)
     encoder = tmp_path / "trained"
     export.main([str(run), str(encoder), "--as", "text-encoder"])
-    said = capsys.readouterr().out
-    assert names(said, "writing 0.00 ... loading ... adapter ... weights in float32")
+    assert names(capsys.readouterr().out, "loading ... adapter ... weights in float32")
     files = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
     assert file_names(encoder) == files
-    stock = QwenImageEditPipeline.from_pretrained(
-        editor, tokenizer=None, processor=None
-    ).text_encoder
     before = load_file(editor / "text_encoder" / "model.safetensors")
     assert set(load_file(encoder / "model.safetensors")) == set(before), "other names of weights"
     shutil.rmtree(editor / "text_encoder")
     shutil.copytree(encoder, editor / "text_encoder")
     pipeline = QwenImageEditPipeline.from_pretrained(editor, tokenizer=None, processor=None)
-    assert type(pipeline.text_encoder) is type(stock)
-    adapter = run / "checkpoints" / "step_000002" / "model"
+    adapted = PeftModel.from_pretrained(load(BASE), run / "checkpoints" / "step_000002" / "model")
     ids = torch.arange(10, 40)[None]
+
+    def states(model: Any) -> torch.Tensor:
+        return model(ids, output_hidden_states=True).hidden_states[-1]
+
     with torch.no_grad():
-        merged, untrained, adapted = (
-            model(ids, output_hidden_states=True).hidden_states[-1]
-            for model in (
-                pipeline.text_encoder,
-                stock,
-                PeftModel.from_pretrained(load(BASE), adapter),
-            )
-        )
-    assert float((untrained - adapted).abs().max()) > 1e-2
-    assert float((merged - adapted).abs().max()) < 1e-4
+        expected = states(adapted)
+        assert float((states(pipeline.text_encoder) - expected).abs().max()) < 1e-4
+        with adapted.disable_adapter():
+            assert float((states(adapted) - expected).abs().max()) > 1e-2
 
 
-def test_only_what_a_renderer_reads_by_its_states_is_a_text_encoder(tmp_path: Path) -> None:
-    policy = make_policy()
-    for renderer, policy_keys, why in (
-        ({"type": "sd3"}, {}, "renderer 'sd3' is no editor's"),
-        ({"type": "qwen_image_edit"}, {"conditioning": "base"}, "untrained states"),
-    ):
-        folder = tmp_path / renderer["type"]
-        run = checkpoint(folder, policy, {**SECTION, **policy_keys}, renderer=renderer)
-        with pytest.raises(SystemExit, match=why):
-            export.main([str(run), str(folder / "out"), "--as", "text-encoder"])
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"meta": {}},
-        {"meta": {"config": {"policy": 3}}},
-        {"meta": {"config": {"policy": {"type": ["x"]}}}},
-    ],
-)
-def test_a_state_that_names_no_policy_is_a_sentence(tmp_path: Path, state: Any) -> None:
-    run = checkpoint(tmp_path, make_policy(), SECTION)
-    step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "elsewhere")
-    (step / "state.json").write_text(json.dumps({"iteration": 2, **state}))
-    for form in ("model", "adapter", "text-encoder"):
-        with pytest.raises(SystemExit, match="damaged"):
-            export.main([str(step), str(tmp_path / "out"), "--as", form])
-
-
-def test_a_checkpoint_leaves_from_anywhere_whatever_else_its_state_says(tmp_path: Path) -> None:
+def test_a_checkpoint_leaves_from_anywhere_where_its_state_names_a_policy(tmp_path: Path) -> None:
     run = checkpoint(tmp_path, make_policy(), SECTION, rewards=[1], renderer="x", data=None)
     step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "elsewhere")
     state = json.loads((step / "state.json").read_text())
@@ -420,56 +367,25 @@ def test_a_checkpoint_leaves_from_anywhere_whatever_else_its_state_says(tmp_path
     card = (tmp_path / "out" / "README.md").read_text()
     assert "policy after 0 iterations" in card
     assert "| reward/mean | 1 |" in card and "eval/reward" not in card
+    for policy in (None, 3, {"type": ["x"]}):
+        state["meta"]["config"]["policy"] = policy
+        (step / "state.json").write_text(json.dumps(state))
+        with pytest.raises(SystemExit, match="damaged"):
+            export.main([str(step), str(tmp_path / "another")])
 
 
-def test_a_push_that_fails_leaves_the_folder_and_says_how(tmp_path, monkeypatch, capsys) -> None:
-    """The suite runs with HF_HUB_OFFLINE=1."""
-    monkeypatch.setenv("HF_TOKEN", "hf_hunter2-0123456789")
-    run = checkpoint(tmp_path, make_policy(), SECTION)
-    target = tmp_path / "out"
-    export.main([str(run), str(target), "--as", "adapter", "--push-to", "me/mine"])
-    said = capsys.readouterr()
-    assert f"wrote {target}" in said.out and "hunter2" not in said.err
-    assert names(said.err, "upload ... 'me/mine'")
-    assert f"hf upload me/mine {target}" in said.err
-    assert (target / "README.md").is_file()
-
-
-def test_vllm_answers_the_same(tmp_path: Path) -> None:
-    from rl.engines.vllm import vllm as vllm_engine
-
-    policy = make_policy()
-    prompts, expected = greedy(policy)
-    export.main([str(checkpoint(tmp_path, policy, SECTION)), str(tmp_path / "merged")])
-    section = {**SECTION, "model_path": str(tmp_path / "merged"), "lora": None}
-    config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=8)
-    engine = vllm_engine.VllmEngine(config, EngineSetup(make_policy(section), "cpu"))
-    try:
-        groups = engine.generate(prompts, GREEDY, [0] * len(prompts))
-        assert [group[0].token_ids for group in groups] == expected
-    finally:
-        engine.close()
-
-
-@pytest.mark.parametrize("name", ["vocab.txt", "README.md"])
-def test_a_link_to_what_lies_elsewhere_is_not_passed_on(tmp_path: Path, name: str) -> None:
-    secret, folder = tmp_path / "secret", tmp_path / "bare"
+def test_a_link_to_what_lies_elsewhere_is_not_passed_on(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
     secret.write_text("private")
-    folder.mkdir()
-    for file in ("adapter_config.json", "config.json", "model.safetensors"):
-        (folder / file).write_text("{}")
-    if name == "vocab.txt":
-        (folder / "adapter_config.json").unlink()
-    (folder / name).symlink_to(secret)
-    with pytest.raises(SystemExit, match=rf"{name} is a link to .*secret, elsewhere"):
-        export.main([str(folder), str(tmp_path / "out"), *_FORM[name]])
+    run = checkpoint(tmp_path, make_policy(), SECTION)
+    step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "step")
+    weights = step / "model" / "adapter_model.safetensors"
+    weights.unlink()
+    weights.symlink_to(secret)
+    with pytest.raises(SystemExit, match=r"adapter_model.safetensors is a link to .*secret"):
+        export.main([str(step), str(tmp_path / "out"), "--as", "adapter"])
     assert not (tmp_path / "out").exists()
-
-
-_FORM = {"vocab.txt": [], "README.md": ["--as", "adapter"]}
-
-
-def test_links_of_a_hubs_cache_are_its_own(tmp_path: Path) -> None:
+    # Those of a hub's cache are its own.
     blob = tmp_path / "models--a--b" / "blobs" / "0123456789abcdef"
     snapshot = tmp_path / "models--a--b" / "snapshots" / "main"
     for folder in (blob.parent, snapshot):

@@ -4,20 +4,15 @@ write it."""
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
-from PIL import Image
 from tiny_messages import names
+from tiny_report import held_out, write_held_out
 
 from rl.commands import report
 from rl.files.atomic import read_rows
 from rl.report.reading import read_named
 
-pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
 REWARDS = {0: [0.1, 0.3, None, 0.2], 8: [0.9, 0.5, 0.8, 0.2]}
 
 
@@ -34,27 +29,8 @@ def run_dir(tmp_path):
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"iteration": 9, "rew']))
     for iteration, rewards in REWARDS.items():
-        folder = tmp_path / "evaluation" / f"it_{iteration:06d}"
-        folder.mkdir(parents=True)
-        Image.new("RGB", (64, 64), "blue").save(folder / "source.png")
-        Image.new("RGB", (640, 427), "red").save(folder / "image.png")
-        records = [record(f"s{i}", reward, "ab"[i % 2]) for i, reward in enumerate(rewards)]
-        (folder / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        write_held_out(tmp_path, iteration, [held_out(*one) for one in enumerate(rewards)])
     return tmp_path
-
-
-def record(identity: str, reward: float | None, category: str) -> dict[str, object]:
-    return {
-        "id": identity,
-        "category": category,
-        "instruction": "it costs $5 or $6 " * 20,
-        "completion": "" if reward is None else "turn it red.",
-        "reward": reward,
-        "parts": {},
-        "source_file": "source.png",
-        "bare_file": None,
-        "image_file": None if reward is None else "image.png",
-    }
 
 
 def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
@@ -75,7 +51,7 @@ def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
         (7, "own words ... 0.150 ... +0.050 -> +0.450"),
     ):
         assert names(lines[line], parts), lines
-    assert lines[8].startswith("  drawn: "), "of a run that measured no more"
+    assert lines[8].startswith("  page: "), "of a run that measured no more"
 
 
 @pytest.mark.parametrize(
@@ -93,11 +69,10 @@ def test_a_control_is_named_and_samples_of_one_picture_are_no_more_than_it(
     (run_dir / "config.json").write_text(json.dumps(config))
     for iteration in REWARDS:
         rows = [
-            {**record(f"s{i}", bool(iteration) * rewards[i % 2], ""), "shown": [picture]}
+            held_out(i, bool(iteration) * rewards[i % 2], category="", shown=[picture])
             for i, picture in enumerate(pictures)
         ]
-        file = run_dir / f"evaluation/it_{iteration:06d}/records.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_held_out(run_dir, iteration, rows)
     assert report.main([str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert names(
@@ -144,48 +119,9 @@ def test_a_damaged_line_is_named_and_costs_no_other(run_dir, capsys):
     assert len(read_named(path, "iteration")) == len(rows) == 9
 
 
-def test_both_pictures_are_drawn_large_enough_to_read(run_dir, capsys):
-    report.main([str(run_dir)])
-    drawn = [Path(line.split(": ")[1]) for line in capsys.readouterr().out.splitlines()[-3:-1]]
-    assert drawn == [
-        run_dir / "report" / f"{name}.png" for name in ("reward_curve", "before_after")
-    ]
-    with Image.open(drawn[0]) as curve, Image.open(drawn[1]) as grid:
-        assert min(curve.size) >= 600
-        assert grid.size[0] >= 1800
-        # Both edits of the first sample are there: red fills at least two thirds of a 240 px cell.
-        colours = dict(map(reversed, grid.convert("RGB").getcolors(maxcolors=2**24)))
-        assert colours[(255, 0, 0)] > 2 * 240 * 160
-
-
-def test_a_picture_from_elsewhere_is_not_drawn(run_dir, tmp_path_factory, capsys):
-    theirs = tmp_path_factory.mktemp("theirs") / "green.png"
-    Image.new("RGB", (640, 427), (0, 255, 0)).save(theirs)
-    file = run_dir / "evaluation/it_000000/records.jsonl"
-    rows, _ = read_rows(file)
-    rows[0] |= {"image_file": str(theirs), "source_file": os.path.relpath(theirs, file.parent)}
-    del rows[1]["source_file"]
-    rows[1] |= {"instruction": None, "completion": 3}
-    file.write_text("\n".join(map(json.dumps, rows)))
-    assert report.main([str(run_dir)]) == 0
-    with Image.open(run_dir / "report/before_after.png") as grid:
-        colours = dict(map(reversed, grid.convert("RGB").getcolors(maxcolors=2**24)))
-    assert (0, 255, 0) not in colours and (255, 0, 0) in colours
-    assert "could not" not in capsys.readouterr().err
-
-
-def test_what_cannot_be_drawn_ends_no_report(run_dir, capsys):
-    (run_dir / "evaluation/it_000008/image.png").write_text("none")
-    assert report.main([str(run_dir)]) == 0
-    assert "before_after.png" in capsys.readouterr().err
-    assert (run_dir / "report/index.html").is_file()
-
-
-def test_a_run_without_evaluations_still_has_its_curve(run_dir, capsys):
+def test_a_run_without_evaluations_has_a_page_too(run_dir, capsys):
     for path in run_dir.glob("evaluation/*/records.jsonl"):
         path.unlink()
     assert report.main([str(run_dir)]) == 0
-    out = capsys.readouterr().out
-    assert "two held-out evaluations" in out
-    assert (run_dir / "report" / "reward_curve.png").is_file()
-    assert not (run_dir / "report" / "before_after.png").exists()
+    assert "two held-out evaluations" in capsys.readouterr().out
+    assert (run_dir / "report/index.html").is_file()

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
-LOCKS = sorted(file.name for file in ROOT.glob("*.lock"))
+LOCKS = ("requirements-cpu.lock", "requirements-test.lock", "requirements.lock")
 IN_NO_CPU_LOCK = {"torch"}
 """Its CPU build lies apart from the package index."""
 
@@ -52,10 +52,6 @@ def locked(name: str) -> dict[str, set[str]]:
     return found
 
 
-def test_there_are_three_locks() -> None:
-    assert LOCKS == ["requirements-cpu.lock", "requirements-test.lock", "requirements.lock"]
-
-
 @pytest.mark.parametrize("name", LOCKS)
 def test_a_lock_holds_hashes_and_names_no_place(name: str) -> None:
     text = (ROOT / name).read_text()
@@ -78,18 +74,13 @@ def test_the_locks_hold_what_is_pinned() -> None:
         assert not absent & set(found)
 
 
-def test_a_run_is_installed_without_what_only_tests_need() -> None:
-    for lock in ("requirements.lock", "requirements-cpu.lock"):
-        assert not {"pytest", "mypy", "ruff", "scikit-learn"} & set(locked(lock))
-
-
 def test_the_tests_fit_on_either_set() -> None:
     tests = locked("requirements-test.lock")
     for lock in ("requirements.lock", "requirements-cpu.lock"):
-        beneath = locked(lock)
-        assert {name: tests[name] for name in tests if name in beneath} == {
-            name: beneath[name] for name in tests if name in beneath
-        }
+        run = locked(lock)
+        assert not {"pytest", "mypy", "ruff", "scikit-learn"} & run.keys()
+        shared = tests.keys() & run.keys()
+        assert {name: tests[name] for name in shared} == {name: run[name] for name in shared}
 
 
 def test_gpu_and_cpu_share_every_version() -> None:
@@ -100,12 +91,9 @@ def test_gpu_and_cpu_share_every_version() -> None:
     assert not [name for name in cpu if name.startswith(("nvidia-", "cuda-"))]
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers", "diffusers", "peft", "deepspeed"])
-def test_what_runs_here_is_what_is_pinned(package: str) -> None:
-    assert version(package).removesuffix("+cpu") == CPU[package]
-
-
-def test_the_package_is_built_by_what_is_pinned() -> None:
+def test_what_runs_and_builds_here_is_what_is_pinned() -> None:
+    for package in ("torch", "transformers", "diffusers", "peft", "deepspeed"):
+        assert version(package).removesuffix("+cpu") == CPU[package]
     assert PYPROJECT["build-system"]["requires"] == [f"hatchling=={TEST['hatchling']}"]
 
 

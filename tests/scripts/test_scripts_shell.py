@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import tomllib
 from pathlib import Path
@@ -73,13 +75,18 @@ def test_scripts_parse_are_strict_and_can_be_started(script):
     assert os.access(script, os.X_OK)
 
 
-def test_an_old_python_is_refused_with_a_remedy(copy):
+def test_an_old_python_or_venv_is_refused_with_a_remedy(copy):
     fake(copy / "bin/old", "[[ $1 == -V ]] && echo Python 3.9.2; exit 1")
     done = run(copy, "scripts/_install.sh", PYTHON="old")
     assert done.returncode == 1
     parts = "3.11.4 to 3.13 ... venv ... ensurepip ... Python 3.9.2 ... apt install python3-venv"
     assert names(done.stderr, parts.replace("install ", "install python3 ") + " ... PYTHON=")
     assert not (copy / ".venv").exists()
+    (copy / ".venv/bin").mkdir(parents=True)
+    (copy / "bin/old").rename(copy / ".venv/bin/python")
+    done = run(copy, "scripts/_install.sh")
+    assert done.returncode == 1
+    assert names(done.stderr, "Python 3.9.2 ... 3.11.4 to 3.13 ... delete .venv")
 
 
 @pytest.mark.slow
@@ -92,13 +99,6 @@ def test_which_pythons_will_do(copy, number, fits):
     done = run(copy, "scripts/_install.sh", PYTHON="other", REQUIREMENTS=CPU)
     assert ("No Python 3.11.4" in done.stderr) is not bool(fits)
     assert ("made -m venv .venv" in done.stderr) is bool(fits)
-
-
-def test_a_venv_of_another_python_is_refused(copy):
-    fake(copy / ".venv/bin/python", "[[ $1 == -V ]] && echo Python 3.10.1; exit 1")
-    done = run(copy, "scripts/_install.sh")
-    assert done.returncode == 1
-    assert names(done.stderr, "Python 3.10.1 ... 3.11.4 to 3.13 ... delete .venv")
 
 
 @pytest.mark.parametrize(
@@ -159,27 +159,6 @@ WITH_UV = "cp bin/uv .venv/bin/uv"
 UV = 'words="$*"; echo "uv${words#pip install --python .venv/bin/python}" >>calls\n'
 
 
-@pytest.mark.slow
-def test_by_pip_where_there_is_no_uv(copy):
-    calls = new_machine(copy)
-    done = run(copy, "scripts/_install.sh")
-    assert done.returncode == 0, done.stderr
-    assert [line for line in calls.read_text().splitlines() if "uv==" not in line] == [
-        f"pip --no-deps --timeout 15 --retries 1 {INDEX} {TORCH}+cpu",
-        f"pip --no-deps --require-hashes -r {CPU}",
-        "pip --no-deps -e .",
-    ]
-    said = [line.partition("] ")[2] for line in done.stdout.splitlines()]
-    assert names(said[0], f"{CPU} ... .venv/install.log")
-    assert any("no uv" in line for line in said)
-    assert said[-1] == "installed"
-    log = (copy / ".venv/install.log").read_text().splitlines()
-    assert set(done.stdout.splitlines()) <= set(log)
-    calls.unlink()
-    again = run(copy, "scripts/_install.sh")
-    assert (again.returncode, again.stdout, calls.exists()) == (0, "", False)
-
-
 REFUSES_INDEX = "[[ $* != *--index-url* ]] || exit 1"
 FROM_ELSEWHERE = f"{{ [[ $* != *--index-url* ]] && {HAS_CPU_BUILD}; }} || exit 1"
 SITE = "site=.venv/lib/python3.11/site-packages\n"
@@ -195,10 +174,11 @@ FROM_INDEX = f"pip --no-deps --timeout 15 --retries 1 {INDEX} {TORCH}+cpu"
          [f"uv --no-deps {INDEX} {TORCH}+cpu", f"uv {LOCKED}", f"uv {LOCAL}"]),
         (f"{UV}exit 1", HAS_CPU_BUILD, [f"pip {LOCKED}", f"pip {LOCAL}"]),
         ("", FROM_ELSEWHERE, [FROM_INDEX, f"pip --no-deps --no-compile {TORCH}", f"pip {LOCKED}"]),
+        ("", HAS_CPU_BUILD, [FROM_INDEX, f"pip {LOCKED}", f"pip {LOCAL}"]),
         ("", REFUSES_INDEX, [FROM_INDEX, f"pip --no-deps --no-compile {TORCH}", f"pip {TORCH}",
                              f"pip {LOCKED}"]),
     ],
-    ids=["uv", "uv fails", "torch from another place", "only torch for CUDA"],
+    ids=["uv", "uv fails", "torch from another place", "no uv", "only torch for CUDA"],
 )  # fmt: skip
 def test_how_packages_are_installed(copy, uv, torch, calls):
     told = new_machine(copy, uv=WITH_UV if uv else "exit 1", torch=torch)
@@ -209,6 +189,10 @@ def test_how_packages_are_installed(copy, uv, torch, calls):
     made = told.read_text().splitlines()
     assert [line for line in made if line in calls] == calls, made
     assert ("PyTorch's CUDA build" in done.stdout) == (torch == REFUSES_INDEX)
+    assert names(done.stdout, f"{CPU} ... .venv/install.log ... installed")
+    told.unlink()
+    again = run(copy, "scripts/_install.sh")
+    assert (again.returncode, again.stdout, told.exists()) == (0, "", False)
 
 
 @pytest.mark.slow
@@ -291,6 +275,8 @@ def test_which_tests_each_tier_runs(copy):
     tests = [line for line in lines if "pytest" in line]
     assert tests == [f"{PYTEST} -m not slow", f"{PYTEST} -m slow", *older]
     assert "all of it" in lines[-1]
+    fake(copy / ".venv/bin/ruff", "exit 1")
+    assert run(copy, test, REQUIREMENTS=CPU).returncode == 1
 
 
 @pytest.mark.slow
@@ -323,12 +309,6 @@ def test_a_campaign_runs_by_its_mark_alone(tmp_path, options, selected):
     assert sorted(collected) == selected, "in whatever order a plugin puts them"
 
 
-def test_a_lint_error_fails_the_test_script(copy):
-    installed(copy)
-    fake(copy / ".venv/bin/ruff", "exit 1")
-    assert run(copy, "scripts/test.sh", REQUIREMENTS=CPU).returncode == 1
-
-
 def test_quickstart_runs_and_reports_the_same_run(copy):
     installed(copy)
     words = ["num_iterations=3", "--nproc", "2"]
@@ -337,7 +317,86 @@ def test_quickstart_runs_and_reports_the_same_run(copy):
         "python -m rl.simple_launch configs/quickstart.jsonnet num_iterations=3 --nproc 2",
         "python -m rl.commands.report configs/quickstart.jsonnet num_iterations=3",
     ]
-    plain = run(copy, "scripts/quickstart.sh", REQUIREMENTS=CPU)
+    plain = run(copy, "scripts/quickstart.sh", REQUIREMENTS=CPU).stdout
+    assert plain.endswith("python -m rl.commands.report configs/quickstart.jsonnet\n")
+
+
+HF = """[[ $1 == download && -z ${HUB_DOWN:-} ]] || exit 1
+echo "hf $*" >>"$HUB/calls"
+repository=$2; shift 2; files=()
+while [[ $1 != --repo-type ]]; do files+=("$1"); shift; done
+mkdir -p "$4" && folder=$(realpath "$4") && cd "$HUB/$repository" || exit 1
+if ((${#files[@]})); then cp "${files[@]}" "$folder"; else cp -r . "$folder"; fi"""
+"""download REPOSITORY [FILES] --repo-type dataset --local-dir FOLDER, from $HUB."""
+OMNIEDIT, RL_100K = "mair-lab/omniedit-got-tokenized-256", "rabiulawal/emu3_tokenized_rl_100k"
+LIST = "list/tokenized_datalist.json"
+
+
+@pytest.fixture
+def hub(copy):
+    """The published repositories; archives with and without a top folder."""
+    installed(copy)
+    fake(copy / ".venv/bin/hf", HF)
+    hub, made = copy / "hub", copy / "set"
+    for path in (made / LIST, made / "feature/0.pth"):
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    for archive, name in (
+        (f"{OMNIEDIT}/validation_22march_256.tar.gz", "validation_22march_256"),
+        (f"{OMNIEDIT}/train_22march_256.tar.gz", "train_22march_256"),
+        (f"{RL_100K}/emu3_tokenized_rl_100k.tar.gz", "emu3_tokenized_rl_100k/aurora_ag/train"),
+        ("mair-lab/earl-datasets/magicbrush.tar.gz", "train"),
+    ):
+        (hub / archive).parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(hub / archive, "w:gz") as file:
+            file.add(made, arcname=name)
+    shutil.copytree(made, hub / "mair-lab/earl-datasets/vismin/train")
+    return hub
+
+
+def setup_datasets(copy, hub, *sets, **more):
+    return run(copy, "scripts/setup_datasets.sh", *sets, HUB=str(hub), REQUIREMENTS=CPU, **more)
+
+
+@pytest.mark.slow
+def test_published_sets_are_fetched_and_unpacked_once(copy, hub):
+    """Where EARL's base config looks for them."""
+    done = setup_datasets(copy, hub, APP__DATA_DIR=str(copy / "data"))
+    assert done.returncode == 0, done.stderr + done.stdout
+    wanted = {
+        str(copy / "data" / place / LIST)
+        for place in (
+            "validation_22march_256",
+            "train_22march_256",
+            "emu3_tokenized_rl_100k/aurora_ag/train",
+            "earl-datasets/magicbrush/train",
+            "earl-datasets/vismin/train",
+        )
+    }
+    assert {line for line in done.stdout.splitlines() if line.endswith(LIST)} == wanted
+    again = setup_datasets(copy, hub, APP__DATA_DIR=str(copy / "data"))
+    assert again.returncode == 0 and "unpacking" not in again.stdout
+    alone = setup_datasets(copy, hub, "validation", APP__DATA_DIR="")
+    assert f"RL_DATASETS/data/validation_22march_256/{LIST}" in alone.stdout
     assert (
-        plain.stdout.splitlines()[-1] == "python -m rl.commands.report configs/quickstart.jsonnet"
+        (hub / "calls")
+        .read_text()
+        .endswith(
+            f"hf download {OMNIEDIT} validation_22march_256.tar.gz --repo-type dataset "
+            "--local-dir RL_DATASETS/data\n"
+        )
     )
+
+
+@pytest.mark.slow
+def test_a_set_that_cannot_be_had_is_named_and_nothing_is_unpacked_outside(copy, hub):
+    unknown = setup_datasets(copy, hub, "validaton")
+    assert unknown.returncode == 2 and names(unknown.stderr, "validaton ... validation")
+    down = setup_datasets(copy, hub, "earl", HUB_DOWN="1")
+    assert down.returncode == 1 and names(down.stderr, "mair-lab/earl-datasets ... start it again")
+    with tarfile.open(hub / RL_100K / "emu3_tokenized_rl_100k.tar.gz", "w:gz") as file:
+        file.addfile(tarfile.TarInfo("set/../../escaped"), io.BytesIO(b""))
+    done = setup_datasets(copy, hub, "rl_100k", APP__DATA_DIR=str(copy / "data"))
+    assert done.returncode == 1
+    assert names(done.stderr, "emu3_tokenized_rl_100k.tar.gz cannot be unpacked")
+    assert not list(copy.rglob("escaped"))

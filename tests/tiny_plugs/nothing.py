@@ -23,7 +23,7 @@ class Nobody(Policy):
     emits = frozenset({"text"})
     build_prompt = encode_completion = decode_actions = collate = unused
     engine_folder = decoder = reference = unused
-    export_weights = merged_weights = save_pretrained = unused
+    export_weights = save_pretrained = unused
 
 
 class Nowhere(Engine):

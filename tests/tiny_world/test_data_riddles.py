@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from PIL import Image
 
 from rl.api.data import RowRules
@@ -35,19 +34,6 @@ def test_every_riddle_is_read_as_it_was_meant():
     for _ in range(200):
         riddle = riddles.make_riddle(rng)
         assert riddles.is_riddle(riddle.text) and riddles.read_riddle(riddle.text) == riddle.wish
-
-
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        ("a crimson disc in the upper left corner", "is not 'where"),
-        (TEXT.replace("matches cup in", "matches mug in"), "does not say what 'mug' is"),
-        (TEXT.replace("jade", "green"), "does not say what 'green' is"),
-    ],
-)
-def test_other_words_are_no_riddle(text: str, match: str):
-    with pytest.raises(ValueError, match=match):
-        riddles.read_riddle(text)
 
 
 def test_a_reader_of_one_thing_at_a_time_is_right_once_in_three():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rl.api.data import RowRules
 from tiny_world import captions
 from tiny_world.data import shape_prompts
@@ -29,21 +27,6 @@ def test_prompts_and_captions_mean_what_was_wished_for():
         # a user's words are not the picture maker's, but for left and right
         shared = set(prompt.text.split()) & set(captions.caption(prompt.wish).split())
         assert shared <= {"left", "right"}
-
-
-@pytest.mark.parametrize(
-    ("read", "text"),
-    [
-        (captions.read_prompt, "a crimson"),
-        (captions.read_prompt, "a red disc in the upper left corner"),
-        (captions.read_caption, "red circle left top"),
-        (captions.read_caption, "a red circle top left"),
-    ],
-)
-def test_other_words_are_no_prompt_and_no_caption(read, text):
-    for words in (text, ""):
-        with pytest.raises(ValueError, match=r"is none of|a word of no prompt|not a plain caption"):
-            read(words)
 
 
 def test_the_scene_shows_the_wish():

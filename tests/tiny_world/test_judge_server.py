@@ -14,10 +14,10 @@ from tiny_rewards import ask
 
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.judge.client import JudgeRefused
-from rl.rewards import edit_quality, ground_score, viescore, viescore_t2i
+from rl.rewards import viescore, viescore_t2i
 from tiny_world import captions, scenes
 from tiny_world.judge_server import JudgeServer
-from tiny_world.pixel_judge import grade_likeness, grade_perception, grade_semantics
+from tiny_world.pixel_judge import grade_perception, grade_semantics
 
 
 @pytest.fixture(scope="module")
@@ -54,31 +54,6 @@ def test_viescore_travels_over_http_unchanged(
         assert parts == pytest.approx([success, restraint, naturalness, cleanness], abs=0.006)
     assert graded(server, viescore, sample, right).value == pytest.approx(1, abs=0.05)
     assert graded(server, viescore, sample, sample.source).value == 0
-
-
-def test_edit_quality_travels_over_http(
-    server: JudgeServer, edit: tuple[Sample, Image.Image]
-) -> None:
-    sample, right = edit
-    done = graded(server, edit_quality, sample, right, n_evals=2)
-    undone = graded(server, edit_quality, sample, sample.source)
-    assert done.value == pytest.approx(1, abs=0.05) and len(done.replies) == 2
-    assert undone.parts["alignment"] == 0 and undone.value == pytest.approx(0.4, abs=0.05)
-
-
-def test_ground_score_travels_over_http(
-    server: JudgeServer, edit: tuple[Sample, Image.Image]
-) -> None:
-    sample, right = edit
-    smudged = right.copy()
-    smudged.paste((255, 0, 255), (8, 8, 16, 16))
-    for picture in (right, sample.source, smudged):
-        grade = graded(server, ground_score, sample, picture)
-        assert grade.parts["score"] == pytest.approx(grade_likeness(right, picture), abs=0.001)
-    assert graded(server, ground_score, sample, right).value == 1
-    undone = graded(server, ground_score, sample, sample.source)
-    assert undone.value == pytest.approx(0, abs=0.1)
-    assert 0.2 < (graded(server, ground_score, sample, smudged).value or 0) < 0.9
 
 
 def test_viescore_t2i_travels_over_http(server: JudgeServer) -> None:

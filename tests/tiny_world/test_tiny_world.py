@@ -25,9 +25,6 @@ from tiny_world.scenes import (
     Scene,
     Task,
     apply,
-    cell_slices,
-    clause,
-    describe,
     draw,
     make_instruction,
     make_scene,
@@ -84,13 +81,6 @@ def test_an_instruction_is_read_as_the_edit_it_was_made_from_or_refused():
             read_instruction(text, scene)
 
 
-def test_descriptions_are_plain_english():
-    assert clause("red", "square", "green") == "turn the red square green."
-    scene, task = examples(1, seed=6)[0]
-    removed = describe(Op(task.op.shape, None), scene)
-    assert removed == f"remove the {scene.find(task.op.shape).colour} {task.op.shape}."
-
-
 def wrong_colour(scene, task, rng):
     present = scene.find(task.op.shape).colour
     wrong = [c for c in COLOURS if c not in (task.op.paint, present)]
@@ -119,30 +109,6 @@ def test_noise_costs_marks():
     assert mean_overall(edit(25)) < 1
 
 
-def test_a_remnant_of_an_erased_shape_costs_the_edit():
-    for scene, task in examples(60, seed=7):
-        if task.kind != "erase":
-            continue
-        pixels = np.array(draw(apply(scene, task.op)))
-        rows, columns = cell_slices(scene.find(task.op.shape).cell)
-        pixels[rows, columns][12:20, 12:20] = np.asarray(draw(scene))[rows, columns][12:20, 12:20]
-        assert overall(draw(scene), Image.fromarray(pixels), task.instruction) < 1
-
-
-def test_a_shape_of_another_form_costs_the_edit():
-    """Painted right but a square became a circle."""
-    for scene, task in examples(60, seed=8):
-        if task.op.paint is None or task.op.shape != "square":
-            continue
-        pixels = np.array(draw(apply(scene, task.op)))
-        rows, columns = cell_slices(scene.find("square").cell)
-        part = pixels[rows, columns]
-        dy, dx = scene.find("square").offset_px
-        y, x = np.mgrid[:32, :32] - 15.5
-        part[(y - dy) ** 2 + (x - dx) ** 2 > 8**2] = part[0, 0]
-        assert overall(draw(scene), Image.fromarray(pixels), task.instruction) < 5
-
-
 def likenesses(edit, num: int = 60) -> list[float]:
     """Marks of `edit(scene, task) -> picture` against the right edit, 0-10."""
     return [
@@ -158,22 +124,6 @@ def test_only_the_reference_is_like_the_reference():
     assert max(wrong) < 1
 
 
-def test_likeness_forgives_an_outline_and_counts_a_blotch_by_its_area():
-    """A blotch of 8 x 8 in an even quarter of 32 x 32 is a sixteenth, half of what costs all."""
-
-    def shifted(scene, task):
-        return Image.fromarray(np.roll(np.asarray(draw(apply(scene, task.op))), 1, axis=1))
-
-    assert min(likenesses(shifted)) > 9.9
-    plain = Image.new("RGB", (64, 64), (150, 150, 150))
-    for side_px, mark in ((8, 5.0), (4, 8.75), (16, 0.0)):
-        blotched = plain.copy()
-        blotched.paste((255, 0, 255), (0, 0, side_px, side_px))
-        assert grade_likeness(plain, blotched) == pytest.approx(mark)
-    noisy = likenesses(lambda scene, task: with_noise(draw(apply(scene, task.op)), 12))
-    assert 9 < min(noisy) < 10
-
-
 def test_a_wish_is_granted_by_the_shape_it_names_and_nothing_else():
     rng = random.Random(10)
     wishes = captions.all_wishes()
@@ -184,11 +134,6 @@ def test_a_wish_is_granted_by_the_shape_it_names_and_nothing_else():
         other = rng.choice([wish for wish in wishes if wish != prompt.wish])
         assert grade_wish(draw(captions.scene_of(other)), prompt.text) < 0.1
         assert grade_wish(Image.new("RGB", (64, 64), (150, 150, 150)), prompt.text) == 0
-        both = np.array(right)
-        rows, columns = cell_slices((1 - prompt.wish.cell[0], prompt.wish.cell[1]))
-        both[rows, columns] = both[cell_slices(prompt.wish.cell)]
-        assert grade_wish(Image.fromarray(both), prompt.text) == 0
-        assert 2 < grade_wish(with_noise(right, 15), prompt.text) < 10
     with pytest.raises(ValueError):
         grade_wish(right, "a cat")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -38,34 +39,23 @@ def test_memory_descriptors_and_threads_stay_flat(tmp_path: Path) -> None:
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-        seen = looked_at(psutil.Process(run.pid), tmp_path / "tiny/metrics.jsonl")
-        assert run.wait() == 0, (tmp_path / "output.txt").read_text()[-4000:]
-    early, late = seen[:WARM], seen[-WARM:]
-    for name, values in (("early", early), ("late", late)):
-        rss_mb, descriptors, threads = (median(column) for column in zip(*values, strict=True))
+        process, lines = psutil.Process(run.pid), tmp_path / "tiny/metrics.jsonl"
+        seen: list[tuple[float, float, int, int]] = []
+        while run.poll() is None:
+            time.sleep(0.05)
+            with suppress(psutil.NoSuchProcess, FileNotFoundError):
+                done = lines.read_bytes().count(b"\n") - 1
+                rss_mb = process.memory_info().rss / 2**20
+                seen.append((done, rss_mb, process.num_fds(), process.num_threads()))
+        assert run.returncode == 0, (tmp_path / "output.txt").read_text()[-4000:]
+    early = [row for row in seen if WARM <= row[0] < 2 * WARM]
+    late = [row for row in seen if NUM_ITERATIONS - WARM <= row[0] < NUM_ITERATIONS]
+    assert min(len(early), len(late)) > WARM / 2, "it was looked at too seldom"
+    for name, rows in (("early", early), ("late", late)):
+        _, rss_mb, descriptors, threads = map(median, zip(*rows, strict=True))
         print(f"{name}: {rss_mb:.1f} MB, {descriptors:g} descriptors, {threads:g} threads")
-    grown = [
-        median(now) - median(then)
-        for then, now in zip(zip(*early, strict=True), zip(*late, strict=True), strict=True)
-    ]
-    assert grown[0] < MAX_GROWTH_MB
-    assert grown[1:] == [0, 0]
-
-
-def looked_at(process: psutil.Process, lines: Path) -> list[tuple[float, int, int]]:
-    """Resident MB, descriptors and threads after each iteration that was seen, the first `WARM`
-    left out."""
-    seen: dict[int, tuple[float, int, int]] = {}
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.05)
-        if not lines.is_file():
-            continue
-        done = lines.read_bytes().count(b"\n") - 1
-        if done >= WARM and done not in seen and done < NUM_ITERATIONS:
-            seen[done] = (
-                process.memory_info().rss / 2**20,
-                process.num_fds(),
-                process.num_threads(),
-            )
-    assert len(seen) > NUM_ITERATIONS / 2, f"it ended early, or was looked at too seldom: {seen}"
-    return [seen[done] for done in sorted(seen)]
+    before, after = (
+        [median(column) for column in zip(*rows, strict=True)] for rows in (early, late)
+    )
+    assert after[1] - before[1] < MAX_GROWTH_MB
+    assert after[2:] == before[2:]

@@ -16,12 +16,7 @@ ENDS = [
     ("rl.engines.transformers:TransformersEngine.generate", "8", "RuntimeError", 2),
     ("rl.policies.qwen2_5_vl:Qwen25VL.build_prompt", "13", "KeyError", 2),
     ("rl.learner.learner:Learner.begin", "3", "MemoryError", 2),
-    (
-        "rl.renderers.qwen_image.qwen_image_editor:QwenImageEditor.render",
-        "7",
-        "OutOfMemoryError",
-        2,
-    ),
+    ("rl.renderers.shared.diffusion_renderer:DiffusionRenderer.render", "7", "OutOfMemoryError", 2),
     ("rl.rollout.stream:episode_of", "45", "AssertionError", 2),
     ("rl.learner.train_step:TrainStep.accumulate", "5", "OutOfMemoryError", 2),
     ("rl.learner.backends:TorchBackend.step", "3", "FloatingPointError", 2),

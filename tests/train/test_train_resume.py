@@ -11,8 +11,10 @@ import pytest
 import tiny_loop
 from tiny_loop import assert_same_run, episodes_of, metrics_of
 from tiny_messages import names
+from tiny_weight_files import displace
 
 from rl.checkpoints.checkpoint import _seal
+from rl.run.metric_table import doc_of
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +26,7 @@ def test_a_run_leaves_its_record(straight: Path) -> None:
     assert all(row["status/scored"] == 1 for row in rows[1:])
     assert {"eval/reward", "eval_reference/reward"} <= rows[0].keys() & rows[4].keys()
     assert "eval/reward" not in rows[1]
+    assert [name for name in rows[0].keys() | rows[4].keys() if not doc_of(name)] == ["iteration"]
     assert rows[4]["sync/mean_abs_dlogp"] < 1e-5
     episodes = episodes_of(straight)
     assert len(episodes) == 4 * 2 * 4
@@ -80,8 +83,16 @@ def test_two_runs_are_equal_to_the_last_byte(
 def test_kill_9_and_resume_equals_straight_through(
     models: dict[str, str], straight: Path, tmp_path: Path, where: str, count: str
 ) -> None:
-    path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path))
-    resumed = tiny_loop.kill_and_resume(path, where, count)
+    """Though the models' files are written anew meanwhile, with their tensors at other offsets."""
+    own = {name: shutil.copytree(folder, tmp_path / name) for name, folder in models.items()}
+    config = tiny_loop.config_of({name: str(folder) for name, folder in own.items()}, tmp_path)
+    path = tiny_loop.write_config(tmp_path, config)
+    killed = tiny_loop.run_forked(path, where, count, check=False)
+    assert killed.returncode == -9, killed.stderr[-2000:]
+    for folder in own.values():
+        displace(folder)
+    resumed = tiny_loop.run_forked(path).stdout
+    assert "resumed from" in resumed
     if where.startswith("rl.checkpoints"):  # the second iteration was recorded, and is done again
         assert "what was recorded after iteration 1 is done again, and set aside" in resumed
     assert_same_run(straight, tmp_path / "tiny")

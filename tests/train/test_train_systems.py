@@ -11,6 +11,8 @@ import pytest
 import tiny_loop
 from tiny_rounding import NATS
 
+from rl.run.metric_table import doc_of, shipped_rows
+
 SYSTEMS = ("tiny_earl", "tiny_reasoning", "tiny_prompts", "tiny_qwen_image_21", "tiny_thinking")
 FILE = Path(__file__).with_suffix(".json")
 """System -> a row of `HELD` for each iteration. `python tests/train/test_train_systems.py` (with
@@ -41,6 +43,8 @@ def test_three_iterations_have_the_recorded_numbers(system: str, tmp_path: Path)
     for row, expected in zip(held(rows), recorded, strict=True):
         assert row == pytest.approx(expected, rel=RELATIVE, abs=ABSOLUTE)
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
+    logged = {name for row in rows for name in row} - shipped_rows().keys()
+    assert [name for name in logged if not doc_of(name)] == ["iteration"]
     assert all(row["status/ungraded"] == 0 for row in rows[1:])
     assert any(row["optimizer/grad_norm"] > 0 for row in rows[1:] if "optimizer/grad_norm" in row)
     assert max(row.get("mismatch/max_abs_dlogp", 0) for row in rows) < NATS

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from rl.api.data import DataSource, RowRules
@@ -61,22 +61,22 @@ class EditList:
         raise BadRowError(
             f"{self.file}: its files are nowhere, e.g. {self.entries[0]!r:.60}; looked in "
             + ", ".join(map(str, places))
-            + ". Put them into one of these folders, or mend the list's 'prefix'"
+            + ". Put them into one of these folders, or fix the list's 'prefix'"
         )
 
     def missing(self, entries: Sequence[str]) -> Iterator[tuple[int, str]]:
         """(number, what is wrong) of every one of the first entries that is not there."""
-        present: dict[Path, frozenset[str]] = {}
+
+        @cache  # one listing per folder: a stat per file takes minutes
+        def names_in(folder: Path) -> frozenset[str]:
+            try:
+                return frozenset(file.name for file in os.scandir(folder))
+            except (OSError, ValueError):  # no folder, or no name of one
+                return frozenset()
+
         for number, entry in enumerate(entries):
             file = self.folder / entry
-            if file.parent not in present:  # one listing per folder: a stat per file takes minutes
-                try:
-                    present[file.parent] = frozenset(
-                        entry.name for entry in os.scandir(file.parent)
-                    )
-                except (OSError, ValueError):  # no folder, or no name of one
-                    present[file.parent] = frozenset()
-            if file.name not in present[file.parent]:
+            if file.name not in names_in(file.parent):
                 named = shown(str(file), MAX_SHOWN)
                 yield number, f"{self.file}, entry {number}: {named} does not exist"
 

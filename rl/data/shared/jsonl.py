@@ -97,7 +97,7 @@ class LinesSource(RowsSource[ConfigT]):
     @classmethod
     def most_pictures(cls, config: ConfigT) -> int | None:
         try:
-            return cls.read(config, RowRules())[0].most_pictures()
+            return cls.read(config, RowRules()).most_pictures()
         except BadRowError:
             return None
 
@@ -106,11 +106,11 @@ class LinesSource(RowsSource[ConfigT]):
         """Everything that is wrong with the rows, without opening a picture; under 'skip' only that
         nothing is left."""
         try:
-            rows, unreadable = cls.read(config, rules)
+            rows = cls.read(config, rules)
         except BadRowError as error:
             return [str(error)]
-        problems = [*unreadable, *(problem for _, problem in rows.problems("exists"))]
+        bad = [problem for _, problem in rows.problems("exists")]
+        problems = shorten([*rows.unreadable, *bad])
         if rules.on_bad_row == "error":
-            return shorten(problems)
-        num_good = len(rows) + len(unreadable) - len(problems)
-        return [] if num_good else [f"{rows.origin}: no row is left:", *shorten(problems)]
+            return problems
+        return [f"{rows.origin}: no row is left:", *problems] if len(bad) == len(rows) else []

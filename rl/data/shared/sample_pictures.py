@@ -19,10 +19,8 @@ MAX_ASPECT_RATIO = 200
 MAX_FILE_SIDE_PX = 65_535
 """The longest side that a JPEG can have."""
 MAX_PATH_SHOWN = 250
-HEIC_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
-"""Bytes 8 to 12 of such a file, after `ftyp`."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-"""What is read, by Pillow's names; see `open_picture` for what is not."""
+"""What is read, by Pillow's names; `open_picture` says what is not."""
 
 
 class UnusableError(ValueError):
@@ -98,13 +96,9 @@ def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
         file = io.BytesIO(located) if isinstance(located, bytes) else located
         image = open_picture(file, FORMATS)
     except UnidentifiedImageError as error:
-        if _is_heic(located):
-            raise UnusableError(
-                f"{_name(located)} is HEIC, which Pillow cannot read; save it as JPEG (phones: "
-                "'most compatible')"
-            ) from error
         raise UnusableError(
-            f"{_name(located)} is none of {', '.join(FORMATS)}, or damaged; save it as PNG or JPEG"
+            f"{_name(located)} is none of {', '.join(FORMATS)} (a phone's HEIC is not read), or "
+            "damaged; save it as PNG or JPEG"
         ) from error
     except Image.DecompressionBombError as error:
         raise UnusableError(
@@ -126,33 +120,22 @@ def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
     return image
 
 
-def _is_heic(located: Path | bytes) -> bool:
-    if isinstance(located, Path):
-        with located.open("rb") as file:
-            located = file.read(12)
-    return located[4:8] == b"ftyp" and located[8:12] in HEIC_BRANDS
-
-
 def _to_8_bits(image: Image.Image, name: str, keeps_transparency: bool) -> Image.Image:
     if image.mode == "F":
         raise UnusableError(
             f"{name} holds floating-point pixels of unknown range; save it as 8-bit PNG"
         )
     if image.mode.startswith("I"):
+        import numpy as np
+
         # Pillow's own conversion clips 16-bit greys at 255, which makes most pictures white.
-        return _narrowed(image, name).convert("RGB")
+        grey = np.asarray(image).astype(np.int64)
+        if grey.min() < 0 or grey.max() > 65535:
+            raise UnusableError(f"{name} holds 32-bit pixels of unknown range; save as 8-bit PNG")
+        return Image.fromarray((grey // 257).astype(np.uint8)).convert("RGB")
     if keeps_transparency and image.has_transparency_data:
         return image.convert("RGBA")
     return over_white(image)
-
-
-def _narrowed(image: Image.Image, name: str) -> Image.Image:
-    import numpy as np
-
-    grey = np.asarray(image).astype(np.int64)
-    if grey.min() < 0 or grey.max() > 65535:
-        raise UnusableError(f"{name} holds 32-bit pixels of unknown range; save it as 8-bit PNG")
-    return Image.fromarray((grey // 257).astype(np.uint8))
 
 
 def _broken(located: Path | bytes, error: Exception) -> str:

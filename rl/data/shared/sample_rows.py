@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rl.api.data import DataSource, OnBadRow, RowRules
+from rl.api.data import DataSource, RowRules
 from rl.api.plug import ConfigT, FileConfig
 from rl.api.types import Sample, UnusableSampleError
 from rl.config.schema import Section
@@ -29,19 +29,19 @@ MAX_SHOWN = 500
 MAX_ORIGIN = 40
 """Characters of where rows are from, on a line of progress."""
 UsePicture = Callable[[Path | bytes, int], Any]
-"""(where it is, largest side in px) -> what is wanted of it."""
+"""(where it is, largest side in px) -> what is made of it."""
 _LOOKS: dict[PictureCheck, UsePicture] = {
     "exists": lambda _located, _max_side_px: None,
     "header": check_header,
     "pixels": decode,
 }
-_UNSEEN = {"Cc", "Cf", "Me", "Mn", "Zl", "Zp", "Zs"}
-"""Unicode's categories of characters that show nothing by themselves."""
+_INVISIBLE = {"Cc", "Cf", "Me", "Mn", "Zl", "Zp", "Zs"}
+"""Unicode categories of characters that show nothing by themselves."""
 _BLANK = "\u115f\u1160\u2800\u3164\uffa0"
 """Letters and symbols that show nothing either."""
 _MISSING = object()
 SEVERAL = "images"
-"""Where a row holds its source pictures in a list, unless the config names a column."""
+"""The column of a row's list of source pictures, unless the config names a column."""
 
 
 class BadRowError(UnusableSampleError):
@@ -97,21 +97,18 @@ class Columns(Section):
         return [*filter(None, [self.instruction, *sources, *others, *self.hidden.values()])]
 
     def texts(self) -> list[str]:
-        """The columns that hold words, '' among them for those that are not read."""
-        return [self.instruction, self.reference, self.id, self.category]
+        """The columns that hold text."""
+        texts = (self.instruction, self.reference, self.id, self.category, *self.hidden.values())
+        return [*filter(None, texts)]
 
     def sources(self) -> tuple[str, ...]:
         """The columns of the source pictures."""
         columns = (self.source,) if isinstance(self.source, str) else self.source
         return tuple(filter(None, columns))
 
-    def pictures(self) -> list[str]:
-        """The columns that hold pictures."""
-        return [*self.sources(), *filter(None, [self.target])]
-
     def read_from(self, keys: Container[str]) -> Columns:
-        """The same for a row, or a table, that has those keys: where the user named no column of
-        source pictures and there is SEVERAL, but no 'image', that one is read."""
+        """The columns to read of a row, or a table, that has those keys: where the user named no
+        column of source pictures, SEVERAL is read if there is no 'image'."""
         by_default = "source" not in self.model_fields_set and isinstance(self.source, str)
         if not by_default or SEVERAL not in keys or self.source in keys:
             return self
@@ -147,7 +144,7 @@ def pick(row: Mapping[str, Any], column: str, default: Any = _MISSING) -> Any:
 
 @dataclass
 class Rows:
-    """A finite list of rows as samples: pictures are decoded when a sample is taken."""
+    """A finite list of rows as samples. Pictures are decoded when a sample is taken."""
 
     rows: Sequence[Mapping[str, Any]]
     numbers: Sequence[int]
@@ -158,12 +155,16 @@ class Rows:
     folder: Path
     """Where relative picture paths count from."""
     rules: RowRules
+    unreadable: Sequence[str] = ()
+    """A sentence about each line that did not even become a row."""
     picture_check: PictureCheck = "header"
     num_skipped: int = 0
-    """Rows left out by `keep_good`."""
+    """Rows and lines left out by `keep_good`."""
 
     def __post_init__(self) -> None:
         self._kept: Sequence[int] = range(len(self.rows))
+        # Without its folder: moving the data must not change seeds that derive from ids.
+        self._name = self.origin.rsplit("/", 1)[-1]
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -196,14 +197,11 @@ class Rows:
         """The number of a sample's row in `origin`."""
         return self.numbers[self._kept[index]]
 
-    def keep_good(self, on_bad_row: OnBadRow, unreadable: Sequence[str]) -> None:
-        """Look at every row; leave the bad ones out and count them, or raise BadRowError.
-
-        `unreadable` are sentences about what did not even become a row.
-        """
+    def keep_good(self) -> None:
+        """Look at every row; leave the bad ones out and count them, or raise BadRowError."""
         bad = dict(self.problems(self.picture_check))
-        sentences = [*unreadable, *bad.values()]
-        if sentences and on_bad_row == "error":
+        sentences = [*self.unreadable, *bad.values()]
+        if sentences and self.rules.on_bad_row == "error":
             raise BadRowError(
                 "\n".join(shorten(sentences)) + "\nFix these rows, or leave them out with "
                 "data.on_bad_row: 'skip'."
@@ -224,12 +222,12 @@ class Rows:
                     row = self.rows[index]
                     self._checked(row, look, look)
                     identity = self._id(index, row)
-                    # One word may be several sequences of characters, which look the same.
+                    # Different sequences of characters may look the same.
                     key = unicodedata.normalize("NFC", identity)
                     first = numbers_of.setdefault(key, self.numbers[index])
                     if first != self.numbers[index]:
                         raise UnusableError(f"id {identity!r} is already that of row {first}")
-                # A cell may hold anything, and what is raised by it is the row's fault: pyarrow's
+                # A cell may hold anything, and whatever it raises is the row's fault: pyarrow's
                 # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
                 except Exception as error:
                     yield index, self._sentence(index, error)
@@ -237,7 +235,7 @@ class Rows:
     def _checked(
         self, row: Mapping[str, Any], use_source: UsePicture, use_target: UsePicture
     ) -> tuple[list[Any], Any]:
-        """(what is given of its source pictures; of its reference edit, None without one). Raises
+        """(what is made of its source pictures; of its reference edit, None without one). Raises
         whatever is wrong with the row."""
         columns = _read_from(self.columns, row)
         _check_text(row, columns)
@@ -280,11 +278,6 @@ class Rows:
     def _id(self, index: int, row: Mapping[str, Any]) -> str:
         given = pick(row, self.columns.id, None) if self.columns.id else None
         return f"{self._name}:{self.numbers[index]}" if given is None else str(given)
-
-    @property
-    def _name(self) -> str:
-        """Without its folder: moving the data must not change seeds that derive from ids."""
-        return self.origin.rsplit("/", 1)[-1]
 
 
 def shorten(problems: Sequence[str]) -> list[str]:
@@ -335,20 +328,20 @@ def _check_text(row: Mapping[str, Any], columns: Columns) -> None:
         text = pick(row, column)
         if not isinstance(text, str):
             raise UnusableError(f"{column!r} is {text!r:.60}, not text; put it in quotes")
-        if all(unicodedata.category(c) in _UNSEEN or c in _BLANK for c in text):
+        if all(unicodedata.category(c) in _INVISIBLE or c in _BLANK for c in text):
             raise UnusableError(f"{column!r} is empty; write what is wanted")
-    for column in filter(None, (*columns.texts(), *columns.hidden.values())):
+    for column in columns.texts():
         try:
-            # Also of what is nested in it.
+            # Nested text too.
             json.dumps(pick(row, column, None), ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError as error:
             raise UnusableError(
-                f"{column!r} holds half a character (a lone surrogate), which no text has; mend it"
+                f"{column!r} holds half a character (a lone surrogate), which no text has; fix it"
             ) from error
 
 
 class RowsConfig(FileConfig):
-    """What a source says of rows and their pictures."""
+    """The keys of a source of rows: columns, and how pictures are found and checked."""
 
     columns: Columns = Columns()
     """Which key or column of a row is what."""
@@ -367,14 +360,18 @@ class RowsSource(DataSource[ConfigT]):
     def __init__(self, config: ConfigT, rules: RowRules) -> None:
         """Raises BadRowError (a ValueError) naming file and rows."""
         super().__init__(config, rules)
-        self._rows, unreadable = self.read(config, rules)
-        self._rows.keep_good(rules.on_bad_row, unreadable)
+        self._rows = self.read(config, rules)
+        self._rows.keep_good()
         self.num_skipped = self._rows.num_skipped
 
     @classmethod
     @abstractmethod
-    def read(cls, config: ConfigT, rules: RowRules) -> tuple[Rows, list[str]]:
-        """The rows, bad ones still among them, and a sentence for each that is not even a row."""
+    def read(cls, config: ConfigT, rules: RowRules) -> Rows:
+        """The rows, bad ones still among them."""
+
+    @classmethod
+    def provides(cls, config: ConfigT) -> frozenset[str]:
+        return config.columns.provides() if isinstance(config, RowsConfig) else frozenset()
 
     def __len__(self) -> int:
         return len(self._rows)

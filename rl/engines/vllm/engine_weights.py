@@ -1,4 +1,4 @@
-"""Weights into a running vLLM and back out, inside the engine's worker (`collective_rpc`).
+"""Puts weights into a running vLLM and reads them back, in its worker (`collective_rpc`).
 
 An adapter's slots are compared bit for bit, whole tensors by `bit_sums`.
 """
@@ -77,8 +77,8 @@ def put_lora(
 
 
 def lora_difference(worker: Any, expected: Lora) -> str:
-    """In what the slots that the forward multiplies with are not `expected`, bit for bit; '' if in
-    nothing. Compared where they lie: hashing an adapter would bring all of it to the host."""
+    """The layers in which the slots that the forward multiplies with differ from `expected`, bit
+    for bit; '' if none. Compared on the device: a hash would copy the whole adapter to the host."""
     import torch
 
     held = _slots(worker)
@@ -89,29 +89,26 @@ def lora_difference(worker: Any, expected: Lora) -> str:
         a, b = expected.get(name, (slot_a[:0], slot_b[:, :0]))
         rank = a.shape[0]
         same = _bits_equal(slot_a[:rank], a) & _bits_equal(slot_b[:, :rank], b)
-        # Slots are as wide as the largest rank vLLM was told of; the rest must multiply to nothing.
+        # A slot is as wide as vLLM's largest rank; what is beyond this adapter's must be zero.
         wrong.append(~same | slot_a[rank:].any() | slot_b[:, rank:].any())
     return _said(list(compress(held, torch.stack(wrong).tolist())), "layers")
 
 
-def whole_sums(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Whole, list[str]]:
-    """What the worker must hold once it was given `tensors`, and the names of those that it has no
-    place for that we could find."""
+def whole_sums(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Whole:
+    """What the worker must hold after loading `tensors`, without those whose place in its model is
+    not known."""
     model = worker.model_runner.get_model()
-    expected, unplaced = {}, []
+    expected = {}
     for name, tensor in tensors:
-        place = _place(model, name)
-        if place is None:
-            unplaced.append(name)
-            continue
-        layer, kind, _ = place
-        held = getattr(layer, kind)
-        expected[name] = (len(tensor), _value_sums(tensor.to(held.device, held.dtype)))
-    return expected, unplaced
+        if place := _place(model, name):
+            layer, kind, _ = place
+            held = getattr(layer, kind)
+            expected[name] = (len(tensor), _value_sums(tensor.to(held.device, held.dtype)))
+    return expected
 
 
 def whole_difference(worker: Any, expected: Whole) -> str:
-    """The tensors in which the model that the forward runs is not `expected`; '' if none."""
+    """The tensors in which the worker's model differs from `expected`; '' if none."""
     import torch
 
     model = worker.model_runner.get_model()
@@ -121,49 +118,29 @@ def whole_difference(worker: Any, expected: Whole) -> str:
         place = _place(model, name)
         assert place is not None, name
         layer, kind, first_row = place
-        # A vocabulary is padded: behind the last row sent there may be more.
+        # vLLM pads a vocabulary: more rows may follow the last one that was sent.
         held = read(layer, kind)[first_row : first_row + num_rows]
         wrong.append((_value_sums(held) != sums).any())
     return _said(list(compress(expected, torch.stack(wrong).tolist())), "tensors") if wrong else ""
 
 
-def parameter_sums(worker: Any) -> Mapping[str, torch.Tensor]:
-    """Every parameter's `bit_sums`, an adapter's base included."""
-    parameters = worker.model_runner.get_model().named_parameters()
-    return {name: bit_sums(parameter) for name, parameter in parameters}
-
-
-def parameter_difference(worker: Any, before: Mapping[str, torch.Tensor]) -> str:
-    """The parameters that changed since that `parameter_sums`; '' if none."""
-    import torch
-
-    now = parameter_sums(worker)
-    wrong = torch.stack([(now[name] != sums).any() for name, sums in before.items()])
-    return _said(list(compress(before, wrong.tolist())), "parameters")
-
-
 def _place(model: Any, name: str) -> tuple[Any, str, int] | None:
-    """Where the model keeps a tensor of that name: layer, parameter, first row. None: nowhere."""
+    """(layer, parameter's name, first row) where the model keeps a tensor; None: not known."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is not None:
         name = mapper.get_rename_mapper().map_name(name)
     path, _, kind = name.rpartition(".")
     parent, _, part = path.rpartition(".")
-    layers = dict(model.get_submodule(parent).named_children()) if _has(model, parent) else {}
+    try:
+        layers = dict(model.get_submodule(parent).named_children())
+    except AttributeError:
+        layers = {}
     for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
         if part in parts and part not in layers and fused in layers:
             first_row = sum(layers[fused].output_sizes[: parts.index(part)])
             return layers[fused], kind, first_row
     layer = layers.get(part)
     return None if getattr(layer, kind, None) is None else (layer, kind, 0)
-
-
-def _has(model: Any, path: str) -> bool:
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
 
 
 def _read(layer: Any, kind: str) -> torch.Tensor:
@@ -184,8 +161,8 @@ def _read(layer: Any, kind: str) -> torch.Tensor:
 
 
 def _value_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """`bit_sums`; on a CPU, where a product with the identity says neither the sign of a zero nor,
-    in some kernels, what is smaller than the smallest normal number, of a tensor without these."""
+    """`bit_sums`. On a CPU without the signs of zeros and without subnormal numbers, which a
+    product with the identity does not always keep."""
     import torch
 
     if tensor.device.type == "cpu":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import groupby
 from typing import Any, Literal
 
@@ -23,17 +23,22 @@ def engine_input(
 ) -> Any:
     """vLLM's `EngineInput`.
 
-    `features`: [N_img, D] what the policy's vision tower makes of the prompt's pictures, one after
-    the other, for an engine that has none; else pixels go in, in the model's own `dtype`.
-    `image_token_id`: fills each picture's place in the prompt; None for models that read ids only.
+    `features`: [N_img, D] of the prompt's pictures by the policy's vision tower, for an engine
+    without one; None: pixels go in, in the model's own `dtype`. `image_token_id`: fills each
+    picture's place in the prompt; None for models that read ids only.
     """
     ids = list(prompt.token_ids)
     if not prompt.images:
         return tokens_input(ids)
     assert image_token_id is not None, "it reads ids only"
-    # By a picture's name the engine finds what it has encoded: a group's members share it.
+    # The engine caches encoded pictures by these names: a group's members share them.
     names = [digest(picture).hex() for picture in prompt.images]
-    places = _places(ids, image_token_id)
+    places, offset = [], 0
+    for token, run in groupby(ids):
+        length = len(list(run))
+        if token == image_token_id:
+            places.append(PlaceholderRange(offset=offset, length=length))
+        offset += length
     assert len(places) == len(names), "each picture has a place of its own"
     grids = prompt.model_inputs["image_grid_thw"]
     if features is None:
@@ -56,25 +61,14 @@ def engine_input(
     )
 
 
-def _places(ids: Sequence[int], image_token_id: int) -> list[PlaceholderRange]:
-    """Where its pictures are: runs of image tokens, between which the vision brackets stand."""
-    places, offset = [], 0
-    for token, run in groupby(ids):
-        length = len(list(run))
-        if token == image_token_id:
-            places.append(PlaceholderRange(offset=offset, length=length))
-        offset += length
-    return places
-
-
 def completion(
     output: Any,
     stop_ids: Collection[int],
     grid: tuple[int, int] | None,
     vocabulary: ImageVocabulary | None,
 ) -> Completion:
-    """Of vLLM's `CompletionOutput` with flat log-probs of its own tokens alone. `grid`: to which it
-    was held by `vocabulary`, None: it was free."""
+    """From vLLM's `CompletionOutput` with flat log-probs of its own tokens. With `grid` and
+    `vocabulary` the image grammar enforced a picture of that size."""
     ids = tuple(output.token_ids)
     assert tuple(output.logprobs.token_ids) == ids, "one log-prob a token, its own"
     forced = forced_tokens(ids, grid, vocabulary) if grid and vocabulary else None

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
-from rl.api.types import ImageVocabulary
-from rl.engines.vllm.vllm_config import VOCABULARY
 from rl.ranks.seeding import rng_state, set_rng_state
 
+GRID = "image_grid"
+"""Key of a request's (h, w) in `SamplingParams.extra_args`; absent: any token may come."""
+VOCABULARY = "image_vocabulary"
+"""Key of the fields of `ImageVocabulary` in the engine's `additional_config`."""
 SERVED_AS = {"Emu3ForCausalLM": "LlamaForCausalLM"}
-"""Architectures that vLLM does not list, and the class of its own that computes the same."""
+"""Architectures that vLLM does not list, and the vLLM class that computes the same."""
 OURS = {"Qwen3VLForConditionalGeneration": ("rl.engines.vllm.deepstack", "Qwen3VLWithDeepstack")}
-"""Architectures of which vLLM's own class will not do."""
+"""Architectures for which a class of ours replaces vLLM's."""
 
 
 def register_in_process(folder: str) -> None:
-    """Tell vLLM the model's class, which it would else look at in a subprocess (12 s)."""
+    """Tell vLLM the model's class, which it would otherwise inspect in a subprocess (12 s)."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
@@ -38,31 +39,8 @@ def register_in_process(folder: str) -> None:
             ModelRegistry.register_model(architecture, model_class)
 
 
-def grammar_arguments(
-    folder: str, arguments: Mapping[str, Any], vocabulary: ImageVocabulary
-) -> dict[str, Any]:
-    """What holds an engine's requests to their grids: the shell that its model runner takes."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
-
-    try:
-        from rl.engines.vllm import grammar
-    except ImportError as error:
-        raise RuntimeError(
-            "this vLLM has other logits-processor interfaces than the ones written for (see the "
-            "pin in pyproject.toml): install that version, or use engine.type 'transformers'"
-        ) from error
-    # Two runners, each of which refuses the other's class; only the finished configuration knows.
-    planned = EngineArgs(folder, **arguments).create_engine_config(UsageContext.LLM_CLASS)
-    shell = grammar.V2Grammar if planned.use_v2_model_runner else grammar.V1Grammar
-    return {
-        "logits_processors": [shell],
-        "additional_config": {VOCABULARY: asdict(vocabulary)},
-    }
-
-
 def multiply_by_one_adapter() -> None:
-    """On a CPU: adapters through `OneAdapter` instead of vLLM's own way."""
+    """On a CPU: compute adapters with `OneAdapter` instead of vLLM's kernel."""
     from vllm.platforms import current_platform
 
     from rl.engines.vllm.one_adapter import OneAdapter

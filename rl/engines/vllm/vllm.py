@@ -10,16 +10,17 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from rl.api.engine import Engine, EngineMemory, EngineSetup, Residency
-from rl.api.plug import PlacedConfig, too_old, unread
+from rl.api.plug import PlacedConfig, PlugConfig, too_old, unread
 from rl.api.policy import Policy, PolicyConfig
-from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
-from rl.config.engine_choice import vllm_build
-from rl.config.schema import RunConfig
+from rl.api.types import Completion, ImageVocabulary, PolicyWeights, Prompt, SamplingParams
+from rl.config.schema import MAX_COUNT, MAX_TOKENS, RunConfig, vllm_build
 from rl.engines.vllm import engine_weights, start
-from rl.engines.vllm.vllm_config import GRID, Config
 from rl.files.weights import fingerprint
 
 if TYPE_CHECKING:
@@ -36,71 +37,82 @@ ENVIRONMENT = {
 """Set before the first `import vllm`, where the user has not set them."""
 
 BANNED_BIAS = -1e9
-"""Added to a banned id's logit: exp of it is exactly 0 in float32, as in the trainer's softmax."""
+"""Added to a banned id's logit; its exp is exactly 0 in float32, as in the trainer's softmax."""
 
 OWN_GB, GRAPHS_GB = 1.0, 0.6
 """What vLLM keeps for itself beside its largest step, assumed: buffers, kernels' workspaces, NCCL;
-and CUDA graphs of one set of batch sizes, of which an adapter makes a second."""
+and CUDA graphs of one set of batch sizes. An adapter adds a second set."""
 
 CPU_CACHE_MB = 256
 """Key-value cache on a CPU."""
 UNPLANNED_SHARE = 0.01
 """Share of the device that must be free where a cache size is set and no plan was made."""
-UNMERGEABLE = (
-    "adapter: 'merged' adds to the policy's base weights, which ZeRO-3 shards; use 'served', or "
-    "optimizer.zero_stage <= 2"
-)
-
 BFLOAT16_CAPABILITY = 8.0
 """Compute capability (Ampere); `check_if_supports_dtype` in vllm/platforms/cuda.py."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Slot sizes vLLM offers."""
 
 
-def sleeps_between(residency: Residency, has_room: bool, device: str) -> bool:
-    """Whether the engine frees the device while others use it."""
-    wanted = residency == "sleep" or (residency == "auto" and not has_room)
-    return wanted and device.startswith("cuda")
+class Config(PlugConfig):
+    """The engine section."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
+    """Share of the GPU's memory for weights and key-value cache while awake. auto: its weights, its
+    workspace, and a cache for every completion that its rank samples in an iteration, each as long
+    as it may be and with a prompt of its own; where the memory plan has no room for that many, for
+    as many as there is, at least one. Read by nothing on a CPU."""
+    kv_cache_memory_mb: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    """Key-value cache, MiB, instead of that share; null on a CPU means 256."""
+    max_model_len: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    """Longest prompt + completion, tokens; null = policy.max_prompt_tokens +
+    sampling.max_completion_tokens."""
+    max_num_seqs: Annotated[int, Field(ge=1, le=100_000)] = 128
+    """Completions decoded at the same time."""
+    enforce_eager: bool = False
+    """True skips compilation and CUDA graphs; a CPU is always eager."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the engine's weights; auto = policy.dtype."""
+    residency: Residency = "auto"
+    """Where the engine is while others use the device (CUDA only). resident: it stays; sleep: its
+    weights go to host memory and its cache is freed, seconds an iteration for a large model; auto:
+    it stays where the memory plan has room. vLLM's deeper sleep, which throws the base away, is not
+    offered: it corrupts VLMs."""
+    adapter: Literal["served"] = "served"
+    """How a LoRA is sampled with: beside the base, exact."""
+    tensor_parallel_size: Literal[1] = 1
+    """Every rank has its own engine."""
 
 
 class VllmEngine(Engine[Config]):
-    """One engine; starting it takes seconds, minutes for a large model.
-
-    Raises ValueError where `adapter: 'merged'` is asked of a sharded policy.
-    """
+    """One engine; starting it takes seconds, minutes for a large model."""
 
     def __init__(self, config: Config, setup: EngineSetup) -> None:
         super().__init__(config, setup)
         policy = setup.policy
-        merges = policy.config.lora is not None and config.adapter == "merged"
-        if merges and setup.sharded:
-            raise ValueError(f"engine.{UNMERGEABLE}")
         reads_features = (
             policy.image_pixel_bounds is not None
             and policy.has_frozen_tower(policy.config)
             and not setup.sharded
         )
         self._setup = setup
-        self._sleeps = sleeps_between(config.residency, setup.has_room, setup.device)
-        self._features_of = policy.picture_features if reads_features else None
-        """The policy's vision tower in place of one of the engine's own; None: pictures are
-        encoded here."""
-        self._merged_weights = policy.merged_weights if merges else None
-        """`adapter: 'merged'`; None: the adapter is served, or there is none."""
         self._on_cuda = setup.device.startswith("cuda")
+        wanted = "resident" if setup.has_room else "sleep"
+        wanted = wanted if config.residency == "auto" else config.residency
+        self._sleeps = self._on_cuda and wanted == "sleep"
+        """Whether the engine frees the device while others use it."""
+        self._features_of = policy.picture_features if reads_features else None
+        """The policy's vision tower; None: the engine has its own, which encodes the pictures."""
         self._stop_ids = list(policy.stop_token_ids)
         self._bans = dict.fromkeys(policy.banned_token_ids, BANNED_BIAS)
         self._vocabulary = policy.image_vocabulary
         self._kind = "full" if policy.config.lora is None else "lora"
-        self._serves_adapter = self._kind == "lora" and not merges
         self._failed = False
         self._fingerprint: str | None = None
         self._expected: engine_weights.Lora | engine_weights.Whole = {}
-        """What the worker was given last."""
-        self._unplaced: list[str] = []
-        """Names of tensors that were given and cannot be read back."""
-        self._asleep: Mapping[str, torch.Tensor] | None = None
-        """Sums of what the worker fell asleep with; None: it is awake."""
+        """What the worker must hold since the last load."""
+        self._reads_back = True
+        """Whether all of it can be read back."""
+        self._asleep = False
         self._num_requests = 0
         self._llm = self._start(policy)
         model_config = self._llm.llm_engine.model_config
@@ -113,7 +125,7 @@ class VllmEngine(Engine[Config]):
         return EngineMemory(
             share=None if share == "auto" else share,
             own_gb=OWN_GB + graphs_gb,
-            adapter_gb=graphs_gb if config.adapter == "served" else 0,
+            adapter_gb=graphs_gb,
             cache_mb=config.kv_cache_memory_mb,
             dtype=None if config.dtype == "auto" else config.dtype,
             max_model_len=config.max_model_len,
@@ -123,13 +135,9 @@ class VllmEngine(Engine[Config]):
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> Iterable[str]:
-        optimizer = run.optimizer
-        sharded = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
-        if sharded and config.adapter == "merged":
-            yield UNMERGEABLE
         rank = (run.policy.get("lora") or {}).get("r", 0)
-        if config.adapter == "served" and rank > LORA_RANKS[-1]:
-            yield f"adapter: 'served' ends at rank {LORA_RANKS[-1]}; lower policy.lora.r ({rank})"
+        if rank > LORA_RANKS[-1]:
+            yield f"adapter: vLLM's ranks end at {LORA_RANKS[-1]}; lower policy.lora.r ({rank})"
         device = str(run.policy.get("device", "auto"))
         if device[5:].strip("0").isdecimal() and run.world_size == 1:
             yield (
@@ -156,12 +164,12 @@ class VllmEngine(Engine[Config]):
             what = "dtype: vLLM's bfloat16"
             yield from too_old(capability, BFLOAT16_CAPABILITY, what, instead)
         adapts = isinstance(policy, PolicyConfig) and policy.lora is not None
-        if adapts and config.adapter == "served" and dtype == "float32":
+        if adapts and dtype == "float32":
             other = "policy.dtype=bfloat16" if config.dtype == "auto" else "engine.dtype=auto"
             yield (
                 "adapter: on a GPU vLLM serves an adapter in 16 bits only, and its dtype is "
-                f"float32; set {other}, engine.adapter=merged, or engine.type=transformers, or run "
-                "on the CPU (policy.device=cpu)"
+                f"float32; set {other}, or engine.type=transformers, or run on the CPU "
+                "(policy.device=cpu)"
             )
 
     @classmethod
@@ -174,13 +182,12 @@ class VllmEngine(Engine[Config]):
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if not self._on_cuda:
-            # Log-probs run through a compiled function even in eager mode, which would need a C++
-            # compiler on the box.
+            # Even in eager mode log-probs use a compiled function, which needs a C++ compiler.
             from torch import _dynamo
 
             _dynamo.config.disable = True
         folder = policy.engine_folder()
-        # Some of it warns before its own configuration says how loud it may be.
+        # vLLM logs before it has read its own log level.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         with start.untouched_globals(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"`torch\.distributed\.reduce_op` is deprecated")
@@ -189,15 +196,15 @@ class VllmEngine(Engine[Config]):
 
             self._found_group = torch.distributed.is_initialized()
             start.register_in_process(folder)
-            if self._serves_adapter and not self._on_cuda:
+            if self._kind == "lora" and not self._on_cuda:
                 start.multiply_by_one_adapter()
             arguments = self._arguments(policy)
             if self._vocabulary is not None:
-                arguments |= start.grammar_arguments(folder, arguments, self._vocabulary)
+                arguments |= grammar_arguments(folder, arguments, self._vocabulary)
             return LLM(folder, **arguments)
 
     def _arguments(self, policy: Policy) -> dict[str, Any]:
-        config = self.config
+        config, lora = self.config, policy.config.lora
         arguments: dict[str, Any] = {
             "dtype": policy.config.dtype if config.dtype == "auto" else config.dtype,
             "seed": 0,
@@ -205,45 +212,40 @@ class VllmEngine(Engine[Config]):
             or policy.config.max_prompt_tokens + policy.setup.max_completion_tokens,
             "max_num_seqs": config.max_num_seqs,
             "enforce_eager": config.enforce_eager or not self._on_cuda,
+            "enable_sleep_mode": self._sleeps,
             "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
+            **self._memory_arguments(),
         }
         if policy.image_pixel_bounds is None:
             arguments["skip_tokenizer_init"] = True
         else:
-            edges = dict(
-                zip(("shortest_edge", "longest_edge"), policy.image_pixel_bounds, strict=True)
-            )
-            encodes = self._features_of is None
+            shortest, longest = policy.image_pixel_bounds
+            num_encoded = policy.max_pictures if self._features_of is None else 0
             arguments |= {
-                # None and embeddings: vLLM then leaves the tower out (1.3 GB of a bfloat16 7B).
-                "limit_mm_per_prompt": {
-                    "image": policy.max_pictures if encodes else 0,
-                    "video": 0,
+                # 0 and embeddings: vLLM then leaves the tower out (1.3 GB of a bfloat16 7B).
+                "limit_mm_per_prompt": {"image": num_encoded, "video": 0},
+                "enable_mm_embeds": self._features_of is not None,
+                "mm_processor_kwargs": {
+                    "size": {"shortest_edge": shortest, "longest_edge": longest}
                 },
-                "enable_mm_embeds": not encodes,
-                "mm_processor_kwargs": {"size": edges},
-                # Pixels come as the policy's processor made them: nothing is left to do or keep.
+                # The policy's processor has already prepared the pixels.
                 "mm_device_do_normalize": False,
                 "mm_processor_cache_gb": 0,
             }
-        arguments |= self._memory_arguments()
         if not self._on_cuda:
-            # A seeded request whose prompt is cut in two rewinds its generator, which a CPU's
-            # cannot do: the engine would die as soon as an iteration's prompts fill a step.
+            # A seeded request whose prompt is cut in two rewinds its generator; a CPU's generator
+            # cannot be rewound, and the engine would die.
             arguments["enable_chunked_prefill"] = False
-            # A group shares whole cache blocks of its prompt only. The CPU's default of 128 tokens
-            # is longer than a tiny prompt; 32 is the smallest that its attention takes.
+            # A group shares whole cache blocks of its prompt. A tiny prompt is shorter than the
+            # CPU's default block of 128 tokens; its attention takes 32 at least.
             arguments["block_size"] = 32
-        if self._sleeps:
-            arguments["enable_sleep_mode"] = True
         if self._setup.world_size > 1:
-            # Reads torchrun's LOCAL_RANK; the default executor would put every rank on device 0.
+            # Uses LOCAL_RANK; the default executor would put every rank on device 0.
             arguments["distributed_executor_backend"] = "external_launcher"
-        lora = policy.config.lora
-        if self._serves_adapter and lora is not None:
+        if lora is not None:
             arguments |= {
                 "enable_lora": True,
                 "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= lora.r),
@@ -252,7 +254,7 @@ class VllmEngine(Engine[Config]):
         return arguments
 
     def _memory_arguments(self) -> dict[str, Any]:
-        """Given a cache size, vLLM measures nothing and only checks that the share is free."""
+        """With a cache size vLLM measures nothing and only checks that the share is free."""
         config, claim = self.config, self._setup.claim
         cache_mb = config.kv_cache_memory_mb or (None if self._on_cuda else CPU_CACHE_MB)
         cache_bytes = None if cache_mb is None else cache_mb << 20
@@ -265,18 +267,17 @@ class VllmEngine(Engine[Config]):
             share = UNPLANNED_SHARE
         else:
             raise ValueError(
-                "engine.gpu_memory_utilization: 'auto' is reckoned from the policy's size, which "
-                "neither its name nor its folder tells; give a share, such as 0.35"
+                "engine.gpu_memory_utilization: 'auto' needs the policy's size, which neither its "
+                "name nor its folder tells; give a share, such as 0.35"
             )
-        stated = {} if cache_bytes is None else {"kv_cache_memory_bytes": cache_bytes}
-        return {"gpu_memory_utilization": share, **stated}
+        return {"gpu_memory_utilization": share, "kv_cache_memory_bytes": cache_bytes}
 
     def generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
     ) -> list[list[Completion]]:
         """completions_PG. Temperature 0 takes the likeliest token (all G members are then equal).
 
-        Any exception inside the engine is final: vLLM would spin for ever on its next call.
+        After any exception inside the engine it is unusable: vLLM's next call would never return.
         """
         if self._failed:
             raise RuntimeError("the vLLM engine failed before and cannot be used again")
@@ -296,26 +297,29 @@ class VllmEngine(Engine[Config]):
             for prompt, seed in zip(prompts_P, seeds_P, strict=True)
         ]
         try:
-            # Seeded requests draw from generators of their own, and a sampling step from the
-            # global one besides, whose draw nobody uses: the trainer must not notice.
+            # vLLM also draws from the global generator in each step, without using the number.
             with torch.random.fork_rng([self._setup.device] if self._on_cuda else []):
                 outputs_P = self._run(inputs_P, sampling_P)
         except BaseException:
             self._failed = True
             raise
-        return [
-            self._group(prompt, output, params)
+        completions_PG = [
+            [
+                requests.completion(member, self._stop_ids, prompt.grid, self._vocabulary)
+                for member in output.outputs
+            ]
             for prompt, output in zip(prompts_P, outputs_P, strict=True)
         ]
+        return [group * (params.num_completions // len(group)) for group in completions_PG]
 
     def _run(self, inputs_P: Sequence[Any], sampling_P: Sequence[Any]) -> list[Any]:
         """A `RequestOutput` for each input."""
         engine = self._llm.llm_engine
         lora_request = None
-        if self._serves_adapter and self._fingerprint is not None:
+        if self._kind == "lora" and self._fingerprint is not None:
             from vllm.lora.request import LoRARequest
 
-            # The path is never read: the adapter of this number is in the slots already.
+            # The path is never read: the adapter of this number is already in the slots.
             lora_request = LoRARequest("policy", engine_weights.ADAPTER_ID, "in-memory")
         names_P = []
         for engine_input, sampling in zip(inputs_P, sampling_P, strict=True):
@@ -328,12 +332,11 @@ class VllmEngine(Engine[Config]):
         return [finished[name] for name in names_P]
 
     def _sampling(self, prompt: Prompt, params: SamplingParams, seed: int) -> Any:
-        """A group is ONE request with `n` = G, whose member g vLLM draws from seed + g: as G
-        requests it took 3 to 5 % less CPU time, for G times as many to keep in order."""
+        """A group is ONE request with `n` = G; vLLM draws member g with seed + g."""
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        grid = self._grid(prompt)
+        grid = prompt.grid if self._vocabulary else None
         return VllmSamplingParams(
             n=params.num_completions if params.temperature > 0 else 1,
             seed=seed,
@@ -347,38 +350,23 @@ class VllmEngine(Engine[Config]):
             ignore_eos=True,  # the policy's stop ids are the only ones
             stop_token_ids=self._stop_ids,
             logit_bias=self._bans,
-            extra_args={GRID: grid} if grid else None,
+            extra_args={start.GRID: grid} if grid else None,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _group(self, prompt: Prompt, output: Any, params: SamplingParams) -> list[Completion]:
-        from rl.engines.vllm import requests
-
-        completions_G = [
-            requests.completion(member, self._stop_ids, self._grid(prompt), self._vocabulary)
-            for member in output.outputs
-        ]
-        return completions_G * (params.num_completions // len(completions_G))
-
-    def _grid(self, prompt: Prompt) -> tuple[int, int] | None:
-        """(h, w) to which its completions are held; None: they are free."""
-        return prompt.grid if self._vocabulary else None
-
     def sleep(self) -> None:
-        """Give the device to the others, where the engine does not stay on it."""
-        if self._sleeps and self._asleep is None:
-            [self._asleep] = self._llm.collective_rpc(engine_weights.parameter_sums)
+        """Free the device for others, if the engine does not stay on it."""
+        if self._sleeps and not self._asleep:
+            self._asleep = True
             self._llm.sleep(level=1)
 
     def wake(self) -> None:
-        """Undo `sleep`. Raises RuntimeError when the weights are not those from before it, an
-        adapter's and its base's among them."""
-        if self._asleep is None:
+        """Undo `sleep`. Raises RuntimeError when the trained weights are not those from before."""
+        if not self._asleep:
             return
         self._llm.wake_up()
-        [lost] = self._llm.collective_rpc(engine_weights.parameter_difference, args=(self._asleep,))
-        self._asleep = None
-        if problem := lost or (self._fingerprint and self._difference()):
+        self._asleep = False
+        if problem := self._fingerprint and self._difference():
             self._failed = True
             raise RuntimeError(
                 f"the inference engine woke up with {problem}. Set engine.residency: 'resident', "
@@ -386,28 +374,25 @@ class VllmEngine(Engine[Config]):
             )
 
     def load_weights(self, weights: PolicyWeights) -> None:
-        """Take the trainer's weights; the engine must be awake. What was not trained stays as it
-        was, under an adapter the whole base."""
+        """Take the trainer's weights; the engine must be awake. What was not trained stays."""
         if weights.kind != self._kind:
-            raise ValueError(f"this engine was started for another kind than {weights.kind!r}")
+            raise ValueError(f"this engine was not started for {weights.kind!r} weights")
         lora = self._setup.policy.config.lora
-        if self._serves_adapter and lora is not None:
+        if lora is not None:
             if fingerprint(weights.tensors) != weights.fingerprint:
                 raise RuntimeError(
                     "the adapter that reached the inference engine is not the one that the trainer "
-                    "sent: its tensors no longer have its fingerprint. Hand them on unchanged"
+                    "sent: its tensors do not have its fingerprint. Pass them on unchanged"
                 )
             clones = {name: tensor.clone() for name, tensor in weights.tensors.items()}
             [self._expected] = self._llm.collective_rpc(
                 engine_weights.put_lora, args=(clones, weights.lora_config, lora.alpha / lora.r)
             )
         else:
-            self._llm.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": iter(self._whole(weights))}
-            )
-            [(self._expected, self._unplaced)] = self._llm.collective_rpc(
-                engine_weights.whole_sums, args=(self._whole(weights),)
-            )
+            whole = weights.tensors.items()
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(whole)})
+            [self._expected] = self._llm.collective_rpc(engine_weights.whole_sums, args=(whole,))
+            self._reads_back = len(self._expected) == len(whole)
         self._fingerprint = weights.fingerprint
         self._drop_caches()
 
@@ -416,32 +401,49 @@ class VllmEngine(Engine[Config]):
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.reset_encoder_cache()
 
-    def _whole(self, weights: PolicyWeights) -> Iterable[tuple[str, torch.Tensor]]:
-        """Every matrix that goes over, under transformers' name."""
-        return self._merged_weights() if self._merged_weights else weights.tensors.items()
-
     def held_fingerprint(self) -> str | None:
-        """The loaded weights' fingerprint when what the worker's forward multiplies with is what
-        was sent, every tensor, in the engine's dtype; else what is wrong. None when a tensor went
-        to a place that we do not know."""
+        """The loaded weights' fingerprint if every tensor that the worker's forward uses is what
+        was sent, in the engine's dtype; otherwise what is wrong. None when the place of a tensor in
+        vLLM's model is not known."""
         if self._fingerprint is None:
             return "nothing: it was given no weights"
-        return self._difference() or (None if self._unplaced else self._fingerprint)
+        return self._difference() or (self._fingerprint if self._reads_back else None)
 
     def _difference(self) -> str:
-        compare = (
-            engine_weights.lora_difference
-            if self._serves_adapter
-            else engine_weights.whole_difference
-        )
+        compare: Any = engine_weights.whole_difference
+        if self._kind == "lora":
+            compare = engine_weights.lora_difference
         [difference] = self._llm.collective_rpc(compare, args=(self._expected,))
         return str(difference)
 
     def close(self) -> None:
-        """Stop it; with several ranks it stays, or the trainer's process group would go with it."""
+        """Stop it. With several ranks it stays, since it shares the trainer's process group."""
         core = self._llm.llm_engine.engine_core
         if self._setup.world_size > 1:
             core._finalizer.detach()
             return
         start.shut_down(core, keeps_group=self._found_group)
         del self._llm
+
+
+def grammar_arguments(
+    folder: str, arguments: Mapping[str, Any], vocabulary: ImageVocabulary
+) -> dict[str, Any]:
+    """The engine's arguments for the image grammar: the logits processor of its model runner."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    try:
+        from rl.engines.vllm import grammar
+    except ImportError as error:
+        raise RuntimeError(
+            "this vLLM has other logits-processor interfaces than the ones written for (see the "
+            "pin in pyproject.toml): install that version, or use engine.type 'transformers'"
+        ) from error
+    # Each of the two runners refuses the other's class; only the finished config knows which runs.
+    planned = EngineArgs(folder, **arguments).create_engine_config(UsageContext.LLM_CLASS)
+    processor = grammar.V2Grammar if planned.use_v2_model_runner else grammar.V1Grammar
+    return {
+        "logits_processors": [processor],
+        "additional_config": {start.VOCABULARY: asdict(vocabulary)},
+    }

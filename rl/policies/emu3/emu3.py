@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rl.api.plug import ModelFiles, unread
 from rl.api.policy import PolicySetup
 from rl.api.types import (
     Action,
     Completion,
-    ImageVocabulary,
     Prompt,
     Row,
     Sample,
@@ -22,17 +21,14 @@ from rl.api.types import (
 )
 from rl.config.schema import RunConfig
 from rl.policies.emu3 import emu3_loading
-from rl.policies.emu3.emu3_config import Config
+from rl.policies.emu3.emu3_loading import Config
 from rl.policies.emu3.emu3_prompts import Emu3Prompts
 from rl.policies.shared.model_loading import link_files
 from rl.policies.shared.policy_base import TrainedPolicy
 
-if TYPE_CHECKING:
-    from rl.policies.emu3.emu3_module import Emu3Module
-
 
 class Emu3(TrainedPolicy[Config]):
-    """[h, w] int32 codebook indices out of what it writes."""
+    """Writes pictures as [h, w] int32 codebook indices."""
 
     model_types = frozenset({emu3_loading.TEXT_MODEL, emu3_loading.PUBLISHED_MODEL})
     model_classes = frozenset({"Emu3ForCausalLM"})
@@ -43,10 +39,10 @@ class Emu3(TrainedPolicy[Config]):
     embedding = "model.embed_tokens.weight"
 
     prompts: Emu3Prompts
-    module: Emu3Module
 
     def __init__(self, config: Config, setup: PolicySetup) -> None:
-        from rl.policies.emu3.emu3_module import Emu3Module, SlicedHead
+        from rl.policies.shared.logprobs import SlicedHead
+        from rl.policies.shared.trained_module import TrainedModule
 
         super().__init__(config, setup)
         self.prompts = Emu3Prompts(
@@ -60,10 +56,19 @@ class Emu3(TrainedPolicy[Config]):
         self.stop_token_ids = (picture.end_of_sequence,)
         model = emu3_loading.load_model(config)
         self.state_dim = model.config.hidden_size
-        self.banned_token_ids = self._unused_ids(model.config.vocab_size, picture)
+        vocab_size, num_tokens = model.config.vocab_size, picture.visual_end
+        if vocab_size < num_tokens:
+            raise ValueError(
+                f"policy.tokenizer_path: the tokenizer has {num_tokens} tokens, the model "
+                f"{vocab_size}: they do not belong together"
+            )
         model.lm_head = SlicedHead(model.lm_head.weight)
-        bounds = (0, picture.visual_start, picture.visual_end) if config.constrained else ()
-        self.module = Emu3Module(self._ready(model), self, bounds)
+        if config.constrained:
+            self.vocabulary_slices = (0, picture.visual_start, num_tokens)
+        else:
+            self.banned_token_ids = tuple(range(num_tokens, vocab_size))  # no token has these
+        # Layers only: the head is projected slice by slice, which an adapted one could not be.
+        self.module = TrainedModule(self._ready(model, within=r".*\.layers\..*"), self)
 
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:
@@ -103,18 +108,6 @@ class Emu3(TrainedPolicy[Config]):
                 keys = f"{kind}_only_cycle_steps {kind}_only_steps"
                 yield from unread(config, keys, f"train_{kind}_tokens_only is false")
 
-    def _unused_ids(self, vocab_size: int, picture: ImageVocabulary) -> tuple[int, ...]:
-        """Ids that no token has; none where a constraint never offers them.
-
-        Raises ValueError when the model has fewer ids than the tokenizer.
-        """
-        if vocab_size < picture.visual_end:
-            raise ValueError(
-                f"policy.tokenizer_path: the tokenizer has {picture.visual_end} tokens, the model "
-                f"{vocab_size}: they do not belong together"
-            )
-        return () if self.config.constrained else tuple(range(picture.visual_end, vocab_size))
-
     def engine_folder(self) -> str:
         """Links to the weights, beside transformers' own config and tokenizer files: an engine
         loads them without anyone's code."""
@@ -141,6 +134,23 @@ class Emu3(TrainedPolicy[Config]):
             )
         return prompt
 
+    def _model_inputs(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Mapping[str, Any]:
+        """Under constraints `forced` [B, C] bool: which completion tokens these forced."""
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        from rl.algorithm.image_grammar import forced_tokens
+
+        if not self.config.constrained:
+            return {}
+        picture = self.prompts.vocabulary.picture
+        forced_B = [
+            torch.tensor(forced_tokens(ids, prompt.grid, picture), dtype=torch.bool)
+            for prompt, ids in rows
+            if prompt.grid is not None
+        ]
+        return {"forced": pad_sequence(forced_B, batch_first=True).to(self.device)}
+
     def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
         """[T] text (whatever is not a code) or visual tokens, as the schedule has it."""
         text, visual = self.config.trained(iteration)
@@ -151,5 +161,4 @@ class Emu3(TrainedPolicy[Config]):
     def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[Action]:
-        """Each completion's codes; needs no forward."""
         return [self.prompts.action(prompt, token_ids) for prompt, token_ids in rows]

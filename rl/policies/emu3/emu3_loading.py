@@ -1,28 +1,26 @@
-"""Weights and tokenizer of an Emu3, in transformers' form or BAAI's, without running remote code.
+"""The keys of `policy: { type: 'emu3' }`, and an Emu3's weights and tokenizer.
 
-BAAI's form has a custom `model_type` and a tiktoken vocabulary, but its weights have transformers'
-names, and its tokenizer is byte-level BPE behind Qwen's split pattern.
+They are read in transformers' form or in BAAI's, without running remote code. BAAI's form has a
+custom `model_type` and a tiktoken vocabulary, but its weights have transformers' names, and its
+tokenizer is byte-level BPE after Qwen's split pattern.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from rl.api.policy import LoraSection
+from rl.config.schema import MAX_TOKENS
 from rl.console.progress import weights_counted
-from rl.files.adapter_base import Base
 from rl.policies.shared import model_loading
+from rl.policies.shared.policy_base import TrainedPolicyConfig
 
-if TYPE_CHECKING:
-    from rl.policies.emu3.emu3_config import Config
-
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Qwen's: words, single digits, punctuation, white space."""
 TEXT_SPECIALS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -33,28 +31,73 @@ TEXT_SPECIALS = (
 TIKTOKEN_FILE, VISION_FILE = "emu3.tiktoken", "emu3_vision_tokens.txt"
 TEXT_MODEL, PUBLISHED_MODEL = "emu3_text_model", "Emu3"
 """`model_type` of transformers' and of BAAI's configs."""
-SAME_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "initializer_range",
-    "tie_word_embeddings",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-)
-"""Keys of BAAI's config that transformers' has under the same name."""
+
+Steps = Annotated[int, Field(ge=0)]
+Cycle = Annotated[int, Field(ge=1)]
 
 
-def base(config: Config) -> Base:
-    """The weights that training starts from."""
-    return Base(config.model_path, config.revision)
+class Config(TrainedPolicyConfig):
+    """The policy section."""
+
+    model_path: str
+    """Folder or hub id of the weights: BAAI/Emu3-Gen, BAAI/Emu3-Stage1, or tuned from them."""
+    tokenizer_path: str = ""
+    """Folder or hub id of the tokenizer; '' = model_path."""
+    assistant_prefill: str = "<|image start|>"
+    """What every completion continues. '<|image start|>': a picture at once. " Let's think step by
+    step. <|start thinking|>": words first. '': as the model likes. Special tokens written here are
+    special; `{height}` and `{width}` stand for the source's rows and columns of codes."""
+    constrained: bool = True
+    """True: sampling is held to the source's grid, and words and codes have a softmax each. False:
+    free sampling, one softmax over everything."""
+    lora: LoraSection | None = None
+    """null = full fine-tuning."""
+    max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1536
+    """Longest prompt, picture included (32 x 32 codes are 1,065 tokens); a longer one stops the
+    run, naming its sample."""
+    train_text_tokens_only: bool = False
+    """Train text alone in the first `text_only_steps` iterations of every `text_only_cycle_steps`,
+    visual tokens alone in the others."""
+    text_only_cycle_steps: Cycle = 10
+    """Length of that cycle, iterations."""
+    text_only_steps: Steps = 10
+    """Of these, how many train text."""
+    train_vision_tokens_only: bool = False
+    """Train visual tokens alone in the first `vision_only_steps` iterations of every
+    `vision_only_cycle_steps`, everything in the others."""
+    vision_only_cycle_steps: Cycle = 10
+    """Length of that cycle, iterations."""
+    vision_only_steps: Steps = 10
+    """Of these, how many train visual tokens alone."""
+
+    def trained(self, iteration: int) -> tuple[bool, bool]:
+        """(whether text, whether visual tokens carry loss) in `iteration`, 0-based, over the whole
+        run. With both switches off all do; with both on, those that both train."""
+        text = visual = True
+        if self.train_text_tokens_only:
+            words = iteration % self.text_only_cycle_steps < self.text_only_steps
+            text, visual = words, not words
+        if self.train_vision_tokens_only:
+            text &= iteration % self.vision_only_cycle_steps >= self.vision_only_steps
+        return text, visual
+
+    def schedule_problems(self) -> list[str]:
+        problems = [
+            f"{kind}_only_steps: {steps} iterations do not fit in a cycle of {cycle} "
+            f"({kind}_only_cycle_steps); for always, make them equal"
+            for kind, steps, cycle in (
+                ("text", self.text_only_steps, self.text_only_cycle_steps),
+                ("vision", self.vision_only_steps, self.vision_only_cycle_steps),
+            )
+            if steps > cycle
+        ]
+        # Every cycle begins in iteration 0, so that is where two cycles meet if they ever do.
+        if not any(self.trained(0)):
+            problems.append(
+                "train_text_tokens_only, train_vision_tokens_only: together they train nothing in "
+                "iteration 0; keep one"
+            )
+        return problems
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -85,6 +128,7 @@ def _read_tiktoken(folder: Path) -> Any:
     """The vocabulary as `tokenizers` takes it: byte pairs, text specials, vision tokens, by id."""
     from tokenizers import normalizers
     from transformers.convert_slow_tokenizer import TikTokenConverter
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
     class Converter(TikTokenConverter):
         """tiktoken's own reader keeps a copy by path, and would miss that a file has changed."""
@@ -97,7 +141,7 @@ def _read_tiktoken(folder: Path) -> Any:
     vision = (folder / VISION_FILE).read_bytes().decode().split("\n")
     tokenizer = Converter(
         vocab_file=str(folder / TIKTOKEN_FILE),
-        pattern=SPLIT_PATTERN,
+        pattern=PRETOKENIZE_REGEX,
         extra_special_tokens=[*TEXT_SPECIALS, *(line.strip() for line in vision if line.strip())],
     ).converted()
     tokenizer.normalizer = normalizers.NFC()
@@ -111,30 +155,20 @@ def read_model_config(folder: Path) -> Any:
 
     written = json.loads((folder / "config.json").read_text())
     model_type = written.get("model_type")
-    if model_type == TEXT_MODEL:
-        config = Emu3TextConfig.from_dict(written)
-    elif model_type == PUBLISHED_MODEL:
-        config = Emu3TextConfig(**{k: written[k] for k in SAME_FIELDS if k in written})
-        config.rope_parameters = _rope(written)
-    else:
+    if model_type not in (TEXT_MODEL, PUBLISHED_MODEL):
         raise ValueError(
             f"policy.model_path: {folder} holds a {model_type!r}, not an Emu3 language model: "
             f"{TEXT_MODEL!r}, or {PUBLISHED_MODEL!r} as in BAAI/Emu3-Gen and BAAI/Emu3-Stage1"
         )
+    known = {"rope_scaling", "rope_theta", *(field.name for field in fields(Emu3TextConfig))}
+    config = Emu3TextConfig.from_dict({k: v for k, v in written.items() if k in known})
     config.architectures = ["Emu3ForCausalLM"]
     config.attention_dropout = 0.0
     return config
 
 
-def _rope(written: dict[str, Any]) -> dict[str, Any]:
-    scaling = dict(written.get("rope_scaling") or {"type": "default"})
-    old_name = scaling.pop("type", None)
-    rope_type = scaling.pop("rope_type", old_name)
-    return {"rope_type": rope_type, "rope_theta": written.get("rope_theta", 1e6), **scaling}
-
-
 def load_model(config: Config) -> Any:
-    """`Emu3ForCausalLM` on the CPU, in the configured dtype, not yet adapted.
+    """`Emu3ForCausalLM` on the CPU, in the configured dtype, without an adapter.
 
     Raises ValueError when the files lack weights.
     """
@@ -166,8 +200,3 @@ def model_folder(config: Config) -> Path:
     """The folder of weights and texts, fetched where need be."""
     patterns = [*model_loading.TEXT_FILES, "*.safetensors"]
     return model_loading.local_folder(config.model_path, config.revision, patterns)
-
-
-def adapt(model: Any, config: Config, seed: int = 0) -> Any:
-    """The layers alone: the head is projected slice by slice, which an adapter could not be."""
-    return model_loading.adapt(model, config.lora, config.adapter_path, r".*\.layers\..*", seed)

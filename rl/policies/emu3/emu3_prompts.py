@@ -1,20 +1,90 @@
-"""Emu3's prompts and completions as token ids, without weights."""
+"""Emu3's prompts and completions as token ids, without weights.
+
+A picture of h x w codes is: image start, 'h*w', image token, h rows of w visual tokens each closed
+by end-of-row, end-of-frame, image end; 32 x 32 codes are 1,065 tokens.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl.api.types import Action, Prompt, Row, Sample, TokenBatch, UnusableSampleError
-from rl.policies.emu3 import image_tokens
+from rl.api.types import Action, ImageVocabulary, Prompt, Sample, UnusableSampleError
 from rl.policies.shared import prompting
-from rl.policies.shared.packing import pack, positions
 
 if TYPE_CHECKING:
     import numpy as np
 
+BOS, EOS = "<|extra_203|>", "<|extra_204|>"
+END_OF_ROW, END_OF_FRAME = "<|extra_200|>", "<|extra_201|>"
+IMAGE, IMAGE_START, IMAGE_END = "<|image token|>", "<|image start|>", "<|image end|>"
+VISUAL = "<|visual token {:06d}|>"
 SIZE_IN_WORDS = re.compile(r"\d+\*\d+$")
+
+
+@dataclass(frozen=True)
+class Emu3Vocabulary:
+    """The ids with a meaning of their own."""
+
+    picture: ImageVocabulary
+    beginning: int
+    """Opens every prompt."""
+    image_start: int
+    """Opens a picture, before its size in words."""
+
+
+def find_vocabulary(tokenizer: Any) -> Emu3Vocabulary:
+    """The ids, by the tokens' texts.
+
+    Raises ValueError when a token is missing, or when the visual tokens are not the last ids, in
+    the order of their codes.
+    """
+    known: dict[str, int] = tokenizer.get_vocab()
+    names = (BOS, EOS, END_OF_ROW, END_OF_FRAME, IMAGE, IMAGE_START, IMAGE_END, VISUAL.format(0))
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise ValueError(
+            f"policy.tokenizer_path: no Emu3 tokenizer, it lacks {', '.join(missing)}; use that of "
+            "BAAI/Emu3-Stage1 or BAAI/Emu3-Gen"
+        )
+    start, end = known[VISUAL.format(0)], max(known.values()) + 1
+    for code, token_id in enumerate(range(start, end)):
+        if known.get(VISUAL.format(code)) != token_id:
+            raise ValueError(
+                f"policy.tokenizer_path: id {token_id} should be {VISUAL.format(code)!r}: the "
+                "visual tokens must be the vocabulary's last ids, one after the other"
+            )
+    picture = ImageVocabulary(
+        image=known[IMAGE],
+        end_of_row=known[END_OF_ROW],
+        end_of_frame=known[END_OF_FRAME],
+        end_of_image=known[IMAGE_END],
+        end_of_sequence=known[EOS],
+        visual_start=start,
+        visual_end=end,
+    )
+    return Emu3Vocabulary(picture, known[BOS], known[IMAGE_START])
+
+
+def picture_ids(codes: np.ndarray, header: Sequence[int], vocabulary: Emu3Vocabulary) -> list[int]:
+    """Ids of a whole picture; `codes` [h, w], `header` the ids of 'h*w'.
+
+    Raises ValueError when a code has no token.
+    """
+    picture = vocabulary.picture
+    num_codes = picture.visual_end - picture.visual_start
+    if codes.ndim != 2 or codes.size == 0 or codes.min() < 0 or codes.max() >= num_codes:
+        spread = f"{codes.min()}..{codes.max()}" if codes.size else "none"
+        raise ValueError(
+            f"codes must be [h, w] from 0 to {num_codes - 1}, the tokenizer's visual tokens; given "
+            f"shape {codes.shape}, codes {spread}"
+        )
+    ids = [vocabulary.image_start, *header, picture.image]
+    for row in (codes.astype("int64") + picture.visual_start).tolist():
+        ids += [*row, picture.end_of_row]
+    return [*ids, picture.end_of_frame, picture.end_of_image]
 
 
 class Emu3Prompts:
@@ -24,9 +94,9 @@ class Emu3Prompts:
         self, tokenizer: Any, prefill: str, constrained: bool, max_prompt_tokens: int
     ) -> None:
         """`prefill`: what every completion continues; `{height}` and `{width}` stand for the
-        source's rows and columns of codes, and special tokens spelt in it are special."""
+        source's rows and columns of codes, and special tokens written in it are special."""
         self.tokenizer = tokenizer
-        self.vocabulary = image_tokens.find_vocabulary(tokenizer)
+        self.vocabulary = find_vocabulary(tokenizer)
         self._prefill = prefill
         self._constrained = constrained
         self._max_prompt_tokens = max_prompt_tokens
@@ -49,7 +119,12 @@ class Emu3Prompts:
                 f"the source picture of sample {sample.id!r}: {error}"
             ) from error
         height, width = codes.shape
-        words = self._words(sample.instruction, self._filled_prefill(height, width))
+        prefill = self._filled_prefill(height, width)
+        if any(special in sample.instruction for special in self._specials):
+            words = prompting.plain_ids(self.tokenizer, sample.instruction)
+            words += prompting.ids_of(self.tokenizer, prefill)
+        else:
+            words = prompting.ids_of(self.tokenizer, sample.instruction + prefill)
         ids = (self.vocabulary.beginning, *picture, *words)
         if len(ids) > self._max_prompt_tokens:
             raise UnusableSampleError(
@@ -63,19 +138,10 @@ class Emu3Prompts:
     def _filled_prefill(self, height: int, width: int) -> str:
         return self._prefill.replace("{height}", str(height)).replace("{width}", str(width))
 
-    def _words(self, instruction: str, prefill: str) -> list[int]:
-        """Tokenised as one text, unless the user's words spell a special token."""
-        if any(special in instruction for special in self._specials):
-            return prompting.plain_ids(self.tokenizer, instruction) + self._ids(prefill)
-        return self._ids(instruction + prefill)
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
-
     def picture_ids(self, codes: np.ndarray) -> list[int]:
         """Ids of a whole picture, from image start to image end."""
-        header = self._ids("*".join(str(side) for side in codes.shape))
-        return image_tokens.picture_ids(codes, header, self.vocabulary)
+        header = prompting.ids_of(self.tokenizer, "*".join(str(side) for side in codes.shape))
+        return picture_ids(codes, header, self.vocabulary)
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
         """Ids of plain words and the stop token."""
@@ -87,7 +153,7 @@ class Emu3Prompts:
         of the picture the prefill has begun already is left out."""
         height, width = codes.shape
         picture = self.picture_ids(codes)
-        begun = self._ids(self._filled_prefill(height, width))
+        begun = prompting.ids_of(self.tokenizer, self._filled_prefill(height, width))
         lengths = range(min(len(begun), len(picture)), 0, -1)
         shared = next((n for n in lengths if begun[-n:] == picture[:n]), 0)
         words = prompting.plain_ids(self.tokenizer, thought) if thought else []
@@ -97,42 +163,74 @@ class Emu3Prompts:
         """The completion's picture as [h, w] int32 codes, or why there is none."""
         assert prompt.sample.source_codes is not None, "the prompt was built from them"
         height, width = prompt.sample.source_codes.shape
-        reading = image_tokens.read_picture(token_ids, (height, width), self.vocabulary.picture)
-        before, after = self._text(reading.before), self._text(reading.after)
-        if reading.codes is None:
-            return Action(" ".join(filter(None, (before, after))), None, reading.failure)
+        ids, picture, ids_after = read_picture(token_ids, (height, width), self.vocabulary.picture)
+        before, after = self._text(ids), self._text(ids_after)
+        if isinstance(picture, str):
+            return Action(" ".join(filter(None, (before, after))), None, picture)
         before = SIZE_IN_WORDS.sub("", before).rstrip()
         thought = f"{before} " if before else ""
         drawn = " ".join(filter(None, (f"[image {height}x{width}]", after)))
-        num_tokens = len(reading.before) if before else 0
-        return Action(thought + drawn, reading.codes, None, thought, num_tokens)
+        return Action(thought + drawn, picture, None, thought, len(ids) if before else 0)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text.strip()
 
-    def collate(self, rows: Sequence[Row], device: str) -> TokenBatch:
-        """Groups packed into a row on `device`, with their positions (`position_ids`, [S]) and,
-        with constraints, which completion tokens these forced (`forced`, [B, C] bool)."""
-        import torch
-        from torch.nn.utils.rnn import pad_sequence
 
-        from rl.algorithm.image_grammar import forced_tokens
+def read_picture(
+    token_ids: Sequence[int], grid: tuple[int, int], vocabulary: ImageVocabulary
+) -> tuple[list[int], np.ndarray | str, list[int]]:
+    """(ids up to the image token, all of them where there is none; the first picture as [h, w]
+    int32 codes, or why it is none of `grid` (rows, columns); ids after it)."""
+    import numpy as np
 
-        ids, groups, prompts = pack(rows)
-        counted = [torch.arange(len(prompt.token_ids)) for prompt in prompts]
-        inputs = {"position_ids": positions(groups, counted)}
-        if self._constrained:
-            forced_B = [
-                torch.tensor(
-                    forced_tokens(ids, prompt.grid, self.vocabulary.picture), dtype=torch.bool
-                )
-                for prompt, ids in rows
-                if prompt.grid is not None
-            ]
-            inputs["forced"] = pad_sequence(forced_B, batch_first=True)
-        return TokenBatch(
-            input_ids=torch.tensor(ids, device=device),
-            groups=groups,
-            model_inputs={name: tensor.to(device) for name, tensor in inputs.items()},
-        )
+    ids = list(token_ids)
+    if not ids or ids == [vocabulary.end_of_sequence]:
+        return ids, "empty: the completion holds no tokens", []
+    if vocabulary.image not in ids:
+        return ids, "no image token: the completion holds words alone", []
+    start = ids.index(vocabulary.image) + 1
+    ends = {vocabulary.end_of_frame, vocabulary.end_of_image, vocabulary.end_of_sequence}
+    end = next((t for t in range(start, len(ids)) if ids[t] in ends), None)
+    rows = _rows(ids[start:end], vocabulary.end_of_row)
+    failure = _failure(rows, grid, vocabulary, cut=end is None)
+    before, after = ids[: start - 1], [] if end is None else ids[end:]
+    if failure:
+        return before, failure, after
+    codes = np.array(rows, dtype=np.int32) - np.int32(vocabulary.visual_start)
+    return before, codes, after
+
+
+def _rows(ids: Sequence[int], end_of_row: int) -> list[list[int]]:
+    """Split at each end-of-row; nothing after the last one is no row."""
+    rows: list[list[int]] = [[]]
+    for token_id in ids:
+        if token_id == end_of_row:
+            rows.append([])
+        else:
+            rows[-1].append(token_id)
+    return rows if rows[-1] else rows[:-1]
+
+
+def _failure(
+    rows: Sequence[Sequence[int]],
+    grid: tuple[int, int],
+    vocabulary: ImageVocabulary,
+    cut: bool,
+) -> str | None:
+    """Why these rows are no picture of `grid`; the first word is stable, for counting."""
+    height, width = grid
+    start, end = vocabulary.visual_start, vocabulary.visual_end
+    num_strangers = sum(not start <= token_id < end for row in rows for token_id in row)
+    if num_strangers:
+        return f"strangers: {num_strangers} tokens among the rows are no visual tokens"
+    if cut and (len(rows) < height or len(rows[-1]) < width):
+        return f"cut off: the completion ends in row {max(len(rows), 1)} of {height}"
+    ragged = sorted({len(row) for row in rows})
+    if len(ragged) > 1:
+        return f"ragged: rows of {ragged[0]} to {ragged[-1]} visual tokens"
+    if len(rows) != height:
+        return f"rows: {len(rows)} of them, the source has {height}"
+    if ragged != [width]:
+        return f"columns: {ragged[0]} of them, the source has {width}"
+    return None

@@ -1,15 +1,40 @@
-"""Weights, tokenizer and image processor of a Qwen-VL, from folders or hub ids."""
+"""The keys of the Qwen-VL policies, and their weights, tokenizer and image processor."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from rl.config.schema import MAX_COUNT
 from rl.console.progress import weights_counted
-from rl.files.adapter_base import Base
-from rl.policies.shared import model_loading
+from rl.policies.shared.policy_base import TrainedPolicyConfig
 
-if TYPE_CHECKING:
-    from rl.policies.qwen_vl.qwen_vl_config import Config
+
+class Config(TrainedPolicyConfig):
+    """The policy section."""
+
+    model_path: str
+    """Folder or hub id: tokenizer, image processor and (usually) weights."""
+    init_text_encoder_from: str = ""
+    """Folder or hub id of an editor whose own text encoder gives the weights; '' = model_path's."""
+    text_encoder_subfolder: str = "text_encoder"
+    """The text encoder's subfolder in that editor."""
+    freeze_vision_tower: bool = True
+    """False also trains the tower (full) or adapts its equally named layers (LoRA)."""
+    system_prompt: str = "You are a helpful assistant."
+    """For renderers that bring no template of their own; '' = no system turn."""
+    conditioning: Literal["policy", "base"] = "policy"
+    """Whose hidden states the renderer gets: the trained weights' (their forward also gives the old
+    log-probs) or the untrained base's (the renderer never sees drifted states)."""
+    image_min_pixels: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    """Smallest picture area the model sees, px; null = the processor's own."""
+    image_max_pixels: Annotated[int, Field(ge=28 * 28, le=MAX_COUNT)] | None = None
+    """Largest picture area the model sees, px; null = the processor's own."""
+    max_kept_pictures: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 64
+    """Pictures whose features (while the vision tower is frozen) and negative embeddings are kept
+    on the device. The features of a picture of 1024 x 1024 px are about 10 MB, of Qwen3-VL 8B 34
+    MB. Where a rank has more prompts than this in an iteration, they are encoded again."""
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -35,17 +60,9 @@ def load_image_processor(config: Config) -> Any:
     return processor
 
 
-def base(config: Config) -> Base:
-    """The weights that training starts from."""
-    editor = config.init_text_encoder_from
-    if editor:
-        return Base.of_editor(editor, config.text_encoder_subfolder, words=config.model_path)
-    return Base(config.model_path, config.revision)
-
-
 def load_model(config: Config) -> Any:
-    """Its family's `...ForConditionalGeneration` on the CPU, in the configured dtype, not yet
-    adapted. The files say which; that it is the plug's is asked before (`models`)."""
+    """The `...ForConditionalGeneration` that its files name, on the CPU, in the configured dtype,
+    without an adapter."""
     import torch
     from transformers import AutoModelForImageTextToText
 
@@ -64,12 +81,3 @@ def load_model(config: Config) -> Any:
             trust_remote_code=False,
             **source,
         )
-
-
-def adapt(model: Any, config: Config, seed: int = 0) -> Any:
-    """A frozen tower is left out, though some of its layers have the language model's names."""
-    within = r".*language_model\..*" if config.freeze_vision_tower else ""
-    adapted = model_loading.adapt(model, config.lora, config.adapter_path, within, seed)
-    if config.lora is None:
-        model.model.visual.requires_grad_(not config.freeze_vision_tower)
-    return adapted

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from rl.api.types import TokenBatch
-from rl.policies.qwen_vl.qwen_vl_pictures import Picture, PictureFeatures
-from rl.policies.qwen_vl.tower import Tower
+from rl.api.types import Prompt, TokenBatch
+from rl.policies.qwen_vl.qwen_vl_pictures import Picture, PictureFeatures, Tower
 from rl.policies.shared.trained_module import TrainedModule
-
-if TYPE_CHECKING:
-    from rl.policies.shared.policy_base import TrainedPolicy
 
 
 class QwenModule(TrainedModule):
     """Around a `...VLForConditionalGeneration`."""
 
-    def __init__(
-        self, model: Any, policy: TrainedPolicy[Any], tower: Tower, max_kept_pictures: int
-    ) -> None:
+    def __init__(self, model: Any, policy: Any) -> None:
+        """`policy`: a `QwenVL`."""
         super().__init__(model, policy)
         tower_trained = any(p.requires_grad for p in self.base_model.model.visual.parameters())
-        self._tower = tower
-        self._features = PictureFeatures(tower, tower_trained, max_kept_pictures)
+        self._tower: Tower = policy.tower
+        most = policy.config.max_kept_pictures
+        self._features = PictureFeatures(policy.tower, tower_trained, most)
         self._pre_norm = policy.setup.state_kind == "pre_norm"
 
     def states(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,13 +50,13 @@ class QwenModule(TrainedModule):
         collective, hence not under ZeRO-3."""
         return self._features.of(pictures, self.base_model) or []
 
-    def prompt_positions(self, token_ids: torch.Tensor, grid: torch.Tensor | None) -> torch.Tensor:
-        """[3, P] M-RoPE positions of a prompt's ids [P] with pictures of `grid` [n, 3], both on
-        the CPU. Without token types transformers silently gives plain ones, 1.28 nats off."""
-        config = self.base_model.config
+    def prompt_positions(self, prompt: Prompt) -> torch.Tensor:
+        """[3, P] M-RoPE positions on the CPU. Without token types transformers silently gives plain
+        ones, 1.28 nats off."""
+        config, token_ids = self.base_model.config, torch.tensor(prompt.token_ids)
         positions, _ = self.base_model.model.get_rope_index(
             token_ids[None],
             mm_token_type_ids=(token_ids == config.image_token_id)[None].long(),
-            image_grid_thw=grid,
+            image_grid_thw=prompt.model_inputs.get("image_grid_thw"),
         )
         return positions[:, 0]

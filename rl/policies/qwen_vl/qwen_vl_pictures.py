@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from cachetools import LRUCache
 
-from rl.policies.qwen_vl.tower import Tower
 from rl.ranks.sharded import calls_in_step
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,24 +26,45 @@ class Picture:
     """[1, 3] int64: frames, rows and columns of patches."""
 
 
+class Tower:
+    """How transformers' vision tower takes and gives features: Qwen2.5-VL's; other families derive
+    their own."""
+
+    linear_layers: ClassVar[Set[str]] = frozenset({"qkv", "proj"})
+    """Names of its linear layers, which an adapter may name where the tower is trained."""
+
+    def features(self, encoded: Any) -> Sequence[torch.Tensor]:
+        """[N_img, W] of each picture from the tower's output for all of them; W as in an inference
+        engine's tower."""
+        pictures: Sequence[torch.Tensor] = encoded.pooler_output
+        return pictures
+
+    def encoded(self, features: Sequence[torch.Tensor], config: Any) -> Any:
+        """The inverse: what transformers' model takes in place of running the tower; `config` is
+        the tower's."""
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        return BaseModelOutputWithPooling(pooler_output=tuple(features))
+
+
 class PictureFeatures:
-    """One vision tower's; while it is frozen the last `max_kept` are kept."""
+    """The features of one vision tower; while it is frozen, the last `max_kept` are cached."""
 
     def __init__(self, tower: Tower, trained: bool, max_kept: int) -> None:
-        """`trained`: whether anything in the tower is. Asked here once: under the reference an
-        adapter's parameters look frozen."""
+        """`trained`: whether any weight of the tower is. It is not asked later: under the reference
+        an adapter's parameters look frozen."""
         self._tower = tower
         self._trained = trained
         self._kept: LRUCache[bytes, torch.Tensor] = LRUCache(max_kept)
 
     def of(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor] | None:
-        """Each picture's [N_img, W] features. None: no picture, and none of a blank either.
+        """Each picture's [N_img, W] features; None where there are none.
 
-        A frozen tower looks at each missing picture alone: with others beside it the last bits
-        could be others, and a resumed run, which has other pictures at hand, would not be exact.
-        Under ZeRO-3 collective: its weights are gathered from all ranks, so that a rank that misses
-        fewer pictures looks at blanks. A trained one looks at all of them together and always runs:
-        ZeRO-2 reduces in the backward what it reached, which has to be the same on all ranks.
+        A frozen tower encodes each missing picture alone: in a batch its last bits could differ,
+        and a resumed run, which has other pictures cached, would not be exact. Under ZeRO-3 each
+        call gathers weights from all ranks, so a rank that misses fewer pictures encodes blanks. A
+        trained tower encodes all of them together and always runs: in ZeRO-2 the backward has to
+        reach the same parameters on all ranks.
         """
         visual = vl_model.model.visual
         wanted = {picture.key: picture for picture in pictures}
@@ -54,7 +76,7 @@ class PictureFeatures:
             if missing:
                 found |= {p.key: part for p, part in zip(missing, encoded, strict=True)}
             else:
-                # Not one feature of the blank enters, but the backward goes as elsewhere.
+                # No feature of the blank is used, but the backward reaches the tower.
                 blank = [encoded[0][:0]]
         else:
             for number in range(calls_in_step(len(missing), visual)):
@@ -68,6 +90,8 @@ class PictureFeatures:
         return features or None
 
     def _encode(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor]:
+        import torch
+
         device = vl_model.device
         pixel_values = torch.cat([picture.pixel_values.to(device) for picture in pictures])
         grid = torch.cat([picture.grid for picture in pictures]).to(device)
@@ -78,6 +102,8 @@ class PictureFeatures:
 
 def _blank(visual: Any) -> Picture:
     """The smallest picture there is, all zeros."""
+    import torch
+
     side, embed = visual.spatial_merge_size, visual.patch_embed
     num_values = embed.in_channels * embed.temporal_patch_size * embed.patch_size**2
     grid = torch.tensor([[1, side, side]])

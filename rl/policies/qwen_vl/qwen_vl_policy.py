@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cachetools import LRUCache
-from typing_extensions import TypeVar
 
 from rl.api.plug import ModelFiles, unread
 from rl.api.policy import PolicySetup
@@ -25,12 +24,13 @@ from rl.api.types import (
     TokenBatch,
     TokenOutputs,
 )
+from rl.files.adapter_base import Base
 from rl.policies.qwen_vl import qwen_vl_loading
-from rl.policies.qwen_vl.qwen_vl_config import Config
+from rl.policies.qwen_vl.qwen_vl_loading import Config
+from rl.policies.qwen_vl.qwen_vl_pictures import Tower
 from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
 from rl.policies.qwen_vl.qwen_vl_thought import Thinking
-from rl.policies.qwen_vl.tower import Tower
-from rl.policies.shared import prompting, thought
+from rl.policies.shared import prompting
 from rl.policies.shared.model_loading import TEXT_FILES, link_files, local_folder
 from rl.policies.shared.packing import completion_spans
 from rl.policies.shared.policy_base import TrainedPolicy
@@ -43,24 +43,22 @@ if TYPE_CHECKING:
 
 NOTHING_WRITTEN = Completion((), (), "stop")
 """The prompt is all that a stock editor reads."""
-
-
+TEXT_POSITIONS = "text_positions"
+"""Of a prompt's `model_inputs`: it is fed as upstream's pipelines feed it, without token types,
+where transformers numbers a picture's tokens like words."""
 FILES = (
     ("tokenizer.json", "vocab.json"),
     ("preprocessor_config.json", "processor_config.json"),
 )
 
 
-ConfigT = TypeVar("ConfigT", bound=Config, default=Config)
+class QwenVL(TrainedPolicy[Config]):
+    """Writes words, and hands a renderer the words or their states. A plugin names its model and
+    how its tower and its states differ from the other families'."""
 
-
-class QwenVL(TrainedPolicy[ConfigT]):
-    """Description states for a diffusion transformer, or the words themselves. A plug says which
-    model it is, and how its tower and its states differ from the other families'."""
-
-    tower: ClassVar[Tower]
+    tower: ClassVar[Tower] = Tower()
     slot_px: ClassVar[int]
-    """Side of what one token of a picture stands for."""
+    """Side of the square of pixels that one image token stands for."""
 
     emits = frozenset({"hidden_states", "text"})
     own_words = frozenset({"system_prompt"})
@@ -73,7 +71,7 @@ class QwenVL(TrainedPolicy[ConfigT]):
     prompts: QwenPrompts
     module: QwenModule
 
-    def __init__(self, config: ConfigT, setup: PolicySetup) -> None:
+    def __init__(self, config: Config, setup: PolicySetup) -> None:
         from rl.policies.qwen_vl.qwen_vl_module import QwenModule
 
         super().__init__(config, setup)
@@ -85,8 +83,8 @@ class QwenVL(TrainedPolicy[ConfigT]):
             needs_picture=setup.template is not None and template.needs_picture,
             max_prompt_tokens=config.max_prompt_tokens,
         )
-        if config.thought is not None:
-            thought.check_marker(self.prompts.tokenizer, config.thought)
+        self.stop_token_ids = self.prompts.stop_ids
+        self.thinking = Thinking(self.prompts, config.thought, setup.kind == "text")
         self.image_pixel_bounds = self.prompts.picture_bounds
         self.max_pictures = template.max_pictures
         self.adapts_vision_tower = config.lora is not None and not config.freeze_vision_tower
@@ -94,23 +92,30 @@ class QwenVL(TrainedPolicy[ConfigT]):
         model = qwen_vl_loading.load_model(config)
         text_config = model.config.text_config
         self.state_dim = text_config.hidden_size
-        roles = self.prompts.token_roles(text_config.vocab_size)
-        self.stop_token_ids, self.banned_token_ids = roles
-        self.thinking = Thinking(
-            self.prompts, config.thought, self.stop_token_ids, setup.kind == "text"
-        )
-        kept = config.max_kept_pictures
-        self.module = QwenModule(self._ready(model), self, self.tower, kept)
+        self.banned_token_ids = self.prompts.banned_ids(text_config.vocab_size)
+        # A frozen tower is left out, though some of its layers have the language model's names.
+        within = r".*language_model\..*" if config.freeze_vision_tower else ""
+        model = self._ready(model, within)
+        if config.lora is None:
+            model.model.visual.requires_grad_(not config.freeze_vision_tower)
+        self.module = QwenModule(model, self)
         self._negatives: LRUCache[tuple[tuple[bytes, ...], bool], torch.Tensor]
-        self._negatives = LRUCache(kept)
+        self._negatives = LRUCache(config.max_kept_pictures)
 
     @classmethod
-    def picture_tokens(cls, config: ConfigT, area_px: int) -> int:
+    def picture_tokens(cls, config: Config, area_px: int) -> int:
         most_px = area_px if config.image_max_pixels is None else config.image_max_pixels
         return int(min(area_px, most_px) // cls.slot_px**2)
 
     @classmethod
-    def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
+    def base(cls, config: Config) -> Base:
+        editor = config.init_text_encoder_from
+        if not editor:
+            return super().base(config)
+        return Base.of_editor(editor, config.text_encoder_subfolder, words=config.model_path)
+
+    @classmethod
+    def models(cls, config: Config) -> Sequence[ModelFiles]:
         editor, kinds = config.init_text_encoder_from, (cls.model_types, cls.model_classes)
         whole = ModelFiles(
             "model_path", config.model_path, *kinds, revision=config.revision, files=FILES
@@ -125,37 +130,34 @@ class QwenVL(TrainedPolicy[ConfigT]):
         ]
 
     @classmethod
-    def save_prompt_files(cls, config: ConfigT, folder: Path) -> None:
+    def save_prompt_files(cls, config: Config, folder: Path) -> None:
         super().save_prompt_files(config, folder)
         qwen_vl_loading.load_image_processor(config).save_pretrained(folder)
 
     @classmethod
-    def no_effect(cls, config: ConfigT) -> Iterable[str]:
+    def no_effect(cls, config: Config) -> Iterable[str]:
         yield from super().no_effect(config)
         if not config.init_text_encoder_from:
             why = "init_text_encoder_from is empty, and the weights are model_path's"
             yield from unread(config, "text_encoder_subfolder", why)
 
     @classmethod
-    def adaptable(cls, config: ConfigT) -> Set[str]:
+    def adaptable(cls, config: Config) -> Set[str]:
         tower = frozenset() if config.freeze_vision_tower else cls.tower.linear_layers
         return super().adaptable(config) | tower
 
     @classmethod
-    def reads_from(cls, config: ConfigT) -> Sequence[str]:
+    def reads_from(cls, config: Config) -> Sequence[str]:
         editor = config.init_text_encoder_from
         if not editor:
             return [config.model_path]
         return [editor, f"{editor}/{config.text_encoder_subfolder}", config.model_path]
 
     @classmethod
-    def has_frozen_tower(cls, config: ConfigT) -> bool:
+    def has_frozen_tower(cls, config: Config) -> bool:
         return config.freeze_vision_tower
 
     def picture_features(self, prompts_P: Sequence[Prompt]) -> list[torch.Tensor | None]:
-        """[N_img, W] of each prompt's pictures, one after the other; None where it shows none. The
-        very ones that the forwards of these prompts read, so that an engine needs no vision tower
-        of its own."""
         import torch
 
         features = iter(self.module.picture_features(self.prompts.pictures(prompts_P)))
@@ -163,8 +165,8 @@ class QwenVL(TrainedPolicy[ConfigT]):
         return [torch.cat(own) if own else None for own in own_P]
 
     def engine_folder(self) -> str:
-        """The model path itself or, when the weights come from an editor, a folder of links that
-        joins those weights to the policy's tokenizer and processor files."""
+        """The model path or, when the weights come from an editor, a folder of links to its weights
+        and to the policy's tokenizer and processor files."""
         path, revision = self.config.model_path, self.config.revision
         editor, subfolder = self.config.init_text_encoder_from, self.config.text_encoder_subfolder
         if not editor:
@@ -175,19 +177,22 @@ class QwenVL(TrainedPolicy[ConfigT]):
         link_files(texts, overlay, skip=("safetensors", ".bin"))
         return str(overlay)
 
-    def collate(self, rows: Sequence[Row]) -> TokenBatch:
-        return self.prompts.collate(rows, self.device, self.module.prompt_positions)
+    def _positions(self, prompt: Prompt) -> torch.Tensor:
+        if TEXT_POSITIONS in prompt.model_inputs:
+            return super()._positions(prompt).expand(3, -1)
+        return self.module.prompt_positions(prompt)
+
+    def _model_inputs(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Mapping[str, Any]:
+        return {"pictures": tuple(self.prompts.pictures(prompts))}
 
     def collate_states(self, rows: Sequence[Row]) -> TokenBatch | None:
-        """Words that were thought about, without the thought: as the renderer's own encoder reads
-        them, equal ones once."""
+        """The words without the thought, as the renderer's own encoder reads them; equal ones
+        once."""
         if not self.thinking.reads_again:
             return None
         return self.collate(self.thinking.words_alone(rows)[0])
 
     def build_prompt(self, sample: Sample) -> Prompt:
-        """`sample` under the renderer's template. Raises ValueError naming the sample when it lacks
-        a picture the template shows, or is longer than `max_prompt_tokens`."""
         return self.thinking.asked(self.prompts.prompt(sample, sample.instruction))
 
     def pass_through_completion(self, sample: Sample) -> Completion:
@@ -200,14 +205,13 @@ class QwenVL(TrainedPolicy[ConfigT]):
         return self.thinking.words_of_cut(completion)
 
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
-        """An editor reads the prompt and no completion. What reads words gets the user's."""
+        """A renderer of states gets the prompt and no completion, one of words the user's own."""
         prompt = prompt.plain
         if self.setup.kind == "text":
             return {"stock": (prompt, self.pass_through_completion(prompt.sample))}
         return {"stock": (prompt, NOTHING_WRITTEN)}
 
     def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
-        """[T] all of it, or one side of the marker (`thought.loss`)."""
         return self.thinking.loss_mask(completion.token_ids)
 
     def decode_actions(
@@ -215,9 +219,9 @@ class QwenVL(TrainedPolicy[ConfigT]):
     ) -> list[Action]:
         """Parse the rows and, for hidden states, cut theirs out of the packed row.
 
-        Embeddings keep the stop token and are what the renderer's own encoder would give for
-        prompt and completion as one text. What the base has to say (negative prompts, and all of it
-        with `conditioning: base`) comes of forwards made here, as many on every rank.
+        Embeddings keep the stop token and are what the renderer's own encoder would give for prompt
+        and completion as one text. States of the base (negative prompts, and all of them with
+        `conditioning: base`) come from forwards made here, as many on every rank.
         """
         written_B = [self.thinking.read(prompt, ids) for prompt, ids in rows]
         payloads_B: Sequence[str | HiddenStates]
@@ -246,12 +250,30 @@ class QwenVL(TrainedPolicy[ConfigT]):
         if self.config.conditioning == "base":
             batch, outputs = self._base_forward(alone)
         assert batch is not None and outputs is not None, "it reads states"
-        unread = [self.thinking.unread(prompt, ids) for prompt, ids in alone]
-        states = _states(alone, batch, outputs.hidden, unread)
+        states = self._states(alone, batch, outputs.hidden)
         embeds_B = [states[place] for place in places_B]
         negatives_B = self._negatives_of([prompt for prompt, _ in rows])
         pictures_B = [self.prompts.picture_places(prompt.plain) for prompt, _ in rows]
         return list(map(HiddenStates, embeds_B, negatives_B, pictures_B))
+
+    def _states(
+        self, rows: Sequence[Row], batch: TokenBatch, hidden_SD: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """[L, D] of each row: its prompt after the dropped prefix, and its completion, without the
+        tokens that `Thinking.unread` names. Detached copies: a view would keep the whole packed row
+        alive."""
+        import torch
+
+        prompts_B = [group for group in batch.groups for _ in group.completion_lens]
+        spans_B = completion_spans(batch.groups)
+        hidden_SD = hidden_SD.detach()
+        states_B = []
+        for (prompt, ids), group, (start, end) in zip(rows, prompts_B, spans_B, strict=True):
+            first, last, leading = self.thinking.unread(prompt, ids)
+            own = hidden_SD[group.start : group.start + group.prompt_len]
+            read = own[prompt.num_dropped_tokens : first], own[last:]
+            states_B.append(torch.cat([*read, hidden_SD[start + leading : end]]))
+        return states_B
 
     def _base_forward(self, rows: Sequence[Row]) -> tuple[TokenBatch, TokenOutputs]:
         """The untrained weights', without a graph."""
@@ -266,15 +288,15 @@ class QwenVL(TrainedPolicy[ConfigT]):
             self.module.train(was_training)
 
     def _negatives_of(self, prompts_B: Sequence[Prompt]) -> list[torch.Tensor | None]:
-        """[L', D] of the negative prompt beside the same pictures, under the base, which training
-        never moves; each that is not known yet in a forward of its own, so that its bits do not
-        depend on which others are. Under ZeRO-3, where no rank may skip a forward that another
-        makes, there is always exactly one, of all."""
+        """[L', D] of the negative prompt with each prompt's pictures, under the base weights, which
+        training never changes. Each new one gets a forward of its own, so that its bits do not
+        depend on the others. Under ZeRO-3, where no rank may skip a forward that another makes,
+        there is always exactly one forward, of all of them."""
         words = self.setup.negative_prompt
         if words is None:
             return [None] * len(prompts_B)
         keys_B = [
-            (self.prompts.picture_keys(prompt), self.prompts.has_text_positions(prompt))
+            (self.prompts.picture_keys(prompt), TEXT_POSITIONS in prompt.model_inputs)
             for prompt in prompts_B
         ]
         shown = dict(zip(keys_B, prompts_B, strict=True))
@@ -286,39 +308,10 @@ class QwenVL(TrainedPolicy[ConfigT]):
         for keys in batches:
             rows = [(self.prompts.other_words(shown[key], words), ()) for key in keys]
             batch, outputs = self._base_forward(rows)
-            found |= zip(keys, _states(rows, batch, outputs.hidden), strict=True)
+            found |= zip(keys, self._states(rows, batch, outputs.hidden), strict=True)
         self._negatives.update(found)
         return [found[key] for key in keys_B]
 
     def _save_rest(self, path: Path) -> None:
         super()._save_rest(path)
         self.prompts.image_processor.save_pretrained(path)
-
-
-def _states(
-    rows: Sequence[Row],
-    batch: TokenBatch,
-    hidden_SD: torch.Tensor,
-    unread_B: Sequence[tuple[int, int, int]] | None = None,
-) -> list[torch.Tensor]:
-    """[L, D] of each row: what is left of its prompt after the dropped prefix, and its completion,
-    but for what `Thinking.unread` says of it. Copies, since a view would keep the whole row alive,
-    and nothing of a graph."""
-    import torch
-
-    spans_B = list(completion_spans(batch.groups))
-    prompts_B = [group for group in batch.groups for _ in group.completion_lens]
-    unread_B = unread_B or [(group.prompt_len, group.prompt_len, 0) for group in prompts_B]
-    hidden_SD = hidden_SD.detach()
-    states_B = []
-    for (prompt, _), group, (start, end), (first, last, leading) in zip(
-        rows, prompts_B, spans_B, unread_B, strict=True
-    ):
-        own = hidden_SD[group.start : group.start + group.prompt_len]
-        parts = [
-            own[prompt.num_dropped_tokens : first],
-            own[last:],
-            hidden_SD[start + leading : end],
-        ]
-        states_B.append(torch.cat(parts))
-    return states_B

@@ -1,28 +1,20 @@
-"""The reading and spelling half of a Qwen-VL policy; no weights."""
+"""A Qwen-VL's prompts and completions as token ids and pictures; no weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from rl.api.types import Prompt, PromptTemplate, Row, Sample, TokenBatch, UnusableSampleError
+from rl.api.types import Prompt, PromptTemplate, Sample, UnusableSampleError
+from rl.policies.qwen_vl.qwen_vl_pictures import Picture
 from rl.policies.shared import prompting
-from rl.policies.shared.packing import pack, positions
 
 if TYPE_CHECKING:
-    import torch
     from PIL.Image import Image
 
-    from rl.policies.qwen_vl.qwen_vl_pictures import Picture
-
-    PositionsOf = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-    """(ids [P], grids of its pictures [n, 3] or None) -> positions [3, P]."""
-
-_TEXT_POSITIONS = "text_positions"
-STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
+STOP_TOKENS = ["<|im_end|>", "<|endoftext|>"]
 THINNEST = 14.3
 """(width + height) / sqrt(area) at 200:1, beyond which the processor refuses a picture."""
 
@@ -44,6 +36,8 @@ class QwenPrompts:
         self._template = template
         self._needs_picture = needs_picture
         self.max_prompt_tokens = max_prompt_tokens
+        self.stop_ids: tuple[int, ...] = tuple(tokenizer.convert_tokens_to_ids(STOP_TOKENS))
+        """The end of the turn first."""
         self._image_id = tokenizer.convert_tokens_to_ids(prompting.IMAGE_TOKEN)
         self._picture_keys: WeakKeyDictionary[Prompt, tuple[bytes, ...]] = WeakKeyDictionary()
 
@@ -92,14 +86,6 @@ class QwenPrompts:
             return {}
         alone = [self.image_processor(images=[image], return_tensors="pt") for image in images]
         return {name: torch.cat([one[name] for one in alone]) for name in alone[0]}
-
-    def with_text_positions(self, prompt: Prompt) -> Prompt:
-        """The same prompt as upstream's pipelines feed it: without token types, for want of which
-        transformers numbers a picture's tokens like words. Its `other_words` are alike."""
-        return replace(prompt, model_inputs={**prompt.model_inputs, _TEXT_POSITIONS: True})
-
-    def has_text_positions(self, prompt: Prompt) -> bool:
-        return _TEXT_POSITIONS in prompt.model_inputs
 
     def other_words(self, prompt: Prompt, words: str) -> Prompt:
         """`words` about the same pictures, which are not processed again."""
@@ -178,50 +164,23 @@ class QwenPrompts:
         return prompting.num_suffix_tokens(self.tokenizer, self._template, prompt.token_ids)
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
-        """`text` as the policy would have spelt it, and its stop token."""
-        stop = self.tokenizer.convert_tokens_to_ids(STOP_TOKENS[0])
-        return (*prompting.plain_ids(self.tokenizer, text), stop)
+        """Ids of `text` and the stop token, as the policy would have written them."""
+        return (*prompting.plain_ids(self.tokenizer, text), self.stop_ids[0])
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Without special tokens and surrounding white space."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True).strip()
 
-    def token_roles(self, vocab_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(stop ids, the turn's own end first; banned ids: the other specials and the vocabulary's
-        unused tail, which no text decodes to)."""
-        stops = tuple(self.tokenizer.convert_tokens_to_ids(list(STOP_TOKENS)))
+    def banned_ids(self, vocab_size: int) -> tuple[int, ...]:
+        """Special tokens except the stop tokens, and the vocabulary's unused end, which no text
+        decodes to."""
         added = self.tokenizer.added_tokens_decoder.items()
         specials = {token_id for token_id, token in added if token.special}
         unused = set(range(len(self.tokenizer), vocab_size))
-        return stops, tuple(sorted((specials | unused) - set(stops)))
-
-    def collate(self, rows: Sequence[Row], device: str, positions_of: PositionsOf) -> TokenBatch:
-        """Groups packed into a row on `device`, with their M-RoPE positions (`position_ids`,
-        [3, S]) and, in the prompts' order, their `pictures`."""
-        import torch
-
-        ids, groups, prompts = pack(rows)
-        prompt_positions = [
-            torch.arange(len(prompt.token_ids)).expand(3, -1)
-            if self.has_text_positions(prompt)
-            else positions_of(
-                torch.tensor(prompt.token_ids), prompt.model_inputs.get("image_grid_thw")
-            )
-            for prompt in prompts
-        ]
-        return TokenBatch(
-            input_ids=torch.tensor(ids, device=device),
-            groups=groups,
-            model_inputs={
-                "position_ids": positions(groups, prompt_positions).to(device),
-                "pictures": tuple(self.pictures(prompts)),
-            },
-        )
+        return tuple(sorted((specials | unused) - set(self.stop_ids)))
 
     def pictures(self, prompts: Sequence[Prompt]) -> list[Picture]:
         """All that they show, in their order."""
-        from rl.policies.qwen_vl.qwen_vl_pictures import Picture
-
         found = []
         for prompt in prompts:
             if not prompt.images:

@@ -1,4 +1,7 @@
-"""Thinking before writing, for the Qwen-VL policies: their prompts, and what follows the thought.
+"""Asks for a thought in the prompt, and splits a completion into its thought and its words.
+
+The marker is searched in the decoded text, since it may end inside a token ('</think>' and two line
+breaks are three tokens of Qwen2.5's, the last of them '>' with the breaks).
 
 Axes: `_B` rows of a micro-batch, `_T` tokens of a completion.
 """
@@ -6,63 +9,167 @@ Axes: `_B` rows of a micro-batch, `_T` tokens of a completion.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rl.api.policy import ThoughtSection
-from rl.api.types import Completion, Prompt, Row
-from rl.policies.shared import thought
-from rl.policies.shared.thought import NO_WORDS, Written
+from rl.api.types import (
+    NO_MARKER,
+    UNFINISHED_THOUGHT,
+    Completion,
+    Prompt,
+    Row,
+    UnusableSampleError,
+)
+from rl.policies.shared import prompting
 
 if TYPE_CHECKING:
     from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
 
+NO_WORDS = "empty: the completion holds no words"
+
+
+@dataclass(frozen=True)
+class Written:
+    text: str
+    """All of it, without special tokens and surrounding white space."""
+    thought: str
+    """Its beginning, with the marker and the white space after it; '' where there is none."""
+    num_thought_tokens: int
+    """Number of tokens before the first one that holds part of the words; all of them where there
+    is no marker."""
+    word_ids: tuple[int, ...]
+    """Ids of the words and the stop token; see `Thinking._words_after`."""
+    failure: str | None
+    """Why there are no words."""
+
+    @property
+    def words(self) -> str:
+        return self.text.removeprefix(self.thought)
+
 
 class Thinking:
-    """One policy's; without a section everything written is words."""
+    """How one policy thinks; without a section everything that it writes is words."""
 
     def __init__(
-        self,
-        prompts: QwenPrompts,
-        section: ThoughtSection | None,
-        stops: Sequence[int],
-        hands_on_words: bool,
+        self, prompts: QwenPrompts, section: ThoughtSection | None, hands_on_words: bool
     ) -> None:
-        """`stops`: the policy's stop tokens; `hands_on_words`: to a renderer of words, not of
-        states."""
+        """`hands_on_words`: the renderer takes words, not states. Raises ValueError for a marker
+        that this tokenizer does not decode to itself: it would never be found."""
         self.hands_on_words = hands_on_words
         self._prompts = prompts
         self._section = section
-        self._stops = stops
+        self._instruction_ids: list[int] = []
+        self._marker_ids: list[int] = []
+        if section is None:
+            return
+        self._marker_ids = prompting.ids_of(prompts.tokenizer, section.marker)
+        if section.instruction:
+            asking = "\n" + section.instruction.replace("{marker}", section.marker)
+            self._instruction_ids = prompting.ids_of(prompts.tokenizer, asking)
+        found = self._decoded(self._marker_ids)
+        if found != section.marker:
+            raise ValueError(
+                f"policy.thought.marker: {section.marker!r} is read back as {found!r} by the "
+                "tokenizer in policy.model_path, where it is no text but a special token, or "
+                "letters that it writes in another form; give one that it keeps, such as 'Answer:'"
+            )
 
     def asked(self, plain: Prompt) -> Prompt:
-        """`plain` as the policy samples under it. Raises UnusableSampleError: it is too long."""
+        """`plain` with the instruction to think after the user's words, as the policy samples under
+        it. Raises UnusableSampleError when it is too long."""
         if self._section is None:
             return plain
-        return thought.asked_to_think(
-            self._prompts.tokenizer,
-            plain,
-            self._section,
-            self._prompts.num_tokens_after(plain),
-            self._prompts.max_prompt_tokens,
-        )
+        place = len(plain.token_ids) - self._prompts.num_tokens_after(plain)
+        ids = (*plain.token_ids[:place], *self._instruction_ids, *plain.token_ids[place:])
+        longest = len(ids) + len(self._marker_ids)  # as in `cut_short`
+        most = self._prompts.max_prompt_tokens
+        if longest > most:
+            raise UnusableSampleError(
+                f"the prompt of sample {plain.sample.id!r} has {longest} tokens with "
+                f"policy.thought.instruction and its marker ({longest - len(plain.token_ids)} of "
+                f"them), more than policy.max_prompt_tokens = {most}: raise it, shorten the "
+                "instruction, or drop the sample"
+            )
+        return replace(plain, token_ids=ids, without_thought=plain)
 
     def cut_short(self, prompt: Prompt) -> Prompt | None:
-        if self._section is None or prompt.without_thought is None:
+        """A prompt that asks for a thought, with the marker at its end: only words are left to
+        write. None for one that asks for none."""
+        if prompt.without_thought is None:
             return None
-        return thought.cut_short(self._prompts.tokenizer, prompt, self._section)
+        return replace(prompt.plain, token_ids=(*prompt.token_ids, *self._marker_ids))
 
     def words_of_cut(self, completion: Completion) -> Completion:
-        ids = thought.words_behind(self._prompts.tokenizer, completion.token_ids, 0)[1]
+        ids = self._words_after(completion.token_ids, 0)[1]
         return replace(completion, token_ids=ids, logprobs=(0.0,) * len(ids))
 
     def read(self, prompt: Prompt, ids: Sequence[int]) -> Written:
-        """A completion, or the prompt's own words where there is none. Words of a prompt that asks
-        for no thought hold none, whatever they spell."""
+        """A completion, or the prompt's own words where there is none. A completion of a prompt
+        that asks for no thought holds none, even if it contains the marker."""
         if self._section is not None and prompt.without_thought is not None:
-            return thought.read(self._prompts.tokenizer, ids, self._section, self._stops)
+            return self.split(ids, self._section)
         text = self._prompts.text(ids) if ids else prompt.sample.instruction
         return Written(text, "", 0, tuple(ids), None if text else NO_WORDS)
+
+    def split(self, ids: Sequence[int], section: ThoughtSection) -> Written:
+        """A completion of a policy that was asked to think, at the last marker."""
+        whole = self._decoded(ids)
+        text, marker = whole.strip(), section.marker
+        at = whole.rfind(marker)
+        if at >= 0:
+            end = at + len(marker)
+            num_before, word_ids = self._words_after(ids, end)
+            words = whole[end:].strip()
+            failure = None if words else "empty: no words behind the thought"
+            if section.max_tokens is not None and num_before > section.max_tokens:
+                failure = (
+                    f"{UNFINISHED_THOUGHT}: {num_before} tokens up to its marker, more than "
+                    f"policy.thought.max_tokens = {section.max_tokens}"
+                )
+            thought = text.removesuffix(words) if words else text
+            return Written(text, thought, num_before, word_ids, failure)
+        if section.without_marker == "words":
+            return Written(text, "", 0, tuple(ids), None if text else NO_WORDS)
+        if not text:
+            failure = NO_WORDS
+        elif ids[-1] in self._prompts.stop_ids:
+            failure = f"{NO_MARKER}: the completion ends without {marker!r} (policy.thought.marker)"
+        else:
+            failure = (
+                f"{UNFINISHED_THOUGHT}: cut off at {len(ids)} tokens without {marker!r} "
+                "(sampling.max_completion_tokens)"
+            )
+        return Written(text, text, len(ids), (), failure)
+
+    def _words_after(self, ids: Sequence[int], end: int) -> tuple[int, tuple[int, ...]]:
+        """(number of tokens before the first one that holds part of the words, ids of the words),
+        where the words follow the first `end` letters and white space. Words that begin inside a
+        token are tokenized anew up to its end: equal words have equal ids, whatever precedes
+        them."""
+        whole = self._decoded(ids)
+        words = whole[end:].lstrip()
+        before = whole.removesuffix(words)
+        low, high = 0, len(ids)
+        while low < high:  # the fewest tokens whose text begins with `before`
+            middle = (low + high) // 2
+            if self._decoded(ids[:middle]).startswith(before):
+                high = middle
+            else:
+                low = middle + 1
+        if self._decoded(ids[:low]) == before:
+            return low, tuple(ids[low:])
+        # A letter may be several tokens; the text of a part of it is no end of the words.
+        after = next(n for n in range(low, len(ids) + 1) if words.endswith(self._decoded(ids[n:])))
+        beginning = words.removesuffix(self._decoded(ids[after:]))
+        anew = prompting.plain_ids(self._prompts.tokenizer, beginning)
+        return low - 1, (*anew, *ids[after:])
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        text: str = self._prompts.tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
 
     @property
     def reads_again(self) -> bool:
@@ -70,8 +177,8 @@ class Thinking:
         return self._section is not None and self._section.states == "words"
 
     def words_alone(self, rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
-        """(each group's different words behind its plain prompt, _B which of these a row's are).
-        One without words is its prompt alone."""
+        """(each group's distinct words after its plain prompt, _B which of these a row's are). A
+        row without words is its prompt alone."""
         places: dict[tuple[int, tuple[int, ...]], int] = {}
         alone: list[Row] = []
         places_B = []
@@ -86,7 +193,8 @@ class Thinking:
 
     def unread(self, prompt: Prompt, ids: Sequence[int]) -> tuple[int, int, int]:
         """(first, end, leading): which of the prompt's tokens ask for a thought, and how many of
-        the completion's are it. Their states go to nobody, the others' attended to them."""
+        the completion's are the thought. The renderer gets the states of the others, which attended
+        to these."""
         if prompt.without_thought is None:
             return len(prompt.token_ids), len(prompt.token_ids), 0
         end = len(prompt.token_ids) - self._prompts.num_tokens_after(prompt.plain)
@@ -96,17 +204,18 @@ class Thinking:
     def drawn_from(
         self, prompt: Prompt, ids: Sequence[int], written: Written
     ) -> tuple[int, ...] | None:
-        """See `Action.drawn_from`. Words that attended to their thought are told from the bare
-        arm's by what asked for it."""
-        if prompt.without_thought is None or self._section is None:
+        """See `Action.drawn_from`. Words that attended to their thought differ from the bare arm's
+        words by the instruction."""
+        if prompt.without_thought is None:
             return None
         if self.hands_on_words or self.reads_again:
             return written.word_ids
-        return (*thought.instruction_ids(self._prompts.tokenizer, self._section), *ids)
+        return (*self._instruction_ids, *ids)
 
     def loss_mask(self, ids: Sequence[int]) -> Sequence[bool]:
-        """[T] which tokens of a completion are trained."""
+        """[T] which tokens of a completion are trained (`policy.thought.loss`)."""
         if self._section is None or self._section.loss == "all":
             return (True,) * len(ids)
-        written = thought.read(self._prompts.tokenizer, ids, self._section, self._stops)
-        return thought.is_trained(self._section, written.num_thought_tokens, len(ids))
+        num_thought = self.split(ids, self._section).num_thought_tokens
+        thought_trains = self._section.loss == "thought"
+        return [thought_trains] * num_thought + [not thought_trains] * (len(ids) - num_thought)

@@ -17,8 +17,8 @@ from rl.api.types import TokenBatch
 
 class PackedDecoder:
     """An `rl.api.policy.Decoder`. The prompts are read once, packed; their keys and values are then
-    shared out to right-padded rows, where padding is masked out of every later step, so that a row
-    is decoded as it would be alone, but for float rounding."""
+    copied to right-padded rows. Padding is masked out of every later step, so that a row is decoded
+    as it would be alone, up to float rounding."""
 
     def __init__(self, module: Any, batch: TokenBatch, num_rows: int) -> None:
         """`module`: the policy's; `batch`: P prompts without completion, `num_rows` rows of each to

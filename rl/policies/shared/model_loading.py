@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rl.api.policy import LoraSection
-from rl.console.console import warn
 from rl.files.adapter_base import ADAPTER_CONFIG, read_config
 from rl.text.untrusted import shown
 
@@ -40,38 +39,32 @@ def adapt(
     model: Any, lora: LoraSection | None, adapter_path: str, within: str = "", seed: int = 0
 ) -> Any:
     """The model with a trainable LoRA, fresh or from `adapter_path`, on the layers that `lora`
-    names, below what `within` (a regex) matches; without `lora`, all of the model to be trained.
-    A fresh one is drawn from `lora.init_seed`, or from `seed` where that is None.
+    names, inside the modules that `within` (a regex) matches ('' = anywhere); without `lora`, all
+    of the model is trained. A fresh LoRA is drawn from `lora.init_seed`, or from `seed` where that
+    is None.
 
-    Raises ValueError when a name of `lora.target_modules` is no layer's, when `adapter_path` holds
-    another shape than `lora` asks for, or tensors for other layers. The model is on the CPU still.
+    Raises ValueError when `lora.target_modules` has a name that is no layer's, or when
+    `adapter_path` holds tensors for other layers. The model is on the CPU still.
     """
     if lora is None:
         return model.requires_grad_(True)
+    if adapter_path:
+        return _with_saved_adapter(model, adapter_path)
     import torch
     from peft import LoraConfig, get_peft_model
 
-    if adapter_path:
-        adapted = _with_saved_adapter(model, adapter_path)
-        found = adapted.peft_config["default"]
-        if (found.r, found.lora_alpha) != (lora.r, lora.alpha):
-            raise ValueError(
-                f"policy.adapter_path {adapter_path} has r={found.r} alpha="
-                f"{found.lora_alpha}, policy.lora asks for r={lora.r} "
-                f"alpha={lora.alpha}: make them equal"
-            )
-        return adapted
     names = list(lora.target_modules)
-    if lost := _without_a_layer(model, names, within):
-        linear = (layer for layer, m in model.named_modules() if isinstance(m, torch.nn.Linear))
-        inside = (layer for layer in linear if re.fullmatch(within or ".*", layer))
-        known = sorted({layer.rpartition(".")[2] for layer in inside})
+    linear = [layer for layer, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    inside = [layer for layer in linear if re.fullmatch(within or ".*", layer)]
+    known = {layer.rpartition(".")[2] for layer in inside}
+    # PEFT raises only when none of the names matches.
+    if lost := [name for name in names if name not in known]:
         raise ValueError(
             f"policy.lora.target_modules: {', '.join(map(repr, lost))} is the name of no layer"
             f"{' that may be adapted' if within else ''} in this model, and nothing would be "
-            f"trained there; name some of: {', '.join(known)}"
+            f"trained there; name some of: {', '.join(sorted(known))}"
         )
-    # A tower's patches go through a convolution that is called as its linear layers are.
+    # The tower's patch convolution has the name of one of its linear layers.
     others = [
         layer
         for layer, module in model.named_modules()
@@ -88,14 +81,6 @@ def adapt(
         # Every rank starts from the same adapter, whatever it drew before.
         torch.manual_seed(seed if lora.init_seed is None else lora.init_seed)
         return get_peft_model(model, config)
-
-
-def _without_a_layer(model: Any, names: Sequence[str], within: str) -> list[str]:
-    """`names` that match no layer. PEFT raises only when none of them does."""
-    above = rf"{within}\." if within else r"(.*\.)?"
-    layers = [layer for layer, _ in model.named_modules()]
-    patterns = {name: re.compile(above + re.escape(name)) for name in names}
-    return [name for name in names if not any(map(patterns[name].fullmatch, layers))]
 
 
 def _with_saved_adapter(model: Any, adapter_path: str) -> Any:
@@ -121,11 +106,5 @@ def _with_saved_adapter(model: Any, adapter_path: str) -> Any:
             f"{where} does not fit: {len(keys.unexpected_keys)} of its tensors belong to no layer "
             f"of the model, and {len(keys.missing_keys)} tensors of adapted layers are not in it "
             f"({first}); {remedy}"
-        )
-    named = adapted.peft_config["default"].target_modules
-    if not isinstance(named, str) and (lost := _without_a_layer(model, sorted(named), "")):
-        warn(
-            f"{where}: its {ADAPTER_CONFIG} names {', '.join(map(repr, lost))}, which no layer of "
-            "this model is called; nothing is trained there"
         )
     return adapted

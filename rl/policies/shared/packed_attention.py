@@ -107,13 +107,16 @@ class _PackedAttention(torch.autograd.Function):
         out, lse = packing.kernel.forward(query, key, value, packing.own)
         if packing.across.num_queries:
             prompts, completions = packing.prompt_slices, packing.completion_slices
-            over_prompt = packing.kernel.forward(
+            other_out, other_lse = packing.kernel.forward(
                 _take(query, completions),
                 _take(key, prompts),
                 _take(value, prompts),
                 packing.across,
             )
-            _join_(out, lse, *over_prompt, packing)
+            lens = packing.across.query_lens
+            others = zip(other_out.split(lens), other_lse.split(lens, dim=1), strict=True)
+            for where, other in zip(completions, others, strict=True):
+                out[where], lse[:, where] = join(out[where], lse[:, where], *other)
         ctx.packing = packing
         ctx.save_for_backward(query, key, value, out, lse)
         return out
@@ -141,21 +144,6 @@ class _PackedAttention(torch.autograd.Function):
                 for where, part in zip(slices, parts, strict=True):
                     grad[where] += part
         return (*grads, None)
-
-
-def _join_(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    other_out: torch.Tensor,
-    other_lse: torch.Tensor,
-    packing: Packing,
-) -> None:
-    """Make `out` [S, H, D] and `lse` [H, S] of the completions those over both sets of keys."""
-    lens = packing.across.query_lens
-    for where, other, other_sum in zip(
-        packing.completion_slices, other_out.split(lens), other_lse.split(lens, dim=1), strict=True
-    ):
-        out[where], lse[:, where] = join(out[where], lse[:, where], other, other_sum)
 
 
 def _take(tensor: torch.Tensor, slices: Sequence[slice], dim: int = 0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A packed row's arithmetic: which token lies where, sees what, and predicts which other.
+"""A packed row's indices: where each token is, what it attends to, which state predicts it.
 
 A row is [prompt | completion | completion | ... | prompt | completion | ...], without padding. A
 prompt attends to itself, a completion to its prompt and to itself, both causally:

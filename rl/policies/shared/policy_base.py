@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import TypeVar
 
 from rl.api.plug import ModelFiles, PlacedConfig, too_old, unread
-from rl.api.policy import Decoder, LoraSection, PolicyConfig
-from rl.api.types import Completion, Prompt, Row, TokenBatch
+from rl.api.policy import Decoder, Policy, PolicyConfig
+from rl.api.types import Completion, PolicyWeights, Prompt, Row, TokenBatch
 from rl.config.paths import not_a_file
 from rl.config.schema import RunConfig
-from rl.files.adapter_base import ADAPTER_CONFIG, read_config
+from rl.files.adapter_base import ADAPTER_CONFIG, Base, noted, read_config
 from rl.files.model_files import model_problems
-from rl.files.weights import align_weights
+from rl.files.weights import align_weights, fingerprint
 from rl.meter.flops import STAGES, prefix_tree_pairs
-from rl.policies.shared.trained_weights import TrainedWeights
+from rl.policies.shared.model_loading import adapt
+from rl.policies.shared.packing import pack, positions
+from rl.ranks.sharded import is_sharded
 from rl.text.untrusted import shown
 
+if TYPE_CHECKING:
+    import torch
+
+WRAPPER = "model."
+"""Where the policy's module keeps the model: the prefix of its parameter names."""
+ADAPTER_KEYS = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+"""Keys of `lora`, and their names in an adapter's own config."""
 ADAPTER_FILES: Mapping[str, Any] = {
     "config": ADAPTER_CONFIG,
     "weights": ("adapter_model.safetensors", "adapter_model.bin"),
@@ -45,31 +56,52 @@ class TrainedPolicyConfig(PolicyConfig):
 TrainedConfigT = TypeVar("TrainedConfigT", bound=TrainedPolicyConfig, default=TrainedPolicyConfig)
 
 
-class TrainedPolicy(TrainedWeights[TrainedConfigT]):
-    """Extended by a policy, which sets `module` and `prompts`."""
+class TrainedPolicy(Policy[TrainedConfigT]):
+    """Extended by a policy, which sets `module` and `prompts`. The module keeps its (PEFT) model
+    under `model`."""
 
     model_types: ClassVar[Set[str]]
     """What `model_type` of its models' config.json may be."""
     model_classes: ClassVar[Set[str]]
     """What their `architectures` may be, classes of transformers."""
+    loading: Any
+    """Module with `load_tokenizer` and `load_model`, each a function of a config section."""
+    embedding: str
+    """Name of the weight that is also the head's where the two are tied."""
+    vocabulary_slices: Sequence[int] = ()
+    """Bounds of slices of the vocabulary, where each token's softmax runs over its own slice; ():
+    one softmax over all ids except the banned ones."""
+
+    module: Any
     prompts: Any
-    """Has a `collate(rows, device)` and a `completion_ids(text)`."""
+    """Has a `tokenizer` and a `completion_ids(text)`."""
+    _base_state: dict[str, torch.Tensor] | None = None
+
+    @classmethod
+    def base(cls, config: TrainedConfigT) -> Base:
+        """The weights that training starts from."""
+        return Base(config.model_path, config.revision)
 
     @classmethod
     def reads_from(cls, config: TrainedConfigT) -> Sequence[str]:
-        """Its `model_path`."""
         return [config.model_path]
 
     @classmethod
     def problems(cls, config: TrainedConfigT, run: RunConfig) -> list[str]:
-        """What is wrong across fields, each with its key and remedy; [] when all is well."""
         found = []
         adapter = config.adapter_path
         if adapter and not_a_file(Path(adapter, ADAPTER_CONFIG)):
             found.append(f"adapter_path: {shown(repr(adapter), 300)} holds no {ADAPTER_CONFIG}")
         elif adapter:
             try:
-                found += _unfit(read_config(Path(adapter)), config.lora)
+                written = read_config(Path(adapter))
+                lora = {} if config.lora is None else config.lora.model_dump()
+                found += [
+                    f"lora.{key}: {lora[key]:g} given, but adapter_path's is {written[name]}: "
+                    "make them equal"
+                    for key, name in ADAPTER_KEYS.items()
+                    if key in lora and written.get(name, lora[key]) != lora[key]
+                ]
                 found += model_problems([ModelFiles("adapter_path", adapter, **ADAPTER_FILES)])
             except ValueError as error:
                 found.append(f"adapter_path: {error}")
@@ -122,9 +154,10 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
         """What its prompts need beside weights: the tokenizer."""
         cls.loading.load_tokenizer(config).save_pretrained(folder)
 
-    def _ready(self, model: Any) -> Any:
-        """A loaded model as it is trained: adapted, on the policy's device. Raises ValueError for
-        one of another type, which only loading it may tell."""
+    def _ready(self, model: Any, within: str) -> Any:
+        """A loaded model as it is trained: with its adapter (see `adapt` for `within`), on the
+        policy's device. Raises ValueError for a model of another type: of one on the hub, this is
+        known only once it is loaded."""
         from rl.policies.shared.recomputing import spare_activations
 
         if (found := model.config.model_type) not in self.model_types:
@@ -132,7 +165,9 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
                 f"policy.model_path: {shown(repr(self.config.model_path), 300)} is a {found!r}, "
                 f"which policy.type {self.config.type!r} does not load; set the type that does"
             )
-        model = self.loading.adapt(model, self.config, self.setup.seed).to(self.device)
+        config = self.config
+        model = adapt(model, config.lora, config.adapter_path, within, self.setup.seed)
+        model = model.to(self.device)
         align_weights(model, self.device)
         spare_activations(model, self.setup.gradient_checkpointing)
         return model
@@ -148,8 +183,29 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
         return Completion(ids, (0.0,) * len(ids), "stop")
 
     def collate(self, rows: Sequence[Row]) -> TokenBatch:
-        batch: TokenBatch = self.prompts.collate(rows, self.device)
-        return batch
+        """Groups packed into one row on the policy's device, with their `position_ids` [..., S]."""
+        import torch
+
+        ids, groups, prompts = pack(rows)
+        packed = positions(groups, [self._positions(prompt) for prompt in prompts])
+        return TokenBatch(
+            input_ids=torch.tensor(ids, device=self.device),
+            groups=groups,
+            model_inputs={
+                "position_ids": packed.to(self.device),
+                **self._model_inputs(rows, prompts),
+            },
+        )
+
+    def _positions(self, prompt: Prompt) -> torch.Tensor:
+        """[..., P] of a prompt's tokens."""
+        import torch
+
+        return torch.arange(len(prompt.token_ids))
+
+    def _model_inputs(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Mapping[str, Any]:
+        """What else the module reads of these rows; `prompts`: one for each group."""
+        return {}
 
     def train_flops(self, prompt_len: int, completion_lens: Sequence[int]) -> float:
         """See `rl.api.policy.Policy`; the vision tower is left out."""
@@ -168,17 +224,105 @@ class TrainedPolicy(TrainedWeights[TrainedConfigT]):
         batch = self.collate([(prompt, ()) for prompt in prompts_P])
         return PackedDecoder(self.module, batch, num_rows)
 
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, the module is the policy as it was before training.
+
+        LoRA: the adapter is off. Full fine-tuning: the checkpoint's weights, kept on the CPU from
+        the first use on, stand in for the trained ones; ValueError under ZeRO-3, which holds no
+        whole tensors to exchange.
+        """
+        if self.module.adapted:
+            with self.module.model.disable_adapter():
+                yield
+            return
+        if is_sharded(self.module):
+            raise ValueError(
+                "full fine-tuning under ZeRO-3 has no reference weights at hand: set "
+                "algorithm.kl_coeff = 0 and policy.conditioning = 'policy', or zero_stage <= 2"
+            )
+        base = self._base()
+        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        held = {name: parameter.data for name, parameter in trained.items()}
+        try:
+            for name, parameter in trained.items():
+                parameter.data = base[name.removeprefix(WRAPPER)].to(parameter)
+            yield
+        finally:
+            for name, parameter in trained.items():
+                parameter.data = held[name]
+
+    def _base(self) -> dict[str, torch.Tensor]:
+        if self._base_state is None:
+            base = self.loading.load_model(self.config)
+            align_weights(base, next(self.module.parameters()).device.type)
+            self._base_state = base.state_dict()
+        return self._base_state
+
+    def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
+        """An adapter as copies, since an engine scales its matrices in place. Full weights in the
+        policy's dtype, and where they have it already as they are: a second copy of a large model
+        would not fit beside an engine that is awake. Read them before the next update."""
+        named = self._outside_names(tensors)
+        return PolicyWeights(
+            kind="lora" if self.module.adapted else "full",
+            tensors=named,
+            lora_config=self._lora_config() if self.module.adapted else None,
+            version=version,
+            fingerprint=fingerprint(named),
+        )
+
+    def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """LoRA: a PEFT adapter. Full: a transformers folder with what its prompts need."""
+        named = self._outside_names(tensors)
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        if self.module.adapted:
+            # Without collective calls, of which transformers' own save has some.
+            config = {**self._lora_config(), "inference_mode": True}
+            text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+            (path / ADAPTER_CONFIG).write_text(text)
+            _write_safetensors(path / "adapter_model.safetensors", named)
+            return
+        self._save_rest(path)
+        _write_safetensors(path / "model.safetensors", {**self._base(), **named})
+
     def _save_rest(self, path: Path) -> None:
+        """What a transformers folder holds beside the weights."""
         self.module.base_model.config.to_json_file(path / "config.json")
         self.prompts.tokenizer.save_pretrained(path)
 
+    def _outside_names(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.module.adapted:
+            return {peft_name(n): t.detach().clone() for n, t in tensors.items()}
+        import torch
 
-def _unfit(adapter_config: Mapping[str, Any], lora: LoraSection | None) -> list[str]:
-    """The keys of `lora` that an adapter's own config contradicts."""
-    names = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
-    return [
-        f"lora.{key}: {getattr(lora, key):g} given, but adapter_path's is {adapter_config[name]}: "
-        "make them equal"
-        for key, name in names.items()
-        if lora is not None and adapter_config.get(name, getattr(lora, key)) != getattr(lora, key)
-    ]
+        dtype = getattr(torch, self.config.dtype)
+        named = {
+            name.removeprefix(WRAPPER): tensor.detach().to(dtype)
+            for name, tensor in tensors.items()
+        }
+        if self.module.base_model.config.tie_word_embeddings:
+            # An engine keeps its own head even where the weights are tied.
+            named["lm_head.weight"] = named[self.embedding]
+        return named
+
+    def _lora_config(self) -> dict[str, Any]:
+        """PEFT's config as JSON takes it (sets become sorted lists), with the adapter's base."""
+        written = self.module.model.peft_config["default"].to_dict()
+        config = {k: sorted(v) if isinstance(v, set) else v for k, v in written.items()}
+        return {**config, **noted(self.base(self.config), type(self.module.base_model).__name__)}
+
+
+def peft_name(parameter_name: str) -> str:
+    """`model.base_model...lora_A.default.weight` -> PEFT's state-dict name for it."""
+    assert parameter_name.startswith(WRAPPER) and ".default." in parameter_name, parameter_name
+    return parameter_name.removeprefix(WRAPPER).replace(".default.", ".")
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Clones first: safetensors refuses tensors that share memory (tied weights)."""
+    from safetensors.torch import save_file
+
+    whole = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    save_file(whole, path, metadata={"format": "pt"})

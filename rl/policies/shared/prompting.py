@@ -44,7 +44,7 @@ def sources_of(sample: Sample, most: int) -> tuple[Image, ...]:
 
 
 def for_pictures(template: PromptTemplate, num_pictures: int) -> PromptTemplate:
-    """The template of a prompt that shows so many pictures: one `{image}` for each, 0 for none."""
+    """The template of a prompt with `num_pictures` pictures: one `{image}` for each."""
     one = template.picture.replace(_BRACKETED, "{image}")
     shown = [one.replace("{number}", str(number)) for number in range(1, num_pictures + 1)]
     text = template.text.replace(_BRACKETED, "{image}")
@@ -54,9 +54,9 @@ def for_pictures(template: PromptTemplate, num_pictures: int) -> PromptTemplate:
 def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list[int]:
     """Ids of the filled template, ONE image placeholder per `{image}`.
 
-    The user's words never become special tokens: an instruction that spells '<|im_end|>' would
-    otherwise end its own turn, and one that spells '<|image_pad|>' would be given a picture. Such
-    an instruction is tokenised by itself, letter by letter where need be.
+    The user's words never become special tokens: an instruction with '<|im_end|>' would otherwise
+    end its own turn, and one with '<|image_pad|>' would get a picture. Such an instruction is
+    tokenised by itself, letter by letter where needed.
 
     Raises ValueError when the template does not hold `{instruction}` exactly once.
     """
@@ -69,14 +69,14 @@ def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list
         )
     before, after = parts
     if not any(special in instruction for special in special_texts(tokenizer)):
-        return _ids(tokenizer, before + instruction + after)
-    return _ids(tokenizer, before) + plain_ids(tokenizer, instruction) + _ids(tokenizer, after)
+        return ids_of(tokenizer, before + instruction + after)
+    return ids_of(tokenizer, before) + plain_ids(tokenizer, instruction) + ids_of(tokenizer, after)
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of `text` as ordinary words, even where it spells a token that was added to the
-    vocabulary. Those that are not special ('</think>' is none) are one token to
-    `split_special_tokens` as well: the text is cut inside each."""
+    """Ids of `text` as ordinary words, even where it contains the text of an added token.
+    `split_special_tokens` splits only special ones; inside the others (such as '</think>') the text
+    is cut here."""
     added = tokenizer.added_tokens_decoder.values()
     whole = [token.content for token in added if not token.special and len(token.content) > 1]
     inside = {
@@ -92,7 +92,7 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def special_texts(tokenizer: Any) -> list[str]:
-    """How the tokens are spelt that were added to the vocabulary, special or not."""
+    """The texts of the tokens that were added to the vocabulary, special or not."""
     return [token.content for token in tokenizer.added_tokens_decoder.values()]
 
 
@@ -101,7 +101,7 @@ def num_prefix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Seque
 
     Raises ValueError when the prefix is not where the prompt starts, token by token.
     """
-    prefix = _ids(tokenizer, template.drop_prefix) if template.drop_prefix else []
+    prefix = ids_of(tokenizer, template.drop_prefix) if template.drop_prefix else []
     if list(token_ids[: len(prefix)]) != prefix:
         raise ValueError(
             f"the template's drop_prefix {template.drop_prefix!r} is not the beginning of its text "
@@ -111,12 +111,12 @@ def num_prefix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Seque
 
 
 def num_suffix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Sequence[int]) -> int:
-    """How many trailing tokens stand for what the template has behind the instruction.
+    """How many trailing tokens are the template's text after the instruction.
 
     Raises ValueError when that is not where the prompt ends, token by token.
     """
     text = template.text.partition("{instruction}")[2]
-    suffix = _ids(tokenizer, text)
+    suffix = ids_of(tokenizer, text)
     if list(token_ids[len(token_ids) - len(suffix) :]) != suffix:
         raise ValueError(
             f"policy.thought: no request to think can be put behind the user's words, since this "
@@ -160,5 +160,6 @@ def resize_to_area(image: Image, area_px: int, multiple_px: int) -> Image:
     return image.resize(size, PILImage.Resampling.LANCZOS)
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    """Ids of `text`, in which special tokens may be written."""
     return list(tokenizer(text, add_special_tokens=False).input_ids)

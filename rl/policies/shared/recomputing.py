@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -54,12 +53,7 @@ def _keep_adapters_inputs(model: Any) -> None:
         for name, down in layer.lora_A.items():
             if isinstance(layer.lora_dropout[name], torch.nn.Identity):
                 layer.cast_input_dtype_enabled = False
-                down.forward = partial(_down_projection, down)
-
-
-def _down_projection(linear: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    projected: torch.Tensor = _FloatLinear.apply(hidden, linear.weight)
-    return projected
+                down.forward = lambda hidden, down=down: _FloatLinear.apply(hidden, down.weight)
 
 
 class _FloatLinear(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch import nn
 from rl.algorithm.attention_kernels import choose_kernel
 from rl.api.types import TokenBatch, TokenOutputs
 from rl.meter.flops import LanguageModel
-from rl.policies.shared.logprobs import token_logprobs
+from rl.policies.shared.logprobs import sliced_logprobs, token_logprobs
 from rl.policies.shared.packed_attention import Packing
 from rl.policies.shared.packing import completion_tokens
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class TrainedModule(nn.Module):
-    """Wraps a (PEFT) transformers model with an `lm_head`."""
+    """Wraps a (PEFT) transformers model with an `lm_head` (a `SlicedHead` where the policy has
+    `vocabulary_slices`)."""
 
     def __init__(self, model: Any, policy: TrainedPolicy[Any]) -> None:
         """Raises ValueError where the attention kernel that the section asks for does not run."""
@@ -34,6 +35,7 @@ class TrainedModule(nn.Module):
         self.adapted = config.lora is not None
         self.temperature = setup.temperature
         self.banned_token_ids = policy.banned_token_ids
+        self.vocabulary_slices = policy.vocabulary_slices
         dtype = getattr(torch, config.dtype)
         self._kernel = choose_kernel(config.attn_implementation, policy.device, dtype)
         text_config = self.base_model.config.get_text_config()
@@ -45,8 +47,8 @@ class TrainedModule(nn.Module):
         return self.model.get_base_model() if self.adapted else self.model
 
     def forward(self, batch: TokenBatch) -> TokenOutputs:
-        """See `TokenOutputs`; 0 where padded and for forced tokens, which are attended to (the
-        engine's are exactly 0, too)."""
+        """See `TokenOutputs`; 0 for padding and for forced tokens, which are attended to (in the
+        engine their log-probs are exactly 0, too)."""
         post_SD, hidden_SD = self.states(batch)
         lens_B = [length for group in batch.groups for length in group.completion_lens]
         tokens_4N = completion_tokens(batch.groups).to(hidden_SD.device)
@@ -62,8 +64,8 @@ class TrainedModule(nn.Module):
         )
 
     def states(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """([S, D] which the head reads, post-norm; [S, D] which are handed on, of the set-up's
-        `state_kind`)."""
+        """([S, D] post-norm, which the head reads; [S, D] of the set-up's `state_kind`, for the
+        renderer)."""
         post_SD: torch.Tensor = self.backbone(batch).last_hidden_state[0]
         return post_SD, post_SD
 
@@ -85,6 +87,9 @@ class TrainedModule(nn.Module):
         self, hidden_ND: torch.Tensor, token_ids_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropy [N] of tokens, given the states that predict them."""
-        banned = torch.tensor(self.banned_token_ids, device=hidden_ND.device, dtype=torch.int64)
         head = self.base_model.lm_head
+        if self.vocabulary_slices:
+            bounds = self.vocabulary_slices
+            return sliced_logprobs(hidden_ND, head, token_ids_N, self.temperature, bounds)
+        banned = torch.tensor(self.banned_token_ids, device=hidden_ND.device, dtype=torch.int64)
         return token_logprobs(hidden_ND, head, token_ids_N, self.temperature, banned)

@@ -15,17 +15,14 @@ from rl.files.images import over_white
 from rl.files.weights import align_weights
 from rl.renderers.emu3_vq.vq_checkpoint import (
     INDEX,
+    ORIGINAL,
     WEIGHTS,
-    is_original,
     tensor_name,
     tokenizer_config,
 )
 
 if TYPE_CHECKING:
     from transformers import Emu3ImageProcessor, Emu3VQVAE
-
-MEAN_AND_STD = ([0.5] * 3, [0.5] * 3)
-"""The published tokenizer's pixel statistics; transformers' own default is CLIP's."""
 
 
 class Emu3Codec:
@@ -41,11 +38,6 @@ class Emu3Codec:
         """Without a processor pixels run from -1 to 1."""
         self.model = model.eval().requires_grad_(False)
         self.processor = processor or default_processor()
-
-    @property
-    def codebook_size(self) -> int:
-        """Codes run from 0 to this, exclusive."""
-        return int(self.model.config.codebook_size)
 
     @property
     def patch_px(self) -> int:
@@ -113,15 +105,13 @@ class Emu3Codec:
         for members in of_size.values():
             for start in range(0, len(members), batch_size):
                 batch = members[start : start + batch_size]
-                pixels = [self._to_pixels(scaled[index]) for index in batch]
-                rows = self.encode_tensor(torch.stack(pixels)).cpu().numpy().astype(np.int32)
+                pixels = self.processor.preprocess(
+                    [scaled[index] for index in batch], do_resize=False, do_pad=False
+                )["pixel_values"]
+                tensors = self.encode_tensor(torch.from_numpy(np.stack(pixels)))
+                rows = tensors.cpu().numpy().astype(np.int32)
                 codes.update(zip(batch, rows, strict=True))
         return [codes[index] for index in range(len(pictures))]
-
-    def _to_pixels(self, picture: Image.Image) -> torch.Tensor:
-        """[3, H, W] float32, normalised."""
-        values = self.processor.preprocess(picture, do_resize=False, do_pad=False)["pixel_values"]
-        return torch.as_tensor(np.asarray(values[0]))
 
 
 def fit(picture: Image.Image, area_px: int, patch_px: int) -> Image.Image:
@@ -138,25 +128,25 @@ def fit(picture: Image.Image, area_px: int, patch_px: int) -> Image.Image:
 
 
 def default_processor() -> Emu3ImageProcessor:
-    """The stock image processor with the published tokenizer's pixel statistics."""
+    """With the published tokenizer's pixel statistics; the class's own default is CLIP's."""
     from transformers import Emu3ImageProcessor
 
-    mean, std = MEAN_AND_STD
-    return Emu3ImageProcessor(image_mean=mean, image_std=std)
+    return Emu3ImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
 
 def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -> Emu3Codec:
-    """Load the tokenizer of a hub id or folder; see `checkpoint.py` for what may lie there.
+    """Load the tokenizer of a hub id or folder of one of the kinds in `vq_checkpoint.py`.
 
     Raises OSError for what cannot be found, ValueError for what is no Emu3 tokenizer.
     """
-    from transformers import Emu3VQVAE, Emu3VQVAEConfig
+    from transformers import Emu3ImageProcessor, Emu3VQVAE, Emu3VQVAEConfig
 
     with open(_file(model_path, revision, "config.json")) as stream:
         config = json.load(stream)
     with torch.device("meta"):
         model = Emu3VQVAE(Emu3VQVAEConfig(**tokenizer_config(config)))
-    tensors = _read_tensors(model_path, revision, is_original(config), device)
+    original = config["model_type"] == ORIGINAL
+    tensors = _read_tensors(model_path, revision, original, device)
     expected = model.state_dict().keys()
     if missing := sorted(expected - tensors.keys()):
         raise ValueError(
@@ -166,7 +156,11 @@ def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -
     model.load_state_dict(tensors, strict=True, assign=True)
     model.to(getattr(torch, dtype))
     align_weights(model, device)
-    return Emu3Codec(model, _load_processor(model_path, revision))
+    files = ("preprocessor_config.json", "processor_config.json")
+    if not any(_file(model_path, revision, name, optional=True) for name in files):
+        return Emu3Codec(model)
+    processor = Emu3ImageProcessor.from_pretrained(model_path, revision=revision or "main")
+    return Emu3Codec(model, processor)
 
 
 def _read_tensors(
@@ -181,29 +175,16 @@ def _read_tensors(
             file_of: dict[str, str] = json.load(stream)["weight_map"]
         files = sorted({file_of[name] for name in file_of if tensor_name(name, original=False)})
     tensors = {}
-    for file in [_file(model_path, revision, name) for name in files]:
-        with safe_open(file, framework="pt", device=device) as stored:
+    for file in files:
+        path = _file(model_path, revision, file)
+        with safe_open(path, framework="pt", device=device) as stored:
             for stored_name in stored.keys():  # noqa: SIM118 - not a mapping
-                name = tensor_name(stored_name, original)
-                if name is not None:
+                if name := tensor_name(stored_name, original):
                     tensor = stored.get_tensor(stored_name)
                     # Attention's 1x1 convolutions of the original are linear in transformers.
                     linear = name.endswith("_proj.weight")
                     tensors[name] = tensor.flatten(1) if linear else tensor
     return tensors
-
-
-def _load_processor(model_path: str, revision: str | None) -> Emu3ImageProcessor:
-    """With the checkpoint's own pixel statistics where it states them."""
-    from transformers import Emu3ImageProcessor
-
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        if _file(model_path, revision, name, optional=True):
-            processor: Emu3ImageProcessor = Emu3ImageProcessor.from_pretrained(
-                model_path, revision=revision or "main"
-            )
-            return processor
-    return default_processor()
 
 
 def _file(model_path: str, revision: str | None, name: str, optional: bool = False) -> Any:

@@ -13,6 +13,7 @@ from PIL import Image
 from rl.api.types import RenderFailure, RenderJob, Sample
 from rl.renderers.emu3_vq.codec import Emu3Codec
 from rl.renderers.shared.batches import Fits, Outcome, render_in_batches
+from rl.renderers.shared.decoding import to_pictures
 
 NUM_KEPT_PICTURES = 256
 """Sources and targets kept between calls (0.2 MB each at 256^2)."""
@@ -88,11 +89,10 @@ class Emu3VqLoop:
     def _refuse(self, codes: np.ndarray) -> str | None:
         if codes.ndim != 2 or not codes.size:
             return f"bad_grid: codes of shape {list(codes.shape)}, not [h, w]"
-        low, high = int(codes.min()), int(codes.max())
-        if low >= 0 and high < self.codec.codebook_size:
+        low, high, last = codes.min(), codes.max(), self.codec.model.config.codebook_size - 1
+        if low >= 0 and high <= last:
             return None
-        wrong = low if low < 0 else high
-        return f"bad_code: {wrong} is not in the codebook's 0..{self.codec.codebook_size - 1}"
+        return f"bad_code: {low if low < 0 else high} is not in the codebook's 0..{last}"
 
     def _batch_size_of(self, grid: Grid) -> int:
         area_px = grid[0] * grid[1] * self.codec.patch_px**2
@@ -100,13 +100,7 @@ class Emu3VqLoop:
 
     def _draw_batch(self, grids: Sequence[np.ndarray]) -> list[Outcome]:
         codes = torch.from_numpy(np.stack(grids).astype(np.int64))
-        pixels = self.codec.decode_tensor(codes)
-        finite = torch.isfinite(pixels).flatten(1).all(dim=1).tolist()
-        pictures = self.codec.to_pictures(torch.nan_to_num(pixels))
-        return [
-            picture if good else RenderFailure("non_finite: the decoder produced NaN or infinity")
-            for picture, good in zip(pictures, finite, strict=True)
-        ]
+        return [*to_pictures(self.codec.decode_tensor(codes), self.codec.to_pictures)]
 
 
 def _with_pictures(sample: Sample, drawn: Mapping[bytes, Image.Image]) -> Sample:

@@ -39,15 +39,6 @@ _ORIGINAL_CONFIG_KEYS = {
     "z_channels": "latent_channels",
     "double_z": "double_latent",
 }
-_SHARED_CONFIG_KEYS = (
-    "codebook_size",
-    "embed_dim",
-    "in_channels",
-    "out_channels",
-    "temporal_downsample_factor",
-    "num_res_blocks",
-    "attn_resolutions",
-)
 _ORIGINAL_TENSOR_NAMES = (
     (r"\.mid\.attn_1\.norm\.", ".mid.attn_norm."),
     (r"\.attn\.(\d+)\.norm\.", r".attn_norms.\1."),
@@ -60,28 +51,23 @@ _ORIGINAL_TENSOR_NAMES = (
 _PARTS = ("encoder.", "decoder.", "quantize.", "quant_conv.", "post_quant_conv.")
 
 
-def is_original(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is that of BAAI's own tokenizer class."""
-    return config.get("model_type") == ORIGINAL
-
-
 def tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `Emu3VQVAEConfig` in a `config.json`. Raises ValueError for another model's.
 
     Keys that a checkpoint leaves out keep transformers' defaults, which are the published ones.
     """
-    if is_original(config):
-        renamed = {new: config[old] for old, new in _ORIGINAL_CONFIG_KEYS.items() if old in config}
-        renamed |= {key: config[key] for key in _SHARED_CONFIG_KEYS if key in config}
+    kind = config.get("model_type")
+    if kind == ORIGINAL:
+        renamed = {_ORIGINAL_CONFIG_KEYS.get(key, key): value for key, value in config.items()}
         width, factors = renamed.get("base_channels", 256), renamed.get("channel_multiplier", [4])
-        return renamed | {"hidden_size": width * factors[-1]}
-    if config.get("model_type") == STANDALONE:
+        return renamed | {"model_type": STANDALONE, "hidden_size": width * factors[-1]}
+    if kind == STANDALONE:
         return dict(config)
-    if config.get("model_type") == WHOLE:
+    if kind == WHOLE:
         return dict(config.get("vq_config") or {})
     raise ValueError(
-        f"config.json is that of a {config.get('model_type')!r} model, which holds no Emu3 picture "
-        "tokenizer; give BAAI/Emu3-VisionTokenizer, an Emu3VQVAE folder or a whole '-hf' Emu3"
+        f"config.json is that of a {kind!r} model, which holds no Emu3 picture tokenizer; give "
+        "BAAI/Emu3-VisionTokenizer, an Emu3VQVAE folder or a whole '-hf' Emu3"
     )
 
 
@@ -101,8 +87,6 @@ def count_parameters(model_path: str) -> float | None:
     if not folder.is_dir():
         return HUB_PARAMETERS.get(model_path)
     buffers = ("running_mean", "running_var", "num_batches_tracked")
-
-    def is_counted(name: str) -> bool:
-        return tensor_name(name, original=False) is not None and not name.endswith(buffers)
-
-    return num_parameters(folder, is_counted)
+    return num_parameters(
+        folder, lambda name: bool(tensor_name(name, False)) and not name.endswith(buffers)
+    )

@@ -20,6 +20,9 @@ PATCH_PX = 16
 MODULATIONS = frozenset({"img_mod", "txt_mod"})
 """Layers of each transformer block that read the timestep alone: they stay in host memory."""
 
+Size = tuple[int, int]
+"""(width, height), px."""
+
 
 class DenoisingConfig(FrozenModelConfig):
     """A frozen Qwen-Image. The defaults are the stock editing pipeline's."""
@@ -34,32 +37,25 @@ class DenoisingConfig(FrozenModelConfig):
     """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
     negative_prompt: str = " "
     """What guidance steers away from; read only when true_cfg_scale > 1."""
-    cfg_in_one_forward: bool = True
-    """True: one forward over positive and negative rows together; False: two forwards, half the
-    activation memory, bit for bit the stock pipeline."""
     height_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX)] | None = None
     """Fixed picture height, px, multiple of 16; None = from output_area_px."""
     width_px: Annotated[int, Field(ge=32, le=MAX_SIDE_PX)] | None = None
     """Fixed picture width, px, multiple of 16; None = from output_area_px."""
     output_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
-    """Area of the rendered picture, px^2; the source's aspect is kept, sides in multiples of 32."""
+    """Area of the rendered picture, px^2; the last source's aspect is kept (a square without
+    sources), sides in multiples of 32."""
     condition_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
     """Area each source is resized to for the VAE branch, px^2; its tokens cost as much as the
     picture's own. Less than the checkpoint was trained on is an approximation, and may be a bad
     one: at a quarter of it the tiny editor's pictures (0..1) move by 0.11 in the mean."""
     policy_image_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
-    """Area of the source as the policy reads it, px^2."""
-    compile_blocks: bool = False
-    """Compile the blocks around attention, once for all lengths: a minute or so at the start."""
-    fp8: Literal["off", "storage", "compute"] = "off"
-    """Matrices of the transformer's blocks in 8 bits. 'storage': half the weights' memory.
-    'compute': activations too, for a GPU with 8-bit arithmetic; needs dtype 'bfloat16'. An
+    """Area of each source as the policy reads it, px^2; of qwen_image_21 it is condition_area_px,
+    since latents of the same 32x32 px replace each of the policy's image tokens."""
+    fp8: Literal["off", "storage"] = "off"
+    """'storage': the matrices of the transformer's blocks in 8 bits, half their memory. An
     approximation: the tiny editor's pictures (0..1, 2 steps) move by 0.0016 in the mean and 0.28 at
-    most, or by 0.0038 and 0.39; bfloat16 alone moves them by 0.0022 and 0.33."""
-    step_cache_interval: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1
-    """Of this many steps, after the first three, one is computed, the others are extrapolated; 1 =
-    all computed. An approximation: the tiny editor's pictures (0..1) move by 0.0014 in the mean and
-    0.13 at most at 20 steps and 2, 0.0044 and 0.29 at 20 and 3, 0.0026 and 0.26 at 8 and 2."""
+    most; bfloat16 alone moves them by 0.0022 and 0.33. Qwen-Image-2.1's (20 steps) move by 0.0005
+    and 0.02; by 0.0011 and 0.02."""
     lora_path: str | None = None
     """Few-step adapter fused into the transformer: safetensors file, folder or hub id."""
     lora_weight_name: str | None = None
@@ -68,15 +64,7 @@ class DenoisingConfig(FrozenModelConfig):
     """Replaced keys of the checkpoint's scheduler config, for few-step adapters."""
 
 
-class QwenImageConfig(DenoisingConfig):
-    """A frozen Qwen-Image-Edit editor."""
-
-    attention_backend: str = "auto"
-    """diffusers' name of an attention kernel ('native', '_native_cudnn', '_flash_3_hub', ...).
-    'auto': on a GPU the fastest of those installed, timed on the first batch; on a CPU 'native'."""
-
-
-def fit_area(area_px: int, source_size: tuple[int, int]) -> tuple[int, int]:
+def fit_area(area_px: int, source_size: Size) -> Size:
     """(width, height) in px, multiples of 32, of about `area_px` in the aspect of `source_size`.
 
     The stock pipelines' `calculate_dimensions`, except that a very long picture keeps one patch row
@@ -90,7 +78,7 @@ def fit_area(area_px: int, source_size: tuple[int, int]) -> tuple[int, int]:
     return width_px, height_px
 
 
-def output_size(config: DenoisingConfig, source_size: tuple[int, int]) -> tuple[int, int]:
+def output_size(config: DenoisingConfig, source_size: Size) -> Size:
     """(width, height) in px of the rendered picture."""
     if config.height_px is not None and config.width_px is not None:
         return config.width_px, config.height_px

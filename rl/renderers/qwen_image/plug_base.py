@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from typing_extensions import TypeVar
 
-from rl.api.plug import DIFFUSERS_SAFETENSORS, ModelFiles, PlacedConfig, Saving, too_old, unread
-from rl.api.renderer import Renderer
+from rl.api.plug import ModelFiles, Saving, unread
 from rl.config.paths import is_folder, not_a_file
 from rl.config.schema import RunConfig
 from rl.files.atomic import row_of
 from rl.files.model_files import missing_model
-from rl.files.weights import num_parameters
 from rl.renderers.qwen_image.denoising_config import DenoisingConfig
-from rl.renderers.qwen_image.step_cache import NUM_FIRST_STEPS
-from rl.renderers.shared.sides import side_problems
+from rl.renderers.shared.diffusion_renderer import DiffusionRenderer
 
-FP8_CAPABILITY = 8.9
-"""Compute capability (Ada) from which `torch._scaled_mm` runs."""
 ConfigT = TypeVar("ConfigT", bound=DenoisingConfig, default=DenoisingConfig)
 
 
-class QwenImage(Renderer[ConfigT]):
+class QwenImage(DiffusionRenderer[ConfigT]):
     """A plugin adds the prompt template, activation counts, and the loop."""
 
     accepts = "hidden_states"
@@ -32,13 +27,9 @@ class QwenImage(Renderer[ConfigT]):
     """`_class_name` of the stock pipeline."""
     transformer_class: ClassVar[str]
     vae_class: ClassVar[str]
-    side_multiple_px: ClassVar[int]
-    """Sides of a fixed picture size are multiples of this."""
     state_dim_key: ClassVar[str]
     """Where the transformer's config states the width of the conditioning states."""
     hub_state_dim: ClassVar[int]
-    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]]
-    """Hub id -> part -> parameters on the device."""
 
     @classmethod
     def negative_prompt(cls, config: ConfigT) -> str | None:
@@ -47,21 +38,10 @@ class QwenImage(Renderer[ConfigT]):
 
     @classmethod
     def problems(cls, config: ConfigT, run: RunConfig) -> list[str]:
-        problems = []
+        problems = super().problems(config, run)
         if (config.height_px is None) != (config.width_px is None):
             problems.append(
                 "height_px, width_px: set both for a fixed size, or neither for output_area_px"
-            )
-        problems += side_problems(config, cls.side_multiple_px)
-        if config.fp8 == "compute" and config.dtype != "bfloat16":
-            problems.append(
-                "fp8: 'compute' multiplies into bfloat16 only; set dtype: 'bfloat16', or fp8: "
-                "'storage'"
-            )
-        if config.step_cache_interval > 1 and config.num_steps <= NUM_FIRST_STEPS:
-            problems.append(
-                f"step_cache_interval: the first {NUM_FIRST_STEPS} steps are always computed, of "
-                f"{config.num_steps} in all; set 1, or more num_steps"
             )
         if config.lora_weight_name and not config.lora_path:
             problems.append("lora_weight_name: names a file of lora_path, which is not set")
@@ -74,60 +54,28 @@ class QwenImage(Renderer[ConfigT]):
         return problems
 
     @classmethod
-    def device_problems(
-        cls, config: ConfigT, policy: PlacedConfig, capability: float | None
-    ) -> Iterable[str]:
-        if config.fp8 == "compute":
-            yield from too_old(capability, FP8_CAPABILITY, "fp8: 'compute'", "use 'storage'")
-
-    @classmethod
     def no_effect(cls, config: ConfigT) -> Iterable[str]:
         yield from super().no_effect(config)
         if config.true_cfg_scale == 1:
-            yield from unread(config, "negative_prompt cfg_in_one_forward", "true_cfg_scale is 1")
+            yield from unread(config, "negative_prompt", "true_cfg_scale is 1")
         if config.height_px is not None:
             yield from unread(config, "output_area_px", "height_px and width_px are given")
 
     @classmethod
     def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
         """The pipeline's name where it is stated, and what is loaded of it."""
-
-        def part(subfolder: str, kind: str, **more: Any) -> ModelFiles:
-            return ModelFiles(
-                "model_path",
-                config.model_path,
-                frozenset({kind} if kind else ()),
-                subfolder=subfolder,
-                revision=config.revision,
-                **more,
-            )
-
+        index = {"config": "model_index.json", "config_required": False, "weights": ()}
         return [
-            part("", cls.pipeline, config="model_index.json", config_required=False, weights=()),
-            part("transformer", cls.transformer_class, weights=DIFFUSERS_SAFETENSORS),
-            part("vae", cls.vae_class, weights=DIFFUSERS_SAFETENSORS),
-            part("scheduler", "", config="scheduler_config.json", weights=()),
+            cls.part(config, "", cls.pipeline, **index),
+            cls.part(config, "transformer", cls.transformer_class),
+            cls.part(config, "vae", cls.vae_class),
+            cls.part(config, "scheduler", config="scheduler_config.json", weights=()),
         ]
 
     @classmethod
-    def is_on_device(cls, parameter: str) -> bool:
-        """Whether the parameter of that name is moved to the device."""
-        return True
-
-    @classmethod
     def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
-        """Parameters per part on the device, for a memory plan: {'transformer': ..., 'vae': ...}.
-
-        Known hub ids by table, a local folder by its safetensors headers; {} for an unknown hub id.
-        A weight of 8 bits counts as half of one of the dtype's 16.
-        """
-        folder = Path(config.model_path)
-        counts = dict(cls.hub_parameters.get(config.model_path, {}))
-        if folder.is_dir():
-            counts = {
-                part: num_parameters(folder / part, cls.is_on_device)
-                for part in ("transformer", "vae")
-            }
+        """A weight of 8 bits counts as half of one of the dtype's 16."""
+        counts = super().parameter_counts(config)
         if config.fp8 != "off" and counts:
             counts["transformer"] /= 4 if config.dtype == "float32" else 2
         return counts

@@ -1,15 +1,15 @@
-"""The modules of a Qwen-Image editor, loaded and laid out for rendering."""
+"""The modules of a Qwen-Image, loaded and laid out for rendering."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rl.files.weights import align_weights
-from rl.renderers.qwen_image.denoising_config import DenoisingConfig, QwenImageConfig
+from rl.renderers.qwen_image.denoising_config import DenoisingConfig
 from rl.renderers.qwen_image.fp8 import round_blocks
 from rl.renderers.qwen_image.modulation import move_without_modulation
 from rl.renderers.qwen_image.vae2d import FrameVae
@@ -21,20 +21,20 @@ class EditorParts:
     """The frozen modules, in evaluation mode, on one device and in one dtype."""
 
     transformer: Any
-    """QwenImageTransformer2DModel; its modulation in host memory."""
+    """diffusers' transformer; an editor's modulation is in host memory."""
     vae: FrameVae
     scheduler: Any
     """FlowMatchEulerDiscreteScheduler; stateful, so every batch runs on a copy."""
+    sigmas: Sequence[float] | None = None
+    """Noise levels of the steps before the shift; None: uniform."""
 
 
-def load_parts(config: QwenImageConfig, device: str) -> EditorParts:
-    """Load transformer, VAE and scheduler from a hub id or folder; fuse the adapter, if any."""
+def load_parts(config: DenoisingConfig, device: str) -> EditorParts:
+    """The parts of an editor, from a hub id or folder."""
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 
-    transformer, vae, scheduler = load_modules(
-        config, device, QwenImageTransformer2DModel, AutoencoderKLQwenImage, move_without_modulation
-    )
-    return EditorParts(transformer, FrameVae(vae).eval().requires_grad_(False), scheduler)
+    classes = QwenImageTransformer2DModel, AutoencoderKLQwenImage, FrameVae
+    return load_modules(config, device, *classes, move_without_modulation)
 
 
 def load_modules(
@@ -42,9 +42,12 @@ def load_modules(
     device: str,
     transformer_class: Any,
     vae_class: Any,
+    frame_vae: type[FrameVae],
     move: Callable[[Any, str], object],
-) -> tuple[Any, Any, Any]:
-    """(transformer, VAE, scheduler) on the device; `move` takes the transformer there."""
+    sigmas: Sequence[float] | None = None,
+) -> EditorParts:
+    """Load transformer, VAE and scheduler; fuse the adapter, if any. `move` takes the transformer
+    to the device."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     origin = origin_of(config)
@@ -60,10 +63,11 @@ def load_modules(
     align_weights(transformer, device)
     align_weights(vae, device)
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(subfolder="scheduler", **origin)
-    return (
+    return EditorParts(
         transformer.eval().requires_grad_(False),
-        vae,
+        frame_vae(vae).eval().requires_grad_(False),
         override_scheduler(scheduler, config.scheduler_overrides),
+        sigmas,
     )
 
 
@@ -75,17 +79,17 @@ def origin_of(config: DenoisingConfig) -> dict[str, Any]:
 def lay_out(
     transformer: Any, config: DenoisingConfig, device: str, move: Callable[[Any, str], object]
 ) -> None:
-    """Bring it to the device, by `move`, with its adapter and in 8 bits where `config` says so.
+    """Fuse the adapter, round to 8 bits where `config` says so, and `move` it to the device.
 
-    What goes over in 8 bits need not fit the device as it is: the adapter is then added in host
-    memory, and blocks are rounded as they come.
+    Weights of 8 bits need not fit the device before they are rounded: the adapter is then added in
+    host memory, and blocks are rounded one part at a time.
     """
     if config.fp8 == "off":
         move(transformer, device)
     if config.lora_path:
         fuse_adapter(transformer, config.lora_path, config.lora_weight_name)
     if config.fp8 != "off":
-        round_blocks(transformer, config.fp8, device)
+        round_blocks(transformer, device)
         move(transformer, device)
 
 

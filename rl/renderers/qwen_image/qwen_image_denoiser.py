@@ -8,24 +8,27 @@ transformer's width; P as in `modulation.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from rl.renderers.qwen_image.modulation import StepModulation
-
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(queries [B, S, H, E], keys and values [B, S', H, E]) -> [B, S, H, E]; every key is read."""
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values [..., H, E] of one stream."""
 
 EPSILON = 1e-6
 """Epsilon of every norm in the transformer."""
+
+
+def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[B, S, H, E], with keys and values [B, S', H, E], of which every key is read. PyTorch chooses
+    the kernel: cuDNN's on Hopper, else flash attention."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,46 +47,41 @@ class Conditioning:
     """[S, 1, E / 2, 2] float32."""
 
 
-class Stream(nn.Module):
+class Stream(NamedTuple):
     """The layers of one block that see one kind of token: images, or words."""
 
-    def __init__(self, block: Any, *, of_words: bool) -> None:
-        super().__init__()
-        attn = block.attn
-        self.query, self.key, self.value, self.query_norm, self.key_norm, self.out, self.mlp = (
-            (
-                *(attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
-                *(attn.norm_added_q, attn.norm_added_k, attn.to_add_out, block.txt_mlp),
-            )
-            if of_words
-            else (
-                *(attn.to_q, attn.to_k, attn.to_v),
-                *(attn.norm_q, attn.norm_k, attn.to_out[0], block.img_mlp),
-            )
-        )
+    projections: tuple[Any, Any, Any]
+    """To queries, keys and values."""
+    norms: tuple[Any, Any]
+    """Of queries and keys."""
+    out: Any
+    mlp: Any
+
+
+def streams_of(block: Any) -> tuple[Stream, Stream]:
+    """Of images, and of words."""
+    attn = block.attn
+    of_images = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k), attn.to_out[0]
+    of_words = (
+        (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
+        (attn.norm_added_q, attn.norm_added_k),
+        attn.to_add_out,
+    )
+    return Stream(*of_images, block.img_mlp), Stream(*of_words, block.txt_mlp)
 
 
 class Denoiser:
-    """Computes what the stock forward does, without what nobody reads.
+    """Computes the stock forward without results that nothing reads.
 
-    Rows' words lie behind each other without padding, so no attention is masked; what no step
-    changes (text and source projections, rotary tables) is made once per batch; shift and scale of
-    the modulation table are the layer norms' weights; in the last block only the picture's own
-    tokens have queries. Reads the transformer's modules, changes none.
+    The words of all rows are concatenated without padding, so no attention is masked. What no step
+    changes (text and source projections, rotary tables) is computed once per batch. Shift and scale
+    of the modulation are weights of the layer norms. In the last block only the picture's own
+    tokens have queries.
     """
 
-    def __init__(self, transformer: Any, attention: Attention, *, compiled: bool = False) -> None:
+    def __init__(self, transformer: Any) -> None:
         self._model = transformer
-        self._attention = attention
-        self._streams = [
-            (Stream(block, of_words=False), Stream(block, of_words=True))
-            for block in transformer.transformer_blocks
-        ]
-        self._before, self._after = before_attention, after_attention
-        if compiled:
-            # Attention stays outside: it is one kernel, and rows' lengths would enter the graph.
-            self._before = torch.compile(before_attention, dynamic=True, fullgraph=True)
-            self._after = torch.compile(after_attention, dynamic=True, fullgraph=True)
+        self._streams = [streams_of(block) for block in transformer.transformer_blocks]
 
     def prepare(
         self,
@@ -126,18 +124,18 @@ class Denoiser:
         for index, (image_stream, word_stream) in enumerate(self._streams):
             image_mod, word_mod = modulation.image[index], modulation.words[index]
             asking = (num_targets, 0) if index == last else (image.shape[1], len(words))
-            image_heads = self._before(
+            image_heads = before_attention(
                 image_stream, image, image_mod, given.image_rotary, num_targets, asking[0]
             )
-            word_heads = self._before(
+            word_heads = before_attention(
                 word_stream, words, word_mod, given.word_rotary, len(words), asking[1]
             )
             word_reads, image_reads = self._attend(word_heads, image_heads, given.num_words)
             if index == last:
                 image, image_mod = image[:, :num_targets], image_mod[:1]
             else:
-                words = self._after(word_stream, words, word_mod, word_reads, len(words))
-            image = self._after(image_stream, image, image_mod, image_reads, num_targets)
+                words = after_attention(word_stream, words, word_mod, word_reads, len(words))
+            image = after_attention(image_stream, image, image_mod, image_reads, num_targets)
         shift, scale = modulation.out.unsqueeze(1)
         velocity: torch.Tensor = self._model.proj_out(_norm(image, shift, scale, num_targets))
         return velocity
@@ -155,7 +153,7 @@ class Denoiser:
         num_asking = image[0].shape[1]
         word_reads, image_reads = [], []
         for queries, keys, values in zip(*joint, strict=True):
-            reads = self._attention(queries, keys, values).flatten(2)
+            reads = attention(queries, keys, values).flatten(2)
             word_reads.append(reads[:, :-num_asking].flatten(0, 1))
             image_reads.append(reads[:, -num_asking:])
         return torch.cat(word_reads), torch.cat(image_reads)
@@ -178,26 +176,36 @@ def before_attention(
     num_first: int,
     num_asking: int,
 ) -> Heads:
-    """Queries of the first `num_asking` tokens, keys and values of all.
+    """`heads_of` the modulated tokens [.., tokens, D].
 
-    Args:
-        tokens: [.., tokens, D].
-        modulation: [P, 6, D]; where P is 2, the second is of the tokens from `num_first` on.
-        rotary: [tokens, 1, E / 2, 2] float32.
+    `modulation`: [P, 6, D]; where P is 2, the second is of the tokens from `num_first` on.
     """
     normed = _norm(tokens, modulation[:, 0], modulation[:, 1], num_first)
-    asking = normed.narrow(-2, 0, num_asking)
-    size = stream.query_norm.weight.shape
+    return heads_of(normed, num_asking, stream.projections, stream.norms, rotary)
+
+
+def heads_of(
+    normed: torch.Tensor,
+    num_asking: int,
+    projections: tuple[Any, Any, Any],
+    norms: tuple[Any, Any],
+    rotary: torch.Tensor,
+) -> Heads:
+    """Queries of the first `num_asking` tokens [.., tokens, D], keys and values of all.
+
+    Args:
+        projections: To queries, keys and values.
+        norms: Of queries and keys.
+        rotary: [tokens, 1, E / 2, 2] float32.
+    """
+    (query, key, value), (query_norm, key_norm) = projections, norms
+    size = query_norm.weight.shape
     queries, keys, values = (
-        layer(given).unflatten(-1, (-1, *size))
-        for layer, given in (
-            (stream.query, asking),
-            (stream.key, normed),
-            (stream.value, normed),
-        )
+        heads.unflatten(-1, (-1, *size))
+        for heads in (query(normed.narrow(-2, 0, num_asking)), key(normed), value(normed))
     )
-    queries = F.rms_norm(queries, size, stream.query_norm.weight, EPSILON)
-    keys = F.rms_norm(keys, size, stream.key_norm.weight, EPSILON)
+    queries = F.rms_norm(queries, size, query_norm.weight, query_norm.eps)
+    keys = F.rms_norm(keys, size, key_norm.weight, key_norm.eps)
     return rotate(queries, rotary[:num_asking]), rotate(keys, rotary), values
 
 
@@ -241,11 +249,5 @@ def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def rotate(heads: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
     """Rotary positions (Su et al. 2021): neighbouring values of a head are one complex number."""
     pairs = heads.float().unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():
-        # Same numbers. A compiler fuses these and has nothing for complex ones, which run fastest
-        # where each operation is a pass over memory.
-        (real, imaginary), (cos, sin) = pairs.unbind(-1), rotary.unbind(-1)
-        turned = (real * cos - imaginary * sin, real * sin + imaginary * cos)
-        return torch.stack(turned, dim=-1).flatten(-2).type_as(heads)
     product = torch.view_as_complex(pairs) * torch.view_as_complex(rotary)
     return torch.view_as_real(product).flatten(-2).type_as(heads)

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 from typing_extensions import TypeVar
 
-from rl.api.plug import Resources
-from rl.api.types import PromptTemplate, RenderJob, Sample
+from rl.api.types import PromptTemplate
 from rl.config.schema import RunConfig
 from rl.files.weights import num_parameters
-from rl.ranks.placement import resolve_device
 from rl.renderers.qwen_image.denoising_config import (
     MODULATIONS,
     PATCH_PX,
     SIZE_MULTIPLE_PX,
-    QwenImageConfig,
-    fit_area,
+    DenoisingConfig,
 )
 from rl.renderers.qwen_image.plug_base import QwenImage, output_area_px
-
-if TYPE_CHECKING:
-    from rl.renderers.shared.batches import Outcome
 
 SYSTEM_PROMPT = (
     "Describe the key features of the input image (color, shape, size, texture, objects, "
@@ -40,13 +33,15 @@ DROPPED_PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>us
 HUB_MODULATION = 6.80e9
 """Parameters of a known hub id's modulation, which stays in host memory."""
 
-ConfigT = TypeVar("ConfigT", bound=QwenImageConfig, default=QwenImageConfig)
+ConfigT = TypeVar("ConfigT", bound=DenoisingConfig, default=DenoisingConfig)
 
 
 class QwenImageEditor(QwenImage[ConfigT]):
-    """A plugin adds the prompt template."""
+    """A plugin adds its pipeline, and how that asks about several pictures."""
 
     needs_source = True
+    picture: ClassVar[str] = "{image}"
+    """How the question shows a picture; `{image}` becomes it and its vision markers."""
     transformer_class = "QwenImageTransformer2DModel"
     vae_class = "AutoencoderKLQwenImage"
     side_multiple_px = PATCH_PX
@@ -57,46 +52,28 @@ class QwenImageEditor(QwenImage[ConfigT]):
         for version in ("", "-2509", "-2511")
     }
 
-    def __init__(self, config: ConfigT, resources: Resources) -> None:
+    @classmethod
+    def load(cls, config: ConfigT, device: str) -> Any:
         from rl.renderers.qwen_image.qwen_image_components import load_parts
         from rl.renderers.qwen_image.qwen_image_loop import QwenImageLoop
 
-        super().__init__(config, resources)
-        device = resolve_device(config.device, resources.device)
-        most = type(self).prompt_template(config).max_pictures
-        self.loop = QwenImageLoop(config, load_parts(config, device), most)
-        self.state_dim = self.loop.state_dim
-
-    def size_bucket(self, sample: Sample) -> tuple[int, int] | None:
-        """The picture's; where that is fixed, the last source's as it is read."""
-        if not sample.sources:
-            return None
-        is_fixed = self.config.width_px is not None
-        area_px = self.config.condition_area_px if is_fixed else self.config.output_area_px
-        return fit_area(area_px, sample.sources[-1].size)
-
-    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
-        return self.loop.render(jobs)
+        return QwenImageLoop(config, load_parts(config, device), cls.max_pictures(config))
 
     @classmethod
-    @abstractmethod
-    def prompt_template(cls, config: ConfigT) -> PromptTemplate: ...
+    def max_pictures(cls, config: ConfigT) -> int:
+        """Source pictures of a sample, at most."""
+        return 1
 
     @classmethod
-    def edit_template(
-        cls, config: ConfigT, picture: str = "{image}", max_pictures: int = 1
-    ) -> PromptTemplate:
-        """The question the editor's text encoder was trained under; the policy samples under it.
-
-        `picture`: how each is written, `{image}` its placeholder together with its vision markers.
-        """
+    def prompt_template(cls, config: ConfigT) -> PromptTemplate:
+        """The question the editor's text encoder was trained under; the policy samples under it."""
         return PromptTemplate(
             text=DROPPED_PREFIX + "{image}{instruction}<|im_end|>\n<|im_start|>assistant\n",
             drop_prefix=DROPPED_PREFIX,
             image_area_px=config.policy_image_area_px,
             image_multiple_px=SIZE_MULTIPLE_PX,
-            picture=picture,
-            max_pictures=max_pictures,
+            picture=cls.picture,
+            max_pictures=cls.max_pictures(config),
         )
 
     @classmethod
@@ -136,11 +113,8 @@ class QwenImageEditor(QwenImage[ConfigT]):
         About 20 tensors of [tokens, 3072] in the transformer, 8 feature maps of 96 channels in the
         VAE.
         """
-        rows = config.batch_size * (
-            2 if config.true_cfg_scale > 1 and config.cfg_in_one_forward else 1
-        )
-        most = cls.prompt_template(config).max_pictures
-        area_px = output_area_px(config) + most * config.condition_area_px
+        rows = config.batch_size * (2 if config.true_cfg_scale > 1 else 1)
+        area_px = output_area_px(config) + cls.max_pictures(config) * config.condition_area_px
         return {
             "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
             "vae": 8 * 96 * max(output_area_px(config), config.condition_area_px),

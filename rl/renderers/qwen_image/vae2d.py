@@ -1,11 +1,14 @@
-"""The editor's VAE for single pictures: its causal 3-D convolutions reduced to 2-D ones."""
+"""The Qwen-Image VAEs for single pictures, without what films need."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.autoencoders import autoencoder_kl_qwenimage as stock
+from diffusers.models.autoencoders import autoencoder_kl_qwenimage21 as stock_21
 from torch import nn
 
 
@@ -50,12 +53,24 @@ class FrameVae(nn.Module):
     fewer FLOPs.
     """
 
+    replaced: ClassVar[dict[type, Any]] = {
+        stock.QwenImageCausalConv3d: FrameConv,
+        stock.QwenImageRMS_norm: FrameNorm,
+    }
+    """diffusers' layers, and what replaces each."""
+    resampling: ClassVar[Any] = stock.QwenImageResample
+
     mean: torch.Tensor
     std: torch.Tensor
 
     def __init__(self, vae: Any) -> None:
         super().__init__()
-        _flatten(vae)
+        for name, layer in list(vae.named_modules()):
+            if new := self.replaced.get(type(layer)):
+                vae.set_submodule(name, new(layer))
+        for layer in vae.modules():
+            if isinstance(layer, self.resampling) and layer.mode.endswith("3d"):
+                del layer.time_conv  # a single frame skips it
         self.encoder = vae.encoder
         self.quant_conv = vae.quant_conv
         self.post_quant_conv = vae.post_quant_conv
@@ -83,21 +98,27 @@ class FrameVae(nn.Module):
         return frames.squeeze(2).clamp(-1.0, 1.0)
 
 
-def _flatten(module: nn.Module) -> None:
-    """Replace all convolutions in 3-D and norms below `module`; drop what one frame skips."""
-    # Here, not above: diffusers imports only once `load_parts` has mended what it imports itself.
-    from diffusers.models.autoencoders.autoencoder_kl_qwenimage import (
-        QwenImageCausalConv3d,
-        QwenImageResample,
-        QwenImageRMS_norm,
-    )
+class PictureVae(FrameVae):
+    """Qwen-Image-2.1's: RGBA pictures to normalised latents and back, a latent for 16x16 px.
+    Consumes the AutoencoderKLQwenImage21 it is built of."""
 
-    for name, child in module.named_children():
-        if isinstance(child, QwenImageCausalConv3d):
-            setattr(module, name, FrameConv(child))
-        elif isinstance(child, QwenImageRMS_norm):
-            setattr(module, name, FrameNorm(child))
-        else:
-            _flatten(child)
-    if isinstance(module, QwenImageResample) and module.mode.endswith("3d"):
-        del module.time_conv
+    replaced: ClassVar[dict[type, Any]] = {stock_21.QwenImage21RMS_norm: FrameNorm}
+    resampling: ClassVar[Any] = stock_21.QwenImage21Resample
+
+    def __init__(self, vae: Any) -> None:
+        patch = vae.config.patch_size or 1
+        self._fold = partial(stock_21._patchify, patch_size=patch)
+        self._unfold = partial(stock_21._unpatchify, patch_size=patch)
+        super().__init__(vae)
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """[B, 4, H, W] in -1..1 -> [B, C, H / 16, W / 16]; see `FrameVae.encode`."""
+        return super().encode(self._fold(pixels.unsqueeze(2)).squeeze(2))
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Normalised [B, C, h, w] -> [B, 4, 16h, 16w] in -1..1."""
+        latents = latents.to(self.std.dtype) * self.std + self.mean
+        frames: torch.Tensor = self.decoder(
+            self.post_quant_conv(latents.unsqueeze(2)), first_chunk=True
+        )
+        return self._unfold(frames).squeeze(2).clamp(-1.0, 1.0)

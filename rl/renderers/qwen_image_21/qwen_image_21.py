@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from rl.api.metric import Metric
-from rl.api.plug import Resources
-from rl.api.types import PromptTemplate, RenderJob, Sample
+from rl.api.types import PromptTemplate
 from rl.config.schema import RunConfig
-from rl.ranks.placement import resolve_device
-from rl.renderers.qwen_image.denoising_config import SIZE_MULTIPLE_PX
+from rl.renderers.qwen_image.denoising_config import PATCH_PX, SIZE_MULTIPLE_PX
 from rl.renderers.qwen_image.plug_base import QwenImage, output_area_px, transformer_value
-from rl.renderers.qwen_image_21 import sigmas, welded
-from rl.renderers.qwen_image_21.qwen_image_21_config import PATCH_PX, Config, drawn_size
-
-if TYPE_CHECKING:
-    from rl.renderers.shared.batches import Outcome
+from rl.renderers.qwen_image_21 import size_check
+from rl.renderers.qwen_image_21.qwen_image_21_config import (
+    Config,
+    sigmas_of_folder,
+    wrong_steps,
+)
 
 DROPPED_PREFIX = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 """Its tokens (14 with Qwen's tokenizer) condition the text states but are not given to the DiT."""
@@ -49,24 +48,11 @@ class QwenImage21(QwenImage[Config]):
         ),
     }
 
-    def __init__(self, config: Config, resources: Resources) -> None:
-        from rl.renderers.qwen_image_21.qwen_image_21_components import load_parts
-        from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop
+    @classmethod
+    def load(cls, config: Config, device: str) -> Any:
+        from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop, load_parts
 
-        super().__init__(config, resources)
-        device = resolve_device(config.device, resources.device)
-        self.loop = QwenImage21Loop(config, load_parts(config, device))
-        self.state_dim = self.loop.state_dim
-
-    def size_bucket(self, sample: Sample) -> tuple[int, int] | None:
-        """The drawn picture's."""
-        return drawn_size(self.config, [source.size for source in sample.sources])
-
-    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
-        return self.loop.render(jobs)
-
-    def take_metrics(self) -> dict[str, float]:
-        return self.loop.take_metrics()
+        return QwenImage21Loop(config, load_parts(config, device))
 
     @classmethod
     def prompt_template(cls, config: Config) -> PromptTemplate:
@@ -85,15 +71,12 @@ class QwenImage21(QwenImage[Config]):
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
-        problems = super().problems(config, run) + welded.problems(config, run)
+        problems = super().problems(config, run) + size_check.problems(config, run)
         try:
-            levels = config.sigmas or sigmas.of_folder(config)
+            wrong = wrong_steps(config, config.sigmas or sigmas_of_folder(config))
         except ValueError as error:
-            problems.append(f"model_path: {error}; download it again, or give sigmas")
-        else:
-            wrong = sigmas.wrong_steps(config, levels)
-            problems += [wrong] if wrong else []
-        return problems
+            wrong = f"model_path: {error}; download it again, or give sigmas"
+        return [*problems, wrong] if wrong else problems
 
     @classmethod
     def activation_counts(cls, config: Config) -> dict[str, float]:
@@ -107,16 +90,18 @@ class QwenImage21(QwenImage[Config]):
             transformer_value(config, name) or known for name, known in HUB_SHAPE.items()
         )
         width = heads * head_dim
-        guided = config.true_cfg_scale > 1
+        rows_each = 2 if config.true_cfg_scale > 1 else 1
         drawn, source = (
             area_px / PATCH_PX**2 for area_px in (output_area_px(config), config.condition_area_px)
         )
-        sources = config.max_pictures * source * (2 if guided else 1)
-        words = config.batch_size * PLANNED_WORDS * (2 if guided else 1)
-        rows = config.batch_size * (2 if guided and config.cfg_in_one_forward else 1)
+        sources = config.max_pictures * source * rows_each
+        rows = config.batch_size * rows_each
         return {
             "transformer": width
-            * (2 * layers * (sources + words) + FORWARD_TENSORS * max(rows * drawn, sources)),
+            * (
+                2 * layers * (sources + rows * PLANNED_WORDS)
+                + FORWARD_TENSORS * max(rows * drawn, sources)
+            ),
             "vae": 8
             * 2
             * DECODER_CHANNELS

@@ -1,17 +1,16 @@
-"""The keys of `renderer: { type: 'qwen_image_21' }`, and the sizes that follow from them."""
+"""The keys of `renderer: { type: 'qwen_image_21' }`; sizes and noise levels that follow."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from rl.config.schema import MAX_COUNT
-from rl.renderers.qwen_image.denoising_config import DenoisingConfig, fit_area, output_size
+from rl.files.atomic import row_of
+from rl.renderers.qwen_image.denoising_config import DenoisingConfig, Size, fit_area, output_size
 
-PATCH_PX = 16
-"""One token of the transformer is one latent: 16x16 px."""
 TOKENS_PER_SLOT = 4
 """What stands for one place of a picture in the text encoder's row: 2x2 latents, 32x32 px."""
 NUM_POSITIONS = 8192
@@ -19,9 +18,8 @@ NUM_POSITIONS = 8192
 tokens."""
 MAX_PICTURES = 100
 """Their marks, `<image100>`, are text: nobody was trained on more."""
-
-Size = tuple[int, int]
-"""(width, height), px."""
+INDEX, SIGMAS = "model_index.json", "sample_sigmas"
+"""File and key where a few-step checkpoint states its noise levels."""
 
 
 class Config(DenoisingConfig):
@@ -42,27 +40,9 @@ class Config(DenoisingConfig):
     """Fixed picture height, px, multiple of 32; None = from output_area_px."""
     width_px: Annotated[int, Field(ge=32, le=4096)] | None = None
     """Fixed picture width, px, multiple of 32; None = from output_area_px."""
-    output_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
-    """Area of the rendered picture, px^2; the last source's aspect is kept, sides in multiples of
-    32; a square without sources."""
-    condition_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
-    """Area each source is resized to for the VAE, px^2. Less than the checkpoint was trained on is
-    an approximation."""
-    policy_image_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
-    """Area of each source as the policy reads it, px^2: condition_area_px, since each place of a
-    picture in the policy's row gives way to the latents of the same 32x32 px."""
     max_pictures: Annotated[int, Field(ge=1, le=MAX_PICTURES)] = 10
     """Sources that a sample may have, and that a batch keeps the keys and values of: 2.1 GB each at
     1024 x 1024 px. A batch that shows more is drawn in turns; a group shows its sources once."""
-    fp8: Literal["off", "storage", "compute"] = "off"
-    """Matrices of the transformer's blocks in 8 bits. 'storage': half the weights' memory.
-    'compute': activations too, for a GPU with 8-bit arithmetic; needs dtype 'bfloat16'. An
-    approximation: 'storage' moves the tiny one's pictures (0..1, 20 steps) by 0.0005 in the mean
-    and 0.02 at most; bfloat16 alone by 0.0011 and 0.02."""
-    step_cache_interval: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1
-    """Of this many steps, after the first three, one is computed, the others are extrapolated; 1 =
-    all computed. An approximation: the tiny one's pictures (0..1, 20 steps) move by 0.0003 in the
-    mean and 0.01 at most at 2, by 0.0004 and 0.02 at 3."""
 
     @model_validator(mode="after")
     def _sigmas_fall(self) -> Config:
@@ -80,3 +60,29 @@ def condition_sizes(config: Config, sources: Sequence[Size]) -> list[Size]:
 def drawn_size(config: Config, sources: Sequence[Size]) -> Size:
     """Size of the picture drawn from sources of these sizes."""
     return output_size(config, sources[-1] if sources else (1, 1))
+
+
+def sigmas_of_folder(config: Config) -> Sequence[float] | None:
+    """What a local folder states; None for a hub id, or where it states none."""
+    file = Path(config.model_path, INDEX)
+    return sigmas_of_index(row_of(file.read_bytes()) or {}) if file.is_file() else None
+
+
+def sigmas_of_index(index: Mapping[str, Any]) -> Sequence[float] | None:
+    """Raises ValueError where what it states are no noise levels."""
+    stated = index.get(SIGMAS)
+    if stated is None:
+        return None
+    if not isinstance(stated, list) or not all(
+        isinstance(level, int | float) and 0 < level <= 1 for level in stated
+    ):
+        raise ValueError(f"{INDEX}: {SIGMAS} is no list of numbers in (0, 1]")
+    return tuple(float(level) for level in stated)
+
+
+def wrong_steps(config: Config, sigmas: Sequence[float] | None) -> str:
+    """What is wrong with `num_steps` under these noise levels; '' when nothing is."""
+    if sigmas is None or len(sigmas) == config.num_steps:
+        return ""
+    whose = "sigmas are" if config.sigmas is not None else f"the checkpoint's {SIGMAS} are"
+    return f"num_steps: {config.num_steps}, but {whose} {len(sigmas)}; set num_steps: {len(sigmas)}"

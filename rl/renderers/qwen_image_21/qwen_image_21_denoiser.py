@@ -15,11 +15,39 @@ import torch
 import torch.nn.functional as F
 
 from rl.algorithm.attention_kernels import Kernel, Runs, join
-from rl.renderers.qwen_image.qwen_image_denoiser import Heads, rotate
-from rl.renderers.qwen_image_21.layout import Piece, Rotary, end_of, num_tokens, positions
+from rl.renderers.qwen_image.qwen_image_denoiser import Heads, heads_of
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 """[T, H, E] each."""
+
+Piece = int | tuple[int, int]
+"""So many tokens of text, or a picture of (rows, columns)."""
+
+
+def num_tokens(piece: Piece) -> int:
+    return piece if isinstance(piece, int) else piece[0] * piece[1]
+
+
+def end_of(pieces: Sequence[Piece], start: int = 0) -> int:
+    """The position after these pieces, if the first has the position `start`."""
+    return start + sum(p if isinstance(p, int) else max(p) for p in pieces)
+
+
+def positions(pieces: Sequence[Piece], start: int = 0) -> torch.Tensor:
+    """[T, 3] int64: positions of the tokens of `pieces`, from `start` on.
+
+    A token of text is one further than the last on all three axes. All tokens of a picture have one
+    position on the first axis; the other two are its rows and columns, counted from its middle.
+    """
+    placed = [torch.empty(0, 3, dtype=torch.long)]
+    for piece in pieces:
+        if isinstance(piece, int):
+            placed.append(torch.arange(start, start + piece)[:, None].expand(-1, 3))
+        else:
+            axes = (torch.arange(side) - (side - side // 2) for side in piece)
+            placed.append(torch.cartesian_prod(torch.tensor([start]), *axes))
+        start = end_of([piece], start)
+    return torch.cat(placed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,21 +60,32 @@ class Shown:
     """[rows * columns, channels]."""
     shape: tuple[int, int]
     """(rows, columns) of latents."""
+    digest: bytes
+    """Of the picture."""
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
-    """Rows that begin alike: with pictures, and what stands before and between them."""
+class Row:
+    """What one row is conditioned on. Its start ends with its last picture; without pictures it is
+    empty."""
 
     states: torch.Tensor
-    """[places, C] of that beginning, up to the end of its last picture; none without pictures."""
+    """[L, C]."""
     shown: tuple[Shown, ...]
-    words: tuple[torch.Tensor, ...]
-    """[L, C] of each row: the states behind it."""
+
+    @property
+    def start_len(self) -> int:
+        """States of the start."""
+        return self.shown[-1].place.stop if self.shown else 0
+
+    @property
+    def words(self) -> torch.Tensor:
+        """[.., C]: the states behind the start."""
+        return self.states[self.start_len :]
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """The beginning in order: texts, which may be empty, each followed by a picture."""
+        """The start in order: texts, which may be empty, each followed by a picture."""
         pieces: list[Piece] = []
         at = 0
         for picture in self.shown:
@@ -55,9 +94,16 @@ class Group:
         return pieces
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of the beginning, pictures counted in latents."""
+    def num_start_tokens(self) -> int:
+        """Tokens of the start, pictures counted in latents."""
         return sum(map(num_tokens, self.pieces))
+
+    def starts_like(self, other: Row) -> bool:
+        """The same pictures in the same places, and the same states between them, bit for bit."""
+        mine, others = ([(p.place, p.digest) for p in row.shown] for row in (self, other))
+        return mine == others and torch.equal(
+            self.states[: self.start_len], other.states[: other.start_len]
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +111,9 @@ class Conditioning:
     """What the steps of a batch share."""
 
     starts: list[KeysValues]
-    """Per layer, keys and values of the groups' beginnings."""
+    """Per layer, keys and values of the groups' starts."""
     start_lens: tuple[int, ...]
-    """Tokens of each group's beginning; they add up to T."""
+    """Tokens of each group's start; they add up to T."""
     rows_of: tuple[int, ...]
     """Rows of each group; they add up to R."""
     words: list[KeysValues]
@@ -96,13 +142,13 @@ class Denoiser:
     """Computes keys and values of text and sources once a batch, and velocities from latents.
 
     Text and sources are modulated as at timestep 0 and see nothing that comes later, so no step
-    changes them. Rows that begin with the same pictures are a `Group`: that beginning goes through
-    the transformer once, and the rows' queries meet its keys apart from their own and are joined by
-    their log-sum-exps, so that no key is copied per row. All tokens lie behind each other without
-    padding, each row with its own positions. Reads the transformer's modules, changes none.
+    changes them. Rows that start alike are a group, and the transformer reads their start once. The
+    rows attend to it apart from their own tokens, and the two results are joined by their
+    log-sum-exps, so that no key is copied per row. All tokens are concatenated without padding,
+    each row with its own positions.
     """
 
-    def __init__(self, transformer: Any, kernel: Kernel, *, compiled: bool = False) -> None:
+    def __init__(self, transformer: Any, kernel: Kernel) -> None:
         if not transformer.config.causal_condition:
             raise ValueError(
                 "transformer/config.json: causal_condition is false: such a Qwen-Image-2.1 reads "
@@ -110,28 +156,25 @@ class Denoiser:
             )
         self._model = transformer
         self._kernel = kernel
-        self._rotary = Rotary(transformer)
-        self._before, self._after = before_attention, after_attention
-        if compiled:
-            # Attention stays outside: it is a kernel, and rows' lengths would enter the graph.
-            self._before = torch.compile(before_attention, dynamic=True, fullgraph=True)
-            self._after = torch.compile(after_attention, dynamic=True, fullgraph=True)
+        self._rotary_axes = [
+            torch.view_as_real(axis).to(transformer.device) for axis in transformer.pos_embed.freqs
+        ]
 
-    def prepare(self, groups: Sequence[Group], shape: tuple[int, int]) -> Conditioning:
+    def prepare(self, groups: Sequence[Sequence[Row]], shape: tuple[int, int]) -> Conditioning:
         """What stays the same over the steps of a batch, whose pictures have `shape` (rows,
         columns) in latents. Either all groups show pictures or none does."""
-        start_lens = tuple(group.num_tokens for group in groups)
+        firsts_G = [group[0] for group in groups]
+        start_lens = tuple(first.num_start_tokens for first in firsts_G)
         assert all(start_lens) or not any(start_lens)
-        rows_of = tuple(len(group.words) for group in groups)
-        num_words = tuple(len(words) for group in groups for words in group.words)
-        ends_G = [end_of(group.pieces) for group in groups]
-        starts_R = [e for e, rows in zip(ends_G, rows_of, strict=True) for _ in range(rows)]
-        starts = self._read_starts(groups, start_lens) if any(start_lens) else []
+        rows_of = tuple(map(len, groups))
+        words_R = [row.words for group in groups for row in group]
+        num_words = tuple(map(len, words_R))
+        starts_R = [end_of(row.pieces) for group in groups for row in group]
+        starts = self._read_starts(firsts_G, start_lens) if any(start_lens) else []
         own = Runs(num_words, num_words, causal=True)
-        words_R = [words for group in groups for words in group.words]
         words = self._keys_and_values(
             self._model.txt_in(torch.cat(words_R)),
-            self._rotary.of(
+            self._rotary(
                 torch.cat([positions([n], p) for n, p in zip(num_words, starts_R, strict=True)])
             ),
             lambda layer, heads: self._attend(
@@ -139,7 +182,7 @@ class Denoiser:
             ),
         )
         placed = [positions([shape], p + n) for n, p in zip(num_words, starts_R, strict=True)]
-        rotary = self._rotary.of(torch.cat(placed))
+        rotary = self._rotary(torch.cat(placed))
         return Conditioning(starts, start_lens, rows_of, words, num_words, rotary)
 
     def velocity(
@@ -155,7 +198,7 @@ class Denoiser:
         )
         tokens = self._model.img_in(latents).flatten(0, 1)
         for layer, block in enumerate(self._model.transformer_blocks):
-            queries, *own_keys = self._before(
+            queries, *own_keys = before_attention(
                 block, tokens, modulation, given.rotary, asking=len(tokens)
             )
             keys, values = (
@@ -166,11 +209,17 @@ class Denoiser:
             reads = self._attend(
                 queries, (keys, values), own, start, given.start_lens, given.rows_of
             )
-            tokens = self._after(block, tokens, modulation, reads)
+            tokens = after_attention(block, tokens, modulation, reads)
         model = self._model
         normed = _norm(tokens, modulation.out_scale, model.config.eps)
         velocity: torch.Tensor = model.proj_out(normed)
         return velocity.unflatten(0, (num_rows, num_each))
+
+    def _rotary(self, positions_T: torch.Tensor) -> torch.Tensor:
+        """Positions [T, 3] -> [T, 1, E / 2, 2] float32, cosine and sine."""
+        places = positions_T.to(self._rotary_axes[0].device).unbind(-1)
+        turns = [axis[place] for axis, place in zip(self._rotary_axes, places, strict=True)]
+        return torch.cat(turns, dim=-2).unsqueeze(1)
 
     def _modulation(self, fraction: torch.Tensor) -> Modulation:
         """At a timestep in 0..1."""
@@ -180,24 +229,24 @@ class Denoiser:
         out_scale = model.norm_out.linear(model.norm_out.silu(embedding))[0]
         return Modulation(1 + scale, gate.tanh(), 1 + mlp_scale, mlp_gate.tanh(), 1 + out_scale)
 
-    def _read_starts(self, groups: Sequence[Group], lens: Sequence[int]) -> list[KeysValues]:
-        """Keys and values of the groups' beginnings, one behind the other, for every layer."""
-        tokens = torch.cat([self._embed(group) for group in groups])
-        placed = torch.cat([positions(group.pieces) for group in groups])
+    def _read_starts(self, firsts_G: Sequence[Row], lens: Sequence[int]) -> list[KeysValues]:
+        """Keys and values of the groups' starts, one behind the other, for every layer."""
+        tokens = torch.cat([self._embed(first) for first in firsts_G])
+        placed = torch.cat([positions(first.pieces) for first in firsts_G])
 
         def attend(layer: int, heads: Heads) -> torch.Tensor:
-            groups_of = zip(groups, *(part.split(list(lens)) for part in heads), strict=True)
-            return torch.cat([_attend_in_order(group.pieces, *own) for group, *own in groups_of])
+            parts = zip(firsts_G, *(part.split(list(lens)) for part in heads), strict=True)
+            return torch.cat([_attend_in_order(first.pieces, *own) for first, *own in parts])
 
-        return self._keys_and_values(tokens, self._rotary.of(placed), attend)
+        return self._keys_and_values(tokens, self._rotary(placed), attend)
 
-    def _embed(self, group: Group) -> torch.Tensor:
-        """[T, D] of a group's beginning, latents in the pictures' places."""
+    def _embed(self, row: Row) -> torch.Tensor:
+        """[T, D] of a row's start, latents in the pictures' places."""
         model, at = self._model, 0
         parts = []
-        for picture in group.shown:
+        for picture in row.shown:
             parts += [
-                model.txt_in(group.states[at : picture.place.start]),
+                model.txt_in(row.states[at : picture.place.start]),
                 model.img_in(picture.latents),
             ]
             at = picture.place.stop
@@ -217,10 +266,10 @@ class Denoiser:
         for layer, block in enumerate(self._model.transformer_blocks):
             # Nobody reads what comes out of the last layer but its keys and values.
             asking = 0 if layer == last else len(tokens)
-            heads = self._before(block, tokens, modulation, rotary, asking=asking)
+            heads = before_attention(block, tokens, modulation, rotary, asking=asking)
             kept.append((heads[1], heads[2]))
             if layer < last:
-                tokens = self._after(block, tokens, modulation, attend(layer, heads))
+                tokens = after_attention(block, tokens, modulation, attend(layer, heads))
         return kept
 
     def _attend(
@@ -232,7 +281,7 @@ class Denoiser:
         start_lens: tuple[int, ...],
         rows_of: Sequence[int],
     ) -> torch.Tensor:
-        """[T, D]: each row's queries over its own keys, and over its group's beginning."""
+        """[T, D]: each row's queries over its own keys, and over its group's start."""
         out, lse = self._kernel.forward(queries, *own_heads, own)
         if start is not None:
             lens = iter(own.query_lens)
@@ -253,7 +302,7 @@ def _row_by_row(
 def _attend_in_order(
     pieces: Sequence[Piece], queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """[T, D] of one beginning: text sees what is before it and itself, a picture also its own."""
+    """[T, D] of one start: text sees what is before it and itself, a picture also its own."""
     reads, at = [], 0
     for piece in pieces:
         end = at + num_tokens(piece)
@@ -274,20 +323,10 @@ def before_attention(
     block: Any, tokens: torch.Tensor, modulation: Modulation, rotary: torch.Tensor, asking: int
 ) -> Heads:
     """Queries of the first `asking` tokens, keys and values of all [T, D]; `rotary`: of all."""
-    attention = block.attn
+    attn = block.attn
     normed = _norm(tokens, modulation.attention_scale, block.img_norm1.eps)
-    size = attention.norm_q.weight.shape
-    queries, keys, values = (
-        layer(given).unflatten(-1, (-1, *size))
-        for layer, given in (
-            (attention.to_q, normed[:asking]),
-            (attention.to_k, normed),
-            (attention.to_v, normed),
-        )
-    )
-    queries = F.rms_norm(queries, size, attention.norm_q.weight, attention.norm_q.eps)
-    keys = F.rms_norm(keys, size, attention.norm_k.weight, attention.norm_k.eps)
-    return rotate(queries, rotary[:asking]), rotate(keys, rotary), values
+    layers = (attn.to_q, attn.to_k, attn.to_v)
+    return heads_of(normed, asking, layers, (attn.norm_q, attn.norm_k), rotary)
 
 
 def after_attention(

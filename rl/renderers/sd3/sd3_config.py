@@ -26,9 +26,6 @@ class Config(FrozenModelConfig):
     """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
     negative_prompt: str = ""
     """What guidance steers away from; read only when guidance_scale > 1."""
-    cfg_in_one_forward: bool = True
-    """True: one forward over negative and positive rows together, as the stock pipeline; False: two
-    forwards, half the activation memory."""
     height_px: Annotated[int, Field(ge=PATCH_PX, le=MAX_SIDE_PX)] = 1024
     """Picture height, px, multiple of 16."""
     width_px: Annotated[int, Field(ge=PATCH_PX, le=MAX_SIDE_PX)] = 1024

@@ -73,38 +73,28 @@ class PromptEncoder:
             num_cut = max(num_cut, cut)
         clip = torch.cat(states, dim=-1)
         clip = torch.nn.functional.pad(clip, (0, self._states_dim - clip.shape[-1]))
-        t5, num_t5_cut = self._encode_t5(prompt, like=clip)
+        t5, num_t5_cut = clip.new_zeros(1, self._max_t5_tokens, self._states_dim), 0
+        if parts.encoder_3 is not None:
+            # Padding is attended to, as in training.
+            ids, num_t5_cut = _tokenize(parts.tokenizer_3, prompt, self._max_t5_tokens)
+            t5 = parts.encoder_3(ids.to(parts.encoder_3.device))[0]
         self._warn(prompt, num_cut, num_t5_cut)
         return TextStates(
             torch.cat([clip, t5], dim=-2), torch.cat(pooled, dim=-1), num_cut, num_t5_cut
         )
-
-    def _encode_t5(self, prompt: str, like: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """([1, max_t5_tokens, D], tokens cut off). Padding is attended to, as in training."""
-        tokenizer, encoder = self.parts.tokenizer_3, self.parts.encoder_3
-        if tokenizer is None or encoder is None:
-            return like.new_zeros(1, self._max_t5_tokens, self._states_dim), 0
-        ids, num_cut = _tokenize(tokenizer, prompt, self._max_t5_tokens)
-        return encoder(ids.to(encoder.device))[0], num_cut
 
     def _warn(self, prompt: str, num_clip_cut: int, num_t5_cut: int) -> None:
         """Once a run; `take_metrics` of the renderer goes on counting."""
         if self._warned or not (num_clip_cut or num_t5_cut):
             return
         self._warned = True
-        cuts = []
-        if num_clip_cut:
-            reads = "no encoder" if self.parts.encoder_3 is None else "only the third encoder"
-            cuts.append(
-                f"{num_clip_cut} tokens beyond CLIP's {self._max_clip_tokens}, which {reads} reads"
-            )
-        if num_t5_cut:
-            cuts.append(f"{num_t5_cut} tokens beyond renderer.max_t5_tokens={self._max_t5_tokens}")
+        reads = "no encoder" if self.parts.encoder_3 is None else "only the third encoder"
         logger.warning(
-            "renderer sd3: a prompt has %s; ask for fewer words in policy.system_prompt, or lower "
-            "sampling.max_completion_tokens (said once, counted always). The prompt: %.300s",
-            " and ".join(cuts),
-            prompt,
+            "renderer sd3: a prompt has %d tokens beyond CLIP's %d, which %s reads, and %d beyond "
+            "renderer.max_t5_tokens=%d; ask for fewer words in policy.system_prompt, or lower "
+            "sampling.max_completion_tokens (logged once, counted always). The prompt: %.300s",
+            *(num_clip_cut, self._max_clip_tokens, reads),
+            *(num_t5_cut, self._max_t5_tokens, prompt),
         )
 
 

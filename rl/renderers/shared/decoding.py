@@ -1,12 +1,11 @@
-"""Between pictures and a diffusion model's latents: seeded noise, slices that fit, no NaN."""
+"""Between pictures and a model's latents: seeded noise, slices that fit, no NaN."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
-from PIL import Image
+from PIL.Image import Image
 
 from rl.api.types import RenderFailure
 
@@ -31,25 +30,17 @@ def seeded_noise(seeds_B: Iterable[int], shape: Sequence[int]) -> torch.Tensor:
 def in_slices(
     rows: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor], picture_px: int
 ) -> torch.Tensor:
-    """`run` over rows of a batch, as many at once as fill DECODED_PX_AT_ONCE."""
+    """`run` over rows of a batch, as many at once as fill DECODED_PX_AT_ONCE; `picture_px`: area
+    of a row's picture."""
     return torch.cat([run(part) for part in rows.split(max(1, DECODED_PX_AT_ONCE // picture_px))])
 
 
-def decode_in_slices(
-    latents: torch.Tensor, decode: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """`decode` of [B, ..., h, w] in slices that fit; a latent is 8x8 px."""
-    return in_slices(latents, decode, latents.shape[-1] * latents.shape[-2] * 8 * 8)
-
-
-def to_pictures(tensor: torch.Tensor, pixels: Any) -> list[Image.Image | RenderFailure]:
-    """[B, 3, H, W], nominally -1..1, as 8-bit RGB; a row with NaN or infinity is a failure.
-
-    `pixels`: diffusers' VaeImageProcessor.
-    """
+def to_pictures(
+    tensor: torch.Tensor, as_images: Callable[[torch.Tensor], list[Image]]
+) -> list[Image | RenderFailure]:
+    """`as_images` of [B, C, H, W]; a row with NaN or infinity is a failure."""
     finite = torch.isfinite(tensor).flatten(1).all(dim=1).tolist()
-    pictures = pixels.postprocess(torch.nan_to_num(tensor), output_type="pil")
     return [
         picture if good else RenderFailure("non_finite: the renderer produced NaN or infinity")
-        for picture, good in zip(pictures, finite, strict=True)
+        for picture, good in zip(as_images(torch.nan_to_num(tensor)), finite, strict=True)
     ]

@@ -1,12 +1,17 @@
-"""Noise schedules of flow-matching checkpoints: overridden keys, the shift by picture size."""
+"""Noise schedules of flow-matching checkpoints, and the loop over their steps."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
 from rl.config.schema import Section
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SchedulerOverrides(Section):
@@ -40,11 +45,32 @@ def override_scheduler(scheduler: Any, overrides: SchedulerOverrides) -> Any:
     return type(scheduler).from_config(scheduler.config, **overrides.model_dump(exclude_unset=True))
 
 
-def resolution_shift(scheduler: Any, num_tokens: int) -> float:
-    """Log shift of a picture of `num_tokens`, linear between the checkpoint's two anchors
-    (Esser et al. 2024, section 5.3.2); read by the scheduler under `use_dynamic_shifting` only."""
-    anchors = scheduler.config
+def prepared(scheduler: Any, num_tokens: int, device: Any, **schedule: Any) -> Any:
+    """A copy of a diffusers scheduler with timesteps set to `schedule` (`sigmas` or
+    `num_inference_steps`), shifted for a picture of `num_tokens` (condition tokens do not count).
+
+    The log shift is linear between the checkpoint's two anchors (Esser et al. 2024, section 5.3.2);
+    the scheduler reads it under `use_dynamic_shifting` only.
+    """
+    scheduler, anchors = copy.deepcopy(scheduler), scheduler.config
     slope = (anchors.max_shift - anchors.base_shift) / (
         anchors.max_image_seq_len - anchors.base_image_seq_len
     )
-    return float(num_tokens * slope + (anchors.base_shift - slope * anchors.base_image_seq_len))
+    shift = float(num_tokens * slope + (anchors.base_shift - slope * anchors.base_image_seq_len))
+    scheduler.set_timesteps(device=device, mu=shift, **schedule)
+    scheduler.set_begin_index(0)
+    return scheduler
+
+
+def denoise(
+    latents: torch.Tensor, scheduler: Any, velocity: Callable[[int, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Noise -> clean latents of the same shape.
+
+    Args:
+        scheduler: `prepared` for this call.
+        velocity: (number of the step, latents) -> velocity of the latents' shape.
+    """
+    for step, timestep in enumerate(scheduler.timesteps):
+        latents = scheduler.step(velocity(step, latents), timestep, latents, return_dict=False)[0]
+    return latents

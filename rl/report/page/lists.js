@@ -165,10 +165,10 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
         page.signed(gain, 2), after.cat ? words(after.cat) : null));
   };
 
-  // Rows of `find_*.js`, as `rl/report/rows.py: finding_row` orders them.
+  // Rows of `find_*.js`, as `rl/report/episode_rows.py: finding_row` orders them.
   const group = (it, names, row) => ({
     it, names, g: row[0], cat: row[1], say: row[2], mean: row[3], low: row[4], high: row[5],
-    spread: row[6], st: row[7], judge: row[8], parts: row[9],
+    spread: row[6], st: row[7], parts: row[8],
   });
   let groups = null;
 
@@ -194,13 +194,11 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
     const count = section.querySelector(".count");
     const all = await allGroups(count);
     const again = () => page.training(page.route());
-    const repeated = all.some((one) => one.judge !== null);
     fill(section.querySelector("form"), [
       {name: "sort", label: "Order", options: [
         ["", "newest first"], ["old", "oldest first"], ["spread", "largest spread first"],
         ["even", "smallest spread first"], ["high", "highest reward first"],
-        ["low", "lowest reward first"],
-        ...(repeated ? [["judge", "judge disagrees most first"]] : [])]},
+        ["low", "lowest reward first"]]},
       ...common(new Set(all.map((one) => one.cat).filter(Boolean)),
         new Set(all.flatMap((one) => Object.keys(one.st))), new Set(all.flatMap((one) => one.names))),
     ], state, again);
@@ -212,14 +210,14 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
       (!asked || one.say.toLowerCase().includes(asked)));
     const orders = {"": [(one) => one.it, -1], old: [(one) => one.it, 1],
       spread: [(one) => one.spread, -1], even: [(one) => one.spread, 1],
-      high: [(one) => one.mean, -1], low: [(one) => one.mean, 1], judge: [(one) => one.judge, -1]};
+      high: [(one) => one.mean, -1], low: [(one) => one.mean, 1]};
     shown.sort(by(...(orders[state.sort ?? ""] ?? orders[""])));
     count.textContent = `${shown.length.toLocaleString("en")} of ${all.length.toLocaleString("en")} groups` +
       (page.facts.alone ? "; those whose samples are in this file." : ".");
     const start = pager(section.querySelector(".pager"), state, shown.length, ROWS, again);
     page.order = shown.map((one) => `#it=${one.it}&g=${one.g}`);
     const head = ["Iteration", "Instruction", "Category", "Mean", "Least", "Largest", "Spread",
-      ...(repeated ? ["Judge"] : []), ...(state.part ? [state.part] : []), "Not scored"];
+      ...(state.part ? [state.part] : []), "Not scored"];
     const numeric = (at) => (at === 0 || at > 2 ? "n" : null);
     section.querySelector("table").replaceChildren(
       el("thead", {}, el("tr", {}, head.map((text, at) => el("th", {scope: "col", class: numeric(at)}, words(text))))),
@@ -227,8 +225,7 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
         el("td", {class: "n"}, String(one.it)),
         el("td", {class: "what"}, el("a", {href: `#it=${one.it}&g=${one.g}`}, words(one.say || `group ${one.g}`))),
         el("td", {}, words(one.cat)),
-        ...[one.mean, one.low, one.high, one.spread, ...(repeated ? [one.judge] : []),
-          ...(state.part ? [part(one)] : [])].map((value) => el("td", {class: "n"}, num(value, 2))),
+        ...[one.mean, one.low, one.high, one.spread, ...(state.part ? [part(one)] : [])].map((value) => el("td", {class: "n"}, num(value, 2))),
         el("td", {class: "n"}, notScored(one.st))))));
   };
 

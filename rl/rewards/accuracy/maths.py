@@ -1,25 +1,31 @@
-"""Compares expressions in a process that is allowed to die (`maths_worker.py`).
+"""Compares expressions by math-verify in a process of its own, which may hang or die.
 
 math-verify bounds its time by signals, which work in a main thread alone, and nothing bounds a
-power tower in C.
+power tower in C. The worker is this file run as a script. It reads JSON lines `{"gold": ...,
+"answer": ... | null, "cpu_s": ...}` (LaTeX) and answers each with a `Verdict`. A LaTeX grammar
+parses what it reads; nothing is evaluated as Python. The kernel ends the process over a comparison
+that takes more than `cpu_s`, in C code too.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import resource
 import selectors
+import signal
 import subprocess
 import sys
 from functools import lru_cache
-from pathlib import Path
-from typing import Literal, cast
-
-from rl.text.scrub import environment_without
+from typing import Any, Literal, cast
 
 Verdict = Literal["readable", "unreadable_gold", "equal", "different", "too_costly"]
+"""'readable': the answer to a gold without an answer. 'too_costly': the worker died over it."""
 
 START_TIMEOUT_S = 300.0
 REMEMBERED_QUESTIONS = 8192
+MEMORY_BYTES = 2 * 2**30
 
 
 class MathsProcess:
@@ -77,12 +83,65 @@ class MathsProcess:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    # -P: this folder is no place to import from; it has a `format.py`.
-    script = Path(__file__).with_name("maths_worker.py")
+    from rl.text.scrub import environment_without  # not in the worker, which may not find `rl`
+
     return subprocess.Popen(
-        [sys.executable, "-P", str(script)],
+        [sys.executable, "-P", __file__],  # -P: this folder is no place to import from
         env=environment_without(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,
     )
+
+
+# --- in the worker --------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Serve until the parent closes our input."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever a library prints is not a reply
+    for stop in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which saves and then ends us
+        signal.signal(stop, signal.SIG_IGN)
+    logging.disable()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    import math_verify  # noqa: F401 (seconds, before the first question rather than within it)
+
+    print("ready", file=replies)
+    for line in sys.stdin:
+        question = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])  # SIGPROF ends the process
+        verdict = judge(question["gold"], question["answer"])
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(verdict, file=replies)
+
+
+def judge(gold: str, answer: str | None) -> str:
+    """The word for one question."""
+    from math_verify import verify
+
+    golds = read(gold)
+    if not golds:
+        return "unreadable_gold"
+    if answer is None:
+        return "readable"
+    answers = read(answer)
+    same = bool(answers) and verify(golds, answers, timeout_seconds=None)
+    return "equal" if same else "different"
+
+
+def read(latex: str) -> list[Any]:
+    """The expression, in a list of one; [] when it is none."""
+    from math_verify import LatexExtractionConfig, parse
+
+    return parse(
+        f"${latex}$",
+        extraction_config=[LatexExtractionConfig(boxed_match_priority=-1)],
+        fallback_mode="no_fallback",
+        parsing_timeout=None,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -9,30 +9,48 @@ prefix "A photo depicts" is not used). What CLIP cannot read of a long prompt is
 from __future__ import annotations
 
 import asyncio
-import json
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Annotated
 
-from rl.api.plug import SAFETENSORS, ModelFiles, Resources
+from PIL.Image import Image
+from pydantic import Field
+
+from rl.api.plug import SAFETENSORS, Dtype, FrozenModelConfig, ModelFiles, Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
+from rl.config.schema import MAX_COUNT
 from rl.files.weights import num_parameters
 from rl.ranks.placement import resolve_device
-from rl.rewards.clip.clip_config import Config
-from rl.rewards.shared.batching import BatchWorker
 
-HUB: Mapping[str, tuple[float, tuple[int, int, int]]] = {
-    "openai/clip-vit-base-patch32": (151.28e6, (224, 32, 768)),
-    "openai/clip-vit-base-patch16": (149.62e6, (224, 16, 768)),
-    "openai/clip-vit-large-patch14": (427.62e6, (224, 14, 1024)),
-    "openai/clip-vit-large-patch14-336": (427.94e6, (336, 14, 1024)),
+NUM_PARAMETERS = {
+    "openai/clip-vit-base-patch32": 151.28e6,
+    "openai/clip-vit-base-patch16": 149.62e6,
+    "openai/clip-vit-large-patch14": 427.62e6,
+    "openai/clip-vit-large-patch14-336": 427.94e6,
 }
-"""Parameters; the picture's side, px, the patch's side, px, and the width of the vision tower."""
-VISION_DEFAULTS = {"image_size": 224, "patch_size": 32, "hidden_size": 768}
-"""Transformers', for what a config.json leaves out."""
 MAX_WAIT_S = 0.005
 """A renderer hands over a batch of pictures within that time."""
+
+Cosine = tuple[float, bool] | None
+"""(-1..1, whether the prompt was cut); None: out of memory."""
+
+
+class Config(FrozenModelConfig):
+    """Which CLIP, and where it runs."""
+
+    model_path: str = "openai/clip-vit-base-patch32"
+    """Hub id of a CLIP of transformers, or a local folder."""
+    dtype: Dtype = "float32"
+    """Of weights and activations; cosines are taken in float32."""
+    batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
+    """Pictures scored at once, best as many as the renderer draws at once: a batch of fewer is
+    filled up to it on a GPU, and costs as much; a CPU forwards each by itself."""
+    scale: Annotated[float, Field(gt=0, le=1e6)] = 2.5
+    """Cosine times this is the value."""
 
 
 class Clip(Reward[Config]):
@@ -47,8 +65,12 @@ class Clip(Reward[Config]):
         from rl.rewards.clip.model import ClipModel
 
         super().__init__(config, resources)
-        model = ClipModel(config, resolve_device(config.device, resources.device))
-        self._worker = BatchWorker(model.compare, config.batch_size, MAX_WAIT_S, "clip")
+        self._model = ClipModel(config, resolve_device(config.device, resources.device))
+        self._waiting: deque[tuple[tuple[str, Image], Future[Cosine]]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="clip")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:
@@ -73,26 +95,8 @@ class Clip(Reward[Config]):
         """Known hub ids by table, a local folder by its safetensors headers."""
         if Path(config.model_path).is_dir():
             return {"model": num_parameters(config.model_path)}
-        known = HUB.get(config.model_path)
-        return {} if known is None else {"model": known[0]}
-
-    @classmethod
-    def activation_counts(cls, config: Config) -> Mapping[str, float]:
-        """Rough. Per picture of the batch its pixels and, in the vision tower, about 12 tensors of
-        [patches + 1, width]: a layer's MLP is 4 wide, before and after its non-linearity. Prompts
-        come one by one."""
-        file = Path(config.model_path) / "config.json"
-        if file.is_file():
-            stated = json.loads(file.read_text(encoding="utf-8")).get("vision_config") or {}
-            side_px, patch_px, width = (
-                stated.get(key, default) for key, default in VISION_DEFAULTS.items()
-            )
-        elif config.model_path in HUB:
-            side_px, patch_px, width = HUB[config.model_path][1]
-        else:
-            return {}
-        num_tokens = (side_px // patch_px) ** 2 + 1
-        return {"model": config.batch_size * (12.0 * width * num_tokens + 3 * side_px**2)}
+        known = NUM_PARAMETERS.get(config.model_path)
+        return {} if known is None else {"model": known}
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Value in [0, 1]; parts `cosine` (-1..1) and `prompt_cut` (1: CLIP read only the prompt's
@@ -100,8 +104,10 @@ class Clip(Reward[Config]):
         if reward_input.image is None:
             return RewardOutput(None, failure="no_image: clip needs a rendered picture")
         started = time.monotonic()
-        pair = (reward_input.sample.instruction, reward_input.image)
-        found = await asyncio.wrap_future(self._worker.submit(pair))
+        cosine_of: Future[Cosine] = Future()
+        self._waiting.append(((reward_input.sample.instruction, reward_input.image), cosine_of))
+        self._thread.submit(self._compare_batch)
+        found = await asyncio.wrap_future(cosine_of)
         if found is None:
             return RewardOutput(
                 None, failure="out_of_memory: no room for one picture on CLIP's device"
@@ -110,3 +116,22 @@ class Clip(Reward[Config]):
         value = min(1.0, self.config.scale * max(cosine, 0.0))
         parts = {"cosine": cosine, "prompt_cut": float(was_cut)}
         return RewardOutput(value, parts, seconds=time.monotonic() - started)
+
+    def _compare_batch(self) -> None:
+        """In the thread: compare the first pictures that wait."""
+        if not self._waiting:
+            return  # an earlier batch took them all
+        if len(self._waiting) < self.config.batch_size:
+            time.sleep(MAX_WAIT_S)
+        num_pictures = min(self.config.batch_size, len(self._waiting))
+        batch = [self._waiting.popleft() for _ in range(num_pictures)]
+        # False: nobody waits for that result any more.
+        batch = [each for each in batch if each[1].set_running_or_notify_cancel()]
+        try:
+            cosines = self._model.compare([pair for pair, _ in batch])
+        except BaseException as error:
+            for _, cosine_of in batch:
+                cosine_of.set_exception(error)
+            return
+        for (_, cosine_of), cosine in zip(batch, cosines, strict=True):
+            cosine_of.set_result(cosine)

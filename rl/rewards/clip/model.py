@@ -1,7 +1,7 @@
 """CLIP of transformers: cosines between prompts and pictures. All calls come from one thread.
 
-Which pictures meet in a batch is a matter of timing, and kernels differ from one batch size to the
-next in the last bits. So a batch always has as many rows, repeated ones where pictures lack. On a
+Timing decides which pictures are in one batch, and the kernels of different batch sizes differ in
+the last bits. So a batch is always filled up to the same number of rows by repeating pictures. On a
 CPU a row's place matters too (MKL adds up the last rows of a product in another order than the
 first), and there each picture is forwarded by itself. A cosine then depends on its pair alone, and
 a resumed run gets the same.
@@ -18,10 +18,10 @@ from PIL import Image
 from torch.nn.functional import normalize
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
+from rl.api.plug import FrozenModelConfig
 from rl.console.progress import weights_counted
 from rl.files.images import over_white
 from rl.files.weights import align_weights
-from rl.rewards.clip.clip_config import Config
 
 REMEMBERED_PROMPTS = 4096
 
@@ -31,7 +31,7 @@ Pair = tuple[str, Image.Image]
 class ClipModel:
     """Frozen, on one device."""
 
-    def __init__(self, config: Config, device: str) -> None:
+    def __init__(self, config: FrozenModelConfig, device: str) -> None:
         """Raises OSError when the files cannot be read."""
         path, revision = config.model_path, config.revision
         dtype = getattr(torch, config.dtype)

@@ -13,7 +13,7 @@ from rl.files.atomic import row_of
 from rl.renderers.qwen_image.denoising_config import SIZE_MULTIPLE_PX
 from rl.renderers.qwen_image_21.qwen_image_21_config import Config
 
-OWN_BOUNDS_PX = 256 * 256, 4096 * 4096
+RELEASED_BOUNDS_PX = 256 * 256, 4096 * 4096
 """Smallest and largest area that Qwen3-VL's image processor leaves alone."""
 THINNEST = 14.3
 """(width + height) / sqrt(area) at 200:1, beyond which the processor refuses a picture."""
@@ -36,21 +36,20 @@ def problems(config: Config, run: RunConfig) -> list[str]:
     if config.policy_image_area_px != config.condition_area_px:
         return [
             f"policy_image_area_px: {config.policy_image_area_px}, but condition_area_px is "
-            f"{config.condition_area_px}: the sources' latents stand in the places that the "
-            "policy's pictures have in its row; set both alike"
+            f"{config.condition_area_px}: the VAE's latents replace the policy's image tokens one "
+            "to one; set both alike"
         ]
     smallest, largest = areas_px(config)
-    policy: Mapping[str, Any] = run.policy
+    low, high = _processor_bounds(run.policy)
     found = []
-    for key, own, reaches in (
-        ("image_min_pixels", _own_bounds(policy)[0], lambda bound: bound > smallest),
-        ("image_max_pixels", _own_bounds(policy)[1], lambda bound: bound < largest),
+    for key, known, remedy, reaches in (
+        ("image_min_pixels", low, smallest, lambda bound: bound > smallest),
+        ("image_max_pixels", high, largest, lambda bound: bound < largest),
     ):
-        stated = policy.get(key)
-        bound = own if stated is None else stated
+        stated = run.policy.get(key)
+        bound = known if stated is None else stated
         if isinstance(bound, int) and reaches(bound):
             whose = f"policy.{key} is" if stated is not None else f"the policy's own {key} is"
-            remedy = smallest if key == "image_min_pixels" else largest
             found.append(
                 f"condition_area_px: {config.condition_area_px}, but {whose} {bound}, and the "
                 "policy would see some sources in another size than the VAE; set "
@@ -59,21 +58,15 @@ def problems(config: Config, run: RunConfig) -> list[str]:
     return found
 
 
-def _own_bounds(policy: Mapping[str, Any]) -> tuple[int, int]:
-    """Bounds of a local folder's image processor, or of the released ones."""
+def _processor_bounds(policy: Mapping[str, Any]) -> tuple[int, int]:
+    """Of a local folder's image processor, or of the released ones."""
     model = policy.get("model_path")
     file = Path(located(model), "preprocessor_config.json") if isinstance(model, str) else None
     if file is None or not_a_file(file):
-        return OWN_BOUNDS_PX
+        return RELEASED_BOUNDS_PX
     stated = row_of(file.read_bytes()) or {}
-    size = stated.get("size")
-    sizes = size if isinstance(size, dict) else {}
-    bounds = (
-        sizes.get("shortest_edge", stated.get("min_pixels")),
-        sizes.get("longest_edge", stated.get("max_pixels")),
-    )
-    low, high = (
-        bound if isinstance(bound, int) else known
-        for bound, known in zip(bounds, OWN_BOUNDS_PX, strict=True)
-    )
-    return low, high
+    size = stated["size"] if isinstance(stated.get("size"), dict) else {}
+    low = size.get("shortest_edge", stated.get("min_pixels"))
+    high = size.get("longest_edge", stated.get("max_pixels"))
+    least, most = RELEASED_BOUNDS_PX
+    return low if isinstance(low, int) else least, high if isinstance(high, int) else most

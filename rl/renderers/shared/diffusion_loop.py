@@ -1,0 +1,67 @@
+"""Draws batches of jobs with a frozen diffusion model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from PIL.Image import Image
+
+from rl.api.plug import FrozenModelConfig
+from rl.api.types import RenderFailure, RenderJob
+from rl.files.images import over_white
+from rl.renderers.shared.batches import Fits, Outcome, render_in_batches
+from rl.renderers.shared.decoding import to_pictures
+
+ConfigT = TypeVar("ConfigT", bound=FrozenModelConfig)
+BucketT = TypeVar("BucketT", bound=Hashable)
+
+
+class DiffusionLoop(ABC, Generic[ConfigT, BucketT]):
+    """Jobs of one bucket are drawn together. A picture depends on its job alone: batch mates move
+    it by float rounding."""
+
+    state_dim: int | None = None
+    """Width of the hidden states that it reads, where it reads such."""
+
+    def __init__(self, config: ConfigT, parts: Any, vae_factor: int) -> None:
+        """`vae_factor`: sides of what the VAE reads are multiples of this, px."""
+        from diffusers.image_processor import VaeImageProcessor
+
+        self.config = config
+        self.parts = parts
+        self._pixels = VaeImageProcessor(vae_scale_factor=vae_factor)
+        self._fits: Fits = {}
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
+        """Yield `(number of the job, picture or failure)`, batch by batch, as batches fill.
+
+        Pictures are RGB, over white where they are transparent. A failing batch fails its own jobs
+        only; one that does not fit in memory is halved until it does.
+        """
+        return render_in_batches(
+            jobs,
+            self._place,
+            size_of=lambda bucket: self.config.batch_size,
+            render=lambda batch, bucket: to_pictures(
+                self.render_tensor(batch, bucket), self._as_images
+            ),
+            fits=self._fits,
+        )
+
+    def take_metrics(self) -> dict[str, float]:
+        """The plugin's `metrics` since the last call."""
+        return {}
+
+    def _as_images(self, tensor: torch.Tensor) -> list[Image]:
+        return [over_white(one) for one in self._pixels.postprocess(tensor, output_type="pil")]
+
+    @abstractmethod
+    def _place(self, job: RenderJob) -> BucketT | RenderFailure:
+        """The bucket in which a job waits for its batch, or why it is never drawn."""
+
+    @abstractmethod
+    def render_tensor(self, jobs: Sequence[RenderJob], bucket: BucketT) -> torch.Tensor:
+        """Render jobs of one bucket: [B, 3 or 4, H, W], the renderer's dtype, nominally -1..1."""

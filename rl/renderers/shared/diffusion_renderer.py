@@ -1,0 +1,87 @@
+"""What the plugins of diffusers pipelines share before anything is loaded."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import TypeVar
+
+from rl.api.plug import DIFFUSERS_SAFETENSORS, FrozenModelConfig, ModelFiles, Resources
+from rl.api.renderer import Renderer
+from rl.api.types import RenderJob
+from rl.config.schema import RunConfig
+from rl.files.weights import num_parameters
+from rl.ranks.placement import resolve_device
+
+if TYPE_CHECKING:
+    from rl.renderers.shared.batches import Outcome
+    from rl.renderers.shared.diffusion_loop import DiffusionLoop
+
+ConfigT = TypeVar("ConfigT", bound=FrozenModelConfig, default=FrozenModelConfig)
+
+
+class DiffusionRenderer(Renderer[ConfigT]):
+    """A plugin names the pipeline's parts and loads the loop that draws."""
+
+    side_multiple_px: ClassVar[int]
+    """Sides of a fixed picture size are multiples of this."""
+    hub_parameters: ClassVar[Mapping[str, Mapping[str, float]]]
+    """Hub id -> part -> parameters on the device."""
+
+    def __init__(self, config: ConfigT, resources: Resources) -> None:
+        super().__init__(config, resources)
+        self.loop = self.load(config, resolve_device(config.device, resources.device))
+        self.state_dim = self.loop.state_dim
+
+    @classmethod
+    @abstractmethod
+    def load(cls, config: ConfigT, device: str) -> DiffusionLoop[Any, Any]:
+        """The loop, with its models on the device."""
+
+    def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
+        return self.loop.render(jobs)
+
+    def take_metrics(self) -> dict[str, float]:
+        return self.loop.take_metrics()
+
+    @classmethod
+    def problems(cls, config: ConfigT, run: RunConfig) -> list[str]:
+        sides = {key: getattr(config, key) for key in ("height_px", "width_px")}
+        whole = cls.side_multiple_px
+        return [
+            f"{key}: {side} is not a multiple of {whole}; try {round(side / whole) * whole}"
+            for key, side in sides.items()
+            if side is not None and side % whole
+        ]
+
+    @classmethod
+    def part(cls, section: ConfigT, subfolder: str, *kinds: str, **more: Any) -> ModelFiles:
+        """One part of the pipeline; by default a model that diffusers has saved."""
+        place = {"subfolder": subfolder, "revision": section.revision}
+        given: dict[str, Any] = {"weights": DIFFUSERS_SAFETENSORS, **place, **more}
+        return ModelFiles("model_path", section.model_path, frozenset(kinds), **given)
+
+    @classmethod
+    def part_names(cls, config: ConfigT) -> Sequence[str]:
+        """Subfolders of the models that are loaded to the device."""
+        return ("transformer", "vae")
+
+    @classmethod
+    def is_on_device(cls, parameter: str) -> bool:
+        """Whether the parameter of that name is moved to the device."""
+        return True
+
+    @classmethod
+    def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
+        """Parameters per part on the device, for a memory plan.
+
+        Known hub ids by table, a local folder by its safetensors headers; {} for an unknown hub id.
+        """
+        folder, parts = Path(config.model_path), cls.part_names(config)
+        if folder.is_dir():
+            return {part: num_parameters(folder / part, cls.is_on_device) for part in parts}
+        known = cls.hub_parameters.get(config.model_path)
+        return {part: known[part] for part in parts} if known else {}

@@ -1,0 +1,102 @@
+"""Checks of rollouts: a renderer that fails, held-out samples in training."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_messages import names
+from tiny_run import episode, run_config
+
+from rl.algorithm.metrics import Metrics
+from rl.api.types import Prompt, Sample
+from rl.ranks.dist import Dist
+from rl.rollout.stream import Rollout
+from rl.run.checks import Checks, TooManyRenderFailuresError
+from rl.run.watch import Watch
+
+
+def make_checks(held_out: list[Sample] | None = None, **changes: Any) -> Checks:
+    config = run_config(**changes)
+    plug_metrics = MagicMock(take=lambda reported: Metrics())
+    return Checks(config, Dist(), None, held_out or [], plug_metrics, Watch(config, "float32", 0.0))
+
+
+def drew(num_drawn: int, num_lost: int = 0) -> Rollout:
+    return Rollout([], [], {}, num_drawn, ["exception: RuntimeError: no kernel"] * num_lost)
+
+
+@pytest.mark.parametrize(
+    ("limit", "iterations", "figures"),
+    [
+        (0.05, [(1, 1)], ""),  # half of a tiny iteration
+        (0.05, [(90, 8)] + [(98, 0)] * 9, ""),  # a batch of eight that broke once
+        (0.05, [(96, 4)] * 20, ""),  # 4 % for ever
+        (0.05, [(4, 1), *[(5, 0)] * 3] * 40, ""),  # 5 % for ever
+        (0.05, [(190, 10), (100, 0), (100, 0), (90, 10)], ""),  # long ago is forgotten
+        (0.05, [(0, 0)] * 9, ""),
+        (0.05, [(0, 8)] * 2, "16 of the last 16"),  # 8 are within the 10 that 200 may lose
+        (0.05, [(8, 2)] * 6, "12 of the last 60"),
+        (0.05, [(90, 10)] * 2, "20 of the last 200"),
+        (0.05, [(940, 60)], "60 of the last 1000"),
+        (0.0, [(99, 1)], "1 of the last 100"),
+    ],
+)
+def test_a_renderer_that_keeps_failing_stops_the_run(
+    limit: float, iterations: list[tuple[int, int]], figures: str
+) -> None:
+    checks = make_checks(max_render_failure_rate=limit)
+    *before, last = iterations
+    for iteration in before if figures else iterations:
+        checks.failures(drew(*iteration))
+    if figures:
+        with pytest.raises(TooManyRenderFailuresError) as error:
+            checks.failures(drew(*last))
+        assert names(error.value, f"{figures} ... RuntimeError ... max_render_failure_rate")
+
+
+def test_the_share_of_pictures_that_are_not_drawn() -> None:
+    found = Dist().reduce(make_checks().metrics(drew(3, 1)))
+    assert found["pictures/not_drawn"] == 0.25
+    assert "pictures/not_drawn" not in Dist().reduce(make_checks().metrics(drew(0)))
+
+
+def plain(grey: int, size: tuple[int, int] = (4, 2)) -> Image.Image:
+    return Image.new("RGB", size, (grey, grey, grey))
+
+
+CODES = np.arange(4, dtype=np.int32).reshape(2, 2)
+HELD_OUT = [
+    Sample("h0", "paint it", sources=(plain(7), plain(9))),
+    Sample("h1", "a red dog"),
+    Sample("h2", "turn it", source_codes=CODES),
+]
+
+
+@pytest.mark.parametrize(
+    ("sample", "held_out"),
+    [
+        (Sample("other words", "erase it", sources=(plain(7),)), "h0"),
+        (Sample("another first", "join them", sources=(plain(5), plain(9))), "h0"),
+        (Sample("other picture", "paint it", sources=(plain(8),)), None),
+        (Sample("other shape", "paint it", sources=(plain(7, (2, 4)),)), None),
+        (Sample("other case and spaces", " A  Red dog"), "h1"),
+        (Sample("other prompt", "a red cat"), None),
+        (Sample("same codes", "x", source_codes=CODES.astype(np.int64)), "h2"),
+        (Sample("other grid", "turn it", source_codes=CODES.reshape(1, 4)), None),
+    ],
+    ids=lambda value: getattr(value, "id", None),
+)
+def test_a_training_prompt_that_shows_what_a_held_out_one_shows_is_warned_of_once(
+    sample: Sample, held_out: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = make_checks(HELD_OUT)
+    rollout = Rollout([[episode(prompt=Prompt(sample, (1,)))]], [None])
+    for _ in range(2):
+        found = Dist().reduce(checks.metrics(rollout))
+        assert found["data/held_out_prompts"] == (held_out is not None)
+    said = capsys.readouterr().err
+    assert said.count(f"held-out sample {held_out} shows") == (held_out is not None)
