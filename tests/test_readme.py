@@ -1,4 +1,4 @@
-"""The README tells the truth about what is logged and what is there."""
+"""README and docs tell the truth about what is logged and what is there."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from rl.simple_launch import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "PROMISES.md", "SECURITY.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 
 
 def test_the_page_of_metrics_has_what_shipped_plugins_report() -> None:
@@ -33,30 +35,44 @@ def test_the_page_of_metrics_has_what_shipped_plugins_report() -> None:
 
 
 def test_every_file_it_names_exists() -> None:
-    named = set(
-        re.findall(r"(?:configs|scripts|rl)/[\w/.]*\w\.(?:jsonnet|libsonnet|sh|py)", README)
-    )
-    assert len(named) >= 8
+    kinds = r"(?:configs|scripts|rl|benchmarks|tests)/[\w/.]*\w\.(?:jsonnet|libsonnet|sh|py|md)"
+    named = {path for page in PAGES for path in re.findall(kinds, page.read_text("utf-8"))}
+    assert len(named) >= 40
     assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
 
 
-def printed(heading: str) -> list[str]:
-    """The code blocks of a section, as they stand."""
-    section = README.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_its_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        place, _, heading = link.partition("#")
+        if place.startswith("https://"):
+            continue
+        target = page.parent / place if place else page
+        assert target.exists(), link
+        titles = re.findall(r"^#+ (.*)$", target.read_text("utf-8"), re.M) if heading else ()
+        anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+        assert not heading or heading in anchors, link
+
+
+def printed(page: str, heading: str = "") -> list[str]:
+    """The code blocks of a page, or of one section of it, as they stand."""
+    text = (ROOT / page).read_text("utf-8")
+    section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0] if heading else text
     blocks = re.findall(r"(?:^    .*\n|^\n)+", section, flags=re.M)
     return [textwrap.dedent(block).strip() + "\n" for block in blocks if block.strip()]
 
 
 @pytest.mark.slow
-def test_the_plugs_of_write_a_plug_work_as_printed(
+def test_the_plugins_of_the_docs_work_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    *plugs, section = printed("Write a plug")
-    (tmp_path / "my_plugs").mkdir()
-    for code in plugs:
+    *plugins, section = printed("docs/plugins.md")
+    (tmp_path / "my_plugins").mkdir()
+    for code in plugins:
         (tmp_path / code.split("\n")[0].removeprefix("# ")).write_text(code)
-    assert len(plugs) == 5
-    assert typing_errors(sorted((tmp_path / "my_plugs").glob("*.py")), tmp_path) == []
+    assert len(plugins) == 5
+    assert printed("README.md", "Write a reward")[0].startswith(plugins[0])
+    assert typing_errors(sorted((tmp_path / "my_plugins").glob("*.py")), tmp_path) == []
     (tmp_path / "wishes.txt").write_text("a red cat\n\na blue dog\n")
     monkeypatch.syspath_prepend(tmp_path)
     values = json.loads(_jsonnet.evaluate_snippet("README", f"{{ {section} }}"))
@@ -89,8 +105,8 @@ def test_the_plugs_of_write_a_plug_work_as_printed(
 def test_trainer_and_judge_on_one_machine_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [block] = [block for block in printed("Train yours") if "serve_judge.sh" in block]
-    lines = [line for line in block.split("\n") if line]
+    blocks = printed("docs/judge.md", "Trainer and judge on one machine")
+    lines = [line for line in "\n".join(blocks).split("\n") if line]
     judge, exports, check, launch = lines[0], lines[1:-2], lines[-2], lines[-1]
     assert judge == "CUDA_VISIBLE_DEVICES=6,7 scripts/serve_judge.sh"
     for line in exports:
@@ -100,8 +116,8 @@ def test_trainer_and_judge_on_one_machine_as_printed(
     monkeypatch.setenv("APP__BASE_EXP_DIR", str(tmp_path))
     trained = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     assert sorted([*trained, "6", "7"]) == list("01234567")
-    assert check.replace("--check ", "") == launch
-    words = check.removeprefix("python -m rl.simple_launch ").split()
+    assert check.replace("rl check", "rl train") == launch
+    words = ["--check", *check.removeprefix("rl check ").split()]
     with pytest.raises(SystemExit) as done:
         main(words)
     text = " ".join(capsys.readouterr().out.split())

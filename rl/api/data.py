@@ -1,4 +1,4 @@
-"""The base class of data sources: a finite list of samples (README has an example)."""
+"""The base class of data sources: a finite list of samples (docs/plugins.md has one)."""
 
 from __future__ import annotations
 

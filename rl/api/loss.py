@@ -1,4 +1,4 @@
-"""A loss is a pure function of one micro-batch's tokens (README has an example).
+"""A loss is a pure function of one micro-batch's tokens (docs/plugins.md has one).
 
 Axes: `_B` completions in the micro-batch, `_C` completion tokens, right-padded.
 """

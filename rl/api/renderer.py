@@ -1,4 +1,4 @@
-"""The base class of renderers: frozen generators of pictures (README has an example)."""
+"""The base class of renderers: frozen generators of pictures (docs/plugins.md has one)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward is a function of one picture, or a class derived from `Reward` (README has examples).
+"""A reward is a function of a picture, or a class derived from `Reward` (see docs/plugins.md).
 
 Axes in names: `_G` completions of a group.
 """

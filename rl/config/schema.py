@@ -100,7 +100,7 @@ class AlgorithmConfig(Section):
     advantage_eps: Annotated[float, Field(ge=0, le=1e6)] = 1e-4
     """Added to that standard deviation, in reward units (0..1)."""
     loss: str = "dapo"
-    """A shipped one, or the dotted path of your own function, `my_package.my_loss` (README).
+    """A shipped one, or the dotted path of your own function (docs/plugins.md has one).
     grpo: clipped ratio, mean over each completion's tokens, then over completions; dapo: mean over
     all tokens of the step; dr_grpo: sum over tokens / (completions x max_completion_tokens); gspo:
     grpo with one ratio per completion; cispo: importance weight, detached and bounded above, times

@@ -116,8 +116,8 @@ def test_others_load_it_without_being_told_its_base(trained: Path) -> None:
         assert apart(logits(auto.from_pretrained(str(adapter))), expected) <= NATS, auto
 
 
-def test_it_loads_as_the_readme_says(trained: Path) -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+def test_it_loads_as_the_docs_say(trained: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs/report-and-edit.md").read_text(encoding="utf-8")
     block = (
         text.partition("### A published adapter")[2].partition("\n\n    ")[2].partition("\n\n")[0]
     )
