@@ -1,7 +1,7 @@
 """Starts a command: `rl <command> ...` becomes the process `python -m <module> ...`.
 
-`train` and `check` also look for plugins in the working folder; other commands import nothing from
-there (`-P`). Only the standard library is imported here.
+Only the standard library is imported here, and only `train` and `check` import from the working
+folder.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
     blocks = {
         f"run {config.run_name} in {config.run_dir}: {state}": [],
         "plugs": [
-            f"{plug.key:<20} {plug.name:<22} {''.join(plug.cls.reads_from(plug.config)[:1])}"
+            f"{plug.key:<20} {plug.name:<22} {''.join(plug.cls.reads_from(plug.config)[:1])}".rstrip()
             for plug in resolved.plugs
         ],
         "placement": placement.describe(build.claims(resolved)),

@@ -1,8 +1,4 @@
-"""Decides which config changes a run survives when it resumes.
-
-A key that no list here names breaks the run: what it optimises, from what data and with which
-shapes, may not change under one name.
-"""
+"""Decides which config changes a run survives when it resumes: those of the keys listed here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Gathers what a run's own record says of an exported model, for its card.
-
-Pictures and lines of a run folder are anybody's: a picture is decoded and written anew, under a
-name of ours.
-"""
+"""Gathers what a run's own record says of an exported model, for its card."""
 
 from __future__ import annotations
 

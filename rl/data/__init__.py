@@ -1,5 +1,1 @@
-"""Plug room: where samples come from.
-
-A plug is a class derived from `rl.api.data.DataSource`, one a file: a finite list, read by index.
-The order of prompts is `rl/rollout/prompt_order.py`'s.
-"""
+"""Where samples come from. A plugin is a class, one a file."""

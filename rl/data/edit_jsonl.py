@@ -1,8 +1,4 @@
-"""Reads image edits from a JSONL file: a picture's path and an instruction per line.
-
-{"image": "photos/pagoda.jpg", "instruction": "make it dusk", "id": "p-1", "category": "light"}
-{"images": ["room.jpg", "lamp.jpg"], "instruction": "put the lamp of picture 2 into picture 1"}
-"""
+"""Reads image edits from a JSONL file: a line has the pictures' paths and an instruction."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Reads a Hugging Face data set: a hub id, or a local parquet, arrow, csv or json file or folder.
-
-`datasets` runs no code from a data set's repository, and is imported when a run starts, never by a
-config check.
-"""
+"""Reads a Hugging Face data set: a hub id, or local parquet, arrow, csv or json files."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""Reads users' prompts for pictures: a built-in set of challenging ones, or a file of your own.
+"""Reads users' prompts for pictures: the built-in 256, or a file of your own.
 
-    data: { train: [{ type: 'prompts' }], validation: [{ type: 'prompts', split: 'held_out' }] }
-
-The built-in set has 256 prompts in eight categories of 32 (unusual colours, impossible objects,
-abstract concepts, materials, compositions, counts, scales, unlikely acts), of which the last 8 of
-each are held out for good. A column of a hub data set is read by `hf_dataset`, with
-`columns: { instruction: 'caption', source: '' }`.
+The built-in set has eight categories of 32; the last 8 of each are held out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Reads the edits that a user asks for, and writes their results.
-
-edits/photo.png          the edited picture
-edits/photo_sheet.png    the sources, the edit, and what was drawn beside it
-edits/photo.json         the words, and everything that made the picture
-"""
+"""Reads the edits that a user asks for, and writes their pictures, sheets and JSON files."""
 
 from __future__ import annotations
 
@@ -49,7 +44,8 @@ def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequ
     [*_, path] = paths
     if len(paths) == 1 and path.suffix == ".jsonl":
         return _rows(path, instruction)
-    if instruction is None or _is_picture(Path(instruction)):
+    is_picture = Path(instruction or "").suffix.lower() in PICTURES
+    if instruction is None or (is_picture and not not_a_file(Path(instruction))):
         raise ValueError(
             f"{path}: say what to do with it; the instruction comes last: rl edit --run RUN {path} "
             "'your words'"
@@ -66,10 +62,6 @@ def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequ
                 "pictures of one edit, with the instruction last, in quotes"
             )
     return [EditRequest(instruction, tuple(paths))]
-
-
-def _is_picture(path: Path) -> bool:
-    return path.suffix.lower() in PICTURES and not not_a_file(path)
 
 
 def _rows(path: Path, instruction: str | None) -> list[EditRequest]:

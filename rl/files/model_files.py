@@ -1,5 +1,4 @@
-"""Checks from names, sizes and headers alone whether a model's files are there, whole, and its
-own."""
+"""Checks from names, sizes and headers whether a model's files are there, whole, and its own."""
 
 from __future__ import annotations
 

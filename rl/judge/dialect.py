@@ -1,7 +1,4 @@
-"""Which optional parameters an endpoint takes, learnt from what it refuses.
-
-Servers say it in many ways, and few send a code: `tests/judge/test_judge_dialects.py` lists them.
-"""
+"""Which optional parameters an endpoint takes, learned from the messages that refuse them."""
 
 from __future__ import annotations
 

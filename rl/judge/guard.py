@@ -1,8 +1,6 @@
-"""Ends a started judge when its run ends, however that ends.
+"""Ends a started judge when its run ends: `python -m rl.judge.guard <pid> <folder> <command>`.
 
-`python -m rl.judge.guard <process id of the run> <folder> <command> [words ...]` runs the command
-until it ends, this process is asked to end, or the run is gone (a killed run ends nothing itself).
-Both have sessions of their own: Ctrl-C leaves a run that saves its last iteration its judge.
+Both have sessions of their own, so Ctrl-C does not end the judge while the run still saves.
 """
 
 from __future__ import annotations

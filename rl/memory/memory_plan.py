@@ -1,9 +1,4 @@
-"""Memory of a run on each GPU and on each node, computed from sizes alone.
-
-GB is 1e9 bytes; a tenth of the GPU is left free. A GPU has more bytes than its name says (85 GB for
-an "H100 80GB"), so a plan by name is on the safe side. The engine's numbers are those of vLLM,
-tested against vLLM's own functions.
-"""
+"""Memory of a run on each GPU and on each node, computed from sizes alone. GB is 1e9 bytes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Policy plug: Qwen3-VL (dense: 2B, 4B, 8B), whose states Qwen-Image-2.1 reads before the last
-norm."""
+"""Qwen3-VL (dense: 2B, 4B, 8B), whose states Qwen-Image-2.1 reads before the last norm."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Writes the model card (README.md) of a trained model, from `model_card.md.j2`.
-
-Every value in the template is escaped as text (`markdown.text`) unless it is a `Markup`. Paths and
-addresses of the machine that trained are left out.
-"""
+"""Writes the model card (README.md) of a trained model from `model_card.md.j2`, values escaped."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Makes `transformers`, `diffusers`, `datasets` and `vllm` importable beside a CPU torch.
 
-The package index's torchvision, torchaudio and torchcodec wheels are built for CUDA. Beside a CPU
-torch their C++ libraries do not load, and everything that imports them fails (`operator
-torchvision::nms does not exist`, `Could not load this library`).
+The index's torchvision, torchaudio and torchcodec wheels are built for CUDA: beside a CPU torch
+their C++ libraries do not load (`operator torchvision::nms does not exist`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Runs the training script in one rank: `python -m rl.ranks.worker <logs> <notes> <script> [args]`.
-
-The rank ends with its launcher, writes where the launcher said, and notes how it ended: a sentence
-for an expected error (its traceback goes to the log), else the traceback.
-"""
+"""Runs the script in one rank: `python -m rl.ranks.worker <logs> <notes> <script> [args]`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""A run that goes on from a checkpoint does again what came after it: that record is set aside.
-
-    <run>/set_aside/20261121-100203/metrics.jsonl   the lines, byte for byte, damaged ones too
-    <run>/set_aside/20261121-100203/config.json     what they were made under
-    <run>/set_aside/20261121-100203/episodes/...    and images/, evaluation/, as they were
-
-Judge replies are used again. Nothing is deleted, and only what bears a run's own names is moved.
-"""
+"""Moves the records of iterations that a resumed run does again into `<run>/set_aside/<time>/`."""
 
 from __future__ import annotations
 

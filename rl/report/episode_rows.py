@@ -1,7 +1,4 @@
-"""Rows of a data page, of an episode or a held-out record: short names and numbers, bounded text.
-
-Anybody may have written the files: a value of another type than a run writes becomes none.
-"""
+"""Rows of a data page, of an episode or a held-out record; a value of a wrong type becomes none."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Writes `<run>/report/index.html`: what a run learnt, and every sample of it (`pages.py`).
-
-Text from a run is escaped (jinja2) or put in as text (`page/base.js`), and the page may load
-nothing but files beside it (its Content-Security-Policy).
-"""
+"""Writes `<run>/report/index.html`, a page that loads only files beside it and escapes all text."""
 
 from __future__ import annotations
 

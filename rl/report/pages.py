@@ -1,12 +1,4 @@
-"""Writes the data pages of a report; what did not change is not written again.
-
-<run>/report/data/it_000012.js      the groups of iteration 12; `it_000012_2.js`: what did not
-                                    fit, from a group on
-<run>/report/data/find_000000.js    what groups are found by, of `CHUNK` iterations
-<run>/report/data/eval_000020.js    held-out samples after 20 iterations; `_2` as above
-<run>/report/data/other_eval_...    those of the run that is compared with
-<run>/report/data/made_of.json      the sources of each
-"""
+"""Writes the data pages of a report, `<run>/report/data/*.js`, whose sources have changed."""
 
 from __future__ import annotations
 

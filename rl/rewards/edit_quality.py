@@ -1,7 +1,7 @@
 """One question per picture: does the edit follow the instruction, and is it a good picture?
 
-`alignment` and `quality`, both 0-1, asked together with source and edited picture, several times
-with the judge sampling, and averaged: value = (w_a alignment + w_q quality) / (w_a + w_q).
+Both marks are 0 to 1, averaged over several samples of the judge: value = (w_a alignment + w_q
+quality) / (w_a + w_q).
 """
 
 from __future__ import annotations

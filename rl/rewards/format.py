@@ -1,8 +1,4 @@
-"""Does the completion have the asked form: `<think>...</think><answer>...</answer>`, whole?
-
-1 when it does, else 0. White space may stand around the blocks; each tag occurs exactly once, and
-neither block is empty.
-"""
+"""Is the completion `<think>...</think><answer>...</answer>`, each once and not empty? 1 or 0."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""How near an edit comes to the reference edit, by the judge's eye (after EARL's GroundScore).
+"""How near an edit comes to the reference edit (after EARL's GroundScore). `score` is 0 to 10.
 
-The judge sees the reference (`Sample.target`) and the policy's picture; neither the source nor the
-instruction. `score` is 0-10, the value a tenth of it. `sqrt(viescore_pq x ground_score)` is
-`final_reward: { op: 'geometric_mean', weights: { 'viescore/pq_01': 1, ground_score: 1 } }`.
+The judge sees the reference (`Sample.target`) and the policy's picture, not the source or the
+instruction.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""VIEScore (Ku et al. 2023, arXiv 2312.14867) for edits: one judge, two questions per picture.
-
-Semantic consistency, from source and edited picture: was the edit done (`edit_success`), and was
-everything else left alone (`over_edit`, 10 = untouched). The arithmetic: `shared/viescore_base.py`.
-"""
+"""VIEScore (Ku et al. 2023, arXiv 2312.14867) for edits; see `shared/viescore_base.py`."""
 
 from __future__ import annotations
 

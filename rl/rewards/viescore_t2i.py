@@ -1,8 +1,4 @@
-"""VIEScore (Ku et al. 2023, arXiv 2312.14867) for pictures made from a text alone.
-
-Semantic consistency, from the user's ORIGINAL prompt and the picture: is what was asked for in it
-(`prompt_following`). The arithmetic: `shared/viescore_base.py`.
-"""
+"""VIEScore (Ku et al. 2023, arXiv 2312.14867) for pictures made from the user's ORIGINAL prompt."""
 
 from __future__ import annotations
 

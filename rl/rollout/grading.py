@@ -1,7 +1,4 @@
-"""Asks a reward about pictures, however it is written and whatever it does.
-
-What a reward raises, or returns in a wrong shape, makes that picture's `RewardOutput` one without a
-value, with the traceback; the run goes on.
+"""Asks a reward about pictures; what it raises makes a `RewardOutput` without a value.
 
 Axes: `_G` pictures of a group.
 """

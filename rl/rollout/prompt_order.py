@@ -1,9 +1,4 @@
-"""The order of prompts: a weighted mixture of data sources, as a pure function of the iteration.
-
-There is no stream to save or to restore: every rank computes the same order for any iteration from
-(seed, iteration) and takes its own share, so a resumed run and a run on another number of ranks see
-the same prompts.
-"""
+"""The order of prompts: a weighted mixture of data sources, as a pure function of the iteration."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """Turns completions into graded episodes: condition, render and judge as one stream.
 
-`begin` takes micro-batch after micro-batch through the policy's forward (one per group, prompt and
-all completions together), hands the pictures to the renderer, and asks the judge about each picture
-as soon as it exists, while later ones render.
-
 Axes: `_P` prompts on this rank, `_G` completions in a group.
 """
 

@@ -1,8 +1,4 @@
-"""Runs the held-out samples: one completion each, fixed noise, the run's own judge.
-
-Beside the policy's words it grades the user's own words (the bare arm) and the reference words, and
-compares with what the untrained weights made of them. Records and pictures go to
-`<run>/evaluation/it_000000/`.
+"""Runs the held-out samples and grades the policy's words beside the user's and the reference's.
 
 Axes: `_P` held-out samples of this rank.
 """

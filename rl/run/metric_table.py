@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 from rl import build
@@ -38,13 +37,11 @@ def doc_of(name: str) -> Metric | None:
     """The row that a logged name belongs to; an exact row wins over a pattern."""
     if name in METRICS:
         return METRICS[name]
-    return next((METRICS[key] for key in METRICS if "<" in key and _regex(key).match(name)), None)
-
-
-@cache
-def _regex(pattern: str) -> re.Pattern[str]:
-    literal_parts = re.split(r"<[a-z_]+>", pattern)
-    return re.compile(".+".join(re.escape(part) for part in literal_parts) + r"\Z")
+    for pattern, metric in METRICS.items():
+        literal_parts = map(re.escape, re.split(r"<[a-z_]+>", pattern))
+        if "<" in pattern and re.fullmatch(".+".join(literal_parts), name):
+            return metric
+    return None
 
 
 def markdown_table(rows: Mapping[str, Metric]) -> str:

@@ -1,8 +1,4 @@
-"""One run: its parts, and what happens around an iteration.
-
-Iterations are counted from 1 on disk and on screen: `step_000010` holds ten finished ones, and
-iteration 0 is what was measured before training.
-"""
+"""One run: its parts, and what happens around an iteration (iteration 0 is before training)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Opens a run: makes every part, restores the last checkpoint, closes everything in the end.
-
-What the user can fix is found before anything heavy is loaded: config, data, judge, models.
-"""
+"""Opens a run: makes every part, restores the last checkpoint, closes everything in the end."""
 
 from __future__ import annotations
 
@@ -77,7 +74,11 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         sources, prompt_order, held_out = _open_data(resolved, stack, console)
         [sample] = prompt_order.shard(0, 0, config.prompts_per_iteration, lambda sample: sample)
         num_iterations = build.num_iterations(config, sum(len(source) for source in sources))
-        _refuse_finished(record, config.run_name, done, num_iterations, dist)
+        if dist.broadcast(record.has_line(done)) and done >= num_iterations:
+            raise NothingToDoError(
+                f"run {config.run_name}: all {num_iterations} iterations are done; raise "
+                "num_iterations to go on, or choose another run_name"
+            )
         placement.enforce(build.claims(resolved), dist.device)
         dtype = str(resolved.policy.config.dtype)
         flops_per_s = measure_flops_per_s(dist.device, dtype) if dist.is_main else None
@@ -96,7 +97,10 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         last_finished = LastFinished(learner, policy, record.config, dist)
         start = _restore(checkpoints, newest, learner, last_finished, console)
         signals.at_once(partial(save_at_once, last_finished, checkpoints))
-        _continue_record(record, start, console, dist)
+        # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.
+        for sentence in record.rewind(start if start > 0 else -1):
+            console.say(sentence)
+        record.write_config()
         timer = PhaseTimer(console, flops_per_s)
         recording = _open_recording(config, dist, console, timer, record, num_iterations, stack)
         checkpointing = Checkpointing(
@@ -124,14 +128,6 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         )
 
 
-def _continue_record(record: RunRecord, start: int, console: Console, dist: Dist) -> None:
-    """Set aside what was recorded after the iteration that the run goes on from."""
-    # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.
-    for sentence in record.rewind(start if start > 0 else -1):
-        console.say(sentence)
-    record.write_config()
-
-
 def _open_recording(
     config: RunConfig,
     dist: Dist,
@@ -156,16 +152,6 @@ def _open_recording(
         writer=stack.enter_context(BackgroundWriter(config.run_dir)),
         num_iterations=num_iterations,
     )
-
-
-def _refuse_finished(
-    record: RunRecord, run_name: str, done: int, num_iterations: int, dist: Dist
-) -> None:
-    if dist.broadcast(record.has_line(done)) and done >= num_iterations:
-        raise NothingToDoError(
-            f"run {run_name}: all {num_iterations} iterations are done; raise num_iterations to go "
-            "on, or choose another run_name"
-        )
 
 
 def _leave_if_asked(dist: Dist) -> None:

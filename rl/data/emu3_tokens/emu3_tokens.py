@@ -1,10 +1,4 @@
-"""Reads edits whose pictures are already codes: a `tokenized_datalist.json`, a file per edit.
-
-    {"prefix": "<folder>", "path_list": ["1.pth", "2.pth", ...]}
-
-The renderer draws the pictures when rewards or records need them. Written reasoning is not shown to
-the policy.
-"""
+"""Reads edits whose pictures are already codes: a `tokenized_datalist.json`, a file per edit."""
 
 from __future__ import annotations
 

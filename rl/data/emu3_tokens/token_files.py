@@ -1,8 +1,4 @@
-"""Reads and writes one tokenised edit, without running anything.
-
-The published form is a `.pth` pickle of arrays and text; ours is safetensors, the text in its
-header. torch is imported only for a `.pth`.
-"""
+"""Reads and writes one tokenised edit; the pickle of a published `.pth` is never run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Reads a file of lines as rows, with a sentence for each line that cannot be read.
 
-UTF-8 with or without a byte-order mark, blank lines ignored. Only a line feed ends a line: a value
-may hold U+2028 and the like.
+Only a line feed ends a line: a value may hold U+2028 and the like.
 """
 
 from __future__ import annotations

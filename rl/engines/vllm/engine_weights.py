@@ -1,7 +1,4 @@
-"""Puts weights into a running vLLM and reads them back, in its worker (`collective_rpc`).
-
-An adapter's slots are compared bit for bit, whole tensors by `bit_sums`.
-"""
+"""Puts weights into a running vLLM and reads them back, in its worker (`collective_rpc`)."""
 
 from __future__ import annotations
 

@@ -35,9 +35,12 @@ class Emu3Codec:
     """
 
     def __init__(self, model: Emu3VQVAE, processor: Emu3ImageProcessor | None = None) -> None:
-        """Without a processor pixels run from -1 to 1."""
+        """Without a processor pixels run from -1 to 1, as for the published tokenizer; the
+        processor class's own default is CLIP's statistics."""
+        from transformers import Emu3ImageProcessor
+
         self.model = model.eval().requires_grad_(False)
-        self.processor = processor or default_processor()
+        self.processor = processor or Emu3ImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
     @property
     def patch_px(self) -> int:
@@ -125,13 +128,6 @@ def fit(picture: Image.Image, area_px: int, patch_px: int) -> Image.Image:
     sides = (max(round(side * scale) // patch_px, 1) * patch_px for side in picture.size)
     width, height = sides
     return over_white(picture).resize((width, height), Image.Resampling.BICUBIC)
-
-
-def default_processor() -> Emu3ImageProcessor:
-    """With the published tokenizer's pixel statistics; the class's own default is CLIP's."""
-    from transformers import Emu3ImageProcessor
-
-    return Emu3ImageProcessor(image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
 
 def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -> Emu3Codec:

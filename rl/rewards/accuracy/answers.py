@@ -1,5 +1,4 @@
-"""Answers as people and models write them, compared as far as text alone can tell; what is left,
-as LaTeX for a verifier (`maths.py`). Pure functions, for bounded texts."""
+"""Compares answers as far as text alone can tell. Pure functions, for bounded texts."""
 
 from __future__ import annotations
 

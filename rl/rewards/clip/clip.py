@@ -1,9 +1,8 @@
 """CLIPScore (Hessel et al. 2021, arXiv 2104.08718): does the picture show what the user asked for?
 
-The rendered picture against the user's ORIGINAL prompt (`Sample.instruction`), never against the
-policy's rewriting. value = clip(scale * max(cosine, 0), 0, 1), the paper's scale being 2.5 (its
-prefix "A photo depicts" is not used). What CLIP cannot read of a long prompt is cut, and reported
-(`prompt_cut`). Pictures are scored in batches, in a thread, while later ones render.
+The picture is compared with the user's ORIGINAL prompt, never with the policy's rewriting. value =
+clip(scale * max(cosine, 0), 0, 1); the paper's scale is 2.5 (its prefix "A photo depicts" is left
+out).
 """
 
 from __future__ import annotations
