@@ -106,8 +106,9 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
     blocks = {
         f"run {config.run_name} in {config.run_dir}: {state}": [],
         "plugs": [
-            f"{plug.key:<20} {plug.name:<22} {''.join(plug.cls.reads_from(plug.config)[:1])}".rstrip()
+            f"{plug.key:<20} {plug.name:<22} {path}".rstrip()
             for plug in resolved.plugs
+            for path in [*plug.cls.reads_from(plug.config), ""][:1]
         ],
         "placement": placement.describe(build.claims(resolved)),
         "batch": _batch_lines(resolved),
