@@ -158,11 +158,11 @@ def plug_class(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[
         cls: type[Any] | None = declared.as_class()
     else:
         cls, wrong = _class_in(found, base)
-        if cls is not None:
-            wrong = list(_members(cls, base))
-    if cls is not None:
-        wrong += list(_variables(cls, base))
-    if cls is not None and not wrong and issubclass(cls, Reward):
+        if cls is None:
+            return None, wrong
+        wrong = list(_members(cls, base))
+    wrong += _variables(cls, base)
+    if not wrong and issubclass(cls, Reward):
         counts = inspect.getattr_static(cls, "num_questions") is not vars(Reward)["num_questions"]
         if cls.needs_judge and not counts:
             wrong.append(

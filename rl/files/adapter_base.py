@@ -59,15 +59,11 @@ def read_config(adapter: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is damaged: it holds no JSON object")
     if written.get("megatron_config"):  # PEFT then imports the module that the file names
         raise ValueError(f"{file} names megatron_config, which is not supported; remove it")
-    number = _mapping(written).get(FORMAT, 1)
+    mapping = written.get(MAPPING)
+    number = mapping.get(FORMAT, 1) if isinstance(mapping, Mapping) else 1
     if problem := formats.refusal(str(file), number, formats.ADAPTER):
         raise ValueError(problem)
     return written
-
-
-def _mapping(adapter_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    mapping = adapter_config.get(MAPPING)
-    return mapping if isinstance(mapping, Mapping) else {}
 
 
 def is_hub_id(path: str) -> bool:
