@@ -24,7 +24,12 @@ class BackgroundLoop:
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `coro` in the loop; its result, exception or cancellation arrives in the future.
-        Raises RuntimeError after `close()`."""
+
+        Raises RuntimeError after `close()`.
+        """
+        if self._loop.is_closed():
+            coro.close()
+            raise RuntimeError("this BackgroundLoop is closed: submit before close()")
         return asyncio.run_coroutine_threadsafe(coro, self._loop)
 
     def close(self) -> None:
