@@ -60,7 +60,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if args.check:
             if problems:
                 raise ConfigError([*problems, *check_report.problems(config)])
-            sys.exit(_report(config, args.online))
+            text, code = check_report.report(config, config.gpu_gb, args.online)
+            try:
+                print(text, flush=True)
+            except BrokenPipeError:  # `--check ... | head`
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(code)
         problems += check_report.problems(config)
         problems = problems or _memory_problems(args, config)
         problems = problems or run_folder.make_problems(config.run_dir)
@@ -78,16 +83,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _say(line)
     num_ranks = config.world_size // args.nnodes
     sys.exit(launch(args, num_ranks, config.run_dir / "logs", config))
-
-
-def _report(config: RunConfig, online: bool) -> int:
-    """Prints the report and returns its exit code, also under `--check ... | head`."""
-    text, code = check_report.report(config, config.gpu_gb, online)
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return code
 
 
 def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:

@@ -155,14 +155,14 @@ def plug_class(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[
         declared = found if isinstance(found, RewardFunction) else RewardFunction(found)
         name = getattr(declared.function, "__name__", "the function")
         wrong = _call_problem(declared.function, name, 1, "(x: RewardInput) -> float")
-        cls: type[Any] | None = declared.as_class()
+        cls: type[Any] = declared.as_class()
     else:
-        cls, wrong = _class_in(found, base)
-        if cls is not None:
-            wrong = list(_members(cls, base))
-    if cls is not None:
-        wrong += list(_variables(cls, base))
-    if cls is not None and not wrong and issubclass(cls, Reward):
+        named, wrong = _class_in(found, base)
+        if named is None:
+            return None, wrong
+        cls, wrong = named, list(_members(named, base))
+    wrong += _variables(cls, base)
+    if not wrong and issubclass(cls, Reward):
         counts = inspect.getattr_static(cls, "num_questions") is not vars(Reward)["num_questions"]
         if cls.needs_judge and not counts:
             wrong.append(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     import torch
@@ -69,17 +69,13 @@ class LossTerms:
 Loss = Callable[[LossInputs], LossTerms]
 
 
-class _Divided(Protocol):
-    divided_by: DividedBy
-
-
 def divided_by(count: DividedBy) -> Callable[[Loss], Loss]:
     """Declare the denominator of a loss's `weights` where it is not 'num_tokens'; the step corrects
     it by planned / graded after judging."""
     assert count in get_args(DividedBy), f"{count!r} is none of {get_args(DividedBy)}"
 
     def mark(loss: Loss) -> Loss:
-        cast(_Divided, loss).divided_by = count
+        loss.divided_by = count  # type: ignore[attr-defined]
         return loss
 
     return mark

@@ -88,7 +88,7 @@ class PlugBase(ABC, Generic[ConfigT]):
 
     @classmethod
     def reads_from(cls, config: ConfigT) -> Sequence[str]:
-        """Hub ids, folders and files that it reads."""
+        """Hub ids, folders and files that it reads; a policy's first known one tells its shape."""
         if isinstance(config, FrozenModelConfig):
             return [config.model_path]
         return [config.path] if isinstance(config, FileConfig) and config.path else []

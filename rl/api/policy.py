@@ -173,11 +173,6 @@ class Policy(RunPlug[PolicyConfigT]):
     # --- before anything is loaded ------------------------------------------------------------
 
     @classmethod
-    def reads_from(cls, config: PolicyConfigT) -> Sequence[str]:
-        """Hub ids and folders of its weights; the first that is known tells their shape."""
-        return super().reads_from(config)
-
-    @classmethod
     def has_frozen_tower(cls, config: PolicyConfigT) -> bool:
         """Whether pictures have the same features all run long, so that an engine may read them
         (`picture_features`) and needs no vision tower."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from rl.api.engine import Engine, EngineSetup
 from rl.api.plug import PlugConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
-from rl.ranks.sharded import is_sharded
+from rl.ranks.dist import is_sharded
 
 if TYPE_CHECKING:
     import torch

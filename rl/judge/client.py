@@ -187,14 +187,25 @@ class JudgeClient:
         return [address.url for address in self._addresses if not address.is_open]
 
     async def _unreachable(self, address: Address, wait_s: float) -> str:
-        """Why it has not answered within `wait_s`; '' once it has."""
+        """Why it has not answered within `wait_s`; '' once it has. Raises `JudgeRefused` where it
+        answers and does not serve `judge.model`."""
         started_s = time.monotonic()
         while True:
             try:
                 response = await self._exchange(address, "GET", "/models", None, HEALTH_TIMEOUT_S)
                 if response.status != 200:
                     self._raise_for(response)
-                self._expect_model(address, response)
+                served = served_models(response.body)
+                if served is None:
+                    raise JudgeRefused(
+                        f"{address.url}/models answers, but not as an OpenAI-compatible endpoint: "
+                        f"{_shown(response)}\nCheck judge.api_base."
+                    )
+                if self.config.model not in served:
+                    raise JudgeRefused(
+                        f"{address.url} does not serve judge.model={self.config.model!r}; it "
+                        f"serves: {_names(served)}. Set judge.model to one of these."
+                    )
                 return ""
             except RequestTrouble as trouble:
                 waited_s = time.monotonic() - started_s
@@ -207,31 +218,11 @@ class JudgeClient:
                     )
             await asyncio.sleep(min(1.0, wait_s - waited_s))
 
-    def _expect_model(self, address: Address, response: HttpAnswer) -> None:
-        """Raises `JudgeRefused` unless that list of models has `judge.model`."""
-        served = served_models(response.body)
-        if served is None:
-            raise JudgeRefused(
-                f"{address.url}/models answers, but not as an OpenAI-compatible endpoint: "
-                f"{_shown(response)}\nCheck judge.api_base."
-            )
-        if self.config.model not in served:
-            raise JudgeRefused(
-                f"{address.url} does not serve judge.model={self.config.model!r}; it serves: "
-                f"{_names(served)}. Set judge.model to one of these."
-            )
-
     async def ask(
         self, question: Question, parse: Callable[[str], T], repeat: int = 0
     ) -> Answer[T]:
-        """Ask until `parse` can read a reply, within the bounds of the config.
-
-        `parse` raises `UnreadableReplyError` on what it cannot read. `repeat` tells equal questions
-        apart that are asked several times to be averaged. Raises `JudgeRefused`; every other
-        trouble is an `Answer` with a failure.
-
-        A question keeps its slot while it backs off, so a judge in trouble sees fewer requests.
-        """
+        """As `rl.api.judge.Judge.ask`; raises `JudgeRefused`. A question keeps its slot while it
+        backs off, so a judge in trouble sees fewer requests."""
         started = time.monotonic()
         async with self._slots:
             content = [await encoded(p, self.config.image_side_px) for p in question.parts]

@@ -40,18 +40,13 @@ def main() -> None:
         sys.exit(CANNOT_START)
     while judge.poll() is None and not signals and os.getppid() == run:
         time.sleep(POLL_S)
-    code = _end(judge)
-    sys.exit(code if code >= 0 else 128 - code)
-
-
-def _end(judge: subprocess.Popen[bytes]) -> int:
-    """Ask its process group to end, then make it; returns how the command ended."""
     for signum, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
             os.killpg(judge.pid, signum)
         with suppress(subprocess.TimeoutExpired):
             judge.wait(patience_s)
-    return judge.returncode
+    code = judge.returncode
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 if __name__ == "__main__":

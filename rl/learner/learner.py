@@ -32,8 +32,7 @@ from rl.learner.micro_batches import (
     split_evenly,
 )
 from rl.learner.train_step import Minibatch, TrainStep
-from rl.ranks.dist import Dist
-from rl.ranks.sharded import is_sharded
+from rl.ranks.dist import Dist, is_sharded
 
 
 class Learner:

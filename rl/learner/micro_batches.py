@@ -15,8 +15,7 @@ import torch
 
 from rl.api.policy import Policy
 from rl.api.types import Prompt, Row, TokenBatch, TokenOutputs
-from rl.ranks.dist import Dist
-from rl.ranks.sharded import is_sharded
+from rl.ranks.dist import Dist, is_sharded
 
 Member = tuple[int, int]
 """(p, g): completion g of this rank's prompt p."""

@@ -156,6 +156,22 @@ class Dist:
             td.destroy_process_group()
 
 
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Under ZeRO-3: every call gathers its weights from all ranks, so all ranks must call."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def calls_in_step(num_calls: int, module: torch.nn.Module) -> int:
+    """How often to call the module: `num_calls` or, if it is sharded, the most of any rank."""
+    if not is_sharded(module):
+        return num_calls
+    import torch
+
+    most = torch.tensor(num_calls, device=next(module.parameters()).device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most)
+
+
 _waited_s = 0.0
 
 

@@ -25,7 +25,6 @@ class Seen:
     idle_s: float
     """For how long it has not moved on."""
     beat: Beat
-    pid: int
 
     def at(self, now_s: float) -> str:
         """'in phase learn for 61 s, in rl.learner.train_step, in torch'."""
@@ -94,7 +93,7 @@ class HangWatch:
             kind = "moves"
         else:
             kind = "waits" if beat.waits_for_ranks else "stuck"
-        return Seen(kind, idle_s, beat, self._pids[rank])
+        return Seen(kind, idle_s, beat)
 
     def _hung_of(self, seen: Mapping[int, Seen]) -> dict[int, Seen]:
         """The ranks to blame: of several stuck ones the first, because on a GPU a rank waits for
@@ -119,7 +118,7 @@ class HangWatch:
             named = f"the last of them, rank {rank}, for {one.idle_s:.0f} s, {one.at(now_s)}"
             return f"all ranks here wait for {whom}, {named}{end}"
         how = {
-            "stopped": f"its process is stopped (kill -CONT {one.pid} lets it go on)",
+            "stopped": f"its process is stopped (kill -CONT {self._pids[rank]} lets it go on)",
             "silent": "no Python runs in it: a call that holds the interpreter, or a dead disk",
         }.get(one.kind, "a deadlock, or one long call")
         others = [

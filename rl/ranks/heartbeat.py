@@ -16,8 +16,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import TextIO
 
-from rl.ranks import main_thread
-from rl.ranks.under_way import under_way
+from rl.ranks import under_way
 
 ASKS_STACKS = signal.SIGRTMAX
 """Not SIGUSR1, by which people and batch systems ask a run to stop. faulthandler answers it in C:
@@ -79,14 +78,14 @@ class _Heart:
 
     def _write(self, descriptor: int) -> None:
         named = self.phases[1:] or self.phases
-        calls = main_thread.calls()
+        calls = under_way.calls()
         outside = dropwhile(lambda call: call.module in _REPORTERS, calls)
         beat = Beat(
             at_s=time.monotonic(),
             phase=" / ".join(name for name, _ in named)[:_MAX_CHARS],
             phase_since_s=named[-1][1],
             moved_s=self.moved_s,
-            where=under_way(list(outside))[:_MAX_CHARS],
+            where=under_way.in_words(list(outside))[:_MAX_CHARS],
             waits_for_ranks=any(call.module == _PEERS for call in calls),
             has_saved=self.has_saved,
         )
@@ -158,7 +157,7 @@ def _watch_main_thread() -> None:
     places: OrderedDict[int, None] = OrderedDict()
     looked_s = written_s = 0.0
     while True:
-        now_s, place = time.monotonic(), hash(tuple(main_thread.calls()))
+        now_s, place = time.monotonic(), hash(tuple(under_way.calls()))
         if place not in places or now_s - looked_s > LONG_GAP_S:
             _heart.moved_s = now_s
         places[place] = None

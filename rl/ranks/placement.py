@@ -121,15 +121,6 @@ def _by_device(claims: Sequence[Claim], own: str) -> dict[str, list[Claim]]:
     return places
 
 
-def limits_gb(claims: Sequence[Claim], own: str) -> dict[str, float]:
-    """Device -> the most that its models may take together; the CPU's memory is not limited."""
-    return {
-        device: sum(claim.max_memory_gb or 0 for claim in sharing)
-        for device, sharing in _by_device(claims, own).items()
-        if device != "cpu" and all(claim.max_memory_gb is not None for claim in sharing)
-    }
-
-
 def describe(claims: Sequence[Claim]) -> list[str]:
     """One line per model, for `--check` and the console."""
     lines = []
@@ -165,8 +156,10 @@ def enforce(claims: Sequence[Claim], own: str) -> None:
     found = problems(claims, own_devices(own), machine)
     if found:
         raise ValueError("\n".join(found))
-    for device, limit_gb in limits_gb(claims, own).items():
-        import torch
+    for device, sharing in _by_device(claims, own).items():
+        limits_gb = [claim.max_memory_gb for claim in sharing if claim.max_memory_gb is not None]
+        if device != "cpu" and len(limits_gb) == len(sharing):
+            import torch
 
-        size_gb = machine.cuda_gb[int(device[5:])]
-        torch.cuda.set_per_process_memory_fraction(limit_gb / size_gb, device)
+            share = sum(limits_gb) / machine.cuda_gb[int(device[5:])]
+            torch.cuda.set_per_process_memory_fraction(share, device)

@@ -1,19 +1,28 @@
-"""Prints every few seconds while a run loads which module is at work, and in whose package."""
+"""Where the main thread is, and a line about it every few seconds while a run loads."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
 from collections.abc import Sequence
-
-from rl.ranks import main_thread
-from rl.ranks.main_thread import Call
+from types import FrameType
+from typing import NamedTuple
 
 EVERY_S = 4.0
 _stopped = threading.Event()
 _stopped.set()
 _progress = ""
+_one_reader = threading.Lock()
+
+
+class Call(NamedTuple):
+    module: str
+    """'rl.run.loop', also for the module that Python runs as `__main__`."""
+    code: int
+    instruction: int
+    """Byte offset of the instruction that it is at."""
 
 
 def start(first_s: float | None = None) -> None:
@@ -42,12 +51,12 @@ def note(progress: str) -> None:
 def _print_lines(first_s: float, stopped: threading.Event) -> None:
     began_s, wait_s = time.monotonic(), first_s
     while not stopped.wait(wait_s):
-        what = ": ".join(filter(None, (under_way(main_thread.calls()), _progress)))
+        what = ": ".join(filter(None, (in_words(calls()), _progress)))
         print(f"[{time.monotonic() - began_s:3.0f} s] loading: {what}", flush=True)
         wait_s = EVERY_S
 
 
-def under_way(calls: Sequence[Call]) -> str:
+def in_words(calls: Sequence[Call]) -> str:
     """'rl.engines.vllm.vllm, in torch': the innermost module of ours among `calls`, innermost
     first, and the package that it called."""
     package = ""
@@ -58,3 +67,29 @@ def under_way(calls: Sequence[Call]) -> str:
         if top not in sys.stdlib_module_names and top not in ("__main__", "None"):
             package = top
     return f"Python, in {package}" if package else "Python"
+
+
+def calls() -> list[Call]:
+    """The calls of the main thread, the innermost first, from any thread. No garbage is collected
+    while another thread reads: Python 3.11 makes frame objects for it, a collection's finalizers
+    would let the main thread run on meanwhile, and the process would crash."""
+    if threading.current_thread() is threading.main_thread():
+        return _calls_from(sys._getframe(1))
+    with _one_reader:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return _calls_from(sys._current_frames().get(threading.main_thread().ident or 0))
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
+def _calls_from(frame: FrameType | None) -> list[Call]:
+    found = []
+    while frame is not None:
+        spec = frame.f_globals.get("__spec__")
+        module = str(spec.name if spec else frame.f_globals.get("__name__"))
+        found.append(Call(module, id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return found

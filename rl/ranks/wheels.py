@@ -21,19 +21,15 @@ class _Finder:
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> None:
-        if name == "torchvision" and not _declared:
-            _declare_operators()
+        if name != "torchvision" or _declared:
+            return
+        import torch
 
-
-def _declare_operators() -> None:
-    """Schemas of the two operators that torchvision lacks; they are never called."""
-    import torch
-
-    make: Any = torch.library.Library  # it has no types
-    library = make("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _declared.append(library)
+        make: Any = torch.library.Library  # it has no types
+        library = make("torchvision", "FRAGMENT")
+        for operator in ("nms", "qnms"):  # the two that torchvision lacks; they are never called
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _declared.append(library)
 
 
 def _is_for_cpu(package: str) -> bool:

@@ -9,7 +9,6 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def main() -> None:
     terminal.guard()
     heartbeat.start(Path(note_dir) / heartbeat.file_name(rank), stacks)
     note = Path(note_dir) / f"rank_{rank}.json"
-    _write_note(note, {})
+    _write_note(note)
     sys.argv = [target, *args]
     if rank == 0 and target == "rl.train":
         under_way.start(first_s=1.0)  # the launcher took the seconds before
@@ -51,7 +50,7 @@ def main() -> None:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         exit_codes.append(0)
     except SystemExit as error:
-        _note_end(note, f"SystemExit: {error.code}")
+        _write_note(note, ended_ns=time.time_ns(), reason=f"SystemExit: {error.code}")
         exit_codes.append(
             error.code if isinstance(error.code, int) else int(error.code is not None)
         )
@@ -59,9 +58,10 @@ def main() -> None:
     except Exception as error:
         trace = _own_traceback(error)
         text = error_messages.sentence(error)
-        _note_end(
+        _write_note(
             note,
-            text or trace,
+            ended_ns=time.time_ns(),
+            reason=text or trace,
             only_heard=isinstance(error, PeerError),
             by_machine=error_messages.is_machines(error),
         )
@@ -82,14 +82,10 @@ def _leave(codes: list[int]) -> None:
         os._exit(codes[0])
 
 
-def _note_end(note: Path, reason: str, **flags: bool) -> None:
-    """`ended_ns` tells cause from consequence: peers fail milliseconds later. But a rank that only
-    received another's trouble (`only_heard`) may be gone before that one has saved."""
-    _write_note(note, {"ended_ns": time.time_ns(), "reason": reason, **flags})
-
-
-def _write_note(note: Path, row: Mapping[str, Any]) -> None:
-    """Whole or not at all: on a full disk the note before stays."""
+def _write_note(note: Path, **row: Any) -> None:
+    """Whole or not at all: on a full disk the note before stays. `ended_ns` tells cause from
+    consequence: peers fail milliseconds later. But a rank that only received another's trouble
+    (`only_heard`) may be gone before that one has saved."""
     aside = note.with_suffix(".tmp")
     with suppress(OSError):
         aside.write_text(json.dumps({"process_group": os.getpgid(0), **row}))

@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rl.ranks import main_thread
+from rl.ranks import under_way
 
 
-def read_elsewhere(depth: int) -> list[main_thread.Call]:
+def read_elsewhere(depth: int) -> list[under_way.Call]:
     """By another thread, from `depth` calls further down."""
     if depth:
         return read_elsewhere(depth - 1)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(main_thread.calls).result()
+        return pool.submit(under_way.calls).result()
 
 
 @pytest.fixture

@@ -377,5 +377,4 @@ class RowsSource(DataSource[ConfigT]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Sample:
-        """Raises BadRowError when the row, or one of its pictures, turns out to be unusable."""
         return self._rows[index]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cachetools import LRUCache
 
-from rl.ranks.sharded import calls_in_step
+from rl.ranks.dist import calls_in_step
 
 if TYPE_CHECKING:
     import torch

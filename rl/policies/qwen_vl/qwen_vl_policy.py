@@ -34,7 +34,7 @@ from rl.policies.shared import prompting
 from rl.policies.shared.model_loading import TEXT_FILES, link_files, local_folder
 from rl.policies.shared.packing import completion_spans
 from rl.policies.shared.policy_base import TrainedPolicy
-from rl.ranks.sharded import is_sharded
+from rl.ranks.dist import is_sharded
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from rl.ranks.sharded import calls_in_step
+from rl.ranks.dist import calls_in_step
 
 LOGITS_PER_CHUNK = 2**26
 """Tokens are projected in chunks of about this many logits: 256 MiB in float32."""

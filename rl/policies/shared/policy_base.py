@@ -23,7 +23,7 @@ from rl.files.weights import align_weights, fingerprint
 from rl.meter.flops import STAGES, prefix_tree_pairs
 from rl.policies.shared.model_loading import adapt
 from rl.policies.shared.packing import pack, positions
-from rl.ranks.sharded import is_sharded
+from rl.ranks.dist import is_sharded
 from rl.text.untrusted import shown
 
 if TYPE_CHECKING:

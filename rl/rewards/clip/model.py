@@ -87,13 +87,12 @@ class ClipModel:
             batches = torch.arange(len(images)).split(1)
         else:
             batches = (torch.arange(self._num_rows).clamp(max=len(images) - 1),)
-        features = torch.cat([self._embed_pixels(pixels[rows]) for rows in batches])
-        return normalize(features[: len(images)].float(), dim=-1)
-
-    def _embed_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
-        pixels = pixels.to(self._model.device, self._model.dtype)
-        features: torch.Tensor = self._model.get_image_features(pixels).pooler_output
-        return features
+        model = self._model
+        features = [
+            model.get_image_features(pixels[rows].to(model.device, model.dtype)).pooler_output
+            for rows in batches
+        ]
+        return normalize(torch.cat(features)[: len(images)].float(), dim=-1)
 
     def _embed_new_prompt(self, prompt: str) -> tuple[torch.Tensor, bool]:
         """([D] float32 unit vector, whether the prompt was cut). By itself, so that it depends on
