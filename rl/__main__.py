@@ -42,7 +42,7 @@ COMMANDS = {
     ),
     "report": Command("what a run learnt", "rl.commands.report", needs_torch=False),
     "edit": Command("edit pictures with what was trained", "rl.commands.edit"),
-    "runs": Command("what runs there are; make room", "rl.commands.runs", needs_torch=False),
+    "runs": Command("what runs there are", "rl.commands.runs", needs_torch=False),
     "enhance": Command(
         "better prompts from a trained rewriter", "rl.commands.edit", before=("--only-words",)
     ),

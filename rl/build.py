@@ -350,6 +350,9 @@ def _open_source(plug: Plug[DataSource], rules: RowRules) -> DataSource:
     try:
         source = plug.cls(plug.config, rules)
         num_rows, num_skipped = len(source), source.num_skipped
+        if type(num_skipped) is not int or num_skipped < 0:
+            what = f"num_skipped is {shown(num_skipped)}"
+            raise ValueError(f"{at}: {what}; expected a whole number >= 0")
         if num_rows == 0:
             left_out = f" ({num_skipped} bad ones left out)" if num_skipped else ""
             raise ValueError(f"{at} holds no row{left_out}")

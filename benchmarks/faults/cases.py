@@ -113,7 +113,7 @@ def _calls() -> Iterator[Case]:
                 is_bug=kind == "RuntimeError",
                 changes_record=place in _OF_THE_RECORD and kind in _ERRORS,
                 is_other_run=place == _OF_A_REWARD and kind in _ERRORS,
-                says="1 completions ungraded" if place == _OF_A_REWARD and kind in _ERRORS else "",
+                says=": ungraded: " if place == _OF_A_REWARD and kind in _ERRORS else "",
             )
     for place in ("completions are sampled", "a checkpoint is begun", "metrics are logged"):
         for deed in _DEEDS:

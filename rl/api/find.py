@@ -162,6 +162,11 @@ def plug_class(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[
             return None, wrong
         cls, wrong = named, list(_members(named, base))
     wrong += _variables(cls, base)
+    if not wrong and cls.metrics and cls.take_metrics is PlugBase.take_metrics:
+        wrong.append(
+            f"{cls.__name__} declares metrics and reports none; expected "
+            "`def take_metrics(self) -> Mapping[str, float]`"
+        )
     if not wrong and issubclass(cls, Reward):
         counts = inspect.getattr_static(cls, "num_questions") is not vars(Reward)["num_questions"]
         if cls.needs_judge and not counts:

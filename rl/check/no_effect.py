@@ -20,6 +20,13 @@ UNREAD: Mapping[str, tuple[str, Any]] = {
     "evaluation.": ("every_n_iterations", 0),
     "evaluation.top_k": ("temperature", 0),
     "checkpoint.push_to_hub_repo_id": ("push_to_hub_every_n_iterations", 0),
+    "tracking.wandb_project": ("wandb", "off"),
+    "tracking.trackio_space": ("trackio", False),
+    "tracking.images_per_iteration keep_images_of_last_n_iterations": (
+        "log_episodes_every_n_iterations",
+        0,
+    ),
+    "judge.start_timeout_s": ("start_command", []),
 }
 """'section.keys' (no keys: all) -> the key of that section, with the value, beside which nothing
 reads them."""

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 M = TypeVar("M", bound=BaseModel)
+MAX_PROBLEMS = 100
+"""Reported of one section: to find the nearest of all keys takes milliseconds."""
 MAX_SHOWN = 60
 _ALTERNATIVES = ("str", "list[str]")
 """What pydantic adds to the place of an error inside a union."""
@@ -31,7 +33,7 @@ def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=True)
         # Each alternative of a union has its own error.
-        return None, list(dict.fromkeys(_sentence(model, found, at) for found in errors))
+        return None, list(dict.fromkeys(_sentence(model, e, at) for e in errors[:MAX_PROBLEMS]))
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

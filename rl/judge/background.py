@@ -17,8 +17,7 @@ class BackgroundLoop:
     """Runs coroutines until `close()`. An httpx pool belongs to one loop: one per process."""
 
     def __init__(self, name: str = "background-loop") -> None:
-        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        self._loop = self._runner.get_loop()
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -36,12 +35,23 @@ class BackgroundLoop:
         """Stop the thread, cancel what still runs and wait for its end. Twice is harmless."""
         if self._loop.is_closed():
             return
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(JOIN_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(JOIN_TIMEOUT_S)
-        self._runner.close()
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    loop = asyncio.get_running_loop()
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()  # a thread may hang: the caller's wait is bounded

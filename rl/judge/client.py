@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -29,6 +30,8 @@ from rl.text.untrusted import shown
 
 T = TypeVar("T")
 
+LATE_S = 15.0
+"""An address that does not answer is waited for this long after another has answered."""
 HEALTH_TIMEOUT_S = 10.0
 BACKOFF_CAP_S = 30.0
 RETRY_TEMPERATURE_STEP = 0.3
@@ -132,6 +135,7 @@ class JudgeClient:
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         urls = [api_base] if isinstance(api_base, str) else api_base
         self._addresses = Addresses(config, urls)
+        self._health_ends_s = math.inf
 
     def open_journal(self, path: Path) -> None:
         """Use another journal, e.g. one per iteration, for what this thread submits from now on.
@@ -174,9 +178,10 @@ class JudgeClient:
         """Check that the judge answers and serves the model; returns the addresses that do.
 
         A server that is still starting has `wait_s` (and one more request) to answer. Of several
-        addresses one is enough: those that do not answer count as down, with a log line. Raises
-        `JudgeUnreachableError` or `JudgeRefused`.
+        addresses one is enough: the others have `LATE_S` more, then count as down, with a log line.
+        Raises `JudgeUnreachableError` or `JudgeRefused`.
         """
+        self._health_ends_s = math.inf
         waits = (self._unreachable(address, wait_s) for address in self._addresses)
         problems = await asyncio.gather(*waits)
         if all(problems):
@@ -206,9 +211,11 @@ class JudgeClient:
                         f"{address.url} does not serve judge.model={self.config.model!r}; it "
                         f"serves: {_names(served)}. Set judge.model to one of these."
                     )
+                self._health_ends_s = min(self._health_ends_s, time.monotonic() + LATE_S)
                 return ""
             except RequestTrouble as trouble:
                 waited_s = time.monotonic() - started_s
+                wait_s = min(wait_s, max(0.0, self._health_ends_s - started_s))
                 if trouble.is_tls:
                     return f"{address.url} is not the judge for certain ({trouble})"
                 if waited_s >= wait_s:

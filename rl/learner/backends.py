@@ -60,10 +60,13 @@ class Backend(Protocol):
 
 
 def trainable_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that require a gradient, by name; ValueError when there are none."""
+    """The parameters that require a gradient, by name. Raises ValueError when there are none, or
+    when they mix dtypes."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not named:
         raise ValueError("the policy has no trainable parameter: add a LoRA, or train it in full")
+    if len(dtypes := {str(p.dtype) for p in named.values()}) > 1:
+        raise ValueError(f"trainable parameters must share one dtype, not {sorted(dtypes)}")
     return named
 
 

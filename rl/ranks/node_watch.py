@@ -1,7 +1,7 @@
 """Whether the other nodes of a run are still there, and why they ended.
 
 Ranks do not notice a cut cable: they wait in a collective for hours. So each launcher counts up in
-the rendezvous' store, and the others read its counter.
+the rendezvous' store; node 0 reads all other counters, and the others read node 0's.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ def _resolve(endpoint: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
-    if not host or not port:
-        raise RendezvousError(f"--rdzv-endpoint {endpoint!r} is not host:port")
+    if not host or not port or parts.netloc != endpoint or parts.username is not None:
+        raise RendezvousError(f"--rdzv-endpoint {endpoint!r} is not host:port, or [address]:port")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

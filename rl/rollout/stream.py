@@ -214,7 +214,8 @@ class PendingRollout:
 
     def submit(self, number: int, outcome: Image | RenderFailure | None) -> None:
         """Picture `number` exists: ask the rewards about it."""
-        if not isinstance(outcome, Image | RenderFailure) and self._context.makes_images:
+        is_right = outcome is None and not self._context.makes_images
+        if not is_right and not isinstance(outcome, Image | RenderFailure):
             raise TypeError(
                 f"renderer: {self._context.config.renderer['type']} draws {shown(outcome)}; "
                 "expected an RGB picture of PIL, or a RenderFailure"

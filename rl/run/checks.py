@@ -72,6 +72,8 @@ class Checks:
         gathered = self._dist.gather((failures, rollout.num_drawn))
         causes = Counter(reason for failed, _ in gathered for reason in failed)
         num_pictures = causes.total() + sum(num_drawn for _, num_drawn in gathered)
+        if num_pictures == 0:
+            return
         window = self._rendered
         window.append((causes.total(), num_pictures))
         while sum(num for _, num in window) - window[0][1] >= WINDOW_PICTURES:

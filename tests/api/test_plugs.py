@@ -57,6 +57,8 @@ REWARDS: list[tuple[str, str, str]] = [
      "R.metrics ... 'a/b' ... letters"),
     (".R", "class R(Reward): | metrics = {'hits': 'share'}" + REPORTS + HALF,
      "R.metrics ... 'hits' ... 'share' (str) ... {'a': Metric("),
+    (".R", "class R(Reward): | metrics = {'hits': Metric('1', 'hits')}" + HALF,
+     "R declares metrics ... `def take_metrics(self) -> Mapping[str, fl"),
     # Tried on a made-up picture:
     (".f", "def f(x): return float('nan')", "f raised TypeError ... nan (float) ... finite"),
     (".f", "def f(x): return RewardOutput(0.5, {'a b': 1})", "ValueError ... part 'a b' ... name"),

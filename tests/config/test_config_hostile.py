@@ -16,7 +16,7 @@ import tiny_config
 from rl import build
 from rl.check import check_report
 from rl.config.messages import validate
-from rl.config.schema import RunConfig, listed
+from rl.config.schema import ConfigError, RunConfig, listed, load_config
 
 ODD: list[Any] = [
     9 * 10**15, 10**400, 1e300, 5e-324, "a\0b", "x" * 200_000, {"a\0b": 1},
@@ -72,6 +72,14 @@ def test_any_key_may_hold_anything(tmp_path: Path) -> None:
         assert all(char.isprintable() or char == "\n" for char in shown), (key, value)
         if config is not None and not problems:
             assert check_report.report(config, config.gpu_gb)[0]
+
+
+def test_of_many_unknown_keys_the_first_are_told(tmp_path: Path) -> None:
+    """To look for the nearest of 20,000 took a minute."""
+    many = {f"prompts_per_iteratio{n}": n for n in range(20_000)}
+    with pytest.raises(ConfigError) as refused:
+        load_config(tiny_config.write(tmp_path, {**tiny_config.nothing(tmp_path), **many}))
+    assert len(refused.value.problems) < 200
 
 
 @pytest.mark.parametrize("folder", ["/dev/zero", "/dev/null/runs", "x" * 300, "p/" * 3000])

@@ -155,9 +155,20 @@ def test_a_place_that_is_not_known_is_not_proven(engine, policy, monkeypatch):
 
 
 def test_weights_lost_in_sleep_are_seen_on_waking(engine, policy, monkeypatch):
-    """vLLM's own sleep needs a GPU."""
+    """Also those of the frozen tower, which no sync sends. vLLM's own sleep needs a GPU."""
     weights = policy.export_weights(trainable(policy), 0)
     engine.load_weights(weights)
+    kept = {}
+
+    def lose(worker):
+        [(name, tower), *_] = worker.model_runner.get_model().visual.named_parameters()
+        kept[name] = tower.data.clone()
+        tower.data.zero_()
+
+    def put_back(worker):
+        for name, tower in worker.model_runner.get_model().visual.named_parameters():
+            tower.data.copy_(kept.get(name, tower))
+
     monkeypatch.setattr(engine, "_failed", False)
     monkeypatch.setattr(engine, "_sleeps", True)
     monkeypatch.setattr(vllm.LLM, "sleep", lambda _, level: None)
@@ -165,10 +176,10 @@ def test_weights_lost_in_sleep_are_seen_on_waking(engine, policy, monkeypatch):
     engine.sleep()
     engine.wake()
     engine.sleep()
-    lost = {**weights.tensors, TENSOR: torch.zeros_like(weights.tensors[TENSOR])}
-    engine._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(lost.items())})
-    with pytest.raises(RuntimeError, match="woke up with other weights in 1 tensors"):
+    engine._llm.collective_rpc(lose)
+    with pytest.raises(RuntimeError, match="woke up with other weights in 1 parameters: visual"):
         engine.wake()
+    engine._llm.collective_rpc(put_back)
     with pytest.raises(RuntimeError, match="failed before"):
         engine.generate([policy.build_prompt(tiny_qwen.sample(0))], PARAMS, [1])
 

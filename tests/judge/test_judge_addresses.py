@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from tiny_ranks import held_port
 
 from rl.api.judge import Answer
 from rl.config.schema import JudgeConfig
+from rl.judge import client as client_module
 from rl.judge.addresses import Addresses
 from rl.judge.client import JudgeClient, JudgeRefused, JudgeUnreachableError
 
@@ -133,6 +135,16 @@ def test_each_place_has_its_own_dialect() -> None:
     assert ["seed" in request for request in picky.requests].count(True) <= 4
     assert "seed" not in picky.requests[-1] and all("seed" in r for r in other.requests)
     assert client.dialects()[picky.api_base].names == {"seed"}
+
+
+def test_a_dead_address_does_not_hold_up_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have a while after the first that answers, not the whole of `wait_s`."""
+    monkeypatch.setattr(client_module, "LATE_S", 0.5)
+    with held_port() as port, FaultyJudge() as judge:
+        addresses = [f"http://127.0.0.1:{port}/v1", judge]
+        started = time.monotonic()
+        alive, _ = with_client(addresses, lambda client: client.check_health(60.0))
+    assert alive == [judge.api_base] and 0.5 <= time.monotonic() - started < 10
 
 
 def test_health_needs_one_of_them(caplog: pytest.LogCaptureFixture) -> None:

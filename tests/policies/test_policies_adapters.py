@@ -1,6 +1,7 @@
 """The fingerprint of exported weights, an adapter summed into its matrices, and whether every part
 of one has its layer."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,3 +127,16 @@ def test_an_adapter_whose_tensors_find_no_layer_is_refused(
     save_file(whole, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=rf"^policy\.adapter_path: .* does not fit: .*{figures}"):
         tiny_policy.make_qwen(folder, adapter_path=str(tmp_path))
+
+
+def test_an_adapter_that_names_a_layer_which_is_not_there_is_warned_of(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = saved(folder, tmp_path).with_name("adapter_config.json")
+    written = json.loads(file.read_text())
+    names = ["self_attn.q_proj", "k_proj", "v_proj", "o_proj"]
+    for more in ([], ["qkv_proj"]):
+        file.write_text(json.dumps(written | {"target_modules": names + more}))
+        tiny_policy.make_qwen(folder, adapter_path=str(tmp_path))
+        said = "'qkv_proj', which is the name of no layer" in capsys.readouterr().err
+        assert said == bool(more)

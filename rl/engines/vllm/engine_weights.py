@@ -121,6 +121,21 @@ def whole_difference(worker: Any, expected: Whole) -> str:
     return _said(list(compress(expected, torch.stack(wrong).tolist())), "tensors") if wrong else ""
 
 
+def parameter_sums(worker: Any) -> Mapping[str, torch.Tensor]:
+    """`bit_sums` of every parameter, an adapter's base included."""
+    parameters = worker.model_runner.get_model().named_parameters()
+    return {name: bit_sums(parameter) for name, parameter in parameters}
+
+
+def parameter_difference(worker: Any, before: Mapping[str, torch.Tensor]) -> str:
+    """The parameters that changed since those `parameter_sums`; '' if none."""
+    import torch
+
+    now = parameter_sums(worker)
+    wrong = torch.stack([(now[name] != sums).any() for name, sums in before.items()])
+    return _said(list(compress(before, wrong.tolist())), "parameters")
+
+
 def _place(model: Any, name: str) -> tuple[Any, str, int] | None:
     """(layer, parameter's name, first row) where the model keeps a tensor; None: not known."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)

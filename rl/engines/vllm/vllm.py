@@ -112,7 +112,8 @@ class VllmEngine(Engine[Config]):
         """What the worker must hold since the last load."""
         self._reads_back = True
         """Whether all of it can be read back."""
-        self._asleep = False
+        self._asleep: Mapping[str, torch.Tensor] | None = None
+        """Sums of the weights before the engine slept; None: it is awake."""
         self._num_requests = 0
         self._llm = self._start(policy)
         model_config = self._llm.llm_engine.model_config
@@ -356,17 +357,19 @@ class VllmEngine(Engine[Config]):
 
     def sleep(self) -> None:
         """Free the device for others, if the engine does not stay on it."""
-        if self._sleeps and not self._asleep:
-            self._asleep = True
+        if self._sleeps and self._asleep is None:
+            [self._asleep] = self._llm.collective_rpc(engine_weights.parameter_sums)
             self._llm.sleep(level=1)
 
     def wake(self) -> None:
-        """Undo `sleep`. Raises RuntimeError when the trained weights are not those from before."""
-        if not self._asleep:
+        """Undo `sleep`. Raises RuntimeError when a weight, trained or not, is another than before:
+        some versions of vLLM corrupt weights in their sleep."""
+        if self._asleep is None:
             return
         self._llm.wake_up()
-        self._asleep = False
-        if problem := self._fingerprint and self._difference():
+        [lost] = self._llm.collective_rpc(engine_weights.parameter_difference, args=(self._asleep,))
+        self._asleep = None
+        if problem := lost or (self._fingerprint and self._difference()):
             self._failed = True
             raise RuntimeError(
                 f"the inference engine woke up with {problem}. Set engine.residency: 'resident', "

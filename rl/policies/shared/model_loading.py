@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl.api.policy import LoraSection
+from rl.console.console import warn
 from rl.files.adapter_base import ADAPTER_CONFIG, read_config
 from rl.text.untrusted import shown
 
@@ -58,7 +59,7 @@ def adapt(
     inside = [layer for layer in linear if re.fullmatch(within or ".*", layer)]
     known = {layer.rpartition(".")[2] for layer in inside}
     # PEFT raises only when none of the names matches.
-    if lost := [name for name in names if name not in known]:
+    if lost := [name for name in names if not _ends_one(name, inside)]:
         raise ValueError(
             f"policy.lora.target_modules: {', '.join(map(repr, lost))} is the name of no layer"
             f"{' that may be adapted' if within else ''} in this model, and nothing would be "
@@ -107,4 +108,15 @@ def _with_saved_adapter(model: Any, adapter_path: str) -> Any:
             f"of the model, and {len(keys.missing_keys)} tensors of adapted layers are not in it "
             f"({first}); {remedy}"
         )
+    named, layers = adapted.peft_config["default"].target_modules, dict(model.named_modules())
+    if lost := [] if isinstance(named, str) else [n for n in named if not _ends_one(n, layers)]:
+        warn(
+            f"{where}: its {ADAPTER_CONFIG} names {', '.join(map(repr, sorted(lost)))}, which is "
+            "the name of no layer in this model; nothing is trained there"
+        )
     return adapted
+
+
+def _ends_one(name: str, layers: Iterable[str]) -> bool:
+    """Whether a layer is called `name`, which may be the end of a path ('self_attn.q_proj')."""
+    return any(f".{layer}".endswith(f".{name}") for layer in layers)
