@@ -62,10 +62,6 @@ class Made:
     num_written: int = 0
     """Pages that were written now."""
 
-    @property
-    def chunks(self) -> list[int]:
-        return sorted({iteration // CHUNK for iteration, _ in self.iterations})
-
 
 class _Part(BaseModel):
     """Pages that are written together."""
