@@ -115,7 +115,12 @@ def export(args: argparse.Namespace) -> None:
         else:
             config = model_config(trained, args.base, args.text_encoder_from)
             merge(trained, config, args.dtype or config.dtype, args.form != "text-encoder", part)
-        write_card(trained, part, args.form, not args.no_pictures)
+        evidence = None
+        if trained.run_dir is not None:
+            with stage("writing the card"):
+                evidence = gather(trained.run_dir, trained.iterations, part, not args.no_pictures)
+        card = model_card(trained.config, trained.iterations, trained.metrics, args.form, evidence)
+        (part / MODEL_CARD).write_text(scrub(card), encoding="utf-8")
 
 
 @contextmanager
@@ -219,16 +224,6 @@ def _inside(file: Path) -> Path:
     if file.is_symlink() and not (place.is_relative_to(folder) or place.parent == blobs):
         raise ValueError(f"{file} is a link to {place}, elsewhere; put the file itself there")
     return file
-
-
-def write_card(trained: Trained, target: Path, form: Form, with_pictures: bool) -> None:
-    """README.md beside the exported files."""
-    evidence = None
-    if trained.run_dir is not None:
-        with stage("writing the card"):
-            evidence = gather(trained.run_dir, trained.iterations, target, with_pictures)
-    card = model_card(trained.config, trained.iterations, trained.metrics, form, evidence)
-    (target / MODEL_CARD).write_text(scrub(card), encoding="utf-8")
 
 
 if __name__ == "__main__":
