@@ -156,7 +156,7 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
         cache_gb=None if stated.cache_mb is None else stated.cache_mb * 2**20 / 1e9,
         own_gb=stated.own_gb + (0 if policy.config.lora is None else stated.adapter_gb),
         weights_gb=params * num_bytes / 1e9,
-        kv_bytes=model.kv_bytes(num_bytes),
+        kv_bytes=model.num_cached * num_bytes,
         step_bytes=model.mlp_bytes(num_bytes)
         + (2 + model.deepstack_levels) * model.width * num_bytes,
         longest_tokens=stated.max_model_len or longest,

@@ -294,7 +294,11 @@ class TrainedPolicy(Policy[TrainedConfigT]):
 
     def _outside_names(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.module.adapted:
-            return {peft_name(n): t.detach().clone() for n, t in tensors.items()}
+            # `model.base_model...lora_A.default.weight`: PEFT's own names lack `.default`.
+            return {
+                name.removeprefix(WRAPPER).replace(".default.", "."): tensor.detach().clone()
+                for name, tensor in tensors.items()
+            }
         import torch
 
         dtype = getattr(torch, self.config.dtype)
@@ -312,12 +316,6 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         written = self.module.model.peft_config["default"].to_dict()
         config = {k: sorted(v) if isinstance(v, set) else v for k, v in written.items()}
         return {**config, **noted(self.base(self.config), type(self.module.base_model).__name__)}
-
-
-def peft_name(parameter_name: str) -> str:
-    """`model.base_model...lora_A.default.weight` -> PEFT's state-dict name for it."""
-    assert parameter_name.startswith(WRAPPER) and ".default." in parameter_name, parameter_name
-    return parameter_name.removeprefix(WRAPPER).replace(".default.", ".")
 
 
 def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
