@@ -73,22 +73,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
     print(f"wrote {args.target}")
-    if args.push_to:
-        push(args.target, args.push_to)
-
-
-def push(folder: Path, repo_id: str) -> None:
-    """Upload it. What goes wrong is a warning: the folder is written."""
+    if not args.push_to:
+        return
     try:
-        with stage(f"uploading to {repo_id}"):
-            hub.upload(folder, repo_id, "exported")
+        with stage(f"uploading to {args.push_to}"):
+            hub.upload(args.target, args.push_to, "exported")
     except Exception as error:  # the network and its library may fail in any way
-        warn(
-            scrub(
-                f"the upload to {repo_id!r} failed: {error!r}; {folder} is whole, upload it by "
-                f"hand: hf upload {repo_id} {folder}"
-            )
+        problem = (
+            f"the upload to {args.push_to!r} failed: {error!r}; {args.target} is whole, upload it "
+            f"by hand: hf upload {args.push_to} {args.target}"
         )
+        warn(scrub(problem))
 
 
 def export(args: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ from rl.report.episode_rows import (
     LEVELS,
     WHOLE,
     Limits,
+    Pieces,
     finding_row,
     group_row,
     groups_of,
@@ -40,7 +41,6 @@ from rl.report.reading import (
     read_config,
 )
 from rl.report.script import call, literal
-from rl.report.tokens import Pieces
 
 MAX_PAGE_BYTES = 300_000
 CHUNK = 20

@@ -38,33 +38,29 @@ class PackedDecoder:
 
     @torch.no_grad()
     def step(self, token_ids_B: Sequence[int] | None) -> torch.Tensor:
-        """Append a token to every row (None: start) -> [B, V] float32 logits of the next one."""
-        last_BD = self._read_prompts() if token_ids_B is None else self._append(token_ids_B)
+        """Append a token to every row (None: read the prompts) -> [B, V] float32 logits of the next
+        one."""
+        if token_ids_B is None:
+            out = self._module.backbone(self._batch, use_cache=True)
+            self._cache = out.past_key_values
+            for layer in self._cache.layers:
+                layer.keys, layer.values = self._as_rows(layer.keys), self._as_rows(layer.values)
+            ends = [group.start + group.prompt_len - 1 for group in self._batch.groups]
+            last_BD = self._shared_out(out.last_hidden_state[0, ends])
+        else:
+            ids_B1 = torch.tensor(token_ids_B, device=self._seen_BT.device)[:, None]
+            self._seen_BT = torch.cat([self._seen_BT, torch.ones_like(ids_B1).bool()], dim=1)
+            out = self._model.model(
+                input_ids=ids_B1,
+                attention_mask=self._seen_BT[:, None, None],
+                position_ids=self._next_B.expand(*self._position_axes, -1)[..., None],
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+            self._next_B = self._next_B + 1
+            last_BD = out.last_hidden_state[:, -1]
         logits: torch.Tensor = self._model.lm_head(last_BD).float()
         return logits
-
-    def _read_prompts(self) -> torch.Tensor:
-        """[B, D] states of the prompts' last tokens; fills the cache."""
-        out = self._module.backbone(self._batch, use_cache=True)
-        self._cache = out.past_key_values
-        for layer in self._cache.layers:
-            layer.keys, layer.values = self._as_rows(layer.keys), self._as_rows(layer.values)
-        ends = [group.start + group.prompt_len - 1 for group in self._batch.groups]
-        return self._shared_out(out.last_hidden_state[0, ends])
-
-    def _append(self, token_ids_B: Sequence[int]) -> torch.Tensor:
-        """[B, D] states of these tokens."""
-        ids_B1 = torch.tensor(token_ids_B, device=self._seen_BT.device)[:, None]
-        self._seen_BT = torch.cat([self._seen_BT, torch.ones_like(ids_B1).bool()], dim=1)
-        states_B1D: torch.Tensor = self._model.model(
-            input_ids=ids_B1,
-            attention_mask=self._seen_BT[:, None, None],
-            position_ids=self._next_B.expand(*self._position_axes, -1)[..., None],
-            past_key_values=self._cache,
-            use_cache=True,
-        ).last_hidden_state
-        self._next_B = self._next_B + 1
-        return states_B1D[:, -1]
 
     def _as_rows(self, packed: torch.Tensor) -> torch.Tensor:
         """[1, H, S, D] -> [B, H, T, D], zeros after each prompt."""
