@@ -48,7 +48,8 @@ class Learner:
         self._config = config
         self._dist = dist
         self._num_iterations = num_iterations
-        self._num_steps = 0
+        self.version = 0
+        """Optimiser steps taken so far; skipped ones do not count."""
         self.is_whole = True
         """Becomes False for good if a step raises midway: weights and moments may then disagree."""
         with torch.no_grad():  # start from rank 0's weights: the ranks' random init may differ
@@ -64,11 +65,6 @@ class Learner:
             from rl.learner.deepspeed import DeepSpeedBackend
 
             self._backend = DeepSpeedBackend(policy.module, config.optimizer, dist)
-
-    @property
-    def version(self) -> int:
-        """Optimiser steps taken so far; skipped ones do not count."""
-        return self._num_steps
 
     def begin(
         self,
@@ -139,7 +135,7 @@ class Learner:
         self.is_whole = False
         outcome = self._backend.step(learning_rate, gradient_scale)
         self.is_whole = True
-        self._num_steps += outcome.applied
+        self.version += outcome.applied
         return outcome
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
@@ -172,7 +168,7 @@ class Learner:
         live = trainable_parameters(self._policy.module)
         sharded = is_sharded(self._policy.module)
         tensors = self.trainable_tensors() if sharded else {n: p.detach() for n, p in live.items()}
-        return self._policy.export_weights(tensors, self._num_steps)
+        return self._policy.export_weights(tensors, self.version)
 
     @property
     def state_bytes(self) -> int:
@@ -188,7 +184,7 @@ class Learner:
         needs saving.
         """
         tensors = self._backend.state(self._dist.is_main or on_all_ranks)
-        return tensors, {"version": self._num_steps}
+        return tensors, {"version": self.version}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
         """Continue from what `state()` returned; every rank brings all of it.
@@ -210,8 +206,8 @@ class Learner:
                 "model, LoRA rank and targets), or start under a new run_name."
             )
         require_finite(tensors.items(), "this checkpoint")
-        self._num_steps = int(meta["version"])
-        self._backend.load(dict(tensors), self._num_steps)
+        self.version = int(meta["version"])
+        self._backend.load(dict(tensors), self.version)
 
     def _shapes(self) -> dict[str, torch.Size]:
         return {

@@ -175,12 +175,9 @@ def _write_chunk(
         read = [read_rows(path) for path in files]
         rows: list[Record] = [row for rows_here, _ in read for row in rows_here]
         names, groups = part_names(rows), groups_of(rows)
-
-        def encoded(limits: Limits, groups: Any = groups, names: Any = names) -> list[str]:
-            return [literal(group_row(group, names, run_dir, pieces, limits)) for group in groups]
-
         page = f"it_{iteration:06d}"
-        _write(pages, part, page, {"it": iteration, "parts": names}, encoded)
+        makers = [partial(group_row, group, names, run_dir, pieces) for group in groups]
+        _write(pages, part, page, {"it": iteration, "parts": names}, makers)
         finding = [finding_row(g, group, names) for g, group in enumerate(groups)]
         found[str(iteration)] = {"parts": names, "rows": finding}
         part.groups.append((iteration, len(groups)))
@@ -200,14 +197,10 @@ def _write_evaluation(
 ) -> None:
     rows, damaged = named_rows(folder / "records.jsonl", "id")
     names = part_names(rows)
-
-    def encoded(limits: Limits) -> list[str]:
-        return [
-            literal(record_row(row, names, folder, stock.get(str(row["id"])), pieces, limits))
-            for row in rows
-        ]
-
-    _write(pages, part, name, {"it": iteration, "parts": names}, encoded)
+    makers = [
+        partial(record_row, row, names, folder, stock.get(str(row["id"])), pieces) for row in rows
+    ]
+    _write(pages, part, name, {"it": iteration, "parts": names}, makers)
     if damaged:
         part.damaged[f"evaluation/{folder.name}"] = len(damaged)
 
@@ -217,15 +210,15 @@ def _write(
     part: _Part,
     name: str,
     head: Mapping[str, Any],
-    encoded: Callable[[Limits], list[str]],
+    makers: Sequence[Callable[[Limits], Mapping[str, Any]]],
 ) -> None:
-    """The rows under the first limits that let them stand in one page; under the last they may
-    take several."""
+    """The rows, one of each maker, under the first limits that let them stand in one page; under
+    the last they may take several."""
     room = MAX_PAGE_BYTES - 2000
     rows: list[str] = []
     limits = WHOLE
     for limits in LEVELS:
-        rows = encoded(limits)
+        rows = [literal(make(limits)) for make in makers]
         if sum(len(row.encode()) + 1 for row in rows) < room:
             break
     pages_rows: list[list[str]] = [[]]
