@@ -86,6 +86,7 @@ class Learner:
         together = collective or self._backend.in_step
         rows = [(p, ids) for p, ids_G in zip(prompts_P, ids_PG, strict=True) for ids in ids_G]
         filler = shared_filler(rows, self._dist) if together else None
+        num_planned = self._config.prompts_per_iteration * self._config.generations_per_prompt
         minibatches = []
         for groups in split_evenly(len(prompts_P), config.updates_per_iteration):
             max_tokens = config.max_tokens_per_micro_batch
@@ -93,7 +94,14 @@ class Learner:
             if together:
                 micro_batches = in_step(micro_batches, filler, self._dist)
             lengths = [len(ids_PG[p][g]) for p in groups for g in range(num_completions_P[p])]
-            minibatches.append(Minibatch(micro_batches, self._planned(lengths)))
+            num_tokens, num_sequences = self._dist.sum_floats([sum(lengths), len(lengths)])
+            planned = Denominators(
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+                num_completions=num_planned / config.updates_per_iteration,
+                max_completion_tokens=self._config.sampling.max_completion_tokens,
+            )
+            minibatches.append(Minibatch(micro_batches, planned))
         # With dropout the training forward is not the function that was sampled from.
         has_dropout = any(
             isinstance(part, torch.nn.Dropout) and part.p > 0
@@ -117,18 +125,6 @@ class Learner:
             keeps_graphs=exact and self._backend.keeps_graphs,
             collective=collective,
             optimizer_step=self._optimizer_step,
-        )
-
-    def _planned(self, lengths: Sequence[int]) -> Denominators:
-        """One step's denominators over all ranks, as if every token were graded."""
-        config = self._config
-        num_tokens, num_sequences = self._dist.sum_floats([sum(lengths), len(lengths)])
-        planned = config.prompts_per_iteration * config.generations_per_prompt
-        return Denominators(
-            num_tokens=num_tokens,
-            num_sequences=num_sequences,
-            num_completions=planned / config.optimizer.updates_per_iteration,
-            max_completion_tokens=config.sampling.max_completion_tokens,
         )
 
     def _optimizer_step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:

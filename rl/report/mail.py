@@ -15,9 +15,8 @@ from rl.files.atomic import write_atomically
 from rl.files.images import open_picture
 from rl.report.folder import to_oneself
 from rl.report.page import rendered
-from rl.report.pages import CHUNK, Made
+from rl.report.pages import CHUNK, Made, call, literal, value_of
 from rl.report.reading import picture_of
-from rl.report.script import call, literal, value_of
 
 MAX_BYTES = 5_000_000
 _TABLES = 0.4

@@ -20,9 +20,8 @@ from markupsafe import Markup
 from rl.files.atomic import write_atomically
 from rl.report.curves import CURVES, drawn, how_drawn, points
 from rl.report.folder import to_oneself
-from rl.report.pages import CHUNK, Made, refresh
+from rl.report.pages import CHUNK, Made, literal, refresh
 from rl.report.reading import Record, named_rows, read_config, read_evaluations
-from rl.report.script import literal
 from rl.report.summary import INTERVAL, alarms, beside, learnt
 from rl.run.metric_table import doc_of
 from rl.text.untrusted import without_lone_surrogates

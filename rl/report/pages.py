@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,11 +41,13 @@ from rl.report.reading import (
     picture,
     read_config,
 )
-from rl.report.script import call, literal
 
 MAX_PAGE_BYTES = 300_000
 CHUNK = 20
 """Iterations whose pages are written again together."""
+_CALL = re.compile(r'page\.data\("[a-z0-9_]+",(.*)\);\n', re.DOTALL)
+"""As `call` writes it: a page on a disk has classic scripts, no modules and no `fetch`."""
+_SPECIAL = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
 _OURS = re.compile(r"(?:it|find|(?:other_)?eval)_\d{6,}(?:_\d+)?\.js")
 
 
@@ -249,3 +252,23 @@ def _stock_pictures(path: Path) -> dict[str, str | None]:
         for identity, drawn in files.items()
         if isinstance(drawn, Mapping)
     }
+
+
+def literal(value: Any) -> str:
+    """`value` as JSON that is also JavaScript, and ends no `<script>` that it stands in, whatever
+    text it holds."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _SPECIAL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def call(name: str, value: Any) -> str:
+    """The data page `name`: hands its value to `rl/report/page/base.js`."""
+    return f"page.data({literal(name)},{literal(value)});\n"
+
+
+def value_of(script: str) -> Any:
+    """What a data page holds. Raises ValueError for what is none, such as one that says more."""
+    found = _CALL.fullmatch(script)
+    if found is None:
+        raise ValueError("no data page")
+    return json.loads(found[1])

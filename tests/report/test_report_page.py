@@ -35,8 +35,8 @@ from rl.report.curves import (
 )
 from rl.report.mail import write_single_file
 from rl.report.page import times, write_page
+from rl.report.pages import value_of
 from rl.report.reading import Evaluation
-from rl.report.script import value_of
 from rl.report.summary import alarms, learnt
 from rl.run.metric_table import METRICS, doc_of
 
