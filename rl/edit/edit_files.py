@@ -67,8 +67,8 @@ def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequ
     [*_, path] = paths
     if len(paths) == 1 and path.suffix == ".jsonl":
         return _rows(path, instruction)
-    said = Path(instruction or "")
-    if instruction is None or (said.suffix.lower() in PICTURES and not not_a_file(said)):
+    is_picture = Path(instruction or "").suffix.lower() in PICTURES
+    if instruction is None or (is_picture and not not_a_file(Path(instruction))):
         raise ValueError(
             f"{path}: say what to do with it; the instruction comes last: rl edit --run RUN {path} "
             "'your words'"
