@@ -130,7 +130,13 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
     if keys:
         blocks[f"tried on made-up inputs, so that their code has run: {', '.join(keys)}"] = []
     if online and not found:
-        blocks["judge, asked now"], found = _asked_now(resolved)
+        judge, lines = config.judge, ["no reward asks one"]
+        if resolved.needs_judge and judge.start_command:
+            lines = ["not asked: it is there once the run has started it, and asked then"]
+        elif resolved.needs_judge:
+            heard = asyncio.run(ask_judge(resolved, resolve_api_bases(judge.api_base), wait_s=0.0))
+            lines, found = heard.lines or ["none answered"], heard.problems
+        blocks["judge, asked now"] = lines
     last, code = _verdict(found, footprint.unknowns(resolved))
     lines = ["\n  ".join([title, *block]) for title, block in blocks.items()]
     return "\n".join([*lines, last]), code
@@ -226,17 +232,6 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         if draws and evaluation.stock_arm and not resolved.policy.cls.starts_as_stock:
             lines.append(f"stock arm: {2 * held_out} more, once")
     return lines
-
-
-def _asked_now(resolved: build.Resolved) -> tuple[list[str], list[str]]:
-    """(the judge's answers, problems)."""
-    judge = resolved.config.judge
-    if not resolved.needs_judge:
-        return ["no reward asks one"], []
-    if judge.start_command:
-        return ["not asked: it is there once the run has started it, and asked then"], []
-    heard = asyncio.run(ask_judge(resolved, resolve_api_bases(judge.api_base), wait_s=0.0))
-    return heard.lines or ["none answered"], heard.problems
 
 
 def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ from rl.build import Resolved
 from rl.check.compatibility import RANKS_OF_A_NODE, plug_problems
 from rl.config.schema import RunConfig
 from rl.memory import footprint, memory_plan
-from rl.memory.memory_plan import PHASES, InferenceEngine, Plan, Sizes
+from rl.memory.memory_plan import PHASES, InferenceEngine, Plan
 
 SHARE = "engine.gpu_memory_utilization"
 CACHE = "engine.kv_cache_memory_mb"
@@ -117,7 +117,8 @@ def _hints(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes) -> tu
 def _remedies(resolved: Resolved) -> list[tuple[str, Any]]:
     """(key, value) in the order in which they are tried: what costs the least speed comes first.
     One that a config does not take, or that saves nothing there, is passed over."""
-    sizes = _known(resolved)
+    sizes = footprint.gpu_sizes(resolved)
+    assert sizes is not None, "no key is tried where they are unknown"
     savings = [
         (f"{plug.key}.{saving.key}", saving)
         for plug in resolved.model_runners
@@ -141,12 +142,6 @@ def _remedies(resolved: Resolved) -> list[tuple[str, Any]]:
     ]
 
 
-def _known(resolved: Resolved) -> Sizes:
-    sizes = footprint.gpu_sizes(resolved)
-    assert sizes is not None, "no key is tried where they are unknown"
-    return sizes
-
-
 def _planned(resolved: Resolved, changes: Changes, gpu_gb: float) -> Plan | None:
     """The plan under these values; None where the config does not take them, or they are a new
     problem."""
@@ -163,8 +158,8 @@ def _planned(resolved: Resolved, changes: Changes, gpu_gb: float) -> Plan | None
         return None
     if not set(plug_problems(changed)) <= set(plug_problems(resolved)):
         return None
-    plan = memory_plan.plan(_known(changed), gpu_gb)
-    starves = plan.inference is not None and plan.inference.starves(gpu_gb)
+    plan = footprint.footprint(changed, gpu_gb)
+    starves = plan and plan.inference and plan.inference.starves(gpu_gb)
     return None if starves else plan
 
 

@@ -25,13 +25,12 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.checkpoints.best import best_of, held_out_rewards
 from rl.checkpoints.disk_room import is_full, when_there_is_room
 from rl.config import formats
 from rl.config.paths import not_a_file
 from rl.config.schema import CheckpointConfig
 from rl.console.console import warn
-from rl.files.atomic import fsync, row_of, write_atomically
+from rl.files.atomic import fsync, read_rows, row_of, write_atomically
 from rl.files.held import GoneError, place
 from rl.publish import hub
 from rl.ranks.dist import Dist
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 MODEL_FOLDER = "model"
 MODEL_CARD = "README.md"
 """In the model's folder; not in the manifest, since it changes when the held-out run is known."""
-BEST = "the best on held-out samples"
 LAST_WRITTEN = "last_checkpoint.txt"
 SAVING = ".saving.lock"
 """Held by the process that writes a checkpoint."""
@@ -234,21 +232,26 @@ class Checkpoints:
                 warn(f"checkpoint {name} is written; after it: {error}")
 
     def _prune(self) -> None:
-        """Rename all but the newest two whole checkpoints, the best, the ones kept for ever, and
-        those that somebody else has written into."""
-        steps = steps_of(self.folder.parent)
-        whole = [path for path in steps if problem_of(path, hashes=False) is None]
-        newest, every = whole[-_NUM_NEWEST_KEPT:], self._config.keep_every_n_iterations
-        stays = why_they_stay(self.folder.parent)
+        """Rename all but the newest two whole checkpoints, the best on held-out samples or what may
+        be it, the ones kept for ever, and those that are not exactly what a save wrote."""
+        steps, rewards = steps_of(self.folder.parent), held_out_rewards(self.folder.parent)
+        whole = {iteration_of(path) for path in steps if problem_of(path, hashes=False) is None}
+        every = self._config.keep_every_n_iterations
+        kept = {*sorted(whole)[-_NUM_NEWEST_KEPT:], best_of(sorted(whole), rewards)}
+        kept |= {iteration for iteration in whole if every and iteration % every == 0}
         for path in steps:
-            if path in newest or (every and path in whole and iteration_of(path) % every == 0):
+            iteration = iteration_of(path)
+            if iteration in kept:
                 continue
-            if why := stays[path]:
-                if why != BEST and path not in self._reported:
-                    warn(f"the old checkpoint {path.name} stays: {why}")
-                self._reported.add(path)
+            if iteration in whole - rewards.keys():
+                why = "metrics.jsonl has no readable line of it: it may be the best"
             else:
+                why = _why_changed(path)
+            if not why:
                 path.rename(self.folder / f"{_ASIDE_PREFIX}pruned-{path.name}")
+            elif path not in self._reported:
+                warn(f"the old checkpoint {path.name} stays: {why}")
+                self._reported.add(path)
 
     def _sweep(self) -> None:
         """Delete what pruning, a kill or a failure left aside."""
@@ -358,23 +361,23 @@ def steps_of(run_dir: Path) -> list[Path]:
     return sorted(named, key=iteration_of)
 
 
-def why_they_stay(run_dir: Path) -> dict[Path, str]:
-    """Each checkpoint of a run -> why nothing may delete it, or '': it is the best on held-out
-    samples, may be, or is not exactly what a save wrote."""
-    steps, rewards = steps_of(run_dir), held_out_rewards(run_dir)
-    whole = {iteration_of(path) for path in steps if problem_of(path, hashes=False) is None}
-    best = best_of(sorted(whole), rewards)
-    unknown = "metrics.jsonl has no readable line of it, which would say whether it is the best"
-    stays = {}
-    for path in steps:
-        iteration = iteration_of(path)
-        if iteration == best:
-            stays[path] = BEST
-        elif iteration in whole - rewards.keys():
-            stays[path] = unknown
-        else:
-            stays[path] = _why_changed(path)
-    return stays
+def held_out_rewards(run_dir: Path) -> dict[int, float | None]:
+    """Iterations done -> mean held-out reward, 0..1, or None where it was not measured; without
+    iterations that have no readable line."""
+    file = run_dir / "metrics.jsonl"
+    rewards: dict[int, float | None] = {0: None}  # before training there may be no line
+    for row in read_rows(file)[0] if file.is_file() else []:
+        if type(row.get("iteration")) is int:
+            value: Any = row.get("eval/reward")
+            is_one = type(value) in (int, float) and 0 <= value <= 1
+            rewards[row["iteration"]] = float(value) if is_one else None
+    return rewards
+
+
+def best_of(iterations: Sequence[int], rewards: dict[int, float | None]) -> int | None:
+    """Which of them scored highest, of equals the earliest; None: none was measured."""
+    measured = [(-reward, it) for it in iterations if (reward := rewards.get(it)) is not None]
+    return min(measured)[1] if measured else None
 
 
 def _why_changed(path: Path) -> str:

@@ -90,33 +90,28 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rl edit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "what", nargs="+", help="pictures of one edit, a folder or a .jsonl file; instruction last"
-    )
-    parser.add_argument(
-        "--run", "--adapter", type=Path, required=True, help="run folder, or one of its checkpoints"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("what", nargs="+", help="pictures of one edit, a folder or a .jsonl file; instruction last")
+    add("--run", "--adapter", type=Path, required=True, help="run folder, or a checkpoint of it")
+    add(
         "--checkpoint",
         default="latest",
         help="latest, best (on held-out samples), or a number of iterations; default: latest",
     )
-    parser.add_argument("--out", type=Path, default=Path("edits"), help="default: edits/")
-    parser.add_argument("--seed", type=int, default=0, help="another one gives another picture")
-    parser.add_argument("--steps", type=at_least_one, help="denoising steps; default: the run's")
-    parser.add_argument(
+    add("--out", type=Path, default=Path("edits"), help="default: edits/")
+    add("--seed", type=int, default=0, help="another one gives another picture")
+    add("--steps", type=at_least_one, help="denoising steps; default: the run's")
+    add(
         "--size",
         type=_size,
         default=(),
         help="1024x768, or 1024: about so many squared in the source's aspect; default: the run's",
     )
-    parser.add_argument("--only-edit", action="store_true", help="draw nothing beside: no sheet")
-    parser.add_argument(
-        "--only-words", action="store_true", help="write no picture, and load no renderer"
-    )
-    parser.add_argument("--batch-size", type=at_least_one, default=4, help="pictures at once")
-    parser.add_argument("--device", default="auto", help="default: CUDA, else the CPU")
-    parser.add_argument(
+    add("--only-edit", action="store_true", help="draw nothing beside: no sheet")
+    add("--only-words", action="store_true", help="write no picture, and load no renderer")
+    add("--batch-size", type=at_least_one, default=4, help="pictures at once")
+    add("--device", default="auto", help="default: CUDA, else the CPU")
+    add(
         "--set",
         action="append",
         default=[],

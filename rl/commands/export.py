@@ -73,22 +73,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
     print(f"wrote {args.target}")
-    if args.push_to:
-        push(args.target, args.push_to)
-
-
-def push(folder: Path, repo_id: str) -> None:
-    """Upload it. What goes wrong is a warning: the folder is written."""
+    if not args.push_to:
+        return
     try:
-        with stage(f"uploading to {repo_id}"):
-            hub.upload(folder, repo_id, "exported")
+        with stage(f"uploading to {args.push_to}"):
+            hub.upload(args.target, args.push_to, "exported")
     except Exception as error:  # the network and its library may fail in any way
-        warn(
-            scrub(
-                f"the upload to {repo_id!r} failed: {error!r}; {folder} is whole, upload it by "
-                f"hand: hf upload {repo_id} {folder}"
-            )
+        problem = (
+            f"the upload to {args.push_to!r} failed: {error!r}; {args.target} is whole, upload it "
+            f"by hand: hf upload {args.push_to} {args.target}"
         )
+        warn(scrub(problem))
 
 
 def export(args: argparse.Namespace) -> None:
@@ -115,7 +110,12 @@ def export(args: argparse.Namespace) -> None:
         else:
             config = model_config(trained, args.base, args.text_encoder_from)
             merge(trained, config, args.dtype or config.dtype, args.form != "text-encoder", part)
-        write_card(trained, part, args.form, not args.no_pictures)
+        evidence = None
+        if trained.run_dir is not None:
+            with stage("writing the card"):
+                evidence = gather(trained.run_dir, trained.iterations, part, not args.no_pictures)
+        card = model_card(trained.config, trained.iterations, trained.metrics, args.form, evidence)
+        (part / MODEL_CARD).write_text(scrub(card), encoding="utf-8")
 
 
 @contextmanager
@@ -219,16 +219,6 @@ def _inside(file: Path) -> Path:
     if file.is_symlink() and not (place.is_relative_to(folder) or place.parent == blobs):
         raise ValueError(f"{file} is a link to {place}, elsewhere; put the file itself there")
     return file
-
-
-def write_card(trained: Trained, target: Path, form: Form, with_pictures: bool) -> None:
-    """README.md beside the exported files."""
-    evidence = None
-    if trained.run_dir is not None:
-        with stage("writing the card"):
-            evidence = gather(trained.run_dir, trained.iterations, target, with_pictures)
-    card = model_card(trained.config, trained.iterations, trained.metrics, form, evidence)
-    (target / MODEL_CARD).write_text(scrub(card), encoding="utf-8")
 
 
 if __name__ == "__main__":

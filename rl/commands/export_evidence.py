@@ -12,18 +12,9 @@ from PIL.Image import DecompressionBombError, Image
 from rl.files.images import downscale, open_picture, png_bytes
 from rl.files.panels import pyplot
 from rl.publish.model_card import OWN_WORDS, Comparison, Evidence, Shown
+from rl.report import reading
 from rl.report.curves import points, smooth
-from rl.report.reading import (
-    Evaluation,
-    Record,
-    number,
-    other_sources,
-    picture,
-    read_evaluations,
-    read_named,
-    shown_of,
-    words_of,
-)
+from rl.report.reading import Evaluation, Record
 from rl.report.summary import Change, learnt
 
 PICTURES_FOLDER = "pictures"
@@ -49,10 +40,10 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
     written into `target`. None where fewer than two were made by then."""
     metrics = [
         row
-        for row in read_named(run_dir / "metrics.jsonl", "iteration")
+        for row in reading.read_named(run_dir / "metrics.jsonl", "iteration")
         if row["iteration"] <= done
     ]
-    evaluations = [_readable(evaluation) for evaluation in read_evaluations(run_dir, done)]
+    evaluations = [_readable(evaluation) for evaluation in reading.read_evaluations(run_dir, done)]
     found = learnt(evaluations)
     if found is None:
         return None
@@ -88,7 +79,8 @@ def _readable(evaluation: Evaluation) -> Evaluation:
         if all(isinstance(record.get(key), str) for key in ("id", "instruction", "completion"))
         and isinstance(record.get("category"), str | None)
         and all(
-            record.get(key) is None or number(record[key]) is not None for key in ("reward", *ARMS)
+            record.get(key) is None or reading.number(record[key]) is not None
+            for key in ("reward", *ARMS)
         )
     }
     return replace(evaluation, records=records)
@@ -127,7 +119,7 @@ def _arms(after: Evaluation) -> Sequence[Comparison]:
         for record in after.records.values():
             if record.get(key) is not None and record.get("reward") is not None:
                 change.rewards.append((record[key], record["reward"]))
-                change.shown.append(shown_of(record) or [record["id"]])
+                change.shown.append(reading.shown_of(record) or [record["id"]])
         if change.rewards:
             found.append(comparison(change))
     return found
@@ -140,7 +132,7 @@ def _sample(
     old, new = before.records[identity], after.records[identity]
     sides = {OWN_WORDS: (before, old.get("bare_file"))}
     if old.get("source_file") is not None:
-        sources = [old["source_file"], *other_sources(old)]
+        sources = [old["source_file"], *reading.other_sources(old)]
         sides = {f"source{n}" if n > 1 else "source": (before, f) for n, f in enumerate(sources, 1)}
     sides |= {
         "before": (before, old.get("image_file")),
@@ -155,7 +147,7 @@ def _sample(
                 (target / files[-1]).write_bytes(png_bytes(downscale(image, PICTURE_SIDE_PX)))
     return Shown(
         instruction=str(old["instruction"]),
-        words=(str(words_of(old)), str(words_of(new))),
+        words=(str(reading.words_of(old)), str(reading.words_of(new))),
         rewards=(old.get("reward"), new.get("reward")),
         files=tuple(files),
     )
@@ -163,7 +155,7 @@ def _sample(
 
 def _picture(folder: Path, file: object) -> Image | None:
     """None for what is no picture in that very folder."""
-    name = picture(folder, file)
+    name = reading.picture(folder, file)
     if name is None or "/" in name:
         return None
     try:

@@ -99,7 +99,11 @@ def tokenize(options: argparse.Namespace) -> None:
     rows = open_rows(options)
     feature, lists = options.output_path / "feature", options.output_path / "list"
     continue_only_the_same(feature, lists / "made_from.json", options.made_from)
-    files = [feature / f"{_name(options, rows, index)}{SUFFIX}" for index in range(len(rows))]
+    numbers = range(len(rows))
+    names = [f"{rows.number_of(index):08d}" for index in numbers]
+    if options.id_key:
+        names = [quote(rows.id_of(index), safe="") for index in numbers]
+    files = [feature / f"{name}{SUFFIX}" for name in names]
     missing = [index for index, file in enumerate(files) if not file.is_file()]
     device = pick_device(options.device)
     codec = load_codec(options.model_path, options.revision, options.dtype, device)
@@ -161,10 +165,6 @@ def continue_only_the_same(feature: Path, note: Path, made_from: Mapping[str, ob
             "the same, or choose another --output-path"
         )
     write_atomically(note, json.dumps(made_from, indent=2))
-
-
-def _name(options: argparse.Namespace, rows: Rows, index: int) -> str:
-    return quote(rows.id_of(index), safe="") if options.id_key else f"{rows.number_of(index):08d}"
 
 
 def encode(

@@ -18,6 +18,9 @@ from rl.text import terminal
 
 VARIABLE = "APP__BASE_EXP_DIR"
 NAME_WIDTH = 24
+_WRAPPED = textwrap.TextWrapper(
+    80, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+)
 _ROW = f"{{:<{NAME_WIDTH}}} {{:<11}} {{:>8}} {{:>6}} {{:>10}} {{:>16}}"
 
 
@@ -62,22 +65,14 @@ def list_runs(folder: str) -> int:
         details += [shown(run.system, NAME_WIDTH), f"{decimal(run.num_bytes)}: {parts}"]
         if run.damaged:
             details.append(f"checkpoint {', '.join(map(str, run.damaged))} is damaged")
-        _print("; ".join(details))
+        print(_WRAPPED.fill("; ".join(details)))
     size = decimal(sum(summary.num_bytes for summary in summaries))
     print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {shown(folder, 56)}, {size}")
     for summary in summaries:
         if summary.problem:
             running = "running; " if summary.is_running else ""
-            _print(f"{shown(summary.path.name, 60)}: {running}{summary.problem}")
+            print(_WRAPPED.fill(f"{shown(summary.path.name, 60)}: {running}{summary.problem}"))
     return 0
-
-
-def _print(text: str) -> None:
-    """In lines of at most 80 columns."""
-    lines = textwrap.wrap(
-        text, 80, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-    )
-    print("\n".join(lines))
 
 
 if __name__ == "__main__":

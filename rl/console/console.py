@@ -125,9 +125,13 @@ class Console:
         self.say("-" * _BLOCK_WIDTH)
 
     def where_time_went(self, timer: PhaseTimer) -> None:
+        """A table of the run's phases, the longest first, and their sum."""
         table = Table("phase", "time", "share of wall", title="where did the time go (rank 0)")
-        for name, seconds, share in timer.closing_rows():
-            table.add_row(name, duration(seconds), f"{share:.1%}")
+        wall_s = max(timer.wall_s, 1e-9)
+        rows = sorted(timer.total.items(), key=lambda row: -row[1])
+        rows += [("(other)", max(0.0, wall_s - sum(timer.total.values()))), ("wall", wall_s)]
+        for name, taken_s in rows:
+            table.add_row(name, duration(taken_s), f"{taken_s / wall_s:.1%}")
         self._rich.print(table)
 
 
@@ -223,11 +227,3 @@ class PhaseTimer:
         self._this_iteration, self._waited = defaultdict(float), defaultdict(float)
         self._lap_s, self.model_flops = now_s, 0.0
         return metrics
-
-    def closing_rows(self) -> list[tuple[str, float, float]]:
-        """(phase, seconds, share of the wall time): all of the run, the longest first, and their
-        sum."""
-        wall_s = max(self.wall_s, 1e-9)
-        rows = sorted(self.total.items(), key=lambda row: -row[1])
-        rows += [("(other)", max(0.0, wall_s - sum(self.total.values()))), ("wall", wall_s)]
-        return [(name, taken_s, taken_s / wall_s) for name, taken_s in rows]

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import Distribution, version
 from itertools import count, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, model_validator
 
 from rl.config.messages import validate
 from rl.config.paths import not_a_file
+from rl.config.printing import printable
 from rl.data.shared.jsonl import read_lines, read_rows
-from rl.edit.editor import Editor, EditRequest, EditResult
+from rl.edit.editor import OWN_WORDS, STOCK, UNTRAINED, Arm, Editor, EditRequest, EditResult
 from rl.files.atomic import write_atomically
 from rl.files.images import png_bytes
+from rl.files.panels import panel, pyplot
 from rl.text.scrub import scrubbed
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 PICTURES = frozenset(
     (".avif", ".bmp", ".gif", ".heic", ".heif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -26,6 +32,18 @@ PICTURES = frozenset(
 """Endings of what is taken from a folder."""
 MAX_NAME_CHARS = 60
 PACKAGES = ("vlm-edit-rl", "torch", "transformers", "diffusers", "peft")
+PANEL_IN, WORDS_IN, TITLE_IN = 3.2, 0.9, 0.9
+"""Side of a picture, height of what is below it and above the row, inches."""
+DPI = 110
+TRAINED = ""
+TITLES = {
+    UNTRAINED: "before training",
+    TRAINED: "after training",
+    OWN_WORDS: "your words as they are",
+    STOCK: "the stock pipeline",
+}
+FONTS = ("DejaVu Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei")
+"""Those that are installed are asked in this order for a character."""
 
 
 def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequest]:
@@ -113,8 +131,6 @@ def free_stem(folder: Path, request: EditRequest) -> Path:
 def save(editor: Editor, result: EditResult, stem: Path) -> list[Path]:
     """Write the picture, the sheet (where more than the picture was drawn) and the JSON; returns
     what was written, the JSON last."""
-    from rl.edit.sheet import draw_sheet
-
     stem.parent.mkdir(parents=True, exist_ok=True)
     written: dict[str, Path] = {}
     if result.image is not None:
@@ -128,6 +144,47 @@ def save(editor: Editor, result: EditResult, stem: Path) -> list[Path]:
     text = json.dumps(scrubbed(as_json(editor, result, files)), indent=2, ensure_ascii=False)
     write_atomically(note, f"{text}\n")
     return [*written.values(), note]
+
+
+def draw_sheet(result: EditResult, made_by: str) -> bytes:
+    """PNG: the sources and what was drawn, each above its words. `made_by`: the run and how far
+    it was trained."""
+    from matplotlib import font_manager
+
+    plt = pyplot()
+    panels: list[tuple[Image | None, str, str | None]] = []
+    for number, source in enumerate(result.sources, 1):
+        title = "source" if len(result.sources) == 1 else f"source {number}"
+        # Under the last one, beside what was made of them.
+        words = result.request.instruction if number == len(result.sources) else None
+        panels.append((source, title, words))
+    edit = Arm(result.words, result.image, result.failure)
+    for name, title in TITLES.items():
+        arm = edit if name == TRAINED else result.arms.get(name)
+        if arm is not None:
+            panels.append((arm.image, title, arm.failure or arm.words))
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    fonts = [name for name in FONTS if name in installed]
+    height_in = TITLE_IN + PANEL_IN + WORDS_IN
+    with plt.rc_context({"font.family": fonts or ["sans-serif"]}):
+        figure = plt.figure(figsize=(PANEL_IN * len(panels) + 0.4, height_in), dpi=DPI)
+        grid = figure.add_gridspec(1, len(panels))
+        top, bottom = 1 - TITLE_IN / height_in, WORDS_IN / height_in
+        grid.update(left=0.02, right=0.98, top=top, bottom=bottom, wspace=0.06)
+        for number, shown in enumerate(panels):
+            panel(figure.add_subplot(grid[0, number]), *shown)
+        figure.text(
+            0.02,
+            1 - 0.32 / height_in,
+            printable(f"{made_by}, seed {result.seed}"),
+            fontsize=11,
+            color="0.35",
+            parse_math=False,
+        )
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+        plt.close(figure)
+    return buffer.getvalue()
 
 
 def as_json(editor: Editor, result: EditResult, files: Mapping[str, str]) -> dict[str, Any]:

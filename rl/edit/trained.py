@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,8 @@ from PIL.Image import DecompressionBombError
 
 from rl import build
 from rl.api import find
-from rl.checkpoints.best import held_out_rewards
-from rl.checkpoints.checkpoint import checkpoint_of, model_folder, read_state
+from rl.api.renderer import Renderer
+from rl.checkpoints.checkpoint import checkpoint_of, held_out_rewards, model_folder, read_state
 from rl.config import formats
 from rl.config.messages import validate
 from rl.config.schema import ConfigError, RunConfig
@@ -116,7 +116,11 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
     state = read_state(step)
     run_dir = source if (source / "checkpoints").is_dir() else step.parent.parent
     file = run_dir / "config.json"
-    config = written_config(file) if file.is_file() else state["meta"].get("config")
+    config = state["meta"].get("config")
+    if file.is_file():
+        if (written := row_of(file.read_bytes())) is None:
+            raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
+        config = formats.stored(written, str(file))
     policy = config.get("policy") if isinstance(config, Mapping) else None
     if not isinstance(policy, Mapping) or not isinstance(policy.get("type"), str):
         raise ValueError(f"{step} is damaged: its run's config names no policy")
@@ -164,11 +168,16 @@ def config_for_use(
     for room in ("policy", "renderer"):
         _refuse_plugin(f"{room}.type", getattr(config, room).get("type"), where, settings)
     resolved = build.resolve(config)
+    # The run's devices and kernels are not here.
+    here = {"device": "auto", "attn_implementation": "auto"}
+    if pick_device(device) == "cpu":
+        here["dtype"] = "float32"
     for room, plug in (("policy", resolved.policy), ("renderer", resolved.renderer)):
         keys = type(plug.config).model_fields
-        values[room] = _elsewhere(values[room], keys, pick_device(device))
-        if room == "renderer":
-            values[room] |= _drawn(plug.name, keys, num_steps, size_px)
+        known = {key: value for key, value in here.items() if key in keys}
+        values[room] = {**values[room], **known}
+        values[room].pop("max_memory_gb", None)
+    values["renderer"] |= _drawn(resolved.renderer, num_steps, size_px)
     for setting in settings:
         values = _set(values, setting)
     base = _config(values, where).policy
@@ -197,25 +206,15 @@ def _config(values: Mapping[str, Any], where: str) -> RunConfig:
     return config
 
 
-def _elsewhere(section: Mapping[str, Any], keys: Container[str], device: str) -> dict[str, Any]:
-    """A plugin's section on another machine than the run's, whose devices and kernels are not here.
-    `keys`: those that it knows."""
-    local = dict.fromkeys(("device", "attn_implementation"), "auto")
-    if device == "cpu":
-        local["dtype"] = "float32"
-    moved = {**section, **{name: value for name, value in local.items() if name in keys}}
-    moved.pop("max_memory_gb", None)
-    return moved
-
-
 def _drawn(
-    renderer: str, keys: Container[str], num_steps: int | None, size_px: tuple[int, ...]
+    renderer: build.Plug[Renderer], num_steps: int | None, size_px: tuple[int, ...]
 ) -> dict[str, Any]:
     """The renderer's keys for steps and size. Raises ValueError where it has none."""
+    keys = type(renderer.config).model_fields
     drawn: dict[str, Any] = {}
     if num_steps is not None:
         if "num_steps" not in keys:
-            raise ValueError(f"renderer {renderer!r} draws in one go: it takes no --steps")
+            raise ValueError(f"renderer {renderer.name!r} draws in one go: it takes no --steps")
         drawn["num_steps"] = num_steps
     if len(size_px) == 1 and "output_area_px" in keys:
         drawn |= {"output_area_px": size_px[0] ** 2, "width_px": None, "height_px": None}
@@ -231,13 +230,6 @@ def pick_device(asked: str = "auto") -> str:
     if asked != "auto":
         return asked
     return "cuda:0" if torch.cuda.is_available() else "cpu"
-
-
-def written_config(file: Path) -> dict[str, Any]:
-    """A run's `config.json`. Raises ValueError for one that is damaged, or of another format."""
-    if (written := row_of(file.read_bytes())) is None:
-        raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
-    return formats.stored(written, str(file))
 
 
 def _set(values: Mapping[str, Any], setting: str) -> dict[str, Any]:

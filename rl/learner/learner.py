@@ -47,7 +47,8 @@ class Learner:
         self._config = config
         self._dist = dist
         self._num_iterations = num_iterations
-        self._num_steps = 0
+        self.version = 0
+        """Optimiser steps taken so far; skipped ones do not count."""
         self.is_whole = True
         """Becomes False for good if a step raises midway: weights and moments may then disagree."""
         with torch.no_grad():  # start from rank 0's weights: the ranks' random init may differ
@@ -63,11 +64,6 @@ class Learner:
             from rl.learner.deepspeed import DeepSpeedBackend
 
             self._backend = DeepSpeedBackend(policy.module, config.optimizer, dist)
-
-    @property
-    def version(self) -> int:
-        """Optimiser steps taken so far; skipped ones do not count."""
-        return self._num_steps
 
     def begin(
         self,
@@ -89,6 +85,7 @@ class Learner:
         together = collective or self._backend.in_step
         rows = [(p, ids) for p, ids_G in zip(prompts_P, ids_PG, strict=True) for ids in ids_G]
         filler = shared_filler(rows, self._dist) if together else None
+        num_planned = self._config.prompts_per_iteration * self._config.generations_per_prompt
         minibatches = []
         for groups in split_evenly(len(prompts_P), config.updates_per_iteration):
             max_tokens = config.max_tokens_per_micro_batch
@@ -96,7 +93,14 @@ class Learner:
             if together:
                 micro_batches = in_step(micro_batches, filler, self._dist)
             lengths = [len(ids_PG[p][g]) for p in groups for g in range(num_completions_P[p])]
-            minibatches.append(Minibatch(micro_batches, self._planned(lengths)))
+            num_tokens, num_sequences = self._dist.sum_floats([sum(lengths), len(lengths)])
+            planned = Denominators(
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+                num_completions=num_planned / config.updates_per_iteration,
+                max_completion_tokens=self._config.sampling.max_completion_tokens,
+            )
+            minibatches.append(Minibatch(micro_batches, planned))
         # With dropout the training forward is not the function that was sampled from.
         has_dropout = any(
             isinstance(part, torch.nn.Dropout) and part.p > 0
@@ -122,23 +126,11 @@ class Learner:
             optimizer_step=self._optimizer_step,
         )
 
-    def _planned(self, lengths: Sequence[int]) -> Denominators:
-        """One step's denominators over all ranks, as if every token were graded."""
-        config = self._config
-        num_tokens, num_sequences = self._dist.sum_floats([sum(lengths), len(lengths)])
-        planned = config.prompts_per_iteration * config.generations_per_prompt
-        return Denominators(
-            num_tokens=num_tokens,
-            num_sequences=num_sequences,
-            num_completions=planned / config.optimizer.updates_per_iteration,
-            max_completion_tokens=config.sampling.max_completion_tokens,
-        )
-
     def _optimizer_step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
         self.is_whole = False
         outcome = self._backend.step(learning_rate, gradient_scale)
         self.is_whole = True
-        self._num_steps += outcome.applied
+        self.version += outcome.applied
         return outcome
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
@@ -171,7 +163,7 @@ class Learner:
         live = trainable_parameters(self._policy.module)
         sharded = is_sharded(self._policy.module)
         tensors = self.trainable_tensors() if sharded else {n: p.detach() for n, p in live.items()}
-        return self._policy.export_weights(tensors, self._num_steps)
+        return self._policy.export_weights(tensors, self.version)
 
     @property
     def state_bytes(self) -> int:
@@ -187,7 +179,7 @@ class Learner:
         needs saving.
         """
         tensors = self._backend.state(self._dist.is_main or on_all_ranks)
-        return tensors, {"version": self._num_steps}
+        return tensors, {"version": self.version}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
         """Continue from what `state()` returned; every rank brings all of it.
@@ -209,8 +201,8 @@ class Learner:
                 "model, LoRA rank and targets), or start under a new run_name."
             )
         require_finite(tensors.items(), "this checkpoint")
-        self._num_steps = int(meta["version"])
-        self._backend.load(dict(tensors), self._num_steps)
+        self.version = int(meta["version"])
+        self._backend.load(dict(tensors), self.version)
 
     def _shapes(self) -> dict[str, torch.Size]:
         return {

@@ -9,14 +9,7 @@ from rl.api.plug import ModelRunner, PlacedConfig
 from rl.build import Plug, Resolved
 from rl.files.weights import num_parameters
 from rl.memory import memory_plan
-from rl.memory.memory_plan import (
-    KNOWN,
-    FrozenModel,
-    InferenceEngine,
-    Plan,
-    PolicyModel,
-    Sizes,
-)
+from rl.memory.memory_plan import KNOWN, FrozenModel, InferenceEngine, Plan, PolicyModel, Sizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHAPE = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"}
@@ -156,7 +149,7 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
         cache_gb=None if stated.cache_mb is None else stated.cache_mb * 2**20 / 1e9,
         own_gb=stated.own_gb + (0 if policy.config.lora is None else stated.adapter_gb),
         weights_gb=params * num_bytes / 1e9,
-        kv_bytes=model.kv_bytes(num_bytes),
+        kv_bytes=model.num_cached * num_bytes,
         step_bytes=model.mlp_bytes(num_bytes)
         + (2 + model.deepstack_levels) * model.width * num_bytes,
         longest_tokens=stated.max_model_len or longest,

@@ -69,10 +69,6 @@ class PolicyModel(ModelShape):
         sides = (sum(self.shape(module)) for module in modules if module in ADAPTABLE)
         return self.num_layers * rank * sum(sides)
 
-    def kv_bytes(self, bytes_per_value: int) -> int:
-        """Key-value cache of one token."""
-        return self.num_cached * bytes_per_value
-
     def kept_bytes(
         self, adapted: Sequence[str] | None, bytes_per_value: int, checkpointing: Recompute
     ) -> int:
@@ -231,12 +227,6 @@ class FrozenModel:
     host_shared: bool = True
     """Whether these are pages of a file, once for all ranks of a machine."""
 
-    @property
-    def working_gb(self) -> float:
-        """While it works: weights and activations of all parts."""
-        values = sum(self.weights.values()) + sum(self.activations.values())
-        return values * self.bytes_per_value / 1e9
-
     def host_gb(self, num_ranks: int) -> float:
         """Host memory of that many ranks of one machine."""
         copies = 1 if self.host_shared else num_ranks
@@ -376,12 +366,13 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
             for part, count in model.activations.items():
                 rows.append(Row(f"{model.name} {part}, working", count * gb, ("render",)))
             continue
-        per_device[model.device] += model.working_gb
+        values = sum(model.weights.values()) + sum(model.activations.values())
+        per_device[model.device] += values * model.bytes_per_value / 1e9
     rows += _forward_rows(sizes)
     engine = sizes.engine
     if engine is None:
         num_tokens = sizes.num_completions * (sizes.prompt_tokens + sizes.completion_tokens)
-        cache_gb = sizes.model.kv_bytes(sizes.bytes_per_weight) * num_tokens / 1e9
+        cache_gb = sizes.model.num_cached * sizes.bytes_per_weight * num_tokens / 1e9
         rows.append(Row("key-value cache", cache_gb, (AWAKE,)))
         return Plan(rows, elsewhere=dict(per_device))
     others = Plan(rows)

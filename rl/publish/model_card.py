@@ -112,6 +112,7 @@ def model_card(
     editor, words = at(config, "renderer.model_path"), at(config, "policy.model_path")
     is_editors = bool(at(config, "policy.init_text_encoder_from"))
     samples = evidence.samples if evidence else ()
+    asks_judge = at(config, "judge.api_base") or at(config, "judge.start_command")
 
     def named(key: str) -> Markup:
         value = at(config, key)
@@ -148,7 +149,7 @@ def model_card(
             if name.startswith(("eval/reward", "reward/mean"))
         ],
         shows_own_words=any(OWN_WORDS in file for sample in samples for file in sample.files),
-        judge=judge_of(config),
+        judge=str(at(config, "judge.model") or "(unnamed)") if asks_judge else "",
         ungraded_share=(evidence.ungraded_share if evidence else metrics.get("status/ungraded")),
         licences=_licences(config),
         config=Markup("\n".join(code(without_places(dict(config))))),  # nosec B704 # escaped
@@ -228,13 +229,6 @@ def base_of(config: Mapping[str, Any]) -> str:
     """The weights that training started from, folder or hub id; '' where nobody knows."""
     base = at(config, "policy.init_text_encoder_from") or at(config, "policy.model_path")
     return base if isinstance(base, str) else ""
-
-
-def judge_of(config: Mapping[str, Any]) -> str:
-    """The judge's model; '' where no judge is asked."""
-    if not (at(config, "judge.api_base") or at(config, "judge.start_command")):
-        return ""
-    return str(at(config, "judge.model") or "(unnamed)")
 
 
 def training_paths(config: Mapping[str, Any]) -> list[str]:

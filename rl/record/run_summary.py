@@ -11,9 +11,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rl.checkpoints.checkpoint import SAVING, find, iteration_of, steps_of, too_new
+from rl.checkpoints.checkpoint import (
+    SAVING,
+    find,
+    held_out_rewards,
+    iteration_of,
+    steps_of,
+    too_new,
+)
 from rl.config import formats
-from rl.files.atomic import read_rows, row_of
+from rl.files.atomic import row_of
 from rl.text.untrusted import shown
 
 LOCKS = (".lock", SAVING)
@@ -87,13 +94,8 @@ def _look(path: Path) -> Summary:
     config = formats.stored(config, str(file))
     found = find(path, hashes=False)
     checkpoint = None if found.path is None else iteration_of(found.path)
-    metrics = path / "metrics.jsonl"
-    rows = [
-        row
-        for row in (read_rows(metrics)[0] if metrics.is_file() else [])
-        if type(it := row.get("iteration")) is int and 0 <= it <= _MAX
-    ]
-    rewards = [row["eval/reward"] for row in rows if _is_number(row.get("eval/reward"))]
+    rewards_of = held_out_rewards(path)
+    rewards = [reward for reward in rewards_of.values() if reward is not None]
     planned = "?"
     if _is_number(config.get("num_iterations")):
         planned = f"{config['num_iterations']:.0f}"
@@ -103,7 +105,7 @@ def _look(path: Path) -> Summary:
     return replace(
         known,
         system=_system(config),
-        done=max((row["iteration"] for row in rows), default=0),
+        done=max(done for done in rewards_of if done <= _MAX),
         planned=planned,
         held_out=rewards[-1] if rewards else None,
         best=max(rewards, default=None),

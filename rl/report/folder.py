@@ -20,8 +20,10 @@ class BusyError(ValueError):
     """Another report on the same run is being made."""
 
 
-def refuse_links(folder: Path) -> None:
-    """Raises ValueError where the folder, its `data`, or an entry of either is a link."""
+@contextmanager
+def to_oneself(folder: Path) -> Iterator[None]:
+    """Inside, no other report writes there. Raises ValueError where the folder, its `data` or
+    an entry of either is a link, and BusyError where another takes longer than `MAX_WAIT_S`."""
     for inner in (folder, folder / "data"):
         entries = inner.iterdir() if inner.is_dir() and not inner.is_symlink() else ()
         for path in (inner, *entries):
@@ -29,13 +31,6 @@ def refuse_links(folder: Path) -> None:
                 raise ValueError(
                     f"{path} is a link, and a report writes to no other place; remove it"
                 )
-
-
-@contextmanager
-def to_oneself(folder: Path) -> Iterator[None]:
-    """Inside, no other report writes there. Raises ValueError for a link, and BusyError where
-    another takes longer than `MAX_WAIT_S`."""
-    refuse_links(folder)
     private_folder(folder)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(folder / ".lock", flags, 0o600)

@@ -15,9 +15,8 @@ from rl.files.atomic import write_atomically
 from rl.files.images import open_picture
 from rl.report.folder import to_oneself
 from rl.report.page import rendered
-from rl.report.pages import CHUNK, Made
+from rl.report.pages import CHUNK, Made, call, literal, value_of
 from rl.report.reading import picture_of
-from rl.report.script import call, literal, value_of
 
 MAX_BYTES = 5_000_000
 _TABLES = 0.4
@@ -30,38 +29,41 @@ _QUALITY = 70
 
 def write_single_file(run_dir: Path, made: Made, other: Path | None = None) -> str:
     """Write it; the data pages are there. Returns what to tell the user."""
-    with to_oneself(run_dir / "report"):
-        return _write(run_dir, made, other)
-
-
-def _write(run_dir: Path, made: Made, other: Path | None) -> str:
     folder = run_dir / "report"
+    with to_oneself(folder):
+        page, told = _page(run_dir, made, other)
+        write_atomically(folder / "report.html", page)
+    size = f"{len(page.encode()) / 1e6:.1f} MB"
+    return f"one file: {folder / 'report.html'} ({size}, {told})"
+
+
+def _page(run_dir: Path, made: Made, other: Path | None) -> tuple[str, str]:
+    """(HTML, how many pictures are in it): the newest iterations that there is room for."""
+    folder = run_dir / "report" / "data"
     smallest = len(rendered(run_dir, made, other, [Markup()], "x" * 400).encode())
     room = MAX_BYTES - smallest - 20_000
     tables = int(room * _TABLES)
     inside: dict[str, Any] = {}
     wanted: dict[str, None] = {}
     """Pictures, as the page names them from its own folder."""
-    for iteration, num_files in [*made.evaluations[:1], *made.evaluations[1:][-1:]]:
-        pages = _pages(folder, f"eval_{iteration:06d}", num_files)
+    for iteration, _ in [*made.evaluations[:1], *made.evaluations[1:][-1:]]:
+        pages = _pages(folder, f"eval_{iteration:06d}")
         if (size := _size(pages)) <= tables:
             tables, room = tables - size, room - size
             inside |= pages
-            wanted |= dict.fromkeys(_held_out_pictures(pages, iteration))
+            wanted |= dict.fromkeys(_pictures(pages, f"../evaluation/it_{iteration:06d}/"))
     shown = []
     for iteration, _ in reversed(made.iterations):
-        name = f"it_{iteration:06d}"
-        num_files = len(_pages(folder, name, 1)[name]["starts"])
-        pages = _pages(folder, name, num_files)
+        pages = _pages(folder, f"it_{iteration:06d}")
         if (size := _size(pages)) > tables:
             break
         tables, room = tables - size, room - size
         inside |= pages
-        wanted |= dict.fromkeys(_training_pictures(pages))
+        wanted |= dict.fromkeys(_pictures(pages, "../"))
         shown.append(iteration)
     for name in sorted({f"find_{iteration // CHUNK:06d}" for iteration in shown}):
-        rows = _pages(folder, name, 1)[name]
-        found = {name: {it: row for it, row in rows.items() if int(it) in shown}}
+        rows = _read(folder, name).items()
+        found = {name: {it: row for it, row in rows if int(it) in shown}}
         if (size := _size(found)) <= room:
             room -= size
             inside |= found
@@ -84,16 +86,18 @@ def _write(run_dir: Path, made: Made, other: Path | None) -> str:
     scripts.append(f"page.pictures = {literal(pictures)};")
     # Our own scripts; `literal` has escaped what they hold.
     page = rendered(run_dir, made, other, list(map(Markup, scripts)), note)  # nosec B704
-    write_atomically(folder / "report.html", page)
-    return (
-        f"one file: {folder / 'report.html'} ({len(page.encode()) / 1e6:.1f} MB, {len(pictures)} "
-        f"thumbnails inside, {left_out} pictures left out)"
-    )
+    return page, f"{len(pictures)} thumbnails inside, {left_out} pictures left out"
 
 
-def _pages(folder: Path, name: str, num_files: int) -> dict[str, Any]:
-    names = [name, *(f"{name}_{number}" for number in range(2, num_files + 1))]
-    return {name: value_of((folder / "data" / f"{name}.js").read_text("utf-8")) for name in names}
+def _pages(folder: Path, name: str) -> dict[str, Any]:
+    """The data page `name` and those that its rows go on in."""
+    first = _read(folder, name)
+    others = [f"{name}_{number}" for number in range(2, len(first["starts"]) + 1)]
+    return {name: first, **{other: _read(folder, other) for other in others}}
+
+
+def _read(folder: Path, name: str) -> Any:
+    return value_of((folder / f"{name}.js").read_text("utf-8"))
 
 
 def _size(pages: Mapping[str, Any]) -> int:
@@ -101,22 +105,15 @@ def _size(pages: Mapping[str, Any]) -> int:
     return sum(len(call(name, value).encode()) + _AROUND for name, value in pages.items())
 
 
-def _held_out_pictures(pages: Mapping[str, Any], iteration: int) -> Iterator[str]:
+def _pictures(pages: Mapping[str, Any], base: str) -> Iterator[str]:
+    """Of groups or of held-out samples; `base`: the folder that their names count from."""
     for page in pages.values():
         for row in page["rows"]:
-            files = [row["src"], *row.get("others", []), row["img"], row["bimg"]]
-            for file in filter(None, files):
-                yield f"../evaluation/it_{iteration:06d}/{file}"
-            if row["simg"]:
+            files = [row["src"], *row.get("others", []), row.get("goal")]
+            files += [member["img"] for member in row.get("of", [row])]
+            yield from (f"{base}{file}" for file in (*files, row.get("bimg")) if file)
+            if row.get("simg"):
                 yield f"../stock/{row['simg']}"
-
-
-def _training_pictures(pages: Mapping[str, Any]) -> Iterator[str]:
-    for page in pages.values():
-        for group in page["rows"]:
-            beside = [group["src"], *group.get("others", []), group["goal"]]
-            files = [*beside, *(member["img"] for member in group["of"])]
-            yield from (f"../{file}" for file in files if file)
 
 
 def thumbnail(path: Path) -> str | None:

@@ -14,13 +14,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from rl.files.atomic import write_atomically
-from rl.report.alarms import alarms
 from rl.report.curves import CURVES, drawn, how_drawn, points
 from rl.report.folder import to_oneself
-from rl.report.pages import Made, refresh
+from rl.report.pages import CHUNK, Made, literal, refresh
 from rl.report.reading import Record, named_rows, read_config, read_evaluations
-from rl.report.script import literal
-from rl.report.summary import INTERVAL, beside, learnt
+from rl.report.summary import INTERVAL, alarms, beside, learnt
 from rl.run.metric_table import doc_of
 from rl.text.untrusted import without_lone_surrogates
 
@@ -105,7 +103,7 @@ def _facts(run_dir: Path, made: Made, other: Path | None, is_alone: bool) -> dic
         "alone": is_alone,
         "iterations": [it for it, _ in made.iterations],
         "groups": [num for _, num in made.iterations],
-        "chunks": made.chunks,
+        "chunks": sorted({iteration // CHUNK for iteration, _ in made.iterations}),
         "sets": sets,
     }
 
@@ -180,12 +178,5 @@ def _flat(value: Mapping[str, Any], above: str = "") -> dict[str, str]:
         if isinstance(children, Mapping) and children:
             found |= _flat(children, f"{name}.")
         else:
-            found[name] = item if isinstance(item, str) else _json(item)
+            found[name] = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
     return found
-
-
-def _json(value: object) -> str:
-    try:
-        return literal(value)
-    except ValueError:  # an infinity, which is shown and no script
-        return json.dumps(value)

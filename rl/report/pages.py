@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from rl.report.episode_rows import (
     LEVELS,
     WHOLE,
     Limits,
+    Pieces,
     finding_row,
     group_row,
     groups_of,
@@ -31,12 +33,13 @@ from rl.report.reading import (
     picture,
     read_config,
 )
-from rl.report.script import call, literal
-from rl.report.tokens import Pieces
 
 MAX_PAGE_BYTES = 300_000
 CHUNK = 20
 """Iterations whose pages are written again together."""
+_CALL = re.compile(r'page\.data\("[a-z0-9_]+",(.*)\);\n', re.DOTALL)
+"""As `call` writes it: a page on a disk has classic scripts, no modules and no `fetch`."""
+_SPECIAL = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
 _OURS = re.compile(r"(?:it|find|(?:other_)?eval)_\d{6,}(?:_\d+)?\.js")
 
 
@@ -53,10 +56,6 @@ class Made:
     """File -> how many of its lines cannot be read."""
     num_written: int = 0
     """Pages that were written now."""
-
-    @property
-    def chunks(self) -> list[int]:
-        return sorted({iteration // CHUNK for iteration, _ in self.iterations})
 
 
 class _Part(BaseModel):
@@ -171,12 +170,9 @@ def _write_chunk(
         read = [read_rows(path) for path in files]
         rows: list[Record] = [row for rows_here, _ in read for row in rows_here]
         names, groups = part_names(rows), groups_of(rows)
-
-        def encoded(limits: Limits, groups: Any = groups, names: Any = names) -> list[str]:
-            return [literal(group_row(group, names, run_dir, pieces, limits)) for group in groups]
-
         page = f"it_{iteration:06d}"
-        _write(pages, part, page, {"it": iteration, "parts": names}, encoded)
+        makers = [partial(group_row, group, names, run_dir, pieces) for group in groups]
+        _write(pages, part, page, {"it": iteration, "parts": names}, makers)
         finding = [finding_row(g, group, names) for g, group in enumerate(groups)]
         found[str(iteration)] = {"parts": names, "rows": finding}
         part.groups.append((iteration, len(groups)))
@@ -196,14 +192,10 @@ def _write_evaluation(
 ) -> None:
     rows, damaged = named_rows(folder / "records.jsonl", "id")
     names = part_names(rows)
-
-    def encoded(limits: Limits) -> list[str]:
-        return [
-            literal(record_row(row, names, folder, stock.get(str(row["id"])), pieces, limits))
-            for row in rows
-        ]
-
-    _write(pages, part, name, {"it": iteration, "parts": names}, encoded)
+    makers = [
+        partial(record_row, row, names, folder, stock.get(str(row["id"])), pieces) for row in rows
+    ]
+    _write(pages, part, name, {"it": iteration, "parts": names}, makers)
     if damaged:
         part.damaged[f"evaluation/{folder.name}"] = len(damaged)
 
@@ -213,15 +205,15 @@ def _write(
     part: _Part,
     name: str,
     head: Mapping[str, Any],
-    encoded: Callable[[Limits], list[str]],
+    makers: Sequence[Callable[[Limits], Mapping[str, Any]]],
 ) -> None:
-    """The rows under the first limits that let them stand in one page; under the last they may
-    take several."""
+    """The rows, one of each maker, under the first limits that let them stand in one page; under
+    the last they may take several."""
     room = MAX_PAGE_BYTES - 2000
     rows: list[str] = []
     limits = WHOLE
     for limits in LEVELS:
-        rows = encoded(limits)
+        rows = [literal(make(limits)) for make in makers]
         if sum(len(row.encode()) + 1 for row in rows) < room:
             break
     pages_rows: list[list[str]] = [[]]
@@ -252,3 +244,23 @@ def _stock_pictures(path: Path) -> dict[str, str | None]:
         for identity, drawn in files.items()
         if isinstance(drawn, Mapping)
     }
+
+
+def literal(value: Any) -> str:
+    """`value` as JSON that is also JavaScript, and ends no `<script>` that it stands in, whatever
+    text it holds."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _SPECIAL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def call(name: str, value: Any) -> str:
+    """The data page `name`: hands its value to `rl/report/page/base.js`."""
+    return f"page.data({literal(name)},{literal(value)});\n"
+
+
+def value_of(script: str) -> Any:
+    """What a data page holds. Raises ValueError for what is none, such as one that says more."""
+    found = _CALL.fullmatch(script)
+    if found is None:
+        raise ValueError("no data page")
+    return json.loads(found[1])

@@ -1,14 +1,17 @@
-"""What a run learnt: rewards before and after on the same samples, as lines with intervals."""
+"""What a run learnt, as lines with intervals: rewards before and after on the same samples; and
+the alarms on its page, a sentence each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
+from typing import Any
 
 from rl.config.printing import printable
-from rl.report.reading import Evaluation, Record, number, shown_of
+from rl.report.curves import points
+from rl.report.reading import Evaluation, Record, is_control, number, shown_of
 from rl.run.paired import NUM_RESAMPLES, are_alike, interval
 
 INTERVAL = (
@@ -22,6 +25,10 @@ CONTROL = (
     "no change here was learnt from rewards. An interval over held-out samples that excludes 0 "
     "says nothing about other training seeds."
 )
+_NOT_GRADED = 0.01
+_TAUGHT_NOTHING = 0.5
+"""Shares above which there is an alarm."""
+_MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -193,3 +200,45 @@ def _with(metrics: Sequence[Record], name: str) -> list[Record]:
 def _said(row: Record, name: str, spelt: str = ".3f") -> str:
     value = number(row.get(name))
     return "?" if value is None else format(value, spelt)
+
+
+def alarms(
+    metrics: Sequence[Record], config: Mapping[str, Any], damaged: Mapping[str, int]
+) -> list[str]:
+    """`damaged`: file -> lines of it that cannot be read."""
+    sentences = [CONTROL] if is_control(config) else []
+    if alarmed := [str(row["iteration"]) for row in metrics if row.get("drift/alarm")]:
+        sentences.append(
+            f"Drift: after {_named(alarmed)} iterations words that training does not change had "
+            "lost more than noise."
+        )
+    for name, what in (
+        ("status/ungraded", "of the episodes were not graded (renderer or judge)"),
+        ("eval/ungraded", "of the held-out episodes were not graded"),
+        ("status/policy_failed", "of the completions could not be used"),
+    ):
+        shares = [value for _, value in points(metrics, name)]
+        recent = fmean(shares[-10:]) if shares else 0.0
+        if shares and max(fmean(shares), recent) > _NOT_GRADED:
+            lately = f", {recent:.1%} in the last 10" if len(shares) > 10 else ""
+            sentences.append(f"{fmean(shares):.1%} {what}{lately}; {max(shares):.1%} at worst.")
+    for name, what in (
+        ("groups/dead", "are dead: all rewards equal and below 0.5"),
+        ("groups/zero_spread", "have no spread of rewards, and teach nothing"),
+    ):
+        shares = [value for _, value in points(metrics, name)]
+        if shares and (recent := fmean(shares[-10:])) > _TAUGHT_NOTHING:
+            last = "last 10 iterations" if len(shares) > 10 else "run"
+            sentences.append(f"{recent:.0%} of the groups of the {last} {what}.")
+    skipped = sum(value for _, value in points(metrics, "optimizer/skipped_steps"))
+    if skipped:
+        sentences.append(f"{skipped:g} optimiser steps were skipped for a non-finite gradient.")
+    if damaged:
+        files = [f"{file} ({count})" for file, count in damaged.items()]
+        sentences.append(f"Damaged lines are left out: {_named(files)}.")
+    return sentences
+
+
+def _named(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")

@@ -7,12 +7,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL.Image import Image, new
 
 from rl.config.schema import RunConfig
 from rl.text.markdown import code, text
 from rl.text.markdown import table as markdown_table
-from rl.trackers.tracker_page import MAX_CELL_CHARS, Cell, Table, is_picture, tried
+from rl.trackers.tracker_page import MAX_CELL_CHARS, Cell, Table, tried
 
 
 class TensorboardPage:
@@ -35,12 +35,14 @@ class TensorboardPage:
         """Words and numbers as a table of text, a row's pictures side by side as one picture."""
         step, columns, rows = table.iteration, table.columns, table.rows
         writer = self._at(step)
-        kept = [i for i in range(len(columns)) if not any(is_picture(row[i]) for row in rows)]
+        kept = [
+            i for i in range(len(columns)) if not any(isinstance(row[i], Image) for row in rows)
+        ]
         head = [text(columns[i], MAX_CELL_CHARS) for i in kept]
         lines = markdown_table(head, [[_words(row[i]) for i in kept] for row in rows])
         writer.add_text(table.name, "\n".join(lines), step)
         for number, row in enumerate(rows):
-            if pictures := [cell for cell in row if is_picture(cell)]:
+            if pictures := [cell for cell in row if isinstance(cell, Image)]:
                 tag = f"{table.name}/{number:02d}"
                 writer.add_image(tag, _sheet(pictures), step, dataformats="HWC")
 
@@ -68,17 +70,17 @@ def open_page(
 
 
 def _words(cell: Cell) -> str:
-    if cell is None or is_picture(cell):
+    if cell is None or isinstance(cell, Image):
         return ""
     return text(cell, MAX_CELL_CHARS) if isinstance(cell, str) else f"{cell:.4g}"
 
 
-def _sheet(pictures: Sequence[Image.Image]) -> Any:
+def _sheet(pictures: Sequence[Image]) -> Any:
     """[H, W, 3] uint8: side by side, aligned at the top, on white."""
     import numpy as np
 
     height, width = max(p.height for p in pictures), sum(p.width for p in pictures)
-    sheet = Image.new("RGB", (width, height), "white")
+    sheet = new("RGB", (width, height), "white")
     left = 0
     for picture in pictures:
         sheet.paste(picture.convert("RGB"), (left, 0))

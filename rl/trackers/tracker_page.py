@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from PIL.Image import Image
 
@@ -57,13 +57,9 @@ class ServicePage:
         call_within(lambda: self.finish(failed), FINISH_TIMEOUT_S)
 
     def _cell(self, cell: Cell) -> Any:
-        if is_picture(cell):
+        if isinstance(cell, Image):
             return self.module.Image(cell)
         return self.words(cell) if isinstance(cell, str) else cell
-
-
-def is_picture(cell: Cell) -> TypeGuard[Image]:
-    return isinstance(cell, Image)
 
 
 def tried(name: str, what: str, call: Callable[[], object]) -> bool:

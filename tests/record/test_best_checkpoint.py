@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny_checkpoints import checkpoints_in, names_in, save
 
-from rl.checkpoints.best import held_out_rewards
-from rl.checkpoints.checkpoint import Checkpoints, checkpoint_of
+from rl.checkpoints.checkpoint import Checkpoints, checkpoint_of, held_out_rewards
 from rl.files.atomic import json_line
 
 

@@ -23,7 +23,6 @@ from tiny_report import EVIL, write_run
 from rl.commands import report
 from rl.files.atomic import json_line
 from rl.report import folder, mail
-from rl.report.alarms import alarms
 from rl.report.curves import (
     CURVES,
     MAX_POINTS,
@@ -36,9 +35,9 @@ from rl.report.curves import (
 )
 from rl.report.mail import write_single_file
 from rl.report.page import times, write_page
+from rl.report.pages import value_of
 from rl.report.reading import Evaluation
-from rl.report.script import value_of
-from rl.report.summary import learnt
+from rl.report.summary import alarms, learnt
 from rl.run.metric_table import METRICS, doc_of
 
 

@@ -14,10 +14,9 @@ import tiny_config
 from tiny_report import EVIL, NUM_GROUPS, episode, write_episodes, write_run
 
 from rl.files.atomic import json_line
-from rl.report import episode_rows, pages, tokens
-from rl.report.pages import MAX_PAGE_BYTES, refresh
+from rl.report import episode_rows, pages
+from rl.report.pages import MAX_PAGE_BYTES, literal, refresh, value_of
 from rl.report.reading import picture, picture_of
-from rl.report.script import literal, value_of
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def test_of_several_sources_those_that_are_there_are_shown(run_dir: Path) -> Non
     there = "images/it_000001/rank0_g01_source.png"
     named = [there, "../../etc/passwd", "images/it_000001/gone.png", None, *[there] * 100]
     row = episode(1, 0, 0) | {"other_source_files": named}
-    group = episode_rows.group_row([row], [], run_dir, tokens.Pieces({}), episode_rows.WHOLE)
+    group = episode_rows.group_row([row], [], run_dir, episode_rows.Pieces({}), episode_rows.WHOLE)
     assert group["others"][:5] == [there, None, None, None, there] and len(group["others"]) == 32
 
 
@@ -79,10 +78,10 @@ def test_tokens_have_their_own_words_where_the_tokenizer_is_here(run_dir: Path) 
     assert "".join(words) == known.decode([302, 258, 312], skip_special_tokens=False)
     snowman = known.encode("☃", add_special_tokens=False).ids
     assert len(snowman) > 1, "of several tokens"
-    here = tokens.Pieces({"policy": {"model_path": str(tiny_config.WEIGHTS / "policy")}})
+    here = episode_rows.Pieces({"policy": {"model_path": str(tiny_config.WEIGHTS / "policy")}})
     assert here.of([*snowman, *snowman[:1]])[: len(snowman)] == ["☃", *[""] * (len(snowman) - 1)]
     assert len(here.of([*snowman, *snowman[:1]])) == len(snowman) + 1
-    assert tokens.Pieces({"policy": {"model_path": "no/such"}}).of([1]) is None
+    assert episode_rows.Pieces({"policy": {"model_path": "no/such"}}).of([1]) is None
     assert here.of([-1]) is None
 
 

@@ -22,7 +22,7 @@ from rl.edit.editor import OWN_WORDS, Editor, EditRequest
 from rl.record.rewind import PICTURE_NAME
 from rl.report.mail import write_single_file
 from rl.report.page import write_page
-from rl.report.script import value_of
+from rl.report.pages import value_of
 
 pytestmark = pytest.mark.slow
 

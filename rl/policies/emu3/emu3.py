@@ -89,7 +89,22 @@ class Emu3(TrainedPolicy[Config]):
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
-        found = super().problems(config, run) + config.schedule_problems()
+        found = super().problems(config, run)
+        found += [
+            f"{kind}_only_steps: {steps} iterations do not fit in a cycle of {cycle} "
+            f"({kind}_only_cycle_steps); for always, make them equal"
+            for kind, steps, cycle in (
+                ("text", config.text_only_steps, config.text_only_cycle_steps),
+                ("vision", config.vision_only_steps, config.vision_only_cycle_steps),
+            )
+            if steps > cycle
+        ]
+        # Every cycle begins in iteration 0, so that is where two cycles meet if they ever do.
+        if not any(config.trained(0)):
+            found.append(
+                "train_text_tokens_only, train_vision_tokens_only: together they train nothing in "
+                "iteration 0; keep one"
+            )
         if "<|image token|>" in config.assistant_prefill:
             found.append(
                 "assistant_prefill: holds '<|image token|>', after which rows begin and no "

@@ -81,24 +81,6 @@ class Config(TrainedPolicyConfig):
             text &= iteration % self.vision_only_cycle_steps >= self.vision_only_steps
         return text, visual
 
-    def schedule_problems(self) -> list[str]:
-        problems = [
-            f"{kind}_only_steps: {steps} iterations do not fit in a cycle of {cycle} "
-            f"({kind}_only_cycle_steps); for always, make them equal"
-            for kind, steps, cycle in (
-                ("text", self.text_only_steps, self.text_only_cycle_steps),
-                ("vision", self.vision_only_steps, self.vision_only_cycle_steps),
-            )
-            if steps > cycle
-        ]
-        # Every cycle begins in iteration 0, so that is where two cycles meet if they ever do.
-        if not any(self.trained(0)):
-            problems.append(
-                "train_text_tokens_only, train_vision_tokens_only: together they train nothing in "
-                "iteration 0; keep one"
-            )
-        return problems
-
 
 def load_tokenizer(config: Config) -> Any:
     """From `tokenizer.json`, or from BAAI's tiktoken vocabulary. Raises ValueError when the folder

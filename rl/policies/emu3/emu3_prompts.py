@@ -68,25 +68,6 @@ def find_vocabulary(tokenizer: Any) -> Emu3Vocabulary:
     return Emu3Vocabulary(picture, known[BOS], known[IMAGE_START])
 
 
-def picture_ids(codes: np.ndarray, header: Sequence[int], vocabulary: Emu3Vocabulary) -> list[int]:
-    """Ids of a whole picture; `codes` [h, w], `header` the ids of 'h*w'.
-
-    Raises ValueError when a code has no token.
-    """
-    picture = vocabulary.picture
-    num_codes = picture.visual_end - picture.visual_start
-    if codes.ndim != 2 or codes.size == 0 or codes.min() < 0 or codes.max() >= num_codes:
-        spread = f"{codes.min()}..{codes.max()}" if codes.size else "none"
-        raise ValueError(
-            f"codes must be [h, w] from 0 to {num_codes - 1}, the tokenizer's visual tokens; given "
-            f"shape {codes.shape}, codes {spread}"
-        )
-    ids = [vocabulary.image_start, *header, picture.image]
-    for row in (codes.astype("int64") + picture.visual_start).tolist():
-        ids += [*row, picture.end_of_row]
-    return [*ids, picture.end_of_frame, picture.end_of_image]
-
-
 class Emu3Prompts:
     """A prompt is the beginning token, the source's codes, the instruction and the prefill."""
 
@@ -139,9 +120,21 @@ class Emu3Prompts:
         return self._prefill.replace("{height}", str(height)).replace("{width}", str(width))
 
     def picture_ids(self, codes: np.ndarray) -> list[int]:
-        """Ids of a whole picture, from image start to image end."""
+        """Ids of a whole picture, `codes` [h, w], from image start to image end. Raises ValueError
+        when a code has no token."""
+        picture = self.vocabulary.picture
+        num_codes = picture.visual_end - picture.visual_start
+        if codes.ndim != 2 or codes.size == 0 or codes.min() < 0 or codes.max() >= num_codes:
+            spread = f"{codes.min()}..{codes.max()}" if codes.size else "none"
+            raise ValueError(
+                f"codes must be [h, w] from 0 to {num_codes - 1}, the tokenizer's visual tokens; "
+                f"given shape {codes.shape}, codes {spread}"
+            )
         header = prompting.ids_of(self.tokenizer, "*".join(str(side) for side in codes.shape))
-        return picture_ids(codes, header, self.vocabulary)
+        ids = [self.vocabulary.image_start, *header, picture.image]
+        for row in (codes.astype("int64") + picture.visual_start).tolist():
+            ids += [*row, picture.end_of_row]
+        return [*ids, picture.end_of_frame, picture.end_of_image]
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
         """Ids of plain words and the stop token."""
@@ -192,24 +185,20 @@ def read_picture(
     start = ids.index(vocabulary.image) + 1
     ends = {vocabulary.end_of_frame, vocabulary.end_of_image, vocabulary.end_of_sequence}
     end = next((t for t in range(start, len(ids)) if ids[t] in ends), None)
-    rows = _rows(ids[start:end], vocabulary.end_of_row)
+    rows: list[list[int]] = [[]]
+    for token_id in ids[start:end]:
+        if token_id == vocabulary.end_of_row:
+            rows.append([])
+        else:
+            rows[-1].append(token_id)
+    if not rows[-1]:  # nothing after the last end-of-row is no row
+        rows.pop()
     failure = _failure(rows, grid, vocabulary, cut=end is None)
     before, after = ids[: start - 1], [] if end is None else ids[end:]
     if failure:
         return before, failure, after
     codes = np.array(rows, dtype=np.int32) - np.int32(vocabulary.visual_start)
     return before, codes, after
-
-
-def _rows(ids: Sequence[int], end_of_row: int) -> list[list[int]]:
-    """Split at each end-of-row; nothing after the last one is no row."""
-    rows: list[list[int]] = [[]]
-    for token_id in ids:
-        if token_id == end_of_row:
-            rows.append([])
-        else:
-            rows[-1].append(token_id)
-    return rows if rows[-1] else rows[:-1]
 
 
 def _failure(

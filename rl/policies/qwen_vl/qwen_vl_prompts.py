@@ -44,6 +44,8 @@ class QwenPrompts:
     def prompt(self, sample: Sample, words: str) -> Prompt:
         """`words` about the sample's pictures. Raises ValueError naming the sample when it has no
         picture, more than the prompt shows, or the prompt is too long."""
+        import torch
+
         template = self._template
         shows = "{image}" in template.text
         sources = prompting.sources_of(sample, template.max_pictures) if shows else ()
@@ -59,7 +61,11 @@ class QwenPrompts:
                 f"sample {sample.id!r}: the image processor refuses a source picture ({sizes} px): "
                 f"{error}; crop it, or drop the sample"
             ) from error
-        return self._written(sample, words, images, self._processed(images))
+        # Each picture alone: `pixel_values` [patches of all, C] and `image_grid_thw` [n, 3].
+        alone = [self.image_processor(images=[image], return_tensors="pt") for image in images]
+        names = alone[0] if alone else ()
+        inputs = {name: torch.cat([one[name] for one in alone]) for name in names}
+        return self._written(sample, words, images, inputs)
 
     def picture_places(self, prompt: Prompt) -> tuple[range, ...]:
         """Each picture's range among the states that condition the renderer."""
@@ -76,16 +82,6 @@ class QwenPrompts:
         merged = self.image_processor.merge_size**2
         grids = inputs["image_grid_thw"].tolist() if inputs else []
         return [math.prod(grid) // merged for grid in grids]
-
-    def _processed(self, images: Sequence[Image]) -> dict[str, Any]:
-        """`pixel_values` [patches of all pictures, C] and `image_grid_thw` [n, 3], each picture
-        processed alone; nothing of none."""
-        import torch
-
-        if not images:
-            return {}
-        alone = [self.image_processor(images=[image], return_tensors="pt") for image in images]
-        return {name: torch.cat([one[name] for one in alone]) for name in alone[0]}
 
     def other_words(self, prompt: Prompt, words: str) -> Prompt:
         """`words` about the same pictures, which are not processed again."""

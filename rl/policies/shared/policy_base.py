@@ -75,7 +75,6 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     module: Any
     prompts: Any
     """Has a `tokenizer` and a `completion_ids(text)`."""
-    _base_state: dict[str, torch.Tensor] | None = None
 
     @classmethod
     def base(cls, config: TrainedConfigT) -> Base:
@@ -219,7 +218,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         )
 
     def decoder(self, prompts_P: Sequence[Prompt], num_rows: int) -> Decoder:
-        from rl.policies.shared.decoder import PackedDecoder
+        from rl.policies.shared.trained_module import PackedDecoder
 
         batch = self.collate([(prompt, ()) for prompt in prompts_P])
         return PackedDecoder(self.module, batch, num_rows)
@@ -241,7 +240,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
                 "full fine-tuning under ZeRO-3 has no reference weights at hand: set "
                 "algorithm.kl_coeff = 0 and policy.conditioning = 'policy', or zero_stage <= 2"
             )
-        base = self._base()
+        base = self._base
         trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         held = {name: parameter.data for name, parameter in trained.items()}
         try:
@@ -252,12 +251,12 @@ class TrainedPolicy(Policy[TrainedConfigT]):
             for name, parameter in trained.items():
                 parameter.data = held[name]
 
+    @cached_property
     def _base(self) -> dict[str, torch.Tensor]:
-        if self._base_state is None:
-            base = self.loading.load_model(self.config)
-            align_weights(base, next(self.module.parameters()).device.type)
-            self._base_state = base.state_dict()
-        return self._base_state
+        """The weights before training, on the CPU."""
+        base = self.loading.load_model(self.config)
+        align_weights(base, next(self.module.parameters()).device.type)
+        return dict(base.state_dict())
 
     def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
         """An adapter as copies, since an engine scales its matrices in place. Full weights in the
@@ -285,7 +284,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
             _write_safetensors(path / "adapter_model.safetensors", named)
             return
         self._save_rest(path)
-        _write_safetensors(path / "model.safetensors", {**self._base(), **named})
+        _write_safetensors(path / "model.safetensors", {**self._base, **named})
 
     def _save_rest(self, path: Path) -> None:
         """What a transformers folder holds beside the weights."""
@@ -294,7 +293,11 @@ class TrainedPolicy(Policy[TrainedConfigT]):
 
     def _outside_names(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.module.adapted:
-            return {peft_name(n): t.detach().clone() for n, t in tensors.items()}
+            # `model.base_model...lora_A.default.weight`: PEFT's own names lack `.default`.
+            return {
+                name.removeprefix(WRAPPER).replace(".default.", "."): tensor.detach().clone()
+                for name, tensor in tensors.items()
+            }
         import torch
 
         dtype = getattr(torch, self.config.dtype)
@@ -312,12 +315,6 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         written = self.module.model.peft_config["default"].to_dict()
         config = {k: sorted(v) if isinstance(v, set) else v for k, v in written.items()}
         return {**config, **noted(self.base(self.config), type(self.module.base_model).__name__)}
-
-
-def peft_name(parameter_name: str) -> str:
-    """`model.base_model...lora_A.default.weight` -> PEFT's state-dict name for it."""
-    assert parameter_name.startswith(WRAPPER) and ".default." in parameter_name, parameter_name
-    return parameter_name.removeprefix(WRAPPER).replace(".default.", ".")
 
 
 def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
