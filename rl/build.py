@@ -86,7 +86,7 @@ class Resolved:
 
     @property
     def model_runners(self) -> Sequence[Plug[ModelRunner]]:
-        """The plugs that may run a frozen model."""
+        """The plugins that may run a frozen model."""
         return [self.renderer, *self.rewards.values()]
 
     @property
@@ -169,7 +169,7 @@ def _weights(config: RunConfig) -> tuple[list[float], bool, list[str]]:
 
 
 def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | None, list[str]]:
-    """The plug that `section` names, or None and what is wrong."""
+    """The plugin that `section` names, or None and what is wrong."""
     name, known = section.get("type"), plugs_of(room)
     own = "(one of your own: its dotted path, 'my_package.my_plug')"
     if not isinstance(name, str) or not name:
@@ -179,7 +179,7 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | N
         dotted = name.removeprefix("./").removesuffix(".py").replace("/", ".")
         is_file = find.is_dotted_path(dotted) and name != dotted
         hint = nearest(dotted, [dotted] if is_file else known)
-        return None, [f"{key}.type: no plug {name!r} in rl/{room}; {hint} {own}"]
+        return None, [f"{key}.type: no plugin {name!r} in rl/{room}; {hint} {own}"]
     found, wrong = find.import_plug(module_of(room, name) if name in known else name)
     if not wrong:
         found, wrong = find.plug_class(found, ROOMS[room])
@@ -211,7 +211,7 @@ def ask_plug(plug: Plug[Any], member: str, *more: Any) -> tuple[Any, list[str]]:
 
 
 def plugs_of(room: str) -> list[str]:
-    """Names of the plugs that lie in a room: `<name>.py`, or `<name>/<name>.py`."""
+    """Names of the plugins that lie in a room: `<name>.py`, or `<name>/<name>.py`."""
     folder = Path(__file__).parent / room
     files = [file.stem for file in folder.glob("*.py") if file.stem != "__init__"]
     nested = (file.stem for file in folder.glob("*/*.py") if file.stem == file.parent.name)
@@ -225,7 +225,7 @@ def module_of(room: str, name: str) -> str:
 
 
 def claims(resolved: Resolved) -> list[Claim]:
-    """What each plug that runs a model says of its device and memory."""
+    """What each plugin that runs a model says of its device and memory."""
     plugs: list[Plug[Any]] = [resolved.policy, *resolved.model_runners]
     return claims_of((plug.key, plug.config) for plug in plugs)
 

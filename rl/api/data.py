@@ -44,7 +44,7 @@ class RowRules:
 
 
 class DataSource(PlugBase[ConfigT]):
-    """A plug of `rl/data`: a finite, indexable list of samples, the same in every run."""
+    """A plugin of `rl/data`: a finite, indexable list of samples, the same in every run."""
 
     reads_much: ClassVar[bool] = False
     """Whether opening it takes long or asks another machine; if not, it is opened and some rows are

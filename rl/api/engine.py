@@ -68,7 +68,7 @@ class EngineSetup:
 
 
 class Engine(RunPlug[ConfigT]):
-    """A plug of `rl/engines`: samples completions."""
+    """A plugin of `rl/engines`: samples completions."""
 
     samples_with_trainer: ClassVar[bool] = False
     """It reads the trainer's weights where they lie: refused where these are sharded."""

@@ -119,7 +119,7 @@ class Decoder(Protocol):
 
 
 class Policy(RunPlug[PolicyConfigT]):
-    """A plug of `rl/policies`: reads prompts, writes completions, is trained."""
+    """A plugin of `rl/policies`: reads prompts, writes completions, is trained."""
 
     Config: ClassVar[type[Section]] = PolicyConfig
 

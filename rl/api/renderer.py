@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Renderer(ModelRunner[ConfigT]):
-    """A plug of `rl/renderers`: draws what the policy hands on."""
+    """A plugin of `rl/renderers`: draws what the policy hands on."""
 
     accepts: ClassVar[ActionKind]
     """What it takes: 'hidden_states', 'text' or 'image_tokens'."""

@@ -22,7 +22,7 @@ Score = RewardOutput | float | None
 
 
 class Reward(ModelRunner[ConfigT]):
-    """A plug of `rl/rewards`: what an episode is worth, in [0, 1].
+    """A plugin of `rl/rewards`: what an episode is worth, in [0, 1].
 
     Give `grade` or, for a reward that compares, `score_group`.
     """

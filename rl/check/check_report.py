@@ -105,7 +105,7 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
     unfit += memory_plan.host_problems(on_host, num_ranks, host_gb)
     blocks = {
         f"run {config.run_name} in {config.run_dir}: {state}": [],
-        "plugs": [
+        "plugins": [
             f"{plug.key:<20} {plug.name:<22} {path}".rstrip()
             for plug in resolved.plugs
             for path in [*plug.cls.reads_from(plug.config), ""][:1]

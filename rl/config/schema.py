@@ -47,7 +47,7 @@ PlugSection = dict[str, Any]
 
 
 class Section(BaseModel):
-    """Base of every config section, plugs' included: frozen, unknown keys refused, and any path
+    """Base of every config section, plugins' included: frozen, unknown keys refused, and any path
     may be `pkg://package/path/inside`, a file of an installed package."""
 
     model_config = ConfigDict(
@@ -296,7 +296,7 @@ class TrackingConfig(Section):
 
 
 class DataConfig(Section):
-    """Where samples come from. Each mixture entry is a plug section plus `weight` (default 1), or
+    """Where samples come from. Each mixture entry is a plugin section plus `weight` (default 1), or
     `coefficient`: its weight is then coefficient x its rows, 1 for all = one big heap."""
 
     train: list[PlugSection]
@@ -363,14 +363,14 @@ class RunConfig(Section):
     it, and a file may derive other keys from it. A start plans for the GPUs it finds. `--gpu-gb 80`
     is `gpu_gb=80`, and a start is held to it."""
     policy: PlugSection
-    """A plug of rl/policies."""
+    """A plugin of rl/policies."""
     engine: PlugSection
-    """A plug of rl/engines; type 'auto': 'vllm' where the installed build runs on policy.device,
+    """A plugin of rl/engines; type 'auto': 'vllm' where the installed build runs on policy.device,
     else 'transformers'."""
     renderer: PlugSection
-    """A plug of rl/renderers."""
+    """A plugin of rl/renderers."""
     rewards: dict[str, PlugSection]
-    """Name -> a plug of rl/rewards."""
+    """Name -> a plugin of rl/rewards."""
     final_reward: FinalReward = FinalReward()
     data: DataConfig
     sampling: SamplingConfig = SamplingConfig()

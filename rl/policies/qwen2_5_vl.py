@@ -1,4 +1,4 @@
-"""Policy plug: Qwen2.5-VL, whose last hidden states Qwen-Image-Edit reads."""
+"""Policy plugin: Qwen2.5-VL, whose last hidden states Qwen-Image-Edit reads."""
 
 from __future__ import annotations
 

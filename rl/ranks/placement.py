@@ -30,7 +30,7 @@ class Machine:
 
 
 def claims_of(sections: Iterable[tuple[str, Any]]) -> list[Claim]:
-    """The claims of (key, plug config) pairs; those of no `PlacedConfig` run no model."""
+    """The claims of (key, plugin config) pairs; those of no `PlacedConfig` run no model."""
     return [
         Claim(key, config.device, config.max_memory_gb)
         for key, config in sections

@@ -68,7 +68,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 3) -> Emu3F
 
 
 def load_policy(folder: Path) -> emu3.Emu3:
-    """The policy plug on a folder of a model and its tokenizer."""
+    """The policy plugin on a folder of a model and its tokenizer."""
     config = emu3.Config(type="emu3", model_path=str(folder), dtype="float32")
     return emu3.Emu3(
         config, PolicySetup("image_tokens", max_completion_tokens=MAX_COMPLETION_TOKENS)

@@ -1,1 +1,1 @@
-"""Data plugs of the tiny world; a config names them by dotted path: `tiny_world.data.shapes`."""
+"""Data plugins of the tiny world; a config names them by dotted path: `tiny_world.data.shapes`."""

@@ -1,4 +1,4 @@
-"""Data made on the spot from a seed: what the synthetic plugs share."""
+"""Data made on the spot from a seed: what the synthetic plugins share."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MadeSource(DataSource[MadeConfigT]):
         raise NotImplementedError
 
     def id_of(self, index: int) -> str:
-        """Of sample `index`; no two sets of this plug share one."""
+        """Of sample `index`; no two sets of this plugin share one."""
         half = "held-out" if self.config.held_out else "train"
         return f"{self.name}-{half}-{self.config.seed}-{index}"
 
