@@ -41,8 +41,6 @@ ROOMS: Mapping[str, type[PlugBase[Any]]] = {
 
 WEIGHTS = ("weight", "coefficient")
 """Keys of a training source's section that are the mixture's, not the plugin's."""
-
-
 PlugT = TypeVar("PlugT", bound=PlugBase[Any], covariant=True)
 
 

@@ -24,8 +24,6 @@ ARMS = {
     "stock_reward": "the untrained system, given the user's own words (stock)",
     "bare_reward": "this model, given the user's own words as they are (bare)",
 }
-
-
 STYLES = {
     "eval/reward": ("tab:orange", "o-", "held-out prompts"),
     "eval/stock_reward": ("tab:red", "--", "held-out, the untrained system"),

@@ -97,9 +97,6 @@ class Console:
                 self._live.update(line, refresh=True)
         return True
 
-    def phase(self, name: str, seconds: float, note: str) -> None:
-        self.say(f"  {name:<14} {duration(seconds):>12}  {note}".rstrip())
-
     def iteration(self, iteration: int, num_iterations: int, metrics: Mapping[str, float]) -> None:
         """The line of a finished iteration; `iteration` counts from 1."""
         parts = [f"[{iteration}/{num_iterations}]"]
@@ -200,7 +197,8 @@ class PhaseTimer:
                 if self._console is not None:
                     self._console.live("")
                     for ended, seconds in unprinted.items():
-                        self._console.phase(ended, seconds, notes[ended])
+                        line = f"  {ended:<14} {duration(seconds):>12}  {notes[ended]}"
+                        self._console.say(line.rstrip())
 
     def _settle(self) -> None:
         """Book what was spent since the last settling on the innermost phase under way."""

@@ -159,13 +159,8 @@ def beside(metrics: Sequence[Record]) -> list[str]:
         cut = _said(rows[-1], "eval/cut_thought_reward")
         gains = _gains(rows, "eval/gain_of_thought")
         lines.append(f"with the thought cut before it begins: {cut}; gain of thinking {gains}")
-    return lines + _drift(metrics)
-
-
-def _drift(metrics: Sequence[Record]) -> list[str]:
-    """How far training has moved what the renderer reads, where it reads what is trained."""
+    # How far training has moved what the renderer reads, where it reads what is trained.
     rows = [row for row in metrics if row.get("drift/alarm") is not None]
-    lines = []
     if alarmed := [str(row["iteration"]) for row in rows if row["drift/alarm"]]:
         lines.append(
             f"DRIFT: after {', '.join(alarmed)} iterations words that training does not change "

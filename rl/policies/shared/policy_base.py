@@ -218,7 +218,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         )
 
     def decoder(self, prompts_P: Sequence[Prompt], num_rows: int) -> Decoder:
-        from rl.policies.shared.trained_module import PackedDecoder
+        from rl.policies.shared.decoder import PackedDecoder
 
         batch = self.collate([(prompt, ()) for prompt in prompts_P])
         return PackedDecoder(self.module, batch, num_rows)

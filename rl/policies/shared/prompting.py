@@ -18,8 +18,6 @@ IMAGE_TOKEN = "<|image_pad|>"
 PICTURE = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
 """What `{image}` becomes; a template may also write the two brackets itself."""
 _BRACKETED = PICTURE.replace(IMAGE_TOKEN, "{image}")
-
-
 MAX_PICTURES = 16
 """Most pictures in a prompt under `chat_template`."""
 

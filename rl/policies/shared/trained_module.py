@@ -1,4 +1,4 @@
-"""The one nn.Module of a policy: a micro-batch in, log-probs and hidden states out; its decoder.
+"""The one nn.Module of a policy: a micro-batch in, log-probs and hidden states out.
 
 Axes: `_B` rows, `_C` completion tokens, `_S` tokens of the packed row, `_N` completion tokens of
 all rows together.
@@ -6,12 +6,11 @@ all rows together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 
 from rl.algorithm.attention_kernels import choose_kernel
 from rl.api.types import TokenBatch, TokenOutputs
@@ -94,66 +93,3 @@ class TrainedModule(nn.Module):
             return sliced_logprobs(hidden_ND, head, token_ids_N, self.temperature, bounds)
         banned = torch.tensor(self.banned_token_ids, device=hidden_ND.device, dtype=torch.int64)
         return token_logprobs(hidden_ND, head, token_ids_N, self.temperature, banned)
-
-
-class PackedDecoder:
-    """An `rl.api.policy.Decoder`: token by token with a key-value cache, for the slow engine. The
-    prompts are read once, packed; their keys and values are then copied to right-padded rows.
-    Padding is masked out of every later step, so that a row is decoded as it would be alone, up to
-    float rounding.
-
-    Axes: `_P` prompts, `_B` rows: each prompt's side by side, in the prompts' order; `_T` keys of
-    the cache, `_D` width of the states.
-    """
-
-    def __init__(self, module: TrainedModule, batch: TokenBatch, num_rows: int) -> None:
-        """`module`: the policy's; `batch`: P prompts without completion, `num_rows` rows of each to
-        be decoded."""
-        assert all(group.completion_lens == (0,) for group in batch.groups), "prompts alone"
-        self._module = module
-        self._model = module.base_model
-        self._batch = batch
-        self._num_rows = num_rows
-        self._prompt_lens = [group.prompt_len for group in batch.groups]
-        seen_PT = pad_sequence([torch.ones(length) for length in self._prompt_lens], True)
-        self._seen_BT = self._shared_out(seen_PT.bool().to(batch.input_ids.device))
-        self._cache: Any = None
-        positions = batch.model_inputs["position_ids"].split(self._prompt_lens, dim=-1)
-        self._next_B = self._shared_out(torch.stack([own.max() + 1 for own in positions]))
-        self._position_axes = positions[0].shape[:-1]
-
-    @torch.no_grad()
-    def step(self, token_ids_B: Sequence[int] | None) -> torch.Tensor:
-        """Append a token to every row (None: read the prompts) -> [B, V] float32 logits of the next
-        one."""
-        if token_ids_B is None:
-            out = self._module.backbone(self._batch, use_cache=True)
-            self._cache = out.past_key_values
-            for layer in self._cache.layers:
-                layer.keys, layer.values = self._as_rows(layer.keys), self._as_rows(layer.values)
-            ends = [group.start + group.prompt_len - 1 for group in self._batch.groups]
-            last_BD = self._shared_out(out.last_hidden_state[0, ends])
-        else:
-            ids_B1 = torch.tensor(token_ids_B, device=self._seen_BT.device)[:, None]
-            self._seen_BT = torch.cat([self._seen_BT, torch.ones_like(ids_B1).bool()], dim=1)
-            out = self._model.model(
-                input_ids=ids_B1,
-                attention_mask=self._seen_BT[:, None, None],
-                position_ids=self._next_B.expand(*self._position_axes, -1)[..., None],
-                past_key_values=self._cache,
-                use_cache=True,
-            )
-            self._next_B = self._next_B + 1
-            last_BD = out.last_hidden_state[:, -1]
-        logits: torch.Tensor = self._model.lm_head(last_BD).float()
-        return logits
-
-    def _as_rows(self, packed: torch.Tensor) -> torch.Tensor:
-        """[1, H, S, D] -> [B, H, T, D], zeros after each prompt."""
-        prompts_THD = packed[0].transpose(0, 1).split(self._prompt_lens)
-        padded_PTHD = pad_sequence(list(prompts_THD), batch_first=True)
-        return self._shared_out(padded_PTHD.transpose(1, 2))
-
-    def _shared_out(self, tensor_P: torch.Tensor) -> torch.Tensor:
-        """[P, ...] -> [B, ...]."""
-        return tensor_P.repeat_interleave(self._num_rows, dim=0)
