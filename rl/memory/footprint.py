@@ -9,7 +9,14 @@ from rl.api.plug import ModelRunner, PlacedConfig
 from rl.build import Plug, Resolved
 from rl.files.weights import num_parameters
 from rl.memory import memory_plan
-from rl.memory.memory_plan import KNOWN, FrozenModel, InferenceEngine, Plan, PolicyModel, Sizes
+from rl.memory.memory_plan import (
+    KNOWN,
+    FrozenModel,
+    InferenceEngine,
+    Plan,
+    PolicyModel,
+    Sizes,
+)
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHAPE = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"}
