@@ -1,8 +1,8 @@
 """Randomness: seeds derived from names, and the global generators' state for checkpoints.
 
-`derive_seed` is the ONLY source of seeds in the loop. A seed hashes its purpose: the next draw of a
-stream would depend on all draws before it, so on a resume, a retry or the number of ranks. Only
-model code's dropout draws from the global generators, whose state is saved per rank (`rng_state`).
+`derive_seed` is the ONLY source of seeds in the loop. A seed is a hash of its
+purpose: a seed drawn from a stream would change with resumes, retries and the number of ranks. Only
+dropout in model code draws from the global generators; `rng_state` saves their state per rank.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import random
 from typing import Any
 
 SEED_LIMIT = 2**31 - 2**16
-"""Derived seeds are below this, so that adding a group member's index (< 65 536) still fits the
-signed 32 bits that some samplers take."""
+"""Derived seeds are below this, so that a seed plus a group member's index (< 65 536) still fits
+the signed 32-bit seed of some samplers."""
 
 
 def derive_seed(*parts: str | int) -> int:
-    """A seed in [0, 2**31 - 2**16) from what it is for, e.g. `derive_seed(run_seed, "noise", 12)`.
+    """A seed in [0, 2**31 - 2**16) for one purpose, e.g. `derive_seed(run_seed, "noise", 12)`.
 
-    The parts are encoded as JSON: ('a', 'bc') and ('ab', 'c'), or 1 and '1', differ. The value is
-    part of every run's record and never changes between versions.
+    The parts are encoded as JSON, so ('a', 'bc') and ('ab', 'c') give different seeds, as do 1 and
+    '1'. Every run's record contains these seeds; they never change between versions.
     """
     assert parts and all(type(part) in (str, int) for part in parts), parts
     encoded = json.dumps(parts, ensure_ascii=True).encode()
@@ -39,8 +39,8 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """State of the global generators, as tensors and plain values, so that no pickle has to be
-    trusted. CUDA: of the current device, the policy's; a CPU run leaves the GPUs alone."""
+    """State of the global generators, as tensors and plain values, so that loading needs no pickle.
+    For CUDA: only the current device, which is the policy's. A CPU run does not touch the GPUs."""
     import numpy as np
     import torch
 
@@ -55,7 +55,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore what `rng_state` returned; between CPU and CUDA, what both have."""
+    """Restore the state from `rng_state`; the CUDA part only if it was saved and CUDA is in use."""
     import numpy as np
     import torch
 

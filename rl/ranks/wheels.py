@@ -1,7 +1,7 @@
-"""Makes `transformers`, `diffusers`, `datasets` and `vllm` importable beside a CPU torch.
+"""Makes `transformers`, `diffusers`, `datasets` and `vllm` importable with a CPU torch.
 
-The index's torchvision, torchaudio and torchcodec wheels are built for CUDA: beside a CPU torch
-their C++ libraries do not load (`operator torchvision::nms does not exist`).
+The package index's wheels of torchvision, torchaudio and torchcodec are built for CUDA. With a CPU
+torch, their C++ libraries do not load (`operator torchvision::nms does not exist`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 HIDDEN = ("torchaudio", "torchcodec")
-"""Nothing here needs them: built for another torch, they look uninstalled."""
+"""This project does not need them; wheels built for another torch are made to look uninstalled."""
 _declared: list[Any] = []
-"""The operator library must outlive the process's use of torchvision."""
+"""Keeps the operator library alive for as long as the process uses torchvision."""
 
 
 class _Finder:
-    """Finds nothing itself: declares torchvision's operators once Python looks for it."""
+    """Finds no module. Declares torchvision's operators when Python first looks for torchvision."""
 
     @staticmethod
     def find_spec(name: str, *_: Any) -> None:
@@ -25,15 +25,15 @@ class _Finder:
             return
         import torch
 
-        make: Any = torch.library.Library  # it has no types
+        make: Any = torch.library.Library  # untyped in torch
         library = make("torchvision", "FRAGMENT")
-        for operator in ("nms", "qnms"):  # the two that torchvision lacks; they are never called
+        for operator in ("nms", "qnms"):  # missing without the C++ library; never called
             library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _declared.append(library)
 
 
 def _is_for_cpu(package: str) -> bool:
-    """Whether an installed wheel is of torch's CPU index, or the package is not installed."""
+    """Whether `package` is a wheel from torch's CPU index, or is not installed."""
     try:
         return version(package).endswith("+cpu")
     except PackageNotFoundError:
@@ -41,7 +41,7 @@ def _is_for_cpu(package: str) -> bool:
 
 
 def install() -> None:
-    """For the rest of the process; `import rl` does it. Idempotent."""
+    """Hide packages and declare operators, process-wide; `import rl` calls this. Idempotent."""
     if not _is_for_cpu("torch"):
         return
     for package in HIDDEN:

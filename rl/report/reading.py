@@ -1,4 +1,4 @@
-"""Reads a run folder, whole, half or damaged."""
+"""Reads a run folder, even an incomplete or damaged one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MAX_NUMBER = 1e100
 _EPISODES = re.compile(r"it_(\d{6,})\.rank(\d+)\.jsonl")
 _EVALUATION = re.compile(r"it_(\d{6,})")
 MAX_SOURCES = 32
-"""Shown of a sample; no policy reads as many."""
+"""Most source pictures shown per sample; no policy reads that many."""
 _PICTURE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
-"""Below the folder that it is said to be in, and nothing that a browser takes for an address."""
+"""A path that stays below its folder, and that a browser cannot take for an address."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Evaluation:
     """One held-out evaluation, as `rl/run/evaluation.py` wrote it."""
 
     iteration: int
-    """Iterations done when it was made."""
+    """Number of iterations done when the evaluation was made."""
     folder: Path
     records: Mapping[str, Record]
     """Sample id -> record."""
 
 
 def find_run(run: str, overrides: Sequence[str] = ()) -> Path:
-    """The run folder itself, or the one that a config leads to. Raises ValueError or
-    FileNotFoundError where there is no run that can be read."""
+    """`run` itself if it is a folder, else the run folder of the config `run`. Raises ValueError or
+    FileNotFoundError if there is no readable run."""
     path = Path(run)
     run_dir = path if path.is_dir() else load_config(run, list(overrides)).run_dir
     if not (run_dir / "metrics.jsonl").is_file():
@@ -49,7 +49,7 @@ def find_run(run: str, overrides: Sequence[str] = ()) -> Path:
 
 def named_rows(path: Path, key: str) -> tuple[list[dict[str, Any]], list[int]]:
     """The rows of a JSONL file that have `key`, and the numbers (from 1) of its damaged lines, such
-    as a last one that a kill cut short."""
+    as a last line cut short when the process was killed."""
     rows, damaged = read_rows(path)
     named = [row for row in rows if key in row]
     if key == "iteration":
@@ -58,7 +58,7 @@ def named_rows(path: Path, key: str) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def read_named(path: Path, key: str) -> list[dict[str, Any]]:
-    """The same rows; prints the numbers of damaged lines."""
+    """The rows of `named_rows`; prints the numbers of damaged lines to stderr."""
     rows, damaged = named_rows(path, key)
     if damaged:
         numbers = ", ".join(map(str, damaged))
@@ -67,7 +67,7 @@ def read_named(path: Path, key: str) -> list[dict[str, Any]]:
 
 
 def evaluation_folders(run_dir: Path) -> dict[int, Path]:
-    """Iterations done -> folder, of the evaluations that have records; in order."""
+    """Number of iterations done -> folder, in order, for all evaluations that have records."""
     found = {
         int(name[1]): folder
         for folder in run_dir.glob("evaluation/it_*")
@@ -77,8 +77,8 @@ def evaluation_folders(run_dir: Path) -> dict[int, Path]:
 
 
 def read_evaluations(run_dir: Path, until: int = _MAX_ITERATION) -> list[Evaluation]:
-    """The first evaluation and the last, of those after at most `until` iterations; [] or one where
-    there are no more. Damaged lines are left out: the page's alarms count them."""
+    """The first and the last evaluation made after at most `until` iterations, or fewer if
+    there are fewer. Damaged lines are left out; the page's alarms count them."""
     folders = [(it, folder) for it, folder in evaluation_folders(run_dir).items() if it <= until]
     return [
         Evaluation(
@@ -91,7 +91,7 @@ def read_evaluations(run_dir: Path, until: int = _MAX_ITERATION) -> list[Evaluat
 
 
 def episode_files(run_dir: Path) -> dict[int, list[Path]]:
-    """Iteration -> the files of its ranks; both in order."""
+    """Iteration -> its episode files, one per rank; iterations and ranks are in order."""
     found: dict[int, list[tuple[int, Path]]] = {}
     for path in run_dir.glob("episodes/it_*.jsonl"):
         if name := _EPISODES.fullmatch(path.name):
@@ -110,7 +110,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def picture(folder: Path, file: object) -> str | None:
-    """`file`, where it names a picture below `folder` that is there, and no link leads to it."""
+    """`file` if it is an existing picture below `folder`, reached without symlinks; else None."""
     if not isinstance(file, str) or not _PICTURE.fullmatch(file):
         return None
     names = file.split("/")
@@ -123,7 +123,7 @@ def picture(folder: Path, file: object) -> str | None:
 
 
 def picture_of(run_dir: Path, file: object) -> str | None:
-    """The same of a whole run, whose `images` may be a link to another disk."""
+    """`picture` for a path below a run folder, whose `images` may be a symlink to another disk."""
     if not isinstance(file, str) or not _PICTURE.fullmatch(file):
         return None
     top, _, rest = file.partition("/")
@@ -131,13 +131,13 @@ def picture_of(run_dir: Path, file: object) -> str | None:
 
 
 def other_sources(record: Record) -> list[object]:
-    """Of the source pictures that a line names, those after the first."""
+    """The source pictures that a record names, except the first."""
     named = record.get("other_source_files")
     return named[:MAX_SOURCES] if isinstance(named, list) else []
 
 
 def shown_of(record: Record) -> list[str]:
-    """Hashes of what a held-out sample shows; [] in the record of an older run."""
+    """Hashes of what a held-out sample shows; [] for a record of an older run."""
     named = record.get("shown")
     hashes = named[:MAX_SOURCES] if isinstance(named, list) else []
     return [name for name in hashes if isinstance(name, str)]
@@ -150,12 +150,12 @@ def is_control(config: Mapping[str, Any]) -> bool:
 
 
 def words_of(record: Record) -> object:
-    """What was written, without the thought, where there was one."""
+    """What the policy wrote, without its thought if there was one."""
     return record.get("words", record.get("completion"))
 
 
 def number(value: object) -> float | None:
-    """`value`, where it is a finite number that sums stay finite of; a bool counts as one."""
+    """`value` if it is a number small enough for sums to stay finite, else None; bools count."""
     if not isinstance(value, (int, float)) or not abs(value) <= _MAX_NUMBER:
         return None
     return float(value)

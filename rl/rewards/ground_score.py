@@ -1,4 +1,4 @@
-"""How near an edit comes to the reference edit (after EARL's GroundScore). `score` is 0 to 10.
+"""Grades how close an edit is to the reference edit (after EARL's GroundScore). `score`: 0 to 10.
 
 The judge sees the reference (`Sample.target`) and the policy's picture, not the source or the
 instruction.
@@ -12,12 +12,12 @@ from rl.rewards.shared.repeated_judging import Asked, JudgedReward, Pictures, Re
 
 
 class Config(RepeatsConfig):
-    """Which words the judge is asked in, and how often."""
+    """The prompt for the judge, and how often the judge is asked."""
 
     own_prompts = {"prompt": "ground_score.txt"}
     prompt: str = ""
-    """File with the question; '' = ours. The reference precedes the text, the policy's picture
-    follows it."""
+    """File with the judge's prompt; '' = the built-in one. The judge sees the reference first, then
+    the prompt, then the policy's picture."""
 
 
 class GroundScore(JudgedReward[Config]):

@@ -1,4 +1,4 @@
-"""Makes one completion's episode of the verdicts about its pictures."""
+"""Builds one completion's episode from the verdicts on its pictures."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from rl.api.types import (
 from rl.config.schema import RunConfig
 
 Grades = Mapping[str, RewardOutput]
-"""By the name of the reward."""
+"""Reward name -> its output."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One picture with the grades it got, or why there is none."""
+    """One picture with its grades, or the reason why there is no picture."""
 
     image: Image | None
     failure: RenderFailure | None = None
@@ -38,27 +38,27 @@ class Verdict:
 
 @dataclass(eq=False)
 class Picture:
-    """One picture to render. Completions of a group that draw from the same token ids share it."""
+    """One picture to render. Completions of a group drawn from the same token ids share it."""
 
     p: int
     """Index of its prompt."""
     number: int
-    """Which of a completion's `images_per_completion` pictures it is, from 0. The pictures of a
-    group that have the same number share their noise."""
+    """Index (from 0) among its completion's `images_per_completion` pictures. Pictures of a group
+    with the same number share their noise."""
     readings: dict[tuple[int, ...], Reading] = field(default_factory=dict)
-    """The completions it is drawn for, by their token ids."""
+    """Token ids of each completion that the picture is drawn for -> its reading."""
     outcome: Image | RenderFailure | None = None
     is_made: bool = False
 
 
 @dataclass(eq=False)
 class Reading:
-    """A picture and one completion that it is drawn for, with its thought. Completions with the
-    same token ids share it."""
+    """A picture with one completion that it is drawn for, and that completion's thought.
+    Completions with the same token ids share one reading."""
 
     picture: Picture
     about: RewardInput
-    """What the rewards are given, without the picture."""
+    """The input of the rewards, without the picture."""
     verdict: Verdict | None = None
     """Set when every reward has answered."""
 
@@ -72,25 +72,25 @@ class Reading:
         return replace(self.about, image=self.picture.outcome)
 
     def seen_by(self, reward: Reward) -> Picture | Reading:
-        """What the reward is asked about once: the picture, unless it also reads the thought."""
+        """What a reward grades once: a reading if the reward reads thoughts, else the picture."""
         return self if reward.reads_thoughts else self.picture
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One completion on its way to an episode."""
+    """One completion before its episode is built."""
 
     prompt: Prompt
     completion: Completion
     action: Action
     failure: str | None
-    """Why nothing is rendered."""
+    """Why the completion is not rendered; None if it is."""
     readings: Sequence[Reading]
-    """Of its pictures; none when it failed."""
+    """The readings of its pictures; empty if it is not rendered."""
 
 
 def why_not_rendered(config: RunConfig, completion: Completion, action: Action) -> str | None:
-    """What keeps a completion from being rendered, in words; None when nothing does."""
+    """The reason not to render a completion, in words; None if it is to be rendered."""
     if action.failure is not None:
         return action.failure
     if completion.finish == "length" and config.algorithm.truncated_completions == "floor":
@@ -99,8 +99,8 @@ def why_not_rendered(config: RunConfig, completion: Completion, action: Action) 
 
 
 def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> Episode:
-    """One completion's episode once its verdicts are in: rewards and parts are means over its
-    pictures."""
+    """One completion's episode, once all its verdicts are known. Its reward and parts are means
+    over its pictures."""
     verdicts = [reading.verdict for reading in arm.readings if reading.verdict is not None]
 
     def episode(status: Status, reward: float | None, failure: str | None, **more: Any) -> Episode:
@@ -135,7 +135,7 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
         for part, value in values.items():
             if value is not None:
                 parts.setdefault(part, []).append(value)
-        # Outside of training nobody is asked.
+        # Outside of training no reward is asked, so there are no grades.
         reward = compose(values, config.final_reward) if verdict.grades else None
         if reward is not None:
             rewards.append(reward)
@@ -151,7 +151,7 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
 
 
 def _values(grades: Mapping[str, RewardOutput]) -> dict[str, float | None]:
-    """What the final reward may name: every reward's value, and its parts as `<reward>/<part>`."""
+    """The values `final_reward` may use: each reward's, and its parts' as `<reward>/<part>`."""
     values: dict[str, float | None] = {}
     for name, grade in grades.items():
         values[name] = grade.value

@@ -1,4 +1,4 @@
-"""Asks a reward about pictures; what it raises makes a `RewardOutput` without a value.
+"""Calls a reward on pictures; if the reward raises, its `RewardOutput` has no value.
 
 Axes: `_G` pictures of a group.
 """
@@ -26,13 +26,13 @@ Outputs = Sequence[RewardOutput]
 
 
 BLOCKED_S = 1.0
-"""An `async` reward that gives no other a turn for so long is named."""
+"""A warning names an `async` reward that blocks the event loop for longer than this."""
 _named: set[str] = set()
 
 
 async def scores(name: str, reward: Reward, inputs_G: Sequence[RewardInput]) -> Outputs:
-    """_G. `name`: the reward's. A reward that grades picture by picture takes one. Raises
-    `JudgeError`: a judge that is set up wrongly stops the run."""
+    """_G. `name`: the reward's name. A reward that grades single pictures takes one input. Raises
+    `JudgeError`, which stops the run, if the judge is set up wrongly."""
     started = time.perf_counter()
     verb: Callable[[Any], Any] = reward.score_group if reward.scores_groups() else reward.grade
     try:
@@ -60,7 +60,7 @@ async def scores(name: str, reward: Reward, inputs_G: Sequence[RewardInput]) -> 
 
 
 async def _call(name: str, verb: Callable[..., Any | Awaitable[Any]], given: object) -> Any:
-    """A coroutine function runs here; a plain one in a thread, since it may take its time."""
+    """Run a coroutine function on this event loop; a plain one in a thread, as it may be slow."""
     is_async = inspect.iscoroutinefunction(verb)
     found = verb(given) if is_async else await asyncio.to_thread(verb, given)
     if inspect.iscoroutine(found):
@@ -69,8 +69,8 @@ async def _call(name: str, verb: Callable[..., Any | Awaitable[Any]], given: obj
 
 
 class _Turns:
-    """Awaits a reward's coroutine, and names the reward when one of its turns blocks the event
-    loop on which the judge's answers arrive."""
+    """Awaits a reward's coroutine, and warns, naming the reward, if one of its steps blocks the
+    event loop on which the judge's answers arrive."""
 
     def __init__(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._name, self._coroutine = name, coroutine

@@ -36,21 +36,21 @@ from rl.rollout.episodes import Arm, Picture, Reading, Verdict, episode_of, why_
 from rl.rollout.grading import Outputs, scores
 
 LISTEN_EVERY_S = 0.5
-"""How often a wait for a verdict looks whether the run is asked to stop."""
+"""How often the wait for a verdict checks whether the run was asked to stop."""
 
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """Everything that turns completions into graded episodes."""
+    """Everything needed to turn completions into graded episodes."""
 
     config: RunConfig
     policy: Policy
     renderer: Renderer
     rewards: Mapping[str, Reward]
     makes_images: bool
-    """Whether the renderer draws at all: without pictures there is no bare arm."""
+    """Whether the renderer draws pictures; without pictures there is no bare arm."""
     loop: BackgroundLoop
-    """Where the judge's coroutines run while this thread renders."""
+    """Event loop that runs the judge's coroutines while this thread renders."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +66,11 @@ class Sampled:
     group_ids: Sequence[str]
     """_P."""
     bare: Sequence[Completion | None]
-    """_P, the bare arm; None where nobody asked or the policy has none."""
+    """_P, the bare arm; None where it was not requested or the policy has none."""
 
     @property
     def arms(self) -> list[list[Completion]]:
-        """_P, each group's completions and, last, its bare arm."""
+        """_P, each group's completions, followed by its bare arm if it has one."""
         return [
             [*completions_G, *([] if bare is None else [bare])]
             for completions_G, bare in zip(self.completions, self.bare, strict=True)
@@ -78,7 +78,7 @@ class Sampled:
 
     @property
     def token_ids(self) -> list[list[tuple[int, ...]]]:
-        """_P, of every arm: what the policy's forward runs over."""
+        """_P, token ids of every arm: the input of the policy's forward."""
         return [[completion.token_ids for completion in arms_G] for arms_G in self.arms]
 
 
@@ -89,13 +89,13 @@ class Rollout:
     episodes: list[list[Episode]]
     """_PG, in the order of the completions."""
     bare_episodes: list[Episode | None]
-    """_P, the bare arm, never trained; None where nobody asked or the policy has none."""
+    """_P, the bare arm, never trained; None where it was not requested or the policy has none."""
     renderer_metrics: Mapping[str, float] | Exception = field(default_factory=dict)
-    """What the renderer reported of these pictures, means over them."""
+    """The renderer's own metrics, as means over these pictures."""
     num_drawn: int = 0
     """Distinct pictures that the renderer drew."""
     render_failures: Sequence[str] = ()
-    """Why it could not draw the others, one reason each; those that the policy spoilt left out."""
+    """Why the renderer failed to draw the others, one reason each; policy failures left out."""
 
 
 def begin(
@@ -105,11 +105,11 @@ def begin(
     timer: PhaseTimer,
     should_stop: Callable[[], bool],
 ) -> PendingRollout:
-    """Render every arm and ask the judge about it; returns before the verdicts are in.
+    """Render every arm and submit it to the rewards; returns before all verdicts have arrived.
 
-    Completions of a group with equal words are one picture: it is rendered once, and judged once
+    Completions of a group with equal words share one picture. It is rendered once, and judged once
     unless their thoughts differ and a reward reads thoughts. Raises `Interrupted` soon after
-    `should_stop()` turns true: rendering may take longer than a pre-empted run is given.
+    `should_stop()` turns true, as rendering may take longer than a pre-empted run has left.
     """
     with timer.phase("render") as phase:
         own_P = [own_pictures(prompt.sample) for prompt in sampled.prompts]
@@ -147,7 +147,7 @@ def _jobs(
     timer: PhaseTimer,
     should_stop: Callable[[], bool],
 ) -> Iterator[RenderJob]:
-    """The pictures to make; a group's forward runs when its first one is asked for."""
+    """The pictures to render; a micro-batch's forward runs when its first picture is requested."""
     for micro_batch in forwards.micro_batches:
         if should_stop() and not forwards.collective:
             raise Interrupted
@@ -156,12 +156,12 @@ def _jobs(
             actions = policy.decode_actions(micro_batch.rows, batch, outputs)
             del batch, outputs
         for (p, g), action in zip(micro_batch.members, actions, strict=True):
-            if p >= 0:  # else a filler
+            if p >= 0:  # p < 0: a filler row
                 yield from pending.expect(p, g, action)
 
 
 class PendingRollout:
-    """A batch whose pictures are rendered and graded, in part already."""
+    """A batch whose pictures are being rendered and graded."""
 
     def __init__(self, context: RolloutContext, sampled: Sampled) -> None:
         self.renderer_metrics: Mapping[str, float] | Exception = {}
@@ -169,14 +169,14 @@ class PendingRollout:
         self._sampled = sampled
         self._completions_PG = sampled.arms
         self._arms_PG: list[list[Arm | None]] = [[None] * len(arms_G) for arms_G in sampled.arms]
-        """The same completions, each once its action is known."""
+        """For each of these completions its `Arm`; None until its action is known."""
         self._distinct: dict[tuple[int, tuple[int, ...], int], Picture] = {}
-        """The pictures by prompt index, the token ids they are drawn from, and their number."""
+        """(Prompt index, token ids that it is drawn from, picture number) -> picture."""
         self._pictures: list[Picture] = []
         """The same pictures in the order in which the renderer gets them."""
         self._outputs: dict[tuple[str, Picture | Reading], tuple[Future[Outputs], int]] = {}
-        """The call that grades a picture, or a reading of it, by the reward's name, and the index
-        of the output in what the call returns."""
+        """(Reward name, picture or reading) -> the call that grades it, and the index of its output
+        in the list that the call returns."""
         self._futures: list[Future[Outputs]] = []
         """Every call of a reward."""
         self._episodes_PG: list[list[Episode]] = []
@@ -186,8 +186,8 @@ class PendingRollout:
         return len(self._pictures)
 
     def expect(self, p: int, g: int, action: Action) -> list[RenderJob]:
-        """Note a completion's action; returns jobs for those of its pictures that no equal
-        completion has asked for."""
+        """Store a completion's action; returns jobs for those of its pictures that no equal
+        completion has requested."""
         config, sampled, prompt = self._context.config, self._sampled, self._sampled.prompts[p]
         completion = self._completions_PG[p][g]
         ids = completion.token_ids
@@ -206,14 +206,14 @@ class PendingRollout:
                 picture.readings[ids] = Reading(picture, about)
                 self._grade(picture.readings[ids])
             readings.append(picture.readings[ids])
-        # Without the payload: a batch's hidden states are a gigabyte beside the step.
+        # Drop the payload: a batch's hidden states would hold a gigabyte during the training step.
         action = replace(action, payload=None)
         self._arms_PG[p][g] = Arm(prompt, completion, action, failure, readings)
         self._compare(p)
         return jobs
 
     def submit(self, number: int, outcome: Image | RenderFailure | None) -> None:
-        """Picture `number` exists: ask the rewards about it."""
+        """Store picture `number`, or its failure, and submit it to the rewards."""
         is_right = outcome is None and not self._context.makes_images
         if not is_right and not isinstance(outcome, Image | RenderFailure):
             raise TypeError(
@@ -221,7 +221,7 @@ class PendingRollout:
                 "expected an RGB picture of PIL, or a RenderFailure"
             )
         picture = self._pictures[number]
-        # A renderer may draw the next one on the same canvas.
+        # Copy it: a renderer may draw its next picture into the same image object.
         picture.outcome = outcome.copy() if isinstance(outcome, Image) else outcome
         picture.is_made = True
         for reading in picture.readings.values():
@@ -229,7 +229,7 @@ class PendingRollout:
         self._compare(picture.p)
 
     def _grade(self, reading: Reading) -> None:
-        """Ask the rewards that grade single pictures about a picture that exists."""
+        """Submit a reading to the rewards that grade single pictures, once its picture exists."""
         if not reading.can_be_graded:
             return
         for name, reward in self._context.rewards.items():
@@ -238,8 +238,8 @@ class PendingRollout:
                 self._ask(name, reward, {graded: reading.reward_input})
 
     def _compare(self, p: int) -> None:
-        """Ask the rewards that compare about a prompt's pictures, once all of them exist. Pictures
-        with the same noise are one call."""
+        """Submit a prompt's pictures to the rewards that compare pictures, once all of them exist.
+        Each call gets the pictures that share their noise."""
         readings = self._readings(p)
         is_complete = None not in self._arms_PG[p]
         if not (is_complete and all(reading.picture.is_made for reading in readings)):
@@ -282,10 +282,10 @@ class PendingRollout:
     def groups(
         self, timer: PhaseTimer, should_stop: Callable[[], bool]
     ) -> Iterator[tuple[int, list[Episode]]]:
-        """Yield (p, its episodes), group by group in order, each once its last verdict is in.
+        """Yield (p, episodes of prompt p) in order, each as soon as its last verdict has arrived.
 
-        Raises `JudgeRefused` for a judge that is set up wrongly; a judge that is down leaves
-        episodes UNGRADED. Raises `Interrupted` soon after `should_stop()` turns true.
+        Raises `JudgeRefused` if the judge is set up wrongly; if the judge is down,
+        episodes are left UNGRADED. Raises `Interrupted` soon after `should_stop()` turns true.
         """
         assert all(picture.is_made for picture in self._pictures), "the renderer lost a job"
         sampled, config = self._sampled, self._context.config

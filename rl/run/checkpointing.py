@@ -1,4 +1,4 @@
-"""When and how a run's finished iterations reach its checkpoints."""
+"""Decides when and how a run's finished iterations are saved as checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Checkpointing:
     """Saves and publishes a run's checkpoints; every rank has one."""
 
     config: Mapping[str, Any]
-    """As it may be published."""
+    """The run's config, in the form that may be published."""
     dist: Dist
     num_iterations: int
     checkpoints: Checkpoints
@@ -33,28 +33,28 @@ class Checkpointing:
     """Writes everything about an iteration in the background, in order."""
     last_finished: LastFinished
     last_save: Future[None] | None = None
-    """The last checkpoint that the writer was given."""
+    """The last checkpoint that the writer was asked to write."""
 
     def finish(self, done: int, metrics: Metrics) -> None:
-        """Iteration `done` is applied and synced: from here on it is not lost. Collective."""
+        """Note iteration `done` as applied and synced; from now on it is not lost. Collective."""
         self.last_finished.note(done, self.dist.reduce(metrics))
 
     def save_if_due(self, done: int, timer: PhaseTimer) -> None:
-        """A checkpoint by cadence, and after the last iteration. Collective."""
+        """Save a checkpoint at the configured interval and after the last iteration. Collective."""
         last = done == self.num_iterations
         if last or self.checkpoints.due(done):
             with timer.phase("checkpoint"):
                 self.save(final=last)
 
     def save(self, final: bool = False) -> None:
-        """Write the checkpoint of the last finished iteration, after what was recorded of it.
-        Collective. Where its state is held it is written beside training, unless `final`."""
+        """Write the checkpoint of the last finished iteration, after that iteration's records.
+        Collective. A state held in memory is written while training goes on, unless `final`."""
         held = self.last_finished.held()
         if held is not None and not final:
             if not self.dist.is_main:
                 return
             if self.last_save is not None:
-                self.last_save.result()  # no more than two states in memory, and one being made
+                self.last_save.result()  # at most two states in memory, plus one being made
             what = f"the checkpoint of iteration {held.iteration}"
             self.last_save = self.writer.put(what, partial(self._save_held, held))
             return
@@ -62,22 +62,22 @@ class Checkpointing:
         point = self.last_finished.read()
         if self.checkpoints.save(point, final=final) is not None and self.dist.is_main:
             self._forget_journals(self.last_finished.done)
-        self.writer.flush()  # an error before this does not keep what is finished off the disk
+        self.writer.flush()  # last, so that an earlier error does not prevent the save
 
     def _save_held(self, point: ResumePoint) -> None:
         if self.checkpoints.save_alone(point) is not None:
             self._forget_journals(point.iteration)
 
     def _forget_journals(self, done: int) -> None:
-        """Replies of iterations that a checkpoint now covers are in the episode records."""
+        """Delete journals that a checkpoint now covers: the episode records hold their replies."""
         for path in (self.checkpoints.folder.parent / "judge").glob("*.jsonl"):
             match = _JOURNAL.fullmatch(path.name)
             if match and int(match[1]) < done:
                 path.unlink()
 
     def publish(self, done: int, metrics: Mapping[str, float], final: bool = False) -> None:
-        """The model card of that iteration's checkpoint, if there is one, and a push to the hub if
-        one is due. `metrics`: the last line written."""
+        """Write the model card of iteration `done`'s checkpoint, if there is one, and push it to
+        the hub if a push is due. `metrics`: the last line of metrics written."""
         if self.dist.is_main:
             card = partial(model_card, self.config, done, metrics)
             final = final or done == self.num_iterations

@@ -1,4 +1,4 @@
-"""Compares a held-out run with the untrained system: gains, losses, and how far states moved.
+"""Compares a held-out run with the untrained system: gains, losses and hidden-state drift.
 
 Axes: `_P` held-out samples of this rank, `_T` tokens.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Shown = Sequence[str]
 """Hashes of what one sample shows (`contents.shown`)."""
 _FIXED = {"bare": "the user's own words", "reference": "the right words"}
-"""Arm -> its words, which no training changes."""
+"""Arm -> a name for its words, which training does not change."""
 
 
 def state_distance(states_TD: torch.Tensor, base_TD: torch.Tensor) -> tuple[float, float]:
@@ -44,7 +44,7 @@ def _compare(
     shown_P: Sequence[Shown],
     dist: Dist,
 ) -> Paired | None:
-    """Over all ranks' samples that have both; None where there is none. Collective."""
+    """Differences over all ranks' samples that have both rewards; None without any. Collective."""
     local = [
         (reward - other, shown)
         for reward, other, shown in zip(rewards_P, others_P, shown_P, strict=True)
@@ -55,7 +55,7 @@ def _compare(
 
 
 def _add_paired(metrics: Metrics, name: str, found: Paired | None) -> None:
-    """The same on every rank, hence no sum over them."""
+    """Every rank has the same values, so they are not summed over ranks."""
     if found is not None:
         metrics.maximum(name, found.mean)
         if found.error is not None:
@@ -69,7 +69,7 @@ def add_stock_arm(
     shown_P: Sequence[Shown],
     dist: Dist,
 ) -> None:
-    """Rewards of the untrained system, and the trained one's gain over it. Collective."""
+    """Add the untrained system's rewards, and the trained system's gain over it. Collective."""
     for rewards in untrained_P:
         if "stock" in rewards:
             metrics.add("eval/stock_ungraded", float(rewards["stock"] is None))
@@ -88,7 +88,7 @@ def add_gain_of_thought(
     shown_P: Sequence[Shown],
     dist: Dist,
 ) -> None:
-    """The gain from thinking: `cut_P` are the same samples' episodes without it. Collective."""
+    """Add the gain from thinking; `cut_P`: the same samples' episodes without it. Collective."""
     rewards_P = [None if episode is None else episode.reward for episode in cut_P]
     for reward in rewards_P:
         if reward is not None:
@@ -105,7 +105,7 @@ def add_falls(
     shown_P: Sequence[Shown],
     dist: Dist,
 ) -> None:
-    """Rewards that fixed words have lost since training began; warns of a loss beyond noise.
+    """Add how much reward fixed words have lost since training began; warns of a loss beyond noise.
     Collective."""
     alarms, worths = [], []
     for arm, (_, episodes_P) in fixed.items():
@@ -145,7 +145,7 @@ def add_state_drift(
     words_P: Sequence[Completion | None],
     dist: Dist,
 ) -> None:
-    """Distance of the words' states from those under the untrained weights. Collective."""
+    """Add the distance of the words' states from those under untrained weights. Collective."""
     known = [(p, words) for p, words in zip(prompts_P, words_P, strict=True) if words is not None]
     prompts, words = [prompt for prompt, _ in known], [words for _, words in known]
     base_P = stock.states(prompts, words)

@@ -1,4 +1,4 @@
-"""Completions of held-out samples, drawn and judged as in training, under noise of their own."""
+"""Renders and judges completions of held-out samples as in training, with separate noise."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def score(
     dist: Dist,
     weights: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Rollout:
-    """Of this rank's prompts; `weights`: under which the policy's states are taken. Raises
-    `Interrupted` on every rank once any was asked to stop. Collective."""
-    # The noise depends on the sample alone: what differs otherwise is the words or the weights.
+    """Score completions of this rank's prompts. `weights`: selects the weights that compute the
+    policy's states. Raises `Interrupted` on every rank once any was asked to stop. Collective."""
+    # The noise depends only on the sample: any other difference is the words or the weights.
     noise_P = [derive_seed("evaluation", context.config.seed, p.sample.id) for p in prompts_P]
     ids = [f"evaluation/{prompt.sample.id}" for prompt in prompts_P]
     sampled = Sampled(prompts_P, completions_PG, noise_P, ids, bare_P)
@@ -37,7 +37,7 @@ def score(
     forwards = Inference(
         context.policy, prompts_P, sampled.token_ids, budget, dist, weights, nums_P
     )
-    timer = PhaseTimer()  # a phase around this one counts it all
+    timer = PhaseTimer()  # the caller's phase counts all this time
     with suppress(Interrupted):
         pending = begin(context, sampled, forwards, timer, signals.stop_heard)
         for _ in pending.groups(timer, signals.stop_heard):

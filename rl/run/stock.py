@@ -1,14 +1,14 @@
-"""Grades the untrained system on the held-out samples, once, and keeps the result:
+"""Grades the untrained system on the held-out samples, once, and keeps the result on disk.
 
-Rewards of the stock arm (the renderer's own pipeline on the user's words) and of fixed words
-under the weights before training, and the states of a few samples' words under them.
+It keeps the rewards of the stock arm (the renderer's own pipeline on the user's words) and of fixed
+words under the untrained weights, and the states of a few samples' words under those weights.
 
     <run>/stock/rewards.jsonl       a line per sample: key, id, reward by arm, picture by arm
     <run>/stock/<key>_stock.png     those pictures
     <run>/stock/<key>.safetensors   states of the bare words, of the first samples
 
-The key is a hash of the sample and of all that no resume may change, so another held-out set,
-renderer or judge finds nothing and draws anew.
+The key is a hash of the sample and of all settings that a resume may not change, so a run with
+another held-out set, renderer or judge finds no entry and draws again.
 
 Axes: `_P` prompts on this rank, `_T` tokens.
 """
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
     from rl.ranks.dist import Dist
 
 Rewards = Mapping[str, float | None]
-"""By arm: 'stock', its variants, and the fixed words'; None: not graded yet."""
+"""Arm ('stock', its variants, and arms of fixed words) -> reward; None: not graded yet."""
 FixedArm = tuple[Sequence[Completion | None], Sequence[Episode | None]]
-"""Words _P that training does not change, and what today's weights made of them."""
+"""Words _P that training does not change, and their episodes under the current weights."""
 Weights = Callable[[], AbstractContextManager[None]]
 
 NUM_FIXED_SAMPLES = 8
-"""Held-out samples, over all ranks, whose words' states are compared: two forwards, and a file of
-[T, D] each (1 MB for 150 words of Qwen2.5-VL-7B)."""
+"""Held-out samples, over all ranks, whose words' states are compared. Each costs two forwards and
+a file of [T, D] (1 MB for 150 words of Qwen2.5-VL-7B)."""
 
 
 class Stock:
     """The untrained system's rewards and states for this rank's held-out samples."""
 
     def __init__(self, context: RolloutContext, run_dir: Path, iteration: int, dist: Dist) -> None:
-        """`iteration`: how many are done, 0 before training."""
+        """`iteration`: number of iterations done, 0 before training."""
         self._context = context
         self._folder = run_dir / "stock"
         self._dist = dist
@@ -67,8 +67,8 @@ class Stock:
 
     @property
     def _untrained(self) -> Weights | None:
-        """The weights before training; None: they are gone. Full fine-tuning has them only before
-        its first step: later they would be a second model in memory, and under ZeRO-3 nowhere."""
+        """The weights before training; None if they are gone. Full fine-tuning has them only before
+        its first step: later they need a second model in memory; ZeRO-3 has no place for it."""
         policy = self._context.policy
         if policy.config.lora is not None:
             return policy.reference
@@ -80,9 +80,9 @@ class Stock:
         fixed: Mapping[str, FixedArm],
         episodes_P: Sequence[Episode],
     ) -> list[Rewards]:
-        """_P, by arm; {} where there is no such thing, or no more. Before training, today's
-        weights' pictures of fixed words are the untrained ones'. `episodes_P`: the policy's own,
-        which stand for the stock arm where it `starts_as_stock`. Collective."""
+        """_P, rewards by arm; {} where there are no arms, or they can no longer be drawn. Before
+        training, the current episodes of fixed words are the untrained system's. `episodes_P`: the
+        policy's own, which are the stock arm if the policy `starts_as_stock`. Collective."""
         path = self._folder / "rewards.jsonl"
         rows = read_rows(path)[0] if self._dist.is_main and path.is_file() else []
         known = {row["key"]: row for row in self._dist.broadcast(rows)}
@@ -110,7 +110,7 @@ class Stock:
         episodes_P: Sequence[Episode],
         missing: Sequence[int],
     ) -> dict[int, dict[str, Episode]]:
-        """Episodes by arm of the prompts (p) that are missing. Collective."""
+        """p -> its episodes by arm, for every prompt index p in `missing`. Collective."""
         policy = self._context.policy
         if policy.starts_as_stock:
             if not self._at_start:
@@ -151,11 +151,11 @@ class Stock:
     def _say_gone(self, num: int) -> None:
         warn(
             f"rank {self._dist.rank}: {num} held-out samples have no stock arm: it is drawn before "
-            "the first iteration, and then this run had other samples, or none, or no verdict"
+            "the first iteration, when this run had other samples, no samples or no verdict"
         )
 
     def _row(self, key: str, sample: Sample, arms: Mapping[str, Episode]) -> dict[str, Any]:
-        """Its line, and its pictures beside it."""
+        """A sample's line of rewards.jsonl; writes the sample's pictures into the same folder."""
         files = {}
         for name, episode in arms.items():
             if episode.image is not None:
@@ -165,7 +165,7 @@ class Stock:
         return {"key": key, "id": sample.id, "rewards": rewards, "files": files}
 
     def _write(self, path: Path, content: str | bytes) -> None:
-        """At once: once a run, and read by the next held-out run."""
+        """Write now, not in the background: once per run, and the next held-out run reads it."""
         write = partial(write_atomically, path, content, private)
         when_there_is_room(write, self._folder, path.name)
 
@@ -191,10 +191,10 @@ class Stock:
         return [load_file(path)["states"] if path.is_file() else None for path in paths_P]
 
     def _key(self, sample: Sample) -> str:
-        """By content: another data set may call other samples by the same ids."""
+        """A hash of the content, as another data set may use the same ids for other samples."""
         digest = hashlib.blake2b(self._settings.encode(), digest_size=12)
         words = [sample.id, sample.instruction, sample.category, dict(sample.hidden)]
-        # Values without a JSON form count by their type: their `repr` may hold an address.
+        # Values that JSON cannot encode count by type: their `repr` may hold a memory address.
         text = json.dumps(words, sort_keys=True, default=lambda value: type(value).__name__)
         digest.update(text.encode())
         for picture in (*sample.sources, sample.target):
@@ -213,8 +213,8 @@ def word_states(
     dist: Dist,
     weights: Weights = nullcontext,
 ) -> list[torch.Tensor | None]:
-    """_P of [T, D] on the CPU, the policy's dtype: what the renderer would read where `words_P`
-    stand; None where it would read no states. Collective."""
+    """_P of [T, D] on the CPU, in the policy's dtype: the states that the renderer would read at
+    the tokens of `words_P`; None where it would read no states. Collective."""
     policy = context.policy
     prompts_P = [prompt.plain for prompt in prompts_P]
     ids_PG = [[words.token_ids] for words in words_P]

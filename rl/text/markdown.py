@@ -1,4 +1,4 @@
-"""Text from outside the process as literal Markdown: without keys, tags, links or code blocks."""
+"""Escapes text from outside the process for Markdown: no secrets, tags, links or code blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl.text.untrusted import shown
 
 MAX_CHARS = 300
 _SPECIAL = re.compile(
-    r"[&<>@$|\\~]"  # tags, mentions, formulas (the hub reads `\\(` as one), cells, strokes
+    r"[&<>@$|\\~]"  # tags, mentions, formulas (the hub reads `\\(` as one), cells, strikethrough
     r"|(?<=:)//|(?i:(?<=www)\.)"  # a bare address becomes a link
     r"|[`*\[\]#]|(?<!\w)_|_(?!\w)"
 )
@@ -20,7 +20,7 @@ _BACKSLASHED = "`*[]#_"
 
 
 def text(value: object, max_chars: int = MAX_CHARS) -> str:
-    """`value` as one line of at most about `max_chars` characters that reads as it is spelt."""
+    """`value` on one line of at most about `max_chars` characters, escaped to show literally."""
     return _SPECIAL.sub(_spelt, shown(str(value), max_chars))
 
 
@@ -31,7 +31,7 @@ def _spelt(found: re.Match[str]) -> str:
 
 
 def code(value: Any) -> list[str]:
-    """`value` as a fenced block of JSON that nothing in it can end."""
+    """`value` as a fenced block of JSON; nothing in `value` can close the fence."""
     written = scrub(json.dumps(value, indent=1))
     for sign in "`<>&":
         written = written.replace(sign, f"\\u{ord(sign):04x}")
@@ -39,6 +39,6 @@ def code(value: Any) -> list[str]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table; its cells are Markdown already. [] without rows."""
+    """Lines of a Markdown table; the cells must already be Markdown. [] without rows."""
     lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
     return lines if len(lines) > 2 else []

@@ -1,4 +1,4 @@
-"""Replaces the keys and passwords of the environment in texts that are written, logged or sent."""
+"""Replaces secrets of the environment (keys, passwords) in text that is written, logged or sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 
 MIN_CHARS = 8
 """Shorter values are not treated as keys: replacing every 'test' would garble the record."""
-_MIN_TOKEN_CHARS = 16  # of a URL's user that has no password
+_MIN_TOKEN_CHARS = 16  # a URL's user this long, without a password, is a token
 _SECRET_NAME = re.compile(
     r".*(?:TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|API_?KEY|CREDENTIAL|PRIVATE_?KEY|ACCESS_?KEY|COOKIE|"
     r"WEBHOOK).*"
@@ -24,7 +24,7 @@ _SECRET_WORD = re.compile(
     r"(?:\w*KEYS?|\w*PASS|PW|PWD|PSWD|CREDS?|PATS?|AUTH|AUTHORIZATION|BEARER|JWT|DSN|SAS|OTP|PIN|"
     r"CONN(?:ECTION)?_?STR(?:ING)?)\d*"
 )
-"""One word of a name (between underscores), or two neighbours."""
+"""Matched against each word of a name (between underscores), and every two adjacent words."""
 _NO_SECRET_NAME = re.compile(
     r"(?:OLD)?PWD|(?!.*WEBHOOK).*_(?:FILE|PATH|DIR|FOLDER|HOME|SOCK|SOCKET|NAME|USER|USERNAME|HOST|PORT|"
     r"URL|URI|ENDPOINT|DOMAIN|LENGTH|SIZE|LIMIT|COUNT|TIMEOUT|TTL|ENABLED|DISABLED|REQUIRED|MODE|TYPE|"
@@ -39,25 +39,25 @@ _PLACEHOLDER = re.compile(
 _ASSIGNMENT = re.compile(r"""([A-Za-z_][\w-]*)["']?\s*[=:]\s*(?:"([^"]+)"|'([^']+)'|([^\s;&,]+))""")
 _SCHEME_WORD = re.compile(r"(?:bearer|basic|token|digest|apikey|key)\s+(\S.*)", re.IGNORECASE)
 _BASE64_RUN = re.compile(r"[A-Za-z0-9+/]{10,}={0,2}")
-"""Ten characters stand for what is certain of a secret of eight bytes."""
+"""A secret of eight bytes determines ten base64 characters, whatever stands before it."""
 _STANDARD_BASE64 = str.maketrans("-_", "+/")
 _EVERY_CHARACTER = ("%{:02x}", "\\u{:04x}", "\\x{:02x}", "&#{};", "&#x{:x};")
 _Forms = tuple[list[tuple[str, str]], list[tuple[str, str]]]
-"""(a lower-case spelling, its variable), and (its characters in base64, its variable)."""
+"""Pairs (lower-case spelling of a secret, its variable), and (its base64 core, its variable)."""
 
 _named: set[str] = set()
 
 
 def remember(name: str) -> None:
-    """The environment variable `name` holds a key, whatever it is called."""
+    """Treat the environment variable `name` as a secret, whatever its name looks like."""
     _named.add(name)
 
 
 def scrub(text: str) -> str:
     """`text` with every secret of the environment replaced by `<NAME>`; JSON stays JSON.
 
-    A secret is found in any case: as it is, percent-encoded, escaped as in JSON or HTML (where
-    needed, or every character), in hexadecimal, and in base64 of itself or of something around it.
+    A secret is found in any letter case: verbatim, percent-encoded, escaped as in JSON or HTML
+    (where needed, or every character), in hexadecimal, and in base64, alone or within more data.
     """
     return _scrub(text, _forms(secrets()))
 
@@ -69,16 +69,16 @@ def scrubbed(value: Any) -> Any:
 def secrets() -> tuple[tuple[str, str], ...]:
     """(name, value) of every secret that the environment holds now, the longest value first.
 
-    Secrets are the values of variables with such a name (`..._KEY`, `DB_PASS`, `COOKIE`), of those
-    given to `remember`, and in other variables a URL's password and the value of such a name in a
-    query or in JSON.
+    Secrets are the values of variables named like a secret (`..._KEY`, `DB_PASS`, `COOKIE`) or
+    given to `remember`. In other variables, a URL's password is a secret, and so is the
+    value of a field named like a secret in a query or in JSON.
     """
     return _secrets(tuple(os.environ.items()), frozenset(_named))
 
 
 def environment_without(*needed: str) -> dict[str, str]:
-    """The environment for a helper process: of variables with secrets only `needed`, proxies and
-    APP__."""
+    """The environment for a helper process: without the variables that hold secrets, except
+    `needed`, proxies and APP__."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -90,7 +90,7 @@ def environment_without(*needed: str) -> dict[str, str]:
 
 
 def is_placeholder(value: str) -> bool:
-    """Whether `value` is what one sets where no key is needed: EMPTY, none, sk-no-key."""
+    """Whether `value` is a placeholder for a key that is not needed: EMPTY, none, sk-no-key."""
     return _PLACEHOLDER.fullmatch(re.sub(r"[\W_]", "", value.lower())) is not None
 
 
@@ -152,20 +152,20 @@ def _forms(named_secrets: tuple[tuple[str, str], ...]) -> _Forms:
             secret.replace("/", "\\/"),
             *("".join(form.format(ord(char)) for char in secret) for form in _EVERY_CHARACTER),
         }
-        spellings = once | {form.replace("\\", "\\\\") for form in once}  # JSON in JSON
+        spellings = once | {form.replace("\\", "\\\\") for form in once}  # JSON within JSON
         plain += [(_lower(form), name) for form in sorted(spellings) if len(form) >= MIN_CHARS]
         coded += [(_base64_core(data, offset), name) for offset in range(3)]
     return plain, coded
 
 
 def _base64_core(data: bytes, offset: int) -> str:
-    """The characters that stand for `data` alone, when `offset` bytes come before it."""
+    """The base64 characters that depend only on `data`, when `offset` bytes come before it."""
     coded = base64.b64encode(bytes(offset) + data + bytes(3)).decode("ascii")
     return coded[-(-8 * offset // 6) : (8 * (offset + len(data))) // 6]
 
 
 def _scrubbed(value: Any, forms: _Forms) -> Any:
-    if isinstance(value, (int, float)):  # most of an episode
+    if isinstance(value, (int, float)):  # most values of an episode
         return value
     if isinstance(value, str):
         return _scrub(value, forms)
@@ -187,18 +187,18 @@ def _scrub(text: str, forms: _Forms) -> str:
             end = start + len(form)
             spans.append((start, end, name))
     present = [(core, name) for core, name in forms[1] if core in standard]
-    for run in _BASE64_RUN.finditer(standard) if present else ():  # all of it belongs to the key
+    for run in _BASE64_RUN.finditer(standard) if present else ():  # the whole run is replaced
         spans += [(*run.span(), name) for core, name in present if core in run[0]]
     pieces, done = [], 0
     for start, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
         if start >= done:
-            # Backslashes before it go too: one alone would escape what comes next.
+            # Drop backslashes before the secret: one left alone would escape the next character.
             pieces += [text[done:start].rstrip("\\"), f"<{name}>"]
         done = max(done, end)
     return "".join([*pieces, text[done:]])
 
 
 def _lower(text: str) -> str:
-    """Every character keeps its place, which a Turkish I would not."""
+    """Lower case with every character in its place; `lower` makes two characters of a Turkish I."""
     lower = text.lower()
     return lower if len(lower) == len(text) else text.replace("\u0130", "i").lower()

@@ -1,4 +1,4 @@
-"""The one place that all of Python's output passes: without keys and without terminal commands."""
+"""Filters all of Python's output in one place: no secrets, no terminal control sequences."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rl.text.scrub import scrub
 
 
 def guard(keeps_going: bool = False) -> None:
-    """Guard standard output and error for good; every program calls it first. `keeps_going`: a line
-    that cannot be printed ends nothing."""
+    """Filter stdout and stderr from now on; every program calls this first. `keeps_going`: a line
+    that cannot be printed does not stop the program."""
     open_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -25,17 +25,17 @@ def guard(keeps_going: bool = False) -> None:
 
 
 def open_closed_streams() -> None:
-    """Standard streams that are closed (`>&-`, some daemons) become /dev/null, here and in child
-    processes: files opened later would get their descriptors, and what C libraries print."""
+    """Open closed standard streams (`>&-`, some daemons) as /dev/null, here and in child processes.
+    Otherwise, files opened later would get their descriptors, and what C libraries print."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free one
+            descriptor = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
             os.set_inheritable(descriptor, True)
-            setattr(sys, name, open(descriptor, mode))  # noqa: SIM115 - until the end
+            setattr(sys, name, open(descriptor, mode))  # noqa: SIM115 - open until the process ends
 
 
 def plain(text: str) -> str:
-    """`text` without keys and terminal commands; its line ends and tabs stay."""
+    """`text` without secrets and terminal control sequences; newlines and tabs stay."""
     return printable(scrub(text), but="\n\t")
 
 
@@ -44,7 +44,7 @@ def beneath(stream: TextIO) -> TextIO:
 
 
 class _Stream:
-    """A text stream over another one, `beneath`."""
+    """A text stream that wraps another one, `beneath`."""
 
     def __init__(self, stream: Any) -> None:
         self.beneath = stream
@@ -61,10 +61,10 @@ class _Stream:
 
 
 class Guarded(_Stream):
-    """Passes on `plain` text. To libraries it is no terminal: they send it no terminal commands."""
+    """Writes text filtered by `plain`. Not a terminal, so libraries send no control sequences."""
 
     def write(self, text: str) -> int:
-        """A line that begins anew at the left, as progress bars do, may."""
+        """Lets a leading carriage return through, with which progress bars redraw their line."""
         redrawn = "\r" if text.startswith("\r") else ""
         self.beneath.write(redrawn + plain(text[len(redrawn) :]))
         return len(text)
@@ -74,7 +74,7 @@ class Guarded(_Stream):
 
 
 class Lossy(_Stream):
-    """Writes to `files` too, and drops what a full disk, a closed pipe or an encoding refuses."""
+    """Also writes to `files`; drops text it cannot write (full disk, closed pipe, encoding)."""
 
     def __init__(self, stream: TextIO, *files: TextIO) -> None:
         super().__init__(stream)

@@ -1,4 +1,4 @@
-"""Hands a run's metrics, tables and pictures to its trackers; one that fails is given up."""
+"""Sends a run's metrics, tables and pictures to its trackers; a tracker that fails is dropped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TABLE_IMAGE_SIDE_PX = 384
 
 
 class Tracker:
-    """One page per run and tracker. Only rank 0 has pages; the others' calls do nothing."""
+    """One page per run and tracker. Only rank 0 has pages; on other ranks, calls do nothing."""
 
     def __init__(
         self, run_dir: Path, config: RunConfig, dist: Dist, config_as_written: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Tracker:
         for tracker in (wandb_page, tensorboard_page, trackio_page):
             if (page := tracker.open_page(run_dir, config, config_as_written)) is not None:
                 self._pages.append(page)
-                private_folder(run_dir / page.name)  # it holds completions
+                private_folder(run_dir / page.name)  # the page holds completions
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         self._on_each("log", lambda page: page.log(iteration, metrics))
@@ -51,7 +51,7 @@ class Tracker:
         episodes_PG: Sequence[Sequence[Episode]],
         advantages_PG: Sequence[Sequence[float | None]],
     ) -> None:
-        """A table of rank 0's first `images_per_iteration` episodes."""
+        """Log a table of rank 0's first `images_per_iteration` episodes."""
         every = self._tracking.log_episodes_every_n_iterations
         if not self._pages or every == 0 or iteration % every != 0:
             return
@@ -72,7 +72,7 @@ class Tracker:
     def _table(
         self, pairs: Sequence[tuple[Episode, float | None]]
     ) -> tuple[list[str], list[list[Cell]]]:
-        """Columns and rows, their pictures small, their words without keys."""
+        """Columns and rows, with downscaled pictures and without secrets in the words."""
 
         def picture(image: Image | None) -> Image | None:
             return image and downscale(image, _TABLE_IMAGE_SIDE_PX)
@@ -98,11 +98,11 @@ class Tracker:
 
 
 def not_installed(tracking: TrackingConfig) -> list[str]:
-    """A sentence for each tracker that is named and whose package is not there."""
+    """A message for each enabled tracker whose package is not installed."""
     tracked: Mapping[str, tuple[bool, str]] = {
         "wandb": (tracking.wandb != "off", "'vlm-edit-rl[train]'"),
         "tensorboard": (tracking.tensorboard, "'vlm-edit-rl[tensorboard]'"),
-        # The package refuses the pinned Pillow, with which it works.
+        # trackio's requirements exclude the pinned Pillow, but trackio works with it.
         "trackio": (
             tracking.trackio,
             "'vlm-edit-rl[trackio]' && pip install --no-deps trackio==0.43.0",

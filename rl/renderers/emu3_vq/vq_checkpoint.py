@@ -1,9 +1,9 @@
-"""Finds Emu3's picture tokenizer in a checkpoint, and names its tensors.
+"""Finds Emu3's picture tokenizer in a checkpoint, and maps its tensor names to transformers'.
 
-Three kinds of folder or hub repository are read, none by running its code:
+It reads three kinds of folder or hub repository, and never runs code from them:
 - `Emu3VQVAE.save_pretrained` of transformers;
-- `BAAI/Emu3-VisionTokenizer`, whose own class names its config keys and tensors differently (loaded
-  as it is, transformers would leave most of its weights random, with a warning);
+- `BAAI/Emu3-VisionTokenizer`, whose own class names config keys and tensors differently (without
+  renaming, transformers would only warn, and leave most weights random);
 - a whole Emu3 (`BAAI/Emu3-Gen-hf`), which holds the tokenizer under `model.vqmodel.`.
 """
 
@@ -19,7 +19,7 @@ from rl.files.weights import num_parameters
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ORIGINAL, STANDALONE, WHOLE = "Emu3VisionVQ", "emu3_vqgan", "emu3"
-"""`model_type` of BAAI's own tokenizer, of transformers', of a whole Emu3."""
+"""`model_type` of BAAI's own tokenizer, of transformers' tokenizer and of a whole Emu3."""
 
 HUB_PARAMETERS: Mapping[str, float] = dict.fromkeys(
     (
@@ -52,9 +52,9 @@ _PARTS = ("encoder.", "decoder.", "quantize.", "quant_conv.", "post_quant_conv."
 
 
 def tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `Emu3VQVAEConfig` in a `config.json`. Raises ValueError for another model's.
+    """`Emu3VQVAEConfig` arguments from a `config.json`. Raises ValueError for other models.
 
-    Keys that a checkpoint leaves out keep transformers' defaults, which are the published ones.
+    Keys missing from the config keep transformers' defaults, which are the published values.
     """
     kind = config.get("model_type")
     if kind == ORIGINAL:
@@ -72,7 +72,7 @@ def tokenizer_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensor_name(name: str, original: bool) -> str | None:
-    """A checkpoint tensor's name in `Emu3VQVAE`; None when it belongs to another part."""
+    """The name in `Emu3VQVAE` of a checkpoint's tensor; None for a tensor outside the tokenizer."""
     name = re.sub(r"^(model\.)?vqmodel\.", "", name)
     if not name.startswith(_PARTS):
         return None
@@ -82,7 +82,7 @@ def tensor_name(name: str, original: bool) -> str | None:
 
 
 def count_parameters(model_path: str) -> float | None:
-    """Parameters of the tokenizer, from safetensors headers; None for an unknown hub id."""
+    """Parameter count of the tokenizer, from safetensors headers; None for an unknown hub id."""
     folder = Path(model_path)
     if not folder.is_dir():
         return HUB_PARAMETERS.get(model_path)

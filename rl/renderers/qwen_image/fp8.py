@@ -1,4 +1,4 @@
-"""The linear layers of the transformer's blocks in 8 bits, to save memory."""
+"""Stores the linear layers of the transformer's blocks in 8 bits, to save memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ EIGHT_BITS = torch.float8_e4m3fn
 
 
 class Fp8Linear(nn.Module):
-    """A linear layer whose weights are float8_e4m3 with a scale per output channel: each row's
-    largest becomes 448, the format's own. It multiplies in the dtype of the activations."""
+    """A linear layer with float8_e4m3 weights and one scale per output channel, so that each row's
+    largest weight becomes 448, the format's maximum. It multiplies in the activations' dtype."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -35,8 +35,8 @@ class Fp8Linear(nn.Module):
 
 
 def round_blocks(transformer: Any, device: str | torch.device) -> None:
-    """Move every block to `device`, its modulation apart, and replace the linear layers of its
-    attention and MLPs, part by part: of the weights as they were the device holds one part."""
+    """Move every block except its modulation to `device`, and replace the linear layers of its
+    attention and MLPs, part by part: the device holds one part's original weights at a time."""
     for block in transformer.transformer_blocks:
         for name, part in block.named_children():
             if name in MODULATIONS:

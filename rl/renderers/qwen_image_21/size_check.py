@@ -1,4 +1,4 @@
-"""Checks that policy and VAE see every source picture at the same size."""
+"""Checks that the policy and the VAE see every source picture at the same size."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from rl.renderers.qwen_image.denoising_config import SIZE_MULTIPLE_PX
 from rl.renderers.qwen_image_21.qwen_image_21_config import Config
 
 RELEASED_BOUNDS_PX = 256 * 256, 4096 * 4096
-"""Smallest and largest area that Qwen3-VL's image processor leaves alone."""
+"""Smallest and largest picture area that Qwen3-VL's image processor does not resize."""
 THINNEST = 14.3
-"""(width + height) / sqrt(area) at 200:1, beyond which the processor refuses a picture."""
+"""(width + height) / sqrt(area) of a 200:1 picture; the processor refuses thinner pictures."""
 
 
 def areas_px(config: Config) -> tuple[int, int]:
-    """Smallest and largest area of a source, of any shape: sides are rounded to multiples of 32,
-    and a thin one is lifted to 32."""
+    """Smallest and largest area that a source of any shape can have, once each side is rounded to a
+    multiple of 32, at least 32."""
     area, whole = config.condition_area_px, SIZE_MULTIPLE_PX
     sides = int(THINNEST * area**0.5)
     return max(whole**2, area - whole // 2 * sides), area + whole * sides + whole**2
 
 
 def problems(config: Config, run: RunConfig) -> list[str]:
-    """Each with its key, counted from the renderer's section, and remedy.
+    """The problems found, each with its key (relative to the renderer's section) and its remedy.
 
-    The policy's image tokens are replaced by the VAE's latents of the same place, so the policy's
-    image processor must not resize what the renderer has sized.
+    The VAE's latents replace the policy's image tokens at the same positions, so the policy's
+    image processor must not resize pictures that the renderer has already resized.
     """
     if config.policy_image_area_px != config.condition_area_px:
         return [
@@ -59,7 +59,7 @@ def problems(config: Config, run: RunConfig) -> list[str]:
 
 
 def _processor_bounds(policy: Mapping[str, Any]) -> tuple[int, int]:
-    """Of a local folder's image processor, or of the released ones."""
+    """Area bounds of a local folder's image processor, else of the released ones."""
     model = policy.get("model_path")
     file = Path(located(model), "preprocessor_config.json") if isinstance(model, str) else None
     if file is None or not_a_file(file):

@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 
 class SchedulerOverrides(Section):
-    """Keys of the checkpoint's scheduler config to replace; one that is not given stays as it is.
+    """Keys of the checkpoint's scheduler config to replace; omitted keys keep their values.
 
-    Lightning adapters: base_shift = max_shift = log 3 and shift_terminal = null.
+    For Lightning adapters, set base_shift = max_shift = log 3 and shift_terminal = null.
     """
 
     use_dynamic_shifting: bool | None = None
-    """Shift the sigmas by the picture's size (base_shift, max_shift) rather than by `shift`."""
+    """Shift the sigmas by the picture's size (base_shift, max_shift), not by a constant `shift`."""
     base_shift: float | None = None
-    """Log shift of a picture of base_image_seq_len tokens (usually 256)."""
+    """Log shift for a picture of base_image_seq_len tokens (usually 256)."""
     max_shift: float | None = None
-    """Log shift of a picture of max_image_seq_len tokens (Qwen-Image 8192, SD3 4096); linear in
-    the tokens between the two."""
+    """Log shift for a picture of max_image_seq_len tokens (Qwen-Image 8192, SD3 4096); between the
+    two lengths, it is interpolated linearly in the number of tokens."""
     shift: Annotated[float, Field(gt=0, le=1000)] | None = None
     """Constant shift factor, with use_dynamic_shifting: false."""
     shift_terminal: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Last sigma before 0, to which the schedule is stretched; null = no stretching."""
+    """Stretch the schedule so that its last sigma before 0 has this value; null = no stretch."""
 
     @model_validator(mode="after")
     def _null_is_a_value_of_shift_terminal_only(self) -> SchedulerOverrides:
         for key in sorted(self.model_fields_set - {"shift_terminal"}):
             if getattr(self, key) is None:
-                raise ValueError(f"{key}: null is no value; drop the key to keep the checkpoint's")
+                raise ValueError(f"{key}: null is invalid; omit it to keep the checkpoint's value")
         return self
 
 
@@ -49,8 +49,8 @@ def prepared(scheduler: Any, num_tokens: int, device: Any, **schedule: Any) -> A
     """A copy of a diffusers scheduler with timesteps set to `schedule` (`sigmas` or
     `num_inference_steps`), shifted for a picture of `num_tokens` (condition tokens do not count).
 
-    The log shift is linear between the checkpoint's two anchors (Esser et al. 2024, section 5.3.2);
-    the scheduler reads it under `use_dynamic_shifting` only.
+    The log shift is interpolated between the checkpoint's base_shift and max_shift (Esser et al.
+    2024, section 5.3.2); the scheduler uses it only with `use_dynamic_shifting`.
     """
     scheduler, anchors = copy.deepcopy(scheduler), scheduler.config
     slope = (anchors.max_shift - anchors.base_shift) / (
@@ -65,11 +65,11 @@ def prepared(scheduler: Any, num_tokens: int, device: Any, **schedule: Any) -> A
 def denoise(
     latents: torch.Tensor, scheduler: Any, velocity: Callable[[int, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Noise -> clean latents of the same shape.
+    """Turn noise into clean latents of the same shape.
 
     Args:
-        scheduler: `prepared` for this call.
-        velocity: (number of the step, latents) -> velocity of the latents' shape.
+        scheduler: Made by `prepared` for this call.
+        velocity: (step index, latents) -> velocity, in the shape of the latents.
     """
     for step, timestep in enumerate(scheduler.timesteps):
         latents = scheduler.step(velocity(step, latents), timestep, latents, return_dict=False)[0]

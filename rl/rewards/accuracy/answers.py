@@ -1,4 +1,4 @@
-"""Compares answers as far as text alone can tell. Pure functions, for bounded texts."""
+"""Compares answers as far as their text alone allows. Pure functions, for bounded texts."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _AS_LATEX = (
 
 
 def bare(text: str) -> str:
-    """The answer without what only wraps it: dollars, boxes, quotes, a lead-in, a final stop."""
-    text = " ".join(text.split())  # also keeps the patterns below linear in its length
+    """The answer without what only wraps it: dollars, boxes, quotes, a lead-in, a full stop."""
+    text = " ".join(text.split())  # also keeps the regexes below linear in the text's length
     before = None
     while text != before:
         before = text
@@ -52,7 +52,7 @@ def bare(text: str) -> str:
         if text.endswith((".", "。")) and not text.endswith(".."):
             text = text[:-1]
         if text.count("$") % 2 == 0 and r"\$" not in text and not text.startswith("$$"):
-            text = text.replace("$", "")  # several formulas; one dollar alone is money
+            text = text.replace("$", "")  # $ pairs mark several formulas; a single $ is money
         lead_in = _LEAD_IN.match(text)
         if lead_in:
             text = text[lead_in.end() :]
@@ -60,7 +60,7 @@ def bare(text: str) -> str:
 
 
 def _is_one_piece(inner: str, opening: str, closing: str) -> bool:
-    """Whether the two ends belong together: not so in `$1$ or $2$` and `\\text{a} \\text{b}`."""
+    """Whether both delimiters are one pair: not so in `$1$ or $2$` and `\\text{a} \\text{b}`."""
     if closing != "}":
         return opening not in inner and closing not in inner
     depth = 0
@@ -72,7 +72,7 @@ def _is_one_piece(inner: str, opening: str, closing: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """A bare answer with LaTeX's dress off what is plain: text, spaces, signs, whole fractions."""
+    """A bare answer without LaTeX markup for text, spaces, signs and fractions of integers."""
     text = _TEXT.sub(r" \1 ", text).replace(r"\left", "").replace(r"\right", "")
     text = text.replace(r"\%", "%").replace(r"\$", "$")
     text = _FRACTION.sub(r"\1\2/\3", _DEGREES.sub("°", text))
@@ -80,7 +80,7 @@ def plain(text: str) -> str:
 
 
 def compare(gold: str, answer: str) -> bool | None:
-    """Whether two bare answers say the same; None when only mathematics can tell."""
+    """Whether two bare answers are equal; None if only the mathematical verifier can tell."""
     plain_gold, plain_answer = plain(gold), plain(answer)
     if plain_gold == plain_answer:
         return True
@@ -96,7 +96,7 @@ def compare(gold: str, answer: str) -> bool | None:
 
 
 def _compare_choices(gold: str, answer: str) -> bool | None:
-    """None when neither names an option by its letter."""
+    """`compare` for multiple choice; None if neither answer names an option by its letter."""
     gold_letter, gold_text = _choice(gold)
     letter, text = _choice(answer)
     if gold_letter and letter:
@@ -104,13 +104,13 @@ def _compare_choices(gold: str, answer: str) -> bool | None:
         return gold_letter.upper() == letter.upper() and same_text
     if gold_letter and gold_letter.isupper():
         return bool(gold_text) and compare(gold_text, answer) is True
-    if text and not _choice(text)[0]:  # once: 'A. A. A. ...' is no option, however long
+    if text and not _choice(text)[0]:  # recurse once: a long 'A. A. A. ...' is no option
         return compare(gold, text)
     return None
 
 
 def _choice(text: str) -> tuple[str, str]:
-    """(letter, the option's own text), each '' where there is none."""
+    """(option letter, option text); each is '' if the answer has none."""
     found = _BARE_CHOICE.fullmatch(text)
     if found:
         return found[1], ""
@@ -119,24 +119,24 @@ def _choice(text: str) -> tuple[str, str]:
 
 
 def is_formula(text: str) -> bool:
-    """Whether a bare answer has to be one."""
+    """Whether a bare answer must be a formula: it has a digit or an operator, and no words."""
     return bool(_OPERATOR.search(text)) and not _has_words(text)
 
 
 def _has_words(text: str) -> bool:
-    """Words are no formula: a parser reads `blue` as b l u e, and finds it equal to `lube`."""
+    """Words are no formula: a parser reads `blue` as the product b l u e, which equals `lube`."""
     without_names = _FUNCTION.sub(" ", _COMMAND.sub(" ", _AND.sub(" ", text)))
     return "$" in text or bool(_WORD.search(without_names))
 
 
 def needs_verifier(gold: str) -> bool:
-    """Whether a bare gold is a formula and neither a plain quantity nor an option."""
+    """Whether a bare gold answer is a formula and neither a plain quantity nor an option."""
     text = plain(gold)
     return is_formula(gold) and not read_quantity(text) and not _choice(text)[1]
 
 
 def as_latex(text: str) -> str:
-    """A bare answer in the notation of the verifier."""
+    """A bare answer in the LaTeX notation that the verifier reads."""
     text = _SPACES.sub(" ", _AND.sub(", ", text))
     text = _FUNCTION.sub(lambda found: rf"\{found[1]} ", text)
     for written, latex in _AS_LATEX:
@@ -146,6 +146,6 @@ def as_latex(text: str) -> str:
 
 
 def _folded(text: str) -> str:
-    """Case, spaces, accents' encoding and punctuation do not count, except before a digit."""
+    """Normalize case, spaces and Unicode form; drop punctuation, except before a digit."""
     text = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(_PUNCTUATION.sub(" ", text).split())
