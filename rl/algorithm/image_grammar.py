@@ -1,6 +1,6 @@
-"""Which tokens may come next while a picture is written as tokens: one state machine for all.
+"""Which tokens may come next while a picture is written as tokens; every engine uses this grammar.
 
-After the image token a picture of h x w codes goes, k = 0, 1, ...:
+In a picture of h x w codes, the k-th token after the image token (k = 0, 1, ...) is:
 
     k < h (w + 1)       row k // (w + 1): end_of_row at column w, a visual id at the columns before
     k = h (w + 1)       end_of_frame
@@ -21,7 +21,7 @@ from rl.api.types import ImageVocabulary
 LANGUAGE = -1
 """Any id below `visual_start`: the image token has not been written yet."""
 VISUAL = -2
-"""Any id of a code, `visual_start` to `visual_end`."""
+"""Any image code: an id from `visual_start` to `visual_end`."""
 ANY = -3
 """No constraint: the row has no grid (its height is 0)."""
 
@@ -35,7 +35,7 @@ def grammar_ids(
     widths: torch.Tensor,
     vocabulary: ImageVocabulary,
 ) -> torch.Tensor:
-    """[B] int64: what may come next, the forced id (>= 0), LANGUAGE, VISUAL or ANY.
+    """[B] int64: what each row may write next: a forced id (>= 0), LANGUAGE, VISUAL or ANY.
 
     `num_after_image` [B] int64: tokens written after the image token, NO_IMAGE_YET before it;
     `heights`, `widths` [B] int64: the grid in codes, height 0 for a row without one. Elementwise.
@@ -60,11 +60,11 @@ def advance(
 
 
 def mask_logits_(logits_BV: torch.Tensor, kinds: torch.Tensor, vocabulary: ImageVocabulary) -> None:
-    """Leave, in place, -inf on every id that `kinds` [B] (from `grammar_ids`) does not allow.
+    """Set to -inf, in place, the logits of all ids that `kinds` [B] (of `grammar_ids`) forbids.
 
-    A forced id gets logit 0, so that its log-prob is exactly 0 at any temperature and whatever bias
-    it had. Three fills by slice under a [B, 1] condition: no [B, V] mask exists, and on a GPU
-    nothing waits for the device.
+    A forced id gets logit 0, so that its log-prob is exactly 0 at any temperature and whatever its
+    logit bias. Three slices are filled under a [B, 1] condition: no [B, V] mask is allocated, and
+    the host never waits for the GPU.
     """
     closed = float("-inf")
     kinds_B1 = kinds[:, None]
@@ -81,8 +81,8 @@ def mask_logits_(logits_BV: torch.Tensor, kinds: torch.Tensor, vocabulary: Image
 def forced_tokens(
     token_ids: Sequence[int], grid: tuple[int, int], vocabulary: ImageVocabulary
 ) -> tuple[bool, ...]:
-    """[T] True where the grammar left one choice for that token of a completion held to `grid`
-    (h, w)."""
+    """[T] True for each token of a completion that the grammar forced; `grid` (h, w) is that of the
+    completion's picture."""
     if vocabulary.image not in token_ids:
         return (False,) * len(token_ids)
     num_before = token_ids.index(vocabulary.image) + 1

@@ -10,9 +10,9 @@ from pydantic import AfterValidator
 
 
 def usable_name(name: object) -> str:
-    """`name`; ValueError where it cannot be part of a metric's, `reward/part/<reward>/<part>`."""
+    """`name`; ValueError if it cannot be part of a metric name `reward/part/<reward>/<part>`."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-        raise ValueError("no usable name of a metric; use letters, digits, '_', '.', '-'")
+        raise ValueError("not usable in a metric name; use letters, digits, '_', '.', '-'")
     return name
 
 
@@ -21,7 +21,7 @@ MetricName = Annotated[str, AfterValidator(usable_name)]
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the metrics table. Raises ValueError when a word is missing."""
+    """One row of the metrics table. Raises ValueError when a field is not text or is empty."""
 
     unit: str
     """'1' for pure numbers, '0..1' for shares and rewards."""
@@ -31,4 +31,4 @@ class Metric:
     def __post_init__(self) -> None:
         for field, words in vars(self).items():
             if not isinstance(words, str) or not words.strip():
-                raise ValueError(f"a Metric's {field} is {words!r}; expected words")
+                raise ValueError(f"a Metric's {field} is {words!r}; expected text")

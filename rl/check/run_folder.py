@@ -1,4 +1,4 @@
-"""Checks that a run's folder is one and can be written to."""
+"""Checks that a run's folder is a folder and is writable."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LOGS = "logs"
 APPENDED = ("metrics.jsonl", "config.json", *LOCKS)
 """Files that a resumed run opens again."""
 _OPENED_INSIDE = (LOGS, "judge")
-"""Folders in which it opens existing files."""
+"""Folders in which a resumed run opens existing files."""
 
 
 def folder_problems(run_dir: Path) -> list[str]:
-    """What keeps `run_dir` from being a run's folder: it or a folder above is something else, one
-    of its files is a link or none, or one of its folders and files cannot be written to."""
+    """Why `run_dir` cannot be a run's folder: it or a parent is not a folder, one of its files is a
+    link or not a regular file, or one of its folders or files is not writable."""
     if run_dir.resolve().parts[1:2] in (("proc",), ("sys",)):
-        return _problem(run_dir, "is the kernel's; name a folder")
+        return _problem(run_dir, "belongs to the kernel; name another folder")
     for place in (run_dir, *run_dir.parents):
         why = not_a_file(place)
         if why == FOLDER:
@@ -34,7 +34,7 @@ def folder_problems(run_dir: Path) -> list[str]:
     opened += [file for name in _OPENED_INSIDE for file in sorted((run_dir / name).glob("*"))]
     for place in opened:  # folders may be links to another disk
         if place.is_symlink() and not place.is_dir():
-            return _problem(place, "is a link, and a run writes to no other file; remove it")
+            return _problem(place, "is a link, and a run does not write through links; remove it")
         if place.exists() and not (place.is_file() or place.is_dir()):
             return _problem(place, "is no ordinary file; remove it")
     inside = [entry for entry in run_dir.iterdir() if entry.is_dir() or entry.name in APPENDED]
@@ -46,9 +46,9 @@ def folder_problems(run_dir: Path) -> list[str]:
 
 
 def make_problems(run_dir: Path) -> list[str]:
-    """The same, after creating the folder: every rank first opens its log there."""
+    """Create the folder, where every rank opens its log first; return its `folder_problems`."""
     try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # nobody else's, until it is shared
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # private until the user shares it
         (run_dir / LOGS).mkdir(exist_ok=True)
         if problems := folder_problems(run_dir):
             return problems

@@ -1,8 +1,8 @@
 """Checks that the ranks of this machine reach each other: `rl check-distributed --nproc N`.
 
-Every communicator that a run may use sums a known tensor over all ranks: Gloo and NCCL (each vLLM
-engine stays within its rank). One line each on rank 0, `... is successful!` or why it was skipped;
-exit code 1 with the reason when a sum is wrong or does not come.
+Each communicator that a run may use (Gloo and NCCL; a vLLM engine stays within its rank) sums a
+known tensor over all ranks. Rank 0 prints a line for each: `... is successful!`, or why it was
+skipped. The exit code is 1, with the reason, when a sum is wrong or does not arrive.
 
     rl check-distributed --nproc 2
     python -m rl.simple_launch --nproc 2 scripts/check_distributed.py
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 Sum = Callable[["torch.Tensor"], "torch.Tensor"]
 """A tensor -> its sum over all ranks."""
 TIMEOUT_S = 120.0
-"""A communicator that has not summed by then is taken for stuck."""
+"""If the sums have not finished by then, the communicator in use counts as hung."""
 NUM_VALUES = 1_000_003
-"""Odd and several MB, so that every chunked path is walked, its last short chunk too."""
+"""Odd and several MB, so that every chunked path runs, its shorter last chunk included."""
 
 
 def main() -> None:
-    """On every rank; the exit code is the answer."""
+    """Run the check on every rank; the exit code is its result."""
     terminal.guard()
     dist = Dist.from_env()
     timer = threading.Timer(TIMEOUT_S, give_up, [dist.rank])
@@ -55,9 +55,9 @@ def main() -> None:
 def give_up(rank: int) -> None:
     """End this process with exit code 1."""
     print(
-        f"rank {rank} waited {TIMEOUT_S:.0f} s for the others in vain. The line that is missing "
-        "above names the communicator; NCCL_DEBUG=INFO tells more (wrong network interface: "
-        "NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)",
+        f"rank {rank} waited {TIMEOUT_S:.0f} s for the other ranks. The communicator that "
+        "hangs is the first without a line on rank 0; NCCL_DEBUG=INFO tells more (if the network "
+        "interface is wrong, set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME)",
         file=sys.stderr,
         flush=True,
     )
@@ -65,9 +65,9 @@ def give_up(rank: int) -> None:
 
 
 def communicators(dist: Dist) -> Iterator[tuple[str, str, Sum | str]]:
-    """(name, device, how it sums or why it cannot be tried), each made when its turn comes."""
+    """(name, device, its sum function or why it is skipped), each created when it is used."""
     if dist.world_size == 1:
-        yield "PyTorch GLOO", "cpu", "one process has nobody to sum with (--nproc 2)"
+        yield "PyTorch GLOO", "cpu", "one process has no other rank to sum with (--nproc 2)"
         return
     yield "PyTorch GLOO", "cpu", dist.sum_
     on_gpu = dist.device.startswith("cuda")
@@ -75,8 +75,8 @@ def communicators(dist: Dist) -> Iterator[tuple[str, str, Sum | str]]:
 
 
 def wrong_sum(sum_: Sum, dist: Dist, device: str) -> str:
-    """What is wrong with a sum of known numbers; '' when nothing is. The numbers differ from rank
-    to rank and from place to place, and their sums are exact in float32."""
+    """What is wrong with a sum of known values; '' when it is right. The values differ by rank and
+    by position, and their sums are exact in float32."""
     import torch
 
     values = torch.arange(NUM_VALUES, device=device, dtype=torch.float32) % 1000

@@ -1,12 +1,12 @@
-"""Encodes the pictures of an edit set as Emu3's codes: `rl prepare tokenize ...`.
+"""Encodes the pictures of an edit data set as Emu3 codes: `rl prepare tokenize ...`.
 
     rl prepare tokenize --dataset-name owner/edits --split train \\
         --original-image-key source --edited-image-key edited --edit-instruction-key instruction \\
         --output-path data/mine/train
 
-Reads a hub set, parquet, JSONL, ... and writes one file per edit into `<output>/feature/`, then
-`<output>/list/tokenized_datalist.json`, which names them. The same command continues a run that was
-killed: it encodes only the edits whose files are missing.
+Reads a hub data set, parquet, JSONL, ... and writes one file per edit to `<output>/feature/`, then
+their list, `<output>/list/tokenized_datalist.json`. If the command was killed, the same command
+continues: it encodes only the edits whose files are missing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; the keys have the names of EARL's own script."""
+    """Parse the command line; the options have the names of those of EARL's own script."""
     parser = argparse.ArgumentParser("rl prepare", description=(__doc__ or "").partition("\n")[0])
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add = parser.add_argument
@@ -64,21 +64,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", default="auto", help="auto = the GPU, or the CPU")
     add("--batch-size", type=at_least_one, default=8, help="pictures encoded together")
     add("--on-bad-row", default="error", choices=["error", "skip"])
-    # A folder is continued only with the same values of what follows.
-    codes = parser.add_argument_group("what decides the codes")
+    # An output folder can be continued only with the same values of these options.
+    codes = parser.add_argument_group("options that determine the codes")
     add = codes.add_argument
     add("--dataset-name", required=True, help="hub id, or a parquet, JSONL, ... file or folder")
     add("--split", default="train")
     add("--original-image-key", default="image", help="column of the source picture")
     add("--edited-image-key", default="target_image", help="column of the edited picture")
     add("--edit-instruction-key", default="instruction", help="column of the user's words")
-    add("--id-key", default="", help="column that names a row; '' = its number")
-    add("--CoT-keys", dest="cot_keys", nargs="+", default=[], help="columns of written reasoning")
+    add("--id-key", default="", help="column with a row's id; '' = the row's number")
+    add("--CoT-keys", dest="cot_keys", nargs="+", default=[], help="columns with reasoning text")
     add(
         "--image-area",
         type=at_least_one,
         default=256 * 256,
-        help="of a picture before coding, px^2",
+        help="area each picture is scaled to, px^2",
     )
     add("--model-path", default="BAAI/Emu3-VisionTokenizer", help="the tokenizer: id or folder")
     add("--revision", default=None, help="of --model-path on the hub")
@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def tokenize(options: argparse.Namespace) -> None:
-    """Encode the edits that have no file yet, and list all. Raises ValueError."""
+    """Encode the edits that have no file yet, then list all edits. Raises ValueError."""
     from rl.renderers.emu3_vq.codec import load_codec
 
     tokenizer = VqConfig(model_path=options.model_path, revision=options.revision)
@@ -125,7 +125,7 @@ def tokenize(options: argparse.Namespace) -> None:
 
 
 def open_rows(options: argparse.Namespace) -> Rows:
-    """The rows of the set; raises BadRowError for bad ones, or leaves them out."""
+    """The rows of the data set; a bad row raises ValueError, or is left out (--on-bad-row)."""
     columns = Columns(
         instruction=options.edit_instruction_key,
         source=options.original_image_key,
@@ -142,7 +142,7 @@ def open_rows(options: argparse.Namespace) -> Rows:
         columns=columns,
         picture_check="exists",
     )
-    remedy = "EARL's models read one: give fewer, or leave the row out"
+    remedy = "EARL's models read one picture: give fewer, or leave the row out"
     rules = RowRules(options.on_bad_row, MAX_IMAGE_SIDE_PX, 1, remedy)
     rows = hf_dataset.HfDataset.read(config, rules)
     try:
@@ -170,7 +170,7 @@ def continue_only_the_same(feature: Path, note: Path, made_from: Mapping[str, ob
 def encode(
     options: argparse.Namespace, rows: Rows, codec: Emu3Codec, files: Mapping[int, Path]
 ) -> list[str]:
-    """Encode these rows and write each into its file; returns why some could not be."""
+    """Encode the rows and write each to its file; returns a reason for each row left out."""
     samples, bad = {}, []
     for index in files:
         try:
@@ -198,7 +198,7 @@ def encode(
 
 
 def with_scaled_boxes(text: str, scale: tuple[float, float]) -> str:
-    """Boxes `[x1, y1, x2, y2]`, px of the original, in px of the coded picture (rounded)."""
+    """`text` with its boxes `[x1, y1, x2, y2]` in (rounded) px of the encoded picture."""
 
     def scaled(box: re.Match[str]) -> str:
         pairs = zip(box.groups(), scale * 2, strict=True)

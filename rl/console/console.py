@@ -1,4 +1,4 @@
-"""What a run prints: a line per phase, a summary line per iteration, where the time went."""
+"""What a run prints: a line per phase, a summary line per iteration, a table of phase times."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ SUMMARY = {
     "memory/peak_gb": "peak GB",
 }
 LOST = {"status/ungraded": "ungraded", "eval/ungraded": "held-out ungraded"}
-"""Shares that the line shows where they are not 0."""
+"""Shares that the summary line shows only if they are not 0."""
 _ETA_WINDOW = 20
-"""Iterations that the time per iteration is averaged over."""
+"""Number of latest iterations that the time per iteration is averaged over."""
 _BLOCK_WIDTH = 80
 """Columns of a block of text."""
 
 
 def warn(text: str) -> None:
-    """One line on stderr that begins with WARNING. Callers pick the rank."""
+    """One line on stderr that begins with WARNING. The caller decides which rank warns."""
     print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
@@ -53,7 +53,7 @@ def duration(seconds: float) -> str:
 
 
 class Console:
-    """Prints for one process. Colours and a live line only where the stream is a terminal."""
+    """Prints for one process, with colours and a live line only if the stream is a terminal."""
 
     def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
         """`enabled`: whether anything is printed (rank 0). `stream`: default stdout."""
@@ -75,8 +75,8 @@ class Console:
         self._rich.print(plain(text), markup=False)
 
     def live(self, text: str) -> bool:
-        """Show `text` on a line that is redrawn in place, '' removes it; False where there is no
-        terminal."""
+        """Show `text` on a line that is redrawn in place ('' removes the line). Returns False if
+        the stream is no terminal."""
         if not self._has_terminal:
             return False
         self.live_text = text
@@ -86,13 +86,13 @@ class Console:
         elif text:
             line = Spinner("dots", Text(plain(text)))
             if self._live is None:
-                # Where stdout is a pipe, a program reads rows there: they are not redirected.
+                # If stdout is a pipe, a program reads rows from it: do not redirect them.
                 redirect = beneath(sys.stdout).isatty()
                 self._live = Live(
                     line, console=self._rich, transient=True, redirect_stdout=redirect
                 )
                 self._live.start(refresh=True)
-                guard()  # rich has replaced the guarded streams by its own
+                guard()  # rich has replaced the guarded streams with its own
             else:
                 self._live.update(line, refresh=True)
         return True
@@ -139,7 +139,7 @@ class Phase:
     text: str = ""
 
     def note(self, text: str) -> None:
-        """What to show beside the seconds; the last call's text stays."""
+        """Set the text shown beside the seconds; the latest text stays."""
         self.text = text
         self.show()
 
@@ -149,17 +149,17 @@ class Phase:
 
 
 class PhaseTimer:
-    """Wall seconds per phase, of this iteration and of the whole run, on this rank. A phase inside
-    another pauses it, so that phases add up to the wall time. Lines are printed when the outermost
-    phase ends, one per phase. Code that shall count as one phase uses a timer of its own."""
+    """This rank's wall seconds per phase, in this iteration and in the whole run. An inner phase
+    pauses the outer one, so that phases add up to the wall time. When the outermost phase ends, a
+    line is printed for each. Code that must count as one phase uses its own timer."""
 
     def __init__(self, console: Console | None = None, flops_per_s: float | None = None) -> None:
-        """`console`: None prints nothing. `flops_per_s`: the device's rate of matrix products;
-        None: no utilisation."""
+        """`console`: None prints nothing. `flops_per_s`: the device's matrix-product rate; if
+        None, `work/mfu` is not reported."""
         self._console = console
         self._flops_per_s = flops_per_s
         self.model_flops = 0.0
-        """Operations of the policy's training passes since the last lap."""
+        """FLOPs of the policy's training passes since the last lap."""
         self._start_s = self._lap_s = self._settled_s = time.perf_counter()
         self._settled_waited_s = waited_s()
         self._this_iteration: defaultdict[str, float] = defaultdict(float)
@@ -201,7 +201,7 @@ class PhaseTimer:
                         self._console.say(line.rstrip())
 
     def _settle(self) -> None:
-        """Book what was spent since the last settling on the innermost phase under way."""
+        """Add the time since the last call to the innermost phase that is running."""
         now_s, now_waited_s = time.perf_counter(), waited_s()
         if self._under_way:
             name = self._under_way[-1].name

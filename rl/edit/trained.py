@@ -1,4 +1,4 @@
-"""Finds what a run has trained, and makes its config fit for use on this machine."""
+"""Finds the weights that a run trained, and adapts its config for inference on this machine."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ UNUSED: dict[str, Any] = {
     "images_per_completion": 1,
     "algorithm": {},
 }
-"""What training needed and use does not. Nothing is graded, so neither judge nor rewards load."""
+"""Sections that only training needs. Nothing is graded, so neither judge nor rewards load."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The weights of a checkpoint, and what is known of their run."""
+    """The weights of a checkpoint, and what is known about the run that trained them."""
 
     model: Path
     """A PEFT folder, or the folder of a whole model."""
     is_adapter: bool
     config: Mapping[str, Any]
-    """The run's, under today's names."""
+    """The run's config, with the current names of keys."""
     run_dir: Path | None = None
-    """The run's folder; None where that has no record of the training."""
+    """The run's folder; None if it holds no record of the training."""
     iterations: int = 0
-    """Finished when the checkpoint was written."""
+    """Iterations finished when the checkpoint was written."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The run's latest scalars then."""
+    """The run's latest scalars at that time."""
 
     @property
     def held_out_reward(self) -> float | None:
-        """Mean on the run's held-out samples then, 0 to 1; None: not measured."""
+        """Mean reward on the held-out samples at that iteration, 0 to 1; None: not measured."""
         return None if self.run_dir is None else held_out_rewards(self.run_dir).get(self.iterations)
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Trained:
         return f"{self.run_dir or self.model} after {self.iterations} iterations{scored}"
 
     def policy(self) -> dict[str, Any]:
-        """The run's policy section with these weights: a whole model takes the base's place, an
+        """The run's policy section with these weights: a whole model replaces the base model, an
         adapter is added to it."""
         section = self.config["policy"]
         if self.is_adapter:
@@ -74,9 +74,9 @@ class Trained:
         return {**kept, "model_path": str(self.model), "lora": None}
 
     def source_area_px(self) -> int:
-        """Of the pictures that the run was trained on, as it recorded them.
+        """Area of the source pictures that the run was trained on, from one that it recorded.
 
-        Raises ValueError where it recorded none.
+        Raises ValueError if it recorded none.
         """
         for file in sorted((self.run_dir or Path()).glob("evaluation/it_*/*_source.png")):
             with (
@@ -85,18 +85,18 @@ class Trained:
             ):
                 return picture.width * picture.height
         raise ValueError(
-            f"{self.run_dir} has no recorded picture that shows the size its policy reads: give "
-            "--size, as large as what it was trained on"
+            f"{self.run_dir} has no recorded picture, so the picture size is unknown: give "
+            "--size, as large as the pictures that it was trained on"
         )
 
 
 def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
-    """The weights of a run folder, of one of its checkpoints, or of that one's `model` folder.
+    """The weights in a run folder, in one of its checkpoints, or in a checkpoint's `model` folder.
 
     Args:
-        source: as above.
-        checkpoint: of a run: 'latest' (the newest whole one), 'best' on held-out samples, or a
-            number of iterations.
+        source: that folder.
+        checkpoint: for a run folder: 'latest' (the newest complete one), 'best' on held-out
+            samples, or a number of iterations.
 
     Raises ValueError for what the user can fix.
     """
@@ -147,15 +147,15 @@ def config_for_use(
     size_px: tuple[int, ...] = (),
     only_words: bool = False,
 ) -> tuple[RunConfig, Mapping[str, Any]]:
-    """The run's config with the trained weights, and its policy section before training.
+    """The run's config with the trained weights, and its policy section without them.
 
     Args:
-        trained: with its run.
-        settings: `key=value` on top of the run's config; a value is JSON, or else words.
-        device: 'auto' = CUDA, else the CPU, where all is float32.
+        trained: the weights and their run.
+        settings: `key=value` overrides of the run's config; a value that is not JSON is text.
+        device: 'auto' = CUDA if available, else the CPU. On the CPU everything is float32.
         num_steps: the renderer's denoising steps; None: the run's.
-        size_px: (width, height), or one number: a square of that side, or where the renderer keeps
-            the source's aspect about as many pixels. (): the run's.
+        size_px: (width, height); or (side,): a square, or about as many pixels in the source's
+            aspect ratio if the renderer keeps that; or (): the run's size.
         only_words: nothing will be drawn.
 
     Raises ValueError (ConfigError among them) for what the user can fix, before anything is loaded.
@@ -163,12 +163,12 @@ def config_for_use(
     where = str(trained.run_dir or trained.model.parent)
     values = {**trained.config, **UNUSED}
     if only_words and (values.get("renderer") or {}).get("type") == "sd3":
-        values["renderer"] = {"type": "none"}  # it asks nothing of the words, and need not be here
+        values["renderer"] = {"type": "none"}  # sd3 has no template; its files may be missing
     config = _config(values, where)
     for room in ("policy", "renderer"):
         _refuse_plugin(f"{room}.type", getattr(config, room).get("type"), where, settings)
     resolved = build.resolve(config)
-    # The run's devices and kernels are not here.
+    # This machine may lack the run's devices and attention kernels.
     here = {"device": "auto", "attn_implementation": "auto"}
     if pick_device(device) == "cpu":
         here["dtype"] = "float32"
@@ -186,8 +186,8 @@ def config_for_use(
 
 
 def _refuse_plugin(key: str, name: object, where: str, settings: Sequence[str]) -> None:
-    """Raise ValueError for a plugin that a run's config names by its dotted path, unless the user
-    names it too, in `settings`: a run folder may be a stranger's, and importing runs code."""
+    """Raise ValueError for a plugin that a run's config names by its dotted path, unless `settings`
+    name it too: a run folder may come from a stranger, and importing a plugin runs its code."""
     if not isinstance(name, str) or not find.is_dotted_path(name):
         return
     if (setting := f"{key}={name}") not in settings:
@@ -209,7 +209,7 @@ def _config(values: Mapping[str, Any], where: str) -> RunConfig:
 def _drawn(
     renderer: build.Plug[Renderer], num_steps: int | None, size_px: tuple[int, ...]
 ) -> dict[str, Any]:
-    """The renderer's keys for steps and size. Raises ValueError where it has none."""
+    """The renderer's keys for steps and size. Raises ValueError if it takes no steps."""
     keys = type(renderer.config).model_fields
     drawn: dict[str, Any] = {}
     if num_steps is not None:
@@ -233,11 +233,11 @@ def pick_device(asked: str = "auto") -> str:
 
 
 def _set(values: Mapping[str, Any], setting: str) -> dict[str, Any]:
-    """The config with one `a.b=value` in it. Raises ValueError for anything else."""
+    """The config with `setting` applied. Raises ValueError if that is not `a.b=value`."""
     key, equals, text = setting.partition("=")
     names = key.split(".")
     if not equals or not all(names):
-        raise ValueError(f"setting {setting!r}: write key.sub=value, renderer.num_steps=8")
+        raise ValueError(f"setting {setting!r}: write key.sub=value, as in renderer.num_steps=8")
     try:
         value = json.loads(text)
     except ValueError:

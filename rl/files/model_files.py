@@ -1,4 +1,4 @@
-"""Checks from names, sizes and headers whether a model's files are there, whole, and its own."""
+"""Checks by names, sizes and headers that a model's files exist, are complete and belong to it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rl.files.weights import damage_of
 
 MAX_SHOWN = 200
 KIND_KEYS = ("model_type", "_class_name")
-"""In a config file of transformers, of diffusers."""
+"""The key that names the kind of model in a config file of transformers, of diffusers."""
 
 
 def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
-    """What keeps them from being loaded, as 'key: what, remedy'. Of a folder that holds another
-    model only that is said."""
+    """What keeps `models` from being loaded, as 'key: what, remedy'. If a folder holds another
+    model, only that problem is reported."""
     places = defaultdict(list)
     for model in models:
         places[model.key, model.path].append(model)
@@ -38,8 +38,7 @@ def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
 
 
 def missing_model(key: str, path: str) -> list[str]:
-    """What is wrong with a model's path; [] for a folder that is there and for what looks like a
-    hub id."""
+    """What is wrong with a model's path; [] if it is an existing folder or looks like a hub id."""
     why = not_a_file(path) if path else GONE
     is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
     if why == FOLDER or (is_hub_id and why == GONE):
@@ -55,7 +54,7 @@ def cached(repo_id: str, name: str, revision: str | None = None) -> Path | None:
     except ImportError:
         return None
     if not Path(constants.HF_HUB_CACHE, "models--" + repo_id.replace("/", "--")).is_dir():
-        return None  # known before the library's slow import
+        return None  # checked without the slow import below
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -67,7 +66,7 @@ def cached(repo_id: str, name: str, revision: str | None = None) -> Path | None:
 
 
 def _cached_problems(parts: Iterable[ModelFiles]) -> Iterator[str]:
-    """Weights that the cache lacks are fetched; what a config file says holds for them too."""
+    """Check cached config files only: weights that are not cached are downloaded later."""
     for part in parts:
         file = cached(part.path, os.path.join(part.subfolder, part.config), part.revision)
         if file is not None:
@@ -125,7 +124,7 @@ def _weights_problems(part: ModelFiles, folder: Path) -> tuple[list[str], list[s
 
 
 def _wrong_kind(part: ModelFiles, written: dict[str, Any] | None, where: str) -> str:
-    """Why that config file is not one of a model that can be loaded, or ''."""
+    """Why this config file does not belong to a model that can be loaded here, or ''."""
     if written is None:
         return f"{where} is damaged: it holds no JSON object; copy or download it again"
     key = next((key for key in KIND_KEYS if key in written), " or ".join(KIND_KEYS))

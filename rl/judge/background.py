@@ -1,4 +1,4 @@
-"""Runs asyncio coroutines in a daemon thread, so that judging goes on while this thread renders."""
+"""Runs asyncio coroutines in a daemon thread, so that judging goes on while the caller renders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JOIN_TIMEOUT_S = 10.0
 
 
 class BackgroundLoop:
-    """Runs coroutines until `close()`. An httpx pool belongs to one loop: one per process."""
+    """Runs coroutines until `close()`. One per process: an httpx pool is bound to one loop."""
 
     def __init__(self, name: str = "background-loop") -> None:
         self._loop = asyncio.new_event_loop()
@@ -32,7 +32,7 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(coro, self._loop)
 
     def close(self) -> None:
-        """Stop the thread, cancel what still runs and wait for its end. Twice is harmless."""
+        """Cancel what still runs, wait until it ends, and stop the thread. May be called twice."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(JOIN_TIMEOUT_S)
@@ -54,4 +54,4 @@ async def _cancel_others() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     loop = asyncio.get_running_loop()
     await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()  # a thread may hang: the caller's wait is bounded
+    await loop.shutdown_default_executor()  # a thread may hang; close() has a timeout

@@ -41,7 +41,7 @@ class Learner:
     def __init__(self, policy: Policy, config: RunConfig, dist: Dist, num_iterations: int) -> None:
         """`policy`: its module is on `dist.device`.
 
-        Raises ValueError when nothing is trainable or the backend cannot hold it.
+        Raises ValueError when nothing is trainable or the backend does not support the module.
         """
         self._policy = policy
         self._config = config
@@ -72,13 +72,13 @@ class Learner:
         ids_PG: Sequence[Sequence[Sequence[int]]],
         num_completions_P: Sequence[int],
     ) -> TrainStep:
-        """Open an iteration's learning; nothing is forwarded yet. Collective.
+        """Prepare an iteration's `TrainStep`; no forward runs yet. Collective.
 
         Args:
             iteration: 0-based, over the whole run; sets the learning rate.
-            prompts_P: this rank's; may be empty, on some ranks or on all.
+            prompts_P: this rank's prompts; may be empty, on some ranks or on all.
             ids_PG: token ids of every completion to forward, the bare arm's last.
-            num_completions_P: how many of each group may be trained.
+            num_completions_P: how many completions of each group may be trained on.
         """
         config = self._config.optimizer
         collective = is_sharded(self._policy.module)
@@ -136,7 +136,7 @@ class Learner:
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """The trainer's log-probs of every completion token of this rank's rows, nats.
 
-        Ranks may bring different numbers of rows, none included.
+        Ranks may pass different numbers of rows, also none.
         """
         budget = self._config.optimizer.max_tokens_per_micro_batch
         ids_P1 = [[ids] for _, ids in rows]
@@ -148,17 +148,17 @@ class Learner:
         return [found[p, 0] for p in range(len(rows))]
 
     def trainable_tensors(self) -> dict[str, torch.Tensor]:
-        """The trained weights, whole, float32, keyed as `policy.module.named_parameters()`.
+        """The trained weights, unsharded, float32, keyed as `policy.module.named_parameters()`.
 
         Detached, but they may alias the live weights: copy what must outlive the next step.
         """
         return self._backend.masters()
 
     def export_weights(self) -> PolicyWeights:
-        """What the engine must hold now: the weights of the trainer's own forward.
+        """The weights that the engine must load now: those that the trainer's forward uses.
 
-        Float32 masters of a fully trained model are twice its size, and the engine is awake at the
-        same time: they are gathered only under ZeRO-3, where no weights are whole.
+        The float32 master weights of a fully trained model are twice its size, and the engine is
+        awake meanwhile: they are gathered only under ZeRO-3, where no rank has whole weights.
         """
         live = trainable_parameters(self._policy.module)
         sharded = is_sharded(self._policy.module)
@@ -174,15 +174,15 @@ class Learner:
     def state(self, on_all_ranks: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Weights and Adam moments under `<part>/<name>`, float32 on the CPU, and JSON-able meta.
 
-        Whole on rank 0, and empty on the others unless `on_all_ranks`. It fits any backend, ZeRO
-        stage and number of ranks. The learning rate is a function of the iteration, so no scheduler
-        needs saving.
+        Complete on rank 0, and empty on the others unless `on_all_ranks`. Any backend, ZeRO stage
+        and number of ranks can load it. The learning rate is a function of the iteration, so no
+        scheduler needs saving.
         """
         tensors = self._backend.state(self._dist.is_main or on_all_ranks)
         return tensors, {"version": self.version}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
-        """Continue from what `state()` returned; every rank brings all of it.
+        """Continue from what `state()` returned; every rank passes all of it.
 
         Raises ValueError when names or shapes are not this policy's, or a number is not finite.
         """
@@ -216,10 +216,10 @@ def learning_rate(
 ) -> float:
     """Linear warm-up to `peak`, then linear decay to `final_fraction * peak` at the last iteration.
 
-        i < W:  peak * (i + 1) / W              (the first iteration already learns)
+        i < W:  peak * (i + 1) / W              (not 0 at the first iteration)
         i >= W: peak * (1 - (1 - f) * (i - W) / (N - 1 - W))
 
-    `iteration` counts from 0 over the whole run, so a resumed run continues the same line.
+    `iteration` counts from 0 over the whole run, so a resumed run continues the same schedule.
     """
     if iteration < warmup_iterations:
         return peak * (iteration + 1) / warmup_iterations

@@ -18,9 +18,9 @@ class Qwen25VL(QwenVL):
     slot_px = 28
 
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
-        """An editor is asked with M-RoPE, as it was trained, and as upstream's pipeline does."""
+        """For edits, one arm has M-RoPE, as in training, and one has upstream's text positions."""
         arms = dict(super().stock_arms(prompt))
-        if self.setup.kind != "text" and prompt.images:  # plain text's positions are the same
+        if self.setup.kind != "text" and prompt.images:  # for text alone both are the same
             plain = prompt.plain
             inputs = {**plain.model_inputs, TEXT_POSITIONS: True}
             upstream = replace(plain, model_inputs=inputs)

@@ -1,4 +1,4 @@
-"""Qwen3-VL (dense: 2B, 4B, 8B), whose states Qwen-Image-2.1 reads before the last norm."""
+"""Qwen3-VL (dense: 2B, 4B, 8B); Qwen-Image-2.1 reads its hidden states before the last norm."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Config", "Qwen3VL"]
 
 
 class DeepstackTower(Tower):
-    """Features of some layers go, each through a merger of its own, into the language model's first
-    layers: a picture's are [N_img, D (1 + levels)], the last layer's first."""
+    """The language model's first layers also receive features of some tower layers, each through
+    its own merger. A picture's features are [N_img, D (1 + levels)], the last layer's first."""
 
     linear_layers = frozenset({"qkv", "proj", "linear_fc1", "linear_fc2"})
 

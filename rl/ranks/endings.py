@@ -1,4 +1,4 @@
-"""How a node's ranks end: asked to, because one failed first, or because one hangs."""
+"""Ends a node's ranks: on request, because one failed, or because one hangs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rl.ranks.signals import STOP_SIGNALS, name_of
 GRACE_S = 300
 """How long ranks may take to save and leave before they are killed."""
 HUNG_GRACE_S = 120
-"""The same where one hangs or cannot be continued: the others save alone what they hold."""
+"""The same if one hangs or stays stopped: the others save what they have without it."""
 ALONE_GRACE_S = 45
-"""The same where a node is lost: a rank that waits for it saves meanwhile, and never ends."""
+"""The same if a node is lost: a rank that waits for that node can save but never exits."""
 LEAVE_S = 5
-"""The same where one hangs and the others have saved."""
+"""The same if one hangs and all others have saved."""
 KILL_S = 30
 HUNG_CODE = 124
-"""The launcher's exit code after a hang, as of `timeout`."""
+"""The launcher's exit code after a hang; `timeout` uses the same."""
 PEERS_TERM_S = 30
-"""After a failure the others have so long to end by SIGTERM, then they are killed."""
+"""How long after a failure the other ranks may take to end by SIGTERM before SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Failure:
     exit_code: int
     """Negative: the signal that killed it."""
     at_s: float
-    """When that was seen, `time.monotonic`."""
+    """When its end was seen, `time.monotonic`."""
 
 
 def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> Ending:
@@ -59,8 +59,8 @@ def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> E
     first_s = min(failure.at_s for failure in failures.values())
 
     def order(rank: int) -> tuple[bool, bool, int]:
-        # A rank that could not even note its end comes first. Ranks that SIGTERM ended were asked
-        # to; so were those that ignored it and were killed for that.
+        # A rank that wrote no note of its end sorts first. Ranks that SIGTERM ended had been asked
+        # to end; so had those that ignored it and were then killed.
         note, code = _note(notes, rank), failures[rank].exit_code
         late = failures[rank].at_s - first_s > PEERS_TERM_S - 5
         asked = code == -signal.SIGTERM or (code == -signal.SIGKILL and late)
@@ -104,7 +104,7 @@ class Ranks:
         return {rank: Failure(code, now_s) for rank, code in codes.items() if code}
 
     def end_hung(self) -> Ending:
-        """All ranks write their stacks, save, and leave or are killed."""
+        """Make all ranks write their stacks and save; kill those that do not exit."""
         hung = ", ".join(f"rank {rank}" for rank in self._watch.hung)
         self._say(
             f"{hung} hung for too long (hang_limit_s): the stacks of all ranks go to their logs, "
@@ -117,7 +117,7 @@ class Ranks:
         return Ending(HUNG_CODE, f"{hung} hung", by_machine=True)
 
     def end_alone(self, lost: str) -> Ending:
-        """`lost`: which node is out of reach. All ranks here save and leave or are killed."""
+        """`lost`: the unreachable node. Make all ranks here save; kill those that do not exit."""
         self._say(
             f"{lost} (machine, launcher or network): the ranks here save and end; the same command "
             "on every node resumes the run"
@@ -126,14 +126,14 @@ class Ranks:
         return Ending(1, lost, by_machine=True)
 
     def leave_as_asked(self, asks: list[int]) -> Ending:
-        """Pass on the signals by which the launcher was asked to stop; they may become more."""
+        """Pass on the signals that asked the launcher to stop; `asks` may grow meanwhile."""
         self.leave(asks)
         why = f"stopped by {name_of(asks[0])}; the same command resumes the run from its last "
         return Ending(128 + asks[0], "", by_machine=False, lines=(why + "checkpoint",))
 
     def leave(self, asks: list[int], grace_s: float = GRACE_S) -> None:
-        """Send the ranks the signals `asks`, which may grow; continue stopped ranks. Wait until all
-        have saved and left; kill the others after `grace_s`, or sooner where one hangs."""
+        """Send the ranks the signals `asks`, which may grow, and wake stopped ranks. Wait until all
+        have saved and exited; kill the rest after `grace_s`, or sooner if one hangs."""
         began_s, num_sent, watch = time.monotonic(), 0, self._watch
         while living := {r: each for r, each in self._processes.items() if each.poll() is None}:
             if num_sent < len(asks):
@@ -147,11 +147,11 @@ class Ranks:
             if time.monotonic() - began_s > limit_s:
                 names = ", ".join(f"rank {r}{' (stopped)' if r in stopped else ''}" for r in living)
                 self._say(
-                    f"killed, as they have not left within {limit_s:g} s of being asked to: {names}"
+                    f"killed, as they did not exit within {limit_s:g} s of being asked: {names}"
                 )
                 _send(living, signal.SIGKILL)
                 for process in living.values():
-                    with suppress(subprocess.TimeoutExpired):  # it waits for a dead disk
+                    with suppress(subprocess.TimeoutExpired):  # e.g. it waits for a dead disk
                         process.wait(KILL_S)
                 return
             time.sleep(0.2)

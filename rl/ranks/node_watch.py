@@ -1,7 +1,7 @@
-"""Whether the other nodes of a run are still there, and why they ended.
+"""Watches whether the other nodes of a run are alive, and reports why they ended.
 
-Ranks do not notice a cut cable: they wait in a collective for hours. So each launcher counts up in
-the rendezvous' store; node 0 reads all other counters, and the others read node 0's.
+Ranks do not notice a cut cable: they wait in a collective for hours. So each launcher increments a
+counter in the rendezvous store; node 0 reads all other counters, and the others read node 0's.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 BEAT_S = 2.0
 LOST_S = 60.0
-"""Silence of a node after which it is lost. TCP is back from an interruption half as long."""
+"""A node silent for this long is lost. TCP recovers from an interruption half as long."""
 STOPPED_S = 10.0
-"""Between two looks: this launcher was stopped itself (Ctrl-Z), and counts silence anew."""
+"""After a longer gap between looks, this launcher was itself stopped: silence restarts at 0."""
 LEAVE_S = 60.0
 """How long node 0 keeps the store for nodes that end after it."""
 
 
 class NodeWatch:
-    """One node's view of the others. Only its own thread uses the store: calls of the store do not
-    return while the network is down."""
+    """One node's view of the others. Only its own thread uses the store: calls to the store block
+    while the network is down."""
 
     def __init__(
         self, store: TCPStore, node: int, num_nodes: int, num_ranks: int, say: Callable[[str], Any]
     ) -> None:
-        """`num_ranks`: on each node. `say` prints a line."""
+        """`num_ranks`: per node. `say` prints a line."""
         self.ending = ""
-        """Why the ranks here failed, for the other nodes; '' if they did not."""
+        """Why this node's ranks failed, to tell the other nodes; '' if they did not."""
         self._store, self._node, self._num_ranks, self._say = store, node, num_ranks, say
         self._others = [other for other in range(num_nodes) if other != node]
         self._beats = dict.fromkeys(self._others if node == 0 else [0], -1)
         self._heard_s = dict.fromkeys(self._beats, time.monotonic())
-        """Node -> when it last counted up; without nodes that have left."""
+        """Node -> when its counter last rose; nodes that have left are removed."""
         self._looked_s = time.monotonic()
         self._lost: set[int] = set()
         self._leaving = threading.Event()
@@ -46,7 +46,7 @@ class NodeWatch:
         self._thread.start()
 
     def lost(self) -> str:
-        """The node that is out of reach for `LOST_S`, in words, or ''. Call it every second."""
+        """A message naming a node silent for `LOST_S` or longer, or ''. Call it every second."""
         now_s = time.monotonic()
         if now_s - self._looked_s > STOPPED_S:
             self._heard_s = dict.fromkeys(self._heard_s.copy(), now_s)
@@ -58,7 +58,7 @@ class NodeWatch:
         return ""
 
     def leave(self) -> None:
-        """The ranks here have ended: tell the others why, and keep the store for them on node 0."""
+        """Call after the ranks here ended: tells other nodes why. Node 0 keeps the store open."""
         self._leaving.set()
         self._thread.join(BEAT_S if 0 in self._lost else LEAVE_S + BEAT_S)
 
@@ -85,7 +85,7 @@ class NodeWatch:
                 self._beats[node], self._heard_s[node] = beats, time.monotonic()
 
     def _hear_endings(self) -> None:
-        """Log why others failed. Node 0 waits for all but the lost, others for some beats."""
+        """Log why other nodes failed. Node 0 waits for all but lost ones, others up to 2 beats."""
         patience_s = LEAVE_S if self._node == 0 else 2 * BEAT_S if self.ending else 0.0
         deadline = time.monotonic() + patience_s
         missing = [node for node in self._others if node not in self._lost]
@@ -93,5 +93,5 @@ class NodeWatch:
             for node in [n for n in missing if self._store.check([f"ending/{n}"])]:
                 missing.remove(node)
                 if ending := self._store.get(f"ending/{node}").decode():
-                    self._say(f"of {self._name(node)}: {ending}")
+                    self._say(f"from {self._name(node)}: {ending}")
             time.sleep(0.1)

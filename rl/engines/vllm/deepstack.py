@@ -1,9 +1,9 @@
-"""Qwen3-VL in vLLM without a vision tower: pictures come as features, deepstack's among them.
+"""Qwen3-VL in vLLM without a vision tower: pictures arrive as features, deepstack's included.
 
-vLLM's own class leaves deepstack out together with the tower, though only the tower makes the
-features and the language model alone adds them: features of a state's width then give other
-log-probs (1 nat off), and whole ones end the engine. Named to vLLM by `start.py` before a model is
-made, so that CUDA graphs are captured with the buffers in place.
+Without the tower, vLLM's own class also disables deepstack, although the language model is what
+adds the deepstack features. Features of hidden-state width then give wrong log-probs (1 nat off),
+and features with deepstack crash the engine. `start.py` registers this class with vLLM before a
+model is built, so that CUDA graphs are captured with the buffers in place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.model_executor.models.utils import StageMissingLayer
 
 
 class Qwen3VLWithDeepstack(Qwen3VLForConditionalGeneration):
-    """vLLM's own class where the engine has its tower."""
+    """Same as vLLM's own class if the engine has the vision tower."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "model") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)

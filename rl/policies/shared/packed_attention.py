@@ -1,7 +1,7 @@
-"""Attention of packed rows, as transformers calls it: a group's prompt is read once, not G times.
+"""Attention over packed rows, for transformers: a group's prompt is computed once, not G times.
 
-Attention within runs and attention to prompts are computed apart and joined by log-sum-exp: no key
-is copied per completion, no padding is computed, and nothing of size [S, S] exists.
+Attention within runs and attention to prompts are computed separately and joined by log-sum-exp: no
+key is copied per completion, no padding is computed, and nothing of size [S, S] is allocated.
 
 Axes: as in `rl/algorithm/attention_kernels.py`; `_S` tokens of the row.
 """
@@ -20,26 +20,26 @@ from rl.algorithm.attention_kernels import Kernel, Runs, join
 from rl.api.types import PackedGroup
 
 NAME = "packed_groups"
-"""Under which transformers knows it."""
+"""The name under which transformers finds it."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How one packed row attends; made once a forward, read by every layer."""
+    """The attention layout of one packed row; built once per forward, read by every layer."""
 
     groups: tuple[PackedGroup, ...]
     kernel: Kernel
 
     @cached_property
     def own(self) -> Runs:
-        """Every token of the row, within its own prompt or completion."""
+        """Every token of the row attends within its own prompt or completion."""
         lens = [(group.prompt_len, *group.completion_lens) for group in self.groups]
         flat = tuple(length for group_lens in lens for length in group_lens)
         return Runs(flat, flat, causal=True)
 
     @cached_property
     def across(self) -> Runs:
-        """Completions, all of a group as one run, looking at their prompt."""
+        """A group's completions, as one run, attend to their prompt."""
         return Runs(
             tuple(sum(group.completion_lens) for group in self.groups),
             tuple(group.prompt_len for group in self.groups),
@@ -60,7 +60,7 @@ class Packing:
 
 
 def register() -> str:
-    """Make it known to transformers; no mask is registered with it, so none is built."""
+    """Register `attention` with transformers; no mask function, so that no mask is built."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
@@ -77,9 +77,9 @@ def attention(
     packing: Packing | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[1, H, S, D] -> [1, S, H, D] of a packed row; without `packing`, [B, H, T, D] -> [B, T, H, D]
-    under `attention_mask`, or else causally."""
-    assert not dropout, "the policy that samples has none"
+    """For a packed row, [1, H, S, D] -> [1, S, H, D]. Without `packing`, [B, H, T, D] ->
+    [B, T, H, D], with `attention_mask`, or causal if that is None."""
+    assert not dropout, "the policy that samples has no dropout"
     if packing is None:
         out = functional.scaled_dot_product_attention(
             query,
@@ -147,6 +147,6 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def _take(tensor: torch.Tensor, slices: Sequence[slice], dim: int = 0) -> torch.Tensor:
-    """The slices one after the other; a view where there is one."""
+    """The slices, concatenated; a view if there is only one."""
     parts = [tensor.narrow(dim, part.start, part.stop - part.start) for part in slices]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

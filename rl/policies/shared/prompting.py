@@ -1,4 +1,4 @@
-"""From a template, the user's words and pictures to token ids."""
+"""Turns a template, the user's words and pictures into token ids."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 
 IMAGE_TOKEN = "<|image_pad|>"
 PICTURE = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
-"""What `{image}` becomes; a template may also write the two brackets itself."""
+"""What `{image}` becomes; a template may also write the start and end tokens around it."""
 _BRACKETED = PICTURE.replace(IMAGE_TOKEN, "{image}")
 MAX_PICTURES = 16
-"""Most pictures in a prompt under `chat_template`."""
+"""Maximum number of pictures in a prompt of `chat_template`."""
 
 
 def chat_template(system_prompt: str) -> PromptTemplate:
-    """Qwen's chat format, for renderers that bring no words of their own; several pictures stand
-    one after the other."""
+    """Qwen's chat format, for renderers without a prompt template of their own; several pictures
+    follow one another."""
     system = f"<|im_start|>system\n{system_prompt}<|im_end|>\n" if system_prompt else ""
     user = "<|im_start|>user\n{image}{instruction}<|im_end|>\n<|im_start|>assistant\n"
     return PromptTemplate(system + user, max_pictures=MAX_PICTURES)
 
 
 def sources_of(sample: Sample, most: int) -> tuple[Image, ...]:
-    """Its source pictures. Raises UnusableSampleError where it has more than `most`."""
+    """The sample's source pictures. Raises UnusableSampleError if it has more than `most`."""
     if len(sample.sources) > most:
         raise UnusableSampleError(
-            f"sample {sample.id!r} has {len(sample.sources)} source pictures, of which this prompt "
-            f"shows {most} at the most; give it fewer, or choose a renderer and a policy that show "
-            "as many"
+            f"sample {sample.id!r} has {len(sample.sources)} source pictures, but this prompt "
+            f"shows {most} at most; give it fewer, or choose a renderer and a policy that show as "
+            "many"
         )
     return sample.sources
 
@@ -73,8 +73,8 @@ def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
     """Ids of `text` as ordinary words, even where it contains the text of an added token.
-    `split_special_tokens` splits only special ones; inside the others (such as '</think>') the text
-    is cut here."""
+    `split_special_tokens` splits only special tokens; the text of other added tokens (such as
+    '</think>') is cut here."""
     added = tokenizer.added_tokens_decoder.values()
     whole = [token.content for token in added if not token.special and len(token.content) > 1]
     inside = {
@@ -95,9 +95,9 @@ def special_texts(tokenizer: Any) -> list[str]:
 
 
 def num_prefix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Sequence[int]) -> int:
-    """How many leading tokens `template.drop_prefix` is; 64 for Qwen-Image-Edit's.
+    """How many leading tokens `template.drop_prefix` has; 64 for Qwen-Image-Edit's template.
 
-    Raises ValueError when the prefix is not where the prompt starts, token by token.
+    Raises ValueError when the prompt's tokens do not start with the prefix's tokens.
     """
     prefix = ids_of(tokenizer, template.drop_prefix) if template.drop_prefix else []
     if list(token_ids[: len(prefix)]) != prefix:
@@ -111,23 +111,23 @@ def num_prefix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Seque
 def num_suffix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Sequence[int]) -> int:
     """How many trailing tokens are the template's text after the instruction.
 
-    Raises ValueError when that is not where the prompt ends, token by token.
+    Raises ValueError when the prompt's tokens do not end with that text's tokens.
     """
     text = template.text.partition("{instruction}")[2]
     suffix = ids_of(tokenizer, text)
     if list(token_ids[len(token_ids) - len(suffix) :]) != suffix:
         raise ValueError(
-            f"policy.thought: no request to think can be put behind the user's words, since this "
-            f"tokenizer joins them to what follows, {text!r}; use a template that goes on with a "
-            "special token there"
+            f"policy.thought: no request to think can be added after the user's words, because "
+            f"this tokenizer merges them with the text that follows, {text!r}; use a template with "
+            "a special token there"
         )
     return len(suffix)
 
 
 def expand_images(token_ids: Sequence[int], image_id: int, lengths: Sequence[int]) -> list[int]:
-    """Each placeholder repeated to its picture's number of image tokens.
+    """Repeat each placeholder to its picture's number of image tokens.
 
-    Raises ValueError when placeholders and pictures do not pair up.
+    Raises ValueError when the numbers of placeholders and pictures differ.
     """
     if list(token_ids).count(image_id) != len(lengths):
         raise ValueError(
@@ -141,9 +141,9 @@ def expand_images(token_ids: Sequence[int], image_id: int, lengths: Sequence[int
 
 
 def resize_to_area(image: Image, area_px: int, multiple_px: int) -> Image:
-    """Aspect kept, about `area_px` pixels, both sides multiples of `multiple_px`.
+    """`image` at about `area_px` pixels: aspect kept, both sides multiples of `multiple_px`.
 
-    Lanczos, and rounding, as diffusers' Qwen-Image-Edit pipelines do before their own encoder.
+    Lanczos and rounding are as in diffusers' Qwen-Image-Edit pipelines before their own encoder.
     """
     from PIL import Image as PILImage
 
