@@ -55,7 +55,7 @@ def evaluate(
             text, problems = job.get(MAX_S)
         values = None if text is None else json.loads(text)
     except multiprocessing.TimeoutError:
-        why = f"evaluation took longer than {MAX_S:g} s: a recursion or list without end?"
+        why = f"took longer than {MAX_S:g} s: a recursion or list without end, or a huge import?"
         return None, [f"{path} with its overrides: {why}"]
     except RecursionError:
         return None, [f"{path}: holds lists or sections that are nested too deeply; flatten it"]
@@ -138,7 +138,10 @@ def _literal(text: str, run: Callable[[str], str]) -> str:
 
 def _message(error: str) -> str:
     """Jsonnet's message without its stack frames."""
-    return re.sub(r"^(RUNTIME|STATIC) ERROR: ", "", error.partition("\n\t")[0]).rstrip("\n")
+    error = re.sub(r"^(RUNTIME|STATIC) ERROR: ", "", error.partition("\n\t")[0]).rstrip("\n")
+    if error.endswith("character code 239"):
+        error += ": a byte order mark; save the file as UTF-8 without one"
+    return error
 
 
 def _place(error: str) -> str:
