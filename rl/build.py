@@ -1,4 +1,4 @@
-"""Finds, reads and makes the plugins that a config names; torch is imported by `build_*` alone."""
+"""Finds, validates and builds the plugins that a config names; only `build_*` imports torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROOMS: Mapping[str, type[PlugBase[Any]]] = {
 """The base class of each room's plugins."""
 
 WEIGHTS = ("weight", "coefficient")
-"""Keys of a training source's section that are the mixture's, not the plugin's."""
+"""Keys of a training source's section that the mixture reads, not the plugin."""
 PlugT = TypeVar("PlugT", bound=PlugBase[Any], covariant=True)
 
 
@@ -56,7 +56,7 @@ class Plug(Generic[PlugT]):
 
     @property
     def name(self) -> str:
-        """As the config's `type` names it."""
+        """The config's `type`."""
         return str(self.config.type)
 
 
@@ -73,7 +73,7 @@ class Resolved:
     train_weights: Sequence[float]
     """Mixture weights of `train`, as given (not normalised)."""
     weights_per_row: bool
-    """They were given as coefficients: each times its source's rows is the weight."""
+    """Whether `train_weights` are coefficients: weight = coefficient x number of rows."""
     validation: Sequence[Plug[DataSource]]
 
     @property
@@ -134,7 +134,7 @@ def resolve(config: RunConfig) -> Resolved:
     counted = [name for name, plug in resolved.rewards.items() if not plug.cls.diagnostic]
     if config.final_reward.weights or len(counted) == len(resolved.rewards):
         return resolved
-    # With no weights stated every reward that is not a mere diagnostic counts once.
+    # Without stated weights, every reward that is not a diagnostic gets weight 1.
     final = config.final_reward.model_copy(update={"weights": dict.fromkeys(counted, 1.0)})
     return replace(resolved, config=config.model_copy(update={"final_reward": final}))
 
@@ -272,8 +272,8 @@ def build_engine(
     has_room: bool = True,
     claim: EngineClaim | None = None,
 ) -> Engine:
-    """Start the engine on the policy's base weights. `has_room`: beside all others on the GPU;
-    `claim`: what of it."""
+    """Start the engine on the policy's base weights. `has_room`: the GPU holds it beside all other
+    models; `claim`: the GPU memory that it gets."""
     optimizer = resolved.config.optimizer
     sharded = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
     setup = EngineSetup(policy, dist.device, dist.world_size, has_room, claim, sharded)
@@ -289,7 +289,7 @@ def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:
 
 @contextmanager
 def _readable(plug: Plug[Any]) -> Iterator[None]:
-    """Names the key of a hub id that does not exist, a folder that lacks a file, or weights that
+    """Add the plugin's config key to errors about missing files or hub ids and about weights that
     are not finite."""
     try:
         yield
@@ -338,7 +338,7 @@ def row_rules(resolved: Resolved) -> RowRules:
 def build_data(resolved: Resolved, plugs: Sequence[Plug[DataSource]]) -> list[DataSource]:
     """The sources of one mixture (`resolved.train` or `resolved.validation`).
 
-    Raises ValueError for one that cannot be opened, holds nothing, or whose first row is no sample.
+    Raises ValueError for a source that cannot be opened, is empty, or has a bad row: `_check_rows`.
     """
     return [_open_source(plug, row_rules(resolved)) for plug in plugs]
 
@@ -365,8 +365,8 @@ def _open_source(plug: Plug[DataSource], rules: RowRules) -> DataSource:
 
 
 def _check_rows(at: str, source: DataSource, num_rows: int) -> None:
-    """The first row, one in the middle and the last, as far as they can be read: what cannot is for
-    the order of prompts to replace or refuse."""
+    """Check the first, middle and last row. Rows that raise UnusableSampleError are skipped here:
+    `PromptOrder` replaces or refuses them."""
     ids: dict[int, str] = {}
     for index in (0, num_rows // 2, num_rows - 1):
         try:

@@ -1,12 +1,12 @@
-"""Attention over runs, with the log-sum-exp that lets results over several sets of keys be joined.
+"""Attention over packed runs. The log-sum-exp lets `join` merge results over several key sets.
 
-A kernel is two functions. `forward` gives the attention over some keys; `backward` gives their
-share of the gradients, where `out` and `lse` are those over ALL keys: with P = exp(q k - lse),
-dV = P' dO and dS = P * (dO V' - sum(dO * out)) hold key by key (the recomputation of
-FlashAttention, Dao et al. 2022, section 3.1), so shares add up.
+A kernel is two functions. `forward` computes attention over some of the keys. `backward` computes
+those keys' contribution to the gradients; it takes `out` and `lse` over ALL keys. With
+P = exp(q k - lse), dV = P' dO and dS = P * (dO V' - sum(dO * out)) hold for each key alone, so
+contributions add up (the recomputation of FlashAttention, Dao et al. 2022, section 3.1).
 
-Axes: `_T` queries, `_K` keys, `_H` heads, `_D` their width; keys may have fewer heads, each then
-shared by neighbouring query heads. Scores are scaled by 1/sqrt(D).
+Axes: `_T` queries, `_K` keys, `_H` query heads, `_Hk` key heads, `_D` head width. With H > Hk,
+neighbouring query heads share a key head (GQA). Scores are scaled by 1/sqrt(D).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FLASH_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class Runs:
-    """Attention in pieces: run i of the queries sees run i of the keys and nothing else."""
+    """Lengths of packed runs: the queries of run i attend only to the keys of run i."""
 
     query_lens: tuple[int, ...]
     key_lens: tuple[int, ...]
     causal: bool
-    """Within a run, query n sees keys up to n; else all of them. Causal runs are square."""
+    """True: within a run, query n attends to keys 0..n, and the run has as many keys as queries."""
 
     @cached_property
     def num_queries(self) -> int:
@@ -44,14 +44,14 @@ class Runs:
 class Kernel:
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Runs], Attended]
     """(query [T, H, D], key [K, Hk, D], value [K, Hk, D], runs) -> (out [T, H, D], lse [H, T]
-    float32, natural logarithm). Out of an empty run: nothing; of a run without keys: undefined."""
+    float32, natural logarithm). A run with queries but no keys has an undefined result."""
     backward: Callable[..., Tensors]
-    """(grad_out, query, key, value, out, lse, runs) -> shares of the gradients of query, key and
-    value."""
+    """(grad_out, query, key, value, out, lse, runs) -> contributions of these keys to the gradients
+    of query, key and value."""
 
 
 def choose_kernel(name: Name, device: str, dtype: torch.dtype) -> Kernel:
-    """'auto' is 'varlen' where that runs; the config's checks refuse 'varlen' where it does not."""
+    """'auto' picks 'varlen' where it can run. Config checks reject 'varlen' where it cannot."""
     kind = torch.device(device)
     capable = kind.type == "cuda" and torch.cuda.get_device_capability(kind) >= FLASH_CAPABILITY
     if name != "sdpa" and capable and dtype in HALF:
@@ -62,7 +62,7 @@ def choose_kernel(name: Name, device: str, dtype: torch.dtype) -> Kernel:
 def join(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> Attended:
-    """Attention of the same queries over both sets of keys: [T, H, D], and [H, T] float32."""
+    """Merge one query set's attention over two key sets: out [T, H, D], lse [H, T] float32."""
     joined = torch.logaddexp(lse, other_lse)
     share = (lse - joined).exp().T[..., None]
     return torch.lerp(other_out.float(), out.float(), share).to(out.dtype), joined
@@ -83,11 +83,11 @@ def _shared(key: torch.Tensor, num_sharing: int) -> torch.Tensor:
     return key.transpose(0, 1)[:, None].expand(-1, num_sharing, -1, -1)
 
 
-# Run by run: on the CPU with PyTorch's own flash kernels, elsewhere by the definition.
+# Kernels that loop over the runs: PyTorch's flash kernels on the CPU, plain attention elsewhere.
 
 
 def _run_forward(step: Callable[..., Tensors]) -> Callable[..., Attended]:
-    """A kernel's forward from that of one run, in heads-first layout."""
+    """Build a kernel's forward from `step`, the forward of one run in heads-first layout."""
 
     def forward(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Runs
@@ -120,7 +120,7 @@ def _run_forward(step: Callable[..., Tensors]) -> Callable[..., Attended]:
 
 
 def _run_backward(step: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """A kernel's backward from that of one run."""
+    """Build a kernel's backward from `step`, the backward of one run in heads-first layout."""
 
     def backward(
         grad_out: torch.Tensor,
@@ -159,7 +159,7 @@ def _run_backward(step: Callable[..., Tensors]) -> Callable[..., Tensors]:
     return backward
 
 
-# Where there is no flash kernel (float32 on a GPU, old GPUs): the definition, in float32.
+# Without a flash kernel (float32 on a GPU, old GPUs): plain softmax attention in float32.
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -194,8 +194,8 @@ def _plain_backward(
     return of_query.to(q.dtype), of_key.to(k.dtype), of_value.to(v.dtype)
 
 
-# On CUDA: all runs in one call. PyTorch has no public backward that takes `out` and `lse` from
-# elsewhere, so these are the operators that its public function calls.
+# On CUDA one call handles all runs. PyTorch's public function has no backward that accepts a given
+# `out` and `lse`, so this code calls the private operators underneath it.
 
 
 @lru_cache(maxsize=16)
@@ -233,7 +233,7 @@ def _varlen_backward(
 
     tensors = [tensor.contiguous() for tensor in (grad_out, query, key, value, out, lse)]
     bounds = _bounds(runs, query.device)
-    # Dropout's random state, which is not read: there is no dropout.
+    # The operator wants a dropout random state but does not read it without dropout.
     no_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     result: Tensors = varlen._varlen_attn_backward(*tensors, *bounds, runs.causal, no_state)
     return result

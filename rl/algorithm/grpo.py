@@ -24,10 +24,10 @@ import torch
 from rl.api.loss import Loss, LossInputs, LossTerms, divided_by
 from rl.config.schema import AlgorithmConfig
 
-# Rewards of a group -> how much better than its siblings each completion was.
+# Advantages: how much better each completion scored than its group.
 
 SPREAD_TOLERANCE = 1e-6
-"""Rewards closer than this (0..1 units) are equal: float noise of averaged scores is no signal."""
+"""Rewards (0..1) that differ by no more than this count as equal: it is only float noise."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ def group_advantages(
 
     group_std: GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2); none: Dr. GRPO (Liu et al.
     2025, arXiv 2503.20783); batch_std: group mean, batch deviation (LitePPO, Liu et al. 2025,
-    arXiv 2508.08221). Deviations are population deviations over graded members. A group with fewer
-    than two of these, or without spread, moves nothing: 0 throughout.
+    arXiv 2508.08221). Standard deviations are population ones over graded members. In a group with
+    fewer than two graded members, or with equal rewards, every advantage is 0.
 
     Args:
-        rewards_G: in [0, 1]; None = ungraded, out of mean and deviation, and None again.
-        eps: added to the deviation, reward units.
-        batch: moments over ALL ranks, for batch_std (`reward_moments`, summed).
+        rewards_G: in [0, 1]; None = ungraded: left out of mean and deviation, advantage None.
+        eps: added to the standard deviation, reward units.
+        batch: for batch_std, `reward_moments` summed over ALL ranks.
     """
     graded = [reward for reward in rewards_G if reward is not None]
     if len(graded) < 2 or max(graded) - min(graded) <= SPREAD_TOLERANCE:
@@ -110,7 +110,7 @@ def dapo(x: LossInputs) -> LossTerms:
 
 @divided_by("num_completions")
 def dr_grpo(x: LossInputs) -> LossTerms:
-    """grpo, but each token divided by a constant: planned completions x longest completion.
+    """grpo, but each token is divided by a constant: planned completions x max_completion_tokens.
 
     Dr. GRPO: Liu et al. 2025, arXiv 2503.20783, listing 1. Use it with advantage_scale 'none'.
     """
@@ -122,8 +122,8 @@ def dr_grpo(x: LossInputs) -> LossTerms:
 def gspo(x: LossInputs) -> LossTerms:
     """grpo with one ratio per completion, s = exp(mean_t log r_t).
 
-    Zheng et al. 2025, arXiv 2507.18071; written in its token form (eq. 14), s_t = sg(s) pi_t /
-    sg(pi_t), equal in value and gradient and open to per-token A.
+    Zheng et al. 2025, arXiv 2507.18071, in its token form (eq. 14): s_t = sg(s) pi_t / sg(pi_t).
+    It has the same value and gradient as the sequence form and allows a different A per token.
     """
     log_ratio = _log_ratio(x)
     num_tokens = x.mask.sum(-1, keepdim=True).clamp(min=1)
@@ -192,7 +192,7 @@ def kl_per_token(
         k3 = e^-d - 1 + d        unbiased, >= 0; as a loss its gradient is that of KL(ref || policy)
 
     As a LOSS, k1's expected gradient is zero on-policy (E[grad log pi] = 0): use k1 in the reward.
-    See arXiv 2510.01555 for which value makes which gradient.
+    See arXiv 2510.01555 for the gradient of each estimator, in the reward and as a loss.
 
     Args:
         logprobs: [B, C] float32, nats, with gradient when used in a loss.
@@ -208,8 +208,8 @@ def kl_per_token(
     return torch.expm1(-d) + d
 
 
-# The inference engine ("sampler") computes slightly other log-probs than the trainer: kernels,
-# dtypes and batch shapes differ. Importance weights correct for it, `Mismatch` measures it
+# The inference engine ("sampler") and the trainer compute slightly different log-probs, as kernels,
+# dtypes and batch shapes differ. Importance weights correct the difference, `Mismatch` measures it
 # (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
 
 
@@ -226,9 +226,9 @@ def importance_weights(
         sequence: w   = min(prod_t pi_old(y_t) / pi_sampler(y_t), cap), the same for all its tokens
 
     Args:
-        old_logprobs: [B, C] float32, nats, the trainer's before the iteration's first update.
-        sampler_logprobs: [B, C] float32, nats, the sampler's own.
-        mask: [B, C] bool, tokens that carry loss; only they enter a product.
+        old_logprobs: [B, C] float32, nats, from the trainer before the iteration's first update.
+        sampler_logprobs: [B, C] float32, nats, from the sampler.
+        mask: [B, C] bool, tokens that carry loss; the sequence product is over these only.
         cap: upper bound, >= 1.
 
     Returns: [B, C] float32, detached; 1 where the mask is False or correction is 'none'.
@@ -244,9 +244,9 @@ def importance_weights(
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Sums over tokens of sampler-against-trainer numbers; `d` = log pi_old - log pi_sampler, nats.
+    """Sampler-trainer mismatch, summed over tokens; `d` = log pi_old - log pi_sampler, nats.
 
-    Divide by `num_tokens`, or add the sums of several micro-batches and ranks up first.
+    For means: add up over micro-batches and ranks first, then divide by `num_tokens`.
     """
 
     num_tokens: float

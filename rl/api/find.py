@@ -45,8 +45,8 @@ _LIBRARIES = tuple(
 
 
 def described(error: BaseException, code: object = None) -> str:
-    """'ValueError: text (file.py, line 3); remedy', on one line. The line is the innermost of the
-    user's own, else the one where `code`, the function of theirs that was called, begins."""
+    """'ValueError: text (file.py, line 3); remedy', on one line. The line is the innermost
+    one in the user's code; without one, the first line of `code`, the user's function called."""
     text = " ".join(traceback.format_exception_only(error)[-1].split())
     calls = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
     own = [call for call in calls if not call[0].startswith(_LIBRARIES)]
@@ -64,7 +64,7 @@ def described(error: BaseException, code: object = None) -> str:
 
 
 def attempt(what: str, code: object, run: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """What `run` returns, or None and '`what` raises ...'. `code`: see `described`."""
+    """(result of `run`, []), or (None, ["`what` raises ..."]). `code`: see `described`."""
     try:
         return run(), []
     except STRANGE as error:
@@ -72,7 +72,7 @@ def attempt(what: str, code: object, run: Callable[[], T]) -> tuple[T | None, li
 
 
 def _remedies(error: BaseException) -> Iterator[str]:
-    """Where one mistake is by far the likeliest."""
+    """Hints for errors that nearly always have the same cause."""
     text, of = str(error), getattr(error, "obj", None)
     noun = re.search(r"'(\w+)' object", text)
     found = noun and {**vars(types), **vars(loss)}.get(noun[1])
@@ -102,7 +102,7 @@ def is_dotted_path(name: str) -> bool:
 
 
 def import_plug(dotted: str) -> Found:
-    """The module of that path, or what its last word names in the module before it."""
+    """The module `dotted`, or the attribute that its last word names in the parent module."""
     path, _, name = dotted.rpartition(".")
     module, _, wrong = _import(path)
     if module is None:
@@ -118,7 +118,7 @@ def import_plug(dotted: str) -> Found:
 
 
 def _import(dotted: str) -> tuple[ModuleType | None, str, str]:
-    """(the module, the part of its path that leads nowhere, what is wrong)."""
+    """(the module, the first part of its path that does not exist, what is wrong)."""
     try:
         return importlib.import_module(dotted), "", ""
     except STRANGE as error:
@@ -132,7 +132,7 @@ def _import(dotted: str) -> tuple[ModuleType | None, str, str]:
 
 
 def _public(module: ModuleType) -> dict[str, Any]:
-    """By name, what a module defines, or the package that it is does somewhere below."""
+    """name -> value of the module's public names, without those imported from outside it."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -149,8 +149,8 @@ def plugs_in(module: ModuleType, base: type[PlugT]) -> list[type[PlugT]]:
 
 
 def plug_class(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[str]]:
-    """Of what a section's `type` names, the plugin of the room whose base is `base`: a module with
-    one such class, the class, or, of a reward, a function. Its members are held to the base's."""
+    """The plugin class in `found`, the object that a section's `type` names: a class derived from
+    `base`, a module with one such class, or a reward function. Its members are checked here."""
     if base is Reward and (isinstance(found, RewardFunction) or inspect.isroutine(found)):
         declared = found if isinstance(found, RewardFunction) else RewardFunction(found)
         name = getattr(declared.function, "__name__", "the function")
@@ -206,7 +206,7 @@ def _functions_of(module: ModuleType) -> str:
 
 
 def loss_problems(found: Any) -> list[str]:
-    """What is wrong with what `algorithm.loss` names by a dotted path."""
+    """What is wrong with `found`, the object that `algorithm.loss` names by a dotted path."""
     if isinstance(found, ModuleType):
         held = _functions_of(found)
         return [f"{found.__name__} is a module; name a function in it behind a dot{held}"]
@@ -224,7 +224,7 @@ def _owners(base: type[PlugBase[Any]]) -> list[type]:
 
 
 def _members(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
-    """What is wrong with its `Config`; missing methods, and those not called as the base's are."""
+    """Problems: a wrong `Config`, missing methods, signatures that differ from the base's."""
     own, config, expected = cls.__name__, cls.Config, base.Config
     if not (isinstance(config, type) and issubclass(config, Section)):
         yield f"{own}.Config is {shown(config)}; derive it from {expected.__name__}"
@@ -256,7 +256,7 @@ def _members(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[st
 
 
 def _methods(base: type[PlugBase[Any]]) -> set[str]:
-    """Names of all that a base lets a plugin define, its constructor among them."""
+    """Names of the methods that a plugin of this base may define, the constructor included."""
     return {
         name
         for cls in _owners(base)
@@ -280,7 +280,7 @@ def _signature(function: Callable[..., Any]) -> str:
 def _call_problem(
     function: Callable[..., Any], name: str, num_given: int, signature: str
 ) -> list[str]:
-    """Whether it can be called with so many arguments by position."""
+    """What is wrong if it cannot be called with `num_given` positional arguments."""
     expected = f"expected `def {name.rpartition('.')[2]}{signature}`"
     if not callable(function):
         return [f"{name} is {shown(function)}; {expected}"]
@@ -288,7 +288,7 @@ def _call_problem(
         return [f"{name} yields; {expected}, which returns"]
     try:
         found = inspect.signature(function)
-    except ValueError:  # built in: its own C code says what it takes
+    except ValueError:  # a built-in without a signature
         return []
     try:
         found.bind(*range(num_given))
@@ -298,7 +298,7 @@ def _call_problem(
 
 
 def _annotated(base: type[PlugBase[Any]]) -> dict[str, tuple[type, str]]:
-    """Variables that a base declares: name -> (the class that does, its annotation)."""
+    """Variables that a base declares: name -> (the class that declares it, its annotation)."""
     return {
         name: (cls, text)
         for cls in reversed(_owners(base))
@@ -315,12 +315,12 @@ def _variables(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[
         if value is inspect.Parameter.empty:
             if is_fixed:
                 yield f"{cls.__name__} has no {name}; expected {_in_words(text)}"
-        elif is_fixed or not hasattr(type(value), "__get__"):  # a property answers later
+        elif is_fixed or not hasattr(type(value), "__get__"):  # skip a property: no instance yet
             yield from _misfit(f"{cls.__name__}.{name} is", value, owner, text)
 
 
 def misspelt(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
-    """'name: why' of members of an outsider's class that nobody reads and whose names are close to
+    """'name: why' for each member of a user's class that nothing reads but whose name is close to
     one that is read."""
     known = {*_methods(base), *_annotated(base)}
     for owner in cls.__mro__:
@@ -331,7 +331,7 @@ def misspelt(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[st
 
 
 def questions(base: type[PlugBase[Any]]) -> list[str]:
-    """Names of the class methods that answer from a plugin's section alone."""
+    """Names of the class methods whose only argument is the plugin's section."""
     found = ((name, getattr(base, name)) for name in sorted(_methods(base)))
     return [
         name
@@ -341,7 +341,7 @@ def questions(base: type[PlugBase[Any]]) -> list[str]:
 
 
 def ask(cls: type[PlugBase[Any]], member: str, *given: object) -> Found:
-    """A class method's answer, validated against the return annotation of its base."""
+    """(a class method's result, []) if it fits the base's return annotation, else (None, why)."""
     question = getattr(cls, member)
     bases = (one for one in _owners(cls) if one.__module__.startswith("rl.api."))
     owner = next(one for one in bases if member in vars(one))

@@ -25,11 +25,11 @@ from rl.trackers.tracking import not_installed
 CUDA, MIN_DRIVER, MIN_CAPABILITY = 13, 580, 7.5
 """CUDA of the pinned PyTorch; the oldest NVIDIA driver and compute capability for its kernels."""
 BUSY_GB = 1.0
-"""More than a desktop takes of a GPU."""
+"""GPU memory in use above which another process is reported; a desktop takes less."""
 SHARED, MIN_SHARED_GB = "/dev/shm", 1.0  # nosec B108
-"""Where NCCL's ranks exchange data, and the size it wants; Docker gives a container 0.064."""
+"""Where NCCL's ranks exchange data, and how much NCCL needs; Docker's default is 0.064 GB."""
 STATE_BYTES = 12
-"""Bytes of a trained parameter's float32 value and moments in a checkpoint."""
+"""Bytes per trained parameter in a checkpoint: float32 value and two optimizer moments."""
 
 
 def machine_problems(resolved: Resolved, starts: bool = False) -> list[str]:
@@ -50,8 +50,8 @@ def machine_problems(resolved: Resolved, starts: bool = False) -> list[str]:
 
 
 def _device_problems(resolved: Resolved, auto: str, capability: float) -> list[str]:
-    """What plugins cannot compute on their devices. `auto`: the kind of device that 'auto' is, ''
-    if unknown; `capability`: the GPU's."""
+    """What plugins cannot compute on their devices. `auto`: the device that 'auto' stands for, ''
+    if unknown; `capability`: the GPU's compute capability."""
     found = []
     plugs: list[Plug[Any]] = [resolved.policy, resolved.engine, *resolved.model_runners]
     for plug in plugs:
@@ -64,18 +64,18 @@ def _device_problems(resolved: Resolved, auto: str, capability: float) -> list[s
 
 
 def _device(resolved: Resolved, stated: str) -> str:
-    """'auto', which an engine's is too, is the policy's device."""
+    """The stated device; 'auto', also for an engine without the key, means the policy's device."""
     return footprint.policy_device(resolved) if stated == "auto" else stated
 
 
 def machine_lines(resolved: Resolved) -> list[str]:
-    """What this machine has, or what the one that trains has to have; and missing trackers, without
-    which a run goes on."""
+    """What this machine has, or what the training machine needs; and tracker packages that are not
+    installed (a run goes on without them)."""
     return [*_gpu_lines(resolved), *busy_lines(resolved), *not_installed(resolved.config.tracking)]
 
 
 def busy_lines(resolved: Resolved) -> list[str]:
-    """GPU memory that other processes hold, which the run would miss minutes after its start."""
+    """GPU memory that other processes hold: the run could run out of memory minutes later."""
     words = _of_each_gpu("memory.used") if wants_gpu(resolved) and driver() else []
     used_gb = [float(word) * 2**20 / 1e9 for word in words if word.isdecimal()]
     held = [f"{gb:.1f} GB of GPU {i}" for i, gb in enumerate(used_gb) if gb > BUSY_GB]
@@ -107,7 +107,7 @@ def driver() -> str:
 
 
 def _of_each_gpu(field: str) -> list[str]:
-    """nvidia-smi's answer; [] where there is none."""
+    """`field` of every GPU, from nvidia-smi; [] where nvidia-smi is missing or fails."""
     question = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         done = subprocess.run(question, capture_output=True, text=True, timeout=60)
@@ -117,7 +117,7 @@ def _of_each_gpu(field: str) -> list[str]:
 
 
 def has_gpus() -> bool:
-    """Whether this may be the machine that trains."""
+    """Whether this machine has NVIDIA GPUs, and so may be the one that trains."""
     return any(Path("/proc/driver/nvidia/gpus").glob("*"))
 
 
@@ -135,7 +135,7 @@ def host_memory_gb(root: Path = Path("/")) -> float | None:
         return None
     found = [int(memory[memory.index("MemTotal:") + 1]) * 1024]
     for group in words("proc/self/cgroup"):
-        # In a container's own name space our path is '/', and the limit is at the mount itself.
+        # In a container's cgroup namespace our path is '/', and the limit is in the mount's root.
         inside = Path(group.removeprefix("0::/"))
         for folder in (inside, *inside.parents) if group.startswith("0::/") else ():
             limit = "".join(words(f"sys/fs/cgroup/{folder}/memory.max"))
@@ -149,7 +149,7 @@ def wants_gpu(resolved: Resolved) -> bool:
 
 
 def _torch_build() -> str:
-    """'cpu' or 'cu126', as the installed PyTorch is called; '' as the pinned one is, or none."""
+    """Local version of the installed PyTorch ('cpu', 'cu126'); '' for the pinned one, or none."""
     try:
         return version("torch").partition("+")[2]
     except PackageNotFoundError:
@@ -178,8 +178,8 @@ def _driver_problems(found: str, capability: float) -> Iterable[str]:
 
 
 def _compiler_problems(resolved: Resolved) -> Iterable[str]:
-    """A compiler and Python's headers, as Triton looks for them: an engine of its own has Triton's
-    kernels, and PyTorch's eager ones need no compiler."""
+    """A missing compiler or missing Python headers, looked up as Triton does. Only an engine
+    with kernels of its own (vLLM) needs them, for Triton; eager PyTorch compiles nothing."""
     if resolved.engine.cls.samples_with_trainer:
         return
     stated = os.environ.get("CC")
@@ -200,8 +200,8 @@ def _compiler_problems(resolved: Resolved) -> Iterable[str]:
 
 
 def _storage_problems(resolved: Resolved) -> Iterable[str]:
-    """Models that may not be fetched, too little shared memory for the ranks, or too small a disk
-    for the checkpoints."""
+    """Models that are not cached while fetching is forbidden; too little shared memory for the
+    ranks; too little disk space for the checkpoints."""
     for key, path, is_cached in hub_models(resolved) if is_offline() else ():
         if not is_cached:
             yield (
@@ -231,8 +231,8 @@ def disk_line(resolved: Resolved) -> str:
 
 
 def checkpoints_gb(resolved: Resolved) -> tuple[float | None, int]:
-    """(size of one: the model's files, float32 values and moments, None where the policy's size is
-    unknown; how many are still to be written)."""
+    """(GB of one checkpoint: model files, float32 values and moments; None where the policy's size
+    is unknown), (number of checkpoints that still need space)."""
     config, sizes = resolved.config, footprint.sizes(resolved)
     # The newest two, one that is being written, and the best on held-out samples.
     number = 3 + bool(config.evaluation.every_n_iterations and config.data.validation)

@@ -22,8 +22,8 @@ _RUST = re.compile(rf"\(os error ({'|'.join(map(str, FULL))})\)")
 
 
 def when_there_is_room(write: Callable[[], T], folder: Path, what: str) -> T:
-    """What `write` returns, called again until the disk of `folder` has room, or the process is
-    asked to stop: then raises the disk's error. Local."""
+    """Call `write` until the disk of `folder` has room, and return its result. Raises the disk's
+    error once the process is asked to stop. Local (no collective)."""
     began_s = time.monotonic()
     next_warning_s = began_s
     while True:

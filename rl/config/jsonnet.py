@@ -18,7 +18,7 @@ from rl.config.shipped import configs_folder
 MAX_S = 60.0
 """Time limit for a config; usually it takes a fifth of a second."""
 MAX_MISSING = 100
-"""Most missing variables to report; a file can make up names without end."""
+"""Most missing variables to report: a file could name endlessly many."""
 
 _SET = """
 local set(x, path, value, key) =
@@ -36,18 +36,18 @@ local set(x, path, value, key) =
     )
   else error 'override %s: %s is in a plain value, not in a section' % [key, path[0]];
 """
-"""An override as Jsonnet: rebuilt with `super`, so that the file's own references see it."""
+"""Jsonnet that applies an override through `super`: the file's own `self` references see it."""
 _PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?|true|false|null", re.ASCII)
 
 
 def evaluate(
     path: Path, overrides: Sequence[str], env: Mapping[str, str]
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """The file with its overrides as plain values (None where there are none), and every problem.
+    """(the file's values with the overrides, None if it cannot be evaluated; all problems).
 
-    A missing environment variable is a problem, and replaced by its name so that the rest of the
-    file is still checked. Imports that are not beside the importing file come from the shipped
-    configs (`base.libsonnet`).
+    A missing environment variable is a problem; its name replaces its value, so that the rest of
+    the file is still checked. Imports that are not found beside the importing file come from the
+    shipped configs (`base.libsonnet`).
     """
     try:  # in a thread: no signal interrupts Jsonnet, which is C++
         with ThreadPool(1) as pool:
@@ -99,7 +99,7 @@ def _evaluate(
                 message, place = _message(str(error)), _place(str(error))
                 before, is_undefined, name = message.partition("undefined external variable: ")
                 if before or not is_undefined or name in variables:
-                    if problems:  # what stands in for the missing variables may be at fault
+                    if problems:  # the stand-in values may have caused this error
                         return None, problems
                     is_placed = message.startswith("override ") or (place and place in message)
                     where = f"{message} (at {place})" if place else f"{path}: {message}"
@@ -118,9 +118,9 @@ def _evaluate(
 
 
 def _literal(text: str, run: Callable[[str], str]) -> str:
-    """An override's right-hand side as a JSON literal; what is not Jsonnet is a string.
+    """An override's right-hand side as JSON; text that is not valid Jsonnet becomes a string.
 
-    Raises ValueError for what was surely meant as Jsonnet and cannot be evaluated.
+    Raises ValueError for text that is clearly meant as Jsonnet but cannot be evaluated.
     """
     if _PLAIN.fullmatch(text):
         return text  # Jsonnet would take 0.05 s

@@ -1,4 +1,4 @@
-"""Weights: their number and wholeness from a file's header, alignment in memory, sums of bits."""
+"""Counts and checks weights by their file headers, aligns them in memory, and checksums them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 64
 """Of what PyTorch allocates on the CPU."""
 NUM_COLUMNS = 1024
-"""Of the matrix in which `bit_sums` lays a tensor out, 64-bit numbers."""
+"""Width of the matrix into which `bit_sums` reshapes a tensor, in 64-bit numbers."""
 LFS_POINTER = b"version https://git-lfs"
 
 
 def num_parameters(
     folder: str | Path, is_counted: Callable[[str], bool] = lambda name: True
 ) -> float:
-    """Parameters in the safetensors files of one folder, of the tensors that `is_counted`."""
+    """Number of parameters in a folder's safetensors files, in tensors whose name `is_counted`."""
     headers = map(_header, Path(folder).glob("*.safetensors"))
     return float(
         sum(math.prod(t["shape"]) for h in headers for name, t in h.items() if is_counted(name))
@@ -31,12 +31,12 @@ def num_parameters(
 
 
 class NotFiniteError(ValueError):
-    """Weights that are no numbers: whatever is computed with them is none either."""
+    """Weights contain NaN or infinity: so would everything computed with them."""
 
 
 def require_finite(weights: Iterable[tuple[str, torch.Tensor]], owner: str) -> None:
-    """Raise NotFiniteError naming `owner` and its first weight with NaN or infinity; 8-bit ones,
-    with scales beside them, are left out."""
+    """Raise NotFiniteError naming `owner` and its first weight with NaN or infinity. Skips 8-bit
+    weights, which come with separate scales."""
     for name, weight in weights:
         if weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta:
             are_numbers = weight.detach().isfinite()
@@ -49,10 +49,10 @@ def require_finite(weights: Iterable[tuple[str, torch.Tensor]], owner: str) -> N
 
 
 def align_weights(module: torch.nn.Module, device: str) -> None:
-    """Where the CPU computes, give weights the alignment of memory that PyTorch allocates: loaded
-    weights are pages of their file, and some of MKL's kernels (one row in float32, on AMD or with
-    SSE4.2) add up in another order at addresses that are no multiple of 16 bytes. Every model that
-    is loaded comes by here: raises NotFiniteError for one that holds NaN."""
+    """On the CPU, copy weights to addresses aligned as PyTorch's allocator does. Loaded weights are
+    memory-mapped from their file, and some MKL kernels (one row in float32, on AMD or with SSE4.2)
+    sum in another order at addresses that are not multiples of 16 bytes. Every loaded model goes
+    through here, so it also checks for NaN and infinity (NotFiniteError)."""
     require_finite(module.named_parameters(), type(module).__name__)
     if device != "cpu":
         return
@@ -62,9 +62,9 @@ def align_weights(module: torch.nn.Module, device: str) -> None:
 
 
 def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """[3] int64 on the tensor's device: its bytes read as 64-bit numbers and laid out as a matrix,
-    weighed by row, by column, and what is left over; [1] where that is all. A changed bit, and a
-    value or a row in another's place, changes them. Nothing the size of the tensor is made."""
+    """[3] int64 checksums on the tensor's device. Its bytes, as 64-bit numbers, form a matrix and a
+    remainder: weighted sums by row, by column, and of the remainder ([1]: the remainder alone). A
+    changed bit or two swapped values or rows change them. Makes no temporary as large as it."""
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -79,8 +79,8 @@ def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _line_weights(length: int, device: torch.device) -> torch.Tensor:
-    """[n] int64, odd, as good as random: splitmix64 of 1 .. n (Steele et al. 2014, "Fast
-    splittable pseudorandom number generators"), its shifts signed."""
+    """[n] int64 odd pseudorandom weights: splitmix64 of 1 .. n (Steele et al. 2014, "Fast
+    splittable pseudorandom number generators"), with signed shifts."""
     import torch
 
     mixed = torch.arange(1, length + 1, device=device)
@@ -90,8 +90,8 @@ def _line_weights(length: int, device: torch.device) -> torch.Tensor:
 
 
 def damage_of(file: Path) -> str:
-    """Why a file of weights is not whole, or ''; of other formats than safetensors only whether it
-    is empty or a pointer of Git LFS."""
+    """What is wrong with a weights file, or ''. Other formats than safetensors are only checked for
+    being empty or a Git LFS pointer."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(len(LFS_POINTER))
@@ -109,7 +109,7 @@ def damage_of(file: Path) -> str:
 
 
 def _header(file: Path) -> dict[str, dict[str, Any]]:
-    """The JSON after 8 bytes of its length. Raises ValueError where that is more than the file."""
+    """The tensors in a safetensors header. Raises ValueError if it claims to exceed the file."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > file.stat().st_size:

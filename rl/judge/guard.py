@@ -1,6 +1,6 @@
 """Ends a started judge when its run ends: `python -m rl.judge.guard <pid> <folder> <command>`.
 
-Both have sessions of their own, so Ctrl-C does not end the judge while the run still saves.
+The guard and the judge have their own sessions: Ctrl-C must not end the judge while the run saves.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 from rl.files.private import private_folder
 
 MAX_WAIT_S = 30.0
-"""For another report on the same run; less than a run waits for its last page."""
+"""Longest wait for another report on this run; shorter than a run's wait for its last page."""
 _POLL_S = 0.1
 
 
@@ -22,8 +22,8 @@ class BusyError(ValueError):
 
 @contextmanager
 def to_oneself(folder: Path) -> Iterator[None]:
-    """Inside, no other report writes there. Raises ValueError where the folder, its `data` or
-    an entry of either is a link, and BusyError where another takes longer than `MAX_WAIT_S`."""
+    """Lock the folder against other reports. Raises ValueError if the folder, its `data` or an
+    entry of either is a symbolic link, BusyError if it stays locked for `MAX_WAIT_S`."""
     for inner in (folder, folder / "data"):
         entries = inner.iterdir() if inner.is_dir() and not inner.is_symlink() else ()
         for path in (inner, *entries):

@@ -1,13 +1,13 @@
-"""Five points on how a prompt was enhanced, read off the words alone: a diagnostic, no reward.
+"""Five scores for how a prompt was enhanced, computed from the text alone: a diagnostic.
 
-Each point is 0..1, from the user's prompt and the policy's rewriting of it:
-  length         grown, in full when at least twice as long (words)
-  keywords_kept  share of the user's own content words that are still there
-  new_details    new content words, in full from five on
-  quality_words  whether words of craft are there that the user did not write ("detailed", "4k")
-  structure      at least five words, of which at least half are different
-`total_0_5` is their sum, the value a fifth of it. It says what a rewriter does, not whether the
-pictures are better: a list of such words would score well. Hence `diagnostic`.
+Each score is 0..1 and compares the user's prompt with the policy's rewrite of it:
+  length         growth in words; 1 when at least twice as long
+  keywords_kept  share of the user's content words that the rewrite keeps
+  new_details    number of new content words; 1 from five on
+  quality_words  1 if the rewrite adds a quality term ("detailed", "4k") that the user did not write
+  structure      1 if it has at least five words and at least half of them are distinct
+`total_0_5` is their sum; the reward's value is their mean. They describe what a rewriter does, not
+whether the pictures get better: a mere list of such words would score well. Hence `diagnostic`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Config = PlugConfig
 
 
 class PromptQuality(Reward):
-    """Reads one rewriting."""
+    """Scores one rewrite."""
 
     needs = frozenset({"text"})
     reads_thoughts = False
@@ -56,7 +56,7 @@ class PromptQuality(Reward):
 
 
 def score(original: str, enhanced: str) -> dict[str, float]:
-    """The five points, each 0..1."""
+    """The five scores, each 0..1."""
     before, after = _words(original), _words(enhanced)
     keywords = _content(before)
     new = _content(after) - set(before)

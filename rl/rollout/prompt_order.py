@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 class PromptOrder:
-    """Draw n of the run is the next row of one source's shuffled order. Sources are chosen so that
-    shares are exact. Every pass over a source is shuffled anew."""
+    """Each draw of the run takes the next row of one source, in shuffled order. Sources are chosen
+    so that their shares are exact. Every pass over a source is shuffled anew."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class PromptOrder:
     def shard(
         self, iteration: int, rank: int, world_size: int, build: Callable[[Sample], T]
     ) -> list[T]:
-        """`build` of each sample in this rank's contiguous share of the iteration's.
+        """Apply `build` to this rank's contiguous share of the iteration's samples.
 
-        Raises UnusableSampleError for a row that cannot be read or makes no prompt (too long a
-        one), or under 'skip' replaces it by the row that follows it in its source's order.
+        A row that cannot be read or made into a prompt (e.g. too long) raises UnusableSampleError,
+        or under 'skip' is replaced by the next row in its source's order.
         """
         assert self._num_prompts % world_size == 0, (self._num_prompts, world_size)
         num_here = self._num_prompts // world_size
@@ -109,7 +109,7 @@ def first_samples(
 def usable(
     samples: Sequence[Sample], build_prompt: Callable[[Sample], Prompt], on_bad_row: OnBadRow
 ) -> list[Sample]:
-    """The samples that make a prompt; under 'error' raises for the first that makes none."""
+    """The samples that `build_prompt` accepts; under 'error' raises for the first other one."""
     kept = []
     for sample in samples:
         try:
@@ -123,10 +123,10 @@ def usable(
 
 
 class _Mixture:
-    """Which source each draw belongs to: the one furthest behind its share so far.
+    """Assigns each draw to the source that is furthest behind its share so far.
 
-    After any number of draws every source is within one draw of its share (seen for 2 to 16
-    sources). Computed once from the start and remembered; a million draws take two seconds.
+    After any number of draws every source is within one draw of its share (observed for 2 to 16
+    sources). Draws are computed once, in order, and stored; a million take two seconds.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 SIDE_PX = 8
 SAME_VIEW = 0.075
-"""Distance of two pictures shrunk to 8 x 8, relative to their contrast: below it one is a copy. Of
-64 x 64 px pictures JPEG (quality 50 and more) and resizing reach 0.068; the two most similar of
-two million pairs of generated scenes are 0.108 apart."""
+"""Pictures whose 8 x 8 thumbnails are closer than this, relative to their contrast, are copies. On
+64 x 64 px pictures, JPEG (quality >= 50) and resizing cause distances up to 0.068; the most similar
+of two million pairs of generated scenes are 0.108 apart."""
 SAME_ASPECT = 0.03
 """Relative difference of width / height: a resized copy rounds its sides."""
 
@@ -34,7 +34,7 @@ def shown(sample: Sample) -> tuple[str, ...]:
 
 
 class HeldOutContents:
-    """What the held-out samples show, to find it again among training prompts."""
+    """The held-out samples' contents, to find training samples that repeat them."""
 
     def __init__(self, held_out: Sequence[Sample]) -> None:
         """Their pictures are read once, here."""
@@ -46,8 +46,8 @@ class HeldOutContents:
         )
 
     def shared(self, training: Iterable[Sample]) -> dict[str, str]:
-        """Ids of the training samples that show a picture of a held-out one, or a copy of it in
-        another size or file format -> that one's id. Without pictures: the same words."""
+        """Id of each training sample that shows a held-out sample's picture, also in another size
+        or file format, or has the same words if without pictures -> the held-out sample's id."""
         found = {}
         for sample in training:
             names = [name for name in shown(sample) if name in self._ids]
@@ -69,7 +69,7 @@ class HeldOutContents:
 
 
 def _view(picture: Image) -> tuple[np.ndarray, float, float]:
-    """([8 * 8 * 3] float32 0..255, its deviation from each channel's mean, width / height)."""
+    """(thumbnail [8 * 8 * 3] float32 0..255, RMS deviation from channel means, width / height)."""
     from PIL.Image import Resampling
 
     small = picture.convert("RGB").resize((SIDE_PX, SIDE_PX), Resampling.BILINEAR, reducing_gap=3.0)

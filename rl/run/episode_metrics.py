@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 HALF_MARKS = 0.5
-"""Of a reward, 0..1: a group that all earn less alike has failed, and shows no way out."""
+"""A group whose rewards (0..1) are all equal and below this is dead: nothing to learn from it."""
 
 
 def size_of(completions_PG: Sequence[Sequence[Completion]]) -> str:
@@ -58,7 +58,7 @@ def _add_group(metrics: Metrics, episodes_G: Sequence[Episode]) -> None:
 def add_bare_arm(
     metrics: Metrics, prefix: str, episodes_G: Sequence[Episode], bare: Episode | None
 ) -> None:
-    """What the user's own words alone were worth, and what writing gained over them."""
+    """Add the bare arm's reward and each episode's gain over it."""
     if bare is None or bare.reward is None:
         return
     metrics.add(f"{prefix}bare_reward", bare.reward)
@@ -87,7 +87,7 @@ def _add_episode(metrics: Metrics, episode: Episode) -> None:
 
 
 def add_thought(metrics: Metrics, prefix: str, episode: Episode) -> None:
-    """How long it thought before it wrote, and whether it came to an end."""
+    """Add the thought's length and whether it was unfinished or lacked its marker."""
     num_tokens = episode.action.num_thought_tokens
     asked = episode.prompt.without_thought is not None
     if asked or num_tokens:
@@ -100,9 +100,9 @@ def add_thought(metrics: Metrics, prefix: str, episode: Episode) -> None:
 
 
 def _variances(episodes_PG: Sequence[Sequence[Episode]]) -> tuple[float, float]:
-    """(variance within completions, between the completions of a group), of one picture's reward,
-    summed over the groups with several pictures per completion. Unbiased (one-way analysis of
-    variance, Searle et al. 1992), so the second may be negative."""
+    """Variance of a picture's reward (within a completion, between the completions of a group),
+    summed over the groups with several pictures per completion. Unbiased estimates (one-way ANOVA,
+    Searle et al. 1992), so the second may be negative."""
     of_noise = of_words = 0.0
     for episodes_G in episodes_PG:
         rows = [e.image_rewards for e in episodes_G if len(e.image_rewards) > 1]

@@ -19,7 +19,7 @@ _YIELDING = ("nice", "-n", "15")
 
 
 class Page:
-    """Belongs to rank 0: `refresh` to the writer's thread, `close` comes when that has ended."""
+    """For rank 0: the writer's thread calls `refresh`; `close` is called after it has ended."""
 
     def __init__(self, run_dir: Path, wanted: bool) -> None:
         self._run_dir = run_dir
@@ -28,14 +28,14 @@ class Page:
         self._has_warned = False
 
     def refresh(self) -> None:
-        """Have the page made of what is on disk, unless an earlier one is still being made."""
+        """Start making the page from the files on disk, unless one is still being made."""
         if self._wanted and not self._is_running():
             self._start(_YIELDING)
 
     def close(self, finished: bool = True) -> None:
         """Make the last page and wait for it, unless the run failed or was stopped. Leaves no
-        process."""
-        # One that yields to others may take long; the pages it has made are not made again.
+        subprocess running."""
+        # Kill a low-priority refresh, which may be slow; the new one keeps the pages it finished.
         self._end()
         if not (finished and self._wanted):
             return
@@ -60,7 +60,7 @@ class Page:
             command = [*before, *program, str(place(self._run_dir)), "--refresh"]
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with open(self._log, "wb", opener=private) as log:
-                # A session of its own: Ctrl-C is the run's, whose end waits for this.
+                # Own session: Ctrl-C must reach only the run, which waits for this at its end.
                 self._process = subprocess.Popen(
                     command,
                     env=environment_without(),

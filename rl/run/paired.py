@@ -1,6 +1,6 @@
-"""Means of paired differences whose samples may share source pictures, with errors and intervals.
+"""Means of paired differences with standard errors and intervals; samples may share pictures.
 
-Axes: `_S` samples, `_C` clusters: samples that share a picture, directly or through others.
+Axes: `_S` samples, `_C` clusters of samples that share pictures, directly or through others.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from statistics import NormalDist
 import numpy as np
 
 LEAST_FALL = 0.02
-"""Reward (0..1), a fifth of a judge's mark of ten: a smaller fall is not worth an alarm."""
+"""Smallest fall in reward (0..1) worth an alarm: 0.2 points on a judge's scale of 0 to 10."""
 NUM_ERRORS = 3.0
-"""Standard errors beyond which a fall is no noise: of a run's few dozen held-out evaluations, less
-than one in twenty runs is alarmed by chance (one-sided normal: 0.0013 each)."""
+"""A fall of more standard errors than this is not noise: over a few dozen held-out evaluations,
+fewer than one run in twenty raises a false alarm (one-sided normal: 0.0013 each)."""
 ALIKE = 0.01
 """Share of their mean: values no further apart are equal."""
 NUM_RESAMPLES = 10_000
@@ -44,9 +44,9 @@ class Paired:
 def paired(
     differences_S: Sequence[float], names_S: Sequence[Sequence[Hashable]] | None = None
 ) -> Paired | None:
-    """None: nothing to compare. `names_S`: names of what each sample shows, at least one; None:
-    nothing is shared. The error is cluster-robust (Liang and Zeger 1986); where samples share
-    nothing it is the usual one."""
+    """Mean and standard error; None without differences. `names_S`: what each sample shows, one
+    or more names; None: samples share nothing. The error is cluster-robust (Liang and Zeger 1986),
+    which is the usual standard error where samples share nothing."""
     if not differences_S:
         return None
     sums_C, sizes_C = _by_cluster(differences_S, names_S)
@@ -62,9 +62,9 @@ def paired(
 def interval(
     values_S: Sequence[float], names_S: Sequence[Sequence[Hashable]] | None = None
 ) -> tuple[float, float] | None:
-    """95 % interval of the mean: percentiles of a bootstrap over clusters with fixed draws, wider
-    where clusters are few (Hesterberg 2015, section 4.2). None for one cluster, or values that are
-    all alike, which say nothing about their spread."""
+    """95 % interval of the mean: percentiles of a bootstrap over clusters with a fixed seed,
+    widened for few clusters (Hesterberg 2015, section 4.2). None for one cluster, or if all values
+    are equal and so do not show their spread."""
     if len(values_S) < 2 or are_alike(values_S):
         return None
     sums_C, sizes_C = _by_cluster(values_S, names_S)
@@ -88,8 +88,8 @@ def are_alike(values_S: Sequence[float]) -> bool:
 
 
 def student(z: float, num_free: int) -> float:
-    """The quantile of Student's t that is as rare as the normal's z > 0 (Abramowitz and Stegun
-    26.7.5): at z = 3 it is 7 % too small for 3 degrees of freedom, far too small for 1."""
+    """The Student's t quantile with the same tail probability as the normal's z > 0 (Abramowitz and
+    Stegun 26.7.5). At z = 3 it is 7 % too small for 3 degrees of freedom, far too small for 1."""
     orders = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,

@@ -22,13 +22,13 @@ class Table(NamedTuple):
     iteration: int
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    """Words, numbers and pictures, without keys."""
+    """Texts, numbers and pictures, with secrets (API keys) removed."""
 
 
 @dataclass
 class ServicePage:
-    """A page of wandb, or of trackio, which has wandb's interface. Tables are logged in one row
-    with the metrics of their iteration. Any method may raise anything: the page is given up then.
+    """A run's page at wandb, or at trackio, which has the same API. A table is logged together with
+    the metrics of its iteration. Any method may raise anything; the caller then drops the page.
     """
 
     name: str
@@ -36,11 +36,11 @@ class ServicePage:
     write: Callable[[Mapping[str, Any], int], object]
     """Logs a row of an iteration."""
     finish: Callable[[bool], object]
-    """Gets whether the run failed; may take any time."""
+    """Ends the page; takes whether the run failed. It may take any time."""
     words: Callable[[str], str] = str
     """What a table shows of a text."""
     first_iteration: int = 0
-    """The first one that the page does not hold yet: a resumed run repeats iterations."""
+    """First iteration to log: a resumed run repeats iterations that the page already holds."""
     _tables: dict[str, Any] = field(default_factory=dict)
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -53,7 +53,7 @@ class ServicePage:
         self._tables[table.name] = self.module.Table(columns=list(table.columns), data=rows)
 
     def close(self, failed: bool) -> None:
-        """Waits for a bounded time."""
+        """Finish the page; waits at most `FINISH_TIMEOUT_S`."""
         call_within(lambda: self.finish(failed), FINISH_TIMEOUT_S)
 
     def _cell(self, cell: Cell) -> Any:

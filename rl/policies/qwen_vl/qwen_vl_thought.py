@@ -34,7 +34,7 @@ class Written:
     text: str
     """All of it, without special tokens and surrounding white space."""
     thought: str
-    """Its beginning, with the marker and the white space after it; '' where there is none."""
+    """The start of `text` up to the marker and the white space after it; '' without a thought."""
     num_thought_tokens: int
     """Number of tokens before the first one that holds part of the words; all of them where there
     is no marker."""
@@ -49,13 +49,13 @@ class Written:
 
 
 class Thinking:
-    """How one policy thinks; without a section everything that it writes is words."""
+    """Handles one policy's thoughts. Without `policy.thought`, everything it writes is words."""
 
     def __init__(
         self, prompts: QwenPrompts, section: ThoughtSection | None, hands_on_words: bool
     ) -> None:
-        """`hands_on_words`: the renderer takes words, not states. Raises ValueError for a marker
-        that this tokenizer does not decode to itself: it would never be found."""
+        """`hands_on_words`: the renderer reads words, not hidden states. Raises ValueError for a
+        marker that changes when the tokenizer encodes and decodes it: it would never be found."""
         self.hands_on_words = hands_on_words
         self._prompts = prompts
         self._section = section
@@ -76,8 +76,8 @@ class Thinking:
             )
 
     def asked(self, plain: Prompt) -> Prompt:
-        """`plain` with the instruction to think after the user's words, as the policy samples under
-        it. Raises UnusableSampleError when it is too long."""
+        """The prompt to sample from: `plain` with the thought instruction inserted after the user's
+        words. Raises UnusableSampleError when it is too long."""
         if self._section is None:
             return plain
         place = len(plain.token_ids) - self._prompts.num_tokens_after(plain)
@@ -94,8 +94,8 @@ class Thinking:
         return replace(plain, token_ids=ids, without_thought=plain)
 
     def cut_short(self, prompt: Prompt) -> Prompt | None:
-        """A prompt that asks for a thought, with the marker at its end: only words are left to
-        write. None for one that asks for none."""
+        """A prompt that asks for a thought, with the marker appended: the policy then writes only
+        words. None for a prompt that asks for no thought."""
         if prompt.without_thought is None:
             return None
         return replace(prompt.plain, token_ids=(*prompt.token_ids, *self._marker_ids))
@@ -105,8 +105,8 @@ class Thinking:
         return replace(completion, token_ids=ids, logprobs=(0.0,) * len(ids))
 
     def read(self, prompt: Prompt, ids: Sequence[int]) -> Written:
-        """A completion, or the prompt's own words where there is none. A completion of a prompt
-        that asks for no thought holds none, even if it contains the marker."""
+        """Read a completion; with empty `ids`, the user's own words. If the prompt asks for no
+        thought, the completion has none, even if it contains the marker."""
         if self._section is not None and prompt.without_thought is not None:
             return self.split(ids, self._section)
         text = self._prompts.text(ids) if ids else prompt.sample.instruction
@@ -144,9 +144,9 @@ class Thinking:
 
     def _words_after(self, ids: Sequence[int], end: int) -> tuple[int, tuple[int, ...]]:
         """(number of tokens before the first one that holds part of the words, ids of the words),
-        where the words follow the first `end` letters and white space. Words that begin inside a
-        token are tokenized anew up to its end: equal words have equal ids, whatever precedes
-        them."""
+        where the words start after the first `end` characters and white space. If they start inside
+        a token, the part up to its end is tokenized again, so that the same words have the same
+        ids after any thought."""
         whole = self._decoded(ids)
         words = whole[end:].lstrip()
         before = whole.removesuffix(words)
@@ -159,7 +159,7 @@ class Thinking:
                 low = middle + 1
         if self._decoded(ids[:low]) == before:
             return low, tuple(ids[low:])
-        # A letter may be several tokens; the text of a part of it is no end of the words.
+        # Ids that start inside a multi-token character do not decode to a suffix of `words`.
         after = next(n for n in range(low, len(ids) + 1) if words.endswith(self._decoded(ids[n:])))
         beginning = words.removesuffix(self._decoded(ids[after:]))
         anew = prompting.plain_ids(self._prompts.tokenizer, beginning)
@@ -173,12 +173,12 @@ class Thinking:
 
     @property
     def reads_again(self) -> bool:
-        """Whether the renderer's states are those of the words without the thought."""
+        """Whether the policy encodes the words again without the thought, for the renderer."""
         return self._section is not None and self._section.states == "words"
 
     def words_alone(self, rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
-        """(each group's distinct words after its plain prompt, _B which of these a row's are). A
-        row without words is its prompt alone."""
+        """(rows of each group's distinct words after its plain prompt, [B] index into them for each
+        row). A row without words becomes its plain prompt alone."""
         places: dict[tuple[int, tuple[int, ...]], int] = {}
         alone: list[Row] = []
         places_B = []
@@ -192,9 +192,9 @@ class Thinking:
         return alone, places_B
 
     def unread(self, prompt: Prompt, ids: Sequence[int]) -> tuple[int, int, int]:
-        """(first, end, leading): which of the prompt's tokens ask for a thought, and how many of
-        the completion's are the thought. The renderer gets the states of the others, which attended
-        to these."""
+        """(first, end, leading): prompt tokens first..end ask for a thought, and the completion's
+        first `leading` tokens are the thought. The renderer does not get the states of these
+        tokens; the states that it gets attended to them."""
         if prompt.without_thought is None:
             return len(prompt.token_ids), len(prompt.token_ids), 0
         end = len(prompt.token_ids) - self._prompts.num_tokens_after(prompt.plain)
@@ -204,8 +204,8 @@ class Thinking:
     def drawn_from(
         self, prompt: Prompt, ids: Sequence[int], written: Written
     ) -> tuple[int, ...] | None:
-        """See `Action.drawn_from`. Words that attended to their thought differ from the bare arm's
-        words by the instruction."""
+        """See `Action.drawn_from`. For words that attended to a thought, the instruction's
+        ids come first, so that the result differs from the bare arm's words."""
         if prompt.without_thought is None:
             return None
         if self.hands_on_words or self.reads_again:

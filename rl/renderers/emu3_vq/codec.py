@@ -1,4 +1,4 @@
-"""Pictures as codes and back, with transformers' Emu3VQVAE, one frame instead of four."""
+"""Encodes pictures to codes and decodes them with transformers' Emu3VQVAE, as single frames."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 class Emu3Codec:
     """The frozen tokenizer, in evaluation mode, with its pixel statistics.
 
-    It is made for video: the stock `encode` runs its 2-D encoder on four copies of a picture, and
-    the stock `decode` paints four frames and returns the first. Here one is encoded and one is
-    painted, in a quarter of the time and memory; the 3-D convolutions in between are causal in time
-    and see the same values, so that results are equal up to float rounding.
+    The model is made for video: the stock `encode` runs the 2-D encoder on four copies of a
+    picture, and the stock `decode` decodes four frames and returns the first. This class runs
+    the 2-D parts on one frame, in a quarter of the time and memory. The 3-D convolutions are causal
+    and see the same values, so the results are equal up to float rounding.
     """
 
     def __init__(self, model: Emu3VQVAE, processor: Emu3ImageProcessor | None = None) -> None:
@@ -118,11 +118,11 @@ class Emu3Codec:
 
 
 def fit(picture: Image.Image, area_px: int, patch_px: int) -> Image.Image:
-    """The picture, bicubically scaled to about `area_px` in its aspect, sides in whole patches.
+    """Scale the picture (bicubic) to about `area_px`, keeping its aspect, sides in whole patches.
 
-    The grid is that of the published sets. There pictures were scaled to the area alone, and the
-    encoder then cut off the right and lower rest, less than a patch; here nothing is cut, the
-    aspect gives by less than a patch instead.
+    The grid equals that of the published data sets. Those scaled pictures to the area alone; then
+    the encoder cropped less than a patch on the right and bottom. Here nothing is cropped; the
+    aspect ratio changes by less than a patch instead.
     """
     scale = math.sqrt(area_px / (picture.width * picture.height))
     sides = (max(round(side * scale) // patch_px, 1) * patch_px for side in picture.size)

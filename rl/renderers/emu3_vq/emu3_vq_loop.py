@@ -19,7 +19,7 @@ NUM_KEPT_PICTURES = 256
 """Sources and targets kept between calls (0.2 MB each at 256^2)."""
 
 BATCH_UNIT_PX = 256 * 256
-"""Area of the picture that `batch_size` counts; of larger ones accordingly fewer go together."""
+"""Area for which `batch_size` holds; batches of larger pictures are smaller in proportion."""
 
 Grid = tuple[int, ...]
 """Shape of a picture's codes: those of one shape share a batch."""
@@ -37,7 +37,7 @@ class Emu3VqLoop:
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         """Yield `(number of the job, picture or failure)`, batch by batch, as they fill.
 
-        Codes that are no codes are the policy's fault; what the decoder cannot do is its own.
+        A failure blames the policy for invalid codes, and the renderer if the decoder fails.
         """
         drawn: dict[bytes, Outcome] = {}
 
@@ -57,9 +57,9 @@ class Emu3VqLoop:
         )
 
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with `source` and `target` decoded from their codes where they are missing.
+        """The samples, with missing `source` and `target` pictures decoded from their codes.
 
-        Raises ValueError when a sample's codes are not this decoder's, RuntimeError when the
+        Raises ValueError for codes that are invalid for this decoder, RuntimeError when the
         decoder fails on them.
         """
         wanted: dict[bytes, np.ndarray] = {}

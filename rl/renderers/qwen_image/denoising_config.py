@@ -30,9 +30,9 @@ class DenoisingConfig(FrozenModelConfig):
     model_path: str = "Qwen/Qwen-Image-Edit"
     """Hub id, or a local folder with `transformer/`, `vae/` and `scheduler/` (safetensors)."""
     num_steps: Annotated[int, Field(ge=1, le=10_000)] = 50
-    """Denoising steps, transformer forwards per picture (twice that with guidance). Fewer than the
-    checkpoint wants are an approximation: the tiny editor's pictures (0..1) move by 0.0009 in the
-    mean and 0.11 at most from 20 steps to 8, by 0.0018 and 0.27 from 20 to 4."""
+    """Denoising steps = transformer forwards per picture (twice as many with guidance). Fewer steps
+    than the checkpoint needs are an approximation: from 20 to 8 steps, the tiny editor's pictures
+    (0..1) change by 0.0009 on average and 0.11 at most; from 20 to 4, by 0.0018 and 0.27."""
     true_cfg_scale: Annotated[float, Field(ge=1, le=1000)] = 4.0
     """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
     negative_prompt: str = " "
@@ -45,17 +45,17 @@ class DenoisingConfig(FrozenModelConfig):
     """Area of the rendered picture, px^2; the last source's aspect is kept (a square without
     sources), sides in multiples of 32."""
     condition_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
-    """Area each source is resized to for the VAE branch, px^2; its tokens cost as much as the
-    picture's own. Less than the checkpoint was trained on is an approximation, and may be a bad
-    one: at a quarter of it the tiny editor's pictures (0..1) move by 0.11 in the mean."""
+    """Area each source is resized to for the VAE branch, px^2; its tokens cost as much as those of
+    the rendered picture. Less than the checkpoint was trained on is an approximation, perhaps a bad
+    one: at a quarter, the tiny editor's pictures (0..1) change by 0.11 on average."""
     policy_image_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
-    """Area of each source as the policy reads it, px^2; of qwen_image_21 it is condition_area_px,
-    since latents of the same 32x32 px replace each of the policy's image tokens."""
+    """Area each source is resized to for the policy, px^2; condition_area_px for qwen_image_21:
+    the renderer replaces each of the policy's image tokens with latents of the same 32x32 px."""
     fp8: Literal["off", "storage"] = "off"
-    """'storage': the matrices of the transformer's blocks in 8 bits, half their memory. An
-    approximation: the tiny editor's pictures (0..1, 2 steps) move by 0.0016 in the mean and 0.28 at
-    most; bfloat16 alone moves them by 0.0022 and 0.33. Qwen-Image-2.1's (20 steps) move by 0.0005
-    and 0.02; by 0.0011 and 0.02."""
+    """'storage': store the matrices of the transformer's blocks in 8 bits, half their memory. An
+    approximation: the tiny editor's pictures (0..1, 2 steps) change by 0.0016 on average and 0.28
+    at most (bfloat16 alone: 0.0022 and 0.33), those of Qwen-Image-2.1 (20 steps) by 0.0005 and 0.02
+    (bfloat16 alone: 0.0011 and 0.02)."""
     lora_path: str | None = None
     """Few-step adapter fused into the transformer: safetensors file, folder or hub id."""
     lora_weight_name: str | None = None
@@ -65,10 +65,10 @@ class DenoisingConfig(FrozenModelConfig):
 
 
 def fit_area(area_px: int, source_size: Size) -> Size:
-    """(width, height) in px, multiples of 32, of about `area_px` in the aspect of `source_size`.
+    """(width, height) in px, multiples of 32, of about `area_px` with the aspect of `source_size`.
 
-    The stock pipelines' `calculate_dimensions`, except that a very long picture keeps one patch row
-    where that one rounds to nothing.
+    Equals the stock pipelines' `calculate_dimensions`, except that a side of a very long picture is
+    at least 32 px where the stock function rounds it to 0.
     """
     ratio = source_size[0] / source_size[1]
     width = math.sqrt(area_px * ratio)

@@ -33,7 +33,7 @@ class QwenImage(DiffusionRenderer[ConfigT]):
 
     @classmethod
     def negative_prompt(cls, config: ConfigT) -> str | None:
-        """What the policy must encode to steer away from; None when guidance is off."""
+        """The negative prompt, which the policy must encode; None when guidance is off."""
         return config.negative_prompt if config.true_cfg_scale > 1 else None
 
     @classmethod
@@ -63,7 +63,7 @@ class QwenImage(DiffusionRenderer[ConfigT]):
 
     @classmethod
     def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
-        """The pipeline's name where it is stated, and what is loaded of it."""
+        """The pipeline's index file, which is optional, and the parts that are loaded."""
         index = {"config": "model_index.json", "config_required": False, "weights": ()}
         return [
             cls.part(config, "", cls.pipeline, **index),
@@ -74,7 +74,7 @@ class QwenImage(DiffusionRenderer[ConfigT]):
 
     @classmethod
     def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
-        """A weight of 8 bits counts as half of one of the dtype's 16."""
+        """Counts in weights of `config.dtype`: an 8-bit weight counts as 1/2 of a 16-bit one."""
         counts = super().parameter_counts(config)
         if config.fp8 != "off" and counts:
             counts["transformer"] /= 4 if config.dtype == "float32" else 2
@@ -82,7 +82,7 @@ class QwenImage(DiffusionRenderer[ConfigT]):
 
     @classmethod
     def state_dim_of(cls, config: ConfigT) -> int | None:
-        """As a local folder's transformer states it, or a known hub id's."""
+        """From the transformer config in a local folder, or from a table for known hub ids."""
         stated = transformer_value(config, cls.state_dim_key)
         is_known = stated is None and config.model_path in cls.hub_parameters
         return cls.hub_state_dim if is_known else stated
@@ -95,7 +95,7 @@ class QwenImage(DiffusionRenderer[ConfigT]):
 
 
 def output_area_px(config: DenoisingConfig) -> int:
-    """Area of a rendered picture, an upper bound."""
+    """Area of a rendered picture, px^2 (an upper bound)."""
     return (config.height_px or 0) * (config.width_px or 0) or config.output_area_px
 
 

@@ -57,7 +57,7 @@ class SD3(DiffusionRenderer[Config]):
 
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:
-        """The pipeline's parts, those that `use_t5` leaves out apart."""
+        """The pipeline's parts; without `use_t5`, T5 and its tokenizer are left out."""
         clip: dict[str, Any] = {
             "classes": frozenset({"CLIPTextModelWithProjection"}),
             "weights": SAFETENSORS,

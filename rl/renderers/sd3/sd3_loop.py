@@ -79,8 +79,8 @@ def load_parts(config: Config, device: str) -> SD3Parts:
 
 
 class SD3Loop(DiffusionLoop[Config, str]):
-    """At stock settings equals `StableDiffusion3Pipeline` up to float rounding. A job's payload is
-    the prompt. Batch mates move a picture, in float32, by 2e-6 to 4e-6 of the 0..1 range."""
+    """With stock settings equal to `StableDiffusion3Pipeline` up to rounding. A job's payload is
+    the prompt. In float32 the rest of the batch changes a picture (0..1) by 2e-6 to 4e-6."""
 
     def __init__(self, config: Config, parts: SD3Parts) -> None:
         patch_px = LATENT_PX * parts.transformer.config.patch_size
@@ -139,8 +139,8 @@ class SD3Loop(DiffusionLoop[Config, str]):
         return self._prompts.encode(self.config.negative_prompt)
 
     def _conditioning(self, states_B: Sequence[TextStates]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Text states [R, tokens, D] and pooled ones [R, P], under guidance of all negative rows,
-        then all positive ones."""
+        """Text states [R, tokens, D] and pooled states [R, P]. With guidance, the rows are all
+        negative prompts, then all positive ones."""
         rows = list(states_B)
         if self.config.guidance_scale > 1:
             rows = [self._negative] * len(rows) + rows

@@ -1,4 +1,4 @@
-"""Base of the rewards that ask the judge, several times if wanted, and average its readings."""
+"""Base of the rewards that ask the judge, optionally several times, and average the readings."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class RepeatsConfig(PlugConfig):
     """How often the judge is asked, and in which words."""
 
     own_prompts: ClassVar[Mapping[str, str]] = {}
-    """Key of a question's file -> the file in `prompts/` that '' stands for."""
+    """Config key of a question's prompt file -> the file in `prompts/` used when the key is ''."""
     own_prompts_of_several: ClassVar[Mapping[str, str]] = {}
-    """The same for samples with several source pictures, where the question differs."""
+    """Overrides of `own_prompts` for samples with several source pictures."""
     n_evals: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Times each picture is graded; the readings that could be had are averaged."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -99,7 +99,7 @@ class JudgedReward(Reward[RepeatsT]):
 
     @classmethod
     def problems(cls, config: RepeatsT, run: RunConfig) -> Iterable[str]:
-        """Repeats that the judge answers all alike."""
+        """Reports repeats at temperature 0, which all get the same answer."""
         try:
             config.temperature_with(run.judge.temperature)
         except ValueError as error:
@@ -121,15 +121,15 @@ class JudgedReward(Reward[RepeatsT]):
 
     @abstractmethod
     def reading(self, *values: Any) -> Mapping[str, float]:
-        """The parts, from what each question's reply was read as."""
+        """The reward's parts, from the parsed reply to each question."""
 
     @abstractmethod
     def value_of(self, parts: Mapping[str, float]) -> float:
         """The value in [0, 1], from the parts' means over the readings."""
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
-        """A judge in trouble gives a RewardOutput without value, never an exception;
-        `JudgeRefused` (a wrong set-up) passes through."""
+        """If the judge fails, returns a RewardOutput without value instead of raising; only
+        `JudgeRefused` (a wrong set-up) is raised."""
         sample = reward_input.sample
         pictures = {"source": sample.sources} if sample.sources else {}
         for name, picture in (("target", sample.target), ("image", reward_input.image)):
