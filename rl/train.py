@@ -53,7 +53,7 @@ def train(run: Run) -> None:
     try:
         metrics = run.sync_engine()
         if run.lacks_line:
-            # A line that a kill cost holds what its iteration measured, not how this start synced.
+            # The metrics line that a kill lost must not hold the metrics of this start's sync.
             measure(run, done, Metrics() if done else metrics)
         while done < run.num_iterations:
             while run.may_sample(sampled, done):
@@ -122,7 +122,7 @@ def learn_from(run: Run, pending: PendingStep) -> None:
 
 
 def measure(run: Run, done: int, metrics: Metrics) -> None:
-    """The held-out run, if one is due, the line of metrics, and what others see of both."""
+    """Do the held-out run, if one is due, write the line of metrics, and publish both."""
     metrics.update(run.evaluate_if_due(done))
     run.log(done, metrics)
 

@@ -12,13 +12,13 @@ def compose(values: Mapping[str, float | None], final: FinalReward) -> float | N
     """sum(w x) / sum(w), or prod(x^w)^(1 / sum(w)).
 
     Args:
-        values: what may be named: `<reward>` -> its value in [0, 1], or None when it could not be
-            graded; `<reward>/<part>` -> a part on a 0..1 scale (absent when its reward is None).
+        values: `<reward>` -> its value in [0, 1], or None when it could not be graded;
+            `<reward>/<part>` -> a part on a 0..1 scale (absent when its reward is None).
         final: the config's `final_reward`; no weights = every reward, weight 1.
 
-    Returns: a number in [0, 1], or None when one that is needed (weight > 0) could not be graded.
-    Raises ValueError for a name nobody reports, a value outside [0, 1] or weights that cannot be
-    averaged.
+    Returns: a number in [0, 1], or None when a reward of weight > 0 could not be graded.
+    Raises ValueError for a name that no reward reports, a value outside [0, 1] or weights that
+    cannot be averaged.
     """
     weights = final.weights or {name: 1.0 for name in values if "/" not in name}
     needed = {name: weight for name, weight in weights.items() if weight != 0}

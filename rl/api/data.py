@@ -29,26 +29,26 @@ Carried = Annotated[str, AfterValidator(_carried)]
 
 @dataclass(frozen=True)
 class RowRules:
-    """What the run asks of every source's rows."""
+    """The run's requirements for the rows of every data source."""
 
     on_bad_row: OnBadRow = "error"
     """`data.on_bad_row`: raise ValueError naming the row, or leave it out and count it."""
     max_image_side_px: int = 8192
     """`data.max_image_side_px`: a picture with a longer side is a bad row."""
     max_pictures: int | None = None
-    """A row with more source pictures is bad; None: there may be any number."""
+    """A row with more source pictures than this is bad; None: no limit."""
     pictures_remedy: str = "give fewer"
-    """What to do about such a row."""
+    """What the error message tells the user to do about a row with too many pictures."""
     keeps_transparency: bool = False
-    """A transparent source picture stays RGBA; else it is laid on white."""
+    """True: a transparent source picture stays RGBA. False: it is composited onto white."""
 
 
 class DataSource(PlugBase[ConfigT]):
     """A plugin of `rl/data`: a finite, indexable list of samples, the same in every run."""
 
     reads_much: ClassVar[bool] = False
-    """Whether opening it takes long or asks another machine; if not, it is opened and some rows are
-    read before a run starts."""
+    """Whether opening the source takes long or asks another machine. If not, it is opened and some
+    of its rows are read before a run starts."""
     num_skipped: Count = 0
     """Rows left out at the start because they cannot be used."""
 
@@ -71,7 +71,7 @@ class DataSource(PlugBase[ConfigT]):
 
     @classmethod
     def count(cls, config: ConfigT) -> Count | None:
-        """Rows, bad ones included, without reading them all; None when only opening would tell."""
+        """Number of rows, bad ones too, without reading all; None if the source must be opened."""
         return None
 
     @classmethod

@@ -19,8 +19,8 @@ class Question:
     """One user message."""
 
     parts: tuple[str | Image, ...]
-    """In the judge's order; first what a group shares (source picture, rubric), for the judge's
-    prefix cache."""
+    """In the order in which the judge reads them. What a group shares (source picture, rubric)
+    comes first, so that the judge's prefix cache can reuse it."""
     reply_schema: Mapping[str, Any]
     """JSON schema of the reply, sent when `judge.guided_json` says so."""
     temperature: float | None = None
@@ -34,24 +34,24 @@ class Answer(Generic[T]):
     value: T | None
     """The parsed reply; None exactly when `failure` is set."""
     replies: tuple[str, ...]
-    """Every raw reply, unreadable ones included, in order; cut where it is too long to be read."""
+    """All raw replies in order, unreadable ones included; one that is too long is truncated."""
     failure: str | None
-    """A stable word first: timeout, transport, http_<status>, unreadable, refused, outage."""
+    """Begins with a fixed word: timeout, transport, http_<status>, unreadable, refused, outage."""
     attempts: int
-    """Requests sent for it; 0 when the journal had it all."""
+    """Requests sent for this question; 0 when all its replies came from the journal."""
     seconds: float
     """From the call to the answer, queueing included, s."""
 
 
 class Judge(Protocol):
-    """The one client of a rank, shared by its rewards."""
+    """The judge client of a rank; all its rewards share it."""
 
     config: JudgeConfig
 
     async def ask(
         self, question: Question, parse: Callable[[str], T], repeat: int = 0
     ) -> Answer[T]:
-        """Ask until `parse` can read a reply, within the bounds of the config.
+        """Ask until `parse` can read a reply, within the limits of `config`.
 
         `parse` raises `rl.judge.reply.UnreadableReplyError` on what it cannot read. `repeat`
         numbers equal questions whose answers are averaged. A judge in trouble is an `Answer` with a

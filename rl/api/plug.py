@@ -1,4 +1,4 @@
-"""The base of every plugin: a section of the config as its `Config`, and metrics of its own."""
+"""The base class of plugins: it reads a config section as `Config`, and reports metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class PlugConfig(Section):
-    """Base of a plugin's own keys; by itself: no keys."""
+    """Base class of a plugin's config section; its only key is `type`."""
 
     type: str = ""
     """The plugin's name, or its dotted path."""
@@ -30,12 +30,12 @@ class PlacedConfig(PlugConfig):
     """Base of the keys of a plugin that keeps a model on a device."""
 
     device: str = "auto"
-    """'auto' = the rank's own device; else 'cpu', 'cuda:1', 'cuda:+1' (the rank's number and 1)."""
+    """'auto' = the rank's own device; else 'cpu', 'cuda:1', 'cuda:+1' (the rank's index plus 1)."""
     max_memory_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Most GPU memory of this model, GB (1e9 bytes), the policy's with its inference engine; null =
-    no limit. A batch that needs more is halved, as when the GPU is full."""
+    """Limit of this model's GPU memory, GB (1e9 bytes; the policy's includes its inference engine);
+    null = no limit. A batch that needs more is halved, as when the GPU is full."""
     dtype: Dtype = "bfloat16"
-    """Of the model; weights stored otherwise are converted when loaded."""
+    """Data type of the model; weights stored in another one are converted when loaded."""
 
 
 class FrozenModelConfig(PlacedConfig):
@@ -46,7 +46,7 @@ class FrozenModelConfig(PlacedConfig):
     revision: str | None = None
     """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
     batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 8
-    """Pictures computed together; halved from the first batch on that does not fit in memory."""
+    """Pictures per batch; halved for good when a batch does not fit in memory."""
 
 
 class FileConfig(PlugConfig):
@@ -57,8 +57,8 @@ class FileConfig(PlugConfig):
 
 
 def unread(section: Section, keys: str | None, why: str, at: str = "") -> list[str]:
-    """For `no_effect`: the `keys` (separated by spaces; None: all) that are not at their defaults.
-    `at`: the section's place, 'lora.'."""
+    """For `no_effect`: 'key: why' for each of `keys` (space-separated; None: all) that is not at
+    its default. `at`: a prefix for the keys, such as 'lora.' for a nested section."""
     names = None if keys is None else keys.split()
     return [f"{at}{key}: {why}" for key in changed(section, names)]
 
@@ -68,10 +68,10 @@ ConfigT = TypeVar("ConfigT", bound=Section, default=PlugConfig)
 
 class PlugBase(ABC, Generic[ConfigT]):
     """`class Mine(Reward[MyConfig])` reads its section as a `MyConfig`; a bare `Reward` has no
-    keys. Class methods answer before anything is loaded, and load nothing."""
+    keys. Class methods are called before any model is loaded, and must not load one."""
 
     Config: ClassVar[type[Section]] = PlugConfig
-    """The model of its section: the class in those brackets."""
+    """The pydantic model of its config section: the class in the brackets, `MyConfig`."""
     metrics: ClassVar[Mapping[MetricName, Metric]] = {}
     """What `take_metrics` may report, by name. Logged as `reward/metric/<reward>/<name>`,
     `data/metric/train.<i>/<name>`, `policy/metric/<name>`, `engine/<name>`, `renderer/<name>`."""
@@ -88,15 +88,15 @@ class PlugBase(ABC, Generic[ConfigT]):
 
     @classmethod
     def reads_from(cls, config: ConfigT) -> Sequence[str]:
-        """Hub ids, folders and files that it reads; a policy's first known one tells its shape."""
+        """Hub ids, folders and files that it reads; the first known one gives a policy's shape."""
         if isinstance(config, FrozenModelConfig):
             return [config.model_path]
         return [config.path] if isinstance(config, FileConfig) and config.path else []
 
     @classmethod
     def no_effect(cls, config: ConfigT) -> Iterable[str]:
-        """'key: why' of each key that is set and that nothing reads beside the section's others. A
-        key that contradicts others belongs in `problems`."""
+        """'key: why' for each key that is set but unused, given the section's other keys. Report a
+        key that contradicts others in `problems`."""
         found = []
         if isinstance(config, PlacedConfig) and config.device == "cpu":
             found += unread(config, "max_memory_gb", "a CPU's memory is not limited")
@@ -105,25 +105,25 @@ class PlugBase(ABC, Generic[ConfigT]):
         return found
 
     def take_metrics(self) -> Mapping[str, float]:
-        """Means since the last call over what this rank saw, by declared name; a name without a
-        value is left out. What belongs to one picture is a part of its `RewardOutput` instead.
+        """Metric name, as declared in `metrics` -> its mean on this rank since the last call. Omit
+        a name without a value. Report a single picture's value as a part of its `RewardOutput`.
 
-        Called once an iteration, after its last verdict (a renderer's: its last picture); what a
-        held-out run left is taken and dropped. Under `max_staleness` 1 part of the next iteration
-        may be in it. The log has the mean over the ranks that report a name.
+        Called once an iteration, after its last reward (a renderer's: its last picture). What a
+        held-out run leaves is discarded. Under `max_staleness` 1 the means may include part of the
+        next iteration. The log has the mean over the ranks that report a name.
 
-        An exception, an undeclared name and a value that is not finite are left out with one
-        warning.
+        If this raises, or reports an undeclared name or a value that is not finite, that report is
+        left out of the log, with one warning.
         """
         return {}
 
     def close(self) -> None:
-        """The run ends."""
+        """Called when the run ends."""
         return None
 
 
 def reported_by(plugin: PlugBase[Any]) -> Mapping[str, float] | Exception:
-    """The metrics that a plugin reports, or what it raises: no reason to lose its work."""
+    """The metrics that a plugin reports, or the exception, so that its other work is not lost."""
     try:
         return plugin.take_metrics()
     except Exception as error:
@@ -133,7 +133,7 @@ def reported_by(plugin: PlugBase[Any]) -> Mapping[str, float] | Exception:
 SAFETENSORS = ("model.safetensors",)
 """Weights as transformers saves them."""
 DIFFUSERS_SAFETENSORS = ("diffusion_pytorch_model.safetensors",)
-"""As diffusers does."""
+"""Weights as diffusers saves them."""
 
 
 @dataclass(frozen=True)
@@ -141,46 +141,46 @@ class ModelFiles:
     """One model that a plugin loads: what its folder has to hold."""
 
     key: str
-    """Of the section, where the folder is named: 'model_path'."""
+    """The config key that names the folder: 'model_path'."""
     path: str
     """Folder or hub id."""
     kinds: Set[str] = frozenset()
-    """What `model_type` (transformers) or `_class_name` (diffusers) of its config file may be;
-    empty: whatever."""
+    """Allowed values of `model_type` (transformers) or `_class_name` (diffusers) in its config
+    file; empty: any."""
     classes: Set[str] = frozenset()
-    """What `architectures` may be, where it is stated; empty: whatever."""
+    """Allowed values of `architectures`, where the config file has that key; empty: any."""
     subfolder: str = ""
     revision: str | None = None
-    """Of a hub id; None = the newest."""
+    """Hub branch, tag or commit; None = the newest."""
     config: str = "config.json"
     config_required: bool = True
     weights: Sequence[str] = SAFETENSORS
     """One of these, or its index (`model.safetensors.index.json`) with all its files; () = none."""
     files: Sequence[Sequence[str]] = ()
-    """Of each of these one more file must be there."""
+    """Further files: at least one of each inner sequence must exist."""
 
 
 class RunPlug(PlugBase[ConfigT]):
-    """A plugin that the rest of the config may contradict: all but data sources."""
+    """Base of plugins whose keys may conflict with the rest of the config: all but data sources."""
 
     @classmethod
     def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
-        """What it loads. A start refuses a folder that is missing, holds another model or lacks
-        files; of a hub id it checks what is in the local cache."""
+        """The models that it loads. A run does not start if a folder is missing, holds another
+        model or lacks files; of a hub id, only the files in the local cache are checked."""
         return []
 
     @classmethod
     def problems(cls, config: ConfigT, run: RunConfig) -> Iterable[str]:
-        """What is wrong between its keys, or between them and the rest of the config, as 'key:
-        what, remedy', the key relative to the section. `Config` itself checks single keys."""
+        """Conflicts between its keys, or with the rest of the config, each as 'key: what, remedy',
+        with the key relative to the section. Single keys are checked by `Config` itself."""
         return []
 
     @classmethod
     def device_problems(
         cls, config: ConfigT, policy: PlacedConfig, capability: float | None
     ) -> Iterable[str]:
-        """What it cannot compute on its device, in the form of `problems`. `policy`: its section;
-        `capability`: of the GPU (H100: 9.0; infinity: unknown); None: the device is a CPU."""
+        """What it cannot compute on its device, in the form of `problems`. `policy`: the policy's
+        section; `capability`: the GPU's (H100: 9.0; infinity: unknown), None for a CPU."""
         return []
 
 
@@ -199,32 +199,32 @@ class ModelRunner(RunPlug[ConfigT]):
     `PlacedConfig`."""
 
     runs_model: ClassVar[bool] = False
-    """Whether making one loads a model or asks another service; if not (and it asks no judge), it
-    is tried on made-up inputs before a run starts."""
+    """Whether creating the plugin loads a model or calls another service; if not (and it asks no
+    judge), it is tried on made-up inputs before a run starts."""
 
     @classmethod
     def parameter_counts(cls, config: ConfigT) -> Mapping[str, float]:
-        """Weights on the device by part of the model, for the memory plan; {} where unknown."""
+        """Part of the model -> weight count on the device, for the memory plan; {} if unknown."""
         return {}
 
     @classmethod
     def host_parameters(cls, config: ConfigT) -> float:
-        """Weights that stay in host memory instead, likewise."""
+        """Number of weights that stay in host memory instead, for the memory plan."""
         return 0.0
 
     @classmethod
     def shares_host_parameters(cls, config: ConfigT) -> bool:
-        """Whether these are pages of their file, once for all ranks of a machine, not copies."""
+        """Whether a machine's ranks share those weights as pages of their file, not as copies."""
         return True
 
     @classmethod
     def activation_counts(cls, config: ConfigT) -> Mapping[str, float]:
-        """Values alive at the peak of a forward, by the same parts."""
+        """Part of the model -> number of values alive at the peak of a forward."""
         return {}
 
     @classmethod
     def savings(cls, config: ConfigT) -> Sequence[Saving]:
-        """Its own keys that would make it smaller, the cheapest first, for `--check`'s advice."""
+        """Changes of its keys that save memory, the cheapest first, for `--check`'s advice."""
         batched = isinstance(config, FrozenModelConfig) and config.batch_size > 1
         return [Saving("batch_size", 1, exact=True)] if batched else []
 
@@ -240,7 +240,7 @@ class Resources:
 
 
 def too_old(capability: float | None, least: float, what: str, remedy: str) -> list[str]:
-    """For `device_problems`: where a GPU has less compute capability than `what` needs."""
+    """For `device_problems`: a problem if the GPU's compute capability is too low for `what`."""
     if capability is None or capability >= least:
         return []
     return [
@@ -252,6 +252,6 @@ def shown(value: object) -> str:
     """A value and its type on one line, short."""
     try:
         text = " ".join(repr(value).split())
-    except Exception as error:  # an outsider's class
+    except Exception as error:  # raised by a user's class
         text = f"what raises {type(error).__name__} when it is printed"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

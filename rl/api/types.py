@@ -30,15 +30,15 @@ class Status(StrEnum):
     SCORED = "scored"
     """Rendered and graded; `reward` is in [0, 1]."""
     POLICY_FAILED = "policy_failed"
-    """The policy wrote nothing usable; `reward` is the configured floor, and in the baseline."""
+    """The completion is unusable; `reward` is the configured floor and counts in the baseline."""
     UNGRADED = "ungraded"
-    """Renderer or judge failed after bounded retries; no reward, out of the group's baseline."""
+    """Renderer or judge failed after bounded retries; no reward, not counted in the baseline."""
 
 
 UNFINISHED_THOUGHT = "unfinished thought"
-"""Begins the failure of an action whose thought did not end in time."""
+"""`Action.failure` starts with this if the thought did not end within its token limit."""
 NO_MARKER = "no marker"
-"""The same where the completion ends without what ends a thought."""
+"""`Action.failure` starts with this if the completion stopped without an end-of-thought marker."""
 
 
 class UnusableSampleError(ValueError):
@@ -54,14 +54,14 @@ class Sample:
     instruction: str
     """The user's own words (edit instruction, question, or prompt)."""
     sources: tuple[Image, ...] = ()
-    """RGB source pictures, in the order of their numbers; () for text-only tasks. RGBA where one is
-    transparent and the renderer reads that; all others see it over white."""
+    """RGB source pictures, in the order of their numbers; () for text-only tasks. A transparent
+    one is RGBA if the renderer reads alpha; all other readers get it composited over white."""
     target: Image | None = None
     """RGB reference edit, for rewards only."""
     source_codes: np.ndarray | None = None
-    """[h, w] int32 codebook indices (from 0) of the source, for policies that read pictures so."""
+    """[h, w] int32 codebook indices (from 0) of the source, for policies that read codes."""
     target_codes: np.ndarray | None = None
-    """[h, w] int32 the same of the reference edit, for rewards only."""
+    """[h, w] int32 codebook indices of the reference edit, for rewards only."""
     category: str = ""
     """Free label; metrics are also shown per category on held-out data."""
     reference: str | None = None
@@ -95,7 +95,7 @@ class ImageVocabulary:
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """How a renderer wants its text encoder to be asked; the policy samples under the same words.
+    """The prompt that a renderer's text encoder expects; the policy samples with the same prompt.
 
     `text` holds `{image}` where the pictures go and `{instruction}` where the user's words go.
     """
@@ -104,17 +104,17 @@ class PromptTemplate:
     drop_prefix: str = ""
     """Leading part of `text` whose tokens are dropped from the conditioning ('' drops nothing)."""
     image_area_px: int | None = None
-    """Area the source is resized to (aspect kept) before the policy's processor; None: as it is."""
+    """Area to which the source is resized, aspect kept, for the policy's processor; None: not."""
     image_multiple_px: int = 32
     """Width and height after that resize are multiples of this."""
     picture: str = "{image}"
-    """How each picture is written there; `{number}` counts them from 1."""
+    """What is written for each picture in place of `{image}`; `{number}` counts them from 1."""
     between_pictures: str = ""
-    """What stands between two of them."""
+    """Text between two pictures."""
     max_pictures: int = 1
-    """How many it may show; a sample with more is refused."""
+    """Most pictures a prompt may show; a sample with more is refused."""
     min_pictures: int = 1
-    """How many it must show, where it shows any; 0: a sample without one is asked by its words."""
+    """Fewest pictures if `text` has `{image}`; 0: a sample without one gets a text-only prompt."""
 
     @property
     def needs_picture(self) -> bool:
@@ -136,13 +136,13 @@ class Prompt:
     num_dropped_tokens: int = 0
     """Leading tokens left out of the conditioning (the renderer's system prompt)."""
     grid: tuple[int, int] | None = None
-    """(h, w) to which a picture written in the completion is held; None: no constraint."""
+    """(h, w) that sampling enforces for a picture in the completion; None: no constraint."""
     without_thought: Prompt | None = None
-    """The same without the request to think first, of a prompt that asks for it."""
+    """The same prompt without the request to think first; None if it has no such request."""
 
     @property
     def plain(self) -> Prompt:
-        """Under which stand words that nobody thought about: the bare arm's, references."""
+        """The prompt for words without a thought before them: the bare arm's, reference words."""
         return self.without_thought or self
 
 
@@ -168,13 +168,13 @@ class HiddenStates:
     negative_embeds: torch.Tensor | None = None
     """[L', D] the same for the negative prompt under the BASE weights, for CFG."""
     pictures: tuple[range, ...] = ()
-    """Positions of each picture's states, in order, in the negative prompt too. Rows of one prompt
-    are bitwise equal up to the last picture's end."""
+    """Positions of each picture's states, in order, in the negative prompt too. All
+    completions of one prompt have bitwise equal states up to the end of the last picture."""
 
 
 @dataclass(frozen=True, eq=False)
 class Action:
-    """A completion, understood."""
+    """A parsed completion."""
 
     text: str
     """The whole completion without special tokens."""
@@ -185,10 +185,10 @@ class Action:
     thought: str = ""
     """The thought at the beginning of `text`, its marker included; the renderer never gets it."""
     num_thought_tokens: int = 0
-    """Of the completion's tokens, those of the thought; all of them where no marker ended it."""
+    """How many of the completion's tokens are the thought; all of them if no marker ended it."""
     drawn_from: tuple[int, ...] | None = None
-    """Token ids that decide the payload: completions of a group with equal ones share a picture.
-    None: the completion's own."""
+    """Token ids that determine the payload: completions of a group whose ids are equal share a
+    picture. None: the completion's own token ids."""
 
     @property
     def words(self) -> str:
@@ -243,11 +243,11 @@ class RewardOutput:
     replies: tuple[str, ...] = ()
     """Raw judge replies, kept verbatim with the episode."""
     failure: str | None = None
-    """Cause for a None value, a short stable word first (`timeout: ...`), for counting."""
+    """Why `value` is None; starts with a short stable word (`timeout: ...`), for counting."""
     seconds: float = 0.0
     """Wall time from request to verdict, s."""
     traceback: str = ""
-    """Of what the reward raised; the rollout writes it, no reward does."""
+    """Traceback of the reward's exception; set by the rollout, never by a reward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,7 +275,7 @@ class Episode:
 
 @dataclass(frozen=True, eq=False)
 class TrainSequence:
-    """What a graded completion brings to the loss; [T] are its tokens."""
+    """What the loss needs of a graded completion of T tokens."""
 
     loss_mask: tuple[bool, ...]
     """[T] which of them carry loss; never used as an attention mask."""
@@ -283,7 +283,7 @@ class TrainSequence:
     sampler_logprobs: tuple[float, ...]
     """[T] nats, from the engine."""
     counted: bool = True
-    """Whether the loss's denominators count it; False: its KL alone is in the loss."""
+    """Whether the loss's denominators count this sequence; False: only its KL is in the loss."""
 
 
 Row = tuple[Prompt, Sequence[int]]
@@ -322,7 +322,7 @@ class TokenOutputs:
     entropy: torch.Tensor
     """[B, C] float32, nats, detached; 0 where padded."""
     hidden: torch.Tensor
-    """[S, D] last hidden states of the renderer's `state_kind` (post-norm where it takes none)."""
+    """[S, D] last hidden states of the renderer's `state_kind` (post-norm if it reads none)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,7 +331,7 @@ class PolicyWeights:
 
     kind: Literal["lora", "full"]
     tensors: Mapping[str, torch.Tensor]
-    """Detached. LoRA: copies, under PEFT's names; full: transformers', may alias live weights."""
+    """Detached. LoRA: copies, PEFT's names; full: transformers' names, may alias live weights."""
     lora_config: Mapping[str, Any] | None
     version: int
     """Optimiser steps taken so far."""

@@ -44,7 +44,7 @@ def problems(config: RunConfig) -> list[str]:
 
 
 def remarks(resolved: build.Resolved) -> dict[str, list[str]]:
-    """Title -> 'key: why', of keys that have no effect or hardly the intended one."""
+    """Title -> 'key: why' for each key that has no effect, or probably not the intended one."""
     found = {
         "set, and without effect here": no_effect(resolved),
         "set, and hardly meant": doubtful(resolved),
@@ -58,9 +58,9 @@ def problems_here(
     num_ranks: int,
     host_gb: float | None = None,
 ) -> list[str]:
-    """What this machine lacks, and what does not fit the GPUs of `machine`, on which `num_ranks`
-    ranks start, or its memory of `host_gb` (None: unknown); [] where the policy is on no GPU.
-    Call `problems` first."""
+    """What this machine lacks; if nothing, what does not fit in the GPU memory of `machine`, where
+    `num_ranks` ranks start, or in its host memory of `host_gb` (None: unknown). Memory is not
+    checked if the policy is on no GPU. Call `problems` first."""
     resolved = build.resolve(config)
     if lacking := machine_problems(resolved, starts=True):
         return lacking
@@ -79,8 +79,8 @@ def problems_here(
 def smallest_gpu_gb(
     resolved: build.Resolved, machine: placement.Machine, num_ranks: int, device: str = "auto"
 ) -> float | None:
-    """The smallest of the GPUs of `machine` that are `device` to one of the ranks ('auto': the
-    policy's own); None where it is no GPU."""
+    """Memory in GB of the smallest GPU of `machine` that `device` resolves to on any rank ('auto':
+    the policy's GPU); None if `device` is no GPU."""
     stated = footprint.policy_device(resolved)
     owns = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
     places = {placement.resolve_device(device, own) for own in owns}
@@ -89,8 +89,8 @@ def smallest_gpu_gb(
 
 
 def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str, int]:
-    """(what the run would be, exit code: 1 when something is wrong); the last lines say which.
-    `online`: ask the judge, too."""
+    """(report, exit code: 1 when something is wrong); the report's last lines list what is wrong.
+    `online`: also ask the judge."""
     try:
         resolved = build.resolve(config)
     except ConfigError as error:
@@ -132,7 +132,7 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
     if online and not found:
         judge, lines = config.judge, ["no reward asks one"]
         if resolved.needs_judge and judge.start_command:
-            lines = ["not asked: it is there once the run has started it, and asked then"]
+            lines = ["not asked now: the run starts the judge, and asks it then"]
         elif resolved.needs_judge:
             heard = asyncio.run(ask_judge(resolved, resolve_api_bases(judge.api_base), wait_s=0.0))
             lines, found = heard.lines or ["none answered"], heard.problems
@@ -181,7 +181,7 @@ def _batch_lines(resolved: build.Resolved) -> list[str]:
 
 
 def _length(resolved: build.Resolved) -> str:
-    """Iterations <-> epochs, as far as the number of samples is known."""
+    """The run's length in iterations and in epochs, if the number of samples is known."""
     config = resolved.config
     counts = [plug.cls.count(plug.config) for plug in resolved.train]
     num_samples = sum(count or 0 for count in counts)
@@ -268,7 +268,7 @@ def _table(planned: Plan) -> list[str]:
 
 
 def _resume(config: RunConfig) -> tuple[str, list[str]]:
-    """(state of the run folder, what forbids to go on from it)."""
+    """(state of the run folder, problems that prevent resuming from it)."""
     found = find(config.run_dir, hashes=False)
     if found.problem:
         return "cannot go on", [f"run_name: {found.problem}"]

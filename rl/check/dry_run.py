@@ -42,7 +42,7 @@ def tried(resolved: Resolved) -> list[Plug[Any]]:
 
 
 def dry_problems(resolved: Resolved) -> list[str]:
-    """What raises, or returns something unusable."""
+    """One message for each plugin that raises or returns something unusable."""
     found = []
     for plug in tried(resolved):
         if issubclass(plug.cls, Reward):
@@ -63,8 +63,8 @@ def dry_problems(resolved: Resolved) -> list[str]:
 async def graded(
     plug: Plug[Reward], resources: Resources, inputs: RewardInput
 ) -> tuple[RewardOutput | None, list[str]]:
-    """A reward's output for one picture, made for it and closed again, and what is wrong with the
-    reward. Raises `JudgeError`."""
+    """Make a reward, grade one picture with it and close it. Returns its output (None if it
+    failed) and what is wrong with the reward. Raises `JudgeError`."""
     what, make = f"{plug.key}: making {plug.name}", partial(plug.cls, plug.config, resources)
     reward, wrong = await asyncio.to_thread(find.attempt, what, plug.cls.__init__, make)
     if reward is None:
@@ -85,7 +85,7 @@ async def graded(
 
 
 def made_up(resolved: Resolved, picture: Image | None = None) -> RewardInput:
-    """With the columns that every sample of this config has; all its pictures are `picture`."""
+    """An input with the columns that all data sources provide; all its pictures are `picture`."""
     from PIL.Image import linear_gradient
 
     picture = picture or linear_gradient("L").resize((SIDE_PX, SIDE_PX)).convert("RGB")
@@ -146,7 +146,7 @@ def _loss(algorithm: AlgorithmConfig) -> list[str]:
     key = f"algorithm.loss: {algorithm.loss}"
 
     def gradient(inputs: LossInputs) -> torch.Tensor:
-        """Of the log-prob of each token that is trained, as the step computes it."""
+        """Gradient of the loss at each trained token's log-prob, as the step computes it."""
         terms = loss(inputs)
         [found] = torch.autograd.grad((terms.weights * terms.terms).sum(), inputs.logprobs)
         return found[inputs.mask]

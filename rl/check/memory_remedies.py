@@ -28,7 +28,7 @@ def memory_problems(
 ) -> list[str]:
     """What keeps the run from fitting its GPUs; [] also where the sizes are unknown.
 
-    `gpu_gb`: the policy's GPU; `size_of`: the other CUDA devices (None: the same).
+    `gpu_gb`: memory of the policy's GPU; `size_of`: of another CUDA device (None: the same).
     """
     sizes = footprint.gpu_sizes(resolved)
     if sizes is None:
@@ -56,7 +56,7 @@ def memory_problems(
 
 
 def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[Changes, str]:
-    """(what lets it start, {} if nothing does; what is wrong)."""
+    """(changes with which the engine starts, {} if none helps; the error message)."""
     key, stated = SHARE, engine.share
     needed: str | int = "auto"
     if engine.cache_gb is not None:
@@ -75,7 +75,7 @@ def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[Changes, st
 
 
 def _plan_problem(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes) -> str:
-    """What to change so that a plan that is too large fits. `needed`: what has to change anyway."""
+    """The message for a plan that does not fit. `needed`: changes that are required anyway."""
     hints, left_gb = _hints(resolved, plan, gpu_gb, needed)
     named = ", ".join(_written(key, value) for key, value in hints.items())
     advice = f"this fits: {named}"
@@ -90,7 +90,7 @@ def _plan_problem(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes
 
 
 def _hints(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes) -> tuple[Changes, float]:
-    """({key: value}, GB still over): each remedy tried on top of those before it, until the plan
+    """({key: value}, GB still missing). Tries each remedy on top of the earlier ones until the plan
     fits."""
     hints: dict[str, Any] = {}
     for key, value in _remedies(resolved):
@@ -115,8 +115,8 @@ def _hints(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes) -> tu
 
 
 def _remedies(resolved: Resolved) -> list[tuple[str, Any]]:
-    """(key, value) in the order in which they are tried: what costs the least speed comes first.
-    One that a config does not take, or that saves nothing there, is passed over."""
+    """(key, value) pairs in the order in which they are tried: the least loss of speed first.
+    `_hints` skips those that the config rejects or that save nothing."""
     sizes = footprint.gpu_sizes(resolved)
     assert sizes is not None, "no key is tried where they are unknown"
     savings = [
@@ -124,7 +124,7 @@ def _remedies(resolved: Resolved) -> list[tuple[str, Any]]:
         for plug in resolved.model_runners
         for saving in plug.cls.savings(plug.config)
     ]
-    # Under stage 3 full fine-tuning has no reference at hand.
+    # With stage 3, full fine-tuning has no reference policy.
     stages = (1, 2) if sizes.reads_reference else (1, 2, 3)
     ranks = resolved.config.world_size
     shortest = sizes.prompt_tokens + sizes.completion_tokens
@@ -143,8 +143,7 @@ def _remedies(resolved: Resolved) -> list[tuple[str, Any]]:
 
 
 def _planned(resolved: Resolved, changes: Changes, gpu_gb: float) -> Plan | None:
-    """The plan under these values; None where the config does not take them, or they are a new
-    problem."""
+    """The plan with these values; None if the config rejects them or they cause a new problem."""
     values = resolved.config.model_dump(mode="json")
     for key, value in changes.items():
         *sections, name = key.split(".")

@@ -1,4 +1,4 @@
-"""Reports keys that nothing reads beside the other keys, and keys that hardly work as meant."""
+"""Reports keys that other keys' values disable, and keys that probably do not do what is meant."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ UNREAD: Mapping[str, tuple[str, Any]] = {
     ),
     "judge.start_timeout_s": ("start_command", []),
 }
-"""'section.keys' (no keys: all) -> the key of that section, with the value, beside which nothing
-reads them."""
+"""'section.keys' (no keys: the whole section) -> (another key of that section, value): while that
+key has that value, nothing reads the keys on the left."""
 
 
 def no_effect(resolved: Resolved) -> list[str]:
-    """'key: why', each key once and only where its value is not the default."""
+    """'key: why' for keys without effect; each once, and only if its value is not the default."""
     found = [*_rules(resolved)]
     for plug in resolved.plugs:
         lines = ask_plug(plug, "no_effect")[0] or []
@@ -81,7 +81,7 @@ def _rules(resolved: Resolved) -> Iterator[str]:
 
 
 def doubtful(resolved: Resolved) -> list[str]:
-    """'key: why' of each key that runs and hardly does what is meant."""
+    """'key: why' for each key that is valid but probably does not do what is meant."""
     sampling, algorithm = resolved.config.sampling, resolved.config.algorithm
     cutting = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}
     found = [

@@ -4,13 +4,13 @@
     rl edit --run runs/my-run --checkpoint best photos/ "make the sky red"
     rl edit --run runs/my-run room.jpg lamp.jpg "put the lamp of picture 2 into picture 1"
     rl edit --run runs/my-run edits.jsonl          {"image": "a.jpg", "instruction": "..."} a line,
-                                                   {"images": ["a.jpg", "b.jpg"], ...} of several
-    rl edit --run runs/my-prompts "a cat made of rain"          where a picture is drawn of words
+                                                   {"images": ["a.jpg", "b.jpg"], ...} for several
+    rl edit --run runs/my-prompts "a cat made of rain"          if the run draws from text
     rl enhance --adapter runs/my-prompts "a cat made of rain"   the same with --only-words
 
-Prints the words that the policy wrote and writes, into `--out`, the picture, a sheet that shows it
-beside what the untrained policy, the user's own words and the stock pipeline give (`--only-edit`:
-no sheet, one picture instead of four), and a JSON with everything that made it. Nothing is
+Prints the words that the policy wrote. Writes into `--out`: the picture; a sheet that compares it
+with the pictures from the untrained policy, the user's own words and the stock pipeline
+(`--only-edit`: no sheet, one picture instead of four); a JSON of all that went into it. Nothing is
 overwritten. The same command makes the same picture. No judge is asked.
 """
 
@@ -105,9 +105,9 @@ def _parser() -> argparse.ArgumentParser:
         "--size",
         type=_size,
         default=(),
-        help="1024x768, or 1024: about so many squared in the source's aspect; default: the run's",
+        help="1024x768, or 1024: area about 1024 x 1024, the source's aspect; default: the run's",
     )
-    add("--only-edit", action="store_true", help="draw nothing beside: no sheet")
+    add("--only-edit", action="store_true", help="draw only the edit: no comparison sheet")
     add("--only-words", action="store_true", help="write no picture, and load no renderer")
     add("--batch-size", type=at_least_one, default=4, help="pictures at once")
     add("--device", default="auto", help="default: CUDA, else the CPU")

@@ -1,4 +1,4 @@
-"""Gathers what a run's own record says of an exported model, for its card."""
+"""Gathers evidence about an exported model from its run's record, for the model card."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ STYLES = {
 
 
 def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evidence | None:
-    """Of the model after `done` iterations, by the last held-out run up to there; pictures are
-    written into `target`. None where fewer than two were made by then."""
+    """Evidence about the model after `done` iterations, from the last held-out run up to then;
+    writes pictures into `target`. None if there were fewer than two held-out runs by then."""
     metrics = [
         row
         for row in reading.read_named(run_dir / "metrics.jsonl", "iteration")
@@ -70,7 +70,7 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
 
 
 def _readable(evaluation: Evaluation) -> Evaluation:
-    """Without records that no run writes."""
+    """The evaluation without its malformed records, which no run writes."""
     records = {
         identity: record
         for identity, record in evaluation.records.items()
@@ -110,7 +110,7 @@ def comparison(change: Change) -> Comparison:
 
 
 def _arms(after: Evaluation) -> Sequence[Comparison]:
-    """The model beside what was drawn without its words."""
+    """Compares the model with each arm that is drawn without the model's words."""
     found = []
     for key, name in ARMS.items():
         change = Change(name, [], [])
@@ -152,7 +152,7 @@ def _sample(
 
 
 def _picture(folder: Path, file: object) -> Image | None:
-    """None for what is no picture in that very folder."""
+    """The picture; None if `file` is no readable picture directly in `folder`."""
     name = reading.picture(folder, file)
     if name is None or "/" in name:
         return None

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--refresh",
         action="store_true",
-        help="what a run does by itself: the page alone",
+        help="used by a run itself: write the page alone",
     )
     args = parser.parse_intermixed_args(argv)
     try:

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def list_runs(folder: str) -> int:
-    """Prints the runs of `folder`, those written last first."""
+    """Prints the runs of `folder`, the most recently written first."""
     if not Path(folder).is_dir():
         raise NotADirectoryError(f"{shown(folder, 60)} is no folder; name one, or set {VARIABLE}")
     found = [look(path) for path in folders(Path(folder).absolute())]

@@ -1,10 +1,10 @@
-"""EARL's flat config fields, read as the nested schema: an EARL user's file loads as it is.
+"""Converts EARL's flat config fields to the nested schema, so that EARL files load unchanged.
 
-Keys of our own schema may be written beside the 43 fields, and win over them. The meaning differs
-here: `coefficients` are exact shares of an endless mixture, not copies and fixed subsets; a short
-context cuts `max_response_tokens`; a `per_device_batch_size` of n is room for the tokens of n
-completions with a prompt each, though a group's prompt is there once; rewards run from 0 to 1, not
-to 10 (the advantages are equal).
+A file may add keys of our own schema to the 43 fields; they take precedence. These meanings differ
+from EARL: `coefficients` are exact shares of an endless mixture, not copies and fixed subsets; a
+short context reduces `max_response_tokens`; a `per_device_batch_size` of n gives room for n
+completions with a prompt each, although a group's prompt is stored only once; rewards run from 0 to
+1, not to 10 (the advantages are equal).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rl.config.messages import validate
 Values = dict[str, Any]
 
 LONGEST_PROMPT = 1280
-"""Tokens: a 256x256 picture's 1065, the instruction, the prefill."""
+"""Tokens: 1065 for a 256x256 picture, the rest for the instruction and the prefill."""
 
 FIXED: Values = {
     "policy": {"type": "emu3", "lora": None},
@@ -28,7 +28,7 @@ FIXED: Values = {
     "renderer": {"type": "emu3_vq"},
     "judge": {"max_tokens": 1400},
     "algorithm": {
-        # 1e-4 on EARL's rewards from 0 to 10.
+        # EARL uses 1e-4 with rewards from 0 to 10.
         "advantage_eps": 1e-5,
         "loss": "dapo",
         "zero_spread_groups": "keep",
@@ -44,7 +44,7 @@ FIXED: Values = {
     "evaluation": {"every_n_iterations": 100, "temperature": 1.0, "top_k": 2048},
     "tracking": {"wandb": "online"},
 }
-"""Constants of EARL's code. It had no held-out run; this one uses its val set."""
+"""Constants of EARL's code. EARL had no held-out run; the one here uses its val set."""
 
 MOVED: Mapping[str, str] = {
     "random_seed": "seed",
@@ -91,7 +91,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Converted(BaseModel):
-    """Fields that become something else here, in EARL's units."""
+    """Fields whose values have to be converted, in EARL's units."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -131,9 +131,9 @@ def nested(
     values: Mapping[str, Any], sections: Sequence[str], file_name: str
 ) -> tuple[Values, list[str]]:
     """(the same run in the nested schema, problems). `sections`: the schema's own top-level keys;
-    `file_name`: names a run that has no name."""
+    `file_name`: the run's name if `values` has none."""
     ours = {name: values[name] for name in values if name in sections and name not in KEPT}
-    # EARL read the word 'none' as well, in any case.
+    # EARL also read the word 'none', in upper or lower case, as null.
     theirs = {n: v for n, v in values.items() if n not in ours and str(v).lower() != "none"}
     fields, problems = validate(Fields, theirs)
     if fields is None:
@@ -149,7 +149,7 @@ def nested(
 
 
 def _convert(fields: Converted, run: Values) -> list[str]:
-    """Puts what `fields` mean into `run`; returns what cannot be meant."""
+    """Writes the converted `fields` into `run`; returns the problems found."""
     problems = []
     paths, coefficients = fields.train_paths_file, fields.coefficients
     if coefficients and len(coefficients) != len(paths):
@@ -216,7 +216,7 @@ def _put(run: Values, key: str, value: Any) -> None:
 
 
 def _merge(base: Values, over: Mapping[str, Any]) -> Values:
-    """`over` wins, section by section."""
+    """A copy of `base` updated with `over`, recursively."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), dict)

@@ -13,10 +13,10 @@ from pydantic.fields import FieldInfo
 
 M = TypeVar("M", bound=BaseModel)
 MAX_PROBLEMS = 100
-"""Reported of one section: to find the nearest of all keys takes milliseconds."""
+"""Most problems reported per section: finding the nearest known key takes milliseconds each."""
 MAX_SHOWN = 60
 _ALTERNATIVES = ("str", "list[str]")
-"""What pydantic adds to the place of an error inside a union."""
+"""What pydantic adds to the `loc` of an error inside a union."""
 
 
 def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M | None, list[str]]:
@@ -75,7 +75,7 @@ def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> st
 
 
 def _nearest_key(model: type[BaseModel], loc: Sequence[str]) -> str:
-    """The nearest key of the same section; else the section where that very key lives."""
+    """Suggests the nearest key of the same section, else another section that has this key."""
     name = loc[-1]
     section = _section_of(_field_at(model, loc[:-1])) if loc[1:] else model
     known = list(section.model_fields) if section else []
@@ -89,13 +89,13 @@ def _nearest_key(model: type[BaseModel], loc: Sequence[str]) -> str:
 
 
 def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:
-    """The section a field holds (also an optional one), or None."""
+    """The section class that a field holds (`Section | None` too), or None."""
     kinds = (field.annotation, *typing.get_args(field.annotation)) if field else ()
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
 def _field_at(model: type[BaseModel], loc: Sequence[str]) -> FieldInfo | None:
-    """The innermost declared field on the way to `loc` (list indices and free keys end the way)."""
+    """The innermost declared field on the way to `loc` (it ends at a list index or dict key)."""
     field = model.model_fields.get(loc[0]) if loc else None
     section = _section_of(field) if len(loc) > 1 else None
     return _field_at(section, loc[1:]) if section else field

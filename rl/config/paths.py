@@ -1,4 +1,4 @@
-"""Whether a path leads to a file; nothing is opened, since a pipe would wait for ever."""
+"""Checks that a path is a regular file before it is opened: opening a pipe could block."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ FOLDER = "is a folder, not a file"
 
 
 def not_a_file(path: str | Path) -> str:
-    """Why `path` is no regular file, to follow its name in a message; '' where it is one."""
+    """Why `path` is not a regular file, worded to follow its name in a message; '' if it is."""
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return GONE
     except OSError as error:
         return f"cannot be reached ({error.strerror})"
-    except ValueError:  # a NUL, half a character
+    except ValueError:  # a NUL or a lone surrogate
         return "is no name that a file can have"
     if stat.S_ISDIR(mode):
         return FOLDER
@@ -31,10 +31,10 @@ def is_folder(path: str | Path) -> bool:
 
 
 def read_text(path: str | Path, max_bytes: int) -> str:
-    """The words of a file in UTF-8.
+    """The text of a UTF-8 file.
 
-    Raises ValueError, which says what is wrong with it behind its name, where there is none, it
-    cannot be read, or it is longer than any such file is.
+    Raises ValueError if it is no regular file, cannot be read, is longer than `max_bytes` or is
+    not UTF-8; the message is worded to follow the file's name.
     """
     if why := not_a_file(path):
         raise ValueError(why)

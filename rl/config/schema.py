@@ -1,4 +1,4 @@
-"""The config schema, nested by room, and how a Jsonnet file becomes it."""
+"""The config schema, and the function that loads a Jsonnet file into it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 MAX_COUNT = 10**9
 """The largest count of anything."""
 MAX_EPISODES = 10**6
-"""Prompts of an iteration, and completions of a prompt: all of them are held at once."""
+"""Most prompts per iteration, and completions per prompt: all are in memory at once."""
 MAX_TOKENS = 10**7
 """The longest completion or reply."""
 MAX_SIDE_PX = 100_000
@@ -43,7 +43,7 @@ Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_zero_or_some
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 PlugSection = dict[str, Any]
-"""`{type: 'file_in_the_room' | 'dotted.path.of.yours', ...}`; the rest is the plug's Config."""
+"""`{type: 'file_in_the_room' | 'dotted.path.of.yours', ...}`; other keys: the plugin's `Config`."""
 
 
 class Section(BaseModel):
@@ -145,7 +145,7 @@ class AlgorithmConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The learner: what holds the state, and how it steps."""
+    """The optimizer: which backend holds its state, and how it updates the weights."""
 
     backend: Literal["torch", "deepspeed"] = "deepspeed"
     """torch: plain PyTorch (gradients summed over ranks); deepspeed: ZeRO."""
@@ -156,11 +156,11 @@ class OptimizerConfig(Section):
     learning_rate: Annotated[float, Field(ge=1e-12, le=1)] = 1e-5
     """Peak AdamW learning rate."""
     final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Learning rate at the last iteration over the peak; linear decay in between (1 = constant)."""
+    """Last iteration's learning rate divided by the peak; linear decay between (1 = constant)."""
     warmup_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Linear warm-up, iterations."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """AdamW moments' decay."""
+    """Decay rates of AdamW's two moments."""
     adam_eps: Annotated[float, Field(ge=1e-20, le=1)] = 1e-8
     """AdamW epsilon."""
     weight_decay: Annotated[float, Field(ge=0, le=100)] = 0.0
@@ -168,26 +168,26 @@ class OptimizerConfig(Section):
     max_grad_norm: Annotated[float, Field(ge=1e-12, le=1e12)] = 1.0
     """Global gradient-norm clip."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 8192
-    """Tokens of one forward/backward on one rank: whole groups, each prompt counted once. A group
-    that is longer is cut between completions, its prompt once per piece."""
+    """Most tokens of one forward/backward on a rank: whole groups, each prompt counted once. A
+    longer group is split between completions; each part then repeats the prompt."""
     max_kept_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    """Tokens whose rollout forward is kept for the backward instead of run again (only where that
-    is exact: first update, no dropout, not ZeRO-3, max_staleness 0). null = all of the
-    iteration's; fewer need less memory."""
+    """Tokens whose rollout forward is kept for the backward, which saves a second forward (only
+    where that is exact: first update, no dropout, not ZeRO-3, max_staleness 0). null = all tokens
+    of the iteration; fewer need less memory."""
     updates_per_iteration: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1
     """Optimiser steps per batch of rollouts; the batch is split into that many parts by group."""
     gradient_checkpointing: bool | Literal["mlp"] = False
-    """Recompute activations in the backward. true: whole layers, the least memory for a third more
-    compute; 'mlp': only inside MLPs, a quarter of false's memory for a sixth more compute."""
+    """Recompute activations in the backward. true: whole layers; least memory, a third more
+    compute. 'mlp': only inside MLPs; a quarter of the memory of false, a sixth more compute."""
 
 
 class JudgeConfig(Section):
     """The OpenAI-compatible endpoint that rewards ask."""
 
     api_base: str | list[str] = ""
-    """URL with or without /v1, or a file that holds one. Several (a list, between commas, a line
-    each in the file) are one judge: a question goes to the least busy that is up. '' = no judge, or
-    one that start_command starts and that writes its URL."""
+    """URL with or without /v1, or a file that holds one. Several (a list, comma-separated, or one
+    per line in the file) serve one judge: a question goes to the least busy one that is up. '' = no
+    judge, or start_command starts one that writes its URL."""
     start_command: list[str] = []
     """Words of a command that starts the judge on every node before models are loaded, and ends
     with the run; [] = nothing is started. {python} is the Python that runs this, {model} is
@@ -205,10 +205,10 @@ class JudgeConfig(Section):
     timeout_s: Annotated[float, Field(gt=0, le=MAX_S)] = 120.0
     """Per request, s."""
     max_attempts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 6
-    """Tries per question, transport errors and unreadable replies together, but not an answer that
-    asks to wait (HTTP 429, or any Retry-After)."""
+    """Most tries per question. Transport errors and unreadable replies count as tries; an answer
+    that asks to wait (HTTP 429, or any Retry-After) does not."""
     backoff_s: Annotated[float, Field(gt=0, le=MAX_S)] = 1.0
-    """First pause; doubles per try, with jitter, up to 30 s; Retry-After is honoured."""
+    """Pause before the first retry; doubles per try, with jitter, up to 30 s; obeys Retry-After."""
     breaker_failures: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 20
     """This many transport failures in a row open the circuit breaker."""
     breaker_pause_s: Annotated[float, Field(gt=0, le=MAX_S)] = 15.0
@@ -231,46 +231,46 @@ class JudgeConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """The held-out run of the same rollout: one completion per sample, greedy by default."""
+    """The held-out run: the same rollout with one completion per sample, greedy by default."""
 
     every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """0 = never; else before the first iteration, every n, and after the last."""
     num_samples: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 64
-    """First samples of the validation mixture, over all ranks."""
+    """How many samples, from the start of the validation mixture, over all ranks."""
     temperature: Temperature = 0.0
-    """Softmax temperature; 0 = the likeliest token. Use 1 for image tokens: their likeliest are
-    dull. Draws depend on the sample alone."""
+    """Softmax temperature; 0 = the likeliest token. Use 1 for image tokens: the likeliest ones make
+    dull pictures. The random draws depend on the sample only."""
     top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] = -1
     """Keep the k likeliest tokens; -1 = off."""
     reference_drift: bool = True
     """Also score the reference completions where the data has them: separates renderer drift from
     the policy's own mistakes."""
     stock_arm: bool = True
-    """Also draw and grade, once a run, what the untrained system makes of the user's words; each
-    held-out run reports the gain over it, and how far training has moved what the renderer reads.
-    Not where a reward compares a group's pictures (`score_group`)."""
+    """Also draw and grade, once a run, what the untrained system makes of the user's words. Each
+    held-out run then reports the gain over that, and how far training has moved the renderer's
+    input. Skipped where a reward compares a group's pictures (`score_group`)."""
     thought_gain: bool = False
     """Also draw and grade what the policy writes without its thought: the gain of thinking
-    (`eval/gain_of_thought`), at the price of as many pictures and questions again. A reward that
-    wants a thought (`format`) finds none. Read where `policy.thought` is set."""
+    (`eval/gain_of_thought`); doubles the pictures and the questions to the judge. A reward that
+    expects a thought (`format`) finds none. Used only where `policy.thought` is set."""
 
 
 class CheckpointConfig(Section):
     """What is written, how often, and what stays."""
 
     save_every_n_iterations: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 50
-    """Resume points."""
+    """Iterations between checkpoints from which a run can resume."""
     keep_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Of those, which stay for ever; 0 = only the newest two, and the best on held-out samples."""
+    """Checkpoints kept for ever; 0 = only the newest two, and the best on held-out samples."""
     push_to_hub_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """0 = never. `main` gets the model, and a branch ckpt_000020 that of 20 iterations, while
+    """0 = never. The model goes to `main` and, after 20 iterations, to a branch ckpt_000020, while
     training goes on. A failed push is logged, never fatal."""
     push_to_hub_repo_id: str = ""
     """Hub repository, e.g. 'me/my-run'."""
 
 
 class TrackingConfig(Section):
-    """What one sees. metrics.jsonl, episode records and images are always written."""
+    """How a run is displayed. metrics.jsonl, episode records and images are always written."""
 
     wandb: Literal["online", "offline", "off"] = "off"
     """wandb is a view of the record; a run never needs the network."""
@@ -279,25 +279,25 @@ class TrackingConfig(Section):
     tensorboard: bool = False
     """TensorBoard's event files in <run>/tensorboard (pip install 'vlm-edit-rl[tensorboard]')."""
     trackio: bool = False
-    """trackio's files in <run>/trackio; nothing leaves. `rl check` says how it is installed."""
+    """trackio's files in <run>/trackio; nothing is uploaded. `rl check` says how to install it."""
     trackio_space: str = ""
-    """Space of the hub that trackio keeps them in instead, e.g. 'me/my-runs', private if made."""
+    """Hub Space where trackio keeps them instead, e.g. 'me/my-runs'; a new one is private."""
     log_episodes_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 1
     """Episode records (text, parts, replies, images); 0 = never."""
     images_per_iteration: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 16
     """Pictures written per logged iteration, over all ranks."""
     keep_images_of_last_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Training's pictures of older iterations are deleted, their records stay; 0 = all stay."""
+    """Training pictures of older iterations are deleted, their records kept; 0 = all are kept."""
     show_group_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 10
     """One group on the console: the instruction, its best, worst and a middle completion, their
     parts, the judge's words; 0 = never."""
     page: bool = True
-    """Refresh <run>/report/index.html at held-out runs and at the end, by a process of its own."""
+    """Refresh <run>/report/index.html at held-out runs and at the end, in a separate process."""
 
 
 class DataConfig(Section):
-    """Where samples come from. Each mixture entry is a plugin section plus `weight` (default 1), or
-    `coefficient`: its weight is then coefficient x its rows, 1 for all = one big heap."""
+    """Where samples come from. Each mixture entry is a plugin section plus `weight` (default 1) or
+    `coefficient` (weight = coefficient x number of its rows; 1 for all: rows equally likely)."""
 
     train: list[PlugSection]
     """Weighted mixture: entry i is drawn with probability weight_i / sum."""
@@ -316,14 +316,14 @@ class FinalReward(Section):
     """weighted_sum: sum(w x) / sum(w); geometric_mean: prod(x^w)^(1/sum(w))."""
     weights: dict[str, float] = {}
     """Reward name (or `<reward>/<part>` for parts scaled 0..1) -> weight; {} = 1 for every reward
-    that is not a mere diagnostic."""
+    that is not diagnostic."""
 
 
 class RunConfig(Section):
     """A whole run."""
 
     format: Annotated[int, Field(ge=1)] = formats.CONFIG
-    """Format of the config's keys; another than today's is refused."""
+    """Version of the config's keys; any but the present version is refused."""
     run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
     """Names the run folder, the wandb page and the resume point; letters, digits, '.', '_', '-', at
     most 200."""
@@ -350,13 +350,13 @@ class RunConfig(Section):
     last 200 pictures."""
     bare_arm: Literal["always", "evaluation", "never"] = "always"
     """Also render and grade the user's own words under the same noise, one picture per prompt:
-    `reward_gain` is the reward above it. In training and on held-out data, on held-out data only,
-    or not at all. Never trained on."""
+    `reward_gain` is the policy's reward minus its reward. always: in training and on held-out data;
+    evaluation: on held-out data only. Never trained on."""
     world_size: Annotated[int, Field(ge=1, le=100_000)] = 1
-    """Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless told --nproc."""
+    """Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless given --nproc."""
     hang_limit_s: Annotated[float, Field(ge=1, le=1e6)] = 1800
     """The run ends (checkpoint saved, every rank's stacks in its log) when a rank has been at one
-    place in the code for so long, or its process does not run. Choose more than the longest single
+    place in the code this long, or its process does not run. Choose more than the longest single
     call takes, e.g. a compile. The judge has limits of its own (`judge.*`)."""
     gpu_gb: Annotated[float, Field(gt=0, le=1e6)] = 141
     """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): --check plans for

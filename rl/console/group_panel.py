@@ -1,4 +1,4 @@
-"""Prints one group every n-th iteration: its best, worst, a middle and a lost completion."""
+"""Prints one group every n-th iteration: best, median and worst completion, one without reward."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def group_rows(episodes_G: Sequence[Episode], advantages_G: Sequence[float | Non
 
 
 def chosen(episodes_G: Sequence[Episode]) -> list[tuple[str, int]]:
-    """(label, index in the group) of the completions to show; none is 'best' if all rewards are
-    equal."""
+    """(label, index in the group) of the completions to show; if all rewards are equal, none is
+    labelled 'best' or 'worst'."""
     rewards = {g: e.reward for g, e in enumerate(episodes_G) if e.reward is not None}
     order = sorted(rewards, key=lambda g: (-rewards[g], g))
     lost = [g for g in range(len(episodes_G)) if g not in rewards][:1]
@@ -97,5 +97,5 @@ def _rows_of(label: str, episode: Episode, advantage: float | None) -> list[Row]
 
 
 def _name(name: str) -> str:
-    """'viescore/sc' -> 'sc': the reward is named before it."""
+    """'viescore/sc' -> 'sc': drops the reward's name before the slash."""
     return shown(name.rpartition("/")[2], MAX_NAME_CHARS)

@@ -16,11 +16,11 @@ SILENT_S = 3.0
 """Work that takes no longer is not reported."""
 LIVE_EVERY_S = 0.5
 FIRST_LINE_S = 10.0
-"""When a log gets the first line; each further line comes after twice the time."""
+"""When a log gets the first line; each further line comes at twice the elapsed time."""
 MAX_BETWEEN_LINES_S = 600.0
 _console: Console | None = None
 _first_line_s: dict[tuple[str, str], float] = {}
-"""(phase, what) -> when its next repetition gets a first line: later each time."""
+"""(phase, what) -> time to the first line of its next repetition: longer each time."""
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def shown_on(console: Console) -> Iterator[None]:
 
 
 class Progress:
-    """How many of how many. Belongs to the main thread."""
+    """Counts `done` of `total`. Use it in the main thread only."""
 
     def __init__(self, what: str, total: int, done: int = 0) -> None:
         """`what`: the things counted, in the plural. `done`: before this began; not part of the
@@ -83,8 +83,8 @@ class Progress:
             self._console.say(f"  {text}" if self._phase else text)
 
     def end(self) -> None:
-        """Clears the live line, and ends work that had a line in the log with one, outside of
-        phases."""
+        """Clears the live line. Outside of phases, also logs a last line if a line was logged
+        before."""
         under_way.note("")
         if self._is_live:
             self._console.live(self._live_before)
@@ -107,7 +107,7 @@ def counted(what: str, total: int, done: int = 0) -> Iterator[Progress]:
 
 @contextmanager
 def weights_counted() -> Iterator[None]:
-    """Inside, transformers' bars of loading weights are ours; the hub's bars of downloads stay."""
+    """Inside, `Progress` replaces transformers' weight-loading bars; the hub's bars stay."""
     from transformers.utils import logging
 
     def count(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:

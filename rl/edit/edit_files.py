@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 PICTURES = frozenset(
     (".avif", ".bmp", ".gif", ".heic", ".heif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 )
-"""Endings of what is taken from a folder."""
+"""File name endings of the pictures that are taken from a folder."""
 MAX_NAME_CHARS = 60
 PACKAGES = ("vlm-edit-rl", "torch", "transformers", "diffusers", "peft")
 PANEL_IN, WORDS_IN, TITLE_IN = 3.2, 0.9, 0.9
-"""Side of a picture, height of what is below it and above the row, inches."""
+"""Side of a picture, height of the words below it, height of the title above the row, inches."""
 DPI = 110
 TRAINED = ""
 TITLES = {
@@ -43,15 +43,15 @@ TITLES = {
     STOCK: "the stock pipeline",
 }
 FONTS = ("DejaVu Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei")
-"""Those that are installed are asked in this order for a character."""
+"""Matplotlib looks for each character in the installed ones of these, in this order."""
 
 
 def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequest]:
-    """What a user asks for: one edit of a picture or of several together, one of each of a folder's
-    pictures, a JSONL file's rows, or words alone.
+    """The edits that a user asks for: one edit of one or several pictures, an edit of each picture
+    in a folder, an edit per row of a JSONL file, or an edit from words alone.
 
     A row is `{"image": "photo.jpg", "instruction": "make the sky red"}`, or has `"images": [...]`;
-    its paths count from the file's folder, and `instruction` stands for the one that it lacks.
+    its paths are relative to the file's folder; a row without an instruction gets `instruction`.
 
     Raises ValueError, naming the file or row.
     """
@@ -97,7 +97,7 @@ def _rows(path: Path, instruction: str | None) -> list[EditRequest]:
 
 
 class _Row(BaseModel):
-    """A line of a JSONL file of edits; other keys are left alone."""
+    """A line of a JSONL file of edits; other keys are ignored."""
 
     instruction: str = Field(pattern=r"\S")
     """What to do."""
@@ -114,8 +114,8 @@ class _Row(BaseModel):
 
 
 def free_stem(folder: Path, request: EditRequest) -> Path:
-    """`<folder>/<name>` without an ending, of the pictures' names or else of the words, such that
-    nothing bears it yet."""
+    """`<folder>/<name>`, without an extension, of which no file exists yet; the name is made from
+    the pictures' names, or without pictures from the instruction."""
     given = [Path(image).stem for image in request.images if isinstance(image, Path | str)]
     name = "-".join(given) or request.instruction
     name = re.sub(r"[^\w.-]+", "-", name).strip("-._")[:MAX_NAME_CHARS] or "edit"
@@ -155,7 +155,7 @@ def draw_sheet(result: EditResult, made_by: str) -> bytes:
     panels: list[tuple[Image | None, str, str | None]] = []
     for number, source in enumerate(result.sources, 1):
         title = "source" if len(result.sources) == 1 else f"source {number}"
-        # Under the last one, beside what was made of them.
+        # The instruction is under the last source, next to the drawn pictures.
         words = result.request.instruction if number == len(result.sources) else None
         panels.append((source, title, words))
     edit = Arm(result.words, result.image, result.failure)
@@ -188,7 +188,7 @@ def draw_sheet(result: EditResult, made_by: str) -> bytes:
 
 
 def as_json(editor: Editor, result: EditResult, files: Mapping[str, str]) -> dict[str, Any]:
-    """Everything that made a result; the same command makes it again."""
+    """All inputs and settings that determine a result, so that it can be reproduced."""
     config, trained = editor.config, editor.trained
     pictures = [
         {
@@ -238,8 +238,8 @@ def as_json(editor: Editor, result: EditResult, files: Mapping[str, str]) -> dic
 
 
 def sizes_said(result: EditResult) -> Sequence[str]:
-    """That a picture was scaled, or that the edit has another size than the last of them, whose
-    aspect an editor follows."""
+    """Messages about each source that was scaled, and about an edit whose size differs from that of
+    the last source, whose aspect ratio an editor follows."""
     lines = []
     several = len(result.sources) > 1
     pairs = zip(result.sources, result.original_sizes_px, strict=True)

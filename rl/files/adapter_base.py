@@ -12,7 +12,7 @@ from rl.files.atomic import row_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 NAME, MAPPING = "base_model_name_or_path", "auto_mapping"
-"""Loaders hand the former to the hub as it is: a folder or a repository's id, nothing else."""
+"""Loaders pass the value of `NAME` to the hub as it is, so it must be a folder or a hub id."""
 SUBFOLDER, WORDS, FORMAT = "base_model_subfolder", "base_model_tokenizer", "format"
 """Keys of ours in `auto_mapping`, where PEFT 0.21 ignores them; it warns of them elsewhere."""
 
@@ -36,8 +36,8 @@ class Base:
 
 
 def noted(base: Base, model_class: str) -> dict[str, Any]:
-    """The keys of an adapter_config.json that name its base, a `model_class` of transformers. No
-    task type: with one, PEFT's Auto classes take a class of theirs that reads no pictures."""
+    """The keys of an adapter_config.json that name its base, a transformers `model_class`. The
+    task type is None: with one, PEFT's Auto classes would load a class that reads no pictures."""
     own = {SUBFOLDER: base.subfolder, WORDS: base.words, FORMAT: formats.ADAPTER}
     return {
         NAME: base.path,

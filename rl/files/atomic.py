@@ -1,4 +1,4 @@
-"""Files that survive a crash: written whole or not at all, read line by line whatever one holds."""
+"""Files that survive a crash: written completely or not at all; readers skip damaged lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl.files.held import place
 from rl.files.private import itself
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What a disk, or a user's share of it, says that has no room left."""
+"""Error numbers of a full disk and of an exhausted quota."""
 
 MAX_NESTING = 64
 """Levels of objects and lists; a run's own files have a dozen."""
@@ -60,8 +60,8 @@ def write_atomically(
 
 @contextmanager
 def _to_oneself(aside: Path, opener: Callable[[str, int], int]) -> Iterator[FileIO]:
-    """An empty file of that name, which no other process or thread writes until it is renamed or
-    removed. What a kill left there is taken over."""
+    """Opens `aside`, emptied; no other process or thread writes to it until it is renamed or
+    removed. A file that a killed process left there is reused."""
     while True:
         descriptor = opener(str(aside), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         with open(descriptor, "ab", buffering=0) as file:
@@ -79,7 +79,7 @@ def _to_oneself(aside: Path, opener: Callable[[str, int], int]) -> Iterator[File
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Adds the path to an error: the operating system's about an open file has none."""
+    """Adds the path to an OSError: those about a file that is already open have none."""
     try:
         yield
     except OSError as error:
@@ -89,14 +89,14 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def json_line(value: Mapping[str, Any]) -> str:
-    """One line of strict JSON to any reader; NaN and infinities become null."""
+    """Strict JSON that every reader takes as one line; NaN and infinities become null."""
     text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
     return _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line, after half a line as a line of its own; one that cannot be written leaves
-    nothing. Raises as `write_atomically`."""
+    """Append a line; if the file ends in an incomplete line, a new line is begun first. A failed
+    write leaves nothing behind. Raises the same errors as `write_atomically`."""
     path = place(path)
     with _named(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,8 +122,8 @@ def append(file: FileIO, data: bytes) -> None:
 
 
 def lines_of(path: Path) -> list[bytes]:
-    """The lines of a file with their ends, which are b'\\n' alone: values may hold U+2028 or a lone
-    \\r."""
+    """The lines of a file with their ends. Only b'\\n' ends a line: values may hold U+2028 or a
+    lone \\r."""
     with path.open("rb") as file:
         return file.readlines()
 
@@ -135,7 +135,7 @@ def row_of(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
-    # As many brackets as levels, at the least: few lines have to be walked.
+    # Each level needs a bracket, so only lines with many brackets have to be walked.
     brackets = line.count(b"[") + line.count(b"{")
     if brackets > MAX_NESTING and _is_deeper(row, MAX_NESTING):
         return None

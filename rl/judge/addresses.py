@@ -1,4 +1,4 @@
-"""The addresses of one judge: which of them is asked next, and how long a question may wait."""
+"""The addresses of one judge: selects the next one, and limits how long a question may wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 QUIET_S = 10.0
-"""A shorter wait, past and ahead together, is not logged."""
+"""A wait is not logged while its length so far plus the next pause is shorter than this."""
 LINE_EVERY_S = 60.0
 
 
@@ -36,10 +36,10 @@ class Address:
         self.http = JudgeHttp(url, auth_header(config.api_key_env), config.max_concurrency)
         self.dialect = Dialect()
         self.answered: set[tuple[bool, ...]] = set()
-        """Shapes of question (True: a text, False: a picture) that got an answer."""
+        """Kinds of question that got an answer, by their parts (True: text, False: picture)."""
         self.num_in_flight = 0
         self.rests_until = 0.0
-        """Until when its last Retry-After asks for no request, `time.monotonic`."""
+        """End of the pause that its last Retry-After asked for, `time.monotonic`."""
         self.is_open = False
         self.num_failures_in_row = 0
         self.num_openings = 0
@@ -51,11 +51,11 @@ class Address:
 
     @property
     def down_s(self) -> float:
-        """How long the present row of failures has lasted, s."""
+        """Time since the first of the current consecutive failures, s."""
         return 0.0 if self._down_since is None else time.monotonic() - self._down_since
 
     def takes_probe(self) -> bool:
-        """Whether it is open and a probe is due, which the caller then sends."""
+        """Whether the breaker is open and a probe is due; if so, the caller must send it."""
         is_due = self.is_open and time.monotonic() >= self._next_probe_at
         if is_due:
             self._next_probe_at = time.monotonic() + self._pause_s
@@ -93,7 +93,7 @@ class Addresses:
         self._all = [Address(config, url, name) for url, name in zip(urls, names, strict=True)]
         self._config = config
         self._only_refused_since_s: float | None = None
-        """The first answer that asked to wait since the last other answer."""
+        """Time of the first answer that asked to wait after the last answer that did not."""
         self._next_line_s = 0.0
         self._has_given_up = False
 
@@ -109,9 +109,9 @@ class Addresses:
         return any(not address.is_open and address not in tried for address in self._all)
 
     async def admit(self, tried: Collection[Address]) -> Address:
-        """Wait until a request may go; returns where to: one of `tried` only if there is no other.
+        """Wait until a request may be sent; returns its address, preferably one not in `tried`.
 
-        Raises OutageError once all have been down for `max_outage_s`. A probe that is due goes even
+        Raises OutageError once all have been down for `max_outage_s`. A due probe is sent even
         then: otherwise a judge that came back between two iterations would never be noticed.
         """
         while True:
@@ -135,8 +135,8 @@ class Addresses:
         """Seconds, at most `pause_s`, that a question waits now because the judge asks for it (HTTP
         429, Retry-After); None: the question is given up.
 
-        A question waits `max_outage_s` at most from `refused_since_s`, its first such answer, and
-        no longer once the judge has given no other answer for that long. `detail`: the answer.
+        A question waits at most `max_outage_s` after `refused_since_s`, its first such answer. It
+        is given up at once if the judge gave only such answers for that long. `detail`: the answer.
         """
         now_s = time.monotonic()
         if self._only_refused_since_s is None:

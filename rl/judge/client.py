@@ -31,7 +31,7 @@ from rl.text.untrusted import shown
 T = TypeVar("T")
 
 LATE_S = 15.0
-"""An address that does not answer is waited for this long after another has answered."""
+"""How long the health check still waits for other addresses once one has answered."""
 HEALTH_TIMEOUT_S = 10.0
 BACKOFF_CAP_S = 30.0
 RETRY_TEMPERATURE_STEP = 0.3
@@ -43,7 +43,7 @@ MAX_NAMES = 8
 REFUSED_QUESTION = frozenset({400, 413, 415, 422})
 RETRIED_CLIENT_ERRORS = frozenset({408, 425, 429})
 FROM_A_WORKING_ADDRESS = frozenset({"http_408", "http_425", "http_429", "refused", "unreadable"})
-"""Causes of a `RequestTrouble` that are no failure of the address."""
+"""`RequestTrouble` causes that do not count as a failure of the address."""
 
 log = logging.getLogger(__name__)
 
@@ -77,20 +77,20 @@ class _Asking:
     content: Sequence[bytes]
     repeat: int
     shape: tuple[bool, ...]
-    """Of its parts (True: a text, False: a picture)."""
+    """For each part of the question: True if it is text, False if it is a picture."""
     replies: list[str] = field(default_factory=list)
-    """Unreadable ones, and the last."""
+    """All replies so far: the unreadable ones, then the last one."""
     keys: list[str] = field(default_factory=list)
     """Journal keys of `replies`."""
     num_sent: int = 0
     num_refused: int = 0
-    """Answers that asked to wait."""
+    """Number of answers in which the judge asked to wait (HTTP 429, Retry-After)."""
     refused_since_s: float = 0.0
-    """The first of those, `time.monotonic`."""
+    """`time.monotonic` of the first such answer."""
     address: Address | None = None
     """The last that it was sent to."""
     tried: set[Address] = field(default_factory=set)
-    """Addresses where it failed since it last paused."""
+    """Addresses where the question has failed since its last pause."""
 
 
 @dataclass
@@ -123,7 +123,7 @@ class JudgeClient:
         Raises ValueError when the environment lacks the key that `config.api_key_env` names.
         """
         self.config = config
-        # By context: a coroutine has that of the thread which submitted it, as it was then.
+        # A ContextVar: a coroutine uses the journal that its thread had when submitting it.
         self._journal: ContextVar[ReplyJournal | None] = ContextVar("journal", default=None)
         self._open_journals: list[ReplyJournal] = []
         if journal:
@@ -138,8 +138,8 @@ class JudgeClient:
         self._health_ends_s = math.inf
 
     def open_journal(self, path: Path) -> None:
-        """Use another journal, e.g. one per iteration, for what this thread submits from now on.
-        What it submitted before keeps its own until the next call."""
+        """Use another journal, e.g. one per iteration, for questions that this thread asks from now
+        on. Its earlier questions keep the previous journal, which the next call closes."""
         if len(self._open_journals) > 1:
             self._open_journals.pop(0).close()
         self._open_journals.append(ReplyJournal(path))
@@ -160,7 +160,7 @@ class JudgeClient:
         return taken
 
     def dialects(self) -> dict[str, Dialect]:
-        """URL -> what that address was found to take."""
+        """URL -> the `Dialect` learnt for that address."""
         return {address.url: address.dialect for address in self._addresses}
 
     def adopt(self, dialects: Mapping[str, Dialect]) -> None:
@@ -265,8 +265,8 @@ class JudgeClient:
                     if waits_s is None:
                         return None, f"{failure} (for {self.config.max_outage_s:g} s)"
                     pause_s = waits_s
-                # At an address that is down no try is used up: the breaker sets the pace, and
-                # `max_outage_s` the end.
+                # While the address is down, a failure uses up no try: the breaker sets the pace,
+                # and `max_outage_s` ends the waiting.
                 elif not self._is_down(asking.address, cause, num_tries + 1):
                     num_tries += 1
             if num_tries >= self.config.max_attempts:
@@ -280,7 +280,7 @@ class JudgeClient:
                     await asyncio.sleep(pause_s)
 
     def _wait_s(self, asking: _Asking, pause_s: float, failure: str) -> float | None:
-        """How long a question waits that the judge wants later; None: it is given up."""
+        """Seconds to wait with a question that the judge wants later; None: give it up."""
         self._stats.throttled += 1
         if not asking.num_refused:
             asking.refused_since_s = time.monotonic()
@@ -291,8 +291,8 @@ class JudgeClient:
     def _is_down(self, address: Address | None, cause: str, num_tries: int) -> bool:
         """Whether the last failure, at `address`, says nothing about the question itself.
 
-        A question whose every try died without an answer, while no other question got one, opens
-        the breakers too: a few questions in flight would else be given up one by one.
+        If every try of a question failed without an answer, and no other question got one, this
+        opens all breakers; otherwise the questions in flight would be given up one by one.
         """
         rows = [each.num_failures_in_row for each in self._addresses]
         nobody_got_through = all(rows) and sum(rows) >= num_tries >= self.config.max_attempts
@@ -302,7 +302,7 @@ class JudgeClient:
         return address is not None and address.is_open
 
     def _request(self, asking: _Asking) -> Request:
-        """Another seed, and a higher temperature, after each unreadable reply."""
+        """The next request: each unreadable reply changes the seed and raises the temperature."""
         num_unreadable = len(asking.replies)
         temperature = asking.question.temperature
         if temperature is None:
@@ -323,10 +323,10 @@ class JudgeClient:
         return Request(parameters, asking.content)
 
     async def _reply(self, asking: _Asking) -> str:
-        """The judge's words, from the journal where it has them.
+        """The judge's reply text, from the journal if it is there.
 
-        Equal requests wait for each other: whoever comes second finds the first one's reply, as it
-        would after a restart. (Without a journal each is sent.)
+        Identical requests wait for each other: the second takes the first one's reply from the
+        journal, as it would after a restart. (Without a journal every request is sent.)
         """
         request = self._request(asking)
         journal = self._journal.get()
@@ -368,8 +368,8 @@ class JudgeClient:
         return scrub(reply)
 
     async def _post(self, address: Address, asking: _Asking, request: Request) -> HttpAnswer:
-        """The answer to `request`, sent without the parameters that the address refuses, one more
-        at each refusal; if a reply comes, what was left out is remembered.
+        """The answer to `request`. If the address refuses a parameter, the request is sent again
+        without it; once a reply comes, the dialect remembers what was left out.
 
         Raises `RequestTrouble` when nobody answers.
         """
@@ -407,19 +407,19 @@ class JudgeClient:
     def _raise_for(
         self, response: HttpAnswer, address: Address | None = None, shape: tuple[bool, ...] = ()
     ) -> NoReturn:
-        """Raises `RequestTrouble` for an answer other than 200 that may pass, and `JudgeRefused`
-        for one that a person must act on. `address`, `shape`: of the question, if it was one."""
+        """Raises `JudgeRefused` for a non-200 answer that a person must act on, `RequestTrouble`
+        for others. `address`, `shape`: those of the question, if the request was a question."""
         status, page = response.status, _shown(response)
         trouble = RequestTrouble(f"http_{status}", page, response.retry_after_s)
         if status in RETRIED_CLIENT_ERRORS or status >= 500:
             raise trouble
         if address and status in REFUSED_QUESTION and shape in address.answered:
-            # It has graded others like this, so the set-up is right: this one is too long, or
-            # moderated. (A judge may take one picture and refuse two: that is the set-up.)
+            # The address has answered questions of this shape, so the set-up is right: this one is
+            # too long, or moderated. (Taking one picture but refusing two is a set-up error.)
             raise RequestTrouble("refused", f"HTTP {status} {page}")
         others = (other for other in self._addresses if other is not address)
         if address and any(shape in other.answered for other in others):
-            # Other addresses take what this one refuses: it is set up wrongly, and counts as down.
+            # Other addresses accept this shape: this one is misconfigured and counts as down.
             address.open(f"refuses (HTTP {status} {page})")
             raise trouble
         location = response.location and shown(response.location, SHOWN_HEADER_CHARS)
@@ -429,8 +429,8 @@ class JudgeClient:
         )
 
     async def _check_name(self, address: Address, model: str | None) -> None:
-        """Logs a model that answers in place of the one that was asked, once per name. Raises
-        `JudgeRefused` where the one that was asked is not served any more."""
+        """Logs, once per name, that a model other than `judge.model` has answered. Raises
+        `JudgeRefused` if `judge.model` is no longer served."""
         asked, known = self.config.model, address.dialect.model_names
         if model is None or model == asked:
             return

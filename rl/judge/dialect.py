@@ -25,7 +25,7 @@ NAMES = {
 """Optional parameter -> how an error page names it."""
 LENGTHS = frozenset({"max_tokens", "max_completion_tokens"})
 REFUSING_STATUSES = frozenset({400, 422, 500, 501})
-"""500: LiteLLM's proxy and llama.cpp's server have said it so."""
+"""500 is one of them: LiteLLM's proxy and llama.cpp's server have refused parameters with it."""
 
 _REFUSAL = re.compile(
     r"unsupported|unrecogni[sz]ed|unknown|unexpected|unavailable|deprecated|"
@@ -34,10 +34,10 @@ _REFUSAL = re.compile(
     r"cannot (?:both )?be (?:used|set|specified)"
 )
 _VALUE_REFUSAL = re.compile(
-    # A model that samples in one way, and an end of the range that others take for 'off'.
+    # A model with one fixed sampling setting; a range limit that other servers take as 'off'.
     r"only .*\b(?:is|are) (?:allowed|supported)|must be (?:strictly|> ?0|in range \(0)"
 )
-"""Not of a length: what is too long for the context is no dialect."""
+"""Not applied to `LENGTHS`: a length above the context limit is not a matter of dialect."""
 _SENTENCE_END = re.compile(r"[.!;]\s|\n|\}\s*,\s*\{")
 
 
@@ -52,7 +52,7 @@ class Request:
 
     @cached_property
     def key(self) -> str:
-        """Journal key of its reply: the same whatever an endpoint refuses."""
+        """Journal key of the reply; it does not depend on which parameters an endpoint refuses."""
         return hashlib.sha256(self.body(frozenset())).hexdigest()
 
     def sent(self, without: Set[str]) -> dict[str, Any]:
@@ -72,8 +72,8 @@ class Request:
 
 @dataclass
 class Dialect:
-    """What one endpoint does not take. A parameter that it once took can be refused only for a
-    value."""
+    """What one endpoint does not accept. If it has accepted a parameter before, a refusal is taken
+    to concern only that value."""
 
     names: set[str] = field(default_factory=set)
     values: set[tuple[str, str]] = field(default_factory=set)
@@ -114,7 +114,7 @@ def refused_parameters(status: int, page: bytes, sent: Set[str]) -> set[str]:
     """Which of the optional parameters in `sent` an answer says it does not take; usually none."""
     if status not in REFUSING_STATUSES:
         return set()
-    # JSON inside JSON: quotes behind backslashes, and line ends spelt out.
+    # Undo the escaped quotes and line ends of JSON that is nested in JSON.
     text = re.sub(r"\\+u00(?:22|27|60)", "'", page.decode("utf-8", "replace"))
     text = re.sub(r"\\+n", "\n", text).replace("\\", "").lower()
     found: set[str] = set()
@@ -129,6 +129,6 @@ def refused_parameters(status: int, page: bytes, sent: Set[str]) -> set[str]:
         }
         if not refuses:
             named -= LENGTHS
-        # One of two is too many: nucleus mass 1 says nothing, a temperature does.
+        # The endpoint takes only one of the two: drop top_p, whose value 1.0 has no effect.
         found |= named - {"temperature"} if "top_p" in named and "both" in sentence else named
     return found

@@ -26,9 +26,9 @@ _VERSION = re.compile(r"v\d[a-z0-9]*")
 def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
     """`judge.api_base` as the URLs that requests are appended to, 'http://host:4877/v1', each once.
 
-    Takes, as a list or between commas: a URL with or without '/v1' and trailing slash, 'host:port',
-    or a file that holds such addresses, a line each. Raises ValueError naming the key and the
-    remedy.
+    Accepts, in a list or separated by commas: a URL with or without '/v1' and trailing slash,
+    'host:port', or a file with one such address per line. Raises ValueError naming the key and
+    the remedy.
     """
     texts = [value] if isinstance(value, str) else value
     words = [word.strip() for text in texts for word in text.split(",")]
@@ -82,7 +82,7 @@ def _normalise(url: str, where: str) -> str:
     url = url if "://" in url else f"http://{url}"
     rest = url.partition("://")[2]
     if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
-        # Not quoted: what stands there may be a key.
+        # The message does not quote the URL, because it may contain a key.
         raise ValueError(
             "judge.api_base must be a plain URL without user, password or query: keys come from "
             "the environment variable that judge.api_key_env names"
@@ -92,7 +92,7 @@ def _normalise(url: str, where: str) -> str:
         segments = [segment for segment in parts.path.split("/") if segment]
         if segments[-2:] == ["chat", "completions"]:
             segments = segments[:-2]
-        # A gateway that versions in another way (/v1beta/openai) has said where it wants requests.
+        # A path that already contains a version (/v1beta/openai) is kept as it is.
         if not any(_VERSION.fullmatch(segment) for segment in segments):
             segments.append("v1")
         base = f"{parts.scheme}://{parts.netloc}/{'/'.join(segments)}"
@@ -114,10 +114,10 @@ def is_loopback(api_base: str) -> bool:
 
 
 def auth_header(api_key_env: str) -> dict[str, str]:
-    """The header that carries the key; {} for a judge without one.
+    """The HTTP header with the judge's key; {} for a judge without a key.
 
-    From then on the key is known as one, whatever its variable is called. Raises ValueError when
-    the environment lacks the variable, holds what no header takes, or what is too short for a key.
+    Registers the variable as a secret, whatever its name. Raises ValueError if it is not set, or
+    if its value is too short for a key or not allowed in a header.
     """
     if not api_key_env:
         return {}
@@ -135,9 +135,9 @@ def auth_header(api_key_env: str) -> dict[str, str]:
         )
     if len(key) < MIN_CHARS and not is_placeholder(key):
         raise ValueError(
-            f"judge.api_key_env names {api_key_env}, whose value has {len(key)} characters: one of "
-            f"fewer than {MIN_CHARS} could not be kept out of the logs, where words hold it by "
-            f"chance. Copy the key whole into {api_key_env}; for a judge that wants none set "
+            f"judge.api_key_env names {api_key_env}, whose value has {len(key)} characters: a "
+            f"key of fewer than {MIN_CHARS} cannot be removed from the logs safely, since ordinary "
+            f"words may hold it. Copy the key whole into {api_key_env}; for a keyless judge set "
             f"judge.api_key_env: '', or {api_key_env}=EMPTY"
         )
     return {"Authorization": f"Bearer {key}"}
@@ -155,8 +155,8 @@ def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
         return "Remedy: the proxy wants a user and a password in the URL of HTTP_PROXY (ALL_PROXY)."
     if status == 429:
         return (
-            f"Remedy: fewer at once (judge.max_concurrency={config.max_concurrency}, on each "
-            "rank), or a higher quota; one that is spent comes back with time or money."
+            f"Remedy: fewer requests at once (judge.max_concurrency={config.max_concurrency}, on "
+            "each rank), or a higher quota; a used-up quota returns with time or payment."
         )
     if status == 404:
         return f"Remedy: check the path in judge.api_base and judge.model={config.model!r}."

@@ -23,7 +23,7 @@ CONNECT_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2 * 2**20
 """The longest readable reply (`reply.MAX_REPLY_CHARS`) takes at most 1.2 MB as JSON."""
 MAX_ERROR_PAGE_BYTES = 64 * 2**10
-"""Read of the body of any answer but HTTP 200."""
+"""At most this much of the body is read if the status is not 200."""
 SHOWN_HEADER_CHARS = 200
 SHOWN_ERROR_CHARS = 300
 RETRY_AFTER_CAP_S = 120.0
@@ -47,7 +47,7 @@ class RequestTrouble(Exception):  # noqa: N818 (an outcome of one request, never
     def __init__(
         self, cause: str, detail: str, retry_after_s: float | None = None, is_tls: bool = False
     ) -> None:
-        """`is_tls`: the two sides do not trust or understand each other, which no waiting fixes."""
+        """`is_tls`: a certificate or protocol failure of TLS, which waiting does not fix."""
         super().__init__(f"{cause}: {scrub(detail)}")
         self.cause = cause
         self.retry_after_s = retry_after_s
@@ -67,7 +67,7 @@ class HttpAnswer:
     """'POST http://...', for messages."""
     status: int
     body: bytes
-    """Whole, or empty, if the status is 200; of other answers the beginning."""
+    """Status 200: the whole body, or empty if it is unusable. Other statuses: its beginning."""
     unusable: str | None
     """Why the body was not read to its end: it is compressed, or too long."""
     retry_after_s: float | None
@@ -128,8 +128,8 @@ class JudgeHttp:
                 detail = f"no reply within {timeout_s:g} s{self._through}"
                 raise RequestTrouble("timeout", detail) from None
         except Exception as error:
-            # What bytes from outside make the HTTP stack raise has no class in common: httpx's own
-            # errors, ssl.SSLError, UnicodeError for a host name.
+            # Malformed bytes from outside raise errors that share no base class: httpx's own, an
+            # ssl.SSLError, a UnicodeError for a host name.
             if response is None or response.status_code == 200:
                 remedy = _tls_remedy(error)
                 detail = shown(f"{type(error).__name__} {error}", SHOWN_ERROR_CHARS)
@@ -173,8 +173,8 @@ def _tls_remedy(error: BaseException | None) -> str:
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return (
-                "have its certificate trusted here (SSL_CERT_FILE=<a .pem of who signed it>), or "
-                "set judge.api_base to a host name that it holds, or to an http:// URL"
+                "trust its certificate here (SSL_CERT_FILE=<a .pem of its issuer>), or set "
+                "judge.api_base to a host name in the certificate, or to an http:// URL"
             )
         if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
             return "it does not speak TLS there: set an http:// URL in judge.api_base"
@@ -195,7 +195,7 @@ def _trusted() -> ssl.SSLContext:
 
 
 async def _receive(response: httpx.Response, received: bytearray) -> str | None:
-    """Append the body to `received`; why it was left unread, or None."""
+    """Append the body to `received`. Returns why it was not read to its end, or None."""
     limit = MAX_REPLY_BYTES if response.status_code == 200 else MAX_ERROR_PAGE_BYTES
     encoding = response.headers.get("Content-Encoding", "").strip()
     try:

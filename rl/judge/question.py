@@ -22,9 +22,9 @@ MAX_PATH_CHARS = 300
 
 
 def read_prompt(path: str, own: Path, key: str) -> str:
-    """The text of a prompt file, of `own` where `path` is ''; it has `{instruction}` if that has.
+    """The text of the prompt file `path`, or of `own` if `path` is ''.
 
-    Raises ValueError naming `key` when it cannot serve.
+    Raises ValueError naming `key` when `path` cannot be used, or lacks `own`'s `{instruction}`.
     """
     text = own_text = own.read_text(encoding="utf-8").strip()
     if path:
@@ -43,15 +43,15 @@ def read_prompt(path: str, own: Path, key: str) -> str:
 
 
 def fill_prompt(text: str, instruction: str) -> str:
-    """`text` with the user's words in place, in which its tags (`</instruction>`) lose their '<':
-    they cannot end before the file says so. Other braces (JSON examples) stay as they are."""
+    """`text` with the user's words inserted. The '<' of the file's tags (`</instruction>`) is
+    escaped in these words, so that they cannot close a tag. Other braces (JSON examples) stay."""
     for tag in set(re.findall(r"</?(\w+)>", text)):
         instruction = re.sub(rf"(?i)<(?=\s*/?\s*{tag}\b)", "&lt;", instruction)
     return text.replace(INSTRUCTION, instruction)
 
 
 def picture_part(image: Image.Image, side_px: int) -> bytes:
-    """The picture as JSON. A PNG: a JPEG would show its own artefacts to the judge of artefacts."""
+    """The picture as JSON, in PNG: JPEG would add artefacts, which the judge might penalise."""
     if max(image.size) > side_px:
         image = downscale(over_white(image), side_px)
     url = "data:image/png;base64," + base64.b64encode(png_bytes(image)).decode("ascii")

@@ -29,7 +29,7 @@ class MicroBatch:
 
     rows: tuple[Row, ...]
     members: tuple[Member, ...]
-    """Whose rows these are."""
+    """The completion that each row belongs to."""
 
     @property
     def num_tokens(self) -> int:
@@ -51,9 +51,9 @@ def pack_groups(
 ) -> list[MicroBatch]:
     """Some `groups` (None: all), in order, in micro-batches of at most `max_tokens`.
 
-    A longer group is cut between completions, and a longer completion is alone in its micro-batch.
-    `num_sampled_P`: how many of each group the policy wrote (None: all); the completions after them
-    follow the prompt's `plain`.
+    A longer group is split between completions; a longer completion gets a micro-batch of its own.
+    `num_sampled_P`: how many completions of each group the policy sampled (None: all); the others
+    are paired with the prompt's `plain`.
     """
     packs: list[list[tuple[Row, Member]]] = []
     size = 0
@@ -92,7 +92,7 @@ def split_evenly(num_groups: int, num_minibatches: int) -> list[range]:
 def in_step(
     micro_batches: Sequence[MicroBatch], filler: Row | None, dist: Dist
 ) -> list[MicroBatch]:
-    """The micro-batches, and fillers up to the largest rank's number of them. Collective."""
+    """The micro-batches, padded with fillers to the largest number on any rank. Collective."""
     missing = dist.max_int(len(micro_batches)) - len(micro_batches)
     if not missing:
         return list(micro_batches)
@@ -101,15 +101,15 @@ def in_step(
 
 
 def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
-    """A row for fillers: the rank's own first, or another rank's if it has none; None when no rank
-    has a row. Collective."""
+    """The row to use in fillers: this rank's first row, or another rank's if this rank has none;
+    None if no rank has a row. Collective."""
     own = rows[0] if rows else None
     if not dist.any(own is None):
         return own
     portable = None
     if own is not None:
         prompt = own[0]
-        # Whatever the forward needs, pictures included: every rank must run the vision tower.
+        # Keeps the forward's picture inputs, because every rank must run the vision tower.
         sample = replace(prompt.sample, sources=(), target=None)
         plain = prompt.without_thought and replace(prompt.without_thought, sample=sample)
         portable = (replace(prompt, sample=sample, without_thought=plain), own[1])
@@ -120,7 +120,7 @@ def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
 def by_member(
     micro_batch: MicroBatch, members: Sequence[Member], outputs: TokenOutputs
 ) -> dict[Member, list[float]]:
-    """Each row's own [T] log-probs."""
+    """Completion -> its [T] log-probs, without padding."""
     values_BC = outputs.logprobs.detach().tolist()
     rows = micro_batch.rows_of(members)
     return {
@@ -133,8 +133,8 @@ class Forwards(Protocol):
     """The micro-batches of a batch's rows, and the forward over each."""
 
     collective: bool
-    """Whether a forward needs every rank in it (ZeRO-3 gathers weights): then all of them come
-    before anything that ranks do at their own pace."""
+    """Whether every rank must take part in each forward (ZeRO-3 gathers weights). If so, all
+    forwards run before any work that ranks do at their own pace."""
 
     @property
     def micro_batches(self) -> Sequence[MicroBatch]: ...
@@ -157,8 +157,8 @@ class Inference:
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
         num_sampled_P: Sequence[int] | None = None,
     ) -> None:
-        """`weights`: context of each forward, such as the policy's `reference`. `num_sampled_P`:
-        see `pack_groups`. Collective where forwards are."""
+        """`weights`: context manager around each forward, such as the policy's `reference`.
+        `num_sampled_P`: see `pack_groups`. Collective if `self.collective`."""
         self._policy = policy
         self._weights = weights
         self.collective = is_sharded(policy.module)

@@ -25,7 +25,7 @@ class LearnerMetrics:
     weight_squared: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
-    """This step's, still divided by the planned denominators."""
+    """Losses of the current step, still divided by the planned denominators."""
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -73,7 +73,7 @@ class LearnerMetrics:
                 add(f"kl/reference_{estimator}", float(kl.mean()), kl.numel())
 
     def close_step(self, gradient_scale: float, num_steps: int) -> None:
-        """The step's losses, brought to its true denominators; means over `num_steps` steps."""
+        """Add the step's losses, rescaled to true denominators and divided by `num_steps`."""
         for name, value in self.losses.items():
             self.metrics.total(f"loss/{name}", value * gradient_scale / num_steps)
         self.losses.clear()

@@ -1,7 +1,7 @@
 """Closed formulas for the operations of a language model's passes (gated MLPs, grouped heads).
 
 A multiply-add is two operations. A pair is one query that attends to one key. Norms, activations
-and rotary embeddings are left out: below a hundredth at real sizes.
+and rotary embeddings are left out: they are below 1% at real sizes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Recompute = bool | Literal["mlp"]
-"""As `optimizer.gradient_checkpointing`: nothing, whole layers, or the insides of the MLPs."""
+"""What is recomputed (`optimizer.gradient_checkpointing`): nothing, whole layers or the MLPs."""
 STAGES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-"""A layer's matrices in the order in which a token passes them; attention is after the first."""
+"""A layer's matrices in the order in which a token passes them; attention follows the first."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ModelShape:
 
     @staticmethod
     def sizes(text: Mapping[str, Any]) -> dict[str, int]:
-        """These fields, out of transformers' text config."""
+        """These fields, read from transformers' text config."""
         num_heads = text["num_attention_heads"]
         return {
             "num_layers": text["num_hidden_layers"],
@@ -61,11 +61,11 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class LanguageModel(ModelShape):
-    """What decides the cost of a pass."""
+    """The sizes that determine the cost of a pass."""
 
     vocabulary: int
     lora_rank: int = 0
-    """0: trained in full."""
+    """0: full fine-tuning."""
     lora_targets: tuple[str, ...] = ()
     """Names of the adapted matrices."""
 
@@ -80,14 +80,14 @@ class LanguageModel(ModelShape):
         )
 
     def forward_flops(self, num_tokens: int, num_pairs: int) -> float:
-        """Of all layers, without the head."""
+        """Operations of all layers, without the head."""
         per_layer = sum(self._matrix_flops(name) for stage in STAGES for name in stage)
         return self.num_layers * (per_layer * num_tokens + self._attention_flops(num_pairs))
 
     def backward_flops(self, num_tokens: int, num_pairs: int) -> float:
-        """Of all layers, without the head, with nothing recomputed: every matrix computes the
-        gradient of its input, a trained one also its own; attention's backward has five products
-        where the forward has two. (The first layer of a LoRA computes a little less.)"""
+        """Operations of all layers, without the head and without recomputation. Each matrix needs
+        the gradients of its input and, if trained, of its weights; attention has five products, and
+        two in the forward. (The first layer of a LoRA computes a little less.)"""
         names = [name for stage in STAGES for name in stage]
         per_layer = sum(self._matrix_flops(name) + self._own_gradient_flops(name) for name in names)
         attention = 2.5 * self._attention_flops(num_pairs)
@@ -116,6 +116,6 @@ class LanguageModel(ModelShape):
 
 
 def prefix_tree_pairs(prompt_len: int, completion_lens: Sequence[int]) -> int:
-    """(query, key) pairs of a group: the prompt causally, each completion over it and itself."""
+    """(query, key) pairs of a group: a completion attends to the prompt and to itself, causally."""
     own = sum(length * (length + 1) // 2 for length in completion_lens)
     return prompt_len * (prompt_len + 1) // 2 + prompt_len * sum(completion_lens) + own

@@ -31,7 +31,7 @@ TASKS = {
     "sd3": "text-generation",
     "none": "image-text-to-text",
 }
-"""Renderer -> the hub's name of what the trained model is for."""
+"""Renderer -> the hub's `pipeline_tag` of the trained model."""
 WHAT = {
     "adapter": "A PEFT adapter of a",
     "model": "A",
@@ -41,12 +41,12 @@ WHAT = {
 _LICENSE = re.compile(r"[A-Za-z0-9][\w.-]{0,59}")
 _MAX_README_BYTES = 1_000_000
 OWN_WORDS = "own_words"
-"""In the name of a picture that the user's own words give, where nothing is edited."""
+"""Part of the file name of a picture drawn from the user's own words, if nothing is edited."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Mean rewards of the same held-out samples, graded both times, in two arms."""
+    """Mean rewards of two arms over the held-out samples that were graded in both."""
 
     name: str
     """A category, or an arm."""
@@ -85,7 +85,7 @@ class Evidence:
     num_left_out: int
     """Held-out samples that were not graded both times."""
     ungraded_share: float | None
-    """Of the training's episodes."""
+    """Share of the training episodes that were ungraded."""
     drift_alarms: Sequence[int] | None
     """Iterations after which drift was found; None: it was never measured."""
     curve: str | None
@@ -253,9 +253,9 @@ def without_places(value: Any) -> Any:
 
 
 def licence_of(place: str) -> tuple[str, str | None] | None:
-    """(licence, its own name where the licence is 'other') that the card of a model or a data set
-    states. None where it states none, or no card is in the folder or in the hub's cache. The
-    network is not asked."""
+    """(licence, its name if the licence is 'other') from the card of a model or a data set. None if
+    the card states no licence, or if neither the folder nor the hub's cache has a card. Makes no
+    network request."""
     from huggingface_hub import metadata_load
 
     try:

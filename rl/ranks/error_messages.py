@@ -1,4 +1,4 @@
-"""An error that was foreseen is a sentence, any other a traceback."""
+"""Prints a foreseen error as a sentence, and any other error as a traceback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_SHOWN = 500
 REMEDIES = {
     errno.EACCES: "give this user the right to it, or name another (a run's folder: base_exp_dir)",
     errno.EPERM: "give this user the right to it, or name another (a run's folder: base_exp_dir)",
-    errno.EROFS: "the disk is mounted to be read; name another folder (base_exp_dir)",
+    errno.EROFS: "the disk is mounted read-only; name another folder (base_exp_dir)",
     errno.ENOSPC: "make room on that disk; the same command then goes on",
     errno.EDQUOT: "make room within this user's quota; the same command then goes on",
     errno.EFBIG: "the file has reached the largest size allowed here; raise it (ulimit -f)",
@@ -28,7 +28,7 @@ REMEDIES = {
     errno.EADDRINUSE: "another process listens there; end it, or name another port",
     errno.EADDRNOTAVAIL: "no interface of this machine has that address; name one that does",
 }
-"""Of what the operating system refuses, by its number: what to do about it."""
+"""`errno` of an operating system error -> what to do about it."""
 _MACHINE_ERRORS = {"AcceleratorError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _BY_MACHINE = ("CUDA error: ", "NCCL error", "closed by peer", "Connection reset by peer")
 _BY_PROGRAM = (
@@ -52,9 +52,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def sentence(error: BaseException) -> str | None:
-    """What to tell the user; None for an error whose traceback is needed. A sentence are errors
-    that a `raise` statement of this package raised, and what a disk, a folder, a port or memory may
-    do at any time; not asserts, nor what a library or a user's plugin raises."""
+    """What to tell the user; None for an error whose traceback is needed. Sentences are
+    for errors that a `raise` statement of this package raised, and for failures of a disk, folder,
+    port or memory; not for asserts, nor for what a library or a user's plugin raises."""
     if isinstance(error, OSError) and error.errno in REMEDIES:
         path = error.filename2 or error.filename  # of a renaming: where it goes
         where = f"{path}: " if path else ""
@@ -79,8 +79,8 @@ def sentence(error: BaseException) -> str | None:
 
 
 def is_machines(error: BaseException) -> bool:
-    """Whether a device or a connection failed (CUDA, NCCL, gloo), which need not happen again; not
-    for want of memory, nor by what the program asked for."""
+    """Whether a device or a connection failed (CUDA, NCCL, gloo), so that a retry may help; False
+    for a lack of memory, and for errors that the program itself caused."""
     text = str(error)
     names = {cls.__name__ for cls in type(error).__mro__}
     said = any(words in text for words in _BY_MACHINE) or bool(names & _MACHINE_ERRORS)

@@ -30,7 +30,7 @@ class Machine:
 
 
 def claims_of(sections: Iterable[tuple[str, Any]]) -> list[Claim]:
-    """The claims of (key, plugin config) pairs; those of no `PlacedConfig` run no model."""
+    """The claims of (key, plugin config) pairs; other configs than `PlacedConfig` run no model."""
     return [
         Claim(key, config.device, config.max_memory_gb)
         for key, config in sections
@@ -51,8 +51,8 @@ def resolve_device(asked: str, own: str) -> str:
 
 
 def problems(claims: Sequence[Claim], owns: Sequence[str], machine: Machine | None) -> list[str]:
-    """Everything wrong with the placement of models, each with its key and remedy. `owns`: the own
-    device of each rank of one machine; `machine`: None where only the words can be checked."""
+    """Everything wrong with the placement of models, each with its key and remedy. `owns`: each
+    rank's own device, for the ranks of one machine; `machine`: None if its GPUs are unknown."""
     if unknown := [claim for claim in claims if not _FORM.fullmatch(claim.device)]:
         return [f"{c.key}.device: {c.device!r} is no device; give {WORDS}" for c in unknown]
     cpu = [own for own in owns if not own.startswith("cuda:")]
@@ -107,8 +107,8 @@ def _unlimited(claims: Sequence[Claim], own: str, machine: Machine | None) -> It
         size = math.inf if machine is None else machine.cuda_gb[int(device[5:])]
         if free:
             yield (
-                f"{key}: {device} also holds {', '.join(free)}, without a limit, so that none can "
-                "be kept there; place it apart, or among models that all have one, or drop this key"
+                f"{key}: {device} also holds {', '.join(free)}, without a limit, so no limit can "
+                "be enforced there; give all models there a limit, move one, or drop this key"
             )
         elif total > size:
             yield f"{key}: {total:g} GB on {device} (all models there), which has {size:g}"

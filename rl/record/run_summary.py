@@ -49,7 +49,7 @@ class Summary:
     checkpoint: int | None = None
     """Iterations in the newest checkpoint that is whole, by its files' sizes."""
     damaged: Sequence[int] = ()
-    """Iterations of newer checkpoints that are not."""
+    """Iterations of newer checkpoints, which are damaged."""
 
     @property
     def num_bytes(self) -> int:
@@ -150,8 +150,8 @@ def _sizes(path: Path) -> tuple[dict[str, int], float]:
 
 
 def is_in_use(run_dir: Path) -> bool:
-    """Whether a run, or a rank of one that saves, is in that folder, by the kernel's locks. Makes
-    no file. False on a file system without locks."""
+    """Whether a run, or a rank that is saving, holds a file lock in that folder. Creates no
+    file. False on a file system without locks."""
     with ExitStack() as stack:
         for name in LOCKS:
             try:

@@ -1,4 +1,4 @@
-"""Writes a run's files beside training: one thread per process, in order, all of them."""
+"""Writes a run's files in the background: one thread per process writes them all in order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rl.checkpoints.disk_room import when_there_is_room
 from rl.console.console import warn
 
 MAX_WAITING = 10
-"""Jobs beside the one under way: two iterations' or more. They hold pictures and weights in
-memory."""
+"""Jobs queued behind the running one, enough for two iterations or more. They hold pictures and
+weights in memory."""
 
 
 class BackgroundWriter:
@@ -29,9 +29,9 @@ class BackgroundWriter:
         self._has_waited = False
 
     def put(self, what: str, write: Callable[[], object]) -> Future[None]:
-        """Have `write` called after all that was put before; what it reads must not change any
-        more. Waits while too much is waiting. Raises an earlier job's error, once; all jobs are put
-        all the same. The result is done when `write` was called."""
+        """Queue `write` behind all earlier jobs; the data it reads must not change any more. Blocks
+        while the queue is full. Raises an earlier job's error, once; `write` is queued even then.
+        The returned future is done once `write` has run."""
         if not self._places.acquire(blocking=False):
             if not self._has_waited:
                 self._has_waited = True
@@ -47,12 +47,12 @@ class BackgroundWriter:
         return self._last
 
     def flush(self) -> None:
-        """Wait until all is on disk. Raises what could not be written, once."""
+        """Wait until all jobs have run. Raises the error of a failed job, once."""
         self.drain()
         self._raise_first()
 
     def drain(self) -> None:
-        """Wait until all that can be is on disk; what could not is raised later."""
+        """Wait until all jobs have run; their errors are raised later."""
         if self._last is not None:
             self._last.result()
 
@@ -62,7 +62,7 @@ class BackgroundWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Complete what was put. Raises what could not be written, unless another error ends the
+        """Finish all queued jobs. Raises the error of a failed job, unless another error ends the
         run."""
         self.drain()
         self._thread.shutdown()

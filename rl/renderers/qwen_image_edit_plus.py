@@ -19,8 +19,8 @@ class Config(DenoisingConfig):
     policy_image_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 384 * 384
     """Area of each source as the policy reads it, px^2."""
     max_pictures: Annotated[int, Field(ge=1, le=16)] = 1
-    """Source pictures that a sample may have, and for which memory is planned; it was trained on 1
-    to 3. The picture drawn takes the last one's aspect."""
+    """Most source pictures per sample; memory is planned for that many. The model was trained on 1
+    to 3. The output has the aspect ratio of the last source picture."""
 
 
 class QwenImageEditPlus(QwenImageEditor[Config]):

@@ -1,4 +1,4 @@
-"""Rows of a data page, of an episode or a held-out record; a value of a wrong type becomes none."""
+"""Rows of a data page from episodes and held-out records; values of a wrong type are dropped."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Limits:
     """How much of an episode a page holds."""
 
     text_chars: int
-    """Of an instruction, a completion, a cause."""
+    """Limit for an instruction, a completion or a cause of failure."""
     reply_chars: int
     num_tokens: int
-    """With their log-probs."""
+    """Limit for tokens with their log-probs."""
 
 
 WHOLE = Limits(20_000, 20_000, 20_000)
@@ -31,7 +31,7 @@ LEVELS = (WHOLE, Limits(4000, 2000, 1024), Limits(2000, 800, 256), Limits(1000, 
 """Tried in turn until a page is small enough."""
 _HALF = "\ufffd"
 _MAX_JOINED = 8
-"""Tokens that make one character together: more are no character."""
+"""Most tokens that can make one character together."""
 
 
 class Pieces:
@@ -43,8 +43,8 @@ class Pieces:
         self._tokenizer = _tokenizer(config)
 
     def of(self, token_ids: Sequence[int]) -> list[str] | None:
-        """Each token's own text; where several make one character, the first has it and the others
-        ''. None where they are not known."""
+        """The text of each token; if several make one character, the first has it and the others
+        ''. None if the texts are not known."""
         if self._tokenizer is None:
             return None
         texts: list[str] = []
@@ -84,7 +84,7 @@ def _tokenizer(config: Mapping[str, Any]) -> Any:
                 return None
             file = Path(found)
         return Tokenizer.from_file(str(file))
-    # The library raises bare Exceptions for a file it cannot read; ImportError where there is none.
+    # tokenizers raises bare Exceptions for an unreadable file; ImportError: it is not installed.
     except Exception:
         return None
 
@@ -103,7 +103,7 @@ def short(value: object, digits: int = 4) -> float | None:
 
 
 def groups_of(rows: Iterable[Record]) -> list[list[Record]]:
-    """The episodes of one prompt stand beside each other."""
+    """Splits rows into groups; the rows of one group must be adjacent."""
     by_group = groupby(rows, lambda row: (row.get("rank"), row.get("group_id")))
     return [list(rows_G) for _, rows_G in by_group]
 
@@ -154,7 +154,7 @@ def _member(
     pieces: Pieces,
     limits: Limits,
 ) -> dict[str, Any]:
-    """One completion, of training or held out. `there`: a picture's name, where it is there."""
+    """One completion of training or evaluation. `there`: a picture's name, None if missing."""
     replies = row.get("replies")
     replies = replies if isinstance(replies, Mapping) else {}
     member: dict[str, Any] = {
@@ -198,8 +198,8 @@ def _tokens(row: Record, pieces: Pieces, limits: Limits) -> dict[str, Any]:
 
 
 def finding_row(g: int, rows_G: Sequence[Record], names: Sequence[str]) -> list[Any]:
-    """What a group is found by: place, category, instruction, mean, least and largest reward,
-    spread (standard deviation), how many of each status, means of the parts."""
+    """What groups are searched by: index, category, instruction, mean, minimum and maximum reward,
+    standard deviation, number of episodes by status, means of the parts."""
     first = rows_G[0]
     rewards = [value for row in rows_G if (value := short(row.get("reward"))) is not None]
     status: dict[str, int] = {}

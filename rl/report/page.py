@@ -27,7 +27,7 @@ _SOURCES = ("page.css", "base.js", "lists.js", "samples.js", "start.js")
 
 
 def write_page(run_dir: Path, other: Path | None = None) -> tuple[Path, Made]:
-    """Make `<run>/report/` what the run holds now; `other`: a run to set beside it."""
+    """Update `<run>/report/` to what the run holds now; `other`: a run to compare it with."""
     folder = run_dir / "report"
     with to_oneself(folder):
         made = refresh(run_dir, folder / "data", other)
@@ -81,7 +81,7 @@ def _template() -> Template:
 
 
 def _facts(run_dir: Path, made: Made, other: Path | None, is_alone: bool) -> dict[str, Any]:
-    """What the page's scripts need. `is_alone`: nothing is beside the page."""
+    """What the page's scripts need. `is_alone`: no data files are beside the page."""
     sets = []
     for run, evaluations in ((None, made.evaluations), (other, made.other_evaluations)):
         way, name, prefix = "..", "", ""
@@ -119,7 +119,7 @@ def _progress(metrics: Sequence[Record], config: Mapping[str, Any], made: Made) 
 
 
 def _curves(metrics: Sequence[Record]) -> list[dict[str, Any]]:
-    """Those that have points, each with its lines' meanings."""
+    """The curves that have points, each with a legend that explains its lines."""
     shown = []
     for curve in CURVES:
         lines = [(line, points(metrics, line.metric)) for line in curve.lines]
@@ -140,7 +140,7 @@ def _curves(metrics: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def times(metrics: Sequence[Record]) -> list[tuple[str, float, float]]:
-    """(phase, seconds, share of the whole), the longest first; what no phase has is '(other)'."""
+    """(phase, seconds, share of the whole), the longest first; time outside them is '(other)'."""
     whole = sum(value for _, value in points(metrics, "time/iteration_s"))
     names = {
         name: name.removeprefix("time/").removesuffix("_s")
@@ -157,7 +157,7 @@ def times(metrics: Sequence[Record]) -> list[tuple[str, float, float]]:
 
 
 def settings(config: Mapping[str, Any], other: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Every key with its value, those first in which another run differs."""
+    """Every key with its value; keys whose value differs in the other run come first."""
     ours = _flat(config)
     theirs = _flat(other) if other is not None else ours
     rows = [

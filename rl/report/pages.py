@@ -38,7 +38,7 @@ MAX_PAGE_BYTES = 300_000
 CHUNK = 20
 """Iterations whose pages are written again together."""
 _CALL = re.compile(r'page\.data\("[a-z0-9_]+",(.*)\);\n', re.DOTALL)
-"""As `call` writes it: a page on a disk has classic scripts, no modules and no `fetch`."""
+"""What `call` writes: a page opened from disk can use classic scripts, not modules or `fetch`."""
 _SPECIAL = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
 _OURS = re.compile(r"(?:it|find|(?:other_)?eval)_\d{6,}(?:_\d+)?\.js")
 
@@ -62,7 +62,7 @@ class _Part(BaseModel):
     """Pages that are written together."""
 
     stamp: list[Any]
-    """Of the files that they were made of."""
+    """Path, size, times and inode of each source file."""
     files: list[Annotated[str, StringConstraints(pattern=f"^(?:{_OURS.pattern})$")]]
     groups: list[tuple[int, int]]
     """(iteration, how many groups)."""
@@ -90,8 +90,8 @@ class _Folder:
             self._before = _MadeOf()
 
     def part(self, name: str, sources: Sequence[Path], make: Callable[[_Part], None]) -> _Part:
-        """The part of that name. `make` writes its files and notes them, where a source changed or
-        was copied (nobody sets a ctime) or a file is gone."""
+        """The part called `name`. `make` is called to write and note its files if a source changed
+        or was copied (a copy has another ctime), or if one of its files is gone."""
         stats = [(path, path.stat()) for path in sources if path.exists()]
         stamp = [
             [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
@@ -207,8 +207,8 @@ def _write(
     head: Mapping[str, Any],
     makers: Sequence[Callable[[Limits], Mapping[str, Any]]],
 ) -> None:
-    """The rows, one of each maker, under the first limits that let them stand in one page; under
-    the last they may take several."""
+    """Write one row per maker, with the first limits of `LEVELS` under which all rows fit in one
+    page; under the last limits they may take several pages."""
     room = MAX_PAGE_BYTES - 2000
     rows: list[str] = []
     limits = WHOLE
@@ -247,7 +247,7 @@ def _stock_pictures(path: Path) -> dict[str, str | None]:
 
 
 def literal(value: Any) -> str:
-    """`value` as JSON that is also JavaScript, and ends no `<script>` that it stands in, whatever
+    """`value` as JSON that is also JavaScript and cannot end the `<script>` around it, whatever
     text it holds."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return _SPECIAL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
@@ -259,7 +259,7 @@ def call(name: str, value: Any) -> str:
 
 
 def value_of(script: str) -> Any:
-    """What a data page holds. Raises ValueError for what is none, such as one that says more."""
+    """The value in a data page. Raises ValueError if `script` is not exactly what `call` writes."""
     found = _CALL.fullmatch(script)
     if found is None:
         raise ValueError("no data page")

@@ -6,7 +6,7 @@ from rl.rewards.shared.viescore_base import PERCEPTION, PairedQuestions, VieScor
 
 
 class Config(VieScoreConfig):
-    """Which words the judge is asked in, and how often. The source picture (several: each under
+    """The judge's prompts, and how often it is asked. The source picture (several: each under
     'Source 1:', ...) precedes the question about meaning, the edited one follows it."""
 
     own_prompts = {"semantics_prompt": "viescore_semantics.txt", **PERCEPTION}

@@ -6,13 +6,13 @@ from rl.rewards.shared.viescore_base import PERCEPTION, PairedQuestions, VieScor
 
 
 class Config(VieScoreConfig):
-    """Which words the judge is asked in, and how often. The picture follows either question."""
+    """The judge's prompts, and how often each is asked. The picture follows each question."""
 
     own_prompts = {"semantics_prompt": "viescore_t2i_semantics.txt", **PERCEPTION}
 
 
 class VieScoreT2I(PairedQuestions[Config]):
-    """Grades one picture against the words it was asked for with."""
+    """Grades one picture against the user's original prompt."""
 
     needs = frozenset({"image"})
     semantic_marks = ("prompt_following",)

@@ -1,4 +1,4 @@
-"""Leaving together: when one rank is asked to stop, all of them leave at the same line."""
+"""Stops all ranks at the same line of code when any of them is asked to stop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Interrupted(Exception):  # noqa: N818 (reads as what happened)
 
 
 def leave_together(dist: Dist) -> None:
-    """Raise `Interrupted` on every rank once any was asked to stop, else return on every rank: one
-    that left alone would hang the others in their next collective. Collective."""
+    """Raise `Interrupted` on every rank once any was asked to stop, else return on every rank: if
+    one rank left alone, the others would hang in their next collective. Collective."""
     if signals.stop_requested(dist):
         raise Interrupted

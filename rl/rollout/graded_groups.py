@@ -28,7 +28,7 @@ class GradedGroup:
     advantages: Sequence[float | None]
     """_G; None for an UNGRADED episode."""
     sequences: Sequence[TrainSequence | None]
-    """_G, what each brings to the loss; None: nothing."""
+    """_G; None for an episode that adds nothing to the loss."""
 
 
 class Advantages:
@@ -43,14 +43,14 @@ class Advantages:
         self._waiting: list[tuple[int, Sequence[Episode]]] = []
 
     def add(self, p: int, episodes_G: Sequence[Episode]) -> Iterator[GradedGroup]:
-        """The group, or nothing yet."""
+        """Yields the group, or nothing if it has to wait for the other groups."""
         if self._needs_whole_batch:
             self._waiting.append((p, episodes_G))
         else:
             yield self._weigh(p, episodes_G, [episode.reward for episode in episodes_G])
 
     def rest(self) -> Iterator[GradedGroup]:
-        """Those that waited for the last one. Collective, once every rank has added its own."""
+        """Yields the groups that waited. Collective: call it once every rank has added its own."""
         if not self._needs_whole_batch:
             return
         rewards_PG = [[episode.reward for episode in group] for _, group in self._waiting]
@@ -92,11 +92,11 @@ def train_sequences(
     episodes_G: Sequence[Episode],
     advantages_G: Sequence[float | None],
 ) -> list[TrainSequence | None]:
-    """What each of a group's completions brings to the loss; None: nothing.
+    """What each of a group's completions adds to the loss; None: nothing.
 
-    UNGRADED episodes bring nothing. Of a group without spread nothing or the KL alone remains, as
-    `zero_spread_groups` says. Forced tokens, those that the policy leaves out, and all tokens of a
-    truncated completion under `truncated_completions: 'mask'`, are attended to but carry no loss.
+    UNGRADED episodes add nothing. A group with zero spread adds nothing or only its KL, depending
+    on `zero_spread_groups`. Forced tokens, tokens outside `policy.loss_mask`, and all tokens of a
+    truncated completion under `truncated_completions: 'mask'` are attended to but carry no loss.
     """
     algorithm = config.algorithm
     has_spread = any(advantages_G)

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from rl.ranks.dist import Dist
 
 ROUNDING = 0.02
-"""Reward (0..1): a model that grades one picture in two batches rounds by less."""
+"""A model's rewards (0..1) of one picture in two batches differ by less, through rounding."""
 MOST_NOISE, MEAN_NOISE = 0.5, 0.2
-"""Reward: a judge of temperature 1 that reads two almost equal pictures differs by less in one
-pair, and on average."""
+"""Rewards from a judge at temperature 1 of two almost equal pictures differ by less than these:
+in any one pair, and on average."""
 
 Arms = Mapping[str, Episode | None]
-"""Of one sample, by name; all under the plain prompt, today's weights and the sample's noise."""
+"""A sample's episodes by arm; all with the plain prompt, current weights and the sample's noise."""
 
 
 class UnequalRewardsError(RuntimeError):
@@ -32,9 +32,9 @@ class UnequalRewardsError(RuntimeError):
 def check_equal_words(
     arms_P: Sequence[Arms], images_per_completion: int, at_start: bool, dist: Dist
 ) -> None:
-    """Raise `UnequalRewardsError` on every rank, later than `at_start` warn, where two arms have
-    equal words, bit-equal pictures and unequal rewards. Warn where the pictures are not bit-equal
-    and rewards differ by more than a judge's noise. Collective."""
+    """Where two arms have equal words, bit-equal pictures and unequal rewards: `at_start` raise
+    `UnequalRewardsError` on every rank, later warn. Where the pictures are not bit-equal, warn if
+    rewards differ by more than a judge's noise. Collective."""
     local = [pair for arms in arms_P for pair in _pairs(arms, images_per_completion)]
     pairs = [pair for of_rank in dist.gather(local) for pair in of_rank]
     exact = max(((gap, text) for gap, text, same in pairs if same), default=(0.0, ""))
@@ -63,8 +63,8 @@ def check_equal_words(
 
 
 def _pairs(arms: Arms, images_per_completion: int) -> Iterator[tuple[float, str, bool]]:
-    """(distance of the rewards, both as text, whether the pictures are bit-equal) of arms with
-    equal words and the same rewards."""
+    """(difference of the rewards, a text that gives both, whether the pictures are bit-equal) for
+    each two arms with equal words and the same reward parts."""
     scored = [
         (name, arm, arm.reward)
         for name, arm in arms.items()

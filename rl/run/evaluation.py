@@ -45,13 +45,13 @@ class Arms:
 
     policy: Sequence[Episode]
     bare: Sequence[Episode | None]
-    """Of the user's own words."""
+    """Episodes of the user's own words."""
     reference: Sequence[Episode | None]
-    """Of the right words, where the data has them."""
+    """Episodes of the reference words, where the data has them."""
     unthought: Sequence[Episode | None]
-    """Of what the policy writes without thinking."""
+    """Episodes of what the policy writes without thinking."""
     fixed: Mapping[str, FixedArm]
-    """Those whose words no training changes."""
+    """Arms whose words training does not change."""
 
 
 def evaluate(
@@ -69,7 +69,7 @@ def evaluate(
     config, metrics = context.config, Metrics()
     mine = list(samples)[dist.rank :: dist.world_size]
     shown_P = [shown(sample) for sample in mine]
-    # A reward that compares the pictures of a group cannot grade one that is drawn apart.
+    # A reward that compares the pictures of a group cannot grade one drawn outside it.
     compares = any(reward.scores_groups() for reward in context.rewards.values())
     untrained_P: Sequence[Rewards] = [{} for _ in mine]
     with timer.phase("evaluate"):
@@ -101,8 +101,8 @@ def evaluate(
 
 
 def _as_stock(context: RolloutContext, bare: Episode | None, untrained: Rewards) -> Episode | None:
-    """The bare arm with the stock arm's reward, where both hand the renderer the same words, which
-    no weights change; its picture is on the disk."""
+    """The bare episode with the stock arm's reward, where both arms give the renderer the same
+    words, independent of the weights; without its picture, which is on disk."""
     if bare is None or context.policy.reads_states:
         return None
     stock = context.policy.stock_arms(bare.prompt).get("stock")
@@ -114,8 +114,8 @@ def _as_stock(context: RolloutContext, bare: Episode | None, untrained: Rewards)
 def _write(
     context: RolloutContext, engine: Engine, prompts_P: Sequence[Prompt]
 ) -> tuple[list[list[Completion]], list[Completion | None]]:
-    """(_P1, the policy's completions; _P, its words without thinking). None where nobody asked for
-    a thought, or what it is worth."""
+    """(the policy's completions, _P1; its words without thinking, _P). The latter are None where
+    no thought is asked for, or without `evaluation.thought_gain`."""
     config, policy = context.config, context.policy
     params = SamplingParams(
         temperature=config.evaluation.temperature,
@@ -144,7 +144,7 @@ def _draw(
     cut_P: Sequence[Completion | None],
     dist: Dist,
 ) -> Arms:
-    """Every arm drawn and judged under today's weights. Collective."""
+    """Draw and judge every arm under the current weights. Collective."""
     config, policy = context.config, context.policy
     bare_P: list[Completion | None] = [None] * len(prompts_P)
     if config.bare_arm != "never" and context.makes_images:
@@ -170,7 +170,7 @@ def _score_known(
     words_P: Sequence[Completion | None],
     dist: Dist,
 ) -> list[Episode | None]:
-    """_P, None where there are no words. Collective."""
+    """Draw and judge given words: episodes, _P, None where there are no words. Collective."""
     known = [(p, words) for p, words in enumerate(words_P) if words is not None]
     asked = [prompts_P[p].plain for p, _ in known]
     rollout = score(context, asked, [[words] for _, words in known], [None] * len(known), dist)
@@ -235,7 +235,7 @@ def _record(
     untrained: Rewards,
     unthought: Episode | None,
 ) -> Mapping[str, Any]:
-    """A sample's line; adds its pictures to `pictures`, by where they are to be."""
+    """A sample's record; adds its pictures to `pictures`, under the paths to write them to."""
     sample = episode.prompt.sample
     name = f"{derive_seed('file', sample.id):010d}"
 
@@ -255,7 +255,7 @@ def _record(
         if unthought is None
         else {"cut_thought_words": unthought.action.words, "cut_thought_reward": unthought.reward}
     )
-    # Seconds, too: the records of two runs that are one and the same are the same.
+    # Seconds are dropped too, so that identical runs have identical records.
     for key in ("sample_id", "group_id", "advantage", "judge_s"):
         del told[key]
     return {

@@ -1,4 +1,4 @@
-"""Keeps the last finished iteration, so that it is on disk however the run ends."""
+"""Keeps the last finished iteration's state, to save it however the run ends."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     State = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 PATIENCE_S = 30.0
-"""For the other ranks to hear that this one leaves, when it has saved alone."""
+"""How long the other ranks have to learn that this one leaves, if it has saved alone."""
 LONG_PATIENCE_S = 1800.0
-"""The same where a save needs them all, who may be waiting for their verdicts."""
+"""The same if the save needs all ranks, which may still be waiting for judge verdicts."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Finished:
     done: int
     version: int
-    """The learner's; when it is ahead, the live weights are no finished iteration's."""
+    """The learner's version then; once it is higher, the live weights are unfinished."""
     rng_by_rank: Sequence[Mapping[str, Any]]
     metrics: Mapping[str, float]
     """All ranks reduced, without the held-out ones, which come after."""
@@ -44,7 +44,7 @@ class LastFinished:
     memory, so that one rank can write them alone; all ranks read large ones from the device."""
 
     def __init__(self, learner: Learner, policy: Policy, config: Mapping[str, Any], dist: Dist):
-        """`config`: as it may be written anywhere."""
+        """`config`: scrubbed of secrets, so that it may be written anywhere."""
         self._learner = learner
         self._policy = policy
         self._config = config
@@ -68,7 +68,7 @@ class LastFinished:
         self._finished = _Finished(done, self._learner.version, rng_by_rank, metrics, state)
 
     def held(self) -> ResumePoint | None:
-        """What this rank can write alone; None before the first or where it is too large. Local."""
+        """What this rank can save alone; None before the first one, or if too large. Local."""
         finished = self._finished
         if finished is None or finished.state is None:
             return None
@@ -81,7 +81,7 @@ class LastFinished:
         return self._finished.version == self._learner.version
 
     def read(self) -> ResumePoint | None:
-        """The same of a state of any size; None away from rank 0. Collective, while `is_live`."""
+        """As `held`, for any size; None on other ranks than 0. Collective; only while `is_live`."""
         assert self._finished is not None
         if (point := self.held()) is not None:
             return point if self._dist.is_main else None
@@ -117,9 +117,9 @@ def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> bool:
 def save_before_leaving(
     last: LastFinished, checkpoints: Checkpoints, dist: Dist, error: BaseException
 ) -> None:
-    """Save the finished iterations: by this rank alone where it holds what that takes, else by all,
-    if all answer. The first iteration leaves nothing: a checkpoint would forbid to change its
-    config. Never raises: what ended the run is what the user is told."""
+    """Save the finished iterations: this rank alone if it holds the state, else all ranks together
+    if all respond. Before one is finished, nothing is saved: a checkpoint would forbid changes of
+    the config. Never raises, so that the user sees the error that ended the run."""
     try:
         held = last.held() if last.done else None
         if held is not None:
@@ -128,7 +128,7 @@ def save_before_leaving(
         if held is not None or not last.done:
             return
         if all_hear and dist.gather(last.is_live()) == [True] * dist.world_size:
-            # The locals of what failed hold graphs, beside which there may be no room to gather.
+            # The failed frames' locals hold autograd graphs, which may leave no room to gather.
             traceback.clear_frames(error.__traceback__)
             checkpoints.save(last.read())
             return

@@ -22,7 +22,7 @@ _PREFIXES = {
     "engine": "engine/",
     "renderer": "renderer/",
 }
-"""Room -> prefix; 'metric' where the loop has metrics of its own under the same first word."""
+"""Config section -> prefix; 'metric' where the training loop's own metrics share the first word."""
 Made = Sequence[tuple[Plug[Any], PlugBase[Any]]]
 """Plugins of a config, each with its instance."""
 
@@ -45,7 +45,7 @@ class PlugMetrics:
         self._warned: set[str] = set()
 
     def drop(self) -> None:
-        """Forget what there is to report: it was not for a training iteration."""
+        """Discard pending reports: they do not belong to a training iteration."""
         for _, instance in self._made:
             reported_by(instance)
 

@@ -68,10 +68,10 @@ class Run:
     start: int = 0
     """Iterations finished when the run was opened."""
     lacks_line: bool = True
-    """Whether the last of them has no line of metrics: none is finished, or the run ended between
-    its checkpoint and its line."""
+    """Whether the last finished iteration has no line of metrics: there is none, or the run ended
+    after writing its checkpoint and before its line."""
     last_sync: SyncReport | None = None
-    """What the engine holds."""
+    """The sync that gave the engine its current weights."""
 
     def sync_engine(self) -> Metrics:
         """Give the engine the learner's weights and prove that they arrived."""
@@ -102,8 +102,8 @@ class Run:
         return [policy.pass_through_completion(p.sample) if wanted else None for p in prompts_P]
 
     def render(self, sampled: Sampled, train_step: TrainStep) -> PendingRollout:
-        """Make every picture and ask every question. Raises `Interrupted` on every rank once any
-        was asked to stop."""
+        """Render every picture and submit it to the rewards. Raises `Interrupted` on every rank if
+        any was asked to stop."""
         pending = None
         with suppress(Interrupted):
             pending = begin(self.context, sampled, train_step, self.timer, signals.stop_heard)
@@ -149,7 +149,7 @@ class Run:
         """Whether iteration `sampled` may be rolled out when `done` iterations are learnt from.
 
         Never more than `max_staleness` ahead, and never across a checkpoint or a held-out run: a
-        resumed run has nothing rolled out there, so a run that was never stopped must not either.
+        resumed run has no pending rollout there, so an uninterrupted run must not have one either.
         """
         if sampled == done:
             return True
@@ -158,7 +158,7 @@ class Run:
         return not (self.checkpointing.checkpoints.due(sampled) or self._evaluation_due(sampled))
 
     def evaluate_if_due(self, done: int) -> Metrics:
-        """The held-out run, after `done` iterations, if the config asks for one now."""
+        """Evaluate the held-out samples after `done` iterations, if due; returns the metrics."""
         if not self._evaluation_due(done):
             return Metrics()
         self.open_journal("evaluation", done)
@@ -182,7 +182,7 @@ class Run:
         return done % every == 0 or done == self.num_iterations
 
     def open_journal(self, name: str, iteration: int) -> None:
-        """Judge replies are kept per iteration: one that is done again pays for none twice."""
+        """Judge replies are kept per iteration, so that a repeated iteration reuses them."""
         if self.judge is not None:
             file = f"{name}_{iteration:06d}.rank{self.dist.rank}.jsonl"
             self.judge.open_journal(self.config.run_dir / "judge" / file)

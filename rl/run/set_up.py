@@ -97,7 +97,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         last_finished = LastFinished(learner, policy, record.config, dist)
         start = _restore(checkpoints, newest, learner, last_finished, console)
         signals.at_once(partial(save_at_once, last_finished, checkpoints))
-        # A run stopped in its first iteration has a checkpoint of none, and measures 0 again.
+        # After a stop in the first iteration the checkpoint holds 0 iterations: measure 0 again.
         for sentence in record.rewind(start if start > 0 else -1):
             console.say(sentence)
         record.write_config()
@@ -155,15 +155,15 @@ def _open_recording(
 
 
 def _leave_if_asked(dist: Dist) -> None:
-    """Between two parts that take minutes to load. Collective."""
+    """Raise if a stop was requested; called between slow loading steps. Collective."""
     if signals.stop_requested(dist):
         raise NothingToDoError("stopped while loading; the same command starts it again")
 
 
 def _check_config(newest: Path, record: RunRecord, dist: Dist) -> int:
-    """The iterations that the checkpoint holds.
+    """How many iterations the checkpoint holds.
 
-    Raises ValueError when it was made under a config that this one breaks.
+    Raises ValueError if this config may not resume a run that had the checkpoint's config.
     """
     state = read_state(newest)
     for change in check_resume(state["meta"]["config"], record.config):
@@ -217,8 +217,8 @@ def _restore(
 def _engine_room(
     resolved: build.Resolved, policy: Policy, dist: Dist, console: Console
 ) -> tuple[bool, EngineClaim | None]:
-    """(whether the inference engine may keep its memory while others run, what it takes where the
-    config leaves that open), by the memory plan for the smallest of the ranks' GPUs; said aloud."""
+    """(whether the inference engine may keep its memory while others run, how much it takes if the
+    config leaves that open), by the memory plan for the smallest of the ranks' GPUs. Logs both."""
     stated = resolved.engine.cls.memory(resolved.engine.config)
     if stated is None or not dist.device.startswith("cuda"):
         return True, None
@@ -252,8 +252,8 @@ def _load_others(
 ) -> tuple[Engine, RolloutContext]:
     """The inference engine, the renderer and the rewards.
 
-    Raises ValueError when the renderer reads other states than the policy writes: every picture
-    would fail, one by one, and look like a broken renderer.
+    Raises ValueError if the renderer's and the policy's hidden states differ in width: otherwise
+    every picture would fail, one by one, as if the renderer were broken.
     """
     _leave_if_asked(dist)
     has_room, claim = _engine_room(resolved, policy, dist, console)
@@ -307,8 +307,8 @@ def _open_judge(
     console: Console,
     sample: Sample,
 ) -> JudgeClient | None:
-    """Reach the judge, and ask it about `sample`, before a model is loaded: one that is not there,
-    or cannot grade, is found in seconds."""
+    """Connect to the judge and ask it about `sample` before a model is loaded: a judge that is
+    unreachable or cannot grade is reported within seconds."""
     if not resolved.needs_judge:
         return None
     config = resolved.config.judge
@@ -344,7 +344,7 @@ def _open_judge(
 def _start_judge(
     config: JudgeConfig, log: Path, dist: Dist, loop: BackgroundLoop, stack: ExitStack
 ) -> str:
-    """Where the judge that this node's first rank starts answers; collective.
+    """The API base of the judge, which this node's first rank starts. Collective.
 
     Raises JudgeError on every rank when it fails on one node.
     """

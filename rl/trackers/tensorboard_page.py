@@ -16,8 +16,8 @@ from rl.trackers.tracker_page import MAX_CELL_CHARS, Cell, Table, tried
 
 
 class TensorboardPage:
-    """Each start of a run begins a file, whose first step purges what earlier starts wrote from
-    there on: an iteration that is done again is shown once."""
+    """Each start of a run opens a new file. Its `purge_step` hides what earlier starts logged from
+    that step on, so that a repeated iteration is shown once."""
 
     name = "tensorboard"
 

@@ -64,7 +64,7 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> S
 
 
 def _init(wandb: Any, mode: Mode, run_dir: Path, config: RunConfig) -> Any:
-    # Else it prints what it would like to have installed: the run's own settings come too late.
+    # Before `init`, whose settings come too late to silence advice on packages to install.
     wandb.setup(settings=wandb.Settings(silent=True))
     settings = wandb.Settings(
         init_timeout=INIT_TIMEOUT_S,
@@ -90,7 +90,7 @@ def _init(wandb: Any, mode: Mode, run_dir: Path, config: RunConfig) -> Any:
 
 def page_id(run_dir: Path) -> str:
     """The run's wandb id, kept in the run folder, so that a resume finds its page from any shell,
-    even if WANDB_RUN_ID is exported for another run; a new run takes that id."""
+    even if WANDB_RUN_ID is exported for another run; a new run takes WANDB_RUN_ID if it is set."""
     path = run_dir / "wandb_id.txt"
     if not path.exists():
         new = os.environ.get("WANDB_RUN_ID", "").strip() or uuid.uuid4().hex[:12]

@@ -20,7 +20,7 @@ MAX_FILE_SIDE_PX = 65_535
 """The longest side that a JPEG can have."""
 MAX_PATH_SHOWN = 250
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-"""What is read, by Pillow's names; `open_picture` says what is not."""
+"""Formats that are read, by Pillow's names; `open_picture` lists some that must not be."""
 
 
 class UnusableError(ValueError):
@@ -30,7 +30,7 @@ class UnusableError(ValueError):
 def locate(value: Any, folder: Path) -> Path | bytes:
     """A cell of a data set as something that can be opened.
 
-    A relative path counts from `folder`. A mapping is `datasets.Image(decode=False)`'s
+    A path is relative to `folder`. A mapping is a cell of `datasets.Image(decode=False)`:
     `{bytes, path}`. Raises UnusableError when there is nothing to open.
     """
     if isinstance(value, Mapping):
@@ -72,15 +72,15 @@ def decode(
             raise
         except Exception as error:
             # Pillow's decoders raise whatever a damaged file leads them to (OSError, SyntaxError,
-            # ValueError, struct.error, IndexError); to the user they are one thing.
+            # ValueError, struct.error, IndexError); the user gets the same message for all.
             raise UnusableError(_broken(located, error)) from error
 
 
 def opened(
     image: Image.Image | Path | str, max_side_px: int, keeps_transparency: bool = False
 ) -> tuple[Image.Image, tuple[int, int] | None]:
-    """(a user's own picture as `decode` gives it, its longer side at most `max_side_px`; its size
-    before, (width, height), where it was scaled down). Raises UnusableError."""
+    """(a user's picture as from `decode`, with its longer side at most `max_side_px`; its original
+    (width, height) if it was scaled down, else None). Raises UnusableError."""
     if isinstance(image, Image.Image):
         upright = ImageOps.exif_transpose(image)
         picture = _to_8_bits(upright, "the picture", keeps_transparency)

@@ -10,7 +10,7 @@ from typing import Any
 from rl.ranks.seeding import rng_state, set_rng_state
 
 GRID = "image_grid"
-"""Key of a request's (h, w) in `SamplingParams.extra_args`; absent: any token may come."""
+"""Key of a request's (h, w) in `SamplingParams.extra_args`; if absent, any token may be sampled."""
 VOCABULARY = "image_vocabulary"
 """Key of the fields of `ImageVocabulary` in the engine's `additional_config`."""
 SERVED_AS = {"Emu3ForCausalLM": "LlamaForCausalLM"}
@@ -20,7 +20,7 @@ OURS = {"Qwen3VLForConditionalGeneration": ("rl.engines.vllm.deepstack", "Qwen3V
 
 
 def register_in_process(folder: str) -> None:
-    """Tell vLLM the model's class, which it would otherwise inspect in a subprocess (12 s)."""
+    """Register the model's class with vLLM, which would else inspect it in a subprocess (12 s)."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
@@ -66,8 +66,8 @@ def untouched_globals() -> Iterator[None]:
 
 
 def shut_down(core: Any, keeps_group: bool) -> None:
-    """Stop an engine core. vLLM would take torch's default group down, whoever made it: DeepSpeed's
-    own of one process, say; `keeps_group`: it stays."""
+    """Stop an engine core. vLLM would also destroy torch's default process group, even one that it
+    did not create, such as DeepSpeed's group of one process; `keeps_group` prevents that."""
     import torch.distributed as td
 
     destroy = td.destroy_process_group

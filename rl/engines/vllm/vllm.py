@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # On a GPU float32 attention is Triton's, whose products would have TF32's 10 bits of mantissa.
+    # On a GPU, float32 attention runs in Triton, which would multiply in TF32 (10-bit mantissa).
     "TRITON_F32_DEFAULT": "ieee",
 }
 """Set before the first `import vllm`, where the user has not set them."""
@@ -40,8 +40,8 @@ BANNED_BIAS = -1e9
 """Added to a banned id's logit; its exp is exactly 0 in float32, as in the trainer's softmax."""
 
 OWN_GB, GRAPHS_GB = 1.0, 0.6
-"""What vLLM keeps for itself beside its largest step, assumed: buffers, kernels' workspaces, NCCL;
-and CUDA graphs of one set of batch sizes. An adapter adds a second set."""
+"""Assumed. OWN_GB: vLLM's memory besides that of its largest step: buffers, workspaces, NCCL.
+GRAPHS_GB: CUDA graphs of one set of batch sizes; an adapter adds a second set."""
 
 CPU_CACHE_MB = 256
 """Key-value cache on a CPU."""
@@ -57,12 +57,12 @@ class Config(PlugConfig):
     """The engine section."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
-    """Share of the GPU's memory for weights and key-value cache while awake. auto: its weights, its
-    workspace, and a cache for every completion that its rank samples in an iteration, each as long
-    as it may be and with a prompt of its own; where the memory plan has no room for that many, for
-    as many as there is, at least one. Read by nothing on a CPU."""
+    """Share of the GPU's memory for weights and KV cache while the engine is awake. auto: its
+    weights, its workspace, and a cache for all completions that its rank samples in an iteration,
+    each of maximal length and with its own prompt; if the memory plan has no room for all of them,
+    for as many as fit, at least one. Ignored on a CPU."""
     kv_cache_memory_mb: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
-    """Key-value cache, MiB, instead of that share; null on a CPU means 256."""
+    """Size of the KV cache, MiB; replaces gpu_memory_utilization. null on a CPU means 256."""
     max_model_len: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     """Longest prompt + completion, tokens; null = policy.max_prompt_tokens +
     sampling.max_completion_tokens."""
@@ -71,14 +71,14 @@ class Config(PlugConfig):
     enforce_eager: bool = False
     """True skips compilation and CUDA graphs; a CPU is always eager."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the engine's weights; auto = policy.dtype."""
+    """Dtype of the engine's weights; auto = policy.dtype."""
     residency: Residency = "auto"
-    """Where the engine is while others use the device (CUDA only). resident: it stays; sleep: its
-    weights go to host memory and its cache is freed, seconds an iteration for a large model; auto:
-    it stays where the memory plan has room. vLLM's deeper sleep, which throws the base away, is not
-    offered: it corrupts VLMs."""
+    """Whether the engine keeps its GPU memory while others use the device (CUDA only). resident: it
+    does; sleep: it moves its weights to host memory and frees its cache, which takes seconds per
+    iteration for a large model; auto: resident if the memory plan has room. vLLM's sleep level 2,
+    which discards the base weights, is not offered: it corrupts VLMs."""
     adapter: Literal["served"] = "served"
-    """How a LoRA is sampled with: beside the base, exact."""
+    """How sampling uses a LoRA: unmerged, next to the base weights, which is exact."""
     tensor_parallel_size: Literal[1] = 1
     """Every rank has its own engine."""
 
@@ -101,7 +101,7 @@ class VllmEngine(Engine[Config]):
         self._sleeps = self._on_cuda and wanted == "sleep"
         """Whether the engine frees the device while others use it."""
         self._features_of = policy.picture_features if reads_features else None
-        """The policy's vision tower; None: the engine has its own, which encodes the pictures."""
+        """Encodes pictures in the policy's vision tower; None: the engine's own tower does."""
         self._stop_ids = list(policy.stop_token_ids)
         self._bans = dict.fromkeys(policy.banned_token_ids, BANNED_BIAS)
         self._vocabulary = policy.image_vocabulary
@@ -111,7 +111,7 @@ class VllmEngine(Engine[Config]):
         self._expected: engine_weights.Lora | engine_weights.Whole = {}
         """What the worker must hold since the last load."""
         self._reads_back = True
-        """Whether all of it can be read back."""
+        """Whether every loaded tensor can be read back."""
         self._asleep: Mapping[str, torch.Tensor] | None = None
         """Sums of the weights before the engine slept; None: it is awake."""
         self._num_requests = 0
@@ -226,7 +226,7 @@ class VllmEngine(Engine[Config]):
             shortest, longest = policy.image_pixel_bounds
             num_encoded = policy.max_pictures if self._features_of is None else 0
             arguments |= {
-                # 0 and embeddings: vLLM then leaves the tower out (1.3 GB of a bfloat16 7B).
+                # With 0 and embeddings vLLM does not load the tower (1.3 GB for a bfloat16 7B).
                 "limit_mm_per_prompt": {"image": num_encoded, "video": 0},
                 "enable_mm_embeds": self._features_of is not None,
                 "mm_processor_kwargs": {
@@ -237,11 +237,11 @@ class VllmEngine(Engine[Config]):
                 "mm_processor_cache_gb": 0,
             }
         if not self._on_cuda:
-            # A seeded request whose prompt is cut in two rewinds its generator; a CPU's generator
-            # cannot be rewound, and the engine would die.
+            # If the prompt of a seeded request is split, vLLM rewinds the request's generator; a
+            # CPU generator cannot be rewound, and the engine would crash.
             arguments["enable_chunked_prefill"] = False
-            # A group shares whole cache blocks of its prompt. A tiny prompt is shorter than the
-            # CPU's default block of 128 tokens; its attention takes 32 at least.
+            # A group shares only whole cache blocks of its prompt. A tiny prompt is shorter than
+            # the CPU's default block of 128 tokens; CPU attention needs at least 32.
             arguments["block_size"] = 32
         if self._setup.world_size > 1:
             # Uses LOCAL_RANK; the default executor would put every rank on device 0.
@@ -255,7 +255,7 @@ class VllmEngine(Engine[Config]):
         return arguments
 
     def _memory_arguments(self) -> dict[str, Any]:
-        """With a cache size vLLM measures nothing and only checks that the share is free."""
+        """Given a cache size, vLLM does no profiling and only checks that the share is free."""
         config, claim = self.config, self._setup.claim
         cache_mb = config.kv_cache_memory_mb or (None if self._on_cuda else CPU_CACHE_MB)
         cache_bytes = None if cache_mb is None else cache_mb << 20
@@ -278,7 +278,7 @@ class VllmEngine(Engine[Config]):
     ) -> list[list[Completion]]:
         """completions_PG. Temperature 0 takes the likeliest token (all G members are then equal).
 
-        After any exception inside the engine it is unusable: vLLM's next call would never return.
+        After an exception in vLLM this engine is unusable: vLLM's next call would never return.
         """
         if self._failed:
             raise RuntimeError("the vLLM engine failed before and cannot be used again")
@@ -362,8 +362,8 @@ class VllmEngine(Engine[Config]):
             self._llm.sleep(level=1)
 
     def wake(self) -> None:
-        """Undo `sleep`. Raises RuntimeError when a weight, trained or not, is another than before:
-        some versions of vLLM corrupt weights in their sleep."""
+        """Undo `sleep`. Raises RuntimeError if any weight, trained or not, has changed: some
+        versions of vLLM corrupt weights during sleep."""
         if self._asleep is None:
             return
         self._llm.wake_up()
@@ -405,9 +405,9 @@ class VllmEngine(Engine[Config]):
         self._llm.llm_engine.reset_encoder_cache()
 
     def held_fingerprint(self) -> str | None:
-        """The loaded weights' fingerprint if every tensor that the worker's forward uses is what
-        was sent, in the engine's dtype; otherwise what is wrong. None when the place of a tensor in
-        vLLM's model is not known."""
+        """The loaded weights' fingerprint if every tensor that the worker's forward uses equals
+        what was sent, in the engine's dtype; otherwise what differs. None if it is unknown where
+        vLLM's model keeps a tensor."""
         if self._fingerprint is None:
             return "nothing: it was given no weights"
         return self._difference() or (self._fingerprint if self._reads_back else None)
@@ -420,7 +420,7 @@ class VllmEngine(Engine[Config]):
         return str(difference)
 
     def close(self) -> None:
-        """Stop it. With several ranks it stays, since it shares the trainer's process group."""
+        """Shut down; with several ranks it keeps running: it shares the trainer's process group."""
         core = self._llm.llm_engine.engine_core
         if self._setup.world_size > 1:
             core._finalizer.detach()
@@ -432,7 +432,7 @@ class VllmEngine(Engine[Config]):
 def grammar_arguments(
     folder: str, arguments: Mapping[str, Any], vocabulary: ImageVocabulary
 ) -> dict[str, Any]:
-    """The engine's arguments for the image grammar: the logits processor of its model runner."""
+    """vLLM's arguments for the image grammar: the logits processor for its model runner."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -440,10 +440,10 @@ def grammar_arguments(
         from rl.engines.vllm import grammar
     except ImportError as error:
         raise RuntimeError(
-            "this vLLM has other logits-processor interfaces than the ones written for (see the "
-            "pin in pyproject.toml): install that version, or use engine.type 'transformers'"
+            "the logits-processor interfaces of this vLLM differ from those of the version pinned "
+            "in pyproject.toml: install that version, or use engine.type 'transformers'"
         ) from error
-    # Each of the two runners refuses the other's class; only the finished config knows which runs.
+    # Each model runner refuses the other's class; only the final config says which one runs.
     planned = EngineArgs(folder, **arguments).create_engine_config(UsageContext.LLM_CLASS)
     processor = grammar.V2Grammar if planned.use_v2_model_runner else grammar.V1Grammar
     return {

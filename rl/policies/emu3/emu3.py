@@ -99,7 +99,7 @@ class Emu3(TrainedPolicy[Config]):
             )
             if steps > cycle
         ]
-        # Every cycle begins in iteration 0, so that is where two cycles meet if they ever do.
+        # Both cycles begin in iteration 0, so if they ever collide, they collide there.
         if not any(config.trained(0)):
             found.append(
                 "train_text_tokens_only, train_vision_tokens_only: together they train nothing in "
@@ -107,8 +107,8 @@ class Emu3(TrainedPolicy[Config]):
             )
         if "<|image token|>" in config.assistant_prefill:
             found.append(
-                "assistant_prefill: holds '<|image token|>', after which rows begin and no "
-                "constraint would know it; end the prefill before it"
+                "assistant_prefill: contains '<|image token|>', which starts rows that the "
+                "constraint does not notice; end the prefill before it"
             )
         return found
 
@@ -135,8 +135,8 @@ class Emu3(TrainedPolicy[Config]):
         return str(overlay)
 
     def build_prompt(self, sample: Sample) -> Prompt:
-        """Raises UnusableSampleError for a sample that cannot be written as tokens, and when no
-        completion could hold a picture of the source's grid: every one would be cut off."""
+        """Raises UnusableSampleError for a sample that cannot be written as tokens, or if a
+        picture of the source's grid needs more tokens than a completion may have."""
         prompt = self.prompts.prompt(sample)
         assert sample.source_codes is not None, "the prompt was built from them"
         shortest = len(self.prompts.picture_completion(sample.source_codes))
@@ -167,7 +167,7 @@ class Emu3(TrainedPolicy[Config]):
         return {"forced": pad_sequence(forced_B, batch_first=True).to(self.device)}
 
     def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
-        """[T] text (whatever is not a code) or visual tokens, as the schedule has it."""
+        """[T] True for the tokens (visual codes, or text: all others) that the schedule trains."""
         text, visual = self.config.trained(iteration)
         picture = self.prompts.vocabulary.picture
         start, end = picture.visual_start, picture.visual_end

@@ -26,13 +26,13 @@ SIZE_IN_WORDS = re.compile(r"\d+\*\d+$")
 
 @dataclass(frozen=True)
 class Emu3Vocabulary:
-    """The ids with a meaning of their own."""
+    """The ids of Emu3's special and visual tokens."""
 
     picture: ImageVocabulary
     beginning: int
     """Opens every prompt."""
     image_start: int
-    """Opens a picture, before its size in words."""
+    """Starts a picture; the size as text follows it."""
 
 
 def find_vocabulary(tokenizer: Any) -> Emu3Vocabulary:
@@ -74,8 +74,8 @@ class Emu3Prompts:
     def __init__(
         self, tokenizer: Any, prefill: str, constrained: bool, max_prompt_tokens: int
     ) -> None:
-        """`prefill`: what every completion continues; `{height}` and `{width}` stand for the
-        source's rows and columns of codes, and special tokens written in it are special."""
+        """`prefill`: end of the prompt, which every completion continues. `{height}` and `{width}`
+        become the source's rows and columns of codes; special tokens in it are parsed as such."""
         self.tokenizer = tokenizer
         self.vocabulary = find_vocabulary(tokenizer)
         self._prefill = prefill
@@ -142,8 +142,8 @@ class Emu3Prompts:
         return (*prompting.plain_ids(self.tokenizer, text), stop)
 
     def picture_completion(self, codes: np.ndarray, thought: str = "") -> tuple[int, ...]:
-        """Ids of `thought`, the picture and the stop token, as the policy would write them: what
-        of the picture the prefill has begun already is left out."""
+        """Ids of `thought`, the picture and the stop token, as the policy would write them:
+        without the part of the picture that the prefill already contains."""
         height, width = codes.shape
         picture = self.picture_ids(codes)
         begun = prompting.ids_of(self.tokenizer, self._filled_prefill(height, width))
@@ -173,8 +173,8 @@ class Emu3Prompts:
 def read_picture(
     token_ids: Sequence[int], grid: tuple[int, int], vocabulary: ImageVocabulary
 ) -> tuple[list[int], np.ndarray | str, list[int]]:
-    """(ids up to the image token, all of them where there is none; the first picture as [h, w]
-    int32 codes, or why it is none of `grid` (rows, columns); ids after it)."""
+    """(ids before the image token, all ids if there is none; the first picture as [h, w] int32
+    codes, or why it does not fit `grid` (rows, columns); ids after the picture)."""
     import numpy as np
 
     ids = list(token_ids)
@@ -207,7 +207,7 @@ def _failure(
     vocabulary: ImageVocabulary,
     cut: bool,
 ) -> str | None:
-    """Why these rows are no picture of `grid`; the first word is stable, for counting."""
+    """Why `rows` are no picture of size `grid`; the first word is stable, for counting."""
     height, width = grid
     start, end = vocabulary.visual_start, vocabulary.visual_end
     num_strangers = sum(not start <= token_id < end for row in rows for token_id in row)

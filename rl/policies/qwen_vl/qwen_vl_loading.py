@@ -21,20 +21,20 @@ class Config(TrainedPolicyConfig):
     text_encoder_subfolder: str = "text_encoder"
     """The text encoder's subfolder in that editor."""
     freeze_vision_tower: bool = True
-    """False also trains the tower (full) or adapts its equally named layers (LoRA)."""
+    """False: also train the vision tower (full), or adapt its layers of the same names (LoRA)."""
     system_prompt: str = "You are a helpful assistant."
     """For renderers that bring no template of their own; '' = no system turn."""
     conditioning: Literal["policy", "base"] = "policy"
-    """Whose hidden states the renderer gets: the trained weights' (their forward also gives the old
-    log-probs) or the untrained base's (the renderer never sees drifted states)."""
+    """Weights that make the renderer's hidden states: 'policy', the trained ones (the same forward
+    gives the old log-probs), or 'base', the untrained ones (the renderer sees no drifted state)."""
     image_min_pixels: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     """Smallest picture area the model sees, px; null = the processor's own."""
     image_max_pixels: Annotated[int, Field(ge=28 * 28, le=MAX_COUNT)] | None = None
     """Largest picture area the model sees, px; null = the processor's own."""
     max_kept_pictures: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 64
     """Pictures whose features (while the vision tower is frozen) and negative embeddings are kept
-    on the device. The features of a picture of 1024 x 1024 px are about 10 MB, of Qwen3-VL 8B 34
-    MB. Where a rank has more prompts than this in an iteration, they are encoded again."""
+    on the device. A picture of 1024 x 1024 px takes about 10 MB (34 MB in Qwen3-VL 8B). If a
+    rank has more prompts than this in an iteration, their pictures are encoded again."""
 
 
 def load_tokenizer(config: Config) -> Any:

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from rl.policies.qwen_vl.qwen_vl_module import QwenModule
 
 NOTHING_WRITTEN = Completion((), (), "stop")
-"""The prompt is all that a stock editor reads."""
+"""An empty completion: a stock editor reads only the prompt."""
 TEXT_POSITIONS = "text_positions"
-"""Of a prompt's `model_inputs`: it is fed as upstream's pipelines feed it, without token types,
-where transformers numbers a picture's tokens like words."""
+"""Key of a prompt's `model_inputs`: the prompt is fed without token types, as in upstream's
+pipelines, and transformers then gives a picture's tokens positions like those of words."""
 FILES = (
     ("tokenizer.json", "vocab.json"),
     ("preprocessor_config.json", "processor_config.json"),
@@ -53,8 +53,8 @@ FILES = (
 
 
 class QwenVL(TrainedPolicy[Config]):
-    """Writes words, and hands a renderer the words or their states. A plugin names its model and
-    how its tower and its states differ from the other families'."""
+    """Writes words, and gives the renderer the words or their hidden states. A subclass names its
+    model and states how its vision tower and hidden states differ from the other families'."""
 
     tower: ClassVar[Tower] = Tower()
     slot_px: ClassVar[int]
@@ -93,7 +93,7 @@ class QwenVL(TrainedPolicy[Config]):
         text_config = model.config.text_config
         self.state_dim = text_config.hidden_size
         self.banned_token_ids = self.prompts.banned_ids(text_config.vocab_size)
-        # A frozen tower is left out, though some of its layers have the language model's names.
+        # Leaves out a frozen tower: some of its layers have the same names as the language model's.
         within = r".*language_model\..*" if config.freeze_vision_tower else ""
         model = self._ready(model, within)
         if config.lora is None:
@@ -186,8 +186,8 @@ class QwenVL(TrainedPolicy[Config]):
         return {"pictures": tuple(self.prompts.pictures(prompts))}
 
     def collate_states(self, rows: Sequence[Row]) -> TokenBatch | None:
-        """The words without the thought, as the renderer's own encoder reads them; equal ones
-        once."""
+        """A batch of the words without the thought, as the renderer's own encoder reads them; equal
+        rows are in it once. None unless the policy reads the words again."""
         if not self.thinking.reads_again:
             return None
         return self.collate(self.thinking.words_alone(rows)[0])
@@ -205,7 +205,7 @@ class QwenVL(TrainedPolicy[Config]):
         return self.thinking.words_of_cut(completion)
 
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
-        """A renderer of states gets the prompt and no completion, one of words the user's own."""
+        """A renderer of states gets the prompt and no completion; one of text, the user's words."""
         prompt = prompt.plain
         if self.setup.kind == "text":
             return {"stock": (prompt, self.pass_through_completion(prompt.sample))}
@@ -217,11 +217,11 @@ class QwenVL(TrainedPolicy[Config]):
     def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[Action]:
-        """Parse the rows and, for hidden states, cut theirs out of the packed row.
+        """Parse the rows and, for hidden states, slice each row's states out of the packed row.
 
-        Embeddings keep the stop token and are what the renderer's own encoder would give for prompt
-        and completion as one text. States of the base (negative prompts, and all of them with
-        `conditioning: base`) come from forwards made here, as many on every rank.
+        The states include the stop token's and equal what the renderer's own encoder gives for
+        prompt and completion as one text. States under the base weights (negative prompts, and all
+        rows with `conditioning: base`) come from forwards made here, equally many on every rank.
         """
         written_B = [self.thinking.read(prompt, ids) for prompt, ids in rows]
         payloads_B: Sequence[str | HiddenStates]
@@ -259,8 +259,8 @@ class QwenVL(TrainedPolicy[Config]):
     def _states(
         self, rows: Sequence[Row], batch: TokenBatch, hidden_SD: torch.Tensor
     ) -> list[torch.Tensor]:
-        """[L, D] of each row: its prompt after the dropped prefix, and its completion, without the
-        tokens that `Thinking.unread` names. Detached copies: a view would keep the whole packed row
+        """[L, D] per row: states of its prompt after the dropped prefix and its completion, without
+        tokens named by `Thinking.unread`. Copies, detached: a view would keep the whole packed row
         alive."""
         import torch
 
@@ -276,7 +276,7 @@ class QwenVL(TrainedPolicy[Config]):
         return states_B
 
     def _base_forward(self, rows: Sequence[Row]) -> tuple[TokenBatch, TokenOutputs]:
-        """The untrained weights', without a graph."""
+        """The batch and its outputs under the untrained weights, without an autograd graph."""
         import torch
 
         batch, was_training = self.collate(rows), self.module.training
@@ -289,9 +289,9 @@ class QwenVL(TrainedPolicy[Config]):
 
     def _negatives_of(self, prompts_B: Sequence[Prompt]) -> list[torch.Tensor | None]:
         """[L', D] of the negative prompt with each prompt's pictures, under the base weights, which
-        training never changes. Each new one gets a forward of its own, so that its bits do not
-        depend on the others. Under ZeRO-3, where no rank may skip a forward that another makes,
-        there is always exactly one forward, of all of them."""
+        training never changes. Each new one gets a separate forward, so that its bits do not depend
+        on the others. Under ZeRO-3, where every rank has to make the same number of forwards, there
+        is always exactly one, over all new ones."""
         words = self.setup.negative_prompt
         if words is None:
             return [None] * len(prompts_B)

@@ -1,6 +1,6 @@
-"""A policy's own module, token by token with a key-value cache: the base of the slow engine.
+"""Decodes with the policy's own module and a key-value cache: the base of the slow engine.
 
-Axes: `_P` prompts, `_B` rows: each prompt's side by side, in the prompts' order; `_T` keys of the
+Axes: `_P` prompts, `_B` rows, adjacent for one prompt, in the prompts' order; `_T` keys of the
 cache, `_D` width of the states.
 """
 

@@ -74,7 +74,7 @@ def token_logprobs(
     num_ids = bounds[1] - bounds[0] if bounds else head.out_features
     chunk = max(1, logits_per_chunk // num_ids)
     logprobs, entropies = [], []
-    # At least once: there is a result, if an empty one, without any token.
+    # At least one chunk, so that an input without tokens gives an empty result.
     num_chunks = calls_in_step(max(1, -(-len(token_ids_N) // chunk)), head)
     for start in range(0, chunk * num_chunks, chunk):
         hidden, ids = hidden_ND[start : start + chunk], token_ids_N[start : start + chunk]

@@ -19,7 +19,7 @@ TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 def local_folder(
     path: str, revision: str | None = None, patterns: Sequence[str] | None = None
 ) -> Path:
-    """The folder itself, or the hub's files of those patterns, fetched where need be."""
+    """`path` if a folder, else a folder with the hub's files that match `patterns`, downloaded."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -41,11 +41,11 @@ def adapt(
 ) -> Any:
     """The model with a trainable LoRA, fresh or from `adapter_path`, on the layers that `lora`
     names, inside the modules that `within` (a regex) matches ('' = anywhere); without `lora`, all
-    of the model is trained. A fresh LoRA is drawn from `lora.init_seed`, or from `seed` where that
-    is None.
+    of the model is trained. A fresh LoRA is initialised with the seed `lora.init_seed`, or `seed`
+    where that is None.
 
-    Raises ValueError when `lora.target_modules` has a name that is no layer's, or when
-    `adapter_path` holds tensors for other layers. The model is on the CPU still.
+    Raises ValueError when `lora.target_modules` has a name that no layer has, or when
+    `adapter_path` holds tensors for other layers. The model must still be on the CPU.
     """
     if lora is None:
         return model.requires_grad_(True)
@@ -79,7 +79,7 @@ def adapt(
         exclude_modules=others or None,
     )
     with torch.random.fork_rng(devices=[]):
-        # Every rank starts from the same adapter, whatever it drew before.
+        # Every rank starts from the same adapter, whatever its random state.
         torch.manual_seed(seed if lora.init_seed is None else lora.init_seed)
         return get_peft_model(model, config)
 
@@ -97,7 +97,7 @@ def _with_saved_adapter(model: Any, adapter_path: str) -> Any:
         read_config(Path(adapter_path))
     try:
         adapted = PeftModel.from_pretrained(model, adapter_path, **loading)
-        # Once more: only this call returns the unexpected and missing keys.
+        # Load a second time: only this call returns the unexpected and missing keys.
         keys = adapted.load_adapter(adapter_path, "default", **loading)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{where} does not fit: {shown(str(error), 300)}; {remedy}") from None
@@ -118,5 +118,5 @@ def _with_saved_adapter(model: Any, adapter_path: str) -> Any:
 
 
 def _ends_one(name: str, layers: Iterable[str]) -> bool:
-    """Whether a layer is called `name`, which may be the end of a path ('self_attn.q_proj')."""
+    """Whether the path of a layer is `name` or ends with it ('self_attn.q_proj')."""
     return any(f".{layer}".endswith(f".{name}") for layer in layers)

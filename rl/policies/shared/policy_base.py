@@ -1,4 +1,4 @@
-"""What every policy of this room has, whatever its model, and its keys."""
+"""The base class of the policies in `rl/policies`, and the config keys they share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ADAPTER_FILES: Mapping[str, Any] = {
 
 
 class TrainedPolicyConfig(PolicyConfig):
-    """Keys of every policy of this room."""
+    """Keys of every policy in `rl/policies`."""
 
     model_path: str
     """Folder or hub id of the weights."""
@@ -57,17 +57,17 @@ TrainedConfigT = TypeVar("TrainedConfigT", bound=TrainedPolicyConfig, default=Tr
 
 
 class TrainedPolicy(Policy[TrainedConfigT]):
-    """Extended by a policy, which sets `module` and `prompts`. The module keeps its (PEFT) model
-    under `model`."""
+    """Base class of a policy, which sets `module` and `prompts`. The module holds its (PEFT) model
+    as `model`."""
 
     model_types: ClassVar[Set[str]]
-    """What `model_type` of its models' config.json may be."""
+    """Accepted values of `model_type` in a model's config.json."""
     model_classes: ClassVar[Set[str]]
-    """What their `architectures` may be, classes of transformers."""
+    """Accepted values of `architectures` there: names of transformers classes."""
     loading: Any
     """Module with `load_tokenizer` and `load_model`, each a function of a config section."""
     embedding: str
-    """Name of the weight that is also the head's where the two are tied."""
+    """Name of the embedding weight, which is also the head's weight if the two are tied."""
     vocabulary_slices: Sequence[int] = ()
     """Bounds of slices of the vocabulary, where each token's softmax runs over its own slice; ():
     one softmax over all ids except the banned ones."""
@@ -128,7 +128,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     def device_problems(
         cls, config: TrainedConfigT, policy: PlacedConfig, capability: float | None
     ) -> Iterable[str]:
-        """Of the flash kernels (`FLASH_CAPABILITY` in `rl/algorithm/attention_kernels.py`)."""
+        """GPU too old for flash (`FLASH_CAPABILITY` in `rl/algorithm/attention_kernels.py`)."""
         if config.attn_implementation == "varlen":
             yield from too_old(
                 capability or 0.0, 8.0, "attn_implementation: 'varlen'", "use 'auto'"
@@ -154,9 +154,9 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         cls.loading.load_tokenizer(config).save_pretrained(folder)
 
     def _ready(self, model: Any, within: str) -> Any:
-        """A loaded model as it is trained: with its adapter (see `adapt` for `within`), on the
-        policy's device. Raises ValueError for a model of another type: of one on the hub, this is
-        known only once it is loaded."""
+        """Prepares a loaded model for training: adds the adapter (see `adapt` for `within`) and
+        moves the model to the policy's device. Raises ValueError for a model of another type: the
+        type of a hub model is known only once it is loaded."""
         from rl.policies.shared.recomputing import spare_activations
 
         if (found := model.config.model_type) not in self.model_types:
@@ -197,7 +197,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         )
 
     def _positions(self, prompt: Prompt) -> torch.Tensor:
-        """[..., P] of a prompt's tokens."""
+        """[..., P] position ids of a prompt's tokens."""
         import torch
 
         return torch.arange(len(prompt.token_ids))
@@ -227,9 +227,9 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     def reference(self) -> Iterator[None]:
         """Inside, the module is the policy as it was before training.
 
-        LoRA: the adapter is off. Full fine-tuning: the checkpoint's weights, kept on the CPU from
-        the first use on, stand in for the trained ones; ValueError under ZeRO-3, which holds no
-        whole tensors to exchange.
+        LoRA: the adapter is off. Full fine-tuning: the initial checkpoint's weights, kept on the
+        CPU from the first use on, replace the trained ones. Raises ValueError under ZeRO-3, which
+        holds no whole tensors to swap.
         """
         if self.module.adapted:
             with self.module.model.disable_adapter():
@@ -259,9 +259,9 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         return dict(base.state_dict())
 
     def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
-        """An adapter as copies, since an engine scales its matrices in place. Full weights in the
-        policy's dtype, and where they have it already as they are: a second copy of a large model
-        would not fit beside an engine that is awake. Read them before the next update."""
+        """LoRA: copies of the adapter, because an engine scales its matrices in place. Full: the
+        weights in the policy's dtype, not copied if they already have it, because a second copy
+        of a large model would not fit beside an awake engine. Read them before the next update."""
         named = self._outside_names(tensors)
         return PolicyWeights(
             kind="lora" if self.module.adapted else "full",
@@ -277,7 +277,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         if self.module.adapted:
-            # Without collective calls, of which transformers' own save has some.
+            # Makes no collective calls, unlike transformers' own `save_pretrained`.
             config = {**self._lora_config(), "inference_mode": True}
             text = json.dumps(config, indent=2, sort_keys=True) + "\n"
             (path / ADAPTER_CONFIG).write_text(text)

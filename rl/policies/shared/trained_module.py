@@ -47,8 +47,8 @@ class TrainedModule(nn.Module):
         return self.model.get_base_model() if self.adapted else self.model
 
     def forward(self, batch: TokenBatch) -> TokenOutputs:
-        """See `TokenOutputs`; 0 for padding and for forced tokens, which are attended to (in the
-        engine their log-probs are exactly 0, too)."""
+        """See `TokenOutputs`; outputs are 0 for padding and for forced tokens. Forced tokens are
+        attended to; the engine's log-probs for them are exactly 0, too."""
         post_SD, hidden_SD = self.states(batch)
         lens_B = [length for group in batch.groups for length in group.completion_lens]
         tokens_4N = completion_tokens(batch.groups).to(hidden_SD.device)

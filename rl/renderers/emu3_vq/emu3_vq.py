@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 CODE_PX = 8
-"""Side of what a code stands for, px."""
+"""Side of the square of pixels that one code stands for, px."""
 
 
 class Config(FrozenModelConfig):
@@ -36,11 +36,11 @@ class Config(FrozenModelConfig):
 
     model_path: str = "BAAI/Emu3-VisionTokenizer"
     """Hub id or local folder (safetensors): BAAI's tokenizer, an `Emu3VQVAE`, or a whole Emu3 in
-    transformers' form, of which the tokenizer alone is read."""
+    transformers' format, from which only the tokenizer is read."""
     dtype: Dtype = "float32"
-    """Of the decoder; weights stored otherwise are converted when loaded."""
+    """Data type of the decoder; weights stored in another one are converted when loaded."""
     batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
-    """Pictures of 256x256 px decoded together, of larger ones accordingly fewer; halved for a batch
+    """Pictures of 256x256 px per batch, proportionally fewer of larger ones; halved for a batch
     that does not fit in memory."""
 
 
@@ -86,8 +86,8 @@ class Emu3Vq(Renderer[Config]):
 
     @classmethod
     def activation_counts(cls, config: Config) -> dict[str, float]:
-        """Values alive at the peak of a decode: the block that narrows the full-size feature maps
-        from twice the base channels to them holds about six of the wide ones."""
+        """Values alive at the peak of a decode: the block that reduces full-size feature maps
+        from twice the base channels to the base channels holds about six maps of the wider kind."""
         file = Path(config.model_path) / "config.json"
         stated = tokenizer_config(json.loads(file.read_text())) if file.is_file() else {}
         return {"vq": 12.0 * stated.get("base_channels", 256) * config.batch_size * 256 * 256}

@@ -1,6 +1,6 @@
-"""The transformer's modulation as a table over the schedule, its weights in host memory.
+"""Tables of the transformer's modulation at each step of a schedule; its weights are on the host.
 
-Legend: T steps of a schedule; P parts of the image tokens that are modulated apart: 1, or 2 with
+Legend: T steps of a schedule; P parts of the image tokens with their own modulation: 1, or 2 with
 `zero_cond_t` (Edit-2511), where the source's tokens are modulated as at timestep 0; D the
 transformer's width.
 """
@@ -18,13 +18,13 @@ from cachetools import LRUCache, cachedmethod
 from rl.renderers.qwen_image.denoising_config import MODULATIONS
 
 NUM_KEPT_SCHEDULES = 32
-"""Tables kept, in host memory: 4.4 MB a step each in bfloat16. Sizes differ in their shift."""
+"""Tables kept in host memory, 4.4 MB a step each in bfloat16. A picture's size sets the shift."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepModulation:
-    """What one step applies: before attention its shift, scale and gate, then the MLP's. Scales
-    have their 1 added, which makes them the weights of a layer norm and shifts its biases."""
+    """The modulation of one step: shift, scale and gate of attention, then those of the MLP. Scales
+    include the added 1, so that scales and shifts are the weights and biases of a layer norm."""
 
     image: torch.Tensor
     """[blocks, P, 6, D]."""
@@ -38,10 +38,10 @@ class StepModulation:
 
 
 class ModulationTables:
-    """The tables of one transformer, each made when its schedule is first met.
+    """The tables of one transformer, each computed when its schedule is first used.
 
-    A third of the parameters (6.8 of 20.4 B, `img_mod` and `txt_mod` of every block) read nothing
-    but the timestep: they run once per schedule, and save 13.6 GB on the device in bfloat16.
+    A third of the parameters (6.8 of 20.4 B, `img_mod` and `txt_mod` of every block) depend only
+    on the timestep: they run once per schedule, which saves 13.6 GB on the device in bfloat16.
     """
 
     def __init__(self, transformer: Any) -> None:
@@ -58,11 +58,11 @@ def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulat
     """Every modulation over a schedule, one entry per step, in host memory; `timesteps_T`: the
     scheduler's, 1000 down to 0.
 
-    The weights come to the device one layer at a time, so that the arithmetic is the stock
-    forward's; all 13.6 GB of them once per schedule.
+    The weights are copied to the device one layer at a time, so that the arithmetic equals the
+    stock forward's; this copies all 13.6 GB once per schedule.
     """
     device, dtype, num_steps = transformer.device, transformer.dtype, len(timesteps_T)
-    # Stock rounds the timestep to the latents' dtype before dividing.
+    # The stock pipeline rounds the timestep to the latents' dtype before dividing.
     fractions = timesteps_T.to(device, dtype) / 1000
     if transformer.config.zero_cond_t:
         fractions = torch.cat([fractions, fractions.new_zeros(1)])
@@ -70,7 +70,7 @@ def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulat
     activated = F.silu(embedding)
 
     def run(modulation: Any) -> torch.Tensor:
-        """[T, 6, D] of (SiLU, linear layer), a row more with `zero_cond_t`; scales have their 1."""
+        """[T, 6, D] from (SiLU, linear layer), plus a row with `zero_cond_t`; 1 added to scales."""
         weight, bias = modulation[1].weight.to(device), modulation[1].bias.to(device)
         rows = F.linear(activated, weight, bias).unflatten(-1, (6, -1))
         rows[:, [1, 4]] += 1
@@ -92,8 +92,8 @@ def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulat
 
 
 def move_without_modulation(transformer: Any, device: str) -> None:
-    """Move everything but the modulation, which stays where it is: in host memory, and where it is
-    as the checkpoint has it, on pages of the file that all ranks of a machine share."""
+    """Move everything but the modulation, which stays in host memory. Where it is unchanged from
+    the checkpoint, it stays memory-mapped from the file, shared by all ranks of a machine."""
     for name, child in transformer.named_children():
         if name != "transformer_blocks":
             child.to(device)

@@ -31,7 +31,7 @@ DROPPED_PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>us
 """Its tokens (64 with Qwen's tokenizer) condition the text states but are not given to the DiT."""
 
 HUB_MODULATION = 6.80e9
-"""Parameters of a known hub id's modulation, which stays in host memory."""
+"""Modulation parameters of each model in `hub_parameters`; they stay in host memory."""
 
 ConfigT = TypeVar("ConfigT", bound=DenoisingConfig, default=DenoisingConfig)
 
@@ -41,7 +41,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
 
     needs_source = True
     picture: ClassVar[str] = "{image}"
-    """How the question shows a picture; `{image}` becomes it and its vision markers."""
+    """How the prompt shows a picture; `{image}` becomes its tokens and vision markers."""
     transformer_class = "QwenImageTransformer2DModel"
     vae_class = "AutoencoderKLQwenImage"
     side_multiple_px = PATCH_PX

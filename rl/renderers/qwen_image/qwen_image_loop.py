@@ -41,9 +41,9 @@ class Bucket:
 class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
     """At stock settings equals `QwenImageEditPipeline` up to float rounding.
 
-    Batch mates move a picture, in float32, by about 2e-6 of the 0..1 range with random weights,
-    3e-5 with trained ones of tiny size, 1e-4 there under guidance of 4. In bfloat16 it is up to
-    2e-2 (5/255, tiny size), so there a picture repeats exactly only in the same batch.
+    The other jobs of a batch change a picture (range 0..1): in float32 by about 2e-6 with random
+    weights, 3e-5 with a tiny trained model, 1e-4 with that under guidance of 4; in bfloat16 by up
+    to 2e-2 (5/255, tiny model), so there a picture repeats exactly only in the same batch.
     """
 
     def __init__(self, config: DenoisingConfig, parts: EditorParts, max_pictures: int = 1) -> None:

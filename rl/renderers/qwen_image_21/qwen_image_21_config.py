@@ -12,12 +12,12 @@ from rl.files.atomic import row_of
 from rl.renderers.qwen_image.denoising_config import DenoisingConfig, Size, fit_area, output_size
 
 TOKENS_PER_SLOT = 4
-"""What stands for one place of a picture in the text encoder's row: 2x2 latents, 32x32 px."""
+"""Latent tokens that replace one image token of the text encoder: 2x2 latents, 32x32 px."""
 NUM_POSITIONS = 8192
 """Size of the rotary table: a token of text takes one, a picture as many as its longer side has
 tokens."""
 MAX_PICTURES = 100
-"""Their marks, `<image100>`, are text: nobody was trained on more."""
+"""The prompt marks each as text (`<image100>`); no model was trained on more."""
 INDEX, SIGMAS = "model_index.json", "sample_sigmas"
 """File and key where a few-step checkpoint states its noise levels."""
 
@@ -29,11 +29,11 @@ class Config(DenoisingConfig):
     """Hub id, or a local folder with `transformer/`, `vae/` and `scheduler/` (safetensors)."""
     num_steps: Annotated[int, Field(ge=1, le=10_000)] = 40
     """Denoising steps, transformer forwards per picture (twice that with guidance). Fewer than the
-    checkpoint wants are an approximation: the tiny one's pictures (0..1) move by 0.0007 in the mean
-    and 0.02 at most from 20 steps to 8, by 0.0018 and 0.07 from 20 to 4."""
+    checkpoint expects are an approximation: the tiny one's pictures (0..1) change by 0.0007 on
+    average and 0.02 at most from 20 steps to 8, by 0.0018 and 0.07 from 20 to 4."""
     sigmas: tuple[Annotated[float, Field(gt=0, le=1)], ...] | None = None
-    """Noise level of each step before the shift, falling, without the last 0; null = what the
-    checkpoint states (`sample_sigmas` of its model_index.json), or else uniform ones."""
+    """Noise level of each step before the shift, decreasing, without the final 0; null = those of
+    the checkpoint (`sample_sigmas` in its model_index.json) if given, else uniform ones."""
     true_cfg_scale: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Classifier-free guidance scale; 1 = off, and then no negative prompt is ever encoded."""
     height_px: Annotated[int, Field(ge=32, le=4096)] | None = None
@@ -41,8 +41,8 @@ class Config(DenoisingConfig):
     width_px: Annotated[int, Field(ge=32, le=4096)] | None = None
     """Fixed picture width, px, multiple of 32; None = from output_area_px."""
     max_pictures: Annotated[int, Field(ge=1, le=MAX_PICTURES)] = 10
-    """Sources that a sample may have, and that a batch keeps the keys and values of: 2.1 GB each at
-    1024 x 1024 px. A batch that shows more is drawn in turns; a group shows its sources once."""
+    """Most sources per sample, and most whose keys and values a batch keeps: 2.1 GB each at
+    1024 x 1024 px. A batch with more is drawn in parts; a group's sources count once."""
 
     @model_validator(mode="after")
     def _sigmas_fall(self) -> Config:
@@ -69,7 +69,7 @@ def sigmas_of_folder(config: Config) -> Sequence[float] | None:
 
 
 def sigmas_of_index(index: Mapping[str, Any]) -> Sequence[float] | None:
-    """Raises ValueError where what it states are no noise levels."""
+    """Noise levels in `index`, None if absent. Raises ValueError if they are invalid."""
     stated = index.get(SIGMAS)
     if stated is None:
         return None

@@ -48,8 +48,8 @@ class Bucket:
 
 
 def load_parts(config: Config, device: str) -> EditorParts:
-    """From a hub id or folder. Raises ValueError where the checkpoint's own sigmas are not as many
-    as the config's steps."""
+    """Load from a hub id or folder. Raises ValueError where the number of the checkpoint's sigmas
+    differs from the config's number of steps."""
     from diffusers import AutoencoderKLQwenImage21, DiffusionPipeline, QwenImage21Transformer2DModel
 
     sigmas = config.sigmas or (
@@ -73,8 +73,8 @@ def load_parts(config: Config, device: str) -> EditorParts:
 class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
     """Equals `QwenImage21Pipeline`, asked for one prompt at a time, up to float rounding.
 
-    Batch mates move a picture, in float32, by about 5e-6 of the 0..1 range, 8e-5 at worst, 4e-4
-    under guidance of 3. In half precision a picture repeats exactly only in the same batch.
+    The rest of its batch changes a picture, in float32, by about 5e-6 of the 0..1 range, at most
+    8e-5 (4e-4 with guidance 3). In half precision only the same batch repeats a picture exactly.
     """
 
     def __init__(self, config: Config, parts: EditorParts) -> None:
@@ -112,8 +112,8 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: Bucket) -> torch.Tensor:
         """Render jobs of one bucket: [B, 4, H, W], the renderer's dtype, -1..1.
 
-        Neighbours that start alike are a group. Groups go together as long as they show no more
-        pictures than `max_pictures`, whose keys fill the memory.
+        Adjacent jobs that start alike form a group. Groups are drawn together as long as they show
+        at most `max_pictures` source pictures, because the pictures' attention keys take memory.
         """
         rows = [self._row(job, job.payload.embeds) for job in jobs]
         sizes = [len(part) for part in in_groups(rows)]
@@ -160,7 +160,7 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         self, latents: torch.Tensor, given: Conditioning, timestep: torch.Tensor
     ) -> torch.Tensor:
         """Velocity [B, tokens, channels]; under guidance (Ho & Salimans 2022, eq. 6) one forward
-        has all rows twice."""
+        computes each row twice, with its prompt and with the negative prompt."""
         scale = self.config.true_cfg_scale
         if scale == 1:
             return self._denoiser.velocity(latents, given, timestep)
@@ -169,7 +169,7 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         return negative + scale * (positive - negative)
 
     def _encode(self, pictures: list[Image], size: Size) -> torch.Tensor:
-        """VAE latents [B, tokens, channels], transparency and all."""
+        """VAE latents [B, tokens, channels], alpha channel included."""
         width, height = size
         rgba = [picture.convert("RGBA") for picture in pictures]
         pixels = self._pixels.preprocess(rgba, height, width)
@@ -191,7 +191,7 @@ def _check_places(payload: HiddenStates, sizes: Sequence[Size]) -> None:
 
 
 def in_groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """Neighbours that start alike, together; all of those without pictures."""
+    """Groups of adjacent rows that start alike; rows without pictures all do."""
     groups: list[list[Row]] = []
     for row in rows:
         if groups and groups[-1][0].starts_like(row):

@@ -34,7 +34,7 @@ class Config(FrozenModelConfig):
     """False leaves the third text encoder out (4.8 B parameters, 9.5 GB in bfloat16): prompts are
     followed less closely, and CLIP's 77 tokens are then all that is read."""
     max_t5_tokens: Annotated[int, Field(ge=1, le=512)] = 256
-    """Prompt tokens the third encoder reads; shorter prompts are padded to it. Without that encoder
-    as many zeros stand in its place, as in the stock pipeline."""
+    """Prompt tokens that T5 reads; shorter prompts are padded to this length. Without T5, as many
+    zeros replace its output, as in the stock pipeline."""
     scheduler_overrides: SchedulerOverrides = SchedulerOverrides()
     """Replaced keys of the checkpoint's scheduler config."""

@@ -31,11 +31,11 @@ def render_in_batches(
 ) -> Iterator[tuple[int, Outcome]]:
     """Yield `(number of the job, outcome)`; a batch is rendered as soon as it is full.
 
-    `place` says in which bucket a job waits, or what has become of it already, which is passed on
-    at once. Jobs of one bucket are rendered together, `size_of(bucket)` at a time; what is left
-    when the jobs end is rendered then, the longest waiting first. A job is taken only when all that
-    could be rendered without it is: taking it may mean conditioning its group first. `fits` is kept
-    from call to call by the renderer: a size that ran out of memory is not tried again.
+    `place` returns the bucket in which a job waits, or the job's outcome, which is yielded at once.
+    Jobs of one bucket are rendered together, `size_of(bucket)` at a time; the rest is rendered
+    when the jobs end, the oldest bucket first. The next job is taken only after every full batch is
+    rendered, because taking it may mean conditioning its group first. The renderer keeps `fits`
+    across calls: a batch size that ran out of memory is not tried again.
     """
     waiting: dict[Bucket, list[tuple[int, Job]]] = {}
 

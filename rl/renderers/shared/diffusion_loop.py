@@ -20,11 +20,11 @@ BucketT = TypeVar("BucketT", bound=Hashable)
 
 
 class DiffusionLoop(ABC, Generic[ConfigT, BucketT]):
-    """Jobs of one bucket are drawn together. A picture depends on its job alone: batch mates move
-    it by float rounding."""
+    """Jobs of one bucket are drawn together. A picture depends only on its own job: the
+    other jobs of the batch change it only by float rounding."""
 
     state_dim: int | None = None
-    """Width of the hidden states that it reads, where it reads such."""
+    """Width of the hidden states that the renderer reads; None if it reads none."""
 
     def __init__(self, config: ConfigT, parts: Any, vae_factor: int) -> None:
         """`vae_factor`: sides of what the VAE reads are multiples of this, px."""
@@ -60,7 +60,7 @@ class DiffusionLoop(ABC, Generic[ConfigT, BucketT]):
 
     @abstractmethod
     def _place(self, job: RenderJob) -> BucketT | RenderFailure:
-        """The bucket in which a job waits for its batch, or why it is never drawn."""
+        """The bucket that a job belongs to, or the reason why it cannot be drawn."""
 
     @abstractmethod
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: BucketT) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Compares expressions by math-verify in a process of its own, which may hang or die.
+"""Compares expressions with math-verify in a separate process, which may hang or die.
 
-math-verify bounds its time by signals, which work in a main thread alone, and nothing bounds a
+math-verify limits its time with signals, which work only in a main thread, and nothing stops a
 power tower in C. The worker is this file run as a script. It reads JSON lines `{"gold": ...,
 "answer": ... | null, "cpu_s": ...}` (LaTeX) and answers each with a `Verdict`. A LaTeX grammar
-parses what it reads; nothing is evaluated as Python. The kernel ends the process over a comparison
-that takes more than `cpu_s`, in C code too.
+parses what it reads; nothing is evaluated as Python. The kernel kills the worker when a comparison
+takes more than `cpu_s`, in C code too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any, Literal, cast
 
 Verdict = Literal["readable", "unreadable_gold", "equal", "different", "too_costly"]
-"""'readable': the answer to a gold without an answer. 'too_costly': the worker died over it."""
+"""'readable': the gold can be parsed; no answer was given. 'too_costly': the worker died."""
 
 START_TIMEOUT_S = 300.0
 REMEMBERED_QUESTIONS = 8192
@@ -29,24 +29,24 @@ MEMORY_BYTES = 2 * 2**30
 
 
 class MathsProcess:
-    """Answers from one worker process, to one thread."""
+    """Client of one worker process, for use by one thread."""
 
     def __init__(self, cpu_s: int) -> None:
         """Starts the worker, and does not wait for it. `cpu_s`: CPU time per question, s."""
         self._cpu_s = cpu_s
         self._process, self._is_ready = _start(), False
-        # What a group agrees on is asked once.
+        # Equal answers within a group are compared once.
         self.compare = lru_cache(REMEMBERED_QUESTIONS)(self._compare)
 
     def close(self) -> None:
-        """Also if it has ended already; the next question starts another."""
+        """End the worker, which may have ended already; the next question starts another one."""
         with self._process:  # waits for its end, and closes the pipes
             self._process.kill()
 
     def _compare(self, gold: str, answer: str | None) -> Verdict:
         """The verdict on two LaTeX expressions; without an answer, whether the gold can be read.
 
-        A worker that dies over a question found it too costly. Raises TimeoutError when the machine
+        If the worker dies on a question, it was too costly. Raises TimeoutError when the machine
         is too busy to answer, RuntimeError when no worker can be started.
         """
         if self._process.poll() is not None:  # closed, or dead between questions
@@ -86,7 +86,7 @@ def _start() -> subprocess.Popen[bytes]:
     from rl.text.scrub import environment_without  # not in the worker, which may not find `rl`
 
     return subprocess.Popen(
-        [sys.executable, "-P", __file__],  # -P: this folder is no place to import from
+        [sys.executable, "-P", __file__],  # -P: import nothing from this folder
         env=environment_without(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -100,8 +100,8 @@ def _start() -> subprocess.Popen[bytes]:
 def main() -> None:
     """Serve until the parent closes our input."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints is not a reply
-    for stop in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which saves and then ends us
+    os.dup2(2, 1)  # keeps what libraries print out of the replies
+    for stop in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which ends us after saving
         signal.signal(stop, signal.SIG_IGN)
     logging.disable()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def judge(gold: str, answer: str | None) -> str:
-    """The word for one question."""
+    """The verdict on one question."""
     from math_verify import verify
 
     golds = read(gold)

@@ -67,7 +67,7 @@ class Quantity:
 
 
 def read_quantity(text: str) -> Quantity | None:
-    """The quantity that the whole text is; None when it is anything else."""
+    """The quantity if the whole text is one; None otherwise."""
     if len(text) > MAX_NUMBER_CHARS or not text.isprintable():
         return None
     found = _NUMBER.fullmatch(text.strip().replace("\u2212", "-"))
@@ -92,8 +92,8 @@ def _number(found: re.Match[str]) -> Fraction | None:
 
 
 def _unit(text: str, is_apart: bool) -> str | None:
-    """A unit in one spelling; None when the text behind the number is something else, as `x` in
-    `5x`: bare letters need a space before them, and words at most three."""
+    """A unit in its standard spelling; None if the text after the number is no unit, such as `x`
+    in `5x`. A single letter or words need a space before them; at most three words."""
     unit = text.strip().rstrip(".").replace("²", "^2").replace("³", "^3")
     unit = unit.replace("{", "").replace("}", "")
     for word, power in _POWERS.items():
@@ -114,8 +114,8 @@ def _unit(text: str, is_apart: bool) -> str | None:
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
-    """Equal numbers of the same thing. A unit that only one of them names is no difference; a
-    percentage may be written as the percents or as the share."""
+    """Whether number and unit are the same. A unit that only one of them has is ignored; a
+    percentage may also be written as a fraction of 1."""
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
     if _same_number(gold.number, answer.number):

@@ -31,13 +31,12 @@ Marks = tuple[float, ...]
 
 
 class VieScoreConfig(RepeatsConfig):
-    """Which words the judge is asked in, and how often."""
+    """The judge's prompts, and how often each question is asked."""
 
     perception_prompt: str = ""
-    """File with the question about the picture alone, which follows it; '' = ours."""
+    """File with the question about the picture alone; the picture follows it; '' = ours."""
     semantics_prompt: str = ""
-    """File with the question about meaning, `{instruction}` where the user's words go; '' =
-    ours."""
+    """File with the question about meaning; the user's words replace `{instruction}`; '' = ours."""
 
 
 VieScoreT = TypeVar("VieScoreT", bound=VieScoreConfig)
