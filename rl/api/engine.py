@@ -20,19 +20,19 @@ Residency = Literal["auto", "resident", "sleep"]
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What an engine's section says of the GPU memory it takes while awake."""
+    """The GPU memory that an engine takes while awake, as its config section states it."""
 
     share: float | None
-    """Of the GPU's memory, for weights and key-value cache, 0..1; None: as `EngineSetup.claim`
-    says, from the memory plan."""
+    """Share of the GPU's memory for weights and key-value cache, 0..1; None: the memory plan
+    computes it (`EngineSetup.claim`)."""
     cache_mb: int | None = None
-    """A key-value cache, MiB, that is stated instead of that share."""
+    """Size of the key-value cache, MiB, where the config states it instead of that share."""
     own_gb: float = 1.5
-    """Graphs and buffers that it keeps even asleep, without its largest step, GB; assumed."""
+    """CUDA graphs and buffers kept even asleep, GB, without those of its largest step; assumed."""
     adapter_gb: float = 0.0
-    """The same, besides, where the policy trains an adapter."""
+    """What it keeps in addition if the policy trains an adapter, GB."""
     dtype: Dtype | None = None
-    """Of its weights; None: the policy's."""
+    """dtype of its weights; None: the policy's dtype."""
     max_model_len: int | None = None
     """Longest prompt + completion, tokens; None: what policy and sampling allow."""
     max_num_seqs: int = 1
@@ -42,70 +42,70 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class EngineClaim:
-    """The memory plan's share for an engine whose section states none; the same on every rank."""
+    """What the memory plan gives an engine whose section states none; the same on every rank."""
 
     cache_bytes: int
-    """Its key-value cache."""
+    """Size of its key-value cache."""
     share: float
-    """Of the device, 0..1: weights, workspace and that cache."""
+    """Share of the device's memory, 0..1, for weights, workspace and that cache."""
 
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What a run tells its engine when it is made."""
+    """What a run passes to the constructor of its engine."""
 
     policy: Policy[Any]
     device: str
-    """The rank's own, 'cpu' or 'cuda:<index>'."""
+    """The rank's device, 'cpu' or 'cuda:<index>'."""
     world_size: int = 1
-    """Ranks of the run, each with an engine of its own, over one process group."""
+    """Number of ranks; each has its own engine, and all share one process group."""
     has_room: bool = True
-    """Whether the device holds the engine beside all others."""
+    """Whether the engine fits on the device together with all other models."""
     claim: EngineClaim | None = None
-    """None: its section says what it takes, or nobody knows the sizes."""
+    """Its memory by the plan; None: its section states the memory, or the sizes are unknown."""
     sharded: bool = False
-    """Whether the policy's weights will be (ZeRO-3): no rank can then run parts of it alone."""
+    """Whether ZeRO-3 will shard the policy's weights: no rank can then run parts of it alone."""
 
 
 class Engine(RunPlug[ConfigT]):
     """A plugin of `rl/engines`: samples completions."""
 
     samples_with_trainer: ClassVar[bool] = False
-    """It reads the trainer's weights where they lie: refused where these are sharded."""
+    """Whether it samples from the trainer's own weights; refused where these are sharded."""
 
     def __init__(self, config: ConfigT, setup: EngineSetup) -> None:
-        """Once per rank, on the policy's base weights, after the process group."""
+        """Called once per rank, with the policy's base weights, after the process group exists."""
         self.config = config
 
     @classmethod
     def memory(cls, config: ConfigT) -> EngineMemory | None:
-        """For the memory plan; None where it takes none of its own, or nobody knows."""
+        """For the memory plan; None if it takes no memory of its own, or the amount is unknown."""
         return None
 
     @abstractmethod
     def generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
     ) -> list[list[Completion]]:
-        """completions_PG; member g of prompt p is drawn from seed `seeds_P[p] + g`, whatever the
-        batch order. The policy's `stop_token_ids` end a completion, `banned_token_ids` never come,
-        and under an `image_vocabulary` pictures are held to `Prompt.grid`."""
+        """completions_PG; completion g of prompt p is sampled with seed `seeds_P[p] + g`, whatever
+        the batch order. The policy's `stop_token_ids` end a completion, no `banned_token_ids` are
+        sampled, and with an `image_vocabulary` pictures must match `Prompt.grid`."""
 
     @abstractmethod
     def load_weights(self, weights: PolicyWeights) -> None:
-        """Take what was trained, and forget everything computed from the weights before."""
+        """Load the trained weights, and drop everything computed from the previous weights."""
 
     def sleep(self) -> None:
-        """Give the device to the others, where the engine does not stay on it."""
+        """Free the device's memory for others, unless the engine stays resident."""
         return None
 
     def wake(self) -> None:
-        """Undo `sleep`; the weights are those from before it, RuntimeError where they are not."""
+        """Undo `sleep`. Raises RuntimeError if the weights are not those from before it."""
         return None
 
     def held_fingerprint(self) -> str | None:
-        """The loaded weights' fingerprint if every tensor that the engine computes with, read back
-        from its memory, is theirs (in its dtype), else in words which tensors differ.
+        """Read back every tensor that the engine computes with. Returns the loaded weights'
+        fingerprint if all equal these weights (in its dtype), else a text naming those that differ.
 
-        None if they cannot be read back, as here: the run warns, and stops only where the trainer's
-        log-probs moved and the engine's did not at all. It cannot notice a partial sync then."""
+        None if they cannot be read back, as here: the run warns, and stops only if the trainer's
+        log-probs changed and the engine's did not at all. It cannot detect a partial sync then."""
         return None

@@ -43,7 +43,7 @@ class LoraSection(Section):
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 64
     """The adapter's output is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """On the adapter's input while training; above 0 the trainer is not the policy that sampled."""
+    """Dropout on the adapter's input while training; above 0 trainer and sampler differ."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Names of linear layers, in the language model only while the vision tower is frozen."""
     init_seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
@@ -51,30 +51,30 @@ class LoraSection(Section):
 
 
 class ThoughtSection(Section):
-    """A thought before the words: the renderer is given what stands behind the marker alone."""
+    """A thought before the words: the renderer gets only the text after the marker."""
 
     instruction: str = (
         "First think: what is asked for, and what does it take? Then write {marker} and, after it, "
         "nothing but the final words."
     )
-    """Appended to the user's words for sampling; `{marker}` stands for the marker. '' = nothing,
-    for a policy that thinks unasked."""
+    """Appended to the user's words for sampling; `{marker}` becomes the marker. '' = nothing, for
+    a policy that thinks without being asked."""
     marker: Annotated[str, Field(min_length=1, max_length=200)] = "</think>"
     """The text that ends a thought; its last occurrence in what the policy wrote counts."""
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     """Longest thought, marker included; a longer one fails. null = no limit of its own."""
     states: Literal["words", "attended"] = "words"
-    """words: hidden states of the words behind the renderer's own prompt, without the thought
-    (equal words are one picture); attended: those that attended to the thought."""
+    """words: hidden states of the words when they follow the renderer's own prompt, without the
+    thought (equal words give one picture); attended: states that attended to the thought."""
     loss: Literal["all", "words", "thought"] = "all"
     """Which tokens are trained; the marker belongs to the thought. Under 'words' a completion
     without the marker carries no loss."""
     without_marker: Literal["fail", "words"] = "fail"
-    """A completion without the marker: a failure, or all of it words."""
+    """fail: a completion without the marker fails; words: all of it counts as words."""
 
 
 class PolicyConfig(PlacedConfig):
-    """Base of a policy's keys: those that others read."""
+    """Base class of a policy's section: the keys that other parts of a run read."""
 
     lora: LoraSection | None = LoraSection()
     """null = full fine-tuning."""
@@ -89,32 +89,32 @@ PolicyConfigT = TypeVar("PolicyConfigT", bound=PolicyConfig, default=PolicyConfi
 
 @dataclass(frozen=True)
 class PolicySetup:
-    """What a run tells its policy when it is made."""
+    """What a run passes to the constructor of its policy."""
 
     kind: ActionKind
     """What the renderer takes, one of the policy's `emits`."""
     state_kind: StateKind = "post_norm"
-    """Of the hidden states that the renderer takes, one of the policy's `state_kinds`."""
+    """Which hidden states the renderer takes; one of the policy's `state_kinds`."""
     template: PromptTemplate | None = None
     """How the renderer asks its text encoder; None: the policy's own words."""
     negative_prompt: str | None = None
     """Words of the renderer's unconditional branch; None: it uses none."""
     temperature: float = 1.0
-    """At which completions are sampled, > 0; the trainer divides its logits by it."""
+    """Sampling temperature of completions, > 0; the trainer divides its logits by it."""
     max_completion_tokens: int = 256
     gradient_checkpointing: bool | Literal["mlp"] = False
     """Recompute activations in the backward, 'mlp': only the MLPs'."""
     device: str = "cpu"
-    """The rank's own, 'cpu' or 'cuda:<index>'."""
+    """The rank's device, 'cpu' or 'cuda:<index>'."""
     seed: int = 0
-    """Of what the policy starts with that no file holds (an adapter), alike on every rank."""
+    """Seed of initial weights that no file holds (an adapter's); the same on every rank."""
 
 
 class Decoder(Protocol):
     """Token-by-token decoding by the trainer's own module."""
 
     def step(self, tokens_B: Sequence[int] | None) -> torch.Tensor:
-        """[B, V] logits of the next token, after each row's last (None: after its prompt)."""
+        """[B, V] logits of the token after `tokens_B`, each row's last (None: after its prompt)."""
         ...
 
 
@@ -128,10 +128,10 @@ class Policy(RunPlug[PolicyConfigT]):
     state_kinds: ClassVar[Set[StateKind]] = frozenset({"post_norm"})
     """Where it can take hidden states from."""
     needs: ClassVar[Set[str]] = frozenset()
-    """What each sample must bring, as `DataSource.provides` names it; a picture only where the
-    renderer's template shows one."""
+    """What each sample must have, in the names of `DataSource.provides`; a picture is needed only
+    if the renderer's template shows one."""
     own_words: ClassVar[Set[str]] = frozenset()
-    """Keys of its section that are refused beside a renderer that brings a prompt template."""
+    """Keys of its section that are refused if the renderer has a prompt template."""
     own_states: ClassVar[Set[str]] = frozenset()
     """Keys that are read only where the renderer takes hidden states."""
     thinks: ClassVar[bool] = False
@@ -146,23 +146,23 @@ class Policy(RunPlug[PolicyConfigT]):
     state_dim: int
     """Width of its hidden states."""
     image_vocabulary: ImageVocabulary | None = None
-    """With which an engine holds completions to `Prompt.grid`; None: it is never constrained."""
+    """Token ids by which an engine constrains completions to `Prompt.grid`; None: no constraint."""
     image_pixel_bounds: tuple[int, int] | None = None
     """(smallest, largest) area of a prompt's picture, px; None: an engine is given no pictures."""
     max_pictures: int = 1
-    """Most pictures of a prompt, where there are any."""
+    """Most pictures in one prompt, if prompts have any."""
     adapts_vision_tower: bool = False
     """Whether its adapter reaches beyond the language model."""
     reads_states: bool = False
     """Whether `decode_actions` needs what the module's forward gives."""
     own_max_pictures: ClassVar[int] = 1
-    """Source pictures that a sample may have where the renderer brings no template."""
+    """Most source pictures of a sample if the renderer has no prompt template."""
     starts_as_stock: ClassVar[bool] = False
     """Whether its completions before training are the stock arm of held-out samples, as for
     policies that write pictures and have no stock pipeline."""
 
     def __init__(self, config: PolicyConfigT, setup: PolicySetup) -> None:
-        """Once per rank: load the weights. ValueError says what the user can mend."""
+        """Once per rank: load the weights. Raises ValueError for what the user can fix."""
         if setup.kind not in self.emits:
             name = type(self).__name__
             raise ValueError(f"policy {name} emits {sorted(self.emits)}, not {setup.kind!r}")
@@ -174,83 +174,83 @@ class Policy(RunPlug[PolicyConfigT]):
 
     @classmethod
     def has_frozen_tower(cls, config: PolicyConfigT) -> bool:
-        """Whether pictures have the same features all run long, so that an engine may read them
-        (`picture_features`) and needs no vision tower."""
+        """Whether a picture's features never change during a run, so that an engine may take them
+        from `picture_features` and needs no vision tower."""
         return False
 
     @classmethod
     def picture_tokens(cls, config: PolicyConfigT, area_px: int) -> int:
-        """Of a square picture of this area in a prompt; 0: it takes none, or that is not known."""
+        """Prompt tokens of a square picture of this area; 0: it takes no pictures, or unknown."""
         return 0
 
     # --- prompts and completions --------------------------------------------------------------
 
     @abstractmethod
     def build_prompt(self, sample: Sample) -> Prompt:
-        """Raises ValueError naming a sample that cannot be one."""
+        """The sample's prompt. Raises ValueError naming the sample if it cannot be made one."""
 
     @abstractmethod
     def encode_completion(self, text: str) -> Completion:
         """`text` as if the policy had written it and stopped; its sampler log-probs are zeros."""
 
     def pass_through_completion(self, sample: Sample) -> Completion | None:
-        """The bare arm: the user's own words, as if the policy added nothing; None: none."""
+        """The bare arm: the user's own words, as if the policy added nothing; None: no bare arm."""
         return None
 
     def cut_thought(self, prompt: Prompt) -> Prompt | None:
-        """The prompt for words without a thought, which then belong to `prompt.plain`; None where
-        `prompt` asks for no thought."""
+        """`prompt` with the thought left out, so that the policy writes only words; these then
+        belong to `prompt.plain`. None if `prompt` asks for no thought."""
         return None
 
     def words_of_cut(self, completion: Completion) -> Completion:
-        """The words of a completion of `cut_thought`'s prompt; their log-probs mean nothing."""
+        """The words in a completion of `cut_thought`'s prompt; their log-probs are meaningless."""
         return completion
 
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
-        """What the renderer's own pipeline would read of the user's words: 'stock', and variants by
-        name. Drawn once a run on held-out samples, inside `reference()`. {}: there is none."""
+        """By name ('stock', and variants), what the renderer's own pipeline would read for the
+        user's words. Drawn once a run on held-out samples, inside `reference()`. {}: none."""
         return {}
 
     def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
-        """[T] which tokens are trained in this iteration; forced ones are left out besides."""
+        """[T] which tokens are trained in this iteration; forced tokens are never trained."""
         return (True,) * len(completion.token_ids)
 
     @abstractmethod
     def decode_actions(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[Action]:
-        """The actions of one micro-batch's rows. `outputs`: of `module(batch)`, if it
-        `reads_states`, with `batch` `collate_states(rows)` or else `collate(rows)`; keep nothing of
-        its graph. A row without tokens is one of its `stock_arms`."""
+        """The actions of one micro-batch's rows. If the policy `reads_states`, `batch` is
+        `collate_states(rows)`, or if None `collate(rows)`, and `outputs` is `module(batch)`;
+        keep nothing of its graph. A row without tokens is one of its `stock_arms`."""
 
     @abstractmethod
     def collate(self, rows: Sequence[Row]) -> TokenBatch:
-        """Neighbouring rows that share their `Prompt` object are a group, its prompt there once."""
+        """Neighbouring rows that share a `Prompt` object are a group; its prompt is packed once."""
 
     def collate_states(self, rows: Sequence[Row]) -> TokenBatch | None:
-        """The batch whose forward, without a graph, gives the renderer its states, where that is
-        not `collate(rows)`."""
+        """The batch whose forward, without a graph, computes the renderer's states; None: it is
+        `collate(rows)`."""
         return None
 
     def train_flops(self, prompt_len: int, completion_lens: Sequence[int]) -> float:
-        """FLOPs of a forward and a backward over one group, the prompt once, nothing recomputed;
-        0: not known. For the metric `work/mfu`."""
+        """FLOPs of a forward and a backward over one group, with the prompt once and without
+        recomputation; 0: unknown. For the metric `work/mfu`."""
         return 0.0
 
     # --- what an inference engine asks --------------------------------------------------------
 
     @abstractmethod
     def engine_folder(self) -> str:
-        """Folder or hub id of these base weights, this tokenizer and this image processor, for an
-        outside engine; lives as long as the policy."""
+        """Folder or hub id of the policy's base weights, tokenizer and image processor, for an
+        external engine; it exists as long as the policy does."""
 
     @abstractmethod
     def decoder(self, prompts_P: Sequence[Prompt], num_rows: int) -> Decoder:
-        """Decoding by the trainer's own module, `num_rows` of each prompt."""
+        """A decoder that runs the trainer's own module, `num_rows` rows per prompt."""
 
     def picture_features(self, prompts_P: Sequence[Prompt]) -> list[torch.Tensor | None]:
-        """[N_img, W] of each prompt's pictures, one after the other, None where it shows none: what
-        the forwards of these prompts read. Called only where it `has_frozen_tower`."""
+        """Per prompt: the features [N_img, W] of its pictures, concatenated, as the policy's
+        forward reads them; None: it has none. Called only if the policy `has_frozen_tower`."""
         return [None] * len(prompts_P)
 
     # --- weights ------------------------------------------------------------------------------

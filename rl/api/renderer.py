@@ -1,4 +1,4 @@
-"""The base class of renderers: frozen generators of pictures (docs/plugins.md has one)."""
+"""The base class of renderers: frozen generators of pictures (docs/plugins.md has an example)."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ if TYPE_CHECKING:
 
 
 class Renderer(ModelRunner[ConfigT]):
-    """A plugin of `rl/renderers`: draws what the policy hands on."""
+    """A plugin of `rl/renderers`: draws a picture from the policy's output."""
 
     accepts: ClassVar[ActionKind]
     """What it takes: 'hidden_states', 'text' or 'image_tokens'."""
     state_kind: ClassVar[StateKind] = "post_norm"
-    """Where those hidden states are taken from, where it takes such."""
+    """Which hidden states it reads, if any: those after or before the policy's final norm."""
     makes_images: ClassVar[bool] = True
-    """False: rewards read the completion alone."""
+    """False: it draws no picture, and rewards read only the completion."""
     runs_model: ClassVar[bool] = True
-    """False: making one loads nothing, so that it is tried on made-up jobs before a run starts."""
+    """False: constructing it loads no model, so it is tested on made-up jobs before a run."""
     needs_source: ClassVar[bool] = False
     """Whether it edits: a run whose data brings no source pictures is refused."""
     reads_transparency: ClassVar[bool] = False
-    """Whether a sample's transparent sources stay so, RGBA; else they are laid on white."""
+    """True: a sample's transparent sources stay RGBA; False: they are composited on white."""
 
     state_dim: int | None = None
     """Width of the hidden states it reads; None when it reads none."""
 
     def __init__(self, config: ConfigT, resources: Resources) -> None:
-        """Once per rank, before the first iteration. ValueError says what the user can mend."""
+        """Called once per rank before the first iteration. ValueError: what the user can fix."""
         self.config = config
 
     @classmethod
     def prompt_template(cls, config: ConfigT) -> PromptTemplate | None:
-        """The words under which its text encoder was trained, and the policy samples; None: the
-        policy's own stand."""
+        """The prompt with which its text encoder was trained; the policy then samples with it.
+        None: the policy keeps its own prompt."""
         return None
 
     @classmethod
     def negative_prompt(cls, config: ConfigT) -> str | None:
-        """What the policy must encode for guidance to steer away from; None: nothing."""
+        """The prompt that the policy encodes for guidance to steer away from; None: no prompt."""
         return None
 
     @classmethod
@@ -60,12 +60,12 @@ class Renderer(ModelRunner[ConfigT]):
         return None
 
     def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
-        """A user's own samples as the policy reads them: where it reads codes, with codes of each
-        picture scaled to about `area_px`. Called outside of training."""
+        """Prepare a user's own samples for the policy. If the policy reads codes, this scales each
+        picture to about `area_px` and encodes it. Called outside of training."""
         return list(samples)
 
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples, with the pictures that exist only as codes drawn for rewards and records."""
+        """The samples; sources that exist only as codes are decoded, for rewards and records."""
         return list(samples)
 
     @abstractmethod
@@ -73,5 +73,5 @@ class Renderer(ModelRunner[ConfigT]):
         self, jobs: Iterable[RenderJob]
     ) -> Iterator[tuple[int, Image | RenderFailure | None]]:
         """Yield `(number of the job, RGB picture)` as each is ready, so that judging can start.
-        Take jobs as they are needed: taking one may first condition its group. A picture depends
-        on its job alone. None where nothing is drawn."""
+        Take jobs lazily: taking one may first compute its group's conditioning. A picture must
+        depend on its job alone. None instead of a picture: nothing is drawn."""

@@ -24,18 +24,18 @@ Score = RewardOutput | float | None
 class Reward(ModelRunner[ConfigT]):
     """A plugin of `rl/rewards`: what an episode is worth, in [0, 1].
 
-    Give `grade` or, for a reward that compares, `score_group`.
+    Implement `grade` or, for a reward that compares pictures, `score_group`.
     """
 
     needs: ClassVar[Set[str]] = frozenset()
-    """What each sample must bring: 'source', 'image' (a rendered picture), 'target', 'text',
+    """What each sample must have: 'source', 'image' (a rendered picture), 'target', 'text',
     'reference', or names of keys in `Sample.hidden`. A run whose data lacks one is refused."""
     needs_judge: ClassVar[bool] = False
-    """Whether it asks the judge; then it says how often (`num_questions`)."""
+    """Whether it asks the judge; `num_questions` then states how often."""
     diagnostic: ClassVar[bool] = False
     """True keeps it out of the final reward unless `final_reward.weights` names it."""
     unit_parts: ClassVar[Set[MetricName]] = frozenset()
-    """Parts scaled 0..1, in every graded output, which `final_reward.weights` may name as
+    """Parts that every graded output has, each in 0..1; `final_reward.weights` may name them as
     `<reward>/<part>`."""
 
     reads_thoughts: ClassVar[bool] = True
@@ -43,7 +43,7 @@ class Reward(ModelRunner[ConfigT]):
     graded once."""
 
     def __init__(self, config: ConfigT, resources: Resources) -> None:
-        """Once per rank, before the first iteration. ValueError says what the user can mend."""
+        """Once per rank, before the first iteration. Raises ValueError for user errors."""
         self.config = config
 
     @classmethod
@@ -52,22 +52,22 @@ class Reward(ModelRunner[ConfigT]):
         return 0
 
     def grade(self, reward_input: RewardInput) -> Score | Awaitable[Score]:
-        """One picture (or text, where nothing renders). `async def`, or a plain `def`, which runs
-        in threads, several pictures at a time. A grade that could not be had is None or a
+        """Grade one picture (or text, if nothing renders). `async def`, or a plain `def`, which is
+        run in threads, several pictures at a time. If no grade can be given, return None or a
         `RewardOutput` without a value, never a zero; an exception leaves the episode UNGRADED."""
         raise NotImplementedError
 
     def score_group(
         self, inputs_G: Sequence[RewardInput]
     ) -> Sequence[Score] | Awaitable[Sequence[Score]]:
-        """A group's pictures at once, as many scores in the same order; instead of `grade`.
-        `inputs_G`: one prompt's rendered completions under one noise, equal ones once, the bare arm
-        last where there is one."""
+        """Grade a group's pictures together, one score per input in the same order; replaces
+        `grade`. `inputs_G`: one prompt's rendered completions under the same noise, without
+        duplicates, and last the bare arm if there is one."""
         raise NotImplementedError
 
     @classmethod
     def scores_groups(cls) -> bool:
-        """Whether it is asked group by group."""
+        """Whether it grades whole groups (`score_group`)."""
         return cls.score_group is not Reward.score_group
 
 
@@ -87,7 +87,7 @@ class RewardFunction:
         return self.function(reward_input)
 
     def as_class(self) -> type[Reward]:
-        """The same as a class without keys."""
+        """A `Reward` class without config keys that calls this function."""
         function = self.function
 
         def grade(reward: Reward, reward_input: RewardInput) -> Score | Awaitable[Score]:
@@ -122,7 +122,7 @@ NO_VALUE = "gave no value (None)"
 
 
 def checked_output(score: object, unit_parts: Set[str] = frozenset()) -> RewardOutput:
-    """What a reward returned, as a `RewardOutput`. Raises TypeError or ValueError in words."""
+    """Convert a reward's return value to a valid `RewardOutput`. Raises TypeError or ValueError."""
     output = score if isinstance(score, RewardOutput) else RewardOutput(score)  # type: ignore[arg-type]
     if output.value is None:
         return replace(output, failure=output.failure or NO_VALUE)

@@ -1,4 +1,4 @@
-"""Checks whether the chosen plugins run together: rules across rooms."""
+"""Checks whether the chosen plugins can run together: rules that involve several of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 RANKS_OF_A_NODE = 8
 """More ranks than this are taken to be on several machines."""
 READABLE = frozenset({"source", "image", "target", "text", "reference"})
-"""What a reward may need beside hidden keys of the data."""
+"""Names that a reward may put in `needs`; any other name is a key of `Sample.hidden`."""
 
 
 def compatibility_problems(resolved: Resolved) -> list[str]:
@@ -30,7 +30,7 @@ def compatibility_problems(resolved: Resolved) -> list[str]:
 
 
 def plug_problems(resolved: Resolved) -> list[str]:
-    """The same without a look into the data."""
+    """The same, without the checks of the data."""
     return [
         *_room_problems(resolved),
         *_reward_problems(resolved),
@@ -41,7 +41,7 @@ def plug_problems(resolved: Resolved) -> list[str]:
 
 
 def _own_problems(plug: Plug[Any], given: object) -> Iterable[str]:
-    """What a plugin says of its own section beside the rest."""
+    """Problems that a plugin reports of its own section, given the config or the row rules."""
     problems, wrong = ask_plug(plug, "problems", given)
     mark = ": " if isinstance(given, RowRules) else "."
     yield from (f"{plug.key}{mark}{problem}" for problem in problems or ())
@@ -49,7 +49,7 @@ def _own_problems(plug: Plug[Any], given: object) -> Iterable[str]:
 
 
 def _sources_without(resolved: Resolved, need: str) -> str:
-    """Keys of the data sources that do not provide it."""
+    """Config keys of the data sources that do not provide `need`."""
     sources = [*resolved.train, *resolved.validation]
     return ", ".join(s.key for s in sources if need not in s.cls.provides(s.config))
 
@@ -163,7 +163,7 @@ def _judge_problems(resolved: Resolved) -> Iterable[str]:
 
 
 def _placement_problems(resolved: Resolved) -> Iterable[str]:
-    """What is wrong with the stated devices; a start looks at the machine's own."""
+    """Problems of the configured devices; the start of a run checks the machine's own devices."""
     stated = resolved.policy.config.device
     if "+" in stated:
         return [
@@ -181,7 +181,7 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
     in_loss = algorithm.kl_coeff > 0 and algorithm.kl_placement == "loss"
     if in_loss and algorithm.kl_estimator == "k1":
         yield (
-            "algorithm.kl_estimator: 'k1' in the loss pulls nowhere (on-policy its expected "
+            "algorithm.kl_estimator: 'k1' in the loss has no effect (on-policy its expected "
             "gradient is zero); use 'k2' or 'k3', or kl_placement 'reward'"
         )
     if algorithm.loss == "gspo" and algorithm.importance_correction == "token":

@@ -1,13 +1,13 @@
-"""Resume points: written aside, proven by a manifest, renamed into place; never half of one loaded.
+"""Checkpoints: written to a temporary folder with a manifest, then renamed; never loaded in part.
 
 <run>/checkpoints/step_000010/
     state.safetensors      the learner's tensors (fp32 weights, moments), keyed by name
     state.json             iteration, world size, and whatever JSON the loop hands over
     rng_rank0000.pt ...    every rank's generators, tensors and plain values only
     model/                 PEFT adapter or transformers folder, with its model card
-    manifest.json          size and sha256 of every file above but the card, written last
-<run>/last_checkpoint.txt  the name of the last one, so that a run whose checkpoints are gone
-                           is not taken for one that never had any
+    manifest.json          size and sha256 of every file above except the card; written last
+<run>/last_checkpoint.txt  the name of the last checkpoint: distinguishes a run whose checkpoints
+                           are gone from a run that never had any
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 MODEL_FOLDER = "model"
 MODEL_CARD = "README.md"
-"""In the model's folder; not in the manifest, since it changes when the held-out run is known."""
+"""In the model's folder; not in the manifest: it is rewritten after a held-out evaluation."""
 LAST_WRITTEN = "last_checkpoint.txt"
 SAVING = ".saving.lock"
 """Held by the process that writes a checkpoint."""
@@ -92,7 +92,7 @@ class Checkpoints:
         self._dist = dist
         self._pusher = hub.Pusher(config.push_to_hub_repo_id, self.folder)
         self._reported: set[Path] = set()
-        """Old checkpoints that stay; the reason was logged."""
+        """Old checkpoints that are not pruned, for a reason that was already logged."""
 
     @property
     def folder(self) -> Path:
@@ -130,13 +130,13 @@ class Checkpoints:
         return path
 
     def save_alone(self, point: ResumePoint) -> Path | None:
-        """`save` without the other ranks, which may be gone. Two that save the same wait for each
-        other."""
+        """`save` without the other ranks, which may be gone. Ranks that save the same checkpoint
+        wait for each other."""
         return self._try_write(point)[0]
 
     def publish(self, iteration: int, model_card: Callable[[], str], final: bool = False) -> None:
-        """Write the model card that knows the held-out run into that iteration's checkpoint, if
-        there is one, and push to the hub when due. Rank 0."""
+        """Write the model card, now with the held-out results, into that iteration's checkpoint,
+        if it exists, and push to the hub when due. Called on rank 0."""
         path = self.folder / f"step_{iteration:06d}"
         model = path / MODEL_FOLDER
         if not model.is_dir():
@@ -222,7 +222,7 @@ class Checkpoints:
         return final
 
     def _tidy(self, name: str) -> None:
-        """What follows a checkpoint; it may fail, and what makes room comes first."""
+        """The work after a checkpoint, first what frees disk space; a failure only warns."""
         last = partial(write_atomically, self.folder.parent / LAST_WRITTEN, f"{name}\n")
         note = partial(when_there_is_room, last, self.folder, LAST_WRITTEN)
         for follow in (self._prune, self._sweep, note):
@@ -232,8 +232,8 @@ class Checkpoints:
                 warn(f"checkpoint {name} is written; after it: {error}")
 
     def _prune(self) -> None:
-        """Rename all but the newest two whole checkpoints, the best on held-out samples or what may
-        be it, the ones kept for ever, and those that are not exactly what a save wrote."""
+        """Rename checkpoints for `_sweep` to delete, but not: the newest two whole ones, the best
+        on held-out samples or any that may be it, those kept for ever, those changed since."""
         steps, rewards = steps_of(self.folder.parent), held_out_rewards(self.folder.parent)
         whole = {iteration_of(path) for path in steps if problem_of(path, hashes=False) is None}
         every = self._config.keep_every_n_iterations
@@ -254,7 +254,7 @@ class Checkpoints:
                 self._reported.add(path)
 
     def _sweep(self) -> None:
-        """Delete what pruning, a kill or a failure left aside."""
+        """Delete the temporary folders that pruning, a kill or a failed save left."""
         for path in sorted(self.folder.glob(f"{_ASIDE_PREFIX}*")):
             is_ours = _ASIDE_NAME.fullmatch(path.name) and path.is_dir()
             if is_ours and not path.is_symlink():
@@ -362,8 +362,8 @@ def steps_of(run_dir: Path) -> list[Path]:
 
 
 def held_out_rewards(run_dir: Path) -> dict[int, float | None]:
-    """Iterations done -> mean held-out reward, 0..1, or None where it was not measured; without
-    iterations that have no readable line."""
+    """Iterations done -> mean held-out reward, 0..1, or None if it was not measured. An iteration
+    without a readable line in metrics.jsonl is left out."""
     file = run_dir / "metrics.jsonl"
     rewards: dict[int, float | None] = {0: None}  # before training there may be no line
     for row in read_rows(file)[0] if file.is_file() else []:
@@ -375,7 +375,7 @@ def held_out_rewards(run_dir: Path) -> dict[int, float | None]:
 
 
 def best_of(iterations: Sequence[int], rewards: dict[int, float | None]) -> int | None:
-    """Which of them scored highest, of equals the earliest; None: none was measured."""
+    """The iteration with the highest reward, the earliest on a tie; None: none was measured."""
     measured = [(-reward, it) for it in iterations if (reward := rewards.get(it)) is not None]
     return min(measured)[1] if measured else None
 

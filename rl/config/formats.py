@@ -1,6 +1,6 @@
-"""Format numbers of what one version writes and another reads.
+"""Format numbers of the files that one version writes and another reads.
 
-    config         its key `format`; a file without one has today's
+    config         its key `format`; a file without one has the current format
     run folder     the `format` of its config.json, which its records share; without one: 1
     checkpoint     the `format` of its state.json
     adapter        `auto_mapping.format` of its adapter_config.json; without one: 1
@@ -14,19 +14,19 @@ from collections.abc import Mapping
 from typing import Any
 
 CONFIG = 3
-"""The one format of configs and run folders that is read."""
+"""The only format of configs and run folders that this version reads."""
 CHECKPOINT = 1
 ADAPTER = 2
 GONE = {
     "checkpoint": ("keep",),
     "renderer": ("attention_backend", "cfg_in_one_forward", "compile_blocks"),
 }
-"""Section -> keys that runs of today's format may still have written, and nothing reads; of shipped
-plugins, whose `type` has no dot."""
+"""Section -> keys that configs of the current format may still hold, though nothing reads them;
+only for shipped plugins, whose `type` has no dot."""
 
 
 def refusal(what: str, number: Any, newest: int, oldest: int = 1) -> str:
-    """Why `what`, of that format number (None: it has none), cannot be read; '' where it can."""
+    """Why `what`, which has format `number` (None: it has none), cannot be read; '' if it can."""
     if number is None or (type(number) is int and oldest <= number <= newest):
         return ""
     is_newer = type(number) is int and number > newest
@@ -38,13 +38,13 @@ def refusal(what: str, number: Any, newest: int, oldest: int = 1) -> str:
 
 
 def number_of(written: Mapping[str, Any]) -> Any:
-    """The format number of a run's file; None for what is no run's, such as a model's config."""
+    """The format number of a run's file; None for other files, such as a model's config."""
     return written.get("format", 1 if "run_name" in written else None)
 
 
 def stored(config: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """A config that a run has written; `what` is its name in messages. Raises ValueError for one of
-    another format."""
+    """A run's stored config, without the keys of `GONE`; `what` is its name in messages. Raises
+    ValueError if it has another format."""
     if problem := refusal(what, number_of(config), CONFIG, oldest=CONFIG):
         raise ValueError(problem)
     return {

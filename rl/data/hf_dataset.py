@@ -38,8 +38,8 @@ class Config(RowsConfig):
     """One split of one data set."""
 
     path: str
-    """Hub id ('owner/name'), or a local file or folder (also one written by `save_to_disk`); what
-    exists locally is taken as local. A relative path counts from the working directory."""
+    """Hub id ('owner/name'), or a local file or folder (also one written by `save_to_disk`); a
+    local path wins if it exists. A relative path counts from the working directory."""
     name: str = ""
     """The data set's configuration on the hub, '' = its only or default one."""
     revision: str = ""
@@ -69,7 +69,7 @@ class HfDataset(RowsSource[Config]):
 
     @classmethod
     def problems(cls, config: Config, rules: RowRules) -> list[str]:
-        """What can be seen without `datasets`: is it there, and has a parquet file the columns."""
+        """Problems found without `datasets`: a missing path; columns that a parquet file lacks."""
         path = Path(config.path)
         why = not_a_file(path)
         if why == GONE:
@@ -144,7 +144,7 @@ class _Undecoded(Sequence[Mapping[str, Any]]):
 
 
 def _column(config: Config, dataset: Dataset, column: str) -> Sequence[Mapping[str, Any]]:
-    """The rows with the one column that `column` is in. Raises BadRowError for a damaged one."""
+    """The rows with only the top-level column of `column`. BadRowError: the column is damaged."""
     top = column if column in dataset.column_names else column.split(".")[0]
     try:
         return list(dataset.select_columns([top]))
@@ -155,7 +155,7 @@ def _column(config: Config, dataset: Dataset, column: str) -> Sequence[Mapping[s
 def _matching(
     config: Config, num_rows: int, rows_with: Callable[[str], Sequence[Mapping[str, Any]]]
 ) -> list[int]:
-    """Numbers of the rows that `where` lets through. Raises BadRowError where none is left."""
+    """Indices of the rows that match `where`. Raises BadRowError if no row matches."""
     numbers = list(range(num_rows))
     for column, value in config.where.items():
         cells = [pick(row, column, None) for row in rows_with(column)]
@@ -194,8 +194,8 @@ def _open(config: Config) -> Dataset:
         ) from error
     except (FileNotFoundError, ConnectionError, datasets.exceptions.DatasetsError) as error:
         raise BadRowError(f"{_nowhere(config)} ({error})") from error
-    # Unknown split or configuration: `datasets` lists the known ones. What is damaged fails in any
-    # way (ArrowInvalid, UnicodeDecodeError, KeyError, TypeError, OSError).
+    # Unknown split or configuration: the message of `datasets` lists the known ones. Damaged data
+    # may raise anything (ArrowInvalid, UnicodeDecodeError, KeyError, TypeError, OSError).
     except Exception as error:
         raise BadRowError(f"{config.path}: {shown(str(error), MAX_SHOWN)}") from error
 
@@ -206,7 +206,7 @@ def _split_of_saved(config: Config, saved: Any) -> Dataset:
     if config.split not in splits:
         raise BadRowError(
             f"{config.path}: has no split {config.split!r}; it has {', '.join(splits)}, and slices "
-            "are not read of what save_to_disk wrote: save it as parquet"
+            "of a set that save_to_disk wrote cannot be read: save it as parquet"
         )
     return splits[config.split]
 
@@ -220,7 +220,7 @@ def _builder(path: Path) -> str:
 
 
 def _require_columns(config: Config, available: Sequence[str]) -> None:
-    """Nested columns ('a.b') are known by their first part here, by the rest when a row is read."""
+    """Of a nested column 'a.b' only 'a' is checked here; the rest is checked as a row is read."""
     missing = [
         column
         for column in [*config.columns.read_from(available).required(), *config.where]

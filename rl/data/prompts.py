@@ -18,22 +18,22 @@ from rl.data.shared.jsonl import LinesSource, read_lines, read_rows
 from rl.data.shared.sample_rows import Columns, Rows
 
 BUILT_IN = Path(__file__).parent / "prompts"
-"""One JSONL file per split, categories in turn, so that any beginning of one is balanced."""
+"""One JSONL file per split; the categories alternate, so that its first n lines are balanced."""
 
 
 class Config(FileConfig):
-    """The built-in prompts, or one file of them."""
+    """The built-in prompts, or a file of prompts."""
 
     path: str = ""
     """A .txt file with a prompt per line, or a .jsonl file with an object per line; relative paths
     count from the working directory. '' = the built-in set."""
     split: Literal["train", "held_out", "all"] = "train"
-    """Of the built-in set: 192 prompts, the other 64, or all. A file is taken whole."""
+    """Part of the built-in set: 192 prompts, the other 64, or all. A file is read whole."""
     prompt_key: str = "prompt"
-    """Of a .jsonl file: what holds the prompt; 'id' and 'category' are read where there are any."""
+    """For a .jsonl file: the key of the prompt; keys 'id' and 'category' are read if present."""
     picture_key: str = ""
-    """Of a .jsonl file: what holds the path of a picture that goes with the prompt, from the file's
-    own folder; rows without one are text alone. '' = no row has one."""
+    """For a .jsonl file: the key of the path to the prompt's picture, relative to the file's own
+    folder; rows without it are text only. '' = no row has a picture."""
 
     @model_validator(mode="after")
     def _keys_that_are_read(self) -> Config:
@@ -56,7 +56,7 @@ class Prompts(LinesSource[Config]):
 
     @classmethod
     def files(cls, config: Config) -> Sequence[Path]:
-        """The user's, or those of the built-in set."""
+        """The user's file, or the files of the built-in set."""
         if config.path:
             return [Path(config.path)]
         splits = ("train", "held_out") if config.split == "all" else (config.split,)

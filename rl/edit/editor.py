@@ -1,11 +1,11 @@
-"""Edits pictures with what a run has trained, by the code of the held-out run.
+"""Edits pictures with the model that a run trained, using the code of the held-out evaluation.
 
     editor = Editor.from_run("runs/my-run", checkpoint="best")
     result = editor.edit("photo.jpg", "make the sky red")
     result.image.save("red.png"); print(result.words)
     editor.edit(["room.jpg", "lamp.jpg"], "put the lamp of picture 2 into picture 1")
 
-A held-out sample under its id and the run's seed comes out as it did there, bit for bit.
+With its id and the run's seed, a held-out sample gives the same result as there, bit for bit.
 
 Axes: `_B` requests of a batch.
 """
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Weights = Callable[[], AbstractContextManager[None]]
-"""Sets the weights under which a policy's states are taken."""
+"""Context manager that sets the weights with which a policy's hidden states are computed."""
 Given = Union["Image", Path, str]
 """A picture, or its file."""
 Size = tuple[int, int]
 """(width, height), px."""
 OWN_WORDS, UNTRAINED, STOCK = "bare", "before", "stock"
-"""What is drawn beside: of the user's own words, of the words that the policy wrote before
-training, and by the renderer's own pipeline without a policy."""
+"""Names of the arms drawn beside the edit: from the user's own words, from the words of the
+untrained policy, and by the renderer's own pipeline without a policy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +52,12 @@ class EditRequest:
     """One edit to make."""
 
     instruction: str
-    """The user's words; what spells a special token in them is text."""
+    """The user's words; a special token spelt out in them is read as text."""
     image: Given | Sequence[Given] | None = None
-    """The picture, or several in the order in which words may number them; None where words alone
-    are drawn."""
+    """The picture, or several in the order by which the words may number them; None: draw from
+    words alone."""
     id: str = "edit"
-    """Names its draws, beside the seed: requests of one id have the same noise."""
+    """Seeds sampling and noise, together with `seed`: requests of one id share their noise."""
 
     @property
     def images(self) -> tuple[Given, ...]:
@@ -76,7 +76,7 @@ class Arm:
     image: Image | None
     """RGB; None: nothing was drawn."""
     failure: str | None = None
-    """Why not, in words."""
+    """Why this arm failed, in words."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,17 +87,17 @@ class EditResult:
     sources: tuple[Image, ...]
     """RGB, upright, as the policy was shown them before its own scaling."""
     original_sizes_px: tuple[Size | None, ...]
-    """Of each file, where it was scaled down to its source."""
+    """Size of each picture before it was scaled down; None: it was not scaled."""
     words: str
     """What the policy wrote for the renderer, or its answer."""
     thought: str
-    """What it wrote before."""
+    """What the policy wrote before `words`."""
     image: Image | None
     """RGB; None: nothing was drawn."""
     failure: str | None
-    """Why not, in words; None where all is well, or the run's renderer draws nothing."""
+    """Why the edit failed, in words; None if all is well or the run's renderer draws nothing."""
     arms: Mapping[str, Arm] = field(default_factory=dict)
-    """By `OWN_WORDS`, `UNTRAINED`, `STOCK`; those that this system has, under the same noise."""
+    """Keys: `OWN_WORDS`, `UNTRAINED`, `STOCK`, if this system has the arm; all share the noise."""
     seed: int = 0
     noise_seed: int = 0
     token_ids: tuple[int, ...] = ()
@@ -134,11 +134,11 @@ class Editor:
         """Load policy and renderer.
 
         Args:
-            config: of a run, made fit for use (`config_for_use`).
+            config: a run's config, as `config_for_use` adapts it.
             device: 'auto' = CUDA, else the CPU.
-            trained: where its weights are from.
-            base_policy: the policy's section before training.
-            size_px: of a picture that is read as codes; (): as large as the run's own.
+            trained: the checkpoint that the weights come from.
+            base_policy: the config section of the untrained policy.
+            size_px: size of a picture that is read as codes; (): that of the run's pictures.
             only_words: load no renderer and draw nothing.
 
         Raises ValueError for what the user can fix.
@@ -206,9 +206,9 @@ class Editor:
         seed: int = 0,
         arms: bool = False,
     ) -> EditResult:
-        """One edit, of one picture or several. Raises ValueError for one that cannot be read or
-        asked; what the policy or the renderer could not do is the result's `failure`. More of both:
-        `edit_stream`."""
+        """Make one edit of one picture or of several. Raises ValueError if a picture cannot be read
+        or the request is invalid; a failure of the policy or the renderer is the result's
+        `failure`. For many requests: `edit_stream`."""
         request = EditRequest(instruction, image)
         self._sample(request)
         [result] = self.edit_stream([request], seed=seed, arms=arms)
@@ -222,7 +222,7 @@ class Editor:
         seed: int = 0,
         arms: bool = False,
     ) -> Iterator[EditResult]:
-        """One result a request, in order, each batch as it is done.
+        """Yield one result per request, in order, as soon as its batch is done.
 
         A result depends on its request and `seed`, not on the rest of the batch (but for float
         rounding). A request that cannot be asked (a damaged file, words that are too long) gives a
@@ -231,8 +231,8 @@ class Editor:
         Args:
             requests: taken a batch at a time.
             batch_size: requests sampled and drawn together, >= 1.
-            seed: of the words that are sampled and of the noise.
-            arms: also draw what `EditResult.arms` says, each as dear as the edit itself.
+            seed: for the sampling of words and for the noise.
+            arms: also draw the arms of `EditResult.arms`; each costs as much as the edit.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; a batch holds one request at least")
@@ -279,9 +279,9 @@ class Editor:
         return [results[b] for b in range(len(requests_B))]
 
     def _sample(self, request: EditRequest) -> tuple[Sample, tuple[Size | None, ...]]:
-        """The request as a row of data, and each picture's size where that was scaled down.
+        """The request as a sample, and each picture's original size if it was scaled down.
 
-        Raises ValueError for one that cannot be asked.
+        Raises ValueError for an invalid request.
         """
         if not request.instruction.strip():
             raise ValueError("the instruction is empty; say what the picture should show")
@@ -313,7 +313,7 @@ class Editor:
     def _draw(
         self, prompts_B: Sequence[Prompt], seed: int, arms: bool
     ) -> list[tuple[Episode, dict[str, Episode]]]:
-        """_B: the edit, and what is drawn beside it."""
+        """For each request: the edit's episode, and the episodes of the arms by name."""
         completions_B = self._write(prompts_B, seed, self._writer)
         bare_B = [
             self.policy.pass_through_completion(p.sample) if arms else None for p in prompts_B
@@ -329,7 +329,7 @@ class Editor:
             drawn: dict[str, tuple[Sequence[Prompt], Sequence[Completion]]]
             drawn = {UNTRAINED: (prompts_B, written_B)}
             stock_B = [before.policy.stock_arms(prompt).get(STOCK) for prompt in prompts_B]
-            # A renderer that reads words alone makes the same of them as it made of the bare arm.
+            # A renderer that reads only words would draw the same picture as for the bare arm.
             if before.policy.reads_states and all(stock_B):
                 stock_prompts, stock_completions = zip(*filter(None, stock_B), strict=True)
                 drawn[STOCK] = stock_prompts, stock_completions
@@ -342,8 +342,8 @@ class Editor:
 
     @cached_property
     def _untrained(self) -> tuple[Writer, Weights]:
-        """The policy before training, and the weights that it writes under: without its adapter, or
-        where all of it was trained a second one."""
+        """The untrained policy and a context that sets its weights: the same policy without its
+        adapter or, after full fine-tuning, a second policy."""
         if self.policy.config.lora is not None or self._base_policy is None:
             return self._writer, self.policy.reference
         base = self.config.model_copy(update={"policy": dict(self._base_policy)})

@@ -14,15 +14,15 @@ from cachetools import LRUCache, cached
 from PIL.Image import Image, Resampling, alpha_composite, new
 
 MAX_AREA_PX = 50_000_000
-"""Of a decoded picture: a file of 1 KB can hold any number of pixels, at up to 20 bytes each."""
+"""Most pixels of a picture: a file of 1 KB can hold any number, up to 20 bytes each in memory."""
 
 T = TypeVar("T")
 
 
 def own_pictures(value: T) -> T:
-    """`value`, a picture or anything that holds some (a `Sample`, `RewardInput`, list, dict), with
-    its pictures, arrays, tensors, lists, dicts and sets copied: a plugin may change its own, and
-    nobody else sees it."""
+    """A copy of `value`, a picture or what holds pictures (a `Sample`, `RewardInput`, list, dict),
+    with its pictures, arrays, tensors, lists, dicts and sets copied: a plugin may change its copy
+    without affecting others."""
     given: Any = value
     if is_dataclass(given) and not isinstance(given, type):
         held = {f.name: own_pictures(getattr(given, f.name)) for f in fields(given) if f.init}
@@ -39,7 +39,7 @@ def own_pictures(value: T) -> T:
 
 
 def digest(image: Image) -> bytes:
-    """Equal for pictures with equal pixels: what is computed of a picture is kept under it."""
+    """Equal for pictures with equal pixels; the cache key of what is computed from a picture."""
     palette = image.palette and image.palette.tobytes()
     form = repr((image.mode, image.size, palette, image.info.get("transparency")))
     return blake2b(form.encode() + image.tobytes(), digest_size=16).digest()
@@ -58,7 +58,7 @@ def open_picture(file: Path | IO[bytes], formats: tuple[str, ...] = ("PNG",)) ->
 
 
 def over_white(image: Image) -> Image:
-    """RGB; what is transparent shows white behind it."""
+    """The picture in RGB, on a white background where it is transparent."""
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = alpha_composite(new("RGBA", image.size, "white"), image)
@@ -76,8 +76,8 @@ def downscale(image: Image, side_px: int) -> Image:
 
 @cached(LRUCache(256 * 2**20, getsizeof=len), key=digest, condition=Condition())
 def png_bytes(image: Image) -> bytes:
-    """Lossless RGB, over white, without metadata. Level 1: files a third larger, in a fifth of the
-    time. The last 256 MiB are kept, since questions and the record show the same pictures."""
+    """PNG in RGB, over white, without metadata. Compression level 1: a third larger, in a fifth of
+    the time. The last 256 MiB are cached: judge questions and the record use the same pictures."""
     bare = over_white(image)
     bare.info.clear()
     buffer = io.BytesIO()

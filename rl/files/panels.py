@@ -19,8 +19,8 @@ WORDS_CHARS, WORDS_LINES = 22, 10
 
 
 def pyplot() -> Any:
-    """`matplotlib.pyplot`, drawing into files, without a `matplotlibrc` of the working folder,
-    which may start LaTeX."""
+    """`matplotlib.pyplot`, drawing to files. It ignores a `matplotlibrc` in the working folder,
+    which could start LaTeX."""
     import matplotlib
 
     matplotlib.rcdefaults()
@@ -44,7 +44,7 @@ def panel(axes: Axes, image: Image | None, title: str, words: str | None) -> Non
     lines = textwrap.wrap(
         printable(words, but="\n\t"), num_chars, max_lines=num_lines, placeholder=" ..."
     )
-    # `parse_math`: a dollar sign in a user's instruction is a dollar sign.
+    # `parse_math`: a dollar sign in a user's instruction must not start a formula.
     axes.text(
         0.5,
         -0.04 if drawn else 0.5,

@@ -1,4 +1,4 @@
-"""Opens files of a run to write them: never another file's content, and private where need be."""
+"""Opens a run's files for writing: never through a link, and private where needed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 
 _REFUSED = {
-    errno.ELOOP: "it is a link, and what is written here goes to no other place; remove it",
+    errno.ELOOP: "it is a link, and a run does not write through links; remove it",
     errno.ENXIO: "it is no ordinary file; remove it",
 }
 
 
 def itself(path: str, flags: int, mode: int = 0o666) -> int:
-    """`open(..., opener=itself)` writes through no link or pipe in the file's place: raises OSError
-    (ELOOP, ENXIO). A file with a second name (a hard link) is replaced by a copy first."""
-    # A regular file takes no notice of O_NONBLOCK; a pipe's writer would wait for a reader.
+    """`open(..., opener=itself)` raises OSError (ELOOP, ENXIO) if the path is a link or a pipe.
+    A file with a second name (a hard link) is first replaced by a copy."""
+    # O_NONBLOCK has no effect on a regular file; without it, opening a pipe waits for a reader.
     safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         descriptor = os.open(path, safe, mode)
@@ -48,8 +48,8 @@ def unshare(path: Path) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """`open(..., opener=private)`: as `itself`, and readable by this user only, whatever bits it
-    had. For completions, replies and logs. Another user's file stays as it is."""
+    """`open(..., opener=private)`: as `itself`, and makes the file readable by this user only,
+    whatever its mode was. For completions, replies and logs. Another user's file keeps its mode."""
     descriptor = itself(path, flags, 0o600)
     with suppress(OSError):
         os.fchmod(descriptor, 0o600)
@@ -57,7 +57,7 @@ def private(path: str, flags: int) -> int:
 
 
 def private_folder(path: Path) -> None:
-    """A folder that nobody else may enter, for files that libraries write; as `private`."""
+    """Make a folder that only this user may enter, for files of libraries; like `private`."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(OSError):
         path.chmod(0o700)

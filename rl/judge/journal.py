@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplyJournal:
-    """Key -> raw reply, the first under a key."""
+    """Key -> raw reply; the first reply under a key is kept."""
 
     def __init__(self, path: Path) -> None:
         path = place(path)
@@ -25,39 +25,39 @@ class ReplyJournal:
         self._path = path
         self._has_failed = False
         self._failed: set[str] = set()
-        """Keys of replies to questions that no reply answered."""
+        """Keys of the replies to questions for which no reply was usable."""
         self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115 - `close`
 
     def get(self, key: str) -> str | None:
         return self._replies.get(key)
 
     def put(self, key: str, reply: str) -> str:
-        """On disk when this returns; returns the reply as it is kept and as a resume reads it."""
+        """Write the reply to disk; returns it as it is stored and as a resumed run reads it."""
         kept = self._replies.setdefault(key, scrub(reply))
         self._write(key, kept)
         return kept
 
     def note_failed(self, keys: Iterable[str]) -> None:
-        """The replies under them did not answer a question."""
+        """Remember that the replies under `keys` did not answer their question."""
         self._failed.update(keys)
 
     def forget_failed(self) -> None:
-        """Have what was noted so asked again, here and after a restart."""
+        """Drop the replies that `note_failed` noted: they are asked for again, also by a resume."""
         while self._failed:
             key = self._failed.pop()
             if self._replies.pop(key, None) is not None:
                 self._write(key, None)
 
     def _write(self, key: str, reply: str | None) -> None:
-        """`reply`: None takes back what the file has under that key."""
+        """Append an entry; `reply` None cancels the file's earlier entry under that key."""
         try:
             append(self._file, (json.dumps({"key": key, "reply": reply}) + "\n").encode())
-        except Exception as error:  # whatever it is, the reply is there
+        except Exception as error:  # whatever the error, the reply is in memory
             if not self._has_failed:
                 self._has_failed = True
                 why = getattr(error, "strerror", None) or repr(error)
                 log.warning(
-                    "%s: %s; replies that are not kept would be asked for again after a restart",
+                    "%s: %s; replies that are not saved will be asked for again after a restart",
                     self._path,
                     why,
                 )

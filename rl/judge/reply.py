@@ -19,7 +19,7 @@ class UnreadableReplyError(ValueError):
 def read_chat(body: bytes) -> tuple[str, str | None]:
     """(the judge's reply in a chat completion, '' when it is empty; the model that it names).
 
-    What is longer than any readable reply is cut where `read_scores` still calls it too long.
+    A reply above `MAX_REPLY_CHARS` is cut to one character more, which `read_scores` still refuses.
     Raises `UnreadableReplyError`.
     """
     completion = _parsed(body)
@@ -84,7 +84,7 @@ def fields_schema(names: Sequence[str], low: float, high: float) -> Mapping[str,
 
 
 def _object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
-    # Reasoning first: the numbers are then written in the light of it.
+    # Reasoning first, so that the judge bases its numbers on it.
     properties = {"reasoning": {"type": "string"}, **properties}
     return {
         "type": "object",
@@ -95,7 +95,7 @@ def _object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _parsed(body: bytes) -> Any:
-    """JSON as it travels: UTF-8 (RFC 8259), whatever charset the headers claim."""
+    """Parse a body as JSON in UTF-8 (RFC 8259), whatever charset the headers claim."""
     try:
         return json.loads(body.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
@@ -107,10 +107,10 @@ def _unreadable(error: Exception, otherwise: str) -> UnreadableReplyError:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The one JSON object of a reply, bare, fenced or beside prose.
+    """The only JSON object of a reply: bare, fenced, or with prose around it.
 
-    Another opening brace makes the reply unreadable: to look inside a broken object for a whole one
-    would be a guess. Raises `UnreadableReplyError`.
+    Another opening brace after it makes the reply unreadable; a broken object is not searched for
+    a whole one inside, which would be a guess. Raises `UnreadableReplyError`.
     """
     if len(text) > MAX_REPLY_CHARS:
         raise UnreadableReplyError(f"more than {MAX_REPLY_CHARS} characters long")

@@ -30,7 +30,7 @@ PACKAGES = Path(__file__).resolve().parents[2]
 """Where `rl` is imported from."""
 
 NEEDED_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-"""A server may fetch its model; of other keys it gets the one that `judge.api_key_env` names."""
+"""Kept, so that a server can download its model; of other secrets only `judge.api_key_env`'s is."""
 OF_A_RANK = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", INIT_METHOD),
@@ -48,9 +48,9 @@ def start_problems(config: JudgeConfig) -> Iterator[str]:
         )
     if _writes_url(config) == bool(config.api_base):
         yield (
-            f"judge.start_command: where it will answer is known by '{URL_FILE}' in the command, a "
-            f"file into which it writes its URL, or by judge.api_base={config.api_base!r}; write "
-            "one of the two"
+            f"judge.start_command: the judge's URL comes from '{URL_FILE}' in the command, a "
+            f"file into which it writes its URL, or from judge.api_base={config.api_base!r}; give "
+            "exactly one of the two"
         )
     elif config.api_base:
         try:
@@ -60,17 +60,17 @@ def start_problems(config: JudgeConfig) -> Iterator[str]:
 
 
 class StartedJudge:
-    """Runs `judge.start_command` until `close()`, or until this process is no more."""
+    """Runs `judge.start_command` until `close()`, or until this process ends."""
 
     def __init__(self, config: JudgeConfig, log: Path) -> None:
-        """`log`: what it prints is appended there; the file for its URL lies beside."""
+        """`log`: file to which its output is appended; its URL file is in the same folder."""
         self._config = config
         self._log = log
         self._has_answered = False
         self._deadline_s = time.monotonic() + config.start_timeout_s
         self._url_file = log.with_suffix(".url").absolute()
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._url_file.unlink(missing_ok=True)  # a run that was killed leaves its own
+        self._url_file.unlink(missing_ok=True)  # a killed run leaves its URL file behind
         command = _filled(config, self._url_file)
         known = environment_without(config.api_key_env, *NEEDED_SECRETS)
         with open(log, "ab", opener=private) as output:
@@ -90,8 +90,8 @@ class StartedJudge:
     async def answering(self) -> str:
         """The judge's URL, as soon as it serves `judge.model` there.
 
-        Raises JudgeError when it ends first, is not there within `judge.start_timeout_s`, or is not
-        what the config says.
+        Raises JudgeError if the judge ends first, does not answer within `judge.start_timeout_s`,
+        or is not what the config says.
         """
         api_base = await self._url()
         client = JudgeClient(self._config, api_base)
@@ -124,7 +124,7 @@ class StartedJudge:
             raise JudgeError(f"judge.start_command wrote into '{URL_FILE}': {error}") from None
 
     def _first_line(self) -> str | None:
-        """Of the URL file; None until it is whole: half a line may be half a port."""
+        """First line of the URL file; None until it is complete: half of it may be half a port."""
         if not self._url_file.is_file():
             return None
         with self._url_file.open("rb") as file:
@@ -151,7 +151,7 @@ class StartedJudge:
 
     def close(self) -> None:
         if self._has_answered and self._guard.poll() is not None:
-            warn(f"the judge had ended before the run; its output: {self._log}")
+            warn(f"the judge ended before the run did; its output: {self._log}")
         self._guard.terminate()
         self._guard.wait()
         self._url_file.unlink(missing_ok=True)
@@ -168,7 +168,7 @@ def _writes_url(config: JudgeConfig) -> bool:
 
 
 def _filled(config: JudgeConfig, url_file: Path) -> list[str]:
-    """The command's words. Other braces stay: a word may be JSON."""
+    """The command's words, placeholders replaced. Other braces stay: a word may be JSON."""
     values = {"{python}": sys.executable, "{model}": config.model, URL_FILE: str(url_file)}
     words = list(config.start_command)
     for name, value in values.items():

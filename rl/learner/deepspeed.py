@@ -1,15 +1,15 @@
 """DeepSpeed ZeRO 1-3 as an optimizer backend. How DeepSpeed is configured, and why:
 
-- A client `torch.optim.AdamW`: its own optimisers are compiled at first use (minutes, a compiler).
+- We pass `torch.optim.AdamW`: DeepSpeed's own needs a compiler, and minutes at its first use.
 - `managed_gradient_accumulation: false`: the number of micro-batches varies; we say when to step.
 - No `bf16` section while the trainable parameters are float32 (LoRA on a bfloat16 base): it would
   cast the WHOLE module, adapters included. bfloat16 trainable parameters (full fine-tune) get it,
   and with it float32 masters.
-- It averages gradients over ranks; we need the sum, so every loss is multiplied by the world size.
-- `step`'s gradient scale goes in as the loss scale of mixed precision, which ZeRO divides out again
-  before norm and clip.
+- ZeRO averages gradients over ranks; we need the sum, so each loss is multiplied by the world size.
+- `step` passes its gradient scale as the loss scale of mixed precision: ZeRO divides the gradients
+  by that before it computes their norm and clips them.
 - All batch sizes are 1: they have no effect, since we cut the micro-batches.
-- Its checkpoints stay unused (not atomic, tied to stage and world size): see `state`.
+- We do not use its checkpoints (not atomic, tied to stage and world size): see `state`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def deepspeed_config(
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket}
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = PERSISTENCE_THRESHOLD_NUMEL
-        # Its replacement for F.linear breaks non-reentrant checkpointing ("recomputed shape [0]").
+        # DeepSpeed's F.linear breaks non-reentrant checkpointing ("recomputed shape [0]").
         zero["memory_efficient_linear"] = False
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -80,9 +80,9 @@ class DeepSpeedBackend:
         deepspeed = _import_deepspeed(dist)
         self._dist = dist
         self._stage = config.zero_stage
-        # Stage 2 reduces in every backward, stage 3 gathers in every forward besides.
+        # Stage 2 reduces gradients in each backward; stage 3 also gathers weights in each forward.
         self.in_step = dist.world_size > 1 and self._stage >= 2
-        # Stage 3 would need ranks that agree on which: every forward is collective.
+        # Not in stage 3: its forwards are collective, so ranks would have to agree which to keep.
         self.keeps_graphs = self._stage < 3
         self._parameters = trainable_parameters(module)
         parameters = list(self._parameters.values())
@@ -107,8 +107,8 @@ class DeepSpeedBackend:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         if self._stage == 1:
-            # It reduces the gradients that this rank's backwards reached; all ranks must bring the
-            # same tensors, also a rank that ran no backward.
+            # Stage 1 reduces only gradients that this rank's backwards produced; all ranks must
+            # reduce the same tensors, even a rank that ran no backward.
             optimizer.setup_buckets()
             for parameter in self._parameters.values():
                 if parameter.grad is None:
@@ -130,7 +130,7 @@ class DeepSpeedBackend:
             self._link_moments()
         for name, parameter in self._parameters.items():
             for part in STATE_PARTS:
-                # Every rank gathers, one tensor at a time, also what it does not keep.
+                # Collective: every rank gathers each tensor, one at a time, even without `keep`.
                 tensor = self._gather(parameter, part)
                 if keep:
                     state[f"{part}/{name}"] = cpu_copy(tensor)
@@ -180,8 +180,8 @@ class DeepSpeedBackend:
         self._engine.optimizer.update_lp_params()
 
     def _link_moments(self) -> None:
-        """Link parameters to AdamW's state. DeepSpeed does it within its first step, and then only
-        for the first of several parameter groups."""
+        """Link parameters to AdamW's state. DeepSpeed itself does this only in its first step, and
+        only for the first of several parameter groups."""
         optimizer = self._engine.optimizer
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
@@ -212,7 +212,7 @@ class DeepSpeedBackend:
 
 
 def _import_deepspeed(dist: Dist) -> Any:
-    """Import DeepSpeed without its surprises, and join (or make) the process group."""
+    """Import DeepSpeed without its side effects, and join (or create) the process group."""
     on_cpu = dist.device == "cpu"
     backend = "gloo" if on_cpu else "nccl"
     os.environ.setdefault("LOCAL_RANK", str(dist.local_rank))
@@ -221,10 +221,10 @@ def _import_deepspeed(dist: Dist) -> Any:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
-    # It calls collectives under names that torch now deprecates, several times a step.
+    # DeepSpeed calls collectives by names that torch now deprecates, several times a step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if on_cpu:
-        # Only the lookup of a shared-memory op for CPU inference reads this; finding it would
+        # Read only to find a shared-memory op for CPU inference. If DeepSpeed found it, it would
         # compile C++ for a minute, and a stale lock file would hang the run for ever.
         deepspeed.ops.__compatible_ops__ = {}
     if not torch.distributed.is_initialized():

@@ -13,10 +13,10 @@ from rl.learner.learner import Learner
 
 PROBE_COMPLETIONS = 8
 PROBE_TOKENS = 8
-"""Decoded in one batch; the trainer computes their prompt once."""
+"""The probe's completions are decoded in one batch; the trainer computes their prompt once."""
 NUM_COMPARED = 16
-"""Only the least certain tokens are compared. A trained policy is nearly certain of most, whatever
-the weights: the first 16 tokens were 0.012 nats apart where an iteration's k3 was 0.79."""
+"""Only the least certain tokens are compared: a trained policy is nearly certain of most tokens,
+whatever the weights; the first 16 differed by 0.012 nats where an iteration's k3 was 0.79."""
 MAX_MEAN_DLOGP_NATS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 """Mean |log-prob difference| allowed on the compared tokens, by the engine's dtype. Measured over
 all tokens: 3e-5 in float32, 0.025 between two bfloat16 forwards of one model."""
@@ -25,7 +25,7 @@ all tokens: 3e-5 in float32, 0.025 between two bfloat16 forwards of one model.""
 @dataclass(frozen=True)
 class SyncReport:
     fingerprint: str
-    """Of the weights that trainer and engine now hold."""
+    """Fingerprint of the weights that trainer and engine now hold."""
     mean_dlogp_nats: float | None
     """Mean |engine - trainer| over the compared tokens; None when nothing had changed."""
     read_back: bool
@@ -49,10 +49,10 @@ def sync(
     previous: SyncReport | None = None,
     max_tokens: int = PROBE_TOKENS,
 ) -> SyncReport:
-    """Load the learner's weights into the engine and verify (1) that it reads back what was sent,
-    (2) that its log-probs agree with the trainer's on the least certain tokens that it writes to a
-    fixed prompt. (2) alone would notice late: at EARL's learning rate 40 steps move a bfloat16
-    probe by less than rounding does.
+    """Load the learner's weights into the engine and verify (1) that reading them back gives what
+    was sent, (2) that engine and trainer agree on the log-probs of the least certain tokens which
+    the engine samples for a fixed prompt. (2) alone would detect a failure late: at EARL's learning
+    rate 40 steps move a bfloat16 probe by less than rounding does.
 
     `previous`: report of the last sync, None at the first; weights with its fingerprint are not
     sent again, only read back. `max_tokens`: the longest completion that the engine has room for.
@@ -66,7 +66,7 @@ def sync(
     if held not in (None, weights.fingerprint):
         what = held
         if previous is not None and held == previous.fingerprint:
-            what = "those of the sync before: this one changed nothing"
+            what = "those of the previous sync: this one changed nothing"
         raise SyncError(
             "after the weight sync the inference engine does not hold the trainer's weights; it "
             f"holds {what}. Every later completion would come from another policy than the one "

@@ -1,4 +1,4 @@
-"""Reads the sizes that the memory plan needs off a config's plugins."""
+"""Collects the sizes that the memory plan needs from a config's plugins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl.memory.memory_plan import (
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHAPE = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"}
-"""What a model's config.json has to state."""
+"""Keys that a model's config.json must have."""
 
 
 def footprint(resolved: Resolved, gpu_gb: float, folder: str = "") -> Plan | None:
@@ -69,20 +69,20 @@ def policy_device(resolved: Resolved) -> str:
 
 
 def group_tokens(resolved: Resolved) -> int:
-    """The longest group as a packed row, its prompt once, cut nowhere."""
+    """Tokens of the longest group as one packed row, its prompt once, not split."""
     config = resolved.config
     completions = config.generations_per_prompt * config.sampling.max_completion_tokens
     return int(resolved.policy.config.max_prompt_tokens) + completions
 
 
 def iteration_tokens(resolved: Resolved) -> int:
-    """All groups of one rank, each as long as it can be."""
+    """Tokens of all groups of one rank, each at its maximum length."""
     config = resolved.config
     return config.prompts_per_iteration // config.world_size * group_tokens(resolved)
 
 
 def kept_tokens(resolved: Resolved) -> tuple[int, str]:
-    """(tokens of one iteration and rank whose forwards are kept, why it is not all of them)."""
+    """(tokens per iteration and rank whose forward graphs are kept, why not all; '' if all)."""
     config, optimizer = resolved.config, resolved.config.optimizer
     lora = resolved.policy.config.lora
     if config.max_staleness:
@@ -99,12 +99,12 @@ def kept_tokens(resolved: Resolved) -> tuple[int, str]:
 
 
 def gpu_sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
-    """The same as `sizes`; None also where the policy is on the CPU."""
+    """Like `sizes`, but None also if the policy is on the CPU."""
     return None if policy_device(resolved) == "cpu" else sizes(resolved, folder)
 
 
 def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
-    """The sizes of one rank; None where the policy's shape is unknown. `folder`: as above."""
+    """The sizes of one rank; None if the policy's shape is unknown. `folder`: see `footprint`."""
     config, optimizer = resolved.config, resolved.config.optimizer
     policy = resolved.policy.config
     model = _policy_model(resolved, folder)
@@ -147,7 +147,7 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
     if stated is None:
         return None
     num_bytes = BYTES[stated.dtype or policy.config.dtype]
-    # It reads the features of a frozen tower, which ZeRO-3 shards (`engines/vllm/vllm.py`).
+    # It takes features from a frozen tower unless ZeRO-3 shards that (`engines/vllm/vllm.py`).
     without_tower = policy.cls.has_frozen_tower(policy.config) and _zero_stage(resolved) < 3
     tower = 0 if without_tower else model.tower_params
     params = model.params - model.tower_params + tower
@@ -166,9 +166,9 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
 
 
 def _frozen(plug: Plug[ModelRunner], own_device: str) -> FrozenModel:
-    """A plugin that runs no model of its own has no sizes."""
+    """The plugin's model; its sizes are empty if it runs no model of its own."""
     config = plug.config if isinstance(plug.config, PlacedConfig) else PlacedConfig()
-    # As rank 0 sees it.
+    # `is_own`: on the policy's device, as seen from rank 0.
     is_own = config.device in ("auto", "cuda:+0", "cuda:0" if own_device == "auto" else own_device)
     return FrozenModel(
         name=plug.key,
@@ -182,8 +182,8 @@ def _frozen(plug: Plug[ModelRunner], own_device: str) -> FrozenModel:
 
 
 def _policy_model(resolved: Resolved, folder: str = "") -> PolicyModel | None:
-    """Shape by hub id, or from a local folder's config.json and safetensors headers, of the first
-    of its places that tells; None where none does."""
+    """Shape by hub id, or from a local folder's config.json and safetensors headers: the first of
+    the policy's places from which it is known; None if there is no such place."""
     for path in (*resolved.policy.cls.reads_from(resolved.policy.config), folder):
         file = Path(path) / "config.json"
         if not path or not file.is_file():

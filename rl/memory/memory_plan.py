@@ -19,10 +19,10 @@ LOGITS_GB = 0.8
 FREE_SHARE = 0.1
 """Share of the GPU that the plan leaves free."""
 AWAKE = "generate"
-"""The phase in which an engine that sleeps is awake."""
+"""The only phase in which a non-resident engine is awake."""
 PHASES = (AWAKE, "render", "reference", "learn", "step")
 TRAINER = ("render", "reference", "learn")
-"""Phases with forwards of the policy; the first picture needs one."""
+"""Phases in which the policy runs forwards; rendering the first picture needs one."""
 BUCKET_PARAMS = 5e8
 """Most gradients that DeepSpeed reduces at once."""
 SUBGROUP_PARAMS = 1e9
@@ -38,14 +38,14 @@ HOST_PHASES = ("start", "run", "save")
 PROCESS_GB = 4.0
 """Python, torch, vLLM and CUDA of one rank; assumed."""
 HELD_STATE_GB = 4.0
-"""Up to this size of weights and moments every rank keeps a copy of the last finished iteration's
-(1.0 for rank 32 on a 7B), and a second one while the next is made; the first rank keeps a third, of
-the checkpoint that is being written."""
+"""If trained weights and moments take at most this (LoRA rank 32 on a 7B: 1.0), each rank keeps a
+copy from the last finished iteration, and a second one while it makes the next; the first rank
+keeps a third, of the checkpoint that is being written."""
 PINNED = 2.0
 """vLLM copies each sleeping tensor into pinned host memory of its own, which torch rounds up to a
 power of two: at most twice its size."""
 UNROUNDED = "pinned_max_cached_size_mb"
-"""torch's setting above which it neither rounds pinned memory up nor keeps it for later."""
+"""torch's setting: pinned allocations above this size are neither rounded up nor cached."""
 
 ADAPTABLE = tuple(name for stage in STAGES for name in stage)
 """The linear layers of a decoder layer."""
@@ -58,21 +58,21 @@ class PolicyModel(ModelShape):
     params: float
     """All parameters: embeddings, head and vision tower included."""
     tower_params: float = 0.0
-    """The vision tower's share of them."""
+    """Those of the vision tower."""
     head_norms: bool = False
-    """Whether queries and keys are normed head by head (Qwen3)."""
+    """Whether queries and keys are normalised per head (Qwen3)."""
     deepstack_levels: int = 0
     """Number of first layers that also read picture features; an engine keeps buffers for them."""
 
     def lora_params(self, rank: int, modules: Sequence[str]) -> int:
-        """Parameters of the adapters on these linear layers; other names count nothing."""
+        """Parameters of the adapters on these linear layers; unknown names are ignored."""
         sides = (sum(self.shape(module)) for module in modules if module in ADAPTABLE)
         return self.num_layers * rank * sum(sides)
 
     def kept_bytes(
         self, adapted: Sequence[str] | None, bytes_per_value: int, checkpointing: Recompute
     ) -> int:
-        """Bytes per token that a forward keeps for its backward, all layers.
+        """Bytes per token that a forward keeps for its backward, in all layers together.
 
         `adapted`: the linear layers that LoRA trains; None: full fine-tuning.
         """
@@ -84,21 +84,21 @@ class PolicyModel(ModelShape):
     def working_bytes(
         self, adapted: Sequence[str] | None, bytes_per_value: int, checkpointing: Recompute
     ) -> int:
-        """Bytes per token of one layer's backward: what is recomputed, and its MLP's gradients."""
+        """Bytes per token of one layer's backward: recomputed activations, gradients of its MLP."""
         around, inside = self._layer_bytes(adapted, bytes_per_value)
         recomputed = {False: 0, "mlp": inside, True: around + inside}
         return recomputed[checkpointing] + self.mlp_bytes(bytes_per_value)
 
     def mlp_bytes(self, bytes_per_value: int) -> int:
-        """Bytes per token of gate, up and product: the most that a running layer holds."""
+        """Bytes per token of gate, up and their product: a layer's peak during its forward."""
         return 3 * self.mlp_width * bytes_per_value
 
     def _layer_bytes(self, adapted: Sequence[str] | None, bytes_per_value: int) -> tuple[int, int]:
         """(around the MLP, inside it): bytes per token that a layer keeps (measured, see the test).
 
-        The inputs of both norms; of attention queries, keys, values and result, and the inputs of
-        head norms; of the MLP gate, up and the activation; of trained layers their input, if it is
-        none of these.
+        Kept are the inputs of both norms; attention's queries, keys, values and output, and the
+        inputs of the head norms; the MLP's gate, up and activation; and the input of each trained
+        layer, if it is none of these.
         """
         trains = ADAPTABLE if adapted is None else adapted
         wide, narrow = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -133,7 +133,7 @@ KNOWN: Mapping[str, PolicyModel] = {
     "Image-Editing/Emu3-Base-SFT-without_cot-May06_mixed_gc_lr1e-4-checkpoint-4800": _EMU3,
     "Image-Editing/Emu3-Base-SFT-without_cot-May07_mixed_gc_post_lr1e-4-checkpoint-1200": _EMU3,
 }
-"""Models that are usually on the hub rather than on the laptop that checks the config."""
+"""Shapes of hub models, which the laptop that checks a config usually has not downloaded."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class InferenceEngine:
     """An engine that holds a copy of the policy's weights."""
 
     share: float | None
-    """Share of the GPU that it claims while awake; None: as much as `with_cache` computes."""
+    """Share of the GPU that it claims while awake; None: `with_cache` computes its memory."""
     cache_gb: float | None
     """Size of the key-value cache, where the config states it instead of that share."""
     own_gb: float
@@ -150,9 +150,9 @@ class InferenceEngine:
     kv_bytes: int
     """Bytes of one token in its cache."""
     step_bytes: int
-    """Bytes of one token while it is computed."""
+    """Working memory of one token during a forward, bytes."""
     longest_tokens: int
-    """Prompt + completion; it does not start with room for fewer."""
+    """Longest prompt + completion, tokens; the engine does not start if its cache holds fewer."""
     max_num_seqs: int
     residency: Residency
     """Whether it keeps its memory while others work; auto: where the GPU holds it all."""
@@ -163,24 +163,24 @@ class InferenceEngine:
         return math.ceil(self.longest_tokens / CACHE_BLOCK)
 
     def cache_of_gb(self, num_completions: int) -> float:
-        """Cache of that many completions of full length, no prompt shared, in whole blocks; vLLM
-        keeps one block for itself."""
+        """Cache for that many completions of full length without shared prompts, in whole blocks;
+        vLLM reserves one block."""
         num_blocks = num_completions * self.completion_blocks + 1
         return num_blocks * CACHE_BLOCK * self.kv_bytes / 1e9
 
     def workspace_gb(self, gpu_gb: float) -> float:
-        """Memory beside weights and cache: it tries its largest step before it begins."""
+        """Memory besides weights and cache: vLLM runs its largest step once when it starts."""
         largest = ENGINE_STEP_TOKENS if gpu_gb >= LARGE_GPU_GB else ENGINE_STEP_TOKENS // 2
         step_tokens = min(largest, self.max_num_seqs * self.longest_tokens)
         return self.own_gb + step_tokens * self.step_bytes / 1e9
 
     def least_gb(self, gpu_gb: float) -> float:
-        """The least it starts with."""
+        """The least memory with which it starts."""
         return self.weights_gb + self.workspace_gb(gpu_gb) + self.cache_of_gb(1)
 
     def with_cache(self, num_completions: int, gpu_gb: float, room_gb: float) -> InferenceEngine:
-        """With a cache for that many completions of full length, or for as many as there is room
-        for, at least one; unchanged where the config states share or cache."""
+        """This engine with a cache for that many completions of full length, or for as many as fit,
+        at least one; unchanged if the config states share or cache."""
         if self.share is not None or self.cache_gb is not None:
             return self
         left_gb = room_gb - self.weights_gb - self.workspace_gb(gpu_gb) - self.cache_of_gb(0)
@@ -197,12 +197,12 @@ class InferenceEngine:
     def num_blocks(self, gpu_gb: float) -> int:
         """Blocks of its cache; 0 where there is no room for any."""
         cache_gb = self.claimed_gb(gpu_gb) - self.weights_gb - self.workspace_gb(gpu_gb)
-        # A stated cache is a whole number of bytes, of which a difference of floats may lose one.
+        # A stated cache is a whole number of bytes; float rounding must not lose one of them.
         return max(0, int(round(cache_gb * 1e9) // (CACHE_BLOCK * self.kv_bytes)))
 
     def at_once(self, gpu_gb: float) -> float:
-        """Completions of full length that its cache holds, no prompt shared: vLLM prints it as
-        "Maximum concurrency"; vLLM decodes at most `max_num_seqs` of them."""
+        """Completions of full length that its cache holds without shared prompts: vLLM prints this
+        as "Maximum concurrency", but decodes at most `max_num_seqs` at once."""
         return self.num_blocks(gpu_gb) / self.completion_blocks
 
     def starves(self, gpu_gb: float) -> bool:
@@ -216,7 +216,7 @@ class FrozenModel:
 
     name: str
     device: str
-    """'auto': the rank's own GPU, the one planned for."""
+    """'auto': the rank's own GPU, whose memory is planned."""
     bytes_per_value: int
     weights: Mapping[str, float]
     """Part -> parameters."""
@@ -225,7 +225,7 @@ class FrozenModel:
     host_weights: float = 0.0
     """Parameters that stay in host memory."""
     host_shared: bool = True
-    """Whether these are pages of a file, once for all ranks of a machine."""
+    """Whether these are memory-mapped from a file, so that a machine's ranks share one copy."""
 
     def host_gb(self, num_ranks: int) -> float:
         """Host memory of that many ranks of one machine."""
@@ -239,7 +239,7 @@ class Sizes:
 
     model: PolicyModel
     bytes_per_weight: int
-    """Of the policy: 4 float32, 2 bfloat16."""
+    """Bytes per weight of the policy: 4 float32, 2 bfloat16."""
     lora_rank: int | None
     """None: full fine-tuning."""
     lora_modules: Sequence[str]
@@ -251,7 +251,7 @@ class Sizes:
     kept_tokens: int
     """Most tokens whose forwards are kept for the backward."""
     all_kept: bool
-    """Whether the learner therefore runs no forward of its own."""
+    """Whether all forwards are kept, so that the learner runs no forward of its own."""
     prompt_tokens: int
     completion_tokens: int
     num_completions: int
@@ -260,13 +260,13 @@ class Sizes:
     engine: InferenceEngine | None
     """None: the engine samples from the policy itself."""
     reads_reference: bool
-    """Full fine-tuning with a KL term: the starting weights come to the GPU to be read."""
+    """Full fine-tuning with a KL term: the starting weights are copied to the GPU when needed."""
     frozen: Sequence[FrozenModel]
     """Renderer and reward models."""
 
     @property
     def trained_params(self) -> float:
-        """The adapter's, or all of the policy's."""
+        """Number of trained parameters: the adapter's, or all of the policy's."""
         if self.lora_rank is None:
             return self.model.params
         return self.model.lora_params(self.lora_rank, self.lora_modules)
@@ -279,17 +279,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Row:
-    """One occupant of a memory."""
+    """One item of the plan that takes memory."""
 
     part: str
     gb: float
     phases: Sequence[str]
-    """The phases in which it is there."""
+    """The phases in which it takes memory."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All occupants of one memory, and the sum per phase."""
+    """All items in one memory (a GPU's or the host's), and their sum per phase."""
 
     rows: Sequence[Row]
     engine: Row | None = None
@@ -297,11 +297,11 @@ class Plan:
     inference: InferenceEngine | None = None
     """The engine of that row, with the size of its cache."""
     elsewhere: Mapping[str, float] = field(default_factory=dict)
-    """Other device -> GB of the working models there."""
+    """Other device -> GB of the frozen models there while they run."""
     phases: Sequence[str] = PHASES
 
     def total_gb(self, phase: str) -> float:
-        """Sum of what is there in that phase."""
+        """Sum of the rows of that phase."""
         return sum(row.gb for row in self.rows if phase in row.phases)
 
     @property
@@ -310,7 +310,7 @@ class Plan:
         return max(self.total_gb(phase) for phase in self.phases)
 
     def with_engine(self, phases: Sequence[str]) -> Plan:
-        """As it would be if the engine's memory were taken in those phases."""
+        """This plan with the engine's memory taken in those phases instead."""
         if self.engine is None:
             return self
         engine = replace(self.engine, phases=phases)
@@ -319,7 +319,7 @@ class Plan:
 
 
 def residency(planned: Plan, gpu_gb: float) -> Literal["resident", "sleep"]:
-    """Whether the engine may keep its memory while the others work: waking it costs seconds."""
+    """'resident' if the engine fits beside all others: it may stay, as waking it costs seconds."""
     fits = planned.with_engine(PHASES).peak_gb <= (1 - FREE_SHARE) * gpu_gb
     return "resident" if fits else "sleep"
 
@@ -333,7 +333,7 @@ def residency_line(planned: Plan, gpu_gb: float) -> str:
 
 
 def engine_claim(planned: Plan, gpu_gb: float) -> EngineClaim | None:
-    """The engine's memory where its section leaves it open, else None."""
+    """The engine's memory by the plan if its config section states none, else None."""
     engine = planned.inference
     if engine is None or engine.share is not None or engine.cache_gb is None:
         return None
@@ -356,7 +356,7 @@ def engine_line(planned: Plan, gpu_gb: float) -> str:
 
 
 def plan(sizes: Sizes, gpu_gb: float) -> Plan:
-    """Memory per GPU when one rank has it to itself, engine, renderer and learner included."""
+    """Memory of a GPU that only one rank uses, with engine, renderer and learner."""
     rows = [Row("CUDA context", CONTEXT_GB, PHASES), *_state_rows(sizes)]
     per_device: dict[str, float] = defaultdict(float)
     for model in sizes.frozen:
@@ -396,13 +396,13 @@ def _state_rows(sizes: Sizes) -> list[Row]:
     extra_master = full and sizes.bytes_per_weight != 4
     state_gb = trained * (12 if extra_master else 8) / 1e9 / (ranks if stage >= 1 else 1)
     gradient_gb = trained * 4 / 1e9 / (ranks if stage >= 2 else 1)
-    # AdamW (`foreach`) holds one float32 value per parameter that it steps. ZeRO copies this rank's
-    # gradients into one flat tensor first; under stage 1 and 2 they go before AdamW begins, so that
-    # it is the one or the other, under stage 3 both for one sub-group at a time.
+    # AdamW (`foreach`) holds one float32 value per parameter that it steps. ZeRO first copies this
+    # rank's gradients into one flat tensor. Stages 1 and 2 free that tensor before AdamW begins, so
+    # only one of the two exists at a time; stage 3 holds both, for one sub-group at a time.
     step_bytes = 4 * trained / (ranks if stage >= 1 else 1)
     if stage == 3:
         step_bytes = 8 * min(trained / ranks, SUBGROUP_PARAMS)
-    # Where no rank waits for another, backwards run while the judge still reads.
+    # If no rank has to wait for another, backwards already run while the judge is grading.
     backward = ("learn", "step") if ranks > 1 and stage >= 2 else (*TRAINER, "step")
     rows = [
         Row("policy weights", sizes.weights_gb / (ranks if stage == 3 else 1), PHASES),
@@ -443,8 +443,8 @@ def host_plan(
     num_ranks: int,
     environ: Mapping[str, str] = os.environ,
 ) -> Plan:
-    """Host memory of one node with `num_ranks` ranks, the first of the run among them; pages of
-    files, which the kernel takes back, are left out."""
+    """Host memory of one node with `num_ranks` ranks, including the run's first rank; the page
+    cache, which the kernel can reclaim, is left out."""
     after_start = ("run", "save")
     rows = [Row("processes", num_ranks * PROCESS_GB, HOST_PHASES)]
     engine = on_gpu.inference
@@ -454,7 +454,7 @@ def host_plan(
         asleep_gb = engine.weights_gb * (PINNED if rounds else 1)
         rows.append(Row("engine asleep, pinned", num_ranks * asleep_gb, after_start))
     if sizes.lora_rank is None and sizes.zero_stage in (1, 2):
-        # DeepSpeed makes one flat tensor of all weights, on the host where the GPU lacks room.
+        # DeepSpeed makes one flat tensor of all weights, on the host if the GPU has no room for it.
         state_gb = sum(row.gb for row in on_gpu.rows if row.part == "optimiser state")
         if gpu_gb - (on_gpu.total_gb(AWAKE) - state_gb) < sizes.weights_gb:
             rows.append(Row("ZeRO's flat weights", num_ranks * 2 * sizes.weights_gb, ("start",)))
@@ -473,7 +473,7 @@ def host_plan(
 
 
 def host_problems(planned: Plan | None, num_ranks: int, here_gb: float | None) -> list[str]:
-    """Why it does not fit a machine of that size; [] where it does, or a size is unknown."""
+    """Why the plan does not fit a machine with `here_gb`; [] if it does, or a size is unknown."""
     if planned is None or here_gb is None or planned.peak_gb <= here_gb:
         return []
     phase = max(HOST_PHASES, key=planned.total_gb)

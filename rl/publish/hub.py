@@ -1,4 +1,4 @@
-"""Uploads a checkpoint's model folder to the hub, beside training; a failure ends nothing."""
+"""Uploads a checkpoint's model folder to the hub during training; a failure never stops the run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ASIDE_NAME = re.compile(r"\.push-ckpt_\d{6,}")
 class Pusher:
     """Uploads model folders on rank 0, one at a time, in a thread of its own.
 
-    `main` gets the newest model; the branch `ckpt_000020` keeps that of 20 iterations. Whatever
-    goes wrong is one warning. A checkpoint may be pruned meanwhile, so its files are first linked
-    (or copied) into a folder aside. One folder waits at most: a newer one takes its place, with a
-    warning.
+    `main` gets the newest model; the branch `ckpt_000020` keeps the model after 20 iterations. Any
+    failure is logged as one warning. Pruning may delete the checkpoint during the upload, so its
+    files are first linked (or copied) into a temporary folder. At most one folder waits: a newer
+    one replaces it, with a warning.
     """
 
     def __init__(self, repo_id: str, outbox: Path) -> None:
@@ -46,7 +46,7 @@ class Pusher:
                         if _ASIDE_NAME.fullmatch(stale.name):
                             shutil.rmtree(stale)
             if aside.is_dir():
-                return  # on its way: an iteration may be saved twice, by cadence and in distress
+                return  # already queued or uploading: a failing run may save it again
             shutil.copytree(folder, aside, copy_function=_link_or_copy)
         except OSError as error:
             self._warn(iteration, f"failed, the run goes on: {error!r}")
@@ -105,12 +105,12 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def upload(folder: Path, repo_id: str, message: str, branch: str = "") -> None:
-    """One commit on `main` of the (private) repository, which is made if need be; `branch` then
-    points there, too. Raises whatever the network and its library may."""
+    """Make one commit on `main` of the repository (created as private if missing), and point
+    `branch` to it. Raises whatever the network or huggingface_hub raises."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    disable_progress_bars()  # they would run through the console's lines; all models are loaded
+    disable_progress_bars()  # they would garble the console; all models are loaded by now
     api = HfApi()
     api.create_repo(repo_id, private=True, exist_ok=True)
     commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message).oid

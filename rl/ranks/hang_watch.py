@@ -12,9 +12,9 @@ from rl.ranks import heartbeat
 from rl.ranks.heartbeat import Beat
 
 SAID_AFTER_S = 45.0
-"""A rank that has not moved on for so long is named, once."""
+"""A rank that has made no progress for this long is logged, once."""
 WATCHED_ELSEWHERE = "judge_wait"
-"""The phase that the judge's client watches: it gives up by limits of its own."""
+"""A phase that is not watched here: the judge's client has its own time limits."""
 
 Kind = Literal["moves", "judge", "waits", "stuck", "silent", "stopped"]
 
@@ -23,7 +23,7 @@ Kind = Literal["moves", "judge", "waits", "stuck", "silent", "stopped"]
 class Seen:
     kind: Kind
     idle_s: float
-    """For how long it has not moved on."""
+    """For how long it has made no progress."""
     beat: Beat
 
     def at(self, now_s: float) -> str:
@@ -53,7 +53,7 @@ class HangWatch:
     def look(self) -> bool:
         """Log what is new; returns whether a rank has hung for longer than the limit."""
         now_s = time.monotonic()
-        if now_s - self._looked_s > heartbeat.LONG_GAP_S:  # all of us were stopped, by Ctrl-Z say
+        if now_s - self._looked_s > heartbeat.LONG_GAP_S:  # e.g. Ctrl-Z stopped all of us
             self._awake_s = now_s
         self._looked_s = now_s
         seen = {rank: one for rank in self._beats if (one := self._see(rank, now_s)) is not None}
@@ -69,16 +69,16 @@ class HangWatch:
         return any(one.idle_s >= self._limit_s and self._may_end(one) for one in self.hung.values())
 
     def is_stopped(self, rank: int) -> bool:
-        """By SIGSTOP or a debugger, as the kernel says now."""
+        """Whether SIGSTOP or a debugger has stopped the rank, by the kernel's current state."""
         return _process_state(self._pids[rank]) in ("T", "t")
 
     def has_saved(self, rank: int) -> bool:
-        """All that the rank has finished is on disk; or it is gone, or has not begun to beat."""
+        """Whether all the rank has finished is on disk; True if it is gone or has no beat yet."""
         one = self._see(rank, time.monotonic())
         return one is None or one.beat.has_saved
 
     def _see(self, rank: int, now_s: float) -> Seen | None:
-        """None: it has not begun to beat, or is gone."""
+        """None: the rank has written no heartbeat yet, or is gone."""
         state, beat = _process_state(self._pids[rank]), heartbeat.read(self._beats[rank])
         if beat is None or state in ("", "Z", "X"):
             return None
@@ -96,8 +96,8 @@ class HangWatch:
         return Seen(kind, idle_s, beat)
 
     def _hung_of(self, seen: Mapping[int, Seen]) -> dict[int, Seen]:
-        """The ranks to blame: of several stuck ones the first, because on a GPU a rank waits for
-        others in any call."""
+        """The ranks to blame. Of several stuck ranks only the first that got stuck: on a GPU, the
+        others may wait for it inside any call."""
         if dead := {rank: one for rank, one in seen.items() if one.kind in ("silent", "stopped")}:
             return dead
         by_move = sorted(seen.items(), key=lambda item: item[1].beat.moved_s)
@@ -107,7 +107,7 @@ class HangWatch:
         return dict(by_move[-1:]) if all_wait else {}
 
     def _may_end(self, one: Seen) -> bool:
-        """This launcher does not know whether ranks of other nodes wait for the judge."""
+        """Whether it may end the run: ranks of other nodes, unseen here, may wait for the judge."""
         return one.kind != "waits" or self._is_one_node
 
     def _sentence(self, rank: int, seen: Mapping[int, Seen], now_s: float) -> str:

@@ -19,15 +19,15 @@ from typing import TextIO
 from rl.ranks import under_way
 
 ASKS_STACKS = signal.SIGRTMAX
-"""Not SIGUSR1, by which people and batch systems ask a run to stop. faulthandler answers it in C:
-even a main thread that never returns to Python."""
+"""Signal that requests the stacks. Not SIGUSR1, with which people and batch systems stop a run.
+faulthandler answers in C, even while the main thread never returns to Python."""
 EVERY_S = 1.0
 LOOK_EVERY_S = 0.1
-"""10 Hz: cheap, and still sees a thread that spends 95 % of its time in one call outside of it."""
+"""10 Hz: cheap, yet sees a thread leave a call in which it spends 95 % of its time."""
 FEW_PLACES = 4
-"""A main thread that was only at so few places for long hangs or loops."""
+"""A main thread that stays at this many places or fewer for long hangs or loops."""
 LONG_GAP_S = 10.0
-"""Between two looks: this process was stopped itself; what was seen before does not count."""
+"""A longer gap between two looks: this process itself was stopped; earlier looks do not count."""
 LOADING = "loading"
 BETWEEN = "between phases"
 _BYTES = 1024
@@ -44,10 +44,10 @@ class Beat:
 
     at_s: float
     phase: str
-    """'learn / judge_wait': of `PhaseTimer`, with those around it."""
+    """'learn / judge_wait': the phase of `PhaseTimer`, after the phases that enclose it."""
     phase_since_s: float
     moved_s: float
-    """When the main thread last came to a place in the code that was none of its last few."""
+    """When the main thread last reached a place in the code other than its last few."""
     where: str
     """'rl.engines.vllm.vllm, in torch'."""
     waits_for_ranks: bool
@@ -63,8 +63,8 @@ class _Heart:
         self.has_saved = False
         self.descriptor: int | None = None
         self.writing = threading.RLock()
-        """Else the thread may write an older phase over a newer one of the main thread. Reentrant,
-        for signal handlers."""
+        """Keeps the heartbeat thread from overwriting a newer phase, written by the main thread,
+        with an older one. Reentrant, for signal handlers."""
 
     def beat(self) -> None:
         """From any thread."""
@@ -101,7 +101,7 @@ _heart = _Heart()
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """The main thread is at this until the block ends."""
+    """Record that the main thread is in phase `name` until the block ends."""
     phases = _heart.phases
     phases.append((name, time.monotonic()))
     _heart.beat()  # what comes next may be what never returns
@@ -120,7 +120,7 @@ def phase_names() -> str:
 
 
 def note_wait() -> None:
-    """What this process waits for is no hang, however long it takes."""
+    """Record that this process waits for something expected: no hang, however long it takes."""
     _heart.moved_s = time.monotonic()
 
 
@@ -131,7 +131,7 @@ def note_saved() -> None:
 
 
 def file_name(rank: int) -> str:
-    """In the folder that the launcher and its ranks share."""
+    """Name of a rank's beat file, in the folder that the launcher and its ranks share."""
     return f"beat_{rank}.json"
 
 

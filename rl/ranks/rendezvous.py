@@ -1,7 +1,7 @@
 """Where the ranks of a run meet, and which network interfaces they may listen on.
 
-One node: a private file, and loopback. Several: one store at the address of `--rdzv-endpoint`, kept
-by node 0's launcher. torch's own agent would listen on every interface.
+One node: a private file and the loopback interface. Several: one TCPStore at `--rdzv-endpoint`, in
+node 0's launcher; torch's own agent would listen on every interface.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RendezvousError(Exception):
 
 
 def on_one_node(folder: Path) -> Environment:
-    """What a rank needs to meet its peers in `folder`, which must be readable by this user only.
+    """Environment for ranks that meet in `folder`, which only this user must be able to read.
     Overrides GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, which clusters set for several nodes.
     """
     loopback = interface_of("127.0.0.1")
@@ -62,8 +62,8 @@ def interface_of(address: str) -> str:
 def on_several_nodes(
     endpoint: str, node: int, num_nodes: int, num_local_ranks: int, say: Say
 ) -> Iterator[tuple[Environment, NodeWatch]]:
-    """What a rank of this node needs, and the watch over other nodes; entered once all nodes are
-    there, left when they have ended.
+    """(environment for this node's ranks, watch over the other nodes). Entering waits until all
+    nodes have joined; leaving waits until they have ended.
 
     `endpoint`: host:port of node 0, as given on every node. `say` prints a line during waits.
     GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME stay as the user set them. Raises RendezvousError.
@@ -151,7 +151,7 @@ def _check_in(store: TCPStore, node: int, num_nodes: int, num_local_ranks: int, 
     plan = f"{num_nodes} nodes of {num_local_ranks} ranks"
     theirs = store.compare_set("plan", "", plan).decode()
     if theirs != plan:
-        raise RendezvousError(f"this node was told of {plan}, another of {theirs}")
+        raise RendezvousError(f"this node was started for {plan}, another one for {theirs}")
     if store.add(f"node/{node}", 1) > 1:
         raise RendezvousError(f"another node was started with --node-rank {node} too")
     store.add("joined", 1)

@@ -1,4 +1,4 @@
-"""Requests to stop: a signal sets a flag; the loop looks at it between phases, saves and leaves."""
+"""Requests to stop: a signal sets a flag; the loop checks it between phases, saves and exits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEPT = "KILL STOP CONT TSTP TTIN TTOU CHLD URG WINCH PIPE XFSZ ILL TRAP ABRT BU
 that report a crash of native code."""
 _OTHERS = {heartbeat.ASKS_STACKS, *(getattr(signal, f"SIG{name}") for name in _KEPT.split())}
 STOP_SIGNALS = tuple(sorted(signal.valid_signals() - _OTHERS))
-"""By default each of these would end the process and lose what is not saved: TERM, INT, HUP, QUIT
+"""Signals that by default end the process and lose unsaved work: TERM, INT, HUP, QUIT
 (Ctrl-\\), a batch system's notice (USR1, USR2, XCPU), timers, real-time signals."""
 INSISTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """One of these sent twice ends a process at once. (The kernel repeats XCPU by itself.)"""
@@ -29,7 +29,7 @@ later repetition is a request to end at once."""
 _PR_SET_PDEATHSIG = 1
 
 _heard: dict[int, float] = {}
-"""Stop signal that this process got -> when first, `time.monotonic`."""
+"""Stop signal that this process received -> when it first came, `time.monotonic`."""
 
 
 def name_of(signum: int) -> str:
@@ -41,8 +41,8 @@ def name_of(signum: int) -> str:
 
 
 def install() -> None:
-    """Take over the stop signals, and ask for one when the launcher dies. Main thread, once, early.
-    The first sets the flag; one of `INSISTS` again, `ECHO_S` later, ends the process at once."""
+    """Handle the stop signals, and have one sent if the launcher dies. Main thread, once, early.
+    The first sets the flag; an `INSISTS` signal sent again after `ECHO_S` ends the process."""
     for signum in _ours():
         signal.signal(signum, _handle)
     die_with_parent()
@@ -50,7 +50,7 @@ def install() -> None:
 
 @contextmanager
 def noted() -> Iterator[list[int]]:
-    """The stop signals that this process gets inside, in a list that grows. Main thread."""
+    """Inside, stop signals are only appended to the list that this yields. Main thread."""
     received: list[int] = []
     before = {signum: signal.getsignal(signum) for signum in _ours()}
     if before.get(signal.SIGHUP) is signal.SIG_IGN:  # under nohup it stays ignored
@@ -65,9 +65,9 @@ def noted() -> Iterator[list[int]]:
 
 
 def at_once(save: Callable[[], bool]) -> None:
-    """Have `save` called in a thread once this process is asked to stop, even while the main thread
-    is in a call that does not return. It returns whether all that is finished is on disk, and must
-    not raise. Main thread, after `install`, once."""
+    """Run `save` in a thread as soon as a stop signal comes, even if the main thread is in a call
+    that does not return. `save` returns whether all finished work is on disk, and must not raise.
+    Call this once, in the main thread, after `install`."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # Python writes each signal's number
@@ -82,8 +82,8 @@ def at_once(save: Callable[[], bool]) -> None:
 
 
 def stop_requested(dist: Dist) -> bool:
-    """True on every rank once any rank was asked to stop. Collective: ranks that look at their own
-    flag only would leave at different iterations and hang each other."""
+    """True on every rank once any rank was asked to stop. Collective: if each rank checked only its
+    own flag, they would leave at different iterations and hang each other."""
     return dist.any(stop_heard())
 
 
@@ -96,12 +96,12 @@ def die_with_parent() -> None:
     """Have Linux send this process SIGTERM when its parent dies, however it dies."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before the request was placed
+    if os.getppid() != parent:  # the parent died before `prctl` took effect
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _ours() -> list[int]:
-    """The stop signals, without those that a C library handles."""
+    """The stop signals, without those whose handler was installed by C code."""
     return [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not None]
 
 

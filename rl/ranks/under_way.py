@@ -1,4 +1,4 @@
-"""Where the main thread is, and a line about it every few seconds while a run loads."""
+"""Finds where the main thread is, and prints it every few seconds while a run loads."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Call(NamedTuple):
     """'rl.run.loop', also for the module that Python runs as `__main__`."""
     code: int
     instruction: int
-    """Byte offset of the instruction that it is at."""
+    """Byte offset of the current instruction."""
 
 
 def start(first_s: float | None = None) -> None:
-    """Print from now on, the first line after `first_s`; does nothing when it prints already."""
+    """Start printing, the first line after `first_s`; does nothing if it is printing already."""
     global _stopped
     if _stopped.is_set():
         _stopped = threading.Event()
@@ -43,7 +43,7 @@ def is_printing() -> bool:
 
 
 def note(progress: str) -> None:
-    """How far the loading is, for the lines to come; '' when it is done."""
+    """Set the progress text that the next lines show; '' removes it."""
     global _progress
     _progress = progress
 
@@ -57,8 +57,8 @@ def _print_lines(first_s: float, stopped: threading.Event) -> None:
 
 
 def in_words(calls: Sequence[Call]) -> str:
-    """'rl.engines.vllm.vllm, in torch': the innermost module of ours among `calls`, innermost
-    first, and the package that it called."""
+    """'rl.engines.vllm.vllm, in torch': the innermost `rl` module among `calls` (innermost first),
+    and the package that it called."""
     package = ""
     for call in calls:
         top = call.module.split(".")[0]
@@ -70,9 +70,9 @@ def in_words(calls: Sequence[Call]) -> str:
 
 
 def calls() -> list[Call]:
-    """The calls of the main thread, the innermost first, from any thread. No garbage is collected
-    while another thread reads: Python 3.11 makes frame objects for it, a collection's finalizers
-    would let the main thread run on meanwhile, and the process would crash."""
+    """The main thread's call stack, innermost first; callable from any thread. If another thread
+    reads it, garbage collection is off: Python 3.11 makes frame objects for the read, finalizers
+    of a collection would let the main thread run on meanwhile, and the process would crash."""
     if threading.current_thread() is threading.main_thread():
         return _calls_from(sys._getframe(1))
     with _one_reader:

@@ -74,8 +74,8 @@ def main() -> None:
 
 
 def _leave(codes: list[int]) -> None:
-    """Ends the process, if the script came to an end, before the destructors of C++ libraries
-    (Gloo's, vLLM's), which have aborted runs that were done."""
+    """If the script has ended, ends the process before the destructors of C++ libraries (Gloo's,
+    vLLM's) run, because they have aborted finished runs."""
     if codes:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -83,9 +83,9 @@ def _leave(codes: list[int]) -> None:
 
 
 def _write_note(note: Path, **row: Any) -> None:
-    """Whole or not at all: on a full disk the note before stays. `ended_ns` tells cause from
-    consequence: peers fail milliseconds later. But a rank that only received another's trouble
-    (`only_heard`) may be gone before that one has saved."""
+    """Write the note atomically: on a full disk the previous note stays. `ended_ns` tells cause
+    from consequence: peers fail milliseconds later. But a rank that only received another rank's
+    error (`only_heard`) may end before the other rank has saved."""
     aside = note.with_suffix(".tmp")
     with suppress(OSError):
         aside.write_text(json.dumps({"process_group": os.getpgid(0), **row}))
@@ -102,8 +102,8 @@ def _own_traceback(error: Exception) -> str:
 
 
 def _send_output_to(path: Path, on_console: bool) -> None:
-    """Both streams into one file that later starts append to. With `on_console` they also keep
-    going where they went, and a terminal, whose lines redraw themselves, is not copied."""
+    """Send stdout and stderr to one file; later starts append to it. With `on_console` they also
+    stay on the console; output to a terminal, which redraws lines, is not copied to the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if on_console and sys.stdout.isatty():
         return

@@ -1,4 +1,4 @@
-"""Moves the records of iterations that a resumed run does again into `<run>/set_aside/<time>/`."""
+"""Moves records of iterations that a resumed run will repeat to `<run>/set_aside/<time>/`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ENTRY_NAMES = {
     "images": re.compile(r"it_(\d{6,})"),
     "evaluation": re.compile(r"it_(\d{6,})"),
 }
-"""Folder of the run -> what an iteration's entry is called in it."""
+"""Folder of the run -> pattern of the name of an iteration's entry in it."""
 PICTURE_NAME = re.compile(r"rank(\d+)_g\d{2,}_(?:source\d*|target|bare|m\d+)\.png")
-"""A picture in a folder of `images`; its number is the rank's."""
+"""Name of a picture in a folder of `images`; the captured number is the rank."""
 
 
 def rewind(run_dir: Path, iteration: int) -> list[str]:
-    """Move all that was recorded after `iteration` (-1: everything), and unreadable lines of the
-    metrics, to a new folder; returns what to tell the user."""
+    """Move all records after `iteration` (-1: all records), and unreadable lines of
+    metrics.jsonl, to a new folder; returns messages for the user."""
     metrics = run_dir / "metrics.jsonl"
     lines = lines_of(metrics) if metrics.is_file() else []
     read = [(n, iteration_of(line), line) for n, line in enumerate(lines, 1) if line.strip()]
@@ -36,7 +36,7 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
         name: sorted(entry for entry, done in _entries(run_dir / name).items() if done > iteration)
         for name in ENTRY_NAMES
     }
-    # A last line that is missing is written again.
+    # A missing line of `iteration` itself is not reported, because it is written again.
     missing = _missing(f"{metrics} has no line", range(iteration), map(iteration_of, kept))
     if _is_recorded(run_dir, iteration):
         last, recorded = range(iteration, iteration + 1), _entries(run_dir / "episodes").values()
@@ -54,7 +54,7 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
     for name, paths in entries.items():
         for entry in paths:
             (folder / name).mkdir(exist_ok=True)
-            shutil.move(entry, folder / name)  # pictures may lie on another disk
+            shutil.move(entry, folder / name)  # `move`: pictures may be on another disk
     if (run_dir / "config.json").is_file():
         shutil.copy2(run_dir / "config.json", folder)
     counts = {"lines of metrics.jsonl": len(past) - len(damaged)}
@@ -77,7 +77,7 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
 
 
 def _is_recorded(run_dir: Path, iteration: int) -> bool:
-    """Whether the run, as it was last started, writes the episodes of that iteration."""
+    """Whether the run's config, as of its last start, records the episodes of `iteration`."""
     try:
         config = row_of((run_dir / "config.json").read_bytes())
         every = (config or {})["tracking"]["log_episodes_every_n_iterations"]
@@ -87,7 +87,7 @@ def _is_recorded(run_dir: Path, iteration: int) -> bool:
 
 
 def _missing(what: str, wanted: range, present: Iterable[int | None]) -> list[str]:
-    """A sentence on iterations whose record is gone for good."""
+    """A message about iterations whose records are lost for good; [] if there are none."""
     gone = sorted(set(wanted).difference(present))
     if not gone:
         return []

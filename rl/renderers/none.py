@@ -16,6 +16,6 @@ class NoRenderer(Renderer):
     runs_model = False
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, None]]:
-        """Yield `(number of the job, None)` for every job, in order, before the next is taken."""
+        """Yield `(number of the job, None)` for each job before the next job is fetched."""
         for number, _ in enumerate(jobs):
             yield number, None

@@ -15,7 +15,7 @@ SMOOTHING_ITERATIONS = 5
 SMOOTHED_FROM = 50
 """Points: a main line that has more is drawn smoothed, and faintly as it is."""
 MAX_POINTS = 300
-"""Of a line on the page; more are averaged in equal spans."""
+"""Most points of a line on the page; a longer line is averaged over equal spans."""
 Points = list[tuple[float, float]]
 """(iteration, value)."""
 _WIDTH, _HEIGHT = 440, 150
@@ -109,7 +109,7 @@ CURVES = (
 
 
 def points(metrics: Sequence[Record], name: str) -> Points:
-    """Of the iterations that have that number."""
+    """(iteration, value) of each row in which the metric `name` is a number."""
     return [
         (float(row["iteration"]), value)
         for row in metrics
@@ -123,7 +123,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def thinned(found: Points) -> tuple[Points, int]:
-    """At most `MAX_POINTS`, and how many iterations each is the mean of; the last stays itself."""
+    """At most `MAX_POINTS`, and how many iterations each averages; the last is not averaged."""
     if len(found) <= MAX_POINTS:
         return found, 1
     rest = found[:-1]
@@ -134,7 +134,7 @@ def thinned(found: Points) -> tuple[Points, int]:
 
 
 def how_drawn(lines: Sequence[tuple[Line, Points]]) -> str:
-    """What the page's picture of them averages; '' for nothing."""
+    """A note on how the page's chart averages these lines; '' if it does not."""
     notes = []
     if any(line.style == "main" and len(found) > SMOOTHED_FROM for line, found in lines):
         notes.append(f"strong: mean of the last {SMOOTHING_ITERATIONS} points, faint: each")

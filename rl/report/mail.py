@@ -20,7 +20,7 @@ from rl.report.reading import picture_of
 
 MAX_BYTES = 5_000_000
 _TABLES = 0.4
-"""Share of the room that data pages may take, so that pictures have the rest."""
+"""Share of the available bytes that data pages may take; pictures get the rest."""
 _AROUND = 30
 """Bytes of markup around a page, or a picture."""
 _SIDE_PX = 160
@@ -28,7 +28,7 @@ _QUALITY = 70
 
 
 def write_single_file(run_dir: Path, made: Made, other: Path | None = None) -> str:
-    """Write it; the data pages are there. Returns what to tell the user."""
+    """Write the file from the existing data pages. Returns a message for the user."""
     folder = run_dir / "report"
     with to_oneself(folder):
         page, told = _page(run_dir, made, other)
@@ -38,7 +38,7 @@ def write_single_file(run_dir: Path, made: Made, other: Path | None = None) -> s
 
 
 def _page(run_dir: Path, made: Made, other: Path | None) -> tuple[str, str]:
-    """(HTML, how many pictures are in it): the newest iterations that there is room for."""
+    """(HTML with the newest iterations that fit, a note on how many pictures it holds)."""
     folder = run_dir / "report" / "data"
     smallest = len(rendered(run_dir, made, other, [Markup()], "x" * 400).encode())
     room = MAX_BYTES - smallest - 20_000
@@ -106,7 +106,7 @@ def _size(pages: Mapping[str, Any]) -> int:
 
 
 def _pictures(pages: Mapping[str, Any], base: str) -> Iterator[str]:
-    """Of groups or of held-out samples; `base`: the folder that their names count from."""
+    """Picture paths of groups or held-out samples; `base`: the folder they are relative to."""
     for page in pages.values():
         for row in page["rows"]:
             files = [row["src"], *row.get("others", []), row.get("goal")]

@@ -135,8 +135,8 @@ def summary(
 
 
 def beside(metrics: Sequence[Record]) -> list[str]:
-    """What the gain has to be read beside: the right words, the user's own, the untrained system,
-    what thinking is worth, and how far what the renderer reads has moved."""
+    """References for the gain: rewards of the right words, of the user's own words and of the
+    untrained system; the gain of thinking; how far the renderer's conditioning has moved."""
     lines = []
     rows = _with(metrics, "eval_reference/reward")
     if len(rows) > 1:
@@ -159,7 +159,7 @@ def beside(metrics: Sequence[Record]) -> list[str]:
         cut = _said(rows[-1], "eval/cut_thought_reward")
         gains = _gains(rows, "eval/gain_of_thought")
         lines.append(f"with the thought cut before it begins: {cut}; gain of thinking {gains}")
-    # How far training has moved what the renderer reads, where it reads what is trained.
+    # Drift: how far training has moved the conditioning, if the trained weights make it.
     rows = [row for row in metrics if row.get("drift/alarm") is not None]
     if alarmed := [str(row["iteration"]) for row in rows if row["drift/alarm"]]:
         lines.append(
@@ -180,7 +180,7 @@ def beside(metrics: Sequence[Record]) -> list[str]:
 
 
 def _gains(rows: Sequence[Record], name: str) -> str:
-    """The first and the last, with their standard errors; one that was measured once alone."""
+    """The first and the last value with their standard errors; one value if there is only one."""
     said = []
     for row in rows[:1] if len(rows) == 1 else (rows[0], rows[-1]):
         error = number(row.get(f"{name}_error"))

@@ -1,7 +1,7 @@
 """One question per picture: does the edit follow the instruction, and is it a good picture?
 
-Both marks are 0 to 1, averaged over several samples of the judge: value = (w_a alignment + w_q
-quality) / (w_a + w_q).
+Both scores are 0 to 1, averaged over several sampled replies of the judge: value = (w_a alignment +
+w_q quality) / (w_a + w_q).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIELDS = ("alignment", "quality")
 
 
 class Config(RepeatsConfig):
-    """Weights, words, and how often the judge is asked: three times, sampling."""
+    """Weights, prompt, and how often the judge is asked: by default three times, with sampling."""
 
     own_prompts = {"prompt": "edit_quality.txt"}
     own_prompts_of_several = {"prompt": "edit_quality_of_several.txt"}

@@ -19,8 +19,8 @@ from rl.run.watch import Watch
 from rl.text.untrusted import shown
 
 WINDOW_PICTURES = 200
-"""The renderer is judged by the last iterations that have this many pictures together; fewer
-pictures count as this many, so that one failure in a tiny iteration stops no run."""
+"""The renderer's failure rate is over the last iterations with this many pictures in total. Fewer
+pictures count as this many, so that one failure in a tiny iteration does not stop the run."""
 SHOWN_CHARS = 200
 
 
@@ -146,7 +146,7 @@ class Checks:
 
 
 def _cause(episode: Episode) -> str:
-    """The first words of why an episode failed: whose failure, and what. '' where it did not."""
+    """The start of an episode's failure: who failed and how. '' if the episode did not fail."""
     return ": ".join((episode.failure or "").split("\n")[0].split(": ")[:2])
 
 

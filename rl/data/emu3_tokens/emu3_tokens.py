@@ -19,7 +19,7 @@ from rl.data.shared.sample_rows import MAX_SHOWN, BadRowError, shorten
 from rl.text.untrusted import shown
 
 NUM_CHECKED = 64
-"""Entries looked for by a config check, from the top of the list."""
+"""A config check looks for this many entries, from the top of the list."""
 
 _SPLIT = re.compile(r"(train|training|validation|val|test|dev)(_|$)")
 
@@ -28,9 +28,9 @@ class Config(FileConfig):
     """One list of tokenised edits."""
 
     path: str
-    """The list; a relative path counts from the working directory. Its files are looked for under
-    its `prefix` (from the working directory, then from the list's own folder), then in the folder
-    above the list's and in `feature/` there."""
+    """The list; a relative path counts from the working directory. Its files are searched under
+    the list's `prefix` (from the working directory, then from the list's folder), then in the
+    parent of the list's folder and in `feature/` there."""
     category: str = ""
     """Label of these samples for per-category metrics; '' = the data set folder's name."""
 
@@ -45,7 +45,7 @@ class EditList:
 
     @cached_property
     def folder(self) -> Path:
-        """Where the entries lie. Raises BadRowError when none of the first ones is anywhere."""
+        """The folder of the entries. Raises BadRowError if none of the first ones is found."""
         above = self.file.parent.parent
         stated = [] if self.prefix is None else [Path(self.prefix), self.file.parent / self.prefix]
         places = list(dict.fromkeys([*stated, above, above / "feature"]))
@@ -53,19 +53,19 @@ class EditList:
             if any(not not_a_file(place / entry) for entry in self.entries[:NUM_CHECKED]):
                 return place
         raise BadRowError(
-            f"{self.file}: its files are nowhere, e.g. {self.entries[0]!r:.60}; looked in "
+            f"{self.file}: its files are not found, e.g. {self.entries[0]!r:.60}; looked in "
             + ", ".join(map(str, places))
             + ". Put them into one of these folders, or fix the list's 'prefix'"
         )
 
     def missing(self, entries: Sequence[str]) -> Iterator[tuple[int, str]]:
-        """(number, what is wrong) of every one of the first entries that is not there."""
+        """(number, error message) of each of `entries` whose file does not exist."""
 
         @cache  # one listing per folder: a stat per file takes minutes
         def names_in(folder: Path) -> frozenset[str]:
             try:
                 return frozenset(file.name for file in os.scandir(folder))
-            except (OSError, ValueError):  # no folder, or no name of one
+            except (OSError, ValueError):  # not a folder, or not a valid name
                 return frozenset()
 
         for number, entry in enumerate(entries):
@@ -76,7 +76,7 @@ class EditList:
 
 
 class TokenisedEdits(DataSource[Config]):
-    """A list's files, each read when its sample is taken."""
+    """The edits of a list; each file is read when its sample is fetched."""
 
     reads_much = True
 
@@ -93,7 +93,7 @@ class TokenisedEdits(DataSource[Config]):
         self._files = [
             edits.folder / entry for number, entry in enumerate(edits.entries) if number not in bad
         ]
-        # As the folders above `[feature/]list/` are called.
+        # Category and label are the names of the folders above `[feature/]list/`.
         folders = edits.file.resolve().parent.parts
         named = [name for name in folders if name not in ("list", "feature")]
         dataset, split = ["", *named][-2:]
@@ -107,7 +107,7 @@ class TokenisedEdits(DataSource[Config]):
         file = self._files[index]
         try:
             edit = token_files.read(file)
-        except Exception as error:  # a file may hold anything, and fails as it likes
+        except Exception as error:  # a file may hold anything and raise any error
             raise BadRowError(f"{file}: {shown(str(error), MAX_SHOWN)}") from error
         return Sample(
             id=f"{self._label}/{edit.id}",
@@ -119,7 +119,7 @@ class TokenisedEdits(DataSource[Config]):
 
     @classmethod
     def provides(cls, config: Config) -> frozenset[str]:
-        """Pictures once the renderer drew the codes."""
+        """'source' and 'target' are pictures once the renderer has decoded the codes."""
         return frozenset({"source_codes", "target_codes", "source", "target"})
 
     @classmethod
@@ -132,7 +132,7 @@ class TokenisedEdits(DataSource[Config]):
 
     @classmethod
     def problems(cls, config: Config, rules: RowRules) -> list[str]:
-        """Of the list and its first files, without opening one of them."""
+        """Problems of the list and of its first files, which are not opened."""
         try:
             edits = read_list(config.path)
             problems = [problem for _, problem in edits.missing(edits.entries[:NUM_CHECKED])]
@@ -148,8 +148,8 @@ class TokenisedEdits(DataSource[Config]):
 def read_list(path: str | Path) -> EditList:
     """The list at `path`. Raises BadRowError when it is not there or not such a list.
 
-    EARL's own set-up linked `<set>/list` into `<set>/feature/` with a link that led nowhere; a path
-    through it is understood.
+    EARL's own set-up put a broken link to `<set>/list` into `<set>/feature/`; a path through that
+    link is resolved to `<set>/list`.
     """
     file = Path(path)
     if not_a_file(file) and file.parent.parent.name == "feature":

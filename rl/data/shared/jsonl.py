@@ -1,4 +1,4 @@
-"""Reads a file of lines as rows, with a sentence for each line that cannot be read.
+"""Reads a file with one row per line, with an error message for each line that cannot be read.
 
 Only a line feed ends a line: a value may hold U+2028 and the like.
 """
@@ -22,10 +22,10 @@ from rl.text.untrusted import shown
 def read_rows(
     lines: Iterable[tuple[int, bytes]], origin: str, parse: Callable[[str], Any] | None = None
 ) -> tuple[list[dict[str, Any]], list[int], list[str]]:
-    """(the lines that are objects, their numbers, a sentence per unreadable line).
+    """(the lines that are objects, their numbers, an error message per unreadable line).
 
-    `lines`: with their numbers; `origin`: where they are from, for the sentences; `parse`: what
-    makes a row of a line, None = JSON whose objects have each key once.
+    `lines`: (number, line); `origin`: name of their file in messages; `parse`: converts a line to a
+    row, None = JSON, where an object with a repeated key is unreadable.
     """
     parse = parse or partial(json.loads, object_pairs_hook=_each_once)
     objects: list[dict[str, Any]] = []
@@ -37,7 +37,7 @@ def read_rows(
         except UnicodeDecodeError:
             unreadable.append(f"{origin}, row {number}: is not UTF-8; save the file as UTF-8")
             continue
-        except (ValueError, RecursionError) as error:  # numbers and nestings without end, too
+        except (ValueError, RecursionError) as error:  # also too long numbers, too deep nesting
             unreadable.append(f"{origin}, row {number}: is not JSON ({error}); one object per line")
             continue
         if not isinstance(row, dict):
@@ -49,7 +49,7 @@ def read_rows(
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError for a key that is there twice."""
+    """The pairs as a dict. Raises ValueError for a repeated key."""
     row = dict(pairs)
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]
@@ -79,7 +79,7 @@ def read_lines(path: Path) -> list[tuple[int, bytes]]:
 
 
 class LinesSource(RowsSource[ConfigT]):
-    """Rows out of files of lines."""
+    """Rows from files with one row per line."""
 
     @classmethod
     @abstractmethod
@@ -102,8 +102,8 @@ class LinesSource(RowsSource[ConfigT]):
 
     @classmethod
     def problems(cls, config: ConfigT, rules: RowRules) -> list[str]:
-        """Everything that is wrong with the rows, without opening a picture; under 'skip' only that
-        nothing is left."""
+        """All problems of the rows, without opening a picture; with on_bad_row 'skip' the only
+        problem is that no row is left."""
         try:
             rows = cls.read(config, rules)
         except BadRowError as error:

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 ADAPTER_ID = 1
 """vLLM's number for the policy's adapter; there is no other."""
 MAX_NAMED = 8
-"""Names in a message."""
+"""Most names listed in a message."""
 
 Lora = Mapping[str, "tuple[torch.Tensor, torch.Tensor]"]
 """Layer name -> (A [r, in], B [out, r] times alpha / r), in the engine's dtype, on its device."""
 
 Whole = Mapping[str, "tuple[int, torch.Tensor]"]
-"""transformers' name of a tensor -> (its rows, its `bit_sums` in the dtype it has here)."""
+"""A tensor's name in transformers -> (number of rows, `bit_sums` in the engine's dtype)."""
 
 
 def put_lora(
@@ -33,8 +33,8 @@ def put_lora(
     """Replace the adapter; returns what the worker must now hold (`lora_difference`).
 
     `tensors` must be clones that nobody else uses: vLLM multiplies B by alpha / r in place.
-    `scale`: the policy's own alpha / r. Raises RuntimeError where vLLM's is another, or where vLLM
-    does not know a layer.
+    `scale`: the policy's alpha / r. Raises RuntimeError if vLLM's scale differs, or if vLLM does
+    not know a layer.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
@@ -74,8 +74,8 @@ def put_lora(
 
 
 def lora_difference(worker: Any, expected: Lora) -> str:
-    """The layers in which the slots that the forward multiplies with differ from `expected`, bit
-    for bit; '' if none. Compared on the device: a hash would copy the whole adapter to the host."""
+    """Names the layers whose LoRA slots, which the forward uses, differ from `expected` in any bit;
+    '' if none. Compared on the device: a hash would copy the whole adapter to the host."""
     import torch
 
     held = _slots(worker)
@@ -86,14 +86,14 @@ def lora_difference(worker: Any, expected: Lora) -> str:
         a, b = expected.get(name, (slot_a[:0], slot_b[:, :0]))
         rank = a.shape[0]
         same = _bits_equal(slot_a[:rank], a) & _bits_equal(slot_b[:, :rank], b)
-        # A slot is as wide as vLLM's largest rank; what is beyond this adapter's must be zero.
+        # A slot has vLLM's largest rank; its values beyond this adapter's rank must be zero.
         wrong.append(~same | slot_a[rank:].any() | slot_b[:, rank:].any())
     return _said(list(compress(held, torch.stack(wrong).tolist())), "layers")
 
 
 def whole_sums(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Whole:
-    """What the worker must hold after loading `tensors`, without those whose place in its model is
-    not known."""
+    """What the worker must hold after loading `tensors`; those whose place in its model is unknown
+    are left out."""
     model = worker.model_runner.get_model()
     expected = {}
     for name, tensor in tensors:
@@ -128,7 +128,7 @@ def parameter_sums(worker: Any) -> Mapping[str, torch.Tensor]:
 
 
 def parameter_difference(worker: Any, before: Mapping[str, torch.Tensor]) -> str:
-    """The parameters that changed since those `parameter_sums`; '' if none."""
+    """Names the parameters that changed since `parameter_sums` gave `before`; '' if none."""
     import torch
 
     now = parameter_sums(worker)
@@ -162,7 +162,7 @@ def _read(layer: Any, kind: str) -> torch.Tensor:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     parameter: torch.Tensor = getattr(layer, kind).data
-    # A head keeps its weight beside the packed copy that it multiplies with.
+    # An LM head keeps its weight and also a packed copy, which it multiplies with.
     is_packed = parameter.numel() == 0 or isinstance(layer, ParallelLMHead)
     if kind != "weight" or not is_packed or not hasattr(layer, "cpu_linear"):
         return parameter
@@ -173,8 +173,8 @@ def _read(layer: Any, kind: str) -> torch.Tensor:
 
 
 def _value_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """`bit_sums`. On a CPU without the signs of zeros and without subnormal numbers, which a
-    product with the identity does not always keep."""
+    """`bit_sums`. On a CPU, subnormal numbers and -0.0 are first set to 0.0, because a product with
+    the identity does not always keep them."""
     import torch
 
     if tensor.device.type == "cpu":

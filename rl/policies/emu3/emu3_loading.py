@@ -44,12 +44,12 @@ class Config(TrainedPolicyConfig):
     tokenizer_path: str = ""
     """Folder or hub id of the tokenizer; '' = model_path."""
     assistant_prefill: str = "<|image start|>"
-    """What every completion continues. '<|image start|>': a picture at once. " Let's think step by
-    step. <|start thinking|>": words first. '': as the model likes. Special tokens written here are
+    """Text before every completion. '<|image start|>': a picture at once. " Let's think step by
+    step. <|start thinking|>": words first. '': the model decides. Special tokens written here are
     special; `{height}` and `{width}` stand for the source's rows and columns of codes."""
     constrained: bool = True
-    """True: sampling is held to the source's grid, and words and codes have a softmax each. False:
-    free sampling, one softmax over everything."""
+    """True: sampling is constrained to the source's grid, with separate softmaxes for words and
+    codes. False: free sampling, one softmax over everything."""
     lora: LoraSection | None = None
     """null = full fine-tuning."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1536
@@ -71,8 +71,8 @@ class Config(TrainedPolicyConfig):
     """Of these, how many train visual tokens alone."""
 
     def trained(self, iteration: int) -> tuple[bool, bool]:
-        """(whether text, whether visual tokens carry loss) in `iteration`, 0-based, over the whole
-        run. With both switches off all do; with both on, those that both train."""
+        """(whether text tokens, whether visual tokens are trained) in `iteration`, which counts
+        from 0 over the whole run. Both switches off: all are; both on: what both of them train."""
         text = visual = True
         if self.train_text_tokens_only:
             words = iteration % self.text_only_cycle_steps < self.text_only_steps
@@ -131,8 +131,8 @@ def _read_tiktoken(folder: Path) -> Any:
 
 
 def read_model_config(folder: Path) -> Any:
-    """`Emu3TextConfig` of a model folder of either form; dropout is 0, since the policy that
-    samples has none. Raises ValueError for a `config.json` of anything else."""
+    """`Emu3TextConfig` of a model folder in either format. Dropout is 0, because sampling runs
+    without dropout. Raises ValueError if `config.json` is of another model."""
     from transformers import Emu3TextConfig
 
     written = json.loads((folder / "config.json").read_text())

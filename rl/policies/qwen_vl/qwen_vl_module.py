@@ -46,13 +46,13 @@ class QwenModule(TrainedModule):
 
     @torch.no_grad()
     def picture_features(self, pictures: Sequence[Picture]) -> list[torch.Tensor]:
-        """Each picture's [N_img, W], those that the forwards read; any number of pictures. Not
-        collective, hence not under ZeRO-3."""
+        """Features [N_img, W] of each picture, as the forwards read them; any number of pictures.
+        Not collective, so not usable under ZeRO-3."""
         return self._features.of(pictures, self.base_model) or []
 
     def prompt_positions(self, prompt: Prompt) -> torch.Tensor:
-        """[3, P] M-RoPE positions on the CPU. Without token types transformers silently gives plain
-        ones, 1.28 nats off."""
+        """[3, P] M-RoPE positions on the CPU. Without token types transformers silently returns
+        plain text positions, and log-probs are 1.28 nats off."""
         config, token_ids = self.base_model.config, torch.tensor(prompt.token_ids)
         positions, _ = self.base_model.model.get_rope_index(
             token_ids[None],

@@ -42,8 +42,8 @@ class QwenPrompts:
         self._picture_keys: WeakKeyDictionary[Prompt, tuple[bytes, ...]] = WeakKeyDictionary()
 
     def prompt(self, sample: Sample, words: str) -> Prompt:
-        """`words` about the sample's pictures. Raises ValueError naming the sample when it has no
-        picture, more than the prompt shows, or the prompt is too long."""
+        """The prompt with `words` and the sample's pictures. Raises ValueError, with the sample's
+        id, for a missing picture, for more than the template shows, and for too long a prompt."""
         import torch
 
         template = self._template
@@ -68,7 +68,7 @@ class QwenPrompts:
         return self._written(sample, words, images, inputs)
 
     def picture_places(self, prompt: Prompt) -> tuple[range, ...]:
-        """Each picture's range among the states that condition the renderer."""
+        """Where each picture's tokens are in the hidden states that the renderer reads."""
         kept = prompt.token_ids[prompt.num_dropped_tokens :]
         slots = [place for place, token in enumerate(kept) if token == self._image_id]
         places, at = [], 0
@@ -84,7 +84,7 @@ class QwenPrompts:
         return [math.prod(grid) // merged for grid in grids]
 
     def other_words(self, prompt: Prompt, words: str) -> Prompt:
-        """`words` about the same pictures, which are not processed again."""
+        """The same prompt with other `words`; its pictures are not processed again."""
         return self._written(prompt.sample, words, prompt.images, prompt.model_inputs)
 
     def _written(
@@ -122,7 +122,7 @@ class QwenPrompts:
 
         from rl.files.images import over_white
 
-        # Any form of transparency as the VAE's copy has it.
+        # Treat every form of transparency as in the picture that the VAE gets.
         image = image.convert("RGBA" if image.has_transparency_data else "RGB")
         if self._template.image_area_px is not None:
             image = prompting.resize_to_area(
@@ -142,14 +142,14 @@ class QwenPrompts:
     @property
     def picture_bounds(self) -> tuple[int, int]:
         """(smallest, largest) area of a prompt's picture, px: the processor's bounds, the upper one
-        narrowed to what the template's area can become by rounding its sides."""
+        lowered to the largest area that rounding the template's sides can give."""
         size = self.image_processor.size
         smallest, largest = size["shortest_edge"], size["longest_edge"]
         if self._template.image_area_px is not None:
             area = max(smallest, self._template.image_area_px)
             sides = THINNEST * area**0.5
-            # The template's rounding may lift a thin side to a whole multiple; the processor's
-            # lengthens a side by half of one at the most.
+            # The template may round a thin side up to a whole multiple; the processor's rounding
+            # adds at most half a multiple to a side.
             slot = self.image_processor.patch_size * self.image_processor.merge_size
             longer = self._template.image_multiple_px + slot // 2
             largest = min(largest, int(area + longer * sides + longer**2))
@@ -168,8 +168,8 @@ class QwenPrompts:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True).strip()
 
     def banned_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """Special tokens except the stop tokens, and the vocabulary's unused end, which no text
-        decodes to."""
+        """Ids that may not be sampled: special tokens except the stop tokens, and the unused ids
+        at the end of the vocabulary, which decode to no text."""
         added = self.tokenizer.added_tokens_decoder.items()
         specials = {token_id for token_id, token in added if token.special}
         unused = set(range(len(self.tokenizer), vocab_size))
@@ -189,8 +189,8 @@ class QwenPrompts:
         return found
 
     def picture_keys(self, prompt: Prompt) -> tuple[bytes, ...]:
-        """Of each of its pictures, by content: two sets of data may call different pictures by one
-        id, and one picture may come with several instructions."""
+        """A content hash of each of its pictures: two data sets may use the same id for different
+        pictures, and one picture may come with several instructions."""
         from rl.files.images import digest
 
         if prompt not in self._picture_keys:

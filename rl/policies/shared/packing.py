@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def pack(rows: Sequence[Row]) -> tuple[list[int], tuple[PackedGroup, ...], list[Prompt]]:
-    """(ids of the row, its groups, their prompts); neighbours that share their `Prompt` object are
-    one group."""
+    """(token ids of the packed row, its groups, their prompts). Adjacent rows with the same
+    `Prompt` object form one group."""
     members: list[tuple[Prompt, list[Sequence[int]]]] = []
     for prompt, ids in rows:
         if not members or members[-1][0] is not prompt:
@@ -63,8 +63,8 @@ def completion_spans(groups: Iterable[PackedGroup]) -> Iterator[tuple[int, int]]
 
 
 def completion_tokens(groups: Sequence[PackedGroup]) -> torch.Tensor:
-    """[4, N] int64 of every completion token: row b, column in it, position in S, and position of
-    the state that predicts it (a first token's is the last of its prompt)."""
+    """[4, N] int64, per completion token: its completion b, its index in b, its position in S, and
+    the position of the state that predicts it (for a first token, the last prompt token's)."""
     import torch
 
     spans = completion_spans(groups)

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def spare_activations(model: Any, gradient_checkpointing: bool | Literal["mlp"]) -> None:
-    """Make the decoder's layers keep less; `gradient_checkpointing` as in the config.
+    """Make the decoder's layers save fewer activations; `gradient_checkpointing` as in the config.
 
-    In half precision each of transformers' norms and each of PEFT's adapters keeps a float32 copy
-    of an input whose half-precision tensor is kept anyway.
+    In half precision each of transformers' norms and each of PEFT's adapters saves a float32 copy
+    of its input, although the half-precision input is saved anyway.
     """
     if gradient_checkpointing is True:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -29,7 +29,7 @@ def spare_activations(model: Any, gradient_checkpointing: bool | Literal["mlp"])
 
 
 def recompute(module: Any, **options: Any) -> None:
-    """Keep nothing of this module's inside for the backward but its input."""
+    """Save only this module's input for the backward; recompute its activations there."""
     forward: Callable[[torch.Tensor], torch.Tensor] = module.forward
 
     def recomputed(hidden: torch.Tensor) -> Any:
@@ -41,9 +41,9 @@ def recompute(module: Any, **options: Any) -> None:
 
 
 def _keep_adapters_inputs(model: Any) -> None:
-    """As they come, one for all the adapters that read it; float32 again in the backward.
+    """Save adapter inputs in their own dtype, once for all readers; the backward casts them again.
 
-    Not under dropout, which PEFT applies to the float32 copy.
+    Adapters with dropout are left as they are: PEFT applies it to the float32 copy.
     """
     from peft.tuners.lora import LoraLayer
 

@@ -54,7 +54,7 @@ def load_modules(
     weights = {
         "torch_dtype": getattr(torch, config.dtype),
         "use_safetensors": True,
-        # Pages of the file, which the ranks of a machine share, not copies of it.
+        # Memory-maps the file: the ranks of a machine share its pages instead of copying it.
         "device_map": {"": "cpu"},
     }
     transformer = transformer_class.from_pretrained(subfolder="transformer", **origin, **weights)
@@ -81,8 +81,8 @@ def lay_out(
 ) -> None:
     """Fuse the adapter, round to 8 bits where `config` says so, and `move` it to the device.
 
-    Weights of 8 bits need not fit the device before they are rounded: the adapter is then added in
-    host memory, and blocks are rounded one part at a time.
+    With `fp8` the unrounded weights need not fit on the device: the adapter is fused in host
+    memory, and blocks are rounded one part at a time.
     """
     if config.fp8 == "off":
         move(transformer, device)

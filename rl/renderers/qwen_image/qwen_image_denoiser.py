@@ -25,8 +25,8 @@ EPSILON = 1e-6
 
 
 def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[B, S, H, E], with keys and values [B, S', H, E], of which every key is read. PyTorch chooses
-    the kernel: cuDNN's on Hopper, else flash attention."""
+    """[B, S, H, E]: unmasked attention to keys and values [B, S', H, E]. PyTorch chooses the
+    kernel: cuDNN's on Hopper, else flash attention."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
@@ -42,24 +42,24 @@ class Conditioning:
     sources: torch.Tensor
     """[R, M, D], projected."""
     word_rotary: torch.Tensor
-    """[L, 1, E / 2, 2] float32, cosine and sine; every row counts from the same position."""
+    """[L, 1, E / 2, 2] float32, cosine and sine; positions of all rows start at the same number."""
     image_rotary: torch.Tensor
     """[S, 1, E / 2, 2] float32."""
 
 
 class Stream(NamedTuple):
-    """The layers of one block that see one kind of token: images, or words."""
+    """The layers of one block that process one kind of token: images, or words."""
 
     projections: tuple[Any, Any, Any]
-    """To queries, keys and values."""
+    """Linear layers to queries, keys and values."""
     norms: tuple[Any, Any]
-    """Of queries and keys."""
+    """RMS norms of queries and keys."""
     out: Any
     mlp: Any
 
 
 def streams_of(block: Any) -> tuple[Stream, Stream]:
-    """Of images, and of words."""
+    """The block's stream of images, and its stream of words."""
     attn = block.attn
     of_images = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k), attn.to_out[0]
     of_words = (
@@ -71,12 +71,12 @@ def streams_of(block: Any) -> tuple[Stream, Stream]:
 
 
 class Denoiser:
-    """Computes the stock forward without results that nothing reads.
+    """Computes the stock forward, but skips results that are never used.
 
-    The words of all rows are concatenated without padding, so no attention is masked. What no step
-    changes (text and source projections, rotary tables) is computed once per batch. Shift and scale
-    of the modulation are weights of the layer norms. In the last block only the picture's own
-    tokens have queries.
+    The words of all rows are concatenated without padding, so attention needs no mask. What is the
+    same in all steps (text and source projections, rotary tables) is computed once per batch. The
+    modulation's scale and shift are passed as weight and bias of the layer norms. In the last block
+    only the tokens of the drawn picture have queries.
     """
 
     def __init__(self, transformer: Any) -> None:
@@ -145,9 +145,9 @@ class Denoiser:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention within each row over its words and image, words first.
 
-        Returns what the words read [.., D] and the image [R, .., D]; both only where they ask.
+        Returns its outputs for words [.., D] and image [R, .., D], of tokens with queries only.
         """
-        # Neighbouring rows of one length share a call.
+        # Neighbouring rows with equally many words share one call.
         runs = [(len(list(run)), length) for length, run in itertools.groupby(num_words)]
         joint = (_by_run(*streams, runs) for streams in zip(words, image, strict=True))
         num_asking = image[0].shape[1]
@@ -178,7 +178,7 @@ def before_attention(
 ) -> Heads:
     """`heads_of` the modulated tokens [.., tokens, D].
 
-    `modulation`: [P, 6, D]; where P is 2, the second is of the tokens from `num_first` on.
+    `modulation`: [P, 6, D]; if P is 2, the second applies to the tokens from `num_first` on.
     """
     normed = _norm(tokens, modulation[:, 0], modulation[:, 1], num_first)
     return heads_of(normed, num_asking, stream.projections, stream.norms, rotary)
@@ -216,7 +216,7 @@ def after_attention(
     reads: torch.Tensor,
     num_first: int,
 ) -> torch.Tensor:
-    """[.., tokens, D] with what they read added, then what the MLP makes of that."""
+    """[.., tokens, D] plus the attention output `reads`, then plus the MLP's output."""
     tokens = _add(tokens, stream.out(reads), modulation[:, 2], num_first)
     normed = _norm(tokens, modulation[:, 3], modulation[:, 4], num_first)
     tokens = _add(tokens, stream.mlp(normed), modulation[:, 5], num_first)

@@ -1,4 +1,4 @@
-"""The Qwen-Image VAEs for single pictures, without what films need."""
+"""The Qwen-Image VAEs for single pictures, without the parts that only videos need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class FrameConv(nn.Conv2d):
-    """What a causal 3-D convolution does to a first frame: [B, C, 1, H, W] -> [B, C', 1, H', W']"""
+    """A causal 3-D convolution on one first frame: [B, C, 1, H, W] -> [B, C', 1, H', W']"""
 
     def __init__(self, conv: Any) -> None:
         left, _, top, *_ = conv._padding
@@ -33,24 +33,24 @@ class FrameConv(nn.Conv2d):
 
 
 class FrameNorm(nn.Module):
-    """A QwenImageRMS_norm whose scale is in its weight: two passes over the features less."""
+    """A QwenImageRMS_norm with its scale folded into the weight: saves two passes over features."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(norm.gamma * norm.scale, requires_grad=False)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        # In float32, as stock; `float` is free where they are.
+        # In float32, as stock; `float` costs nothing if the features are float32 already.
         normalized = F.normalize(features.float(), dim=1).to(features.dtype)
         return normalized * self.weight
 
 
 class FrameVae(nn.Module):
-    """Pictures to normalised latents and back. Consumes the AutoencoderKLQwenImage it is built of.
+    """Pictures to normalised latents and back. Consumes the AutoencoderKLQwenImage it is given.
 
-    Of a causal kernel only the last tap in time meets a single frame: the frames before it are
-    zero padding. Equal to the stock VAE up to rounding (1e-6 relative in float32), with 3 times
-    fewer FLOPs.
+    Only the last time step of a causal kernel sees a single frame: the frames before it are zero
+    padding. Equal to the stock VAE up to rounding (1e-6 relative in float32), with 3 times fewer
+    FLOPs.
     """
 
     replaced: ClassVar[dict[type, Any]] = {
@@ -79,12 +79,12 @@ class FrameVae(nn.Module):
             channels = getattr(vae.config, f"latents_{name}")
             statistic = torch.tensor(channels).view(1, -1, 1, 1).to(vae.device, vae.dtype)
             self.register_buffer(name, statistic)
-        # As convolutions want their kernels, on a CPU as on a GPU: encoding takes half the time.
+        # The memory layout that convolutions prefer, on CPU and GPU: encoding takes half the time.
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """[B, 3, H, W] in -1..1 -> the posterior's mode [B, C, H / 8, W / 8], mean 0, deviation 1
-        over the pictures the checkpoint saw."""
+        """[B, 3, H, W] in -1..1 -> the posterior's mode [B, C, H / 8, W / 8], normalised to mean 0
+        and standard deviation 1 over the checkpoint's training pictures."""
         pixels = pixels.to(self.mean.device, self.mean.dtype).unsqueeze(2)
         moments = self.quant_conv(self.encoder(pixels)).squeeze(2)
         mode: torch.Tensor = moments.chunk(2, dim=1)[0]
@@ -99,8 +99,8 @@ class FrameVae(nn.Module):
 
 
 class PictureVae(FrameVae):
-    """Qwen-Image-2.1's: RGBA pictures to normalised latents and back, a latent for 16x16 px.
-    Consumes the AutoencoderKLQwenImage21 it is built of."""
+    """Qwen-Image-2.1's VAE: RGBA pictures to normalised latents and back, one latent per 16x16 px.
+    Consumes the AutoencoderKLQwenImage21 it is given."""
 
     replaced: ClassVar[dict[type, Any]] = {stock_21.QwenImage21RMS_norm: FrameNorm}
     resampling: ClassVar[Any] = stock_21.QwenImage21Resample

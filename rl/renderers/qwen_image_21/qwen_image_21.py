@@ -18,7 +18,7 @@ from rl.renderers.qwen_image_21.qwen_image_21_config import (
 )
 
 DROPPED_PREFIX = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
-"""Its tokens (14 with Qwen's tokenizer) condition the text states but are not given to the DiT."""
+"""The text states depend on its tokens (14 with Qwen's tokenizer), but the DiT gets none."""
 
 HUB_SHAPE = {"num_layers": 32, "num_attention_heads": 32, "attention_head_dim": 128}
 
@@ -56,7 +56,7 @@ class QwenImage21(QwenImage[Config]):
 
     @classmethod
     def prompt_template(cls, config: Config) -> PromptTemplate:
-        """The stock pipeline's words; only the system's turn is dropped."""
+        """The stock pipeline's prompt; only the states of the system turn are dropped."""
         return PromptTemplate(
             text=DROPPED_PREFIX
             + "<|im_start|>user\n{image}{instruction}<|im_end|>\n<|im_start|>assistant\n",

@@ -1,7 +1,7 @@
 """Our forward over QwenImage21Transformer2DModel's weights.
 
-Legend: R rows; N tokens of a picture that is drawn; T tokens, of all rows that they belong to, one
-row behind the other; H heads of E values; D = H E the transformer's width; C the states' width.
+Legend: R rows; N tokens of a picture that is drawn; T tokens of all rows concerned, concatenated
+row by row; H heads of E values; D = H E the transformer's width; C the states' width.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KeysValues = tuple[torch.Tensor, torch.Tensor]
 """[T, H, E] each."""
 
 Piece = int | tuple[int, int]
-"""So many tokens of text, or a picture of (rows, columns)."""
+"""A number of text tokens, or a picture's (rows, columns)."""
 
 
 def num_tokens(piece: Piece) -> int:
@@ -29,15 +29,15 @@ def num_tokens(piece: Piece) -> int:
 
 
 def end_of(pieces: Sequence[Piece], start: int = 0) -> int:
-    """The position after these pieces, if the first has the position `start`."""
+    """The position after these pieces, if the first piece is at position `start`."""
     return start + sum(p if isinstance(p, int) else max(p) for p in pieces)
 
 
 def positions(pieces: Sequence[Piece], start: int = 0) -> torch.Tensor:
     """[T, 3] int64: positions of the tokens of `pieces`, from `start` on.
 
-    A token of text is one further than the last on all three axes. All tokens of a picture have one
-    position on the first axis; the other two are its rows and columns, counted from its middle.
+    The position of text rises by 1 per token, equally on all three axes. All tokens of a picture
+    have one position on axis 0; the other two are row and column, counted from its middle.
     """
     placed = [torch.empty(0, 3, dtype=torch.long)]
     for piece in pieces:
@@ -55,19 +55,19 @@ class Shown:
     """A source picture in a prompt."""
 
     place: range
-    """The states that its latents replace."""
+    """Range of the prompt's states that its latents replace."""
     latents: torch.Tensor
     """[rows * columns, channels]."""
     shape: tuple[int, int]
     """(rows, columns) of latents."""
     digest: bytes
-    """Of the picture."""
+    """Digest of the picture."""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """What one row is conditioned on. Its start ends with its last picture; without pictures it is
-    empty."""
+    """What one row is conditioned on. Its start ends with its last picture, and is empty if it has
+    no pictures."""
 
     states: torch.Tensor
     """[L, C]."""
@@ -75,17 +75,17 @@ class Row:
 
     @property
     def start_len(self) -> int:
-        """States of the start."""
+        """Number of states in the start."""
         return self.shown[-1].place.stop if self.shown else 0
 
     @property
     def words(self) -> torch.Tensor:
-        """[.., C]: the states behind the start."""
+        """[.., C]: the states after the start."""
         return self.states[self.start_len :]
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """The start in order: texts, which may be empty, each followed by a picture."""
+        """The start as pieces in order: texts, which may be empty, each followed by a picture."""
         pieces: list[Piece] = []
         at = 0
         for picture in self.shown:
@@ -99,7 +99,7 @@ class Row:
         return sum(map(num_tokens, self.pieces))
 
     def starts_like(self, other: Row) -> bool:
-        """The same pictures in the same places, and the same states between them, bit for bit."""
+        """Whether both have equal pictures in equal places, with bitwise equal states between."""
         mine, others = ([(p.place, p.digest) for p in row.shown] for row in (self, other))
         return mine == others and torch.equal(
             self.states[: self.start_len], other.states[: other.start_len]
@@ -117,7 +117,7 @@ class Conditioning:
     rows_of: tuple[int, ...]
     """Rows of each group; they add up to R."""
     words: list[KeysValues]
-    """Per layer, keys and values of what follows, row by row."""
+    """Per layer, keys and values of the tokens after the start, row by row."""
     num_words: tuple[int, ...]
     """Tokens of each row; they add up to T."""
     rotary: torch.Tensor
@@ -126,11 +126,11 @@ class Conditioning:
 
 @dataclass(frozen=True, eq=False)
 class Modulation:
-    """What a timestep applies, the same in every block; scales with their 1 added, which makes them
-    the weights of the layer norms."""
+    """The modulation at one timestep, the same in every block; scales include their + 1, so that
+    they are the weights of the layer norms."""
 
     attention_scale: torch.Tensor
-    """[D], and so are the others."""
+    """[D], as all fields here."""
     attention_gate: torch.Tensor
     mlp_scale: torch.Tensor
     mlp_gate: torch.Tensor
@@ -139,13 +139,13 @@ class Modulation:
 
 
 class Denoiser:
-    """Computes keys and values of text and sources once a batch, and velocities from latents.
+    """Computes keys and values of text and sources once per batch, and velocities from latents.
 
-    Text and sources are modulated as at timestep 0 and see nothing that comes later, so no step
-    changes them. Rows that start alike are a group, and the transformer reads their start once. The
-    rows attend to it apart from their own tokens, and the two results are joined by their
-    log-sum-exps, so that no key is copied per row. All tokens are concatenated without padding,
-    each row with its own positions.
+    Text and sources are modulated as at timestep 0 and attend to nothing after them, so they are
+    the same in all steps. Rows with equal starts form a group; their start is computed once.
+    Attention to the start and to a row's own tokens are computed apart and joined by their
+    log-sum-exps, so that keys are not copied for each row. All tokens are concatenated without
+    padding, each row with its own positions.
     """
 
     def __init__(self, transformer: Any, kernel: Kernel) -> None:
@@ -161,8 +161,8 @@ class Denoiser:
         ]
 
     def prepare(self, groups: Sequence[Sequence[Row]], shape: tuple[int, int]) -> Conditioning:
-        """What stays the same over the steps of a batch, whose pictures have `shape` (rows,
-        columns) in latents. Either all groups show pictures or none does."""
+        """What stays the same in all steps of a batch. Its drawn pictures have `shape` (rows,
+        columns) in latents. Either all groups have source pictures or none has."""
         firsts_G = [group[0] for group in groups]
         start_lens = tuple(first.num_start_tokens for first in firsts_G)
         assert all(start_lens) or not any(start_lens)
@@ -222,7 +222,7 @@ class Denoiser:
         return torch.cat(turns, dim=-2).unsqueeze(1)
 
     def _modulation(self, fraction: torch.Tensor) -> Modulation:
-        """At a timestep in 0..1."""
+        """The modulation at a timestep, given as a fraction in 0..1."""
         model = self._model
         embedding = model.time_text_embed(fraction[None], model.img_in.weight)
         scale, gate, mlp_scale, mlp_gate = model.modulation(embedding)[0].chunk(4)
@@ -230,7 +230,7 @@ class Denoiser:
         return Modulation(1 + scale, gate.tanh(), 1 + mlp_scale, mlp_gate.tanh(), 1 + out_scale)
 
     def _read_starts(self, firsts_G: Sequence[Row], lens: Sequence[int]) -> list[KeysValues]:
-        """Keys and values of the groups' starts, one behind the other, for every layer."""
+        """Keys and values of the groups' starts, concatenated, for every layer."""
         tokens = torch.cat([self._embed(first) for first in firsts_G])
         placed = torch.cat([positions(first.pieces) for first in firsts_G])
 
@@ -258,13 +258,13 @@ class Denoiser:
         rotary: torch.Tensor,
         attend: Callable[[int, Heads], torch.Tensor],
     ) -> list[KeysValues]:
-        """For tokens [T, D] in every layer, modulated as at timestep 0; `attend`: (layer, heads) ->
-        what they read [T, D]."""
+        """Keys and values of tokens [T, D] in every layer, modulated as at timestep 0; `attend`:
+        (layer, heads) -> attention output [T, D]."""
         modulation = self._modulation(tokens.new_zeros(()))
         last = len(self._model.transformer_blocks) - 1
         kept: list[KeysValues] = []
         for layer, block in enumerate(self._model.transformer_blocks):
-            # Nobody reads what comes out of the last layer but its keys and values.
+            # Of the last layer only keys and values are used, so it needs no queries.
             asking = 0 if layer == last else len(tokens)
             heads = before_attention(block, tokens, modulation, rotary, asking=asking)
             kept.append((heads[1], heads[2]))
@@ -294,7 +294,7 @@ class Denoiser:
 def _row_by_row(
     before: torch.Tensor, mine: torch.Tensor, num_before: Sequence[int]
 ) -> torch.Tensor:
-    """Each row's part of `before` [T, H, E], then its equal part of `mine` [R * N, H, E]."""
+    """Per row: its part of `before` [T, H, E], then its N tokens of `mine` [R * N, H, E]."""
     rows = zip(before.split(list(num_before)), mine.chunk(len(num_before)), strict=True)
     return torch.cat([part for row in rows for part in row])
 
@@ -302,7 +302,7 @@ def _row_by_row(
 def _attend_in_order(
     pieces: Sequence[Piece], queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """[T, D] of one start: text sees what is before it and itself, a picture also its own."""
+    """[T, D] of one start: text attends causally, a picture to all before it and all of itself."""
     reads, at = [], 0
     for piece in pieces:
         end = at + num_tokens(piece)
@@ -322,7 +322,7 @@ def _attend_in_order(
 def before_attention(
     block: Any, tokens: torch.Tensor, modulation: Modulation, rotary: torch.Tensor, asking: int
 ) -> Heads:
-    """Queries of the first `asking` tokens, keys and values of all [T, D]; `rotary`: of all."""
+    """Queries of the first `asking` tokens, keys and values of all [T, D] with their `rotary`."""
     attn = block.attn
     normed = _norm(tokens, modulation.attention_scale, block.img_norm1.eps)
     layers = (attn.to_q, attn.to_k, attn.to_v)
@@ -332,7 +332,7 @@ def before_attention(
 def after_attention(
     block: Any, tokens: torch.Tensor, modulation: Modulation, reads: torch.Tensor
 ) -> torch.Tensor:
-    """[T, D] with what they read added, then what the MLP makes of that."""
+    """[T, D] plus the attention output `reads`, then plus the MLP's output."""
     tokens = torch.addcmul(tokens, modulation.attention_gate, block.attn.to_out[0](reads))
     normed = _norm(tokens, modulation.mlp_scale, block.img_norm2.eps)
     tokens = torch.addcmul(tokens, modulation.mlp_gate, block.img_mlp(normed))

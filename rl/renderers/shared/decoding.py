@@ -1,4 +1,4 @@
-"""Between pictures and a model's latents: seeded noise, slices that fit, no NaN."""
+"""Helpers around a model's latents: seeded noise, slices that fit in memory, checks for NaN."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from PIL.Image import Image
 from rl.api.types import RenderFailure
 
 DECODED_PX_AT_ONCE = 1024 * 1024
-"""Area that a VAE takes together, pictures to encode too: one 1024^2 picture fills a device and its
-memory, small ones share."""
+"""Total picture area of one VAE call, for encoding as well as decoding: one 1024^2 picture fills a
+device and its memory; smaller pictures are batched."""
 
 
 def seeded_noise(seeds_B: Iterable[int], shape: Sequence[int]) -> torch.Tensor:
@@ -30,8 +30,8 @@ def seeded_noise(seeds_B: Iterable[int], shape: Sequence[int]) -> torch.Tensor:
 def in_slices(
     rows: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor], picture_px: int
 ) -> torch.Tensor:
-    """`run` over rows of a batch, as many at once as fill DECODED_PX_AT_ONCE; `picture_px`: area
-    of a row's picture."""
+    """Apply `run` to slices of a batch, each with as many rows as fit into DECODED_PX_AT_ONCE;
+    `picture_px`: area of a row's picture."""
     return torch.cat([run(part) for part in rows.split(max(1, DECODED_PX_AT_ONCE // picture_px))])
 
 

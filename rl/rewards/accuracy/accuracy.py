@@ -1,9 +1,9 @@
 """Is the answer right? 1 when the policy's answer equals the known one, else 0.
 
-The last `<answer>...</answer>` of the words against `Sample.hidden['answer']`: multiple choice
-by letter or text, numbers with percent, units and thousands commas, text without regard to case and
-punctuation, formulas by symbolic equality (math-verify, in a process that is bounded in time and
-memory); not which letter stands for which text when only the question says so.
+Compares the words' last `<answer>...</answer>` with `Sample.hidden['answer']`: multiple choice by
+letter or text, numbers with percent, units and thousands commas, text regardless of case and
+punctuation, formulas by symbolic equality (math-verify, in a process with limited time and memory).
+It cannot match a letter with its text when only the question says which belong together.
 
 A gold that cannot be read leaves the episode ungraded (`gold: ...`): it is not the policy's fault.
 """

@@ -49,15 +49,15 @@ class ClipModel:
         self._embed_prompt = lru_cache(REMEMBERED_PROMPTS)(self._embed_new_prompt)
         self._on_stream: AbstractContextManager[object] = nullcontext()
         if device.startswith("cuda"):
-            # Beside the renderer's kernels where they share a device, not behind them.
+            # Runs concurrently with the renderer's kernels on a shared device, not after them.
             torch.cuda.synchronize(device)
             self._on_stream = torch.cuda.stream(torch.cuda.Stream(device))
 
     def compare(self, pairs: Sequence[Pair]) -> list[tuple[float, bool] | None]:
         """(cosine in -1..1, whether the prompt was cut) of each (prompt, picture).
 
-        Batches that do not fit in memory are halved from then on; None where one picture alone does
-        not fit.
+        If a batch does not fit in memory, this and all later ones are halved. None: not even one
+        picture fits.
         """
         try:
             found: list[tuple[float, bool] | None] = []
