@@ -127,12 +127,21 @@ def test_what_the_file_derives_follows_an_override(tmp_path: Path, plain: Path) 
         ("run_name='" + "x" * 300 + "'", "^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"),
         (r"base_exp_dir='a\u0000b'", "base_exp_dir ... NUL"),
         ("sampling.temperature=1e-300", "sampling.temperature: 1e-300 ... greater"),
+        ("hang_limit_s=1e-9", "hang_limit_s: 1e-09 ... equal to 1"),
+        ("base_exp_dir=''", 'base_exp_dir: "" ... match'),
         ("algorithm.loss=ppo", "'grpo' or 'dapo' or 'dr_grpo' or 'gspo' or 'cispo'"),
     ],
 )
 def test_a_wrong_override_is_explained(plain: Path, override: str, parts: str) -> None:
     [problem] = problems_of(plain, override)
     assert names(problem, parts), problem
+
+
+def test_a_byte_order_mark_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "marked.jsonnet"
+    file.write_bytes(b"\xef\xbb\xbf{ run_name: 'x' }")
+    [problem] = problems_of(file)
+    assert names(problem, "marked.jsonnet:1:1 ... byte order mark ... UTF-8 without")
 
 
 def test_all_problems_come_at_once_and_name_the_file(tmp_path: Path) -> None:
