@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def list_runs(folder: str) -> int:
     """Prints the runs of `folder`, the most recently written first."""
     if not Path(folder).is_dir():
-        raise NotADirectoryError(f"{shown(folder, 60)} is no folder; name one, or set {VARIABLE}")
+        raise NotADirectoryError(
+            f"{shown(folder, 60)} is not a folder; name one, or set {VARIABLE}"
+        )
     found = [look(path) for path in folders(Path(folder).absolute())]
     summaries = sorted(found, key=lambda summary: (-summary.written_s, summary.path.name))
     runs = [summary for summary in summaries if not summary.problem]

@@ -1,1 +1,1 @@
-"""Where samples come from. A plugin is a class, one a file."""
+"""Where samples come from. Each plugin is one class in a file of its own."""

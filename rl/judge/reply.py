@@ -128,7 +128,7 @@ def json_object(text: str) -> dict[str, Any]:
     if "{" in text[end:]:
         raise UnreadableReplyError("more than one JSON object")
     before, after = text[:start].rstrip(), text[end:].lstrip()
-    if before.endswith(("[", "//")) or after.startswith(("]", "}", ",")):
+    if before.endswith(("[", "//", "/*", "#")) or after.startswith(("]", "}")):
         raise UnreadableReplyError("a JSON object inside something that was not asked for")
     return dict(found)
 

@@ -1,1 +1,1 @@
-"""Rewards: what an episode is worth, in [0, 1]. A plugin is a class, one a file."""
+"""Rewards: what an episode is worth, in [0, 1]. Each plugin is one class in a file of its own."""

@@ -42,6 +42,7 @@ UNREADABLE = {
     "an object in a list": ('[{"score": [8, 7]}]', "not asked for"),
     "one brace too many": ('{"score": [8, 7]}}', "not asked for"),
     "a comment": ('// {"score": [8, 7]}', "not asked for"),
+    "a comment of another kind": ('/* {"score": [8, 7]} */', "not asked for"),
     "no score": ('{"scores": [8, 7]}', "no list"),
     "a single number": ('{"score": 8}', "no list"),
     "numbers in a text": ('{"score": "8, 7"}', "no list"),
