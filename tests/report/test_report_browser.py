@@ -59,7 +59,9 @@ class Tab:
         self.page.on("request", lambda request: self.requests.append(request.url))
 
     def go(self, view: str, ready: str) -> Any:
-        """The first element of `ready`, in the view of that hash."""
+        """The first element of `ready` in that view. From a blank page: another hash alone would
+        leave the view before it in place for a moment, where `ready` may be found."""
+        self.page.goto("about:blank")
         self.page.goto(self.at + view)
         found = self.page.locator(f"section:not([hidden]) {ready}").first
         found.wait_for()
