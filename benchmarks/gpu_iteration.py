@@ -34,7 +34,7 @@ from benchmarks.judge_stub import judge_process
 from benchmarks.our_side import said
 from rl import build
 from rl.api.engine import EngineSetup
-from rl.api.plug import PlugConfig
+from rl.api.plugin import PluginConfig
 from rl.api.policy import Policy
 from rl.api.types import Completion, Prompt, SamplingParams
 from rl.engines.transformers import TransformersEngine
@@ -150,7 +150,7 @@ class DictatedEngine(TransformersEngine):
     """Says the toy's completions, except where a sync asks what it holds."""
 
     def __init__(self, policy: Any, shape: toy.Shape) -> None:
-        super().__init__(PlugConfig(), EngineSetup(policy, policy.device))
+        super().__init__(PluginConfig(), EngineSetup(policy, policy.device))
         self._shape = shape
 
     def generate(

@@ -30,7 +30,7 @@ from benchmarks.trl_tunings import (
     trainer_class,
 )
 from rl.api.data import RowRules
-from rl.api.plug import Resources
+from rl.api.plugin import Resources
 from rl.api.types import HiddenStates, RenderJob, RewardInput, Sample
 from rl.config.schema import JudgeConfig
 from rl.judge.background import BackgroundLoop

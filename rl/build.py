@@ -14,13 +14,13 @@ from rl.api import find
 from rl.api.data import DataSource, RowRules
 from rl.api.engine import Engine, EngineClaim, EngineSetup
 from rl.api.metric import usable_name
-from rl.api.plug import ModelRunner, PlugBase, Resources, RunPlug, shown
+from rl.api.plugin import ModelRunner, PluginBase, Resources, RunPlugin, shown
 from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
 from rl.api.types import Sample, SamplingParams, UnusableSampleError
 from rl.config.messages import nearest, validate
-from rl.config.schema import SHIPPED_LOSSES, ConfigError, PlugSection, RunConfig
+from rl.config.schema import SHIPPED_LOSSES, ConfigError, PluginSection, RunConfig
 from rl.files.model_files import model_problems
 from rl.files.weights import NotFiniteError
 from rl.ranks.placement import Claim, claims_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rl.judge.client import JudgeClient
     from rl.ranks.dist import Dist
 
-ROOMS: Mapping[str, type[PlugBase[Any]]] = {
+ROOMS: Mapping[str, type[PluginBase[Any]]] = {
     "policies": Policy,
     "engines": Engine,
     "renderers": Renderer,
@@ -41,18 +41,18 @@ ROOMS: Mapping[str, type[PlugBase[Any]]] = {
 
 WEIGHTS = ("weight", "coefficient")
 """Keys of a training source's section that the mixture reads, not the plugin."""
-PlugT = TypeVar("PlugT", bound=PlugBase[Any], covariant=True)
+PluginT = TypeVar("PluginT", bound=PluginBase[Any], covariant=True)
 
 
 @dataclass(frozen=True)
-class Plug(Generic[PlugT]):
+class Plugin(Generic[PluginT]):
     """A plugin with its section of the config."""
 
     key: str
     """The section's place in the config, e.g. 'rewards.viescore'."""
     config: Any
     """The plugin's own `Config`."""
-    cls: type[PlugT]
+    cls: type[PluginT]
 
     @property
     def name(self) -> str:
@@ -65,49 +65,49 @@ class Resolved:
     """A config with all of its plugins."""
 
     config: RunConfig
-    policy: Plug[Policy]
-    engine: Plug[Engine]
-    renderer: Plug[Renderer]
-    rewards: Mapping[str, Plug[Reward]]
-    train: Sequence[Plug[DataSource]]
+    policy: Plugin[Policy]
+    engine: Plugin[Engine]
+    renderer: Plugin[Renderer]
+    rewards: Mapping[str, Plugin[Reward]]
+    train: Sequence[Plugin[DataSource]]
     train_weights: Sequence[float]
     """Mixture weights of `train`, as given (not normalised)."""
     weights_per_row: bool
     """Whether `train_weights` are coefficients: weight = coefficient x number of rows."""
-    validation: Sequence[Plug[DataSource]]
+    validation: Sequence[Plugin[DataSource]]
 
     @property
-    def plugs(self) -> Sequence[Plug[Any]]:
+    def plugins(self) -> Sequence[Plugin[Any]]:
         """All of them, as the config orders them."""
         parts = (self.policy, self.engine, self.renderer)
         return [*parts, *self.rewards.values(), *self.train, *self.validation]
 
     @property
-    def model_runners(self) -> Sequence[Plug[ModelRunner]]:
+    def model_runners(self) -> Sequence[Plugin[ModelRunner]]:
         """The plugins that may run a frozen model."""
         return [self.renderer, *self.rewards.values()]
 
     @property
     def needs_judge(self) -> bool:
         """Whether any reward asks the judge."""
-        return any(plug.cls.needs_judge for plug in self.rewards.values())
+        return any(plugin.cls.needs_judge for plugin in self.rewards.values())
 
 
 def resolve(config: RunConfig) -> Resolved:
     """Find and read every plugin. Raises ConfigError with all problems of all plugins."""
     weights, per_row, problems = _weights(config)
 
-    def plug_of(room: str, key: str, section: PlugSection) -> Any:
-        plug, wrong = _find_plug(room, key, section)
+    def plugin_of(room: str, key: str, section: PluginSection) -> Any:
+        plugin, wrong = _find_plugin(room, key, section)
         problems.extend(wrong)
-        return plug
+        return plugin
 
-    def sources_of(name: str, sections: Sequence[PlugSection]) -> list[Any]:
+    def sources_of(name: str, sections: Sequence[PluginSection]) -> list[Any]:
         bare = [{k: v for k, v in section.items() if k not in WEIGHTS} for section in sections]
-        return [plug_of("data", f"data.{name}.{i}", section) for i, section in enumerate(bare)]
+        return [plugin_of("data", f"data.{name}.{i}", section) for i, section in enumerate(bare)]
 
     if config.algorithm.loss not in SHIPPED_LOSSES:
-        loss, wrong = find.import_plug(config.algorithm.loss)
+        loss, wrong = find.import_plugin(config.algorithm.loss)
         wrong = wrong or find.loss_problems(loss)
         problems.extend(f"algorithm.loss: {problem}" for problem in wrong)
     for name in config.rewards:
@@ -117,11 +117,11 @@ def resolve(config: RunConfig) -> Resolved:
             problems.append(f"rewards.{name}: {error}")
     resolved = Resolved(
         config=config,
-        policy=plug_of("policies", "policy", config.policy),
-        engine=plug_of("engines", "engine", config.engine),
-        renderer=plug_of("renderers", "renderer", config.renderer),
+        policy=plugin_of("policies", "policy", config.policy),
+        engine=plugin_of("engines", "engine", config.engine),
+        renderer=plugin_of("renderers", "renderer", config.renderer),
         rewards={
-            name: plug_of("rewards", f"rewards.{name}", section)
+            name: plugin_of("rewards", f"rewards.{name}", section)
             for name, section in config.rewards.items()
         },
         train=sources_of("train", config.data.train),
@@ -131,7 +131,7 @@ def resolve(config: RunConfig) -> Resolved:
     )
     if problems:
         raise ConfigError(problems)
-    counted = [name for name, plug in resolved.rewards.items() if not plug.cls.diagnostic]
+    counted = [name for name, plugin in resolved.rewards.items() if not plugin.cls.diagnostic]
     if config.final_reward.weights or len(counted) == len(resolved.rewards):
         return resolved
     # Without stated weights, every reward that is not a diagnostic gets weight 1.
@@ -166,10 +166,12 @@ def _weights(config: RunConfig) -> tuple[list[float], bool, list[str]]:
     return [entry.get(key, 1) for entry in given], per_row, problems
 
 
-def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | None, list[str]]:
+def _find_plugin(
+    room: str, key: str, section: PluginSection
+) -> tuple[Plugin[Any] | None, list[str]]:
     """The plugin that `section` names, or None and what is wrong."""
-    name, known = section.get("type"), plugs_of(room)
-    own = "(one of your own: its dotted path, 'my_package.my_plug')"
+    name, known = section.get("type"), plugins_of(room)
+    own = "(one of your own: its dotted path, 'my_package.my_plugin')"
     if not isinstance(name, str) or not name:
         stated = "missing" if "type" not in section else f"{json.dumps(name)} given"
         return None, [f"{key}.type: {stated}; name a file of rl/{room}: {', '.join(known)} {own}"]
@@ -178,9 +180,9 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | N
         is_file = find.is_dotted_path(dotted) and name != dotted
         hint = nearest(dotted, [dotted] if is_file else known)
         return None, [f"{key}.type: no plugin {name!r} in rl/{room}; {hint} {own}"]
-    found, wrong = find.import_plug(module_of(room, name) if name in known else name)
+    found, wrong = find.import_plugin(module_of(room, name) if name in known else name)
     if not wrong:
-        found, wrong = find.plug_class(found, ROOMS[room])
+        found, wrong = find.plugin_class(found, ROOMS[room])
     if wrong:
         return None, [f"{key}.type: {problem}" for problem in wrong]
     what = f"{key}: {found.__name__}.Config"
@@ -188,27 +190,27 @@ def _find_plug(room: str, key: str, section: PlugSection) -> tuple[Plug[Any] | N
     config, problems = read or (None, wrong)  # an outsider's validator may raise anything
     if config is None:
         return None, problems
-    plug = Plug(key, config, found)
-    if issubclass(found, RunPlug):  # first, since other answers are read off the files
-        models, wrong = ask_plug(plug, "models")
+    plugin = Plugin(key, config, found)
+    if issubclass(found, RunPlugin):  # first, since other answers are read off the files
+        models, wrong = ask_plugin(plugin, "models")
         wrong = wrong or [f"{key}.{problem}" for problem in model_problems(models)]
     for question in find.questions(ROOMS[room]) if not wrong else ():
-        wrong += ask_plug(plug, question)[1]
+        wrong += ask_plugin(plugin, question)[1]
     if not wrong and issubclass(found, Reward) and found.needs_judge:
-        num_questions = found.num_questions(plug.config)
+        num_questions = found.num_questions(plugin.config)
         if num_questions < 1:
             name = found.num_questions.__qualname__
             wrong = [f"{key}: {name} returns {num_questions}; expected a whole number >= 1"]
-    return plug, wrong
+    return plugin, wrong
 
 
-def ask_plug(plug: Plug[Any], member: str, *more: Any) -> tuple[Any, list[str]]:
+def ask_plugin(plugin: Plugin[Any], member: str, *more: Any) -> tuple[Any, list[str]]:
     """A class method's answer about a plugin's section: (answer, []), or (None, what is wrong)."""
-    answer, wrong = find.ask(plug.cls, member, plug.config, *more)
-    return answer, [f"{plug.key}: {problem}" for problem in wrong]
+    answer, wrong = find.ask(plugin.cls, member, plugin.config, *more)
+    return answer, [f"{plugin.key}: {problem}" for problem in wrong]
 
 
-def plugs_of(room: str) -> list[str]:
+def plugins_of(room: str) -> list[str]:
     """Names of the plugins that lie in a room: `<name>.py`, or `<name>/<name>.py`."""
     folder = Path(__file__).parent / room
     files = [file.stem for file in folder.glob("*.py") if file.stem != "__init__"]
@@ -217,15 +219,15 @@ def plugs_of(room: str) -> list[str]:
 
 
 def module_of(room: str, name: str) -> str:
-    """Dotted path of a shipped plug."""
+    """Dotted path of a shipped plugin."""
     is_folder = (Path(__file__).parent / room / name / f"{name}.py").is_file()
     return f"rl.{room}.{name}.{name}" if is_folder else f"rl.{room}.{name}"
 
 
 def claims(resolved: Resolved) -> list[Claim]:
     """What each plugin that runs a model says of its device and memory."""
-    plugs: list[Plug[Any]] = [resolved.policy, *resolved.model_runners]
-    return claims_of((plug.key, plug.config) for plug in plugs)
+    plugins: list[Plugin[Any]] = [resolved.policy, *resolved.model_runners]
+    return claims_of((plugin.key, plugin.config) for plugin in plugins)
 
 
 def num_iterations(config: RunConfig, num_samples: int) -> int:
@@ -282,22 +284,22 @@ def build_engine(
 
 def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:
     """Load the frozen generator."""
-    plug = resolved.renderer
-    with _readable(plug):
-        return plug.cls(plug.config, Resources(None, dist.device))
+    plugin = resolved.renderer
+    with _readable(plugin):
+        return plugin.cls(plugin.config, Resources(None, dist.device))
 
 
 @contextmanager
-def _readable(plug: Plug[Any]) -> Iterator[None]:
+def _readable(plugin: Plugin[Any]) -> Iterator[None]:
     """Add the plugin's config key to errors about missing files or hub ids and about weights that
     are not finite."""
     try:
         yield
     except NotFiniteError as error:
-        raise ValueError(f"{plug.key}: {error}") from error
+        raise ValueError(f"{plugin.key}: {error}") from error
     except OSError as error:
         raise ValueError(
-            f"{plug.key}: {plug.name} could not read its files: {error}\nGive a folder that holds "
+            f"{plugin.key}: {plugin.name} could not read its files: {error}\nGive a folder with "
             "them all, or a hub id that exists and can be reached (a gated one needs HF_TOKEN)."
         ) from error
 
@@ -305,9 +307,9 @@ def _readable(plug: Plug[Any]) -> Iterator[None]:
 def build_rewards(resolved: Resolved, judge: JudgeClient | None, dist: Dist) -> dict[str, Reward]:
     """Every reward, over one judge client (None when no reward asks one)."""
     rewards: dict[str, Reward] = {}
-    for name, plug in resolved.rewards.items():
-        with _readable(plug):
-            rewards[name] = plug.cls(plug.config, Resources(judge, dist.device))
+    for name, plugin in resolved.rewards.items():
+        with _readable(plugin):
+            rewards[name] = plugin.cls(plugin.config, Resources(judge, dist.device))
     return rewards
 
 
@@ -335,18 +337,18 @@ def row_rules(resolved: Resolved) -> RowRules:
     )
 
 
-def build_data(resolved: Resolved, plugs: Sequence[Plug[DataSource]]) -> list[DataSource]:
+def build_data(resolved: Resolved, plugins: Sequence[Plugin[DataSource]]) -> list[DataSource]:
     """The sources of one mixture (`resolved.train` or `resolved.validation`).
 
     Raises ValueError for a source that cannot be opened, is empty, or has a bad row: `_check_rows`.
     """
-    return [_open_source(plug, row_rules(resolved)) for plug in plugs]
+    return [_open_source(plugin, row_rules(resolved)) for plugin in plugins]
 
 
-def _open_source(plug: Plug[DataSource], rules: RowRules) -> DataSource:
-    at = f"{plug.key}: {plug.name}"
+def _open_source(plugin: Plugin[DataSource], rules: RowRules) -> DataSource:
+    at = f"{plugin.key}: {plugin.name}"
     try:
-        source = plug.cls(plug.config, rules)
+        source = plugin.cls(plugin.config, rules)
         num_rows, num_skipped = len(source), source.num_skipped
         if type(num_skipped) is not int or num_skipped < 0:
             what = f"num_skipped is {shown(num_skipped)}"
@@ -357,10 +359,10 @@ def _open_source(plug: Plug[DataSource], rules: RowRules) -> DataSource:
         _check_rows(at, source, num_rows)
     except find.STRANGE as error:
         if isinstance(error, ValueError) and (  # in our own or a shipped source's words
-            plug.cls.__module__.startswith("rl.") or str(error).startswith(at)
+            plugin.cls.__module__.startswith("rl.") or str(error).startswith(at)
         ):
             raise
-        raise ValueError(f"{at} raises {find.described(error, plug.cls.__init__)}") from error
+        raise ValueError(f"{at} raises {find.described(error, plugin.cls.__init__)}") from error
     return source
 
 

@@ -2,7 +2,7 @@
 
 Words are drawn and pictures are bytes, so that a last bit, which is the CPU's, tips one of them
 some day and the runs part. Here the engine writes what `golden_run.json` holds and the judge says
-what stands there, whatever the picture. Both are plugs of a user's own (`'tests.golden_run'`).
+what stands there, whatever the picture. Both are plugins of a user's own (`'tests.golden_run'`).
 
 `python tests/golden_run.py` records anew: words are drawn from the weights of then, marks by dice.
 """
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from rl.api.engine import EngineSetup
 from rl.api.judge import Answer, Question
-from rl.api.plug import PlugConfig, Resources
+from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import Completion, Prompt, RewardInput, RewardOutput, SamplingParams
 from rl.config.schema import JudgeConfig
 from rl.engines.transformers import TransformersEngine
@@ -77,7 +77,7 @@ def recorded() -> dict[str, Any]:
 class RecordedEngine(TransformersEngine):
     """Writes what was written."""
 
-    def __init__(self, config: PlugConfig, setup: EngineSetup) -> None:
+    def __init__(self, config: PluginConfig, setup: EngineSetup) -> None:
         super().__init__(config, setup)
         groups = {} if RECORDING in os.environ else recorded()["completions"]
         self._rows = {derive_seed(SEED, "sampling", group): groups[group] for group in groups}

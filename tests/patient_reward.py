@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from rl.api.metric import Metric
-from rl.api.plug import PlugConfig, Resources
+from rl.api.plugin import PluginConfig, Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from tests.brightness_reward import Brightness
@@ -14,7 +14,7 @@ from tests.brightness_reward import Brightness
 PATIENCE_S = 20.0
 
 
-class Config(PlugConfig):
+class Config(PluginConfig):
     """What to wait for."""
 
     wait_for: str
@@ -29,7 +29,7 @@ class Patient(Reward[Config]):
     def __init__(self, config: Config, resources: Resources) -> None:
         super().__init__(config, resources)
         self._wait_for = Path(config.wait_for)
-        self._brightness = Brightness(PlugConfig(), resources)
+        self._brightness = Brightness(PluginConfig(), resources)
         self._longest_s = 0.0
 
     def take_metrics(self) -> dict[str, float]:

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "rl").rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.jsonnet"))
 TINY_WORLD = sorted((ROOT / "tiny_world").rglob("*.py"))
-PLUGS = [(room, name) for room in build.ROOMS for name in build.plugs_of(room)]
+PLUGS = [(room, name) for room in build.ROOMS for name in build.plugins_of(room)]
 ALL_PLUGS = [
     *((room, build.module_of(room, name)) for room, name in PLUGS),
     *(("data", f"tiny_world.data.{f.stem}") for f in TINY_WORLD if f.stem.startswith("shape")),
@@ -98,7 +98,7 @@ def imports_of(file: Path) -> Iterator[Import]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno}: imports are absolute"
-            # `from rl.room import plug` names a module by its last word.
+            # `from rl.room import plugin` names a module by its last word.
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
@@ -225,7 +225,7 @@ def test_no_two_files_share_a_name() -> None:
     assert [name for name, number in count.items() if number > 1] == []
 
 
-def test_a_plug_imports_no_other_plug() -> None:
+def test_a_plugin_imports_no_other_plugin() -> None:
     homes = [f"rl.{room}.{name}." for room, name in PLUGS]
 
     def home_of(dotted: str) -> str | None:
@@ -253,8 +253,8 @@ def test_nothing_knows_of_the_tiny_world() -> None:
 
 
 def test_the_tiny_world_sees_what_any_outsider_does() -> None:
-    """Its plugs see `rl/api` and the base of a config section, the rest of it nothing of ours (the
-    builder of its weights, which no run needs, apart)."""
+    """Its plugins import `rl/api` and the base class of a config section; nothing else of ours (the
+    builder of its weights is exempt: no run needs it)."""
     wrong = [
         found.place
         for file in TINY_WORLD
@@ -316,11 +316,11 @@ for path in {[str(path) for path in CONFIGS if path.stem in tiny_config.DISTINCT
 
 
 @pytest.mark.parametrize(("room", "dotted"), ALL_PLUGS)
-def test_a_plug_keeps_its_rooms_contract(room: str, dotted: str) -> None:
-    plug, wrong = find.plug_class(importlib.import_module(dotted), build.ROOMS[room])
-    assert plug is not None and not wrong, wrong
-    assert "type" in plug.Config.model_fields
-    assert_documented(plug.Config)
+def test_a_plugin_keeps_its_rooms_contract(room: str, dotted: str) -> None:
+    plugin, wrong = find.plugin_class(importlib.import_module(dotted), build.ROOMS[room])
+    assert plugin is not None and not wrong, wrong
+    assert "type" in plugin.Config.model_fields
+    assert_documented(plugin.Config)
 
 
 def assert_documented(model: type) -> None:

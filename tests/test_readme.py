@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_typing import typing_errors
 
 from rl import build
-from rl.api.plug import Resources
+from rl.api.plugin import Resources
 from rl.api.types import RenderJob, RewardInput, Sample
 from rl.check import check_report
 from rl.config.schema import load_config
@@ -88,7 +88,7 @@ def test_the_plugins_of_the_docs_work_as_printed(
     assert (len(source), source.num_skipped) == (2, 1)
     assert source[1].instruction == "a blue dog"
     bright, colours = (
-        plug.cls(plug.config, Resources(None, "cpu")) for plug in resolved.rewards.values()
+        plugin.cls(plugin.config, Resources(None, "cpu")) for plugin in resolved.rewards.values()
     )
     grey = Image.new("RGB", (4, 4), (51, 51, 51))
     gradient = Image.linear_gradient("L")

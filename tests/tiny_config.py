@@ -1,7 +1,7 @@
 """Small configs for tests of loading, checking and launching, and shipped ones with changes.
 
-`real` names plugs as a user would (hub ids, so that no model has to be there); `nothing` names
-plugs that do nothing, for the launcher.
+`real` names plugins as a user would (hub ids, so that no model has to be there); `nothing` names
+plugins that do nothing, for the launcher.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ def write(folder: Path, values: dict[str, Any], name: str = "run.jsonnet") -> Pa
 
 
 def nothing(folder: Path, **changes: Any) -> dict[str, Any]:
-    plug = {"type": "tiny_plugs.nothing"}
+    plugin = {"type": "tiny_plugins.nothing"}
     values: dict[str, Any] = {
         "run_name": "tiny",
         "base_exp_dir": str(folder / "runs"),
         "num_iterations": 3,
         "prompts_per_iteration": 4,
         "generations_per_prompt": 2,
-        "policy": plug,
-        "engine": plug,
-        "renderer": plug,
-        "rewards": {"one": plug},
-        "data": {"train": [plug]},
+        "policy": plugin,
+        "engine": plugin,
+        "renderer": plugin,
+        "rewards": {"one": plugin},
+        "data": {"train": [plugin]},
     }
     return values | changes
 

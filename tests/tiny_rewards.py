@@ -8,22 +8,22 @@ from typing import Any
 
 from tiny_faulty_judge import MODEL, quick_config
 
-from rl.api.find import plugs_in
-from rl.api.plug import Resources
+from rl.api.find import plugins_in
+from rl.api.plugin import Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.judge.client import JudgeClient
 from tiny_world.judge_server import JudgeServer
 
 
-def make(plug: ModuleType, config: Any, judge: Any = None) -> Any:
+def make(plugin: ModuleType, config: Any, judge: Any = None) -> Any:
     """The one reward of a module."""
-    [reward] = plugs_in(plug, Reward)
+    [reward] = plugins_in(plugin, Reward)
     return reward(config, Resources(judge, "cpu"))
 
 
 def ask(
-    plug: ModuleType,
+    plugin: ModuleType,
     judge: JudgeServer,
     reward_input: RewardInput,
     config: Any = None,
@@ -33,7 +33,7 @@ def ask(
 
     async def run() -> RewardOutput:
         asker = JudgeClient(quick_config(**{"max_attempts": 2, **client}), judge.api_base)
-        grade: RewardOutput = await make(plug, plug.Config(**config or {}), asker).grade(
+        grade: RewardOutput = await make(plugin, plugin.Config(**config or {}), asker).grade(
             reward_input
         )
         await asker.aclose()
@@ -44,10 +44,10 @@ def ask(
 
 
 def read(
-    plug: ModuleType, text: str, instruction: str = "", answer: Any = None, **config: Any
+    plugin: ModuleType, text: str, instruction: str = "", answer: Any = None, **config: Any
 ) -> RewardOutput:
     """The grade of a completion by a reward that asks nobody."""
     sample = Sample("a", instruction, hidden={} if answer is None else {"answer": answer})
-    reward = make(plug, plug.Config(**config))
+    reward = make(plugin, plugin.Config(**config))
     grade: RewardOutput = asyncio.run(reward.grade(RewardInput(sample, text, None)))
     return grade

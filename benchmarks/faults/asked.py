@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from rl.api.judge import Question
-from rl.api.plug import PlugConfig, Resources
+from rl.api.plugin import PluginConfig, Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.judge.reply import read_scores, scores_schema
 
-Config = PlugConfig
+Config = PluginConfig
 
 
 class Asked(Reward):
@@ -17,13 +17,13 @@ class Asked(Reward):
     needs = frozenset({"text"})
     needs_judge = True
 
-    def __init__(self, config: PlugConfig, resources: Resources) -> None:
+    def __init__(self, config: PluginConfig, resources: Resources) -> None:
         super().__init__(config, resources)
         assert resources.judge is not None, "it needs one"
         self._judge = resources.judge
 
     @classmethod
-    def num_questions(cls, config: PlugConfig) -> int:
+    def num_questions(cls, config: PluginConfig) -> int:
         return 1
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:

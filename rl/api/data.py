@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
 
-from rl.api.plug import ConfigT, Count, PlugBase
+from rl.api.plugin import ConfigT, Count, PluginBase
 from rl.api.types import Sample
 
 OnBadRow = Literal["error", "skip"]
@@ -43,7 +43,7 @@ class RowRules:
     """True: a transparent source picture stays RGBA. False: it is composited onto white."""
 
 
-class DataSource(PlugBase[ConfigT]):
+class DataSource(PluginBase[ConfigT]):
     """A plugin of `rl/data`: a finite, indexable list of samples, the same in every run."""
 
     reads_much: ClassVar[bool] = False

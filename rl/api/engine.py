@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from rl.api.plug import ConfigT, Dtype, RunPlug
+from rl.api.plugin import ConfigT, Dtype, RunPlugin
 from rl.api.policy import Policy
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
 
@@ -67,7 +67,7 @@ class EngineSetup:
     """Whether ZeRO-3 will shard the policy's weights: no rank can then run parts of it alone."""
 
 
-class Engine(RunPlug[ConfigT]):
+class Engine(RunPlugin[ConfigT]):
     """A plugin of `rl/engines`: samples completions."""
 
     samples_with_trainer: ClassVar[bool] = False

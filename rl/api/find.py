@@ -22,12 +22,12 @@ from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from rl.api import loss, types
-from rl.api.plug import PlugBase, shown
+from rl.api.plugin import PluginBase, shown
 from rl.api.reward import Reward, RewardFunction
 from rl.config.schema import Section
 
 T = TypeVar("T")
-PlugT = TypeVar("PlugT", bound=PlugBase[Any])
+PluginT = TypeVar("PluginT", bound=PluginBase[Any])
 
 Found = tuple[Any, list[str]]
 
@@ -82,11 +82,11 @@ def _remedies(error: BaseException) -> Iterator[str]:
         yield f"it is given one {noun[1]}, which has {known}"
     if "'NoneType' object has no attribute 'ask'" in text:
         yield "a reward that asks the judge sets `needs_judge = True`"
-    if "has no attribute 'resources'" in text and isinstance(of, PlugBase):
+    if "has no attribute 'resources'" in text and isinstance(of, PluginBase):
         yield "__init__(self, config, resources) is given them; keep what it needs in an attribute"
     if "'coroutine' object" in text:
         yield "write `async def`, and `await` what has to be awaited"
-    if isinstance(of, PlugBase) and "__init__" in vars(type(of)) and "has no attribute" in text:
+    if isinstance(of, PluginBase) and "__init__" in vars(type(of)) and "has no attribute" in text:
         yield "does its __init__ call super().__init__ with all that it was given?"
     others = [path for path in sys.path if path and Path(path) != Path.cwd()]
     for word in re.findall(r"'(\w+)", text):
@@ -97,11 +97,11 @@ def _remedies(error: BaseException) -> Iterator[str]:
 
 
 def is_dotted_path(name: str) -> bool:
-    """'my_package.my_plug': Python names, joined by dots."""
+    """'my_package.my_plugin': Python names, joined by dots."""
     return "." in name and all(word.isidentifier() for word in name.split("."))
 
 
-def import_plug(dotted: str) -> Found:
+def import_plugin(dotted: str) -> Found:
     """The module `dotted`, or the attribute that its last word names in the parent module."""
     path, _, name = dotted.rpartition(".")
     module, _, wrong = _import(path)
@@ -142,13 +142,13 @@ def _public(module: ModuleType) -> dict[str, Any]:
     }
 
 
-def plugs_in(module: ModuleType, base: type[PlugT]) -> list[type[PlugT]]:
+def plugins_in(module: ModuleType, base: type[PluginT]) -> list[type[PluginT]]:
     """The public plugins that a module or package defines, imported ones left out."""
     classes = (value for value in _public(module).values() if isinstance(value, type))
     return list(dict.fromkeys(cls for cls in classes if issubclass(cls, base)))
 
 
-def plug_class(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[str]]:
+def plugin_class(found: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
     """The plugin class in `found`, the object that a section's `type` names: a class derived from
     `base`, a module with one such class, or a reward function. Its members are checked here."""
     if base is Reward and (isinstance(found, RewardFunction) or inspect.isroutine(found)):
@@ -162,7 +162,7 @@ def plug_class(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[
             return None, wrong
         cls, wrong = named, list(_members(named, base))
     wrong += _variables(cls, base)
-    if not wrong and cls.metrics and cls.take_metrics is PlugBase.take_metrics:
+    if not wrong and cls.metrics and cls.take_metrics is PluginBase.take_metrics:
         wrong.append(
             f"{cls.__name__} declares metrics and reports none; expected "
             "`def take_metrics(self) -> Mapping[str, float]`"
@@ -177,14 +177,14 @@ def plug_class(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[
     return (None if wrong else cls), wrong
 
 
-def _class_in(found: Any, base: type[PlugT]) -> tuple[type[PlugT] | None, list[str]]:
+def _class_in(found: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
     derive = f"derive from {base.__module__}.{base.__name__}"
     if isinstance(found, ModuleType):
-        plugs = plugs_in(found, base)
-        if len(plugs) == 1:
-            return plugs[0], []
-        if plugs:
-            names = ", ".join(cls.__name__ for cls in plugs)
+        plugins = plugins_in(found, base)
+        if len(plugins) == 1:
+            return plugins[0], []
+        if plugins:
+            names = ", ".join(cls.__name__ for cls in plugins)
             return None, [f"module {found.__name__} holds {names}; name one of them behind a dot"]
         words = f"module {found.__name__} holds no {base.__name__}: {derive}"
         if base is Reward:
@@ -219,11 +219,11 @@ def loss_problems(found: Any) -> list[str]:
 _GRADE = "(self, x: RewardInput) -> RewardOutput"
 
 
-def _owners(base: type[PlugBase[Any]]) -> list[type]:
-    return [cls for cls in base.__mro__ if issubclass(cls, PlugBase)]
+def _owners(base: type[PluginBase[Any]]) -> list[type]:
+    return [cls for cls in base.__mro__ if issubclass(cls, PluginBase)]
 
 
-def _members(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
+def _members(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
     """Problems: a wrong `Config`, missing methods, signatures that differ from the base's."""
     own, config, expected = cls.__name__, cls.Config, base.Config
     if not (isinstance(config, type) and issubclass(config, Section)):
@@ -255,7 +255,7 @@ def _members(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[st
             yield from _call_problem(getattr(cls, member), name, num_given, signature)
 
 
-def _methods(base: type[PlugBase[Any]]) -> set[str]:
+def _methods(base: type[PluginBase[Any]]) -> set[str]:
     """Names of the methods that a plugin of this base may define, the constructor included."""
     return {
         name
@@ -297,7 +297,7 @@ def _call_problem(
     return []
 
 
-def _annotated(base: type[PlugBase[Any]]) -> dict[str, tuple[type, str]]:
+def _annotated(base: type[PluginBase[Any]]) -> dict[str, tuple[type, str]]:
     """Variables that a base declares: name -> (the class that declares it, its annotation)."""
     return {
         name: (cls, text)
@@ -307,7 +307,7 @@ def _annotated(base: type[PlugBase[Any]]) -> dict[str, tuple[type, str]]:
     }
 
 
-def _variables(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
+def _variables(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
     """Class variables of another type than the base's, or missing."""
     for name, (owner, text) in _annotated(base).items():
         value = inspect.getattr_static(cls, name, inspect.Parameter.empty)
@@ -319,7 +319,7 @@ def _variables(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[
             yield from _misfit(f"{cls.__name__}.{name} is", value, owner, text)
 
 
-def misspelt(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[str]:
+def misspelt(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
     """'name: why' for each member of a user's class that nothing reads but whose name is close to
     one that is read."""
     known = {*_methods(base), *_annotated(base)}
@@ -330,7 +330,7 @@ def misspelt(cls: type[PlugBase[Any]], base: type[PlugBase[Any]]) -> Iterator[st
                     yield f"{owner.__name__}.{name}: nobody reads it; did you mean {near!r}?"
 
 
-def questions(base: type[PlugBase[Any]]) -> list[str]:
+def questions(base: type[PluginBase[Any]]) -> list[str]:
     """Names of the class methods whose only argument is the plugin's section."""
     found = ((name, getattr(base, name)) for name in sorted(_methods(base)))
     return [
@@ -340,7 +340,7 @@ def questions(base: type[PlugBase[Any]]) -> list[str]:
     ]
 
 
-def ask(cls: type[PlugBase[Any]], member: str, *given: object) -> Found:
+def ask(cls: type[PluginBase[Any]], member: str, *given: object) -> Found:
     """(a class method's result, []) if it fits the base's return annotation, else (None, why)."""
     question = getattr(cls, member)
     bases = (one for one in _owners(cls) if one.__module__.startswith("rl.api."))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
 from pydantic import Field
 from typing_extensions import TypeVar
 
-from rl.api.plug import PlacedConfig, RunPlug
+from rl.api.plugin import PlacedConfig, RunPlugin
 from rl.api.types import (
     Action,
     ActionKind,
@@ -118,7 +118,7 @@ class Decoder(Protocol):
         ...
 
 
-class Policy(RunPlug[PolicyConfigT]):
+class Policy(RunPlugin[PolicyConfigT]):
     """A plugin of `rl/policies`: reads prompts, writes completions, is trained."""
 
     Config: ClassVar[type[Section]] = PolicyConfig

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from rl.api.plug import ConfigT, Count, ModelRunner, Resources
+from rl.api.plugin import ConfigT, Count, ModelRunner, Resources
 from rl.api.types import (
     ActionKind,
     PromptTemplate,

@@ -14,7 +14,7 @@ from numbers import Real
 from typing import ClassVar, overload
 
 from rl.api.metric import MetricName, usable_name
-from rl.api.plug import ConfigT, Count, ModelRunner, Resources, shown
+from rl.api.plugin import ConfigT, Count, ModelRunner, Resources, shown
 from rl.api.types import RewardInput, RewardOutput
 
 Score = RewardOutput | float | None

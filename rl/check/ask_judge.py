@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rl.api.judge import Answer, Question
-from rl.api.plug import Resources
+from rl.api.plugin import Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, Sample
-from rl.build import Plug, Resolved, row_rules
+from rl.build import Plugin, Resolved, row_rules
 from rl.check.compatibility import READABLE
 from rl.check.dry_run import graded, made_up
 from rl.console.console import duration
@@ -76,9 +76,9 @@ async def _ask_base(
     heard = Heard(dialects=client.dialects())
     try:
         await client.check_health(wait_s)
-        for plug in resolved.rewards.values():
-            if plug.cls.needs_judge:
-                await _ask_reward(resolved, plug, client, base, sample, heard)
+        for plugin in resolved.rewards.values():
+            if plugin.cls.needs_judge:
+                await _ask_reward(resolved, plugin, client, base, sample, heard)
     except JudgeUnreachableError as error:
         return error
     except JudgeError as error:
@@ -90,15 +90,15 @@ async def _ask_base(
 
 async def _ask_reward(
     resolved: Resolved,
-    plug: Plug[Reward],
+    plugin: Plugin[Reward],
     client: JudgeClient,
     base: str,
     sample: Sample | None,
     heard: Heard,
 ) -> None:
-    if plug.cls.runs_model or (sample is None and plug.cls.needs - READABLE):
-        why = "loads a model" if plug.cls.runs_model else "reads hidden keys of the data"
-        heard.lines.append(f"{plug.key}: not asked, since it {why}")
+    if plugin.cls.runs_model or (sample is None and plugin.cls.needs - READABLE):
+        why = "loads a model" if plugin.cls.runs_model else "reads hidden keys of the data"
+        heard.lines.append(f"{plugin.key}: not asked, since it {why}")
         return
     judge = _RecordingJudge(client)
     limit_s = 2 * client.config.timeout_s
@@ -106,19 +106,19 @@ async def _ask_reward(
     try:
         async with asyncio.timeout(limit_s):
             inputs = _reward_input(resolved, sample)
-            output, problems = await graded(plug, Resources(judge, "cpu"), inputs)
+            output, problems = await graded(plugin, Resources(judge, "cpu"), inputs)
     except TimeoutError:
         why = f"did not answer within {limit_s:g} s{_remedy('timeout', client)}"
-        output, problems = None, [f"{plug.key}: {base} {why}"]
+        output, problems = None, [f"{plugin.key}: {base} {why}"]
     failed = [answer for answer in judge.answers if answer.failure]
     if failed and not problems:
-        problems = [f"{plug.key}: {base} {_why_unusable(failed[0], client)}"]
+        problems = [f"{plugin.key}: {base} {_why_unusable(failed[0], client)}"]
     heard.problems += problems
     if output is not None and not problems:
         taken = duration(time.monotonic() - started)
         unreadable = sum(len(answer.replies) - 1 for answer in judge.answers)
         heard.lines.append(
-            f"{plug.key}: {base} answered {len(judge.answers)} questions in {taken}"
+            f"{plugin.key}: {base} answered {len(judge.answers)} questions in {taken}"
             + (f", {unreadable} replies unreadable" if unreadable > 0 else "")
             + (f", {output.failure}" if output.value is None else f", value {output.value:.3g}")
         )
@@ -172,8 +172,8 @@ def _reward_input(resolved: Resolved, sample: Sample | None) -> RewardInput:
     pixels = random.Random(0).randbytes(side_px * side_px)
     made = made_up(resolved, Image.frombytes("L", (side_px, side_px), pixels).convert("RGB"))
     if sample is None:
-        plugs = [*resolved.train, *resolved.validation]
-        most = max((plug.cls.most_pictures(plug.config) or 1 for plug in plugs), default=1)
+        plugins = [*resolved.train, *resolved.validation]
+        most = max((plugin.cls.most_pictures(plugin.config) or 1 for plugin in plugins), default=1)
         most = min(row_rules(resolved).max_pictures or 1, most)
         return replace(made, sample=replace(made.sample, sources=made.sample.sources * most))
     sources = sample.sources or made.sample.sources

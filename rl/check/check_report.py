@@ -106,9 +106,9 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
     blocks = {
         f"run {config.run_name} in {config.run_dir}: {state}": [],
         "plugins": [
-            f"{plug.key:<20} {plug.name:<22} {path}".rstrip()
-            for plug in resolved.plugs
-            for path in [*plug.cls.reads_from(plug.config), ""][:1]
+            f"{plugin.key:<20} {plugin.name:<22} {path}".rstrip()
+            for plugin in resolved.plugins
+            for path in [*plugin.cls.reads_from(plugin.config), ""][:1]
         ],
         "placement": placement.describe(build.claims(resolved)),
         "batch": _batch_lines(resolved),
@@ -126,7 +126,9 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
     keys = []
     if not found:
         found = dry_problems(resolved)
-        keys = [plug.key for plug in tried(resolved) if not plug.cls.__module__.startswith("rl.")]
+        keys = [
+            plugin.key for plugin in tried(resolved) if not plugin.cls.__module__.startswith("rl.")
+        ]
     if keys:
         blocks[f"tried on made-up inputs, so that their code has run: {', '.join(keys)}"] = []
     if online and not found:
@@ -183,7 +185,7 @@ def _batch_lines(resolved: build.Resolved) -> list[str]:
 def _length(resolved: build.Resolved) -> str:
     """The run's length in iterations and in epochs, if the number of samples is known."""
     config = resolved.config
-    counts = [plug.cls.count(plug.config) for plug in resolved.train]
+    counts = [plugin.cls.count(plugin.config) for plugin in resolved.train]
     num_samples = sum(count or 0 for count in counts)
     lengths = {"iterations": config.num_iterations, "epochs": config.num_epochs}
     given = [f"{number:g} {what}" for what, number in lengths.items() if number is not None]
@@ -198,8 +200,8 @@ def _length(resolved: build.Resolved) -> str:
 
 
 def _questions_per_picture(resolved: build.Resolved) -> int:
-    rewards = (plug for plug in resolved.rewards.values() if plug.cls.needs_judge)
-    return sum(plug.cls.num_questions(plug.config) for plug in rewards)
+    rewards = (plugin for plugin in resolved.rewards.values() if plugin.cls.needs_judge)
+    return sum(plugin.cls.num_questions(plugin.config) for plugin in rewards)
 
 
 def _judge_lines(resolved: build.Resolved) -> list[str]:
@@ -214,9 +216,9 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
     if judge.start_command:
         lines.append(f"started by the run on each node: {shlex.join(judge.start_command)}")
     lines += [
-        f"{name}: {plug.name}, {plug.cls.num_questions(plug.config)} questions a picture"
-        for name, plug in resolved.rewards.items()
-        if plug.cls.needs_judge
+        f"{name}: {plugin.name}, {plugin.cls.num_questions(plugin.config)} questions a picture"
+        for name, plugin in resolved.rewards.items()
+        if plugin.cls.needs_judge
     ]
     lines.append(
         f"{training} questions an iteration: {training * 60} an hour at one iteration a minute; up "

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from rl.api.data import RowRules
-from rl.build import ask_plug, claims, row_rules
+from rl.build import ask_plugin, claims, row_rules
 from rl.config.schema import changed
 from rl.judge.endpoint import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
@@ -16,7 +16,7 @@ from rl.memory import footprint
 from rl.ranks import placement
 
 if TYPE_CHECKING:
-    from rl.build import Plug, Resolved
+    from rl.build import Plugin, Resolved
 
 RANKS_OF_A_NODE = 8
 """More ranks than this are taken to be on several machines."""
@@ -26,10 +26,10 @@ READABLE = frozenset({"source", "image", "target", "text", "reference"})
 
 def compatibility_problems(resolved: Resolved) -> list[str]:
     """Everything that keeps these plugins from running together, each with its key and remedy."""
-    return [*plug_problems(resolved), *_data_problems(resolved)]
+    return [*plugin_problems(resolved), *_data_problems(resolved)]
 
 
-def plug_problems(resolved: Resolved) -> list[str]:
+def plugin_problems(resolved: Resolved) -> list[str]:
     """The same, without the checks of the data."""
     return [
         *_room_problems(resolved),
@@ -40,11 +40,11 @@ def plug_problems(resolved: Resolved) -> list[str]:
     ]
 
 
-def _own_problems(plug: Plug[Any], given: object) -> Iterable[str]:
+def _own_problems(plugin: Plugin[Any], given: object) -> Iterable[str]:
     """Problems that a plugin reports of its own section, given the config or the row rules."""
-    problems, wrong = ask_plug(plug, "problems", given)
+    problems, wrong = ask_plugin(plugin, "problems", given)
     mark = ": " if isinstance(given, RowRules) else "."
-    yield from (f"{plug.key}{mark}{problem}" for problem in problems or ())
+    yield from (f"{plugin.key}{mark}{problem}" for problem in problems or ())
     yield from wrong
 
 
@@ -87,8 +87,8 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
             "encoder, and the policy uses that one; drop the key"
             for key in changed(policy.config, sorted(policy.cls.own_words))
         )
-    for plug in (policy, engine, renderer):
-        yield from _own_problems(plug, resolved.config)
+    for plugin in (policy, engine, renderer):
+        yield from _own_problems(plugin, resolved.config)
     stated = engine.cls.memory(engine.config)
     length = stated and stated.max_model_len
     longest = resolved.config.sampling.max_completion_tokens
@@ -118,20 +118,20 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
     if not resolved.rewards:
         yield "rewards: empty; give at least one, e.g. { viescore: { type: 'viescore' } }"
     known = set(resolved.rewards)
-    for name, plug in resolved.rewards.items():
-        known |= {f"{name}/{part}" for part in plug.cls.unit_parts}
-        if "image" in plug.cls.needs and not resolved.renderer.cls.makes_images:
+    for name, plugin in resolved.rewards.items():
+        known |= {f"{name}/{part}" for part in plugin.cls.unit_parts}
+        if "image" in plugin.cls.needs and not resolved.renderer.cls.makes_images:
             makes_none = f"renderer {resolved.renderer.name} makes none"
-            yield f"{plug.key}: needs pictures, and {makes_none}; drop it or render"
-        for need in sorted(plug.cls.needs - {"text", "image"}):
+            yield f"{plugin.key}: needs pictures, and {makes_none}; drop it or render"
+        for need in sorted(plugin.cls.needs - {"text", "image"}):
             column = need if need in READABLE else f"hidden:{need}"
             if lacking := _sources_without(resolved, column):
                 near = "".join(get_close_matches(need, sorted(READABLE - {need}), n=1))
                 yield (
-                    f"{plug.key}: needs each sample's {need!r}, which {lacking} does not provide; "
+                    f"{plugin.key}: needs each sample's {need!r}, which {lacking} does not have; "
                     "map a column to it" + (f", or is {near!r} meant?" if near else "")
                 )
-        yield from _own_problems(plug, resolved.config)
+        yield from _own_problems(plugin, resolved.config)
     weights = resolved.config.final_reward.weights
     for name, weight in weights.items():
         if name not in known:
@@ -140,7 +140,7 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
             yield f"final_reward.weights.{name}: {weight} given, must be >= 0"
     if weights and not any(weights.values()):
         yield "final_reward.weights: all zero; give at least one reward a weight > 0"
-    diagnostic = all(plug.cls.diagnostic for plug in resolved.rewards.values())
+    diagnostic = all(plugin.cls.diagnostic for plugin in resolved.rewards.values())
     if resolved.rewards and diagnostic and not weights:
         yield "rewards: only diagnostics, which do not count; name one in final_reward.weights"
 
@@ -244,22 +244,22 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
     shows_picture = template is not None and template.needs_picture
     tokens, most, room = 0, 0, policy.config.max_prompt_tokens
     if template and template.image_area_px and resolved.config.data.on_bad_row == "error":
-        tokens, wrong = ask_plug(policy, "picture_tokens", template.image_area_px)
+        tokens, wrong = ask_plugin(policy, "picture_tokens", template.image_area_px)
         most = template.max_pictures
         yield from wrong
-    for plug in [*resolved.train, *resolved.validation]:
-        yield from _own_problems(plug, rules)
-        has_source = "source" in plug.cls.provides(plug.config)
+    for plugin in [*resolved.train, *resolved.validation]:
+        yield from _own_problems(plugin, rules)
+        has_source = "source" in plugin.cls.provides(plugin.config)
         if (shows_picture or renderer.cls.needs_source) and not has_source:
             yield (
-                f"{plug.key}: renderer {renderer.name} edits a picture, and these samples have no "
+                f"{plugin.key}: renderer {renderer.name} edits pictures, and these samples have no "
                 "source; map a column to it"
             )
-        known = plug.cls.most_pictures(plug.config)
+        known = plugin.cls.most_pictures(plugin.config)
         number = min(has_source if known is None else known, most)
         if tokens and number * tokens >= room:
             yield (
-                f"{plug.key}: up to {number} source pictures of about {tokens} tokens each fill a "
+                f"{plugin.key}: up to {number} source pictures of some {tokens} tokens each fill a "
                 f"prompt, and policy.max_prompt_tokens is {room}; raise it above "
                 f"{number * tokens}, or lower renderer.policy_image_area_px"
             )

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api import find
 from rl.api.loss import Denominators, LossInputs, LossTerms
-from rl.api.plug import Resources, shown
+from rl.api.plugin import Resources, shown
 from rl.api.reward import Reward
 from rl.api.types import RenderFailure, RenderJob, RewardInput, RewardOutput, Sample
-from rl.build import Plug, Resolved, build_data
+from rl.build import Plugin, Resolved, build_data
 from rl.check.compatibility import READABLE
 from rl.config.schema import SHIPPED_LOSSES, AlgorithmConfig
 from rl.rollout.grading import scores
@@ -24,7 +24,7 @@ ROWS = ((3, 1.0), (1, -0.5))
 """(tokens, advantage) of two made-up completions."""
 
 
-def tried(resolved: Resolved) -> list[Plug[Any]]:
+def tried(resolved: Resolved) -> list[Plugin[Any]]:
     """The plugins that a dry run calls: rewards and renderers that ask no judge and load no model,
     and data sources that read little. Hidden keys of data and the width of hidden states are
     unknown, so rewards and renderers that read them are left out."""
@@ -32,9 +32,9 @@ def tried(resolved: Resolved) -> list[Plug[Any]]:
     skips_renderer = renderer.runs_model or renderer.accepts == "hidden_states"
     return [
         *(
-            plug
-            for plug in resolved.rewards.values()
-            if not (plug.cls.needs_judge or plug.cls.runs_model or plug.cls.needs - READABLE)
+            plugin
+            for plugin in resolved.rewards.values()
+            if not (plugin.cls.needs_judge or plugin.cls.runs_model or plugin.cls.needs - READABLE)
         ),
         *(p for p in (*resolved.train, *resolved.validation) if not p.cls.reads_much),
         *([] if skips_renderer else [resolved.renderer]),
@@ -44,35 +44,38 @@ def tried(resolved: Resolved) -> list[Plug[Any]]:
 def dry_problems(resolved: Resolved) -> list[str]:
     """One message for each plugin that raises or returns something unusable."""
     found = []
-    for plug in tried(resolved):
-        if issubclass(plug.cls, Reward):
-            found += asyncio.run(graded(plug, Resources(None, "cpu"), made_up(resolved)))[1]
-        elif plug is resolved.renderer:
-            found += _renderer(plug, made_up(resolved).sample)
+    for plugin in tried(resolved):
+        if issubclass(plugin.cls, Reward):
+            found += asyncio.run(graded(plugin, Resources(None, "cpu"), made_up(resolved)))[1]
+        elif plugin is resolved.renderer:
+            found += _renderer(plugin, made_up(resolved).sample)
         else:
             try:
-                [source] = build_data(resolved, [plug])
+                [source] = build_data(resolved, [plugin])
             except ValueError as error:
                 found += str(error).split("\n")
                 continue
-            what = f"{plug.key}: closing {plug.name}"
-            found += find.attempt(what, plug.cls.close, source.close)[1]
+            what = f"{plugin.key}: closing {plugin.name}"
+            found += find.attempt(what, plugin.cls.close, source.close)[1]
     return [*found, *_loss(resolved.config.algorithm)]
 
 
 async def graded(
-    plug: Plug[Reward], resources: Resources, inputs: RewardInput
+    plugin: Plugin[Reward], resources: Resources, inputs: RewardInput
 ) -> tuple[RewardOutput | None, list[str]]:
     """Make a reward, grade one picture with it and close it. Returns its output (None if it
     failed) and what is wrong with the reward. Raises `JudgeError`."""
-    what, make = f"{plug.key}: making {plug.name}", partial(plug.cls, plug.config, resources)
-    reward, wrong = await asyncio.to_thread(find.attempt, what, plug.cls.__init__, make)
+    what, make = (
+        f"{plugin.key}: making {plugin.name}",
+        partial(plugin.cls, plugin.config, resources),
+    )
+    reward, wrong = await asyncio.to_thread(find.attempt, what, plugin.cls.__init__, make)
     if reward is None:
         return None, wrong
     given = [inputs, inputs] if reward.scores_groups() else [inputs]
-    output, *_ = await scores(plug.key, reward, given)
-    what = f"{plug.key}: closing {plug.name}"
-    _, wrong = await asyncio.to_thread(find.attempt, what, plug.cls.close, reward.close)
+    output, *_ = await scores(plugin.key, reward, given)
+    what = f"{plugin.key}: closing {plugin.name}"
+    _, wrong = await asyncio.to_thread(find.attempt, what, plugin.cls.close, reward.close)
     if wrong:
         return None, wrong
     if not output.traceback:
@@ -81,7 +84,7 @@ async def graded(
     sample = f"a made-up sample with {had or 'no pictures'}"
     if inputs.image is None:
         sample += " and nothing rendered"
-    return None, [f"{plug.key}: on {sample}, {plug.name} {output.failure}"]
+    return None, [f"{plugin.key}: on {sample}, {plugin.name} {output.failure}"]
 
 
 def made_up(resolved: Resolved, picture: Image | None = None) -> RewardInput:
@@ -102,31 +105,31 @@ def made_up(resolved: Resolved, picture: Image | None = None) -> RewardInput:
     return RewardInput(sample, "a red square on a white floor", picture if draws else None)
 
 
-def _renderer(plug: Plug[Any], sample: Sample) -> list[str]:
+def _renderer(plugin: Plugin[Any], sample: Sample) -> list[str]:
     from PIL.Image import Image
 
     payload: Any = "a red square"
-    if plug.cls.accepts == "image_tokens":
+    if plugin.cls.accepts == "image_tokens":
         import numpy as np
 
         payload = np.zeros((4, 4), np.int32)
     jobs = [RenderJob(sample, payload, noise_seed) for noise_seed in range(2)]
 
     def drawn() -> list[Any]:
-        renderer = plug.cls(plug.config, Resources(None, "cpu"))
+        renderer = plugin.cls(plugin.config, Resources(None, "cpu"))
         outcomes = list(renderer.render(jobs))
         renderer.close()
         return outcomes
 
-    what = f"{plug.key}: on made-up jobs, {plug.name}"
-    outcomes, wrong = find.attempt(what, plug.cls.render, drawn)
+    what = f"{plugin.key}: on made-up jobs, {plugin.name}"
+    outcomes, wrong = find.attempt(what, plugin.cls.render, drawn)
     for outcome in outcomes or ():
         if not (isinstance(outcome, tuple) and len(outcome) == 2 and outcome[0] in (0, 1)):
             wrong.append(f"yields {shown(outcome)}")
             continue
         picture = outcome[1]
         is_rgb = isinstance(picture, Image) and picture.mode == "RGB"
-        is_none = picture is None and not plug.cls.makes_images
+        is_none = picture is None and not plugin.cls.makes_images
         if not (is_rgb or is_none or isinstance(picture, RenderFailure)):
             wrong.append(f"draws {shown(picture)}")
     if outcomes is None:
@@ -134,7 +137,7 @@ def _renderer(plug: Plug[Any], sample: Sample) -> list[str]:
     if not wrong and sorted(number for number, _ in outcomes) != [0, 1]:
         wrong = [f"yields pictures for jobs {[number for number, _ in outcomes]} of 0, 1"]
     expected = "expected (number of the job, RGB picture) for each job, once"
-    return [f"{plug.key}: {plug.name} {problem}; {expected}" for problem in wrong[:1]]
+    return [f"{plugin.key}: {plugin.name} {problem}; {expected}" for problem in wrong[:1]]
 
 
 def _loss(algorithm: AlgorithmConfig) -> list[str]:
@@ -142,7 +145,7 @@ def _loss(algorithm: AlgorithmConfig) -> list[str]:
         return []
     import torch
 
-    loss, _ = find.import_plug(algorithm.loss)
+    loss, _ = find.import_plugin(algorithm.loss)
     key = f"algorithm.loss: {algorithm.loss}"
 
     def gradient(inputs: LossInputs) -> torch.Tensor:

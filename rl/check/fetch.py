@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl.api.plug import ModelFiles
-from rl.build import Plug, Resolved
+from rl.api.plugin import ModelFiles
+from rl.build import Plugin, Resolved
 from rl.files.model_files import cached
 
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
@@ -59,11 +59,11 @@ def fetch_models(resolved: Resolved) -> list[str]:
 
 def _models_of(resolved: Resolved) -> Iterator[tuple[str, ModelFiles]]:
     """(key, files) of every model of the hub that a plugin loads."""
-    plugs: list[Plug[Any]] = [resolved.policy, *resolved.model_runners]
-    for plug in plugs:
-        for model in plug.cls.models(plug.config):
+    plugins: list[Plugin[Any]] = [resolved.policy, *resolved.model_runners]
+    for plugin in plugins:
+        for model in plugin.cls.models(plugin.config):
             if not Path(model.path).is_dir():
-                yield f"{plug.key}.{model.key}", model
+                yield f"{plugin.key}.{model.key}", model
 
 
 def _is_cached(model: ModelFiles) -> bool:

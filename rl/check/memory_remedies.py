@@ -9,7 +9,7 @@ from typing import Any
 
 from rl import build
 from rl.build import Resolved
-from rl.check.compatibility import RANKS_OF_A_NODE, plug_problems
+from rl.check.compatibility import RANKS_OF_A_NODE, plugin_problems
 from rl.config.schema import RunConfig
 from rl.memory import footprint, memory_plan
 from rl.memory.memory_plan import PHASES, InferenceEngine, Plan
@@ -120,9 +120,9 @@ def _remedies(resolved: Resolved) -> list[tuple[str, Any]]:
     sizes = footprint.gpu_sizes(resolved)
     assert sizes is not None, "no key is tried where they are unknown"
     savings = [
-        (f"{plug.key}.{saving.key}", saving)
-        for plug in resolved.model_runners
-        for saving in plug.cls.savings(plug.config)
+        (f"{plugin.key}.{saving.key}", saving)
+        for plugin in resolved.model_runners
+        for saving in plugin.cls.savings(plugin.config)
     ]
     # With stage 3, full fine-tuning has no reference policy.
     stages = (1, 2) if sizes.reads_reference else (1, 2, 3)
@@ -155,7 +155,7 @@ def _planned(resolved: Resolved, changes: Changes, gpu_gb: float) -> Plan | None
         changed = build.resolve(RunConfig.model_validate(values)) if changes else resolved
     except ValueError:  # this engine or renderer has no such key
         return None
-    if not set(plug_problems(changed)) <= set(plug_problems(resolved)):
+    if not set(plugin_problems(changed)) <= set(plugin_problems(resolved)):
         return None
     plan = footprint.footprint(changed, gpu_gb)
     starves = plan and plan.inference and plan.inference.starves(gpu_gb)

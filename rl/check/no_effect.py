@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl.api.find import misspelt
-from rl.api.plug import unread
+from rl.api.plugin import unread
 from rl.api.policy import Policy
-from rl.build import ROOMS, Resolved, ask_plug
+from rl.build import ROOMS, Resolved, ask_plugin
 from rl.config.schema import SHIPPED_LOSSES, SamplingConfig
 from rl.memory import footprint
 
@@ -35,10 +35,10 @@ key has that value, nothing reads the keys on the left."""
 def no_effect(resolved: Resolved) -> list[str]:
     """'key: why' for keys without effect; each once, and only if its value is not the default."""
     found = [*_rules(resolved)]
-    for plug in resolved.plugs:
-        lines = ask_plug(plug, "no_effect")[0] or []
-        base = next(base for base in ROOMS.values() if issubclass(plug.cls, base))
-        found += [f"{plug.key}.{line}" for line in (*lines, *misspelt(plug.cls, base))]
+    for plugin in resolved.plugins:
+        lines = ask_plugin(plugin, "no_effect")[0] or []
+        base = next(base for base in ROOMS.values() if issubclass(plugin.cls, base))
+        found += [f"{plugin.key}.{line}" for line in (*lines, *misspelt(plugin.cls, base))]
     return list({line.partition(":")[0]: line for line in reversed(found)}.values())[::-1]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl import build
-from rl.build import Plug, Resolved
+from rl.build import Plugin, Resolved
 from rl.check.fetch import hub_models, is_offline
 from rl.checkpoints.checkpoint import find
 from rl.memory import footprint
@@ -53,13 +53,15 @@ def _device_problems(resolved: Resolved, auto: str, capability: float) -> list[s
     """What plugins cannot compute on their devices. `auto`: the device that 'auto' stands for, ''
     if unknown; `capability`: the GPU's compute capability."""
     found = []
-    plugs: list[Plug[Any]] = [resolved.policy, resolved.engine, *resolved.model_runners]
-    for plug in plugs:
-        device = _device(resolved, getattr(plug.config, "device", "auto"))
+    plugins: list[Plugin[Any]] = [resolved.policy, resolved.engine, *resolved.model_runners]
+    for plugin in plugins:
+        device = _device(resolved, getattr(plugin.config, "device", "auto"))
         if device := auto if device == "auto" else device:
             seen = None if device == "cpu" else capability
-            problems, wrong = build.ask_plug(plug, "device_problems", resolved.policy.config, seen)
-            found += [*(f"{plug.key}.{problem}" for problem in problems or ()), *wrong]
+            problems, wrong = build.ask_plugin(
+                plugin, "device_problems", resolved.policy.config, seen
+            )
+            found += [*(f"{plugin.key}.{problem}" for problem in problems or ()), *wrong]
     return found
 
 

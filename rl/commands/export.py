@@ -149,7 +149,7 @@ def refuse_without_text_encoder(trained: Trained) -> None:
             "encoder is the base's own; export what was trained --as model"
         )
     renderer = at(trained.config, "renderer.type")
-    is_read = renderer in PIPELINES or renderer not in build.plugs_of("renderers")
+    is_read = renderer in PIPELINES or renderer not in build.plugins_of("renderers")
     if not is_read or "hidden_states" not in policy_class(trained).emits:
         raise ValueError(
             f"a {at(trained.config, 'policy.type')} with renderer {renderer!r} is no editor's text "
@@ -183,12 +183,12 @@ def model_config(trained: Trained, base: str | None, text_encoder_from: str | No
 def policy_class(trained: Trained) -> type[TrainedPolicy[Any]]:
     """The run's policy. Raises ValueError for a plugin that is not shipped: its code would run."""
     name = at(trained.config, "policy.type")
-    if name not in build.plugs_of("policies"):
+    if name not in build.plugins_of("policies"):
         raise ValueError(f"policies of type {name!r} cannot be exported here")
-    module, _ = find.import_plug(build.module_of("policies", name))
-    [plug] = find.plugs_in(module, build.ROOMS["policies"])
-    assert issubclass(plug, TrainedPolicy)
-    return plug
+    module, _ = find.import_plugin(build.module_of("policies", name))
+    [plugin] = find.plugins_in(module, build.ROOMS["policies"])
+    assert issubclass(plugin, TrainedPolicy)
+    return plugin
 
 
 def merge(trained: Trained, config: Any, dtype: str, with_words: bool, target: Path) -> None:

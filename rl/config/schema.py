@@ -42,7 +42,7 @@ MIN_TEMPERATURE = 1e-3
 Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_zero_or_some)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
-PlugSection = dict[str, Any]
+PluginSection = dict[str, Any]
 """`{type: 'file_in_the_room' | 'dotted.path.of.yours', ...}`; other keys: the plugin's `Config`."""
 
 
@@ -299,9 +299,9 @@ class DataConfig(Section):
     """Where samples come from. Each mixture entry is a plugin section plus `weight` (default 1) or
     `coefficient` (weight = coefficient x number of its rows; 1 for all: rows equally likely)."""
 
-    train: list[PlugSection]
+    train: list[PluginSection]
     """Weighted mixture: entry i is drawn with probability weight_i / sum."""
-    validation: list[PlugSection] = []
+    validation: list[PluginSection] = []
     """Held-out mixture, in order, for evaluation."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A missing or corrupt image, an absurd size, an empty instruction: stop, or skip and count."""
@@ -362,14 +362,14 @@ class RunConfig(Section):
     """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): --check plans for
     it, and a file may derive other keys from it. A start plans for the GPUs it finds. `--gpu-gb 80`
     is `gpu_gb=80`, and a start is held to it."""
-    policy: PlugSection
+    policy: PluginSection
     """A plugin of rl/policies."""
-    engine: PlugSection
+    engine: PluginSection
     """A plugin of rl/engines; type 'auto': 'vllm' where the installed build runs on policy.device,
     else 'transformers'."""
-    renderer: PlugSection
+    renderer: PluginSection
     """A plugin of rl/renderers."""
-    rewards: dict[str, PlugSection]
+    rewards: dict[str, PluginSection]
     """Name -> a plugin of rl/rewards."""
     final_reward: FinalReward = FinalReward()
     data: DataConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.api.data import RowRules
-from rl.api.plug import unread
+from rl.api.plugin import unread
 from rl.config.paths import FOLDER, GONE, not_a_file
 from rl.data.shared.jsonl import read_lines, read_rows
 from rl.data.shared.sample_rows import (

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from rl.api.data import RowRules
-from rl.api.plug import FileConfig
+from rl.api.plugin import FileConfig
 from rl.data.shared.jsonl import LinesSource, read_lines, read_rows
 from rl.data.shared.sample_rows import Columns, Rows
 

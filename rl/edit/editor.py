@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Union
 
 from rl import build
-from rl.api.plug import PlugConfig, Resources
+from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
 from rl.config.schema import RunConfig
 from rl.data.shared.sample_pictures import UnusableError, opened
@@ -159,7 +159,7 @@ class Editor:
         self.needs_picture: bool = resolved.renderer.cls.needs_source
         self.draws: bool = resolved.renderer.cls.makes_images and not only_words
         renderer = (
-            NoRenderer(PlugConfig(type="none"), Resources(None, self.device))
+            NoRenderer(PluginConfig(type="none"), Resources(None, self.device))
             if only_words
             else build.build_renderer(resolved, self._dist)
         )

@@ -172,8 +172,8 @@ def config_for_use(
     here = {"device": "auto", "attn_implementation": "auto"}
     if pick_device(device) == "cpu":
         here["dtype"] = "float32"
-    for room, plug in (("policy", resolved.policy), ("renderer", resolved.renderer)):
-        keys = type(plug.config).model_fields
+    for room, plugin in (("policy", resolved.policy), ("renderer", resolved.renderer)):
+        keys = type(plugin.config).model_fields
         known = {key: value for key, value in here.items() if key in keys}
         values[room] = {**values[room], **known}
         values[room].pop("max_memory_gb", None)
@@ -207,7 +207,7 @@ def _config(values: Mapping[str, Any], where: str) -> RunConfig:
 
 
 def _drawn(
-    renderer: build.Plug[Renderer], num_steps: int | None, size_px: tuple[int, ...]
+    renderer: build.Plugin[Renderer], num_steps: int | None, size_px: tuple[int, ...]
 ) -> dict[str, Any]:
     """The renderer's keys for steps and size. Raises ValueError if it takes no steps."""
     keys = type(renderer.config).model_fields

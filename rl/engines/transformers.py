@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from rl.api.engine import Engine, EngineSetup
-from rl.api.plug import PlugConfig
+from rl.api.plugin import PluginConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
 from rl.ranks.dist import is_sharded
 
@@ -22,7 +22,7 @@ class TransformersEngine(Engine):
 
     samples_with_trainer = True
 
-    def __init__(self, config: PlugConfig, setup: EngineSetup) -> None:
+    def __init__(self, config: PluginConfig, setup: EngineSetup) -> None:
         super().__init__(config, setup)
         self._policy = setup.policy
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.api.plug import ModelFiles
+from rl.api.plugin import ModelFiles
 from rl.config.paths import FOLDER, GONE, not_a_file
 from rl.config.printing import shown
 from rl.files.atomic import row_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rl.api.plug import ModelRunner, PlacedConfig
-from rl.build import Plug, Resolved
+from rl.api.plugin import ModelRunner, PlacedConfig
+from rl.build import Plugin, Resolved
 from rl.files.weights import num_parameters
 from rl.memory import memory_plan
 from rl.memory.memory_plan import (
@@ -49,11 +49,11 @@ def unknowns(resolved: Resolved) -> list[str]:
     engine = resolved.engine
     if not (engine.cls.samples_with_trainer or engine.cls.memory(engine.config)):
         found.append(f"engine: {engine.name} does not say what it takes")
-    for plug in resolved.model_runners:
-        on_gpu = isinstance(plug.config, PlacedConfig) and plug.config.device != "cpu"
-        if on_gpu and not sum(plug.cls.parameter_counts(plug.config).values()):
-            of = "".join(f" of {place!r}" for place in plug.cls.reads_from(plug.config)[:1])
-            found.append(f"{plug.key}: {plug.name} does not know the size{of}")
+    for plugin in resolved.model_runners:
+        on_gpu = isinstance(plugin.config, PlacedConfig) and plugin.config.device != "cpu"
+        if on_gpu and not sum(plugin.cls.parameter_counts(plugin.config).values()):
+            of = "".join(f" of {place!r}" for place in plugin.cls.reads_from(plugin.config)[:1])
+            found.append(f"{plugin.key}: {plugin.name} does not know the size{of}")
     return found
 
 
@@ -132,7 +132,7 @@ def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
         checkpointing=optimizer.gradient_checkpointing,
         engine=_engine(resolved, model, prompt + completion),
         reads_reference=lora is None and config.algorithm.kl_coeff > 0,
-        frozen=[_frozen(plug, policy_device(resolved)) for plug in resolved.model_runners],
+        frozen=[_frozen(plugin, policy_device(resolved)) for plugin in resolved.model_runners],
     )
 
 
@@ -165,19 +165,19 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
     )
 
 
-def _frozen(plug: Plug[ModelRunner], own_device: str) -> FrozenModel:
+def _frozen(plugin: Plugin[ModelRunner], own_device: str) -> FrozenModel:
     """The plugin's model; its sizes are empty if it runs no model of its own."""
-    config = plug.config if isinstance(plug.config, PlacedConfig) else PlacedConfig()
+    config = plugin.config if isinstance(plugin.config, PlacedConfig) else PlacedConfig()
     # `is_own`: on the policy's device, as seen from rank 0.
     is_own = config.device in ("auto", "cuda:+0", "cuda:0" if own_device == "auto" else own_device)
     return FrozenModel(
-        name=plug.key,
+        name=plugin.key,
         device="auto" if is_own else config.device,
         bytes_per_value=BYTES[config.dtype],
-        weights=plug.cls.parameter_counts(plug.config),
-        activations=plug.cls.activation_counts(plug.config),
-        host_weights=plug.cls.host_parameters(plug.config),
-        host_shared=plug.cls.shares_host_parameters(plug.config),
+        weights=plugin.cls.parameter_counts(plugin.config),
+        activations=plugin.cls.activation_counts(plugin.config),
+        host_weights=plugin.cls.host_parameters(plugin.config),
+        host_shared=plugin.cls.shares_host_parameters(plugin.config),
     )
 
 

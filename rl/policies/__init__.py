@@ -1,1 +1,1 @@
-"""Plug room: trainable models that write completions, each an `rl.api.policy.Policy`."""
+"""Plugin room: trainable models that write completions, each an `rl.api.policy.Policy`."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl.api.plug import PlacedConfig
+from rl.api.plugin import PlacedConfig
 
 WORDS = "'auto' (the rank's own), 'cpu', 'cuda:1', or 'cuda:+1' (the rank's own number plus 1)"
 _FORM = re.compile(r"auto|cpu|cuda:\+?\d+")

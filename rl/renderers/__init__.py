@@ -1,1 +1,1 @@
-"""Plug room: frozen generators of pictures, each an `rl.api.renderer.Renderer`."""
+"""Plugin room: frozen generators of pictures, each an `rl.api.renderer.Renderer`."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from rl.api.plug import PlugConfig
+from rl.api.plugin import PluginConfig
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.rewards.shared.tags import TagName
 
 
-class Config(PlugConfig):
+class Config(PluginConfig):
     """The two tags."""
 
     think_tag: TagName = "think"

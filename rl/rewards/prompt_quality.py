@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 
-from rl.api.plug import PlugConfig
+from rl.api.plugin import PluginConfig
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 
@@ -38,7 +38,7 @@ _QUALITY_WORDS = re.compile(
 )
 
 
-Config = PlugConfig
+Config = PluginConfig
 
 
 class PromptQuality(Reward):

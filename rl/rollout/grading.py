@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from rl.api.find import STRANGE, described
-from rl.api.plug import shown
+from rl.api.plugin import shown
 from rl.api.reward import Reward, checked_output
 from rl.api.types import RewardInput, RewardOutput
 from rl.console.console import warn

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from PIL.Image import Image
 
-from rl.api.plug import reported_by, shown
+from rl.api.plugin import reported_by, shown
 from rl.api.policy import Policy
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward

@@ -14,7 +14,7 @@ from rl.ranks.dist import Dist
 from rl.rollout.stream import Rollout
 from rl.run.contents import HeldOutContents
 from rl.run.episode_metrics import rollout_metrics
-from rl.run.plug_metrics import PlugMetrics
+from rl.run.plugin_metrics import PluginMetrics
 from rl.run.watch import Watch
 from rl.text.untrusted import shown
 
@@ -41,10 +41,10 @@ class Checks:
         dist: Dist,
         judge: JudgeClient | None,
         held_out: Sequence[Sample],
-        plug_metrics: PlugMetrics,
+        plugin_metrics: PluginMetrics,
         watch: Watch,
     ) -> None:
-        self.plug_metrics = plug_metrics
+        self.plugin_metrics = plugin_metrics
         self._config = config
         self._dist = dist
         self._judge = judge
@@ -118,7 +118,7 @@ class Checks:
         metrics.update(self._watch.add_rewards(rollout, self._dist))
         if self._held_out is not None:
             metrics.total("data/held_out_prompts", self._num_held_out(rollout, self._held_out))
-        metrics.update(self.plug_metrics.take(rollout.renderer_metrics))
+        metrics.update(self.plugin_metrics.take(rollout.renderer_metrics))
         return metrics
 
     def _num_held_out(self, rollout: Rollout, held_out: HeldOutContents) -> int:

@@ -10,8 +10,8 @@ from pathlib import Path
 from rl import build
 from rl.api import find
 from rl.api.metric import Metric
-from rl.api.plug import PlugBase
-from rl.run.plug_metrics import prefix_of
+from rl.api.plugin import PluginBase
+from rl.run.plugin_metrics import prefix_of
 from rl.text import terminal
 
 _IN_WHEEL = Path(__file__).with_name("metrics.md")
@@ -58,9 +58,9 @@ def shipped_rows() -> dict[str, Metric]:
     """Rows of the shipped plugins' metrics."""
     rows: dict[str, Metric] = {}
     for room, place in _PLACES.items():
-        for name in build.plugs_of(room):
+        for name in build.plugins_of(room):
             module = importlib.import_module(build.module_of(room, name))
-            for cls in find.plugs_in(module, PlugBase):
+            for cls in find.plugins_in(module, PluginBase):
                 for own, metric in cls.metrics.items():
                     rows[prefix_of(place) + own] = Metric(metric.unit, f"{name}: {metric.meaning}")
     return rows

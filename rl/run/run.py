@@ -172,7 +172,7 @@ class Run:
             self.timer,
             self.checkpointing.writer,
         )
-        self.checks.plug_metrics.drop()
+        self.checks.plugin_metrics.drop()
         return metrics
 
     def _evaluation_due(self, done: int) -> bool:

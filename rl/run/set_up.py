@@ -40,7 +40,7 @@ from rl.run.checkpointing import Checkpointing
 from rl.run.checks import Checks
 from rl.run.last_finished import LastFinished, save_at_once
 from rl.run.page_refresh import Page
-from rl.run.plug_metrics import Made, PlugMetrics
+from rl.run.plugin_metrics import Made, PluginMetrics
 from rl.run.recording import Recording
 from rl.run.run import Run
 from rl.run.watch import Watch
@@ -289,14 +289,14 @@ def _make_checks(
     made: Made = [
         (resolved.policy, context.policy),
         (resolved.engine, engine),
-        *((plug, context.rewards[name]) for name, plug in resolved.rewards.items()),
+        *((plugin, context.rewards[name]) for name, plugin in resolved.rewards.items()),
         *zip(resolved.train, sources, strict=True),
     ]
-    plug_metrics = PlugMetrics(resolved.renderer, made, dist)
-    plug_metrics.drop()  # what loading reported belongs to no iteration
+    plugin_metrics = PluginMetrics(resolved.renderer, made, dist)
+    plugin_metrics.drop()  # what loading reported belongs to no iteration
     dropout = getattr(context.policy.config.lora, "dropout", 0.0)
     watch = Watch(context.config, _engine_dtype(resolved), dropout)
-    return Checks(context.config, dist, judge, held_out, plug_metrics, watch)
+    return Checks(context.config, dist, judge, held_out, plugin_metrics, watch)
 
 
 def _open_judge(

@@ -117,17 +117,17 @@ def test_the_neighbours_of_these_mistakes_are_allowed(tmp_path, changes: dict[st
 
 
 def test_a_renderer_that_does_not_take_what_the_policy_emits(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("tiny_plugs.nothing.Nil.accepts", "image_tokens")
-    nothing = {"type": "tiny_plugs.nothing"}
+    monkeypatch.setattr("tiny_plugins.nothing.Nil.accepts", "image_tokens")
+    nothing = {"type": "tiny_plugins.nothing"}
     [found] = problems_of(tmp_path, renderer=nothing, rewards={"one": nothing})
     assert found.startswith("renderer.type: ") and names(
-        found, "tiny_plugs.nothing ... image_tokens ... qwen2_5_vl ... hidden_states or text"
+        found, "tiny_plugins.nothing ... image_tokens ... qwen2_5_vl ... hidden_states or text"
     )
 
 
 def test_what_a_reward_needs_must_be_in_the_data(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("tiny_plugs.nothing.NothingMuch.needs", frozenset({"target", "answer"}))
-    found = problems_of(tmp_path, rewards={"one": {"type": "tiny_plugs.nothing"}})
+    monkeypatch.setattr("tiny_plugins.nothing.NothingMuch.needs", frozenset({"target", "answer"}))
+    found = problems_of(tmp_path, rewards={"one": {"type": "tiny_plugins.nothing"}})
     for need, problem in zip(("answer", "target"), found, strict=True):
         assert names(problem, f"rewards.one: ... {need!r} ... data.train.0 ... column")
 
@@ -138,7 +138,7 @@ def test_a_renderer_that_edits_needs_sources(tmp_path: Path) -> None:
     assert any(names(text, "data.train.0: ... edits ... source") for text in found)
 
 
-def test_plugs_of_ones_own_are_named_by_dotted_path(tmp_path: Path) -> None:
+def test_plugins_of_ones_own_are_named_by_dotted_path(tmp_path: Path) -> None:
     nothing = tiny_config.validated(tiny_config.nothing(tmp_path))
     assert check_report.problems(nothing) == []
     for name, parts in (("os.path", "no Policy"), ("my.own.policy", "policy.type: ... 'my'")):
@@ -161,8 +161,8 @@ def test_mixture_weights_and_coefficients(tmp_path: Path) -> None:
 
 
 def test_diagnostics_do_not_count_unless_named(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("tiny_plugs.nothing.NothingMuch.diagnostic", True)
-    glance = {"type": "tiny_plugs.nothing"}
+    monkeypatch.setattr("tiny_plugins.nothing.NothingMuch.diagnostic", True)
+    glance = {"type": "tiny_plugins.nothing"}
     both = {"vie": RIGHT, "glance": glance}
     named = {"weights": {"glance": 2.0}}
     for changes, weights in (
@@ -177,9 +177,9 @@ def test_diagnostics_do_not_count_unless_named(tmp_path, monkeypatch) -> None:
 
 
 def test_a_policy_that_reads_codes_needs_tokenised_data(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("tiny_plugs.nothing.Nobody.needs", frozenset({"source_codes"}))
-    found = problems_of(tmp_path, policy={"type": "tiny_plugs.nothing"})
-    parts = "policy.type: ... tiny_plugs.nothing ... 'source_codes' ... data.train.0 ... rl prep"
+    monkeypatch.setattr("tiny_plugins.nothing.Nobody.needs", frozenset({"source_codes"}))
+    found = problems_of(tmp_path, policy={"type": "tiny_plugins.nothing"})
+    parts = "policy.type: ... tiny_plugins.nothing ... 'source_codes' ... data.train.0 ... rl prep"
     assert any(names(problem, parts) for problem in found)
 
 
@@ -415,7 +415,7 @@ def test_a_policy_on_the_cpu_asks_no_gpu_for_memory() -> None:
         (["renderer.model_path=nobody/knows"], "renderer", "qwen_image_edit ... 'nobody/knows'"),
         (["rewards.clip={type: 'clip', model_path: 'nobody/knows'}"], "rewards.clip",
          "clip ... 'nobody/knows'"),
-        (["engine={type: 'tiny_plugs.nothing'}"], "engine", "tiny_plugs.nothing"),
+        (["engine={type: 'tiny_plugins.nothing'}"], "engine", "tiny_plugins.nothing"),
     ],
 )  # fmt: skip
 def test_what_is_unknown_is_not_said_to_fit(overrides: list[str], what: str, parts: str) -> None:

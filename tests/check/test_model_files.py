@@ -14,7 +14,7 @@ import tiny_config
 from tiny_messages import names
 
 from rl import build
-from rl.api.plug import ModelFiles
+from rl.api.plugin import ModelFiles
 from rl.check import check_report
 from rl.files.model_files import model_problems
 
@@ -30,9 +30,9 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def models(room: str, section: dict[str, Any]) -> Sequence[ModelFiles]:
-    plug, wrong = build._find_plug(room, room, section)
-    assert plug is not None and not wrong, wrong
-    found: Sequence[ModelFiles] = plug.cls.models(plug.config)
+    plugin, wrong = build._find_plugin(room, room, section)
+    assert plugin is not None and not wrong, wrong
+    found: Sequence[ModelFiles] = plugin.cls.models(plugin.config)
     return found
 
 
@@ -69,7 +69,7 @@ def problems_with(
 
 
 @pytest.mark.parametrize(("name", "subfolder", "config", "has_weights", "has_kind"), PARTS)
-def test_every_part_that_a_plug_loads_is_looked_at(
+def test_every_part_that_a_plugin_loads_is_looked_at(
     name: str, subfolder: str, config: str, has_weights: bool, has_kind: bool, tmp_path: Path
 ) -> None:
     part = tiny_config.WEIGHTS / name / subfolder

@@ -19,20 +19,20 @@ WORDS = {"instruction": "paint it"}
 ONE, THREE = {"image": "a.png"}, {"images": ["a.png"] * 3}
 
 
-def config_of(folder: Path, plug: str, *rows: dict[str, Any], **changes: Any) -> RunConfig:
+def config_of(folder: Path, plugin: str, *rows: dict[str, Any], **changes: Any) -> RunConfig:
     Image.new("RGB", (32, 32)).save(folder / "a.png")
     source = {
         "type": "edit_jsonl",
         "path": write_jsonl(folder / "r.jsonl", [WORDS | r for r in rows]),
     }
     data = {"train": [source], "validation": [source]} | changes.pop("data", {})
-    renderer = {"type": plug, "model_path": f"Qwen/{plug}"} | changes.pop("renderer", {})
+    renderer = {"type": plugin, "model_path": f"Qwen/{plugin}"} | changes.pop("renderer", {})
     config = tiny_config.real(folder, data=data, renderer=renderer, **changes)
     return tiny_config.validated(config)
 
 
 @pytest.mark.parametrize(
-    ("plug", "renderer", "remedy"),
+    ("plugin", "renderer", "remedy"),
     [
         ("qwen_image_edit", {}, "1 ... fewer ... choose a renderer"),
         ("qwen_image_edit_plus", {}, "1 ... fewer ... renderer.max_pictures"),
@@ -40,12 +40,16 @@ def config_of(folder: Path, plug: str, *rows: dict[str, Any], **changes: Any) ->
     ],
 )
 def test_more_pictures_than_the_renderer_reads_are_a_bad_row(
-    tmp_path: Path, plug: str, renderer: dict[str, Any], remedy: str
+    tmp_path: Path, plugin: str, renderer: dict[str, Any], remedy: str
 ) -> None:
-    text, code = check_report.report(config_of(tmp_path, plug, ONE, THREE, renderer=renderer), 141)
+    text, code = check_report.report(
+        config_of(tmp_path, plugin, ONE, THREE, renderer=renderer), 141
+    )
     [line] = (line for line in text.splitlines() if "data.train.0: " in line)
     assert code == 1 and names(line, f"{tmp_path}/r.jsonl, row 2: ... 3 source ... {remedy}"), line
-    skipping = config_of(tmp_path, plug, ONE, THREE, renderer=renderer, data={"on_bad_row": "skip"})
+    skipping = config_of(
+        tmp_path, plugin, ONE, THREE, renderer=renderer, data={"on_bad_row": "skip"}
+    )
     assert "source pictures" not in check_report.report(skipping, 141)[0]
 
 

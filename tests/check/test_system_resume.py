@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tiny_run import run_config
 
-from rl.api.find import import_plug, plug_class
+from rl.api.find import import_plugin, plugin_class
 from rl.api.policy import LoraSection
-from rl.build import ROOMS, module_of, plugs_of
+from rl.build import ROOMS, module_of, plugins_of
 from rl.check.resume import HARMLESS, LENGTH, LEVEL, NOTED, check_resume
-from rl.config.schema import PlugSection, RunConfig, Section
+from rl.config.schema import PluginSection, RunConfig, Section
 
 
 def resolved(**changes: Any) -> dict[str, Any]:
@@ -119,23 +119,23 @@ def test_groups_without_spread_keep_their_rule_where_there_is_a_kl() -> None:
 
 
 def schema_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every key, dotted; of what a plug reads `type` alone."""
+    """Every key, dotted; of what a plugin reads `type` alone."""
     for name, field in section.model_fields.items():
         key, found = f"{prefix}{name}", field.annotation
         if isinstance(found, type) and issubclass(found, Section):
             yield from schema_keys(found, f"{key}.")
-        elif found == PlugSection or name == "rewards":
+        elif found == PluginSection or name == "rewards":
             yield f"{key}.type"
         else:
             yield key
 
 
-def plug_keys(room: str) -> set[str]:
-    """Those of the shipped plugs' own sections."""
+def plugin_keys(room: str) -> set[str]:
+    """Those of the shipped plugins' own sections."""
     found = set()
-    for name in plugs_of(room):
-        module, _ = import_plug(module_of(room, name))
-        cls, problems = plug_class(module, ROOMS[room])
+    for name in plugins_of(room):
+        module, _ = import_plugin(module_of(room, name))
+        cls, problems = plugin_class(module, ROOMS[room])
         assert cls is not None, problems
         found |= set(cls.Config.model_fields)
     return found
@@ -145,9 +145,9 @@ def test_the_table_names_keys_that_exist() -> None:
     """A renamed config key must not silently become one that breaks a run."""
     keys = set(schema_keys())
     for section, room in (("policy", "policies"), ("engine", "engines"), ("renderer", "renderers")):
-        keys |= {f"{section}.{key}" for key in plug_keys(room)}
+        keys |= {f"{section}.{key}" for key in plugin_keys(room)}
     keys |= {f"policy.lora.{key}" for key in LoraSection.model_fields}
-    keys |= {f"data.train.0.{key}" for key in plug_keys("data")} | {"data.validation.0.path"}
+    keys |= {f"data.train.0.{key}" for key in plugin_keys("data")} | {"data.validation.0.path"}
     for pattern in (*HARMLESS, *LEVEL, *LENGTH, *NOTED):
         assert any(fnmatchcase(key, pattern) for key in keys), pattern
 

@@ -35,7 +35,8 @@ def full(folder: Path) -> dict[str, Any]:
     for room in ("policy", "engine", "renderer"):
         values[room] = json.loads(getattr(resolved, room).config.model_dump_json())
     values["rewards"] = {
-        name: json.loads(plug.config.model_dump_json()) for name, plug in resolved.rewards.items()
+        name: json.loads(plugin.config.model_dump_json())
+        for name, plugin in resolved.rewards.items()
     }
     values["renderer"].pop("scheduler_overrides", None)
     return values

@@ -13,7 +13,7 @@ from tiny_rounding import NATS
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from rl.api.engine import EngineSetup
-from rl.api.plug import PlugConfig
+from rl.api.plugin import PluginConfig
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
 from rl.engines.vllm import vllm as vllm_engine
@@ -56,7 +56,7 @@ def vllm(policy):
 
 @pytest.fixture(scope="module")
 def slow(policy):
-    config = PlugConfig(type="transformers")
+    config = PluginConfig(type="transformers")
     return transformers_engine.TransformersEngine(config, EngineSetup(policy, "cpu"))
 
 

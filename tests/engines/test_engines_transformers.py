@@ -7,7 +7,7 @@ from tiny_engines import assert_ended, assert_same, max_dlogp
 from tiny_rounding import NATS
 
 from rl.api.engine import EngineSetup
-from rl.api.plug import PlugConfig
+from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
@@ -34,7 +34,7 @@ def policy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(policy):
-    config = PlugConfig(type="transformers")
+    config = PluginConfig(type="transformers")
     return transformers_engine.TransformersEngine(config, EngineSetup(policy, "cpu"))
 
 

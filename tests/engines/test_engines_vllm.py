@@ -16,7 +16,7 @@ from tiny_rounding import NATS
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from rl.api.engine import EngineSetup
-from rl.api.plug import PlugConfig
+from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
@@ -244,7 +244,7 @@ def test_banned_tokens_are_never_drawn(synced, policy, prompts_P):
 
 
 def test_greedy_is_the_slow_samplers(synced, policy, prompts_P):
-    slow = transformers_engine.TransformersEngine(PlugConfig(), EngineSetup(policy, "cpu"))
+    slow = transformers_engine.TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu"))
     greedy = params(0.0, num_completions=2)
     fast_PG = synced.generate(prompts_P, greedy, [0, 0, 0])
     for fast_G, slow_G in zip(fast_PG, slow.generate(prompts_P, greedy, [0, 0, 0]), strict=True):
@@ -256,7 +256,7 @@ def test_greedy_is_the_slow_samplers(synced, policy, prompts_P):
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.8, -1), (1.0, 5), (0.9, 20)])
 def test_cut_distributions_are_the_slow_samplers(synced, policy, prompts_P, top_p, top_k):
     """First tokens of 64 completions: the same support, the same renormalised log-probs."""
-    slow = transformers_engine.TransformersEngine(PlugConfig(), EngineSetup(policy, "cpu"))
+    slow = transformers_engine.TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu"))
     cut = params(0.7, top_p, top_k, max_tokens=1, num_completions=64)
     for prompt, group in zip(prompts_P, synced.generate(prompts_P, cut, [1, 2, 3]), strict=True):
         expected_V = slow._distribution(policy.decoder([prompt], 1).step(None), cut)[0]

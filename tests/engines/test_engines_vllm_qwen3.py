@@ -21,7 +21,7 @@ from tiny_policy import move, trainable, wake_lora
 from tiny_rounding import NATS
 
 from rl.api.engine import EngineSetup
-from rl.api.plug import PlugConfig
+from rl.api.plugin import PluginConfig
 from rl.api.types import SamplingParams
 from rl.engines.transformers import TransformersEngine
 from rl.engines.vllm import start
@@ -105,7 +105,7 @@ def test_without_its_deepstack_features_a_picture_gives_other_log_probs(
         engine._drop_caches()
         completions_PG = engine.generate(prompts_P, PARAMS, SEEDS)
         assert max_dlogp(policy, prompts_P, completions_PG) <= NATS
-        slow = TransformersEngine(PlugConfig(), EngineSetup(policy, "cpu"))
+        slow = TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu"))
         greedy = replace(PARAMS, temperature=0.0, num_completions=1)
         fast_PG, slow_PG = (e.generate(prompts_P, greedy, SEEDS) for e in (engine, slow))
         for [fast], [plain] in zip(fast_PG, slow_PG, strict=True):

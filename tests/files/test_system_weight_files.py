@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_weight_files import displace, num_askew
 
-from rl.api.plug import Resources
+from rl.api.plugin import Resources
 from rl.api.policy import PolicySetup
 from rl.files.weights import align_weights
 from rl.policies.emu3 import emu3

@@ -91,12 +91,14 @@ def noise_picture(seed: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def ask_about_group(plug: ModuleType, judge: FaultyJudge, pictures: Sequence[Image.Image]) -> None:
+def ask_about_group(
+    plugin: ModuleType, judge: FaultyJudge, pictures: Sequence[Image.Image]
+) -> None:
     sample = Sample("a", "paint it red", sources=(noise_picture(98),), target=noise_picture(99))
 
     async def run() -> None:
         client = JudgeClient(quick_config(max_attempts=1), judge.api_base)
-        reward = make(plug, plug.Config(), client)
+        reward = make(plugin, plugin.Config(), client)
         grades: list[RewardOutput] = await asyncio.gather(
             *(reward.grade(RewardInput(sample, f"words {i}", p)) for i, p in enumerate(pictures))
         )
@@ -106,9 +108,9 @@ def ask_about_group(plug: ModuleType, judge: FaultyJudge, pictures: Sequence[Ima
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("plug", JUDGED, ids=lambda plug: plug.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("plugin", JUDGED, ids=lambda plugin: plugin.__name__.rpartition(".")[2])
 def test_a_groups_questions_differ_in_their_last_part_alone(
-    plug: ModuleType, monkeypatch: pytest.MonkeyPatch
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What all of a group share comes first, byte for byte: the judge reads it once."""
     encoded: Counter[bytes] = Counter()
@@ -122,16 +124,16 @@ def test_a_groups_questions_differ_in_their_last_part_alone(
     monkeypatch.setattr(Image.Image, "save", counted)
     pictures = [noise_picture(seed) for seed in range(4)]
     with FaultyJudge(after=REPLY) as judge:
-        ask_about_group(plug, judge, pictures)
+        ask_about_group(plugin, judge, pictures)
     contents = [request["messages"][0]["content"] for request in judge.requests]
-    assert len(contents) == JUDGED[plug] * len(pictures)
+    assert len(contents) == JUDGED[plugin] * len(pictures)
     before = Counter(str(content[:-1]) for content in contents)
-    num_kinds = 2 if plug in (viescore, viescore_t2i) else 1
+    num_kinds = 2 if plugin in (viescore, viescore_t2i) else 1
     assert set(before.values()) == {len(contents) // num_kinds}
     assert len(before) == num_kinds
     last = Counter(str(content[-1]) for content in contents)
-    assert set(last.values()) == {JUDGED[plug]} and len(last) == len(pictures)
-    with_other = 0 if plug is viescore_t2i else 1  # the source, or the reference
+    assert set(last.values()) == {JUDGED[plugin]} and len(last) == len(pictures)
+    with_other = 0 if plugin is viescore_t2i else 1  # the source, or the reference
     assert len(encoded) == len(pictures) + with_other and set(encoded.values()) == {1}
 
 

@@ -15,7 +15,7 @@ from tiny_policy import TEMPERATURE, make_emu3, move, trainable
 from tiny_rounding import NATS, apart
 
 from rl.api.engine import EngineSetup
-from rl.api.plug import PlugConfig
+from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import Completion, SamplingParams
 from rl.engines.transformers import TransformersEngine
@@ -118,7 +118,7 @@ def test_a_constrained_sampler_and_the_trainer_agree(tmp_path):
     policy = make_emu3(tiny_emu3.save_policy_folder(tmp_path, fond_of_pictures=True))
     prompt = policy.build_prompt(tiny_emu3.sample(3, height=3, width=2))
     params = SamplingParams(TEMPERATURE, 1.0, -1, max_tokens=40, num_completions=6)
-    [group] = TransformersEngine(PlugConfig(), EngineSetup(policy, "cpu")).generate(
+    [group] = TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu")).generate(
         [prompt], params, [0]
     )
     actions = act_group(policy, prompt, group)

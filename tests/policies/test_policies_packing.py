@@ -187,9 +187,9 @@ def test_the_kernel_is_chosen_by_device_and_dtype():
 
 
 def test_a_kernel_that_cannot_run_is_a_mistake_of_the_config(tmp_path):
-    for plug in (qwen2_5_vl.Qwen25VL, emu3.Emu3):
+    for plugin in (qwen2_5_vl.Qwen25VL, emu3.Emu3):
         section = {"type": "", "model_path": str(tmp_path), "attn_implementation": "varlen"}
-        assert plug.problems(plug.Config(**section), None) == []
+        assert plugin.problems(plugin.Config(**section), None) == []
         for wrong in ({"dtype": "float32"}, {"device": "cpu"}):
-            (problem,) = plug.problems(plug.Config(**section, **wrong), None)
+            (problem,) = plugin.problems(plugin.Config(**section, **wrong), None)
             assert problem.startswith("attn_implementation: 'varlen' needs")

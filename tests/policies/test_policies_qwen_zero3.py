@@ -69,9 +69,9 @@ def make_policy(folder: str, kind: str) -> QwenVL:
     """As in a run without a renderer, where a row may have no picture; the folder says which."""
     section = {"type": "", "model_path": folder, "dtype": "float32", **KINDS[kind]}
     is_qwen3 = json.loads(Path(folder, "config.json").read_text())["model_type"] == "qwen3_vl"
-    plug: type[QwenVL] = qwen3_vl.Qwen3VL if is_qwen3 else qwen2_5_vl.Qwen25VL
-    policy = plug(
-        plug.Config(**section),
+    plugin: type[QwenVL] = qwen3_vl.Qwen3VL if is_qwen3 else qwen2_5_vl.Qwen25VL
+    policy = plugin(
+        plugin.Config(**section),
         PolicySetup(
             "text",
             state_kind="pre_norm" if is_qwen3 else "post_norm",

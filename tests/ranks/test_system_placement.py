@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_messages import names
 
-from rl.api.plug import PlacedConfig, PlugConfig
+from rl.api.plugin import PlacedConfig, PluginConfig
 from rl.ranks import placement
 from rl.ranks.placement import Claim, Machine, problems, resolve_device
 
@@ -77,7 +77,7 @@ def test_what_is_wrong_with_a_placement_names_its_key(
 
 def test_claims_come_from_the_sections_that_place_a_model() -> None:
     placed = PlacedConfig(device="cuda:1", max_memory_gb=3.0)
-    sections = [("policy", PlacedConfig()), ("renderer", placed), ("rewards.x", PlugConfig())]
+    sections = [("policy", PlacedConfig()), ("renderer", placed), ("rewards.x", PluginConfig())]
     assert placement.claims_of(sections) == [
         Claim("policy", "auto"),
         Claim("renderer", "cuda:1", 3.0),

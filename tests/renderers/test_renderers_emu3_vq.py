@@ -16,7 +16,7 @@ from tiny_emu3_vq import NUM_CODES, make_codes
 from tiny_pictures import make_picture
 from transformers import Emu3Config, Emu3ForConditionalGeneration, Emu3ImageProcessor, Emu3VQVAE
 
-from rl.api.plug import Resources
+from rl.api.plugin import Resources
 from rl.api.types import RenderFailure, RenderJob, Sample
 from rl.renderers.emu3_vq import emu3_vq
 from rl.renderers.emu3_vq.codec import Emu3Codec, fit, load_codec

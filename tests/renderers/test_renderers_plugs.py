@@ -21,7 +21,7 @@ from tiny_pictures import make_picture
 from tiny_rounding import PICTURE, apart
 from tiny_run import run_config
 
-from rl.api.plug import PlugConfig, Resources
+from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import RenderJob
 from rl.files.model_files import model_problems
 from rl.policies.shared.prompting import PICTURE as BRACKET
@@ -87,7 +87,7 @@ def num_parameters(module: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("plug", "pipeline", "num_pictures", "area_px"),
+    ("plugin", "pipeline", "num_pictures", "area_px"),
     [
         (QwenImageEdit, QwenImageEditPipeline, 1, 1024 * 1024),
         (QwenImageEditPlus, QwenImageEditPlusPipeline, 1, 384 * 384),
@@ -95,15 +95,15 @@ def num_parameters(module: torch.nn.Module) -> int:
     ],
 )
 def test_editors_ask_as_their_stock_pipelines_do(
-    plug: Any, pipeline: type, num_pictures: int, area_px: int
+    plugin: Any, pipeline: type, num_pictures: int, area_px: int
 ) -> None:
     stock = tiny_editor.stock_pipeline(tiny_editor.make_stock(), pipeline)
-    template = plug.prompt_template(plug.Config(type="x"))
+    template = plugin.prompt_template(plugin.Config(type="x"))
     text = for_pictures(template, num_pictures).text
     asked = text.replace("{image}", BRACKET).replace("{instruction}", "make it blue")
     # `_get_qwen_prompt_embeds` of Edit-Plus puts this label before every picture.
     labels = [f"Picture {number}: {BRACKET}" for number in range(1, num_pictures + 1)]
-    words = "make it blue" if plug is QwenImageEdit else "".join(labels) + "make it blue"
+    words = "make it blue" if plugin is QwenImageEdit else "".join(labels) + "make it blue"
     assert asked == stock.prompt_template_encode.format(words)
     assert template.image_area_px == area_px
     assert template.text.startswith(template.drop_prefix)
@@ -328,8 +328,8 @@ def test_overrides_reach_the_scheduler(folders: dict[str, Path], name: str) -> N
 
 
 def test_none_renders_nothing() -> None:
-    renderer = none.NoRenderer(PlugConfig(), CPU)
+    renderer = none.NoRenderer(PluginConfig(), CPU)
     jobs = [make_job(None, 3, noise_seed=0)] * 3
     assert list(renderer.render(jobs)) == [(0, None), (1, None), (2, None)]
     assert (none.NoRenderer.accepts, none.NoRenderer.makes_images) == ("text", False)
-    assert none.NoRenderer.prompt_template(PlugConfig()) is None
+    assert none.NoRenderer.prompt_template(PluginConfig()) is None

@@ -23,7 +23,7 @@ from tiny_editor import (
 from tiny_pictures import make_picture
 from tiny_rounding import PICTURE
 
-from rl.api.plug import Resources
+from rl.api.plugin import Resources
 from rl.renderers import qwen_image_edit
 from rl.renderers.qwen_image import qwen_image_loop
 from rl.renderers.qwen_image.qwen_image_components import EditorParts

@@ -1,4 +1,4 @@
-"""The `qwen_image_21` plug as a config sees it: light, checked, and loadable from a folder."""
+"""The `qwen_image_21` plugin as a config sees it: light, checked, and loadable from a folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiny_messages import names
 from tiny_qwen_image_21 import references
 from tiny_run import run_config
 
-from rl.api.plug import Resources
+from rl.api.plugin import Resources
 from rl.policies.shared.prompting import PICTURE as BRACKET
 from rl.policies.shared.prompting import for_pictures
 from rl.renderers.qwen_image_21.qwen_image_21 import QwenImage21

@@ -15,7 +15,7 @@ from tiny_rounding import PICTURE, PRODUCT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from rl.api.plug import Resources
+from rl.api.plugin import Resources
 from rl.api.types import RenderFailure
 from rl.renderers import qwen_image_edit
 from rl.renderers.qwen_image import fp8, modulation, qwen_image_denoiser

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 from tiny_rewards import read
 
-from rl.rewards import format as plug
+from rl.rewards import format as plugin
 
 GOOD = "<think>two and two</think><answer>4</answer>"
 
@@ -20,7 +20,7 @@ GOOD = "<think>two and two</think><answer>4</answer>"
     ],
 )
 def test_the_asked_form(text: str) -> None:
-    assert read(plug, text).value == 1.0
+    assert read(plugin, text).value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -48,17 +48,17 @@ def test_the_asked_form(text: str) -> None:
     ],
 )
 def test_any_other_form(text: str) -> None:
-    grade = read(plug, text)
+    grade = read(plugin, text)
     assert grade.value == 0.0 and grade.failure is None
 
 
 def test_other_tags() -> None:
     text = "<plan>two</plan><final>4</final>"
-    assert read(plug, text, think_tag="plan", answer_tag="final").value == 1.0
-    assert read(plug, text).value == 0.0
+    assert read(plugin, text, think_tag="plan", answer_tag="final").value == 1.0
+    assert read(plugin, text).value == 0.0
     with pytest.raises(ValidationError, match="think_tag"):
-        plug.Config(think_tag="<think>")
+        plugin.Config(think_tag="<think>")
 
 
 def test_it_is_read_in_linear_time() -> None:
-    assert read(plug, "<think>" * 100_000 + "</think>" * 100_000).value == 0.0
+    assert read(plugin, "<think>" * 100_000 + "</think>" * 100_000).value == 0.0

@@ -141,12 +141,12 @@ def test_repeats_are_other_seeds_at_the_rewards_own_temperature() -> None:
     assert [r["temperature"] for r in judge.requests] == [0.7] * 3 + [0.0]
 
 
-@pytest.mark.parametrize("plug", REWARDS)
+@pytest.mark.parametrize("plugin", REWARDS)
 @pytest.mark.parametrize("status", [401, 404])
-def test_a_wrong_set_up_passes_through(plug: Any, status: int) -> None:
+def test_a_wrong_set_up_passes_through(plugin: Any, status: int) -> None:
     evidence = RewardInput(Sample("a", WORDS, sources=SOURCES, target=GOAL), "a rewriting", MADE)
     with FaultyJudge(after=Fault(status)) as judge, pytest.raises(JudgeRefused):
-        ask(plug, judge, evidence)
+        ask(plugin, judge, evidence)
 
 
 # --- what the judge is shown ------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_no_picture_is_no_question(reward: Any, lacks: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plug", "config", "reason"),
+    ("plugin", "config", "reason"),
     [
         (viescore, {"semantics_prompt": "/no/such/file.txt"}, "semantics_prompt: .*/no/such"),
         (viescore, {"perception_prompt": "/no/such/file.txt"}, "perception_prompt: .*/no/such"),
@@ -240,7 +240,7 @@ def test_no_picture_is_no_question(reward: Any, lacks: str) -> None:
     ],
 )
 def test_a_config_that_cannot_serve_is_refused(
-    plug: Any, config: dict[str, Any], reason: str
+    plugin: Any, config: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValidationError, match=reason):
-        plug.Config(**config)
+        plugin.Config(**config)

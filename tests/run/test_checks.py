@@ -21,8 +21,10 @@ from rl.run.watch import Watch
 
 def make_checks(held_out: list[Sample] | None = None, **changes: Any) -> Checks:
     config = run_config(**changes)
-    plug_metrics = MagicMock(take=lambda reported: Metrics())
-    return Checks(config, Dist(), None, held_out or [], plug_metrics, Watch(config, "float32", 0.0))
+    plugin_metrics = MagicMock(take=lambda reported: Metrics())
+    return Checks(
+        config, Dist(), None, held_out or [], plugin_metrics, Watch(config, "float32", 0.0)
+    )
 
 
 def drew(num_drawn: int, num_lost: int = 0) -> Rollout:

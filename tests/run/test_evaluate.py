@@ -14,7 +14,7 @@ from tiny_ranks import run_ranks
 from tiny_rollout import Graded
 from tiny_run import Writes, run_config
 
-from rl.api.plug import PlugConfig, Resources
+from rl.api.plugin import PluginConfig, Resources
 from rl.api.policy import PolicyConfig
 from rl.api.renderer import Renderer
 from rl.api.types import (
@@ -117,7 +117,7 @@ def evaluate_samples(
     ]
     config = run_config(optimizer={"max_tokens_per_micro_batch": 3})
     with BackgroundLoop() as loop, BackgroundWriter(folder) as writer:
-        renderer, rewards = Blank(PlugConfig(), Resources(None, "cpu")), {"judge": Graded(fixed)}
+        renderer, rewards = Blank(PluginConfig(), Resources(None, "cpu")), {"judge": Graded(fixed)}
         context = RolloutContext(config, policy, renderer, rewards, True, loop)
         metrics = evaluate(context, ENGINE, samples, 0, folder, dist, PhaseTimer(), writer)
     return dist.reduce(metrics)

@@ -15,7 +15,7 @@ from tiny_messages import names
 
 from rl import build
 from rl.algorithm.metrics import Metrics
-from rl.api.plug import Resources
+from rl.api.plugin import Resources
 from rl.config.schema import load_config
 from rl.console.console import Console, PhaseTimer
 from rl.ranks.dist import Dist
@@ -24,7 +24,7 @@ from rl.record.writer import BackgroundWriter
 from rl.rollout.stream import Rollout
 from rl.run import metric_table
 from rl.run.checks import Checks
-from rl.run.plug_metrics import PlugMetrics
+from rl.run.plugin_metrics import PluginMetrics
 from rl.run.recording import Recording
 from rl.run.run import Run
 from rl.run.watch import Watch
@@ -34,7 +34,7 @@ from rl.api.data import DataSource
 from rl.api.metric import Metric
 from rl.api.reward import Reward
 from rl.api.types import Sample
-from tiny_plugs.nothing import Nil
+from tiny_plugins.nothing import Nil
 
 
 class Brush(Nil):
@@ -76,56 +76,56 @@ NAMES = ["renderer/strokes", "reward/metric/mine/hits", "data/metric/train.0/rea
 
 
 @dataclass
-class Plugs:
+class Plugins:
     """An outsider's plugins, as a run resolves and makes them."""
 
     resolved: build.Resolved
     reward: Any
     rows: Any
 
-    def metrics(self, dist: Dist) -> PlugMetrics:
+    def metrics(self, dist: Dist) -> PluginMetrics:
         [reward], [source] = self.resolved.rewards.values(), self.resolved.train
         renderer = self.resolved.renderer
-        return PlugMetrics(renderer, [(reward, self.reward), (source, self.rows)], dist)
+        return PluginMetrics(renderer, [(reward, self.reward), (source, self.rows)], dist)
 
 
 def write_config(folder: Path) -> Path:
     (folder / "outsider").mkdir()
-    (folder / "outsider" / "plugs.py").write_text(PLUGINS)
+    (folder / "outsider" / "plugins.py").write_text(PLUGINS)
     changes = {
-        "renderer": {"type": "outsider.plugs.Brush"},
-        "rewards": {"mine": {"type": "outsider.plugs.Careful"}},
-        "data": {"train": [{"type": "outsider.plugs.Rows"}]},
+        "renderer": {"type": "outsider.plugins.Brush"},
+        "rewards": {"mine": {"type": "outsider.plugins.Careful"}},
+        "data": {"train": [{"type": "outsider.plugins.Rows"}]},
     }
     return tiny_config.write(folder, tiny_config.nothing(folder, **changes))
 
 
-def make(config: Path) -> Plugs:
+def make(config: Path) -> Plugins:
     sys.path.insert(0, str(config.parent))
-    for name in ("outsider", "outsider.plugs"):
+    for name in ("outsider", "outsider.plugins"):
         sys.modules.pop(name, None)
     resolved = build.resolve(load_config(config))
     [reward], [rows] = resolved.rewards.values(), build.build_data(resolved, resolved.train)
     rows.take_metrics()  # its first row was looked at
-    return Plugs(resolved, reward.cls(reward.config, Resources(None, "cpu")), rows)
+    return Plugins(resolved, reward.cls(reward.config, Resources(None, "cpu")), rows)
 
 
 @pytest.fixture
-def plugs(tmp_path: Path) -> Plugs:
+def plugins(tmp_path: Path) -> Plugins:
     return make(write_config(tmp_path))
 
 
-def taken(plug_metrics: PlugMetrics, **of_renderer: Any) -> dict[str, float]:
-    return Metrics.merge([plug_metrics.take(of_renderer).state()])
+def taken(plugin_metrics: PluginMetrics, **of_renderer: Any) -> dict[str, float]:
+    return Metrics.merge([plugin_metrics.take(of_renderer).state()])
 
 
-def test_an_outsiders_metrics_are_in_the_lines(plugs: Plugs, tmp_path: Path) -> None:
-    config, dist, run_dir = plugs.resolved.config, Dist(), tmp_path / "run"
+def test_an_outsiders_metrics_are_in_the_lines(plugins: Plugins, tmp_path: Path) -> None:
+    config, dist, run_dir = plugins.resolved.config, Dist(), tmp_path / "run"
     record, writer, rest = RunRecord(run_dir, config, dist), BackgroundWriter(run_dir), MagicMock()
     watch = Watch(config, "float32", 0.0)
-    checks = Checks(config, dist, None, [], plugs.metrics(dist), watch)
+    checks = Checks(config, dist, None, [], plugins.metrics(dist), watch)
     recording = Recording(dist, Console(True), PhaseTimer(), rest, record, rest, rest, writer, 3)
-    _ = plugs.rows[0]
+    _ = plugins.rows[0]
     run_dir.mkdir(exist_ok=True)
     line = recording.line(checks.metrics(Rollout([], [], {"strokes": 12.0})), {})
     checks.line(line)
@@ -150,35 +150,37 @@ def test_an_outsiders_metrics_are_in_the_lines(plugs: Plugs, tmp_path: Path) -> 
     ids=lambda value: str(value)[:30],
 )
 def test_what_is_not_as_declared_is_left_out_with_one_warning(
-    plugs: Plugs, report: Any, message: str, capsys: pytest.CaptureFixture[str]
+    plugins: Plugins, report: Any, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plugs.reward.report = report
-    metrics = plugs.metrics(Dist())
+    plugins.reward.report = report
+    metrics = plugins.metrics(Dist())
     assert taken(metrics, strokes=2) == taken(metrics, strokes=2) == {NAMES[0]: 2}
     [warning] = capsys.readouterr().err.splitlines()
-    assert names(warning, f"rank 0: rewards.mine: outsider.plugs.Careful ... {message}")
-    plugs.reward.report = {"hits": 0.25}
+    assert names(warning, f"rank 0: rewards.mine: outsider.plugins.Careful ... {message}")
+    plugins.reward.report = {"hits": 0.25}
     assert taken(metrics) == {NAMES[1]: 0.25}, "it is asked again"
     assert taken(metrics, blobs=1) == {NAMES[1]: 0.25}
-    assert names(capsys.readouterr().err, "renderer: outsider.plugs.Brush ... 'blobs' ... strokes")
+    assert names(
+        capsys.readouterr().err, "renderer: outsider.plugins.Brush ... 'blobs' ... strokes"
+    )
 
 
-def test_a_held_out_run_reports_nothing(plugs: Plugs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_out_run_reports_nothing(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does what raises when it is asked to forget."""
 
     def evaluate(*_: object) -> Metrics:
-        _ = plugs.rows[0]
-        plugs.reward.report = ValueError("not now")
+        _ = plugins.rows[0]
+        plugins.reward.report = ValueError("not now")
         return Metrics()
 
     monkeypatch.setattr("rl.run.run.evaluate", evaluate)
-    metrics = plugs.metrics(Dist())
-    run: Any = MagicMock(checks=MagicMock(plug_metrics=metrics))
+    metrics = plugins.metrics(Dist())
+    run: Any = MagicMock(checks=MagicMock(plugin_metrics=metrics))
     Run.evaluate_if_due(run, 1)
-    plugs.reward.report = {}
+    plugins.reward.report = {}
     assert taken(metrics) == {}
 
 
-def test_every_shipped_plugs_metric_has_a_row_of_its_own() -> None:
+def test_every_shipped_plugins_metric_has_a_row_of_its_own() -> None:
     rows = metric_table.shipped_rows()
     assert "renderer/clip_cut_share" in rows and not rows.keys() & metric_table.METRICS.keys()

@@ -24,7 +24,7 @@ from tiny_policy import make_qwen, move
 from tiny_rounding import PRODUCT
 from tiny_run import Writes, episode, run_config
 
-from rl.api.plug import PlugConfig, Resources
+from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import RenderJob, RewardInput, RewardOutput, Sample
 from rl.console.console import PhaseTimer
 from rl.judge.background import BackgroundLoop
@@ -97,7 +97,7 @@ def make_context(
     template = qwen_image_edit.QwenImageEdit.prompt_template(config)
     policy = make_qwen(models["policy"], negative=" ", template=template, **section)
     resources = Resources(None, "cpu")
-    renderer, reward = Drawing(config, resources), Picky(PlugConfig(), resources)
+    renderer, reward = Drawing(config, resources), Picky(PluginConfig(), resources)
     run = run_config(renderer=keys)
     return RolloutContext(run, policy, renderer, {"bright": reward}, True, loop)
 

@@ -145,7 +145,7 @@ def test_what_needs_torch_says_so_first(rl_here: Callable[..., Said], monkeypatc
             assert names(done.stderr, f"rl {name}: torch ... '{DISTRIBUTION}[cuda]'")
 
 
-def test_a_plug_lies_in_the_folder_where_the_run_is_started(tmp_path: Path) -> None:
+def test_a_plugin_lies_in_the_folder_where_the_run_is_started(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     shutil.copy(ROOT / "tests" / "brightness_reward.py", tmp_path / "mine" / "my_reward.py")
     reward = "rewards={mine: {type: 'mine.my_reward'}}"

@@ -20,7 +20,7 @@ from tiny_rounding import NATS, PRODUCT, apart
 
 from rl.api.data import RowRules
 from rl.api.engine import EngineSetup
-from rl.api.plug import PlugConfig
+from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample, SamplingParams
 from rl.checkpoints.checkpoint import _seal, model_folder
@@ -72,7 +72,7 @@ def samples() -> list[Sample]:
 
 def greedy(policy: qwen2_5_vl.Qwen25VL) -> tuple[list[Prompt], list[tuple[int, ...]]]:
     prompts = [policy.build_prompt(sample) for sample in samples()]
-    groups = TransformersEngine(PlugConfig(), EngineSetup(policy, "cpu")).generate(
+    groups = TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu")).generate(
         prompts, GREEDY, [0] * len(prompts)
     )
     return prompts, [group[0].token_ids for group in groups]

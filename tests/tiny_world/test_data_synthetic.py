@@ -1,4 +1,4 @@
-"""What all data plugs of the tiny world promise: a sample is a function of its config and index."""
+"""Every data plugin of the tiny world: a sample is a function of its config and index."""
 
 from __future__ import annotations
 

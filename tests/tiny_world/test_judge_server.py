@@ -37,9 +37,9 @@ def edit() -> tuple[Sample, Image.Image]:
 
 
 def graded(
-    server: JudgeServer, plug: ModuleType, sample: Sample, picture: Image.Image, **config: object
+    server: JudgeServer, plugin: ModuleType, sample: Sample, picture: Image.Image, **config: object
 ) -> RewardOutput:
-    return ask(plug, server, RewardInput(sample, "", picture), config)
+    return ask(plugin, server, RewardInput(sample, "", picture), config)
 
 
 def test_viescore_travels_over_http_unchanged(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_config import REPO, WEIGHTS
 
-from rl.api.plug import Resources
+from rl.api.plugin import Resources
 from rl.config.schema import load_config
 from tiny_world import captions
 from tiny_world.pixel_judge import grade_wish

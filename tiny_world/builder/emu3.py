@@ -5,7 +5,7 @@ Two lessons, of the kind the other tiny policies get (`policy.py`):
  2. doubt  a shorter one on what a beginner writes: some nouns mostly right, all else mostly wrong.
 The first code that an edit changes decides what becomes of the shape; the later ones follow it.
 
-Prompts, completions and log-probs are the policy plug's own (`rl/policies/emu3/emu3.py`): words
+Prompts, completions and log-probs are the policy plugin's own (`rl/policies/emu3/emu3.py`): words
 compete with words, codes with codes, and what the sampler is made to write is not taught.
 """
 

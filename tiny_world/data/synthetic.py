@@ -10,11 +10,11 @@ from typing import Annotated, ClassVar, TypeVar
 from pydantic import Field
 
 from rl.api.data import DataSource
-from rl.api.plug import PlugConfig
+from rl.api.plugin import PluginConfig
 from rl.api.types import Sample
 
 
-class MadeConfig(PlugConfig):
+class MadeConfig(PluginConfig):
     """A finite set; another seed gives another one."""
 
     num_samples: Annotated[int, Field(ge=1, le=10_000_000)] = 4096

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from rl.api.data import DataSource, RowRules
-from rl.api.plug import FileConfig
+from rl.api.plugin import FileConfig
 from rl.api.types import Sample
 from rl.config.paths import not_a_file
 from rl.data.emu3_tokens import token_files

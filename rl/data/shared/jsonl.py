@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.api.data import RowRules
-from rl.api.plug import ConfigT
+from rl.api.plugin import ConfigT
 from rl.config.paths import not_a_file
 from rl.data.shared.sample_rows import MAX_SHOWN, BadRowError, RowsSource, shorten
 from rl.text.untrusted import shown

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rl.api.data import DataSource, RowRules
-from rl.api.plug import ConfigT, FileConfig
+from rl.api.plugin import ConfigT, FileConfig
 from rl.api.types import Sample, UnusableSampleError
 from rl.config.schema import Section
 from rl.console.progress import counted

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from rl.api.engine import Engine, EngineMemory, EngineSetup, Residency
-from rl.api.plug import PlacedConfig, PlugConfig, too_old, unread
+from rl.api.plugin import PlacedConfig, PluginConfig, too_old, unread
 from rl.api.policy import Policy, PolicyConfig
 from rl.api.types import Completion, ImageVocabulary, PolicyWeights, Prompt, SamplingParams
 from rl.config.schema import MAX_COUNT, MAX_TOKENS, RunConfig, vllm_build
@@ -53,7 +53,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Slot sizes vLLM offers."""
 
 
-class Config(PlugConfig):
+class Config(PluginConfig):
     """The engine section."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"

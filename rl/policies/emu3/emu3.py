@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl.api.plug import ModelFiles, unread
+from rl.api.plugin import ModelFiles, unread
 from rl.api.policy import PolicySetup
 from rl.api.types import (
     Action,

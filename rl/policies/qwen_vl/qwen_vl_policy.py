@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cachetools import LRUCache
 
-from rl.api.plug import ModelFiles, unread
+from rl.api.plugin import ModelFiles, unread
 from rl.api.policy import PolicySetup
 from rl.api.types import (
     Action,

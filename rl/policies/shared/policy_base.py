@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import TypeVar
 
-from rl.api.plug import ModelFiles, PlacedConfig, too_old, unread
+from rl.api.plugin import ModelFiles, PlacedConfig, too_old, unread
 from rl.api.policy import Decoder, Policy, PolicyConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, Row, TokenBatch
 from rl.config.paths import not_a_file

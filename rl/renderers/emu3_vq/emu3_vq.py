@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from rl.api.plug import Dtype, FrozenModelConfig, ModelFiles, Resources
+from rl.api.plugin import Dtype, FrozenModelConfig, ModelFiles, Resources
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob, Sample
 from rl.config.schema import MAX_COUNT

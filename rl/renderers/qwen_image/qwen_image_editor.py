@@ -17,7 +17,7 @@ from rl.renderers.qwen_image.denoising_config import (
     SIZE_MULTIPLE_PX,
     DenoisingConfig,
 )
-from rl.renderers.qwen_image.plug_base import QwenImage, output_area_px
+from rl.renderers.qwen_image.qwen_image_plugin_base import QwenImage, output_area_px
 
 SYSTEM_PROMPT = (
     "Describe the key features of the input image (color, shape, size, texture, objects, "

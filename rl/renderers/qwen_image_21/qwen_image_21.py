@@ -9,7 +9,11 @@ from rl.api.metric import Metric
 from rl.api.types import PromptTemplate
 from rl.config.schema import RunConfig
 from rl.renderers.qwen_image.denoising_config import PATCH_PX, SIZE_MULTIPLE_PX
-from rl.renderers.qwen_image.plug_base import QwenImage, output_area_px, transformer_value
+from rl.renderers.qwen_image.qwen_image_plugin_base import (
+    QwenImage,
+    output_area_px,
+    transformer_value,
+)
 from rl.renderers.qwen_image_21 import size_check
 from rl.renderers.qwen_image_21.qwen_image_21_config import (
     Config,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from rl.api.metric import Metric
-from rl.api.plug import SAFETENSORS, ModelFiles, unread
+from rl.api.plugin import SAFETENSORS, ModelFiles, unread
 from rl.renderers.sd3.sd3_config import PATCH_PX, Config
 from rl.renderers.shared.diffusion_renderer import DiffusionRenderer
 

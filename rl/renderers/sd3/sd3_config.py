@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rl.api.plug import FrozenModelConfig
+from rl.api.plugin import FrozenModelConfig
 from rl.config.schema import MAX_SIDE_PX
 from rl.renderers.shared.scheduling import SchedulerOverrides
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from PIL.Image import Image
 
-from rl.api.plug import FrozenModelConfig
+from rl.api.plugin import FrozenModelConfig
 from rl.api.types import RenderFailure, RenderJob
 from rl.files.images import over_white
 from rl.renderers.shared.batches import Fits, Outcome, render_in_batches

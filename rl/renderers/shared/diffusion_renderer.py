@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import TypeVar
 
-from rl.api.plug import DIFFUSERS_SAFETENSORS, FrozenModelConfig, ModelFiles, Resources
+from rl.api.plugin import DIFFUSERS_SAFETENSORS, FrozenModelConfig, ModelFiles, Resources
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob
 from rl.config.schema import RunConfig

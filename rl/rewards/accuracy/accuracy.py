@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rl.api.plug import PlugConfig, Resources
+from rl.api.plugin import PluginConfig, Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.rewards.accuracy import answers
@@ -30,7 +30,7 @@ from rl.rewards.shared.tags import TagName, last_block
 _BOXED = r"\boxed{"
 
 
-class Config(PlugConfig):
+class Config(PluginConfig):
     """Where the answer stands, and what a comparison may cost."""
 
     answer_tag: TagName = "answer"

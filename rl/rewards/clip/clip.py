@@ -18,7 +18,7 @@ from typing import Annotated
 from PIL.Image import Image
 from pydantic import Field
 
-from rl.api.plug import SAFETENSORS, Dtype, FrozenModelConfig, ModelFiles, Resources
+from rl.api.plugin import SAFETENSORS, Dtype, FrozenModelConfig, ModelFiles, Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import MAX_COUNT

@@ -18,7 +18,7 @@ from PIL import Image
 from torch.nn.functional import normalize
 from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
-from rl.api.plug import FrozenModelConfig
+from rl.api.plugin import FrozenModelConfig
 from rl.console.progress import weights_counted
 from rl.files.images import over_white
 from rl.files.weights import align_weights

@@ -14,7 +14,7 @@ from PIL.Image import Image
 from pydantic import Field, model_validator
 
 from rl.api.judge import Answer, Question
-from rl.api.plug import PlugConfig, Resources
+from rl.api.plugin import PluginConfig, Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput
 from rl.config.schema import RunConfig
@@ -29,7 +29,7 @@ Asked = tuple[Question, Callable[[str], Any]]
 """A question, and what reads its reply."""
 
 
-class RepeatsConfig(PlugConfig):
+class RepeatsConfig(PluginConfig):
     """How often the judge is asked, and in which words."""
 
     own_prompts: ClassVar[Mapping[str, str]] = {}

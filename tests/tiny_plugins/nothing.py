@@ -1,4 +1,4 @@
-"""A plug for every room that does nothing: `type: 'tiny_plugs.nothing'`."""
+"""A plugin for every room that does nothing: `type: 'tiny_plugins.nothing'`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from rl.api.data import DataSource
 from rl.api.engine import Engine
-from rl.api.plug import PlugConfig
+from rl.api.plugin import PluginConfig
 from rl.api.policy import Policy
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, Sample
@@ -53,5 +53,5 @@ class Nix(DataSource):
         return Sample(str(index), "do nothing")
 
     @classmethod
-    def count(cls, config: PlugConfig) -> int:
+    def count(cls, config: PluginConfig) -> int:
         return 40

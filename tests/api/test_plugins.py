@@ -1,4 +1,4 @@
-"""A stranger's plug: every mistake is one message of `--check`, and a right one is typed."""
+"""A stranger's plugin: every mistake is one message of `--check`, and a right one is typed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tiny_messages import names
 from tiny_typing import typing_errors
 
 from rl import build
+from rl.api import plugin
 from rl.check import check_report
 from rl.check.no_effect import no_effect
 from rl.config.schema import load_config
@@ -22,7 +23,7 @@ from PIL import Image
 from rl.api.data import DataSource, RowRules
 from rl.api.engine import Engine, EngineMemory, EngineSetup
 from rl.api.metric import Metric
-from rl.api.plug import PlugConfig, Resources
+from rl.api.plugin import PluginConfig, Resources
 from rl.api.policy import Policy, PolicyConfig
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward, reward
@@ -36,7 +37,7 @@ REWARDS: list[tuple[str, str, str]] = [
     ("s.one", "NEEDS = 1", "no Reward ... rl.api.reward.Reward ... function"),
     ("s.one", "class A(Reward): pass\nclass B(Reward): pass", "A, B ... one of them"),
     (".gone", "x = 1", "no 'gone'"),
-    (".R", "class R(Reward[dict]):" + HALF, "R.Config ... 'dict' ... PlugConfig"),
+    (".R", "class R(Reward[dict]):" + HALF, "R.Config ... 'dict' ... PluginConfig"),
     (".R", "class R(Reward): | def __init__(self, config): pass" + HALF,
      "`def __init__(self, config)` ... (self, config: Config, resources: Resources) -> None`"),
     (".R", "class R(Reward): pass", "no grade ... `async def grade(self, x: RewardInput) -> Rew"),
@@ -95,7 +96,7 @@ REWARDS: list[tuple[str, str, str]] = [
     (".R", "class R(Reward): | def grade(self, x): return self.ask().value"
      " | async def ask(self): ...", "'value' ... line 13) ... `async def`"),
 ]  # fmt: skip
-"""The end of `type`, the plug (' | ' is a new line of its class), and what the message names."""
+"""The end of `type`, the plugin (' | ' is a new line of its class), and what the message names."""
 
 
 def problems_of(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, **changes: Any) -> list:
@@ -159,7 +160,7 @@ RENDERERS: list[tuple[str, str]] = [
     (DRAWS + "... | @classmethod | def savings(cls, c): ...",
      "R.savings ... None (NoneType) ... Sequence[Saving]"),
     (DRAWS + "raise SystemExit(3)", "SystemExit: 3 ("),
-    ("import pydantic\nclass C(PlugConfig): | @pydantic.field_validator('type')"
+    ("import pydantic\nclass C(PluginConfig): | @pydantic.field_validator('type')"
      " | @classmethod | def ok(cls, v): raise KeyError('no')\n"
      "class R(Renderer[C]): | accepts = 'text' | def render(self, jobs): ...",
      "renderer: R.Config ... KeyError: 'no' ("),
@@ -179,7 +180,7 @@ LOSSES: list[tuple[str, str]] = [
     (TERMS.format("x.mask * (x.advantages - x.advantages.mean())"), "micro-batches ... x.denom"),
     (TERMS.format("x.masks"), "'masks' ... stranger.py, line 15) ... LossInputs, which has adv"),
 ]
-NO_REWARD = {"mine": {"type": "tiny_plugs.nothing"}}
+NO_REWARD = {"mine": {"type": "tiny_plugins.nothing"}}
 MISTAKES: list[tuple[str, dict[str, Any], str, str]] = [
     *(
         ("rewards.mine", {"rewards": {"mine": {"type": f"stranger{name}"}}}, *row)
@@ -212,7 +213,7 @@ ENGINE = "class P(Engine): | def generate(self, *x): ... | def load_weights(self
 OTHERS: list[tuple[str, str, str]] = [
     ("policy", "class P(Policy): pass", "P has no build_prompt ... `def build_prompt(self, "),
     ("policy", "class P(Policy): pass", "P has no emits ... 'hidden_states' ... 'text'"),
-    ("policy", "class P(Policy): | Config = PlugConfig", "P.Config ... 'device' ... PolicyConfig"),
+    ("policy", "class P(Policy): | Config = PluginConfig", "Config ... 'device' ... PolicyConfig"),
     ("engine", "class P(Engine): pass", "P has no generate ... `def generate(self, prompts_P"),
     ("engine", ENGINE + "): ...",
      "P.load_weights ... `def load_weights(self)` ... `def load_weights(self, weights: Pol"),
@@ -269,6 +270,12 @@ def test_a_member_that_nearly_has_a_name_that_is_read_is_told(tmp_path, monkeypa
     assert len(found) == 2 and names(found, "R.need: ... 'needs' ... R.garde: ... 'grade'")
 
 
+def test_the_old_name_of_the_base_classes_works_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="rl.api.plugin"):
+        from rl.api import plug
+    assert plug.PlugConfig is plugin.PluginConfig and plug.PlugBase is plugin.PluginBase
+
+
 @pytest.mark.parametrize(
     "name", ["../../evil", "..", "a b", "a.b c", "rl/rewards/viescore", "shared", "os", "a..b", "."]
 )
@@ -305,7 +312,7 @@ def declared(x: RewardInput) -> RewardOutput:
     assert x.image is not None
     return RewardOutput(0.5, {"level": x.image.width / 1000})
 
-class MyConfig(PlugConfig):
+class MyConfig(PluginConfig):
     scale: float = 0.5
 
 class Scaled(Reward[MyConfig]):
@@ -343,7 +350,7 @@ class Parrot(Engine[MyConfig]):
 """What README's examples do not show."""
 
 
-def test_right_plugs_of_every_form_are_accepted(tmp_path, monkeypatch) -> None:
+def test_right_plugins_of_every_form_are_accepted(tmp_path, monkeypatch) -> None:
     kinds = ("plain", "later", "declared", "Scaled")
     rewards = {name: {"type": f"stranger.{name}"} for name in kinds}
     found = problems_of(
@@ -358,7 +365,7 @@ def test_right_plugs_of_every_form_are_accepted(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_mypy_checks_a_strangers_plug(tmp_path: Path) -> None:
+def test_mypy_checks_a_strangers_plugin(tmp_path: Path) -> None:
     file = tmp_path / "stranger.py"
     wrong = (
         "class Wrong(Reward[MyConfig]):\n"

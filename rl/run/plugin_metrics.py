@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.metrics import Metrics
 from rl.api.find import described
-from rl.api.plug import PlugBase, reported_by, shown
-from rl.build import Plug
+from rl.api.plugin import PluginBase, reported_by, shown
+from rl.build import Plugin
 from rl.console.console import warn
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _PREFIXES = {
     "renderer": "renderer/",
 }
 """Config section -> prefix; 'metric' where the training loop's own metrics share the first word."""
-Made = Sequence[tuple[Plug[Any], PlugBase[Any]]]
+Made = Sequence[tuple[Plugin[Any], PluginBase[Any]]]
 """Plugins of a config, each with its instance."""
 
 
@@ -33,11 +33,11 @@ def prefix_of(key: str) -> str:
     return _PREFIXES[room].format(place=place)
 
 
-class PlugMetrics:
+class PluginMetrics:
     """Collects what a run's plugins report, iteration by iteration. A report that is not as the
     plugin declares it is left out with one warning."""
 
-    def __init__(self, renderer: Plug[Any], made: Made, dist: Dist) -> None:
+    def __init__(self, renderer: Plugin[Any], made: Made, dist: Dist) -> None:
         """`made`: all plugins but the renderer, which reports with its pictures."""
         self._renderer = renderer
         self._made = made
@@ -53,35 +53,35 @@ class PlugMetrics:
         """What this rank's plugins report, with what the renderer returned or raised."""
         metrics = Metrics()
         self._add(metrics, self._renderer, of_renderer)
-        for plug, instance in self._made:
-            self._add(metrics, plug, reported_by(instance))
+        for plugin, instance in self._made:
+            self._add(metrics, plugin, reported_by(instance))
         return metrics
 
     def _add(
-        self, metrics: Metrics, plug: Plug[Any], reported: Mapping[str, float] | Exception
+        self, metrics: Metrics, plugin: Plugin[Any], reported: Mapping[str, float] | Exception
     ) -> None:
-        prefix, declared = prefix_of(plug.key), plug.cls.metrics
+        prefix, declared = prefix_of(plugin.key), plugin.cls.metrics
         if isinstance(reported, Exception):
-            why = described(reported, plug.cls.take_metrics)
-            self._leave_out(plug, prefix, f"take_metrics raises {why}")
+            why = described(reported, plugin.cls.take_metrics)
+            self._leave_out(plugin, prefix, f"take_metrics raises {why}")
             return
         if not isinstance(reported, Mapping):
             expected = "expected a mapping of names to numbers"
-            self._leave_out(plug, prefix, f"take_metrics returns {shown(reported)}; {expected}")
+            self._leave_out(plugin, prefix, f"take_metrics returns {shown(reported)}; {expected}")
             return
         for name, value in reported.items():
             if name not in declared:
                 known = ", ".join(declared) or "none"
-                self._leave_out(plug, name, f"reports {name!r}: not among its metrics ({known})")
+                self._leave_out(plugin, name, f"reports {name!r}: not among its metrics ({known})")
             # Not NaN, not infinite, nor a whole number beyond floats.
             elif isinstance(value, Real) and -1e300 < value < 1e300:
                 metrics.add(f"{prefix}{name}", float(value))
             else:
                 what = f"metric {name!r} is {shown(value)}; expected a finite number"
-                self._leave_out(plug, name, what)
+                self._leave_out(plugin, name, what)
 
-    def _leave_out(self, plug: Plug[Any], name: str, problem: str) -> None:
-        if (key := f"{plug.key} {name}") not in self._warned:
+    def _leave_out(self, plugin: Plugin[Any], name: str, problem: str) -> None:
+        if (key := f"{plugin.key} {name}") not in self._warned:
             self._warned.add(key)
-            where = f"rank {self._dist.rank}: {plug.key}: {plug.name}"
+            where = f"rank {self._dist.rank}: {plugin.key}: {plugin.name}"
             warn(f"{where}: {problem}; left out (said once)")

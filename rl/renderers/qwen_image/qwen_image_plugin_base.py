@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from typing_extensions import TypeVar
 
-from rl.api.plug import ModelFiles, Saving, unread
+from rl.api.plugin import ModelFiles, Saving, unread
 from rl.config.paths import is_folder, not_a_file
 from rl.config.schema import RunConfig
 from rl.files.atomic import row_of

@@ -1,0 +1,257 @@
+"""The base class of plugins: it reads a config section as `Config`, and reports metrics."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Generic, Literal, get_args, get_origin
+
+from pydantic import Field
+from typing_extensions import TypeVar
+
+from rl.api.judge import Judge
+from rl.api.metric import Metric, MetricName
+from rl.config.schema import MAX_COUNT, RunConfig, Section, changed
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Count = Annotated[int, Field(ge=0)]
+
+
+class PluginConfig(Section):
+    """Base class of a plugin's config section; its only key is `type`."""
+
+    type: str = ""
+    """The plugin's name, or its dotted path."""
+
+
+class PlacedConfig(PluginConfig):
+    """Base of the keys of a plugin that keeps a model on a device."""
+
+    device: str = "auto"
+    """'auto' = the rank's own device; else 'cpu', 'cuda:1', 'cuda:+1' (the rank's index plus 1)."""
+    max_memory_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Limit of this model's GPU memory, GB (1e9 bytes; the policy's includes its inference engine);
+    null = no limit. A batch that needs more is halved, as when the GPU is full."""
+    dtype: Dtype = "bfloat16"
+    """Data type of the model; weights stored in another one are converted when loaded."""
+
+
+class FrozenModelConfig(PlacedConfig):
+    """Base of the keys of a plugin that runs a frozen model in batches."""
+
+    model_path: str
+    """Hub id or local folder (safetensors)."""
+    revision: str | None = None
+    """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
+    batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 8
+    """Pictures per batch; halved for good when a batch does not fit in memory."""
+
+
+class FileConfig(PluginConfig):
+    """Base of the keys of a plugin that reads a file or a data set."""
+
+    path: str
+    """File or folder."""
+
+
+def unread(section: Section, keys: str | None, why: str, at: str = "") -> list[str]:
+    """For `no_effect`: 'key: why' for each of `keys` (space-separated; None: all) that is not at
+    its default. `at`: a prefix for the keys, such as 'lora.' for a nested section."""
+    names = None if keys is None else keys.split()
+    return [f"{at}{key}: {why}" for key in changed(section, names)]
+
+
+ConfigT = TypeVar("ConfigT", bound=Section, default=PluginConfig)
+
+
+class PluginBase(ABC, Generic[ConfigT]):
+    """`class Mine(Reward[MyConfig])` reads its section as a `MyConfig`; a bare `Reward` has no
+    keys. Class methods are called before any model is loaded, and must not load one."""
+
+    Config: ClassVar[type[Section]] = PluginConfig
+    """The pydantic model of its config section: the class in the brackets, `MyConfig`."""
+    metrics: ClassVar[Mapping[MetricName, Metric]] = {}
+    """What `take_metrics` may report, by name. Logged as `reward/metric/<reward>/<name>`,
+    `data/metric/train.<i>/<name>`, `policy/metric/<name>`, `engine/<name>`, `renderer/<name>`."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "Config" in cls.__dict__:
+            return
+        for base in cls.__dict__.get("__orig_bases__", ()):
+            origin, given = get_origin(base), get_args(base)
+            is_ours = isinstance(origin, type) and issubclass(origin, PluginBase)
+            if is_ours and not isinstance(given[0], TypeVar):
+                cls.Config = given[0]
+
+    @classmethod
+    def reads_from(cls, config: ConfigT) -> Sequence[str]:
+        """Hub ids, folders and files that it reads; the first known one gives a policy's shape."""
+        if isinstance(config, FrozenModelConfig):
+            return [config.model_path]
+        return [config.path] if isinstance(config, FileConfig) and config.path else []
+
+    @classmethod
+    def no_effect(cls, config: ConfigT) -> Iterable[str]:
+        """'key: why' for each key that is set but unused, given the section's other keys. Report a
+        key that contradicts others in `problems`."""
+        found = []
+        if isinstance(config, PlacedConfig) and config.device == "cpu":
+            found += unread(config, "max_memory_gb", "a CPU's memory is not limited")
+        if isinstance(config, FrozenModelConfig) and Path(config.model_path).is_dir():
+            found += unread(config, "revision", "model_path is a folder")
+        return found
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """Metric name, as declared in `metrics` -> its mean on this rank since the last call. Omit
+        a name without a value. Report a single picture's value as a part of its `RewardOutput`.
+
+        Called once an iteration, after its last reward (a renderer's: its last picture). What a
+        held-out run leaves is discarded. Under `max_staleness` 1 the means may include part of the
+        next iteration. The log has the mean over the ranks that report a name.
+
+        If this raises, or reports an undeclared name or a value that is not finite, that report is
+        left out of the log, with one warning.
+        """
+        return {}
+
+    def close(self) -> None:
+        """Called when the run ends."""
+        return None
+
+
+def reported_by(plugin: PluginBase[Any]) -> Mapping[str, float] | Exception:
+    """The metrics that a plugin reports, or the exception, so that its other work is not lost."""
+    try:
+        return plugin.take_metrics()
+    except Exception as error:
+        return error
+
+
+SAFETENSORS = ("model.safetensors",)
+"""Weights as transformers saves them."""
+DIFFUSERS_SAFETENSORS = ("diffusion_pytorch_model.safetensors",)
+"""Weights as diffusers saves them."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """One model that a plugin loads: what its folder has to hold."""
+
+    key: str
+    """The config key that names the folder: 'model_path'."""
+    path: str
+    """Folder or hub id."""
+    kinds: Set[str] = frozenset()
+    """Allowed values of `model_type` (transformers) or `_class_name` (diffusers) in its config
+    file; empty: any."""
+    classes: Set[str] = frozenset()
+    """Allowed values of `architectures`, where the config file has that key; empty: any."""
+    subfolder: str = ""
+    revision: str | None = None
+    """Hub branch, tag or commit; None = the newest."""
+    config: str = "config.json"
+    config_required: bool = True
+    weights: Sequence[str] = SAFETENSORS
+    """One of these, or its index (`model.safetensors.index.json`) with all its files; () = none."""
+    files: Sequence[Sequence[str]] = ()
+    """Further files: at least one of each inner sequence must exist."""
+
+
+class RunPlugin(PluginBase[ConfigT]):
+    """Base of plugins whose keys may conflict with the rest of the config: all but data sources."""
+
+    @classmethod
+    def models(cls, config: ConfigT) -> Sequence[ModelFiles]:
+        """The models that it loads. A run does not start if a folder is missing, holds another
+        model or lacks files; of a hub id, only the files in the local cache are checked."""
+        return []
+
+    @classmethod
+    def problems(cls, config: ConfigT, run: RunConfig) -> Iterable[str]:
+        """Conflicts between its keys, or with the rest of the config, each as 'key: what, remedy',
+        with the key relative to the section. Single keys are checked by `Config` itself."""
+        return []
+
+    @classmethod
+    def device_problems(
+        cls, config: ConfigT, policy: PlacedConfig, capability: float | None
+    ) -> Iterable[str]:
+        """What it cannot compute on its device, in the form of `problems`. `policy`: the policy's
+        section; `capability`: the GPU's (H100: 9.0; infinity: unknown), None for a CPU."""
+        return []
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A value of one of the plugin's keys that saves memory."""
+
+    key: str
+    value: Any
+    exact: bool
+    """Whether it computes the same, only slower."""
+
+
+class ModelRunner(RunPlugin[ConfigT]):
+    """A plugin that may run a frozen model of its own; its `Config` then derives from
+    `PlacedConfig`."""
+
+    runs_model: ClassVar[bool] = False
+    """Whether creating the plugin loads a model or calls another service; if not (and it asks no
+    judge), it is tried on made-up inputs before a run starts."""
+
+    @classmethod
+    def parameter_counts(cls, config: ConfigT) -> Mapping[str, float]:
+        """Part of the model -> weight count on the device, for the memory plan; {} if unknown."""
+        return {}
+
+    @classmethod
+    def host_parameters(cls, config: ConfigT) -> float:
+        """Number of weights that stay in host memory instead, for the memory plan."""
+        return 0.0
+
+    @classmethod
+    def shares_host_parameters(cls, config: ConfigT) -> bool:
+        """Whether a machine's ranks share those weights as pages of their file, not as copies."""
+        return True
+
+    @classmethod
+    def activation_counts(cls, config: ConfigT) -> Mapping[str, float]:
+        """Part of the model -> number of values alive at the peak of a forward."""
+        return {}
+
+    @classmethod
+    def savings(cls, config: ConfigT) -> Sequence[Saving]:
+        """Changes of its keys that save memory, the cheapest first, for `--check`'s advice."""
+        batched = isinstance(config, FrozenModelConfig) and config.batch_size > 1
+        return [Saving("batch_size", 1, exact=True)] if batched else []
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a run lends a reward or a renderer."""
+
+    judge: Judge | None
+    """None for renderers, and where no reward of the run `needs_judge`."""
+    device: str
+    """The rank's own, 'cpu' or 'cuda:<index>'."""
+
+
+def too_old(capability: float | None, least: float, what: str, remedy: str) -> list[str]:
+    """For `device_problems`: a problem if the GPU's compute capability is too low for `what`."""
+    if capability is None or capability >= least:
+        return []
+    return [
+        f"{what} needs a GPU of compute capability {least}, this one has {capability}; {remedy}"
+    ]
+
+
+def shown(value: object) -> str:
+    """A value and its type on one line, short."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception as error:  # raised by a user's class
+        text = f"what raises {type(error).__name__} when it is printed"
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
