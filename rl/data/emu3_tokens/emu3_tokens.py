@@ -46,11 +46,9 @@ class EditList:
     @cached_property
     def folder(self) -> Path:
         """The folder of the entries. Raises BadRowError if none of the first files exists."""
-        grandparent = self.file.parent.parent
-        prefixes = [] if self.prefix is None else [self.prefix, self.file.parent / self.prefix]
-        candidates = list(
-            dict.fromkeys(map(Path, [*prefixes, grandparent, grandparent / "feature"]))
-        )
+        above = self.file.parent.parent
+        stated = [] if self.prefix is None else [Path(self.prefix), self.file.parent / self.prefix]
+        candidates = list(dict.fromkeys([*stated, above, above / "feature"]))
         for candidate in candidates:
             if any(not not_a_file(candidate / entry) for entry in self.entries[:NUM_CHECKED]):
                 return candidate
