@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT_BYTES = 64
-"""Of what PyTorch allocates on the CPU."""
+"""Alignment of the memory that PyTorch allocates on the CPU."""
 NUM_COLUMNS = 1024
 """Width of the matrix into which `bit_sums` reshapes a tensor, in 64-bit numbers."""
 LFS_POINTER = b"version https://git-lfs"
@@ -23,7 +23,7 @@ LFS_POINTER = b"version https://git-lfs"
 def num_parameters(
     folder: str | Path, is_counted: Callable[[str], bool] = lambda name: True
 ) -> float:
-    """Number of parameters in a folder's safetensors files, in tensors whose name `is_counted`."""
+    """Number of parameters of a folder's safetensors tensors whose name `is_counted` accepts."""
     headers = map(_header, Path(folder).glob("*.safetensors"))
     return float(
         sum(math.prod(t["shape"]) for h in headers for name, t in h.items() if is_counted(name))
@@ -31,7 +31,7 @@ def num_parameters(
 
 
 class NotFiniteError(ValueError):
-    """Weights contain NaN or infinity: so would everything computed with them."""
+    """Weights contain NaN or infinity."""
 
 
 def require_finite(weights: Iterable[tuple[str, torch.Tensor]], owner: str) -> None:
@@ -41,9 +41,9 @@ def require_finite(weights: Iterable[tuple[str, torch.Tensor]], owner: str) -> N
         if weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta:
             are_numbers = weight.detach().isfinite()
             if not are_numbers.all():
-                wrong = weight.numel() - int(are_numbers.sum())
+                num_bad = weight.numel() - int(are_numbers.sum())
                 raise NotFiniteError(
-                    f"{owner} holds NaN or infinity: {wrong} of the {weight.numel()} numbers of "
+                    f"{owner} holds NaN or infinity: {num_bad} of the {weight.numel()} numbers of "
                     f"{name}; copy or download it again, or name another"
                 )
 
@@ -90,8 +90,8 @@ def _line_weights(length: int, device: torch.device) -> torch.Tensor:
 
 
 def damage_of(file: Path) -> str:
-    """What is wrong with a weights file, or ''. Other formats than safetensors are only checked for
-    being empty or a Git LFS pointer."""
+    """The problem of a weights file, or ''. In formats other than safetensors, only empty files and
+    Git LFS pointers are detected."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(len(LFS_POINTER))
