@@ -25,8 +25,8 @@ def release(folder: Path) -> None:
 
 
 def place(path: Path) -> Path:
-    """The path to write to instead of `path`: if a held folder above it was moved, the path in the new
-    folder. Raises GoneError if the folder was deleted."""
+    """The path to write to instead of `path`: below a held folder that was moved, the path in the
+    moved folder. Raises GoneError if that folder was deleted."""
     for folder, descriptor in _held.items():
         if folder not in (path, *path.parents):
             continue
