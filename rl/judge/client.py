@@ -146,8 +146,8 @@ class JudgeClient:
         self._journal.set(self._open_journals[-1])
 
     def forget_failed(self) -> None:
-        """Drop the replies to questions that got no usable reply, so that a fixed judge is asked these
-        again; all other replies are kept."""
+        """Drop the replies to questions that got no usable reply, so that a fixed judge is asked
+        these again; all other replies are kept."""
         for journal in self._open_journals:
             journal.forget_failed()
 

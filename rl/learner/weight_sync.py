@@ -1,4 +1,4 @@
-"""Hands the learner's weights to the inference engine and proves that they arrived."""
+"""Loads the learner's weights into the inference engine and verifies that they arrived."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl.learner.learner import Learner
 
 PROBE_COMPLETIONS = 8
 PROBE_TOKENS = 8
-"""The probe's completions are decoded in one batch; the trainer computes their prompt once."""
+"""Number and length of the probe's completions, which the engine decodes in one batch."""
 NUM_COMPARED = 16
 """Only the least certain tokens are compared: a trained policy is nearly certain of most tokens,
 whatever the weights; the first 16 differed by 0.012 nats where an iteration's k3 was 0.79."""
@@ -52,7 +52,7 @@ def sync(
     """Load the learner's weights into the engine and verify (1) that reading them back gives what
     was sent, (2) that engine and trainer agree on the log-probs of the least certain tokens which
     the engine samples for a fixed prompt. (2) alone would detect a failure late: at EARL's learning
-    rate 40 steps move a bfloat16 probe by less than rounding does.
+    rate 40 steps change the log-probs of a bfloat16 probe by less than rounding does.
 
     `previous`: report of the last sync, None at the first; weights with its fingerprint are not
     sent again, only read back. `max_tokens`: the longest completion that the engine has room for.
@@ -64,12 +64,12 @@ def sync(
         engine.load_weights(weights)
     held = engine.held_fingerprint()
     if held not in (None, weights.fingerprint):
-        what = held
+        contents = held
         if previous is not None and held == previous.fingerprint:
-            what = "those of the previous sync: this one changed nothing"
+            contents = "those of the previous sync: this sync changed nothing"
         raise SyncError(
             "after the weight sync the inference engine does not hold the trainer's weights; it "
-            f"holds {what}. Every later completion would come from another policy than the one "
+            f"holds {contents}. Every later completion would come from another policy than the one "
             "trained"
         )
     if previous is not None and unchanged:
