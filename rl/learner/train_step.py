@@ -211,7 +211,7 @@ class TrainStep:
         return rows.trainable if live and rows.may_keep else live
 
     def _plan(self) -> MembersOf:
-        """The rows of the remaining backwards; one row where only other ranks have any with loss."""
+        """The rows of the remaining backwards; one row where only other ranks have rows to run."""
         remaining = chain.from_iterable(m.micro_batches[m.num_done :] for m in self.minibatches)
         plan = {micro_batch: self._to_train(micro_batch) for micro_batch in remaining}
         if self.backend.in_step:
