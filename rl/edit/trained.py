@@ -223,12 +223,12 @@ def _renderer_overrides(
     return overrides
 
 
-def pick_device(asked: str = "auto") -> str:
-    """'cuda:0' or 'cpu' for 'auto'; else as asked."""
+def pick_device(device: str = "auto") -> str:
+    """'cuda:0' or 'cpu' for 'auto'; else `device`."""
     import torch
 
-    if asked != "auto":
-        return asked
+    if device != "auto":
+        return device
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 

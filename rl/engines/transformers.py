@@ -139,7 +139,7 @@ class TransformersEngine(Engine):
         return logits.log_softmax(-1)
 
     def load_weights(self, weights: PolicyWeights) -> None:
-        """Nothing to do: the module is the policy's own."""
+        """Does nothing: the engine samples with the policy's module."""
 
     def held_fingerprint(self) -> str:
         module = self._policy.module

@@ -44,7 +44,7 @@ def place(path: Path) -> Path:
 
 
 def require_in_place(folder: Path) -> None:
-    """Raises GoneError when the held `folder` was moved or deleted."""
+    """Raise GoneError if the held `folder` was moved or deleted."""
     current = place(folder)
     if current != folder:
         move = f"remove what is at {folder} now, move" if folder.exists() else "move"

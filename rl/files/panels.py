@@ -30,19 +30,19 @@ def pyplot() -> Any:
     return plt
 
 
-def panel(axes: Axes, image: Image | None, title: str, words: str | None) -> None:
-    """Draw one panel; `image` and `words` are left out if None."""
+def panel(axes: Axes, image: Image | None, title: str, text: str | None) -> None:
+    """Draw one panel; `image` and `text` are left out if None."""
     axes.axis("off")
     if image is not None:
         crisp = max(image.size) < CRISP_BELOW_PX
         axes.imshow(over_white(image), interpolation="nearest" if crisp else "antialiased")
     axes.set_title(printable(title), fontsize=13)
-    if words is None:
+    if text is None:
         return
     below = image is not None
     num_chars, num_lines = (PICTURE_CHARS, PICTURE_LINES) if below else (WORDS_CHARS, WORDS_LINES)
     lines = textwrap.wrap(
-        printable(words, but="\n\t"), num_chars, max_lines=num_lines, placeholder=" ..."
+        printable(text, but="\n\t"), num_chars, max_lines=num_lines, placeholder=" ..."
     )
     # `parse_math`: a dollar sign in a user's instruction must not start a formula.
     axes.text(

@@ -51,8 +51,8 @@ def require_finite(weights: Iterable[tuple[str, torch.Tensor]], owner: str) -> N
 def align_weights(module: torch.nn.Module, device: str) -> None:
     """On the CPU, copy weights to addresses aligned as PyTorch's allocator does. Loaded weights are
     memory-mapped from their file, and some MKL kernels (one row in float32, on AMD or with SSE4.2)
-    sum in another order at addresses that are not multiples of 16 bytes. Every loaded model goes
-    through here, so it also checks for NaN and infinity (NotFiniteError)."""
+    sum in another order at addresses that are not multiples of 16 bytes. It also raises
+    NotFiniteError for NaN and infinity, because every loaded model passes through it."""
     require_finite(module.named_parameters(), type(module).__name__)
     if device != "cpu":
         return
@@ -63,8 +63,9 @@ def align_weights(module: torch.nn.Module, device: str) -> None:
 
 def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
     """[3] int64 checksums on the tensor's device. Its bytes, as 64-bit numbers, form a matrix and a
-    remainder: weighted sums by row, by column, and of the remainder ([1]: the remainder alone). A
-    changed bit or two swapped values or rows change them. Makes no temporary as large as it."""
+    remainder; the checksums are weighted sums over rows, over columns and of the remainder ([1] if
+    all is remainder). A changed bit and swapped values or rows change them. No temporary is as
+    large as the tensor."""
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -229,7 +229,7 @@ class JudgeClient:
         self, question: Question, parse: Callable[[str], T], repeat: int = 0
     ) -> Answer[T]:
         """As `rl.api.judge.Judge.ask`; raises `JudgeRefused`. A question keeps its slot while it
-        backs off, so a judge in trouble sees fewer requests."""
+        backs off, so a failing judge gets fewer requests."""
         started = time.monotonic()
         async with self._slots:
             content = [await encoded(p, self.config.image_side_px) for p in question.parts]

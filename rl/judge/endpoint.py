@@ -43,7 +43,7 @@ def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def resolve_api_base(value: str | Sequence[str]) -> str:
-    """The one URL of `judge.api_base`. Raises ValueError where there are several."""
+    """The URL of `judge.api_base`. Raises ValueError if it names several."""
     bases = resolve_api_bases(value)
     if len(bases) > 1:
         raise ValueError(

@@ -88,7 +88,7 @@ class StartedJudge:
             )
 
     async def answering(self) -> str:
-        """The judge's URL, as soon as it serves `judge.model` there.
+        """Wait until the judge serves `judge.model`; returns its URL.
 
         Raises JudgeError if the judge ends first, does not answer within `judge.start_timeout_s`,
         or does not match the config.

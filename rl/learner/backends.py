@@ -85,8 +85,8 @@ def make_adamw(
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag)
         for parameter in part.parameters(recurse=False)
     }
-    named = module.named_parameters() if config.weight_decay else ()
-    undecayed = {name for name, p in named if p.ndim < 2 or id(p) in embeddings}
+    all_parameters = module.named_parameters() if config.weight_decay else ()
+    undecayed = {name for name, p in all_parameters if p.ndim < 2 or id(p) in embeddings}
     groups: list[dict[str, Any]] = [
         {"params": [p for n, p in parameters.items() if n not in undecayed]},
         {"params": [p for n, p in parameters.items() if n in undecayed], "weight_decay": 0.0},

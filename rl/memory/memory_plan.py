@@ -297,7 +297,7 @@ class Plan:
     inference: InferenceEngine | None = None
     """The engine of that row, with the size of its cache."""
     elsewhere: Mapping[str, float] = field(default_factory=dict)
-    """Other device -> GB of the frozen models there while they run."""
+    """Other device -> GB of the frozen models on it while they run."""
     phases: Sequence[str] = PHASES
 
     def total_gb(self, phase: str) -> float:

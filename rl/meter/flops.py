@@ -103,7 +103,7 @@ class LanguageModel(ModelShape):
         return 2.0 * (values_in * values_out + adapter)
 
     def _weight_gradient_flops(self, name: str) -> float:
-        """Operations of one token's gradient of a matrix's trained weights (its own or its adapter's)."""
+        """Operations of one token's gradient of the matrix or, with LoRA, of its adapter."""
         values_in, values_out = self.shape(name)
         if self.lora_rank == 0:
             return 2.0 * values_in * values_out

@@ -29,8 +29,8 @@ class Config(FileConfig):
 
     path: str
     """The list; a relative path counts from the working directory. Its files are searched under
-    the list's `prefix` (from the working directory, then from the list's folder), then in the
-    parent of the list's folder and in `feature/` there."""
+    the list's `prefix` (relative to the working directory, then to the list's folder), then in the
+    parent of the list's folder, then in `feature/` in that parent."""
     category: str = ""
     """Label of these samples for per-category metrics; '' = the data set folder's name."""
 
@@ -124,7 +124,7 @@ class TokenisedEdits(DataSource[Config]):
 
     @classmethod
     def count(cls, config: Config) -> int | None:
-        """Entries of the list, missing files included; None when there is no list."""
+        """Number of entries, including those whose file is missing; None if there is no list."""
         try:
             return len(read_list(config.path).entries)
         except BadRowError:
@@ -132,7 +132,7 @@ class TokenisedEdits(DataSource[Config]):
 
     @classmethod
     def problems(cls, config: Config, rules: RowRules) -> list[str]:
-        """Problems of the list and of its first files, which are not opened."""
+        """Problems of the list and of its first files; does not open the files."""
         try:
             edits = read_list(config.path)
             problems = [problem for _, problem in edits.missing(edits.entries[:NUM_CHECKED])]

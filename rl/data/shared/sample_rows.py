@@ -51,33 +51,33 @@ class BadRowError(UnusableSampleError):
 class Columns(Section):
     """Maps each field of a sample to a key of a row. `a.b.0` reaches into nested records and lists.
 
-    A key that the config names must be in every row, and hidden ones not null there. `target`, `id`
-    and `category` are also found under their default keys in the rows that have them. Questions
-    with an answer to check: `{ instruction: 'problem', hidden: { answer: 'solution' } }`.
+    Every row must have the keys that the config names, and hidden ones must not be null. `target`,
+    `id` and `category` are also read under their default keys from rows that have them. For
+    questions with an answer to check: `{ instruction: 'problem', hidden: { answer: 'solution' } }`.
     """
 
     instruction: str = "instruction"
-    """The user's words (edit instruction, question or prompt); every row needs them."""
+    """The user's text (edit instruction, question or prompt); every row needs one."""
     source: (
         str | Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
     ) = "image"
     """Source picture: a path, or an image cell, or a list of such; '' = rows have none. Of several
     columns (`['first', 'second']`) all but the first may be null, or an empty list. Where
-    this key is not set, a row may have a list under 'images' in the place of its 'image'."""
+    this key is not set, a row may have a list under 'images' instead of an 'image'."""
     source_optional: bool = False
     """True: a row without that cell, or with null in it, is a text-only sample."""
     target: str = "target_image"
     """Reference edit, a picture for rewards only; '' = not read. Name it when a reward needs it."""
     reference: str = ""
-    """A right completion, text; '' = rows have none."""
+    """A correct completion, text; '' = rows have none."""
     id: str = "id"
     """Stable, unique identity; rows without one are called '<file>:<row number>'."""
     category: str = "category"
     """Free label for per-category metrics."""
     hidden: dict[str, str] = {}
-    """Name -> column: what rewards may see and the policy may not (answers, labels)."""
+    """Name -> column of values that rewards may see and the policy may not (answers, labels)."""
     hidden_optional: bool = False
-    """True: a hidden column may hold null, where no reward needs it."""
+    """True: a hidden column may hold null in rows where no reward needs it."""
 
     @model_validator(mode="after")
     def _refuse_hidden_that_policy_reads(self) -> Columns:
@@ -163,7 +163,7 @@ class Rows:
 
     def __post_init__(self) -> None:
         self._kept: Sequence[int] = range(len(self.rows))
-        # Without its folder: moving the data must not change seeds that derive from ids.
+        # Without the folder: moving the data must not change seeds that derive from ids.
         self._name = self.origin.rsplit("/", 1)[-1]
 
     def __len__(self) -> int:
@@ -281,7 +281,7 @@ class Rows:
 
 
 def shorten(problems: Sequence[str]) -> list[str]:
-    """The first of many problems, and how many more there are."""
+    """The first problems, and a line with the number of the others."""
     more = len(problems) - MAX_PROBLEMS_SHOWN
     tail = [f"... and {more} more bad rows"] if more > 0 else []
     return [*problems[:MAX_PROBLEMS_SHOWN], *tail]
@@ -344,7 +344,7 @@ class RowsConfig(FileConfig):
     """The keys of a source of rows: columns, and how pictures are found and checked."""
 
     columns: Columns = Columns()
-    """Which key or column of a row is what."""
+    """Maps each field of a sample to a key or column of a row."""
     image_folder: str = ""
     """Where relative picture paths count from; '' = the file's own folder."""
     picture_check: PictureCheck = "header"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 ADAPTER_ID = 1
-"""vLLM's number for the policy's adapter; there is no other."""
+"""vLLM's number for the policy's adapter, the only one."""
 MAX_NAMED = 8
 """Most names that a message lists."""
 
@@ -78,17 +78,17 @@ def lora_difference(worker: Any, expected: Lora) -> str:
     '' if none. Compared on the device: a hash would copy the whole adapter to the host."""
     import torch
 
-    held = _slots(worker)
-    if unknown := expected.keys() - held.keys():
+    slots = _slots(worker)
+    if unknown := expected.keys() - slots.keys():
         return f"no layer {min(unknown)}"
-    wrong = []
-    for name, (slot_a, slot_b) in held.items():
+    differs = []
+    for name, (slot_a, slot_b) in slots.items():
         a, b = expected.get(name, (slot_a[:0], slot_b[:, :0]))
         rank = a.shape[0]
         same = _bits_equal(slot_a[:rank], a) & _bits_equal(slot_b[:, :rank], b)
         # A slot has vLLM's largest rank; its values beyond this adapter's rank must be zero.
-        wrong.append(~same | slot_a[rank:].any() | slot_b[:, rank:].any())
-    return _message(list(compress(held, torch.stack(wrong).tolist())), "layers")
+        differs.append(~same | slot_a[rank:].any() | slot_b[:, rank:].any())
+    return _message(list(compress(slots, torch.stack(differs).tolist())), "layers")
 
 
 def whole_sums(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Whole:
@@ -98,8 +98,8 @@ def whole_sums(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Whol
     for name, tensor in tensors:
         if location := _locate(model, name):
             layer, kind, _ = location
-            held = getattr(layer, kind)
-            expected[name] = (len(tensor), _value_sums(tensor.to(held.device, held.dtype)))
+            target = getattr(layer, kind)
+            expected[name] = (len(tensor), _value_sums(tensor.to(target.device, target.dtype)))
     return expected
 
 
@@ -109,15 +109,16 @@ def whole_difference(worker: Any, expected: Whole) -> str:
 
     model = worker.model_runner.get_model()
     read = lru_cache(maxsize=1)(_read)  # the parts of a fused matrix come one after the other
-    wrong = []
+    differs = []
     for name, (num_rows, sums) in expected.items():
         location = _locate(model, name)
         assert location is not None, name
         layer, kind, first_row = location
         # vLLM pads a vocabulary: more rows may follow the last one that was sent.
-        held = read(layer, kind)[first_row : first_row + num_rows]
-        wrong.append((_value_sums(held) != sums).any())
-    return _message([*compress(expected, torch.stack(wrong).tolist())], "tensors") if wrong else ""
+        loaded = read(layer, kind)[first_row : first_row + num_rows]
+        differs.append((_value_sums(loaded) != sums).any())
+    names = compress(expected, torch.stack(differs).tolist()) if differs else ()
+    return _message(list(names), "tensors")
 
 
 def parameter_sums(worker: Any) -> Mapping[str, torch.Tensor]:
@@ -131,8 +132,8 @@ def parameter_difference(worker: Any, before: Mapping[str, torch.Tensor]) -> str
     import torch
 
     now = parameter_sums(worker)
-    wrong = torch.stack([(now[name] != sums).any() for name, sums in before.items()])
-    return _message(list(compress(before, wrong.tolist())), "parameters")
+    differs = torch.stack([(now[name] != sums).any() for name, sums in before.items()])
+    return _message(list(compress(before, differs.tolist())), "parameters")
 
 
 def _locate(model: Any, name: str) -> tuple[Any, str, int] | None:

@@ -34,7 +34,7 @@ ENVIRONMENT = {
     # On a GPU, float32 attention runs in Triton, which would multiply in TF32 (10-bit mantissa).
     "TRITON_F32_DEFAULT": "ieee",
 }
-"""Set before the first `import vllm`, where the user has not set them."""
+"""Set before the first `import vllm`, unless the user has set them."""
 
 BANNED_BIAS = -1e9
 """Added to a banned id's logit; its exp is exactly 0 in float32, as in the trainer's softmax."""
