@@ -26,7 +26,7 @@ class Config(FileConfig):
     """A .txt file with a prompt per line, or a .jsonl file with an object per line; relative paths
     count from the working directory. '' = the built-in set."""
     split: Literal["train", "held_out", "all"] = "train"
-    """Part of the built-in set: 192 prompts, the other 64, or all. A file is read whole."""
+    """Part of the built-in set: 192 prompts, the other 64, or all. A user's file is not split."""
     prompt_key: str = "prompt"
     """For a .jsonl file: the key of the prompt; keys 'id' and 'category' are read if present."""
     picture_key: str = ""

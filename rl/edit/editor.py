@@ -142,7 +142,7 @@ class Editor:
             size_px: size of a picture that is read as codes; (): that of the run's pictures.
             only_words: load no renderer and draw nothing.
 
-        Raises ValueError for what the user can fix.
+        Raises ValueError for problems that the user can fix.
         """
         self.config = config
         self.trained = trained

@@ -98,7 +98,7 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
         checkpoint: for a run folder: 'latest' (the newest complete one), 'best' on held-out
             samples, or a number of iterations.
 
-    Raises ValueError for what the user can fix.
+    Raises ValueError for problems that the user can fix.
     """
     model = model_folder(source if checkpoint == "latest" else checkpoint_of(source, checkpoint))
     is_adapter = (model / ADAPTER_CONFIG).is_file()
@@ -158,7 +158,7 @@ def config_for_use(
             aspect ratio if the renderer keeps that; or (): the run's size.
         only_words: nothing will be drawn.
 
-    Raises ValueError (ConfigError among them) for what the user can fix, before anything is loaded.
+    Raises ValueError (also ConfigError) for problems that the user can fix, before anything loads.
     """
     where = str(trained.run_dir or trained.model.parent)
     values = {**trained.config, **UNUSED}
@@ -233,7 +233,7 @@ def pick_device(device: str = "auto") -> str:
 
 
 def _set(values: Mapping[str, Any], setting: str) -> dict[str, Any]:
-    """The config with `setting` applied. Raises ValueError if that is not `a.b=value`."""
+    """The config with `setting` applied. Raises ValueError if `setting` is not `a.b=value`."""
     key, equals, text = setting.partition("=")
     names = key.split(".")
     if not equals or not all(names):

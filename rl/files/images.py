@@ -46,7 +46,7 @@ def digest(image: Image) -> bytes:
 
 
 def open_picture(file: Path | IO[bytes], formats: tuple[str, ...] = ("PNG",)) -> Image:
-    """A picture, not decoded yet; the only place where Pillow opens one. `formats` are Pillow's
+    """A picture, not decoded yet; nothing else calls `PIL.Image.open`. `formats` are Pillow's
     names; never name one that starts a program (EPS) or holds another format (IPTC, ICO, ICNS,
     MIC). Raises DecompressionBombError for more than `MAX_AREA_PX`, and what Pillow raises."""
     image = PIL.Image.open(file, formats=formats)

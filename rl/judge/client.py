@@ -103,7 +103,7 @@ class JudgeStats:
     retries: Counter[str] = field(default_factory=Counter)
     """Repeated requests by `RequestTrouble.cause`."""
     latencies_s: list[float] = field(default_factory=list)
-    """Time from sending a request to its reply, s; one value per request with a reply."""
+    """Time from sending to the answer, s, of each request with an answer below status 500."""
     max_in_flight: int = 0
     breaker_openings: int = 0
     throttled: int = 0
@@ -113,7 +113,7 @@ class JudgeStats:
 
 
 class JudgeClient:
-    """All coroutines must run in one event loop."""
+    """A client of one judge. All coroutines must run in one event loop."""
 
     def __init__(
         self, config: JudgeConfig, api_base: str | Sequence[str], journal: Path | None = None

@@ -17,7 +17,7 @@ class UnreadableReplyError(ValueError):
 
 
 def read_chat(body: bytes) -> tuple[str, str | None]:
-    """(the judge's reply in a chat completion, '' when it is empty; the model that it names).
+    """(the judge's reply in a chat completion, maybe ''; the model that the completion names).
 
     A reply above `MAX_REPLY_CHARS` is cut to one character more, which `read_scores` still refuses.
     Raises `UnreadableReplyError`.

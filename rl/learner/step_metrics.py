@@ -1,4 +1,4 @@
-"""Metrics of one iteration's learning, added up over micro-batches."""
+"""Collects the metrics of one iteration's learning over micro-batches."""
 
 from __future__ import annotations
 

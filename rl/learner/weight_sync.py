@@ -27,7 +27,7 @@ class SyncReport:
     fingerprint: str
     """Fingerprint of the weights that trainer and engine now hold."""
     mean_dlogp_nats: float | None
-    """Mean |engine - trainer| over the compared tokens; None when nothing had changed."""
+    """Mean |engine - trainer| over the compared tokens; None if the weights were unchanged."""
     read_back: bool
     """Whether the engine can read its weights back."""
     answers: Sequence[Completion]

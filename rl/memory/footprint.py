@@ -40,7 +40,7 @@ def host_footprint(resolved: Resolved, gpu_gb: float, num_ranks: int) -> Plan | 
 
 
 def unknowns(resolved: Resolved) -> list[str]:
-    """What the plan leaves out because its size is unknown, each with its key."""
+    """Models that the plan leaves out because their size is unknown, each with its key."""
     problems = []
     if _policy_model(resolved) is None:
         problems.append(

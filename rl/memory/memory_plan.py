@@ -289,7 +289,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """All items in one memory (a GPU's or the host's), and their sum per phase."""
+    """All items in one memory, a GPU's or the host's; `total_gb` sums them per phase."""
 
     rows: Sequence[Row]
     engine: Row | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Recompute = bool | Literal["mlp"]
-"""What is recomputed (`optimizer.gradient_checkpointing`): nothing, whole layers or the MLPs."""
+"""`optimizer.gradient_checkpointing`: recompute nothing, whole layers or the MLPs."""
 STAGES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """A layer's matrices in the order in which a token passes them; attention follows the first."""
 

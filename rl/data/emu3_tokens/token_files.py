@@ -19,7 +19,7 @@ SUFFIX = ".safetensors"
 
 
 class UnreadableError(ValueError):
-    """Why a file is no tokenised edit; the message does not repeat its path."""
+    """A file is not a tokenised edit; the message does not repeat its path."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class TokenisedEdit:
     """An edit whose pictures are codes."""
 
     id: str
-    """Identity within its set."""
+    """Unique within its data set."""
     instruction: str
     source_codes: np.ndarray
     """[h, w] int32, codebook indices from 0."""

@@ -15,16 +15,16 @@ from rl.text.untrusted import shown
 
 MIN_SIDE_PX = 8
 MAX_ASPECT_RATIO = 200
-"""Qwen2-VL's processors refuse more than this."""
+"""Largest ratio that Qwen2-VL's processors accept."""
 MAX_FILE_SIDE_PX = 65_535
 """The longest side that a JPEG can have."""
 MAX_PATH_SHOWN = 250
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-"""Formats that are read, by Pillow's names; `open_picture` lists some that must not be."""
+"""Formats that are read, by Pillow's names; `open_picture` lists formats that must not be read."""
 
 
 class UnusableError(ValueError):
-    """Why a cell of a row cannot be used, and what to do about it."""
+    """A cell of a row cannot be used; the message says why and what to do."""
 
 
 def locate(value: Any, folder: Path) -> Path | bytes:

@@ -36,9 +36,9 @@ _CHECKS: dict[PictureCheck, UsePicture] = {
     "pixels": decode,
 }
 _INVISIBLE = {"Cc", "Cf", "Me", "Mn", "Zl", "Zp", "Zs"}
-"""Unicode categories of characters that show nothing by themselves."""
+"""Unicode categories of characters that are invisible on their own."""
 _BLANK = "\u115f\u1160\u2800\u3164\uffa0"
-"""Letters and symbols that show nothing either."""
+"""Letters and symbols that are invisible, too."""
 _MISSING = object()
 SEVERAL = "images"
 """The column of a row's list of source pictures, unless the config names a column."""
@@ -65,7 +65,7 @@ class Columns(Section):
     columns (`['first', 'second']`) all but the first may be null, or an empty list. Where
     this key is not set, a row may have a list under 'images' instead of an 'image'."""
     source_optional: bool = False
-    """True: a row without that cell, or with null in it, is a text-only sample."""
+    """True: a row without a source picture, or with null, is a text-only sample."""
     target: str = "target_image"
     """Reference edit, a picture for rewards only; '' = not read. Name it when a reward needs it."""
     reference: str = ""

@@ -205,7 +205,7 @@ def _slots(worker: Any) -> Lora:
 
 
 def _bits_equal(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """[] bool, on their device; -0.0 and 0.0 differ, a NaN equals itself."""
+    """[] bool, on the tensors' device; -0.0 and 0.0 differ, a NaN equals itself."""
     import torch
 
     integers = {2: torch.int16, 4: torch.int32}[first.element_size()]

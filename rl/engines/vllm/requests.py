@@ -24,8 +24,8 @@ def engine_input(
     """vLLM's `EngineInput`.
 
     `features`: [N_img, D] of the prompt's pictures by the policy's vision tower, for an engine
-    without one; None: pixels are passed, in the model's own `dtype`. `image_token_id`: the token
-    that stands for a picture in the prompt; None for models that read ids only.
+    without one; None: pixels are passed, in the model's own `dtype`. `image_token_id`: its runs
+    in the prompt stand for the pictures; None for models that read ids only.
     """
     ids = list(prompt.token_ids)
     if not prompt.images:

@@ -48,9 +48,9 @@ CPU_CACHE_MB = 256
 UNPLANNED_SHARE = 0.01
 """Share of the device that must be free if a cache size is set and there is no memory plan."""
 BFLOAT16_CAPABILITY = 8.0
-"""Compute capability (Ampere); `check_if_supports_dtype` in vllm/platforms/cuda.py."""
+"""Compute capability needed (Ampere): `check_if_supports_dtype` in vllm/platforms/cuda.py."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Slot sizes vLLM offers."""
+"""LoRA ranks for which vLLM has slots."""
 
 
 class Config(PluginConfig):
@@ -109,7 +109,7 @@ class VllmEngine(Engine[Config]):
         self._failed = False
         self._fingerprint: str | None = None
         self._expected: engine_weights.Lora | engine_weights.Whole = {}
-        """What the worker must hold since the last load."""
+        """The weights that the worker must hold since the last load."""
         self._reads_back = True
         """Whether every loaded tensor can be read back."""
         self._sleep_sums: Mapping[str, torch.Tensor] | None = None
@@ -298,7 +298,7 @@ class VllmEngine(Engine[Config]):
             for prompt, seed in zip(prompts_P, seeds_P, strict=True)
         ]
         try:
-            # vLLM also draws from the global generator in each step, without using the number.
+            # vLLM also draws an unused number from the global generator in each step.
             with torch.random.fork_rng([self._setup.device] if self._on_cuda else []):
                 outputs_P = self._run(inputs_P, sampling_P)
         except BaseException:
