@@ -38,7 +38,7 @@ def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
             "judge.api_base is empty, and a reward needs a judge: set it to the endpoint's URL, to "
             "a file that holds it, or have the run start one by judge.start_command"
         )
-    addresses = [address for entry in entries for address in _addresses_in(entry)]
+    addresses = (address for entry in entries for address in _addresses_in(entry))
     return tuple(dict.fromkeys(_normalise(*address) for address in addresses))
 
 
