@@ -60,9 +60,7 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
     counts = {"lines of metrics.jsonl": len(later) - len(damaged)}
     counts |= {f"of {name}/": len(paths) for name, paths in entries.items()}
     sentences = []
-    if listed := ", ".join(
-        f"{number_of} {kind}" for kind, number_of in counts.items() if number_of
-    ):
+    if listed := ", ".join(f"{num} {kind}" for kind, num in counts.items() if num):
         reason = f"what was recorded after iteration {iteration} is done again, and"
         if iteration < 0:
             reason = (

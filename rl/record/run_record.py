@@ -142,7 +142,7 @@ class RunRecord:
     ) -> None:
         lines: list[str] = []
         num_here = sum(map(len, episodes_PG))
-        # All ranks have equally many episodes, which determines how many pictures lower ranks write.
+        # Ranks have equally many episodes, so how many pictures lower ranks write is known.
         images_left = self._tracking.images_per_iteration - self._dist.rank * num_here
         groups = zip(episodes_PG, advantages_PG, bare_P, strict=True)
         for p, (episodes_G, advantages_G, bare) in enumerate(groups):
@@ -186,12 +186,9 @@ class RunRecord:
                 continue
             with suppress(OSError):  # leave what cannot be deleted
                 for path in folder.iterdir():
-                    picture_match = PICTURE_NAME.fullmatch(path.name)
+                    picture = PICTURE_NAME.fullmatch(path.name)
                     # The modulo: pictures of ranks of an earlier, larger start are deleted too.
-                    if (
-                        picture_match
-                        and int(picture_match[1]) % self._dist.world_size == self._dist.rank
-                    ):
+                    if picture and int(picture[1]) % self._dist.world_size == self._dist.rank:
                         path.unlink()
                 if self._dist.is_main and int(match[1]) <= last - MAX_WAITING:
                     folder.rmdir()

@@ -87,7 +87,9 @@ def _look(path: Path) -> Summary:
         return replace(partial, problem=shown(problem, _MAX_SHOWN))
     file = path / "config.json"
     if not file.is_file():
-        return replace(partial, problem="it has no config.json: it is being loaded, or never was")
+        return replace(
+            partial, problem="it has no config.json: the run is still loading, or failed to"
+        )
     config = row_of(file.read_bytes())
     if config is None or not isinstance(config.get("policy"), dict) or "run_name" not in config:
         return replace(partial, problem="its config.json is damaged")
