@@ -87,9 +87,7 @@ def _look(path: Path) -> Summary:
         return replace(partial, problem=shown(problem, _MAX_SHOWN))
     file = path / "config.json"
     if not file.is_file():
-        return replace(
-            partial, problem="it has no config.json: the run is still loading, or failed to"
-        )
+        return replace(partial, problem="it has no config.json: the run is loading, or has failed")
     config = row_of(file.read_bytes())
     if config is None or not isinstance(config.get("policy"), dict) or "run_name" not in config:
         return replace(partial, problem="its config.json is damaged")
