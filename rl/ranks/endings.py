@@ -108,7 +108,7 @@ class Ranks:
         hung = ", ".join(f"rank {rank}" for rank in self._watch.hung)
         self._say(
             f"{hung} hung for too long (hang_limit_s): the stacks of all ranks go to their logs, "
-            "what is finished is saved, and the run ends"
+            "finished work is saved, and the run ends"
         )
         for process in self._processes.values():
             process.send_signal(heartbeat.ASKS_STACKS)

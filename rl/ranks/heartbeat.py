@@ -85,7 +85,7 @@ class _Heart:
             phase=" / ".join(name for name, _ in phases)[:_MAX_CHARS],
             phase_since_s=phases[-1][1],
             moved_s=self.moved_s,
-            where=under_way.in_words(list(outside))[:_MAX_CHARS],
+            where=under_way.described(list(outside))[:_MAX_CHARS],
             waits_for_ranks=any(call.module == _PEERS for call in calls),
             has_saved=self.has_saved,
         )
@@ -154,16 +154,16 @@ def read(file: Path) -> Beat | None:
 
 
 def _watch_main_thread() -> None:
-    places: OrderedDict[int, None] = OrderedDict()
+    last_stacks: OrderedDict[int, None] = OrderedDict()
     looked_s = written_s = 0.0
     while True:
-        now_s, place = time.monotonic(), hash(tuple(under_way.calls()))
-        if place not in places or now_s - looked_s > LONG_GAP_S:
+        now_s, stack = time.monotonic(), hash(tuple(under_way.calls()))
+        if stack not in last_stacks or now_s - looked_s > LONG_GAP_S:
             _heart.moved_s = now_s
-        places[place] = None
-        places.move_to_end(place)
-        if len(places) > FEW_PLACES:
-            places.popitem(last=False)
+        last_stacks[stack] = None
+        last_stacks.move_to_end(stack)
+        if len(last_stacks) > FEW_PLACES:
+            last_stacks.popitem(last=False)
         looked_s = now_s
         if now_s - written_s >= EVERY_S:
             written_s = now_s

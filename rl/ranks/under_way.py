@@ -51,12 +51,12 @@ def note(progress: str) -> None:
 def _print_lines(first_s: float, stopped: threading.Event) -> None:
     began_s, wait_s = time.monotonic(), first_s
     while not stopped.wait(wait_s):
-        status = ": ".join(filter(None, (in_words(calls()), _progress)))
+        status = ": ".join(filter(None, (described(calls()), _progress)))
         print(f"[{time.monotonic() - began_s:3.0f} s] loading: {status}", flush=True)
         wait_s = EVERY_S
 
 
-def in_words(calls: Sequence[Call]) -> str:
+def described(calls: Sequence[Call]) -> str:
     """'rl.engines.vllm.vllm, in torch': the innermost `rl` module among `calls` (innermost first),
     and the package that it called."""
     package = ""

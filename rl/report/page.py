@@ -18,7 +18,7 @@ from rl.report.curves import CURVES, drawn, how_drawn, points
 from rl.report.folder import to_oneself
 from rl.report.pages import CHUNK, PageIndex, literal, refresh
 from rl.report.reading import Record, named_rows, read_config, read_evaluations
-from rl.report.summary import INTERVAL, alarms, beside, learnt
+from rl.report.summary import INTERVAL, alarms, context, learnt
 from rl.run.metric_table import doc_of
 from rl.text.untrusted import without_lone_surrogates
 
@@ -55,7 +55,7 @@ def rendered(
         progress=_progress(metrics, config, index),
         learnt=learnt(read_evaluations(run_dir)),
         interval=INTERVAL,
-        beside=beside(metrics),
+        context=context(metrics),
         alarms=alarms(metrics, config, num_damaged),
         curves=_curves(metrics),
         times=times(metrics),

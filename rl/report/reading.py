@@ -124,8 +124,8 @@ def picture_of(run_dir: Path, file: object) -> str | None:
     """`picture` for a path below a run folder, whose folder `images` may be a symlink."""
     if not isinstance(file, str) or not _PICTURE.fullmatch(file):
         return None
-    top, _, rest = file.partition("/")
-    return file if rest and picture(run_dir / top, rest) else None
+    top, _, path_below = file.partition("/")
+    return file if path_below and picture(run_dir / top, path_below) else None
 
 
 def other_sources(record: Record) -> list[object]:
@@ -136,9 +136,9 @@ def other_sources(record: Record) -> list[object]:
 
 def shown_of(record: Record) -> list[str]:
     """Hashes of a held-out sample's pictures; [] in an older run's record."""
-    named = record.get("shown")
-    hashes = named[:MAX_SOURCES] if isinstance(named, list) else []
-    return [name for name in hashes if isinstance(name, str)]
+    hashes = record.get("shown")
+    kept = hashes[:MAX_SOURCES] if isinstance(hashes, list) else []
+    return [digest for digest in kept if isinstance(digest, str)]
 
 
 def is_control(config: Mapping[str, Any]) -> bool:

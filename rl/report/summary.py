@@ -131,10 +131,10 @@ def summary(
         if result.num_left_out:
             lines.append(f"  left out: {result.num_left_out} not graded both times")
         lines.append(f"  {CONTROL if control else INTERVAL}")
-    return [*lines, *(f"  {line}" for line in beside(metrics))]
+    return [*lines, *(f"  {line}" for line in context(metrics))]
 
 
-def beside(metrics: Sequence[Record]) -> list[str]:
+def context(metrics: Sequence[Record]) -> list[str]:
     """Lines that put the gain in context: rewards of the reference description, of the user's own
     words and of the untrained system; the gain of thinking; drift of the conditioning."""
     lines = []

@@ -67,7 +67,7 @@ class Config(TrainedPolicyConfig):
 
     def trained(self, iteration: int) -> tuple[bool, bool]:
         """(whether text tokens, whether visual tokens are trained) in `iteration`, which counts
-        from 0 over the whole run. Both switches off: all are; both on: what both of them train."""
+        from 0 over the whole run. Both switches off: both are; both on: what both of them train."""
         text = visual = True
         if self.train_text_tokens_only:
             trains_text = iteration % self.text_only_cycle_steps < self.text_only_steps

@@ -71,11 +71,11 @@ class QwenPrompts:
         """Where each picture's tokens are in the hidden states that the renderer reads."""
         kept = prompt.token_ids[prompt.num_dropped_tokens :]
         slots = [index for index, token in enumerate(kept) if token == self._image_id]
-        places, start = [], 0
+        ranges, start = [], 0
         for length in self._lengths(prompt.model_inputs if prompt.images else {}):
-            places.append(range(slots[start], slots[start] + length))
+            ranges.append(range(slots[start], slots[start] + length))
             start += length
-        return tuple(places)
+        return tuple(ranges)
 
     def _lengths(self, inputs: Mapping[str, Any]) -> list[int]:
         """Number of tokens of each picture in these `model_inputs`."""

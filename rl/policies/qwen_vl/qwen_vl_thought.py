@@ -33,7 +33,7 @@ class Written:
     thought: str
     """The start of `text` up to the marker and the white space after it; '' without a thought."""
     num_thought_tokens: int
-    """Number of tokens before the first one that holds part of the words; all of them where there
+    """Number of tokens before the first one that holds part of the words; all of them if there
     is no marker."""
     word_ids: tuple[int, ...]
     """Ids of the words and the stop token, as `Thinking._words_after` gives them."""
@@ -113,13 +113,13 @@ class Thinking:
         """Split a completion at the last marker, which is searched in the decoded text, because it
         may end inside a token ('</think>' and two line breaks are three tokens of Qwen2.5's, the
         last of them '>' with the breaks)."""
-        whole = self._decoded(ids)
-        text, marker = whole.strip(), section.marker
-        marker_start = whole.rfind(marker)
+        decoded = self._decoded(ids)
+        text, marker = decoded.strip(), section.marker
+        marker_start = decoded.rfind(marker)
         if marker_start >= 0:
             end = marker_start + len(marker)
             num_before, word_ids = self._words_after(ids, end)
-            words = whole[end:].strip()
+            words = decoded[end:].strip()
             failure = None if words else "empty: no words behind the thought"
             if section.max_tokens is not None and num_before > section.max_tokens:
                 failure = (
@@ -146,9 +146,9 @@ class Thinking:
         where the words start after the first `end` characters and white space. If they start inside
         a token, the part up to its end is tokenized again, so that the same words have the same
         ids after any thought."""
-        whole = self._decoded(ids)
-        words = whole[end:].lstrip()
-        before = whole.removesuffix(words)
+        decoded = self._decoded(ids)
+        words = decoded[end:].lstrip()
+        before = decoded.removesuffix(words)
         low, high = 0, len(ids)
         while low < high:  # the fewest tokens whose text begins with `before`
             middle = (low + high) // 2

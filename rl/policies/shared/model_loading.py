@@ -92,7 +92,7 @@ def _with_saved_adapter(model: Any, adapter_path: str) -> Any:
     mapping = getattr(model, "_checkpoint_conversion_mapping", {})
     loading = {"is_trainable": True, "torch_device": "cpu", "key_mapping": mapping}
     subject = f"policy.adapter_path: {adapter_path}"
-    remedy = "name an adapter that was trained on this model (policy.model_path), or train anew"
+    remedy = "name an adapter that was trained on this model (policy.model_path), or drop the key"
     if (Path(adapter_path) / ADAPTER_CONFIG).is_file():
         read_config(Path(adapter_path))
     try:

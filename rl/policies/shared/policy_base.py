@@ -229,7 +229,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
 
         LoRA: the adapter is off. Full fine-tuning: the initial checkpoint's weights, kept on the
         CPU from the first use on, replace the trained ones. Raises ValueError under ZeRO-3, which
-        holds no whole tensors to swap.
+        holds no complete tensors to swap.
         """
         if self.module.adapted:
             with self.module.model.disable_adapter():
