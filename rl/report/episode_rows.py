@@ -129,7 +129,7 @@ def group_row(
     first = rows_G[0]
     bare = first.get("bare")
     file_of = partial(picture_of, run_dir)
-    is_row = isinstance(bare, Mapping)
+    bare_row = _member(bare, names, file_of, pieces, limits) if isinstance(bare, Mapping) else None
     return {
         "id": text(first.get("sample_id"), 300),
         "cat": text(first.get("category"), 200),
@@ -137,7 +137,7 @@ def group_row(
         **_sources(first, file_of),
         "goal": file_of(first.get("target_file")),
         "of": [_member(row, names, file_of, pieces, limits) for row in rows_G],
-        "bare": _member(bare, names, file_of, pieces, limits) if is_row else None,
+        "bare": bare_row,
     }
 
 
