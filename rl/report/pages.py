@@ -262,5 +262,5 @@ def value_of(script: str) -> Any:
     """The value in a data page. Raises ValueError if `script` is not exactly what `call` writes."""
     match = _CALL.fullmatch(script)
     if match is None:
-        raise ValueError("not a data page")
+        raise ValueError("no data page")
     return json.loads(match[1])
