@@ -18,6 +18,8 @@ _FORM = re.compile(r"auto|cpu|cuda:\+?\d+")
 
 @dataclass(frozen=True)
 class Claim:
+    """The device and memory limit that the config section `key` sets for its model."""
+
     key: str
     device: str
     """As configured; one of `DEVICES`."""

@@ -28,6 +28,8 @@ NO_WORDS = "empty: the completion holds no words"
 
 @dataclass(frozen=True)
 class Written:
+    """A completion, split into its thought and its words."""
+
     text: str
     """The whole completion, without special tokens and surrounding white space."""
     thought: str
