@@ -1,4 +1,4 @@
-"""Group-relative advantages against numbers worked out by hand."""
+"""Group-relative advantages against numbers computed by hand."""
 
 import math
 

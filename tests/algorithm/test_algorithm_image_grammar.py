@@ -1,4 +1,4 @@
-"""The grammar of pictures written as tokens, by hand, over every small grid, and as a sampler."""
+"""The grammar of pictures written as tokens: allowed kinds, logit masks and forced flags."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ VOCABULARY = ImageVocabulary(
     visual_end=14,
 )
 NUM_IDS = 16
-"""Two ids lie past the codes."""
+"""The last two ids come after the image codes."""
 
 
 def kinds_of(num_after_image: list[int], height: int, width: int) -> list[int]:
@@ -45,8 +45,8 @@ def test_before_the_image_token_and_without_a_grid():
 def test_every_small_grid_against_the_sequence_spelled_out():
     for height in range(1, 6):
         for width in range(1, 6):
-            spelled = ([VISUAL] * width + [EOL]) * height + [EOF, EOI] + [EOS] * 3
-            assert kinds_of(list(range(len(spelled))), height, width) == spelled
+            expected = ([VISUAL] * width + [EOL]) * height + [EOF, EOI] + [EOS] * 3
+            assert kinds_of(list(range(len(expected))), height, width) == expected
 
 
 def test_the_count_starts_at_the_first_image_token():
@@ -94,7 +94,7 @@ def test_flags_of_a_thought_then_a_picture_cut_in_the_middle():
 
 
 def test_a_language_id_below_the_codes_may_be_anything():
-    """The mask follows the vocabulary's slices, not the particular ids of the tests above."""
+    """Here the codes are the ids 8 to 15, and every smaller id is language."""
     shifted = replace(VOCABULARY, visual_start=8, visual_end=16)
     logits = torch.zeros(2, NUM_IDS)
     mask_logits_(logits, torch.tensor([LANGUAGE, VISUAL]), shifted)

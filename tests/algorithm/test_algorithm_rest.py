@@ -1,4 +1,4 @@
-"""Reward composition, metrics over ranks, and the learning-rate line."""
+"""Reward composition, metrics merged over ranks, and the learning-rate schedule."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The fault campaign: what it injects is what happens, what it calls bad is bad, and a sample."""
+"""The fault campaign: its injections take effect, its verdicts are right, a sample of it passes."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def test_there_are_enough_pairs_each_once() -> None:
 
 
 def test_every_place_is_there() -> None:
-    wheres = {case.arm.where for case in CASES if isinstance(case.arm, EndAt | DoAt)}
-    assert len(wheres) > 15
-    for where in wheres:
-        module, _, path = where.partition(":")
-        assert callable(operator.attrgetter(path)(importlib.import_module(module))), where
+    injection_points = {case.arm.where for case in CASES if isinstance(case.arm, EndAt | DoAt)}
+    assert len(injection_points) > 15
+    for point in injection_points:
+        module, _, path = point.partition(":")
+        assert callable(operator.attrgetter(path)(importlib.import_module(module))), point
 
 
 def work_on_files(folder_name: str) -> None:
     folder = Path(folder_name)
-    seen: list[FileOperation] = []
-    at_files(folder / "watched", seen.append)
+    operations: list[FileOperation] = []
+    at_files(folder / "watched", operations.append)
     (folder / "watched/new/deep").mkdir(parents=True)
     (folder / "watched/new/a.txt").write_text("a")
     (folder / "watched/new/a.txt").read_text()
@@ -58,14 +58,14 @@ def work_on_files(folder_name: str) -> None:
     (folder / "elsewhere.txt").write_text("not of the run")
     os.truncate(folder / "watched/c.txt", 0)
     shutil.rmtree(folder / "watched/new")
-    print(*(f"{operation.name} {operation.path}" for operation in seen), sep="\n")
+    print(*(f"{operation.name} {operation.path}" for operation in operations), sep="\n")
 
 
 def test_every_operation_on_a_file_is_seen_native_ones_too(tmp_path: Path) -> None:
     (tmp_path / "watched").mkdir()
-    ended = tiny_ranks.run_forked(work_on_files, str(tmp_path))
-    assert ended.returncode == 0, ended.stderr
-    operations = ended.stdout.split("\n")[:-1]
+    process = tiny_ranks.run_forked(work_on_files, str(tmp_path))
+    assert process.returncode == 0, process.stderr
+    operations = process.stdout.split("\n")[:-1]
     assert sorted(operations[10:12]) == [  # in the file system's order
         "remove new/deep/x.pt",
         "remove new/deep/x.safetensors",
@@ -119,13 +119,13 @@ def test_what_is_bad_is_called_so(
     assert trial.bad_verdict(case, first, again, saved, is_done=False)[0] == verdict
 
 
-def case_named(words: str) -> Case:
-    [case] = [case for case in CASES if case.name == words]
+def case_named(name: str) -> Case:
+    [case] = [case for case in CASES if case.name == name]
     return case
 
 
 SEAL = "fsync checkpoints/.tmp-step_000003/manifest.json"
-"""Before it the manifest is written."""
+"""The operation after the manifest was written."""
 
 
 @pytest.fixture(scope="module")
@@ -134,14 +134,14 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
 
 
 def test_a_sample_of_the_campaign(harness: Harness) -> None:
-    """The rest: `python -m benchmarks.faults`."""
+    """`python -m benchmarks.faults` tries every case."""
     case = case_named("call | the engine is synced | ENOSPC")
     outcome = trial.try_case(harness, case, 0)
     assert outcome.verdict == "stopped" and "No space left on device" in outcome.why, outcome
 
 
 def test_a_kill_in_the_middle_of_a_save(harness: Harness) -> None:
-    """The rest: `python -m benchmarks.faults.saves`."""
+    """`python -m benchmarks.faults.saves` tries every operation."""
     with Judge() as judge:
         row = saves.Saves(harness, judge).try_kill(saves.Kill(0, "half", SEAL))
     assert not row.problem, row

@@ -1,4 +1,4 @@
-"""The GPU benchmark at tiny size on the CPU, and what it must never get wrong: its own check."""
+"""The GPU benchmark at tiny size on the CPU, and its check of the attention kernel."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def test_an_item_that_fails_costs_nobody_else(tmp_path, monkeypatch):
     code, record = run(tmp_path, "1,4b")
     assert code == 1
     assert record["failures"] == ["1: RuntimeError: no such file: weights.bin"]
-    told = [(line["item"], line["what"]) for line in record["lines"]]
-    assert told[0] == ("1", "half of it")
-    assert told[-1] == ("4b", "packed attention on this device")
+    items = [(line["item"], line["what"]) for line in record["lines"]]
+    assert items[0] == ("1", "half of it")
+    assert items[-1] == ("4b", "packed attention on this device")
 
 
 def test_real_sizes_are_refused_without_a_gpu(monkeypatch):
@@ -87,8 +87,8 @@ def test_real_sizes_are_refused_without_a_gpu(monkeypatch):
 # The check of the attention kernel
 
 
-def forgetful(kernel: Kernel) -> Kernel:
-    """Does not see the last key of what is not causal: one token of a prompt of 65."""
+def without_last_key(kernel: Kernel) -> Kernel:
+    """The kernel without the last key of each non-causal part: one token of a prompt of 65."""
 
     def forward(query, key, value, runs: Runs):
         if runs.causal:
@@ -104,7 +104,7 @@ def forgetful(kernel: Kernel) -> Kernel:
 
 
 def test_a_kernel_that_misses_one_key_fails_even_by_half_precisions_measure(tmp_path, monkeypatch):
-    wrong = forgetful(attention_kernels.CPU)
+    wrong = without_last_key(attention_kernels.CPU)
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: wrong)
     monkeypatch.setattr(gpu_check, "_policy_problems", lambda bench: [])
     monkeypatch.setitem(gpu_check.LARGEST_ERROR, "float32", gpu_check.LARGEST_ERROR["bfloat16"])
@@ -124,8 +124,8 @@ def test_what_a_packed_token_sees_by_hand():
 
 
 def test_the_peers_rows_compute_what_ours_do(tmp_path):
-    """Equal seeds give both sides the same weights; a fresh adapter changes nothing. (A peer knows
-    of no banned tokens.)"""
+    """Equal seeds give both sides the same weights; a fresh adapter changes nothing. The peer has
+    no banned tokens."""
     bench = new_bench(tmp_path)
     gpu_models.save_texts(bench)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A folder that holds another model, or not all of one, is refused before anything is loaded."""
+"""A folder with another model, or an incomplete one, is refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "emu3_vq": ("renderers", {"type": "emu3_vq"}),
     "clip": ("rewards", {"type": "clip"}),
 }
-"""Folder of the tiny world -> the room and section that load it."""
+"""Folder of the tiny world -> (plugin directory, config section that loads it)."""
 
 
-def models(room: str, section: dict[str, Any]) -> Sequence[ModelFiles]:
-    plugin, wrong = build._find_plugin(room, room, section)
+def models(directory: str, section: dict[str, Any]) -> Sequence[ModelFiles]:
+    plugin, wrong = build._find_plugin(directory, directory, section)
     assert plugin is not None and not wrong, wrong
-    found: Sequence[ModelFiles] = plugin.cls.models(plugin.config)
-    return found
+    declared: Sequence[ModelFiles] = plugin.cls.models(plugin.config)
+    return declared
 
 
 def linked(name: str, folder: Path) -> Path:
@@ -43,15 +43,15 @@ def linked(name: str, folder: Path) -> Path:
 
 
 def rewrite(file: Path, content: bytes) -> None:
-    """Of the folder of links alone."""
+    """Replaces a link, so that its target does not change."""
     file.unlink(missing_ok=True)
     file.write_bytes(content)
 
 
 PARTS = [
     (name, model.subfolder, model.config, bool(model.weights), bool(model.kinds))
-    for name, (room, section) in SECTIONS.items()
-    for model in models(room, section | {"model_path": str(tiny_config.WEIGHTS / name)})
+    for name, (directory, section) in SECTIONS.items()
+    for model in models(directory, section | {"model_path": str(tiny_config.WEIGHTS / name)})
     if model.config_required
 ]
 
@@ -59,10 +59,10 @@ PARTS = [
 def problems_with(
     name: str, folder: Path, damage: Callable[[Path], None], subfolder: str = ""
 ) -> list[str]:
-    room, section = SECTIONS[name]
+    directory, section = SECTIONS[name]
     shutil.rmtree(folder / name, ignore_errors=True)
     copy = linked(name, folder)
-    declared = models(room, section | {"model_path": str(copy)})
+    declared = models(directory, section | {"model_path": str(copy)})
     assert list(model_problems(declared)) == []
     damage(copy / subfolder)
     return list(model_problems(declared))
@@ -83,15 +83,15 @@ def test_every_part_that_a_plugin_loads_is_looked_at(
     ]
     if has_kind:
         other = b'{"model_type": "qwen2_vl"}'
-        wanted = f"{config} ... model_type 'qwen2_vl' ... only '"
-        cases.append((lambda part: rewrite(part / config, other), wanted))
+        message = f"{config} ... model_type 'qwen2_vl' ... only '"
+        cases.append((lambda part: rewrite(part / config, other), message))
     if has_weights:
         [weights] = part.glob("*.safetensors")
-        whole, place = weights.read_bytes(), os.path.join(subfolder, weights.name)
-        wanted = f"lacks {place} or {place}.index.json"
-        cases.append((lambda part: (part / weights.name).unlink(), wanted))
-        wanted = f"{len(whole) - 1} bytes ... {len(whole)}; ... copy"
-        cases.append((lambda part: rewrite(part / weights.name, whole[:-1]), wanted))
+        content, file = weights.read_bytes(), os.path.join(subfolder, weights.name)
+        message = f"lacks {file} or {file}.index.json"
+        cases.append((lambda part: (part / weights.name).unlink(), message))
+        message = f"{len(content) - 1} bytes ... {len(content)}; ... copy"
+        cases.append((lambda part: rewrite(part / weights.name, content[:-1]), message))
     for damage, parts in cases:
         [problem] = problems_with(name, tmp_path, damage, subfolder)
         assert names(problem, f"model_path: {tmp_path / name} ... {parts}"), problem
@@ -170,13 +170,13 @@ def quickstart(*overrides: str) -> list[str]:
 
 def test_a_folder_of_its_predecessor_is_refused_by_check(tmp_path, capsys) -> None:
     folder = linked("policy", tmp_path)
-    written = json.loads((folder / "config.json").read_text())
-    written |= {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
-    rewrite(folder / "config.json", json.dumps(written).encode())
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
+    rewrite(folder / "config.json", json.dumps(config).encode())
     [older] = quickstart(f"policy.model_path={folder}")
     assert names(older, f"policy.model_path: {folder}/config.json ... 'qwen2_vl' ... 'qwen2_5_vl'")
-    written |= {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLModel"]}
-    rewrite(folder / "config.json", json.dumps(written).encode())
+    config |= {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLModel"]}
+    rewrite(folder / "config.json", json.dumps(config).encode())
     [headless] = quickstart(f"policy.model_path={folder}")
     assert names(headless, "architectures 'Qwen2_5_VLModel' ... 'Qwen2_5_VLForCond")
 
@@ -184,15 +184,15 @@ def test_a_folder_of_its_predecessor_is_refused_by_check(tmp_path, capsys) -> No
 def test_words_and_weights_may_lie_in_two_places(tmp_path: Path) -> None:
     editor = tmp_path / "editor"
     linked("policy", editor).rename(editor / "text_encoder")
-    words = linked("policy", tmp_path)
-    (words / "model.safetensors").unlink()
-    two = [f"policy.model_path={words}", f"policy.init_text_encoder_from={editor}"]
+    processor = linked("policy", tmp_path)
+    (processor / "model.safetensors").unlink()
+    two = [f"policy.model_path={processor}", f"policy.init_text_encoder_from={editor}"]
     assert quickstart(*two) == []
     [problem] = quickstart(*two, "policy.text_encoder_subfolder=encoder")
     assert names(problem, f"policy.init_text_encoder_from: {editor} ... encoder/config.json")
-    (words / "tokenizer.json").unlink()
+    (processor / "tokenizer.json").unlink()
     [problem] = quickstart(*two)
-    assert names(problem, f"policy.model_path: {words} ... tokenizer.json or vocab.json")
+    assert names(problem, f"policy.model_path: {processor} ... tokenizer.json or vocab.json")
 
 
 def test_an_editor_of_another_template_is_refused(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_hub_id_is_compared_as_far_as_the_cache_goes(tmp_path, monkeypatch) ->
     file.parent.mkdir(parents=True)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c0ffee")
-    assert quickstart(change) == [], "nothing of it is there yet"
+    assert quickstart(change) == [], "nothing of it is cached yet"
     file.write_text('{"model_type": "qwen3_vl"}')
     [problem] = quickstart(change)
     assert names(problem, f"policy.model_path: some/one ({file}) ... 'qwen3_vl' ... 'qwen2_5_vl'")

@@ -1,4 +1,4 @@
-"""Weights that are no numbers are named before anything is computed with them."""
+"""Weights with NaN or infinity are named before anything is computed with them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_one_number_that_is_none_is_found(value: float, dtype: torch.dtype) -> N
     align_weights(module, "cpu")
     with torch.no_grad():
         module.weight[3, 5] = value
-    told = "Linear holds NaN or infinity: 1 of the 64 numbers of weight; copy or download it again"
-    with pytest.raises(NotFiniteError, match=told):
+    text = "Linear holds NaN or infinity: 1 of the 64 numbers of weight; copy or download it again"
+    with pytest.raises(NotFiniteError, match=text):
         align_weights(module, "cpu")
 
 
@@ -47,5 +47,5 @@ def test_a_model_with_nan_is_named_by_its_key(tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / "quickstart.jsonnet", overrides)
     with pytest.raises(ValueError) as refused:
         build.build_policy(build.resolve(config), Dist.from_env())
-    said = sentence(refused.value)
-    assert said is not None and "  policy: " in said and "holds NaN or infinity: 1 of " in said
+    text = sentence(refused.value)
+    assert text is not None and "  policy: " in text and "holds NaN or infinity: 1 of " in text
