@@ -151,9 +151,7 @@ def test_mixture_weights_and_coefficients(tmp_path: Path) -> None:
     assert list(resolved.train_weights) == [3, 1]
     mixture = [source | {"coefficient": 0.5}, source | {"coefficient": 3}]
     resolved = build.resolve(config_of(tmp_path, data={"train": mixture}))
-    assert build.mixture_weights(resolved, [range(100), range(10)]) == [50, 30], (
-        "coefficient times rows"
-    )
+    assert build.mixture_weights(resolved, [range(100), range(10)]) == [50, 30], "times rows"
     wrong = {"train": [source | {"weight": 0}], "validation": [source | {"weight": 2}]}
     zero, unread = problems_of(tmp_path, data=wrong)
     assert names(zero, "data.train.0.weight: ... 0 ... > 0")
@@ -215,10 +213,8 @@ def test_a_run_whose_checkpoints_are_gone_is_not_restarted(tmp_path: Path) -> No
     assert code == 0 and "sets aside" in text
     (config.run_dir / "last_checkpoint.txt").write_text("step_000007\n")
     [problem] = check_report.problems(config)
-    run_dir = config.run_dir
-    assert names(
-        problem, f"run_name: ... {run_dir}/checkpoints ... step_000007 ... move {run_dir} away"
-    )
+    run = config.run_dir
+    assert names(problem, f"run_name: ... {run}/checkpoints ... step_000007 ... move {run} away")
     tiny_config.save_checkpoint(config, 5)
     text, code = check_report.report(config, gpu_gb=141)
     assert code == 0 and names(text.splitlines()[0], "after 5 iterations ... step_000007 ... gone")
@@ -294,17 +290,15 @@ def remedies(problems: list[str]) -> list[str]:
 def test_every_shipped_config_fits_its_own_size_and_80_gb(name: str) -> None:
     """With a cache for at least one group and a tenth of the GPU free; derived values follow
     `gpu_gb`."""
-    as_shipped = shipped(name)
+    base = shipped(name)
     smaller = {"sft", "vlm", "prompt"} & {name.partition("_")[0]}
     expected = 80 if smaller or name.startswith("qwen_image_21") else 141
-    assert as_shipped.gpu_gb == expected
+    assert base.gpu_gb == expected
     if stated := re.search(r"(\d+) x (\d+) GB", readme_row(name)):
-        num_gpus = (
-            3 if name == "prompt_enhancement" else as_shipped.world_size
-        )  # one process, three GPUs
-        assert list(map(float, stated.groups())) == [num_gpus, as_shipped.gpu_gb]
-    others = {80, 141} - {as_shipped.gpu_gb} if name in tiny_config.DISTINCT else set()
-    for gpu_gb in (as_shipped.gpu_gb, *others):
+        num_gpus = 3 if name == "prompt_enhancement" else base.world_size  # of one process
+        assert list(map(float, stated.groups())) == [num_gpus, base.gpu_gb]
+    others = {80, 141} - {base.gpu_gb} if name in tiny_config.DISTINCT else set()
+    for gpu_gb in (base.gpu_gb, *others):
         config = shipped(name, *([f"gpu_gb={gpu_gb}"] if gpu_gb in others else []))
         assert unfit(config, gpu_gb) == []
         planned = footprint.footprint(build.resolve(config), gpu_gb)

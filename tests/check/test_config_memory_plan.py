@@ -89,7 +89,7 @@ def test_lora_parameters() -> None:
 
 
 def test_activations() -> None:
-    # A bfloat16 layer: norms 2 x 10; q, k, v and result 2 x 10 + 2 x 2; the input of q and v 10: 54.
+    # A bfloat16 layer: norms 2 x 10; q, k, v and result 2 x 10 + 2 x 2; the input of q, v 10: 54.
     # Its MLP: 3 x 40. Two bytes each, two layers.
     adapted = ("q_proj", "v_proj")
     assert MODEL.kept_bytes(adapted, 2, False) == 2 * (108 + 240)
@@ -386,10 +386,8 @@ def test_host_problems(tmp_path: Path) -> None:
     planned = Plan([Row("engine asleep, pinned", 30, ("run",))], phases=HOST_PHASES)
     assert host_problems(planned, 8, None) == []
     assert host_problems(planned, 8, 30) == []
-    [problem] = host_problems(planned, 8, 20)
-    assert names(
-        problem, "host memory: 30.0 GB ... 'run' ... 8 ranks ... PYTORCH_ALLOC_CONF=pinned_"
-    )
+    [line] = host_problems(planned, 8, 20)
+    assert names(line, "host memory: 30.0 GB ... 'run' ... 8 ranks ... PYTORCH_ALLOC_CONF=pinned_")
 
 
 @pytest.mark.parametrize(

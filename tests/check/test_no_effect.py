@@ -81,18 +81,14 @@ def test_what_nothing_reads_is_told(name: str, overrides: list[str], keys: list[
     lines = sorted(warnings_of(name, *overrides))
     assert len(lines) == len(keys), lines
     reported = [line.partition(":")[0] for line in lines]
-    assert all(
-        key in reported_key for key, reported_key in zip(sorted(keys), reported, strict=True)
-    ), lines
+    assert all(key in name for key, name in zip(sorted(keys), reported, strict=True)), lines
 
 
 def test_a_launch_says_it_too(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
-    override = f"base_exp_dir={tmp_path}"
+    runs = f"base_exp_dir={tmp_path}"
     with pytest.raises(SystemExit) as done:
-        main(
-            ["configs/quickstart.jsonnet", override, "optimizer.zero_stage=3", "sampling.top_p=0.9"]
-        )
+        main(["configs/quickstart.jsonnet", runs, "optimizer.zero_stage=3", "sampling.top_p=0.9"])
     assert done.value.code == 0
     printed = capsys.readouterr().err.splitlines()[-2:]
     assert names(printed[0], "without effect ... optimizer.zero_stage: ... 'torch'")

@@ -34,7 +34,7 @@ def without_root() -> Iterator[None]:
 
 @pytest.fixture
 def run_dir() -> Iterator[Path]:
-    """A run that was stopped, its owner without_root."""
+    """The folder of a stopped run, owned by an ordinary user."""
     with without_root(), tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         (run_dir / "logs").mkdir(parents=True)

@@ -144,12 +144,8 @@ def plugin_keys(directory: str) -> set[str]:
 def test_the_table_names_keys_that_exist() -> None:
     """A renamed config key must not silently become one that breaks a run."""
     keys = set(schema_keys())
-    for section, directory in (
-        ("policy", "policies"),
-        ("engine", "engines"),
-        ("renderer", "renderers"),
-    ):
-        keys |= {f"{section}.{key}" for key in plugin_keys(directory)}
+    for name, folder in (("policy", "policies"), ("engine", "engines"), ("renderer", "renderers")):
+        keys |= {f"{name}.{key}" for key in plugin_keys(folder)}
     keys |= {f"policy.lora.{key}" for key in LoraSection.model_fields}
     keys |= {f"data.train.0.{key}" for key in plugin_keys("data")} | {"data.validation.0.path"}
     for pattern in (*HARMLESS, *LEVEL, *LENGTH, *NOTED):

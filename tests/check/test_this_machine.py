@@ -80,7 +80,7 @@ def no_library(name: str) -> Any:
     raise OSError(name)
 
 
-def problems_with(*overrides: str) -> list[str]:
+def missing(*overrides: str) -> list[str]:
     return machine_problems(build.resolve(tiny_config.shipped("quickstart", *ON_GPU, *overrides)))
 
 
@@ -127,19 +127,17 @@ def test_what_the_device_cannot_compute_names_key_and_remedy(
     machine: dict[str, str], overrides: list[str], parts: str, box: Box
 ) -> None:
     box(**machine)
-    problems = problems_with(*overrides)
-    assert len(problems) == bool(parts), problems
-    assert not parts or (names(problems[0], parts) and problems[0].startswith(parts.split()[0])), (
-        problems
-    )
+    lines = missing(*overrides)
+    assert len(lines) == bool(parts), lines
+    assert not parts or (names(lines[0], parts) and lines[0].startswith(parts.split()[0])), lines
 
 
 def test_what_a_gpu_would_refuse_is_said_where_there_is_none(box: Box) -> None:
     box(smi_exit="9", vllm="cpu")
-    assert problems_with(F32) == [], "'auto' is the CPU here"
+    assert missing(F32) == [], "'auto' is the CPU here"
     resolved = build.resolve(tiny_config.shipped("quickstart", *ON_GPU, F32))
     assert names(machine_lines(resolved)[1], "GPU ... engine.adapter: ... float32")
-    assert names(*problems_with(F32, "policy.device=cuda:0"), "engine.adapter: ... float32")
+    assert names(*missing(F32, "policy.device=cuda:0"), "engine.adapter: ... float32")
     box(smi_exit="9")
     assert machine_problems(resolved) == [], "the run may be meant for another machine"
     problems = machine_problems(resolved, starts=True)
@@ -157,10 +155,8 @@ def test_a_forgotten_job_on_the_gpus_is_said(box: Box, monkeypatch) -> None:
 def test_ranks_share_memory_that_a_container_may_lack(box: Box, monkeypatch) -> None:
     box()
     disk_of(monkeypatch, total=64e6)
-    assert problems_with() == []
-    assert names(
-        *problems_with("world_size=2"), "/dev/shm ... 0.064 GB ... --ipc=host ... --shm-size"
-    )
+    assert missing() == []
+    assert names(*missing("world_size=2"), "/dev/shm ... 0.064 GB ... --ipc=host ... --shm-size")
 
 
 LACKS = {"driver": "570.86.15", "programs": ("cc",), "has_headers": False}
@@ -186,7 +182,7 @@ def test_what_is_missing_is_named(
     box(**machine)
     if compiler is not None:
         monkeypatch.setenv("CC", compiler)
-    for problem, expected in zip(problems_with(*overrides), parts, strict=True):
+    for problem, expected in zip(missing(*overrides), parts, strict=True):
         assert names(problem, expected)
 
 
@@ -203,7 +199,7 @@ def test_a_newer_cuda_library_makes_up_for_an_old_driver(
 
     library = SimpleNamespace(cuDriverGetVersion=write_version)
     monkeypatch.setattr(this_machine.ctypes, "CDLL", lambda name: library)
-    assert len(problems_with()) == num_problems
+    assert len(missing()) == num_problems
 
 
 @pytest.mark.parametrize(
@@ -222,7 +218,7 @@ def test_where_no_gpu_is_used_nothing_is_wrong(
     box(driver="570.1", programs=(), has_headers=False, vllm="cpu", **machine)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert problems_with(*overrides) == []
+    assert missing(*overrides) == []
     resolved = build.resolve(tiny_config.shipped("quickstart", *ON_GPU, *overrides))
     assert names(*machine_lines(resolved), line)
 
@@ -238,10 +234,10 @@ def test_check_and_launch_say_it(box: Box) -> None:
 
 def test_what_the_hub_may_not_be_asked_for_must_be_there(box: Box, monkeypatch) -> None:
     box()
-    [problem] = problems_with("policy.model_path=some/one")  # conftest.py sets HF_HUB_OFFLINE
+    [problem] = missing("policy.model_path=some/one")  # conftest.py sets HF_HUB_OFFLINE
     assert names(problem, "policy.model_path: some/one ... cache ... HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    assert problems_with("policy.model_path=some/one") == []
+    assert missing("policy.model_path=some/one") == []
 
 
 @pytest.mark.parametrize(
@@ -257,18 +253,18 @@ def test_a_checkpoint_holds_weights_and_float32_moments(name: str, size_gb: floa
 
 
 def test_a_full_disk_is_found_before_the_run(box: Box, monkeypatch, tmp_path: Path) -> None:
-    """A new run needs space for four: the newest two, the best, one being written; a resumed one 1."""
+    """Space for the newest two, the best and one being written; a resumed run needs one more."""
     box()
     change = f"base_exp_dir={tmp_path}"
     config = tiny_config.shipped("quickstart", *ON_GPU, change)
     one_gb, _ = checkpoints_gb(build.resolve(config))
     assert one_gb is not None
     disk_of(monkeypatch, free=4.01 * one_gb * 1e9)
-    assert problems_with(change) == []
+    assert missing(change) == []
     disk_of(monkeypatch, free=3.99 * one_gb * 1e9)
-    assert problems_with(change)[0].startswith("base_exp_dir: ")
+    assert missing(change)[0].startswith("base_exp_dir: ")
     tiny_config.save_checkpoint(config, 30)
-    assert problems_with(change) == []
+    assert missing(change) == []
 
 
 def test_a_tracker_that_is_not_installed_is_said_and_no_problem(monkeypatch) -> None:
