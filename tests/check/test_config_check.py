@@ -295,7 +295,7 @@ def test_every_shipped_config_fits_its_own_size_and_80_gb(name: str) -> None:
     expected = 80 if smaller or name.startswith("qwen_image_21") else 141
     assert base.gpu_gb == expected
     if stated := re.search(r"(\d+) x (\d+) GB", readme_row(name)):
-        num_gpus = 3 if name == "prompt_enhancement" else base.world_size  # of one process
+        num_gpus = 3 if name == "prompt_enhancement" else base.world_size  # 1 process, 3 GPUs
         assert list(map(float, stated.groups())) == [num_gpus, base.gpu_gb]
     others = {80, 141} - {base.gpu_gb} if name in tiny_config.DISTINCT else set()
     for gpu_gb in (base.gpu_gb, *others):

@@ -1,4 +1,4 @@
-"""EARL's flat config block loads as it is and means what our own configs of it say."""
+"""EARL's flat config block loads unchanged and gives the same run as our configs of it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_documented_block(tmp_path: Path) -> None:
 
 
 def test_every_field_of_earl_has_a_place() -> None:
-    """Its code had 43."""
+    """EARL's code had 43 fields."""
     assert len(earl_fields.Fields.model_fields) == 43
     assert set(earl_fields.Fields.model_fields) >= set(re.findall(r"^    (\w+):", DOCUMENTED, re.M))
 
@@ -136,7 +136,7 @@ def test_a_short_context_cuts_the_response(tmp_path: Path) -> None:
     config = load(tmp_path, flat(model_context_size=3000, reward_function_api_base="None"))
     assert config.sampling.max_completion_tokens == 3000 - 1280
     assert config.optimizer.max_tokens_per_micro_batch == 8 * 3000
-    assert config.judge.api_base == "", "EARL read the word too"
+    assert config.judge.api_base == "", "EARL read 'None' as no judge too"
 
 
 def test_a_run_without_a_name_is_called_as_its_file(tmp_path: Path) -> None:
@@ -164,14 +164,14 @@ OWN: dict[str, Any] = {
 
 @pytest.mark.parametrize("sections", [list(OWN), *([name] for name in OWN)])
 def test_own_sections_of_any_name_stand_beside_the_fields(tmp_path, sections: list[str]) -> None:
-    """They win over the fields, and over what EARL's code had fixed."""
-    own = {name: OWN[name] for name in sections}
-    config = plain(load(tmp_path, flat(**own)))
-    for name, section in own.items():
+    """Sections override the fields and the constants of EARL's code."""
+    chosen = {name: OWN[name] for name in sections}
+    config = plain(load(tmp_path, flat(**chosen)))
+    for name, section in chosen.items():
         for key, value in section.items():
-            whole = config[name][key]
-            assert whole == (whole | value if isinstance(value, dict) else value), (name, key)
-    assert config["policy"]["model_path"].startswith("kazemnejad/"), "and the fields stay"
+            loaded = config[name][key]
+            assert loaded == (loaded | value if isinstance(value, dict) else value), (name, key)
+    assert config["policy"]["model_path"].startswith("kazemnejad/"), "the other fields stay"
     assert config["final_reward"]["weights"]["viescore"] == 1
 
 
@@ -246,7 +246,7 @@ def as_flat(name: str) -> str:
     "name", sorted(path.stem for path in (ROOT / "configs").glob("sft_*__rl_*.jsonnet"))
 )
 def test_our_ten_configs_say_the_same(tmp_path: Path, name: str) -> None:
-    """Two spellings of one run: what EARL's code had fixed stands in both."""
+    """Both forms give the same run, including the constants of EARL's code."""
     ours = plain(shipped(name))
     theirs = plain(load(tmp_path, as_flat(name)))
     theirs["final_reward"]["weights"] = ours["final_reward"]["weights"]  # {} and {viescore: 1}

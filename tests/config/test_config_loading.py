@@ -1,4 +1,4 @@
-"""A Jsonnet file and the command line become a `RunConfig`, or a list of everything wrong."""
+"""A Jsonnet file and the command line become a `RunConfig`, or a list of all problems."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_missing_variable_is_named_with_its_place(tmp_path: Path, plain: P
         "  base_exp_dir: std.extVar('HOME'),\n"
         "}"
     )
-    found = problems_of(path, env={"HOME": "/home/me"})
+    problems = problems_of(path, env={"HOME": "/home/me"})
     assert load_config(path, ["base_exp_dir=x", "seed=1"], {"APP__RUN_NAME": "a", "APP__JUDGE": ""})
     for parts in (
         f"set ... APP__RUN_NAME ... {path.name}:2",
@@ -44,15 +44,15 @@ def test_every_missing_variable_is_named_with_its_place(tmp_path: Path, plain: P
         f"std.extVar('HOME') ... {path.name}:5 ... only",
         "seed: -1",  # the rest is checked as well
     ):
-        assert any(names(problem, parts) for problem in found), parts
+        assert any(names(problem, parts) for problem in problems), parts
 
 
 @pytest.mark.slow
 def test_looking_for_missing_variables_comes_to_an_end(tmp_path: Path) -> None:
     path = tmp_path / "endless.jsonnet"
     path.write_text("local f(n) = f(std.extVar(n) + '1') tailstrict; { a: f('APP__A') }")
-    wanted = f"set ... APP__A ... {path.name}:1"
-    assert any(names(problem, wanted) for problem in problems_of(path))
+    expected = f"set ... APP__A ... {path.name}:1"
+    assert any(names(problem, expected) for problem in problems_of(path))
 
 
 @pytest.mark.parametrize("override", ["seed=1", "seed=local f(x) = f(x) tailstrict; f(1)"])
@@ -148,16 +148,16 @@ def test_all_problems_come_at_once_and_name_the_file(tmp_path: Path) -> None:
     values = tiny_config.nothing(tmp_path, seed="0", optimiser={"learning_rate": 1}, world_size=0)
     del values["generations_per_prompt"]
     path = tiny_config.write(tmp_path, values)
-    found = problems_of(path)
-    assert all(problem.startswith(f"{path}: ") for problem in found)
+    problems = problems_of(path)
+    assert all(problem.startswith(f"{path}: ") for problem in problems)
     for expected in (
         "seed: ",
         "optimiser: ... unknown ... 'optimizer'",
         "world_size: 0",
         "generations_per_prompt: missing",
     ):
-        assert any(names(problem, expected) for problem in found), (expected, found)
-    assert len(found) == 4
+        assert any(names(problem, expected) for problem in problems), (expected, problems)
+    assert len(problems) == 4
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:

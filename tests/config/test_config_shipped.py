@@ -1,4 +1,4 @@
-"""What is shipped is found from any folder: configs by name, packages' files by `pkg://`."""
+"""Shipped files are found from any working folder: configs by name, weights by `pkg://`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_shipped_config_runs_from_any_folder(name: str, tmp_path, monkeypatch)
     assert check_report.problems(config) == []
     model = build.resolve(config).policy.config.model_path
     assert (Path(model) / "config.json").is_file()
-    # What is recorded does not name this machine's folders: the run goes on wherever it lies.
+    # The recorded path does not name this machine's folders, so that the run can be moved.
     assert config.policy["model_path"].startswith("pkg://")
 
 
@@ -81,9 +81,9 @@ def test_pkg_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "outsiders_world" / "weights").mkdir(parents=True)
     (tmp_path / "outsiders_world" / "__init__.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = tmp_path / "outsiders_world" / "weights"
-    assert located("pkg://outsiders_world/weights") == str(found)
-    assert located("pkg://outsiders_world/none") == str(found.parent / "none")
+    weights = tmp_path / "outsiders_world" / "weights"
+    assert located("pkg://outsiders_world/weights") == str(weights)
+    assert located("pkg://outsiders_world/none") == str(weights.parent / "none")
     assert located("runs/pkg://x") == "runs/pkg://x"
 
 
@@ -112,7 +112,7 @@ def test_a_wheel_holds_all_that_a_run_reads(tmp_path: Path) -> None:
     packed = [
         name if name.startswith("rl/") else f"rl/{name}"
         for name in tracked
-        if name not in clone_only  # what EARL's lines name
+        if name not in clone_only  # only EARL's commands, run in a clone, name them
     ]
     assert [name for name in packed if not (site / name).is_file()] == []
     for name in TINY:

@@ -1,4 +1,4 @@
-"""Users' own edits in a JSONL file, on real photographs: what is read, and what is refused how."""
+"""Users' edits in a JSONL file with real photographs: accepted rows, and messages for bad ones."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def config(path: str, **more) -> edit_jsonl.Config:
     return edit_jsonl.Config.model_validate({"type": "edit_jsonl", "path": path, **more})
 
 
-def both(folder, rows, **more) -> tuple[list[str], str, list[str], int]:
-    """What `check` says, what `build` raises, and under 'skip' the ids left and the number gone."""
+def outcomes(folder, rows, **more) -> tuple[list[str], str, list[str], int]:
+    """(problems, the error that is raised, ids kept under 'skip', number of rows skipped)."""
     settings = config(write_jsonl(folder / "edits.jsonl", rows), **more)
     problems = edit_jsonl.EditJsonl.problems(settings, RULES)
     with pytest.raises(BadRowError) as error:
@@ -102,10 +102,10 @@ BAD_ROWS = {
 def test_a_bad_row_is_named_with_file_row_and_remedy_or_skipped(folder, case):
     row, message = BAD_ROWS[case]
     first = "caf\u00e9" if "looks" in case else "a"
-    problems, raised, ids, num_skipped = both(folder, [{**GOOD, "id": first}, row, FLOWER])
-    place = f"{folder / 'edits.jsonl'}, row 2: "
+    problems, raised, ids, num_skipped = outcomes(folder, [{**GOOD, "id": first}, row, FLOWER])
+    prefix = f"{folder / 'edits.jsonl'}, row 2: "
     assert len(problems) == 1
-    assert problems[0].startswith(place) and names(problems[0], message)
+    assert problems[0].startswith(prefix) and names(problems[0], message)
     assert raised.startswith(problems[0]) and "data.on_bad_row: 'skip'" in raised
     assert (ids, num_skipped) == ([first, "edits.jsonl:3"], 1)
 
@@ -119,7 +119,7 @@ def test_a_bad_row_is_named_with_file_row_and_remedy_or_skipped(folder, case):
 )
 def test_a_column_that_the_config_names_is_required_of_every_row(folder, more, columns, message):
     rows = [{**GOOD, **more}, {**GOOD, "target_image": "flower.jpg", "answer": 0}]
-    problems, _, ids, num_skipped = both(folder, rows, columns=columns)
+    problems, _, ids, num_skipped = outcomes(folder, rows, columns=columns)
     assert names(problems[0], message)
     assert (ids, num_skipped) == (["edits.jsonl:2"], 1)
 

@@ -1,4 +1,4 @@
-"""Lists of tokenised edits, and their files: published layouts, our own form, hostile ones."""
+"""Lists of tokenised edits and their files: published layouts, our format, hostile files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_pickle_that_runs_something_is_refused_and_not_run(tmp_path: Path, sty
     torch.load(file, weights_only=False) if style != "bare pickle" else pickle.loads(
         file.read_bytes()
     )
-    assert mark.is_dir()  # the trap does work
+    assert mark.is_dir()  # plain loading does run the code
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,10 @@ def test_our_own_form_round_trips_and_shows_when_it_is_cut(tmp_path: Path) -> No
     edit = TokenisedEdit("a/b", "zünde an", source, source + 32000, {"why": "…"})
     token_files.write(file, edit)
     assert [f.name for f in tmp_path.iterdir()] == [file.name]
-    again = token_files.read(file)
-    assert (again.id, again.instruction, again.thoughts) == ("a/b", "zünde an", {"why": "…"})
-    np.testing.assert_array_equal(again.source_codes, source)
-    assert again.target_codes.dtype == np.int32 and again.target_codes.max() == 32005
+    loaded = token_files.read(file)
+    assert (loaded.id, loaded.instruction, loaded.thoughts) == ("a/b", "zünde an", {"why": "…"})
+    np.testing.assert_array_equal(loaded.source_codes, source)
+    assert loaded.target_codes.dtype == np.int32 and loaded.target_codes.max() == 32005
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UnreadableError, match="safetensors"):
         token_files.read(file)
@@ -111,9 +111,9 @@ def test_our_own_form_round_trips_and_shows_when_it_is_cut(tmp_path: Path) -> No
 
 
 def test_a_sample_carries_codes_and_not_the_thoughts(tmp_path: Path) -> None:
-    place = tmp_path / "aurora_ag" / "train_256"
-    entries = save_published(place / "feature", range(3))
-    path = write_list(place / "list" / "tokenized_datalist.json", entries)
+    folder = tmp_path / "aurora_ag" / "train_256"
+    entries = save_published(folder / "feature", range(3))
+    path = write_list(folder / "list" / "tokenized_datalist.json", entries)
     rows = load(path)
     assert len(rows) == 3 and rows.num_skipped == 0
     sample = rows[1]
@@ -153,10 +153,10 @@ def test_both_published_layouts_and_any_prefix(
 
 
 def test_a_dangling_link_of_the_old_setup_is_seen_through(tmp_path: Path) -> None:
-    place = tmp_path / "validation_22march_256"
-    entries = save_published(place / "feature", range(2))
-    write_list(place / "list" / "tokenized_datalist.json", entries)
-    link = place / "feature" / "list"
+    folder = tmp_path / "validation_22march_256"
+    entries = save_published(folder / "feature", range(2))
+    write_list(folder / "list" / "tokenized_datalist.json", entries)
+    link = folder / "feature" / "list"
     link.symlink_to("RL_DATASETS/data/validation_22march_256/list")
     assert not link.exists()
     assert len(load(link / "tokenized_datalist.json")) == 2

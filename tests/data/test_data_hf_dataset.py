@@ -1,4 +1,4 @@
-"""Hugging Face data sets, local ones, holding real photographs."""
+"""Local Hugging Face data sets with real photographs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a row holds costs that row: named under 'error', left out and counted under 'skip'."""
+"""A hostile row affects no other row: named under 'error', left out and counted under 'skip'."""
 
 from __future__ import annotations
 
@@ -84,21 +84,21 @@ def test_a_hostile_line_costs_itself(folder: Path, kind: str) -> None:
     for source, config in sources(path):
         with pytest.raises(BadRowError) as caught:
             source(config, RowRules("error"))
-        said = str(caught.value)
-        assert f"{path}" in said and "row " in said
-        assert complaint in said or "is None, not text" in said  # in a table every column is there
-        assert len(said) < 1000 and all(c.isprintable() or c == "\n" for c in said)
+        text = str(caught.value)
+        assert f"{path}" in text and "row " in text
+        assert complaint in text or "is None, not text" in text  # tables have every column
+        assert len(text) < 1000 and all(c.isprintable() or c == "\n" for c in text)
         kept = source(config, RowRules("skip"))
         assert (len(kept), kept.num_skipped) == (2, 1)
         assert [kept[index].instruction for index in range(2)] == [GOOD["instruction"]] * 2
 
 
 def test_words_may_hold_what_only_looks_like_an_end(folder: Path) -> None:
-    words = "a\u2028b\x85c\rd\0e"
+    instruction = "a\u2028b\x85c\rd\0e"
     path = folder / "words.jsonl"
-    path.write_text(json.dumps(GOOD | {"instruction": words}, ensure_ascii=False), "utf-8")
+    path.write_text(json.dumps(GOOD | {"instruction": instruction}, ensure_ascii=False), "utf-8")
     for source, config in sources(path):
-        assert source(config, RowRules("error"))[0].instruction == words
+        assert source(config, RowRules("error"))[0].instruction == instruction
 
 
 def test_a_hostile_cell_of_a_table_costs_its_row(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every kind of picture that users have, as RGB; every kind they should not have, refused."""
+"""Pictures of all usual formats and modes are read as RGB; unusable ones are refused."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rl.files import images
 from rl.report.mail import thumbnail
 
 
-def encoded(image: Image.Image, kind: str = "PNG", **how) -> bytes:
+def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, kind, **how)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
@@ -120,7 +120,7 @@ def test_a_small_file_of_many_pixels_is_refused_whatever_its_format(kind, monkey
 
 
 def test_no_picture_starts_a_program(tmp_path, monkeypatch):
-    """EPS has Ghostscript run; IPTC, ICO and ICNS hold a picture of any format."""
+    """Pillow runs Ghostscript for EPS; IPTC, ICO and ICNS may contain a picture of any format."""
     ran = tmp_path / "ran"
     gs = tmp_path / "gs"
     gs.write_text(f"#!/bin/sh\n: > {ran}\n")
@@ -130,7 +130,7 @@ def test_no_picture_starts_a_program(tmp_path, monkeypatch):
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n"
     side = struct.pack(">I", 64)
     fields = [(3, 60, b"\1\0"), (3, 20, side), (3, 30, side), (3, 120, b"\0\0\0\5"), (8, 10, eps)]
-    parts = [bytes([0x1C, *at]) + struct.pack(">H", len(of)) + of for *at, of in fields]
+    parts = [bytes([0x1C, *tag]) + struct.pack(">H", len(value)) + value for *tag, value in fields]
     iptc = b"".join(parts) + bytes(5)
     small = Image.new("RGB", (64, 64))
     others = [encoded(small, kind) for kind in ("ICO", "ICNS", "PCX")]
@@ -144,7 +144,7 @@ def test_no_picture_starts_a_program(tmp_path, monkeypatch):
         with pytest.raises(OSError):
             images.open_picture(file)
     assert not ran.exists()
-    with suppress(OSError), Image.open(io.BytesIO(iptc)) as picture:  # the trap is one
+    with suppress(OSError), Image.open(io.BytesIO(iptc)) as picture:  # plain Pillow does run it
         picture.load()
     assert ran.exists()
 
@@ -161,9 +161,9 @@ def test_damage_is_named(photo, tmp_path):
     png[len(png) // 2] ^= 0xFF
     with pytest.raises(UnusableError, match="corrupt or truncated"):
         decode(bytes(png), 8192)
-    for unread in (b"<html>not found</html>", b"\0\0\0\x18ftypheic" + bytes(64)):
+    for content in (b"<html>not found</html>", b"\0\0\0\x18ftypheic" + bytes(64)):
         with pytest.raises(UnusableError, match=r"none of PNG.*HEIC.* PNG or JPEG"):
-            check_header(unread, 8192)
+            check_header(content, 8192)
 
 
 def test_what_a_cell_may_hold(photo):

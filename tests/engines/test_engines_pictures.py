@@ -1,8 +1,4 @@
-"""Pictures written as tokens: both engines against the stock model's logits, spelt out (float32).
-
-One vLLM engine serves the whole file (full fine-tuning; adapters have a file of their own). Its
-cache is the smallest there is, so that a large batch preempts requests.
-"""
+"""Pictures written as tokens: both engines against a masked softmax of the stock model."""
 
 from dataclasses import replace
 
@@ -48,6 +44,7 @@ def prompts_P(policy):
 
 @pytest.fixture(scope="module")
 def vllm(policy):
+    """One engine for the whole file; its small cache makes a large batch preempt requests."""
     config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=1, max_num_seqs=64)
     engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))
     yield engine
@@ -55,12 +52,12 @@ def vllm(policy):
 
 
 @pytest.fixture(scope="module")
-def slow(policy):
+def transformers(policy):
     config = PluginConfig(type="transformers")
     return transformers_engine.TransformersEngine(config, EngineSetup(policy, "cpu"))
 
 
-@pytest.fixture(params=["vllm", "slow"])
+@pytest.fixture(params=["vllm", "transformers"])
 def engine(request):
     return request.getfixturevalue(request.param)
 
@@ -84,7 +81,7 @@ def test_logprobs_and_flags_of_mixed_grids(
     """Four grids and a free prompt in one batch, against an independent masked softmax; 20 tokens
     cut some pictures in the middle."""
     vocabulary, decoder = policy.image_vocabulary, policy.decoder
-    # A constrained Emu3 has a grid for every prompt of its own making.
+    # A constrained Emu3 gives a grid to every prompt that it builds.
     monkeypatch.setattr(
         policy, "decoder", lambda P, n: decoder([replace(p, grid=(1, 1)) for p in P], n)
     )
@@ -102,7 +99,7 @@ def test_logprobs_and_flags_of_mixed_grids(
         ids = completion.token_ids
         assert completion.forced == tiny.expected_forced(ids, prompt.grid, vocabulary)
         forced = [x for x, flag in zip(completion.logprobs, completion.forced, strict=True) if flag]
-        assert all(x == 0.0 for x in forced), "exactly"
+        assert all(x == 0.0 for x in forced), "exactly 0"
         ended = ids[-1] == vocabulary.end_of_sequence
         assert completion.finish == ("stop" if ended else "length")
         if vocabulary.image in ids:
@@ -125,10 +122,10 @@ def test_truncation_happens_inside_what_is_allowed(engine, policy, prompts_P, st
         assert max_dlogp(completion.logprobs, expected) <= NATS
 
 
-def test_greedy_takes_the_likeliest_allowed(vllm, slow, prompts_P):
+def test_greedy_takes_the_likeliest_allowed(vllm, transformers, prompts_P):
     greedy = params(0.0, num_completions=2)
     assert [[c.token_ids for c in group] for group in vllm.generate(prompts_P, greedy, SEEDS)] == [
-        [c.token_ids for c in group] for group in slow.generate(prompts_P, greedy, SEEDS)
+        [c.token_ids for c in group] for group in transformers.generate(prompts_P, greedy, SEEDS)
     ]
 
 
@@ -161,7 +158,7 @@ def test_preempted_requests_go_on_where_they_were(vllm, policy, prompts_P, stock
 
 
 def test_many_banned_ids_are_never_drawn(engine, policy, prompts_P, monkeypatch):
-    """All words but a few, so that pictures come at once; what is forced comes all the same."""
+    """All language ids but a few are banned, so pictures start at once; forced ids still appear."""
     vocabulary = policy.image_vocabulary
     kept = {vocabulary.image, 5, 6}
     banned = tuple(i for i in range(vocabulary.visual_start) if i not in kept)

@@ -1,4 +1,4 @@
-"""The slow sampler: what it draws, how often, and under which log-probs."""
+"""The transformers engine: which tokens it samples, how often, and with which log-probs."""
 
 import pytest
 import tiny_qwen
@@ -44,7 +44,7 @@ def prompts_P(policy):
 
 
 def test_logprobs_are_the_trainers(engine, policy, prompts_P):
-    """Step by step with a cache, or in one packed forward: one distribution."""
+    """Decoding step by step with a cache gives the distribution of one packed forward."""
     completions_PG = engine.generate(prompts_P, PARAMS, [7, 70, 700])
     assert max_dlogp(policy, prompts_P, completions_PG) < NATS
 
@@ -69,7 +69,7 @@ def test_a_completion_ends_with_its_stop_token_or_at_the_limit(engine, policy, p
     before = torch.get_rng_state()
     params = SamplingParams(1.5, 1.0, -1, max_tokens=12, num_completions=64)
     [group] = engine.generate(prompts_P[:1], params, [0])
-    assert torch.equal(torch.get_rng_state(), before), "the global generator"
+    assert torch.equal(torch.get_rng_state(), before), "the global generator has not moved"
     assert_ended(group, policy.stop_token_ids, 12)
 
 
@@ -104,8 +104,8 @@ def distribution(engine, probs, **params):
     logits = torch.tensor([probs]).log()
     wide = torch.full((1, 600), float("-inf"))
     wide[0, : len(probs)] = logits
-    given = {"temperature": 1.0, "top_p": 1.0, "top_k": -1} | params
-    out = engine._distribution(wide, SamplingParams(**given, max_tokens=1, num_completions=1))
+    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": -1} | params
+    out = engine._distribution(wide, SamplingParams(**settings, max_tokens=1, num_completions=1))
     return out[0, : len(probs)].exp()
 
 

@@ -1,5 +1,4 @@
-"""What the memory plan says of an engine, held against vLLM's own start-up arithmetic; what vLLM is
-told of the memory that the plan gives it."""
+"""The memory plan of an engine against vLLM's start-up arithmetic, and the arguments vLLM gets."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ def vllm_starts(model: PolicyModel, longest_tokens: int, cache_bytes: int) -> tu
         dtype=torch.bfloat16,
     )
     layers = {f"layers.{index}.attn": spec for index in range(model.num_layers)}
-    [found] = kv_cache_utils.get_kv_cache_configs(config, [layers], [cache_bytes])
-    return found.num_blocks, kv_cache_utils.get_max_concurrency_for_kv_cache_config(config, found)
+    [cache] = kv_cache_utils.get_kv_cache_configs(config, [layers], [cache_bytes])
+    return cache.num_blocks, kv_cache_utils.get_max_concurrency_for_kv_cache_config(config, cache)
 
 
 @pytest.mark.parametrize("gpu_gb", [80, 141])
@@ -126,16 +125,16 @@ def test_vllms_largest_step(monkeypatch: pytest.MonkeyPatch, gib: float, name: s
 def test_what_vllm_is_told(
     section: dict[str, Any], device: str, claim: EngineClaim | None, expected: dict[str, Any]
 ) -> None:
-    assert told(section, device, claim) == expected
+    assert arguments(section, device, claim) == expected
 
 
 def test_an_open_share_needs_a_plan() -> None:
     with pytest.raises(ValueError, match=r"engine\.gpu_memory_utilization: 'auto'.*give a share"):
-        told({}, "cuda:0", None)
+        arguments({}, "cuda:0", None)
 
 
-def told(section: dict[str, Any], device: str, claim: EngineClaim | None) -> dict[str, Any]:
-    """Of an engine that is not started: that takes a GPU."""
+def arguments(section: dict[str, Any], device: str, claim: EngineClaim | None) -> dict[str, Any]:
+    """The arguments of an engine that is not started, because that takes a GPU."""
     engine = object.__new__(vllm_engine.VllmEngine)
     engine.config = vllm_engine.Config.model_validate({"type": "vllm", **section})
     engine._setup = EngineSetup(None, device, claim=claim)  # type: ignore[arg-type]
