@@ -137,7 +137,7 @@ def test_k1_and_k3_are_unbiased_and_k2_nearly() -> None:
         assert (policy * tokens).sum().item() == pytest.approx(exact, abs=tolerance)
 
 
-def test_k1_in_the_loss_pulls_nowhere_and_k2_and_k3_do() -> None:
+def test_k1_in_the_loss_has_no_expected_gradient_and_k2_and_k3_have() -> None:
     """The expectation over all tokens: the reason why the config refuses k1 in the loss."""
     reference = torch.tensor([0.4, 0.4, 0.2]).double().log()
     for estimator, expected in (("k1", False), ("k2", True), ("k3", True)):
@@ -149,7 +149,7 @@ def test_k1_in_the_loss_pulls_nowhere_and_k2_and_k3_do() -> None:
         assert expected or logits.grad.abs().max() < 1e-12
 
 
-def test_k3_keeps_its_digits_near_zero() -> None:
+def test_k3_is_precise_near_zero() -> None:
     kl = kl_per_token(torch.tensor([[-1.0]]), torch.tensor([[-1.0 - 2**-12]]), "k3")
     assert kl.item() == pytest.approx(2**-25, rel=2e-3)
 
@@ -219,7 +219,7 @@ def test_gspo_with_per_token_advantages_is_its_token_form() -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_unusable_numbers_under_the_mask_do_no_harm(loss: str) -> None:
+def test_infinite_log_probs_of_masked_tokens_do_not_matter(loss: str) -> None:
     mask = torch.tensor([[True, False]])
     old = tensor([[-1.0, float("-inf")]])
     logprobs = tensor([[-1.0, float("-inf")]]).requires_grad_()
@@ -236,7 +236,7 @@ def test_unusable_numbers_under_the_mask_do_no_harm(loss: str) -> None:
     assert logprobs.grad[0, 0].item() == pytest.approx(-2.0)
 
 
-def test_which_count_a_loss_is_divided_by() -> None:
+def test_each_loss_is_divided_by_its_own_count() -> None:
     counts = Denominators(
         num_tokens=8, num_sequences=4, num_completions=6, max_completion_tokens=10
     )

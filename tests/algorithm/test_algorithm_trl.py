@@ -77,14 +77,14 @@ def users_dapo(x: LossInputs) -> LossTerms:
 
 
 @pytest.mark.parametrize(("batch", "case"), CASES, ids=[case_id(case) for _, case in CASES])
-def test_a_step_is_trls_in_value_and_gradient(batch: dict[str, Any], case: dict[str, Any]) -> None:
+def test_a_step_has_trls_value_and_gradient(batch: dict[str, Any], case: dict[str, Any]) -> None:
     value, gradient = our_step(batch, config_of(case))
     assert value == pytest.approx(case["value"], rel=1e-6, abs=1e-7)
     torch.testing.assert_close(gradient, torch.tensor(case["gradient"]), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("batch", FIXTURE["batches"])
-def test_a_strangers_loss_is_reached_by_its_path_and_equals_ours(batch: dict[str, Any]) -> None:
+def test_a_users_loss_is_found_by_its_dotted_path_and_equals_ours(batch: dict[str, Any]) -> None:
     assert divisor(users_dapo, Denominators(8, 4, 6, 10)) == 8
     path = f"{users_dapo.__module__}.users_dapo"
     configs = [AlgorithmConfig(loss=loss, kl_coeff=0.3) for loss in ("dapo", path)]
@@ -93,7 +93,7 @@ def test_a_strangers_loss_is_reached_by_its_path_and_equals_ours(batch: dict[str
     torch.testing.assert_close(gradient, other_gradient, rtol=1e-6, atol=1e-7)
 
 
-def test_the_tensors_reach_every_branch() -> None:
+def test_the_fixture_reaches_every_branch() -> None:
     """Ratios beyond both bounds with advantages of both signs, capped weights, masked tokens."""
     for batch in FIXTURE["batches"]:
         new, old, sampler = (torch.tensor(batch[name]) for name in ("new", "old", "sampler"))
@@ -106,7 +106,7 @@ def test_the_tensors_reach_every_branch() -> None:
         assert (cut & mask).any() and not mask.any(-1).all() and not mask.all()
 
 
-def test_trls_advantages_are_ours_but_for_the_sample_deviation() -> None:
+def test_trls_advantages_differ_only_by_the_sample_deviation() -> None:
     """TRL's variance divides by n - 1, ours by n: one factor for all completions."""
     group = FIXTURE["group"]
     factor = math.sqrt(group / (group - 1))

@@ -196,7 +196,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("key", "changes", "code", "parts"), MISTAKES)
-def test_a_mistake_is_one_line_with_its_key_and_remedy(
+def test_a_plugin_mistake_is_one_line_with_key_and_fix(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     key: str,
@@ -223,7 +223,7 @@ OTHERS: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("section", "code", "parts"), OTHERS)
-def test_a_policys_or_engines_mistakes_are_lines(
+def test_each_mistake_in_a_policy_or_engine_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, code: str, parts: str
 ) -> None:
     problems = problems_of(tmp_path, monkeypatch, code, **{section: {"type": "stranger.P"}})
@@ -231,25 +231,25 @@ def test_a_policys_or_engines_mistakes_are_lines(
     assert all(problem.startswith(section) and "\n" not in problem for problem in problems)
 
 
-def test_states_of_another_kind_are_refused(tmp_path, monkeypatch) -> None:
+def test_hidden_states_of_another_kind_are_refused(tmp_path, monkeypatch) -> None:
     code = DRAWS.replace("'text'", "'hidden_states' | state_kind = 'pre_norm'") + "..."
     [problem] = problems_of(tmp_path, monkeypatch, code, renderer={"type": "stranger.R"})
     assert names(problem, "renderer.type: ... stranger.R ... pre_norm ... qwen2_5_vl ... post_norm")
 
 
 @pytest.mark.parametrize("name", ["stranger/one.py", "./stranger/one.py", "stranger/one"])
-def test_a_path_is_told_its_dotted_form(tmp_path, monkeypatch, name: str) -> None:
+def test_a_file_path_gets_its_dotted_form_suggested(tmp_path, monkeypatch, name: str) -> None:
     [problem] = problems_of(tmp_path, monkeypatch, "", rewards={"mine": {"type": name}})
     assert names(problem, f"rewards.mine.type: ... {name!r} ... 'stranger.one'")
 
 
-def test_a_package_is_a_plugin(tmp_path, monkeypatch) -> None:
+def test_a_plugin_can_be_a_package(tmp_path, monkeypatch) -> None:
     code = "class R(Reward):" + HALF
     rewards = {"mine": {"type": "strangers.pkg"}, "other": {"type": "strangers.pkg.inner"}}
     assert problems_of(tmp_path, monkeypatch, code, rewards=rewards) == []
 
 
-def test_a_file_that_hides_anothers_module_is_named(tmp_path, monkeypatch) -> None:
+def test_a_file_that_shadows_another_module_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "colorsys.py").write_text("")
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
@@ -261,7 +261,7 @@ def test_a_file_that_hides_anothers_module_is_named(tmp_path, monkeypatch) -> No
     )
 
 
-def test_a_member_that_nearly_has_a_name_that_is_read_is_told(tmp_path, monkeypatch) -> None:
+def test_a_misspelt_member_of_a_plugin_is_reported(tmp_path, monkeypatch) -> None:
     code = "class R(Reward): | need = {'image'} | def garde(self, x): ... | own = 3" + HALF
     rewards = {"mine": {"type": "stranger.R"}}
     assert problems_of(tmp_path, monkeypatch, code, rewards=rewards) == []
@@ -279,17 +279,17 @@ def test_the_old_name_of_the_base_classes_works_with_a_warning() -> None:
 @pytest.mark.parametrize(
     "name", ["../../evil", "..", "a b", "a.b c", "rl/rewards/viescore", "shared", "os", "a..b", "."]
 )
-def test_a_name_that_is_none_is_not_imported(tmp_path, monkeypatch, name: str) -> None:
+def test_an_invalid_plugin_name_is_not_imported(tmp_path, monkeypatch, name: str) -> None:
     [problem] = problems_of(tmp_path, monkeypatch, "", rewards={"mine": {"type": name}})
     assert names(problem, f"rewards.mine.type: ... {name!r} ... rl/rewards")
 
 
-def test_a_rewards_own_name_is_a_metrics_name(tmp_path, monkeypatch) -> None:
+def test_a_rewards_name_must_be_valid_in_a_metric(tmp_path, monkeypatch) -> None:
     [problem] = problems_of(tmp_path, monkeypatch, "", rewards={"a/b": {"type": "viescore"}})
     assert names(problem, "rewards.a/b: ... letters, digits")
 
 
-def test_repeats_at_temperature_0_are_refused_before_a_start(tmp_path, monkeypatch) -> None:
+def test_repeated_questions_at_temperature_0_are_refused(tmp_path, monkeypatch) -> None:
     judge = {"api_base": "http://127.0.0.1:4877", "temperature": 0}
     section = {"type": "viescore", "n_evals": 3}
     [problem] = problems_of(tmp_path, monkeypatch, "", rewards={"vie": section}, judge=judge)
@@ -350,7 +350,7 @@ class Parrot(Engine[MyConfig]):
 """Correct plugins of forms that README's examples do not show."""
 
 
-def test_right_plugins_of_every_form_are_accepted(tmp_path, monkeypatch) -> None:
+def test_correct_plugins_of_every_form_are_accepted(tmp_path, monkeypatch) -> None:
     kinds = ("plain", "later", "declared", "Scaled")
     rewards = {name: {"type": f"stranger.{name}"} for name in kinds}
     problems = problems_of(
@@ -365,7 +365,7 @@ def test_right_plugins_of_every_form_are_accepted(tmp_path, monkeypatch) -> None
 
 
 @pytest.mark.slow
-def test_mypy_checks_a_strangers_plugin(tmp_path: Path) -> None:
+def test_mypy_checks_a_users_plugin(tmp_path: Path) -> None:
     file = tmp_path / "stranger.py"
     wrong = (
         "class Wrong(Reward[MyConfig]):\n"

@@ -59,7 +59,7 @@ def side(policy_s: list[float], gflop: float) -> dict[str, Any]:
     }
 
 
-def test_ratios_are_medians_of_the_rounds_own() -> None:
+def test_ratios_are_medians_of_the_ratios_of_each_round() -> None:
     ours, peer = side([1.0, 2.0, 1.0], 4.0), side([8.0, 10.0, 9.0], 30.0)
     parts = ["policy side"]
     assert report.ratio(report.cpu_s(peer, parts), report.cpu_s(ours, parts)) == (8.0, 5.0, 9.0)
@@ -110,7 +110,7 @@ def test_both_sides_read_the_same_prompt_and_completions(folder: Path) -> None:
         assert tokenizer.decode(one, skip_special_tokens=True) == text
 
 
-def test_the_peers_tunings_are_the_plain_path(folder: Path) -> None:
+def test_the_tuned_peer_computes_what_the_plain_peer_does(folder: Path) -> None:
     """One forward of the prompt with cached picture features equals the padded batch."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -152,7 +152,7 @@ def test_the_peers_tunings_are_the_plain_path(folder: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_a_run_without_any_saving_computes_the_same(folder: Path) -> None:
+def test_a_run_without_any_saving_has_the_same_log_probs(folder: Path) -> None:
     """Compares the first iteration: later ones depend on the stub judge, whose scores follow the
     last bits of the pictures."""
     shape = Shape(

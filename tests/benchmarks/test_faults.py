@@ -26,7 +26,7 @@ from rl.files.atomic import append_line, fsync
 pytestmark = pytest.mark.slow
 
 
-def test_there_are_enough_pairs_each_once() -> None:
+def test_the_campaign_has_150_distinct_cases_in_five_groups() -> None:
     names = Counter(case.name for case in CASES)
     assert set(names.values()) == {1}, names.most_common(3)
     assert len(names) >= 150
@@ -35,7 +35,7 @@ def test_there_are_enough_pairs_each_once() -> None:
     assert min(groups.values()) > 40
 
 
-def test_every_place_is_there() -> None:
+def test_every_injection_point_exists() -> None:
     injection_points = {case.arm.where for case in CASES if isinstance(case.arm, EndAt | DoAt)}
     assert len(injection_points) > 15
     for point in injection_points:
@@ -61,7 +61,7 @@ def work_on_files(folder_name: str) -> None:
     print(*(f"{operation.name} {operation.path}" for operation in operations), sep="\n")
 
 
-def test_every_operation_on_a_file_is_seen_native_ones_too(tmp_path: Path) -> None:
+def test_file_operations_are_seen_also_those_of_native_code(tmp_path: Path) -> None:
     (tmp_path / "watched").mkdir()
     process = tiny_ranks.run_forked(work_on_files, str(tmp_path))
     assert process.returncode == 0, process.stderr
@@ -113,7 +113,7 @@ CASE = Case("call", "anywhere", "ENOSPC", save_every=3)
         (replace(FIRST, code=0), None, 2, replace(CASE, is_final=True), "SILENT"),
     ],
 )
-def test_what_is_bad_is_called_so(
+def test_each_outcome_gets_its_verdict(
     first: Ended, again: Ended | None, saved: int, case: Case, verdict: str
 ) -> None:
     assert trial.bad_verdict(case, first, again, saved, is_done=False)[0] == verdict

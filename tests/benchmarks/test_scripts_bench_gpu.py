@@ -62,7 +62,7 @@ def test_whole_iterations_and_the_sampler_run_on_a_cpu(tmp_path):
     assert lines["adapter synced and read back"]["ms"] > 0
 
 
-def test_an_item_that_fails_costs_nobody_else(tmp_path, monkeypatch):
+def test_a_failing_item_does_not_stop_the_others(tmp_path, monkeypatch):
     def broken(bench: Bench) -> None:
         bench.tell("half of it", ms=1.0)
         raise RuntimeError("no such file: /home/somebody/secret/weights.bin\nand more")
@@ -103,7 +103,7 @@ def without_last_key(kernel: Kernel) -> Kernel:
     return Kernel(forward, kernel.backward)
 
 
-def test_a_kernel_that_misses_one_key_fails_even_by_half_precisions_measure(tmp_path, monkeypatch):
+def test_a_kernel_that_misses_one_key_fails_even_the_bfloat16_tolerance(tmp_path, monkeypatch):
     wrong = without_last_key(attention_kernels.CPU)
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: wrong)
     monkeypatch.setattr(gpu_check, "_policy_problems", lambda bench: [])
@@ -116,14 +116,14 @@ def test_a_kernel_that_misses_one_key_fails_even_by_half_precisions_measure(tmp_
     assert bench.report.lines[-1].note.startswith("FAIL")
 
 
-def test_what_a_packed_token_sees_by_hand():
+def test_visible_tokens_of_packed_attention_by_hand():
     """A prompt of 2, completions of 2 and 1; then a prompt of 1 with one of 1."""
     mask = gpu_check.visible(gpu_check.groups_of([(2, (2, 1)), (1, (1,))]))
     rows = ["x......", "xx.....", "xxx....", "xxxx...", "xx..x..", ".....x.", ".....xx"]
     assert mask.tolist() == [[cell == "x" for cell in row] for row in rows]
 
 
-def test_the_peers_rows_compute_what_ours_do(tmp_path):
+def test_the_peers_padded_rows_have_our_log_probs(tmp_path):
     """Equal seeds give both sides the same weights; a fresh adapter changes nothing. The peer has
     no banned tokens."""
     bench = new_bench(tmp_path)

@@ -44,7 +44,7 @@ def pictures(request: dict[str, Any]) -> list[Image.Image]:
     return [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
 
 
-def test_each_reward_asks_what_it_asks_in_training(tmp_path: Path) -> None:
+def test_each_reward_asks_the_questions_of_training(tmp_path: Path) -> None:
     quality = {"type": "edit_quality", "n_evals": 1, "temperature": 0.0}
     rewards = {"vie": {"type": "viescore"}, "quality": quality}
     with FaultyJudge([Fault(reply="hm"), Fault(reply='{"alignment": 1, "quality": 0.5}')]) as judge:
@@ -77,7 +77,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_wrong_is_told_with_its_remedy(name: str, tmp_path, monkeypatch) -> None:
+def test_a_judge_that_cannot_grade_is_reported_with_a_fix(name: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("MY_JUDGE", KEY)
     fault, parts = REFUSED[name]
     with FaultyJudge(after=fault) as judge:
@@ -86,7 +86,7 @@ def test_what_is_wrong_is_told_with_its_remedy(name: str, tmp_path, monkeypatch)
     assert code == 1 and names(text, parts) and KEY not in text, text
 
 
-def test_a_wrong_model_and_a_judge_that_is_down(tmp_path: Path) -> None:
+def test_a_wrong_model_or_a_judge_that_is_down_is_reported(tmp_path: Path) -> None:
     with FaultyJudge() as judge:
         text, code = report_online(tmp_path, judge.api_base, judge={"model": "Qwen/Qwen2.5-VL-72B"})
         assert code == 1 and names(text, "tiny-judge ... judge.model")
@@ -98,7 +98,7 @@ def test_a_wrong_model_and_a_judge_that_is_down(tmp_path: Path) -> None:
     assert time.monotonic() - started < 10
 
 
-def test_a_proxy_that_cannot_be_is_told_by_its_variable(tmp_path, monkeypatch) -> None:
+def test_an_invalid_proxy_is_reported_by_its_variable(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "ftp://proxy")
     text, code = report_online(tmp_path, "http://judge.test:1")
     assert code == 1 and names(text, "judge: HTTP_PROXY ... NO_PROXY")
@@ -112,7 +112,7 @@ def test_a_proxy_that_cannot_be_is_told_by_its_variable(tmp_path, monkeypatch) -
          "http_429: insufficient_quota (for 1 s) ... Remedy: ... judge.max_concurrency="),
     ],
 )  # fmt: skip
-def test_what_a_run_would_wait_for_is_not_waited_for_long(
+def test_the_check_gives_up_sooner_than_a_run(
     tmp_path: Path, fault: Fault, timeout_s: float, parts: str
 ) -> None:
     with FaultyJudge(after=fault) as judge:
@@ -121,7 +121,7 @@ def test_what_a_run_would_wait_for_is_not_waited_for_long(
     assert code == 1 and names(text, parts)
 
 
-def test_of_several_places_each_is_asked_and_one_may_be_down(tmp_path, caplog) -> None:
+def test_every_judge_endpoint_is_asked_and_one_may_be_down(tmp_path, caplog) -> None:
     with held_port() as port, PickyJudge("seed") as seedless, FaultyJudge() as other:
         down = f"http://127.0.0.1:{port}"
         text, code = report_online(tmp_path, seedless.api_base, down, other.api_base)
@@ -133,7 +133,7 @@ def test_of_several_places_each_is_asked_and_one_may_be_down(tmp_path, caplog) -
     assert code == 1 and f"rewards.vie: {other.api_base} " in text
 
 
-def test_the_runs_own_words_and_pictures_are_asked_about(tmp_path: Path) -> None:
+def test_the_judge_is_asked_about_the_runs_own_sample(tmp_path: Path) -> None:
     source = Image.new("RGB", (40, 30), "red")
     sample = Sample("one", "erase the circle", sources=(source,))
     with FaultyJudge() as judge:
@@ -145,7 +145,7 @@ def test_the_runs_own_words_and_pictures_are_asked_about(tmp_path: Path) -> None
     assert "erase the circle" in str(judge.requests)
 
 
-def test_check_alone_asks_nobody_and_a_judge_to_be_started_is_not_asked(tmp_path, capsys) -> None:
+def test_no_judge_is_asked_offline_or_if_the_run_starts_it(tmp_path, capsys) -> None:
     with FaultyJudge() as judge:
         judge.models = Fault(500)
         assert check_report.report(config_of(tmp_path, judge.api_base), 141)[1] == 0
@@ -157,7 +157,7 @@ def test_check_alone_asks_nobody_and_a_judge_to_be_started_is_not_asked(tmp_path
 
 
 @pytest.mark.parametrize("name", ["quickstart", "tiny_earl"])
-def test_the_tiny_judge_grades_what_a_start_shows_it(name: str) -> None:
+def test_the_tiny_judge_grades_the_sample_of_a_start(name: str) -> None:
     """The samples of `tiny_earl` have no picture before its renderer is loaded."""
     resolved = build.resolve(load_config(f"configs/{name}.jsonnet"))
     [source] = build.build_data(resolved, resolved.train)

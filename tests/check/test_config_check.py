@@ -112,11 +112,11 @@ def test_one_mistake_is_one_message(tmp_path: Path, changes: dict[str, Any], par
         {"optimizer": {"updates_per_iteration": 2}},
     ],
 )
-def test_the_neighbours_of_these_mistakes_are_allowed(tmp_path, changes: dict[str, Any]) -> None:
+def test_correct_variants_of_these_mistakes_are_accepted(tmp_path, changes: dict[str, Any]) -> None:
     assert problems_of(tmp_path, **changes) == []
 
 
-def test_a_renderer_that_does_not_take_what_the_policy_emits(tmp_path, monkeypatch) -> None:
+def test_a_renderer_must_accept_what_the_policy_emits(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tiny_plugins.nothing.Nil.accepts", "image_tokens")
     nothing = {"type": "tiny_plugins.nothing"}
     [problem] = problems_of(tmp_path, renderer=nothing, rewards={"one": nothing})
@@ -138,14 +138,14 @@ def test_a_renderer_that_edits_needs_sources(tmp_path: Path) -> None:
     assert any(names(text, "data.train.0: ... edits ... source") for text in problems)
 
 
-def test_plugins_of_ones_own_are_named_by_dotted_path(tmp_path: Path) -> None:
+def test_a_users_plugins_are_named_by_dotted_path(tmp_path: Path) -> None:
     nothing = tiny_config.validated(tiny_config.nothing(tmp_path))
     assert check_report.problems(nothing) == []
     for name, parts in (("os.path", "no Policy"), ("my.own.policy", "policy.type: ... 'my'")):
         assert names(problems_of(tmp_path, policy={"type": name})[0], parts)
 
 
-def test_mixture_weights_and_coefficients(tmp_path: Path) -> None:
+def test_mixture_weights_or_coefficients_are_checked(tmp_path: Path) -> None:
     source = tiny_config.real(tmp_path)["data"]["train"][0]
     resolved = build.resolve(config_of(tmp_path, data={"train": [source | {"weight": 3}, source]}))
     assert list(resolved.train_weights) == [3, 1]
@@ -160,7 +160,7 @@ def test_mixture_weights_and_coefficients(tmp_path: Path) -> None:
     assert names(problem, "data.train: ... every ... coefficient ... none")
 
 
-def test_diagnostics_do_not_count_unless_named(tmp_path, monkeypatch) -> None:
+def test_diagnostic_rewards_count_only_if_named(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tiny_plugins.nothing.NothingMuch.diagnostic", True)
     glance = {"type": "tiny_plugins.nothing"}
     both = {"vie": RIGHT, "glance": glance}
@@ -220,7 +220,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_restarted(tmp_path: Path) -> No
     assert code == 0 and names(text.splitlines()[0], "after 5 iterations ... step_000007 ... gone")
 
 
-def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_a_correct_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     updates = {"updates_per_iteration": 2, "gradient_checkpointing": True}
     values = tiny_config.real(
         tmp_path,
@@ -258,7 +258,7 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"policy": DROPS_OUT}, 0, "not all (policy.lora.dropout)"),
     ],
 )
-def test_what_is_kept_for_the_backward(
+def test_the_report_says_what_is_kept_for_the_backward(
     tmp_path: Path, changes: dict[str, Any], tokens: int, remark: str
 ) -> None:
     """A step has 4 groups of 2048 + 2 x 256 tokens."""
@@ -287,7 +287,7 @@ def remedies(problems: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", tiny_config.SHIPPED)
-def test_every_shipped_config_fits_its_own_size_and_80_gb(name: str) -> None:
+def test_every_shipped_config_fits_the_gpus_it_is_made_for(name: str) -> None:
     """With a cache for at least one group and a tenth of the GPU free; derived values follow
     `gpu_gb`."""
     base = shipped(name)
@@ -334,7 +334,7 @@ def readme_row(stem: str) -> str:
 @pytest.mark.parametrize(
     "name", ["qwen_image_edit", "qwen_image_edit_plus", "sft_s__rl_sc", "vlm_reasoning"]
 )
-def test_a_remedy_is_one(name: str, override: str, gpu_gb: float) -> None:
+def test_the_suggested_overrides_make_it_fit(name: str, override: str, gpu_gb: float) -> None:
     """Unless the message says that no override is enough."""
     problems = unfit(shipped(name, override), gpu_gb)
     no_way = [p for p in problems if re.search(r"no share works|larger GPU", p)]
@@ -348,7 +348,7 @@ CACHE = "engine.kv_cache_memory_mb"
 MORE_GPUS = ["world_size=1", "renderer.device=cuda:1"]
 
 
-def test_a_share_without_room_is_a_mistake() -> None:
+def test_a_gpu_share_that_is_too_small_is_refused() -> None:
     for share, fits in ((0.25, True), (0.24, False), ("auto", True)):
         config = shipped("qwen_image_edit", f"engine.gpu_memory_utilization={share}")
         text, code = check_report.report(config, 80)
@@ -379,7 +379,7 @@ def test_a_share_without_room_is_a_mistake() -> None:
          "memory: ... 20.9 GB ... 100.9 GB of 80 ... 'reference' ... optimizer.zero_stage=2"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_names_key_and_remedy(
+def test_a_config_that_does_not_fit_names_key_and_fix(
     overrides: list[str], gpu_gb: float, parts: str
 ) -> None:
     name = "sft_s__rl_sc" if "optimizer.zero_stage=1" in overrides else "qwen_image_edit"
@@ -402,7 +402,7 @@ def test_no_key_is_enough_on_a_small_gpu() -> None:
     )
 
 
-def test_a_policy_on_the_cpu_asks_no_gpu_for_memory() -> None:
+def test_a_policy_on_the_cpu_has_no_gpu_memory_plan() -> None:
     text, code = check_report.report(shipped("quickstart"), 1)
     assert code == 0 and "not planned: policy.device is 'cpu'" in text
 
@@ -418,7 +418,9 @@ def test_a_policy_on_the_cpu_asks_no_gpu_for_memory() -> None:
         (["engine={type: 'tiny_plugins.nothing'}"], "engine", "tiny_plugins.nothing"),
     ],
 )  # fmt: skip
-def test_what_is_unknown_is_not_said_to_fit(overrides: list[str], section: str, parts: str) -> None:
+def test_a_model_of_unknown_size_is_not_said_to_fit(
+    overrides: list[str], section: str, parts: str
+) -> None:
     text, code = check_report.report(shipped("qwen_image_edit", *overrides), 141)
     [unknown] = (line for line in text.splitlines() if f"unknown: {section}: " in line)
     assert names(unknown, parts) and code == 0
@@ -454,7 +456,7 @@ def test_check_plans_for_the_configs_own_gpu(tmp_path, capsys) -> None:
         assert names(capsys.readouterr().err, f"--gpu-gb ... {size}")
 
 
-def test_the_config_follows_the_size_it_is_asked_for(tmp_path, capsys, monkeypatch) -> None:
+def test_the_config_follows_the_requested_gpu_size(tmp_path, capsys, monkeypatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr(
         "rl.simple_launch.launch", lambda args, *more: started.append(args.overrides) or 0
@@ -487,7 +489,7 @@ TWO_RANKS = "world_size=2"
         ([], ["--gpu-gb", "1"], 0, ""),  # a CPU
     ],
 )
-def test_a_start_is_held_to_its_gpus(
+def test_a_start_is_checked_against_its_gpus(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -506,7 +508,7 @@ def test_a_start_is_held_to_its_gpus(
     assert names(printed, parts) and (parts or "gpu_gb" not in printed)
 
 
-def test_a_start_looks_at_the_hosts_memory(tmp_path: Path) -> None:
+def test_a_start_checks_the_hosts_memory(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     machine = Machine((150.1,))
     assert check_report.problems_here(config, machine, 1, 64) == []
@@ -514,21 +516,21 @@ def test_a_start_looks_at_the_hosts_memory(tmp_path: Path) -> None:
     assert names(problem, "host memory: ... 1 ranks ... 3.0")
 
 
-def test_a_reader_that_leaves_early_changes_no_exit_code(tmp_path: Path) -> None:
+def test_a_closed_output_pipe_keeps_the_exit_code(tmp_path: Path) -> None:
     path = tiny_config.write(tmp_path, tiny_config.real(tmp_path, gpu_gb=60))
     command = f"{sys.executable} -m rl.simple_launch --check {path} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_nodes_that_do_not_divide_the_ranks_are_no_less_wrong_under_check(tmp_path, capsys) -> None:
+def test_check_refuses_nodes_that_do_not_divide_the_ranks(tmp_path, capsys) -> None:
     path = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, world_size=4)))
     nodes = ("--nnodes", "3", "--rdzv-endpoint", "host:1")
     assert launched("--check", *nodes, path) == 1
     assert names(capsys.readouterr().err, "--nnodes 3 ... world_size 4")
 
 
-def test_another_models_gpu_counts_as_it_is(tmp_path: Path) -> None:
+def test_a_renderers_own_gpu_is_checked_by_its_size(tmp_path: Path) -> None:
     config = config_of(tmp_path, renderer={"type": "qwen_image_edit", "device": "cuda:+1"})
     assert check_report.problems_here(config, Machine((150.8, 46.0)), 1) == []
     [problem] = check_report.problems_here(config, Machine((150.8, 45.0)), 1)

@@ -80,7 +80,7 @@ def gb(planned: Plan, part: str) -> float:
     return next(row.gb for row in planned.rows if row.part == part)
 
 
-def test_lora_parameters() -> None:
+def test_lora_parameters_by_hand() -> None:
     # q: 10 -> 10, v: 10 -> 2, rank 4: 4 (10 + 10) + 4 (10 + 2) = 128 a layer, 2 layers.
     assert MODEL.lora_params(4, ("q_proj", "v_proj")) == 256
     # The 7B, rank 32 on q, k, v, o: 28 layers x 32 x (7168 + 4096 + 4096 + 7168).
@@ -88,7 +88,7 @@ def test_lora_parameters() -> None:
     assert seven.lora_params(32, ("q_proj", "k_proj", "v_proj", "o_proj")) == 20_185_088
 
 
-def test_activations() -> None:
+def test_activation_bytes_by_hand() -> None:
     # A bfloat16 layer: norms 2 x 10; q, k, v and result 2 x 10 + 2 x 2; the input of q, v 10: 54.
     # Its MLP: 3 x 40. Two bytes each, two layers.
     adapted = ("q_proj", "v_proj")
@@ -166,7 +166,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj")
         (TINY3, ("q_proj",), "bfloat16", True),
     ],
 )
-def test_what_a_real_forward_keeps(
+def test_a_real_forward_keeps_the_planned_bytes(
     tmp_path: Path,
     model: PolicyModel,
     adapted: tuple[str, ...] | None,
@@ -218,7 +218,7 @@ def kept_per_token(policy: Any) -> float:
         return (all_layers - kept()) / len(batch.input_ids)
 
 
-def test_phases() -> None:
+def test_memory_of_each_phase_by_hand() -> None:
     planned = plan(SIZES, gpu_gb=100)
     lora = 256
     resident = CONTEXT_GB + 3 * 2 + lora * 12e-9 + 20 * 2
@@ -235,7 +235,7 @@ def test_phases() -> None:
     assert some.total_gb("learn") - some.total_gb("reference") == pytest.approx(200 * 696e-9)
 
 
-def test_the_engine_stays_where_everything_fits_with_a_tenth_to_spare() -> None:
+def test_the_engine_stays_if_everything_fits_nine_tenths_of_the_gpu() -> None:
     """The engine takes half of the GPU, or 1.5 GB asleep; renderer and learner need about 51 GB."""
     others = plan(SIZES, gpu_gb=1000).total_gb("render")
     assert 52 < others < 53
@@ -283,7 +283,7 @@ def test_models_on_other_devices_are_not_counted() -> None:
     assert planned.elsewhere == pytest.approx({"cuda:1": 42, "cuda:2": 0.6})
 
 
-def test_the_engine_cache() -> None:
+def test_the_engine_cache_by_hand() -> None:
     # A token takes 2 layers x 2 x 2 values x 2 bytes = 16 B. Share 8.5 GB - 6 - 1.5 = 1 GB, less a
     # step of 8 x 100 tokens of 250 B: 999.8 MB are 3 905 468 blocks of 16 tokens, 7 a completion.
     planned = plan(replace(SIZES, engine=replace(ENGINE, step_bytes=250)), gpu_gb=17)
@@ -294,7 +294,7 @@ def test_the_engine_cache() -> None:
     assert gb(shared, "key-value cache") == pytest.approx(300 * 16e-9)
 
 
-def test_the_least_an_engine_starts_with() -> None:
+def test_the_least_memory_an_engine_starts_with() -> None:
     many = replace(ENGINE, max_num_seqs=10**6, longest_tokens=65)
     # Weights, 1.5 GB, a step of 16384 tokens of 240 B (half on a small GPU); 65 tokens in 5 blocks
     # of 16, and vLLM's own.
@@ -308,7 +308,7 @@ def test_the_least_an_engine_starts_with() -> None:
     assert not stated.starves(80) and replace(stated, cache_gb=95 * 16e-9).starves(80)
 
 
-def test_an_open_share_holds_an_iteration_or_what_there_is_room_for() -> None:
+def test_an_automatic_share_holds_an_iteration_or_as_much_as_fits() -> None:
     """A completion of 100 tokens: 7 blocks of 16 tokens of 16 kB, 1.792 MB; one block is vLLM's."""
     fat = replace(ENGINE, share=None, kv_bytes=16_000)
     sizes = replace(SIZES, num_completions=200, engine=fat)
@@ -341,7 +341,7 @@ def test_an_open_share_holds_an_iteration_or_what_there_is_room_for() -> None:
     assert engine_claim(plan(SIZES, 100), 100) is None, "a stated share needs no claim"
 
 
-def test_a_step_of_the_optimiser() -> None:
+def test_memory_of_an_optimiser_step_by_hand() -> None:
     """AdamW's temporaries, or ZeRO's flat gradients: 4 bytes a parameter that this rank steps."""
     full = replace(SIZES, lora_rank=None)
     steps = [gb(plan(replace(full, zero_stage=n), 100), "the step, working") for n in range(4)]
@@ -352,7 +352,7 @@ def test_a_step_of_the_optimiser() -> None:
     assert gb(planned, "gradient bucket") == pytest.approx(5e8 * 2 / 1e9)
 
 
-def test_host_memory() -> None:
+def test_host_memory_by_hand() -> None:
     full = replace(SIZES, lora_rank=None, zero_stage=2, reads_reference=True)
     on_gpu = plan(full, 120)
     parts = {row.part: row.gb for row in host_plan(full, on_gpu, 120, 4, {}).rows}
@@ -382,7 +382,7 @@ def test_host_memory() -> None:
     assert offloads.host_gb(4) == 10 and replace(offloads, host_shared=False).host_gb(4) == 40
 
 
-def test_host_problems(tmp_path: Path) -> None:
+def test_too_little_host_memory_is_reported(tmp_path: Path) -> None:
     planned = Plan([Row("engine asleep, pinned", 30, ("run",))], phases=HOST_PHASES)
     assert host_problems(planned, 8, None) == []
     assert host_problems(planned, 8, 30) == []
@@ -406,7 +406,9 @@ def test_host_problems(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_memory_of_this_machine(tmp_path, files: dict[str, str], expected_gb: float) -> None:
+def test_host_memory_is_the_smallest_cgroup_limit(
+    tmp_path, files: dict[str, str], expected_gb: float
+) -> None:
     assert host_memory_gb(tmp_path) is None
     files = {"meminfo": "MemFree: 1 kB\nMemTotal:       64000000 kB\n", **files}
     for name, text in files.items():

@@ -31,7 +31,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return patterns
 
 
-def test_what_is_read_is_fetched_and_what_cannot_be_is_named(fetched, monkeypatch) -> None:
+def test_files_that_are_read_are_fetched_and_failures_named(fetched, monkeypatch) -> None:
     resolved = build.resolve(tiny_config.shipped("qwen_image_edit"))
     [problem] = fetch_models(resolved)
     assert names(problem, f"renderer.model_path: {EDIT} ... 401 gated ... HF_TOKEN")

@@ -69,7 +69,7 @@ def problems_with(
 
 
 @pytest.mark.parametrize(("name", "subfolder", "config", "has_weights", "has_kind"), PARTS)
-def test_every_part_that_a_plugin_loads_is_looked_at(
+def test_damage_is_found_in_every_part_of_a_model(
     name: str, subfolder: str, config: str, has_weights: bool, has_kind: bool, tmp_path: Path
 ) -> None:
     part = tiny_config.WEIGHTS / name / subfolder
@@ -127,7 +127,9 @@ def header(text: bytes) -> bytes:
         ),
     ],
 )  # fmt: skip
-def test_no_bytes_are_a_traceback(file: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_damaged_files_give_messages_not_tracebacks(
+    file: str, content: bytes, message: str, tmp_path: Path
+) -> None:
     [problem] = problems_with("policy", tmp_path, lambda part: rewrite(part / file, content))
     assert names(problem, f"model_path: {tmp_path}/policy ... {file} ... {message}"), problem
 
@@ -142,7 +144,7 @@ def shard(folder: Path) -> None:
     rewrite(folder / "model.safetensors.index.json", json.dumps(index).encode())
 
 
-def test_what_an_index_names_must_be_there(tmp_path: Path) -> None:
+def test_files_that_an_index_names_must_exist(tmp_path: Path) -> None:
     assert problems_with("policy", tmp_path, shard) == []
     index = "model.safetensors.index.json"
     cases: list[tuple[Callable[[Path], None], str]] = [
@@ -168,7 +170,7 @@ def quickstart(*overrides: str) -> list[str]:
     return check_report.problems(tiny_config.shipped("quickstart", *overrides))
 
 
-def test_a_folder_of_its_predecessor_is_refused_by_check(tmp_path, capsys) -> None:
+def test_a_folder_of_an_older_model_is_refused_by_check(tmp_path, capsys) -> None:
     folder = linked("policy", tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
@@ -181,7 +183,7 @@ def test_a_folder_of_its_predecessor_is_refused_by_check(tmp_path, capsys) -> No
     assert names(headless, "architectures 'Qwen2_5_VLModel' ... 'Qwen2_5_VLForCond")
 
 
-def test_words_and_weights_may_lie_in_two_places(tmp_path: Path) -> None:
+def test_tokenizer_and_weights_may_be_in_two_folders(tmp_path: Path) -> None:
     editor = tmp_path / "editor"
     linked("policy", editor).rename(editor / "text_encoder")
     processor = linked("policy", tmp_path)
@@ -195,7 +197,7 @@ def test_words_and_weights_may_lie_in_two_places(tmp_path: Path) -> None:
     assert names(problem, f"policy.model_path: {processor} ... tokenizer.json or vocab.json")
 
 
-def test_an_editor_of_another_template_is_refused(tmp_path: Path) -> None:
+def test_an_editor_of_another_pipeline_is_refused(tmp_path: Path) -> None:
     folder = linked("editor", tmp_path)
     change = f"renderer.model_path={folder}"
     rewrite(folder / "model_index.json", b'{"_class_name": "QwenImageEditPlusPipeline"}')
@@ -204,7 +206,7 @@ def test_an_editor_of_another_template_is_refused(tmp_path: Path) -> None:
     assert quickstart(change, "renderer.type=qwen_image_edit_plus") == []
 
 
-def test_a_hub_id_is_compared_as_far_as_the_cache_goes(tmp_path, monkeypatch) -> None:
+def test_a_hub_id_is_checked_by_its_cached_files(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     change = "policy.model_path=some/one"
     assert quickstart(change) == []

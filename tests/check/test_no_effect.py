@@ -21,7 +21,7 @@ def warnings_of(name: str, *overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", tiny_config.DISTINCT)
-def test_a_shipped_config_sets_nothing_in_vain(name: str) -> None:
+def test_a_shipped_config_sets_no_key_without_effect(name: str) -> None:
     assert warnings_of(name) == []
 
 
@@ -77,14 +77,14 @@ CASES: list[tuple[str, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("name", "overrides", "keys"), CASES, ids=[" ".join(c[1]) for c in CASES])
-def test_what_nothing_reads_is_told(name: str, overrides: list[str], keys: list[str]) -> None:
+def test_a_key_that_nothing_reads_is_told(name: str, overrides: list[str], keys: list[str]) -> None:
     lines = sorted(warnings_of(name, *overrides))
     assert len(lines) == len(keys), lines
     reported = [line.partition(":")[0] for line in lines]
     assert all(key in name for key, name in zip(sorted(keys), reported, strict=True)), lines
 
 
-def test_a_launch_says_it_too(tmp_path, monkeypatch, capsys) -> None:
+def test_a_launch_reports_such_keys_too(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
     runs = f"base_exp_dir={tmp_path}"
     with pytest.raises(SystemExit) as done:
@@ -121,7 +121,7 @@ def test_a_launch_says_it_too(tmp_path, monkeypatch, capsys) -> None:
         ("tiny_earl", ["policy.thought={}"], "policy.thought: ... emu3 ... drop"),
     ],
 )  # fmt: skip
-def test_what_would_be_passed_over_in_silence_is_refused(
+def test_a_value_that_would_be_ignored_silently_is_refused(
     name: str, overrides: list[str], parts: str
 ) -> None:
     [problem] = check_report.problems(tiny_config.shipped(name, *overrides))
@@ -136,7 +136,7 @@ def test_what_would_be_passed_over_in_silence_is_refused(
         ("quickstart", ["policy.thought.max_tokens=15", "sampling.max_completion_tokens=16"]),
     ],
 )
-def test_their_neighbours_are_allowed(name: str, overrides: list[str]) -> None:
+def test_correct_variants_of_these_values_are_accepted(name: str, overrides: list[str]) -> None:
     assert check_report.problems(tiny_config.shipped(name, *overrides)) == []
 
 

@@ -46,7 +46,7 @@ def run_dir() -> Iterator[Path]:
             path.chmod(0o700)
 
 
-def test_what_can_be_written_to_is_fine(run_dir: Path) -> None:
+def test_a_writable_run_folder_is_accepted(run_dir: Path) -> None:
     assert folder_problems(run_dir) == folder_problems(run_dir / "not" / "yet") == []
     assert make_problems(run_dir) == make_problems(run_dir.parent / "new" / "one") == []
 
@@ -57,7 +57,7 @@ def test_what_is_read_only_is_named(run_dir: Path, name: str) -> None:
     assert_refused(run_dir / name, "writable")
 
 
-def test_a_file_or_the_kernel_in_its_place(tmp_path: Path) -> None:
+def test_a_file_or_kernel_folder_is_refused(tmp_path: Path) -> None:
     for path in (Path("/proc/self/run"), Path("/sys/run"), tmp_path / ("../" * 9) / "proc/run"):
         assert names(folder_problems(path)[0], "base_exp_dir: ... kernel")
     (tmp_path / "file").write_text("")
@@ -67,7 +67,7 @@ def test_a_file_or_the_kernel_in_its_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", ".saving.lock", "judge/left_out.json"])
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_link_in_the_place_of_a_file_is_written_through_by_nobody(
+def test_nothing_is_written_through_a_link_in_the_place_of_a_file(
     tmp_path: Path, name: str, exists: bool
 ) -> None:
     """Resuming a stranger's run must not write to the user's own files."""
@@ -118,7 +118,7 @@ def test_a_snapshot_by_hard_links_is_not_written_through(tmp_path: Path, write) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "place"]
 
 
-def test_a_new_run_is_its_users_alone(tmp_path: Path) -> None:
+def test_a_new_run_folder_is_private(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o755)
     assert make_problems(tmp_path / "new/run") == make_problems(shared) == []
@@ -127,7 +127,7 @@ def test_a_new_run_is_its_users_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "judge/replies_0.jsonl"])
-def test_a_pipe_in_the_place_of_a_file_is_waited_on_by_nobody(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_the_place_of_a_file_never_blocks(tmp_path: Path, name: str) -> None:
     """The pipe has no reader: opening it for writing would block forever."""
     pipe = tmp_path / "run" / name
     pipe.parent.mkdir(parents=True)
@@ -139,7 +139,7 @@ def test_a_pipe_in_the_place_of_a_file_is_waited_on_by_nobody(tmp_path: Path, na
                 opener(str(pipe), flags | os.O_CREAT | os.O_APPEND)
 
 
-def test_folders_may_lie_on_another_disk(tmp_path: Path) -> None:
+def test_subfolders_may_link_to_another_disk(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for name in ("images", "logs", "judge"):
         (tmp_path / "disk" / name).mkdir(parents=True)

@@ -53,7 +53,7 @@ def test_more_pictures_than_the_renderer_reads_are_a_bad_row(
     assert "source pictures" not in check_report.report(skipping, 141)[0]
 
 
-def test_pictures_that_fill_a_prompt_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_pictures_that_fill_the_prompt_are_reported(tmp_path: Path) -> None:
     """A picture of 384^2 px takes 188 tokens of Qwen2.5-VL."""
 
     def report(max_prompt_tokens: int, **data: Any) -> str:
@@ -67,7 +67,7 @@ def test_pictures_that_fill_a_prompt_are_told_before_anything_is_loaded(tmp_path
     assert "data.train.0: " not in report(565) + report(564, data={"on_bad_row": "skip"})
 
 
-def test_the_judge_is_asked_with_as_many_as_a_row_has(tmp_path: Path) -> None:
+def test_the_judge_gets_as_many_pictures_as_a_row_has(tmp_path: Path) -> None:
     with FaultyJudge() as judge:
         config = config_of(
             tmp_path,

@@ -109,7 +109,7 @@ def test_other_changes_are_allowed_and_noted_where_they_matter(
     assert all(line.startswith(start) for line, start in zip(notes, lines, strict=True)), notes
 
 
-def test_groups_without_spread_keep_their_rule_where_there_is_a_kl() -> None:
+def test_with_a_kl_the_rule_for_groups_without_spread_is_fixed() -> None:
     one, other = (
         resolved(algorithm={"kl_coeff": 0.1, "zero_spread_groups": rule})
         for rule in ("drop", "kl_only")
@@ -163,7 +163,7 @@ def test_the_table_names_keys_that_exist() -> None:
         ({"data": {"train": TRAIN, "validation": HELD_OUT}}, "data.validation: [] -> "),
     ],
 )  # fmt: skip
-def test_what_sets_when_rollouts_start_level_is_said_where_they_run_ahead(
+def test_schedule_changes_are_noted_only_if_rollouts_run_ahead(
     change: dict[str, Any], line: str
 ) -> None:
     """On-policy, checkpoints and held-out evaluations do not affect training."""
@@ -172,7 +172,7 @@ def test_what_sets_when_rollouts_start_level_is_said_where_they_run_ahead(
     assert note.startswith(line)
 
 
-def test_a_checkpoint_older_than_a_key_goes_on_as_it_was() -> None:
+def test_a_checkpoint_without_a_new_key_means_its_default() -> None:
     new = resolved(policy=POLICY | {"thought": None})
     old = {key: value for key, value in resolved().items() if key != "max_staleness"}
     assert check_resume(old, new) == []

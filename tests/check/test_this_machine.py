@@ -123,7 +123,7 @@ F32, SLOW = "policy.dtype=float32", "engine.type=transformers"
         ({"capability": "7.0"}, [SLOW], "this machine: ... 7.0 ... 7.5 ... policy.device=cpu"),
     ],
 )  # fmt: skip
-def test_what_the_device_cannot_compute_names_key_and_remedy(
+def test_what_the_device_cannot_compute_names_key_and_fix(
     machine: dict[str, str], overrides: list[str], parts: str, box: Box
 ) -> None:
     box(**machine)
@@ -132,7 +132,7 @@ def test_what_the_device_cannot_compute_names_key_and_remedy(
     assert not parts or (names(lines[0], parts) and lines[0].startswith(parts.split()[0])), lines
 
 
-def test_what_a_gpu_would_refuse_is_said_where_there_is_none(box: Box) -> None:
+def test_gpu_problems_are_reported_also_without_a_gpu(box: Box) -> None:
     box(smi_exit="9", vllm="cpu")
     assert missing(F32) == [], "'auto' is the CPU here"
     resolved = build.resolve(tiny_config.shipped("quickstart", *ON_GPU, F32))
@@ -144,7 +144,7 @@ def test_what_a_gpu_would_refuse_is_said_where_there_is_none(box: Box) -> None:
     assert names(*problems, "engine.type: ... 'cuda' ... 'cpu' ... transformers")
 
 
-def test_a_forgotten_job_on_the_gpus_is_said(box: Box, monkeypatch) -> None:
+def test_memory_in_use_by_another_job_is_reported(box: Box, monkeypatch) -> None:
     box()
     used = ["9", "MiB", "66000", "MiB"]  # as nvidia-smi writes it
     monkeypatch.setattr(this_machine, "_of_each_gpu", lambda field: used)
@@ -152,7 +152,7 @@ def test_a_forgotten_job_on_the_gpus_is_said(box: Box, monkeypatch) -> None:
     assert names(lines[1], "69.2 GB of GPU 1: ... CUDA_VISIBLE_DEVICES")
 
 
-def test_ranks_share_memory_that_a_container_may_lack(box: Box, monkeypatch) -> None:
+def test_too_little_shared_memory_for_ranks_is_named(box: Box, monkeypatch) -> None:
     box()
     disk_of(monkeypatch, total=64e6)
     assert missing() == []
@@ -176,7 +176,7 @@ HEADERS = "this machine: ... include/Python.h ... apt install python3."
         (LACKS, None, ["engine.type=transformers"], [OLD]),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_named(
+def test_a_missing_driver_compiler_or_header_is_named(
     machine, compiler, overrides, parts, box: Box, monkeypatch
 ) -> None:
     box(**machine)
@@ -223,7 +223,7 @@ def test_where_no_gpu_is_used_nothing_is_wrong(
     assert names(*machine_lines(resolved), line)
 
 
-def test_check_and_launch_say_it(box: Box) -> None:
+def test_check_and_launch_report_it(box: Box) -> None:
     box(programs=())
     config = tiny_config.shipped("quickstart", *ON_GPU)
     text, code = check_report.report(config, 141)
@@ -232,7 +232,7 @@ def test_check_and_launch_say_it(box: Box) -> None:
     assert code == 1 and text.endswith(f"\n1 wrong\n  - {problem}")
 
 
-def test_what_the_hub_may_not_be_asked_for_must_be_there(box: Box, monkeypatch) -> None:
+def test_without_the_hub_a_model_must_be_in_the_cache(box: Box, monkeypatch) -> None:
     box()
     [problem] = missing("policy.model_path=some/one")  # conftest.py sets HF_HUB_OFFLINE
     assert names(problem, "policy.model_path: some/one ... cache ... HF_HUB_OFFLINE")
@@ -267,7 +267,7 @@ def test_a_full_disk_is_found_before_the_run(box: Box, monkeypatch, tmp_path: Pa
     assert missing(change) == []
 
 
-def test_a_tracker_that_is_not_installed_is_said_and_no_problem(monkeypatch) -> None:
+def test_a_tracker_that_is_not_installed_is_only_noted(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     resolved = build.resolve(tiny_config.shipped("quickstart", "tracking.tensorboard=true"))
     assert "pip install 'vlm-edit-rl[tensorboard]'" in machine_lines(resolved)[-1]

@@ -54,13 +54,13 @@ def config_of(run_dir: Path, *overrides: str) -> Any:
     return load_config("configs/tiny_prompts.jsonnet", [override, *OVERRIDES, *overrides])
 
 
-def test_a_run_of_the_last_release_goes_on(run_dir: Path) -> None:
+def test_a_run_of_the_last_release_can_be_resumed(run_dir: Path) -> None:
     config = config_of(run_dir)
     assert check_report.problems(config) == []
     assert names(check_report.report(config, 80)[0].splitlines()[0], "after 2 iterations")
 
 
-def test_a_change_that_breaks_it_is_still_refused(run_dir: Path) -> None:
+def test_its_breaking_changes_are_still_refused(run_dir: Path) -> None:
     changes = ("data.train.0.seed=5", "algorithm.loss=grpo")
     [problem] = check_report.problems(config_of(run_dir, *changes))
     breaking = [line.strip() for line in problem.splitlines() if line.startswith("  ")]
@@ -68,7 +68,7 @@ def test_a_change_that_breaks_it_is_still_refused(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_its_record_is_reported_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_reads_its_record(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report_command.main([str(run_dir)]) == 0
     assert "own words, as they are: 0.001" in capsys.readouterr().out
     [first, _] = read_evaluations(run_dir)
@@ -76,7 +76,7 @@ def test_its_record_is_reported_on(run_dir: Path, capsys: pytest.CaptureFixture[
     assert (record["bare_file"], record["bare_reward"]) == ("1903207363_baseline.png", 0.0)
 
 
-def test_its_policy_is_found_again(run_dir: Path) -> None:
+def test_its_trained_policy_is_found(run_dir: Path) -> None:
     weights = "pkg://tiny_world/weights/rewriter"
     trained = load_trained(run_dir)
     assert trained.policy()["model_path"] == weights
@@ -93,7 +93,7 @@ def test_its_policy_is_found_again(run_dir: Path) -> None:
         ("'two'", "format 'two'"),
     ],
 )
-def test_a_config_of_another_format_is_refused_for_that_alone(number: str, parts: str) -> None:
+def test_a_config_of_another_format_is_one_problem(number: str, parts: str) -> None:
     name = "configs/quickstart.jsonnet"
     with pytest.raises(ConfigError) as caught:
         load_config(name, [f"format={number}", "baseline_arm=never", "no_key_yet=1"])
@@ -105,7 +105,7 @@ def test_a_config_of_another_format_is_refused_for_that_alone(number: str, parts
     ("file", "known"),
     [("config.json", formats.CONFIG), ("checkpoints/step_000002/state.json", formats.CHECKPOINT)],
 )
-def test_what_a_newer_version_wrote_is_refused_and_left_alone(
+def test_what_a_newer_version_wrote_is_refused(
     run_dir: Path, file: str, known: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The checkpoint no longer matches its manifest, but the message does not call it damaged."""
@@ -142,7 +142,7 @@ def test_an_adapter_that_cannot_be_read_is_refused(run_dir: Path, written: str, 
     assert names(problem, f"policy.adapter_path: ... {parts}")
 
 
-def test_a_run_of_an_older_format_is_refused_and_what_a_run_writes_has_todays(run_dir) -> None:
+def test_an_older_format_is_refused_and_a_run_writes_the_current_one(run_dir) -> None:
     config = config_of(run_dir)
     rewrite(run_dir / "config.json", lambda written: written.pop("format"))
     [problem] = check_report.problems(config)

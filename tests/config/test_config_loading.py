@@ -26,7 +26,7 @@ def plain(tmp_path: Path) -> Path:
     return tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
 
 
-def test_every_missing_variable_is_named_with_its_place(tmp_path: Path, plain: Path) -> None:
+def test_every_missing_variable_is_named_with_its_line(tmp_path: Path, plain: Path) -> None:
     path = tmp_path / "env.jsonnet"
     path.write_text(
         "(import 'run.jsonnet') + {\n"
@@ -48,7 +48,7 @@ def test_every_missing_variable_is_named_with_its_place(tmp_path: Path, plain: P
 
 
 @pytest.mark.slow
-def test_looking_for_missing_variables_comes_to_an_end(tmp_path: Path) -> None:
+def test_the_search_for_missing_variables_ends(tmp_path: Path) -> None:
     path = tmp_path / "endless.jsonnet"
     path.write_text("local f(n) = f(std.extVar(n) + '1') tailstrict; { a: f('APP__A') }")
     expected = f"set ... APP__A ... {path.name}:1"
@@ -56,7 +56,7 @@ def test_looking_for_missing_variables_comes_to_an_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["seed=1", "seed=local f(x) = f(x) tailstrict; f(1)"])
-def test_a_program_without_end_is_ended(tmp_path, plain, monkeypatch, override: str) -> None:
+def test_an_endless_program_is_stopped(tmp_path, plain, monkeypatch, override: str) -> None:
     monkeypatch.setattr(jsonnet, "MAX_S", 0.5)
     path = plain
     if override == "seed=1":
@@ -74,7 +74,7 @@ def test_bytes_that_are_not_utf_8_are_refused(tmp_path: Path, plain: Path) -> No
     assert problems_of(plain.rename(tmp_path / os.fsdecode(b"env\xff.jsonnet")))
 
 
-def test_overrides_are_jsonnet_and_bare_words_are_strings(plain: Path) -> None:
+def test_overrides_are_jsonnet_and_bare_text_is_a_string(plain: Path) -> None:
     config = load_config(
         plain,
         [
@@ -97,7 +97,7 @@ def test_overrides_are_jsonnet_and_bare_words_are_strings(plain: Path) -> None:
     assert config.data.train == [{"type": "elsewhere"}]
 
 
-def test_what_the_file_derives_follows_an_override(tmp_path: Path, plain: Path) -> None:
+def test_values_that_the_file_derives_follow_an_override(tmp_path: Path, plain: Path) -> None:
     path = tmp_path / "derived.jsonnet"
     path.write_text(
         "(import 'run.jsonnet') + { size:: 1, prompts_per_iteration: 4 * $.size, "
@@ -160,7 +160,7 @@ def test_all_problems_come_at_once_and_name_the_file(tmp_path: Path) -> None:
     assert len(problems) == 4
 
 
-def test_files_that_are_no_config(tmp_path: Path) -> None:
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
     missing = tmp_path / "nowhere.jsonnet"
     assert problems_of(missing)[0].startswith(f"{missing}: ")
     broken = tmp_path / "broken.jsonnet"
@@ -174,7 +174,7 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     assert problems_of(asserted)[0].startswith("use two ranks,\nor one (at ")
 
 
-def test_a_section_speaks_for_itself() -> None:
+def test_a_sections_own_message_gets_its_key() -> None:
     values = {"type": "viescore", "semantics_prompt": "/none.txt"}
     _, [problem] = validate(viescore.Config, values, at="rewards.vie")
     assert names(problem, "rewards.vie: semantics_prompt: ... /none.txt")

@@ -39,7 +39,7 @@ def outcomes(folder, rows, **more) -> tuple[list[str], str, list[str], int]:
     return problems, str(error.value), ids, kept.num_skipped
 
 
-def test_photographs_and_words_become_samples(folder):
+def test_photographs_and_instructions_become_samples(folder):
     rows = [
         {**GOOD, "id": "p-1", "category": "light", "target_image": "flower.jpg"},
         {**FLOWER, "instruction": "  mache sie \u2028 blau, 把花变蓝  "},
@@ -56,7 +56,7 @@ def test_photographs_and_words_become_samples(folder):
     assert second.instruction == "mache sie \u2028 blau, 把花变蓝"
 
 
-def test_columns_can_be_named_otherwise(folder):
+def test_columns_can_have_other_names(folder):
     row = {
         "in": {"picture": ["flower.jpg", "china.jpg"]},
         "ask": "make it dusk",
@@ -76,7 +76,7 @@ def test_columns_can_be_named_otherwise(folder):
     assert sample.source.size == PHOTO_SIZE
 
 
-def test_pictures_may_lie_elsewhere_and_text_only_rows_need_none(folder, tmp_path_factory):
+def test_pictures_may_be_elsewhere_and_text_only_rows_need_none(folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     path = write_jsonl(other / "edits.jsonl", [GOOD])
     assert edit_jsonl.EditJsonl.problems(config(path, image_folder=str(folder)), RULES) == []
@@ -99,7 +99,7 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
-def test_a_bad_row_is_named_with_file_row_and_remedy_or_skipped(folder, case):
+def test_a_bad_row_is_named_with_file_row_and_fix_or_skipped(folder, case):
     row, message = BAD_ROWS[case]
     first = "caf\u00e9" if "looks" in case else "a"
     problems, raised, ids, num_skipped = outcomes(folder, [{**GOOD, "id": first}, row, FLOWER])
@@ -124,7 +124,7 @@ def test_a_column_that_the_config_names_is_required_of_every_row(folder, more, c
     assert (ids, num_skipped) == (["edits.jsonl:2"], 1)
 
 
-def test_headers_are_read_at_start(folder):
+def test_picture_headers_are_checked_at_start(folder):
     (folder / "fake.jpg").write_text("<html>404</html>")
     rows = [{**GOOD, "image": "fake.jpg"}, GOOD]
     settings = config(write_jsonl(folder / "edits.jsonl", rows))
@@ -150,7 +150,7 @@ def test_truncated_pixels_are_found_at_start_only_when_asked(folder):
     assert (len(early), early.num_skipped) == (1, 1)
 
 
-def test_a_file_that_cannot_be_used_at_all(folder):
+def test_a_file_without_usable_rows_is_reported(folder):
     def problem(path, mode="error"):
         return edit_jsonl.EditJsonl.problems(config(str(path)), RowRules(mode, MAX_SIDE_PX))[0]
 
@@ -165,7 +165,7 @@ def test_a_file_that_cannot_be_used_at_all(folder):
         edit_jsonl.EditJsonl(config(str(folder / "utf16.jsonl")), RowRules("skip", MAX_SIDE_PX))
 
 
-def test_many_problems_are_cut_short(folder):
+def test_a_long_list_of_problems_is_cut_short(folder):
     settings = config(write_jsonl(folder / "edits.jsonl", ["{"] * 25))
     problems = edit_jsonl.EditJsonl.problems(settings, RULES)
     assert len(problems) == 11

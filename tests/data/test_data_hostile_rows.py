@@ -76,7 +76,7 @@ def sources(path: Path) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_line_costs_itself(folder: Path, kind: str) -> None:
+def test_a_hostile_line_affects_only_itself(folder: Path, kind: str) -> None:
     row, complaint = HOSTILE[kind]
     path = folder / "rows.jsonl"
     good = json.dumps(GOOD).encode()
@@ -93,7 +93,7 @@ def test_a_hostile_line_costs_itself(folder: Path, kind: str) -> None:
         assert [kept[index].instruction for index in range(2)] == [GOOD["instruction"]] * 2
 
 
-def test_words_may_hold_what_only_looks_like_an_end(folder: Path) -> None:
+def test_an_instruction_may_contain_line_separators(folder: Path) -> None:
     instruction = "a\u2028b\x85c\rd\0e"
     path = folder / "words.jsonl"
     path.write_text(json.dumps(GOOD | {"instruction": instruction}, ensure_ascii=False), "utf-8")
@@ -101,7 +101,7 @@ def test_words_may_hold_what_only_looks_like_an_end(folder: Path) -> None:
         assert source(config, RowRules("error"))[0].instruction == instruction
 
 
-def test_a_hostile_cell_of_a_table_costs_its_row(folder: Path) -> None:
+def test_a_hostile_cell_of_a_table_affects_only_its_row(folder: Path) -> None:
     ends = struct.pack("<4i", 0, 1, 2, 3)
     cells = pyarrow.Array.from_buffers(
         pyarrow.string(), 3, [None, pyarrow.py_buffer(ends), pyarrow.py_buffer(b"a\xffb")]
@@ -119,7 +119,7 @@ def test_a_hostile_cell_of_a_table_costs_its_row(folder: Path) -> None:
     "path",
     ["pipe.jsonl", "x" * 300 + ".jsonl", "p/" * 3000 + ".jsonl", "empty.jsonl"],
 )
-def test_a_file_of_rows_may_be_anything(folder: Path, path: str) -> None:
+def test_an_unusable_file_of_rows_is_refused(folder: Path, path: str) -> None:
     for source, config in sources(folder / path):
         for on_bad_row in ("error", "skip"):
             problems = list(source.problems(config, RowRules(on_bad_row)))

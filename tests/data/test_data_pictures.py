@@ -43,7 +43,7 @@ def test_other_modes_become_rgb(mode):
     assert pixel(encoded(image, kind)) == (255, 255, 255)
 
 
-def test_transparency_is_laid_on_white():
+def test_transparent_pictures_are_laid_on_white():
     clear_red = Image.new("RGBA", (16, 16), (255, 0, 0, 0))
     half_black = Image.new("LA", (16, 16), (0, 128))
     assert pixel(encoded(clear_red)) == (255, 255, 255)
@@ -55,7 +55,7 @@ def test_transparency_is_laid_on_white():
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA"])
-def test_transparency_is_kept_for_who_reads_it(mode):
+def test_transparency_is_kept_on_request(mode):
     image = Image.new("RGBA", (16, 16), (200, 200, 200, 128)).convert(mode)
     for kept in (
         decode(encoded(image, "TIFF" if mode == "PA" else "PNG"), 8192, True),
@@ -81,7 +81,7 @@ def test_exif_rotation_is_applied():
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
-def test_of_an_animation_the_first_frame_is_taken(kind):
+def test_an_animation_gives_its_first_frame(kind):
     frames = [Image.new("RGB", (16, 16), colour) for colour in ("lime", "red")]
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
     assert pixel(data)[1] > 200 > pixel(data)[0]
@@ -149,7 +149,7 @@ def test_no_picture_starts_a_program(tmp_path, monkeypatch):
     assert ran.exists()
 
 
-def test_damage_is_named(photo, tmp_path):
+def test_a_damaged_picture_is_refused(photo, tmp_path):
     whole = photo.read_bytes()
     truncated = tmp_path / "half.jpg"
     truncated.write_bytes(whole[: len(whole) // 2])
@@ -166,7 +166,7 @@ def test_damage_is_named(photo, tmp_path):
             check_header(content, 8192)
 
 
-def test_what_a_cell_may_hold(photo):
+def test_a_cell_may_hold_a_path_or_bytes(photo):
     folder = photo.parent
     assert locate("china.jpg", folder) == photo
     assert locate(str(photo), folder / "elsewhere") == photo

@@ -99,6 +99,6 @@ def test_bad_rows_are_named_or_left_out(tmp_path: Path) -> None:
         ({"split": "test"}, "held_out"),
     ],
 )
-def test_keys_that_would_do_nothing_are_refused(settings: dict[str, object], message: str) -> None:
+def test_keys_without_an_effect_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         config(**settings)

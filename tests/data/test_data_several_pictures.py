@@ -54,7 +54,7 @@ def colours(sample: Sample) -> list[Any]:
     return [picture.getpixel((0, 0)) for picture in sample.sources]
 
 
-def test_transparent_sources_stay_so_for_a_renderer_that_reads_it(folder: Path) -> None:
+def test_sources_stay_transparent_if_the_renderer_reads_it(folder: Path) -> None:
     row = {"images": ["clear.png", "a.png"], "target_image": "clear.png"}
     kept = load_rows(folder, row, rules=RowRules(keeps_transparency=True))[0]
     assert colours(kept) == [(255, 0, 0, 0), (255, 0, 0)]
@@ -65,7 +65,7 @@ def test_transparent_sources_stay_so_for_a_renderer_that_reads_it(folder: Path) 
         assert build.row_rules(resolved).keeps_transparency == reads
 
 
-def test_a_list_brings_its_pictures_in_order(folder: Path) -> None:
+def test_the_pictures_of_a_list_keep_their_order(folder: Path) -> None:
     rows = [{"images": ["b.png", "a.png", "c.png"]}, {"image": "a.png"}, {"images": ["c.png"]}]
     source = load_rows(folder, *rows, {"image": ["a.png", "b.png"], "images": None})
     expected = [("b", "a", "c"), ("a",), ("c",), ("a", "b")]
@@ -113,7 +113,7 @@ def test_a_bad_row_names_the_row_and_which_picture(folder: Path, case: str) -> N
     assert (len(kept), kept.num_skipped) == (2, 1)
 
 
-def test_a_column_may_be_named_and_several_may(folder: Path) -> None:
+def test_the_config_may_name_one_or_several_columns(folder: Path) -> None:
     row = {"scene": "a.png", "object": "b.png", "more": {"all": ["c.png", "a.png"]}}
     listed = load_rows(folder, row, columns={"source": "more.all"})
     assert colours(listed[0]) == [COLOURS["c"], COLOURS["a"]]
@@ -130,7 +130,7 @@ def test_a_column_may_be_named_and_several_may(folder: Path) -> None:
     assert colours(chosen[0]) == [COLOURS["a"]]
 
 
-def test_rows_without_pictures_where_they_are_optional(folder: Path) -> None:
+def test_rows_may_lack_pictures_that_are_optional(folder: Path) -> None:
     columns = {"source": "images", "source_optional": True}
     source = load_rows(folder, {}, {"images": []}, {"images": ["a.png", "b.png"]}, columns=columns)
     assert [len(source[index].sources) for index in range(3)] == [0, 0, 2]
@@ -142,7 +142,7 @@ def test_rows_without_pictures_where_they_are_optional(folder: Path) -> None:
         load_rows(folder, {"scene": None, "object": "b.png"}, columns=columns)
 
 
-def test_what_the_policy_reads_is_not_hidden() -> None:
+def test_a_column_the_policy_reads_is_not_hidden() -> None:
     columns = {"source": ["a", "b"], "hidden": {"answer": "b"}}
     with pytest.raises(ValueError, match="policy reads"):
         edit_jsonl.Config.model_validate({"type": "edit_jsonl", "path": "x", "columns": columns})

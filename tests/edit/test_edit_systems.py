@@ -61,7 +61,7 @@ def edit_again(run: Path, checkpoint: str = "latest", **options: Any) -> list[Ed
 
 
 @pytest.mark.parametrize("system", ["quickstart", "tiny_prompts", "tiny_reasoning"])
-def test_a_held_out_sample_comes_out_as_it_did(runs: Any, system: str) -> None:
+def test_a_held_out_sample_is_reproduced(runs: Any, system: str) -> None:
     run = runs(system)
     folder, records = held_out(run)
     file = run / "stock" / "rewards.jsonl"
@@ -101,7 +101,7 @@ def test_what_holds_completions_or_replies_is_nobody_elses(runs: Any) -> None:
         assert any(parent.stat().st_mode & 0o77 == 0 for parent in inside if parent != run), path
 
 
-def test_a_picture_is_read_and_written_as_codes(runs: Any) -> None:
+def test_pictures_are_read_and_written_as_codes(runs: Any) -> None:
     run = runs("tiny_earl")
     for result in edit_again(run, arms=True):
         assert result.failure is None and result.image is not None
@@ -114,7 +114,7 @@ def test_a_picture_is_read_and_written_as_codes(runs: Any) -> None:
     assert result.image is not None and result.image.size in ((64, 48), (80, 48))
 
 
-def test_a_checkpoint_is_chosen(runs: Any) -> None:
+def test_the_chosen_checkpoint_is_used(runs: Any) -> None:
     run = runs("quickstart")
     drawn = {which: edit_again(run, which)[0].image for which in ("latest", "3", "best", "2")}
     assert_same_picture(drawn["3"], drawn["latest"])
@@ -123,7 +123,7 @@ def test_a_checkpoint_is_chosen(runs: Any) -> None:
     assert np.abs(other - latest).max() > 5
 
 
-def test_a_result_hangs_on_its_own_request_and_seed(runs: Any) -> None:
+def test_a_result_depends_only_on_request_and_seed(runs: Any) -> None:
     folder, records = held_out(runs("quickstart"))
     sources = [folder / row["source_file"] for row in records]
     with Editor.from_run(runs("quickstart"), device="cpu") as editor:
@@ -142,7 +142,7 @@ def test_a_result_hangs_on_its_own_request_and_seed(runs: Any) -> None:
     assert special.failure is None and special.image is not None
 
 
-def test_what_cannot_be_asked_spoils_nothing_else(runs: Any, tmp_path: Path) -> None:
+def test_an_unusable_request_affects_no_other(runs: Any, tmp_path: Path) -> None:
     folder, records = held_out(runs("quickstart"))
     source = folder / records[0]["source_file"]
     broken = tmp_path / "broken.png"
@@ -167,7 +167,7 @@ def test_what_cannot_be_asked_spoils_nothing_else(runs: Any, tmp_path: Path) -> 
     assert [result.image is not None for result in results] == [False, True, False, False, False]
 
 
-def test_the_command_writes_what_it_says_and_overwrites_nothing(
+def test_the_command_writes_its_files_and_overwrites_none(
     runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, (folder, records) = runs("quickstart"), held_out(runs("quickstart"))
@@ -193,7 +193,7 @@ def test_the_command_writes_what_it_says_and_overwrites_nothing(
     assert_same_picture(first, second)
 
 
-def test_a_folder_and_a_file_of_edits(
+def test_the_command_edits_a_folder_or_a_file_of_edits(
     runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, (folder, records) = runs("quickstart"), held_out(runs("quickstart"))
@@ -215,7 +215,7 @@ def test_a_folder_and_a_file_of_edits(
     assert json.loads((out / "b.json").read_text())["failure"]
 
 
-def test_only_words_are_those_of_the_whole_edit(
+def test_only_words_equal_the_words_of_a_whole_edit(
     runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for system in ("quickstart", "tiny_prompts"):
@@ -254,7 +254,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG)
-def test_what_is_wrong_is_a_sentence(
+def test_a_wrong_argument_is_explained(
     runs: Any, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     picture = tmp_path / "a.png"
@@ -275,7 +275,7 @@ def test_a_damaged_config_is_named(content: bytes, tmp_path: Path) -> None:
         Editor.from_run(tmp_path, "1")
 
 
-def test_steps_and_size_are_the_renderers(runs: Any, tmp_path: Path) -> None:
+def test_steps_and_size_reach_the_renderer(runs: Any, tmp_path: Path) -> None:
     run = runs("quickstart")
 
     def used_config(run: Path, **options: Any) -> RunConfig:

@@ -49,7 +49,7 @@ def _refusal(run: Path, settings: Sequence[str] = ()) -> str:
     return ""
 
 
-def test_an_adapter_names_no_module_to_be_imported(tmp_path: Path) -> None:
+def test_an_adapter_that_names_a_module_is_refused(tmp_path: Path) -> None:
     """PEFT imports `megatron_core` where `megatron_config` is set."""
     config = {"r": 1, "megatron_config": {"a": 1}, "megatron_core": "evilplugin"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))

@@ -75,7 +75,7 @@ def max_dlogp(sampled, expected) -> float:
 
 
 @pytest.mark.parametrize(("temperature", "max_tokens"), [(1.0, 60), (0.7, 60), (1.0, 20)])
-def test_logprobs_and_flags_of_mixed_grids(
+def test_logprobs_and_forced_flags_of_mixed_grids(
     engine, policy, prompts_P, stock, temperature, max_tokens, monkeypatch
 ):
     """Four grids and a free prompt in one batch, against an independent masked softmax; 20 tokens
@@ -114,7 +114,7 @@ def test_logprobs_and_flags_of_mixed_grids(
 
 
 @pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.77}])
-def test_truncation_happens_inside_what_is_allowed(engine, policy, prompts_P, stock, truncation):
+def test_top_k_and_top_p_apply_after_the_grammar_mask(engine, policy, prompts_P, stock, truncation):
     vocabulary = policy.image_vocabulary
     completions_PG = engine.generate(prompts_P, params(0.9, num_completions=4, **truncation), SEEDS)
     for prompt, completion in pairs(prompts_P, completions_PG):
@@ -122,7 +122,7 @@ def test_truncation_happens_inside_what_is_allowed(engine, policy, prompts_P, st
         assert max_dlogp(completion.logprobs, expected) <= NATS
 
 
-def test_greedy_takes_the_likeliest_allowed(vllm, transformers, prompts_P):
+def test_both_engines_agree_when_greedy(vllm, transformers, prompts_P):
     greedy = params(0.0, num_completions=2)
     assert [[c.token_ids for c in group] for group in vllm.generate(prompts_P, greedy, SEEDS)] == [
         [c.token_ids for c in group] for group in transformers.generate(prompts_P, greedy, SEEDS)
@@ -138,7 +138,7 @@ def test_batch_order_does_not_matter(engine, prompts_P):
     assert len({c.token_ids for group in forward for c in group}) > 20
 
 
-def test_preempted_requests_go_on_where_they_were(vllm, policy, prompts_P, stock, monkeypatch):
+def test_preempted_requests_resume_correctly(vllm, policy, prompts_P, stock, monkeypatch):
     preempt, preempted = Scheduler._preempt_request, []
 
     def counting(scheduler, request, *args, **kwargs):

@@ -33,7 +33,7 @@ def plan(monkeypatch, gpu_gb, *overrides: str, device="cuda:1", others=(), folde
 
 
 @pytest.mark.parametrize(("gpu_gb", "stays"), [(80.0, False), (400.0, True)])
-def test_the_memory_plan_decides_and_says_why(monkeypatch, capsys, gpu_gb, stays):
+def test_the_memory_plan_decides_and_prints_why(monkeypatch, capsys, gpu_gb, stays):
     has_room, claim = plan(monkeypatch, gpu_gb)
     assert has_room == stays
     printed = capsys.readouterr().out
@@ -44,7 +44,7 @@ def test_the_memory_plan_decides_and_says_why(monkeypatch, capsys, gpu_gb, stays
     assert "the engine takes 21.6 GB" in printed and "16.01x" in printed
 
 
-def test_ranks_on_other_gpus_take_the_same(monkeypatch):
+def test_ranks_follow_the_smallest_gpu(monkeypatch):
     assert plan(monkeypatch, 400.0, others=(80.0,)) == plan(monkeypatch, 80.0)
     tight = "prompts_per_iteration=256"
     assert plan(monkeypatch, 400.0, tight, others=(80.0,)) == plan(monkeypatch, 80.0, tight)
@@ -61,7 +61,7 @@ def test_a_policy_of_unknown_size_leaves_no_room(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("choice", ["resident", "sleep"])
-def test_what_the_config_decides_needs_no_plan(monkeypatch, capsys, choice):
+def test_a_stated_residency_needs_no_plan(monkeypatch, capsys, choice):
     stated = (f"engine.residency={choice}", "engine.gpu_memory_utilization=0.3")
     assert plan(monkeypatch, 8.0, *stated) == (True, None)
     assert plan(monkeypatch, 8.0, device="cpu") == (True, None)

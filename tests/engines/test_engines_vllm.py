@@ -103,7 +103,7 @@ def step(policy, prompts_P, completions_PG) -> None:
     optimizer.zero_grad()
 
 
-def test_logprobs_stay_the_trainers_after_every_update_and_sync(
+def test_logprobs_equal_the_trainers_after_every_update_and_sync(
     engine, policy, prompts_P, monkeypatch
 ):
     monkeypatch.setattr(policy.module, "temperature", 0.7)
@@ -119,7 +119,7 @@ def test_logprobs_stay_the_trainers_after_every_update_and_sync(
     assert max_dlogp(policy, prompts_P, stale) > 1e-2, "the check above can fail"
 
 
-def test_a_sync_that_changed_nothing_is_seen(synced, policy, prompts_P, monkeypatch):
+def test_a_sync_that_changed_nothing_is_detected(synced, policy, prompts_P, monkeypatch):
     before = export(policy)
     assert synced.held_fingerprint() == before.fingerprint
     step(policy, prompts_P, synced.generate(prompts_P, params(), [1, 2, 3]))
@@ -142,7 +142,7 @@ def test_a_sync_that_changed_nothing_is_seen(synced, policy, prompts_P, monkeypa
     assert synced.held_fingerprint() not in (after.fingerprint, before.fingerprint)
 
 
-def test_a_single_changed_bit_in_the_slots_is_seen(engine, policy, worker):
+def test_a_changed_bit_in_the_adapter_slots_is_detected(engine, policy, worker):
     fingerprint = export(policy).fingerprint
     assert engine.held_fingerprint() == fingerprint
     manager = worker.model_runner.lora_manager._adapter_manager
@@ -152,7 +152,7 @@ def test_a_single_changed_bit_in_the_slots_is_seen(engine, policy, worker):
     assert engine.held_fingerprint() != fingerprint
 
 
-def test_what_is_computed_from_old_weights_is_forgotten(engine, policy, prompts_P):
+def test_a_sync_drops_the_cache_of_the_old_weights(engine, policy, prompts_P):
     """The prompt's keys and values are kept between calls, and dropped by a sync: a group that
     reads the old ones is off by far more than rounding."""
     step(policy, prompts_P, engine.generate(prompts_P, params(), [1, 2, 3]))
@@ -166,7 +166,7 @@ def test_what_is_computed_from_old_weights_is_forgotten(engine, policy, prompts_
         assert (max_dlogp(policy, prompts_P, completions_PG) <= NATS) == agrees
 
 
-def test_a_group_is_read_and_its_picture_encoded_once(engine, policy, worker, monkeypatch):
+def test_a_groups_prompt_and_picture_are_read_once(engine, policy, worker, monkeypatch):
     """The trainer's tower encodes it; its forward reuses the features. The engine has no tower."""
     names = [name for name, _ in worker.model_runner.get_model().named_parameters()]
     assert names and not any("visual" in name for name in names)
@@ -210,7 +210,7 @@ def test_syncing_never_touches_the_trainers_tensors_nor_the_base(synced, policy,
     assert_same(synced.generate(prompts_P, params(), [5, 6, 7]), probe_before)
 
 
-def test_members_and_batch_order(synced, prompts_P):
+def test_a_completion_depends_only_on_prompt_and_seed(synced, prompts_P):
     assert synced.generate([], params(), []) == []
     seeds = [7, 70, 700]
     forward = synced.generate(prompts_P, params(), seeds)
@@ -240,7 +240,7 @@ def test_banned_tokens_are_never_drawn(synced, policy, prompts_P):
     assert not drawn & set(policy.banned_token_ids)
 
 
-def test_greedy_is_the_slow_samplers(synced, policy, prompts_P):
+def test_greedy_equals_the_transformers_engine(synced, policy, prompts_P):
     plain = transformers_engine.TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu"))
     greedy = params(0.0, num_completions=2)
     vllm_PG = synced.generate(prompts_P, greedy, [0, 0, 0])
@@ -251,7 +251,7 @@ def test_greedy_is_the_slow_samplers(synced, policy, prompts_P):
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.8, -1), (1.0, 5), (0.9, 20)])
-def test_cut_distributions_are_the_slow_samplers(synced, policy, prompts_P, top_p, top_k):
+def test_top_k_and_top_p_equal_the_transformers_engine(synced, policy, prompts_P, top_p, top_k):
     """First tokens of 64 completions: the same support, the same renormalised log-probs."""
     plain = transformers_engine.TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu"))
     cut = params(0.7, top_p, top_k, max_tokens=1, num_completions=64)
@@ -291,7 +291,9 @@ def test_prompts_of_several_pictures_are_sampled_too(synced, policy, monkeypatch
         ("sleep", False, "cpu", False),
     ],
 )
-def test_which_engine_sleeps(engine, policy, monkeypatch, residency, has_room, device, sleeps):
+def test_residency_decides_which_engine_sleeps(
+    engine, policy, monkeypatch, residency, has_room, device, sleeps
+):
     monkeypatch.setattr(vllm_engine.VllmEngine, "_start", lambda *_: engine._llm)
     config = vllm_engine.Config(type="vllm", residency=residency)
     setup = EngineSetup(policy, device, has_room=has_room)
@@ -310,7 +312,7 @@ def test_an_engine_that_stays_is_neither_put_to_sleep_nor_woken(synced, monkeypa
     assert observed == calls
 
 
-def test_more_prompts_than_one_step_holds(synced, policy, prompts_P):
+def test_a_batch_may_exceed_one_scheduler_step(synced, policy, prompts_P):
     """130 prompts of 85 tokens are more than the scheduler takes in one step."""
     prompts = [policy.build_prompt(tiny_qwen.sample(i)) for i in range(130)]
     few = params(max_tokens=2, num_completions=1)
@@ -320,9 +322,7 @@ def test_more_prompts_than_one_step_holds(synced, policy, prompts_P):
     assert completions[77][0].token_ids == alone.token_ids
 
 
-def test_a_saved_adapter_is_a_vllm_adapter(
-    engine, policy, worker, prompts_P, tmp_path, monkeypatch
-):
+def test_vllm_loads_a_saved_adapter(engine, policy, worker, prompts_P, tmp_path, monkeypatch):
     """vLLM's own loader gives the same completions from the folder as a sync from the tensors."""
     from vllm.lora.request import LoRARequest
 

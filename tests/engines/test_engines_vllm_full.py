@@ -117,7 +117,7 @@ STEP = 3e-6
         (half_of_one, f"other weights in 1 tensors: {TENSOR}"),
     ],
 )
-def test_a_load_that_did_not_arrive_whole_is_seen(engine, policy, monkeypatch, fault, message):
+def test_a_load_that_is_incomplete_is_detected(engine, policy, monkeypatch, fault, message):
     """After one step of 3e-6, vLLM gets other weights than the trainer sent."""
     engine.load_weights(policy.export_weights(trainable(policy), 0))
     call = engine._llm.collective_rpc
@@ -135,7 +135,7 @@ def test_a_load_that_did_not_arrive_whole_is_seen(engine, policy, monkeypatch, f
     assert message in engine.held_fingerprint()
 
 
-def test_a_place_that_is_not_known_is_not_proven(engine, policy, monkeypatch):
+def test_a_weight_of_unknown_place_is_not_proven(engine, policy, monkeypatch):
     """A user's own model may fuse weights that no table of vLLM's lists."""
     weights = policy.export_weights(trainable(policy), 0)
     engine.load_weights(weights)
@@ -150,7 +150,7 @@ def test_a_place_that_is_not_known_is_not_proven(engine, policy, monkeypatch):
     assert engine.held_fingerprint() is None
 
 
-def test_weights_lost_in_sleep_are_seen_on_waking(engine, policy, monkeypatch):
+def test_weights_lost_in_sleep_are_detected_on_waking(engine, policy, monkeypatch):
     """Also those of the frozen tower, which no sync sends. vLLM's sleep, for GPUs, is replaced."""
     weights = policy.export_weights(trainable(policy), 0)
     engine.load_weights(weights)
@@ -180,7 +180,7 @@ def test_weights_lost_in_sleep_are_seen_on_waking(engine, policy, monkeypatch):
         engine.generate([policy.build_prompt(tiny_qwen.sample(0))], PARAMS, [1])
 
 
-def test_a_bfloat16_engine_that_loses_one_tensor_is_seen_at_earls_learning_rate(tmp_path):
+def test_a_tensor_lost_in_bfloat16_is_detected_at_earls_learning_rate(tmp_path):
     policy = make_emu3(tiny_emu3.save_policy_folder(tmp_path), dtype="bfloat16")
     config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=16)
     engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))

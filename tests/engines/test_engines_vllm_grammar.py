@@ -85,7 +85,7 @@ class Batch:
         return (len(self.rows) - 1, request_params(grid), [1, 2], self.rows[-1][1])
 
 
-def test_v1_two_rows_of_different_grids_and_a_free_one():
+def test_v1_masks_two_grids_and_an_unconstrained_row():
     batch = Batch()
     batch.step(added=[batch.add((1, 2)), batch.add(None), batch.add((2, 1))])
     for tokens in [
@@ -102,7 +102,7 @@ def test_v1_two_rows_of_different_grids_and_a_free_one():
         batch.step()
 
 
-def test_v1_rows_leave_move_swap_and_come_back():
+def test_v1_follows_rows_that_leave_move_swap_and_return():
     batch = Batch()
     batch.step(added=[batch.add((1, 2)), batch.add((3, 1)), batch.add(None), batch.add((2, 2))])
     batch.write(IMAGE, 1, 2, IMAGE)
@@ -191,7 +191,7 @@ class Slots:
             written.append(IMAGE if likely else random.choice(sorted(allowed)))
 
 
-def test_v2_slots_are_reused_reordered_and_resumed_after_preemption():
+def test_v2_follows_slots_that_are_reused_reordered_and_resumed():
     """Image tokens in the prompt (the source picture) do not start a grid."""
     random.seed(0)
     slots = Slots()
@@ -211,7 +211,7 @@ def test_v2_slots_are_reused_reordered_and_resumed_after_preemption():
 
 
 @pytest.mark.parametrize(("uses_v2", "processor"), [(True, V2Grammar), (False, V1Grammar)])
-def test_the_shell_is_the_one_that_the_runner_takes(uses_v2, processor, monkeypatch, tmp_path):
+def test_the_processor_fits_the_version_of_the_runner(uses_v2, processor, monkeypatch, tmp_path):
     from vllm.engine.arg_utils import EngineArgs
 
     from rl.api.types import ImageVocabulary
@@ -226,7 +226,7 @@ def test_the_shell_is_the_one_that_the_runner_takes(uses_v2, processor, monkeypa
     }
 
 
-def test_a_vllm_of_another_interface_is_named(monkeypatch):
+def test_a_vllm_of_another_interface_is_reported(monkeypatch):
     import sys
 
     from rl.engines import vllm

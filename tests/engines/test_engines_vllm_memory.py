@@ -52,7 +52,7 @@ def vllm_starts(model: PolicyModel, longest_tokens: int, cache_bytes: int) -> tu
 @pytest.mark.parametrize(
     "name", ["qwen_image_edit", "sft_s__rl_sc", "vlm_reasoning", "prompt_enhancement"]
 )
-def test_the_plan_says_what_vllm_says(name: str, gpu_gb: int) -> None:
+def test_the_plan_equals_vllms_own_arithmetic(name: str, gpu_gb: int) -> None:
     config = load_config(f"configs/{name}.jsonnet", [f"gpu_gb={gpu_gb}"], ENVIRONMENT)
     sizes = footprint.sizes(build.resolve(config))
     assert sizes is not None
@@ -73,7 +73,9 @@ def test_the_plan_says_what_vllm_says(name: str, gpu_gb: int) -> None:
     ("gib", "name"),
     [(79.1, "NVIDIA H100 80GB HBM3"), (139.8, "NVIDIA H200"), (44.4, "NVIDIA L40S")],
 )
-def test_vllms_largest_step(monkeypatch: pytest.MonkeyPatch, gib: float, name: str) -> None:
+def test_the_plan_knows_vllms_largest_step(
+    monkeypatch: pytest.MonkeyPatch, gib: float, name: str
+) -> None:
     platform = SimpleNamespace(
         get_device_total_memory=lambda: int(gib * 2**30),
         get_device_name=lambda: name,
@@ -122,13 +124,13 @@ def test_vllms_largest_step(monkeypatch: pytest.MonkeyPatch, gib: float, name: s
         ),
     ],
 )
-def test_what_vllm_is_told(
+def test_vllm_gets_the_planned_or_stated_memory(
     section: dict[str, Any], device: str, claim: EngineClaim | None, expected: dict[str, Any]
 ) -> None:
     assert arguments(section, device, claim) == expected
 
 
-def test_an_open_share_needs_a_plan() -> None:
+def test_an_automatic_share_needs_a_plan() -> None:
     with pytest.raises(ValueError, match=r"engine\.gpu_memory_utilization: 'auto'.*give a share"):
         arguments({}, "cuda:0", None)
 

@@ -110,9 +110,7 @@ def test_without_its_deepstack_features_a_picture_gives_other_log_probs(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_full_weights_arrive_and_an_engine_with_its_own_tower_looks_itself(
-    tmp_path: Path, tied: bool
-) -> None:
+def test_full_weights_arrive_at_an_engine_with_its_own_tower(tmp_path: Path, tied: bool) -> None:
     folder = tiny_qwen3.save_policy_folder(tmp_path, tied=tied)
     policy = tiny_qwen3.make_qwen3(folder, section={"lora": None})
     with started(policy, sharded=True) as engine:
@@ -129,7 +127,7 @@ def test_full_weights_arrive_and_an_engine_with_its_own_tower_looks_itself(
             assert engine.held_fingerprint() == weights.fingerprint
 
 
-def test_the_class_is_named_before_a_model_is_made(tmp_path: Path) -> None:
+def test_the_class_is_registered_before_a_model_is_loaded(tmp_path: Path) -> None:
     from vllm import ModelRegistry
 
     start.register_in_process(tiny_qwen3.save_policy_folder(tmp_path))

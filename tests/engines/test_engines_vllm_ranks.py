@@ -58,7 +58,7 @@ def draw_with_an_adapted_emu3(folder: str) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_two_ranks_hold_pictures_to_their_grids_under_an_adapter(tmp_path):
+def test_two_ranks_with_an_adapter_keep_pictures_in_their_grids(tmp_path):
     import tiny_image_writer
 
     folder = tiny_image_writer.save_writer_folder(tmp_path / "policy")

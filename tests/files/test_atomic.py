@@ -41,7 +41,7 @@ def test_two_writers_of_one_file_leave_what_one_of_them_wrote(tmp_path: Path, ki
     assert contents <= {"a", "b", "c"} and names(tmp_path) == ["file"]
 
 
-def test_what_a_kill_left_is_taken_over(tmp_path: Path) -> None:
+def test_the_leftover_of_a_kill_is_overwritten(tmp_path: Path) -> None:
     leftover = tmp_path / ".file.tmp"
     leftover.write_text("half of something longer")
     write_atomically(tmp_path / "file", "whole")
@@ -49,7 +49,7 @@ def test_what_a_kill_left_is_taken_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("levels", [MAX_NESTING + 1, 900, 100_000])
-def test_a_line_nested_deeper_than_any_of_ours_is_none(levels: int) -> None:
+def test_a_row_that_is_nested_too_deeply_is_refused(levels: int) -> None:
     """Code that walks such a row recursively would fail, as the report page's settings did."""
     deep = b'{"a":' * levels + b"1" + b"}" * levels
     assert row_of(deep) is None

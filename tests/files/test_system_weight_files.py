@@ -75,7 +75,7 @@ def test_the_base_of_a_full_fine_tune_is_aligned_too(tmp_path: Path) -> None:
         assert num_askew(policy.module) == 0
 
 
-def test_aligning_keeps_values_ties_and_what_is_aligned(tmp_path: Path) -> None:
+def test_aligning_keeps_values_ties_and_aligned_tensors(tmp_path: Path) -> None:
     linear = torch.nn.Linear(7, 5)
     save_file(linear.state_dict(), tmp_path / "model.safetensors")
     displace(tmp_path)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_number_that_is_none_is_found(value: float, dtype: torch.dtype) -> None:
+def test_a_single_nan_or_infinity_is_found(value: float, dtype: torch.dtype) -> None:
     module = torch.nn.Linear(8, 8).to(dtype)
     align_weights(module, "cpu")
     with torch.no_grad():
@@ -30,7 +30,7 @@ def test_one_number_that_is_none_is_found(value: float, dtype: torch.dtype) -> N
         align_weights(module, "cpu")
 
 
-def test_what_has_no_such_numbers_is_left_alone() -> None:
+def test_integers_float8_and_empty_tensors_are_accepted() -> None:
     kinds = [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn]
     require_finite([(str(kind), torch.zeros(3).to(kind)) for kind in kinds], "a model")
     require_finite([("empty", torch.zeros(0)), ("meta", torch.zeros(3, device="meta"))], "a model")
