@@ -87,36 +87,36 @@ def test_file_operations_are_seen_also_those_of_native_code(tmp_path: Path) -> N
 
 
 FIRST = Ended(1, "this run cannot go on:\n  the disk is full", 2, 1.0)
-AGAIN = Ended(0, "", 3, 1.0)
+RESUMED = Ended(0, "", 3, 1.0)
 CASE = Case("call", "anywhere", "ENOSPC", save_every=3)
 
 
 @pytest.mark.parametrize(
-    ("first", "again", "saved", "case", "verdict"),
+    ("first", "resumed", "saved", "case", "verdict"),
     [
-        (FIRST, AGAIN, 2, CASE, ""),
-        (FIRST, AGAIN, 1, CASE, "LOST"),
-        (replace(FIRST, code=-9), AGAIN, 0, CASE, ""),
-        (replace(FIRST, code=-9), AGAIN, 0, replace(CASE, save_every=1), "LOST"),
-        (FIRST, replace(AGAIN, code=1), 2, CASE, "LOST"),
-        (replace(FIRST, code=None), AGAIN, 2, CASE, "HUNG"),
-        (FIRST, replace(AGAIN, code=None), 2, CASE, "HUNG"),
-        (replace(FIRST, printed="exit"), AGAIN, 2, CASE, "UNCLEAR"),
+        (FIRST, RESUMED, 2, CASE, ""),
+        (FIRST, RESUMED, 1, CASE, "LOST"),
+        (replace(FIRST, code=-9), RESUMED, 0, CASE, ""),
+        (replace(FIRST, code=-9), RESUMED, 0, replace(CASE, save_every=1), "LOST"),
+        (FIRST, replace(RESUMED, code=1), 2, CASE, "LOST"),
+        (replace(FIRST, code=None), RESUMED, 2, CASE, "HUNG"),
+        (FIRST, replace(RESUMED, code=None), 2, CASE, "HUNG"),
+        (replace(FIRST, printed="exit"), RESUMED, 2, CASE, "UNCLEAR"),
         (
             replace(FIRST, printed="Traceback (most recent call last):\nthis run cannot go on"),
-            AGAIN,
+            RESUMED,
             2,
             CASE,
             "UNCLEAR",
         ),
-        (FIRST, AGAIN, 2, replace(CASE, says="step_000002 is damaged"), "SILENT"),
+        (FIRST, RESUMED, 2, replace(CASE, says="step_000002 is damaged"), "SILENT"),
         (replace(FIRST, code=0), None, 2, replace(CASE, is_final=True), "SILENT"),
     ],
 )
 def test_each_outcome_gets_its_verdict(
-    first: Ended, again: Ended | None, saved: int, case: Case, verdict: str
+    first: Ended, resumed: Ended | None, saved: int, case: Case, verdict: str
 ) -> None:
-    assert trial.bad_verdict(case, first, again, saved, is_done=False)[0] == verdict
+    assert trial.bad_verdict(case, first, resumed, saved, is_done=False)[0] == verdict
 
 
 def case_named(name: str) -> Case:

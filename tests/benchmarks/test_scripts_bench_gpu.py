@@ -43,8 +43,8 @@ def test_every_item_but_the_slow_two_runs_on_a_cpu(tmp_path, capsys):
     ours = lines["DiT 32^2 x 2 of different lengths, ours"]
     assert ours["ms"] > ours["floor_ms"] > 0 and ours["peer_ratio"] > 0
     group = lines["P=178 G=3 T=6, packed, attention sdpa, gradient_checkpointing False"]
-    again = lines["P=178 G=3 T=6, packed, attention sdpa, gradient_checkpointing True"]
-    assert group["floor_ms"] == pytest.approx(again["floor_ms"], rel=1e-6)
+    recomputed = lines["P=178 G=3 T=6, packed, attention sdpa, gradient_checkpointing True"]
+    assert group["floor_ms"] == pytest.approx(recomputed["floor_ms"], rel=1e-6)
     assert "TRL stock's passes over ours" in capsys.readouterr().out
     assert str(tmp_path) not in json.dumps(record)
 
@@ -93,12 +93,12 @@ def without_last_key(kernel: Kernel) -> Kernel:
     def forward(query, key, value, runs: Runs):
         if runs.causal:
             return kernel.forward(query, key, value, runs)
-        kept = (
+        parts = (
             [k[:-1] for k in key.split(runs.key_lens)],
             [v[:-1] for v in value.split(runs.key_lens)],
         )
         shorter = replace(runs, key_lens=tuple(length - 1 for length in runs.key_lens))
-        return kernel.forward(query, *(torch.cat(parts) for parts in kept), shorter)
+        return kernel.forward(query, *(torch.cat(tensors) for tensors in parts), shorter)
 
     return Kernel(forward, kernel.backward)
 
@@ -149,8 +149,8 @@ def test_real_sizes_are_those_of_the_released_models(tmp_path):
     on_meta = replace(bench, dist=Dist(device="meta"))
     model = gpu_models.random_policy_model(on_meta, "bfloat16", "sdpa")
     tower = sum(p.numel() for p in model.model.visual.parameters())
-    rest = sum(p.numel() for p in model.parameters()) - tower
-    assert (rest / 1e9, tower / 1e9) == pytest.approx((7.616, 0.677), abs=1e-3)
+    decoder = sum(p.numel() for p in model.parameters()) - tower
+    assert (decoder / 1e9, tower / 1e9) == pytest.approx((7.616, 0.677), abs=1e-3)
     parts = {"all": 0, "modulation": 0}
     for name, parameter in gpu_models.random_transformer(on_meta).named_parameters():
         parts["all"] += parameter.numel()

@@ -164,11 +164,11 @@ def test_diagnostic_rewards_count_only_if_named(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tiny_plugins.nothing.NothingMuch.diagnostic", True)
     glance = {"type": "tiny_plugins.nothing"}
     both = {"vie": RIGHT, "glance": glance}
-    named = {"weights": {"glance": 2.0}}
+    chosen = {"weights": {"glance": 2.0}}
     for changes, weights in (
         ({}, {}),
         ({"rewards": both}, {"vie": 1}),
-        ({"rewards": both, "final_reward": named}, {"glance": 2}),
+        ({"rewards": both, "final_reward": chosen}, {"glance": 2}),
     ):
         resolved = build.resolve(config_of(tmp_path, **changes))
         assert resolved.config.final_reward.weights == weights

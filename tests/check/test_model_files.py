@@ -30,8 +30,8 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def models(directory: str, section: dict[str, Any]) -> Sequence[ModelFiles]:
-    plugin, wrong = build._find_plugin(directory, directory, section)
-    assert plugin is not None and not wrong, wrong
+    plugin, problems = build._find_plugin(directory, directory, section)
+    assert plugin is not None and not problems, problems
     declared: Sequence[ModelFiles] = plugin.cls.models(plugin.config)
     return declared
 
@@ -188,12 +188,12 @@ def test_tokenizer_and_weights_may_be_in_two_folders(tmp_path: Path) -> None:
     linked("policy", editor).rename(editor / "text_encoder")
     processor = linked("policy", tmp_path)
     (processor / "model.safetensors").unlink()
-    two = [f"policy.model_path={processor}", f"policy.init_text_encoder_from={editor}"]
-    assert quickstart(*two) == []
-    [problem] = quickstart(*two, "policy.text_encoder_subfolder=encoder")
+    overrides = [f"policy.model_path={processor}", f"policy.init_text_encoder_from={editor}"]
+    assert quickstart(*overrides) == []
+    [problem] = quickstart(*overrides, "policy.text_encoder_subfolder=encoder")
     assert names(problem, f"policy.init_text_encoder_from: {editor} ... encoder/config.json")
     (processor / "tokenizer.json").unlink()
-    [problem] = quickstart(*two)
+    [problem] = quickstart(*overrides)
     assert names(problem, f"policy.model_path: {processor} ... tokenizer.json or vocab.json")
 
 

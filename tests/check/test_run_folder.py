@@ -57,7 +57,7 @@ def test_what_is_read_only_is_named(run_dir: Path, name: str) -> None:
     assert_refused(run_dir / name, "writable")
 
 
-def test_a_file_or_kernel_folder_is_refused(tmp_path: Path) -> None:
+def test_a_run_folder_in_a_file_or_in_proc_is_refused(tmp_path: Path) -> None:
     for path in (Path("/proc/self/run"), Path("/sys/run"), tmp_path / ("../" * 9) / "proc/run"):
         assert names(folder_problems(path)[0], "base_exp_dir: ... kernel")
     (tmp_path / "file").write_text("")

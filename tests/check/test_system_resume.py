@@ -172,7 +172,7 @@ def test_schedule_changes_are_noted_only_if_rollouts_run_ahead(
     assert note.startswith(line)
 
 
-def test_a_checkpoint_without_a_new_key_means_its_default() -> None:
+def test_a_key_missing_in_a_checkpoint_means_its_default() -> None:
     new = resolved(policy=POLICY | {"thought": None})
     old = {key: value for key, value in resolved().items() if key != "max_staleness"}
     assert check_resume(old, new) == []

@@ -123,7 +123,7 @@ F32, SLOW = "policy.dtype=float32", "engine.type=transformers"
         ({"capability": "7.0"}, [SLOW], "this machine: ... 7.0 ... 7.5 ... policy.device=cpu"),
     ],
 )  # fmt: skip
-def test_what_the_device_cannot_compute_names_key_and_fix(
+def test_an_unsupported_device_or_dtype_names_key_and_fix(
     machine: dict[str, str], overrides: list[str], parts: str, box: Box
 ) -> None:
     box(**machine)
@@ -223,7 +223,7 @@ def test_where_no_gpu_is_used_nothing_is_wrong(
     assert names(*machine_lines(resolved), line)
 
 
-def test_check_and_launch_report_it(box: Box) -> None:
+def test_check_and_launch_report_a_missing_compiler(box: Box) -> None:
     box(programs=())
     config = tiny_config.shipped("quickstart", *ON_GPU)
     text, code = check_report.report(config, 141)

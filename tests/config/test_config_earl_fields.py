@@ -70,7 +70,7 @@ def load(folder: Path, block: str = DOCUMENTED, *overrides: str) -> RunConfig:
     return load_config(path, overrides, ENV)
 
 
-def plain(config: RunConfig) -> dict[str, Any]:
+def values_of(config: RunConfig) -> dict[str, Any]:
     values: dict[str, Any] = config.model_dump(mode="json")
     return values
 
@@ -118,7 +118,7 @@ def flat(**changes: Any) -> str:
     return f"({DOCUMENTED}) + {json.dumps(changes)}"
 
 
-def test_fields_that_map_to_several_keys(tmp_path: Path) -> None:
+def test_fields_that_map_to_several_keys_are_read(tmp_path: Path) -> None:
     config = load(tmp_path, flat(**MORE))
     resolved = build.resolve(config)
     assert [source["coefficient"] for source in config.data.train] == [0.13, 6]
@@ -166,7 +166,7 @@ OWN: dict[str, Any] = {
 def test_our_sections_mix_with_the_fields(tmp_path, sections: list[str]) -> None:
     """Sections override the fields and the constants of EARL's code."""
     chosen = {name: OWN[name] for name in sections}
-    config = plain(load(tmp_path, flat(**chosen)))
+    config = values_of(load(tmp_path, flat(**chosen)))
     for name, section in chosen.items():
         for key, value in section.items():
             loaded = config[name][key]
@@ -176,9 +176,9 @@ def test_our_sections_mix_with_the_fields(tmp_path, sections: list[str]) -> None
 
 
 def test_validation_data_of_our_section_is_used(tmp_path: Path) -> None:
-    own = {"validation": [{"type": "tiny_world.data.shapes"}]}
+    section = {"validation": [{"type": "tiny_world.data.shapes"}]}
     for paths in ([], None):
-        config = load(tmp_path, flat(val_paths_file=paths, val_coefficients=[], data=own))
+        config = load(tmp_path, flat(val_paths_file=paths, val_coefficients=[], data=section))
         assert config.evaluation.every_n_iterations == 100
         unread = load(tmp_path, flat(val_paths_file=paths, val_coefficients=[]))
         assert unread.evaluation.every_n_iterations == 0
@@ -247,8 +247,8 @@ def as_flat(name: str) -> str:
 )
 def test_our_ten_configs_equal_their_flat_form(tmp_path: Path, name: str) -> None:
     """Both forms give the same run, including the constants of EARL's code."""
-    ours = plain(shipped(name))
-    theirs = plain(load(tmp_path, as_flat(name)))
+    ours = values_of(shipped(name))
+    theirs = values_of(load(tmp_path, as_flat(name)))
     theirs["final_reward"]["weights"] = ours["final_reward"]["weights"]  # {} and {viescore: 1}
     theirs["policy"].pop("constrained")  # true, the default
     assert theirs["engine"]["gpu_memory_utilization"] == 0.3  # of 80 GB: 10 completions at once

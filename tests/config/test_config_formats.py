@@ -60,7 +60,7 @@ def test_a_run_of_the_last_release_can_be_resumed(run_dir: Path) -> None:
     assert names(check_report.report(config, 80)[0].splitlines()[0], "after 2 iterations")
 
 
-def test_its_breaking_changes_are_still_refused(run_dir: Path) -> None:
+def test_a_breaking_change_to_an_old_run_is_refused(run_dir: Path) -> None:
     changes = ("data.train.0.seed=5", "algorithm.loss=grpo")
     [problem] = check_report.problems(config_of(run_dir, *changes))
     breaking = [line.strip() for line in problem.splitlines() if line.startswith("  ")]
@@ -68,7 +68,9 @@ def test_its_breaking_changes_are_still_refused(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_report_reads_its_record(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_reads_a_run_of_the_last_release(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report_command.main([str(run_dir)]) == 0
     assert "own words, as they are: 0.001" in capsys.readouterr().out
     [first, _] = read_evaluations(run_dir)
@@ -76,7 +78,7 @@ def test_the_report_reads_its_record(run_dir: Path, capsys: pytest.CaptureFixtur
     assert (record["bare_file"], record["bare_reward"]) == ("1903207363_baseline.png", 0.0)
 
 
-def test_its_trained_policy_is_found(run_dir: Path) -> None:
+def test_the_policy_of_the_last_release_is_found(run_dir: Path) -> None:
     weights = "pkg://tiny_world/weights/rewriter"
     trained = load_trained(run_dir)
     assert trained.policy()["model_path"] == weights
@@ -102,16 +104,16 @@ def test_a_config_of_another_format_is_one_problem(number: str, parts: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("file", "known"),
+    ("file", "current"),
     [("config.json", formats.CONFIG), ("checkpoints/step_000002/state.json", formats.CHECKPOINT)],
 )
 def test_what_a_newer_version_wrote_is_refused(
-    run_dir: Path, file: str, known: int, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, file: str, current: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The checkpoint no longer matches its manifest, but the message does not call it damaged."""
-    rewrite(run_dir / file, lambda written: written.update(format=known + 1))
+    rewrite(run_dir / file, lambda written: written.update(format=current + 1))
     folder = (run_dir / file).parent
-    message = f"{folder} has the format {known + 1}, ... {known} to {known} ... {NEWER}"
+    message = f"{folder} has the format {current + 1}, ... {current} to {current} ... {NEWER}"
     [problem] = check_report.problems(config_of(run_dir))
     assert names(problem, f"run_name: ... {message} ... another run_name ... move {run_dir} away")
     for use in (checkpoint.model_folder, load_trained):

@@ -22,11 +22,11 @@ def problems_of(path: Path, *overrides: str, env: dict[str, str] | None = None) 
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> Path:
+def run_file(tmp_path: Path) -> Path:
     return tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
 
 
-def test_every_missing_variable_is_named_with_its_line(tmp_path: Path, plain: Path) -> None:
+def test_every_missing_variable_is_named_with_its_line(tmp_path: Path, run_file: Path) -> None:
     path = tmp_path / "env.jsonnet"
     path.write_text(
         "(import 'run.jsonnet') + {\n"
@@ -56,9 +56,9 @@ def test_the_search_for_missing_variables_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["seed=1", "seed=local f(x) = f(x) tailstrict; f(1)"])
-def test_an_endless_program_is_stopped(tmp_path, plain, monkeypatch, override: str) -> None:
+def test_an_endless_program_is_stopped(tmp_path, run_file, monkeypatch, override: str) -> None:
     monkeypatch.setattr(jsonnet, "MAX_S", 0.5)
-    path = plain
+    path = run_file
     if override == "seed=1":
         path = tmp_path / "endless.jsonnet"
         path.write_text("local f(x) = f(x + 1) tailstrict; { a: f(1) }")
@@ -66,17 +66,17 @@ def test_an_endless_program_is_stopped(tmp_path, plain, monkeypatch, override: s
     assert names(problem, f"{path} ... longer than 0.5 s ... recursion")
 
 
-def test_bytes_that_are_not_utf_8_are_refused(tmp_path: Path, plain: Path) -> None:
+def test_bytes_that_are_not_utf_8_are_refused(tmp_path: Path, run_file: Path) -> None:
     broken = os.fsdecode(b"mine\xff")
-    assert "UTF-8" in problems_of(plain, env={"APP__RUN_NAME": broken})[0]
+    assert "UTF-8" in problems_of(run_file, env={"APP__RUN_NAME": broken})[0]
     for override in (f"run_name={broken}", f"{broken}=1"):
-        assert problems_of(plain, override)
-    assert problems_of(plain.rename(tmp_path / os.fsdecode(b"env\xff.jsonnet")))
+        assert problems_of(run_file, override)
+    assert problems_of(run_file.rename(tmp_path / os.fsdecode(b"env\xff.jsonnet")))
 
 
-def test_overrides_are_jsonnet_and_bare_text_is_a_string(plain: Path) -> None:
+def test_overrides_are_jsonnet_and_bare_text_is_a_string(run_file: Path) -> None:
     config = load_config(
-        plain,
+        run_file,
         [
             "num_iterations=2 * 10",
             "optimizer.learning_rate=1e-4",
@@ -97,7 +97,7 @@ def test_overrides_are_jsonnet_and_bare_text_is_a_string(plain: Path) -> None:
     assert config.data.train == [{"type": "elsewhere"}]
 
 
-def test_values_that_the_file_derives_follow_an_override(tmp_path: Path, plain: Path) -> None:
+def test_values_that_the_file_derives_follow_an_override(tmp_path: Path, run_file: Path) -> None:
     path = tmp_path / "derived.jsonnet"
     path.write_text(
         "(import 'run.jsonnet') + { size:: 1, prompts_per_iteration: 4 * $.size, "
@@ -132,8 +132,8 @@ def test_values_that_the_file_derives_follow_an_override(tmp_path: Path, plain: 
         ("algorithm.loss=ppo", "'grpo' or 'dapo' or 'dr_grpo' or 'gspo' or 'cispo'"),
     ],
 )
-def test_a_wrong_override_is_explained(plain: Path, override: str, parts: str) -> None:
-    [problem] = problems_of(plain, override)
+def test_a_wrong_override_is_explained(run_file: Path, override: str, parts: str) -> None:
+    [problem] = problems_of(run_file, override)
     assert names(problem, parts), problem
 
 

@@ -47,19 +47,19 @@ def test_engine_auto_is_vllm_if_its_build_fits_the_device(monkeypatch: pytest.Mo
 
 def test_the_working_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    mine = Path("configs/quickstart.jsonnet")
-    mine.parent.mkdir()
-    mine.write_text("(import 'tiny_earl.jsonnet') + { run_name: 'mine' }")  # a shipped one
-    config = load_config(mine)
+    path = Path("configs/quickstart.jsonnet")
+    path.parent.mkdir()
+    path.write_text("(import 'tiny_earl.jsonnet') + { run_name: 'mine' }")  # a shipped one
+    config = load_config(path)
     assert (config.run_name, config.policy["type"]) == ("mine", "emu3")
     Path("configs/base.libsonnet").write_text("{ seed: 7 }")
-    mine.write_text("import 'base.libsonnet'")
+    path.write_text("import 'base.libsonnet'")
     with pytest.raises(ConfigError, match="run_name: missing"):
-        load_config(mine)
+        load_config(path)
 
 
 @pytest.mark.parametrize("name", ["configs/quikstart.jsonnet", "quickstart.jsonnet"])
-def test_an_unknown_name_gets_the_nearest_suggested(name: str) -> None:
+def test_an_unknown_config_name_gets_a_suggestion(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(name)
     [problem] = caught.value.problems

@@ -136,8 +136,8 @@ def test_picture_headers_are_checked_at_start(folder):
 
 
 def test_truncated_pixels_are_found_at_start_only_when_asked(folder):
-    whole = (folder / "china.jpg").read_bytes()
-    (folder / "half.jpg").write_bytes(whole[: len(whole) // 2])
+    content = (folder / "china.jpg").read_bytes()
+    (folder / "half.jpg").write_bytes(content[: len(content) // 2])
     rows = [{**GOOD, "image": "half.jpg"}, GOOD]
     path = write_jsonl(folder / "edits.jsonl", rows)
     late = edit_jsonl.EditJsonl(config(path), RULES)

@@ -124,8 +124,8 @@ def test_a_sample_carries_codes_and_not_the_thoughts(tmp_path: Path) -> None:
     assert sample.source is sample.target is sample.reference is None and sample.hidden == {}
     provided = emu3_tokens.TokenisedEdits.provides(make_config(path))
     assert provided == {"source_codes", "target_codes", "source", "target"}
-    named = emu3_tokens.TokenisedEdits(make_config(path, category="mine"), RULES)
-    assert (named[1].category, named[1].id) == ("mine", sample.id)
+    labelled = emu3_tokens.TokenisedEdits(make_config(path, category="mine"), RULES)
+    assert (labelled[1].category, labelled[1].id) == ("mine", sample.id)
 
 
 @pytest.mark.parametrize(

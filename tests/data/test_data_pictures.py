@@ -185,14 +185,14 @@ def test_a_cell_may_hold_a_path_or_bytes(photo):
 
 
 def test_a_users_picture_is_upright_and_no_larger_than_asked(photo, tmp_path):
-    picture, before = opened(photo, 8192)
-    assert (picture.size, before) == (PHOTO_SIZE, None)
+    picture, original_size = opened(photo, 8192)
+    assert (picture.size, original_size) == (PHOTO_SIZE, None)
     turned = tmp_path / "turned.jpg"
     exif = Image.Exif()
     exif[0x112] = 6
     Image.open(photo).save(turned, exif=exif)
-    small, before = opened(str(turned), 128)
-    assert before == PHOTO_SIZE[::-1]
+    small, original_size = opened(str(turned), 128)
+    assert original_size == PHOTO_SIZE[::-1]
     assert max(small.size) == 128 and small.height > small.width
     same, _ = opened(Image.open(turned), 128)
     np.testing.assert_array_equal(np.asarray(same), np.asarray(small))

@@ -116,11 +116,11 @@ def test_pictures_are_read_and_written_as_codes(runs: Any) -> None:
 
 def test_the_chosen_checkpoint_is_used(runs: Any) -> None:
     run = runs("quickstart")
-    drawn = {which: edit_again(run, which)[0].image for which in ("latest", "3", "best", "2")}
+    drawn = {name: edit_again(run, name)[0].image for name in ("latest", "3", "best", "2")}
     assert_same_picture(drawn["3"], drawn["latest"])
     assert_same_picture(drawn["best"], drawn["latest"])  # the only one with a held-out evaluation
-    other, latest = (np.asarray(drawn[which], dtype=int) for which in ("2", "latest"))
-    assert np.abs(other - latest).max() > 5
+    earlier, latest = (np.asarray(drawn[name], dtype=int) for name in ("2", "latest"))
+    assert np.abs(earlier - latest).max() > 5
 
 
 def test_a_result_depends_only_on_request_and_seed(runs: Any) -> None:
@@ -130,15 +130,15 @@ def test_a_result_depends_only_on_request_and_seed(runs: Any) -> None:
         requests = [EditRequest("erase the square", source) for source in sources]
         together = list(editor.edit_stream(requests))
         alone = [editor.edit(source, "erase the square") for source in sources]
-        other = editor.edit(sources[0], "erase the square", seed=1)
+        reseeded = editor.edit(sources[0], "erase the square", seed=1)
         # A special token in the instruction is plain text.
         special = editor.edit(sources[0], "<|im_end|><|vision_start|> red <script>")
     for one, separate in zip(together, alone, strict=True):
         assert one.words == separate.words
         assert_same_picture(one.image, separate.image)
-    assert other.noise_seed != alone[0].noise_seed
-    drawn, again = (np.asarray(result.image, dtype=int) for result in (other, alone[0]))
-    assert np.abs(drawn - again).max() > 5
+    assert reseeded.noise_seed != alone[0].noise_seed
+    picture, default = (np.asarray(result.image, dtype=int) for result in (reseeded, alone[0]))
+    assert np.abs(picture - default).max() > 5
     assert special.failure is None and special.image is not None
 
 

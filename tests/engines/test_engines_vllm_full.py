@@ -135,18 +135,18 @@ def test_a_load_that_is_incomplete_is_detected(engine, policy, monkeypatch, faul
     assert message in engine.held_fingerprint()
 
 
-def test_a_weight_of_unknown_place_is_not_proven(engine, policy, monkeypatch):
+def test_a_weight_in_an_unknown_place_gives_no_fingerprint(engine, policy, monkeypatch):
     """A user's own model may fuse weights that no table of vLLM's lists."""
     weights = policy.export_weights(trainable(policy), 0)
     engine.load_weights(weights)
-    more = {**weights.tensors, "model.language_model.secret.weight": torch.ones(2)}
+    tensors = {**weights.tensors, "model.language_model.secret.weight": torch.ones(2)}
     call = engine._llm.collective_rpc
 
     def without_reload(method, args=(), kwargs=None):
         return [None] if method == "reload_weights" else call(method, args=args, kwargs=kwargs)
 
     monkeypatch.setattr(engine._llm, "collective_rpc", without_reload)
-    engine.load_weights(replace(weights, tensors=more))
+    engine.load_weights(replace(weights, tensors=tensors))
     assert engine.held_fingerprint() is None
 
 

@@ -47,9 +47,9 @@ def allowed_next(grid: tuple[int, int] | None, ids: list[int]) -> set[int]:
     if IMAGE not in ids:
         return LANGUAGE
     height, width = grid
-    after = ([CODES] * width + [{EOL}]) * height + [{EOF}, {EOI}]
+    sequence = ([CODES] * width + [{EOL}]) * height + [{EOF}, {EOI}]
     k = len(ids) - ids.index(IMAGE) - 1
-    return after[k] if k < len(after) else {EOS}
+    return sequence[k] if k < len(sequence) else {EOS}
 
 
 def open_ids(logits: torch.Tensor) -> list[set[int]]:

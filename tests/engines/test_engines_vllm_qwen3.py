@@ -90,8 +90,8 @@ def test_without_its_deepstack_features_a_picture_gives_other_log_probs(
         prompts_P = prompts_of(policy)
         features_of = engine._features_of
         assert features_of is not None
-        whole = features_of(prompts_P)
-        first_level = [None if one is None else one * (torch.arange(256) < 64) for one in whole]
+        features = features_of(prompts_P)
+        first_level = [None if one is None else one * (torch.arange(256) < 64) for one in features]
         monkeypatch.setattr(engine, "_features_of", lambda _: first_level)
         engine._drop_caches()
         completions_PG = engine.generate(prompts_P, PARAMS, SEEDS)
