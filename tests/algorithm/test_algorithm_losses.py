@@ -184,7 +184,7 @@ def test_mismatch_sums_by_hand() -> None:
     )
 
 
-def test_effective_sample_share() -> None:
+def test_effective_sample_share_by_hand() -> None:
     assert effective_sample_share(4, 4.0, 4.0) == 1.0
     assert effective_sample_share(4, 1.0, 1.0) == 0.25  # one token holds all the weight
     assert effective_sample_share(0, 0.0, 0.0) == 1.0

@@ -145,7 +145,7 @@ def test_the_judge_is_asked_about_the_runs_own_sample(tmp_path: Path) -> None:
     assert "erase the circle" in str(judge.requests)
 
 
-def test_no_judge_is_asked_offline_or_if_the_run_starts_it(tmp_path, capsys) -> None:
+def test_no_judge_is_asked_unless_online_and_running(tmp_path, capsys) -> None:
     with FaultyJudge() as judge:
         judge.models = Fault(500)
         assert check_report.report(config_of(tmp_path, judge.api_base), 141)[1] == 0

@@ -288,8 +288,7 @@ def remedies(problems: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("name", tiny_config.SHIPPED)
 def test_every_shipped_config_fits_the_gpus_it_is_made_for(name: str) -> None:
-    """With a cache for at least one group and a tenth of the GPU free; derived values follow
-    `gpu_gb`."""
+    """With a cache for a group and a tenth of the GPU free; values derived from `gpu_gb` follow it."""
     base = shipped(name)
     smaller = {"sft", "vlm", "prompt"} & {name.partition("_")[0]}
     expected = 80 if smaller or name.startswith("qwen_image_21") else 141
@@ -334,8 +333,8 @@ def readme_row(stem: str) -> str:
 @pytest.mark.parametrize(
     "name", ["qwen_image_edit", "qwen_image_edit_plus", "sft_s__rl_sc", "vlm_reasoning"]
 )
-def test_the_suggested_overrides_make_it_fit(name: str, override: str, gpu_gb: float) -> None:
-    """Unless the message says that no override is enough."""
+def test_the_suggested_overrides_make_a_config_fit(name: str, override: str, gpu_gb: float) -> None:
+    """Configs are left out whose message says that no override is enough."""
     problems = unfit(shipped(name, override), gpu_gb)
     no_way = [p for p in problems if re.search(r"no share works|larger GPU", p)]
     if problems and not no_way:
@@ -482,7 +481,7 @@ TWO_RANKS = "world_size=2"
         ([120.0], [], 0, "gpu_gb: ... 141 GB ... 120.0 ... with gpu_gb=120 "),
         ([150.1], ["gpu_gb=80"], 0, "with gpu_gb=150"),
         ([20.0], [], 1, "memory: DOES NOT FIT"),
-        ([45.0, 150.8], [TWO_RANKS], 1, "memory: DOES NOT FIT"),  # the smaller of the two
+        ([45.0, 150.8], [TWO_RANKS], 1, "memory: DOES NOT FIT"),  # the smaller GPU counts
         ([150.8, 150.8, 8.0], [TWO_RANKS], 0, ""),
         ([45.0, 45.0], [TWO_RANKS, "--gpu-gb", "141"], 0, ""),
         ([150.8, 150.8], [TWO_RANKS, "--gpu-gb", "40"], 1, "memory: DOES NOT FIT"),
@@ -498,7 +497,7 @@ def test_a_start_is_checked_against_its_gpus(
     code: int,
     parts: str,
 ) -> None:
-    """Against their real sizes, or against --gpu-gb."""
+    """The GPUs count with their real sizes, or as --gpu-gb says."""
     monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
     machine = Machine(tuple(cuda_gb))
     monkeypatch.setattr("rl.simple_launch.placement.look_at_machine", lambda: machine)

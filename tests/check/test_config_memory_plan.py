@@ -406,7 +406,7 @@ def test_too_little_host_memory_is_reported(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_host_memory_is_the_smallest_cgroup_limit(
+def test_host_memory_is_the_smallest_limit(
     tmp_path, files: dict[str, str], expected_gb: float
 ) -> None:
     assert host_memory_gb(tmp_path) is None

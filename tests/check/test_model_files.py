@@ -135,7 +135,7 @@ def test_damaged_files_give_messages_not_tracebacks(
 
 
 def shard(folder: Path) -> None:
-    """The weights as published: a file that an index names."""
+    """Splits the weights into two files that an index names, as models are published."""
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "second")
     (folder / "second").rename(folder / "model-00002-of-00002.safetensors")

@@ -86,7 +86,7 @@ def missing(*overrides: str) -> list[str]:
 
 @pytest.mark.parametrize("name", tiny_config.SHIPPED)
 def test_every_shipped_config_runs_on_a_gpu_machine(name: str, box: Box, monkeypatch) -> None:
-    """With vLLM's GPU build; GPUs too old for its bfloat16 run only the tiny configs."""
+    """The machine has vLLM's GPU build; GPUs too old for its bfloat16 run only the tiny configs."""
     config = tiny_config.shipped(name)
     is_tiny = name.startswith(("tiny", "quickstart"))
     box()
@@ -253,7 +253,7 @@ def test_a_checkpoint_holds_weights_and_float32_moments(name: str, size_gb: floa
 
 
 def test_a_full_disk_is_found_before_the_run(box: Box, monkeypatch, tmp_path: Path) -> None:
-    """Space for the newest two, the best and one being written; a resumed run needs one more."""
+    """Space for the newest two, the best and one being written; a resumed run only for one."""
     box()
     change = f"base_exp_dir={tmp_path}"
     config = tiny_config.shipped("quickstart", *ON_GPU, change)

@@ -135,7 +135,7 @@ def test_picture_headers_are_checked_at_start(folder):
         edit_jsonl.EditJsonl(settings, RowRules("error", 500))
 
 
-def test_truncated_pixels_are_found_at_start_only_when_asked(folder):
+def test_truncated_pictures_are_found_at_start_if_configured(folder):
     content = (folder / "china.jpg").read_bytes()
     (folder / "half.jpg").write_bytes(content[: len(content) // 2])
     rows = [{**GOOD, "image": "half.jpg"}, GOOD]

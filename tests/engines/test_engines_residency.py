@@ -51,7 +51,7 @@ def test_ranks_follow_the_smallest_gpu(monkeypatch):
     assert plan(monkeypatch, 400.0, tight) != plan(monkeypatch, 80.0, tight)
 
 
-def test_a_policy_of_unknown_size_leaves_no_room(monkeypatch, capsys):
+def test_for_a_policy_of_unknown_size_no_room_is_assumed(monkeypatch, capsys):
     unknown = ("policy.model_path=nobody/knows", "policy.init_text_encoder_from=''")
     assert plan(monkeypatch, 400.0, *unknown) == (False, None)
     assert "nobody/knows" in capsys.readouterr().out

@@ -46,9 +46,9 @@ def engine(policy):
     engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))
     assert torch.get_num_threads() == threads
     torch.set_num_threads(threads + 1)
-    assert torch.get_num_threads() == threads + 1, "vLLM made it a no-op"
+    assert torch.get_num_threads() == threads + 1, "vLLM made set_num_threads a no-op"
     torch.set_num_threads(threads)
-    assert torch.equal(torch.get_rng_state(), global_state), "vLLM seeded it"
+    assert torch.equal(torch.get_rng_state(), global_state), "vLLM seeded the generator"
     yield engine
     engine.close()
 

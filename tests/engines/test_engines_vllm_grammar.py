@@ -121,7 +121,7 @@ def test_v1_follows_rows_that_leave_move_swap_and_return():
     batch.step(added=[batch.add(*preempted)])
     batch.write(3, EOL, EOL, 13)
     batch.step()
-    # A row whose prompt is not finished appends nothing; asynchronous scheduling fills in later.
+    # Unfinished prompts append nothing; asynchronous scheduling first appends a placeholder.
     batch.rows[2][1].append(-1)
     batch.processor.update_state(None)
     batch.rows[2][1][-1] = EOF

@@ -62,7 +62,7 @@ def test_the_plan_equals_vllms_own_arithmetic(name: str, gpu_gb: int) -> None:
     num_blocks, at_once = vllm_starts(sizes.model, engine.longest_tokens, claim.cache_bytes)
     assert num_blocks == engine.num_blocks(gpu_gb)
     assert at_once == engine.at_once(gpu_gb) >= config.generations_per_prompt
-    # The least that it starts with, to the byte.
+    # The smallest cache with which vLLM starts, to the byte.
     least = round(engine.cache_of_gb(1) * 1e9)
     assert vllm_starts(sizes.model, engine.longest_tokens, least)[1] >= 1
     with pytest.raises(ValueError, match="larger than the available KV cache memory"):

@@ -68,7 +68,7 @@ def test_a_digest_tells_pictures_apart() -> None:
     assert digest(grey) == digest(own_pictures(grey))
 
 
-def test_changing_handed_out_pictures_changes_copies() -> None:
+def test_who_gets_pictures_can_change_only_copies() -> None:
     image, codes = Image.new("RGB", (8, 8), "white"), np.zeros((2, 2), np.int32)
     sample = Sample("a", "x", (image,), image, codes, hidden={"boxes": [image, (1, 2)]})
     copy = own_pictures([RewardInput(sample, "x", image)])[0]
