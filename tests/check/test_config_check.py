@@ -288,7 +288,7 @@ def remedies(problems: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("name", tiny_config.SHIPPED)
 def test_every_shipped_config_fits_the_gpus_it_is_made_for(name: str) -> None:
-    """With a cache for a group and a tenth of the GPU free; values derived from `gpu_gb` follow it."""
+    """A cache for a group fits, and a tenth of the GPU is free; derived values follow `gpu_gb`."""
     base = shipped(name)
     smaller = {"sft", "vlm", "prompt"} & {name.partition("_")[0]}
     expected = 80 if smaller or name.startswith("qwen_image_21") else 141
