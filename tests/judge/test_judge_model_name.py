@@ -20,7 +20,7 @@ from tiny_messages import names
 from rl.judge.client import JudgeRefused, JudgeStats
 
 
-def reply(model: Any) -> Fault:
+def answer(model: Any) -> Fault:
     choice = {"message": {"content": GOOD}}
     return Fault(body=json.dumps({"model": model, "choices": [choice]}))
 
@@ -29,7 +29,7 @@ def serving(*models: str) -> Fault:
     return Fault(body=json.dumps({"data": [{"id": model} for model in models]}))
 
 
-def ask_with(
+def ask(
     faults: Sequence[Fault], models: Fault | None = None, **config: Any
 ) -> tuple[JudgeStats, int]:
     """The client's counts and the number of answered questions."""
@@ -43,8 +43,8 @@ def ask_with(
 
 @pytest.mark.parametrize("name", [MODEL, None, "", 7, ["x"], "missing"])
 def test_the_configured_name_and_a_missing_one_log_nothing(caplog, name: Any) -> None:
-    reply = Fault() if name == "missing" else reply(name)
-    stats, num_answered = ask_with([reply] * 3)
+    reply = Fault() if name == "missing" else answer(name)
+    stats, num_answered = ask([reply] * 3)
     assert (caplog.text, stats.other_model, num_answered) == ("", 0, 3)
 
 
@@ -53,7 +53,7 @@ def test_the_configured_name_and_a_missing_one_log_nothing(caplog, name: Any) ->
 )
 def test_another_name_is_said_once_and_counted(caplog: pytest.LogCaptureFixture, name: str) -> None:
     """The full name behind an alias counts as another name."""
-    stats, num_answered = ask_with([reply(name)] * 4)
+    stats, num_answered = ask([answer(name)] * 4)
     [line] = [record.getMessage() for record in caplog.records]
     assert f"asked for judge.model={MODEL!r}: its full name is fine" in line
     assert line.isprintable() and len(line) < 600
@@ -62,16 +62,14 @@ def test_another_name_is_said_once_and_counted(caplog: pytest.LogCaptureFixture,
 
 def test_a_model_name_that_changes_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """A gateway falls back to another model for a while."""
-    stats, num_answered = ask_with(
-        [reply(MODEL)] * 2 + [reply("fallback")] * 2 + [reply(MODEL)] * 2
-    )
+    stats, num_answered = ask([answer(MODEL)] * 2 + [answer("fallback")] * 2 + [answer(MODEL)] * 2)
     [line] = [record.getMessage() for record in caplog.records]
     assert names(line, f"'fallback' ... '{MODEL}'")
     assert (stats.other_model, num_answered) == (2, 6)
 
 
 def test_at_most_eight_model_names_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    ask_with([reply(f"instance-{number}") for number in range(12)])
+    ask([answer(f"instance-{number}") for number in range(12)])
     assert len(caplog.records) == 8
 
 
@@ -79,7 +77,7 @@ def test_another_model_in_place_of_the_one_asked_stops_the_run() -> None:
     """The server was restarted with another model during the run."""
     other = "other-judge\x1b[2J"
     with pytest.raises(JudgeRefused) as refused:
-        ask_with([reply(MODEL), reply(other)], models=serving(other))
+        ask([answer(MODEL), answer(other)], models=serving(other))
     message = str(refused.value)
     assert "answers as 'other-judge" in message
     assert names(message, "it serves: other-judge ... Remedy: ")
@@ -92,11 +90,11 @@ def test_another_model_in_place_of_the_one_asked_stops_the_run() -> None:
     ids=["none", "no list", "reset", "busy", "listed"],
 )
 def test_a_judge_without_a_usable_model_list_gets_only_a_warning(caplog, models: Fault) -> None:
-    _, num_answered = ask_with([reply("other")] * 2, models=models)
+    _, num_answered = ask([answer("other")] * 2, models=models)
     assert num_answered == 2 and len(caplog.records) == 1
 
 
 def test_a_key_in_a_model_name_is_scrubbed_from_the_log(monkeypatch, caplog) -> None:
     monkeypatch.setenv("MY_JUDGE", "made-up-hunter2")
-    ask_with([reply("echo made-up-hunter2")], api_key_env="MY_JUDGE")
+    ask([answer("echo made-up-hunter2")], api_key_env="MY_JUDGE")
     assert "<MY_JUDGE>" in caplog.text and "abcdefghij" not in caplog.text
