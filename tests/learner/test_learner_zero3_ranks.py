@@ -1,4 +1,4 @@
-"""ZeRO-3 on two ranks with different work: results equal one process; a hang ends by time-out."""
+"""ZeRO-3 on two ranks with different work: results equal one process; a hang times out."""
 
 from __future__ import annotations
 
