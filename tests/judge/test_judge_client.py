@@ -102,7 +102,7 @@ def test_a_resumed_iteration_asks_only_unanswered_questions(tmp_path: Path) -> N
     assert [a.value for a in first] != [first[0].value] * 4, "the replies differ"
 
 
-def test_a_judge_that_was_mended_is_asked_again_what_no_reply_answered(tmp_path: Path) -> None:
+def test_a_fixed_judge_is_asked_unanswered_questions_again(tmp_path: Path) -> None:
     path = tmp_path / "replies.jsonl"
     good, bad = pair_question("good"), pair_question("bad")
     with FaultyJudge([Fault()], after=Fault(reply="a fine picture")) as judge:

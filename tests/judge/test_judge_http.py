@@ -230,7 +230,7 @@ def test_a_redirect_is_refused_and_not_followed(location: str, seen: str) -> Non
     assert len(judge.requests) == 1 and seen in str(refused.value)
 
 
-def test_the_key_goes_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_not_sent_to_the_target_of_a_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_JUDGE", "sk-very-secret-0123456789")
     with FaultyJudge() as elsewhere, FaultyJudge() as judge:
         judge.after = page(b"", f"Location: {elsewhere.api_base}/x", status="308 Moved")

@@ -60,7 +60,7 @@ def test_an_echoed_key_is_written_nowhere(encoded: str, tmp_path, monkeypatch, c
     assert "<ODDLY_NAMED>" in kept and "score" in json.loads(kept)["reply"]
 
 
-def test_the_journal_is_scrubbed_and_this_users_alone(tmp_path, monkeypatch) -> None:
+def test_the_journal_is_scrubbed_and_readable_only_by_its_owner(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("SOME_TOKEN", KEY)
     path = tmp_path / "replies.jsonl"
     path.write_text('{"key": "old", "reply": "kept"}\n')

@@ -51,7 +51,7 @@ def test_the_configured_name_and_a_missing_one_log_nothing(caplog, name: Any) ->
 @pytest.mark.parametrize(
     "name", ["tiny-judge-2026-01-02", "someone/tiny-judge", "a b\x1b[2J\u202e" + "x" * 999]
 )
-def test_another_name_is_said_once_and_counted(caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_another_model_name_is_logged_once_and_counted(caplog, name: str) -> None:
     """The full name behind an alias counts as another name."""
     stats, num_answered = ask([answer(name)] * 4)
     [line] = [record.getMessage() for record in caplog.records]
@@ -73,7 +73,7 @@ def test_at_most_eight_model_names_are_logged(caplog: pytest.LogCaptureFixture) 
     assert len(caplog.records) == 8
 
 
-def test_another_model_in_place_of_the_one_asked_stops_the_run() -> None:
+def test_a_judge_that_serves_another_model_stops_the_run() -> None:
     """The server was restarted with another model during the run."""
     other = "other-judge\x1b[2J"
     with pytest.raises(JudgeRefused) as refused:

@@ -43,7 +43,7 @@ def test_a_429_does_not_count_as_an_attempt(caplog: pytest.LogCaptureFixture) ->
     assert caplog.text == "", "a short wait is not logged"
 
 
-def test_without_end_it_is_said_and_ends_at_the_limit_for_all(caplog, monkeypatch) -> None:
+def test_an_endless_429_is_logged_and_ends_at_one_limit_for_all(caplog, monkeypatch) -> None:
     """The limit is the judge's, not each question's: queued questions do not wait again."""
     monkeypatch.setattr(addresses, "QUIET_S", 0.3)
     started_s = time.monotonic()
@@ -105,7 +105,7 @@ def test_a_long_wait_is_logged_once_a_minute_and_no_longer_than_the_limit(
     assert waiting.wait_s(1000.0, 120.0, "slow down") is None
 
 
-def test_a_question_is_given_up_though_others_are_let_through(clock: Clock) -> None:
+def test_a_question_is_given_up_at_the_limit_even_if_others_are_answered(clock: Clock) -> None:
     waiting = throttled_addresses(600.0)
     for _ in range(60):
         assert waiting.wait_s(1000.0, 10.0, "slow down") == 10.0

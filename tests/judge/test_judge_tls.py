@@ -60,7 +60,7 @@ def health(api_base: str) -> list[str]:
     return alive
 
 
-def test_a_self_signed_certificate(judge: str, certificate: Path, monkeypatch) -> None:
+def test_an_untrusted_certificate_is_reported(judge: str, certificate: Path, monkeypatch) -> None:
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     started_s = time.monotonic()
     with pytest.raises(JudgeUnreachableError) as refused:

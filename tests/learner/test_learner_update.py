@@ -340,7 +340,7 @@ def open_update(learner: Learner, sequences: list[Graded]) -> TrainStep:
     return opened
 
 
-def test_graphs_are_kept_up_to_a_number_of_tokens_altogether(
+def test_graphs_are_kept_up_to_a_total_number_of_tokens(
     folder: str, sequences: list[Graded]
 ) -> None:
     limit = 2 * max(len(one.prompt.token_ids) + len(one.token_ids) for one in sequences)

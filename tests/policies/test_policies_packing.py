@@ -145,7 +145,7 @@ def slow_varlen_backward(
 
 
 @pytest.mark.parametrize("kernel", [kernels.CPU, kernels.PLAIN, kernels.VARLEN])
-def test_attention_and_its_gradients_are_those_of_the_dense_mask(kernel, monkeypatch):
+def test_attention_and_its_gradients_equal_those_with_a_dense_mask(kernel, monkeypatch):
     """A slow stand-in answers the calls of the CUDA kernel, so that their arguments are tested."""
     monkeypatch.setattr(varlen, "_varlen_attn", slow_varlen)
     monkeypatch.setattr(varlen, "_varlen_attn_backward", slow_varlen_backward)

@@ -99,7 +99,7 @@ def test_the_rank_that_failed_first_is_named(
         (3, [(KILLED, 1), (REFUSED, 2)], 1, "1 of 3: .*not started again: rank 0 failed"),
     ],
 )  # fmt: skip
-def test_a_run_is_started_again_only_if_the_machine_ended_it_and_it_went_on(
+def test_a_run_is_restarted_only_after_a_machine_failure_and_with_progress(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

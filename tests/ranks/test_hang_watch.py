@@ -141,7 +141,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
         process.communicate()
 
 
-def test_who_hangs_is_named_and_ended_and_not_who_waits(
+def test_a_hanging_rank_is_named_and_ended_but_not_a_waiting_one(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps depend on each other: each needs the time that passed before it."""

@@ -141,7 +141,7 @@ def test_the_failing_rank_is_named_with_its_traceback(launch: Launch, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--nproc", "2")])
-def test_a_foreseen_error_is_a_sentence_and_its_traceback_is_in_the_log(
+def test_an_expected_error_is_a_message_and_its_traceback_is_in_the_log(
     launch: Launch, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     process = launch("mistake", *options)
@@ -166,7 +166,7 @@ def test_a_library_that_aborts_at_exit_does_not_change_the_exit_code(
 
 
 @pytest.mark.slow
-def test_a_killed_rank_takes_its_children_and_peers_along(launch: Launch, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_its_children_and_peers(launch: Launch, tmp_path: Path) -> None:
     process = launch("killed", "--nproc", "2")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGKILL
@@ -196,7 +196,7 @@ def test_the_launcher_forwards_a_signal_and_waits_until_all_ranks_have_saved(
 
 
 @pytest.mark.slow
-def test_asked_to_stop_it_wakes_a_stopped_rank_and_kills_one_that_cannot_be_woken(
+def test_at_a_stop_the_launcher_continues_a_stopped_rank_or_kills_it(
     launch: Launch, tmp_path: Path
 ) -> None:
     process = launch("frozen", "--nproc", "2")

@@ -49,7 +49,7 @@ def test_a_node_that_has_left_is_not_lost(watch: Watch) -> None:
     assert first.lost() == ""
 
 
-def test_a_node_that_falls_silent_is_lost_and_not_waited_for(watch: Watch) -> None:
+def test_a_silent_node_counts_as_lost_and_is_not_waited_for(watch: Watch) -> None:
     first = watch(0)
     wait_for(first.lost)
     assert names(first.lost(), "node 1 (ranks 2 to 3) ... 1 s")
@@ -65,7 +65,7 @@ def test_a_launcher_that_was_itself_stopped_waits_again_before_it_reports(watch:
     wait_for(first.lost)
 
 
-def test_why_a_node_failed_is_told_on_the_others(watch: Watch, lines: list[str]) -> None:
+def test_the_failure_of_a_node_is_reported_on_the_others(watch: Watch, lines: list[str]) -> None:
     first, second = watch(0), watch(1)
     first.ending = "rank 0 failed: exit code 1"
     second.ending = "rank 3 failed: killed by SIGKILL"

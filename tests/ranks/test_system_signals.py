@@ -54,7 +54,7 @@ def ends_by_default(signum: int) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def test_every_signal_that_would_end_a_run_lets_it_save_but_those_of_a_crash():
+def test_every_signal_that_ends_a_process_lets_a_run_save_except_crashes():
     pausing = {signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
     ending = set(filter(ends_by_default, signal.valid_signals() - pausing - {signal.SIGKILL}))
     others = CRASHES | IGNORED_BY_PYTHON | {heartbeat.ASKS_STACKS}
@@ -92,7 +92,7 @@ def test_a_second_signal_after_a_while_ends_the_rank_at_once():
     assert (process.returncode, stdout) == (-signal.SIGTERM, "")
 
 
-def test_what_runs_at_once_does_not_wait_for_a_main_thread_that_hangs():
+def test_a_hanging_main_thread_does_not_delay_the_save_after_a_signal():
     process = start(
         """
         import ctypes

@@ -91,7 +91,7 @@ class Launched:
         return time.monotonic()
 
 
-def test_a_cut_cable_is_named_on_both_sides_and_costs_no_finished_iteration(
+def test_a_network_loss_is_named_on_both_nodes_and_loses_no_finished_iteration(
     nodes: Nodes, models: dict[str, str], plain: Path, tmp_path: Path
 ) -> None:
     run = Launched(nodes, models, tmp_path)

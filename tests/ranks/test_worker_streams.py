@@ -11,7 +11,7 @@ from rl.ranks.error_messages import REMEDIES, sentence
 
 
 @pytest.mark.parametrize("number", REMEDIES)
-def test_what_the_system_refuses_is_a_sentence(number: int) -> None:
+def test_an_error_of_the_operating_system_becomes_a_message(number: int) -> None:
     message = sentence(OSError(number, os.strerror(number), "/a/file\x1b[2J"))
     assert message is not None
     assert message.startswith(f"this run cannot go on:\n  /a/file\\x1b[2J: {os.strerror(number)}; ")

@@ -166,7 +166,7 @@ def walk(tokens: list[Token]) -> list[Token]:
     return [inner for token in tokens for inner in (token, *walk(token.children or []))]
 
 
-def test_no_foreign_word_is_more_than_a_word(tmp_path: Path) -> None:
+def test_foreign_text_on_a_card_is_escaped(tmp_path: Path) -> None:
     keys = {"library_name", "license", "license_name", "pipeline_tag", "tags"}
     for number, text in enumerate(everything_hostile()):
         assert all(char.isprintable() or char == "\n" for char in text)

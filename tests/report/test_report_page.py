@@ -217,9 +217,7 @@ def test_another_run_can_be_compared(run_dir: Path, tmp_path: Path, capsys) -> N
     text = (run_dir / "report/index.html").read_text("utf-8")
     visible = " ".join("".join(Tags(text).texts).split())
     assert names(visible, "2 of 7 keys ... the other&run")
-    assert visible.index("run_name") < visible.index("num_iterations"), (
-        "keys that differ come first"
-    )
+    assert visible.index("run_name") < visible.index("num_iterations"), "differences first"
     facts = json.loads(text.partition("const page = {facts: ")[2].partition("};\n")[0])
     last = facts["sets"][-1]
     assert (last["page"], last["run"]) == ("other_eval_000004", "the other&run")
