@@ -178,7 +178,7 @@ def test_each_invalid_response_costs_one_try() -> None:
     for case, (answer, stats) in outcomes:
         assert answer.value == (8.0, 6.5) and stats.requests == 2, case
         assert stats.retries == {case[0]: 1}, case
-        assert answer.seconds < TIMEOUT_S + 8, "the deadline is that of the whole request"
+        assert answer.seconds < TIMEOUT_S + 8, "the deadline is for the whole request"
 
 
 def test_a_question_with_only_invalid_responses_fails_with_a_printable_reason() -> None:
@@ -215,7 +215,7 @@ def test_a_refusal_stops_at_once_whatever_its_page_contains(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("location", "seen"),
+    ("location", "fragment"),
     [
         ("http://xn--a.example/", "http://xn--a.example/"),
         ("\x1b[2J", "\\x1b[2J"),
@@ -223,11 +223,11 @@ def test_a_refusal_stops_at_once_whatever_its_page_contains(name: str) -> None:
         ("", "Remedy: "),
     ],
 )
-def test_a_redirect_is_refused_and_not_followed(location: str, seen: str) -> None:
+def test_a_redirect_is_refused_and_not_followed(location: str, fragment: str) -> None:
     fault = page(b"", f"Location: {location}", status="307 Elsewhere")
     with FaultyJudge(after=fault) as judge, pytest.raises(JudgeRefused) as refused:
         ask(judge)
-    assert len(judge.requests) == 1 and seen in str(refused.value)
+    assert len(judge.requests) == 1 and fragment in str(refused.value)
 
 
 def test_the_key_is_not_sent_to_the_target_of_a_redirect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_the_kl_of_a_group_without_spread_is_added_and_not_counted(
     folder: str, sequences: list[Graded], loss: str
 ) -> None:
     """With N tokens (or completions) in groups with spread and M in groups without, the loss is
-    (policy terms and KL of the N + KL of the M) / N, or KL of the M / M if N is 0."""
+    (sum of policy terms and KL over N + sum of KL over M) / N; if N is 0, it is the KL sum / M."""
     learner = make_learner(folder, {**KL, "loss": loss})
     with torch.no_grad():  # away from the reference, so that KL has a gradient
         for tensor in learner.trainable_tensors().values():

@@ -174,7 +174,7 @@ def test_bfloat16_full_fine_tune_keeps_float32_masters(folder: str, stage: int) 
     for name, master in after.items():
         tensor = exported[name.removeprefix("model.")]
         assert torch.equal(tensor, master.bfloat16())
-        # Stage 2 exports the live weights, because masters of a large model do not fit in memory.
+        # Stage 2 exports live weights: masters of a large model do not fit beside an awake engine.
         assert stage == 3 or tensor.data_ptr() == parameters[name].data_ptr()
     tensors, meta = learner.state()
     train(learner, sequences, 2, 3)

@@ -71,11 +71,11 @@ def negative_prompts(policy: Any) -> list[Any]:
     prompts: list[Any] = []
     build = policy.prompts.other_words
 
-    def noted(*arguments: Any) -> Any:
+    def recording_build(*arguments: Any) -> Any:
         prompts.append(build(*arguments))
         return prompts[-1]
 
-    policy.prompts.other_words = noted
+    policy.prompts.other_words = recording_build
     return prompts
 
 

@@ -158,7 +158,7 @@ def test_completions_of_a_group_become_codes(policy):
     assert policy.pass_through_completion(sample) is None
 
 
-# What leaves the policy
+# Export
 
 
 def test_full_weights_load_in_the_stock_model(folder, tmp_path):

@@ -46,12 +46,12 @@ def mixed_rows(policy) -> list[tuple]:
     """Rows of three prompts: three pictures, none, and one of the three."""
     samples = [tiny_qwen.sample(i) for i in range(3)]
     several = (*samples[0].sources, tiny_qwen.picture(1, 128, 64), tiny_qwen.picture(2, 64, 96))
-    shown = [
+    variants = [
         replace(samples[0], sources=several),
         replace(samples[1], sources=()),
         replace(samples[2], sources=several[1:2]),
     ]
-    return random_rows([policy.build_prompt(sample) for sample in shown])
+    return random_rows([policy.build_prompt(sample) for sample in variants])
 
 
 def painted_rows(policy) -> list[tuple]:
@@ -176,7 +176,7 @@ def test_conditioning_equals_that_of_each_row_alone_and_keeps_no_graph(qwen_fold
 @pytest.mark.parametrize("checkpointing", [False, True, "mlp"])
 def test_several_graphs_wait_for_their_backwards(qwen_folder, lora, checkpointing):
     """Backwards run in another order than forwards, after forwards of the reference and of negative
-    prompts; with recomputed activations, too, each gradient is that of the part alone."""
+    prompts. Each gradient equals that of its part alone, also with recomputed activations."""
     policy = make_qwen(qwen_folder, negative=" ", checkpointing=checkpointing, lora=lora)
     plain = make_qwen(qwen_folder, lora=lora)
     for one in (policy, plain):

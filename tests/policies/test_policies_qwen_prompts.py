@@ -154,7 +154,7 @@ def test_picture_places_count_from_the_dropped_prefix(tokenizer, num_pictures):
     kept = tokenizer.convert_ids_to_tokens(prompt.token_ids)[prompt.num_dropped_tokens :]
     slots = [index for index, token in enumerate(kept) if token == "<|image_pad|>"]
     places = prompts.picture_places(prompt)
-    assert [slot for place in places for slot in place] == slots
+    assert [slot for span in places for slot in span] == slots
     assert len(places) == num_pictures
     assert all(kept[p.start - 1] == "<|vision_start|>" for p in places)
     assert all(kept[p.stop] == "<|vision_end|>" for p in places)

@@ -126,14 +126,14 @@ class WithJoined:
 
 
 def test_a_token_of_white_space_and_part_of_a_letter_is_split(tokenizer: Any) -> None:
-    space, first, *rest = ids_of(tokenizer, " \U0001f388")
-    assert rest, "each of its bytes is a token"
+    space, first, *other_bytes = ids_of(tokenizer, " \U0001f388")
+    assert other_bytes, "each of its bytes is a token"
     joining = WithJoined(tokenizer, 10**6, [space, first])
     marker, stop = ids_of(tokenizer, "</think>"), tokenizer.convert_tokens_to_ids("<|im_end|>")
-    ids = [*marker, 10**6, *rest, stop]
+    ids = [*marker, 10**6, *other_bytes, stop]
     written = split(joining, ids)
     assert (written.words, written.num_thought_tokens) == ("\U0001f388", len(marker))
-    assert written.word_ids == (first, *rest, stop)
+    assert written.word_ids == (first, *other_bytes, stop)
     cut = split(joining, [*marker, 10**6, stop])
     assert cut.words == "\ufffd" and cut.word_ids[-1] == stop, "it ends within a letter"
 
@@ -370,7 +370,7 @@ def test_the_stock_arm_does_not_ask_for_a_thought(policies: dict[str, Qwen25VL])
 def test_a_filler_row_from_another_rank_equals_the_own_row(policies: dict[str, Qwen25VL]) -> None:
     """Under ZeRO-3 no rank may skip a forward; the row that is sent suffices for both forwards."""
     policy = policies["words"]
-    own = thought_rows(policy)[0]
+    own_row = thought_rows(policy)[0]
     gathered: list[Any] = []
 
     class BesideAnIdleRank:
@@ -381,16 +381,16 @@ def test_a_filler_row_from_another_rank_equals_the_own_row(policies: dict[str, Q
             gathered.append(value)
             return [value, None]
 
-    assert shared_filler([own], BesideAnIdleRank()) is own
+    assert shared_filler([own_row], BesideAnIdleRank()) is own_row
     [(prompt, ids)] = gathered
     assert not prompt.sample.sources and not prompt.plain.sample.sources
     sent = pickle.loads(pickle.dumps((prompt, ids)))
     for collate in (policy.collate, policy.collate_states):
-        ours, expected = collate([sent]), collate([own])
+        ours, expected = collate([sent]), collate([own_row])
         assert torch.equal(ours.input_ids, expected.input_ids)
         assert len(ours.model_inputs["pictures"]) == len(expected.model_inputs["pictures"]) == 1
     with torch.no_grad():
         batch = policy.collate_states([sent])
         states = policy.module(batch).hidden
-        again = policy.module(policy.collate_states([own])).hidden
+        again = policy.module(policy.collate_states([own_row])).hidden
     assert apart(states, again) <= NATS

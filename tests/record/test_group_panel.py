@@ -94,12 +94,12 @@ def test_the_panel_is_shown_once_every_n_iterations_by_one_rank() -> None:
     stream = io.StringIO()
     panel, mute = GroupPanel(Console(True, stream), 3), GroupPanel(Console(False, stream), 3)
     never = GroupPanel(Console(True, stream), 0)
-    shown = []
+    was_shown = []
     for iteration in range(1, 8):
         for one in (panel, mute, never):
             one.note(iteration, [[wrote("a", 1.0)], [wrote("b", 1.0)]], [[None], [None]])
             one.show()
             one.show()
-        shown.append("wrote  a" in stream.getvalue())
+        was_shown.append("wrote  a" in stream.getvalue())
         stream.truncate(0)
-    assert shown == [False, False, True, False, False, True, False]
+    assert was_shown == [False, False, True, False, False, True, False]

@@ -102,15 +102,15 @@ def test_a_card_names_what_was_trained_and_its_classes():
 
 
 def test_a_card_numbers_several_sources_and_explains_the_picture_of_the_users_words():
-    def shown(*sides: str) -> str:
+    def card_with(*sides: str) -> str:
         files = tuple(f"pictures/01_{side}.png" for side in (*sides, "before", "after"))
         return card(None, replace(EVIDENCE, samples=[replace(SAMPLE, files=files)]))
 
     sources = "![source 1](pictures/01_source.png) ![source 2](pictures/01_source2.png)<br>make it"
-    text = shown("source", "source2")
+    text = card_with("source", "source2")
     assert f"| {sources} red | ![before](pictures/01_before.png)<br>turn it" in text
     own_words = "![own_words](pictures/01_own_words.png)<br>make"
-    assert names(shown("own_words"), f"first picture ... {own_words}")
+    assert names(card_with("own_words"), f"first picture ... {own_words}")
 
 
 def test_the_licence_is_read_from_the_readme_or_unknown(tmp_path: Path) -> None:

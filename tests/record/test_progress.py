@@ -87,19 +87,19 @@ def test_without_a_run_progress_goes_to_standard_error(clock, capsys) -> None:
 
 def test_on_a_terminal_progress_is_shown_in_the_line_of_the_phase(clock) -> None:
     console = Console(True, Terminal())
-    shown = []
+    live_texts = []
     with shown_on(console), PhaseTimer(console).phase("render"):
         with counted("[red]", 8) as counter:
             for _ in range(4):
                 clock[0] += 1.0
                 counter.step()
-                shown.append(console.live_text)
-        shown.append(console.live_text)
+                live_texts.append(console.live_text)
+        live_texts.append(console.live_text)
     third, last = (
         "render: 3 of 8 [red], 1.0/s, 5.0 s left",
         "render: 4 of 8 [red], 1.0/s, 4.0 s left",
     )
-    assert shown == ["render", "render", third, last, "render"]
+    assert live_texts == ["render", "render", third, last, "render"]
 
 
 def test_while_a_run_loads_its_lines_have_the_progress(clock, log, capsys, monkeypatch) -> None:

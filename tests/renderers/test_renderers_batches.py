@@ -35,7 +35,7 @@ def test_a_batch_is_rendered_when_full_and_jobs_are_taken_only_when_needed() -> 
             events.append(f"take {number}")
             yield width
 
-    def place(width: int) -> str | Outcome:
+    def bucket_of(width: int) -> str | Outcome:
         if width == 0:
             return RenderFailure("nothing to draw")
         return "narrow" if width == 1 else "wide"
@@ -47,7 +47,7 @@ def test_a_batch_is_rendered_when_full_and_jobs_are_taken_only_when_needed() -> 
 
     outcomes: dict[int, Outcome] = {}
     for number, outcome in render_in_batches(
-        take(), place, {"narrow": 2, "wide": 3}.__getitem__, render, {}
+        take(), bucket_of, {"narrow": 2, "wide": 3}.__getitem__, render, {}
     ):
         events.append(f"have {number}")
         outcomes[number] = outcome

@@ -65,15 +65,15 @@ def problems(config: Any, **policy: object) -> list[str]:
     return messages
 
 
-def job_of(name: str, words: int = 0, noise_seed: int = 3) -> RenderJob:
-    """`words`: index of one of three prompts of different length; all have the same picture."""
+def job_of(name: str, index: int = 0, noise_seed: int = 3) -> RenderJob:
+    """`index`: one of three prompts of different length; all have the same picture."""
     if name == "sd3":
-        return tiny_sd3.make_job(tiny_sd3.PROMPTS[words], noise_seed)
+        return tiny_sd3.make_job(tiny_sd3.PROMPTS[index], noise_seed)
     if name == "qwen_image_21":
         tiny = tiny_qwen_image_21
-        return tiny.make_group([tiny.WORDS[words]], tiny.references(1), noise_seed, "blurry")[0]
-    length, picture = (9, 14, 11)[words], make_picture(0)
-    return make_job(picture, length, noise_seed, states_seed=words, negative_length=5)
+        return tiny.make_group([tiny.WORDS[index]], tiny.references(1), noise_seed, "blurry")[0]
+    length, picture = (9, 14, 11)[index], make_picture(0)
+    return make_job(picture, length, noise_seed, states_seed=index, negative_length=5)
 
 
 def draw(name: str, loop: Any, *jobs: RenderJob) -> torch.Tensor:
@@ -103,8 +103,8 @@ def test_editors_use_the_prompts_of_their_stock_pipelines(
     ours = text.replace("{image}", BRACKET).replace("{instruction}", "make it blue")
     # `_get_qwen_prompt_embeds` of Edit-Plus puts this label before every picture.
     labels = [f"Picture {number}: {BRACKET}" for number in range(1, num_pictures + 1)]
-    words = "make it blue" if plugin is QwenImageEdit else "".join(labels) + "make it blue"
-    assert ours == stock.prompt_template_encode.format(words)
+    instruction = "make it blue" if plugin is QwenImageEdit else "".join(labels) + "make it blue"
+    assert ours == stock.prompt_template_encode.format(instruction)
     assert template.image_area_px == area_px
     assert template.text.startswith(template.drop_prefix)
     assert template.drop_prefix.endswith("<|im_end|>\n<|im_start|>user\n")
@@ -274,7 +274,7 @@ def test_a_picture_depends_only_on_its_job(name: str, guidance: dict[str, object
     parts = MODELS[name].make_parts()
     sigmas_before = parts.scheduler.sigmas.clone()
     loop = MODELS[name].make_renderer(parts, **guidance)
-    jobs = [job_of(name, words, seed) for words, seed in ((0, 3), (1, 2**63 - 1), (2, 5), (0, 4))]
+    jobs = [job_of(name, index, seed) for index, seed in ((0, 3), (1, 2**63 - 1), (2, 5), (0, 4))]
     together = draw(name, loop, *jobs)
     draw(name, MODELS[name].make_renderer(parts, num_steps=2), jobs[0])
     alone = torch.cat([draw(name, loop, job) for job in jobs])

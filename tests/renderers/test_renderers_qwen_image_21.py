@@ -141,7 +141,7 @@ def test_the_sources_of_a_group_are_processed_once(parts: Parts) -> None:
     jobs = make_group([tiny.WORDS[i % 3] for i in range(8)], sources)
     rows = [renderer._row(job, job.payload.embeds) for job in jobs]
     prepared = renderer._denoiser.prepare(in_groups(rows), (8, 4))
-    start = rows[0].start_len + 3 * sum(len(place) for place in jobs[0].payload.pictures)
+    start = rows[0].start_len + 3 * sum(len(span) for span in jobs[0].payload.pictures)
     assert prepared.start_lens == (start,)
     assert {len(part) for layer in prepared.starts for part in layer} == {start}
     assert {len(layer[0]) for layer in prepared.words} == {sum(len(row.words) for row in rows)}

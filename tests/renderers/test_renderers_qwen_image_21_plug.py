@@ -56,8 +56,8 @@ def test_the_prompt_equals_that_of_the_stock_pipeline(monkeypatch, number: int) 
     monkeypatch.setattr(pipeline, "processor", recording_processor)
     pipeline._get_qwen_prompt_embeds("make it blue", references(number) or None)
     template = QwenImage21.prompt_template(make_config("x"))
-    shown = for_pictures(template, number).text
-    ours = shown.replace("{image}", BRACKET).replace("{instruction}", "make it blue")
+    text = for_pictures(template, number).text
+    ours = text.replace("{image}", BRACKET).replace("{instruction}", "make it blue")
     assert [ours] == stock_prompts
     tokenizer = tiny.make_encoder()[1].tokenizer
     assert len(tokenizer(template.drop_prefix).input_ids) == pipeline._drop_idx
@@ -95,9 +95,9 @@ def test_the_memory_plan_counts_the_keys_of_the_sources() -> None:
     keys, forward = 4096 * 32 * 2 * 4096 * 2, 18 * 4096 * 4096 * 2
     assert bytes_of(max_pictures=3) - bytes_of(max_pictures=2) == keys + forward
     guided = bytes_of(max_pictures=1, true_cfg_scale=2.0)
-    words = 512 * 32 * 2 * 4096 * 2
+    text_keys = 512 * 32 * 2 * 4096 * 2
     # Two rows have as many picture tokens as two passes have source tokens.
-    assert guided - bytes_of(max_pictures=1) == keys + words + forward
+    assert guided - bytes_of(max_pictures=1) == keys + text_keys + forward
 
 
 def test_the_last_source_sets_the_size(folder: Path) -> None:

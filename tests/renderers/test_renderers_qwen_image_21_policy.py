@@ -49,7 +49,7 @@ def test_an_empty_completion_draws_the_stock_picture(policy: Qwen3VL, number: in
 
 
 def test_the_states_of_a_group_start_with_equal_bits(policy: Qwen3VL) -> None:
-    """So the sources of a group are processed once."""
+    """The renderer can therefore process the sources of a group once."""
     sample = Sample("s", tiny.WORDS[0], sources=tuple(references(2)))
     prompt = policy.build_prompt(sample)
     completions = ("turn the circle", "x", "add a red square to the image")

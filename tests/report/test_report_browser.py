@@ -209,9 +209,9 @@ def test_keys_navigate_the_page(tab: Tab) -> None:
     press = tab.page.keyboard.press
     focused = "document.activeElement.textContent.slice(0, 10)"
     tab.go("#held-out", ".card")
-    for key, words in (("j", "held-out 0"), ("ArrowRight", "held-out 1"), ("k", "held-out 0")):
+    for key, text in (("j", "held-out 0"), ("ArrowRight", "held-out 1"), ("k", "held-out 0")):
         press(key)
-        assert tab.page.evaluate(focused) == words
+        assert tab.page.evaluate(focused) == text
     outline = "getComputedStyle(document.activeElement).outlineStyle"
     assert tab.page.evaluate(outline) == "solid"
     press("Enter")

@@ -65,8 +65,8 @@ class Tags(HTMLParser):
 def test_a_single_measurement_is_not_shown_as_a_change(tmp_path: Path) -> None:
     """A run that has just begun."""
     (tmp_path / "metrics.jsonl").touch()
-    page, made = write_page(tmp_path)
-    assert "No iteration" in page.read_text() and made.num_written == 0
+    page, pages = write_page(tmp_path)
+    assert "No iteration" in page.read_text() and pages.num_written == 0
     once = write_run(tmp_path / "run", num_iterations=0)
     write_page(once)
     text = " ".join(Tags((once / "report" / "index.html").read_text()).texts)
@@ -140,14 +140,14 @@ def lines(run_dir: Path, keeps: object) -> None:
     "name", ["report", "report/data", "report/index.html", "report/data/it_000001.js"]
 )
 def test_a_report_is_not_written_through_links(run_dir: Path, tmp_path: Path, name: str) -> None:
-    _, made = write_page(run_dir)
+    _, pages = write_page(run_dir)
     path = run_dir / name
     path.rename(tmp_path / "theirs")
     path.symlink_to(tmp_path / "theirs")
     theirs = tmp_path / "theirs"
     before = theirs.stat().st_mtime_ns
     (run_dir / "metrics.jsonl").touch()
-    for write in (write_page, partial(write_single_file, made=made)):
+    for write in (write_page, partial(write_single_file, made=pages)):
         with pytest.raises(ValueError, match=re.escape(f"{path} is a link")):
             write(run_dir)
     assert theirs.stat().st_mtime_ns == before and not (run_dir / "report/report.html").exists()

@@ -224,8 +224,8 @@ def test_rows_of_any_type_make_a_page(tmp_path: Path) -> None:
     records.write_text(
         "\n".join(json.dumps({**record, name: value}) for value in wrong for name in record)
     )
-    made = refresh(run_dir, run_dir / "report/data")
-    assert made.damaged == {"episodes/it_000001": 3}
+    result = refresh(run_dir, run_dir / "report/data")
+    assert result.damaged == {"episodes/it_000001": 3}
     num_members = sum(len(group["of"]) for group in data(run_dir, "it_000001")["rows"])
     assert num_members == len(lines)
     assert len(data(run_dir, "eval_000000")["rows"]) == len(wrong) * len(record)
