@@ -29,7 +29,7 @@ from rl.ranks.dist import Dist
 pytestmark = pytest.mark.slow
 
 SHORT, LONG = 3, 40
-"""Completion tokens; three a micro-batch, so 5 chunks on one rank and 60 on the other."""
+"""Tokens per completion; a micro-batch has three: 5 chunks on one rank and 60 on the other."""
 ONE_GROUP = 250
 """A token budget that fits one group."""
 
