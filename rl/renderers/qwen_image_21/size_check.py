@@ -20,8 +20,8 @@ THINNEST = 14.3
 
 
 def areas_px(config: Config) -> tuple[int, int]:
-    """Smallest and largest area of a source of any aspect after each side is rounded to a multiple of
-    32, at least 32."""
+    """Smallest and largest area of a source of any aspect, after each side is rounded to a multiple
+    of 32, at least 32."""
     area, multiple = config.condition_area_px, SIZE_MULTIPLE_PX
     sides = int(THINNEST * area**0.5)
     return max(multiple**2, area - multiple // 2 * sides), area + multiple * sides + multiple**2

@@ -1,4 +1,4 @@
-"""Compares answers as far as their text alone allows. Pure functions, for bounded texts."""
+"""Compares answers by their text, as far as that is possible without a formula parser."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _AS_LATEX = (
 
 
 def bare(text: str) -> str:
-    """The answer without what only wraps it: dollars, boxes, quotes, a lead-in, a full stop."""
+    """The answer without wrappers: dollars, boxes, quotes, 'the answer is', a final full stop."""
     text = " ".join(text.split())  # also keeps the regexes below linear in the text's length
-    before = None
-    while text != before:
-        before = text
+    previous = None
+    while text != previous:
+        previous = text
         text = text.strip()
         for opening, closing in _WRAPPERS:
             inner = text[len(opening) : -len(closing)]
@@ -60,7 +60,7 @@ def bare(text: str) -> str:
 
 
 def _is_one_piece(inner: str, opening: str, closing: str) -> bool:
-    """Whether both delimiters are one pair: not so in `$1$ or $2$` and `\\text{a} \\text{b}`."""
+    """Whether the delimiters belong together: no in `$1$ or $2$` and `\\text{a} \\text{b}`."""
     if closing != "}":
         return opening not in inner and closing not in inner
     depth = 0
@@ -111,15 +111,15 @@ def _compare_choices(gold: str, answer: str) -> bool | None:
 
 def _choice(text: str) -> tuple[str, str]:
     """(option letter, option text); each is '' if the answer has none."""
-    found = _BARE_CHOICE.fullmatch(text)
-    if found:
-        return found[1], ""
-    found = _CHOICE.fullmatch(text)
-    return (found[1], found[2]) if found else ("", "")
+    match = _BARE_CHOICE.fullmatch(text)
+    if match:
+        return match[1], ""
+    match = _CHOICE.fullmatch(text)
+    return (match[1], match[2]) if match else ("", "")
 
 
 def is_formula(text: str) -> bool:
-    """Whether a bare answer must be a formula: it has a digit or an operator, and no words."""
+    """Whether a bare answer is a formula: it has a digit or an operator, and no words."""
     return bool(_OPERATOR.search(text)) and not _has_words(text)
 
 
@@ -138,9 +138,9 @@ def needs_verifier(gold: str) -> bool:
 def as_latex(text: str) -> str:
     """A bare answer in the LaTeX notation that the verifier reads."""
     text = _SPACES.sub(" ", _AND.sub(", ", text))
-    text = _FUNCTION.sub(lambda found: rf"\{found[1]} ", text)
-    for written, latex in _AS_LATEX:
-        text = text.replace(written, latex)
+    text = _FUNCTION.sub(lambda match: rf"\{match[1]} ", text)
+    for symbol, latex in _AS_LATEX:
+        text = text.replace(symbol, latex)
     text = re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", text)
     return re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
 
