@@ -31,7 +31,7 @@ class VieScoreConfig(RepeatsConfig):
     perception_prompt: str = ""
     """File with the question about the picture alone, which follows it; '' = the built-in one."""
     semantics_prompt: str = ""
-    """File with the question about meaning; the instruction replaces `{instruction}`; '' = built-in."""
+    """File with the question about meaning, with `{instruction}`; '' = the built-in one."""
 
 
 VieScoreT = TypeVar("VieScoreT", bound=VieScoreConfig)
