@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from rl.ranks.dist import Dist
 
 Shown = Sequence[str]
-"""Hashes of what one sample shows (`contents.shown`)."""
+"""Hashes of one sample's contents (`contents.shown`)."""
 _FIXED = {"bare": "the user's own words", "reference": "the right words"}
-"""Arm -> a name for its words, which training does not change."""
+"""Arm -> how messages name its words, which training does not change."""
 
 
 def state_distance(states_TD: torch.Tensor, base_TD: torch.Tensor) -> tuple[float, float]:
-    """(relative L2 distance |h - h0| / |h0|, cosine), means over the tokens of [T, D] states, any
+    """(relative L2 distance |h - h0| / |h0|, cosine): means over the tokens of states [T, D] of any
     dtype and device, computed in float32."""
     import torch
 
@@ -44,22 +44,22 @@ def _compare(
     shown_P: Sequence[Shown],
     dist: Dist,
 ) -> Paired | None:
-    """Differences over all ranks' samples that have both rewards; None without any. Collective."""
-    local = [
+    """Differences over all ranks' samples that have both rewards; None if none has. Collective."""
+    local_pairs = [
         (reward - other, shown)
         for reward, other, shown in zip(rewards_P, others_P, shown_P, strict=True)
         if reward is not None and other is not None
     ]
-    pairs = [pair for of_rank in dist.gather(local) for pair in of_rank]
+    pairs = [pair for rank_pairs in dist.gather(local_pairs) for pair in rank_pairs]
     return paired([difference for difference, _ in pairs], [shown for _, shown in pairs])
 
 
-def _add_paired(metrics: Metrics, name: str, found: Paired | None) -> None:
-    """Every rank has the same values, so they are not summed over ranks."""
-    if found is not None:
-        metrics.maximum(name, found.mean)
-        if found.error is not None:
-            metrics.maximum(f"{name}_error", found.error)
+def _add_paired(metrics: Metrics, name: str, difference: Paired | None) -> None:
+    """Add mean and error as maxima over ranks, because every rank has the same values."""
+    if difference is not None:
+        metrics.maximum(name, difference.mean)
+        if difference.error is not None:
+            metrics.maximum(f"{name}_error", difference.error)
 
 
 def add_stock_arm(
@@ -88,7 +88,7 @@ def add_gain_of_thought(
     shown_P: Sequence[Shown],
     dist: Dist,
 ) -> None:
-    """Add the gain from thinking; `cut_P`: the same samples' episodes without it. Collective."""
+    """Add the gain from thinking; `cut_P`: the samples' episodes without thinking. Collective."""
     rewards_P = [None if episode is None else episode.reward for episode in cut_P]
     for reward in rewards_P:
         if reward is not None:
@@ -105,35 +105,35 @@ def add_falls(
     shown_P: Sequence[Shown],
     dist: Dist,
 ) -> None:
-    """Add how much reward fixed words have lost since training began; warns of a loss beyond noise.
-    Collective."""
-    alarms, worths = [], []
+    """Add how far the rewards of fixed words have fallen since training began; warns of a fall
+    beyond noise. Collective."""
+    alarms, untrained_means = [], []
     for arm, (_, episodes_P) in fixed.items():
         before_P = [rewards.get(arm) for rewards in untrained_P]
         after_P = [None if episode is None else episode.reward for episode in episodes_P]
         fall = _compare(before_P, after_P, shown_P, dist)
-        worth = _compare(before_P, [0.0] * len(before_P), shown_P, dist)
+        untrained = _compare(before_P, [0.0] * len(before_P), shown_P, dist)
         _add_paired(metrics, f"drift/{arm}_fall", fall)
-        if fall is None or worth is None:
+        if fall is None or untrained is None:
             continue
-        worths.append(worth.mean)
+        untrained_means.append(untrained.mean)
         if fall.is_alarming:
             alarms.append(
-                f"{_FIXED[arm]} lost {fall.mean:.3f} +- {fall.error:.3f} ({fall.num} samples of "
+                f"of {_FIXED[arm]} by {fall.mean:.3f} +- {fall.error:.3f} ({fall.num} samples of "
                 f"{fall.num_clusters} sources)"
             )
         metrics.maximum("drift/alarm", float(bool(alarms)))
-    if worths and max(worths) < LEAST_FALL and iteration == 0 and dist.is_main:
+    if untrained_means and max(untrained_means) < LEAST_FALL and iteration == 0 and dist.is_main:
         warn(
-            "the user's own words earn nothing under the untrained weights, so drift/alarm cannot "
+            "the user's own words earn no reward under the untrained weights: drift/alarm cannot "
             "see a fall; drift/state_l2 says how far the states have moved, not whether that hurts"
         )
     if alarms and dist.is_main:
         warn(
-            f"held-out run after {iteration} iterations: {' and '.join(alarms)} of the reward that "
-            "they had before training: what the renderer reads has drifted. Begin again with a "
-            "lower optimizer.learning_rate or a higher algorithm.kl_coeff, or go on from this "
-            "adapter (policy.adapter_path) with policy.conditioning 'base'"
+            f"held-out run after {iteration} iterations: rewards fell, {' and '.join(alarms)}: the "
+            "hidden states that the renderer reads have drifted. Start again with a lower "
+            "optimizer.learning_rate or a higher algorithm.kl_coeff, or continue from this adapter "
+            "(policy.adapter_path) with policy.conditioning 'base'"
         )
 
 
