@@ -19,7 +19,7 @@ SAME_VIEW = 0.075
 64 x 64 px pictures, JPEG (quality >= 50) and resizing cause distances up to 0.068; the smallest
 distance of two million pairs of generated scenes is 0.108."""
 SAME_ASPECT = 0.03
-"""Copies differ by less in width / height, relatively; they do differ: resizing rounds the sides."""
+"""Copies differ in width / height by less than this share: resizing rounds the sides."""
 
 
 def shown(sample: Sample) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rl.ranks.dist import Dist
 
-Shown = Sequence[str]
+Hashes = Sequence[str]
 """Hashes of one sample's contents (`contents.shown`)."""
 _FIXED = {"bare": "the user's own words", "reference": "the right words"}
 """Arm -> how messages name its words, which training does not change."""
@@ -41,17 +41,17 @@ def state_distance(states_TD: torch.Tensor, base_TD: torch.Tensor) -> tuple[floa
 def _compare(
     rewards_P: Sequence[float | None],
     others_P: Sequence[float | None],
-    shown_P: Sequence[Shown],
+    hashes_P: Sequence[Hashes],
     dist: Dist,
 ) -> Paired | None:
     """Differences over all ranks' samples that have both rewards; None if none has. Collective."""
     local_pairs = [
-        (reward - other, shown)
-        for reward, other, shown in zip(rewards_P, others_P, shown_P, strict=True)
+        (reward - other, hashes)
+        for reward, other, hashes in zip(rewards_P, others_P, hashes_P, strict=True)
         if reward is not None and other is not None
     ]
     pairs = [pair for rank_pairs in dist.gather(local_pairs) for pair in rank_pairs]
-    return paired([difference for difference, _ in pairs], [shown for _, shown in pairs])
+    return paired([difference for difference, _ in pairs], [hashes for _, hashes in pairs])
 
 
 def _add_paired(metrics: Metrics, name: str, difference: Paired | None) -> None:
@@ -66,7 +66,7 @@ def add_stock_arm(
     metrics: Metrics,
     untrained_P: Sequence[Rewards],
     episodes: Sequence[Episode],
-    shown_P: Sequence[Shown],
+    hashes_P: Sequence[Hashes],
     dist: Dist,
 ) -> None:
     """Add the untrained system's rewards, and the trained system's gain over it. Collective."""
@@ -77,7 +77,7 @@ def add_stock_arm(
             if arm.startswith("stock") and reward is not None:
                 metrics.add(f"eval/{arm}_reward", reward)
     stock_P = [rewards.get("stock") for rewards in untrained_P]
-    gain = _compare([episode.reward for episode in episodes], stock_P, shown_P, dist)
+    gain = _compare([episode.reward for episode in episodes], stock_P, hashes_P, dist)
     _add_paired(metrics, "eval/gain_over_stock", gain)
 
 
@@ -85,7 +85,7 @@ def add_gain_of_thought(
     metrics: Metrics,
     episodes: Sequence[Episode],
     cut_P: Sequence[Episode | None],
-    shown_P: Sequence[Shown],
+    hashes_P: Sequence[Hashes],
     dist: Dist,
 ) -> None:
     """Add the gain from thinking; `cut_P`: the samples' episodes without thinking. Collective."""
@@ -93,7 +93,7 @@ def add_gain_of_thought(
     for reward in rewards_P:
         if reward is not None:
             metrics.add("eval/cut_thought_reward", reward)
-    gain = _compare([episode.reward for episode in episodes], rewards_P, shown_P, dist)
+    gain = _compare([episode.reward for episode in episodes], rewards_P, hashes_P, dist)
     _add_paired(metrics, "eval/gain_of_thought", gain)
 
 
@@ -102,7 +102,7 @@ def add_falls(
     iteration: int,
     untrained_P: Sequence[Rewards],
     fixed: Mapping[str, FixedArm],
-    shown_P: Sequence[Shown],
+    hashes_P: Sequence[Hashes],
     dist: Dist,
 ) -> None:
     """Add how far the rewards of fixed words have fallen since training began; warns of a fall
@@ -111,8 +111,8 @@ def add_falls(
     for arm, (_, episodes_P) in fixed.items():
         before_P = [rewards.get(arm) for rewards in untrained_P]
         after_P = [None if episode is None else episode.reward for episode in episodes_P]
-        fall = _compare(before_P, after_P, shown_P, dist)
-        untrained = _compare(before_P, [0.0] * len(before_P), shown_P, dist)
+        fall = _compare(before_P, after_P, hashes_P, dist)
+        untrained = _compare(before_P, [0.0] * len(before_P), hashes_P, dist)
         _add_paired(metrics, f"drift/{arm}_fall", fall)
         if fall is None or untrained is None:
             continue
@@ -146,8 +146,8 @@ def add_state_drift(
     dist: Dist,
 ) -> None:
     """Add the distance of the words' states from those under untrained weights. Collective."""
-    known = [(p, words) for p, words in zip(prompts_P, words_P, strict=True) if words is not None]
-    prompts, words = [prompt for prompt, _ in known], [words for _, words in known]
+    pairs = [(p, words) for p, words in zip(prompts_P, words_P, strict=True) if words is not None]
+    prompts, words = [prompt for prompt, _ in pairs], [words for _, words in pairs]
     base_P = stock.states(prompts, words)
     for states, base in zip(word_states(context, prompts, words, dist), base_P, strict=True):
         if states is not None and base is not None:

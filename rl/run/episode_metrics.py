@@ -89,11 +89,11 @@ def _add_episode(metrics: Metrics, episode: Episode) -> None:
 def add_thought(metrics: Metrics, prefix: str, episode: Episode) -> None:
     """Add the thought's length and whether it was unfinished or lacked its marker."""
     num_tokens = episode.action.num_thought_tokens
-    asked = episode.prompt.without_thought is not None
-    if asked or num_tokens:
+    asks_for_thought = episode.prompt.without_thought is not None
+    if asks_for_thought or num_tokens:
         metrics.add(f"{prefix}thought/tokens_mean", num_tokens)
         metrics.maximum(f"{prefix}thought/tokens_max", num_tokens)
-    if asked:
+    if asks_for_thought:
         cause = (episode.action.failure or "").partition(":")[0]
         metrics.add(f"{prefix}thought/unfinished", float(cause == UNFINISHED_THOUGHT))
         metrics.add(f"{prefix}thought/no_marker", float(cause == NO_MARKER))

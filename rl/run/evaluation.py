@@ -68,7 +68,7 @@ def evaluate(
     records and pictures."""
     config, metrics = context.config, Metrics()
     rank_samples = list(samples)[dist.rank :: dist.world_size]
-    shown_P = [shown(sample) for sample in rank_samples]
+    hashes_P = [shown(sample) for sample in rank_samples]
     # A reward that compares the pictures of a group cannot grade a picture outside of a group.
     compares_pictures = any(reward.scores_groups() for reward in context.rewards.values())
     untrained_P: Sequence[Rewards] = [{} for _ in rank_samples]
@@ -79,13 +79,13 @@ def evaluate(
         arms = _draw(context, prompts_P, completions_P1, cut_P, dist)
         _measure_arms(metrics, arms)
         if config.evaluation.thought_gain:
-            add_gain_of_thought(metrics, arms.policy, arms.unthought, shown_P, dist)
+            add_gain_of_thought(metrics, arms.policy, arms.unthought, hashes_P, dist)
         if config.evaluation.stock_arm and context.makes_images and not compares_pictures:
             stock = Stock(context, run_dir, iteration, dist)
             untrained_P = stock.rewards(prompts_P, arms.fixed, arms.policy)
-            add_stock_arm(metrics, untrained_P, arms.policy, shown_P, dist)
+            add_stock_arm(metrics, untrained_P, arms.policy, hashes_P, dist)
             if context.policy.reads_states:
-                add_falls(metrics, iteration, untrained_P, arms.fixed, shown_P, dist)
+                add_falls(metrics, iteration, untrained_P, arms.fixed, hashes_P, dist)
                 num = len(range(dist.rank, NUM_FIXED_SAMPLES, dist.world_size))
                 bare_P, _ = arms.fixed["bare"]
                 add_state_drift(metrics, context, stock, prompts_P[:num], bare_P[:num], dist)
@@ -95,8 +95,8 @@ def evaluate(
     if not compares_pictures:
         stock_P = map(partial(_as_stock, context), arms.bare, untrained_P)
         rows = zip(arms.policy, arms.bare, arms.reference, arms.unthought, stock_P, strict=True)
-        named_P = [dict(zip(_ARMS, row, strict=True)) for row in rows]
-        check_equal_words(named_P, config.images_per_completion, iteration == 0, dist)
+        arms_P = [dict(zip(_ARMS, row, strict=True)) for row in rows]
+        check_equal_words(arms_P, config.images_per_completion, iteration == 0, dist)
     return metrics
 
 
@@ -171,11 +171,11 @@ def _score_known(
     dist: Dist,
 ) -> list[Episode | None]:
     """Draw and judge `words_P`: episodes, _P; None where there are no words. Collective."""
-    known = [(p, words) for p, words in enumerate(words_P) if words is not None]
-    prompts = [prompts_P[p].plain for p, _ in known]
-    rollout = score(context, prompts, [[words] for _, words in known], [None] * len(known), dist)
+    pairs = [(p, words) for p, words in enumerate(words_P) if words is not None]
+    prompts = [prompts_P[p].plain for p, _ in pairs]
+    rollout = score(context, prompts, [[words] for _, words in pairs], [None] * len(pairs), dist)
     episodes: list[Episode | None] = [None] * len(prompts_P)
-    for (p, _), (episode,) in zip(known, rollout.episodes, strict=True):
+    for (p, _), (episode,) in zip(pairs, rollout.episodes, strict=True):
         episodes[p] = episode
     return episodes
 

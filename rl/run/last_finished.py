@@ -31,7 +31,7 @@ LONG_PATIENCE_S = 1800.0
 class _Finished:
     done: int
     version: int
-    """The learner's version then. If it is higher now, the weights are an unfinished iteration's."""
+    """The learner's version then; a higher one now means weights of an unfinished iteration."""
     rng_by_rank: Sequence[Mapping[str, Any]]
     metrics: Mapping[str, float]
     """Reduced over all ranks; without held-out metrics, which are computed later."""

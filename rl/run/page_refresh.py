@@ -19,7 +19,7 @@ _LOW_PRIORITY = ("nice", "-n", "15")
 
 
 class Page:
-    """For rank 0. The writer's thread calls `refresh`; `close` must be called after it has ended."""
+    """For rank 0. The writer's thread calls `refresh`; `close` is called when it has ended."""
 
     def __init__(self, run_dir: Path, wanted: bool) -> None:
         self._run_dir = run_dir

@@ -71,8 +71,8 @@ class PluginMetrics:
             return
         for name, value in reported.items():
             if name not in declared:
-                known = ", ".join(declared) or "none"
-                self._leave_out(plugin, name, f"reports {name!r}: not among its metrics ({known})")
+                names = ", ".join(declared) or "none"
+                self._leave_out(plugin, name, f"reports {name!r}: not among its metrics ({names})")
             # Not NaN, not infinite, nor a whole number beyond floats.
             elif isinstance(value, Real) and -1e300 < value < 1e300:
                 metrics.add(f"{prefix}{name}", float(value))

@@ -85,12 +85,12 @@ class Stock:
         policy's, which are the stock arm if the policy `starts_as_stock`. Collective."""
         path = self._folder / "rewards.jsonl"
         rows = read_rows(path)[0] if self._dist.is_main and path.is_file() else []
-        known = {row["key"]: row for row in self._dist.broadcast(rows)}
+        row_of_key = {row["key"]: row for row in self._dist.broadcast(rows)}
         keys_P = [self._key(prompt.sample) for prompt in prompts_P]
         missing = [
             p
             for p, key in enumerate(keys_P)
-            if key not in known or None in known[key]["rewards"].values()
+            if key not in row_of_key or None in row_of_key[key]["rewards"].values()
         ]
         if self._dist.any(bool(missing)):
             drawn = self._draw(prompts_P, fixed, episodes_P, missing)
@@ -98,10 +98,10 @@ class Stock:
                 self._row(keys_P[p], prompts_P[p].sample, arms) for p, arms in drawn.items() if arms
             ]
             new_rows = [row for rank in self._dist.gather(local_rows) for row in rank]
-            known |= {row["key"]: row for row in new_rows}
+            row_of_key |= {row["key"]: row for row in new_rows}
             if new_rows and self._dist.is_main:
-                self._write(path, "".join(map(json_line, known.values())))
-        return [known[key]["rewards"] if key in known else {} for key in keys_P]
+                self._write(path, "".join(map(json_line, row_of_key.values())))
+        return [row_of_key[key]["rewards"] if key in row_of_key else {} for key in keys_P]
 
     def _draw(
         self,

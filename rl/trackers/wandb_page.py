@@ -98,10 +98,10 @@ def page_id(run_dir: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-def allowed_by_env(wanted: Mode) -> Mode:
+def allowed_by_env(configured: Mode) -> Mode:
     """The configured mode, or that of the variable WANDB_MODE if it is lower."""
-    env_mode = os.environ.get("WANDB_MODE", wanted)
-    return max(wanted, env_mode if env_mode in _ORDER else "off", key=_ORDER.index)
+    env_mode = os.environ.get("WANDB_MODE", configured)
+    return max(configured, env_mode if env_mode in _ORDER else "off", key=_ORDER.index)
 
 
 def _why_not_online(base_url: str) -> str:

@@ -91,7 +91,7 @@ class QwenImage21(QwenImage[Config]):
         sources, whichever have more tokens. VAE: about 8 feature maps of twice 144 channels.
         """
         layers, heads, head_dim = (
-            transformer_value(config, name) or known for name, known in HUB_SHAPE.items()
+            transformer_value(config, name) or hub_value for name, hub_value in HUB_SHAPE.items()
         )
         width = heads * head_dim
         rows_each = 2 if config.true_cfg_scale > 1 else 1

@@ -83,5 +83,5 @@ class DiffusionRenderer(Renderer[ConfigT]):
         folder, parts = Path(config.model_path), cls.part_names(config)
         if folder.is_dir():
             return {part: num_parameters(folder / part, cls.is_on_device) for part in parts}
-        known = cls.hub_parameters.get(config.model_path)
-        return {part: known[part] for part in parts} if known else {}
+        counts = cls.hub_parameters.get(config.model_path)
+        return {part: counts[part] for part in parts} if counts else {}

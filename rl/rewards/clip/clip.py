@@ -91,8 +91,8 @@ class Clip(Reward[Config]):
         """From `NUM_PARAMETERS` or a local folder's safetensors headers; {} for other hub ids."""
         if Path(config.model_path).is_dir():
             return {"model": num_parameters(config.model_path)}
-        known = NUM_PARAMETERS.get(config.model_path)
-        return {} if known is None else {"model": known}
+        count = NUM_PARAMETERS.get(config.model_path)
+        return {} if count is None else {"model": count}
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Value in [0, 1]; parts `cosine` (-1..1) and `prompt_cut` (1: CLIP read only the prompt's

@@ -137,16 +137,16 @@ class JudgedReward(Reward[RepeatsT]):
                 pictures[name] = (picture,)
         if missing := self.needs - pictures.keys():
             return RewardOutput(None, failure=f"no_image: there is no {', '.join(sorted(missing))}")
-        asked = self.questions(sample.instruction, pictures)
+        questions = self.questions(sample.instruction, pictures)
         answers: list[Answer[Any]] = await asyncio.gather(
             *(
                 self.judge.ask(question, parse, repeat)
                 for repeat in range(self.config.n_evals)
-                for question, parse in asked
+                for question, parse in questions
             )
         )
         values = [answer.value for answer in answers]
-        rows = [values[i : i + len(asked)] for i in range(0, len(values), len(asked))]
+        rows = [values[i : i + len(questions)] for i in range(0, len(values), len(questions))]
         readings = [self.reading(*row) for row in rows if None not in row]
         replies = tuple(reply for answer in answers for reply in answer.replies)
         seconds = max(answer.seconds for answer in answers)
