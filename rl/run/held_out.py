@@ -26,8 +26,8 @@ def score(
     dist: Dist,
     weights: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Rollout:
-    """Render and grade completions of this rank's prompts. `weights`: a context in which the policy
-    has the weights to compute states with. Raises `Interrupted` on every rank once any was asked to
+    """Render and grade completions of this rank's prompts. `weights`: opens a context in which the
+    policy has the weights for its states. Raises `Interrupted` on every rank once any was asked to
     stop. Collective."""
     # The noise depends only on the sample, so that pictures differ only by words and weights.
     noise_P = [derive_seed("evaluation", context.config.seed, p.sample.id) for p in prompts_P]

@@ -21,7 +21,7 @@ METRICS = {
     name: Metric(unit, meaning.replace(r"\|", "|"))
     for name, unit, meaning in re.findall(r"(?m)^\| `(.+?)` \| (.+?) \| (.+) \|$", _TABLES)
 }
-"""`<...>` in a name stands for a name from the config or the data. Without plugins' metrics."""
+"""`<...>` in a name is filled in from the config or the data. Plugins' metrics are not included."""
 _CONFIG_KEYS = {
     "policies": "policy",
     "engines": "engine",

@@ -265,7 +265,7 @@ def _load_models(
     stack.callback(renderer.close)
     if renderer.state_dim not in (None, policy.state_dim):
         raise ValueError(
-            f"the renderer reads hidden states of width {renderer.state_dim}, the policy writes "
+            f"the renderer reads hidden states of width {renderer.state_dim}, the policy's have "
             f"{policy.state_dim}: choose the text encoder that the renderer was trained with "
             "(policy.model_path, policy.init_text_encoder_from)"
         )

@@ -39,7 +39,7 @@ _PLACEHOLDER = re.compile(
 _ASSIGNMENT = re.compile(r"""([A-Za-z_][\w-]*)["']?\s*[=:]\s*(?:"([^"]+)"|'([^']+)'|([^\s;&,]+))""")
 _SCHEME_WORD = re.compile(r"(?:bearer|basic|token|digest|apikey|key)\s+(\S.*)", re.IGNORECASE)
 _BASE64_RUN = re.compile(r"[A-Za-z0-9+/]{10,}={0,2}")
-"""A secret of eight bytes determines ten base64 characters, whatever bytes precede it."""
+"""A secret of eight bytes determines ten base64 characters, independent of the bytes before it."""
 _STANDARD_BASE64 = str.maketrans("-_", "+/")
 _EVERY_CHARACTER = ("%{:02x}", "\\u{:04x}", "\\x{:02x}", "&#{};", "&#x{:x};")
 _Forms = tuple[list[tuple[str, str]], list[tuple[str, str]]]
@@ -49,7 +49,7 @@ _remembered: set[str] = set()
 
 
 def remember(name: str) -> None:
-    """Treat the environment variable `name` as a secret, whatever its name looks like."""
+    """Treat the environment variable `name` as a secret, even if it is not named like one."""
     _remembered.add(name)
 
 

@@ -44,7 +44,7 @@ class Emu3Codec:
 
     @property
     def patch_px(self) -> int:
-        """Side of the square that one code stands for, px."""
+        """Side of the square that one code represents, px."""
         return int(self.model.spatial_scale_factor)
 
     @torch.no_grad()

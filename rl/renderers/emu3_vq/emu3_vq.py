@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 CODE_PX = 8
-"""Side of the square of pixels that one code stands for, px."""
+"""Side of the square that one code represents, px."""
 
 
 class Config(FrozenModelConfig):

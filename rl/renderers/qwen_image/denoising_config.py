@@ -49,8 +49,8 @@ class DenoisingConfig(FrozenModelConfig):
     the rendered picture. Less than the checkpoint was trained on is an approximation, perhaps a bad
     one: at a quarter, the tiny editor's pictures (0..1) change by 0.11 on average."""
     policy_image_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
-    """Area each source is resized to for the policy, px^2. qwen_image_21 needs condition_area_px:
-    it replaces each of the policy's image tokens with latents of the same 32x32 px."""
+    """Area each source is resized to for the policy, px^2. Must equal condition_area_px for
+    qwen_image_21, which replaces each of the policy's image tokens with latents of that area."""
     fp8: Literal["off", "storage"] = "off"
     """'storage': store the matrices of the transformer's blocks in 8 bits, half their memory. An
     approximation: the tiny editor's pictures (0..1, 2 steps) change by 0.0016 on average and 0.28

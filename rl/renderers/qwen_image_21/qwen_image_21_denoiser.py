@@ -55,7 +55,7 @@ def positions(pieces: Sequence[Piece], start: int = 0) -> torch.Tensor:
 class Shown:
     """A source picture in a prompt."""
 
-    place: range
+    indices: range
     """Indices of the prompt's states that the picture's latents replace."""
     latents: torch.Tensor
     """[rows * columns, channels]."""
@@ -72,12 +72,12 @@ class Row:
 
     states: torch.Tensor
     """[L, C]."""
-    shown: tuple[Shown, ...]
+    sources: tuple[Shown, ...]
 
     @property
     def start_len(self) -> int:
         """Number of states in the start, before latents replace the pictures' states."""
-        return self.shown[-1].place.stop if self.shown else 0
+        return self.sources[-1].indices.stop if self.sources else 0
 
     @property
     def words(self) -> torch.Tensor:
@@ -89,9 +89,9 @@ class Row:
         """The start in order: per picture, the text before it (may be empty) and the picture."""
         pieces: list[Piece] = []
         end = 0
-        for picture in self.shown:
-            pieces += [picture.place.start - end, picture.shape]
-            end = picture.place.stop
+        for picture in self.sources:
+            pieces += [picture.indices.start - end, picture.shape]
+            end = picture.indices.stop
         return pieces
 
     @property
@@ -101,7 +101,7 @@ class Row:
 
     def starts_like(self, other: Row) -> bool:
         """Whether both starts have equal pictures at equal indices and bitwise equal states."""
-        pictures, others = ([(p.place, p.digest) for p in row.shown] for row in (self, other))
+        pictures, others = ([(p.indices, p.digest) for p in row.sources] for row in (self, other))
         return pictures == others and torch.equal(
             self.states[: self.start_len], other.states[: other.start_len]
         )
@@ -153,7 +153,7 @@ class Denoiser:
         if not transformer.config.causal_condition:
             raise ValueError(
                 "transformer/config.json: causal_condition is false: such a Qwen-Image-2.1 reads "
-                "text and sources anew at every step, which is not implemented"
+                "text and sources again at every step, which is not implemented"
             )
         self._model = transformer
         self._kernel = kernel
@@ -245,12 +245,12 @@ class Denoiser:
         """[T, D]: embeddings of a row's start, with latents for the pictures' states."""
         model, end = self._model, 0
         parts = []
-        for picture in row.shown:
+        for picture in row.sources:
             parts += [
-                model.txt_in(row.states[end : picture.place.start]),
+                model.txt_in(row.states[end : picture.indices.start]),
                 model.img_in(picture.latents),
             ]
-            end = picture.place.stop
+            end = picture.indices.stop
         return torch.cat(parts)
 
     def _keys_and_values(

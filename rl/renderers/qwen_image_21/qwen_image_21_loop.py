@@ -120,7 +120,7 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         self._rows_of_groups += sizes if bucket.edits else []
         drawn, start, end, num_sources = [], 0, 0, 0
         for size in sizes:
-            group_sources = len(rows[end].shown)
+            group_sources = len(rows[end].sources)
             if end > start and num_sources + group_sources > self.config.max_pictures:
                 drawn.append(self._draw(jobs[start:end], rows[start:end], bucket.output))
                 start, num_sources = end, 0
@@ -184,7 +184,7 @@ def _check_places(payload: HiddenStates, sizes: Sequence[Size]) -> None:
     lengths = ", ".join(str(len(indices)) for indices in payload.pictures) or "no"
     needed = ", ".join(map(str, slots)) or "no"
     raise ValueError(
-        f"the policy shows pictures in {lengths} places, the renderer wants {needed} (32x32 px "
+        f"the policy has {lengths} tokens for the pictures, the renderer needs {needed} (32x32 px "
         "each): set renderer.policy_image_area_px to renderer.condition_area_px, and leave "
         "policy.image_min_pixels and image_max_pixels null"
     )

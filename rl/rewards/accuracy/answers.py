@@ -48,7 +48,7 @@ def bare(text: str) -> str:
         for opening, closing in _WRAPPERS:
             inner = text[len(opening) : -len(closing)]
             if len(text) > len(opening + closing) and text == opening + inner + closing:
-                text = inner if _is_one_piece(inner, opening, closing) else text
+                text = inner if _is_one_pair(inner, opening, closing) else text
         if text.endswith((".", "。")) and not text.endswith(".."):
             text = text[:-1]
         if text.count("$") % 2 == 0 and r"\$" not in text and not text.startswith("$$"):
@@ -59,7 +59,7 @@ def bare(text: str) -> str:
     return text
 
 
-def _is_one_piece(inner: str, opening: str, closing: str) -> bool:
+def _is_one_pair(inner: str, opening: str, closing: str) -> bool:
     """Whether the delimiters belong together: no in `$1$ or $2$` and `\\text{a} \\text{b}`."""
     if closing != "}":
         return opening not in inner and closing not in inner
@@ -92,7 +92,7 @@ def compare(gold: str, answer: str) -> bool | None:
         return same_quantity(quantities[0], quantities[1])
     if is_formula(gold) and not _has_words(answer):
         return None
-    return _folded(plain_gold) == _folded(plain_answer) != ""
+    return _normalized(plain_gold) == _normalized(plain_answer) != ""
 
 
 def _compare_choices(gold: str, answer: str) -> bool | None:
@@ -145,7 +145,7 @@ def as_latex(text: str) -> str:
     return re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
 
 
-def _folded(text: str) -> str:
+def _normalized(text: str) -> str:
     """Normalize case, spaces and Unicode form; drop punctuation, except before a digit."""
     text = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(_PUNCTUATION.sub(" ", text).split())

@@ -1,4 +1,4 @@
-"""Plain numbers and the units behind them, as exact fractions: '1,200.5 cm', '50%', '1 1/2'."""
+"""Reads numbers with units as exact fractions: '1,200.5 cm', '50%', '1 1/2'."""
 
 from __future__ import annotations
 
