@@ -1,4 +1,4 @@
-"""Several rewards -> the one number in [0, 1] that GRPO sees."""
+"""Combines several rewards into the one number in [0, 1] that GRPO uses."""
 
 from __future__ import annotations
 
