@@ -263,7 +263,7 @@ def build_policy(resolved: Resolved, dist: Dist) -> Policy:
         device=dist.device,
         seed=derive_seed(config.seed, "policy"),
     )
-    with _readable(resolved.policy):
+    with _key_in_errors(resolved.policy):
         return resolved.policy.cls(resolved.policy.config, setup)
 
 
@@ -285,12 +285,12 @@ def build_engine(
 def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:
     """Load the frozen generator."""
     plugin = resolved.renderer
-    with _readable(plugin):
+    with _key_in_errors(plugin):
         return plugin.cls(plugin.config, Resources(None, dist.device))
 
 
 @contextmanager
-def _readable(plugin: Plugin[Any]) -> Iterator[None]:
+def _key_in_errors(plugin: Plugin[Any]) -> Iterator[None]:
     """Add the plugin's config key to errors about unreadable files and about weights that are not
     finite."""
     try:
@@ -308,7 +308,7 @@ def build_rewards(resolved: Resolved, judge: JudgeClient | None, dist: Dist) -> 
     """Every reward, all with the same judge client (None if no reward asks the judge)."""
     rewards: dict[str, Reward] = {}
     for name, plugin in resolved.rewards.items():
-        with _readable(plugin):
+        with _key_in_errors(plugin):
             rewards[name] = plugin.cls(plugin.config, Resources(judge, dist.device))
     return rewards
 
@@ -351,8 +351,8 @@ def _open_source(plugin: Plugin[DataSource], rules: RowRules) -> DataSource:
         source = plugin.cls(plugin.config, rules)
         num_rows, num_skipped = len(source), source.num_skipped
         if type(num_skipped) is not int or num_skipped < 0:
-            what = f"num_skipped is {shown(num_skipped)}"
-            raise ValueError(f"{at}: {what}; expected a whole number >= 0")
+            problem = f"num_skipped is {shown(num_skipped)}"
+            raise ValueError(f"{at}: {problem}; expected a whole number >= 0")
         if num_rows == 0:
             left_out = f" ({num_skipped} bad ones left out)" if num_skipped else ""
             raise ValueError(f"{at} holds no row{left_out}")
@@ -379,8 +379,8 @@ def _check_rows(at: str, source: DataSource, num_rows: int) -> None:
             raise ValueError(f"{at}: row {index} is {shown(sample)}; expected rl.api.types.Sample")
         for field, kind in (("id", str), ("instruction", str), ("sources", tuple)):
             if not isinstance(value := getattr(sample, field), kind):
-                what = f"{field} {shown(value)}; expected {kind.__name__}"
-                raise ValueError(f"{at}: row {index} has {what}")
+                problem = f"{field} {shown(value)}; expected {kind.__name__}"
+                raise ValueError(f"{at}: row {index} has {problem}")
         ids[index] = sample.id
     if len(ids) > 1 and len(set(ids.values())) == 1:
         raise ValueError(

@@ -148,16 +148,16 @@ def plugins_in(module: ModuleType, base: type[PluginT]) -> list[type[PluginT]]:
     return list(dict.fromkeys(cls for cls in classes if issubclass(cls, base)))
 
 
-def plugin_class(found: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
-    """The plugin class in `found`, the object that a section's `type` names: a class derived from
+def plugin_class(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
+    """The plugin class in `target`, the object that a section's `type` names: a class derived from
     `base`, a module with one such class, or a reward function. Its members are checked here."""
-    if base is Reward and (isinstance(found, RewardFunction) or inspect.isroutine(found)):
-        reward_function = found if isinstance(found, RewardFunction) else RewardFunction(found)
+    if base is Reward and (isinstance(target, RewardFunction) or inspect.isroutine(target)):
+        reward_function = target if isinstance(target, RewardFunction) else RewardFunction(target)
         name = getattr(reward_function.function, "__name__", "the function")
         wrong = _call_problem(reward_function.function, name, 1, "(x: RewardInput) -> float")
         cls: type[Any] = reward_function.as_class()
     else:
-        plugin, wrong = _class_in(found, base)
+        plugin, wrong = _class_in(target, base)
         if plugin is None:
             return None, wrong
         cls, wrong = plugin, list(_members(plugin, base))
@@ -177,24 +177,24 @@ def plugin_class(found: Any, base: type[PluginT]) -> tuple[type[PluginT] | None,
     return (None if wrong else cls), wrong
 
 
-def _class_in(found: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
+def _class_in(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
     derive = f"derive from {base.__module__}.{base.__name__}"
-    if isinstance(found, ModuleType):
-        plugins = plugins_in(found, base)
+    if isinstance(target, ModuleType):
+        plugins = plugins_in(target, base)
         if len(plugins) == 1:
             return plugins[0], []
         if plugins:
             names = ", ".join(cls.__name__ for cls in plugins)
-            return None, [f"module {found.__name__} holds {names}; name one of them behind a dot"]
-        text = f"module {found.__name__} holds no {base.__name__}: {derive}"
+            return None, [f"module {target.__name__} holds {names}; name one of them behind a dot"]
+        text = f"module {target.__name__} holds no {base.__name__}: {derive}"
         if base is Reward:
-            text += f", or name a function in it behind a dot{_functions_of(found)}"
-        if modules := [part.name for part in pkgutil.iter_modules(getattr(found, "__path__", ()))]:
+            text += f", or name a function in it behind a dot{_functions_of(target)}"
+        if modules := [part.name for part in pkgutil.iter_modules(getattr(target, "__path__", ()))]:
             text += f"; it is a package: name one of its modules, {', '.join(modules)}, after a dot"
         return None, [text]
-    if isinstance(found, type) and issubclass(found, base):
-        return found, []
-    label = f"class {found.__name__}" if isinstance(found, type) else shown(found)
+    if isinstance(target, type) and issubclass(target, base):
+        return target, []
+    label = f"class {target.__name__}" if isinstance(target, type) else shown(target)
     return None, [f"{label} is no {base.__name__}: {derive}"]
 
 
@@ -205,15 +205,15 @@ def _functions_of(module: ModuleType) -> str:
     return f" ({', '.join(names)})" if names else ""
 
 
-def loss_problems(found: Any) -> list[str]:
-    """What is wrong with `found`, the object that `algorithm.loss` names by a dotted path."""
-    if isinstance(found, ModuleType):
-        functions = _functions_of(found)
-        return [f"{found.__name__} is a module; name a function in it behind a dot{functions}"]
-    name = getattr(found, "__name__", "it")
-    if inspect.iscoroutinefunction(found):
+def loss_problems(target: Any) -> list[str]:
+    """The problems of `target`, the object that `algorithm.loss` names by a dotted path."""
+    if isinstance(target, ModuleType):
+        functions = _functions_of(target)
+        return [f"{target.__name__} is a module; name a function in it behind a dot{functions}"]
+    name = getattr(target, "__name__", "it")
+    if inspect.iscoroutinefunction(target):
         return [f"{name} is async; expected `def {name}(x: LossInputs) -> LossTerms`"]
-    return _call_problem(found, name, 1, "(x: LossInputs) -> LossTerms")
+    return _call_problem(target, name, 1, "(x: LossInputs) -> LossTerms")
 
 
 _GRADE = "(self, x: RewardInput) -> RewardOutput"

@@ -57,7 +57,7 @@ class LossTerms:
     sum(weights * (importance * terms + kl_coeff * kl))."""
 
     terms: torch.Tensor
-    """Float32, to be minimised, with gradient; undefined where the mask is False but finite."""
+    """Float32, to be minimised, with gradient; any finite value where the mask is False."""
     weights: torch.Tensor
     """Float32, what each term is multiplied by; 0 where the mask is False."""
     ratio: torch.Tensor

@@ -46,7 +46,7 @@ class FrozenModelConfig(PlacedConfig):
     revision: str | None = None
     """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
     batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 8
-    """Pictures per batch; halved for good when a batch does not fit in memory."""
+    """Pictures per batch; halved permanently when a batch does not fit in memory."""
 
 
 class FileConfig(PluginConfig):
@@ -253,5 +253,5 @@ def shown(value: object) -> str:
     try:
         text = " ".join(repr(value).split())
     except Exception as error:  # raised by a user's class
-        text = f"what raises {type(error).__name__} when it is printed"
+        text = f"an object whose repr raises {type(error).__name__}"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

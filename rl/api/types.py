@@ -142,7 +142,7 @@ class Prompt:
 
     @property
     def plain(self) -> Prompt:
-        """The prompt for words without a thought, as of the bare arm and of references."""
+        """The prompt for words without a thought (bare arm, reference completions)."""
         return self.without_thought or self
 
 

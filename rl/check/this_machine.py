@@ -169,7 +169,7 @@ def _driver_problems(driver_version: str, capability: float) -> Iterable[str]:
         )
     library_version = ctypes.c_int()
     with suppress(OSError, AttributeError):
-        # NVIDIA's forward compatibility: a newer library makes up for an old driver.
+        # NVIDIA's forward compatibility: a newer library works with an old driver.
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(library_version))
     major = driver_version.partition(".")[0]
     if major.isdecimal() and int(major) < MIN_DRIVER and library_version.value // 1000 < CUDA:

@@ -193,7 +193,7 @@ class Checkpoints:
                 warn(f"checkpoint {name} is not written: {gone}")
                 return None, str(gone)
             if is_full(error):
-                problem += "; make room on that disk, and the same command goes on"
+                problem += "; make room on that disk, and start the same command again"
             warn(f"{problem}. Older checkpoints are intact.")
             return None, problem
 
@@ -358,8 +358,8 @@ def checkpoint_of(run_dir: Path, which: str) -> Path:
 def steps_of(run_dir: Path) -> list[Path]:
     """Checkpoint folders of a run, oldest first, whole or not."""
     entries = (run_dir / "checkpoints").glob("step_*")
-    named = (path for path in entries if _STEP_NAME.fullmatch(path.name) and path.is_dir())
-    return sorted(named, key=iteration_of)
+    steps = (path for path in entries if _STEP_NAME.fullmatch(path.name) and path.is_dir())
+    return sorted(steps, key=iteration_of)
 
 
 def held_out_rewards(run_dir: Path) -> dict[int, float | None]:

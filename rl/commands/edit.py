@@ -1,4 +1,4 @@
-"""Edit pictures with what a run has trained.
+"""Edit pictures with the policy that a run has trained.
 
     rl edit --run runs/my-run photo.jpg "make the sky red"
     rl edit --run runs/my-run --checkpoint best photos/ "make the sky red"

@@ -1,4 +1,4 @@
-"""Writes what a run trained as a folder for other tools: `rl export <run or checkpoint> <target>`.
+"""Exports a trained model as a folder for other tools: `rl export <run or checkpoint> <target>`.
 
     --as model          base + adapter, with tokenizer and image processor: for transformers and
                         vLLM (the default)

@@ -21,7 +21,7 @@ only for shipped plugins, whose `type` has no dot."""
 
 
 def refusal(label: str, number: Any, newest: int, oldest: int = 1) -> str:
-    """Why `what`, which has format `number` (None: it has none), cannot be read; '' if it can."""
+    """Why `label`, which has format `number` (None: it has none), cannot be read; '' if it can."""
     if number is None or (type(number) is int and oldest <= number <= newest):
         return ""
     is_newer = type(number) is int and number > newest
@@ -37,10 +37,10 @@ def number_of(written: Mapping[str, Any]) -> Any:
     return written.get("format", 1 if "run_name" in written else None)
 
 
-def stored(config: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """A run's stored config, without the keys of `GONE`; `what` is its name in messages. Raises
-    ValueError if it has another format."""
-    if problem := refusal(what, number_of(config), CONFIG, oldest=CONFIG):
+def stored(config: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """A run's stored config, without the keys of `GONE`; `label` is its name in messages.
+    Raises ValueError if it has another format."""
+    if problem := refusal(label, number_of(config), CONFIG, oldest=CONFIG):
         raise ValueError(problem)
     return {
         name: {key: item for key, item in value.items() if key not in GONE[name]}

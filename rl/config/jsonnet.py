@@ -96,16 +96,16 @@ def _evaluate(
             try:
                 return run(_SET + text), problems
             except RuntimeError as error:
-                message, place = _message(str(error)), _place(str(error))
+                message, where = _message(str(error)), _position(str(error))
                 before, is_undefined, name = message.partition("undefined external variable: ")
                 if before or not is_undefined or name in variables:
                     if problems:  # the stand-in values may have caused this error
                         return None, problems
-                    is_placed = message.startswith("override ") or (place and place in message)
-                    located_message = f"{message} (at {place})" if place else f"{path}: {message}"
-                    return None, [message if is_placed else located_message]
+                    is_placed = message.startswith("override ") or (where and where in message)
+                    located = f"{message} (at {where})" if where else f"{path}: {message}"
+                    return None, [message if is_placed else located]
                 variables[name] = name
-                usage = f" (used at {place})" if place else ""
+                usage = f" (used at {where})" if where else ""
                 problems.append(
                     f"set the environment variable {name}{usage}"
                     if name.startswith("APP__")
@@ -144,10 +144,10 @@ def _message(error: str) -> str:
     return error
 
 
-def _place(error: str) -> str:
+def _position(error: str) -> str:
     """file:line of the first stack frame of a Jsonnet error that is in a file."""
     for file, line in re.findall(r"(?:^\t|: )([^\t\n:]+):\(?(\d+):", error, re.MULTILINE):
         if Path(file).is_file():
-            near = os.path.relpath(file)
-            return f"{file if near.startswith('..') else near}:{line}"
+            relative = os.path.relpath(file)
+            return f"{file if relative.startswith('..') else relative}:{line}"
     return ""

@@ -417,8 +417,8 @@ def load_config(
     """
     file = find_config(path)
     if file is None:
-        known = nearest(str(path), shipped_configs())
-        raise ConfigError([f"{path}: no such config file here ({Path.cwd()}) or shipped; {known}"])
+        hint = nearest(str(path), shipped_configs())
+        raise ConfigError([f"{path}: no such config file here ({Path.cwd()}) or shipped; {hint}"])
     values, problems = evaluate(file, overrides, env)
     if values is None:
         raise ConfigError(problems)
@@ -427,12 +427,12 @@ def load_config(
         raise ConfigError([*problems, other_format])
     required = [name for name, field in RunConfig.model_fields.items() if field.is_required()]
     if earl_fields.is_flat(values, required):
-        values, wrong = earl_fields.nested(values, list(RunConfig.model_fields), Path(path).stem)
-        if wrong:
-            raise ConfigError(problems + [f"{path}: {problem}" for problem in wrong])
-    config, wrong = validate(RunConfig, values)
+        values, mistakes = earl_fields.nested(values, list(RunConfig.model_fields), Path(path).stem)
+        if mistakes:
+            raise ConfigError(problems + [f"{path}: {problem}" for problem in mistakes])
+    config, mistakes = validate(RunConfig, values)
     if config is None or problems:
-        raise ConfigError(problems + [f"{path}: {problem}" for problem in wrong])
+        raise ConfigError(problems + [f"{path}: {problem}" for problem in mistakes])
     return config.model_copy(update={"engine": chosen_engine(config.engine, config.policy)})
 
 

@@ -25,7 +25,7 @@ _first_line_s: dict[tuple[str, str], float] = {}
 
 @contextmanager
 def shown_on(console: Console) -> Iterator[None]:
-    """Inside, this process reports progress on `console`; elsewhere on standard error."""
+    """Within the context, progress goes to `console`; elsewhere, to standard error."""
     global _console
     previous, _console = _console, console
     try:
@@ -107,7 +107,7 @@ def counted(unit: str, total: int, done: int = 0) -> Iterator[Progress]:
 
 @contextmanager
 def weights_counted() -> Iterator[None]:
-    """Inside, `Progress` replaces transformers' weight-loading bars; the hub's bars stay."""
+    """Within the context, `Progress` replaces transformers' weight-loading bars, not the hub's."""
     from transformers.utils import logging
 
     def hook(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
