@@ -385,5 +385,5 @@ def _check_rows(at: str, source: DataSource, num_rows: int) -> None:
     if len(ids) > 1 and len(set(ids.values())) == 1:
         raise ValueError(
             f"{at}: rows {', '.join(map(str, ids))} all have the id {sample.id!r}; give each row "
-            "a different id: held-out noise and file names are derived from it"
+            "an id of its own: held-out noise and file names are derived from it"
         )

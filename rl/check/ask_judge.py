@@ -131,7 +131,7 @@ def _why_unusable(answer: Answer[Any], client: JudgeClient) -> str:
         return f"gave no answer: {failure}{_remedy(failure, client)}"
     reply = shown(answer.replies[-1], SHOWN_REPLY_CHARS) or "(nothing)"
     return (
-        f"answers, but not as asked: {failure}; it wrote: {reply}\nRemedy: set "
+        f"answers, but not as asked: {failure}; it said: {reply}\nRemedy: set "
         "judge.guided_json='always' if the endpoint takes it; raise judge.max_tokens="
         f"{config.max_tokens} if the reply is cut or empty (a model that thinks first spends it on "
         f"that); else another judge.model={config.model!r}."
