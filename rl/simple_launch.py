@@ -117,7 +117,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--nproc", type=int, help="ranks on this node (default: world_size / nnodes)")
     add("--nnodes", type=int, default=1, help="nodes; run the same command on each")
     add("--node-rank", type=int, default=0, help="0 .. nnodes - 1; 0 is the rendezvous host")
-    add("--rdzv-endpoint", default="", help="host:port of node 0; not for one node")
+    add("--rdzv-endpoint", default="", help="host:port of node 0; for several nodes")
     add(
         "--retries",
         type=int,

@@ -130,7 +130,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     """Every image expanded to its number of image tokens."""
     images: tuple[Image, ...] = ()
-    """Pictures as both processors see them (already resized)."""
+    """Resized pictures, as the processors of policy and renderer get them."""
     model_inputs: Mapping[str, Any] = field(default_factory=dict)
     """Per-prompt tensors for the policy's forward (`pixel_values`, `image_grid_thw`, ...)."""
     num_dropped_tokens: int = 0

@@ -290,6 +290,8 @@ def _write_files(point: ResumePoint, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Found:
+    """The result of `find`."""
+
     path: Path | None = None
     remarks: tuple[str, ...] = ()
     """Warnings about newer checkpoints that are damaged or gone."""
