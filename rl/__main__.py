@@ -79,7 +79,7 @@ def main() -> NoReturn:
         )
     python_arguments = ["-m", command.module, *command.before, *arguments, *command.after]
     if command.module.startswith("rl.commands.") and not os.path.samefile(".", SOURCE_FOLDER):
-        python_arguments.insert(0, "-P")  # only `train` and `check` import from the working folder
+        python_arguments.insert(0, "-P")  # they do not import from the working folder
     os.execv(sys.executable, [sys.executable, *python_arguments])
 
 
