@@ -59,7 +59,7 @@ pytest=(python -m pytest -n auto --dist worksteal --durations 20)
 arithmetic=(
     tests/algorithm tests/learner/test_learner_update.py tests/engines/test_engines_transformers.py
     tests/policies/test_policies_{packed,emu3,qwen3_vl}.py
-    tests/train/test_golden_run.py::test_five_iterations_are_the_golden_ones
+    tests/train/test_golden_run.py::test_five_iterations_match_the_golden_run
     tests/renderers/test_renderers_{qwen_image,qwen_image_21,sd3}.py
 )
 if [[ $tier == other-cpus ]]; then
