@@ -1,4 +1,4 @@
-"""The tiny world of riddles: what they ask for, what a thought says, and the data source."""
+"""Riddles of the tiny world: their text, their answers, their thoughts and the data source."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def test_a_riddle_asks_for_the_colour_of_what_is_matched():
     assert RIDDLE.colours_said == (("hat", "jade"), ("car", "crimson"), ("pen", "raven"))
 
 
-def test_every_riddle_is_read_as_it_was_meant():
+def test_every_riddle_is_parsed_back_to_its_wish():
     rng = random.Random(0)
     for _ in range(200):
         riddle = riddles.make_riddle(rng)
         assert riddles.is_riddle(riddle.text) and riddles.read_riddle(riddle.text) == riddle.wish
 
 
-def test_a_reader_of_one_thing_at_a_time_is_right_once_in_three():
-    """Which of the colours that are said is asked for hangs on no single statement: whatever the
-    question, each place in the text is as often the right one."""
-    rng, places = random.Random(1), [0] * riddles.NUM_CHAINS
+def test_a_single_lookup_is_right_once_in_three():
+    """No single statement tells which colour is asked for: each position in the text is the right
+    one equally often."""
+    rng, counts = random.Random(1), [0] * riddles.NUM_CHAINS
     for _ in range(3000):
         riddle = riddles.make_riddle(rng)
-        said = [thing for thing, _ in riddle.colours_said]
-        places[said.index(riddle.chains[riddle.asked][1])] += 1
-    assert all(abs(share / 3000 - 1 / riddles.NUM_CHAINS) < 0.03 for share in places), places
+        things = [thing for thing, _ in riddle.colours_said]
+        counts[things.index(riddle.chains[riddle.asked][1])] += 1
+    assert all(abs(count / 3000 - 1 / riddles.NUM_CHAINS) < 0.03 for count in counts), counts
 
 
 def test_the_judge_grades_what_a_riddle_means():
@@ -53,7 +53,7 @@ def test_the_judge_grades_what_a_riddle_means():
     assert grade_wish(draw(scene_of(Wish("red", "circle", (0, 0)))), TEXT) == 0
 
 
-def test_a_sample_is_a_riddle_and_what_it_means():
+def test_a_sample_has_a_riddle_and_its_caption():
     source = shape_riddles.ShapeRiddles(MadeConfig(type="shape_riddles"), RowRules())
     sample = source[7]
     assert sample.reference == caption(riddles.read_riddle(sample.instruction))
