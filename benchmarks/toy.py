@@ -16,7 +16,7 @@ from PIL import Image
 from pydantic import Field
 
 from rl.api.types import Sample
-from tiny_world.data.synthetic import MadeConfig, MadeSource
+from tiny_world.data.synthetic import SyntheticConfig, SyntheticSource
 
 LORA = {"r": 32, "alpha": 64, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 MAX_ITERATIONS = 64
@@ -81,14 +81,14 @@ def make_sample(index: int, shape: Shape) -> Sample:
     return Sample(f"toy-{index}", words, sources=(Image.fromarray(pixels),))
 
 
-class Config(MadeConfig):
+class Config(SyntheticConfig):
     """Rows of one shape."""
 
     shape: dict[str, Any] = Field(default_factory=dict)
     """Fields of `Shape`."""
 
 
-class ToySamples(MadeSource[Config]):
+class ToySamples(SyntheticSource[Config]):
     """Row i depends on the shape and i alone."""
 
     carries = frozenset({"source"})

@@ -31,7 +31,7 @@ from rl.policies import qwen2_5_vl
 from rl.policies.emu3 import emu3
 from rl.policies.qwen_vl import qwen_vl_loading
 from tiny_world.data import shape_questions
-from tiny_world.data.synthetic import MadeConfig
+from tiny_world.data.synthetic import SyntheticConfig
 from tiny_world.questions import SYSTEM_PROMPT
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def move_from_zero(module: torch.nn.Module) -> None:
 
 
 def samples() -> list[Sample]:
-    config = MadeConfig(type="shape_questions", num_samples=8, seed=3)
+    config = SyntheticConfig(type="shape_questions", num_samples=8, seed=3)
     return list(map(shape_questions.ShapeQuestions(config, RowRules()).__getitem__, range(8)))
 
 

@@ -19,7 +19,7 @@ from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
 from rl.policies.shared.prompting import chat_template
 from tiny_world import questions
 from tiny_world.data import shape_questions
-from tiny_world.data.synthetic import MadeConfig
+from tiny_world.data.synthetic import SyntheticConfig
 from tiny_world.scenes import BACKGROUNDS_RGB, RGB
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def read_colours(pixels: np.ndarray) -> list[str]:
 
 
 def test_answers_agree_with_the_pictures() -> None:
-    config = MadeConfig(type="shape_questions", num_samples=120, seed=5)
+    config = SyntheticConfig(type="shape_questions", num_samples=120, seed=5)
     source = shape_questions.ShapeQuestions(config, RowRules())
     answers: dict[str, set[str]] = {kind: set() for kind in questions.KINDS}
     for sample in map(source.__getitem__, range(len(source))):

@@ -10,7 +10,7 @@ from rl.api.data import RowRules
 from tiny_world import riddles
 from tiny_world.captions import Wish, caption, scene_of
 from tiny_world.data import shape_riddles
-from tiny_world.data.synthetic import MadeConfig
+from tiny_world.data.synthetic import SyntheticConfig
 from tiny_world.pixel_judge import grade_wish
 from tiny_world.scenes import draw
 
@@ -26,7 +26,7 @@ def test_a_riddle_asks_for_the_colour_of_what_is_matched():
     assert RIDDLE.text == TEXT
     assert RIDDLE.wish == riddles.read_riddle(TEXT) == Wish("green", "circle", (0, 0))
     assert riddles.thought_of(CHAINS[0]) == "where cup matches hat, hat is jade."
-    assert RIDDLE.colours_said == (("hat", "jade"), ("car", "crimson"), ("pen", "raven"))
+    assert RIDDLE.stated_colours == (("hat", "jade"), ("car", "crimson"), ("pen", "raven"))
 
 
 def test_every_riddle_is_parsed_back_to_its_wish():
@@ -42,7 +42,7 @@ def test_a_single_lookup_is_right_once_in_three():
     rng, counts = random.Random(1), [0] * riddles.NUM_CHAINS
     for _ in range(3000):
         riddle = riddles.make_riddle(rng)
-        things = [thing for thing, _ in riddle.colours_said]
+        things = [thing for thing, _ in riddle.stated_colours]
         counts[things.index(riddle.chains[riddle.asked][1])] += 1
     assert all(abs(count / 3000 - 1 / riddles.NUM_CHAINS) < 0.03 for count in counts), counts
 
@@ -54,7 +54,7 @@ def test_the_judge_grades_what_a_riddle_means():
 
 
 def test_a_sample_has_a_riddle_and_its_caption():
-    source = shape_riddles.ShapeRiddles(MadeConfig(type="shape_riddles"), RowRules())
+    source = shape_riddles.ShapeRiddles(SyntheticConfig(type="shape_riddles"), RowRules())
     sample = source[7]
     assert sample.reference == caption(riddles.read_riddle(sample.instruction))
     assert sample.category in sample.instruction and sample.sources == ()

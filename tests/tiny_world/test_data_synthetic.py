@@ -15,15 +15,15 @@ from tiny_world.data.shape_questions import ShapeQuestions
 from tiny_world.data.shape_riddles import ShapeRiddles
 from tiny_world.data.shape_tokens import ShapeTokens
 from tiny_world.data.shapes import Shapes
-from tiny_world.data.synthetic import MadeSource
+from tiny_world.data.synthetic import SyntheticSource
 
-Source = type[MadeSource[Any]]
+Source = type[SyntheticSource[Any]]
 ALL = pytest.mark.parametrize(
     "source", [Shapes, ShapePairs, ShapeTokens, ShapeQuestions, ShapePrompts, ShapeRiddles]
 )
 
 
-def make_source(source: Source, num_samples: int = 50, **keys: Any) -> MadeSource[Any]:
+def make_source(source: Source, num_samples: int = 50, **keys: Any) -> SyntheticSource[Any]:
     config = source.Config.model_validate({"num_samples": num_samples, **keys})
     assert list(source.problems(config, RowRules())) == []
     assert source.count(config) == num_samples
