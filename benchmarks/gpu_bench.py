@@ -207,8 +207,8 @@ def race(
         if time.perf_counter() >= end_s:
             break
     timings = {
-        name: Timing(1e3 * statistics.median(seconds_), len(seconds_), peaks_gb[name])
-        for name, seconds_ in times_s.items()
+        name: Timing(1e3 * statistics.median(samples_s), len(samples_s), peaks_gb[name])
+        for name, samples_s in times_s.items()
     }
     return timings, refused
 

@@ -150,8 +150,8 @@ def save_texts(bench: Bench) -> None:
 
 
 def random_policy_model(bench: Bench, dtype: str, attention: str) -> Any:
-    """`Qwen2_5_VLForConditionalGeneration` on the device, without adapter; `attention`: its language
-    model's kernel, by transformers' name."""
+    """`Qwen2_5_VLForConditionalGeneration` on the device, without adapter; `attention`: the kernel
+    of its language model, by transformers' name."""
     from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
     config = AutoConfig.from_pretrained(bench.folder / "policy")  # nosec B615 # a local folder
