@@ -82,7 +82,7 @@ elif MODE == "frozen":
         if LAST:  # stops again after SIGCONT, as a debugger would
             signal.signal(signal.SIGCONT, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
         os.kill(os.getpid(), signal.SIGSTOP)
-        while not signals.stop_heard():
+        while not signals.stop_received():
             exec("time.sleep(0.02)\n" * 10)  # on ten lines, so that its stack changes
     note("left", "")
 if MODE in ("raise", "mistake", "killed"):

@@ -25,7 +25,7 @@ from rl.judge.http import RETRY_AFTER_CAP_S, retry_after_s
 from rl.report.reading import read_named
 from rl.text.scrub import scrub
 from rl.text.terminal import plain
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 few = settings(
     max_examples=30,
@@ -115,7 +115,7 @@ def test_a_judges_body_and_headers_are_read_or_refused(
 @few
 @given(words, words, st.sampled_from([KEY, KEY.replace("/", "\\/"), "sk-0123%2f456789%2bab"]))
 def test_any_text_is_shown_and_printed_without_commands_and_keys(a: str, b: str, key: str) -> None:
-    line = shown(a + key + b, 100)
+    line = excerpt(a + key + b, 100)
     assert line.isprintable() and len(line) <= 103
     assert_printable(plain(a + " " + key + " " + b).replace("\t", ""))
     assert key not in scrub(a + key + b)

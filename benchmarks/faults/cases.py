@@ -87,7 +87,7 @@ _CALLS = {
     "a line of metrics is written": ("rl.record.run_record:RunRecord.write_metrics", 3),
     "metrics go to wandb": ("rl.trackers.tracking:Tracker.log", 3),
     "an iteration is printed": ("rl.console.console:Console.iteration", 3),
-    "the table of time": ("rl.console.console:Console.where_time_went", 1),
+    "the table of time": ("rl.console.console:Console.print_phase_times", 1),
 }
 _OF_THE_RECORD = (
     "episodes are recorded",

@@ -120,7 +120,9 @@ WRONG = [
 
 
 def worker_of(reward: accuracy.Accuracy) -> psutil.Process:
-    """The process that compares the reward's formulas."""
+    """The process that compares the reward's formulas, started again if it has ended. It is asked
+    directly: `grade` remembers answers."""
+    reward._maths._compare("3", "2\\sqrt{2}x")
     return psutil.Process(reward._maths._process.pid)
 
 
@@ -255,7 +257,6 @@ def test_a_long_answer_is_graded_in_linear_time(answer: str) -> None:
 def test_a_signal_meant_for_the_run_does_not_end_the_worker(
     reward: accuracy.Accuracy, stop: signal.Signals
 ) -> None:
-    grade(reward, answered("3"), "2\\sqrt{2}x")  # it runs
     worker = worker_of(reward)
     worker.send_signal(stop)
     assert grade(reward, answered(f"x\\sqrt{{8}} - {stop} + {stop}"), "2\\sqrt{2}x").value == 1.0
@@ -265,7 +266,6 @@ def test_a_signal_meant_for_the_run_does_not_end_the_worker(
 def test_a_worker_that_dies_is_replaced_and_its_question_is_undecided(
     reward: accuracy.Accuracy,
 ) -> None:
-    grade(reward, answered("3"), "2\\sqrt{2}x")  # it runs
     worker = worker_of(reward)
     worker.kill()
     while worker.status() != psutil.STATUS_ZOMBIE:

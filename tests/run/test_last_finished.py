@@ -22,7 +22,7 @@ from rl.run.last_finished import LastFinished, save_before_leaving
     ("changes", "saved"),
     [
         ({}, ["step_000003"]),
-        ({"is_whole": False}, []),  # the update failed inside
+        ({"state_is_consistent": False}, []),  # the update failed inside
         ({"version": 4}, []),  # an update of the next iteration was made
     ],
 )
@@ -36,7 +36,7 @@ def test_live_weights_are_saved_only_if_they_are_those_of_a_finished_iteration(
     monkeypatch.setattr(last_finished, "HELD_STATE_GB", 0.0)
     state = ({"master/w": torch.ones(2)}, {"version": 3})
     learner: Any = SimpleNamespace(
-        state_bytes=24, version=3, is_whole=True, state=lambda **_: state
+        state_bytes=24, version=3, state_is_consistent=True, state=lambda **_: state
     )
     last = LastFinished(learner, MagicMock(), run_config().model_dump(mode="json"), Dist())
     last.note(3, {})

@@ -73,7 +73,7 @@ def test_an_iteration_is_freed_before_the_next_is_rolled_out(monkeypatch) -> Non
     run = Run.__new__(Run)
     run.config, run.dist, run.start, run.num_iterations = run_config(), Dist(), 1, 4
     run.timer = run.recording = MagicMock()
-    run.lacks_line = False
+    run.metrics_line_missing = False
     monkeypatch.setattr(run, "sync_engine", Metrics, raising=False)
     train.train(run)
     assert len(pending_steps) == 3

@@ -19,9 +19,9 @@ from tiny_pictures import make_picture
 from rl.commands import edit
 from rl.edit.editor import OWN_WORDS, Editor, EditRequest
 from rl.record.rewind import PICTURE_NAME
-from rl.report.mail import write_single_file
 from rl.report.page import write_page
 from rl.report.pages import value_of
+from rl.report.single_file import write_single_file
 
 pytestmark = pytest.mark.slow
 
