@@ -49,7 +49,7 @@ def plant(fault: dict[str, Any], tests: Path, folder: Path) -> None:
 
 
 def test_files_of(fault: dict[str, Any], tests: Path) -> list[str]:
-    """Test files that import the faulty module, then all others in the same test directories."""
+    """Test files that import the faulty module, then the others of their and of its directories."""
     module = fault["file"].removesuffix(".py").replace("/", ".")
     package, _, name = module.rpartition(".")
     imports = re.compile(

@@ -108,7 +108,7 @@
     kl_estimator: 'k3',
     // loss: added to the loss; reward: subtracted from the advantage, token by token.
     kl_placement: 'loss',
-    // Truncated importance weight pi_trainer / pi_engine, for an engine with other log-probs.
+    // Truncated importance weight pi_trainer / pi_sampler, for an engine with other log-probs.
     importance_correction: 'token',
     // Upper bound of that weight.
     importance_cap: 2.0,

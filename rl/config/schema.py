@@ -116,7 +116,7 @@ class AlgorithmConfig(Section):
     kl_placement: Literal["loss", "reward"] = "loss"
     """loss: added to the loss; reward: subtracted from the advantage, token by token."""
     importance_correction: Literal["none", "token", "sequence"] = "token"
-    """Truncated importance weight pi_trainer / pi_engine, for an engine with other log-probs."""
+    """Truncated importance weight pi_trainer / pi_sampler, for an engine with other log-probs."""
     importance_cap: Annotated[float, Field(ge=1, le=1e6)] = 2.0
     """Upper bound of that weight."""
     zero_spread_groups: Literal["kl_only", "keep", "drop"] = "kl_only"

@@ -142,7 +142,7 @@ def right(rng: random.Random, scene: Scene, task: Task) -> list[Op]:
 
 
 def beginner_ops(rng: random.Random, scene: Scene, task: Task, settled: bool) -> list[Op]:
-    """The operations of an answer that the policy is trained on in the lessons doubt and settle."""
+    """An answer's operations: right, with the fixed mistake, or random; sometimes one more."""
     p_right, p_mistake = UNDECIDED
     if settled:
         knows = task.instruction.split()[-1] in NOUNS_IT_KNOWS
