@@ -50,10 +50,20 @@ def _tower_per_read(run: Run, folder: Path) -> None:
 
 
 def _source_per_picture(run: Run, folder: Path) -> None:
-    """Copies each source, but without effect: the cache key is a hash of the pixels (`digest`)."""
+    """Each row's source is encoded again."""
+    import torch
+
     loop: Any = run.context.renderer.loop
     encode = loop._source_latents
-    loop._source_latents = lambda pictures_B, size: encode([p.copy() for p in pictures_B], size)
+
+    def source_latents(pictures_B: Sequence[Any], size: Any) -> Any:
+        latents = []
+        for picture in pictures_B:
+            loop._cache.clear()
+            latents.append(encode([picture], size))
+        return torch.cat(latents)
+
+    loop._source_latents = source_latents
 
 
 def _negative_per_completion(run: Run, folder: Path) -> None:
