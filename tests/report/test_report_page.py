@@ -21,7 +21,7 @@ from tiny_report import EVIL, write_run
 
 from rl.commands import report
 from rl.files.atomic import json_line
-from rl.report import folder, mail
+from rl.report import folder, single_file
 from rl.report.curves import (
     CURVES,
     MAX_POINTS,
@@ -155,7 +155,7 @@ def test_a_report_is_not_written_through_links(run_dir: Path, tmp_path: Path, na
 
 def test_two_reports_are_not_written_at_the_same_time(run_dir: Path, monkeypatch) -> None:
     monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
-    with folder.to_oneself(run_dir / "report"):
+    with folder.locked(run_dir / "report"):
         with pytest.raises(ValueError, match="another report"):
             write_page(run_dir)
         assert not (run_dir / "report/index.html").exists()
@@ -235,7 +235,7 @@ def embedded_data(page: str) -> Iterator[str]:
 
 
 def test_the_single_file_holds_what_fits_its_size_limit(run_dir: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(mail, "MAX_BYTES", 1_000_000)
+    monkeypatch.setattr(single_file, "MAX_BYTES", 1_000_000)
     draw = np.random.default_rng(0)
     noise = Image.fromarray(draw.integers(0, 255, (160, 160, 3), dtype=np.uint8))
     for path in [*run_dir.glob("images/*/*"), *run_dir.glob("evaluation/*/*.png")]:

@@ -1,4 +1,4 @@
-"""Tabulates the transformer's modulation over a schedule; its weights stay in host memory.
+"""Computes the transformer's modulation once per schedule; its weights stay in host memory.
 
 Legend: T steps of a schedule; P parts of the image tokens with their own modulation: 1, or 2 with
 `zero_cond_t` (Edit-2511), where the source's tokens are modulated as at timestep 0; D the
@@ -28,13 +28,13 @@ class StepModulation:
 
     image: torch.Tensor
     """[blocks, P, 6, D], for image tokens."""
-    words: torch.Tensor
+    text: torch.Tensor
     """[blocks, 1, 6, D], for text tokens."""
     out: torch.Tensor
     """[2, D]: shift and scale before the last projection."""
 
     def to(self, device: Any) -> StepModulation:
-        return StepModulation(*(t.to(device) for t in (self.image, self.words, self.out)))
+        return StepModulation(*(t.to(device) for t in (self.image, self.text, self.out)))
 
 
 class ModulationTables:
@@ -70,7 +70,7 @@ def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulat
     activated = F.silu(embedding)
 
     def run(modulation: Any) -> torch.Tensor:
-        """Apply (SiLU, linear layer): [T, 6, D], with `zero_cond_t` one row more; scales + 1."""
+        """Apply a block's linear layer: [T, 6, D], with `zero_cond_t` one row more; scales + 1."""
         weight, bias = modulation[1].weight.to(device), modulation[1].bias.to(device)
         rows = F.linear(activated, weight, bias).unflatten(-1, (6, -1))
         rows[:, [1, 4]] += 1
@@ -85,10 +85,10 @@ def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulat
 
     blocks = transformer.transformer_blocks
     image = torch.stack([by_part(run(block.img_mod)) for block in blocks], dim=1)
-    words = torch.stack([run(block.txt_mod)[:num_steps, None] for block in blocks], dim=1)
+    text = torch.stack([run(block.txt_mod)[:num_steps, None] for block in blocks], dim=1)
     scale, shift = transformer.norm_out.linear(activated[:num_steps]).chunk(2, dim=-1)
     out = torch.stack([shift, 1 + scale], dim=1)
-    return [StepModulation(*step).to("cpu") for step in zip(image, words, out, strict=True)]
+    return [StepModulation(*step).to("cpu") for step in zip(image, text, out, strict=True)]
 
 
 def move_without_modulation(transformer: Any, device: str) -> None:
