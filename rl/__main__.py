@@ -51,6 +51,9 @@ COMMANDS = {
     "check-distributed": Command(
         "do the ranks of this machine hear each other?", "rl.simple_launch", after=(_RANK_SCRIPT,)
     ),
+    "check-gpu": Command(
+        "do the GPUs of this machine run everything? ten minutes", "rl.commands.check_gpu"
+    ),
     "bench-gpu": Command("times at real size on this GPU", "benchmarks.bench_gpu"),
 }
 

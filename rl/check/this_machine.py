@@ -43,9 +43,9 @@ def machine_problems(resolved: Resolved, starts: bool = False) -> list[str]:
     capability = max(map(float, words), default=math.inf)
     return [
         *_device_problems(resolved, "cuda", capability),
-        *_driver_problems(here, capability),
+        *driver_problems(here, capability),
         *_storage_problems(resolved),
-        *_compiler_problems(resolved),
+        *([] if resolved.engine.cls.samples_with_trainer else toolchain_problems()),
     ]
 
 
@@ -158,7 +158,7 @@ def _torch_build() -> str:
         return ""
 
 
-def _driver_problems(found: str, capability: float) -> Iterable[str]:
+def driver_problems(found: str, capability: float) -> Iterable[str]:
     """What keeps the pinned PyTorch, not one of the user's own, from running with these."""
     if _torch_build():
         return
@@ -179,11 +179,9 @@ def _driver_problems(found: str, capability: float) -> Iterable[str]:
         )
 
 
-def _compiler_problems(resolved: Resolved) -> Iterable[str]:
+def toolchain_problems() -> Iterable[str]:
     """A missing compiler or missing Python headers, looked up as Triton does. Only an engine
     with kernels of its own (vLLM) needs them, for Triton; eager PyTorch compiles nothing."""
-    if resolved.engine.cls.samples_with_trainer:
-        return
     stated = os.environ.get("CC")
     if not any(shutil.which(name) for name in ([stated] if stated else ["gcc", "clang"])):
         yield (
