@@ -237,12 +237,6 @@ def free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def relative_error(found: torch.Tensor, true: torch.Tensor) -> float:
-    """|found - true| / |true|, Euclidean."""
-    true = true.detach().double()
-    return float((found.detach().double() - true).norm() / true.norm())
-
-
 def first_line(error: BaseException) -> str:
     """'OutOfMemoryError: CUDA out of memory. ...', short enough for a table, without folders."""
     text = re.sub(r"(/[\w.@+-]+)+/", "", str(error).strip().split("\n")[0])

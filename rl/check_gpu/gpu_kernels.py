@@ -1,25 +1,32 @@
-"""Step 2: the policies' packed attention against float64 with a dense mask.
+"""Step 2: the policies' packed attention against float64, and the times of PyTorch's kernels.
 
 Axes: `_S` tokens of a packed row, `_H` heads, `_D` their width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rl.algorithm import attention_kernels
 from rl.algorithm.attention_kernels import Kernel
 from rl.api.types import PackedGroup
-from rl.check_gpu.lines import Asked, Line, failed, ok
+from rl.check_gpu.lines import Asked, Line, result, skipped
 from rl.policies.shared.packed_attention import Packing, attention
+from rl.renderers.qwen_image import qwen_image_denoiser
 
 LARGEST_ERROR = {"bfloat16": 0.02, "float32": 1e-5}
 """Relative, of attention: a bfloat16 kernel rounds its weights to 8 bits of mantissa. One key too
 many or too few among the short runs below is ten times that."""
 LARGEST_BIAS = {"bfloat16": 2e-3, "float32": 1e-5}
-"""How far the result's size may be off: rounding goes both ways, a wrong scale does not."""
+"""Of the size alone: rounding goes both ways, a wrong scale does not."""
 LAYOUTS: dict[str, list[tuple[int, tuple[int, ...]]]] = {
     "a group": [(65, (33, 1, 17, 8, 2, 30, 5, 9))],
     "groups of all kinds": [(40, (7,)), (3, (12, 0, 5)), (129, (64, 64))],
@@ -28,23 +35,23 @@ LAYOUTS: dict[str, list[tuple[int, tuple[int, ...]]]] = {
 """(prompt tokens, tokens of each completion) of every group in a row."""
 HEADS = {"Qwen2.5-VL": (28, 4, 128), "Qwen3-VL and Emu3": (32, 8, 128)}
 TINY_HEADS = {"Qwen2.5-VL": (4, 2, 16), "Qwen3-VL and Emu3": (4, 2, 32)}
-"""(query heads, key heads, width) of each policy's attention."""
+"""(query heads, key heads, width)."""
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "PyTorch's choice": None,
+}
 
 
 def relative_error(found: torch.Tensor, true: torch.Tensor) -> float:
     """|found - true| / |true|, Euclidean."""
-    true = true.detach().double().cpu()
-    return float((found.detach().double().cpu() - true).norm() / true.norm())
-
-
-def bias(found: torch.Tensor, true: torch.Tensor) -> float:
-    """|a - 1| of the factor a for which a * true is closest to found."""
-    found, true = (x.detach().double().flatten().cpu() for x in (found, true))
-    return abs(float(found @ true / (true @ true)) - 1)
+    true = true.detach().double()
+    return float((found.detach().to(true) - true).norm() / true.norm())
 
 
 def groups_of(layout: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[PackedGroup, ...]:
-    """Groups one behind the other."""
+    """One behind the other."""
     groups, start = [], 0
     for prompt_len, completion_lens in layout:
         groups.append(PackedGroup(start, prompt_len, completion_lens))
@@ -67,7 +74,7 @@ def visible(groups: Sequence[PackedGroup]) -> torch.Tensor:
     return together & earlier & own_or_prompt
 
 
-def attention_problems(
+def attention_errors(
     kernel: Kernel,
     groups: tuple[PackedGroup, ...],
     heads: tuple[int, int, int],
@@ -75,7 +82,7 @@ def attention_problems(
     dtype: str,
 ) -> tuple[dict[str, float], list[str]]:
     """(relative errors of the result and the three gradients against float64 with a dense mask,
-    what is wrong). `heads`: (of queries, of keys, width)."""
+    what is wrong with them). `heads`: (of queries, of keys, width)."""
     num_heads, num_key_heads, width = heads
     generator = torch.Generator(device).manual_seed(0)
     mask_SS = visible(groups).to(device)
@@ -100,32 +107,65 @@ def attention_problems(
     names = ("result", "query's gradient", "key's gradient", "value's gradient")
     errors, problems = {}, []
     for name, a, b in zip(names, found, true, strict=True):
-        errors[name], too_large = relative_error(a, b), bias(a, b)
-        if not errors[name] <= LARGEST_ERROR[dtype]:
-            problems.append(f"{name} is off by {errors[name]:.2g} of its size")
-        elif not too_large <= LARGEST_BIAS[dtype]:
-            problems.append(f"{name} is {too_large:.2g} too large or too small")
+        errors[name], b = relative_error(a, b), b.detach()
+        scale = float((a.detach().double() * b).sum() / (b * b).sum())
+        if not (errors[name] <= LARGEST_ERROR[dtype] and abs(scale - 1) <= LARGEST_BIAS[dtype]):
+            problems.append(f"{name} is off by {errors[name]:.2g} of its size, scaled {scale:.4f}")
     return errors, problems
 
 
 def kernels(asked: Asked) -> Iterator[Line]:
-    """The packed attention of each policy: the kernel that 'auto' chooses, and the plain one."""
+    """What `policy.attn_implementation` chooses from, for each policy's heads."""
     layouts = {**LAYOUTS, "a long group": [(400, (64,) * 8)]}
-    dtype = getattr(torch, asked.dtype)
-    auto = attention_kernels.choose_kernel("auto", asked.device, dtype)
+    auto = attention_kernels.choose_kernel("auto", asked.device, getattr(torch, asked.dtype))
     for name, kernel in (("auto", auto), ("sdpa", attention_kernels.PLAIN)):
         for policy, heads in (TINY_HEADS if asked.tiny else HEADS).items():
-            what, worst, wrong = f"packed attention ({name}) of {policy}", 0.0, []
+            worst, wrong = 0.0, []
             for place, layout in layouts.items():
-                errors, problems = attention_problems(
-                    kernel, groups_of(layout), heads, asked.device, asked.dtype
-                )
+                found = groups_of(layout)
+                errors, problems = attention_errors(kernel, found, heads, asked.device, asked.dtype)
                 worst = max(worst, *errors.values())
-                wrong += [f"{place}: {problem}" for problem in problems]
-            if wrong:
-                other = "sdpa" if name == "auto" else "auto"
-                fix = f"set policy.attn_implementation={other}, and report it with an issue"
-                yield failed(what, wrong[0], fix, policy__attn_implementation=other)
-            else:
-                limit = LARGEST_ERROR[asked.dtype]
-                yield ok(what, f"error {worst:.1e} of {limit:g}, forward and backward")
+                wrong += [f"in {place} the {problem}" for problem in problems]
+            key, other = "policy.attn_implementation", "sdpa" if name == "auto" else "auto"
+            note = (wrong or [f"error {worst:.0e} of {LARGEST_ERROR[asked.dtype]:g}"])[0]
+            what = f"packed attention ({name}) of {policy}"
+            yield result(what, not wrong, note, f"set {key}={other}", {key: other})
+
+
+def timed_ms(device: str, call: Callable[[], object]) -> float:
+    """Wall time, the device idle before and after."""
+    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    wait()
+    start_s = time.perf_counter()
+    call()
+    wait()
+    return 1e3 * (time.perf_counter() - start_s)
+
+
+@torch.no_grad()
+def backends(asked: Asked) -> Iterator[Line]:
+    """Rows as the Edit renderer attends them, of a new length each: a kernel that makes a plan for
+    each length is slow here, and fast where one length is repeated."""
+    tokens, heads, width = (64, 2, 16) if asked.tiny else (8192, 24, 128)
+    medians: dict[str, float] = {}
+    for name, backend in BACKENDS.items():
+        what = f"attention by {name}"
+        if asked.tiny and name in ("cudnn", "efficient"):
+            yield skipped(what)
+            continue
+        chosen: Any = sdpa_kernel(backend) if backend is not None else nullcontext()
+        times = []
+        try:
+            with chosen:
+                for length in range(tokens, tokens + 13 * 9, 13):
+                    row = torch.randn(3, 1, length, heads, width, device=asked.device)
+                    row = row.to(getattr(torch, asked.dtype))
+                    call = partial(qwen_image_denoiser.attention, *row)
+                    times.append(timed_ms(asked.device, call))
+        except RuntimeError as error:
+            yield skipped(what, f"does not run here: {str(error).split('.')[0][:99]}")
+            continue
+        medians[name] = statistics.median(times[1:])
+        note = f"median {medians[name]:.2g} ms, slowest new length {max(times[1:]):.2g} ms"
+        yield result(what, True, note)
+    yield result("fastest attention", True, min(medians, key=medians.__getitem__))

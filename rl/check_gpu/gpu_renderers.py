@@ -1,9 +1,11 @@
-"""Step 2: the renderers' transformers and VAE against float64 on the CPU, and 8-bit rounding."""
+"""Step 2: the renderers' models against float64 on the CPU, and a compiled transformer block."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,17 +13,21 @@ import torch
 
 from rl import build
 from rl.algorithm import attention_kernels
-from rl.check_gpu.gpu_kernels import relative_error
-from rl.check_gpu.lines import Asked, Line, failed, ok
+from rl.check_gpu.gpu_kernels import relative_error, timed_ms
+from rl.check_gpu.lines import Asked, Line, result
+from rl.config.schema import load_config
 from rl.ranks.dist import Dist
-from rl.renderers.qwen_image import qwen_image_components
+from rl.renderers.qwen_image import qwen_image_components, qwen_image_denoiser
 from rl.renderers.qwen_image.fp8 import Fp8Linear
 from rl.renderers.qwen_image.modulation import build_table
 from rl.renderers.qwen_image.vae2d import FrameVae
+from rl.renderers.qwen_image_21 import qwen_image_21_denoiser
 from rl.renderers.qwen_image_21.qwen_image_21_denoiser import Row, Shown
 
-LARGEST_MODEL_ERROR = {"bfloat16": 0.05, "float32": 1e-4}
+LARGEST_ERROR = {"bfloat16": 0.05, "float32": 1e-4}
 """Relative, of a whole small model: rounding adds up over its layers."""
+Forward = Callable[[], torch.Tensor]
+"""One denoising step."""
 
 
 class BothVaes(FrameVae):
@@ -33,115 +39,116 @@ class BothVaes(FrameVae):
         self.__dict__["stock"] = stock  # no submodule
 
 
-def load_renderer(asked: Asked, name: str) -> Any:
-    """The loop of the shipped small config's renderer, on the device."""
-    resolved = build.resolve(asked.config_of(name))
+def small_parts(asked: Asked, name: str) -> Any:
+    """The renderer's models of the shipped small config, on the device."""
+    path, *overrides = asked.words(name)
+    resolved = build.resolve(load_config(path, overrides))
     with mock.patch.object(qwen_image_components, "FrameVae", BothVaes):
         renderer: Any = build.build_renderer(resolved, Dist.from_env(asked.device))
-    return renderer.loop
+    return renderer.loop.parts
+
+
+def drawn(like: Any, *shape: int, seed: int = 0) -> torch.Tensor:
+    """The same numbers on every device and in every dtype."""
+    numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return numbers.bfloat16().to(like.device, like.dtype)
+
+
+def edit_step(transformer: Any, side: int, num_words: Sequence[int]) -> Forward:
+    """A picture of side x side tokens and a source of the same size per row."""
+    config, denoiser = transformer.config, qwen_image_denoiser.Denoiser(transformer)
+    states = [drawn(transformer, n, config.joint_attention_dim, seed=n) for n in num_words]
+    sources, latents = (
+        drawn(transformer, len(num_words), side**2, config.in_channels, seed=seed)
+        for seed in (1, 2)
+    )
+    given = denoiser.prepare(states, sources, [(1, side, side)] * 2)
+    modulation = build_table(transformer, torch.tensor([800.0]))[0].to(transformer.device)
+    return lambda: denoiser.velocity(latents, given, modulation)
+
+
+def step_21(transformer: Any, side: int, num_words: Sequence[int]) -> Forward:
+    """All rows but the last are a group with two source pictures, the last has one."""
+    is_double = transformer.dtype == torch.float64
+    device, config = str(transformer.device), transformer.config
+    kernel = attention_kernels.choose_kernel("auto", device, transformer.dtype)
+    denoiser = qwen_image_21_denoiser.Denoiser(
+        transformer, attention_kernels.CPU if is_double else kernel
+    )
+    slots = max(1, side**2 // 4)
+
+    def row(length: int, num_shown: int) -> Row:
+        pictures = [
+            (range(at, at + slots), drawn(transformer, side**2, config.in_channels, seed=at))
+            for at in range(3, 3 + num_shown * (slots + 2), slots + 2)
+        ]
+        shown = [Shown(place, x, (side, side), b"%d" % place[0]) for place, x in pictures]
+        start = drawn(transformer, pictures[-1][0].stop, config.context_in_dim, seed=num_shown)
+        words = drawn(transformer, length, config.context_in_dim, seed=length)
+        return Row(torch.cat([start, words]), tuple(shown))
+
+    groups = [[row(length, 2) for length in num_words[:-1]], [row(num_words[-1], 1)]]
+    given = denoiser.prepare([group for group in groups if group], (side, side))
+    latents = drawn(transformer, len(num_words), side**2, config.in_channels)
+    timestep = torch.tensor(800.0, device=device)
+    return lambda: denoiser.velocity(latents, given, timestep)
 
 
 @torch.no_grad()
 def renderers(asked: Asked) -> Iterator[Line]:
-    limit = LARGEST_MODEL_ERROR[asked.dtype]
-    editor = load_renderer(asked, "quickstart")
-    for what, error in (
-        ("Edit's transformer", _edit_error(editor)),
-        ("Qwen-Image-2.1's transformer", _error_21(load_renderer(asked, "tiny_qwen_image_21"))),
-        ("VAE 2-D against 3-D, encoded", _vae_error(editor.parts.vae, "encode")),
-        ("VAE 2-D against 3-D, decoded", _vae_error(editor.parts.vae, "decode")),
+    limit = LARGEST_ERROR[asked.dtype]
+    parts = small_parts(asked, "quickstart")
+    errors = {f"VAE {name}, 2-D against 3-D": e for name, e in _vae_errors(parts.vae).items()}
+    for name, transformer, step in (
+        ("Edit", parts.transformer, edit_step),
+        ("Qwen-Image-2.1", small_parts(asked, "tiny_qwen_image_21").transformer, step_21),
     ):
-        if error <= limit:
-            yield ok(what, f"error {error:.1e} of {limit:g}")
-        else:
-            fix = "no key avoids it: install requirements.lock, or report it with an issue"
-            yield failed(what, f"is off by {error:.2g} of its size, allowed {limit:g}", fix)
-    yield _fp8(asked)
-
-
-def _drawn(like: Any, *shape: int, seed: int = 0) -> torch.Tensor:
-    """The same numbers on every device and in every dtype, up to rounding."""
-    numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return numbers.to(torch.bfloat16).to(like.device, like.dtype)
-
-
-def _edit_error(loop: Any) -> float:
-    """One step of three rows of different lengths, against float64."""
-
-    def velocity(transformer: Any) -> torch.Tensor:
-        config, denoiser = transformer.config, type(loop._denoiser)(transformer)
-        states = [_drawn(transformer, n, config.joint_attention_dim, seed=n) for n in (9, 14, 14)]
-        sources = _drawn(transformer, 3, 16, config.in_channels, seed=1)
-        given = denoiser.prepare(states, sources, [(1, 4, 4), (1, 4, 4)])
-        modulation = build_table(transformer, torch.tensor([800.0]))[0].to(transformer.device)
-        latents = _drawn(transformer, 3, 16, config.in_channels, seed=2)
-        found: torch.Tensor = denoiser.velocity(latents, given, modulation)
-        return found
-
-    return _against_double(loop.parts.transformer, velocity)
-
-
-def _error_21(loop: Any) -> float:
-    """One step of two groups, one of two rows with two source pictures, against float64."""
-
-    def velocity(transformer: Any) -> torch.Tensor:
-        config = transformer.config
-        is_double = transformer.dtype == torch.float64
-        kernel = attention_kernels.CPU if is_double else loop._denoiser._kernel
-        denoiser = type(loop._denoiser)(transformer, kernel)
-
-        def row(seed: int, num_words: int, num_shown: int) -> Row:
-            start = _drawn(transformer, 12, config.context_in_dim, seed=num_shown)
-            words = _drawn(transformer, num_words, config.context_in_dim, seed=seed)
-            shown = [
-                Shown(
-                    range(3 + 5 * i, 4 + 5 * i),
-                    _drawn(transformer, 4, config.in_channels, seed=7 + i),
-                    (2, 2),
-                    b"%d" % i,
-                )
-                for i in range(num_shown)
-            ]
-            return Row(torch.cat([start, words]), tuple(shown))
-
-        groups = [[row(1, 6, 2), row(2, 9, 2)], [row(3, 4, 1)]]
-        given = denoiser.prepare(groups, (4, 4))
-        latents = _drawn(transformer, 3, 16, config.in_channels, seed=4)
-        timestep = torch.tensor(800.0, device=transformer.device)
-        found: torch.Tensor = denoiser.velocity(latents, given, timestep)
-        return found
-
-    return _against_double(loop.parts.transformer, velocity)
-
-
-def _against_double(transformer: Any, velocity: Callable[[Any], torch.Tensor]) -> float:
-    true = velocity(copy.deepcopy(transformer).cpu().double())
-    return relative_error(velocity(transformer), true)
-
-
-def _vae_error(vae: Any, direction: str) -> float:
-    """Ours against diffusers' own, in float64 on the CPU."""
-    stock = vae.stock.cpu().double()
-    mean, std = vae.mean.cpu().double(), vae.std.cpu().double()
-    if direction == "encode":
-        pixels = _drawn(vae.mean, 2, 3, 32, 48).clamp(-1, 1)
-        encoded = stock.encode(pixels.cpu().double().unsqueeze(2)).latent_dist.mode()
-        return relative_error(vae.encode(pixels), (encoded.squeeze(2) - mean) / std)
-    latents = _drawn(vae.mean, 2, mean.shape[1], 4, 6)
-    given = latents.cpu().double() * std + mean
-    decoded = stock.decode(given.unsqueeze(2)).sample.squeeze(2)
-    return relative_error(vae.decode(latents), decoded.clamp(-1, 1))
-
-
-def _fp8(asked: Asked) -> Line:
-    """The device rounds to 8 bits as the CPU does, bit for bit."""
+        true = step(copy.deepcopy(transformer).cpu().double(), 4, (9, 14, 14))()
+        found = step(transformer, 4, (9, 14, 14))()
+        errors[f"denoiser of {name}"] = relative_error(found.cpu(), true)
+    for what, error in errors.items():
+        fix = "install requirements.lock into a new .venv; report it with an issue"
+        yield result(what, error <= limit, f"error {error:.0e} of {limit:g}", fix)
+    # The device rounds to 8 bits as the CPU does, bit for bit.
     layer = torch.nn.Linear(256, 64, dtype=getattr(torch, asked.dtype))
-    expected = Fp8Linear(copy.deepcopy(layer))
-    found = Fp8Linear(layer.to(asked.device))
-    same = torch.equal(found.weight.cpu().view(torch.uint8), expected.weight.view(torch.uint8))
-    tokens = _drawn(layer.weight, 32, 256)
-    error = relative_error(found(tokens), layer(tokens))
-    note = f"8-bit weights {'as' if same else 'not as'} on the CPU, error {error:.2g} of 0.04"
-    if same and error <= 0.04:
-        return ok("fp8 storage", note)
-    return failed("fp8 storage", note, "leave renderer.fp8 off", renderer__fp8="off")
+    expected = Fp8Linear(copy.deepcopy(layer)).weight.view(torch.uint8)
+    rounded = Fp8Linear(layer.to(asked.device))
+    same = torch.equal(rounded.weight.cpu().view(torch.uint8), expected)
+    tokens = drawn(layer.weight, 32, 256)
+    error = relative_error(rounded(tokens), layer(tokens))
+    note = f"{'' if same else 'not '}the CPU's bits, error {error:.0e} of 0.04"
+    keys = {"renderer.fp8": "off"}
+    yield result("fp8 storage", same and error <= 0.04, note, "set renderer.fp8=off", keys)
+
+
+def _vae_errors(vae: Any) -> dict[str, float]:
+    """Ours against diffusers' own in float64 on the CPU."""
+    stock, mean, std = (x.cpu().double() for x in (vae.stock, vae.mean, vae.std))
+    pixels, latents = drawn(vae.mean, 2, 3, 32, 48).clamp(-1, 1), drawn(vae.mean, 2, 16, 4, 6)
+    latents = latents[:, : mean.shape[1]]
+    mode = stock.encode(pixels.cpu().double().unsqueeze(2)).latent_dist.mode().squeeze(2)
+    decoded = stock.decode((latents.cpu().double() * std + mean).unsqueeze(2)).sample.squeeze(2)
+    return {
+        "encoder": relative_error(vae.encode(pixels).cpu(), (mode - mean) / std),
+        "decoder": relative_error(vae.decode(latents).cpu(), decoded.clamp(-1, 1)),
+    }
+
+
+@torch.no_grad()
+def compiled_block(asked: Asked) -> Iterator[Line]:
+    """One block of the released editor's size, eager and compiled. A run compiles no block."""
+    kind = type(small_parts(asked, "quickstart").transformer)
+    with torch.device(asked.device):
+        transformer = kind(num_layers=1).to(getattr(torch, asked.dtype))
+    block, times, outcomes = qwen_image_denoiser.Denoiser.velocity, {}, []
+    compiled = torch.compile(block, dynamic=True)
+    for name, function in (("eager", block), ("compiled", compiled)):
+        with mock.patch.object(qwen_image_denoiser.Denoiser, "velocity", function):
+            calls = [partial(edit_step(transformer, 64, [n])) for n in range(300, 340, 8)]
+            times[name] = [timed_ms(asked.device, call) for call in calls]
+            outcomes.append(calls[-1]())
+    error = relative_error(outcomes[1], outcomes[0])
+    eager, fast = (statistics.median(times[name][1:]) for name in times)
+    note = f"{fast:.3g} ms, eager {eager:.3g} ms; {times['compiled'][0] / 1e3:.0f} s to compile"
+    fix = "nothing: a run compiles no block; report it with an issue"
+    yield result("compiled block", error <= LARGEST_ERROR[asked.dtype], note, fix)

@@ -14,6 +14,7 @@ from benchmarks.gpu_bench import Bench, Report
 from benchmarks.gpu_models import REAL, TINY
 from rl.algorithm import attention_kernels
 from rl.algorithm.attention_kernels import Kernel, Runs
+from rl.check_gpu import gpu_kernels
 from rl.policies.qwen_vl.qwen_vl_loading import Config, load_image_processor, load_tokenizer
 from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
 from rl.ranks.dist import Dist
@@ -107,7 +108,8 @@ def test_a_kernel_that_misses_one_key_fails_even_by_half_precisions_measure(tmp_
     wrong = forgetful(attention_kernels.CPU)
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: wrong)
     monkeypatch.setattr(gpu_check, "_policy_problems", lambda bench: [])
-    monkeypatch.setitem(gpu_check.LARGEST_ERROR, "float32", gpu_check.LARGEST_ERROR["bfloat16"])
+    for limits in (gpu_kernels.LARGEST_ERROR, gpu_kernels.LARGEST_BIAS):
+        monkeypatch.setitem(limits, "float32", gpu_kernels.LARGEST_ERROR["bfloat16"])
     bench = new_bench(tmp_path)
     gpu_check.packed_attention(bench)
     assert bench.attention == "sdpa"
@@ -118,7 +120,7 @@ def test_a_kernel_that_misses_one_key_fails_even_by_half_precisions_measure(tmp_
 
 def test_what_a_packed_token_sees_by_hand():
     """A prompt of 2, completions of 2 and 1; then a prompt of 1 with one of 1."""
-    mask = gpu_check.visible(gpu_check.groups_of([(2, (2, 1)), (1, (1,))]))
+    mask = gpu_kernels.visible(gpu_kernels.groups_of([(2, (2, 1)), (1, (1,))]))
     rows = ["x......", "xx.....", "xxx....", "xxxx...", "xx..x..", ".....x.", ".....xx"]
     assert mask.tolist() == [[cell == "x" for cell in row] for row in rows]
 
