@@ -32,7 +32,12 @@ LANGUAGE = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 1894
 LANGUAGE |= {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
 LANGUAGE |= {"max_position_embeddings": 128000}
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-VISION = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
+VISION: dict[str, Any] = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+}
 VISION |= {"out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31]}
 """Of Qwen2.5-VL-7B."""
 

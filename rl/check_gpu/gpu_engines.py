@@ -74,7 +74,7 @@ def engine(asked: Asked, name: str, config_name: str) -> Iterator[Line]:
 
 def weight_sync(what: str, syncs: Any, module: torch.nn.Module, dtype: str) -> Line:
     """Two syncs, all trained weights moved before each; `sync` reads back and compares."""
-    report = None
+    report: Any = None
     try:
         for seed in (1, 2):
             generator = torch.Generator().manual_seed(seed)

@@ -116,7 +116,7 @@ def attention_errors(
 
 def kernels(asked: Asked) -> Iterator[Line]:
     """What `policy.attn_implementation` chooses from, for each policy's heads."""
-    layouts = {**LAYOUTS, "a long group": [(400, (64,) * 8)]}
+    layouts = LAYOUTS | {"a long group": [(400, (64,) * 8)]}
     auto = attention_kernels.choose_kernel("auto", asked.device, getattr(torch, asked.dtype))
     for name, kernel in (("auto", auto), ("sdpa", attention_kernels.PLAIN)):
         for policy, heads in (TINY_HEADS if asked.tiny else HEADS).items():

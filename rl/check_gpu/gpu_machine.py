@@ -39,9 +39,9 @@ def gpus() -> tuple[list[Gpu], str]:
         return [], f"CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs"
     only = ["-i", visible] if visible else []
     rows, why = _nvidia_smi(f"--query-gpu={FIELDS}", *only)
-    numbers = [[float(w) if w.replace(".", "").isdecimal() else 0 for w in r[2:]] for r in rows]
+    numbers = [[float(w) if w.replace(".", "").isdecimal() else 0.0 for w in r[2:]] for r in rows]
     found = [
-        Gpu(*row[:2], capability, total * 2**20 / 1e9, used * 2**20 / 1e9)
+        Gpu(row[0], row[1], capability, total * 2**20 / 1e9, used * 2**20 / 1e9)
         for row, (capability, total, used) in zip(rows, numbers, strict=True)
     ]
     return found, why
@@ -137,7 +137,7 @@ def config_lines(asked: Asked) -> Iterator[Line]:
         return
     words = [*asked.overrides]
     if asked.num_gpus:
-        words += [f"gpu_gb={asked.gpu_gb:.0f}", f"world_size={asked.num_gpus}"]
+        words += [f"gpu_gb={int(asked.gpu_gb)}", f"world_size={asked.num_gpus}"]
     host_gb = this_machine.host_memory_gb()
     try:
         config = load_config(asked.config, words)

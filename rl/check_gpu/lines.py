@@ -82,5 +82,5 @@ class Asked:
         words = [f"configs/{name}.jsonnet", f"base_exp_dir={self.folder}/runs"]
         if not self.tiny:
             words += ["policy.device=auto", "policy.dtype=bfloat16", "renderer.dtype=bfloat16"]
-            words += ["engine.type=vllm", f"gpu_gb={self.gpu_gb:.0f}"]
+            words += ["engine.type=vllm", f"gpu_gb={int(self.gpu_gb)}"]
         return words

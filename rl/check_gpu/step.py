@@ -24,7 +24,7 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w") as results:
         os.dup2(2, 1)
         # Where it hangs, just before the parent ends it.
-        faulthandler.dump_traceback_later(asked.limit_s - 1, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(asked.limit_s - 1, file=2)
         module, _, function = sys.argv[1].partition(":")
         for line in getattr(importlib.import_module(module), function)(asked):
             print(json.dumps(asdict(line)), file=results, flush=True)

@@ -69,7 +69,7 @@ def run_step(step: Step, asked: Asked) -> Iterator[Line]:
         large = f"needs a GPU of 80 GB, the smallest here has {asked.gpu_gb:.0f}"
         yield skipped(step.name, NEEDS_CUDA if asked.tiny else large)
         return
-    if find_spec(step.function.partition(".")[0]) is None:
+    if find_spec(re.split(r"\W", step.function)[0]) is None:
         yield skipped(step.name, "comes with a clone, not with the wheel")
         return
     out, err = (Path(asked.folder, f"{step.name}.{end}") for end in ("jsonl", "log"))

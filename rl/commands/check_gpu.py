@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = Asked(folder, args.tiny, len(found), size_gb, args.config, args.overrides)
         results = check(asked, STEPS)
     lines = [line for _, _, of_step in results for line in of_step]
-    keys = {"gpu_gb": f"{size_gb:.0f}", "world_size": f"{len(found)}"} if found else {}
+    keys = {"gpu_gb": f"{int(size_gb)}", "world_size": f"{len(found)}"} if found else {}
     for line in lines:
         keys |= line.keys
     end = [verdict(lines), *(f"recommended: {key}={value}" for key, value in keys.items())]
