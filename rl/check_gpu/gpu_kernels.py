@@ -1,26 +1,19 @@
-"""Step 2: the policies' packed attention against float64, and the times of PyTorch's kernels.
+"""Step 2: the policies' packed attention against float64 with a dense mask.
 
 Axes: `_S` tokens of a packed row, `_H` heads, `_D` their width.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rl.algorithm import attention_kernels
 from rl.algorithm.attention_kernels import Kernel
 from rl.api.types import PackedGroup
-from rl.check_gpu.lines import Asked, Line, result, skipped
+from rl.check_gpu.lines import Asked, Line, result
 from rl.policies.shared.packed_attention import Packing, attention
-from rl.renderers.qwen_image import qwen_image_denoiser
 
 LARGEST_ERROR = {"bfloat16": 0.02, "float32": 1e-5}
 """Relative, of attention: a bfloat16 kernel rounds its weights to 8 bits of mantissa. One key too
@@ -36,12 +29,6 @@ LAYOUTS: dict[str, list[tuple[int, tuple[int, ...]]]] = {
 HEADS = {"Qwen2.5-VL": (28, 4, 128), "Qwen3-VL and Emu3": (32, 8, 128)}
 TINY_HEADS = {"Qwen2.5-VL": (4, 2, 16), "Qwen3-VL and Emu3": (4, 2, 32)}
 """(query heads, key heads, width)."""
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "PyTorch's choice": None,
-}
 
 
 def relative_error(found: torch.Tensor, true: torch.Tensor) -> float:
@@ -130,42 +117,3 @@ def kernels(asked: Asked) -> Iterator[Line]:
             note = (wrong or [f"error {worst:.0e} of {LARGEST_ERROR[asked.dtype]:g}"])[0]
             what = f"packed attention ({name}) of {policy}"
             yield result(what, not wrong, note, f"set {key}={other}", {key: other})
-
-
-def timed_ms(device: str, call: Callable[[], object]) -> float:
-    """Wall time, the device idle before and after."""
-    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    wait()
-    start_s = time.perf_counter()
-    call()
-    wait()
-    return 1e3 * (time.perf_counter() - start_s)
-
-
-@torch.no_grad()
-def backends(asked: Asked) -> Iterator[Line]:
-    """Rows as the Edit renderer attends them, of a new length each: a kernel that makes a plan for
-    each length is slow here, and fast where one length is repeated."""
-    tokens, heads, width = (64, 2, 16) if asked.tiny else (8192, 24, 128)
-    medians: dict[str, float] = {}
-    for name, backend in BACKENDS.items():
-        what = f"attention by {name}"
-        if asked.tiny and name in ("cudnn", "efficient"):
-            yield skipped(what)
-            continue
-        chosen: Any = sdpa_kernel(backend) if backend is not None else nullcontext()
-        times = []
-        try:
-            with chosen:
-                for length in range(tokens, tokens + 13 * 9, 13):
-                    row = torch.randn(3, 1, length, heads, width, device=asked.device)
-                    row = row.to(getattr(torch, asked.dtype))
-                    call = partial(qwen_image_denoiser.attention, *row)
-                    times.append(timed_ms(asked.device, call))
-        except RuntimeError as error:
-            yield skipped(what, f"does not run here: {str(error).split('.')[0][:99]}")
-            continue
-        medians[name] = statistics.median(times[1:])
-        note = f"median {medians[name]:.2g} ms, slowest new length {max(times[1:]):.2g} ms"
-        yield result(what, True, note)
-    yield result("fastest attention", True, min(medians, key=medians.__getitem__))

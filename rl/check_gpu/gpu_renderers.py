@@ -1,11 +1,9 @@
-"""Step 2: the renderers' models against float64 on the CPU, and a compiled transformer block."""
+"""Step 2: the renderers' models against float64 on the CPU."""
 
 from __future__ import annotations
 
 import copy
-import statistics
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,7 +11,7 @@ import torch
 
 from rl import build
 from rl.algorithm import attention_kernels
-from rl.check_gpu.gpu_kernels import relative_error, timed_ms
+from rl.check_gpu.gpu_kernels import relative_error
 from rl.check_gpu.lines import Asked, Line, result
 from rl.config.schema import load_config
 from rl.ranks.dist import Dist
@@ -132,23 +130,3 @@ def _vae_errors(vae: Any) -> dict[str, float]:
         "encoder": relative_error(vae.encode(pixels).cpu(), (mode - mean) / std),
         "decoder": relative_error(vae.decode(latents).cpu(), decoded.clamp(-1, 1)),
     }
-
-
-@torch.no_grad()
-def compiled_block(asked: Asked) -> Iterator[Line]:
-    """One block of the released editor's size, eager and compiled. A run compiles no block."""
-    kind = type(small_parts(asked, "quickstart").transformer)
-    with torch.device(asked.device):
-        transformer = kind(num_layers=1).to(getattr(torch, asked.dtype))
-    block, times, outcomes = qwen_image_denoiser.Denoiser.velocity, {}, []
-    compiled = torch.compile(block, dynamic=True)
-    for name, function in (("eager", block), ("compiled", compiled)):
-        with mock.patch.object(qwen_image_denoiser.Denoiser, "velocity", function):
-            calls = [partial(edit_step(transformer, 64, [n])) for n in range(300, 340, 8)]
-            times[name] = [timed_ms(asked.device, call) for call in calls]
-            outcomes.append(calls[-1]())
-    error = relative_error(outcomes[1], outcomes[0])
-    eager, fast = (statistics.median(times[name][1:]) for name in times)
-    note = f"{fast:.3g} ms, eager {eager:.3g} ms; {times['compiled'][0] / 1e3:.0f} s to compile"
-    fix = "nothing: a run compiles no block; report it with an issue"
-    yield result("compiled block", error <= LARGEST_ERROR[asked.dtype], note, fix)

@@ -161,7 +161,7 @@ def test_what_libraries_print_is_no_line(tmp_path: Path) -> None:
         ("wrong_kernel", "FAIL ... (auto) ... 1.0100 ... fix: set policy.attn_implementation=sdpa"),
         ("dead_sync", "FAIL ... weight sync: after the weight sync ... fix: set engine.type=tran"),
         ("rank_that_never_joins", "FAIL ... sum ... rank 0 waited 2 s ... fix: NCCL_DEBUG=INFO"),
-        ("loop_that_cannot_resume", "PASS ... started ... FAIL ... resumed: ... another config ... fix: "),
+        ("loop_that_cannot_resume", "PASS ... started ... FAIL ... resumed: ... another config"),
     ],
 )
 def test_planted_faults(tmp_path: Path, function: str, parts: str) -> None:
