@@ -39,8 +39,12 @@ def engine(asked: Asked, name: str, config_name: str) -> Iterator[Line]:
         yield result(f"vLLM, {name}: start", True, f"{asked.dtype}, {graphs}")
         [source] = build.build_data(resolved, resolved.train)
         prompts = [policy.build_prompt(source[index]) for index in range(2)]
-        sample = partial(started.generate, prompts, build.sampling_params(config), [7, 7000])
         learner = Learner(policy, config, dist, num_iterations=1)
+
+        def sample() -> Any:
+            started.load_weights(learner.export_weights())  # forgets the prompts, as a sync does
+            return started.generate(prompts, build.sampling_params(config), [7, 7000])
+
         temperature = config.sampling.temperature
         syncs = partial(sync, started, learner, prompts[0], asked.dtype, temperature)
         yield weight_sync(f"vLLM, {name}: weight sync", syncs, policy.module, asked.dtype)

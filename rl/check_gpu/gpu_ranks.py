@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from rl.check_gpu.lines import Asked, Line, result, skipped
-from rl.check_gpu.steps import last_words
+from rl.check_gpu.steps import kill, last_words
 from rl.checkpoints.checkpoint import find, iteration_of
 from rl.files.atomic import read_rows
 
@@ -92,10 +90,9 @@ def _run(command: list[str], run_dir: Path, log: object) -> int:
     while process.poll() is None:
         newest = find(run_dir, hashes=False).path if run_dir.is_dir() else None
         if newest is not None and iteration_of(newest) > 0:
+            # Not the judge and its guard, which end by themselves when a run is gone.
             ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            for pid in (process.pid, *map(int, ranks)):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill(process.pid, *map(int, ranks))
             process.wait()
         time.sleep(0.05)
     return int(process.returncode)

@@ -87,7 +87,8 @@ def run_step(step: Step, asked: Asked) -> Iterator[Line]:
         finally:
             is_late = child.returncode is None
             if is_late or child.returncode < 0:
-                with suppress(ProcessLookupError):  # with what it started
+                kill(*descendants(child.pid))  # ranks are groups of their own
+                with suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
             child.wait()
     for row in out.read_text(errors="replace").split("\n"):
@@ -107,6 +108,22 @@ def run_step(step: Step, asked: Asked) -> Iterator[Line]:
     fix = f"{keys or 'no key avoids it'}; report it with an issue"
     known = (fix for words, fix in FIXES.items() if re.search(words, note))
     yield Line("FAIL", step.name, note, next(known, fix), step.keys)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that `pid` started, and those that they started."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for word in file.read_text().split():
+                found += [int(word), *descendants(int(word))]
+    return found
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _environment(asked: Asked) -> dict[str, str]:
