@@ -147,8 +147,8 @@ def config_lines(asked: Asked) -> Iterator[Line]:
     except ConfigError as error:
         found = list(error.problems)
     for problem in found:
-        note, _, fix = problem.rpartition("; ")
-        yield result("config", False, note or problem, fix or "rl check lists what is wrong")
+        note, _, fix = problem.partition("; ")
+        yield result("config", False, note, fix or "rl check lists what is wrong")
     if not found:
         note = f"fits; host memory {host_gb or 0:.0f} GB"
         yield result("config", True, f"{note}; {this_machine.disk_line(build.resolve(config))}")
