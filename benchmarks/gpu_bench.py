@@ -1,4 +1,4 @@
-"""Shared by all GPU measurements: timing, lines of the table, and goals."""
+"""What every GPU measurement shares: the clock, the lines it writes, the goals it is held to."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """The result of one call in a race."""
+    """One contender of a race."""
 
     ms: float
     """Median of the rounds."""
     num_rounds: int
     peak_gb: float
-    """Peak memory of torch in a round, weights included; on a CPU, of the process so far."""
+    """Most memory that torch held in a round, weights included; on a CPU, the process so far."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,21 @@ class Line:
     what: str
     ms: float | None = None
     floor_ms: float | None = None
-    """Time of the same operations at the rate of matrix products measured on this device."""
+    """What the same operations take at the rate of matrix products measured on this device."""
     peer_ratio: float | None = None
-    """The peer's time over this time, in the same run."""
+    """The peer's time over this one, in the same run."""
     peak_gb: float | None = None
     note: str = ""
 
     @property
     def floor_share(self) -> float | None:
-        """`floor_ms` over the measured time; 1 is the best."""
+        """1 at best."""
         return None if self.ms is None or self.floor_ms is None else self.floor_ms / self.ms
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal of this project and the measured value."""
+    """A number this project set itself, beside the measured one."""
 
     name: str
     wanted: str
@@ -68,23 +68,24 @@ class Goal:
 
 @dataclass
 class Report:
-    """Grows line by line, so that a failed item keeps its lines."""
+    """Grows line by line, so that an item that fails keeps what it had."""
 
     lines: list[Line] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     facts: dict[str, float] = field(default_factory=dict)
-    """Values of one item that a goal of another item uses."""
+    """What one item leaves for a goal of another."""
 
     def add(self, line: Line) -> None:
-        """Adds a line and prints it."""
+        """Keep it, and tell it at once."""
         self.lines.append(line)
-        print("  ".join(filter(None, _cells(line))), file=sys.stderr, flush=True)
+        told = "  ".join(filter(None, _cells(line)))
+        print(told, file=sys.stderr, flush=True)
 
-    def fail(self, problem: str) -> None:
-        """Records a failure, which sets the exit code."""
-        self.failures.append(problem)
-        print(f"FAIL {problem}", file=sys.stderr, flush=True)
+    def fail(self, what: str) -> None:
+        """Something is wrong: the exit code will say so."""
+        self.failures.append(what)
+        print(f"FAIL {what}", file=sys.stderr, flush=True)
 
     def at_most(self, name: str, limit: float, value: float, unit: str) -> None:
         goal = Goal(name, f"<= {limit:g} {unit}", f"{value:.3g} {unit}", value <= limit)
@@ -95,47 +96,48 @@ class Report:
         self.goals.append(Goal(name, wanted.strip(), measured.strip(), value >= limit))
 
     def line_table(self) -> str:
-        """The lines as Markdown."""
+        """Markdown."""
         head = ["item", "what", "ms", "floor ms", "floor/time", "peer/ours", "peak GB", "note"]
         return table(head, map(_cells, self.lines))
 
     def goal_table(self) -> str:
-        """The goals of the items that ran, as Markdown."""
+        """Markdown; goals whose item was not run are not there."""
         rows = [[g.name, g.wanted, g.measured, "met" if g.met else "MISSED"] for g in self.goals]
         return table(["goal", "wanted", "measured", ""], rows)
 
 
 def _cells(line: Line) -> list[str]:
-    def cell(value: float | None, form: str) -> str:
+    def shown(value: float | None, form: str) -> str:
         return "" if value is None else form.format(value)
 
     return [
         line.item,
         line.what,
-        cell(line.ms, "{:.4g}"),
-        cell(line.floor_ms, "{:.4g}"),
-        cell(line.floor_share, "{:.1%}"),
-        cell(line.peer_ratio, "{:.2f}x"),
-        cell(line.peak_gb, "{:.1f}"),
+        shown(line.ms, "{:.4g}"),
+        shown(line.floor_ms, "{:.4g}"),
+        shown(line.floor_share, "{:.1%}"),
+        shown(line.peer_ratio, "{:.2f}x"),
+        shown(line.peak_gb, "{:.1f}"),
         line.note,
     ]
 
 
 @dataclass
 class Bench:
-    """The input of every item."""
+    """What an item is given."""
 
     dist: Dist
     size: Size
     seconds: float
-    """Time for which an item measures, without building models; a begun round is finished."""
+    """For which an item measures, building models not counted; what has begun is finished."""
     folder: Path
     """Temporary: tokenizer, image processor, configs, runs."""
     report: Report
     item: str = ""
-    """The current item."""
+    """The one under way."""
     attention: str = "auto"
-    """`policy.attn_implementation`; 'sdpa' after a check found that the fast kernel is wrong."""
+    """`policy.attn_implementation`, until a check finds that the fast kernel is wrong."""
+    """Of the renderer, once it was seen to pay."""
 
     @property
     def device(self) -> str:
@@ -144,19 +146,19 @@ class Bench:
 
     @property
     def dtype(self) -> str:
-        """The dtype of all weights."""
+        """Of all weights."""
         return "bfloat16" if self.device.startswith("cuda") else "float32"
 
     def floor_ms(self, flops: float) -> float:
-        """Time of `flops` at the rate of matrix products, which is measured once per process."""
+        """At the rate of matrix products, which is measured once a process."""
         return 1e3 * flops / measure_flops_per_s(self.device, self.dtype)
 
     def tell(self, what: str, *numbers: float | None, **more: Any) -> None:
-        """Adds a line of the current item: `Line`'s fields from `what` on."""
+        """A line of the item under way: `Line`'s fields from `what` on."""
         self.report.add(Line(self.item, what, *numbers, **more))
 
     def race(self, calls: Mapping[str, Call], share: float = 1.0) -> dict[str, Timing]:
-        """`race` for a share of `seconds`; a call that does not run here only gets a line."""
+        """See `race`; a call that does not run here is told and left out. `share`: of `seconds`."""
         timings, refused = race(self.device, calls, share * self.seconds)
         for name, reason in refused.items():
             self.tell(name, note=f"does not run here: {reason}")
@@ -170,7 +172,7 @@ class Bench:
         peer: Timing | None = None,
         note: str = "",
     ) -> None:
-        """Adds a line of a race's result; `floor`: minimum of operations, `peer`: its timing."""
+        """A line of a race's outcome; `floor`: the least operations, `peer`: who did the same."""
         self.tell(
             what,
             timing.ms,
@@ -184,18 +186,18 @@ class Bench:
 def race(
     device: str, calls: Mapping[str, Call], seconds: float
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """(timings, reasons why others did not run): every call once to warm up, then all in turn,
-    round by round, for `seconds` and at least one round."""
+    """(timings, why others did not run): every call once to warm up, then all in turn, round by
+    round, until `seconds` are over; one round at least."""
     running, refused = {}, {}
     for name, call in calls.items():
         try:
             call()
-        except Exception as error:  # kernels raise various errors if they cannot run
+        except Exception as error:  # kernels say in their own ways that they cannot
             refused[name] = first_line(error)
         else:
             running[name] = call
             continue
-        free(device)  # outside `except`, where no traceback refers to the failed call's tensors
+        free(device)  # out here, where no traceback holds the failed call's tensors
     times_s: dict[str, list[float]] = {name: [] for name in running}
     peaks_gb = dict.fromkeys(running, 0.0)
     end_s = time.perf_counter() + seconds
@@ -207,14 +209,14 @@ def race(
         if time.perf_counter() >= end_s:
             break
     timings = {
-        name: Timing(1e3 * statistics.median(samples_s), len(samples_s), peaks_gb[name])
-        for name, samples_s in times_s.items()
+        name: Timing(1e3 * statistics.median(taken), len(taken), peaks_gb[name])
+        for name, taken in times_s.items()
     }
     return timings, refused
 
 
 def timed_s(device: str, call: Call) -> float:
-    """Wall seconds of a call, with the device idle before and after."""
+    """Wall seconds, the device idle before and after."""
     synchronize(device)
     start_s = time.perf_counter()
     call()
@@ -223,33 +225,27 @@ def timed_s(device: str, call: Call) -> float:
 
 
 def synchronize(device: str) -> None:
-    """Waits for the device."""
+    """Wait for all that was launched."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
 
 def free(device: str) -> None:
-    """Frees unreferenced memory of the device."""
+    """Give back what nobody holds any more."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
 
 
-def relative_error(value: torch.Tensor, true: torch.Tensor) -> float:
-    """|value - true| / |true|, Euclidean."""
-    true = true.detach().double()
-    return float((value.detach().double() - true).norm() / true.norm())
-
-
 def first_line(error: BaseException) -> str:
-    """'OutOfMemoryError: CUDA out of memory. ...', shortened for a table, without folders."""
+    """'OutOfMemoryError: CUDA out of memory. ...', short enough for a table, without folders."""
     text = re.sub(r"(/[\w.@+-]+)+/", "", str(error).strip().split("\n")[0])
     return f"{type(error).__name__}: {text}"[:200]
 
 
 @contextmanager
 def cleared(device: str) -> Iterator[None]:
-    """Frees the device's memory after the block."""
+    """Memory is free again behind the block."""
     try:
         yield
     finally:

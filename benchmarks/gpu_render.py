@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks.flop_counter import flops_of
-from benchmarks.gpu_bench import Bench, cleared, relative_error, timed_s
+from benchmarks.gpu_bench import Bench, cleared, timed_s
 from benchmarks.gpu_models import random_transformer, random_vae, shelve_modulation
 from benchmarks.stock import StockDenoiser, StockVae
+from rl.check_gpu.gpu_kernels import relative_error
 from rl.renderers.qwen_image.denoising_config import PATCH_PX
 from rl.renderers.qwen_image.modulation import StepModulation, build_table
 from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser

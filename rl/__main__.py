@@ -47,6 +47,9 @@ COMMANDS = {
     "check-distributed": Command(
         "check that this machine's ranks connect", "rl.simple_launch", after=(_RANK_SCRIPT,)
     ),
+    "check-gpu": Command(
+        "check that this machine's GPUs run everything, in ten minutes", "rl.commands.check_gpu"
+    ),
     "bench-gpu": Command("measure real-size models on this GPU", "benchmarks.bench_gpu"),
 }
 

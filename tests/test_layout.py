@@ -53,7 +53,7 @@ FLOORS = [
     {"memory"},
     {"check"},
     {"run"},
-    {"edit", "report"},
+    {"check_gpu", "edit", "report"},
     {"train"},
     {"commands", "simple_launch"},
     {"__main__", "test_distributed_env"},

@@ -43,9 +43,9 @@ def machine_problems(resolved: Resolved, starts: bool = False) -> list[str]:
     capability = max(map(float, capabilities), default=math.inf)
     return [
         *_device_problems(resolved, "cuda", capability),
-        *_driver_problems(driver_version, capability),
+        *driver_problems(driver_version, capability),
         *_storage_problems(resolved),
-        *_compiler_problems(resolved),
+        *([] if resolved.engine.cls.samples_with_trainer else toolchain_problems()),
     ]
 
 
@@ -158,7 +158,7 @@ def _torch_build() -> str:
         return ""
 
 
-def _driver_problems(driver_version: str, capability: float) -> Iterable[str]:
+def driver_problems(driver_version: str, capability: float) -> Iterable[str]:
     """Why the pinned PyTorch, if installed, cannot run with this driver and GPU."""
     if _torch_build():
         return
@@ -179,11 +179,9 @@ def _driver_problems(driver_version: str, capability: float) -> Iterable[str]:
         )
 
 
-def _compiler_problems(resolved: Resolved) -> Iterable[str]:
+def toolchain_problems() -> Iterable[str]:
     """A missing compiler or missing Python headers, looked up as Triton does. Only an engine
     with kernels of its own (vLLM) needs them, for Triton; eager PyTorch compiles nothing."""
-    if resolved.engine.cls.samples_with_trainer:
-        return
     chosen = os.environ.get("CC")
     if not any(shutil.which(name) for name in ([chosen] if chosen else ["gcc", "clang"])):
         yield (

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench_gpu, gpu_check, gpu_models, gpu_policy
+from benchmarks import bench_gpu, gpu_check, gpu_models, gpu_policy, gpu_real_size
 from benchmarks.gpu_bench import Bench, Report
 from benchmarks.gpu_models import REAL, TINY
 from rl.algorithm import attention_kernels
 from rl.algorithm.attention_kernels import Kernel, Runs
+from rl.check_gpu import gpu_kernels
+from rl.check_gpu.lines import Asked
 from rl.policies.qwen_vl.qwen_vl_loading import Config, load_image_processor, load_tokenizer
 from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
 from rl.ranks.dist import Dist
@@ -107,7 +109,8 @@ def test_a_kernel_that_misses_one_key_fails_even_the_bfloat16_tolerance(tmp_path
     wrong = without_last_key(attention_kernels.CPU)
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: wrong)
     monkeypatch.setattr(gpu_check, "_policy_problems", lambda bench: [])
-    monkeypatch.setitem(gpu_check.LARGEST_ERROR, "float32", gpu_check.LARGEST_ERROR["bfloat16"])
+    for limits in (gpu_kernels.LARGEST_ERROR, gpu_kernels.LARGEST_BIAS):
+        monkeypatch.setitem(limits, "float32", gpu_kernels.LARGEST_ERROR["bfloat16"])
     bench = new_bench(tmp_path)
     gpu_check.packed_attention(bench)
     assert bench.attention == "sdpa"
@@ -118,7 +121,7 @@ def test_a_kernel_that_misses_one_key_fails_even_the_bfloat16_tolerance(tmp_path
 
 def test_visible_tokens_of_packed_attention_by_hand():
     """A prompt of 2, completions of 2 and 1; then a prompt of 1 with one of 1."""
-    mask = gpu_check.visible(gpu_check.groups_of([(2, (2, 1)), (1, (1,))]))
+    mask = gpu_kernels.visible(gpu_kernels.groups_of([(2, (2, 1)), (1, (1,))]))
     rows = ["x......", "xx.....", "xxx....", "xxxx...", "xx..x..", ".....x.", ".....xx"]
     assert mask.tolist() == [[cell == "x" for cell in row] for row in rows]
 
@@ -173,3 +176,23 @@ def test_real_sizes_are_those_of_the_released_models(tmp_path):
         prompt = prompts.prompt(sample, sample.instruction)
         assert len(prompt.token_ids) == num_tokens == REAL.num_prompt_tokens(side_px)
         assert prompt.num_dropped_tokens == 64
+
+
+def test_real_size_steps_at_tiny_size(tmp_path, monkeypatch):
+    """The same code as on a GPU; only the peak of its memory is not known here."""
+    text = {"vocab_size": 521, "hidden_size": 64, "intermediate_size": 128}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    for table, values in (
+        (gpu_real_size.LANGUAGE, text),
+        (gpu_real_size.ROPE, {"mrope_section": [4, 6, 6]}),
+        (gpu_real_size.VISION, {**TINY.vision, "out_hidden_size": 64}),
+        (gpu_real_size.MODEL_SIZE, dict(TINY.transformer)),
+    ):
+        for name, value in values.items():
+            monkeypatch.setitem(table, name, value)
+    monkeypatch.setattr(gpu_real_size, "SIDE_TOKENS", 4)
+    asked = Asked(str(tmp_path), tiny=True, gpu_gb=80.0)
+    for peak_gb, status in ((20.0, "PASS"), (90.0, "FAIL")):
+        monkeypatch.setattr(gpu_real_size, "peak_gb", lambda device, peak_gb=peak_gb: peak_gb)
+        lines = [*gpu_real_size.policy(asked), *gpu_real_size.edit(asked)]
+        assert [line.status for line in lines] == ["PASS", status, "PASS", status]

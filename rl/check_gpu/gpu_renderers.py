@@ -1,0 +1,132 @@
+"""Step 2: the renderers' models against float64 on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from rl import build
+from rl.algorithm import attention_kernels
+from rl.check_gpu.gpu_kernels import relative_error
+from rl.check_gpu.lines import Asked, Line, result
+from rl.config.schema import load_config
+from rl.ranks.dist import Dist
+from rl.renderers.qwen_image import qwen_image_components, qwen_image_denoiser
+from rl.renderers.qwen_image.fp8 import Fp8Linear
+from rl.renderers.qwen_image.modulation import build_table
+from rl.renderers.qwen_image.vae2d import FrameVae
+from rl.renderers.qwen_image_21 import qwen_image_21_denoiser
+from rl.renderers.qwen_image_21.qwen_image_21_denoiser import Row, Shown
+
+LARGEST_ERROR = {"bfloat16": 0.05, "float32": 1e-4}
+"""Relative, of a whole small model: rounding adds up over its layers."""
+Forward = Callable[[], torch.Tensor]
+"""One denoising step."""
+
+
+class BothVaes(FrameVae):
+    """Keeps the VAE as diffusers made it, too."""
+
+    def __init__(self, vae: Any) -> None:
+        stock = copy.deepcopy(vae)
+        super().__init__(vae)
+        self.__dict__["stock"] = stock  # no submodule
+
+
+def small_parts(asked: Asked, name: str) -> Any:
+    """The renderer's models of the shipped small config, on the device."""
+    path, *overrides = asked.words(name)
+    resolved = build.resolve(load_config(path, overrides))
+    with mock.patch.object(qwen_image_components, "FrameVae", BothVaes):
+        renderer: Any = build.build_renderer(resolved, Dist.from_env(asked.device))
+    return renderer.loop.parts
+
+
+def drawn(like: Any, *shape: int, seed: int = 0) -> torch.Tensor:
+    """The same numbers on every device and in every dtype."""
+    numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return numbers.bfloat16().to(like.device, like.dtype)
+
+
+def edit_step(transformer: Any, side: int, num_words: Sequence[int]) -> Forward:
+    """A picture of side x side tokens and a source of the same size per row."""
+    config, denoiser = transformer.config, qwen_image_denoiser.Denoiser(transformer)
+    states = [drawn(transformer, n, config.joint_attention_dim, seed=n) for n in num_words]
+    sources, latents = (
+        drawn(transformer, len(num_words), side**2, config.in_channels, seed=seed)
+        for seed in (1, 2)
+    )
+    given = denoiser.prepare(states, sources, [(1, side, side)] * 2)
+    modulation = build_table(transformer, torch.tensor([800.0]))[0].to(transformer.device)
+    return lambda: denoiser.velocity(latents, given, modulation)
+
+
+def step_21(transformer: Any, side: int, num_words: Sequence[int]) -> Forward:
+    """All rows but the last are a group with two source pictures, the last has one."""
+    is_double = transformer.dtype == torch.float64
+    device, config = str(transformer.device), transformer.config
+    kernel = attention_kernels.choose_kernel("auto", device, transformer.dtype)
+    denoiser = qwen_image_21_denoiser.Denoiser(
+        transformer, attention_kernels.CPU if is_double else kernel
+    )
+    slots = max(1, side**2 // 4)
+
+    def row(length: int, num_shown: int) -> Row:
+        pictures = [
+            (range(at, at + slots), drawn(transformer, side**2, config.in_channels, seed=at))
+            for at in range(3, 3 + num_shown * (slots + 2), slots + 2)
+        ]
+        shown = [Shown(place, x, (side, side), b"%d" % place[0]) for place, x in pictures]
+        start = drawn(transformer, pictures[-1][0].stop, config.context_in_dim, seed=num_shown)
+        words = drawn(transformer, length, config.context_in_dim, seed=length)
+        return Row(torch.cat([start, words]), tuple(shown))
+
+    groups = [[row(length, 2) for length in num_words[:-1]], [row(num_words[-1], 1)]]
+    given = denoiser.prepare([group for group in groups if group], (side, side))
+    latents = drawn(transformer, len(num_words), side**2, config.in_channels)
+    timestep = torch.tensor(800.0, device=device)
+    return lambda: denoiser.velocity(latents, given, timestep)
+
+
+@torch.no_grad()
+def renderers(asked: Asked) -> Iterator[Line]:
+    limit = LARGEST_ERROR[asked.dtype]
+    parts = small_parts(asked, "quickstart")
+    errors = {f"VAE {name}, 2-D against 3-D": e for name, e in _vae_errors(parts.vae).items()}
+    for name, transformer, step in (
+        ("Edit", parts.transformer, edit_step),
+        ("Qwen-Image-2.1", small_parts(asked, "tiny_qwen_image_21").transformer, step_21),
+    ):
+        true = step(copy.deepcopy(transformer).cpu().double(), 4, (9, 14, 14))()
+        found = step(transformer, 4, (9, 14, 14))()
+        errors[f"denoiser of {name}"] = relative_error(found.cpu(), true)
+    for what, error in errors.items():
+        fix = "install requirements.lock into a new .venv; report it with an issue"
+        yield result(what, error <= limit, f"error {error:.0e} of {limit:g}", fix)
+    # The device rounds to 8 bits as the CPU does, bit for bit.
+    layer = torch.nn.Linear(256, 64, dtype=getattr(torch, asked.dtype))
+    expected = Fp8Linear(copy.deepcopy(layer)).weight.view(torch.uint8)
+    rounded = Fp8Linear(layer.to(asked.device))
+    same = torch.equal(rounded.weight.cpu().view(torch.uint8), expected)
+    tokens = drawn(layer.weight, 32, 256)
+    error = relative_error(rounded(tokens), layer(tokens))
+    note = f"{'' if same else 'not '}the CPU's bits, error {error:.0e} of 0.04"
+    keys = {"renderer.fp8": "off"}
+    yield result("fp8 storage", same and error <= 0.04, note, "set renderer.fp8=off", keys)
+
+
+def _vae_errors(vae: Any) -> dict[str, float]:
+    """Ours against diffusers' own in float64 on the CPU."""
+    stock, mean, std = (x.cpu().double() for x in (vae.stock, vae.mean, vae.std))
+    pixels, latents = drawn(vae.mean, 2, 3, 32, 48).clamp(-1, 1), drawn(vae.mean, 2, 16, 4, 6)
+    latents = latents[:, : mean.shape[1]]
+    mode = stock.encode(pixels.cpu().double().unsqueeze(2)).latent_dist.mode().squeeze(2)
+    decoded = stock.decode((latents.cpu().double() * std + mean).unsqueeze(2)).sample.squeeze(2)
+    return {
+        "encoder": relative_error(vae.encode(pixels).cpu(), (mode - mean) / std),
+        "decoder": relative_error(vae.decode(latents).cpu(), decoded.clamp(-1, 1)),
+    }
