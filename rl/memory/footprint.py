@@ -157,6 +157,7 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
         cache_gb=None if memory.cache_mb is None else memory.cache_mb * 2**20 / 1e9,
         own_gb=memory.own_gb + (0 if policy.config.lora is None else memory.adapter_gb),
         weights_gb=params * num_bytes / 1e9,
+        shared_gb=(model.params - model.tower_params) * num_bytes / 1e9 * memory.shares_weights,
         kv_bytes=model.num_cached * num_bytes,
         step_bytes=model.mlp_bytes(num_bytes)
         + (2 + model.deepstack_levels) * model.width * num_bytes,
