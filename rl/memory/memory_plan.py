@@ -329,6 +329,8 @@ def residency(planned: Plan, gpu_gb: float) -> Literal["resident", "sleep"]:
 def residency_line(planned: Plan, gpu_gb: float) -> str:
     """A line for users: the result of `residency`, and why."""
     everything = f"everything at once is {planned.with_engine(PHASES).peak_gb:.1f} GB of {gpu_gb:g}"
+    if planned.inference and planned.inference.shared_gb:
+        return f"the engine stays, because it shares its weights: {everything}"
     if residency(planned, gpu_gb) == "resident":
         return f"the engine may stay while others work: {everything}"
     return f"the engine has to sleep while others work: {everything}, and a tenth should stay free"
@@ -406,13 +408,14 @@ def _state_rows(sizes: Sizes) -> list[Row]:
     # rank's gradients into one flat tensor. Stages 1 and 2 free that tensor before AdamW begins, so
     # only one of the two exists at a time; stage 3 holds both, for one sub-group at a time.
     step_bytes = 4 * trained / (ranks if stage >= 1 else 1)
-    shared_gb = sizes.engine.shared_gb if sizes.engine else 0
     if stage == 3:
         step_bytes = 8 * min(trained / ranks, SUBGROUP_PARAMS)
+    weights_gb = sizes.weights_gb / (ranks if stage == 3 else 1)
+    weights_gb -= sizes.engine.shared_gb if sizes.engine else 0
     # Unless ranks have to run backwards together, they already run while the judge is grading.
     backward = ("learn", "step") if ranks > 1 and stage >= 2 else (*TRAINER, "step")
     rows = [
-        Row("policy weights", sizes.weights_gb / (ranks if stage == 3 else 1) - shared_gb, PHASES),
+        Row("policy weights", weights_gb, PHASES),
         Row("optimiser state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),
         Row("gradients", gradient_gb, backward),
         Row("the step, working", step_bytes / 1e9, ("step",)),
