@@ -88,8 +88,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"policy": QWEN | {"lora": {"r": 513}}}, "engine.adapter: ... 512 ... policy.lora.r (513)"),
     ({"policy": QWEN | {"device": "cuda:1"}},
      "engine.type: ... 'cuda:1' ... CUDA_VISIBLE_DEVICES=1 ... policy.device=auto"),
-    ({"policy": QWEN | {"device": "cuda:1"}, "engine": SHARES},
-     "engine.type: ... 'cuda:1' ... CUDA_VISIBLE_DEVICES=1 ... policy.device=auto"),
     ({"policy": QWEN | {"lora": None}, "engine": SHARES},
      "engine.share_base_weights: ... policy.lora: null ... false"),
     ({"optimizer": {"zero_stage": 3}, "engine": SHARES},

@@ -302,21 +302,16 @@ def test_residency_decides_which_engine_sleeps(
 
 
 def test_weights_that_vllm_has_repacked_are_not_shared(engine, policy, monkeypatch, capsys):
-    """vLLM's CPU build keeps no matrix that the trainer could read: the run warns and goes on."""
     monkeypatch.setattr(vllm_engine.VllmEngine, "_start", lambda *_: engine._llm)
-    before = {n: (p.data_ptr(), p.shape) for n, p in policy.module.named_parameters()}
+    addresses = [parameter.data_ptr() for parameter in policy.module.parameters()]
     config = vllm_engine.Config(type="vllm", share_base_weights=True)
     setup = EngineSetup(policy, "cuda:0", has_room=False)
     assert not vllm_engine.VllmEngine(config, setup)._sleeps, "sharing makes it resident"
     [line] = capsys.readouterr().err.strip().split("\n")
-    assert names(
-        line,
-        "WARNING: engine.share_base_weights: nothing is shared ... "
-        "model.language_model.layers.0.self_attn.q_proj.weight ... (64, 64) torch.float32 ... "
-        "(0,) ... a kernel has repacked it",
-    )
-    after = {n: (p.data_ptr(), p.shape) for n, p in policy.module.named_parameters()}
-    assert after == before
+    print(line)
+    reason = "layers.0.self_attn.q_proj.weight ... (64, 64) ... (0,) ... a kernel has repacked it"
+    assert names(line, f"engine.share_base_weights: nothing is shared ... {reason}")
+    assert [parameter.data_ptr() for parameter in policy.module.parameters()] == addresses
 
 
 @pytest.mark.parametrize(("sleeps", "calls"), [(False, []), (True, [("sleep", 1), ("wake", None)])])
