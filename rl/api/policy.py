@@ -253,6 +253,12 @@ class Policy(RunPlugin[PolicyConfigT]):
         forward reads them; None: it has none. Called only if the policy `has_frozen_tower`."""
         return [None] * len(prompts_P)
 
+    def frozen_weights(self) -> Mapping[str, torch.nn.Parameter]:
+        """Name in the base model's files -> parameter, of every untrained weight of the language
+        model: an engine may put its own, equal tensor in place of `parameter.data`. {}: it may
+        not."""
+        return {}
+
     # --- weights ------------------------------------------------------------------------------
 
     @abstractmethod

@@ -156,6 +156,8 @@ class InferenceEngine:
     max_num_seqs: int
     residency: Residency
     """Whether it keeps its memory while others use the GPU; auto: if the GPU has room for both."""
+    shared_gb: float = 0.0
+    """Its weights that are the policy's too, once it has started."""
 
     @property
     def completion_blocks(self) -> int:
@@ -327,6 +329,8 @@ def residency(planned: Plan, gpu_gb: float) -> Literal["resident", "sleep"]:
 def residency_line(planned: Plan, gpu_gb: float) -> str:
     """A line for users: the result of `residency`, and why."""
     everything = f"everything at once is {planned.with_engine(PHASES).peak_gb:.1f} GB of {gpu_gb:g}"
+    if planned.inference and planned.inference.shared_gb:
+        return f"the engine stays, because it shares its weights: {everything}"
     if residency(planned, gpu_gb) == "resident":
         return f"the engine may stay while others work: {everything}"
     return f"the engine has to sleep while others work: {everything}, and a tenth should stay free"
@@ -375,6 +379,10 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
         cache_gb = sizes.model.num_cached * sizes.bytes_per_weight * num_tokens / 1e9
         rows.append(Row("key-value cache", cache_gb, (AWAKE,)))
         return Plan(rows, elsewhere=dict(per_device))
+    # Until the engine has started there are two copies of what it shares, and no other model.
+    start_gb = CONTEXT_GB + sizes.weights_gb - Plan(rows).total_gb(AWAKE)
+    if engine.shared_gb and start_gb > 0:
+        rows.append(Row("two copies at the start", start_gb, (AWAKE,)))
     others = Plan(rows)
     beside_gb = others.peak_gb if engine.residency == "resident" else others.total_gb(AWAKE)
     available_gb = (1 - FREE_SHARE) * gpu_gb - beside_gb
@@ -402,10 +410,12 @@ def _state_rows(sizes: Sizes) -> list[Row]:
     step_bytes = 4 * trained / (ranks if stage >= 1 else 1)
     if stage == 3:
         step_bytes = 8 * min(trained / ranks, SUBGROUP_PARAMS)
+    weights_gb = sizes.weights_gb / (ranks if stage == 3 else 1)
+    weights_gb -= sizes.engine.shared_gb if sizes.engine else 0
     # Unless ranks have to run backwards together, they already run while the judge is grading.
     backward = ("learn", "step") if ranks > 1 and stage >= 2 else (*TRAINER, "step")
     rows = [
-        Row("policy weights", sizes.weights_gb / (ranks if stage == 3 else 1), PHASES),
+        Row("policy weights", weights_gb, PHASES),
         Row("optimiser state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),
         Row("gradients", gradient_gb, backward),
         Row("the step, working", step_bytes / 1e9, ("step",)),

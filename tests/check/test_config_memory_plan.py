@@ -13,13 +13,16 @@ import pytest
 import tiny_qwen
 import tiny_qwen3
 import torch
+from tiny_config import shipped
 from tiny_messages import names
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rl import build
 from rl.api.policy import PolicySetup
 from rl.check.this_machine import host_memory_gb
+from rl.memory.footprint import footprint
 from rl.memory.memory_plan import (
     CONTEXT_GB,
     HOST_PHASES,
@@ -258,6 +261,21 @@ def test_the_engine_stays_if_everything_fits_nine_tenths_of_the_gpu() -> None:
             assert residency(as_stated, gpu_gb) == expected
     alone = plan(replace(SIZES, engine=None), gpu_gb=100)
     assert alone.engine is None and residency(alone, 100) == "resident"
+
+
+def test_shared_base_weights_are_counted_once() -> None:
+    """7B: 8.29e9 parameters, of which the vision tower's 0.68e9 stay the trainer's own."""
+    keys = [f"engine.share_base_weights={value}" for value in ("false", "true")]
+    two, one = (footprint(build.resolve(shipped("qwen_image_edit", key)), 141) for key in keys)
+    assert two is not None and one is not None
+    assert gb(one, "policy weights") == pytest.approx(0.68 * 2)
+    assert two.peak_gb - one.peak_gb == pytest.approx((8.29 - 0.68) * 2) == pytest.approx(15.22)
+    assert "the engine stays" in residency_line(one, 80)
+    # At the start there are two copies and no renderer: 2 + 6 + half of the GPU.
+    engine = replace(ENGINE, shared_gb=6, residency="resident")
+    alone = plan(replace(SIZES, frozen=(), engine=engine), 100)
+    assert alone.total_gb("generate") == pytest.approx(2 + 6 + 50)
+    assert alone.total_gb("step") == pytest.approx(2 + 50, abs=1e-4)
 
 
 def test_zero_stages_under_full_fine_tuning() -> None:
