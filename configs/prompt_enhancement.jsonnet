@@ -1,14 +1,14 @@
-// Prompt enhancement: Qwen2.5-VL-7B rewrites a user's prompt, Stable Diffusion 3 paints it, CLIP says
-// how well the picture shows what the user asked for: the ORIGINAL prompt, never the rewriting. The
-// built-in prompts are hard ones (unusual colours, impossible objects, abstract concepts, ...).
+// Prompt enhancement: Qwen2.5-VL-7B rewrites a user's prompt, Stable Diffusion 3 draws it, and CLIP
+// compares the picture with the ORIGINAL prompt, never with the rewriting. The built-in prompts are
+// hard (unusual colours, impossible objects, abstract concepts, ...).
 //
 //   export APP__BASE_EXP_DIR=runs APP__RUN_NAME=my-run HF_TOKEN=...   (the SD3 weights are gated)
 //   python -m rl.simple_launch configs/prompt_enhancement.jsonnet [seed=1 ...]
 //
-// One process over three GPUs: the policy on the first, SD3 on the second and CLIP on the third, which
-// may take 85 % of theirs. `one_gpu=true` puts all three on one GPU of 80 GB; `one_gpu=true
-// world_size=8` does so on each of eight. The built-in prompts are words alone; those of a .jsonl file
-// may come with a picture (`picture_key`), which the policy then sees.
+// One process on three GPUs: the policy on the first, SD3 on the second and CLIP on the third; SD3 and
+// CLIP may use 85 % of their GPU. `one_gpu=true` puts all three on one GPU of 80 GB; `one_gpu=true
+// world_size=8` does so on each of eight. The built-in prompts are text only; those of a .jsonl
+// file may come with a picture (`picture_key`), which the policy then sees.
 (import 'base.libsonnet') + {
   one_gpu:: false,
   gpu_gb: 80,
@@ -25,13 +25,12 @@
     model_path: 'Qwen/Qwen2.5-VL-7B-Instruct',
     dtype: 'bfloat16',
     lora: { r: 16, alpha: 32, target_modules: ['q_proj', 'k_proj', 'v_proj', 'o_proj'] },
-    // `rl enhance` asks an untrained model in the same words.
     system_prompt: std.rstripChars(importstr '../rl/enhance_system_prompt.txt', '\n'),
     image_max_pixels: 512 * 28 * 28,
     max_prompt_tokens: 1024,
   },
   engine: { type: 'vllm', gpu_memory_utilization: 'auto' },
-  // The stock pipeline's steps and guidance at half its side: CLIP looks at 224 x 224 pixels.
+  // The stock pipeline's steps and guidance at half its side length: CLIP sees 224 x 224 pixels.
   renderer: {
     type: 'sd3',
     model_path: 'stabilityai/stable-diffusion-3-medium-diffusers',
@@ -43,7 +42,7 @@
   } + at('cuda:1'),
   rewards: {
     clip: { type: 'clip', model_path: 'openai/clip-vit-base-patch32' } + at('cuda:2'),
-    prompt_quality: { type: 'prompt_quality' },  // logged, not paid for
+    prompt_quality: { type: 'prompt_quality' },  // logged, not trained on
     // A judge instead of CLIP, or beside it: viescore_t2i: { type: 'viescore_t2i' }, and judge.api_base.
   },
   data+: {
@@ -51,11 +50,11 @@
     validation: [{ type: 'prompts', split: 'held_out' }],
   },
 
-  // Temperature 1: a group learns from how its members differ, and a lower one (0.7 is good in use)
-  // makes them alike. 120 tokens are more than the 77 that SD3's CLIP encoders read; its third encoder
-  // reads them all, and how often the first two are cut short is counted.
+  // Temperature 1, because GRPO learns from differences within a group (for use, 0.7 is good). 120
+  // tokens are more than the 77 that SD3's two CLIP encoders read; its third encoder reads all of them.
+  // `renderer/clip_cut_share` counts the cut prompts.
   sampling+: { max_completion_tokens: 120, temperature: 1.0 },
-  algorithm+: { kl_coeff: 0.01 },  // CLIP can be flattered by odd words: stay near the language model
+  algorithm+: { kl_coeff: 0.01 },  // odd words can exploit CLIP: stay near the language model
   optimizer+: {
     backend: if $.world_size == 1 then 'torch' else 'deepspeed',
     [if $.world_size > 1 then 'zero_stage']: 1,  // adapters: see base.libsonnet

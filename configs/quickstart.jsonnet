@@ -1,4 +1,4 @@
-// The whole loop on a laptop: real classes at tiny size, coloured shapes, a judge that grades pixels.
+// The whole loop on a laptop: real classes at tiny size, coloured shapes, a judge that compares pixels.
 // A few minutes on two CPU cores; no GPU, no network.
 //
 //   python -m rl.simple_launch configs/quickstart.jsonnet
@@ -31,11 +31,12 @@
   },
 
   sampling+: { max_completion_tokens: 24 },
-  // A large epsilon: of a group that is nearly solved the small spread left is mostly the renderer's
-  // noise. What collapses a seed is one noisy update that Adam's momentum repeats near the peak of the
-  // learning rate: a shape loses its wording, or the states that draw it, and eight failures of eight
-  // pull nothing back. The KL brings back wording, and nothing brings back states: so the KL is
-  // strong, the momentum short, and the steps small (benchmarks/results/seeds.md).
+  // A large epsilon, because the small spread of a nearly solved group is mostly rendering noise. A
+  // seed collapses when Adam's momentum repeats one noisy update near the peak of the learning rate:
+  // the policy loses the wording of a shape, or the hidden states that draw it, and a group in which
+  // all eight completions fail has no advantage that restores them. The KL restores wording, but
+  // nothing restores states. So the KL is strong, the momentum short, and the steps are small
+  // (benchmarks/results/seeds.md).
   algorithm+: { kl_coeff: 0.2, advantage_eps: 0.1 },
   optimizer+: { learning_rate: 2.5e-3, betas: [0.5, 0.99] },
   evaluation+: { every_n_iterations: 10, num_samples: 64 },

@@ -1,7 +1,7 @@
-// As qwen_image_21.jsonnet, with a few-step checkpoint, and 512 x 512: a picture costs about a
-// twentieth. `model_path=...` names a Turbo checkpoint: what diffusers calls 21Turbo is the same
-// transformer with sigmas of its own, which are read from it (`sample_sigmas`); `num_steps` must be
-// their number. None is known to be released: without one 8 steps are a rough sketch of what 40 give.
+// As qwen_image_21.jsonnet, with a few-step checkpoint at 512 x 512: a picture costs about a twentieth.
+// `model_path=...` names a Turbo checkpoint, diffusers' 21Turbo: the same transformer with its own
+// sigmas, which are read from it (`sample_sigmas`); `num_steps` must equal their number. We know of no
+// released one; without it 8 steps give a rough sketch of the picture of 40 steps.
 (import 'qwen_image_21.jsonnet') + {
   model_path:: 'Qwen/Qwen-Image-2.1',
   num_steps:: 8,

@@ -9,7 +9,7 @@
 local complexity = 8;  // 1 (one atomic edit) to 8 (eight of them at once)
 
 // Complex-Edit (CC-BY-NC-4.0) is a benchmark without a train split: 531 real pictures, each with one
-// instruction per complexity. Its last 32 are held out here. Do not report on it what was trained on it.
+// instruction per complexity. Its last 32 are held out here. Do not report scores on Complex-Edit for a model that was trained on it.
 local complex_edit(rows) = {
   type: 'hf_dataset',
   path: 'UCSC-VLAA/Complex-Edit',
@@ -64,8 +64,8 @@ local complex_edit(rows) = {
     gradient_checkpointing: 'mlp',
   },
   evaluation+: { every_n_iterations: 25, num_samples: 32 },
-  // A resume point every 5 iterations (the newest two stay), one to keep every 500: an iteration
-  // takes minutes, a checkpoint (0.3 GB) seconds.
+  // A checkpoint every 5 iterations (the newest two stay), one to keep every 500: an iteration takes
+  // minutes, a checkpoint (0.3 GB) seconds.
   checkpoint+: { save_every_n_iterations: 5, keep_every_n_iterations: 500 },
   tracking+: { wandb: 'offline', wandb_project: 'qwen_image_edit' },
 }

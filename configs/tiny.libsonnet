@@ -1,4 +1,4 @@
-// What the tiny systems share: a small run in one process, on the CPU whether or not there is a GPU.
+// Shared by the tiny systems: a small run in one process, on the CPU even if there is a GPU.
 (import 'base.libsonnet') + {
   base_exp_dir: 'runs',
   prompts_per_iteration: 12,
@@ -27,6 +27,6 @@
     start_command: ['{python}', '-m', 'tiny_world.judge_server', '{url_file}', '{model}'],
     model: 'tiny-world-judge',
     image_side_px: 64,
-    max_concurrency: 8,  // threads of one small server: more only get in each other's way
+    max_concurrency: 8,  // threads of one small server: more would slow each other down
   },
 }

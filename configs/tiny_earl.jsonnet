@@ -1,5 +1,5 @@
 // EARL on a laptop: a tiny Emu3 writes edited pictures as codes, a tiny VQ decoder draws them, a judge
-// grades pixels. Real classes, a few minutes on two CPU cores; no GPU, no network.
+// compares pixels. Real classes, a few minutes on two CPU cores; no GPU, no network.
 //
 //   python -m rl.simple_launch configs/tiny_earl.jsonnet
 (import 'tiny.libsonnet') + {
@@ -33,7 +33,7 @@
   sampling+: { max_completion_tokens: 32 },
   algorithm+: { kl_coeff: 0.02, advantage_eps: 0.1 },
   optimizer+: { learning_rate: 8e-4, max_grad_norm: 1.0 },
-  // Sampled, not greedy: where two pictures are about equally likely, the likeliest flips by chance.
+  // Sampled, not greedy: if two pictures are about equally likely, the greedy one flips by chance.
   evaluation+: { every_n_iterations: 10, num_samples: 96, temperature: 1.0 },
   checkpoint+: { save_every_n_iterations: 20 },
 }

@@ -1,6 +1,6 @@
 // Prompt enhancement at tiny size: users ask for "a wedge the color of plum in the lower left corner",
 // a tiny Stable Diffusion 3 understands "purple triangle bottom left" only, a tiny Qwen2.5-VL learns
-// to say it so, paid by a tiny CLIP that compares the picture with the user's own words. Minutes on
+// to write that, rewarded by a tiny CLIP that compares the picture with the user's own words. Minutes on
 // two CPU cores.
 //
 //   python -m rl.simple_launch configs/tiny_prompts.jsonnet

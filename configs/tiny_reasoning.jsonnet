@@ -1,5 +1,5 @@
 // Reasoning at tiny size: a tiny Qwen2.5-VL answers questions about small pictures (how many, what
-// colour, what sum) and is paid for right answers in the asked form. Minutes on two CPU cores.
+// colour, what sum); right answers in the required form are rewarded. Minutes on two CPU cores.
 //
 //   python -m rl.simple_launch configs/tiny_reasoning.jsonnet
 (import 'tiny.libsonnet') + {
@@ -12,8 +12,8 @@
     lora: $.small_lora,
     system_prompt: 'Write your thoughts in <think></think>, then the answer in <answer></answer>.',
     max_prompt_tokens: 128,
-    // What is thought is told from the answer where it is recorded and shown; a completion without
-    // the tag is graded as it is.
+    // Records and the page show thought and answer separately; a completion without the tag is graded
+    // unchanged.
     thought: { instruction: '', marker: '</think>', without_marker: 'words' },
   },
   renderer: { type: 'none' },

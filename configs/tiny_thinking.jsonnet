@@ -1,8 +1,8 @@
 // Think, then write, at tiny size: users ask in riddles ("where hat is jade, cup matches hat, car is
 // crimson, bag matches car: a disc that matches cup in the upper left corner"), a tiny Stable
-// Diffusion 3 understands "green circle top left" only. A tiny Qwen2.5-VL of two layers, enough for
-// one look-up, learns to write the two look-ups down and then the caption. Its twin, which may not
-// think, is tiny_thinking_twin. Minutes on two CPU cores.
+// Diffusion 3 understands "green circle top left" only. A tiny Qwen2.5-VL with two layers, which are
+// enough for one look-up, learns to write down both look-ups and then the caption. tiny_thinking_twin
+// is the same run without a thought. Minutes on two CPU cores.
 //
 //   python -m rl.simple_launch configs/tiny_thinking.jsonnet
 (import 'tiny.libsonnet') + {

@@ -1,5 +1,4 @@
-// The twin of tiny_thinking that writes at once: the same weights, the same riddles, the same number
-// of completions and updates.
+// tiny_thinking without a thought: the same weights, riddles, and numbers of completions and updates.
 (import 'tiny_thinking.jsonnet') + {
   run_name: super.run_name + '_twin',
   policy+: { thought: null },

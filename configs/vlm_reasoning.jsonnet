@@ -1,5 +1,5 @@
-// Reasoning: Qwen2.5-VL-3B looks at a picture, thinks aloud and answers; right answers in the asked
-// form are paid for. No renderer and no judge. Meant for 2 GPUs of 80 GB.
+// Reasoning: Qwen2.5-VL-3B looks at a picture, writes a thought and an answer; right answers in the
+// required form are rewarded. No renderer and no judge. Meant for 2 GPUs of 80 GB.
 //
 //   export APP__BASE_EXP_DIR=runs APP__RUN_NAME=my-run
 //   python -m rl.simple_launch configs/vlm_reasoning.jsonnet [seed=1 ...]
@@ -35,8 +35,8 @@ local open_r1(rows) = {
     // 28 x 28 pixels are one token: at most 1024 for the picture, the rest for the words.
     image_max_pixels: 1024 * 28 * 28,
     max_prompt_tokens: 2048,
-    // What is thought is told from the answer where it is recorded and shown; a completion without
-    // the tag is graded as it is.
+    // Records and the page show thought and answer separately; a completion without the tag is graded
+    // unchanged.
     thought: { instruction: '', marker: '</think>', without_marker: 'words' },
   },
   engine: { type: 'vllm', gpu_memory_utilization: 'auto' },

@@ -1,5 +1,5 @@
-// EARL (arXiv 2508.01119): Emu3 reads a picture as tokens and writes the edited one as tokens. What
-// its ten configs (configs/sft_*__rl_*.jsonnet) share: 4 GPUs of 80 GB; the judge
+// EARL (arXiv 2508.01119): Emu3 reads a picture as tokens and writes the edited one as tokens. Shared
+// by its ten configs (configs/sft_*__rl_*.jsonnet), for 4 GPUs of 80 GB; the judge
 // (scripts/serve_judge.sh) runs elsewhere. scripts/setup_datasets.sh fetches the data.
 //
 //   export APP__DATA_DIR=RL_DATASETS/data APP__BASE_EXP_DIR=RL_EXPERIMENTS
@@ -55,7 +55,7 @@
   optimizer+: {
     learning_rate: 3e-6,
     betas: [0.9, 0.999],
-    // EARL's 8 completions with a prompt each; two groups, whose prompts are there once.
+    // As long as EARL's 8 rows of prompt and completion; here two groups, each with its prompt once.
     max_tokens_per_micro_batch: 8 * $.engine.max_model_len,
     // On 80 GB weights, moments and gradients leave no room for it.
     max_kept_tokens: if $.gpu_gb >= 141 then null else 0,

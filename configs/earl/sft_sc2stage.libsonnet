@@ -1,5 +1,5 @@
-// Starts from the model fine-tuned on simple edits first, on complex ones in a second stage. EARL
-// named it so; where it cannot be had, name your own: policy.model_path=...
+// Starts from the model fine-tuned on simple edits first, on complex ones in a second stage. EARL's
+// configs name it, but it is not published: set policy.model_path=... to a model of your own.
 (import 'base.libsonnet') + {
   policy+: {
     model_path:

@@ -1,1 +1,1 @@
-"""Where samples come from. Each plugin is one class in a file of its own."""
+"""Plugin room: data sources, each an `rl.api.data.DataSource` in its own file."""

@@ -55,7 +55,7 @@ class HfDataset(RowsSource[Config]):
 
     @classmethod
     def count(cls, config: Config) -> int | None:
-        """Rows of a parquet file, bad ones included; None when only opening the set would tell."""
+        """Rows of a parquet file, bad ones included; None if counting needs the set opened."""
         path = Path(config.path)
         if path.suffix != ".parquet" or not_a_file(path) or config.where or "[" in config.split:
             return None
@@ -74,7 +74,7 @@ class HfDataset(RowsSource[Config]):
         why = not_a_file(path)
         if why == GONE:
             may_be_hub_id = config.path.count("/") == 1 and path.suffix not in _BUILDERS
-            return [] if may_be_hub_id and config.path[0] not in "./~" else [_nowhere(config)]
+            return [] if may_be_hub_id and config.path[0] not in "./~" else [_not_found(config)]
         if why not in ("", FOLDER):
             return [f"{shown(config.path, MAX_SHOWN)} {why}; give a data set's file, folder or id"]
         try:
@@ -101,35 +101,35 @@ class HfDataset(RowsSource[Config]):
         """The split's rows."""
         path = Path(config.path)
         origin = f"{config.path}[{config.split}]"
-        found: Sequence[Mapping[str, Any]]
+        rows: Sequence[Mapping[str, Any]]
         unreadable: list[str] = []
         if path.suffix == ".jsonl" and path.is_file() and "[" not in config.split:
-            # `datasets` would give up the whole file for one line.
+            # `datasets` would reject the whole file because of one unreadable line.
             lines = enumerate(line for _, line in read_lines(path))
             objects, numbers, unreadable = read_rows(lines, origin)
             names = list(dict.fromkeys(key for row in objects for key in row))
             if objects:
                 _require_columns(config, names)
-            kept = _matching(config, len(objects), lambda column: objects)
+            indices = _matching(config, len(objects), lambda column: objects)
             # As in a table, every row has every column.
-            found = [{name: objects[k].get(name) for name in names} for k in kept]
-            numbers = [numbers[k] for k in kept]
+            rows = [{name: objects[k].get(name) for name in names} for k in indices]
+            numbers = [numbers[k] for k in indices]
         else:
             dataset = _open(config)
             _require_columns(config, dataset.column_names)
             numbers = _matching(config, len(dataset), partial(_column, config, dataset))
-            named = {*config.columns.texts(), config.columns.target}
-            named |= {*config.columns.sources(), *config.columns.read_from({SEVERAL}).sources()}
-            tops = named | {column.split(".")[0] for column in named}
-            names = [column for column in dataset.column_names if column in tops]
-            found = _Undecoded(dataset.select(numbers).select_columns(names))
+            needed = {*config.columns.texts(), config.columns.target}
+            needed |= {*config.columns.sources(), *config.columns.read_from({SEVERAL}).sources()}
+            top_level = needed | {column.split(".")[0] for column in needed}
+            names = [column for column in dataset.column_names if column in top_level]
+            rows = _UndecodedRows(dataset.select(numbers).select_columns(names))
         folder = path if path.is_dir() else path.parent if path.exists() else Path()
         folder = Path(config.image_folder) if config.image_folder else folder
         check = config.picture_check
-        return Rows(found, numbers, origin, config.columns, folder, rules, unreadable, check)
+        return Rows(rows, numbers, origin, config.columns, folder, rules, unreadable, check)
 
 
-class _Undecoded(Sequence[Mapping[str, Any]]):
+class _UndecodedRows(Sequence[Mapping[str, Any]]):
     """Rows as Arrow holds them, pictures as their bytes or paths: `datasets` would decode them
     without our checks."""
 
@@ -144,7 +144,7 @@ class _Undecoded(Sequence[Mapping[str, Any]]):
 
 
 def _column(config: Config, dataset: Dataset, column: str) -> Sequence[Mapping[str, Any]]:
-    """The rows with only the top-level column of `column`. BadRowError: the column is damaged."""
+    """The rows, with only the top-level column of `column`. Raises BadRowError if it is damaged."""
     top = column if column in dataset.column_names else column.split(".")[0]
     try:
         return list(dataset.select_columns([top]))
@@ -156,18 +156,18 @@ def _matching(
     config: Config, num_rows: int, rows_with: Callable[[str], Sequence[Mapping[str, Any]]]
 ) -> list[int]:
     """Indices of the rows that match `where`. Raises BadRowError if no row matches."""
-    numbers = list(range(num_rows))
+    indices = list(range(num_rows))
     for column, value in config.where.items():
         cells = [pick(row, column, None) for row in rows_with(column)]
-        numbers = [number for number in numbers if cells[number] == value]
-        if not numbers:
+        indices = [index for index in indices if cells[index] == value]
+        if not indices:
             distinct = list(dict.fromkeys(f"{cell!r:.60}" for cell in cells))
-            some = ", ".join(distinct[:8]) + (", ..." if len(distinct) > 8 else "")
+            examples = ", ".join(distinct[:8]) + (", ..." if len(distinct) > 8 else "")
             raise BadRowError(
-                f"{config.path}[{config.split}]: no row is left by where {column!r} = {value!r}; "
-                f"the column holds {some}"
+                f"{config.path}[{config.split}]: no row matches where {column!r} = {value!r}; "
+                f"the column holds {examples}"
             )
-    return numbers
+    return indices
 
 
 def _open(config: Config) -> Dataset:
@@ -193,7 +193,7 @@ def _open(config: Config) -> Dataset:
             f"{config.path}: cannot be read ({shown(str(error.__cause__ or error), MAX_SHOWN)})"
         ) from error
     except (FileNotFoundError, ConnectionError, datasets.exceptions.DatasetsError) as error:
-        raise BadRowError(f"{_nowhere(config)} ({error})") from error
+        raise BadRowError(f"{_not_found(config)} ({error})") from error
     # Unknown split or configuration: the message of `datasets` lists the known ones. Damaged data
     # may raise anything (ArrowInvalid, UnicodeDecodeError, KeyError, TypeError, OSError).
     except Exception as error:
@@ -220,7 +220,7 @@ def _builder(path: Path) -> str:
 
 
 def _require_columns(config: Config, available: Sequence[str]) -> None:
-    """Of a nested column 'a.b' only 'a' is checked here; the rest is checked as a row is read."""
+    """Raises BadRowError for missing columns. Of a nested column 'a.b' only 'a' is checked here."""
     missing = [
         column
         for column in [*config.columns.read_from(available).required(), *config.where]
@@ -233,7 +233,7 @@ def _require_columns(config: Config, available: Sequence[str]) -> None:
         )
 
 
-def _nowhere(config: Config) -> str:
+def _not_found(config: Config) -> str:
     return (
         f"{config.path}: neither a file or folder here ({Path.cwd()}) nor a data set on the hub "
         "that can be reached; give a local path, or a hub id 'owner/name' with network access"

@@ -1,7 +1,4 @@
-"""Reads users' prompts for pictures: the built-in 256, or a file of your own.
-
-The built-in set has eight categories of 32; the last 8 of each are held out.
-"""
+"""Reads users' prompts for pictures: the built-in 256, or a file of your own."""
 
 from __future__ import annotations
 
@@ -18,7 +15,8 @@ from rl.data.shared.jsonl import LinesSource, read_lines, read_rows
 from rl.data.shared.sample_rows import Columns, Rows
 
 BUILT_IN = Path(__file__).parent / "prompts"
-"""One JSONL file per split; the categories alternate, so that its first n lines are balanced."""
+"""One JSONL file per split. Eight categories of 32 prompts, the last 8 of each held out; they
+alternate, so that the first n lines are balanced."""
 
 
 class Config(FileConfig):
@@ -28,7 +26,7 @@ class Config(FileConfig):
     """A .txt file with a prompt per line, or a .jsonl file with an object per line; relative paths
     count from the working directory. '' = the built-in set."""
     split: Literal["train", "held_out", "all"] = "train"
-    """Part of the built-in set: 192 prompts, the other 64, or all. A file is read whole."""
+    """Part of the built-in set: 192 prompts, the other 64, or all. A user's file is not split."""
     prompt_key: str = "prompt"
     """For a .jsonl file: the key of the prompt; keys 'id' and 'category' are read if present."""
     picture_key: str = ""
@@ -36,7 +34,7 @@ class Config(FileConfig):
     folder; rows without it are text only. '' = no row has a picture."""
 
     @model_validator(mode="after")
-    def _keys_that_are_read(self) -> Config:
+    def _refuse_unread_keys(self) -> Config:
         if self.path and "split" in self.model_fields_set:
             raise ValueError(
                 "split: only the built-in set is split; give training and held-out prompts in two "

@@ -33,7 +33,7 @@ PICTURES = frozenset(
 MAX_NAME_CHARS = 60
 PACKAGES = ("vlm-edit-rl", "torch", "transformers", "diffusers", "peft")
 PANEL_IN, WORDS_IN, TITLE_IN = 3.2, 0.9, 0.9
-"""Side of a picture, height of the words below it, height of the title above the row, inches."""
+"""Side of a picture, height of the text below it, height of the title above the row, inches."""
 DPI = 110
 TRAINED = ""
 TITLES = {
@@ -43,12 +43,12 @@ TITLES = {
     STOCK: "the stock pipeline",
 }
 FONTS = ("DejaVu Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei")
-"""Matplotlib looks for each character in the installed ones of these, in this order."""
+"""Matplotlib looks for each character in those of these fonts that are installed, in order."""
 
 
 def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequest]:
     """The edits that a user asks for: one edit of one or several pictures, an edit of each picture
-    in a folder, an edit per row of a JSONL file, or an edit from words alone.
+    in a folder, an edit per row of a JSONL file, or a picture drawn from an instruction alone.
 
     A row is `{"image": "photo.jpg", "instruction": "make the sky red"}`, or has `"images": [...]`;
     its paths are relative to the file's folder; a row without an instruction gets `instruction`.
@@ -61,7 +61,7 @@ def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequ
         return [EditRequest(instruction)]
     [*_, path] = paths
     if len(paths) == 1 and path.suffix == ".jsonl":
-        return _rows(path, instruction)
+        return _requests_in(path, instruction)
     is_picture = Path(instruction or "").suffix.lower() in PICTURES
     if instruction is None or (is_picture and not not_a_file(Path(instruction))):
         raise ValueError(
@@ -82,18 +82,18 @@ def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequ
     return [EditRequest(instruction, tuple(paths))]
 
 
-def _rows(path: Path, instruction: str | None) -> list[EditRequest]:
+def _requests_in(path: Path, instruction: str | None) -> list[EditRequest]:
     rows, numbers, problems = read_rows(read_lines(path), str(path))
-    asked = []
+    requests = []
     for number, values in zip(numbers, rows, strict=True):
-        row, wrong = validate(_Row, {"instruction": instruction, **values}, f"row {number}")
-        problems += [f"{path}, {problem}" for problem in wrong]
+        row, row_problems = validate(_Row, {"instruction": instruction, **values}, f"row {number}")
+        problems += [f"{path}, {problem}" for problem in row_problems]
         if row is not None:
-            named = [row.image] if row.image is not None else row.images or []
-            asked.append(EditRequest(row.instruction, [path.parent / name for name in named]))
+            images = [row.image] if row.image is not None else row.images or []
+            requests.append(EditRequest(row.instruction, [path.parent / name for name in images]))
     if problems:
         raise ValueError("\n".join(problems))
-    return asked
+    return requests
 
 
 class _Row(BaseModel):
@@ -107,17 +107,17 @@ class _Row(BaseModel):
     """The paths of several pictures."""
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> _Row:
+    def _refuse_both_keys(self) -> _Row:
         if self.image is not None and self.images is not None:
             raise ValueError("has both 'image' and 'images'; keep one of them")
         return self
 
 
 def free_stem(folder: Path, request: EditRequest) -> Path:
-    """`<folder>/<name>`, without an extension, of which no file exists yet; the name is made from
-    the pictures' names, or without pictures from the instruction."""
-    given = [Path(image).stem for image in request.images if isinstance(image, Path | str)]
-    name = "-".join(given) or request.instruction
+    """A path `<folder>/<name>`, without an extension, for which no output file exists yet; the name
+    is made from the pictures' names or, if there is no picture, from the instruction."""
+    stems = [Path(image).stem for image in request.images if isinstance(image, Path | str)]
+    name = "-".join(stems) or request.instruction
     name = re.sub(r"[^\w.-]+", "-", name).strip("-._")[:MAX_NAME_CHARS] or "edit"
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
     endings = (".png", ".json", "_sheet.png")
@@ -129,8 +129,8 @@ def free_stem(folder: Path, request: EditRequest) -> Path:
 
 
 def save(editor: Editor, result: EditResult, stem: Path) -> list[Path]:
-    """Write the picture, the sheet (where more than the picture was drawn) and the JSON; returns
-    what was written, the JSON last."""
+    """Write the picture, the sheet (if arms were drawn) and the JSON file; returns their paths, the
+    JSON file last."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     written: dict[str, Path] = {}
     if result.image is not None:
@@ -140,14 +140,14 @@ def save(editor: Editor, result: EditResult, stem: Path) -> list[Path]:
             written["sheet"] = stem.with_name(f"{stem.name}_sheet.png")
             write_atomically(written["sheet"], draw_sheet(result, str(editor.trained or "")))
     files = {name: file.name for name, file in written.items()}
-    note = stem.with_name(f"{stem.name}.json")
+    json_file = stem.with_name(f"{stem.name}.json")
     text = json.dumps(scrubbed(as_json(editor, result, files)), indent=2, ensure_ascii=False)
-    write_atomically(note, f"{text}\n")
-    return [*written.values(), note]
+    write_atomically(json_file, f"{text}\n")
+    return [*written.values(), json_file]
 
 
 def draw_sheet(result: EditResult, made_by: str) -> bytes:
-    """PNG: the sources and what was drawn, each above its words. `made_by`: the run and how far
+    """PNG: the sources and the drawn pictures, each above its text. `made_by`: the run and how far
     it was trained."""
     from matplotlib import font_manager
 
@@ -156,8 +156,8 @@ def draw_sheet(result: EditResult, made_by: str) -> bytes:
     for number, source in enumerate(result.sources, 1):
         title = "source" if len(result.sources) == 1 else f"source {number}"
         # The instruction is under the last source, next to the drawn pictures.
-        words = result.request.instruction if number == len(result.sources) else None
-        panels.append((source, title, words))
+        text = result.request.instruction if number == len(result.sources) else None
+        panels.append((source, title, text))
     edit = Arm(result.words, result.image, result.failure)
     for name, title in TITLES.items():
         arm = edit if name == TRAINED else result.arms.get(name)
@@ -171,8 +171,8 @@ def draw_sheet(result: EditResult, made_by: str) -> bytes:
         grid = figure.add_gridspec(1, len(panels))
         top, bottom = 1 - TITLE_IN / height_in, WORDS_IN / height_in
         grid.update(left=0.02, right=0.98, top=top, bottom=bottom, wspace=0.06)
-        for number, shown in enumerate(panels):
-            panel(figure.add_subplot(grid[0, number]), *shown)
+        for number, contents in enumerate(panels):
+            panel(figure.add_subplot(grid[0, number]), *contents)
         figure.text(
             0.02,
             1 - 0.32 / height_in,
@@ -238,20 +238,20 @@ def as_json(editor: Editor, result: EditResult, files: Mapping[str, str]) -> dic
 
 
 def sizes_said(result: EditResult) -> Sequence[str]:
-    """Messages about each source that was scaled, and about an edit whose size differs from that of
-    the last source, whose aspect ratio an editor follows."""
-    lines = []
+    """Messages about each source that was scaled, and about an edit of another size than the last
+    source (whose aspect ratio an editor follows)."""
+    messages = []
     several = len(result.sources) > 1
     pairs = zip(result.sources, result.original_sizes_px, strict=True)
     for number, (source, original_px) in enumerate(pairs, 1):
         if original_px:
-            which = f"picture {number} " if several else ""
-            lines.append(f"{which}scaled from {_px(original_px)} to {_px(source.size)}")
+            subject = f"picture {number} " if several else ""
+            messages.append(f"{subject}scaled from {_px(original_px)} to {_px(source.size)}")
     last = result.sources[-1] if result.sources else None
     if last and result.image and result.image.size != last.size:
-        which = f"picture {len(result.sources)} is " if several else ""
-        lines.append(f"{which}{_px(last.size)}, drawn at {_px(result.image.size)}")
-    return lines
+        subject = f"picture {len(result.sources)} is " if several else ""
+        messages.append(f"{subject}{_px(last.size)}, drawn at {_px(result.image.size)}")
+    return messages
 
 
 def _px(size: tuple[int, int]) -> str:

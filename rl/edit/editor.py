@@ -1,12 +1,5 @@
 """Edits pictures with the model that a run trained, using the code of the held-out evaluation.
 
-    editor = Editor.from_run("runs/my-run", checkpoint="best")
-    result = editor.edit("photo.jpg", "make the sky red")
-    result.image.save("red.png"); print(result.words)
-    editor.edit(["room.jpg", "lamp.jpg"], "put the lamp of picture 2 into picture 1")
-
-With its id and the run's seed, a held-out sample gives the same result as there, bit for bit.
-
 Axes: `_B` requests of a batch.
 """
 
@@ -38,12 +31,12 @@ if TYPE_CHECKING:
 
 Weights = Callable[[], AbstractContextManager[None]]
 """Context manager that sets the weights with which a policy's hidden states are computed."""
-Given = Union["Image", Path, str]
+ImageOrPath = Union["Image", Path, str]
 """A picture, or its file."""
 Size = tuple[int, int]
 """(width, height), px."""
 OWN_WORDS, UNTRAINED, STOCK = "bare", "before", "stock"
-"""Names of the arms drawn beside the edit: from the user's own words, from the words of the
+"""Names of the arms drawn beside the edit: from the user's instruction, from the words of the
 untrained policy, and by the renderer's own pipeline without a policy."""
 
 
@@ -52,15 +45,15 @@ class EditRequest:
     """One edit to make."""
 
     instruction: str
-    """The user's words; a special token spelt out in them is read as text."""
-    image: Given | Sequence[Given] | None = None
-    """The picture, or several in the order by which the words may number them; None: draw from
-    words alone."""
+    """Written by the user; special tokens in it are read as plain text."""
+    image: ImageOrPath | Sequence[ImageOrPath] | None = None
+    """The picture, or several, which the instruction may number in this order; None: draw from the
+    instruction alone."""
     id: str = "edit"
     """Seeds sampling and noise, together with `seed`: requests of one id share their noise."""
 
     @property
-    def images(self) -> tuple[Given, ...]:
+    def images(self) -> tuple[ImageOrPath, ...]:
         """All pictures, in order."""
         if isinstance(self.image, Path | str) or not isinstance(self.image, Sequence):
             return () if self.image is None else (self.image,)
@@ -69,23 +62,23 @@ class EditRequest:
 
 @dataclass(frozen=True, eq=False)
 class Arm:
-    """The result of one way of asking."""
+    """The result of the edit or of another arm."""
 
     words: str
     """The text without the thought."""
     image: Image | None
     """RGB; None: nothing was drawn."""
     failure: str | None = None
-    """Why this arm failed, in words."""
+    """Why this arm failed; None: it did not."""
 
 
 @dataclass(frozen=True, eq=False)
 class EditResult:
-    """One request, answered."""
+    """The result of one request."""
 
     request: EditRequest
     sources: tuple[Image, ...]
-    """RGB, upright, as the policy was shown them before its own scaling."""
+    """RGB, upright, before the policy's own scaling."""
     original_sizes_px: tuple[Size | None, ...]
     """Size of each picture before it was scaled down; None: it was not scaled."""
     words: str
@@ -95,7 +88,7 @@ class EditResult:
     image: Image | None
     """RGB; None: nothing was drawn."""
     failure: str | None
-    """Why the edit failed, in words; None if all is well or the run's renderer draws nothing."""
+    """Why the edit failed; None if it did not, or if the run's renderer draws nothing."""
     arms: Mapping[str, Arm] = field(default_factory=dict)
     """Keys: `OWN_WORDS`, `UNTRAINED`, `STOCK`, if this system has the arm; all share the noise."""
     seed: int = 0
@@ -103,7 +96,7 @@ class EditResult:
     token_ids: tuple[int, ...] = ()
     finish: Literal["stop", "length"] = "stop"
     seconds: float = 0.0
-    """Its share of the batch's."""
+    """The request's share of its batch's time."""
 
 
 class Writer:
@@ -120,7 +113,15 @@ class Writer:
 
 
 class Editor:
-    """A loaded run. Close it, or use it as a context manager."""
+    """A loaded run. Close it, or use it as a context manager.
+
+        editor = Editor.from_run("runs/my-run", checkpoint="best")
+        result = editor.edit("photo.jpg", "make the sky red")
+        result.image.save("red.png"); print(result.words)
+        editor.edit(["room.jpg", "lamp.jpg"], "put the lamp of picture 2 into picture 1")
+
+    A held-out sample, requested with its id and the run's seed, gives bit for bit the same result
+    as in the held-out evaluation."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class Editor:
             size_px: size of a picture that is read as codes; (): that of the run's pictures.
             only_words: load no renderer and draw nothing.
 
-        Raises ValueError for what the user can fix.
+        Raises ValueError for problems that the user can fix.
         """
         self.config = config
         self.trained = trained
@@ -177,7 +178,7 @@ class Editor:
         size_px: tuple[int, ...] = (),
         only_words: bool = False,
     ) -> Self:
-        """Of a run; arguments as for `load_trained`, `config_for_use` and `Editor`."""
+        """Load a run; the arguments are those of `load_trained`, `config_for_use` and `Editor`."""
         trained = load_trained(Path(run), checkpoint)
         config, base_policy = config_for_use(
             trained, settings, device, num_steps, size_px, only_words
@@ -191,7 +192,7 @@ class Editor:
         self.close()
 
     def close(self) -> None:
-        """Let go of the models."""
+        """Free the models."""
         self._loop.close()
         self._context.renderer.close()
         self._writer.close()
@@ -200,7 +201,7 @@ class Editor:
 
     def edit(
         self,
-        image: Given | Sequence[Given] | None,
+        image: ImageOrPath | Sequence[ImageOrPath] | None,
         instruction: str,
         *,
         seed: int = 0,
@@ -225,7 +226,7 @@ class Editor:
         """Yield one result per request, in order, as soon as its batch is done.
 
         A result depends on its request and `seed`, not on the rest of the batch (but for float
-        rounding). A request that cannot be asked (a damaged file, words that are too long) gives a
+        rounding). An invalid request (a damaged file, an instruction that is too long) gives a
         result with its `failure`.
 
         Args:
@@ -236,8 +237,8 @@ class Editor:
         """
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; a batch holds one request at least")
-        left = iter(requests)
-        batches = iter(lambda: list(islice(left, batch_size)), [])
+        remaining = iter(requests)
+        batches = iter(lambda: list(islice(remaining, batch_size)), [])
         return (result for batch in batches for result in self._edit_batch(batch, seed, arms))
 
     def _edit_batch(
@@ -245,20 +246,20 @@ class Editor:
     ) -> list[EditResult]:
         began = time.monotonic()
         results: dict[int, EditResult] = {}
-        asked: dict[int, tuple[Prompt, tuple[Size | None, ...]]] = {}
+        prepared: dict[int, tuple[Prompt, tuple[Size | None, ...]]] = {}
         for b, request in enumerate(requests_B):
             try:
                 sample, original_sizes_px = self._sample(request)
                 if "source_codes" in self.policy.needs:
                     [sample] = self._context.renderer.encode_sources([sample], self._area_px)
-                asked[b] = self.policy.build_prompt(sample), original_sizes_px
-            except ValueError as error:  # this one's own: the others are made
+                prepared[b] = self.policy.build_prompt(sample), original_sizes_px
+            except ValueError as error:  # only this request fails
                 results[b] = EditResult(request, (), (), "", "", None, str(error), seed=seed)
-        prompts = [prompt for prompt, _ in asked.values()]
+        prompts = [prompt for prompt, _ in prepared.values()]
         drawn = self._draw(prompts, seed, arms) if prompts else []
         seconds = (time.monotonic() - began) / max(1, len(prompts))
-        for (b, (prompt, original_sizes_px)), (episode, beside) in zip(
-            asked.items(), drawn, strict=True
+        for (b, (prompt, original_sizes_px)), (episode, other_arms) in zip(
+            prepared.items(), drawn, strict=True
         ):
             arm = self._arm(episode)
             results[b] = EditResult(
@@ -269,7 +270,7 @@ class Editor:
                 episode.action.thought,
                 arm.image,
                 arm.failure,
-                {name: self._arm(found) for name, found in beside.items()},
+                {name: self._arm(other) for name, other in other_arms.items()},
                 seed,
                 episode.noise_seed,
                 episode.completion.token_ids,
@@ -295,13 +296,13 @@ class Editor:
                 f"{rules.pictures_remedy}"
             )
         try:
-            found = [
+            pictures = [
                 opened(image, rules.max_image_side_px, rules.keeps_transparency) for image in images
             ]
         except UnusableError as error:
             raise ValueError(str(error)) from error
-        sample = Sample(request.id, request.instruction, tuple(picture for picture, _ in found))
-        return sample, tuple(size_px for _, size_px in found)
+        sample = Sample(request.id, request.instruction, tuple(picture for picture, _ in pictures))
+        return sample, tuple(size_px for _, size_px in pictures)
 
     @cached_property
     def _area_px(self) -> int:
@@ -318,27 +319,27 @@ class Editor:
         bare_B = [
             self.policy.pass_through_completion(p.sample) if arms else None for p in prompts_B
         ]
-        edits_B, of_bare_B = self._render(prompts_B, completions_B, bare_B, seed, self._writer)
-        beside_B: list[dict[str, Episode]] = [
-            {} if bare is None else {OWN_WORDS: bare} for bare in of_bare_B
+        edits_B, bares_B = self._render(prompts_B, completions_B, bare_B, seed, self._writer)
+        arms_B: list[dict[str, Episode]] = [
+            {} if bare is None else {OWN_WORDS: bare} for bare in bares_B
         ]
         if arms:
-            before, weights = self._untrained
+            untrained, weights = self._untrained
             with weights():
-                written_B = self._write(prompts_B, seed, before)
+                written_B = self._write(prompts_B, seed, untrained)
             drawn: dict[str, tuple[Sequence[Prompt], Sequence[Completion]]]
             drawn = {UNTRAINED: (prompts_B, written_B)}
-            stock_B = [before.policy.stock_arms(prompt).get(STOCK) for prompt in prompts_B]
+            stock_B = [untrained.policy.stock_arms(prompt).get(STOCK) for prompt in prompts_B]
             # A renderer that reads only words would draw the same picture as for the bare arm.
-            if before.policy.reads_states and all(stock_B):
+            if untrained.policy.reads_states and all(stock_B):
                 stock_prompts, stock_completions = zip(*filter(None, stock_B), strict=True)
                 drawn[STOCK] = stock_prompts, stock_completions
             for name, (prompts, completions) in drawn.items():
-                nothing = [None] * len(prompts)
-                episodes_B, _ = self._render(prompts, completions, nothing, seed, before, weights)
-                for beside, episode in zip(beside_B, episodes_B, strict=True):
-                    beside[name] = episode
-        return list(zip(edits_B, beside_B, strict=True))
+                none_B = [None] * len(prompts)
+                episodes_B, _ = self._render(prompts, completions, none_B, seed, untrained, weights)
+                for episodes_by_arm, episode in zip(arms_B, episodes_B, strict=True):
+                    episodes_by_arm[name] = episode
+        return list(zip(edits_B, arms_B, strict=True))
 
     @cached_property
     def _untrained(self) -> tuple[Writer, Weights]:
@@ -369,7 +370,7 @@ class Editor:
         writer: Writer,
         weights: Weights = nullcontext,
     ) -> tuple[list[Episode], list[Episode | None]]:
-        """(_B of the completions, _B of the bare arm), ungraded."""
+        """Ungraded episodes of (the completions, the bare arm), each _B."""
         from rl.run.held_out import score
 
         config = self.config.model_copy(update={"seed": seed})
@@ -380,6 +381,6 @@ class Editor:
 
     def _arm(self, episode: Episode) -> Arm:
         words = episode.action.words.strip()
-        # Nothing is graded here, and that is no failure.
+        # Nothing is graded here, so UNGRADED is no failure.
         failed = episode.status is Status.POLICY_FAILED or (self.draws and episode.image is None)
         return Arm(words, episode.image, episode.failure if failed else None)

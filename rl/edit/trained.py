@@ -51,17 +51,17 @@ class Trained:
     iterations: int = 0
     """Iterations finished when the checkpoint was written."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The run's latest scalars at that time."""
+    """The run's latest scalars when the checkpoint was written."""
 
     @property
     def held_out_reward(self) -> float | None:
-        """Mean reward on the held-out samples at that iteration, 0 to 1; None: not measured."""
+        """Mean held-out reward at the checkpoint's iteration, 0 to 1; None: not measured."""
         return None if self.run_dir is None else held_out_rewards(self.run_dir).get(self.iterations)
 
     def __str__(self) -> str:
         reward = self.held_out_reward
-        scored = "" if reward is None else f", held-out reward {reward:.3f}"
-        return f"{self.run_dir or self.model} after {self.iterations} iterations{scored}"
+        reward_text = "" if reward is None else f", held-out reward {reward:.3f}"
+        return f"{self.run_dir or self.model} after {self.iterations} iterations{reward_text}"
 
     def policy(self) -> dict[str, Any]:
         """The run's policy section with these weights: a whole model replaces the base model, an
@@ -98,7 +98,7 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
         checkpoint: for a run folder: 'latest' (the newest complete one), 'best' on held-out
             samples, or a number of iterations.
 
-    Raises ValueError for what the user can fix.
+    Raises ValueError for problems that the user can fix.
     """
     model = model_folder(source if checkpoint == "latest" else checkpoint_of(source, checkpoint))
     is_adapter = (model / ADAPTER_CONFIG).is_file()
@@ -118,9 +118,9 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
     file = run_dir / "config.json"
     config = state["meta"].get("config")
     if file.is_file():
-        if (written := row_of(file.read_bytes())) is None:
+        if (stored := row_of(file.read_bytes())) is None:
             raise ValueError(f"{file} is damaged: it holds no config; copy it from a backup")
-        config = formats.stored(written, str(file))
+        config = formats.stored(stored, str(file))
     policy = config.get("policy") if isinstance(config, Mapping) else None
     if not isinstance(policy, Mapping) or not isinstance(policy.get("type"), str):
         raise ValueError(f"{step} is damaged: its run's config names no policy")
@@ -158,26 +158,26 @@ def config_for_use(
             aspect ratio if the renderer keeps that; or (): the run's size.
         only_words: nothing will be drawn.
 
-    Raises ValueError (ConfigError among them) for what the user can fix, before anything is loaded.
+    Raises ValueError (also ConfigError) for problems that the user can fix, before anything loads.
     """
     where = str(trained.run_dir or trained.model.parent)
     values = {**trained.config, **UNUSED}
     if only_words and (values.get("renderer") or {}).get("type") == "sd3":
         values["renderer"] = {"type": "none"}  # sd3 has no template; its files may be missing
     config = _config(values, where)
-    for room in ("policy", "renderer"):
-        _refuse_plugin(f"{room}.type", getattr(config, room).get("type"), where, settings)
+    for section in ("policy", "renderer"):
+        _refuse_plugin(f"{section}.type", getattr(config, section).get("type"), where, settings)
     resolved = build.resolve(config)
     # This machine may lack the run's devices and attention kernels.
-    here = {"device": "auto", "attn_implementation": "auto"}
+    local_values = {"device": "auto", "attn_implementation": "auto"}
     if pick_device(device) == "cpu":
-        here["dtype"] = "float32"
-    for room, plugin in (("policy", resolved.policy), ("renderer", resolved.renderer)):
+        local_values["dtype"] = "float32"
+    for section, plugin in (("policy", resolved.policy), ("renderer", resolved.renderer)):
         keys = type(plugin.config).model_fields
-        known = {key: value for key, value in here.items() if key in keys}
-        values[room] = {**values[room], **known}
-        values[room].pop("max_memory_gb", None)
-    values["renderer"] |= _drawn(resolved.renderer, num_steps, size_px)
+        supported = {key: value for key, value in local_values.items() if key in keys}
+        values[section] = {**values[section], **supported}
+        values[section].pop("max_memory_gb", None)
+    values["renderer"] |= _renderer_overrides(resolved.renderer, num_steps, size_px)
     for setting in settings:
         values = _set(values, setting)
     base = _config(values, where).policy
@@ -196,7 +196,7 @@ def _refuse_plugin(key: str, name: object, where: str, settings: Sequence[str]) 
             f"rl edit --set {shown(setting, 200)}"
         )
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # where `rl train` looks for it too
+        sys.path.append(os.getcwd())  # `rl train` imports plugins from there, too
 
 
 def _config(values: Mapping[str, Any], where: str) -> RunConfig:
@@ -206,34 +206,34 @@ def _config(values: Mapping[str, Any], where: str) -> RunConfig:
     return config
 
 
-def _drawn(
+def _renderer_overrides(
     renderer: build.Plugin[Renderer], num_steps: int | None, size_px: tuple[int, ...]
 ) -> dict[str, Any]:
     """The renderer's keys for steps and size. Raises ValueError if it takes no steps."""
     keys = type(renderer.config).model_fields
-    drawn: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     if num_steps is not None:
         if "num_steps" not in keys:
             raise ValueError(f"renderer {renderer.name!r} draws in one go: it takes no --steps")
-        drawn["num_steps"] = num_steps
+        overrides["num_steps"] = num_steps
     if len(size_px) == 1 and "output_area_px" in keys:
-        drawn |= {"output_area_px": size_px[0] ** 2, "width_px": None, "height_px": None}
+        overrides |= {"output_area_px": size_px[0] ** 2, "width_px": None, "height_px": None}
     elif size_px and "width_px" in keys:
-        drawn |= {"width_px": size_px[0], "height_px": size_px[-1]}
-    return drawn
+        overrides |= {"width_px": size_px[0], "height_px": size_px[-1]}
+    return overrides
 
 
-def pick_device(asked: str = "auto") -> str:
-    """'cuda:0' or 'cpu' for 'auto'; else as asked."""
+def pick_device(device: str = "auto") -> str:
+    """'cuda:0' or 'cpu' for 'auto'; else `device`."""
     import torch
 
-    if asked != "auto":
-        return asked
+    if device != "auto":
+        return device
     return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def _set(values: Mapping[str, Any], setting: str) -> dict[str, Any]:
-    """The config with `setting` applied. Raises ValueError if that is not `a.b=value`."""
+    """The config with `setting` applied. Raises ValueError if `setting` is not `a.b=value`."""
     key, equals, text = setting.partition("=")
     names = key.split(".")
     if not equals or not all(names):
@@ -245,10 +245,10 @@ def _set(values: Mapping[str, Any], setting: str) -> dict[str, Any]:
     changed = dict(values)
     inner = changed
     for name in names[:-1]:
-        below = inner.get(name, {})
-        if not isinstance(below, Mapping):
+        section = inner.get(name, {})
+        if not isinstance(section, Mapping):
             raise ValueError(f"setting {setting!r}: {name} is a plain value, not a section")
-        inner[name] = dict(below)
+        inner[name] = dict(section)
         inner = inner[name]
     inner[names[-1]] = value
     return changed

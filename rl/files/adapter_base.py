@@ -1,4 +1,4 @@
-"""Which base weights an adapter belongs to, as PEFT's `adapter_config.json` names them."""
+"""Writes and reads the keys of `adapter_config.json` (PEFT) that name an adapter's base model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 NAME, MAPPING = "base_model_name_or_path", "auto_mapping"
 """Loaders pass the value of `NAME` to the hub as it is, so it must be a folder or a hub id."""
 SUBFOLDER, WORDS, FORMAT = "base_model_subfolder", "base_model_tokenizer", "format"
-"""Keys of ours in `auto_mapping`, where PEFT 0.21 ignores them; it warns of them elsewhere."""
+"""Keys of ours in `auto_mapping`. PEFT 0.21 ignores them there; elsewhere it logs a warning."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Base:
 def noted(base: Base, model_class: str) -> dict[str, Any]:
     """The keys of an adapter_config.json that name its base, a transformers `model_class`. The
     task type is None: with one, PEFT's Auto classes would load a class that reads no pictures."""
-    own = {SUBFOLDER: base.subfolder, WORDS: base.words, FORMAT: formats.ADAPTER}
+    our_keys = {SUBFOLDER: base.subfolder, WORDS: base.words, FORMAT: formats.ADAPTER}
     return {
         NAME: base.path,
         "revision": base.revision,
@@ -46,7 +46,7 @@ def noted(base: Base, model_class: str) -> dict[str, Any]:
         MAPPING: {
             "base_model_class": model_class,
             "parent_library": "transformers",
-            **{key: value for key, value in own.items() if value},
+            **{key: value for key, value in our_keys.items() if value},
         },
     }
 
@@ -54,20 +54,20 @@ def noted(base: Base, model_class: str) -> dict[str, Any]:
 def read_config(adapter: Path) -> dict[str, Any]:
     """The adapter_config.json of a folder. Raises ValueError for a damaged or newer one."""
     file = adapter / ADAPTER_CONFIG
-    written = row_of(file.read_bytes())
-    if written is None:
+    config = row_of(file.read_bytes())
+    if config is None:
         raise ValueError(f"{file} is damaged: it holds no JSON object")
-    if written.get("megatron_config"):  # PEFT then imports the module that the file names
+    if config.get("megatron_config"):  # PEFT then imports the module that the file names
         raise ValueError(f"{file} names megatron_config, which is not supported; remove it")
-    mapping = written.get(MAPPING)
+    mapping = config.get(MAPPING)
     number = mapping.get(FORMAT, 1) if isinstance(mapping, Mapping) else 1
     if problem := formats.refusal(str(file), number, formats.ADAPTER):
         raise ValueError(problem)
-    return written
+    return config
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether the hub takes that as a repository's id, and no folder of that name lies here."""
+    """Whether `path` is a valid id of a hub repository and no local path has this name."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""Files that survive a crash: written completely or not at all; readers skip damaged lines."""
+"""Writes files completely or not at all, even in a crash; reads JSONL without damaged lines."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MAX_NESTING = 64
 """Levels of objects and lists; a run's own files have a dozen."""
 
 _LINE_ENDS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
-"""Line ends of `str.splitlines` that JSON does not escape; and surrogates, which UTF-8 cannot
-hold."""
+"""Line ends of `str.splitlines` that JSON does not escape, and surrogates, which UTF-8 cannot
+encode."""
 
 
 def fsync(path: Path) -> None:
@@ -40,46 +40,46 @@ def fsync(path: Path) -> None:
 def write_atomically(
     path: Path, content: str | bytes, opener: Callable[[str, int], int] = itself
 ) -> None:
-    """Replace `path`'s contents, whole or not at all; makes the folders above it. `opener` as in
-    `open`. Raises GoneError (`held.py`) and other OSErrors, which name the path."""
+    """Replace `path`'s contents completely or not at all; creates the folders above it. `opener` as
+    in `open`. Raises GoneError (`held.py`) and other OSErrors, which name the path."""
     path = place(path)
-    aside = path.with_name(f".{path.name}.tmp")
-    with _named(path):
+    temporary = path.with_name(f".{path.name}.tmp")
+    with _with_path_in_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _to_oneself(aside, opener) as file:
+        with _opened_exclusively(temporary, opener) as file:
             try:
                 append(file, content.encode() if isinstance(content, str) else content)
                 os.fsync(file.fileno())
-                aside.replace(path)
+                temporary.replace(path)
             except BaseException:
                 with suppress(OSError):
-                    aside.unlink()
+                    temporary.unlink()
                 raise
         fsync(path.parent)
 
 
 @contextmanager
-def _to_oneself(aside: Path, opener: Callable[[str, int], int]) -> Iterator[FileIO]:
-    """Opens `aside`, emptied; no other process or thread writes to it until it is renamed or
-    removed. A file that a killed process left there is reused."""
+def _opened_exclusively(temporary: Path, opener: Callable[[str, int], int]) -> Iterator[FileIO]:
+    """Opens `temporary`, emptied; no other process or thread writes to it until it is renamed or
+    removed. A file that a killed process left behind is reused."""
     while True:
-        descriptor = opener(str(aside), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        descriptor = opener(str(temporary), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         with open(descriptor, "ab", buffering=0) as file:
-            with suppress(OSError):  # a file system without locks: better no guard than no file
+            with suppress(OSError):  # some file systems have no locks: write anyway
                 fcntl.flock(file, fcntl.LOCK_EX)
             try:
-                is_there = os.path.samestat(os.fstat(descriptor), os.lstat(aside))
+                is_current = os.path.samestat(os.fstat(descriptor), os.lstat(temporary))
             except FileNotFoundError:
-                is_there = False
-            if is_there:
+                is_current = False
+            if is_current:
                 file.truncate(0)
                 yield file
                 return
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Adds the path to an OSError: those about a file that is already open have none."""
+def _with_path_in_errors(path: Path) -> Iterator[None]:
+    """Adds the path to an OSError: one from a file that is already open names no path."""
     try:
         yield
     except OSError as error:
@@ -91,14 +91,14 @@ def _named(path: Path) -> Iterator[None]:
 def json_line(value: Mapping[str, Any]) -> str:
     """Strict JSON that every reader takes as one line; NaN and infinities become null."""
     text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
-    return _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
+    return _LINE_ENDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line; if the file ends in an incomplete line, a new line is begun first. A failed
-    write leaves nothing behind. Raises the same errors as `write_atomically`."""
+    """Append a line, after a line feed if the file ends in an incomplete line. A failed write does
+    not change the file. Raises the same errors as `write_atomically`."""
     path = place(path)
-    with _named(path):
+    with _with_path_in_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = itself(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT)
         with open(descriptor, "a+b", buffering=0) as file:
@@ -110,27 +110,27 @@ def append_line(path: Path, line: str) -> None:
 
 
 def append(file: FileIO, data: bytes) -> None:
-    """Add `data` to a file that is open without a buffer, all of it or nothing."""
+    """Append all of `data` or nothing to a file that was opened without a buffer."""
     end = file.seek(0, os.SEEK_END)
-    rest = memoryview(data)
+    remaining = memoryview(data)
     try:
-        while rest:
-            rest = rest[file.write(rest) :]
+        while remaining:
+            remaining = remaining[file.write(remaining) :]
     except OSError:
         file.truncate(end)
         raise
 
 
 def lines_of(path: Path) -> list[bytes]:
-    """The lines of a file with their ends. Only b'\\n' ends a line: values may hold U+2028 or a
-    lone \\r."""
+    """The lines of a file, ends included. Only b'\\n' ends a line: values may hold U+2028 or a lone
+    \\r."""
     with path.open("rb") as file:
         return file.readlines()
 
 
 def row_of(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line; None for anything else, and for one nested too deep for
-    recursion."""
+    """The JSON object of a line; None for anything else and for an object that is nested too deeply
+    for recursion."""
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):

@@ -14,46 +14,46 @@ from cachetools import LRUCache, cached
 from PIL.Image import Image, Resampling, alpha_composite, new
 
 MAX_AREA_PX = 50_000_000
-"""Most pixels of a picture: a file of 1 KB can hold any number, up to 20 bytes each in memory."""
+"""Most pixels of a picture: a 1 KB file can hold any number, which take up to 20 bytes each."""
 
 T = TypeVar("T")
 
 
 def own_pictures(value: T) -> T:
-    """A copy of `value`, a picture or what holds pictures (a `Sample`, `RewardInput`, list, dict),
-    with its pictures, arrays, tensors, lists, dicts and sets copied: a plugin may change its copy
-    without affecting others."""
-    given: Any = value
-    if is_dataclass(given) and not isinstance(given, type):
-        held = {f.name: own_pictures(getattr(given, f.name)) for f in fields(given) if f.init}
-        given = replace(given, **held)
-    elif type(given) in (list, tuple):
-        given = type(given)(map(own_pictures, given))
-    elif type(given) is dict:
-        given = {key: own_pictures(item) for key, item in given.items()}
-    elif isinstance(given, Image | set) or hasattr(given, "setflags"):  # a numpy array
-        given = given.copy()
-    elif hasattr(given, "clone"):  # a tensor of torch, which is not imported here
-        given = given.clone()
-    return given
+    """A copy of `value`, a picture or an object that holds pictures (`Sample`, `RewardInput`, list,
+    dict), with its pictures, arrays, tensors, lists, dicts and sets copied: a plugin may change its
+    copy without affecting others."""
+    copied: Any = value
+    if is_dataclass(copied) and not isinstance(copied, type):
+        copies = {f.name: own_pictures(getattr(copied, f.name)) for f in fields(copied) if f.init}
+        copied = replace(copied, **copies)
+    elif type(copied) in (list, tuple):
+        copied = type(copied)(map(own_pictures, copied))
+    elif type(copied) is dict:
+        copied = {key: own_pictures(item) for key, item in copied.items()}
+    elif isinstance(copied, Image | set) or hasattr(copied, "setflags"):  # a numpy array
+        copied = copied.copy()
+    elif hasattr(copied, "clone"):  # a tensor of torch, which is not imported here
+        copied = copied.clone()
+    return copied
 
 
 def digest(image: Image) -> bytes:
-    """Equal for pictures with equal pixels; the cache key of what is computed from a picture."""
+    """A hash that is equal for equal pixels: the cache key of what is computed from a picture."""
     palette = image.palette and image.palette.tobytes()
-    form = repr((image.mode, image.size, palette, image.info.get("transparency")))
-    return blake2b(form.encode() + image.tobytes(), digest_size=16).digest()
+    header = repr((image.mode, image.size, palette, image.info.get("transparency")))
+    return blake2b(header.encode() + image.tobytes(), digest_size=16).digest()
 
 
 def open_picture(file: Path | IO[bytes], formats: tuple[str, ...] = ("PNG",)) -> Image:
-    """A picture, not decoded yet; the only place where Pillow opens one. `formats` are Pillow's
+    """A picture, not decoded yet; nothing else calls `PIL.Image.open`. `formats` are Pillow's
     names; never name one that starts a program (EPS) or holds another format (IPTC, ICO, ICNS,
     MIC). Raises DecompressionBombError for more than `MAX_AREA_PX`, and what Pillow raises."""
     image = PIL.Image.open(file, formats=formats)
     if image.width * image.height > MAX_AREA_PX:
         image.close()
-        most = f"{MAX_AREA_PX // 10**6} million pixels are the most"
-        raise PIL.Image.DecompressionBombError(f"{image.width}x{image.height}; {most}")
+        limit = f"{MAX_AREA_PX // 10**6} million pixels are the most"
+        raise PIL.Image.DecompressionBombError(f"{image.width}x{image.height}; {limit}")
     return image
 
 

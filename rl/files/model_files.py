@@ -1,4 +1,4 @@
-"""Checks by names, sizes and headers that a model's files exist, are complete and belong to it."""
+"""Checks from names, sizes and headers that a model's files exist, are whole and of its kind."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from rl.files.weights import damage_of
 
 MAX_SHOWN = 200
 KIND_KEYS = ("model_type", "_class_name")
-"""The key that names the kind of model in a config file of transformers, of diffusers."""
+"""Keys that name the kind of model in a config file: transformers', diffusers'."""
 
 
 def model_problems(models: Iterable[ModelFiles]) -> Iterator[str]:
-    """What keeps `models` from being loaded, as 'key: what, remedy'. If a folder holds another
+    """Problems that prevent loading `models`, as 'key: problem, remedy'. If a folder holds another
     model, only that problem is reported."""
-    places = defaultdict(list)
+    parts_of_model = defaultdict(list)
     for model in models:
-        places[model.key, model.path].append(model)
-    for (key, path), parts in places.items():
+        parts_of_model[model.key, model.path].append(model)
+    for (key, path), parts in parts_of_model.items():
         if missing := missing_model(key, path):
             yield from missing
             continue
         is_folder = Path(path).is_dir()
         try:
-            found = list(_folder_problems(parts) if is_folder else _cached_problems(parts))
+            problems = list(_folder_problems(parts) if is_folder else _cached_problems(parts))
         except OSError as error:
-            found = [f"{error.filename} cannot be read ({error.strerror})"]
-        yield from (f"{key}: {problem}" for problem in found)
+            problems = [f"{error.filename} cannot be read ({error.strerror})"]
+        yield from (f"{key}: {problem}" for problem in problems)
 
 
 def missing_model(key: str, path: str) -> list[str]:
-    """What is wrong with a model's path; [] if it is an existing folder or looks like a hub id."""
+    """The problem of a model's path; [] if it is an existing folder or looks like a hub id."""
     why = not_a_file(path) if path else GONE
     is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
     if why == FOLDER or (is_hub_id and why == GONE):
         return []
-    named = shown(repr(path), MAX_SHOWN)
-    return [f"{key}: no folder {named} (from {Path.cwd()}), and not a hub id 'owner/name'"]
+    path_text = shown(repr(path), MAX_SHOWN)
+    return [f"{key}: no folder {path_text} (from {Path.cwd()}), and not a hub id 'owner/name'"]
 
 
 def cached(repo_id: str, name: str, revision: str | None = None) -> Path | None:
-    """A hub repository's file in the local cache; None where it is not there."""
+    """A hub repository's file in the local cache; None if it is not cached."""
     try:
         from huggingface_hub import constants
     except ImportError:
@@ -59,10 +59,10 @@ def cached(repo_id: str, name: str, revision: str | None = None) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(repo_id, name, revision=revision)
+        cached_path = try_to_load_from_cache(repo_id, name, revision=revision)
     except HFValidationError:
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached_path) if isinstance(cached_path, str) else None
 
 
 def _cached_problems(parts: Iterable[ModelFiles]) -> Iterator[str]:
@@ -70,9 +70,9 @@ def _cached_problems(parts: Iterable[ModelFiles]) -> Iterator[str]:
     for part in parts:
         file = cached(part.path, os.path.join(part.subfolder, part.config), part.revision)
         if file is not None:
-            wrong = _wrong_kind(part, row_of(file.read_bytes()), f"{part.path} ({file})")
-            if wrong:
-                yield wrong
+            problem = _wrong_kind(part, row_of(file.read_bytes()), f"{part.path} ({file})")
+            if problem:
+                yield problem
                 return
 
 
@@ -83,8 +83,8 @@ def _folder_problems(parts: Iterable[ModelFiles]) -> Iterator[str]:
         folder = Path(part.path, part.subfolder)
         file = folder / part.config
         if file.is_file():
-            if wrong := _wrong_kind(part, row_of(file.read_bytes()), str(file)):
-                yield wrong
+            if problem := _wrong_kind(part, row_of(file.read_bytes()), str(file)):
+                yield problem
                 return
         elif part.config_required:
             lacking.append(os.path.join(part.subfolder, part.config))
@@ -100,7 +100,7 @@ def _folder_problems(parts: Iterable[ModelFiles]) -> Iterator[str]:
 
 
 def _weights_problems(part: ModelFiles, folder: Path) -> tuple[list[str], list[str]]:
-    """(names of files that are not there, what is wrong with those that are)."""
+    """(names of missing files, problems of the existing ones)."""
     if not part.weights:
         return [], []
     for name in part.weights:
@@ -116,25 +116,25 @@ def _weights_problems(part: ModelFiles, folder: Path) -> tuple[list[str], list[s
         else:
             continue
         missing = [shard for shard in shards if not (folder / shard).is_file()]
-        wrong = (damage_of(folder / shard) for shard in shards if shard not in missing)
+        damage = (damage_of(folder / shard) for shard in shards if shard not in missing)
         lacking = [os.path.join(part.subfolder, shard) for shard in missing]
-        return lacking, [problem for problem in wrong if problem]
+        return lacking, [problem for problem in damage if problem]
     first = os.path.join(part.subfolder, part.weights[0])
     return [f"{first} or {first}.index.json"], []
 
 
-def _wrong_kind(part: ModelFiles, written: dict[str, Any] | None, where: str) -> str:
-    """Why this config file does not belong to a model that can be loaded here, or ''."""
-    if written is None:
+def _wrong_kind(part: ModelFiles, config: dict[str, Any] | None, where: str) -> str:
+    """Why this config file is not of a kind of model that can be loaded here, or ''."""
+    if config is None:
         return f"{where} is damaged: it holds no JSON object; copy or download it again"
-    key = next((key for key in KIND_KEYS if key in written), " or ".join(KIND_KEYS))
-    stated = [(key, [written.get(key)], part.kinds)]
-    architectures = written.get("architectures")
+    key = next((key for key in KIND_KEYS if key in config), " or ".join(KIND_KEYS))
+    checks = [(key, [config.get(key)], part.kinds)]
+    architectures = config.get("architectures")
     if isinstance(architectures, list) and architectures:
-        stated.append(("architectures", architectures, part.classes))
-    for key, found, wanted in stated:
-        if wanted and not any(isinstance(name, str) and name in wanted for name in found):
-            says = f"says {key} {found[0]!r}" if found[0] is not None else f"says no {key}"
-            needed = " or ".join(map(repr, sorted(wanted)))
-            return f"{where} {says}, but only {needed} can be loaded here; name such a model"
+        checks.append(("architectures", architectures, part.classes))
+    for key, values, accepted in checks:
+        if accepted and not any(isinstance(name, str) and name in accepted for name in values):
+            statement = f"says {key} {values[0]!r}" if values[0] is not None else f"says no {key}"
+            needed = " or ".join(map(repr, sorted(accepted)))
+            return f"{where} {statement}, but only {needed} can be loaded here; name such a model"
     return ""

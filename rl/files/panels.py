@@ -1,4 +1,4 @@
-"""Draws one picture of a figure: a title above it, words below it, or the words in its place."""
+"""Draws one panel of a figure: a title, and a picture with a text below it or the text alone."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def pyplot() -> Any:
     return plt
 
 
-def panel(axes: Axes, image: Image | None, title: str, words: str | None) -> None:
-    """Draw one picture. `words` None: nothing is written."""
+def panel(axes: Axes, image: Image | None, title: str, text: str | None) -> None:
+    """Draw one panel; `image` and `text` are left out if None."""
     axes.axis("off")
     if image is not None:
         crisp = max(image.size) < CRISP_BELOW_PX
         axes.imshow(over_white(image), interpolation="nearest" if crisp else "antialiased")
     axes.set_title(printable(title), fontsize=13)
-    if words is None:
+    if text is None:
         return
-    drawn = image is not None
-    num_chars, num_lines = (PICTURE_CHARS, PICTURE_LINES) if drawn else (WORDS_CHARS, WORDS_LINES)
+    below = image is not None
+    num_chars, num_lines = (PICTURE_CHARS, PICTURE_LINES) if below else (WORDS_CHARS, WORDS_LINES)
     lines = textwrap.wrap(
-        printable(words, but="\n\t"), num_chars, max_lines=num_lines, placeholder=" ..."
+        printable(text, but="\n\t"), num_chars, max_lines=num_lines, placeholder=" ..."
     )
     # `parse_math`: a dollar sign in a user's instruction must not start a formula.
     axes.text(
         0.5,
-        -0.04 if drawn else 0.5,
+        -0.04 if below else 0.5,
         "\n".join(lines) or "(no words)",
         ha="center",
-        va="top" if drawn else "center",
+        va="top" if below else "center",
         fontsize=11,
         transform=axes.transAxes,
         parse_math=False,

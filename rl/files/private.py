@@ -27,11 +27,11 @@ def itself(path: str, flags: int, mode: int = 0o666) -> int:
         if error.errno not in _REFUSED:
             raise
         raise OSError(error.errno, _REFUSED[error.errno], str(path)) from None
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise OSError(errno.ENXIO, _REFUSED[errno.ENXIO], str(path))
-    if found.st_nlink > 1:
+    if status.st_nlink > 1:
         os.close(descriptor)
         unshare(Path(path))
         descriptor = os.open(path, safe, mode)
@@ -41,10 +41,10 @@ def itself(path: str, flags: int, mode: int = 0o666) -> int:
 
 
 def unshare(path: Path) -> None:
-    """Put a copy in the place of a file with a second name, such as `cp -al` makes."""
+    """Replace a file that has a second hard link (from `cp -al`, for example) by a copy."""
     if path.stat(follow_symlinks=False).st_nlink > 1:
-        with tempfile.TemporaryDirectory(dir=path.parent) as aside:
-            os.replace(shutil.copy2(path, aside), path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            os.replace(shutil.copy2(path, folder), path)
 
 
 def private(path: str, flags: int) -> int:
@@ -57,7 +57,7 @@ def private(path: str, flags: int) -> int:
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder that only this user may enter, for files of libraries; like `private`."""
+    """Make a folder that only this user may enter, for files that libraries write."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(OSError):
         path.chmod(0o700)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT_BYTES = 64
-"""Of what PyTorch allocates on the CPU."""
+"""Alignment of the memory that PyTorch allocates on the CPU."""
 NUM_COLUMNS = 1024
 """Width of the matrix into which `bit_sums` reshapes a tensor, in 64-bit numbers."""
 LFS_POINTER = b"version https://git-lfs"
@@ -23,7 +23,7 @@ LFS_POINTER = b"version https://git-lfs"
 def num_parameters(
     folder: str | Path, is_counted: Callable[[str], bool] = lambda name: True
 ) -> float:
-    """Number of parameters in a folder's safetensors files, in tensors whose name `is_counted`."""
+    """Number of parameters of a folder's safetensors tensors whose name `is_counted` accepts."""
     headers = map(_header, Path(folder).glob("*.safetensors"))
     return float(
         sum(math.prod(t["shape"]) for h in headers for name, t in h.items() if is_counted(name))
@@ -31,7 +31,7 @@ def num_parameters(
 
 
 class NotFiniteError(ValueError):
-    """Weights contain NaN or infinity: so would everything computed with them."""
+    """Weights contain NaN or infinity."""
 
 
 def require_finite(weights: Iterable[tuple[str, torch.Tensor]], owner: str) -> None:
@@ -41,9 +41,9 @@ def require_finite(weights: Iterable[tuple[str, torch.Tensor]], owner: str) -> N
         if weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta:
             are_numbers = weight.detach().isfinite()
             if not are_numbers.all():
-                wrong = weight.numel() - int(are_numbers.sum())
+                num_bad = weight.numel() - int(are_numbers.sum())
                 raise NotFiniteError(
-                    f"{owner} holds NaN or infinity: {wrong} of the {weight.numel()} numbers of "
+                    f"{owner} holds NaN or infinity: {num_bad} of the {weight.numel()} numbers of "
                     f"{name}; copy or download it again, or name another"
                 )
 
@@ -51,8 +51,8 @@ def require_finite(weights: Iterable[tuple[str, torch.Tensor]], owner: str) -> N
 def align_weights(module: torch.nn.Module, device: str) -> None:
     """On the CPU, copy weights to addresses aligned as PyTorch's allocator does. Loaded weights are
     memory-mapped from their file, and some MKL kernels (one row in float32, on AMD or with SSE4.2)
-    sum in another order at addresses that are not multiples of 16 bytes. Every loaded model goes
-    through here, so it also checks for NaN and infinity (NotFiniteError)."""
+    sum in another order at addresses that are not multiples of 16 bytes. It also raises
+    NotFiniteError for NaN and infinity, because every loaded model passes through it."""
     require_finite(module.named_parameters(), type(module).__name__)
     if device != "cpu":
         return
@@ -63,8 +63,9 @@ def align_weights(module: torch.nn.Module, device: str) -> None:
 
 def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
     """[3] int64 checksums on the tensor's device. Its bytes, as 64-bit numbers, form a matrix and a
-    remainder: weighted sums by row, by column, and of the remainder ([1]: the remainder alone). A
-    changed bit or two swapped values or rows change them. Makes no temporary as large as it."""
+    remainder; the checksums are weighted sums over rows, over columns and of the remainder ([1] if
+    all is remainder). A changed bit and swapped values or rows change them. No temporary is as
+    large as the tensor."""
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -90,8 +91,8 @@ def _line_weights(length: int, device: torch.device) -> torch.Tensor:
 
 
 def damage_of(file: Path) -> str:
-    """What is wrong with a weights file, or ''. Other formats than safetensors are only checked for
-    being empty or a Git LFS pointer."""
+    """The problem of a weights file, or ''. In formats other than safetensors, only empty files and
+    Git LFS pointers are detected."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(len(LFS_POINTER))

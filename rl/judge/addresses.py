@@ -31,7 +31,7 @@ class Address:
     """
 
     def __init__(self, config: JudgeConfig, url: str, name: str) -> None:
-        """`name`: in log lines."""
+        """`name`: how log lines name the address."""
         self.url = url
         self.http = JudgeHttp(url, auth_header(config.api_key_env), config.max_concurrency)
         self.dialect = Dialect()
@@ -81,8 +81,8 @@ class Address:
         self.is_open = True
         self._next_probe_at = time.monotonic() + self._pause_s
         self.num_openings += 1
-        every = f"one probe every {self._pause_s:.0f} s until it answers"
-        log.warning("%s %s: %s", self._name, why, every)
+        schedule = f"one probe every {self._pause_s:.0f} s until it answers"
+        log.warning("%s %s: %s", self._name, why, schedule)
 
 
 class Addresses:
@@ -128,15 +128,16 @@ class Addresses:
             await asyncio.sleep(min(POLL_S, self._config.max_outage_s - down_s))
 
     def answered(self) -> None:
-        """The judge has answered some question."""
+        """Note that the judge has answered a question."""
         self._only_refused_since_s, self._has_given_up = None, False
 
     def wait_s(self, refused_since_s: float, pause_s: float, detail: str) -> float | None:
         """Seconds, at most `pause_s`, that a question waits now because the judge asks for it (HTTP
-        429, Retry-After); None: the question is given up.
+        429, Retry-After); None: give the question up.
 
         A question waits at most `max_outage_s` after `refused_since_s`, its first such answer. It
-        is given up at once if the judge gave only such answers for that long. `detail`: the answer.
+        is given up at once if the judge gave only such answers for that long. `detail`: the answer,
+        for the log.
         """
         now_s = time.monotonic()
         if self._only_refused_since_s is None:

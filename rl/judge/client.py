@@ -39,7 +39,7 @@ SEEDS_PER_REPEAT = 1000
 SHOWN_BODY_CHARS = 600
 SHOWN_NAME_CHARS = 100
 MAX_NAMES = 8
-"""Model names that are logged of one address; some servers send another with each reply."""
+"""Most model names logged per address; some servers send a different name with each reply."""
 REFUSED_QUESTION = frozenset({400, 413, 415, 422})
 RETRIED_CLIENT_ERRORS = frozenset({408, 425, 429})
 FROM_A_WORKING_ADDRESS = frozenset({"http_408", "http_425", "http_429", "refused", "unreadable"})
@@ -49,15 +49,15 @@ log = logging.getLogger(__name__)
 
 
 class JudgeError(RuntimeError):
-    """The judge cannot be used as it is configured; a person must act."""
+    """The judge cannot be used as configured; a person must act."""
 
 
 class JudgeRefused(JudgeError):  # noqa: N818 (reads as what happened)
-    """The endpoint answers, and says no: wrong key, path, model, or request."""
+    """The endpoint answers and refuses: wrong key, path, model or request."""
 
 
 class JudgeUnreachableError(JudgeError):
-    """Nothing answers there."""
+    """No judge answers at the configured addresses."""
 
 
 def backoff_s(first_s: float, num_failures: int, rng: random.Random) -> float:
@@ -71,7 +71,7 @@ def backoff_s(first_s: float, num_failures: int, rng: random.Random) -> float:
 
 @dataclass(eq=False)
 class _Asking:
-    """A question on its way to an answer."""
+    """A question that is being asked."""
 
     question: Question
     content: Sequence[bytes]
@@ -88,7 +88,7 @@ class _Asking:
     refused_since_s: float = 0.0
     """`time.monotonic` of the first such answer."""
     address: Address | None = None
-    """The last that it was sent to."""
+    """The address that it was last sent to."""
     tried: set[Address] = field(default_factory=set)
     """Addresses where the question has failed since its last pause."""
 
@@ -99,21 +99,21 @@ class JudgeStats:
 
     requests: int = 0
     reused: int = 0
-    """Replies taken from the journal instead."""
+    """Replies taken from the journal, without a request."""
     retries: Counter[str] = field(default_factory=Counter)
-    """Requests repeated, by the cause word."""
+    """Repeated requests by `RequestTrouble.cause`."""
     latencies_s: list[float] = field(default_factory=list)
-    """Send to reply, of each request that got one, s."""
+    """Time from sending to the answer, s, of each request with an answer below status 500."""
     max_in_flight: int = 0
     breaker_openings: int = 0
     throttled: int = 0
-    """Requests that the judge wants later (HTTP 429, Retry-After)."""
+    """Requests that the judge asked to send later (HTTP 429, Retry-After)."""
     other_model: int = 0
-    """Replies that name another model than `judge.model`."""
+    """Replies that name a model other than `judge.model`."""
 
 
 class JudgeClient:
-    """All coroutines must run in one event loop."""
+    """A client of one judge. All coroutines must run in one event loop."""
 
     def __init__(
         self, config: JudgeConfig, api_base: str | Sequence[str], journal: Path | None = None
@@ -132,7 +132,7 @@ class JudgeClient:
         # Jitter must not draw from the run's random numbers: a retry would change the training.
         self._jitter = random.Random()
         self._slots = asyncio.Semaphore(config.max_concurrency)
-        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._request_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         urls = [api_base] if isinstance(api_base, str) else api_base
         self._addresses = Addresses(config, urls)
         self._health_ends_s = math.inf
@@ -146,25 +146,25 @@ class JudgeClient:
         self._journal.set(self._open_journals[-1])
 
     def forget_failed(self) -> None:
-        """Drop the replies to questions that none of them answered, so that a fixed judge is asked
-        those again; all other replies are kept."""
+        """Drop the replies to questions that got no usable reply, so that a fixed judge is asked
+        these again; all other replies are kept."""
         for journal in self._open_journals:
             journal.forget_failed()
 
     def take_stats(self) -> JudgeStats:
         """Counts since the last call; a request under way counts when it ends."""
-        taken, self._stats = self._stats, JudgeStats()
+        stats, self._stats = self._stats, JudgeStats()
         for address in self._addresses:
-            taken.breaker_openings += address.num_openings
+            stats.breaker_openings += address.num_openings
             address.num_openings = 0
-        return taken
+        return stats
 
     def dialects(self) -> dict[str, Dialect]:
         """URL -> the `Dialect` learnt for that address."""
         return {address.url: address.dialect for address in self._addresses}
 
     def adopt(self, dialects: Mapping[str, Dialect]) -> None:
-        """Take over what another client has learnt of the same addresses."""
+        """Take over the dialects that another client has learnt for the same addresses."""
         for address in self._addresses:
             address.dialect = dialects.get(address.url, address.dialect)
 
@@ -177,8 +177,8 @@ class JudgeClient:
     async def check_health(self, wait_s: float = 60.0) -> list[str]:
         """Check that the judge answers and serves the model; returns the addresses that do.
 
-        A server that is still starting has `wait_s` (and one more request) to answer. Of several
-        addresses one is enough: the others have `LATE_S` more, then count as down, with a log line.
+        A server that is still starting has `wait_s` (and one more request) to answer. One
+        address is enough: the others get `LATE_S` more, then count as down, which is logged.
         Raises `JudgeUnreachableError` or `JudgeRefused`.
         """
         self._health_ends_s = math.inf
@@ -188,12 +188,12 @@ class JudgeClient:
             raise JudgeUnreachableError("\n".join(problems))
         for address, problem in zip(self._addresses, problems, strict=True):
             if problem:
-                address.open(f"is not there ({problem})")
+                address.open(f"did not answer the health check ({problem})")
         return [address.url for address in self._addresses if not address.is_open]
 
     async def _unreachable(self, address: Address, wait_s: float) -> str:
-        """Why it has not answered within `wait_s`; '' once it has. Raises `JudgeRefused` where it
-        answers and does not serve `judge.model`."""
+        """Why `address` has not answered within `wait_s`; '' once it has. Raises `JudgeRefused` if
+        it answers and does not serve `judge.model`."""
         started_s = time.monotonic()
         while True:
             try:
@@ -204,7 +204,7 @@ class JudgeClient:
                 if served is None:
                     raise JudgeRefused(
                         f"{address.url}/models answers, but not as an OpenAI-compatible endpoint: "
-                        f"{_shown(response)}\nCheck judge.api_base."
+                        f"{_body_excerpt(response)}\nCheck judge.api_base."
                     )
                 if self.config.model not in served:
                     raise JudgeRefused(
@@ -217,7 +217,7 @@ class JudgeClient:
                 waited_s = time.monotonic() - started_s
                 wait_s = min(wait_s, max(0.0, self._health_ends_s - started_s))
                 if trouble.is_tls:
-                    return f"{address.url} is not the judge for certain ({trouble})"
+                    return f"{address.url} cannot be verified to be the judge ({trouble})"
                 if waited_s >= wait_s:
                     return (
                         f"no judge at {address.url} after {waited_s:.0f} s ({trouble}): start it "
@@ -229,7 +229,7 @@ class JudgeClient:
         self, question: Question, parse: Callable[[str], T], repeat: int = 0
     ) -> Answer[T]:
         """As `rl.api.judge.Judge.ask`; raises `JudgeRefused`. A question keeps its slot while it
-        backs off, so a judge in trouble sees fewer requests."""
+        backs off, so a failing judge gets fewer requests."""
         started = time.monotonic()
         async with self._slots:
             content = [await encoded(p, self.config.image_side_px) for p in question.parts]
@@ -280,7 +280,7 @@ class JudgeClient:
                     await asyncio.sleep(pause_s)
 
     def _wait_s(self, asking: _Asking, pause_s: float, failure: str) -> float | None:
-        """Seconds to wait with a question that the judge wants later; None: give it up."""
+        """Seconds to wait before a question is sent again, as the judge asked; None: give it up."""
         self._stats.throttled += 1
         if not asking.num_refused:
             asking.refused_since_s = time.monotonic()
@@ -294,9 +294,9 @@ class JudgeClient:
         If every try of a question failed without an answer, and no other question got one, this
         opens all breakers; otherwise the questions in flight would be given up one by one.
         """
-        rows = [each.num_failures_in_row for each in self._addresses]
-        nobody_got_through = all(rows) and sum(rows) >= num_tries >= self.config.max_attempts
-        if cause in ("timeout", "transport") and nobody_got_through:
+        failures = [each.num_failures_in_row for each in self._addresses]
+        all_failed = all(failures) and sum(failures) >= num_tries >= self.config.max_attempts
+        if cause in ("timeout", "transport") and all_failed:
             for each in self._addresses:
                 each.open(f"failed {each.num_failures_in_row} times in a row")
         return address is not None and address.is_open
@@ -325,14 +325,14 @@ class JudgeClient:
     async def _reply(self, asking: _Asking) -> str:
         """The judge's reply text, from the journal if it is there.
 
-        Identical requests wait for each other: the second takes the first one's reply from the
+        Identical requests wait for each other: the second takes the reply to the first from the
         journal, as it would after a restart. (Without a journal every request is sent.)
         """
         request = self._request(asking)
         journal = self._journal.get()
         if journal is None:
             return await self._send(asking, request)
-        async with self._asking.setdefault(request.key, asyncio.Lock()):
+        async with self._request_locks.setdefault(request.key, asyncio.Lock()):
             reply = journal.get(request.key)
             if reply is not None:
                 self._stats.reused += 1
@@ -350,7 +350,7 @@ class JudgeClient:
             try:
                 reply, model = read_chat(response.body)
             except UnreadableReplyError as error:
-                detail = f"HTTP 200 without a reply ({error}): {_shown(response)}"
+                detail = f"HTTP 200 without a reply ({error}): {_body_excerpt(response)}"
                 raise RequestTrouble("unreadable", detail) from None
         except RequestTrouble as trouble:
             asking.tried.add(address)
@@ -369,9 +369,9 @@ class JudgeClient:
 
     async def _post(self, address: Address, asking: _Asking, request: Request) -> HttpAnswer:
         """The answer to `request`. If the address refuses a parameter, the request is sent again
-        without it; once a reply comes, the dialect remembers what was left out.
+        without it; once a reply comes, the dialect remembers which were left out.
 
-        Raises `RequestTrouble` when nobody answers.
+        Raises `RequestTrouble` if no answer comes.
         """
         without: Set[str] = address.dialect.without(request)
         while True:
@@ -387,14 +387,14 @@ class JudgeClient:
                 break
             self._stats.retries["parameter"] += 1
             without |= refused
-        if news := address.dialect.learn(request, without, response.status):
-            log.warning("the judge at %s %s from now on", address.url, in_words(news, without))
+        if learnt := address.dialect.learn(request, without, response.status):
+            log.warning("the judge at %s %s from now on", address.url, in_words(learnt, without))
         return response
 
     async def _exchange(
         self, address: Address, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> HttpAnswer:
-        """One request. Raises `RequestTrouble` when nobody answers."""
+        """Send one request. Raises `RequestTrouble` if no answer comes."""
         self._stats.requests += 1
         address.num_in_flight += 1
         num_in_flight = sum(each.num_in_flight for each in self._addresses)
@@ -408,58 +408,58 @@ class JudgeClient:
         self, response: HttpAnswer, address: Address | None = None, shape: tuple[bool, ...] = ()
     ) -> NoReturn:
         """Raises `JudgeRefused` for a non-200 answer that a person must act on, `RequestTrouble`
-        for others. `address`, `shape`: those of the question, if the request was a question."""
-        status, page = response.status, _shown(response)
-        trouble = RequestTrouble(f"http_{status}", page, response.retry_after_s)
+        for others. `address`, `shape`: those of the question; unset in a health check."""
+        status, excerpt = response.status, _body_excerpt(response)
+        trouble = RequestTrouble(f"http_{status}", excerpt, response.retry_after_s)
         if status in RETRIED_CLIENT_ERRORS or status >= 500:
             raise trouble
         if address and status in REFUSED_QUESTION and shape in address.answered:
             # The address has answered questions of this shape, so the set-up is right: this one is
             # too long, or moderated. (Taking one picture but refusing two is a set-up error.)
-            raise RequestTrouble("refused", f"HTTP {status} {page}")
+            raise RequestTrouble("refused", f"HTTP {status} {excerpt}")
         others = (other for other in self._addresses if other is not address)
         if address and any(shape in other.answered for other in others):
             # Other addresses accept this shape: this one is misconfigured and counts as down.
-            address.open(f"refuses (HTTP {status} {page})")
+            address.open(f"refuses (HTTP {status} {excerpt})")
             raise trouble
         location = response.location and shown(response.location, SHOWN_HEADER_CHARS)
         raise JudgeRefused(
-            f"the judge refused: {response.request} -> HTTP {status} {page}\n"
+            f"the judge refused: {response.request} -> HTTP {status} {excerpt}\n"
             f"{remedy_for(status, location, self.config)}"
         )
 
     async def _check_name(self, address: Address, model: str | None) -> None:
         """Logs, once per name, that a model other than `judge.model` has answered. Raises
         `JudgeRefused` if `judge.model` is no longer served."""
-        asked, known = self.config.model, address.dialect.model_names
-        if model is None or model == asked:
+        configured, logged = self.config.model, address.dialect.model_names
+        if model is None or model == configured:
             return
         self._stats.other_model += 1
         name = shown(model, SHOWN_NAME_CHARS)
-        if name in known or len(known) >= MAX_NAMES:
+        if name in logged or len(logged) >= MAX_NAMES:
             return
-        known.append(name)
-        news = f"{address.url} answers as {name!r}, asked for judge.model={asked!r}"
+        logged.append(name)
+        difference = f"{address.url} answers as {name!r}, asked for judge.model={configured!r}"
         served = None
         with suppress(RequestTrouble):
             response = await self._exchange(address, "GET", "/models", None, HEALTH_TIMEOUT_S)
             served = served_models(response.body) if response.status == 200 else None
-        if served is not None and asked not in served:
+        if served is not None and configured not in served:
             raise JudgeRefused(
-                f"{news}, which it does not serve any more; it serves: {_names(served)}. Remedy: "
-                "serve that model again, or start a run with the other one, whose grades are "
-                "another reward."
+                f"{difference}, which it does not serve any more; it serves: {_names(served)}. "
+                "Remedy: serve that model again, or start a new run with the other model, which "
+                "grades differently."
             )
         log.warning(
-            "%s: its full name is fine, but another model's grades are another reward; if it is "
-            "another, set judge.model to the one that is meant, or turn the gateway's fallback off "
-            "(judge/other_model_replies counts)",
-            news,
+            "%s: its full name is fine, but a different model grades differently; if it is a "
+            "different one, set judge.model to the intended model, or turn the gateway's fallback "
+            "off (judge/other_model_replies counts such replies)",
+            difference,
         )
 
 
-def _shown(response: HttpAnswer) -> str:
-    """The body's beginning, or why there is none. Endpoints echo wrong keys in it."""
+def _body_excerpt(response: HttpAnswer) -> str:
+    """The beginning of the body, or why there is none; `shown` removes keys that it echoes."""
     if response.unusable and not response.body:
         return f"(a body {response.unusable})"
     return shown(response.body.decode("utf-8", "replace"), SHOWN_BODY_CHARS) or "(empty body)"

@@ -1,4 +1,4 @@
-"""Which optional parameters an endpoint takes, learned from the messages that refuse them."""
+"""Learns from error messages which optional parameters an endpoint does not accept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = {
 """Optional parameter -> how an error page names it."""
 LENGTHS = frozenset({"max_tokens", "max_completion_tokens"})
 REFUSING_STATUSES = frozenset({400, 422, 500, 501})
-"""500 is one of them: LiteLLM's proxy and llama.cpp's server have refused parameters with it."""
+"""Including 500: LiteLLM's proxy and llama.cpp's server have refused parameters with it."""
 
 _REFUSAL = re.compile(
     r"unsupported|unrecogni[sz]ed|unknown|unexpected|unavailable|deprecated|"
@@ -34,19 +34,19 @@ _REFUSAL = re.compile(
     r"cannot (?:both )?be (?:used|set|specified)"
 )
 _VALUE_REFUSAL = re.compile(
-    # A model with one fixed sampling setting; a range limit that other servers take as 'off'.
+    # A model with one fixed sampling setting; a range without the value that is 'off' elsewhere.
     r"only .*\b(?:is|are) (?:allowed|supported)|must be (?:strictly|> ?0|in range \(0)"
 )
-"""Not applied to `LENGTHS`: a length above the context limit is not a matter of dialect."""
+"""Not applied to `LENGTHS`: a length above the context limit is no refusal of the parameter."""
 _SENTENCE_END = re.compile(r"[.!;]\s|\n|\}\s*,\s*\{")
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One question as an endpoint would be asked that takes every parameter."""
+    """One question as it is sent to an endpoint that accepts every parameter."""
 
     parameters: Mapping[str, Any]
-    """Of the request's body; the content of its one message is `[CONTENT]`."""
+    """Fields of the request's body; the content of its one message is `[CONTENT]`."""
     content: Sequence[bytes]
     """JSON of the message's parts."""
 
@@ -56,7 +56,7 @@ class Request:
         return hashlib.sha256(self.body(frozenset())).hexdigest()
 
     def sent(self, without: Set[str]) -> dict[str, Any]:
-        """The parameters that are sent where those of `without` are not taken."""
+        """The parameters to send to an endpoint that does not accept those in `without`."""
         sent = {name: value for name, value in self.parameters.items() if name not in without}
         for old, new in RENAMED.items():
             if old in without and old in self.parameters and new not in without:
@@ -79,56 +79,58 @@ class Dialect:
     values: set[tuple[str, str]] = field(default_factory=set)
     """(name, value as JSON)."""
     taken: set[str] = field(default_factory=set)
-    """Parameters of requests that it answered."""
+    """Parameters that the endpoint has accepted."""
     model_names: list[str] = field(default_factory=list)
     """Models other than `judge.model` that its replies have named."""
 
     def without(self, request: Request) -> frozenset[str]:
-        """What to leave out of `request`."""
+        """The parameters to leave out of `request`."""
         values = request.parameters.items()
         refused = {name for name, value in values if (name, json.dumps(value)) in self.values}
         return frozenset(self.names | refused)
 
     def learn(self, request: Request, without: Set[str], status: int) -> set[str]:
-        """Remember what an answered `request` was sent without; returns what is new of it."""
+        """Remember the parameters left out of an answered `request`; returns the new ones."""
         if status != 200:
             return set()
-        news = set(without - self.without(request))
-        for name in news:
+        learnt = set(without - self.without(request))
+        for name in learnt:
             if name in self.taken and name in request.parameters:
                 self.values.add((name, json.dumps(request.parameters[name])))
             else:
                 self.names.add(name)
         self.taken |= request.sent(without).keys() & NAMES.keys()
-        return news
+        return learnt
 
 
 def in_words(news: Set[str], without: Set[str]) -> str:
     """'takes no seed, and max_completion_tokens for max_tokens'."""
     renamed = {old for old, new in RENAMED.items() if old in news and new not in without}
-    words = [f"no {name}" for name in sorted(news - renamed)]
-    return "takes " + " and ".join([*words, *(f"{RENAMED[old]} for {old}" for old in renamed)])
+    parts = [f"no {name}" for name in sorted(news - renamed)]
+    return "takes " + " and ".join([*parts, *(f"{RENAMED[old]} for {old}" for old in renamed)])
 
 
 def refused_parameters(status: int, page: bytes, sent: Set[str]) -> set[str]:
-    """Which of the optional parameters in `sent` an answer says it does not take; usually none."""
+    """Which of the optional parameters in `sent` an answer refuses; usually none."""
     if status not in REFUSING_STATUSES:
         return set()
     # Undo the escaped quotes and line ends of JSON that is nested in JSON.
     text = re.sub(r"\\+u00(?:22|27|60)", "'", page.decode("utf-8", "replace"))
     text = re.sub(r"\\+n", "\n", text).replace("\\", "").lower()
-    found: set[str] = set()
+    refused: set[str] = set()
     for sentence in _SENTENCE_END.split(text):
-        refuses = bool(_REFUSAL.search(sentence))
-        if not refuses and not _VALUE_REFUSAL.search(sentence):
+        is_refusal = bool(_REFUSAL.search(sentence))
+        if not is_refusal and not _VALUE_REFUSAL.search(sentence):
             continue
-        named = {
+        mentioned = {
             name
-            for name, words in NAMES.items()
-            if name in sent and re.search(rf"(?<!\w)(?:{words})(?!\w)", sentence)
+            for name, pattern in NAMES.items()
+            if name in sent and re.search(rf"(?<!\w)(?:{pattern})(?!\w)", sentence)
         }
-        if not refuses:
-            named -= LENGTHS
+        if not is_refusal:
+            mentioned -= LENGTHS
         # The endpoint takes only one of the two: drop top_p, whose value 1.0 has no effect.
-        found |= named - {"temperature"} if "top_p" in named and "both" in sentence else named
-    return found
+        if "top_p" in mentioned and "both" in sentence:
+            mentioned -= {"temperature"}
+        refused |= mentioned
+    return refused

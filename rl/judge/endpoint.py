@@ -24,64 +24,65 @@ _VERSION = re.compile(r"v\d[a-z0-9]*")
 
 
 def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
-    """`judge.api_base` as the URLs that requests are appended to, 'http://host:4877/v1', each once.
+    """The base URLs in `judge.api_base`, such as 'http://host:4877/v1', each once.
 
     Accepts, in a list or separated by commas: a URL with or without '/v1' and trailing slash,
     'host:port', or a file with one such address per line. Raises ValueError naming the key and
     the remedy.
     """
     texts = [value] if isinstance(value, str) else value
-    words = [word.strip() for text in texts for word in text.split(",")]
-    words = [word for word in words if word.lower() not in ("", "none")]
-    if not words:
+    entries = [entry.strip() for text in texts for entry in text.split(",")]
+    entries = [entry for entry in entries if entry.lower() not in ("", "none")]
+    if not entries:
         raise ValueError(
             "judge.api_base is empty, and a reward needs a judge: set it to the endpoint's URL, to "
             "a file that holds it, or have the run start one by judge.start_command"
         )
-    return tuple(dict.fromkeys(_normalise(*place) for word in words for place in _places(word)))
+    addresses = (address for entry in entries for address in _addresses_in(entry))
+    return tuple(dict.fromkeys(_normalise(*address) for address in addresses))
 
 
 def resolve_api_base(value: str | Sequence[str]) -> str:
-    """The one URL of `judge.api_base`. Raises ValueError where there are several."""
+    """The URL of `judge.api_base`. Raises ValueError if it names several."""
     bases = resolve_api_bases(value)
     if len(bases) > 1:
         raise ValueError(
-            f"judge.api_base names {len(bases)} places, and a judge that judge.start_command "
-            "starts is at one: drop start_command, or all but one"
+            f"judge.api_base names {len(bases)} places, but the judge that judge.start_command "
+            "starts has one address: drop start_command, or all addresses but one"
         )
     return bases[0]
 
 
-def _places(value: str) -> list[tuple[str, str]]:
-    """(address, where it is from, for messages) of what `judge.api_base` holds between commas."""
-    if "://" in value or _HOST_AND_PORT.fullmatch(value):
-        return [(value, f"judge.api_base={value!r}")]
-    if not_a_file(value):
+def _addresses_in(entry: str) -> list[tuple[str, str]]:
+    """(address, origin for messages) of each address in `entry`: an address, or a file of them."""
+    if "://" in entry or _HOST_AND_PORT.fullmatch(entry):
+        return [(entry, f"judge.api_base={entry!r}")]
+    if not_a_file(entry):
         raise ValueError(
-            f"judge.api_base={value!r} is neither a URL (http://host:4877), nor host:port, nor a "
+            f"judge.api_base={entry!r} is neither a URL (http://host:4877), nor host:port, nor a "
             "file that exists; a judge that the run itself is to start is named by "
             "judge.start_command"
         )
-    where = f"judge.api_base: the file {Path(value)}"
+    where = f"judge.api_base: the file {Path(entry)}"
     try:
-        text = read_text(value, MAX_FILE_BYTES)
+        text = read_text(entry, MAX_FILE_BYTES)
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
     lines = [line.split() for line in text.split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{where} is empty; write the judge's URL into it")
-    # Words after the first address are comments.
-    held = [words[0] for words in lines if words is lines[0] or len(words) == 1]
-    for word in held:
-        if "://" not in word and not _HOST_AND_PORT.fullmatch(word):
-            raise ValueError(f"{where} holds {word[:80]!r}, which is neither a URL nor host:port")
-    return [(word, where) for word in held]
+    # A comment may follow the first address; later lines of several words are ignored.
+    addresses = [parts[0] for parts in lines if parts is lines[0] or len(parts) == 1]
+    for address in addresses:
+        if "://" not in address and not _HOST_AND_PORT.fullmatch(address):
+            raise ValueError(f"{where}: {address[:80]!r} is neither a URL nor host:port")
+    return [(address, where) for address in addresses]
 
 
 def _normalise(url: str, where: str) -> str:
     url = url if "://" in url else f"http://{url}"
-    rest = url.partition("://")[2]
-    if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
+    without_scheme = url.partition("://")[2]
+    if "@" in without_scheme.partition("/")[0] or "?" in without_scheme or "#" in without_scheme:
         # The message does not quote the URL, because it may contain a key.
         raise ValueError(
             "judge.api_base must be a plain URL without user, password or query: keys come from "
@@ -144,12 +145,12 @@ def auth_header(api_key_env: str) -> dict[str, str]:
 
 
 def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
-    """What a person can do about a refusal. `location`: of a redirect."""
+    """What a person can do about a refusal. `location`: target of a redirect."""
     if status in (401, 403):
-        held = f"it names {config.api_key_env}" if config.api_key_env else "it is ''"
+        setting = f"it names {config.api_key_env}" if config.api_key_env else "it is ''"
         return (
             "Remedy: judge.api_key_env must name the environment variable that holds a valid key "
-            f"({held})."
+            f"({setting})."
         )
     if status == 407:
         return "Remedy: the proxy wants a user and a password in the URL of HTTP_PROXY (ALL_PROXY)."

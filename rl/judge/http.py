@@ -42,7 +42,7 @@ HEADERS = {
 
 
 class RequestTrouble(Exception):  # noqa: N818 (an outcome of one request, never the run's)
-    """A request that brought no usable answer."""
+    """A request that got no usable answer."""
 
     def __init__(
         self, cause: str, detail: str, retry_after_s: float | None = None, is_tls: bool = False
@@ -55,7 +55,7 @@ class RequestTrouble(Exception):  # noqa: N818 (an outcome of one request, never
 
     @property
     def asks_to_wait(self) -> bool:
-        """The judge answers, and wants the question later: HTTP 429, or any Retry-After."""
+        """Whether the judge asked to send the question later: HTTP 429, or any Retry-After."""
         return self.cause == TOO_MANY_REQUESTS or self.retry_after_s is not None
 
 
@@ -78,19 +78,18 @@ class JudgeHttp:
     """Sends requests to one address, each over its own connection. Belongs to one event loop."""
 
     def __init__(self, api_base: str, headers: Mapping[str, str], max_connections: int) -> None:
-        """Raises ValueError for a proxy or certificates that the environment names and that cannot
-        be used."""
+        """Raises ValueError if the environment names an unusable proxy or unusable certificates."""
         self._api_base = api_base
         self._headers = {**HEADERS, **headers}
         # A proxy from the environment cannot reach this machine's own loopback.
         proxy = None if is_loopback(api_base) else _proxy_for(api_base)
-        self._through = f", through the proxy that {PROXY_VARIABLES} names" if proxy else ""
+        self._via_proxy = f", through the proxy that {PROXY_VARIABLES} names" if proxy else ""
         is_tls = api_base.startswith("https:")
-        trusted = _trusted() if is_tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody
+        tls = _tls_context() if is_tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody
         try:
             # The bare transport: httpx's client would inflate bodies, keep cookies, parse Location.
             self._transport = httpx.AsyncHTTPTransport(
-                trusted, limits=httpx.Limits(max_connections=max_connections), proxy=proxy
+                tls, limits=httpx.Limits(max_connections=max_connections), proxy=proxy
             )
         except (ImportError, ValueError, httpx.InvalidURL) as error:
             raise ValueError(
@@ -102,10 +101,10 @@ class JudgeHttp:
     async def request(
         self, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> HttpAnswer:
-        """Send, and read what comes until `timeout_s` from now.
+        """Send a request and read the answer, within `timeout_s`.
 
-        Raises `RequestTrouble` (timeout, transport) when nothing came, or when the body of a 200
-        broke off. An answer of any other status is returned with what was read of its body.
+        Raises `RequestTrouble` (timeout, transport) if no answer came, or if the body of a 200 is
+        incomplete. An answer of any other status is returned with as much body as was read.
         """
         timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
         request = httpx.Request(
@@ -119,13 +118,13 @@ class JudgeHttp:
         received = bytearray()
         unusable = None
         try:
-            # httpx's own limits are per read: a reply that trickles would pass them for ever.
+            # httpx's own limits are per read: a reply that trickles in would never exceed them.
             async with asyncio.timeout(timeout_s):
                 response = await self._transport.handle_async_request(request)
                 unusable = await _receive(response, received)
         except (TimeoutError, httpx.TimeoutException):
             if response is None or response.status_code == 200:
-                detail = f"no reply within {timeout_s:g} s{self._through}"
+                detail = f"no reply within {timeout_s:g} s{self._via_proxy}"
                 raise RequestTrouble("timeout", detail) from None
         except Exception as error:
             # Malformed bytes from outside raise errors that share no base class: httpx's own, an
@@ -133,7 +132,7 @@ class JudgeHttp:
             if response is None or response.status_code == 200:
                 remedy = _tls_remedy(error)
                 detail = shown(f"{type(error).__name__} {error}", SHOWN_ERROR_CHARS)
-                detail += self._through + (remedy and f"; {remedy}")
+                detail += self._via_proxy + (remedy and f"; {remedy}")
                 raise RequestTrouble("transport", detail, is_tls=bool(remedy)) from None
         return HttpAnswer(
             request=f"{method} {request.url}",
@@ -151,7 +150,7 @@ class JudgeHttp:
 def retry_after_s(header: str | None, now: datetime | None = None) -> float | None:
     """A Retry-After header (RFC 9110 10.2.3: seconds or an HTTP date) as seconds, 0..120.
 
-    None when there is none or it cannot be read.
+    None if there is no header or it cannot be parsed.
     """
     if header is None:
         return None
@@ -169,7 +168,7 @@ def retry_after_s(header: str | None, now: datetime | None = None) -> float | No
 
 
 def _tls_remedy(error: BaseException | None) -> str:
-    """What to do where TLS failed for good, '' where it did not. httpx wraps the ssl error."""
+    """The remedy if TLS failed for good, else ''. httpx wraps the ssl error."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return (
@@ -177,20 +176,20 @@ def _tls_remedy(error: BaseException | None) -> str:
                 "judge.api_base to a host name in the certificate, or to an http:// URL"
             )
         if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
-            return "it does not speak TLS there: set an http:// URL in judge.api_base"
+            return "the endpoint does not speak TLS: set an http:// URL in judge.api_base"
         error = error.__cause__ or error.__context__
     return ""
 
 
-def _trusted() -> ssl.SSLContext:
-    """The certificates that SSL_CERT_FILE, else SSL_CERT_DIR, else certifi holds."""
+def _tls_context() -> ssl.SSLContext:
+    """Trusts the certificates of SSL_CERT_FILE, else SSL_CERT_DIR, else certifi."""
     try:
         return httpx.create_ssl_context()
     except OSError as error:
         file = os.environ.get("SSL_CERT_FILE")
         raise ValueError(
             f"SSL_CERT_FILE={file}: no certificates can be read there ({error.strerror or error}): "
-            "set it to those of who signed the judge's, or unset it"
+            "set it to those of the issuer of the judge's certificate, or unset it"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Journal of the judge's replies: a resumed iteration asks only for what it does not have."""
+"""Journals the judge's replies: a resumed iteration asks only for those that it lacks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class ReplyJournal:
         self._path = path
         self._has_failed = False
         self._failed: set[str] = set()
-        """Keys of the replies to questions for which no reply was usable."""
+        """Keys of all replies to questions that got no usable reply."""
         self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115 - `close`
 
     def get(self, key: str) -> str | None:
         return self._replies.get(key)
 
     def put(self, key: str, reply: str) -> str:
-        """Write the reply to disk; returns it as it is stored and as a resumed run reads it."""
+        """Write the reply to disk; returns it as stored, which is what a resumed run reads."""
         kept = self._replies.setdefault(key, scrub(reply))
         self._write(key, kept)
         return kept
@@ -42,7 +42,7 @@ class ReplyJournal:
         self._failed.update(keys)
 
     def forget_failed(self) -> None:
-        """Drop the replies that `note_failed` noted: they are asked for again, also by a resume."""
+        """Drop the replies that `note_failed` noted: they are requested again, also on resume."""
         while self._failed:
             key = self._failed.pop()
             if self._replies.pop(key, None) is not None:
@@ -55,11 +55,11 @@ class ReplyJournal:
         except Exception as error:  # whatever the error, the reply is in memory
             if not self._has_failed:
                 self._has_failed = True
-                why = getattr(error, "strerror", None) or repr(error)
+                reason = getattr(error, "strerror", None) or repr(error)
                 log.warning(
                     "%s: %s; replies that are not saved will be asked for again after a restart",
                     self._path,
-                    why,
+                    reason,
                 )
 
     def close(self) -> None:

@@ -21,12 +21,12 @@ MAX_PROMPT_BYTES = 100_000
 MAX_PATH_CHARS = 300
 
 
-def read_prompt(path: str, own: Path, key: str) -> str:
-    """The text of the prompt file `path`, or of `own` if `path` is ''.
+def read_prompt(path: str, default: Path, key: str) -> str:
+    """The text of the prompt file `path`, or of the file `default` if `path` is ''.
 
-    Raises ValueError naming `key` when `path` cannot be used, or lacks `own`'s `{instruction}`.
+    Raises ValueError naming `key` if `path` cannot be used, or lacks `default`'s `{instruction}`.
     """
-    text = own_text = own.read_text(encoding="utf-8").strip()
+    text = default_text = default.read_text(encoding="utf-8").strip()
     if path:
         try:
             text = read_text(path, MAX_PROMPT_BYTES).strip()
@@ -35,16 +35,16 @@ def read_prompt(path: str, own: Path, key: str) -> str:
             raise ValueError(f"{key}: the prompt file {name} {error}") from None
     if not text:
         raise ValueError(f"{key}: the prompt file {path} is empty")
-    if INSTRUCTION in own_text and INSTRUCTION not in text:
+    if INSTRUCTION in default_text and INSTRUCTION not in text:
         raise ValueError(
-            f"{key}: the prompt file {path} has no {INSTRUCTION}; put it where the user's words go"
+            f"{key}: the prompt file {path} has no {INSTRUCTION}; put it where the instruction goes"
         )
     return text
 
 
 def fill_prompt(text: str, instruction: str) -> str:
-    """`text` with the user's words inserted. The '<' of the file's tags (`</instruction>`) is
-    escaped in these words, so that they cannot close a tag. Other braces (JSON examples) stay."""
+    """`text` with the user's instruction inserted. The '<' of the file's tags (`</instruction>`) is
+    escaped in it, so that it cannot close a tag. Other braces of `text` (JSON examples) stay."""
     for tag in set(re.findall(r"</?(\w+)>", text)):
         instruction = re.sub(rf"(?i)<(?=\s*/?\s*{tag}\b)", "&lt;", instruction)
     return text.replace(INSTRUCTION, instruction)
@@ -59,7 +59,7 @@ def picture_part(image: Image.Image, side_px: int) -> bytes:
 
 
 async def encoded(part: str | Image.Image, side_px: int) -> bytes:
-    """A part of a question as it stands in a request; a picture is encoded in a thread."""
+    """A part of a question as JSON for a request; a picture is encoded in a thread."""
     if isinstance(part, str):
         return json.dumps({"type": "text", "text": part}).encode()
     return await asyncio.to_thread(picture_part, part, side_px)

@@ -1,4 +1,4 @@
-"""Reads a judge's reply, which is untrusted: exactly the numbers asked for, or unreadable."""
+"""Parses a judge's reply, which is untrusted: exactly the requested numbers, or unreadable."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MAX_REPLY_CHARS = 100_000
 
 
 class UnreadableReplyError(ValueError):
-    """The reply is not what was asked for; says why, without quoting the reply."""
+    """The reply is not what was asked for; the message does not quote the reply."""
 
 
 def read_chat(body: bytes) -> tuple[str, str | None]:
-    """(the judge's reply in a chat completion, '' when it is empty; the model that it names).
+    """(the judge's reply in a chat completion, maybe ''; the model that the completion names).
 
     A reply above `MAX_REPLY_CHARS` is cut to one character more, which `read_scores` still refuses.
     Raises `UnreadableReplyError`.
@@ -30,14 +30,14 @@ def read_chat(body: bytes) -> tuple[str, str | None]:
     except (LookupError, TypeError):
         raise UnreadableReplyError("no choices[0].message.content") from None
     if not isinstance(content, str | None):
-        raise UnreadableReplyError(f"{type(content).__name__} under content, a text asked for")
+        raise UnreadableReplyError(f"{type(content).__name__} under content instead of a text")
     model = completion.get("model")
-    named = model if isinstance(model, str) and model else None
-    return without_lone_surrogates((content or "")[: MAX_REPLY_CHARS + 1]), named
+    model_name = model if isinstance(model, str) and model else None
+    return without_lone_surrogates((content or "")[: MAX_REPLY_CHARS + 1]), model_name
 
 
 def served_models(body: bytes) -> list[str] | None:
-    """The ids in an answer to `/models`; None when it is no such list."""
+    """The ids in an answer to `/models`; None if it is not such a list."""
     try:
         names = [model["id"] for model in _parsed(body)["data"]]
     except (UnreadableReplyError, LookupError, TypeError):
@@ -63,11 +63,11 @@ def read_fields(text: str, names: Sequence[str], low: float, high: float) -> tup
 
     Raises `UnreadableReplyError`.
     """
-    found = json_object(text)
-    missing = [name for name in names if name not in found]
+    fields = json_object(text)
+    missing = [name for name in names if name not in fields]
     if missing:
         raise UnreadableReplyError(f"nothing under {', '.join(missing)}")
-    return tuple(_number(found[name], name, low, high) for name in names)
+    return tuple(_number(fields[name], name, low, high) for name in names)
 
 
 def scores_schema(count: int, low: float, high: float) -> Mapping[str, Any]:
@@ -109,8 +109,8 @@ def _unreadable(error: Exception, otherwise: str) -> UnreadableReplyError:
 def json_object(text: str) -> dict[str, Any]:
     """The only JSON object of a reply: bare, fenced, or with prose around it.
 
-    Another opening brace after it makes the reply unreadable; a broken object is not searched for
-    a whole one inside, which would be a guess. Raises `UnreadableReplyError`.
+    Another opening brace after it makes the reply unreadable. A broken object is not searched for
+    a complete one inside, which would be a guess. Raises `UnreadableReplyError`.
     """
     if len(text) > MAX_REPLY_CHARS:
         raise UnreadableReplyError(f"more than {MAX_REPLY_CHARS} characters long")
@@ -122,7 +122,7 @@ def json_object(text: str) -> dict[str, Any]:
         object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, strict=False
     )
     try:
-        found, end = decoder.raw_decode(text, start)
+        parsed, end = decoder.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         raise _unreadable(error, "broken JSON") from None
     if "{" in text[end:]:
@@ -130,14 +130,14 @@ def json_object(text: str) -> dict[str, Any]:
     before, after = text[:start].rstrip(), text[end:].lstrip()
     if before.endswith(("[", "//", "/*", "#")) or after.startswith(("]", "}")):
         raise UnreadableReplyError("a JSON object inside something that was not asked for")
-    return dict(found)
+    return dict(parsed)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
         raise UnreadableReplyError("a key twice in the JSON object")
-    return found
+    return parsed
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -146,7 +146,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _number(value: Any, name: str, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UnreadableReplyError(f'{type(value).__name__} under "{name}", a number asked for')
+        raise UnreadableReplyError(f'{type(value).__name__} under "{name}" instead of a number')
     if not low <= value <= high:
         raise UnreadableReplyError(f'"{name}" outside {low:g}..{high:g}')
     return float(value)

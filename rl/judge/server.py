@@ -22,16 +22,16 @@ from rl.text.scrub import environment_without
 from rl.text.untrusted import shown
 
 POLL_S = 0.05
-LAST_WORDS_BYTES = 2000
-"""How much of the log's end is searched for the last line of a judge that has ended."""
+LOG_END_BYTES = 2000
+"""Size of the end of the log in which the last line of a failed judge is searched."""
 SHOWN_CHARS = 400
 URL_FILE = "{url_file}"
 PACKAGES = Path(__file__).resolve().parents[2]
 """Where `rl` is imported from."""
 
 NEEDED_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-"""Kept, so that a server can download its model; of other secrets only `judge.api_key_env`'s is."""
-OF_A_RANK = (
+"""Passed to the judge, which may download its model; of other secrets only `judge.api_key_env`."""
+RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", INIT_METHOD),
 )
@@ -39,11 +39,11 @@ OF_A_RANK = (
 
 
 def start_problems(config: JudgeConfig) -> Iterator[str]:
-    """What is wrong with a `start_command` that is not empty, each with its key and remedy."""
-    words = _filled(config, Path())
-    if shutil.which(words[0]) is None:
+    """Problems of a non-empty `start_command`, each with its key and remedy."""
+    command = _command(config, Path())
+    if shutil.which(command[0]) is None:
         yield (
-            f"judge.start_command: there is no program {words[0]!r} on this machine's PATH or in "
+            f"judge.start_command: there is no program {command[0]!r} on this machine's PATH or in "
             f"{Path.cwd()}; '{{python}}' is the Python that runs this"
         )
     if _writes_url(config) == bool(config.api_base):
@@ -71,8 +71,8 @@ class StartedJudge:
         self._url_file = log.with_suffix(".url").absolute()
         log.parent.mkdir(parents=True, exist_ok=True)
         self._url_file.unlink(missing_ok=True)  # a killed run leaves its URL file behind
-        command = _filled(config, self._url_file)
-        known = environment_without(config.api_key_env, *NEEDED_SECRETS)
+        command = _command(config, self._url_file)
+        environment = environment_without(config.api_key_env, *NEEDED_SECRETS)
         with open(log, "ab", opener=private) as output:
             output.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
             output.flush()
@@ -80,7 +80,7 @@ class StartedJudge:
             self._guard = subprocess.Popen(
                 [sys.executable, "-m", "rl.judge.guard", str(os.getpid()), os.getcwd(), *command],
                 cwd=PACKAGES,
-                env={name: value for name, value in known.items() if name not in OF_A_RANK},
+                env={key: value for key, value in environment.items() if key not in RANK_VARIABLES},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -88,10 +88,10 @@ class StartedJudge:
             )
 
     async def answering(self) -> str:
-        """The judge's URL, as soon as it serves `judge.model` there.
+        """Wait until the judge serves `judge.model`; returns its URL.
 
         Raises JudgeError if the judge ends first, does not answer within `judge.start_timeout_s`,
-        or is not what the config says.
+        or does not match the config.
         """
         api_base = await self._url()
         client = JudgeClient(self._config, api_base)
@@ -99,11 +99,11 @@ class StartedJudge:
         health = asyncio.create_task(client.check_health(left_s))
         try:
             while not health.done():
-                self._refuse_ended()
+                self._raise_if_ended()
                 await asyncio.wait([health], timeout=POLL_S)
             await health
         except JudgeUnreachableError:
-            raise self._too_slow(f"there is no judge at {api_base}") from None
+            raise self._too_slow(f"no judge answers at {api_base}") from None
         finally:
             health.cancel()
             await client.aclose()
@@ -114,7 +114,7 @@ class StartedJudge:
         if not _writes_url(self._config):
             return resolve_api_base(self._config.api_base)
         while (line := self._first_line()) is None:
-            self._refuse_ended()
+            self._raise_if_ended()
             if time.monotonic() > self._deadline_s:
                 raise self._too_slow(f"it has written no line with its URL into '{URL_FILE}'")
             await asyncio.sleep(POLL_S)
@@ -124,30 +124,30 @@ class StartedJudge:
             raise JudgeError(f"judge.start_command wrote into '{URL_FILE}': {error}") from None
 
     def _first_line(self) -> str | None:
-        """First line of the URL file; None until it is complete: half of it may be half a port."""
+        """First line of the URL file; None while it is incomplete and may hold half a port."""
         if not self._url_file.is_file():
             return None
         with self._url_file.open("rb") as file:
             line = file.readline(MAX_FILE_BYTES)
         return line.decode("utf-8", "replace") if line.endswith(b"\n") else None
 
-    def _refuse_ended(self) -> None:
+    def _raise_if_ended(self) -> None:
         code = self._guard.poll()
         if code is not None:
             raise self._error(f"ended with exit code {code} before it answered")
 
-    def _too_slow(self, what: str) -> JudgeError:
+    def _too_slow(self, problem: str) -> JudgeError:
         return self._error(
-            f"{what} after {self._config.start_timeout_s:g} s (judge.start_timeout_s)"
+            f"{problem} after {self._config.start_timeout_s:g} s (judge.start_timeout_s)"
         )
 
-    def _error(self, what: str) -> JudgeError:
-        """`what`, with the last line that the judge has printed."""
+    def _error(self, problem: str) -> JudgeError:
+        """An error with `problem` and the last line that the judge printed."""
         with self._log.open("rb") as file:
-            file.seek(max(self._log_start, self._log.stat().st_size - LAST_WORDS_BYTES))
+            file.seek(max(self._log_start, self._log.stat().st_size - LOG_END_BYTES))
             line = file.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
-        last_words = f": {shown(line, SHOWN_CHARS)}" if line else ""
-        return JudgeError(f"judge.start_command: {what}{last_words}\nIts output: {self._log}")
+        last_line = f": {shown(line, SHOWN_CHARS)}" if line else ""
+        return JudgeError(f"judge.start_command: {problem}{last_line}\nIts output: {self._log}")
 
     def close(self) -> None:
         if self._has_answered and self._guard.poll() is not None:
@@ -164,13 +164,13 @@ class StartedJudge:
 
 
 def _writes_url(config: JudgeConfig) -> bool:
-    return any(URL_FILE in word for word in config.start_command)
+    return any(URL_FILE in argument for argument in config.start_command)
 
 
-def _filled(config: JudgeConfig, url_file: Path) -> list[str]:
-    """The command's words, placeholders replaced. Other braces stay: a word may be JSON."""
+def _command(config: JudgeConfig, url_file: Path) -> list[str]:
+    """The command with its placeholders replaced. Other braces stay: an argument may be JSON."""
     values = {"{python}": sys.executable, "{model}": config.model, URL_FILE: str(url_file)}
-    words = list(config.start_command)
+    command = list(config.start_command)
     for name, value in values.items():
-        words = [word.replace(name, value) for word in words]
-    return words
+        command = [argument.replace(name, value) for argument in command]
+    return command

@@ -1,4 +1,4 @@
-"""Optimizer backends: their interface, and the one in plain PyTorch."""
+"""The interface of optimizer backends, and the backend in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl.ranks.dist import Dist
 
 Tensors = dict[str, torch.Tensor]
 STATE_PARTS = ("master", "exp_avg", "exp_avg_sq")
-"""What the state holds of each trained parameter: `<part>/<parameter's name>`, float32."""
+"""Parts of the state of each trained parameter, float32; keys are `<part>/<parameter's name>`."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class StepOutcome:
 
 
 class Backend(Protocol):
-    """Every method is collective; `forward` and `backward` only where `in_step` says so.
+    """Every method is collective, but `forward` and `backward` only if `in_step`.
 
     Gradients are SUMMED over backward calls and ranks: each loss is already divided by a global
     denominator. The state is read and written whole, so that a run may continue under another
@@ -56,18 +56,18 @@ class Backend(Protocol):
         """`STATE_PARTS` of every parameter as CPU copies; empty on a rank that does not `keep`."""
 
     def load(self, state: Tensors, num_steps: int) -> None:
-        """Restore what `state` returned; every rank brings all of it."""
+        """Restore what `state` returned; every rank passes all of it."""
 
 
 def trainable_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters that require a gradient, by name. Raises ValueError when there are none, or
     when they mix dtypes."""
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not named:
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not trainable:
         raise ValueError("the policy has no trainable parameter: add a LoRA, or train it in full")
-    if len(dtypes := {str(p.dtype) for p in named.values()}) > 1:
+    if len(dtypes := {str(p.dtype) for p in trainable.values()}) > 1:
         raise ValueError(f"trainable parameters must share one dtype, not {sorted(dtypes)}")
-    return named
+    return trainable
 
 
 def make_adamw(
@@ -75,9 +75,9 @@ def make_adamw(
 ) -> torch.optim.AdamW:
     """PyTorch's own AdamW: DeepSpeed's fused ones are compiled at first use.
 
-    `parameters`: what it steps, by the names of `module.named_parameters()`. One group; with weight
-    decay a second one of what does not decay: vectors (norms, biases) and embeddings, with a head
-    that is tied to one. An adapter's matrices decay.
+    `parameters`: the tensors to step, keyed as `module.named_parameters()`. One group; with weight
+    decay a second one of tensors that do not decay: vectors (norms, biases) and embeddings, also as
+    a tied head. An adapter's matrices decay.
     """
     embeddings = {
         id(parameter)
@@ -85,11 +85,11 @@ def make_adamw(
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag)
         for parameter in part.parameters(recurse=False)
     }
-    named = module.named_parameters() if config.weight_decay else ()
-    kept = {name for name, p in named if p.ndim < 2 or id(p) in embeddings}
+    all_parameters = module.named_parameters() if config.weight_decay else ()
+    undecayed = {name for name, p in all_parameters if p.ndim < 2 or id(p) in embeddings}
     groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in parameters.items() if n not in kept]},
-        {"params": [p for n, p in parameters.items() if n in kept], "weight_decay": 0.0},
+        {"params": [p for n, p in parameters.items() if n not in undecayed]},
+        {"params": [p for n, p in parameters.items() if n in undecayed], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -126,7 +126,7 @@ class TorchBackend:
             master = self._masters[name]
             if master is parameter or parameter.grad is None:
                 continue
-            # Micro-batches add up in float32: bfloat16 sums would drop the small ones.
+            # Summed over micro-batches in float32: bfloat16 sums would drop small gradients.
             grad = parameter.grad.float()
             master.grad = grad if master.grad is None else master.grad + grad
             parameter.grad = None
@@ -159,17 +159,17 @@ class TorchBackend:
     def state(self, keep: bool) -> Tensors:
         state: Tensors = {}
         for name, master in self._masters.items() if keep else ():
-            held = {"master": master, **self._adamw.state.get(master, {})}
+            parts = {"master": master, **self._adamw.state.get(master, {})}
             for part in STATE_PARTS:
-                tensor = held[part] if part in held else torch.zeros(master.shape)
+                tensor = parts[part] if part in parts else torch.zeros(master.shape)
                 state[f"{part}/{name}"] = cpu_copy(tensor)
         return state
 
     def load(self, state: Tensors, num_steps: int) -> None:
         with torch.no_grad():
             for name, master in self._masters.items():
-                first, *moments = (state[f"{part}/{name}"] for part in STATE_PARTS)
-                master.copy_(first)
+                weights, *moments = (state[f"{part}/{name}"] for part in STATE_PARTS)
+                master.copy_(weights)
                 exp_avg, exp_avg_sq = (m.to(master.device, copy=True) for m in moments)
                 self._adamw.state[master] = {
                     "step": torch.tensor(float(num_steps)),

@@ -1,16 +1,4 @@
-"""DeepSpeed ZeRO 1-3 as an optimizer backend. How DeepSpeed is configured, and why:
-
-- We pass `torch.optim.AdamW`: DeepSpeed's own needs a compiler, and minutes at its first use.
-- `managed_gradient_accumulation: false`: the number of micro-batches varies; we say when to step.
-- No `bf16` section while the trainable parameters are float32 (LoRA on a bfloat16 base): it would
-  cast the WHOLE module, adapters included. bfloat16 trainable parameters (full fine-tune) get it,
-  and with it float32 masters.
-- ZeRO averages gradients over ranks; we need the sum, so each loss is multiplied by the world size.
-- `step` passes its gradient scale as the loss scale of mixed precision: ZeRO divides the gradients
-  by that before it computes their norm and clips them.
-- All batch sizes are 1: they have no effect, since we cut the micro-batches.
-- We do not use its checkpoints (not atomic, tied to stage and world size): see `state`.
-"""
+"""DeepSpeed ZeRO 1-3 as an optimizer backend."""
 
 from __future__ import annotations
 
@@ -42,7 +30,7 @@ MAX_BUCKET_NUMEL = 500_000_000
 def deepspeed_config(
     config: OptimizerConfig, dtype: torch.dtype, world_size: int, num_trainable: int
 ) -> dict[str, Any]:
-    """The dictionary `deepspeed.initialize` gets.
+    """The `config` argument of `deepspeed.initialize`.
 
     Raises ValueError for stage 1, which cannot keep float32 masters of bfloat16 parameters.
     """
@@ -59,14 +47,18 @@ def deepspeed_config(
         # DeepSpeed's F.linear breaks non-reentrant checkpointing ("recomputed shape [0]").
         zero["memory_efficient_linear"] = False
     settings: dict[str, Any] = {
+        # Batch sizes have no effect, since `learner.py` cuts the micro-batches.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "train_batch_size": world_size,
+        # The number of micro-batches varies: the learner decides when to step.
         "managed_gradient_accumulation": False,
         "gradient_clipping": config.max_grad_norm,
         "zero_optimization": zero,
         "steps_per_print": 10**9,
     }
+    # Only for bfloat16 trainable parameters (full fine-tuning), which thereby get float32 masters.
+    # With float32 ones (LoRA on a bfloat16 base) it would cast the WHOLE module, adapters included.
     if dtype == torch.bfloat16:
         settings["bf16"] = {"enabled": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -100,6 +92,7 @@ class DeepSpeedBackend:
     def backward(self, loss: torch.Tensor) -> None:
         # ZeRO finishes a backward only at the next forward; here another backward may come first.
         self._engine.optimizer.clear_backward_seen_flag()
+        # ZeRO averages gradients over ranks; the learner needs their sum.
         self._engine.backward(loss * self._dist.world_size, scale_wrt_gas=False)
 
     def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
@@ -113,6 +106,7 @@ class DeepSpeedBackend:
             for parameter in self._parameters.values():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+        # ZeRO divides gradients by the loss scale before it computes their norm and clips them.
         optimizer.loss_scale = 1 / gradient_scale
         self._engine.step()
         optimizer.loss_scale = 1.0
@@ -124,6 +118,7 @@ class DeepSpeedBackend:
         live = self._stage < 3 and self._dtype == torch.float32
         return {n: p.detach() if live else self._gather(p) for n, p in self._parameters.items()}
 
+    # DeepSpeed's own checkpoints are not atomic, and are tied to stage and world size.
     def state(self, keep: bool) -> Tensors:
         state: Tensors = {}
         if self._stage < 3 and self._has_moments():
@@ -150,7 +145,7 @@ class DeepSpeedBackend:
         return whole.detach().reshape(shape)
 
     def _flat_masters(self) -> list[torch.Tensor]:
-        """The tensors that AdamW steps: this rank's flat shards."""
+        """The tensors that AdamW steps: flat shards of this rank."""
         if self._stage == 3:
             return list(self._engine.optimizer.fp32_partitioned_groups_flat)
         return [p for group in self._adamw.param_groups for p in group["params"]]
@@ -224,11 +219,11 @@ def _import_deepspeed(dist: Dist) -> Any:
     # DeepSpeed calls collectives by names that torch now deprecates, several times a step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if on_cpu:
-        # Read only to find a shared-memory op for CPU inference. If DeepSpeed found it, it would
+        # DeepSpeed looks here for a shared-memory op for CPU inference. If it found one, it would
         # compile C++ for a minute, and a stale lock file would hang the run for ever.
         deepspeed.ops.__compatible_ops__ = {}
     if not torch.distributed.is_initialized():
-        # DeepSpeed insists on a group; one process needs no port for it.
+        # DeepSpeed requires a process group; a group of one process needs no port.
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)

@@ -1,4 +1,4 @@
-"""The learner: opens an iteration's `TrainStep`; exports and restores weights and optimizer state.
+"""Opens an iteration's `TrainStep`; exports and restores weights and optimizer state.
 
 Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 """
@@ -50,7 +50,7 @@ class Learner:
         self.version = 0
         """Optimiser steps taken so far; skipped ones do not count."""
         self.is_whole = True
-        """Becomes False for good if a step raises midway: weights and moments may then disagree."""
+        """False permanently once a step raises midway: weights and moments may then disagree."""
         with torch.no_grad():  # start from rank 0's weights: the ranks' random init may differ
             for parameter in trainable_parameters(policy.module).values():
                 if dist.rank != 0:
@@ -78,7 +78,7 @@ class Learner:
             iteration: 0-based, over the whole run; sets the learning rate.
             prompts_P: this rank's prompts; may be empty, on some ranks or on all.
             ids_PG: token ids of every completion to forward, the bare arm's last.
-            num_completions_P: how many completions of each group may be trained on.
+            num_completions_P: number of trainable completions of each group.
         """
         config = self._config.optimizer
         collective = is_sharded(self._policy.module)
@@ -101,7 +101,7 @@ class Learner:
                 max_completion_tokens=self._config.sampling.max_completion_tokens,
             )
             minibatches.append(Minibatch(micro_batches, planned))
-        # With dropout the training forward is not the function that was sampled from.
+        # With dropout the training forward differs from the forward that was sampled from.
         has_dropout = any(
             isinstance(part, torch.nn.Dropout) and part.p > 0
             for part in self._policy.module.modules()
@@ -141,16 +141,16 @@ class Learner:
         budget = self._config.optimizer.max_tokens_per_micro_batch
         ids_P1 = [[ids] for _, ids in rows]
         inference = Inference(self._policy, [p for p, _ in rows], ids_P1, budget, self._dist)
-        found: dict[Member, list[float]] = {}
+        logprobs_of: dict[Member, list[float]] = {}
         for micro_batch in inference.micro_batches:
             _, outputs = inference.forward(micro_batch)
-            found |= by_member(micro_batch, micro_batch.members, outputs)
-        return [found[p, 0] for p in range(len(rows))]
+            logprobs_of |= by_member(micro_batch, micro_batch.members, outputs)
+        return [logprobs_of[p, 0] for p in range(len(rows))]
 
     def trainable_tensors(self) -> dict[str, torch.Tensor]:
         """The trained weights, unsharded, float32, keyed as `policy.module.named_parameters()`.
 
-        Detached, but they may alias the live weights: copy what must outlive the next step.
+        Detached, but they may alias the live weights: copy them to keep them beyond the next step.
         """
         return self._backend.masters()
 
@@ -184,20 +184,20 @@ class Learner:
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
         """Continue from what `state()` returned; every rank passes all of it.
 
-        Raises ValueError when names or shapes are not this policy's, or a number is not finite.
+        Raises ValueError if names or shapes are not this policy's, or a number is not finite.
         """
         shapes = self._shapes()
-        wanted = {f"{part}/{name}" for part in STATE_PARTS for name in shapes}
-        strangers = sorted(wanted ^ set(tensors))
+        expected = {f"{part}/{name}" for part in STATE_PARTS for name in shapes}
+        mismatched = sorted(expected ^ set(tensors))
         misshapen = sorted(
-            key for key in wanted & set(tensors)
+            key for key in expected & set(tensors)
             if tensors[key].shape != shapes[key.partition("/")[2]]
         )  # fmt: skip
-        if strangers or misshapen:
+        if mismatched or misshapen:
             raise ValueError(
-                f"this checkpoint is of another policy: {len(strangers)} tensors are missing or "
+                f"this checkpoint is of another policy: {len(mismatched)} tensors are missing or "
                 f"unknown, {len(misshapen)} have another shape (first: "
-                f"{(strangers + misshapen)[0]}). Use the config it was written with (same base "
+                f"{(mismatched + misshapen)[0]}). Use the config it was written with (same base "
                 "model, LoRA rank and targets), or start under a new run_name."
             )
         require_finite(tensors.items(), "this checkpoint")

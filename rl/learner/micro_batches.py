@@ -1,4 +1,4 @@
-"""A rank's groups in micro-batches, the rows that are forwarded together, and who forwards them.
+"""Packs a rank's groups into micro-batches, keeps ranks in step, and runs forwards without graphs.
 
 Axes: `_P` prompts on this rank, `_G` completions of a prompt.
 """
@@ -49,7 +49,7 @@ def pack_groups(
     groups: range | None = None,
     num_sampled_P: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
-    """Some `groups` (None: all), in order, in micro-batches of at most `max_tokens`.
+    """Pack `groups` (None: all), in order, into micro-batches of at most `max_tokens`.
 
     A longer group is split between completions; a longer completion gets a micro-batch of its own.
     `num_sampled_P`: how many completions of each group the policy sampled (None: all); the others
@@ -101,20 +101,20 @@ def in_step(
 
 
 def shared_filler(rows: Sequence[Row], dist: Dist) -> Row | None:
-    """The row to use in fillers: this rank's first row, or another rank's if this rank has none;
+    """The row to use in fillers: this rank's first row or, if this rank has none, another rank's;
     None if no rank has a row. Collective."""
-    own = rows[0] if rows else None
-    if not dist.any(own is None):
-        return own
+    first_row = rows[0] if rows else None
+    if not dist.any(first_row is None):
+        return first_row
     portable = None
-    if own is not None:
-        prompt = own[0]
+    if first_row is not None:
+        prompt = first_row[0]
         # Keeps the forward's picture inputs, because every rank must run the vision tower.
         sample = replace(prompt.sample, sources=(), target=None)
         plain = prompt.without_thought and replace(prompt.without_thought, sample=sample)
-        portable = (replace(prompt, sample=sample, without_thought=plain), own[1])
+        portable = (replace(prompt, sample=sample, without_thought=plain), first_row[1])
     gathered = [row for row in dist.gather(portable) if row is not None]
-    return own or (gathered[0] if gathered else None)
+    return first_row or (gathered[0] if gathered else None)
 
 
 def by_member(
@@ -130,7 +130,7 @@ def by_member(
 
 
 class Forwards(Protocol):
-    """The micro-batches of a batch's rows, and the forward over each."""
+    """A batch's micro-batches, and the forward over each."""
 
     collective: bool
     """Whether every rank must take part in each forward (ZeRO-3 gathers weights). If so, all
@@ -140,12 +140,12 @@ class Forwards(Protocol):
     def micro_batches(self) -> Sequence[MicroBatch]: ...
 
     def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
-        """The forward that `decode_actions` of its rows reads, if the policy `reads_states`."""
+        """The forward whose hidden states `decode_actions` reads, if the policy `reads_states`."""
         ...
 
 
 class Inference:
-    """Forwards without a graph, the module in evaluation mode."""
+    """Runs forwards without a graph, with the module in evaluation mode."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Inference:
         num_sampled_P: Sequence[int] | None = None,
     ) -> None:
         """`weights`: context manager around each forward, such as the policy's `reference`.
-        `num_sampled_P`: see `pack_groups`. Collective if `self.collective`."""
+        `num_sampled_P`: as in `pack_groups`. Collective if `self.collective`."""
         self._policy = policy
         self._weights = weights
         self.collective = is_sharded(policy.module)

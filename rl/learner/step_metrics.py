@@ -1,4 +1,4 @@
-"""Metrics of one iteration's learning, added up over micro-batches."""
+"""Collects the metrics of one iteration's learning over micro-batches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LearnerMetrics:
         entropy: torch.Tensor,
         importance_cap: float,
     ) -> None:
-        """One micro-batch's share; `reference`, `entropy`: [B, C] float32, nats."""
+        """Add one micro-batch; `reference`, `entropy`: [B, C] float32, nats."""
         losses = {"total": loss.total, "policy": loss.policy_loss, "kl": loss.kl_loss}
         for name, value in losses.items():
             self.losses[name] = self.losses.get(name, 0.0) + float(value.detach())
@@ -60,11 +60,11 @@ class LearnerMetrics:
         self.num_tokens += sums.num_tokens
         self.weight += sums.weight
         self.weight_squared += sums.weight_squared
-        used = loss.importance[mask]
-        capped = (used >= importance_cap).float()
+        importance = loss.importance[mask]
+        capped = (importance >= importance_cap).float()
         add("mismatch/k1", sums.k1 / sums.num_tokens, sums.num_tokens)
         add("mismatch/k3", sums.k3 / sums.num_tokens, sums.num_tokens)
-        add("mismatch/weight_mean", float(used.mean()), sums.num_tokens)
+        add("mismatch/weight_mean", float(importance.mean()), sums.num_tokens)
         add("mismatch/weight_capped", float(capped.mean()), sums.num_tokens)
         self.metrics.maximum("mismatch/max_abs_dlogp", sums.max_abs_dlogp)
         if reference is not None:
@@ -79,7 +79,7 @@ class LearnerMetrics:
         self.losses.clear()
 
     def report(self, learning_rate: float, dist: Dist) -> Metrics:
-        """Everything, those numbers included that need all ranks' sums first. Collective."""
+        """All metrics, including those computed from sums over all ranks. Collective."""
         metrics = self.metrics
         metrics.add("optimizer/learning_rate", learning_rate)
         num_tokens, weight, squared = dist.sum_floats(

@@ -1,4 +1,4 @@
-"""One iteration's forwards, backwards and optimiser steps, each as early as its inputs are known.
+"""Runs an iteration's forwards, backwards and optimiser steps, each as early as possible.
 
 Axes: `_P` prompts on this rank, `_G` completions of a prompt, `_B` rows of a micro-batch, `_C`
 completion tokens, right-padded.
@@ -28,7 +28,7 @@ from rl.ranks.dist import Dist
 log = logging.getLogger(__name__)
 
 MembersOf = Mapping[MicroBatch, tuple[Member, ...]]
-"""Micro-batches, in order, each with the rows that take part."""
+"""Micro-batches, in order -> those of their rows that are computed."""
 
 
 @dataclass(eq=False)
@@ -44,21 +44,21 @@ class Minibatch:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What is known of a micro-batch before its first forward."""
+    """Properties of a micro-batch that are known before its first forward."""
 
     trainable: tuple[Member, ...]
-    """All but the bare arm's and fillers."""
+    """All rows but fillers and those of the bare arm."""
     to_read: tuple[Member, ...]
-    """Rows to compute reference and old log-probs of: the trainable, or else any one, because ranks
-    may have to forward together."""
+    """Rows whose reference and old log-probs are computed: the trainable ones or, without any, one
+    other, because ranks may have to forward together."""
     is_stale: bool
-    """Weights move between its rollout and its backward."""
+    """Whether weights change between its rollout and its backward."""
     may_keep: bool
-    """The graph of its forward may be kept until the rewards are known."""
+    """Whether the graph of its forward may be kept until the rewards are known."""
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class KeptForward:
     """A forward with its graph."""
 
     members: tuple[Member, ...]
@@ -73,10 +73,10 @@ class TrainStep:
     """An iteration between its rollout and its last optimiser step; also the rollout's `Forwards`.
 
     The gradient does not depend on how the batch is split: a loss is divided by counts over all
-    ranks that were planned before the judge replied, and the step corrects by one factor for what
-    was graded. Backwards run in the order of the micro-batches and over the same rows however soon
-    verdicts come in, because float sums depend on the order. Where `backend.in_step`, all ranks run
-    equally many forwards and backwards, over one row if a rank has none to train.
+    ranks that were planned before the judge replied, and the step multiplies by one factor that
+    corrects for what was graded. Backwards run in the order of the micro-batches and over the same
+    rows whenever grades arrive, because float sums depend on the order. If `backend.in_step`, all
+    ranks run equally many forwards and backwards, over one row if a rank has none to train.
     """
 
     policy: Policy
@@ -87,15 +87,15 @@ class TrainStep:
     group_sizes: Sequence[int]
     """Trainable completions of each group; the bare arm's follow them."""
     minibatches: list[Minibatch]
-    """In the order of the steps; the first runs under the weights that the rollout ran under."""
+    """In the order of the steps; the first is computed with the weights of the rollout."""
     keeps_graphs: bool
     """Whether a backward through the rollout's forward is exact here."""
     collective: bool
-    """Whether a forward needs every rank in it (ZeRO-3)."""
+    """Whether every rank must take part in each forward (ZeRO-3)."""
     optimizer_step: Callable[[float, float], StepOutcome]
-    """(learning rate, gradient scale): see `Backend.step`."""
+    """`Backend.step`, called with (learning rate, gradient scale)."""
     _rows: dict[MicroBatch, Rows] = field(default_factory=dict)
-    _kept: dict[MicroBatch, Kept] = field(default_factory=dict)
+    _kept: dict[MicroBatch, KeptForward] = field(default_factory=dict)
     _num_kept_tokens: int = 0
     _old: dict[Member, list[float]] = field(default_factory=dict)
     """Log-probs under the rollout's weights, nats."""
@@ -124,8 +124,8 @@ class TrainStep:
         return list(self._rows)
 
     def states(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:
-        """The forward that conditions the renderer. If that is not the rows' own forward, the
-        latter is left to `prefetch_reference`, so that no picture waits for it."""
+        """The forward that conditions the renderer. If it is not the forward of the training rows,
+        `prefetch_reference` runs the latter, so that no picture waits for it."""
         batch = self.policy.collate_states(micro_batch.rows)
         if batch is None:
             return self.forward(micro_batch)
@@ -144,8 +144,8 @@ class TrainStep:
     def prefetch_reference(self, still_waiting: Callable[[], bool]) -> None:
         """Work that needs no reward: reference log-probs, and forwards that the rollout skipped.
 
-        Stops between two micro-batches when `still_waiting()` is False: by then it is known which
-        groups teach nothing and need neither.
+        Stops between two micro-batches when `still_waiting()` is False: then the grades are known,
+        and groups without loss need neither.
         """
         if self.collective:
             return
@@ -155,16 +155,16 @@ class TrainStep:
             members = self._rows[micro_batch].trainable
             if micro_batch not in self._kept and members and self._has_room(micro_batch):
                 self._run(micro_batch, members, keep=True)
-        self._find_reference({m: rows.trainable for m, rows in self._rows.items()}, still_waiting)
+        trainable = {m: rows.trainable for m, rows in self._rows.items()}
+        self._compute_reference(trainable, still_waiting)
 
     def note_old_logprobs(self) -> None:
-        """Compute the missing old log-probs before the weights move. Collective where forwards
-        are."""
-        self._find_old({m: rows.to_read for m, rows in self._rows.items()})
+        """Compute missing old log-probs before the weights change. Collective if forwards are."""
+        self._compute_old({m: rows.to_read for m, rows in self._rows.items()})
 
     def accumulate(self, p: int, sequences_G: Sequence[TrainSequence | None]) -> None:
-        """Add prompt p's graded completions, None for those that teach nothing, and run the
-        backward of every micro-batch that is now complete, unless ranks have to do it together."""
+        """Add prompt p's graded completions, None for those without loss, and run the backward of
+        every micro-batch that is now complete, unless ranks have to run backwards together."""
         for g, sequence in enumerate(sequences_G):
             if sequence is not None and any(sequence.loss_mask):
                 self._sequences[p, g] = sequence
@@ -184,46 +184,46 @@ class TrainStep:
             minibatch.num_done += 1
 
     def step(self) -> Metrics:
-        """Run the backwards that are left and the optimiser steps, after every group was added.
-        Returns this rank's metrics. Collective."""
+        """Run the remaining backwards and the optimiser steps, after every group was added. Returns
+        this rank's metrics. Collective."""
         plan = self._plan()
         for micro_batch in self._kept.keys() - plan.keys():
             del self._kept[micro_batch]
-        self._find_old({m: members for m, members in plan.items() if self._rows[m].is_stale})
+        self._compute_old({m: members for m, members in plan.items() if self._rows[m].is_stale})
         for minibatch in self.minibatches:
             actual = self._count(minibatch)
             if actual.num_tokens == 0:
                 continue
-            mine = [m for m in minibatch.micro_batches[minibatch.num_done :] if m in plan]
-            self._find_reference({m: self._rows[m].to_read for m in mine})
-            for micro_batch in mine:
+            remaining = [m for m in minibatch.micro_batches[minibatch.num_done :] if m in plan]
+            self._compute_reference({m: self._rows[m].to_read for m in remaining})
+            for micro_batch in remaining:
                 self._backward(minibatch, micro_batch, plan[micro_batch])
             loss = loss_named(self.config.algorithm.loss)
             self._optimizer_step(divisor(loss, minibatch.planned) / divisor(loss, actual))
         return self._learner_metrics.report(self.learning_rate, self.dist)
 
     def _to_train(self, micro_batch: MicroBatch) -> tuple[Member, ...]:
-        """The rows of its backward, once all are graded: those that carry loss. If a slow judge may
-        leave time to forward ahead, all trainable rows if any carries loss: the sums must not
+        """The rows of its backward, once all are graded: those with loss. If the forward may run
+        before the grades are known, all trainable rows if any has loss, because the sums must not
         depend on the judge's speed."""
         rows = self._rows[micro_batch]
         live = tuple(member for member in micro_batch.members if member in self._sequences)
         return rows.trainable if live and rows.may_keep else live
 
     def _plan(self) -> MembersOf:
-        """The rows of the backwards that are left; one row where only other ranks have some."""
-        left = chain.from_iterable(m.micro_batches[m.num_done :] for m in self.minibatches)
-        plan = {micro_batch: self._to_train(micro_batch) for micro_batch in left}
+        """The rows of the remaining backwards; one row where only other ranks have rows to run."""
+        remaining = chain.from_iterable(m.micro_batches[m.num_done :] for m in self.minibatches)
+        plan = {micro_batch: self._to_train(micro_batch) for micro_batch in remaining}
         if self.backend.in_step:
             num_ranks = self.dist.sum_floats([float(bool(members)) for members in plan.values()])
-            for micro_batch, some in zip(list(plan), num_ranks, strict=True):
-                if some and not plan[micro_batch]:
+            for micro_batch, num_with_rows in zip(list(plan), num_ranks, strict=True):
+                if num_with_rows and not plan[micro_batch]:
                     plan[micro_batch] = self._rows[micro_batch].to_read[:1]
         return {micro_batch: members for micro_batch, members in plan.items() if members}
 
     def _count(self, minibatch: Minibatch) -> Denominators:
-        """The step's real denominators over all ranks: of the sequences that are `counted`, or of
-        all that carry loss if none is."""
+        """The step's real denominators over all ranks: of the `counted` sequences or, if there are
+        none, of all sequences with loss."""
         members = chain.from_iterable(m.members for m in minibatch.micro_batches)
         live = [self._sequences[member] for member in members if member in self._sequences]
         counted = [sequence for sequence in live if sequence.counted]
@@ -239,34 +239,35 @@ class TrainStep:
     def _run(
         self, micro_batch: MicroBatch, members: Sequence[Member], keep: bool
     ) -> tuple[TokenBatch, TokenOutputs]:
-        """Forward some of a micro-batch's rows, with a graph if it is kept."""
+        """Forward some of a micro-batch's rows; with `keep`, with a graph, which is kept."""
         batch = self.policy.collate(micro_batch.rows_of(members))
         self.policy.module.train(keep)
         with torch.set_grad_enabled(keep):
             outputs = self.backend.forward(batch)
         if keep:
-            self._kept[micro_batch] = Kept(tuple(members), outputs.logprobs, outputs.entropy)
+            self._kept[micro_batch] = KeptForward(tuple(members), outputs.logprobs, outputs.entropy)
             self._num_kept_tokens += micro_batch.num_tokens
         return batch, outputs
 
     def _logprobs_of(
         self, micro_batch: MicroBatch, members: Sequence[Member]
     ) -> dict[Member, list[float]]:
-        """[T] of some of a micro-batch's rows, without a graph, the module in evaluation mode."""
+        """[T] log-probs of some of a micro-batch's rows, without a graph, in evaluation mode."""
         _, outputs = self._run(micro_batch, members, keep=False)
         return by_member(micro_batch, members, outputs)
 
-    def _find_old(self, members_of: MembersOf) -> None:
-        """Log-probs under the current weights. The missing ones are listed first, because all
+    def _compute_old(self, members_of: MembersOf) -> None:
+        """Compute missing log-probs under the current weights. They are listed first, because all
         fillers share one entry and ranks must run equally many forwards."""
         missing = {m: each for m, each in members_of.items() if not self._old.keys() >= {*each}}
         for micro_batch, members in missing.items():
             self._old.update(self._logprobs_of(micro_batch, members))
 
-    def _find_reference(
+    def _compute_reference(
         self, members_of: MembersOf, still_waiting: Callable[[], bool] = lambda: True
     ) -> None:
-        """Under one `reference()`: in full fine-tuning it moves a whole model's weights."""
+        """Compute missing reference log-probs, all in one `reference()` context, which in full
+        fine-tuning moves a whole model's weights."""
         if not self.config.algorithm.kl_coeff:
             return
         missing = {
@@ -288,13 +289,13 @@ class TrainStep:
     def _backward(
         self, minibatch: Minibatch, micro_batch: MicroBatch, members: tuple[Member, ...]
     ) -> None:
-        """Loss and backward, after a forward unless one was kept."""
+        """Run the loss and the backward, after a forward unless one was kept."""
         kept = self._kept.pop(micro_batch, None)
         if kept is None:
             self.policy.module.train()
             with self._learner_metrics.clock("learn_forward"):
                 outputs = self.backend.forward(self.policy.collate(micro_batch.rows_of(members)))
-            kept = Kept(members, outputs.logprobs, outputs.entropy)
+            kept = KeptForward(members, outputs.logprobs, outputs.entropy)
         algorithm = self.config.algorithm
 
         def in_order(logprobs: Mapping[Member, list[float]]) -> torch.Tensor:
@@ -344,7 +345,7 @@ def loss_inputs(
     """A micro-batch as padded tensors; a row without a sequence carries no loss.
 
     `logprobs` [B, C] float32, nats, with gradient; `old`: those before the iteration's first
-    update, None where `logprobs` are from before it.
+    update; None: `logprobs` are from before it.
     """
     mask = pad([s.loss_mask if s else () for s in sequences_B], torch.bool, logprobs)
     sampler_B = [s.sampler_logprobs if s else () for s in sequences_B]

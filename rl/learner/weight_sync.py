@@ -1,4 +1,4 @@
-"""Hands the learner's weights to the inference engine and proves that they arrived."""
+"""Loads the learner's weights into the inference engine and verifies that they arrived."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl.learner.learner import Learner
 
 PROBE_COMPLETIONS = 8
 PROBE_TOKENS = 8
-"""The probe's completions are decoded in one batch; the trainer computes their prompt once."""
+"""Number and length of the probe's completions, which the engine decodes in one batch."""
 NUM_COMPARED = 16
 """Only the least certain tokens are compared: a trained policy is nearly certain of most tokens,
 whatever the weights; the first 16 differed by 0.012 nats where an iteration's k3 was 0.79."""
@@ -27,9 +27,9 @@ class SyncReport:
     fingerprint: str
     """Fingerprint of the weights that trainer and engine now hold."""
     mean_dlogp_nats: float | None
-    """Mean |engine - trainer| over the compared tokens; None when nothing had changed."""
+    """Mean |engine - trainer| over the compared tokens; None if the weights were unchanged."""
     read_back: bool
-    """Whether the engine can read back what it holds."""
+    """Whether the engine can read its weights back."""
     answers: Sequence[Completion]
     """The engine's completions of the probe at the last sync that changed weights."""
     trainer_logprobs: Sequence[Sequence[float]]
@@ -52,25 +52,25 @@ def sync(
     """Load the learner's weights into the engine and verify (1) that reading them back gives what
     was sent, (2) that engine and trainer agree on the log-probs of the least certain tokens which
     the engine samples for a fixed prompt. (2) alone would detect a failure late: at EARL's learning
-    rate 40 steps move a bfloat16 probe by less than rounding does.
+    rate 40 steps change the log-probs of a bfloat16 probe by less than rounding does.
 
     `previous`: report of the last sync, None at the first; weights with its fingerprint are not
-    sent again, only read back. `max_tokens`: the longest completion that the engine has room for.
+    sent again, only read back. `max_tokens`: the longest completion that the engine can generate.
     Raises `SyncError`.
     """
     weights = learner.export_weights()
     unchanged = previous is not None and weights.fingerprint == previous.fingerprint
     if not unchanged:
         engine.load_weights(weights)
-    held = engine.held_fingerprint()
-    if held not in (None, weights.fingerprint):
-        what = held
-        if previous is not None and held == previous.fingerprint:
-            what = "those of the previous sync: this one changed nothing"
+    reported = engine.held_fingerprint()
+    if reported not in (None, weights.fingerprint):
+        description = reported
+        if previous is not None and reported == previous.fingerprint:
+            description = "those of the previous sync: this sync changed nothing"
         raise SyncError(
             "after the weight sync the inference engine does not hold the trainer's weights; it "
-            f"holds {what}. Every later completion would come from another policy than the one "
-            "trained"
+            f"holds {description}. Every later completion would come from a policy other than the "
+            "trained one"
         )
     if previous is not None and unchanged:
         return replace(previous, mean_dlogp_nats=None)
@@ -84,7 +84,7 @@ def sync(
     [completions_G] = engine.generate([probe], params, [0])
     trainer_GT = learner.logprobs([(probe, c.token_ids) for c in completions_G])
     # An engine that cannot read back must at least answer the probe differently.
-    if held is None and previous is not None and completions_G == previous.answers:
+    if reported is None and previous is not None and completions_G == previous.answers:
         moved = _mean_difference(previous.trainer_logprobs, trainer_GT)
         if trainer_GT != previous.trainer_logprobs:
             raise SyncError(
@@ -101,7 +101,7 @@ def sync(
             "that both sides load the same base model, adapter shape and scale, and sample at the "
             "same temperature."
         )
-    return SyncReport(weights.fingerprint, mean, held is not None, completions_G, trainer_GT)
+    return SyncReport(weights.fingerprint, mean, reported is not None, completions_G, trainer_GT)
 
 
 def _mean_difference(

@@ -20,51 +20,52 @@ from rl.memory.memory_plan import (
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHAPE = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"}
-"""Keys that a model's config.json must have."""
+"""Keys that a model's config.json must have for its shape to be known."""
 
 
 def footprint(resolved: Resolved, gpu_gb: float, folder: str = "") -> Plan | None:
-    """The plan for one rank's GPU; None where the policy is on the CPU or its shape is unknown.
-    `folder`: the folder of its weights, once they are downloaded."""
-    found = gpu_sizes(resolved, folder)
-    return None if found is None else memory_plan.plan(found, gpu_gb)
+    """The plan for one rank's GPU; None if the policy is on the CPU or its shape is unknown.
+    `folder`: the folder of the policy's weights, once they are downloaded."""
+    rank_sizes = gpu_sizes(resolved, folder)
+    return None if rank_sizes is None else memory_plan.plan(rank_sizes, gpu_gb)
 
 
 def host_footprint(resolved: Resolved, gpu_gb: float, num_ranks: int) -> Plan | None:
-    """The same for the host memory of a machine with that many ranks."""
-    found = gpu_sizes(resolved)
-    if found is None:
+    """The plan for the host memory of a machine with `num_ranks` ranks; None as in `footprint`."""
+    rank_sizes = gpu_sizes(resolved)
+    if rank_sizes is None:
         return None
-    return memory_plan.host_plan(found, memory_plan.plan(found, gpu_gb), gpu_gb, num_ranks)
+    on_gpu = memory_plan.plan(rank_sizes, gpu_gb)
+    return memory_plan.host_plan(rank_sizes, on_gpu, gpu_gb, num_ranks)
 
 
 def unknowns(resolved: Resolved) -> list[str]:
-    """What the plan leaves out because its size is unknown, each with its key."""
-    found = []
+    """Models that the plan leaves out because their size is unknown, each with its key."""
+    problems = []
     if _policy_model(resolved) is None:
-        found.append(
+        problems.append(
             f"policy: {policy_weights(resolved)!r} is neither a local folder of safetensors nor "
             f"one of {', '.join(KNOWN)}"
         )
     engine = resolved.engine
     if not (engine.cls.samples_with_trainer or engine.cls.memory(engine.config)):
-        found.append(f"engine: {engine.name} does not say what it takes")
+        problems.append(f"engine: {engine.name} does not state its memory")
     for plugin in resolved.model_runners:
         on_gpu = isinstance(plugin.config, PlacedConfig) and plugin.config.device != "cpu"
         if on_gpu and not sum(plugin.cls.parameter_counts(plugin.config).values()):
-            of = "".join(f" of {place!r}" for place in plugin.cls.reads_from(plugin.config)[:1])
-            found.append(f"{plugin.key}: {plugin.name} does not know the size{of}")
-    return found
+            source = "".join(f" of {path!r}" for path in plugin.cls.reads_from(plugin.config)[:1])
+            problems.append(f"{plugin.key}: {plugin.name} does not know the size{source}")
+    return problems
 
 
 def policy_weights(resolved: Resolved) -> str:
-    """The policy's weights as its section names them."""
-    places = resolved.policy.cls.reads_from(resolved.policy.config)
-    return next(iter(places), resolved.policy.name)
+    """The first path or hub id that the policy reads; without one, the plugin's name."""
+    paths = resolved.policy.cls.reads_from(resolved.policy.config)
+    return next(iter(paths), resolved.policy.name)
 
 
 def policy_device(resolved: Resolved) -> str:
-    """The policy's device as its section states it."""
+    """The device in the policy's section."""
     return str(resolved.policy.config.device)
 
 
@@ -94,8 +95,8 @@ def kept_tokens(resolved: Resolved) -> tuple[int, str]:
     first_update = iteration_tokens(resolved) // optimizer.updates_per_iteration
     if optimizer.max_kept_tokens is not None and optimizer.max_kept_tokens < first_update:
         return optimizer.max_kept_tokens, "optimizer.max_kept_tokens"
-    why = "optimizer.updates_per_iteration" if optimizer.updates_per_iteration > 1 else ""
-    return first_update, why
+    limiting_key = "optimizer.updates_per_iteration" if optimizer.updates_per_iteration > 1 else ""
+    return first_update, limiting_key
 
 
 def gpu_sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
@@ -104,7 +105,7 @@ def gpu_sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
 
 
 def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
-    """The sizes of one rank; None if the policy's shape is unknown. `folder`: see `footprint`."""
+    """The sizes of one rank; None if the policy's shape is unknown. `folder`: as in `footprint`."""
     config, optimizer = resolved.config, resolved.config.optimizer
     policy = resolved.policy.config
     model = _policy_model(resolved, folder)
@@ -112,8 +113,8 @@ def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
         return None
     lora = policy.lora
     prompt, completion = int(policy.max_prompt_tokens), config.sampling.max_completion_tokens
-    kept, not_all = kept_tokens(resolved)
-    # A completion that is longer than the budget is a row of its own.
+    kept, limiting_key = kept_tokens(resolved)
+    # A completion that is longer than the token budget is a row of its own.
     longest_row = max(optimizer.max_tokens_per_micro_batch, prompt + completion)
     prompts = config.prompts_per_iteration // config.world_size
     return Sizes(
@@ -125,7 +126,7 @@ def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
         world_size=config.world_size,
         forward_tokens=min(longest_row, iteration_tokens(resolved)),
         kept_tokens=kept,
-        all_kept=not not_all,
+        all_kept=not limiting_key,
         prompt_tokens=prompt,
         completion_tokens=completion,
         num_completions=prompts * config.generations_per_prompt,
@@ -143,36 +144,37 @@ def _zero_stage(resolved: Resolved) -> int:
 
 def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEngine | None:
     policy, engine = resolved.policy, resolved.engine
-    stated = engine.cls.memory(engine.config)
-    if stated is None:
+    memory = engine.cls.memory(engine.config)
+    if memory is None:
         return None
-    num_bytes = BYTES[stated.dtype or policy.config.dtype]
-    # It takes features from a frozen tower unless ZeRO-3 shards that (`engines/vllm/vllm.py`).
+    num_bytes = BYTES[memory.dtype or policy.config.dtype]
+    # The engine loads no tower if the policy's, frozen and unsharded, computes features for it.
     without_tower = policy.cls.has_frozen_tower(policy.config) and _zero_stage(resolved) < 3
     tower = 0 if without_tower else model.tower_params
     params = model.params - model.tower_params + tower
     return InferenceEngine(
-        share=stated.share,
-        cache_gb=None if stated.cache_mb is None else stated.cache_mb * 2**20 / 1e9,
-        own_gb=stated.own_gb + (0 if policy.config.lora is None else stated.adapter_gb),
+        share=memory.share,
+        cache_gb=None if memory.cache_mb is None else memory.cache_mb * 2**20 / 1e9,
+        own_gb=memory.own_gb + (0 if policy.config.lora is None else memory.adapter_gb),
         weights_gb=params * num_bytes / 1e9,
         kv_bytes=model.num_cached * num_bytes,
         step_bytes=model.mlp_bytes(num_bytes)
         + (2 + model.deepstack_levels) * model.width * num_bytes,
-        longest_tokens=stated.max_model_len or longest,
-        max_num_seqs=stated.max_num_seqs,
-        residency=stated.residency,
+        longest_tokens=memory.max_model_len or longest,
+        max_num_seqs=memory.max_num_seqs,
+        residency=memory.residency,
     )
 
 
-def _frozen(plugin: Plugin[ModelRunner], own_device: str) -> FrozenModel:
+def _frozen(plugin: Plugin[ModelRunner], policys_device: str) -> FrozenModel:
     """The plugin's model; its sizes are empty if it runs no model of its own."""
     config = plugin.config if isinstance(plugin.config, PlacedConfig) else PlacedConfig()
-    # `is_own`: on the policy's device, as seen from rank 0.
-    is_own = config.device in ("auto", "cuda:+0", "cuda:0" if own_device == "auto" else own_device)
+    # As seen from rank 0.
+    policy_gpu = "cuda:0" if policys_device == "auto" else policys_device
+    beside_policy = config.device in ("auto", "cuda:+0", policy_gpu)
     return FrozenModel(
         name=plugin.key,
-        device="auto" if is_own else config.device,
+        device="auto" if beside_policy else config.device,
         bytes_per_value=BYTES[config.dtype],
         weights=plugin.cls.parameter_counts(plugin.config),
         activations=plugin.cls.activation_counts(plugin.config),
@@ -182,8 +184,8 @@ def _frozen(plugin: Plugin[ModelRunner], own_device: str) -> FrozenModel:
 
 
 def _policy_model(resolved: Resolved, folder: str = "") -> PolicyModel | None:
-    """Shape by hub id, or from a local folder's config.json and safetensors headers: the first of
-    the policy's places from which it is known; None if there is no such place."""
+    """Shape by hub id, or from a local folder's config.json and safetensors headers: from the first
+    of the policy's paths that gives it; None if none does."""
     for path in (*resolved.policy.cls.reads_from(resolved.policy.config), folder):
         file = Path(path) / "config.json"
         if not path or not file.is_file():

@@ -1,4 +1,4 @@
-"""Memory of a run on each GPU and on each node, computed from sizes alone. GB is 1e9 bytes."""
+"""Computes the memory of a run on each GPU and node from sizes alone. GB is 1e9 bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl.api.engine import EngineClaim, Residency
 from rl.meter.flops import STAGES, ModelShape, Recompute
 
 CONTEXT_GB = 2.0
-"""CUDA context, NCCL buffers and kernels' workspaces of one process."""
+"""CUDA context, NCCL buffers and kernel workspaces of one process."""
 LOGITS_GB = 0.8
 """A chunk of 2**26 float32 logits, its softmax and its gradient."""
 FREE_SHARE = 0.1
@@ -22,7 +22,7 @@ AWAKE = "generate"
 """The only phase in which a non-resident engine is awake."""
 PHASES = (AWAKE, "render", "reference", "learn", "step")
 TRAINER = ("render", "reference", "learn")
-"""Phases in which the policy runs forwards; rendering the first picture needs one."""
+"""Phases in which the policy runs forwards; `render` needs one for its first picture."""
 BUCKET_PARAMS = 5e8
 """Most gradients that DeepSpeed reduces at once."""
 SUBGROUP_PARAMS = 1e9
@@ -39,11 +39,11 @@ PROCESS_GB = 4.0
 """Python, torch, vLLM and CUDA of one rank; assumed."""
 HELD_STATE_GB = 4.0
 """If trained weights and moments take at most this (LoRA rank 32 on a 7B: 1.0), each rank keeps a
-copy from the last finished iteration, and a second one while it makes the next; the first rank
-keeps a third, of the checkpoint that is being written."""
+copy from the last finished iteration, and a second one while it makes the next copy; the first
+rank keeps a third, for the checkpoint that is being written."""
 PINNED = 2.0
-"""vLLM copies each sleeping tensor into pinned host memory of its own, which torch rounds up to a
-power of two: at most twice its size."""
+"""vLLM copies each sleeping tensor into its own block of pinned host memory, which torch rounds up
+to a power of two: at most twice the tensor's size."""
 UNROUNDED = "pinned_max_cached_size_mb"
 """torch's setting: pinned allocations above this size are neither rounded up nor cached."""
 
@@ -58,11 +58,11 @@ class PolicyModel(ModelShape):
     params: float
     """All parameters: embeddings, head and vision tower included."""
     tower_params: float = 0.0
-    """Those of the vision tower."""
+    """Parameters of the vision tower."""
     head_norms: bool = False
     """Whether queries and keys are normalised per head (Qwen3)."""
     deepstack_levels: int = 0
-    """Number of first layers that also read picture features; an engine keeps buffers for them."""
+    """Number of first layers that also read picture features, which an engine buffers."""
 
     def lora_params(self, rank: int, modules: Sequence[str]) -> int:
         """Parameters of the adapters on these linear layers; unknown names are ignored."""
@@ -78,8 +78,8 @@ class PolicyModel(ModelShape):
         """
         around, inside = self._layer_bytes(adapted, bytes_per_value)
         state = self.width * bytes_per_value
-        of_layer = {False: around + inside, "mlp": around + state, True: state}
-        return self.num_layers * of_layer[checkpointing]
+        per_layer = {False: around + inside, "mlp": around + state, True: state}
+        return self.num_layers * per_layer[checkpointing]
 
     def working_bytes(
         self, adapted: Sequence[str] | None, bytes_per_value: int, checkpointing: Recompute
@@ -133,7 +133,7 @@ KNOWN: Mapping[str, PolicyModel] = {
     "Image-Editing/Emu3-Base-SFT-without_cot-May06_mixed_gc_lr1e-4-checkpoint-4800": _EMU3,
     "Image-Editing/Emu3-Base-SFT-without_cot-May07_mixed_gc_post_lr1e-4-checkpoint-1200": _EMU3,
 }
-"""Shapes of hub models, which the laptop that checks a config usually has not downloaded."""
+"""Shapes of hub models that are usually not downloaded on the machine that checks a config."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class InferenceEngine:
     share: float | None
     """Share of the GPU that it claims while awake; None: `with_cache` computes its memory."""
     cache_gb: float | None
-    """Size of the key-value cache, where the config states it instead of that share."""
+    """Size of the key-value cache; None unless the config states it or `with_cache` computed it."""
     own_gb: float
     """CUDA graphs and buffers that it keeps even asleep; assumed."""
     weights_gb: float
@@ -155,7 +155,7 @@ class InferenceEngine:
     """Longest prompt + completion, tokens; the engine does not start if its cache holds fewer."""
     max_num_seqs: int
     residency: Residency
-    """Whether it keeps its memory while others work; auto: where the GPU holds it all."""
+    """Whether it keeps its memory while others use the GPU; auto: if the GPU has room for both."""
 
     @property
     def completion_blocks(self) -> int:
@@ -175,7 +175,7 @@ class InferenceEngine:
         return self.own_gb + step_tokens * self.step_bytes / 1e9
 
     def least_gb(self, gpu_gb: float) -> float:
-        """The least memory with which it starts."""
+        """The least memory with which the engine starts."""
         return self.weights_gb + self.workspace_gb(gpu_gb) + self.cache_of_gb(1)
 
     def with_cache(self, num_completions: int, gpu_gb: float, room_gb: float) -> InferenceEngine:
@@ -184,18 +184,18 @@ class InferenceEngine:
         if self.share is not None or self.cache_gb is not None:
             return self
         left_gb = room_gb - self.weights_gb - self.workspace_gb(gpu_gb) - self.cache_of_gb(0)
-        room_for = int(left_gb / (self.cache_of_gb(1) - self.cache_of_gb(0)))
-        at_once = max(1, min(num_completions, self.max_num_seqs, room_for))
+        num_fitting = int(left_gb / (self.cache_of_gb(1) - self.cache_of_gb(0)))
+        at_once = max(1, min(num_completions, self.max_num_seqs, num_fitting))
         return replace(self, cache_gb=self.cache_of_gb(at_once))
 
     def claimed_gb(self, gpu_gb: float) -> float:
-        """Its memory while awake."""
+        """The engine's memory while awake."""
         if self.cache_gb is not None:
             return self.weights_gb + self.workspace_gb(gpu_gb) + self.cache_gb
         return self.least_gb(gpu_gb) if self.share is None else self.share * gpu_gb
 
     def num_blocks(self, gpu_gb: float) -> int:
-        """Blocks of its cache; 0 where there is no room for any."""
+        """Blocks of the engine's cache; 0 if there is no room for any."""
         cache_gb = self.claimed_gb(gpu_gb) - self.weights_gb - self.workspace_gb(gpu_gb)
         # A stated cache is a whole number of bytes; float rounding must not lose one of them.
         return max(0, int(round(cache_gb * 1e9) // (CACHE_BLOCK * self.kv_bytes)))
@@ -206,7 +206,7 @@ class InferenceEngine:
         return self.num_blocks(gpu_gb) / self.completion_blocks
 
     def starves(self, gpu_gb: float) -> bool:
-        """Whether it cannot start: no room for its weights and one completion."""
+        """Whether the engine cannot start: no room for its weights and one completion."""
         return self.num_blocks(gpu_gb) <= self.completion_blocks
 
 
@@ -228,14 +228,14 @@ class FrozenModel:
     """Whether these are memory-mapped from a file, so that a machine's ranks share one copy."""
 
     def host_gb(self, num_ranks: int) -> float:
-        """Host memory of that many ranks of one machine."""
+        """Host memory of `num_ranks` ranks of one machine."""
         copies = 1 if self.host_shared else num_ranks
         return copies * self.host_weights * self.bytes_per_value / 1e9
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Everything that decides the memory of one rank."""
+    """All sizes that determine the memory of one rank."""
 
     model: PolicyModel
     bytes_per_weight: int
@@ -289,7 +289,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """All items in one memory (a GPU's or the host's), and their sum per phase."""
+    """All items in one memory, a GPU's or the host's; `total_gb` sums them per phase."""
 
     rows: Sequence[Row]
     engine: Row | None = None
@@ -297,11 +297,11 @@ class Plan:
     inference: InferenceEngine | None = None
     """The engine of that row, with the size of its cache."""
     elsewhere: Mapping[str, float] = field(default_factory=dict)
-    """Other device -> GB of the frozen models there while they run."""
+    """Other device -> GB of the frozen models on it while they run."""
     phases: Sequence[str] = PHASES
 
     def total_gb(self, phase: str) -> float:
-        """Sum of the rows of that phase."""
+        """Sum of the rows of `phase`."""
         return sum(row.gb for row in self.rows if phase in row.phases)
 
     @property
@@ -310,7 +310,7 @@ class Plan:
         return max(self.total_gb(phase) for phase in self.phases)
 
     def with_engine(self, phases: Sequence[str]) -> Plan:
-        """This plan with the engine's memory taken in those phases instead."""
+        """This plan with the engine's memory taken in `phases` instead."""
         if self.engine is None:
             return self
         engine = replace(self.engine, phases=phases)
@@ -319,13 +319,13 @@ class Plan:
 
 
 def residency(planned: Plan, gpu_gb: float) -> Literal["resident", "sleep"]:
-    """'resident' if the engine fits beside all others: it may stay, as waking it costs seconds."""
+    """'resident' if the engine fits beside all else: it stays, because waking costs seconds."""
     fits = planned.with_engine(PHASES).peak_gb <= (1 - FREE_SHARE) * gpu_gb
     return "resident" if fits else "sleep"
 
 
 def residency_line(planned: Plan, gpu_gb: float) -> str:
-    """The result of `residency`, and why."""
+    """A line for users: the result of `residency`, and why."""
     everything = f"everything at once is {planned.with_engine(PHASES).peak_gb:.1f} GB of {gpu_gb:g}"
     if residency(planned, gpu_gb) == "resident":
         return f"the engine may stay while others work: {everything}"
@@ -333,7 +333,7 @@ def residency_line(planned: Plan, gpu_gb: float) -> str:
 
 
 def engine_claim(planned: Plan, gpu_gb: float) -> EngineClaim | None:
-    """The engine's memory by the plan if its config section states none, else None."""
+    """The engine's memory that the plan computed; None if the config states it."""
     engine = planned.inference
     if engine is None or engine.share is not None or engine.cache_gb is None:
         return None
@@ -342,7 +342,7 @@ def engine_claim(planned: Plan, gpu_gb: float) -> EngineClaim | None:
 
 
 def engine_line(planned: Plan, gpu_gb: float) -> str:
-    """What the engine takes, and how much it decodes at once."""
+    """A line for users: the engine's memory, and how much it decodes at once."""
     engine = planned.inference
     if engine is None:
         return "the engine samples from the policy itself"
@@ -377,15 +377,15 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
         return Plan(rows, elsewhere=dict(per_device))
     others = Plan(rows)
     beside_gb = others.peak_gb if engine.residency == "resident" else others.total_gb(AWAKE)
-    room_gb = (1 - FREE_SHARE) * gpu_gb - beside_gb
-    engine = engine.with_cache(sizes.num_completions, gpu_gb, room_gb)
+    available_gb = (1 - FREE_SHARE) * gpu_gb - beside_gb
+    engine = engine.with_cache(sizes.num_completions, gpu_gb, available_gb)
     row = Row("engine", engine.claimed_gb(gpu_gb) - engine.own_gb, (AWAKE,))
     rows += [row, Row("engine's own, asleep too", engine.own_gb, PHASES)]
     planned = Plan(rows, row, engine, dict(per_device))
-    stays = engine.residency
-    if stays == "auto":
-        stays = residency(planned, gpu_gb)
-    return planned.with_engine(PHASES) if stays == "resident" else planned
+    choice = engine.residency
+    if choice == "auto":
+        choice = residency(planned, gpu_gb)
+    return planned.with_engine(PHASES) if choice == "resident" else planned
 
 
 def _state_rows(sizes: Sizes) -> list[Row]:
@@ -402,7 +402,7 @@ def _state_rows(sizes: Sizes) -> list[Row]:
     step_bytes = 4 * trained / (ranks if stage >= 1 else 1)
     if stage == 3:
         step_bytes = 8 * min(trained / ranks, SUBGROUP_PARAMS)
-    # If no rank has to wait for another, backwards already run while the judge is grading.
+    # Unless ranks have to run backwards together, they already run while the judge is grading.
     backward = ("learn", "step") if ranks > 1 and stage >= 2 else (*TRAINER, "step")
     rows = [
         Row("policy weights", sizes.weights_gb / (ranks if stage == 3 else 1), PHASES),
@@ -472,20 +472,20 @@ def host_plan(
     return Plan(rows, phases=HOST_PHASES)
 
 
-def host_problems(planned: Plan | None, num_ranks: int, here_gb: float | None) -> list[str]:
-    """Why the plan does not fit a machine with `here_gb`; [] if it does, or a size is unknown."""
-    if planned is None or here_gb is None or planned.peak_gb <= here_gb:
+def host_problems(planned: Plan | None, num_ranks: int, available_gb: float | None) -> list[str]:
+    """Why the plan does not fit into `available_gb`; [] if it does, or a size is unknown."""
+    if planned is None or available_gb is None or planned.peak_gb <= available_gb:
         return []
     phase = max(HOST_PHASES, key=planned.total_gb)
     rows = sorted((row for row in planned.rows if phase in row.phases), key=lambda row: -row.gb)
-    named = ", ".join(f"{row.part} {row.gb:.1f}" for row in rows)
+    parts = ", ".join(f"{row.part} {row.gb:.1f}" for row in rows)
     remedy = "take fewer ranks, or a machine with more"
-    if "engine asleep" in named:
+    if "engine asleep" in parts:
         remedy += (
             f"; PYTORCH_ALLOC_CONF={UNROUNDED}:1 pins no more than the engine's weights, but anew "
             "at every sleep; engine.residency=resident pins nothing, where the GPU has room"
         )
     return [
         f"host memory: {planned.peak_gb:.1f} GB in phase {phase!r} of {num_ranks} ranks on a "
-        f"machine, or in a container, of {here_gb:.1f} ({named}); {remedy}"
+        f"machine, or in a container, of {available_gb:.1f} ({parts}); {remedy}"
     ]

@@ -1,4 +1,4 @@
-"""Measures the rate of this device's matrix products and a process's peak memory."""
+"""Measures how fast a device multiplies matrices, and a process's peak memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import cache
 
 _MATMUL_SIDES = (256, 512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH_S = 0.01
-"""A product that takes this long shows the device's rate; smaller ones show the call's cost."""
+"""A product that takes this long measures the device's rate; a shorter one, the call's overhead."""
 _NUM_TIMED = 5
 
 
 @cache
 def measure_flops_per_s(device: str, dtype: str) -> float:
-    """Operations per second of a large matrix product in `dtype` ('bfloat16', ...), a multiply-add
-    counted as two: takes a fifth of a second, once a process.
+    """Operations per second of a large matrix product in `dtype` ('bfloat16', ...); a multiply-add
+    counts as two. Takes 0.2 s, once per process.
 
     Raises torch.OutOfMemoryError on a full device, so call it before models are loaded.
     """
@@ -44,8 +44,8 @@ def measure_flops_per_s(device: str, dtype: str) -> float:
 
 
 def take_peak_memory_gb(device: str) -> float:
-    """Most memory this process held, GB (1e9 bytes): on a CUDA device what torch allocated since
-    the last call, elsewhere what was in main memory since the process began."""
+    """Peak memory of this process, GB (1e9 bytes): on a CUDA device torch's allocations since the
+    last call, elsewhere the resident main memory since the process started."""
     if device.startswith("cuda"):
         import torch
 

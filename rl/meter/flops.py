@@ -1,8 +1,4 @@
-"""Closed formulas for the operations of a language model's passes (gated MLPs, grouped heads).
-
-A multiply-add is two operations. A pair is one query that attends to one key. Norms, activations
-and rotary embeddings are left out: they are below 1% at real sizes.
-"""
+"""Closed formulas for the operations of a language model's passes (gated MLPs, grouped heads)."""
 
 from __future__ import annotations
 
@@ -11,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Recompute = bool | Literal["mlp"]
-"""What is recomputed (`optimizer.gradient_checkpointing`): nothing, whole layers or the MLPs."""
+"""`optimizer.gradient_checkpointing`: recompute nothing, whole layers or the MLPs."""
 STAGES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """A layer's matrices in the order in which a token passes them; attention follows the first."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder's layers."""
+    """The sizes of a decoder-only transformer's layers."""
 
     num_layers: int
     width: int
@@ -29,7 +25,7 @@ class ModelShape:
 
     @staticmethod
     def sizes(text: Mapping[str, Any]) -> dict[str, int]:
-        """These fields, read from transformers' text config."""
+        """The fields of this class, read from transformers' text config."""
         num_heads = text["num_attention_heads"]
         return {
             "num_layers": text["num_hidden_layers"],
@@ -61,7 +57,9 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class LanguageModel(ModelShape):
-    """The sizes that determine the cost of a pass."""
+    """The sizes that determine the cost of a pass. A multiply-add is two operations; a pair is one
+    query that attends to one key. Norms, activations and rotary embeddings are left out: they are
+    below 1% at real sizes."""
 
     vocabulary: int
     lora_rank: int = 0
@@ -86,36 +84,37 @@ class LanguageModel(ModelShape):
 
     def backward_flops(self, num_tokens: int, num_pairs: int) -> float:
         """Operations of all layers, without the head and without recomputation. Each matrix needs
-        the gradients of its input and, if trained, of its weights; attention has five products, and
-        two in the forward. (The first layer of a LoRA computes a little less.)"""
+        the gradients of its input and, if trained, of its weights; attention has five products (two
+        in the forward). (The first layer of a LoRA computes a little less.)"""
         names = [name for stage in STAGES for name in stage]
-        per_layer = sum(self._matrix_flops(name) + self._own_gradient_flops(name) for name in names)
+        per_layer = sum(self._matrix_flops(n) + self._weight_gradient_flops(n) for n in names)
         attention = 2.5 * self._attention_flops(num_pairs)
         return self.num_layers * (per_layer * num_tokens + attention)
 
     def head_flops(self, num_tokens: int) -> float:
-        """The logits of `num_tokens` tokens."""
+        """Operations of the logits of `num_tokens` tokens."""
         return 2.0 * self.width * self.vocabulary * num_tokens
 
     def _matrix_flops(self, name: str) -> float:
-        """One token's forward through a matrix and its adapter; the input's gradient costs the
-        same."""
+        """Operations of one token's forward through a matrix and its adapter; the gradient of the
+        input takes as many."""
         values_in, values_out = self.shape(name)
         adapter = self.lora_rank * (values_in + values_out) * (name in self.lora_targets)
         return 2.0 * (values_in * values_out + adapter)
 
-    def _own_gradient_flops(self, name: str) -> float:
+    def _weight_gradient_flops(self, name: str) -> float:
+        """Operations of one token's gradient of the matrix or, with LoRA, of its adapter."""
         values_in, values_out = self.shape(name)
         if self.lora_rank == 0:
             return 2.0 * values_in * values_out
         return 2.0 * self.lora_rank * (values_in + values_out) * (name in self.lora_targets)
 
     def _attention_flops(self, num_pairs: int) -> float:
-        """One layer's scores and weighted values."""
+        """Operations of one layer's attention scores and weighted values."""
         return 4.0 * self.num_heads * self.head_dim * num_pairs
 
 
 def prefix_tree_pairs(prompt_len: int, completion_lens: Sequence[int]) -> int:
     """(query, key) pairs of a group: a completion attends to the prompt and to itself, causally."""
-    own = sum(length * (length + 1) // 2 for length in completion_lens)
-    return prompt_len * (prompt_len + 1) // 2 + prompt_len * sum(completion_lens) + own
+    within = sum(length * (length + 1) // 2 for length in completion_lens)
+    return prompt_len * (prompt_len + 1) // 2 + prompt_len * sum(completion_lens) + within

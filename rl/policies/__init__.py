@@ -1,1 +1,1 @@
-"""Plugin room: trainable models that write completions, each an `rl.api.policy.Policy`."""
+"""Policy plugins: trainable models that write completions, each an `rl.api.policy.Policy`."""

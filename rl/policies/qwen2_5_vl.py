@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rl.api.types import Completion, Prompt
 from rl.policies.qwen_vl.qwen_vl_loading import Config
-from rl.policies.qwen_vl.qwen_vl_policy import NOTHING_WRITTEN, TEXT_POSITIONS, QwenVL
+from rl.policies.qwen_vl.qwen_vl_policy import EMPTY_COMPLETION, TEXT_POSITIONS, QwenVL
 
 __all__ = ["Config", "Qwen25VL"]
 
@@ -24,5 +24,5 @@ class Qwen25VL(QwenVL):
             plain = prompt.plain
             inputs = {**plain.model_inputs, TEXT_POSITIONS: True}
             upstream = replace(plain, model_inputs=inputs)
-            arms["stock_upstream"] = (upstream, NOTHING_WRITTEN)
+            arms["stock_upstream"] = (upstream, EMPTY_COMPLETION)
         return arms

@@ -1,4 +1,4 @@
-"""Qwen3-VL (dense: 2B, 4B, 8B); Qwen-Image-2.1 reads its hidden states before the last norm."""
+"""Policy plugin: Qwen3-VL (dense), whose pre-norm hidden states Qwen-Image-2.1 reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DeepstackTower(Tower):
         import torch
 
         levels = (encoded.pooler_output, *encoded.deepstack_features)
-        return [torch.cat(levels_of_one, dim=1) for levels_of_one in zip(*levels, strict=True)]
+        return [torch.cat(picture_levels, dim=1) for picture_levels in zip(*levels, strict=True)]
 
     def encoded(self, features: Sequence[torch.Tensor], config: Any) -> Any:
         from transformers.models.qwen3_vl.modeling_qwen3_vl import (

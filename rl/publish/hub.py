@@ -14,56 +14,56 @@ from rl.text.scrub import scrub
 
 CLOSE_TIMEOUT_S = 600.0
 """Longest wait for uploads at the end of a run."""
-_ASIDE_PREFIX = ".push-ckpt_"
-_ASIDE_NAME = re.compile(r"\.push-ckpt_\d{6,}")
+_STAGING_PREFIX = ".push-ckpt_"
+_STAGING_NAME = re.compile(r"\.push-ckpt_\d{6,}")
 
 
 class Pusher:
-    """Uploads model folders on rank 0, one at a time, in a thread of its own.
+    """Uploads model folders from rank 0, one at a time, in a thread.
 
     `main` gets the newest model; the branch `ckpt_000020` keeps the model after 20 iterations. Any
     failure is logged as one warning. Pruning may delete the checkpoint during the upload, so its
-    files are first linked (or copied) into a temporary folder. At most one folder waits: a newer
+    files are first linked (or copied) into a staging folder. At most one folder is queued: a newer
     one replaces it, with a warning.
     """
 
     def __init__(self, repo_id: str, outbox: Path) -> None:
-        """`outbox`: where the folders aside lie, on the file system of the checkpoints."""
+        """`outbox`: parent of the staging folders, on the checkpoints' file system."""
         self._repo_id = repo_id
         self._outbox = outbox
         self._lock = threading.Lock()
-        self._waiting: int | None = None
-        """Iterations of the model that is uploaded next."""
+        self._queued: int | None = None
+        """Iteration of the model that is uploaded next."""
         self._thread: threading.Thread | None = None
 
     def push(self, folder: Path, iteration: int) -> None:
         """Upload `folder` soon. Returns at once."""
-        aside = self._aside(iteration)
+        staging = self._staging_folder(iteration)
         try:
             with self._lock:
                 if self._thread is None:
-                    for stale in self._outbox.glob(f"{_ASIDE_PREFIX}*"):  # of a killed run
-                        if _ASIDE_NAME.fullmatch(stale.name):
+                    for stale in self._outbox.glob(f"{_STAGING_PREFIX}*"):  # left by a killed run
+                        if _STAGING_NAME.fullmatch(stale.name):
                             shutil.rmtree(stale)
-            if aside.is_dir():
+            if staging.is_dir():
                 return  # already queued or uploading: a failing run may save it again
-            shutil.copytree(folder, aside, copy_function=_link_or_copy)
+            shutil.copytree(folder, staging, copy_function=_link_or_copy)
         except OSError as error:
             self._warn(iteration, f"failed, the run goes on: {error!r}")
             return
         with self._lock:
-            replaced, self._waiting = self._waiting, iteration
+            replaced, self._queued = self._queued, iteration
             if self._thread is None:
-                # A daemon, which an executor's threads are not: a stuck network never keeps a dying
-                # process alive.
+                # A daemon, unlike an executor's thread: a stuck network must not keep the process
+                # alive.
                 self._thread = threading.Thread(target=self._run, name="hub-push", daemon=True)
                 self._thread.start()
         if replaced is not None:
-            self._warn(replaced, f"left out: iteration {iteration} came before it could begin")
-            shutil.rmtree(self._aside(replaced), ignore_errors=True)
+            self._warn(replaced, f"left out: iteration {iteration} replaced it in the queue")
+            shutil.rmtree(self._staging_folder(replaced), ignore_errors=True)
 
     def close(self, say: Callable[[str], None], timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Wait for what is under way and what waits, `timeout_s` at most; `say` tells the user."""
+        """Wait at most `timeout_s` for the running and the queued upload; `say` prints a line."""
         thread = self._thread
         if thread is None:
             return
@@ -72,29 +72,29 @@ class Pusher:
         if thread.is_alive():
             warn(
                 f"push_to_hub to {self._repo_id!r} is not done after {duration(timeout_s)} and is "
-                "left: upload the newest checkpoint's model folder by hand (hf upload)"
+                "given up: upload the newest checkpoint's model folder by hand (hf upload)"
             )
 
-    def _aside(self, iteration: int) -> Path:
-        return self._outbox / f"{_ASIDE_PREFIX}{iteration:06d}"
+    def _staging_folder(self, iteration: int) -> Path:
+        return self._outbox / f"{_STAGING_PREFIX}{iteration:06d}"
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                iteration, self._waiting = self._waiting, None
+                iteration, self._queued = self._queued, None
                 if iteration is None:
                     self._thread = None
                     return
             try:
                 message, branch = f"iteration {iteration}", f"ckpt_{iteration:06d}"
-                upload(self._aside(iteration), self._repo_id, message, branch)
-            # The network and its library may fail in any way.
+                upload(self._staging_folder(iteration), self._repo_id, message, branch)
+            # huggingface_hub and the network may raise anything.
             except Exception as error:
                 self._warn(iteration, f"failed, the run goes on: {error!r}")
-            shutil.rmtree(self._aside(iteration), ignore_errors=True)
+            shutil.rmtree(self._staging_folder(iteration), ignore_errors=True)
 
-    def _warn(self, iteration: int, why: str) -> None:
-        warn(scrub(f"push_to_hub to {self._repo_id!r}, iteration {iteration}: {why}"))
+    def _warn(self, iteration: int, reason: str) -> None:
+        warn(scrub(f"push_to_hub to {self._repo_id!r}, iteration {iteration}: {reason}"))
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -110,12 +110,12 @@ def upload(folder: Path, repo_id: str, message: str, branch: str = "") -> None:
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    disable_progress_bars()  # they would garble the console; all models are loaded by now
+    disable_progress_bars()  # they would garble the console
     api = HfApi()
     api.create_repo(repo_id, private=True, exist_ok=True)
     commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message).oid
     if not branch:
         return
     if any(ref.name == branch for ref in api.list_repo_refs(repo_id).branches):
-        api.delete_branch(repo_id, branch=branch)  # of an iteration that was done again
+        api.delete_branch(repo_id, branch=branch)  # the iteration is repeated
     api.create_branch(repo_id, branch=branch, revision=commit)

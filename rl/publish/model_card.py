@@ -17,7 +17,7 @@ from rl.files.model_files import cached
 from rl.text.markdown import code, text
 
 Form = Literal["adapter", "model", "text-encoder"]
-"""A PEFT adapter; a whole model with tokenizer; the encoder's folder of a diffusers pipeline."""
+"""A PEFT adapter; a model with tokenizer; the `text_encoder` folder of a diffusers pipeline."""
 PIPELINES = {
     "qwen_image_edit": "QwenImageEditPipeline",
     "qwen_image_edit_plus": "QwenImageEditPlusPipeline",
@@ -25,14 +25,14 @@ PIPELINES = {
 }
 """Renderer -> its diffusers class."""
 MODEL_CLASSES = {"emu3": "Emu3ForCausalLM", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
-"""Policy -> its transformers class, where it is no Qwen2.5-VL."""
+"""Policy -> its transformers class, unless that is Qwen2.5-VL's."""
 TASKS = {
     **dict.fromkeys((*PIPELINES, "emu3_vq"), "image-to-image"),
     "sd3": "text-generation",
     "none": "image-text-to-text",
 }
 """Renderer -> the hub's `pipeline_tag` of the trained model."""
-WHAT = {
+DESCRIPTIONS = {
     "adapter": "A PEFT adapter of a",
     "model": "A",
     "text-encoder": "The text encoder of an editor: a",
@@ -55,12 +55,12 @@ class Comparison:
     """0 to 1."""
     new: float
     interval: tuple[float, float] | None
-    """95 % of new - old; None of a single sample."""
+    """95 % interval of new - old; None for a single sample."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One held-out sample before and after."""
+    """One held-out sample before and after training."""
 
     instruction: str
     words: tuple[str, str]
@@ -68,20 +68,20 @@ class Shown:
     rewards: tuple[float | None, float | None]
     """None: not graded."""
     files: tuple[str, ...]
-    """Pictures beside the card: the sources (or what the user's own words give), before, after; ()
-    where there are none."""
+    """Picture files beside the card: the sources (or the picture of the user's own words), before,
+    after; () without pictures."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the held-out runs of a run show."""
+    """Results of a run's held-out evaluations."""
 
     iterations: tuple[int, int]
-    """Finished ones at the first held-out run, and at the last."""
+    """Finished iterations at the first and at the last held-out evaluation."""
     learnt: Sequence[Comparison]
-    """All samples first, then each category; [] where none was graded both times."""
+    """All samples first, then each category; [] if no sample was graded both times."""
     arms: Sequence[Comparison]
-    """What the model is compared with, under the same noise."""
+    """Comparisons of other arms with the model, under the same noise."""
     num_left_out: int
     """Held-out samples that were not graded both times."""
     ungraded_share: float | None
@@ -89,7 +89,7 @@ class Evidence:
     drift_alarms: Sequence[int] | None
     """Iterations after which drift was found; None: it was never measured."""
     curve: str | None
-    """A picture beside the card."""
+    """File name of a picture beside the card."""
     samples: Sequence[Shown]
     """The first ones, not the best."""
 
@@ -103,26 +103,26 @@ def model_card(
 ) -> str:
     """Markdown with the hub's front matter.
 
-    `config` is the resolved run config, of which any part may be missing; `metrics` the latest
-    scalars of the run; `form` None is what a checkpoint holds.
+    `config`: the resolved run config, any part of which may be missing. `metrics`: the latest
+    scalars of the run. `form`: None = the form that a checkpoint holds.
     """
     form = form or ("adapter" if at(config, "policy.lora") else "model")
     base, renderer = base_of(config), str(at(config, "renderer.type"))
     rewards, run = at(config, "rewards"), str(config.get("run_name", ""))
-    editor, words = at(config, "renderer.model_path"), at(config, "policy.model_path")
+    editor, processor_path = at(config, "renderer.model_path"), at(config, "policy.model_path")
     is_editors = bool(at(config, "policy.init_text_encoder_from"))
     samples = evidence.samples if evidence else ()
     asks_judge = at(config, "judge.api_base") or at(config, "judge.start_command")
 
-    def named(key: str) -> Markup:
+    def setting(key: str) -> Markup:
         value = at(config, key)
         return Markup("unknown" if value is None else text(value, 60))  # nosec B704 # escaped
 
     return _template().render(
         front=Markup(_front(config, form)),  # nosec B704 # no value ends a line
         name=config.get("run_name", "a policy"),
-        what=WHAT[form],
-        named=named,
+        description=DESCRIPTIONS[form],
+        setting=setting,
         iteration=iteration,
         form=form,
         renderer=renderer,
@@ -137,7 +137,7 @@ def model_card(
         editor=Markup(editor if is_of_hub(editor) else "<the editor>"),  # nosec B704 # a hub id
         base=Markup(base if is_of_hub(base) else "<the base>"),  # nosec B704 # a hub id
         is_editors=is_editors,
-        words=words if is_editors and is_of_hub(words) else "",
+        processor_path=processor_path if is_editors and is_of_hub(processor_path) else "",
         task=TASKS.get(renderer),
         run=Markup(  # nosec B704 # letters, digits, "_", ".", "-"
             f"runs/{run}" if re.fullmatch(r"[\w.-]+", run) else "<its run folder>"
@@ -152,7 +152,7 @@ def model_card(
         judge=str(at(config, "judge.model") or "(unnamed)") if asks_judge else "",
         ungraded_share=(evidence.ungraded_share if evidence else metrics.get("status/ungraded")),
         licences=_licences(config),
-        config=Markup("\n".join(code(without_places(dict(config))))),  # nosec B704 # escaped
+        config=Markup("\n".join(code(without_paths(dict(config))))),  # nosec B704 # escaped
     )
 
 
@@ -170,7 +170,7 @@ def _template() -> Template:
 
 
 def _front(config: Mapping[str, Any], form: Form) -> str:
-    """YAML."""
+    """The card's front matter, as YAML."""
     from huggingface_hub import ModelCardData
 
     base = base_of(config)
@@ -195,38 +195,38 @@ def _front(config: Mapping[str, Any], form: Form) -> str:
 
 
 def _licences(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(what, where, licence) of all that the model was made from."""
+    """(kind, source, licence) of the base, the renderer and the training data."""
     renderer = at(config, "renderer.model_path")
-    places = [
+    sources = [
         ("base", base_of(config)),
         ("renderer", renderer if isinstance(renderer, str) else ""),
     ]
-    places += [("data", path) for path in training_paths(config)]
+    sources += [("data", path) for path in training_paths(config)]
     return [
         (
-            what,
-            place if is_of_hub(place) else "local files",
-            " ".join(filter(None, licence_of(place) or ["unknown"])),
+            kind,
+            path if is_of_hub(path) else "local files",
+            " ".join(filter(None, licence_of(path) or ["unknown"])),
         )
-        for what, place in dict.fromkeys(places)
-        if place
+        for kind, path in dict.fromkeys(sources)
+        if path
     ]
 
 
 def at(config: Any, key: str) -> Any:
     """The value at 'section.key'; None where there is none."""
-    for word in key.split("."):
-        config = config.get(word) if isinstance(config, Mapping) else None
+    for name in key.split("."):
+        config = config.get(name) if isinstance(config, Mapping) else None
     return config
 
 
-def is_of_hub(place: object) -> bool:
-    """Whether that is a repository's id, and no folder of that name lies here."""
-    return isinstance(place, str) and bool(place) and is_hub_id(place)
+def is_of_hub(path: object) -> bool:
+    """Whether `path` is the id of a hub repository, and not a local folder."""
+    return isinstance(path, str) and bool(path) and is_hub_id(path)
 
 
 def base_of(config: Mapping[str, Any]) -> str:
-    """The weights that training started from, folder or hub id; '' where nobody knows."""
+    """The weights that training started from, folder or hub id; '' if unknown."""
     base = at(config, "policy.init_text_encoder_from") or at(config, "policy.model_path")
     return base if isinstance(base, str) else ""
 
@@ -238,12 +238,12 @@ def training_paths(config: Mapping[str, Any]) -> list[str]:
     return [path for path in paths if isinstance(path, str)]
 
 
-def without_places(value: Any) -> Any:
-    """`value` with no path or address of the machine that trained; ids of the hub stay."""
+def without_paths(value: Any) -> Any:
+    """`value` without paths and addresses of the training machine; hub ids stay."""
     if isinstance(value, Mapping):
-        return {key: without_places(item) for key, item in value.items()}
+        return {key: without_paths(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [without_places(item) for item in value]
+        return [without_paths(item) for item in value]
     if not isinstance(value, str) or value.startswith("pkg://"):
         return value
     if "://" in value:
@@ -252,21 +252,21 @@ def without_places(value: Any) -> Any:
     return f"(a path)/{Path(value).name}" if is_path and not is_of_hub(value) else value
 
 
-def licence_of(place: str) -> tuple[str, str | None] | None:
+def licence_of(path: str) -> tuple[str, str | None] | None:
     """(licence, its name if the licence is 'other') from the card of a model or a data set. None if
     the card states no licence, or if neither the folder nor the hub's cache has a card. Makes no
     network request."""
     from huggingface_hub import metadata_load
 
     try:
-        card: Path | None = Path(place, "README.md")
-        if is_of_hub(place):
-            card = cached(place, "README.md")
+        card: Path | None = Path(path, "README.md")
+        if is_of_hub(path):
+            card = cached(path, "README.md")
         if card is None or not card.is_file() or card.stat().st_size > _MAX_README_BYTES:
             return None
-        stated = metadata_load(card) or {}
-        licence, name = stated.get("license"), stated.get("license_name")
-    except Exception:  # of a reader of YAML, in which anybody may have written anything
+        front = metadata_load(card) or {}
+        licence, name = front.get("license"), front.get("license_name")
+    except Exception:  # the YAML reader may raise anything
         return None
     if not isinstance(licence, str) or not _LICENSE.fullmatch(licence):
         return None

@@ -1,4 +1,4 @@
-"""The other ranks, and every collective the loop uses. torch is imported on first use only."""
+"""This rank, and every collective the loop uses; imports torch only when needed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
 
 class PeerError(RuntimeError):
-    """This rank could go on; another cannot. That one sends it in place of a value."""
+    """Another rank cannot go on, and sent this error in place of a value."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dist:
-    """This process among its peers. Create it BEFORE any engine, which would else create a process
-    group of its own. With one process every collective is the identity. All ranks call a
-    collective, or none."""
+    """This process's rank, device and collectives. Create it BEFORE any engine, which would
+    otherwise create its own process group. With one process every collective is the identity.
+    Either all ranks call a collective, or none."""
 
     rank: int = 0
     """0 .. world_size - 1 over all nodes."""
@@ -39,7 +39,7 @@ class Dist:
     local_rank: int = 0
     """Index on this node; picks the CUDA device."""
     device: str = "cpu"
-    """'cpu' or 'cuda:<index>': where this rank's trainable policy lives."""
+    """'cpu' or 'cuda:<index>': the device of this rank's trainable policy."""
     _cpu_group: Any = None
     """gloo group for objects and CPU tensors; None with one process."""
 
@@ -55,13 +55,13 @@ class Dist:
         rank, world_size, local_rank = _read_env(os.environ)
         device = _resolve_device(device, local_rank)
         if not device.startswith("cuda"):
-            # transformers imports DeepSpeed where it is installed, which else warns about the CPU.
+            # transformers imports an installed DeepSpeed, which would warn about the CPU.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         else:
             import torch
 
             torch.cuda.set_device(device)
-            torch.backends.cudnn.allow_tf32 = False  # nor do matrix products take TF32
+            torch.backends.cudnn.allow_tf32 = False  # matrix products use no TF32 either
         if world_size == 1:
             return cls(device=device)
 
@@ -82,7 +82,7 @@ class Dist:
         return self.rank == 0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place, any shape and dtype: the same tensor, the same bits on all."""
+        """Sum over ranks, in place, any shape and dtype; all ranks get the same bits."""
         if self.world_size > 1:
             import torch.distributed as td
 
@@ -91,8 +91,8 @@ class Dist:
         return tensor
 
     def sum_floats(self, values: Sequence[float]) -> list[float]:
-        """Elementwise float64 sum over ranks, exactly rounded, so free of their order. Raises
-        ValueError when the ranks disagree on the length."""
+        """Elementwise float64 sum over ranks, exactly rounded, so independent of their order.
+        Raises ValueError if the ranks disagree on the length."""
         rows = self.gather([float(value) for value in values])
         if len({len(row) for row in rows}) != 1:
             raise ValueError(f"ranks brought {[len(row) for row in rows]} numbers to one sum")
@@ -105,7 +105,7 @@ class Dist:
         return bool(self.max_int(int(flag)))
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value, on every rank; the others' argument is ignored."""
+        """Rank 0's value, on every rank; other ranks' arguments are ignored."""
         return self.gather(value if self.is_main else cast("T", None))[0]
 
     def gather(self, value: T) -> list[T]:
@@ -114,20 +114,20 @@ class Dist:
         if self.world_size == 1:
             return [value]
         values = self._exchange(value)
-        for rank, brought in enumerate(values):
-            if isinstance(brought, PeerError):
-                raise PeerError(f"rank {rank} cannot go on: {brought}")
+        for rank, received in enumerate(values):
+            if isinstance(received, PeerError):
+                raise PeerError(f"rank {rank} cannot go on: {received}")
         return values
 
     def tell(self, trouble: BaseException, patience_s: float) -> bool:
-        """Report that this rank cannot go on: the others raise `PeerError` in their next gather.
-        Returns whether all have received it, False after `patience_s`. Collective or not."""
+        """Report that this rank cannot go on: other ranks raise `PeerError` in their next gather.
+        Returns whether all received it within `patience_s`. Other ranks need not call it."""
         if self.world_size == 1 or isinstance(trouble, PeerError):
             return True
         received = threading.Event()
 
         def send() -> None:
-            with suppress(Exception):  # a rank that is gone
+            with suppress(Exception):  # a rank is gone
                 self._exchange(PeerError(repr(trouble)))
                 received.set()
 
@@ -145,7 +145,7 @@ class Dist:
         return values
 
     def reduce(self, metrics: Any) -> dict[str, float]:
-        """One dict for all ranks: each of the `Metrics` over its own global denominator."""
+        """Merge all ranks' `Metrics`, each metric over its global denominator."""
         return type(metrics).merge(self.gather(metrics.state()))
 
     def close(self) -> None:
@@ -157,12 +157,12 @@ class Dist:
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
-    """Under ZeRO-3: every call gathers its weights from all ranks, so all ranks must call."""
+    """Whether ZeRO-3 shards it: each call then gathers weights, so all ranks must call it."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def calls_in_step(num_calls: int, module: torch.nn.Module) -> int:
-    """How often to call the module: `num_calls` or, if it is sharded, the most of any rank."""
+    """How often to call the module: `num_calls`; if it is sharded, the largest of all ranks."""
     if not is_sharded(module):
         return num_calls
     import torch
@@ -176,8 +176,8 @@ _waited_s = 0.0
 
 
 def waited_s() -> float:
-    """Seconds of this process in collectives, nearly all of it waiting for slower ranks. (A
-    collective on the GPU returns at once; its wait shows up in whatever comes next.)"""
+    """Seconds that this process spent in collectives, nearly all of them waiting for slower ranks.
+    (A collective on the GPU returns at once; the next synchronising call waits instead.)"""
     return _waited_s
 
 
@@ -192,7 +192,7 @@ def _waiting() -> Iterator[None]:
 
 
 def _read_env(environ: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, world_size, local_rank); one process where no launcher set them."""
+    """(rank, world_size, local_rank); (0, 1, 0) without a launcher."""
     world_size = int(environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         return 0, 1, 0

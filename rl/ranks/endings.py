@@ -18,9 +18,9 @@ from rl.ranks.hang_watch import HangWatch
 from rl.ranks.signals import STOP_SIGNALS, name_of
 
 GRACE_S = 300
-"""How long ranks may take to save and leave before they are killed."""
+"""How long ranks may take to save and exit before they are killed."""
 HUNG_GRACE_S = 120
-"""The same if one hangs or stays stopped: the others save what they have without it."""
+"""The same if one hangs or stays stopped: the others save without it."""
 ALONE_GRACE_S = 45
 """The same if a node is lost: a rank that waits for that node can save but never exits."""
 LEAVE_S = 5
@@ -38,7 +38,7 @@ class Ending:
 
     code: int
     what: str
-    """'rank 1 was killed by SIGKILL'; '' where nothing failed."""
+    """'rank 1 was killed by SIGKILL'; '' if nothing failed."""
     by_machine: bool
     """The machine ended it: a signal, a device, a connection, a hang."""
     lines: tuple[str, ...] = ()
@@ -51,16 +51,16 @@ class Failure:
     exit_code: int
     """Negative: the signal that killed it."""
     at_s: float
-    """When its end was seen, `time.monotonic`."""
+    """When the launcher saw that it had ended, `time.monotonic`."""
 
 
 def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> Ending:
-    """Name the rank that failed first, and why. `failures`: by rank."""
+    """Names the rank that failed first, and the cause. `failures`: by rank."""
     first_s = min(failure.at_s for failure in failures.values())
 
     def order(rank: int) -> tuple[bool, bool, int]:
-        # A rank that wrote no note of its end sorts first. Ranks that SIGTERM ended had been asked
-        # to end; so had those that ignored it and were then killed.
+        # Ranks without a note of their end sort first. Ranks ended by SIGTERM were asked to end;
+        # so were ranks that ignored it and were then killed.
         note, code = _note(notes, rank), failures[rank].exit_code
         late = failures[rank].at_s - first_s > PEERS_TERM_S - 5
         asked = code == -signal.SIGTERM or (code == -signal.SIGKILL and late)
@@ -69,10 +69,10 @@ def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> E
     rank = min(failures, key=order)
     code, note = failures[rank].exit_code, _note(notes, rank)
     name = name_of(-code) if code < 0 else ""
-    how = f"killed by {name}" if name else f"exit code {code}"
-    lines = [f"rank {rank} failed: {how}; logs: {log_dir}"]
+    cause = f"killed by {name}" if name else f"exit code {code}"
+    lines = [f"rank {rank} failed: {cause}; logs: {log_dir}"]
     reason = note.get("reason", "")
-    if rank != 0 and reason != _note(notes, 0).get("reason"):  # rank 0 has printed its own
+    if rank != 0 and reason != _note(notes, 0).get("reason"):  # rank 0 has printed its reason
         lines.append(reason)
     return Ending(
         code if code >= 0 else 128 - code,
@@ -108,7 +108,7 @@ class Ranks:
         hung = ", ".join(f"rank {rank}" for rank in self._watch.hung)
         self._say(
             f"{hung} hung for too long (hang_limit_s): the stacks of all ranks go to their logs, "
-            "what is finished is saved, and the run ends"
+            "finished work is saved, and the run ends"
         )
         for process in self._processes.values():
             process.send_signal(heartbeat.ASKS_STACKS)
@@ -117,7 +117,7 @@ class Ranks:
         return Ending(HUNG_CODE, f"{hung} hung", by_machine=True)
 
     def end_alone(self, lost: str) -> Ending:
-        """`lost`: the unreachable node. Make all ranks here save; kill those that do not exit."""
+        """Make the ranks here save; kill those that do not exit. `lost`: the unreachable node."""
         self._say(
             f"{lost} (machine, launcher or network): the ranks here save and end; the same command "
             "on every node resumes the run"
@@ -125,20 +125,20 @@ class Ranks:
         self.leave([signal.SIGTERM], ALONE_GRACE_S)
         return Ending(1, lost, by_machine=True)
 
-    def leave_as_asked(self, asks: list[int]) -> Ending:
-        """Pass on the signals that asked the launcher to stop; `asks` may grow meanwhile."""
-        self.leave(asks)
-        why = f"stopped by {name_of(asks[0])}; the same command resumes the run from its last "
-        return Ending(128 + asks[0], "", by_machine=False, lines=(why + "checkpoint",))
+    def leave_as_asked(self, signums: list[int]) -> Ending:
+        """Pass on the signals that asked the launcher to stop; `signums` may grow meanwhile."""
+        self.leave(signums)
+        reason = f"stopped by {name_of(signums[0])}; the same command resumes the run from its "
+        return Ending(128 + signums[0], "", by_machine=False, lines=(reason + "last checkpoint",))
 
-    def leave(self, asks: list[int], grace_s: float = GRACE_S) -> None:
-        """Send the ranks the signals `asks`, which may grow, and wake stopped ranks. Wait until all
+    def leave(self, signums: list[int], grace_s: float = GRACE_S) -> None:
+        """Send the ranks `signums`, which may grow, and wake stopped ranks. Wait until all
         have saved and exited; kill the rest after `grace_s`, or sooner if one hangs."""
         began_s, num_sent, watch = time.monotonic(), 0, self._watch
         while living := {r: each for r, each in self._processes.items() if each.poll() is None}:
-            if num_sent < len(asks):
-                _send(living, *asks[num_sent:], signal.SIGCONT)
-                num_sent = len(asks)
+            if num_sent < len(signums):
+                _send(living, *signums[num_sent:], signal.SIGCONT)
+                num_sent = len(signums)
             watch.look()
             stopped = {rank for rank in living if watch.is_stopped(rank)}
             limit_s = min(grace_s, HUNG_GRACE_S) if stopped else grace_s
@@ -151,7 +151,7 @@ class Ranks:
                 )
                 _send(living, signal.SIGKILL)
                 for process in living.values():
-                    with suppress(subprocess.TimeoutExpired):  # e.g. it waits for a dead disk
+                    with suppress(subprocess.TimeoutExpired):  # e.g. one waits for a dead disk
                         process.wait(KILL_S)
                 return
             time.sleep(0.2)
@@ -165,7 +165,7 @@ def _send(living: Mapping[int, subprocess.Popen[bytes]], *signums: int) -> None:
 
 
 def end_leftovers(notes: Path) -> None:
-    """Kill what a dead rank left in its process group (an engine's own workers, say)."""
+    """Kill processes that a dead rank left in its process group (e.g. an engine's workers)."""
     for file in notes.glob("rank_*.json"):
         group = _row(file).get("process_group")
         if isinstance(group, int):
@@ -178,7 +178,7 @@ def _note(notes: Path, rank: int) -> dict[str, Any]:
 
 
 def _row(file: Path) -> dict[str, Any]:
-    """What `worker.py` wrote about a rank; {} when it did not get that far."""
+    """The note that `worker.py` wrote about a rank; {} if it wrote none."""
     with suppress(OSError, ValueError):
         return dict(json.loads(file.read_bytes()))
     return {}

@@ -20,7 +20,7 @@ REMEDIES = {
     errno.EDQUOT: "make room within this user's quota; the same command then goes on",
     errno.EFBIG: "the file has reached the largest size allowed here; raise it (ulimit -f)",
     errno.EIO: "the disk fails; name a folder on another one (base_exp_dir)",
-    errno.ESTALE: "the network disk has lost it; mount it again, and start the same command",
+    errno.ESTALE: "the network disk has lost this file; mount it again, and start the same command",
     errno.EISDIR: "a folder is where a file belongs; move it away, and start the same command",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EMFILE: "allow this process more open files (ulimit -n)",
@@ -45,26 +45,26 @@ HOST_MEMORY = (
     "prompts_per_iteration or world_size; the same command then goes on"
 )
 GPU_MEMORY = (
-    "lower optimizer.max_tokens_per_micro_batch, or say in gpu_gb what the GPU has, and see with "
-    "--check what fits; the same command then goes on"
+    "lower optimizer.max_tokens_per_micro_batch, or set gpu_gb to the GPU's memory and run --check "
+    "to see what fits; the same command then goes on"
 )
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def sentence(error: BaseException) -> str | None:
-    """What to tell the user; None for an error whose traceback is needed. Sentences are
-    for errors that a `raise` statement of this package raised, and for failures of a disk, folder,
-    port or memory; not for asserts, nor for what a library or a user's plugin raises."""
+    """The message for the user; None if the user needs the traceback. Errors raised by a `raise`
+    statement of this package have a message, and so have failures of a disk, folder, port or
+    memory; asserts and errors of a library or a plugin have none."""
     if isinstance(error, OSError) and error.errno in REMEDIES:
-        path = error.filename2 or error.filename  # of a renaming: where it goes
+        path = error.filename2 or error.filename  # after a failed rename: its target
         where = f"{path}: " if path else ""
-        said = shown(f"{where}{error.strerror}", MAX_SHOWN)
-        return f"this run cannot go on:\n  {said}; {REMEDIES[error.errno]}"
+        message = shown(f"{where}{error.strerror}", MAX_SHOWN)
+        return f"this run cannot go on:\n  {message}; {REMEDIES[error.errno]}"
     if isinstance(error, MemoryError):
         return f"this run cannot go on:\n  {HOST_MEMORY}"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for it
-        said = shown(str(error), MAX_SHOWN)
-        return f"this run cannot go on:\n  {said}; {GPU_MEMORY}"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's; does not import torch
+        message = shown(str(error), MAX_SHOWN)
+        return f"this run cannot go on:\n  {message}; {GPU_MEMORY}"
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not str(error):
         return None
@@ -83,12 +83,12 @@ def is_machines(error: BaseException) -> bool:
     for a lack of memory, and for errors that the program itself caused."""
     text = str(error)
     names = {cls.__name__ for cls in type(error).__mro__}
-    said = any(words in text for words in _BY_MACHINE) or bool(names & _MACHINE_ERRORS)
-    return said and not any(words in text for words in _BY_PROGRAM)
+    is_known = any(part in text for part in _BY_MACHINE) or bool(names & _MACHINE_ERRORS)
+    return is_known and not any(part in text for part in _BY_PROGRAM)
 
 
 def is_lost_device(error: BaseException) -> bool:
-    """Whether this process can use its GPU no more, whatever it asks of it."""
+    """Whether this process can no longer use its GPU at all."""
     return any(cls.__name__ == "AcceleratorError" for cls in type(error).__mro__)
 
 

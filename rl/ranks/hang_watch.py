@@ -1,4 +1,4 @@
-"""Finds the ranks that hang, from their heartbeats and what the kernel says of their processes."""
+"""Finds ranks that hang, from their heartbeats and the kernel's state of their processes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Literal
 from rl.ranks import heartbeat
 from rl.ranks.heartbeat import Beat
 
-SAID_AFTER_S = 45.0
+LOG_AFTER_S = 45.0
 """A rank that has made no progress for this long is logged, once."""
 WATCHED_ELSEWHERE = "judge_wait"
-"""A phase that is not watched here: the judge's client has its own time limits."""
+"""A phase in which no rank counts as hanging: the judge's client has its own time limits."""
 
 Kind = Literal["moves", "judge", "waits", "stuck", "silent", "stopped"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankState:
     kind: Kind
     idle_s: float
-    """For how long it has made no progress."""
+    """Time without progress."""
     beat: Beat
 
     def at(self, now_s: float) -> str:
@@ -44,40 +44,41 @@ class HangWatch:
         """`beats`, `pids`: by rank. `limit_s`: how long a rank may hang."""
         self._beats, self._pids, self._say = dict(beats), dict(pids), say
         self._limit_s, self._is_one_node = limit_s, is_one_node
-        self._said_after_s = min(SAID_AFTER_S, limit_s / 2)
+        self._log_after_s = min(LOG_AFTER_S, limit_s / 2)
         self._looked_s = self._awake_s = time.monotonic()
-        self._named: set[int] = set()
-        self.hung: dict[int, Seen] = {}
-        """The ranks that hang, as of the last look."""
+        self._logged: set[int] = set()
+        self.hung: dict[int, RankState] = {}
+        """The ranks that hung at the last `look`."""
 
     def look(self) -> bool:
-        """Log what is new; returns whether a rank has hung for longer than the limit."""
+        """Log ranks that hang or go on again; returns whether one has hung beyond the limit."""
         now_s = time.monotonic()
-        if now_s - self._looked_s > heartbeat.LONG_GAP_S:  # e.g. Ctrl-Z stopped all of us
+        if now_s - self._looked_s > heartbeat.LONG_GAP_S:  # e.g. Ctrl-Z stopped launcher and ranks
             self._awake_s = now_s
         self._looked_s = now_s
-        seen = {rank: one for rank in self._beats if (one := self._see(rank, now_s)) is not None}
-        self.hung = self._hung_of(seen)
-        for rank, one in self.hung.items():
-            if one.idle_s >= self._said_after_s and rank not in self._named:
-                self._named.add(rank)
-                self._say(self._sentence(rank, seen, now_s))
-        for rank in self._named - self.hung.keys():
-            self._named.remove(rank)
-            if rank in seen and seen[rank].kind == "moves":
-                self._say(f"rank {rank} goes on, {seen[rank].at(now_s)}")
-        return any(one.idle_s >= self._limit_s and self._may_end(one) for one in self.hung.values())
+        looks = {rank: self._rank_state(rank, now_s) for rank in self._beats}
+        states = {rank: state for rank, state in looks.items() if state is not None}
+        self.hung = self._hung_of(states)
+        for rank, state in self.hung.items():
+            if state.idle_s >= self._log_after_s and rank not in self._logged:
+                self._logged.add(rank)
+                self._say(self._sentence(rank, states, now_s))
+        for rank in self._logged - self.hung.keys():
+            self._logged.remove(rank)
+            if rank in states and states[rank].kind == "moves":
+                self._say(f"rank {rank} goes on, {states[rank].at(now_s)}")
+        return any(s.idle_s >= self._limit_s and self._may_end(s) for s in self.hung.values())
 
     def is_stopped(self, rank: int) -> bool:
         """Whether SIGSTOP or a debugger has stopped the rank, by the kernel's current state."""
         return _process_state(self._pids[rank]) in ("T", "t")
 
     def has_saved(self, rank: int) -> bool:
-        """Whether all the rank has finished is on disk; True if it is gone or has no beat yet."""
-        one = self._see(rank, time.monotonic())
-        return one is None or one.beat.has_saved
+        """Whether the rank's finished work is on disk; True if it is gone or has no heartbeat."""
+        state = self._rank_state(rank, time.monotonic())
+        return state is None or state.beat.has_saved
 
-    def _see(self, rank: int, now_s: float) -> Seen | None:
+    def _rank_state(self, rank: int, now_s: float) -> RankState | None:
         """None: the rank has written no heartbeat yet, or is gone."""
         state, beat = _process_state(self._pids[rank]), heartbeat.read(self._beats[rank])
         if beat is None or state in ("", "Z", "X"):
@@ -85,54 +86,55 @@ class HangWatch:
         silent_s = now_s - max(beat.at_s, self._awake_s)
         idle_s = beat.at_s - max(beat.moved_s, self._awake_s)
         kind: Kind
-        if silent_s >= self._said_after_s:
+        if silent_s >= self._log_after_s:
             kind, idle_s = "stopped" if state in ("T", "t") else "silent", silent_s
         elif beat.phase.endswith(WATCHED_ELSEWHERE):
             kind = "judge"
-        elif idle_s < self._said_after_s:
+        elif idle_s < self._log_after_s:
             kind = "moves"
         else:
             kind = "waits" if beat.waits_for_ranks else "stuck"
-        return Seen(kind, idle_s, beat)
+        return RankState(kind, idle_s, beat)
 
-    def _hung_of(self, seen: Mapping[int, Seen]) -> dict[int, Seen]:
-        """The ranks to blame. Of several stuck ranks only the first that got stuck: on a GPU, the
-        others may wait for it inside any call."""
-        if dead := {rank: one for rank, one in seen.items() if one.kind in ("silent", "stopped")}:
+    def _hung_of(self, states: Mapping[int, RankState]) -> dict[int, RankState]:
+        """The ranks that hang. Of several stuck ranks, only the first to get stuck counts: on a
+        GPU, the others may wait for it inside any call."""
+        if dead := {rank: s for rank, s in states.items() if s.kind in ("silent", "stopped")}:
             return dead
-        by_move = sorted(seen.items(), key=lambda item: item[1].beat.moved_s)
-        if stuck := [(rank, one) for rank, one in by_move if one.kind == "stuck"]:
+        by_move = sorted(states.items(), key=lambda item: item[1].beat.moved_s)
+        if stuck := [(rank, state) for rank, state in by_move if state.kind == "stuck"]:
             return dict(stuck[:1])
-        all_wait = all(one.kind == "waits" for one in seen.values())
+        all_wait = all(state.kind == "waits" for state in states.values())
         return dict(by_move[-1:]) if all_wait else {}
 
-    def _may_end(self, one: Seen) -> bool:
-        """Whether it may end the run: ranks of other nodes, unseen here, may wait for the judge."""
-        return one.kind != "waits" or self._is_one_node
+    def _may_end(self, state: RankState) -> bool:
+        """Whether a hang may end the run. Waiting ranks of one of several nodes may not: a rank of
+        another node, not watched here, may be waiting for the judge."""
+        return state.kind != "waits" or self._is_one_node
 
-    def _sentence(self, rank: int, seen: Mapping[int, Seen], now_s: float) -> str:
-        one = seen[rank]
-        end = f"; at {self._limit_s:g} s the run ends (hang_limit_s)" if self._may_end(one) else ""
-        if one.kind == "waits":
-            whom = "each other" if self._is_one_node else "those of other nodes"
-            named = f"the last of them, rank {rank}, for {one.idle_s:.0f} s, {one.at(now_s)}"
-            return f"all ranks here wait for {whom}, {named}{end}"
-        how = {
+    def _sentence(self, rank: int, states: Mapping[int, RankState], now_s: float) -> str:
+        state = states[rank]
+        end = f"; at {self._limit_s:g} s the run ends (hang_limit_s)" * self._may_end(state)
+        if state.kind == "waits":
+            awaited = "each other" if self._is_one_node else "those of other nodes"
+            last = f"the last of them, rank {rank}, for {state.idle_s:.0f} s, {state.at(now_s)}"
+            return f"all ranks here wait for {awaited}, {last}{end}"
+        cause = {
             "stopped": f"its process is stopped (kill -CONT {self._pids[rank]} lets it go on)",
             "silent": "no Python runs in it: a call that holds the interpreter, or a dead disk",
-        }.get(one.kind, "a deadlock, or one long call")
+        }.get(state.kind, "a deadlock, or one long call")
         others = [
-            f"rank {other} (in phase {them.beat.phase})"
-            for other, them in seen.items()
-            if other != rank and (them.beat.waits_for_ranks or them.kind == "stuck")
+            f"rank {other} (in phase {other_state.beat.phase})"
+            for other, other_state in states.items()
+            if other != rank and (other_state.beat.waits_for_ranks or other_state.kind == "stuck")
         ]
         waiting = f"; waiting for it: {', '.join(others)}" if others else ""
-        idle = f"rank {rank} has not moved on for {one.idle_s:.0f} s, {one.at(now_s)}: {how}"
+        idle = f"rank {rank} has not moved on for {state.idle_s:.0f} s, {state.at(now_s)}: {cause}"
         return idle + waiting + end
 
 
 def _process_state(pid: int) -> str:
-    """The kernel's letter: 'T' stopped, 'Z' dead; '' for one that is gone."""
+    """The kernel's letter: 'T' stopped, 'Z' dead; '' if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
     except OSError:

@@ -19,46 +19,46 @@ from typing import TextIO
 from rl.ranks import under_way
 
 ASKS_STACKS = signal.SIGRTMAX
-"""Signal that requests the stacks. Not SIGUSR1, with which people and batch systems stop a run.
+"""Signal that requests the stacks. Not SIGUSR1, which users and batch systems send to stop a run.
 faulthandler answers in C, even while the main thread never returns to Python."""
 EVERY_S = 1.0
 LOOK_EVERY_S = 0.1
-"""10 Hz: cheap, yet sees a thread leave a call in which it spends 95 % of its time."""
+"""10 Hz: cheap, and still notices that a thread leaves a call in which it spends 95 % of time."""
 FEW_PLACES = 4
-"""A main thread that stays at this many places or fewer for long hangs or loops."""
+"""A main thread that stays at no more than this many places for long hangs or loops."""
 LONG_GAP_S = 10.0
-"""A longer gap between two looks: this process itself was stopped; earlier looks do not count."""
+"""A longer gap between two looks means that this process was stopped; its idle time restarts."""
 LOADING = "loading"
 BETWEEN = "between phases"
 _BYTES = 1024
-"""Size of the file, which is written in place: neither a full disk nor a kill matters."""
+"""Size of the file, which is overwritten in place: no full disk and no kill can damage it."""
 _MAX_CHARS = 200
 _REPORTERS = (__name__, "contextlib", "rl.console.console")
 _PEERS = "torch.distributed.distributed_c10d"
-"""A rank in one of its functions waits for others (gloo, and the barriers of NCCL)."""
+"""A rank inside one of its functions waits for others (gloo, and the barriers of NCCL)."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """One second of a rank. Times are of the machine's monotonic clock, in s."""
+    """A rank's state at one time. Times are seconds of the machine's monotonic clock."""
 
     at_s: float
     phase: str
     """'learn / judge_wait': the phase of `PhaseTimer`, after the phases that enclose it."""
     phase_since_s: float
     moved_s: float
-    """When the main thread last reached a place in the code other than its last few."""
+    """When the main thread last reached a place that is not among its last few."""
     where: str
     """'rl.engines.vllm.vllm, in torch'."""
     waits_for_ranks: bool
     has_saved: bool
-    """It was asked to stop, and all that it has finished is on disk."""
+    """The rank was asked to stop, and all its finished work is on disk."""
 
 
 class _Heart:
     def __init__(self) -> None:
         self.phases = [(LOADING, time.monotonic())]
-        """Under way, the innermost last, and when each began."""
+        """(phase, when it began) of the enclosing phases, the innermost last."""
         self.moved_s = time.monotonic()
         self.has_saved = False
         self.descriptor: int | None = None
@@ -67,32 +67,32 @@ class _Heart:
         with an older one. Reentrant, for signal handlers."""
 
     def beat(self) -> None:
-        """From any thread."""
+        """Write the heartbeat; callable from any thread."""
         if self.descriptor is not None:
             with self.writing:
                 self._write(self.descriptor)
 
     def end(self) -> None:
-        """In a forked child: the file is its parent's, and the lock may be held for ever."""
+        """Call in a forked child: the file is its parent's, and the lock may stay held."""
         self.descriptor = None
 
     def _write(self, descriptor: int) -> None:
-        named = self.phases[1:] or self.phases
+        phases = self.phases[1:] or self.phases
         calls = under_way.calls()
         outside = dropwhile(lambda call: call.module in _REPORTERS, calls)
         beat = Beat(
             at_s=time.monotonic(),
-            phase=" / ".join(name for name, _ in named)[:_MAX_CHARS],
-            phase_since_s=named[-1][1],
+            phase=" / ".join(name for name, _ in phases)[:_MAX_CHARS],
+            phase_since_s=phases[-1][1],
             moved_s=self.moved_s,
-            where=under_way.in_words(list(outside))[:_MAX_CHARS],
+            where=under_way.described(list(outside))[:_MAX_CHARS],
             waits_for_ranks=any(call.module == _PEERS for call in calls),
             has_saved=self.has_saved,
         )
         try:
             os.pwrite(descriptor, json.dumps(asdict(beat)).encode().ljust(_BYTES), 0)
         except OSError:
-            with suppress(OSError):  # no beat at all is better than one that seems to have ended
+            with suppress(OSError):  # no heartbeat is better than a stale one
                 os.ftruncate(descriptor, 0)
 
 
@@ -104,7 +104,7 @@ def phase(name: str) -> Iterator[None]:
     """Record that the main thread is in phase `name` until the block ends."""
     phases = _heart.phases
     phases.append((name, time.monotonic()))
-    _heart.beat()  # what comes next may be what never returns
+    _heart.beat()  # now, because the block may never return
     try:
         yield
     finally:
@@ -115,7 +115,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def phase_names() -> str:
-    """'learn / judge_wait': the main thread's phase and those around it; '' outside of any."""
+    """'learn / judge_wait': the main thread's phase after enclosing ones; '' outside of phases."""
     return " / ".join(name for name, _ in _heart.phases[1:])
 
 
@@ -125,7 +125,7 @@ def note_wait() -> None:
 
 
 def note_saved() -> None:
-    """This rank was asked to stop, and all that it has finished is on disk."""
+    """Record that all finished work of this rank, which was asked to stop, is on disk."""
     _heart.has_saved = True
     _heart.beat()
 
@@ -136,8 +136,8 @@ def file_name(rank: int) -> str:
 
 
 def start(file: Path, log: TextIO) -> None:
-    """Beat into `file` until this process ends; stacks, also of a crash, go to `log`, which stays
-    open. Call it once, early."""
+    """Write heartbeats to `file` until this process ends; stacks, also of a crash, go to `log`,
+    which must stay open. Call it once, early."""
     faulthandler.enable(log)
     faulthandler.register(ASKS_STACKS, log)
     _heart.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -147,23 +147,23 @@ def start(file: Path, log: TextIO) -> None:
 
 
 def read(file: Path) -> Beat | None:
-    """The last one; None before the first, and for one that is just being written."""
+    """The last heartbeat; None before the first one, and while one is being written."""
     with suppress(OSError, ValueError, TypeError):
         return Beat(**json.loads(file.read_bytes()))
     return None
 
 
 def _watch_main_thread() -> None:
-    places: OrderedDict[int, None] = OrderedDict()
+    last_stacks: OrderedDict[int, None] = OrderedDict()
     looked_s = written_s = 0.0
     while True:
-        now_s, place = time.monotonic(), hash(tuple(under_way.calls()))
-        if place not in places or now_s - looked_s > LONG_GAP_S:
+        now_s, stack = time.monotonic(), hash(tuple(under_way.calls()))
+        if stack not in last_stacks or now_s - looked_s > LONG_GAP_S:
             _heart.moved_s = now_s
-        places[place] = None
-        places.move_to_end(place)
-        if len(places) > FEW_PLACES:
-            places.popitem(last=False)
+        last_stacks[stack] = None
+        last_stacks.move_to_end(stack)
+        if len(last_stacks) > FEW_PLACES:
+            last_stacks.popitem(last=False)
         looked_s = now_s
         if now_s - written_s >= EVERY_S:
             written_s = now_s

@@ -1,8 +1,4 @@
-"""Where the ranks of a run meet, and which network interfaces they may listen on.
-
-One node: a private file and the loopback interface. Several: one TCPStore at `--rdzv-endpoint`, in
-node 0's launcher; torch's own agent would listen on every interface.
-"""
+"""Sets up the rendezvous of a run's ranks, and the network interfaces that they listen on."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 INIT_METHOD = "RL_INIT_METHOD"
-"""Environment variable: what a rank gives `init_process_group`; absent: torchrun's variables."""
+"""Environment variable: `init_method` of `init_process_group`; unset: torchrun's variables."""
 JOIN_S = 600.0
 """How long a node waits for the others to start."""
 _LINE_EVERY_S = 30.0
@@ -37,9 +33,9 @@ class RendezvousError(Exception):
 
 
 def on_one_node(folder: Path) -> Environment:
-    """Environment for ranks that meet in `folder`, which only this user must be able to read.
-    Overrides GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, which clusters set for several nodes.
-    """
+    """Environment for ranks that meet through a file in `folder`, which must be private to this
+    user, and listen on the loopback interface only. Overrides GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME, which clusters set for several nodes."""
     loopback = interface_of("127.0.0.1")
     return {
         INIT_METHOD: (folder / "rendezvous").absolute().as_uri(),
@@ -63,7 +59,8 @@ def on_several_nodes(
     endpoint: str, node: int, num_nodes: int, num_local_ranks: int, say: Say
 ) -> Iterator[tuple[Environment, NodeWatch]]:
     """(environment for this node's ranks, watch over the other nodes). Entering waits until all
-    nodes have joined; leaving waits until they have ended.
+    nodes have joined; leaving waits until they have ended. The nodes meet at a TCPStore in node 0's
+    launcher, on one interface; torch's own agent would listen on every interface.
 
     `endpoint`: host:port of node 0, as given on every node. `say` prints a line during waits.
     GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME stay as the user set them. Raises RendezvousError.
@@ -74,11 +71,11 @@ def on_several_nodes(
     _check_in(store, node, num_nodes, num_local_ranks, say)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
-        interface = interface_of(str(probe.getsockname()[0]))  # on the way to node 0
+        interface = interface_of(str(probe.getsockname()[0]))  # of the route to node 0
     environment = {
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # or rank 0 would host one, on every interface
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # else rank 0 hosts a store on every interface
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", interface),
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}"),
     }
@@ -102,7 +99,7 @@ def _resolve(endpoint: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         raise RendezvousError(
-            f"--rdzv-endpoint {endpoint}: {host} is not known here ({error})"
+            f"--rdzv-endpoint {endpoint}: {host} cannot be resolved ({error})"
         ) from None
     return family, address
 
@@ -116,12 +113,12 @@ def _listen(family: socket.AddressFamily, host: str, port: int, say: Say) -> TCP
     except OSError as error:
         raise RendezvousError(
             f"node 0 cannot listen on {host}:{port} ({error.strerror}): --rdzv-endpoint "
-            "names an address of node 0's own and a port that is free there"
+            "must name an address of node 0 itself and a port that is free there"
         ) from None
     if ipaddress.ip_address(host).is_loopback:
         say(
-            f"node 0 listens on {host}, which only this machine reaches: for other machines, "
-            "name its address on their network in --rdzv-endpoint"
+            f"node 0 listens on {host}, which only this machine reaches: so that other machines "
+            "reach it, give its network address to --rdzv-endpoint"
         )
     descriptor = listener.detach()
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
@@ -140,18 +137,18 @@ def _join(host: str, port: int, say: Say) -> TCPStore:
         answers,
         f"waiting for node 0 at {host}:{port}",
         f"nobody answers at --rdzv-endpoint {host}:{port} for {JOIN_S:.0f} s: start the same "
-        "command with --node-rank 0 there, and let the port through",
+        "command with --node-rank 0 there, and open the port in the firewall",
         say,
     )
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
 
 
 def _check_in(store: TCPStore, node: int, num_nodes: int, num_local_ranks: int, say: Say) -> None:
-    """Meet all the other nodes, and compare what they were started with."""
+    """Wait for all other nodes; check that all were started for the same nodes and ranks."""
     plan = f"{num_nodes} nodes of {num_local_ranks} ranks"
-    theirs = store.compare_set("plan", "", plan).decode()
-    if theirs != plan:
-        raise RendezvousError(f"this node was started for {plan}, another one for {theirs}")
+    other_plan = store.compare_set("plan", "", plan).decode()
+    if other_plan != plan:
+        raise RendezvousError(f"this node was started for {plan}, another one for {other_plan}")
     if store.add(f"node/{node}", 1) > 1:
         raise RendezvousError(f"another node was started with --node-rank {node} too")
     store.add("joined", 1)
@@ -165,7 +162,7 @@ def _check_in(store: TCPStore, node: int, num_nodes: int, num_local_ranks: int, 
 
 
 def _wait_until(condition: Callable[[], bool], line: str, problem: str, say: Say) -> None:
-    """Poll for `JOIN_S`; `say` the line every half a minute. Raises RendezvousError(problem)."""
+    """Poll for `JOIN_S`, printing `line` every half minute. Raises RendezvousError(problem)."""
     began_s = line_s = time.monotonic()
     while not condition():
         now_s = time.monotonic()

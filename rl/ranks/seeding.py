@@ -1,9 +1,4 @@
-"""Randomness: seeds derived from names, and the global generators' state for checkpoints.
-
-`derive_seed` is the ONLY source of seeds in the loop. A seed is a hash of its
-purpose: a seed drawn from a stream would change with resumes, retries and the number of ranks. Only
-dropout in model code draws from the global generators; `rng_state` saves their state per rank.
-"""
+"""Derives seeds from names; saves and restores the global random generators."""
 
 from __future__ import annotations
 
@@ -20,6 +15,8 @@ the signed 32-bit seed of some samplers."""
 def derive_seed(*parts: str | int) -> int:
     """A seed in [0, 2**31 - 2**16) for one purpose, e.g. `derive_seed(run_seed, "noise", 12)`.
 
+    This is the ONLY source of seeds in the loop. A seed is a hash of its purpose, because a seed
+    drawn from a stream would change with resumes, retries and the number of ranks.
     The parts are encoded as JSON, so ('a', 'bc') and ('ab', 'c') give different seeds, as do 1 and
     '1'. Every run's record contains these seeds; they never change between versions.
     """
@@ -39,8 +36,9 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """State of the global generators, as tensors and plain values, so that loading needs no pickle.
-    For CUDA: only the current device, which is the policy's. A CPU run does not touch the GPUs."""
+    """State of this rank's global generators, from which only dropout in model code draws. Tensors
+    and plain values, so that loading needs no pickle. For CUDA: only the current device, which is
+    the policy's. A CPU run does not touch the GPUs."""
     import numpy as np
     import torch
 

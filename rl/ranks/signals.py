@@ -41,8 +41,8 @@ def name_of(signum: int) -> str:
 
 
 def install() -> None:
-    """Handle the stop signals, and have one sent if the launcher dies. Main thread, once, early.
-    The first sets the flag; an `INSISTS` signal sent again after `ECHO_S` ends the process."""
+    """Handle the stop signals, and request one if the launcher dies. Main thread, once, early.
+    The first one sets the flag; an `INSISTS` signal sent again after `ECHO_S` ends the process."""
     for signum in _ours():
         signal.signal(signum, _handle)
     die_with_parent()
@@ -70,7 +70,7 @@ def at_once(save: Callable[[], bool]) -> None:
     Call this once, in the main thread, after `install`."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # Python writes each signal's number
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # Python writes signal numbers
 
     def listen() -> None:
         while os.read(reader, 1)[0] not in STOP_SIGNALS:
@@ -88,7 +88,7 @@ def stop_requested(dist: Dist) -> bool:
 
 
 def stop_heard() -> bool:
-    """Whether THIS rank was asked to stop; `stop_requested` must follow, to tell the others."""
+    """Whether THIS rank was asked to stop; call `stop_requested` next, to tell the other ranks."""
     return bool(_heard)
 
 
@@ -110,9 +110,9 @@ def _handle(signum: int, _: FrameType | None) -> None:
     since_s = now_s - _heard.setdefault(signum, now_s)
     if is_first:
         # os.write: print is not re-entrant, and the signal may have interrupted one.
-        again = "; once more to leave at once" if signum in INSISTS else ""
+        hint = "; once more to leave at once" if signum in INSISTS else ""
         with suppress(OSError):
-            os.write(2, f"\n{name_of(signum)}: will save and leave{again}\n".encode())
+            os.write(2, f"\n{name_of(signum)}: will save and leave{hint}\n".encode())
     elif signum in INSISTS and since_s > ECHO_S:
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)

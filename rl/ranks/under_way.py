@@ -14,7 +14,7 @@ EVERY_S = 4.0
 _stopped = threading.Event()
 _stopped.set()
 _progress = ""
-_one_reader = threading.Lock()
+_read_lock = threading.Lock()
 
 
 class Call(NamedTuple):
@@ -51,12 +51,12 @@ def note(progress: str) -> None:
 def _print_lines(first_s: float, stopped: threading.Event) -> None:
     began_s, wait_s = time.monotonic(), first_s
     while not stopped.wait(wait_s):
-        what = ": ".join(filter(None, (in_words(calls()), _progress)))
-        print(f"[{time.monotonic() - began_s:3.0f} s] loading: {what}", flush=True)
+        status = ": ".join(filter(None, (described(calls()), _progress)))
+        print(f"[{time.monotonic() - began_s:3.0f} s] loading: {status}", flush=True)
         wait_s = EVERY_S
 
 
-def in_words(calls: Sequence[Call]) -> str:
+def described(calls: Sequence[Call]) -> str:
     """'rl.engines.vllm.vllm, in torch': the innermost `rl` module among `calls` (innermost first),
     and the package that it called."""
     package = ""
@@ -70,12 +70,12 @@ def in_words(calls: Sequence[Call]) -> str:
 
 
 def calls() -> list[Call]:
-    """The main thread's call stack, innermost first; callable from any thread. If another thread
-    reads it, garbage collection is off: Python 3.11 makes frame objects for the read, finalizers
-    of a collection would let the main thread run on meanwhile, and the process would crash."""
+    """The main thread's call stack, innermost first; callable from any thread. Another thread reads
+    it with garbage collection off: the read creates frame objects (Python 3.11), and a collection
+    could run finalizers that let the main thread run on, which would crash the process."""
     if threading.current_thread() is threading.main_thread():
         return _calls_from(sys._getframe(1))
-    with _one_reader:
+    with _read_lock:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
@@ -86,10 +86,10 @@ def calls() -> list[Call]:
 
 
 def _calls_from(frame: FrameType | None) -> list[Call]:
-    found = []
+    stack = []
     while frame is not None:
         spec = frame.f_globals.get("__spec__")
         module = str(spec.name if spec else frame.f_globals.get("__name__"))
-        found.append(Call(module, id(frame.f_code), frame.f_lasti))
+        stack.append(Call(module, id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
-    return found
+    return stack

@@ -1,8 +1,4 @@
-"""Makes `transformers`, `diffusers`, `datasets` and `vllm` importable with a CPU torch.
-
-The package index's wheels of torchvision, torchaudio and torchcodec are built for CUDA. With a CPU
-torch, their C++ libraries do not load (`operator torchvision::nms does not exist`).
-"""
+"""Makes `transformers`, `diffusers`, `datasets` and `vllm` importable with a CPU torch."""
 
 from __future__ import annotations
 
@@ -41,7 +37,11 @@ def _is_for_cpu(package: str) -> bool:
 
 
 def install() -> None:
-    """Hide packages and declare operators, process-wide; `import rl` calls this. Idempotent."""
+    """Hide packages and declare operators, process-wide; `import rl` calls this. Idempotent.
+
+    PyPI's wheels of torchvision, torchaudio and torchcodec are built for CUDA. With a CPU torch,
+    their C++ libraries do not load (`operator torchvision::nms does not exist`).
+    """
     if not _is_for_cpu("torch"):
         return
     for package in HIDDEN:

@@ -32,7 +32,7 @@ def main() -> None:
     log = Path(log_dir) / f"rank_{rank}.log"
     try:
         _send_output_to(log, on_console=rank == 0)
-        stacks = open(log, "a", encoding="utf-8", opener=private)  # noqa: SIM115 - until the end
+        stacks = open(log, "a", encoding="utf-8", opener=private)  # noqa: SIM115 - open until the end
     except OSError as error:
         sys.exit(f"rank {rank} cannot write its log: {error_messages.sentence(error) or error}")
     terminal.guard()
@@ -41,7 +41,7 @@ def main() -> None:
     _write_note(note)
     sys.argv = [target, *args]
     if rank == 0 and target == "rl.train":
-        under_way.start(first_s=1.0)  # the launcher took the seconds before
+        under_way.start(first_s=1.0)  # starting up has already taken seconds
     try:
         if target.endswith(".py"):
             sys.path[0] = str(Path(target).resolve().parent)
@@ -74,8 +74,8 @@ def main() -> None:
 
 
 def _leave(codes: list[int]) -> None:
-    """If the script has ended, ends the process before the destructors of C++ libraries (Gloo's,
-    vLLM's) run, because they have aborted finished runs."""
+    """If the script has ended, ends the process before the destructors of C++ libraries (Gloo,
+    vLLM) run, because these destructors have aborted finished runs."""
     if codes:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -83,13 +83,13 @@ def _leave(codes: list[int]) -> None:
 
 
 def _write_note(note: Path, **row: Any) -> None:
-    """Write the note atomically: on a full disk the previous note stays. `ended_ns` tells cause
-    from consequence: peers fail milliseconds later. But a rank that only received another rank's
-    error (`only_heard`) may end before the other rank has saved."""
-    aside = note.with_suffix(".tmp")
+    """Write the note atomically: on a full disk the previous note stays. The rank with the lowest
+    `ended_ns` is the cause, because its peers fail milliseconds later; but a rank that only
+    received another rank's error (`only_heard`) may end before the other rank has saved."""
+    temporary = note.with_suffix(".tmp")
     with suppress(OSError):
-        aside.write_text(json.dumps({"process_group": os.getpgid(0), **row}))
-        aside.replace(note)
+        temporary.write_text(json.dumps({"process_group": os.getpgid(0), **row}))
+        temporary.replace(note)
 
 
 def _own_traceback(error: Exception) -> str:

@@ -18,7 +18,7 @@ ENTRY_NAMES = {
     "images": re.compile(r"it_(\d{6,})"),
     "evaluation": re.compile(r"it_(\d{6,})"),
 }
-"""Folder of the run -> pattern of the name of an iteration's entry in it."""
+"""Folder of the run -> pattern of the names of its entries, one or more per iteration."""
 PICTURE_NAME = re.compile(r"rank(\d+)_g\d{2,}_(?:source\d*|target|bare|m\d+)\.png")
 """Name of a picture in a folder of `images`; the captured number is the rank."""
 
@@ -28,12 +28,12 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
     metrics.jsonl, to a new folder; returns messages for the user."""
     metrics = run_dir / "metrics.jsonl"
     lines = lines_of(metrics) if metrics.is_file() else []
-    read = [(n, iteration_of(line), line) for n, line in enumerate(lines, 1) if line.strip()]
-    past = [line for _, done, line in read if done is None or done > iteration]
-    kept = [line for _, done, line in read if done is not None and done <= iteration]
-    damaged = [str(number) for number, done, _ in read if done is None]
+    numbered = [(n, iteration_of(line), line) for n, line in enumerate(lines, 1) if line.strip()]
+    later = [line for _, it, line in numbered if it is None or it > iteration]
+    kept = [line for _, it, line in numbered if it is not None and it <= iteration]
+    damaged = [str(number) for number, it, _ in numbered if it is None]
     entries = {
-        name: sorted(entry for entry, done in _entries(run_dir / name).items() if done > iteration)
+        name: sorted(entry for entry, it in _entries(run_dir / name).items() if it > iteration)
         for name in ENTRY_NAMES
     }
     # A missing line of `iteration` itself is not reported, because it is written again.
@@ -41,15 +41,15 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
     if _is_recorded(run_dir, iteration):
         last, recorded = range(iteration, iteration + 1), _entries(run_dir / "episodes").values()
         missing += _missing(f"{run_dir / 'episodes'} has none", last, recorded)
-    if not past and not any(entries.values()):
+    if not later and not any(entries.values()):
         return missing
     name = time.strftime("%Y%m%d-%H%M%S")
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    places = (run_dir / SET_ASIDE / name for name in names)
-    folder = next(place for place in places if not place.exists())
+    folders = (run_dir / SET_ASIDE / name for name in names)
+    folder = next(path for path in folders if not path.exists())
     folder.mkdir(parents=True)
-    if past:
-        write_atomically(folder / "metrics.jsonl", b"".join(past))
+    if later:
+        write_atomically(folder / "metrics.jsonl", b"".join(later))
         write_atomically(metrics, b"".join(line.rstrip(b"\n") + b"\n" for line in kept))
     for name, paths in entries.items():
         for entry in paths:
@@ -57,17 +57,17 @@ def rewind(run_dir: Path, iteration: int) -> list[str]:
             shutil.move(entry, folder / name)  # `move`: pictures may be on another disk
     if (run_dir / "config.json").is_file():
         shutil.copy2(run_dir / "config.json", folder)
-    counts = {"lines of metrics.jsonl": len(past) - len(damaged)}
+    counts = {"lines of metrics.jsonl": len(later) - len(damaged)}
     counts |= {f"of {name}/": len(paths) for name, paths in entries.items()}
     sentences = []
-    if listed := ", ".join(f"{num} {what}" for what, num in counts.items() if num):
-        why = f"what was recorded after iteration {iteration} is done again, and"
+    if listed := ", ".join(f"{num} {kind}" for kind, num in counts.items() if num):
+        reason = f"what was recorded after iteration {iteration} is done again, and"
         if iteration < 0:
-            why = (
+            reason = (
                 "no iteration is in a checkpoint, so the run begins again from the base weights; "
                 "what was recorded before is"
             )
-        sentences.append(f"{why} set aside in {folder}: {listed}")
+        sentences.append(f"{reason} set aside in {folder}: {listed}")
     if damaged:
         sentences.append(
             f"damaged lines of metrics.jsonl (number {', '.join(damaged)}) are left out of it, and "
@@ -86,18 +86,18 @@ def _is_recorded(run_dir: Path, iteration: int) -> bool:
         return False
 
 
-def _missing(what: str, wanted: range, present: Iterable[int | None]) -> list[str]:
+def _missing(subject: str, expected: range, present: Iterable[int | None]) -> list[str]:
     """A message about iterations whose records are lost for good; [] if there are none."""
-    gone = sorted(set(wanted).difference(present))
-    if not gone:
+    lost = sorted(set(expected).difference(present))
+    if not lost:
         return []
-    numbers = ", ".join(map(str, gone[:MAX_NUMBERS])) + ", ..." * (len(gone) > MAX_NUMBERS)
-    return [f"{what} of iteration {numbers}, which nothing makes again"]
+    numbers = ", ".join(map(str, lost[:MAX_NUMBERS])) + ", ..." * (len(lost) > MAX_NUMBERS)
+    return [f"{subject} of iteration {numbers}, which nothing makes again"]
 
 
 def iteration_of(line: bytes) -> int | None:
-    done = (row_of(line) or {}).get("iteration")
-    return done if type(done) is int else None
+    iteration = (row_of(line) or {}).get("iteration")
+    return iteration if type(iteration) is int else None
 
 
 def _entries(folder: Path) -> dict[Path, int]:

@@ -1,14 +1,4 @@
-"""The run's own record on disk: every number and every episode, traceable, without any service.
-
-    <run>/config.json                        resolved config, environment secrets scrubbed
-    <run>/metrics.jsonl                      one line per iteration, all ranks reduced
-    <run>/episodes/it_000012.rank0.jsonl     one line per episode of that rank (provenance)
-    <run>/images/it_000012/rank0_g03_m5.png  pictures; `..._source.png` (`..._source2.png`, ...) and
-                                             `..._target.png`: the group's sources and target
-    <run>/set_aside/                         what is done again since (`rewind.py`)
-
-Iterations count from 1; iteration 0 was measured before training. Each rank writes its own files.
-"""
+"""Writes a run's config, metrics, episodes and pictures to the run folder."""
 
 from __future__ import annotations
 
@@ -36,11 +26,21 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _LOGPROB_DIGITS = 6
-"""Float32 log-probs carry no more, and the shortest float64 spelling is three times as long."""
+"""Float32 log-probs carry no more digits; all digits of a float64 take three times the space."""
 
 
 class RunRecord:
-    """The files of one run, as one rank writes them."""
+    """The files of one run, as one rank writes them:
+
+    <run>/config.json                        resolved config, environment secrets scrubbed
+    <run>/metrics.jsonl                      one line per iteration, reduced over all ranks
+    <run>/episodes/it_000012.rank0.jsonl     one line per episode of that rank (`provenance`)
+    <run>/images/it_000012/rank0_g03_m5.png  pictures; `..._source.png` (`..._source2.png`, ...) and
+                                             `..._target.png`: the group's sources and target
+    <run>/set_aside/                         records of iterations that were repeated (`rewind.py`)
+
+    Iterations count from 1; iteration 0 is the measurement before training.
+    """
 
     def __init__(self, run_dir: Path, config: RunConfig, dist: Dist) -> None:
         self.run_dir = run_dir
@@ -48,12 +48,12 @@ class RunRecord:
         self._tracking = config.tracking
         remember(config.judge.api_key_env)
         self.config: dict[str, Any] = scrubbed(config.model_dump(mode="json"))
-        """The resolved config as it may be written anywhere."""
-        # Of the process: the thread that writes asks whether it is held.
+        """The resolved config, scrubbed, so that it may be published."""
+        # Not thread-local: the writer thread checks whether the lock is held.
         self._lock = FileLock(run_dir / ".lock", fallback_to_soft=False, thread_local=False)
 
     def claim(self, wait_s: float = 30.0) -> None:
-        """Hold the run folder: two runs under one name would tear each other's files. Waits for a
+        """Lock the run folder, because two runs would corrupt each other's files. Waits for a
         predecessor that is still saving; raises ValueError after `wait_s`. Collective."""
         problem = ""
         if self._dist.is_main:
@@ -70,7 +70,7 @@ class RunRecord:
                 )
             except PermissionError:
                 raise
-            except OSError:  # a file system without locks: better no guard than no run
+            except OSError:  # a file system without locks: run unlocked
                 pass
         if problem := self._dist.broadcast(problem):
             raise ValueError(problem)
@@ -96,8 +96,8 @@ class RunRecord:
             write_atomically(self.run_dir / "config.json", text)
 
     def rewind(self, iteration: int) -> list[str]:
-        """Set aside what came after `iteration` (-1: everything), which will be done again (rank
-        0); returns what to tell the user."""
+        """Set aside the records after `iteration` (-1: all), which the run repeats (rank 0).
+        Returns messages for the user."""
         return rewind(self.run_dir, iteration) if self._dist.is_main else []
 
     def has_line(self, iteration: int) -> bool:
@@ -131,7 +131,7 @@ class RunRecord:
             bare_P = bare_P or [None] * len(episodes_PG)
             self._write_lines(iteration, episodes_PG, advantages_PG, bare_P)
             if num_kept := self._tracking.keep_images_of_last_n_iterations:
-                self._forget_images(iteration - num_kept)
+                self._delete_images(iteration - num_kept)
 
     def _write_lines(
         self,
@@ -142,7 +142,7 @@ class RunRecord:
     ) -> None:
         lines: list[str] = []
         num_here = sum(map(len, episodes_PG))
-        # Ranks have equally many: what the ones before this take is known without asking them.
+        # Ranks have equally many episodes, so how many pictures lower ranks write is known.
         images_left = self._tracking.images_per_iteration - self._dist.rank * num_here
         groups = zip(episodes_PG, advantages_PG, bare_P, strict=True)
         for p, (episodes_G, advantages_G, bare) in enumerate(groups):
@@ -164,7 +164,7 @@ class RunRecord:
                     picture = bare.image if with_pictures else None
                     bare_row = provenance(bare, None)
                     bare_row["image_file"] = self._write_image(picture, f"{stem}_bare")
-                    del bare_row["judge_s"]  # equal runs have equal lines but for that
+                    del bare_row["judge_s"]  # the only value that differs between equal runs
                     row["bare"] = bare_row
                 lines.append(json_line(scrubbed(row)))
         path = self.run_dir / "episodes" / f"it_{iteration:06d}.rank{self._dist.rank}.jsonl"
@@ -177,25 +177,25 @@ class RunRecord:
         write_atomically(self.run_dir / f"{stem}.png", png_bytes(image))
         return f"{stem}.png"
 
-    def _forget_images(self, last: int) -> None:
+    def _delete_images(self, last: int) -> None:
         """Delete this rank's pictures up to iteration `last`, and on rank 0 folders that no rank
-        writes to any more. Only entries with exactly a name of the run's."""
+        writes to any more. Other files in these folders stay."""
         for folder in (self.run_dir / "images").glob("it_*"):
-            named = ENTRY_NAMES["images"].fullmatch(folder.name)
-            if named is None or int(named[1]) > last:
+            match = ENTRY_NAMES["images"].fullmatch(folder.name)
+            if match is None or int(match[1]) > last:
                 continue
-            with suppress(OSError):  # what cannot be deleted stays
+            with suppress(OSError):  # leave what cannot be deleted
                 for path in folder.iterdir():
-                    ours = PICTURE_NAME.fullmatch(path.name)
+                    picture = PICTURE_NAME.fullmatch(path.name)
                     # The modulo: pictures of ranks of an earlier, larger start are deleted too.
-                    if ours and int(ours[1]) % self._dist.world_size == self._dist.rank:
+                    if picture and int(picture[1]) % self._dist.world_size == self._dist.rank:
                         path.unlink()
-                if self._dist.is_main and int(named[1]) <= last - MAX_WAITING:
+                if self._dist.is_main and int(match[1]) <= last - MAX_WAITING:
                     folder.rmdir()
 
 
 def named_sources(sample: Sample) -> list[tuple[str, Image]]:
-    """(what its file is called, picture) of each source picture: 'source', 'source2', ..."""
+    """(stem of the file name, picture) of each source picture: 'source', 'source2', ..."""
     return [
         (f"source{'' if number == 1 else number}", picture)
         for number, picture in enumerate(sample.sources, 1)
@@ -203,14 +203,14 @@ def named_sources(sample: Sample) -> list[tuple[str, Image]]:
 
 
 def source_files(files: Sequence[str | None]) -> dict[str, Any]:
-    """Keys of a line; `other_source_files` only where there are several."""
+    """Keys of an episode's line; `other_source_files` only for several pictures."""
     first, *others = files or [None]
     return {"source_file": first} | ({"other_source_files": others} if others else {})
 
 
 def provenance(episode: Episode, advantage: float | None) -> dict[str, Any]:
-    """Everything it takes to trace one reward: what was asked, sampled, drawn, replied, concluded.
-    `advantage` is None where the episode is UNGRADED."""
+    """Everything needed to trace one reward, from the instruction to the judge's replies.
+    `advantage` is None if the episode is UNGRADED."""
     sample, completion, action = episode.prompt.sample, episode.completion, episode.action
     return {
         "sample_id": sample.id,

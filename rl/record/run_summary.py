@@ -32,12 +32,12 @@ _PICTURES = ("images", "evaluation", "stock", "report")
 
 @dataclass(frozen=True)
 class Summary:
-    """One folder. Sizes are sums of its files' bytes; links are not followed."""
+    """Summary of one folder. Sizes are sums of its files' bytes; links are not followed."""
 
     path: Path
     problem: str = ""
     system: str = ""
-    """The renderer's plugin, or the policy's where nothing is drawn."""
+    """The renderer's plugin, or the policy's if there is no renderer."""
     done: int = 0
     planned: str = ""
     held_out: float | None = None
@@ -47,9 +47,9 @@ class Summary:
     """When a file in it was last written, s since 1970."""
     is_running: bool = False
     checkpoint: int | None = None
-    """Iterations in the newest checkpoint that is whole, by its files' sizes."""
+    """Iterations of the newest checkpoint that is complete, by its files' sizes."""
     damaged: Sequence[int] = ()
-    """Iterations of newer checkpoints, which are damaged."""
+    """Iterations of the newer checkpoints, all damaged."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,18 +57,18 @@ class Summary:
 
 
 def look(path: Path) -> Summary:
-    """Summarise the folder of one run, or of what may be one. Changes and raises nothing."""
+    """Summarise a folder that may be a run's. Changes nothing and never raises."""
     try:
         return _look(path)
     except OSError as error:
-        why = error.strerror or str(error)
-        return Summary(path, f"cannot be read ({shown(why, _MAX_SHOWN)})")
+        reason = error.strerror or str(error)
+        return Summary(path, f"cannot be read ({shown(reason, _MAX_SHOWN)})")
     except ValueError as error:
         return Summary(path, shown(str(error), _MAX_SHOWN))
 
 
 def folders(parent: Path) -> list[Path]:
-    """Folders that may be runs: `parent` itself where it is one."""
+    """Folders that may be runs: `parent` itself if it is one, else its subfolders."""
     if _is_begun(parent):
         return [parent]
     return sorted(entry for entry in parent.iterdir() if entry.is_dir())
@@ -82,18 +82,18 @@ def _look(path: Path) -> Summary:
     if not _is_begun(path):
         return Summary(path, "no run")
     bytes_of, written_s = _sizes(path)
-    known = Summary(path, bytes_of=bytes_of, written_s=written_s, is_running=is_in_use(path))
+    partial = Summary(path, bytes_of=bytes_of, written_s=written_s, is_running=is_in_use(path))
     if problem := too_new(path):
-        return replace(known, problem=shown(problem, _MAX_SHOWN))
+        return replace(partial, problem=shown(problem, _MAX_SHOWN))
     file = path / "config.json"
     if not file.is_file():
-        return replace(known, problem="it has no config.json: it is being loaded, or never was")
+        return replace(partial, problem="it has no config.json: the run is loading, or has failed")
     config = row_of(file.read_bytes())
     if config is None or not isinstance(config.get("policy"), dict) or "run_name" not in config:
-        return replace(known, problem="its config.json is damaged")
+        return replace(partial, problem="its config.json is damaged")
     config = formats.stored(config, str(file))
-    found = find(path, hashes=False)
-    checkpoint = None if found.path is None else iteration_of(found.path)
+    newest = find(path, hashes=False)
+    checkpoint = None if newest.path is None else iteration_of(newest.path)
     rewards_of = held_out_rewards(path)
     rewards = [reward for reward in rewards_of.values() if reward is not None]
     planned = "?"
@@ -103,7 +103,7 @@ def _look(path: Path) -> Summary:
         planned = f"{config['num_epochs']:g} epochs"
     newer = [n for n in map(iteration_of, steps_of(path)) if checkpoint is None or n > checkpoint]
     return replace(
-        known,
+        partial,
         system=_system(config),
         done=max(done for done in rewards_of if done <= _MAX),
         planned=planned,
@@ -115,8 +115,8 @@ def _look(path: Path) -> Summary:
 
 
 def _system(config: Mapping[str, Any]) -> str:
-    for room in ("renderer", "policy"):
-        section = config.get(room)
+    for key in ("renderer", "policy"):
+        section = config.get(key)
         name = section.get("type") if isinstance(section, dict) else None
         if isinstance(name, str) and name != "none":
             return name.rpartition(".")[2]
@@ -134,18 +134,18 @@ def _sizes(path: Path) -> tuple[dict[str, int], float]:
     newest_s = 0.0
     for file in (Path(folder, name) for folder, _, names in os.walk(path) for name in names):
         try:
-            known = file.lstat()
-        except FileNotFoundError:  # it vanished meanwhile
+            status = file.lstat()
+        except FileNotFoundError:  # it has just been deleted
             continue
-        if not stat.S_ISREG(known.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             continue
         top = file.relative_to(path).parts[0]
         is_picture = top in _PICTURES and file.suffix == ".png"
         kind = "checkpoints" if top == "checkpoints" else "pictures" if is_picture else "rest"
-        bytes_of[kind] += known.st_size
-        # Looking at a run and reporting on it do not count.
+        bytes_of[kind] += status.st_size
+        # Listing runs or writing a report is no activity of the run.
         if top != "report" and str(file.relative_to(path)) not in LOCKS:
-            newest_s = max(newest_s, known.st_mtime)
+            newest_s = max(newest_s, status.st_mtime)
     return bytes_of, newest_s or written_s
 
 

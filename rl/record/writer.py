@@ -13,35 +13,35 @@ from rl.checkpoints.disk_room import when_there_is_room
 from rl.console.console import warn
 
 MAX_WAITING = 10
-"""Jobs queued behind the running one, enough for two iterations or more. They hold pictures and
-weights in memory."""
+"""Maximum number of queued jobs, enough for two iterations or more. They hold pictures and weights
+in memory."""
 
 
 class BackgroundWriter:
-    """Local; every rank has its own. Belongs to the main thread."""
+    """Each rank has its own; only the main thread may use it."""
 
     def __init__(self, folder: Path, max_waiting: int = MAX_WAITING) -> None:
         self._folder = folder
-        self._places = threading.Semaphore(max_waiting + 1)
+        self._slots = threading.Semaphore(max_waiting + 1)
         self._thread = ThreadPoolExecutor(1, "writer")
         self._last: Future[None] | None = None
         self._errors: deque[Exception] = deque()
         self._has_waited = False
 
-    def put(self, what: str, write: Callable[[], object]) -> Future[None]:
+    def put(self, label: str, write: Callable[[], object]) -> Future[None]:
         """Queue `write` behind all earlier jobs; the data it reads must not change any more. Blocks
         while the queue is full. Raises an earlier job's error, once; `write` is queued even then.
         The returned future is done once `write` has run."""
-        if not self._places.acquire(blocking=False):
+        if not self._slots.acquire(blocking=False):
             if not self._has_waited:
                 self._has_waited = True
                 warn(
-                    f"{self._folder}: the disk is slower than training, which waits for it (said "
+                    f"{self._folder}: the disk is slower than training, which waits for it (logged "
                     "once; a smaller tracking.images_per_iteration writes less)"
                 )
-            self._places.acquire()
+            self._slots.acquire()
         earlier = self._errors.popleft() if self._errors else None
-        self._last = self._thread.submit(self._write, what, write)
+        self._last = self._thread.submit(self._write, label, write)
         if earlier is not None:
             raise earlier
         return self._last
@@ -73,11 +73,11 @@ class BackgroundWriter:
         if self._errors:
             raise self._errors.popleft()
 
-    def _write(self, what: str, write: Callable[[], object]) -> None:
+    def _write(self, label: str, write: Callable[[], object]) -> None:
         try:
-            when_there_is_room(write, self._folder, what)
+            when_there_is_room(write, self._folder, label)
         except Exception as error:
-            warn(f"{what} could not be written: {str(error) or repr(error)}")
+            warn(f"{label} could not be written: {str(error) or repr(error)}")
             self._errors.append(error)
         finally:
-            self._places.release()
+            self._slots.release()

@@ -1,4 +1,4 @@
-"""The curves of a run: their points, and inline SVG for the page."""
+"""Computes the points of a run's curves, and draws them as inline SVG."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rl.report.reading import Record, number
 
 SMOOTHING_ITERATIONS = 5
 SMOOTHED_FROM = 50
-"""Points: a main line that has more is drawn smoothed, and faintly as it is."""
+"""A main line with more points is drawn smoothed, over its faint raw values."""
 MAX_POINTS = 300
-"""Most points of a line on the page; a longer line is averaged over equal spans."""
+"""Maximum number of points of a drawn line; a longer one is averaged over equal spans."""
 Points = list[tuple[float, float]]
 """(iteration, value)."""
 _WIDTH, _HEIGHT = 440, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 8, 8, 20
-"""Of the frame: room for numbers."""
+"""Margins of the chart, px, for the axis labels."""
 _MAX_DOTS = 25
 
 
@@ -36,12 +36,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Curve:
-    """One picture with one to five lines."""
+    """One chart with one to five lines."""
 
     title: str
     lines: Sequence[Line]
     top: float | None = None
-    """Of the axis, where the metric has one."""
+    """Upper end of the y axis; None = the largest value."""
 
 
 CURVES = (
@@ -51,7 +51,7 @@ CURVES = (
             Line("eval/reward", "held-out prompts"),
             Line("eval/stock_reward", "the untrained system", "dash"),
             Line("eval/bare_reward", "the user's own words", "dot"),
-            Line("eval_reference/reward", "given the right words", "dashdot"),
+            Line("eval_reference/reward", "given reference descriptions", "dashdot"),
         ),
         1.0,
     ),
@@ -72,7 +72,7 @@ CURVES = (
         (
             Line("tokens/completion_mean", "mean"),
             Line("tokens/completion_max", "longest", "dot"),
-            Line("thought/tokens_mean", "of it thought, mean", "dash"),
+            Line("thought/tokens_mean", "thought, mean", "dash"),
         ),
     ),
     Curve(
@@ -84,7 +84,7 @@ CURVES = (
     ),
     Curve("Mismatch of engine and trainer", (Line("mismatch/k3", "k3"),)),
     Curve(
-        "Groups that teach nothing",
+        "Groups without spread of rewards",
         (Line("groups/zero_spread", "without spread"), Line("groups/dead", "dead", "dash")),
         1.0,
     ),
@@ -97,10 +97,10 @@ CURVES = (
         ),
     ),
     Curve(
-        "Drift: what fixed words lost",
+        "Drift: reward that fixed prompts lost",
         (
             Line("drift/bare_fall", "the user's own words"),
-            Line("drift/reference_fall", "the right words", "dash"),
+            Line("drift/reference_fall", "reference descriptions", "dash"),
         ),
     ),
     Curve("Drift: how far states moved", (Line("drift/state_l2", "of their length"),)),
@@ -122,35 +122,35 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [fmean(window) for window in windows]
 
 
-def thinned(found: Points) -> tuple[Points, int]:
-    """At most `MAX_POINTS`, and how many iterations each averages; the last is not averaged."""
-    if len(found) <= MAX_POINTS:
-        return found, 1
-    rest = found[:-1]
-    every = -(-len(rest) // (MAX_POINTS - 1))
-    spans = [rest[start : start + every] for start in range(0, len(rest), every)]
+def thinned(series: Points) -> tuple[Points, int]:
+    """(at most `MAX_POINTS` points, number of points that each averages; the last is one point)."""
+    if len(series) <= MAX_POINTS:
+        return series, 1
+    averaged = series[:-1]
+    span_length = -(-len(averaged) // (MAX_POINTS - 1))
+    spans = [averaged[i : i + span_length] for i in range(0, len(averaged), span_length)]
     means = [(fmean(x for x, _ in span), fmean(y for _, y in span)) for span in spans]
-    return [*means, found[-1]], every
+    return [*means, series[-1]], span_length
 
 
 def how_drawn(lines: Sequence[tuple[Line, Points]]) -> str:
     """A note on how the page's chart averages these lines; '' if it does not."""
     notes = []
-    if any(line.style == "main" and len(found) > SMOOTHED_FROM for line, found in lines):
+    if any(line.style == "main" and len(series) > SMOOTHED_FROM for line, series in lines):
         notes.append(f"strong: mean of the last {SMOOTHING_ITERATIONS} points, faint: each")
-    every = max(thinned(found)[1] for _, found in lines)
-    if every > 1:
-        notes.append(f"a point is the mean of {every} iterations")
+    span_length = max(thinned(series)[1] for _, series in lines)
+    if span_length > 1:
+        notes.append(f"a point is the mean of {span_length} iterations")
     return "; ".join(notes)
 
 
 def drawn(curve: Curve, lines: Sequence[tuple[Line, Points]]) -> Markup:
-    """The curve as SVG. `lines`: those that have points."""
-    every = [point for _, found in lines for point in found]
-    first, last = min(x for x, _ in every), max(x for x, _ in every)
-    low = min(0.0, min(y for _, y in every))
-    high = max(y for _, y in every) if curve.top is None else curve.top
-    # Floats that are closer than this have no tick between them.
+    """The curve as SVG. `lines`: the lines that have points."""
+    all_points = [point for _, series in lines for point in series]
+    first, last = min(x for x, _ in all_points), max(x for x, _ in all_points)
+    low = min(0.0, min(y for _, y in all_points))
+    high = max(y for _, y in all_points) if curve.top is None else curve.top
+    # Closer floats would have no tick between them.
     high = high if high - low > max(1e-100, 1e-9 * abs(low)) else low + max(1.0, abs(low))
     ticks = ticks_of(low, high)
     low, high = min(low, ticks[0]), max(high, ticks[-1])
@@ -171,23 +171,24 @@ def drawn(curve: Curve, lines: Sequence[tuple[Line, Points]]) -> Markup:
         parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text class="tick y" x="{_LEFT - 6}" y="{y + 3.5}">{tick:g}</text>')
     for x, anchor in ((first, "start"), (last, "end")) if last > first else ((first, "middle"),):
-        place = at(x, low)[0]
-        parts.append(f'<text class="tick {anchor}" x="{place}" y="{_HEIGHT - 4}">{x:g}</text>')
-    for line, found in lines:
-        if len(found) > SMOOTHED_FROM and line.style == "main":
-            parts.append(_path(found, "faint", at))
-            found = [(x, y) for (x, _), y in zip(found, smooth([y for _, y in found]), strict=True)]
-        parts.append(_path(found, line.style, at))
-        if len(found) <= _MAX_DOTS and line.style == "main":
-            for x, y in (at(*point) for point in found):
+        text_x = at(x, low)[0]
+        parts.append(f'<text class="tick {anchor}" x="{text_x}" y="{_HEIGHT - 4}">{x:g}</text>')
+    for line, series in lines:
+        if len(series) > SMOOTHED_FROM and line.style == "main":
+            parts.append(_path(series, "faint", at))
+            means = smooth([y for _, y in series])
+            series = [(x, mean) for (x, _), mean in zip(series, means, strict=True)]
+        parts.append(_path(series, line.style, at))
+        if len(series) <= _MAX_DOTS and line.style == "main":
+            for x, y in (at(*point) for point in series):
                 parts.append(f'<circle class="main" cx="{x}" cy="{y}" r="2.5"/>')
-    # Numbers, and words of this file; what comes from a run is escaped above.
+    # Contains only numbers, texts of this file, and text that is escaped above.
     return Markup("".join([*parts, "</svg>"]))  # nosec B704
 
 
-def _path(found: Points, style: str, at: Callable[[float, float], tuple[float, float]]) -> str:
-    places = (at(x, y) for x, y in thinned(found)[0])
-    return f'<path class="{style}" d="M{"L".join(f"{x} {y}" for x, y in places)}"/>'
+def _path(series: Points, style: str, at: Callable[[float, float], tuple[float, float]]) -> str:
+    pixels = (at(x, y) for x, y in thinned(series)[0])
+    return f'<path class="{style}" d="M{"L".join(f"{x} {y}" for x, y in pixels)}"/>'
 
 
 def ticks_of(low: float, high: float) -> list[float]:

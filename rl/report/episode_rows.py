@@ -1,4 +1,4 @@
-"""Rows of a data page from episodes and held-out records; values of a wrong type are dropped."""
+"""Makes a data page's rows from episodes and held-out records; drops values of a wrong type."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl.text.untrusted import without_lone_surrogates
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of an episode a page holds."""
+    """How much of an episode a page keeps."""
 
     text_chars: int
     """Limit for an instruction, a completion or a cause of failure."""
@@ -28,42 +28,42 @@ class Limits:
 
 WHOLE = Limits(20_000, 20_000, 20_000)
 LEVELS = (WHOLE, Limits(4000, 2000, 1024), Limits(2000, 800, 256), Limits(1000, 300, 64))
-"""Tried in turn until a page is small enough."""
-_HALF = "\ufffd"
+"""Tried in order until a page is small enough."""
+_INCOMPLETE = "\ufffd"
 _MAX_JOINED = 8
-"""Most tokens that can make one character together."""
+"""Maximum number of tokens that form one character together."""
 
 
 class Pieces:
-    """Decodes single tokens of a run's policy, where its tokenizer is on this machine; no
-    network."""
+    """Decodes single tokens of a run's policy, if its tokenizer is on this machine. Makes no
+    network requests."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """`config`: as the run's `config.json` holds it."""
+        """`config`: the content of the run's `config.json`."""
         self._tokenizer = _tokenizer(config)
 
     def of(self, token_ids: Sequence[int]) -> list[str] | None:
-        """The text of each token; if several make one character, the first has it and the others
-        ''. None if the texts are not known."""
+        """The text of each token; if several form one character, the first gets it and the others
+        ''. None if the texts are unknown."""
         if self._tokenizer is None:
             return None
         texts: list[str] = []
-        waiting: list[int] = []
+        pending: list[int] = []
         for token in token_ids:
-            waiting.append(token)
-            text = self._decoded(waiting)
+            pending.append(token)
+            text = self._decoded(pending)
             if text is None:
                 return None
-            if _HALF in text and len(waiting) < _MAX_JOINED:
+            if _INCOMPLETE in text and len(pending) < _MAX_JOINED:
                 continue
-            texts += [text, *[""] * (len(waiting) - 1)]
-            waiting = []
-        return texts + [self._decoded(waiting) or "", *[""] * (len(waiting) - 1)] * bool(waiting)
+            texts += [text, *[""] * (len(pending) - 1)]
+            pending = []
+        return texts + [self._decoded(pending) or "", *[""] * (len(pending) - 1)] * bool(pending)
 
     def _decoded(self, token_ids: Sequence[int]) -> str | None:
         try:
             return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
-        except (OverflowError, TypeError, ValueError):  # ids that no tokenizer has
+        except (OverflowError, TypeError, ValueError):  # ids outside the vocabulary
             return None
 
 
@@ -79,10 +79,10 @@ def _tokenizer(config: Mapping[str, Any]) -> Any:
         if not file.is_file():
             from huggingface_hub import try_to_load_from_cache
 
-            found = try_to_load_from_cache(path, "tokenizer.json")
-            if not isinstance(found, str):
+            cached = try_to_load_from_cache(path, "tokenizer.json")
+            if not isinstance(cached, str):
                 return None
-            file = Path(found)
+            file = Path(cached)
         return Tokenizer.from_file(str(file))
     # tokenizers raises bare Exceptions for an unreadable file; ImportError: it is not installed.
     except Exception:
@@ -90,16 +90,16 @@ def _tokenizer(config: Mapping[str, Any]) -> Any:
 
 
 def text(value: object, max_chars: int) -> str:
-    """`value`, cut at `max_chars`; '' where it is no text."""
+    """`value`, cut at `max_chars`; '' if it is not a string."""
     if not isinstance(value, str):
         return ""
-    whole = without_lone_surrogates(value[: max_chars + 1])
-    return whole if len(value) <= max_chars else whole[:max_chars] + " [...]"
+    kept = without_lone_surrogates(value[: max_chars + 1])
+    return kept if len(value) <= max_chars else kept[:max_chars] + " [...]"
 
 
 def short(value: object, digits: int = 4) -> float | None:
-    found = number(value)
-    return None if found is None or found != found or abs(found) > 1e12 else round(found, digits)
+    num = number(value)
+    return None if num is None or num != num or abs(num) > 1e12 else round(num, digits)
 
 
 def groups_of(rows: Iterable[Record]) -> list[list[Record]]:
@@ -109,7 +109,7 @@ def groups_of(rows: Iterable[Record]) -> list[list[Record]]:
 
 
 def part_names(rows: Iterable[Record]) -> list[str]:
-    """The names of the reward's parts, in the order in which they come up."""
+    """The names of the reward's parts, in the order of their first occurrence."""
     names: dict[str, None] = {}
     for row in rows:
         parts = row.get("parts")
@@ -125,36 +125,36 @@ def _parts(row: Record, names: Sequence[str]) -> list[float | None]:
 def group_row(
     rows_G: Sequence[Record], names: Sequence[str], run_dir: Path, pieces: Pieces, limits: Limits
 ) -> dict[str, Any]:
-    """A whole group, as its own view shows it."""
+    """A group with all its completions, for the page's group view."""
     first = rows_G[0]
     bare = first.get("bare")
-    there = partial(picture_of, run_dir)
+    file_of = partial(picture_of, run_dir)
+    bare_row = _member(bare, names, file_of, pieces, limits) if isinstance(bare, Mapping) else None
     return {
         "id": text(first.get("sample_id"), 300),
         "cat": text(first.get("category"), 200),
         "say": text(first.get("instruction"), limits.text_chars),
-        **_sources(first, there),
-        "goal": there(first.get("target_file")),
-        "of": [_member(row, names, there, pieces, limits) for row in rows_G],
-        "bare": _member(bare, names, there, pieces, limits) if isinstance(bare, Mapping) else None,
+        **_sources(first, file_of),
+        "goal": file_of(first.get("target_file")),
+        "of": [_member(row, names, file_of, pieces, limits) for row in rows_G],
+        "bare": bare_row,
     }
 
 
-def _sources(row: Record, there: Callable[[object], str | None]) -> dict[str, Any]:
-    """`src`: the source picture; `others`: where there are several, those after it, null for one
-    that is not there."""
-    others = [there(file) for file in other_sources(row)]
-    return {"src": there(row.get("source_file"))} | ({"others": others} if others else {})
+def _sources(row: Record, file_of: Callable[[object], str | None]) -> dict[str, Any]:
+    """`src`: the first source picture; `others`: further ones, if any; null for a missing file."""
+    others = [file_of(file) for file in other_sources(row)]
+    return {"src": file_of(row.get("source_file"))} | ({"others": others} if others else {})
 
 
 def _member(
     row: Record,
     names: Sequence[str],
-    there: Callable[[object], str | None],
+    file_of: Callable[[object], str | None],
     pieces: Pieces,
     limits: Limits,
 ) -> dict[str, Any]:
-    """One completion of training or evaluation. `there`: a picture's name, None if missing."""
+    """One completion of training or evaluation. `file_of`: a picture's path, or None."""
     replies = row.get("replies")
     replies = replies if isinstance(replies, Mapping) else {}
     member: dict[str, Any] = {
@@ -168,19 +168,19 @@ def _member(
         "seed": row.get("noise_seed") if isinstance(row.get("noise_seed"), int) else None,
         "s": short(row.get("judge_s"), 3),
         "parts": _parts(row, names),
-        "img": there(row.get("image_file")),
+        "img": file_of(row.get("image_file")),
         "said": {
-            text(name, 100): [text(reply, limits.reply_chars) for reply in said]
-            for name, said in replies.items()
-            if isinstance(said, Sequence) and not isinstance(said, str)
+            text(name, 100): [text(reply, limits.reply_chars) for reply in texts]
+            for name, texts in replies.items()
+            if isinstance(texts, Sequence) and not isinstance(texts, str)
         },
     }
     return member | _tokens(row, pieces, limits)
 
 
 def _tokens(row: Record, pieces: Pieces, limits: Limits) -> dict[str, Any]:
-    """`tok`: texts, or ids where no tokenizer is at hand; `lp`: hundredths of nats; `cut`: how many
-    are left out."""
+    """`tok`: texts, or ids without a tokenizer; `lp`: hundredths of nats; `cut`: number of tokens
+    left out."""
     ids, logprobs = row.get("token_ids"), row.get("sampler_logprobs")
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         return {}
@@ -188,18 +188,18 @@ def _tokens(row: Record, pieces: Pieces, limits: Limits) -> dict[str, Any]:
         return {}
     kept = ids[: limits.num_tokens]
     hundredths = [short(logprob, 2) for logprob in logprobs[: len(kept)]]
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "tok": pieces.of(kept) or kept,
         "lp": [None if value is None else round(100 * value) for value in hundredths],
     }
     if isinstance(row.get("forced"), list) and any(row["forced"]):
-        found["forced"] = [int(bool(forced)) for forced in row["forced"][: len(kept)]]
-    return found | ({"cut": len(ids) - len(kept)} if len(kept) < len(ids) else {})
+        fields["forced"] = [int(bool(forced)) for forced in row["forced"][: len(kept)]]
+    return fields | ({"cut": len(ids) - len(kept)} if len(kept) < len(ids) else {})
 
 
 def finding_row(g: int, rows_G: Sequence[Record], names: Sequence[str]) -> list[Any]:
-    """What groups are searched by: index, category, instruction, mean, minimum and maximum reward,
-    standard deviation, number of episodes by status, means of the parts."""
+    """The values by which groups are filtered: index, category, instruction, mean, minimum and
+    maximum reward, standard deviation, number of episodes by status, means of the parts."""
     first = rows_G[0]
     rewards = [value for row in rows_G if (value := short(row.get("reward"))) is not None]
     status: dict[str, int] = {}
@@ -232,17 +232,17 @@ def record_row(
     pieces: Pieces,
     limits: Limits,
 ) -> dict[str, Any]:
-    """A held-out sample. `stock`: the stock arm's picture of it, in the folder of that arm."""
-    there = partial(picture, folder)
+    """A held-out sample. `stock`: the file of the stock arm's picture, in `<run>/stock`."""
+    file_of = partial(picture, folder)
     return {
-        **_member(record, names, there, pieces, limits),
+        **_member(record, names, file_of, pieces, limits),
         "id": text(str(record["id"]), 300),
         "cat": text(record.get("category"), 200),
         "say": text(record.get("instruction"), limits.text_chars),
         "ref": text(record.get("reference"), limits.text_chars),
         "bare": short(record.get("bare_reward")),
         "stock": short(record.get("stock_reward")),
-        **_sources(record, there),
-        "bimg": there(record.get("bare_file")),
+        **_sources(record, file_of),
+        "bimg": file_of(record.get("bare_file")),
         "simg": stock,
     }

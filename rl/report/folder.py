@@ -1,4 +1,4 @@
-"""Lets one process at a time write `<run>/report/`, and writes through no link."""
+"""Locks `<run>/report/` for one process at a time, and refuses symbolic links in it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def to_oneself(folder: Path) -> Iterator[None]:
         for path in (inner, *entries):
             if path.is_symlink():
                 raise ValueError(
-                    f"{path} is a link, and a report writes to no other place; remove it"
+                    f"{path} is a link, which might lead out of the run folder; remove it"
                 )
     private_folder(folder)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

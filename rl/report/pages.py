@@ -1,4 +1,4 @@
-"""Writes the data pages of a report, `<run>/report/data/*.js`, whose sources have changed."""
+"""Writes those data pages of a report, `<run>/report/data/*.js`, whose sources have changed."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ from rl.report.reading import (
 
 MAX_PAGE_BYTES = 300_000
 CHUNK = 20
-"""Iterations whose pages are written again together."""
+"""Number of iterations whose pages are rewritten together."""
 _CALL = re.compile(r'page\.data\("[a-z0-9_]+",(.*)\);\n', re.DOTALL)
-"""What `call` writes: a page opened from disk can use classic scripts, not modules or `fetch`."""
+"""What `call` writes. A page opened from disk can load classic scripts, not modules or `fetch`."""
 _SPECIAL = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
-_OURS = re.compile(r"(?:it|find|(?:other_)?eval)_\d{6,}(?:_\d+)?\.js")
+_PAGE_FILE = re.compile(r"(?:it|find|(?:other_)?eval)_\d{6,}(?:_\d+)?\.js")
 
 
 @dataclass
-class Made:
-    """The pages that the folder holds now."""
+class PageIndex:
+    """The pages in the folder."""
 
     iterations: list[tuple[int, int]] = field(default_factory=list)
-    """(iteration, how many groups), of those that have a page."""
+    """(iteration, number of groups) of each iteration that has a page."""
     evaluations: list[tuple[int, int]] = field(default_factory=list)
-    """(iterations done, how many pages)."""
+    """(iterations done, number of pages) of each evaluation."""
     other_evaluations: list[tuple[int, int]] = field(default_factory=list)
     damaged: dict[str, int] = field(default_factory=dict)
-    """File -> how many of its lines cannot be read."""
+    """File -> number of unreadable lines."""
     num_written: int = 0
-    """Pages that were written now."""
+    """Number of pages that `refresh` wrote."""
 
 
 class _Part(BaseModel):
@@ -63,49 +63,49 @@ class _Part(BaseModel):
 
     stamp: list[Any]
     """Path, size, times and inode of each source file."""
-    files: list[Annotated[str, StringConstraints(pattern=f"^(?:{_OURS.pattern})$")]]
+    files: list[Annotated[str, StringConstraints(pattern=f"^(?:{_PAGE_FILE.pattern})$")]]
     groups: list[tuple[int, int]]
-    """(iteration, how many groups)."""
+    """(iteration, number of groups)."""
     damaged: dict[str, int]
-    """File -> how many of its lines cannot be read."""
+    """File -> number of unreadable lines."""
 
 
-class _MadeOf(BaseModel):
-    """`made_of.json`, which may come with a stranger's run."""
+class _Manifest(BaseModel):
+    """`made_of.json`; untrusted, because it may come with another user's run."""
 
     format: Literal[4] = 4
     parts: dict[str, _Part] = {}
 
 
 class _Folder:
-    """Writes the parts whose sources changed."""
+    """The data folder; writes the parts whose sources have changed."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self.num_written = 0
-        self._now = _MadeOf()
+        self._current = _Manifest()
         try:
-            self._before = _MadeOf.model_validate_json((folder / "made_of.json").read_bytes())
+            self._previous = _Manifest.model_validate_json((folder / "made_of.json").read_bytes())
         except (OSError, ValueError):
-            self._before = _MadeOf()
+            self._previous = _Manifest()
 
     def part(self, name: str, sources: Sequence[Path], make: Callable[[_Part], None]) -> _Part:
-        """The part called `name`. `make` is called to write and note its files if a source changed
-        or was copied (a copy has another ctime), or if one of its files is gone."""
+        """The part called `name`. Calls `make` to write its files if a source has changed or was
+        copied (a copy has another ctime), or if one of its files is gone."""
         stats = [(path, path.stat()) for path in sources if path.exists()]
         stamp = [
             [str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
             for path, stat in stats
         ]
-        part = self._before.parts.get(name)
+        part = self._previous.parts.get(name)
         is_whole = part is not None and all((self.path / file).is_file() for file in part.files)
         if part is None or not is_whole or part.stamp != stamp:
             part = _Part(stamp=stamp, files=[], groups=[], damaged={})
             make(part)
-            self._now.parts[name] = part
-            # So that an interrupted making goes on here.
-            self._remember(self._before.parts | self._now.parts)
-        self._now.parts[name] = part
+            self._current.parts[name] = part
+            # An interrupted refresh will continue here.
+            self._save_manifest(self._previous.parts | self._current.parts)
+        self._current.parts[name] = part
         return part
 
     def write(self, part: _Part, page: str, content: str) -> None:
@@ -113,22 +113,22 @@ class _Folder:
         part.files.append(f"{page}.js")
         self.num_written += 1
 
-    def _remember(self, parts: Mapping[str, _Part]) -> None:
-        content = _MadeOf(parts=dict(parts)).model_dump_json()
+    def _save_manifest(self, parts: Mapping[str, _Part]) -> None:
+        content = _Manifest(parts=dict(parts)).model_dump_json()
         write_atomically(self.path / "made_of.json", content)
 
     def close(self) -> None:
-        """Remove the pages of what is no more."""
-        self._remember(self._now.parts)
-        kept = {file for part in self._now.parts.values() for file in part.files}
+        """Remove pages whose sources are gone."""
+        self._save_manifest(self._current.parts)
+        kept = {file for part in self._current.parts.values() for file in part.files}
         for path in self.path.iterdir():
-            if _OURS.fullmatch(path.name) and path.name not in kept:
+            if _PAGE_FILE.fullmatch(path.name) and path.name not in kept:
                 path.unlink()
 
 
-def refresh(run_dir: Path, folder: Path, other: Path | None = None) -> Made:
-    """Make the pages in `folder` what `run_dir` holds now. `other`: a run to compare with."""
-    pages, made = _Folder(folder), Made()
+def refresh(run_dir: Path, folder: Path, other: Path | None = None) -> PageIndex:
+    """Update the pages in `folder` from `run_dir`. `other`: a run to compare with."""
+    pages, index = _Folder(folder), PageIndex()
     pieces = Pieces(read_config(run_dir))
     for chunk, in_chunk in groupby(episode_files(run_dir).items(), lambda it: it[0] // CHUNK):
         files_of = dict(in_chunk)
@@ -137,24 +137,24 @@ def refresh(run_dir: Path, folder: Path, other: Path | None = None) -> Made:
         name = f"find_{chunk:06d}"
         make = partial(_write_chunk, pages, name, files_of, run_dir, pieces)
         part = pages.part(name, sources, make)
-        made.iterations += part.groups
-        made.damaged |= part.damaged
+        index.iterations += part.groups
+        index.damaged |= part.damaged
     for run, prefix in ((run_dir, ""), (other, "other_")):
         if run is None:
             continue
         stock_file = run / "stock" / "rewards.jsonl"
         stock = _stock_pictures(stock_file)
-        found = made.other_evaluations if prefix else made.evaluations
+        evaluations = index.other_evaluations if prefix else index.evaluations
         for iteration, source in evaluation_folders(run).items():
             name = f"{prefix}eval_{iteration:06d}"
             make = partial(_write_evaluation, pages, name, iteration, source, stock, pieces)
             part = pages.part(name, [source / "records.jsonl", stock_file], make)
-            found.append((iteration, len(part.files)))
+            evaluations.append((iteration, len(part.files)))
             damaged = {f"{run.name}/{file}": number for file, number in part.damaged.items()}
-            made.damaged |= damaged
+            index.damaged |= damaged
     pages.close()
-    made.num_written = pages.num_written
-    return made
+    index.num_written = pages.num_written
+    return index
 
 
 def _write_chunk(
@@ -165,20 +165,20 @@ def _write_chunk(
     pieces: Pieces,
     part: _Part,
 ) -> None:
-    found: dict[str, Any] = {}
+    rows_of: dict[str, Any] = {}
     for iteration, files in files_of.items():
-        read = [read_rows(path) for path in files]
-        rows: list[Record] = [row for rows_here, _ in read for row in rows_here]
+        rows_and_damage = [read_rows(path) for path in files]
+        rows: list[Record] = [row for file_rows, _ in rows_and_damage for row in file_rows]
         names, groups = part_names(rows), groups_of(rows)
         page = f"it_{iteration:06d}"
         makers = [partial(group_row, group, names, run_dir, pieces) for group in groups]
         _write(pages, part, page, {"it": iteration, "parts": names}, makers)
         finding = [finding_row(g, group, names) for g, group in enumerate(groups)]
-        found[str(iteration)] = {"parts": names, "rows": finding}
+        rows_of[str(iteration)] = {"parts": names, "rows": finding}
         part.groups.append((iteration, len(groups)))
-        if damaged := sum(len(numbers) for _, numbers in read):
+        if damaged := sum(len(numbers) for _, numbers in rows_and_damage):
             part.damaged[f"episodes/{page}"] = damaged
-    pages.write(part, name, call(name, found))
+    pages.write(part, name, call(name, rows_of))
 
 
 def _write_evaluation(
@@ -209,22 +209,22 @@ def _write(
 ) -> None:
     """Write one row per maker, with the first limits of `LEVELS` under which all rows fit in one
     page; under the last limits they may take several pages."""
-    room = MAX_PAGE_BYTES - 2000
+    max_bytes = MAX_PAGE_BYTES - 2000
     rows: list[str] = []
     limits = WHOLE
     for limits in LEVELS:
         rows = [literal(make(limits)) for make in makers]
-        if sum(len(row.encode()) + 1 for row in rows) < room:
+        if sum(len(row.encode()) + 1 for row in rows) < max_bytes:
             break
     pages_rows: list[list[str]] = [[]]
     size = 0
     for row in rows:
-        length = len(row.encode()) + 1
-        if size + length > room and pages_rows[-1]:
+        num_bytes = len(row.encode()) + 1
+        if size + num_bytes > max_bytes and pages_rows[-1]:
             pages_rows.append([])
             size = 0
         pages_rows[-1].append(row)
-        size += length
+        size += num_bytes
     starts = [sum(map(len, pages_rows[:number])) for number in range(len(pages_rows))]
     cut = None if limits is WHOLE else [limits.text_chars, limits.reply_chars, limits.num_tokens]
     for number, page_rows in enumerate(pages_rows, 1):
@@ -236,13 +236,13 @@ def _write(
 
 
 def _stock_pictures(path: Path) -> dict[str, str | None]:
-    """Sample id -> what the untrained system drew of it."""
+    """Sample id -> file of the stock arm's picture."""
     rows = read_rows(path)[0] if path.is_file() else []
     files = {str(row.get("id")): row.get("files") for row in rows}
     return {
-        identity: picture(path.parent, drawn.get("stock"))
-        for identity, drawn in files.items()
-        if isinstance(drawn, Mapping)
+        sample_id: picture(path.parent, arm_files.get("stock"))
+        for sample_id, arm_files in files.items()
+        if isinstance(arm_files, Mapping)
     }
 
 
@@ -250,17 +250,17 @@ def literal(value: Any) -> str:
     """`value` as JSON that is also JavaScript and cannot end the `<script>` around it, whatever
     text it holds."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return _SPECIAL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _SPECIAL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def call(name: str, value: Any) -> str:
-    """The data page `name`: hands its value to `rl/report/page/base.js`."""
+    """The script of the data page `name`, which passes its value to `rl/report/page/base.js`."""
     return f"page.data({literal(name)},{literal(value)});\n"
 
 
 def value_of(script: str) -> Any:
     """The value in a data page. Raises ValueError if `script` is not exactly what `call` writes."""
-    found = _CALL.fullmatch(script)
-    if found is None:
+    match = _CALL.fullmatch(script)
+    if match is None:
         raise ValueError("no data page")
-    return json.loads(found[1])
+    return json.loads(match[1])

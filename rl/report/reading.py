@@ -19,9 +19,9 @@ _MAX_NUMBER = 1e100
 _EPISODES = re.compile(r"it_(\d{6,})\.rank(\d+)\.jsonl")
 _EVALUATION = re.compile(r"it_(\d{6,})")
 MAX_SOURCES = 32
-"""Most source pictures shown per sample; no policy reads that many."""
+"""Maximum number of source pictures on the page per sample; no policy reads that many."""
 _PICTURE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
-"""A path that stays below its folder, and that a browser cannot take for an address."""
+"""A path that stays below its folder, and that a browser cannot mistake for a URL."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def find_run(run: str, overrides: Sequence[str] = ()) -> Path:
     path = Path(run)
     run_dir = path if path.is_dir() else load_config(run, list(overrides)).run_dir
     if not (run_dir / "metrics.jsonl").is_file():
-        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl: no run has been there")
+        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl: it is not a run folder")
     if problem := too_new(run_dir):
         raise ValueError(problem)
     return run_dir
@@ -51,10 +51,10 @@ def named_rows(path: Path, key: str) -> tuple[list[dict[str, Any]], list[int]]:
     """The rows of a JSONL file that have `key`, and the numbers (from 1) of its damaged lines, such
     as a last line cut short when the process was killed."""
     rows, damaged = read_rows(path)
-    named = [row for row in rows if key in row]
+    keyed = [row for row in rows if key in row]
     if key == "iteration":
-        named = [row for row in named if type(it := row[key]) is int and 0 <= it <= _MAX_ITERATION]
-    return named, damaged
+        keyed = [row for row in keyed if type(it := row[key]) is int and 0 <= it <= _MAX_ITERATION]
+    return keyed, damaged
 
 
 def read_named(path: Path, key: str) -> list[dict[str, Any]]:
@@ -68,12 +68,12 @@ def read_named(path: Path, key: str) -> list[dict[str, Any]]:
 
 def evaluation_folders(run_dir: Path) -> dict[int, Path]:
     """Number of iterations done -> folder, in order, for all evaluations that have records."""
-    found = {
-        int(name[1]): folder
+    folder_of = {
+        int(match[1]): folder
         for folder in run_dir.glob("evaluation/it_*")
-        if (name := _EVALUATION.fullmatch(folder.name)) and (folder / "records.jsonl").is_file()
+        if (match := _EVALUATION.fullmatch(folder.name)) and (folder / "records.jsonl").is_file()
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(folder_of.items()))
 
 
 def read_evaluations(run_dir: Path, until: int = _MAX_ITERATION) -> list[Evaluation]:
@@ -92,17 +92,15 @@ def read_evaluations(run_dir: Path, until: int = _MAX_ITERATION) -> list[Evaluat
 
 def episode_files(run_dir: Path) -> dict[int, list[Path]]:
     """Iteration -> its episode files, one per rank; iterations and ranks are in order."""
-    found: dict[int, list[tuple[int, Path]]] = {}
+    files_of: dict[int, list[tuple[int, Path]]] = {}
     for path in run_dir.glob("episodes/it_*.jsonl"):
-        if name := _EPISODES.fullmatch(path.name):
-            found.setdefault(int(name[1]), []).append((int(name[2]), path))
-    return {
-        iteration: [path for _, path in sorted(found[iteration])] for iteration in sorted(found)
-    }
+        if match := _EPISODES.fullmatch(path.name):
+            files_of.setdefault(int(match[1]), []).append((int(match[2]), path))
+    return {it: [path for _, path in sorted(files)] for it, files in sorted(files_of.items())}
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """`config.json` of a run; {} where it cannot be read."""
+    """`config.json` of a run; {} if it cannot be read."""
     try:
         return row_of((run_dir / "config.json").read_bytes()) or {}
     except OSError:
@@ -123,24 +121,24 @@ def picture(folder: Path, file: object) -> str | None:
 
 
 def picture_of(run_dir: Path, file: object) -> str | None:
-    """`picture` for a path below a run folder, whose `images` may be a symlink to another disk."""
+    """`picture` for a path below a run folder, whose folder `images` may be a symlink."""
     if not isinstance(file, str) or not _PICTURE.fullmatch(file):
         return None
-    top, _, rest = file.partition("/")
-    return file if rest and picture(run_dir / top, rest) else None
+    top, _, path_below = file.partition("/")
+    return file if path_below and picture(run_dir / top, path_below) else None
 
 
 def other_sources(record: Record) -> list[object]:
     """The source pictures that a record names, except the first."""
-    named = record.get("other_source_files")
-    return named[:MAX_SOURCES] if isinstance(named, list) else []
+    files = record.get("other_source_files")
+    return files[:MAX_SOURCES] if isinstance(files, list) else []
 
 
 def shown_of(record: Record) -> list[str]:
-    """Hashes of what a held-out sample shows; [] for a record of an older run."""
-    named = record.get("shown")
-    hashes = named[:MAX_SOURCES] if isinstance(named, list) else []
-    return [name for name in hashes if isinstance(name, str)]
+    """Hashes of a held-out sample's pictures; [] in an older run's record."""
+    hashes = record.get("shown")
+    kept = hashes[:MAX_SOURCES] if isinstance(hashes, list) else []
+    return [digest for digest in kept if isinstance(digest, str)]
 
 
 def is_control(config: Mapping[str, Any]) -> bool:

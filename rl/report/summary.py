@@ -1,5 +1,4 @@
-"""What a run learnt, as lines with intervals: rewards before and after on the same samples; and
-the alarms on its page, a sentence each."""
+"""Compares held-out rewards before and after training, with intervals; lists a run's alarms."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ INTERVAL = (
     f"bootstrap ({NUM_RESAMPLES:,} draws) of the source pictures, with all samples that share one. "
     "It says nothing about other training seeds."
 )
-"""What stands behind the dash of every interval here."""
+"""Explains the intervals."""
 CONTROL = (
     "Control run (algorithm.shuffle_rewards): each completion was trained on another's reward, so "
     "no change here was learnt from rewards. An interval over held-out samples that excludes 0 "
@@ -27,18 +26,18 @@ CONTROL = (
 )
 _NOT_GRADED = 0.01
 _TAUGHT_NOTHING = 0.5
-"""Shares above which there is an alarm."""
+"""Shares above which `alarms` has a sentence."""
 _MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
 class Change:
-    """Rewards before and after of the samples that were graded both times."""
+    """Rewards of the samples that were graded both times, before and after training."""
 
     name: str
     rewards: list[tuple[float, float]]
     shown: list[list[str]]
-    """Hashes of what each sample shows."""
+    """Hashes of each sample's pictures."""
 
     @property
     def before(self) -> float:
@@ -58,12 +57,12 @@ class Change:
 
     @cached_property
     def interval(self) -> tuple[float, float] | None:
-        """See `INTERVAL`; None where the samples cannot tell."""
+        """Described in `INTERVAL`; None if the samples determine no interval."""
         return interval(self.gains, self.shown)
 
     @property
     def noise(self) -> str:
-        """The interval in words, or why there is none."""
+        """The interval as text, or why there is none."""
         if self.interval is not None:
             return f"{self.interval[0]:+.3f} to {self.interval[1]:+.3f}"
         if len(self.gains) < 2:
@@ -73,7 +72,7 @@ class Change:
         return f"no interval: the {len(self.gains)} samples share their source pictures"
 
     def sentence(self, width: int) -> str:
-        """One line: means, their difference with its interval, how many samples."""
+        """One line: means, their difference with its interval, number of samples."""
         number = f", {len(self.gains)} samples"
         noise = f"95 % {self.noise}{number}" if self.interval else self.noise
         return (
@@ -84,34 +83,35 @@ class Change:
 
 @dataclass(frozen=True)
 class Learnt:
-    """The first held-out evaluation beside the last."""
+    """The first held-out evaluation compared with the last."""
 
     before: int
     """Iterations done at the first."""
     after: int
     changes: Sequence[Change]
-    """All samples first, then each category; [] where none was graded both times."""
+    """All samples first, then each category; [] if no sample was graded both times."""
     num_left_out: int
     """Samples that were not graded both times."""
 
 
 def learnt(evaluations: Sequence[Evaluation]) -> Learnt | None:
-    """None with fewer than two."""
+    """Compares the first evaluation with the last; None with fewer than two."""
     if len(evaluations) < 2:
         return None
     before, after = evaluations[0], evaluations[-1]
-    found: dict[str, Change] = {}
-    for identity, old in before.records.items():
-        new = after.records.get(identity, {})
+    change_of: dict[str, Change] = {}
+    for sample_id, old in before.records.items():
+        new = after.records.get(sample_id, {})
         rewards = number(old.get("reward")), number(new.get("reward"))
         if rewards[0] is None or rewards[1] is None:
             continue
         pair = rewards[0], rewards[1]
         for name in {"", str(old.get("category") or "")}:
-            change = found.setdefault(name, Change(printable(name) or "held-out reward", [], []))
+            title = printable(name) or "held-out reward"
+            change = change_of.setdefault(name, Change(title, [], []))
             change.rewards.append(pair)
-            change.shown.append(shown_of(old) or [identity])
-    changes = [found[name] for name in sorted(found)]
+            change.shown.append(shown_of(old) or [sample_id])
+    changes = [change_of[name] for name in sorted(change_of)]
     num_graded = len(changes[0].rewards) if changes else 0
     return Learnt(before.iteration, after.iteration, changes, len(before.records) - num_graded)
 
@@ -119,95 +119,95 @@ def learnt(evaluations: Sequence[Evaluation]) -> Learnt | None:
 def summary(
     metrics: Sequence[Record], evaluations: Sequence[Evaluation], control: bool = False
 ) -> list[str]:
-    """What was learnt, in lines. `control`: of a run of shuffled rewards."""
-    found = learnt(evaluations)
-    if found is None:
+    """The lines of the report. `control`: the run's rewards are shuffled."""
+    result = learnt(evaluations)
+    if result is None:
         lines = ["Fewer than two held-out evaluations: nothing to compare."]
     else:
-        width = max((len(change.name) for change in found.changes), default=0)
-        span = f"(0 to 1; before training -> after {found.after} iterations)"
+        width = max((len(change.name) for change in result.changes), default=0)
+        span = f"(0 to 1; before training -> after {result.after} iterations)"
         title = "What changed in a control run" if control else "What was learnt"
-        lines = [f"{title} {span}", *(change.sentence(width) for change in found.changes)]
-        if found.num_left_out:
-            lines.append(f"  left out: {found.num_left_out} not graded both times")
+        lines = [f"{title} {span}", *(change.sentence(width) for change in result.changes)]
+        if result.num_left_out:
+            lines.append(f"  left out: {result.num_left_out} not graded both times")
         lines.append(f"  {CONTROL if control else INTERVAL}")
-    return [*lines, *(f"  {line}" for line in beside(metrics))]
+    return [*lines, *(f"  {line}" for line in context(metrics))]
 
 
-def beside(metrics: Sequence[Record]) -> list[str]:
-    """References for the gain: rewards of the right words, of the user's own words and of the
-    untrained system; the gain of thinking; how far the renderer's conditioning has moved."""
+def context(metrics: Sequence[Record]) -> list[str]:
+    """Lines that put the gain in context: rewards of the reference description, of the user's own
+    words and of the untrained system; the gain of thinking; drift of the conditioning."""
     lines = []
-    rows = _with(metrics, "eval_reference/reward")
+    rows = _rows_with(metrics, "eval_reference/reward")
     if len(rows) > 1:
-        first, last = (_said(row, "eval_reference/reward") for row in (rows[0], rows[-1]))
-        lines.append(f"the renderer, given the right words: {first} -> {last}")
-    rows = _with(metrics, "eval/reward_gain")
+        first, last = (_formatted(row, "eval_reference/reward") for row in (rows[0], rows[-1]))
+        lines.append(f"the renderer, given reference descriptions: {first} -> {last}")
+    rows = _rows_with(metrics, "eval/reward_gain")
     if len(rows) > 1:
-        first, last = (_said(row, "eval/reward_gain", "+.3f") for row in (rows[0], rows[-1]))
-        bare = _said(rows[0], "eval/bare_reward")
+        first, last = (_formatted(row, "eval/reward_gain", "+.3f") for row in (rows[0], rows[-1]))
+        bare = _formatted(rows[0], "eval/bare_reward")
         lines.append(f"the user's own words, as they are: {bare}; gain over them {first} -> {last}")
-    if rows := _with(metrics, "eval/gain_over_stock"):
+    if rows := _rows_with(metrics, "eval/gain_over_stock"):
         upstream = number(rows[-1].get("eval/stock_upstream_reward"))
         of_upstream = f" ({upstream or 0:.3f} as upstream calls its text encoder)"
         lines.append(
-            f"the untrained system on the user's words: {_said(rows[-1], 'eval/stock_reward')}"
+            f"the untrained system on the user's words: {_formatted(rows[-1], 'eval/stock_reward')}"
             f"{'' if upstream is None else of_upstream}; gain over it "
             f"{_gains(rows, 'eval/gain_over_stock')}"
         )
-    if rows := _with(metrics, "eval/gain_of_thought"):
-        cut = _said(rows[-1], "eval/cut_thought_reward")
+    if rows := _rows_with(metrics, "eval/gain_of_thought"):
+        cut = _formatted(rows[-1], "eval/cut_thought_reward")
         gains = _gains(rows, "eval/gain_of_thought")
         lines.append(f"with the thought cut before it begins: {cut}; gain of thinking {gains}")
-    # Drift: how far training has moved the conditioning, if the trained weights make it.
+    # Drift is measured only if the trained weights compute the conditioning.
     rows = [row for row in metrics if row.get("drift/alarm") is not None]
     if alarmed := [str(row["iteration"]) for row in rows if row["drift/alarm"]]:
         lines.append(
-            f"DRIFT: after {', '.join(alarmed)} iterations words that training does not change "
-            "had lost more than noise"
+            f"DRIFT: after {', '.join(alarmed)} iterations, fixed prompts had lost more reward "
+            "than noise explains"
         )
-    for arm, words in (("bare", "the user's own words"), ("reference", "the right words")):
+    for arm, label in (("bare", "the user's own words"), ("reference", "reference descriptions")):
         name = f"drift/{arm}_fall"
-        if _with(rows[-1:], name):
-            lines.append(f"lost by {words} since training began: {_gains(rows[-1:], name)}")
-    if moved := _with(metrics, "drift/state_l2"):
+        if _rows_with(rows[-1:], name):
+            lines.append(f"lost by {label} since training began: {_gains(rows[-1:], name)}")
+    if moved := _rows_with(metrics, "drift/state_l2"):
         lines.append(
             "the states of the user's own words moved by "
-            f"{_said(moved[-1], 'drift/state_l2', '.1%')} of their length "
-            f"(cosine {_said(moved[-1], 'drift/state_cosine')})"
+            f"{_formatted(moved[-1], 'drift/state_l2', '.1%')} of their length "
+            f"(cosine {_formatted(moved[-1], 'drift/state_cosine')})"
         )
     return lines
 
 
 def _gains(rows: Sequence[Record], name: str) -> str:
     """The first and the last value with their standard errors; one value if there is only one."""
-    said = []
+    values = []
     for row in rows[:1] if len(rows) == 1 else (rows[0], rows[-1]):
         error = number(row.get(f"{name}_error"))
-        said.append(_said(row, name, "+.3f") + ("" if error is None else f" +- {error:.3f}"))
-    return " -> ".join(said)
+        values.append(_formatted(row, name, "+.3f") + ("" if error is None else f" +- {error:.3f}"))
+    return " -> ".join(values)
 
 
-def _with(metrics: Sequence[Record], name: str) -> list[Record]:
+def _rows_with(metrics: Sequence[Record], name: str) -> list[Record]:
     return [row for row in metrics if number(row.get(name)) is not None]
 
 
-def _said(row: Record, name: str, spelt: str = ".3f") -> str:
+def _formatted(row: Record, name: str, spec: str = ".3f") -> str:
     value = number(row.get(name))
-    return "?" if value is None else format(value, spelt)
+    return "?" if value is None else format(value, spec)
 
 
 def alarms(
     metrics: Sequence[Record], config: Mapping[str, Any], damaged: Mapping[str, int]
 ) -> list[str]:
-    """`damaged`: file -> lines of it that cannot be read."""
+    """One sentence per alarm. `damaged`: file -> number of its unreadable lines."""
     sentences = [CONTROL] if is_control(config) else []
     if alarmed := [str(row["iteration"]) for row in metrics if row.get("drift/alarm")]:
         sentences.append(
-            f"Drift: after {_named(alarmed)} iterations words that training does not change had "
-            "lost more than noise."
+            f"Drift: after {_listed(alarmed)} iterations, fixed prompts had lost more reward than "
+            "noise explains."
         )
-    for name, what in (
+    for name, clause in (
         ("status/ungraded", "of the episodes were not graded (renderer or judge)"),
         ("eval/ungraded", "of the held-out episodes were not graded"),
         ("status/policy_failed", "of the completions could not be used"),
@@ -215,25 +215,25 @@ def alarms(
         shares = [value for _, value in points(metrics, name)]
         recent = fmean(shares[-10:]) if shares else 0.0
         if shares and max(fmean(shares), recent) > _NOT_GRADED:
-            lately = f", {recent:.1%} in the last 10" if len(shares) > 10 else ""
-            sentences.append(f"{fmean(shares):.1%} {what}{lately}; {max(shares):.1%} at worst.")
-    for name, what in (
+            recently = f", {recent:.1%} in the last 10" if len(shares) > 10 else ""
+            sentences.append(f"{fmean(shares):.1%} {clause}{recently}; {max(shares):.1%} at worst.")
+    for name, clause in (
         ("groups/dead", "are dead: all rewards equal and below 0.5"),
-        ("groups/zero_spread", "have no spread of rewards, and teach nothing"),
+        ("groups/zero_spread", "have no spread of rewards: all advantages are 0"),
     ):
         shares = [value for _, value in points(metrics, name)]
         if shares and (recent := fmean(shares[-10:])) > _TAUGHT_NOTHING:
             last = "last 10 iterations" if len(shares) > 10 else "run"
-            sentences.append(f"{recent:.0%} of the groups of the {last} {what}.")
+            sentences.append(f"{recent:.0%} of the groups of the {last} {clause}.")
     skipped = sum(value for _, value in points(metrics, "optimizer/skipped_steps"))
     if skipped:
         sentences.append(f"{skipped:g} optimiser steps were skipped for a non-finite gradient.")
     if damaged:
         files = [f"{file} ({count})" for file, count in damaged.items()]
-        sentences.append(f"Damaged lines are left out: {_named(files)}.")
+        sentences.append(f"Damaged lines are left out: {_listed(files)}.")
     return sentences
 
 
-def _named(names: Sequence[str]) -> str:
-    rest = len(names) - _MAX_NAMED
-    return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+def _listed(names: Sequence[str]) -> str:
+    num_more = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")

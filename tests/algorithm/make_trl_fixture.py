@@ -1,8 +1,4 @@
-"""Records what TRL's own `GRPOTrainer` computes on planted log-probs: `trl_losses.json`.
-
-One optimiser step of two groups: ragged completions, tokens and one whole completion without loss,
-ratios on both sides of the clip, a KL, and an inference engine beside the trainer. TRL's code runs
-unchanged, except that its model's log-probs are the planted ones.
+"""Writes `trl_losses.json`: what TRL's own `GRPOTrainer` computes on planted log-probs.
 
     uv pip install -r benchmarks/requirements.txt
     PYTHONPATH=. .venv/bin/python tests/algorithm/make_trl_fixture.py
@@ -19,7 +15,7 @@ from typing import Any
 
 import torch
 
-import rl  # noqa: F401 (makes what follows importable)
+import rl  # noqa: F401 (makes the following imports work)
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parents[1] / "tiny_world" / "weights" / "reasoner"
@@ -30,7 +26,7 @@ GROUP = 4
 MICRO_BATCHES = 2
 MAX_COMPLETION_TOKENS = 16
 MASKED_OUT = 5
-"""The completion none of whose tokens carries loss."""
+"""Index of the completion without loss tokens."""
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 IMPORTANCE_CAP = 1.3
 
@@ -39,49 +35,49 @@ LOSSES: dict[str, dict[str, Any]] = {
     "bnpo": {"loss_type": "bnpo"},
     "dapo": {"loss_type": "dapo"},
     "dr_grpo": {"loss_type": "dr_grpo"},
-    # TRL's bound is the ratio itself, not its distance from 1; there is none below.
+    # TRL's bound is the ratio itself, not its distance from 1; cispo has no lower bound.
     "cispo": {"loss_type": "cispo", "epsilon_high": 1 + CLIP_HIGH},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
 }
 MODES = {"none": None, "token": "token_truncate", "sequence": "sequence_truncate"}
 SETTINGS = ((0.0, "none"), (0.1, "none"), (0.1, "token"), (0.0, "sequence"))
-"""(beta, correction of the engine's mismatch)."""
+"""(KL coefficient beta, correction of the engine's log-prob mismatch)."""
 
 
 @dataclass(frozen=True)
 class Planted:
-    """What the models would have said; [B, C] float32, nats. Row i's prompt is the token i."""
+    """Log-probs of the models, [B, C] float32, nats. The prompt of row i is the token i."""
 
     new: torch.Tensor
     old: torch.Tensor
     sampler: torch.Tensor
     reference: torch.Tensor
     mask: torch.Tensor
-    """[B, C] int64: tokens that carry loss; padding and what TRL calls the environment's are 0."""
+    """[B, C] int64: 1 for tokens with loss, 0 for padding and TRL's environment tokens."""
     rewards: list[float]
 
     @classmethod
-    def drawn(cls, seed: int) -> "Planted":
+    def random(cls, seed: int) -> "Planted":
         generator = torch.Generator().manual_seed(seed)
         shape = (len(LENGTHS_B), max(LENGTHS_B))
 
-        def beside(logprobs: torch.Tensor, by: float) -> torch.Tensor:
-            return (logprobs + by * torch.randn(shape, generator=generator)).clamp(max=-0.01)
+        def noisy(logprobs: torch.Tensor, scale: float) -> torch.Tensor:
+            return (logprobs + scale * torch.randn(shape, generator=generator)).clamp(max=-0.01)
 
-        old = beside(torch.full(shape, -2.0), 0.7)
+        old = noisy(torch.full(shape, -2.0), 0.7)
         mask = (torch.rand(shape, generator=generator) < 0.8).long()
         mask[:, 0] = 1
         for row, length in enumerate(LENGTHS_B):
             mask[row, length:] = 0
         mask[MASKED_OUT] = 0
         rewards = torch.rand(shape[0], generator=generator).tolist()
-        return cls(beside(old, 0.3), old, beside(old, 0.3), beside(old, 0.5), mask, rewards)
+        return cls(noisy(old, 0.3), old, noisy(old, 0.3), noisy(old, 0.5), mask, rewards)
 
 
 def make_trainer(
     planted: Planted, loss: dict[str, Any], beta: float, correction: str, folder: Path
 ) -> tuple[Any, torch.Tensor]:
-    """TRL's trainer, and [B, C] float64, the log-probs that its loss starts from, with gradient."""
+    """TRL's trainer, unchanged but for the planted log-probs, and its [B, C] float64 leaf `new`."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -97,7 +93,7 @@ def make_trainer(
             compute_entropy: bool = False,
             **__: Any,
         ) -> tuple[torch.Tensor, torch.Tensor, None]:
-            """Of the policy that trains, the policy as it was, or the reference."""
+            """The planted log-probs of the trained policy, the old policy or the reference."""
             rows = input_ids[:, 0]
             logprobs = new if compute_entropy else planted.old.double()
             if model is self.ref_model:
@@ -121,7 +117,7 @@ def make_trainer(
         per_device_train_batch_size=len(LENGTHS_B) // micro_batches,
         gradient_accumulation_steps=micro_batches,
         num_generations=GROUP,
-        num_iterations=2,  # or no log-probs of the old policy are asked for
+        num_iterations=2,  # with 1, TRL computes no log-probs of the old policy
         max_completion_length=MAX_COMPLETION_TOKENS,
         beta=beta,
         use_bias_correction_kl=False,  # GRPO's own k3; TRL would weight it by the ratio
@@ -143,13 +139,13 @@ def make_trainer(
     )
     trainer.current_gradient_accumulation_steps = micro_batches
     trainer.model.train()
-    # Nothing samples here; this is what makes the trainer look at the engine's log-probs.
+    # No engine samples here; these two make the trainer use the engine's log-probs.
     trainer.use_vllm, trainer._last_loaded_step = correction != "none", 0
     return trainer, new
 
 
 def one_step(planted: Planted, name: str, beta: float, correction: str, folder: Path) -> Any:
-    """One optimiser step's loss by TRL, its gradient, and the advantages that it made itself."""
+    """TRL's loss and gradient of one optimiser step, and the advantages that TRL computed."""
     from trl.trainer.utils import split_tensor_dict
 
     trainer, new = make_trainer(planted, LOSSES[name], beta, correction, folder)
@@ -165,7 +161,7 @@ def one_step(planted: Planted, name: str, beta: float, correction: str, folder: 
 
 
 def rounded(rows: torch.Tensor) -> list[list[float]]:
-    """Ten digits, which is more than float32 has."""
+    """The rows with ten digits, which is more than float32 has."""
     return [[float(f"{x:.10g}") for x in row] for row in rows.tolist()]
 
 
@@ -190,12 +186,12 @@ def main() -> None:
         folder = Path(name)
         tiny_model(folder)
         for seed in SEEDS:
-            planted = Planted.drawn(seed)
+            planted = Planted.random(seed)
             cases = []
             for loss in LOSSES:
                 for beta, correction in SETTINGS:
                     if loss == "gspo" and correction == "token":
-                        continue  # not the same arithmetic: see the test
+                        continue  # not the same arithmetic as ours
                     case, advantages = one_step(planted, loss, beta, correction, folder)
                     cases.append(case)
             tensors = {
@@ -215,7 +211,7 @@ def main() -> None:
         "group": GROUP,
         "batches": batches,
     }
-    lines = json.dumps(fixture).replace("}, {", "},\n{")  # a case each
+    lines = json.dumps(fixture).replace("}, {", "},\n{")  # one line per case
     (HERE / "trl_losses.json").write_text(lines + "\n")
 
 

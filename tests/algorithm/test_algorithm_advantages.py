@@ -1,4 +1,4 @@
-"""Group-relative advantages against numbers worked out by hand."""
+"""Group-relative advantages against numbers computed by hand."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from rl.algorithm.grpo import RewardMoments, group_advantages, reward_moments
 
 
-def test_group_std_by_hand() -> None:
+def test_group_std_advantages_by_hand() -> None:
     # mean 0.5; deviations -0.3, 0.1, 0.2; population variance (0.09 + 0.01 + 0.04) / 3
     result = group_advantages([0.2, 0.6, 0.7], "group_std", eps=0.01)
     std = math.sqrt(0.14 / 3)
@@ -15,7 +15,7 @@ def test_group_std_by_hand() -> None:
     assert result == pytest.approx(expected, abs=1e-12)
 
 
-def test_none_only_centres() -> None:
+def test_scale_none_only_subtracts_the_mean() -> None:
     result = group_advantages([0.0, 1.0, 0.5, 0.5], "none", eps=123.0)
     assert result == pytest.approx([-0.5, 0.5, 0.0, 0.0], abs=1e-12)
 
@@ -45,7 +45,7 @@ def test_moments_of_two_ranks_add_up_to_the_whole_batch() -> None:
     assert whole.std == pytest.approx(math.sqrt(variance), abs=1e-12)
 
 
-def test_ungraded_members_are_out_of_the_baseline() -> None:
+def test_ungraded_completions_do_not_enter_the_baseline() -> None:
     first, *middle, last = group_advantages([None, 0.2, 0.4, None], "none", eps=0.0)
     assert first is None and last is None
     assert middle == pytest.approx([-0.1, 0.1], abs=1e-12)
@@ -54,6 +54,6 @@ def test_ungraded_members_are_out_of_the_baseline() -> None:
 @pytest.mark.parametrize(
     "rewards_G", [[None, 0.8, None], [None, None], [0.3, 0.3, 0.3], [0.3, 0.3 + 1e-9]]
 )
-def test_a_group_without_signal_moves_nothing(rewards_G: list[float | None]) -> None:
+def test_a_group_without_reward_spread_gets_advantage_zero(rewards_G: list[float | None]) -> None:
     result = group_advantages(rewards_G, "group_std", eps=1e-4)
     assert result == [None if r is None else 0.0 for r in rewards_G]

@@ -1,4 +1,4 @@
-"""The grammar of pictures written as tokens, by hand, over every small grid, and as a sampler."""
+"""The grammar of pictures written as tokens: allowed kinds, logit masks and forced flags."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ VOCABULARY = ImageVocabulary(
     visual_end=14,
 )
 NUM_IDS = 16
-"""Two ids lie past the codes."""
+"""The last two ids come after the image codes."""
 
 
 def kinds_of(num_after_image: list[int], height: int, width: int) -> list[int]:
@@ -37,16 +37,16 @@ def kinds_of(num_after_image: list[int], height: int, width: int) -> list[int]:
     return grammar_ids(num, *grid, VOCABULARY).tolist()
 
 
-def test_before_the_image_token_and_without_a_grid():
+def test_only_language_before_the_image_token_and_anything_without_a_grid():
     assert kinds_of([NO_IMAGE_YET], 2, 3) == [LANGUAGE]
     assert kinds_of([NO_IMAGE_YET, 0, 5, 100], 0, 0) == [ANY] * 4
 
 
-def test_every_small_grid_against_the_sequence_spelled_out():
+def test_every_small_grid_allows_exactly_its_own_sequence():
     for height in range(1, 6):
         for width in range(1, 6):
-            spelled = ([VISUAL] * width + [EOL]) * height + [EOF, EOI] + [EOS] * 3
-            assert kinds_of(list(range(len(spelled))), height, width) == spelled
+            expected = ([VISUAL] * width + [EOL]) * height + [EOF, EOI] + [EOS] * 3
+            assert kinds_of(list(range(len(expected))), height, width) == expected
 
 
 def test_the_count_starts_at_the_first_image_token():
@@ -62,7 +62,7 @@ def test_rows_of_different_grids_do_not_mix():
     assert kinds.tolist() == [EOF, EOL, VISUAL, LANGUAGE, ANY]
 
 
-def test_a_mask_leaves_what_its_kind_allows():
+def test_a_mask_keeps_only_the_ids_of_its_kind():
     kinds = torch.tensor([LANGUAGE, VISUAL, ANY, EOL, 0])
     before = torch.randn(5, NUM_IDS, generator=torch.Generator().manual_seed(0))
     logits = before.clone()
@@ -93,8 +93,8 @@ def test_flags_of_a_thought_then_a_picture_cut_in_the_middle():
     assert forced_tokens(tuple(tokens), (2, 2), VOCABULARY) == flags
 
 
-def test_a_language_id_below_the_codes_may_be_anything():
-    """The mask follows the vocabulary's slices, not the particular ids of the tests above."""
+def test_the_mask_follows_the_slices_of_the_vocabulary():
+    """Here the codes are the ids 8 to 15, and every smaller id is language."""
     shifted = replace(VOCABULARY, visual_start=8, visual_end=16)
     logits = torch.zeros(2, NUM_IDS)
     mask_logits_(logits, torch.tensor([LANGUAGE, VISUAL]), shifted)

@@ -1,4 +1,4 @@
-"""Losses, KL and importance weights by hand; `test_algorithm_trl.py` has whole steps."""
+"""Losses, KL and importance weights by hand; `test_algorithm_trl.py` compares whole steps."""
 
 import math
 
@@ -30,15 +30,15 @@ def policy_terms(
     old: torch.Tensor,
     advantages: torch.Tensor,
     mask: torch.Tensor,
-    of: Denominators | None = None,
+    counts: Denominators | None = None,
 ) -> LossTerms:
-    of = of or Denominators(1, 1, 1, 1)
-    return loss_named(loss)(LossInputs(logprobs, old, old, advantages, mask, of, LOW, HIGH))
+    counts = counts or Denominators(1, 1, 1, 1)
+    return loss_named(loss)(LossInputs(logprobs, old, old, advantages, mask, counts, LOW, HIGH))
 
 
-def token_weights(loss: str, mask: torch.Tensor, of: Denominators) -> torch.Tensor:
+def token_weights(loss: str, mask: torch.Tensor, counts: Denominators) -> torch.Tensor:
     zeros = torch.zeros(mask.shape)
-    return policy_terms(loss, zeros, zeros, zeros, mask, of).weights
+    return policy_terms(loss, zeros, zeros, zeros, mask, counts).weights
 
 
 def one_token(loss: str, ratio: float, advantage: float) -> tuple[float, float, bool]:
@@ -95,8 +95,10 @@ def test_gspo_uses_the_length_normalised_sequence_ratio() -> None:
 
 def test_token_weights_by_hand() -> None:
     mask = torch.tensor([[True, True, True, False], [True, False, False, False], [False] * 4])
-    of = Denominators(num_tokens=8, num_sequences=4, num_completions=6, max_completion_tokens=10)
-    rows = {name: token_weights(name, mask, of).tolist() for name in LOSSES}
+    counts = Denominators(
+        num_tokens=8, num_sequences=4, num_completions=6, max_completion_tokens=10
+    )
+    rows = {name: token_weights(name, mask, counts).tolist() for name in LOSSES}
     eighth, sixtieth = [1 / 8] * 3 + [0.0], [1 / 60] * 3 + [0.0]
     for name in ("dapo", "cispo"):
         assert rows[name][0] == pytest.approx(eighth)
@@ -135,8 +137,8 @@ def test_k1_and_k3_are_unbiased_and_k2_nearly() -> None:
         assert (policy * tokens).sum().item() == pytest.approx(exact, abs=tolerance)
 
 
-def test_k1_in_the_loss_pulls_nowhere_and_k2_and_k3_do() -> None:
-    """Over all tokens the policy could draw: why the config refuses k1 in the loss."""
+def test_k1_in_the_loss_has_no_expected_gradient_and_k2_and_k3_have() -> None:
+    """The expectation over all tokens: the reason why the config refuses k1 in the loss."""
     reference = torch.tensor([0.4, 0.4, 0.2]).double().log()
     for estimator, expected in (("k1", False), ("k2", True), ("k3", True)):
         logits = torch.tensor([0.5, 0.3, 0.2]).double().log().requires_grad_()
@@ -147,7 +149,7 @@ def test_k1_in_the_loss_pulls_nowhere_and_k2_and_k3_do() -> None:
         assert expected or logits.grad.abs().max() < 1e-12
 
 
-def test_k3_keeps_its_digits_near_zero() -> None:
+def test_k3_is_precise_near_zero() -> None:
     kl = kl_per_token(torch.tensor([[-1.0]]), torch.tensor([[-1.0 - 2**-12]]), "k3")
     assert kl.item() == pytest.approx(2**-25, rel=2e-3)
 
@@ -182,7 +184,7 @@ def test_mismatch_sums_by_hand() -> None:
     )
 
 
-def test_effective_sample_share() -> None:
+def test_effective_sample_share_by_hand() -> None:
     assert effective_sample_share(4, 4.0, 4.0) == 1.0
     assert effective_sample_share(4, 1.0, 1.0) == 0.25  # one token holds all the weight
     assert effective_sample_share(0, 0.0, 0.0) == 1.0
@@ -190,19 +192,19 @@ def test_effective_sample_share() -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_kl_in_the_reward_is_of_the_old_policy(estimator: str) -> None:
-    """Its gradient is that of an advantage, which is lower by coeff times the old policy's KL."""
+    """It lowers the advantage by coeff times the old policy's KL; it has no gradient of its own."""
     new, old, reference = (tensor([[x, x - 1]]) for x in (-0.9, -1.0, -1.4))
-    mask, of = torch.ones(1, 2, dtype=torch.bool), Denominators(2, 1, 1, 2)
+    mask, counts = torch.ones(1, 2, dtype=torch.bool), Denominators(2, 1, 1, 2)
     kl = {"k1": 0.4, "k2": 0.08, "k3": math.exp(-0.4) - 1 + 0.4}[estimator]
     logprobs = new.requires_grad_()
-    inputs = LossInputs(logprobs, old, old, tensor([[2.0]]), mask, of, LOW, HIGH)
+    inputs = LossInputs(logprobs, old, old, tensor([[2.0]]), mask, counts, LOW, HIGH)
     config = AlgorithmConfig(kl_placement="reward", kl_estimator=estimator, kl_coeff=0.5)
-    found = objective(config, inputs, reference)
-    found.total.backward()
+    result = objective(config, inputs, reference)
+    result.total.backward()
     expected = -math.exp(0.1) * (2.0 - 0.5 * kl)
-    assert found.total.item() == pytest.approx(expected, rel=1e-6)
+    assert result.total.item() == pytest.approx(expected, rel=1e-6)
     assert logprobs.grad[0].tolist() == pytest.approx([expected / 2] * 2, rel=1e-6)
-    assert found.kl_loss.item() == 0
+    assert result.kl_loss.item() == 0
 
 
 def test_gspo_with_per_token_advantages_is_its_token_form() -> None:
@@ -217,7 +219,7 @@ def test_gspo_with_per_token_advantages_is_its_token_form() -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_unusable_numbers_under_the_mask_do_no_harm(loss: str) -> None:
+def test_infinite_log_probs_of_masked_tokens_do_not_matter(loss: str) -> None:
     mask = torch.tensor([[True, False]])
     old = tensor([[-1.0, float("-inf")]])
     logprobs = tensor([[-1.0, float("-inf")]]).requires_grad_()
@@ -234,7 +236,9 @@ def test_unusable_numbers_under_the_mask_do_no_harm(loss: str) -> None:
     assert logprobs.grad[0, 0].item() == pytest.approx(-2.0)
 
 
-def test_which_count_a_loss_is_divided_by() -> None:
-    of = Denominators(num_tokens=8, num_sequences=4, num_completions=6, max_completion_tokens=10)
-    found = {name: divisor(loss_named(name), of) for name in LOSSES}
-    assert found == {"dapo": 8, "cispo": 8, "grpo": 4, "gspo": 4, "dr_grpo": 6}
+def test_each_loss_is_divided_by_its_own_count() -> None:
+    counts = Denominators(
+        num_tokens=8, num_sequences=4, num_completions=6, max_completion_tokens=10
+    )
+    divisors = {name: divisor(loss_named(name), counts) for name in LOSSES}
+    assert divisors == {"dapo": 8, "cispo": 8, "grpo": 4, "gspo": 4, "dr_grpo": 6}

@@ -1,4 +1,4 @@
-"""Reward composition, metrics over ranks, and the learning-rate line."""
+"""Reward composition, metrics merged over ranks, and the learning-rate schedule."""
 
 import math
 
@@ -27,18 +27,18 @@ def test_weights_are_relative() -> None:
     assert compose(values, squared) == pytest.approx(math.sqrt(0.2))
 
 
-def test_no_weights_mean_every_reward_once_and_no_part() -> None:
+def test_without_weights_every_reward_counts_once_and_no_part() -> None:
     values = {"a": 0.2, "b": 0.6, "a/detail": 9.0}
     assert compose(values, FinalReward()) == pytest.approx(0.4)
 
 
-def test_a_zero_vetoes_the_geometric_mean_only() -> None:
+def test_a_zero_reward_makes_only_the_geometric_mean_zero() -> None:
     values = {"a": 0.0, "b": 1.0}
     assert compose(values, FinalReward(op="geometric_mean")) == 0.0
     assert compose(values, FinalReward()) == pytest.approx(0.5)
 
 
-def test_ungraded_needed_reward_leaves_no_reward() -> None:
+def test_an_ungraded_reward_with_a_weight_leaves_no_total() -> None:
     assert compose({"a": None, "b": 1.0}, FinalReward()) is None
     assert compose({"a": None, "b": 1.0}, FinalReward(weights={"b": 1})) == 1.0
     assert compose({"a": None, "b": 1.0}, FinalReward(weights={"a": 0, "b": 1})) == 1.0
@@ -54,7 +54,7 @@ def test_ungraded_needed_reward_leaves_no_reward() -> None:
         ({"a": 0.5, "b": 0.5}, {"a": -1.0, "b": 2.0}, ">= 0"),
     ],
 )
-def test_compose_names_what_is_wrong(values: dict, weights: dict, message: str) -> None:
+def test_compose_refuses_bad_weights_and_values(values: dict, weights: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         compose(values, FinalReward(weights=weights))
 
@@ -81,7 +81,7 @@ def test_metrics_of_two_ranks_keep_their_denominators() -> None:
     }
 
 
-def test_weight_zero_adds_nothing_even_of_nothing() -> None:
+def test_weight_zero_adds_nothing_even_for_nan() -> None:
     metrics = Metrics()
     metrics.add("mean", float("nan"), weight=0.0)
     assert Metrics.merge([metrics.state()]) == {}
@@ -98,7 +98,7 @@ def test_update_equals_having_added_everything_to_one() -> None:
     assert Metrics.merge([one.state()]) == Metrics.merge([whole.state()])
 
 
-def test_a_name_keeps_its_kind() -> None:
+def test_a_metric_keeps_its_kind() -> None:
     metrics = Metrics()
     metrics.add("x", 1.0)
     with pytest.raises(AssertionError, match="'x' is a mean"):
@@ -106,7 +106,7 @@ def test_a_name_keeps_its_kind() -> None:
 
 
 @pytest.mark.parametrize("values", [(1.0, float("nan")), (float("nan"), 1.0)])
-def test_a_nan_shows_in_a_maximum(values: tuple[float, float]) -> None:
+def test_a_maximum_with_a_nan_is_nan(values: tuple[float, float]) -> None:
     metrics = Metrics()
     for value in values:
         metrics.maximum("max", value)
@@ -121,7 +121,7 @@ def test_warm_up_then_linear_decay_by_hand() -> None:
     assert rates == pytest.approx([2.0, 4.0, 4.0, 3.25, 2.5, 1.75, 1.0])
 
 
-def test_constant_by_default_and_safe_at_the_edges() -> None:
+def test_the_learning_rate_is_constant_by_default() -> None:
     assert [learning_rate(i, 3, 1e-5, 0, 1.0) for i in range(3)] == [1e-5] * 3
     assert learning_rate(0, 1, 1e-5, 0, 0.1) == 1e-5
     assert learning_rate(9, 5, 1.0, 0, 0.1) == pytest.approx(0.1)

@@ -1,4 +1,4 @@
-"""Our losses beside what TRL computes of the same tensors (frozen by `make_trl_fixture.py`)."""
+"""Our losses equal TRL's on the same tensors, which `make_trl_fixture.py` recorded."""
 
 import json
 import math
@@ -18,7 +18,7 @@ FIXTURE = json.loads((Path(__file__).parent / "trl_losses.json").read_text())
 CASES = [(batch, case) for batch in FIXTURE["batches"] for case in batch["cases"]]
 
 OURS = {"bnpo": "dapo"}
-"""TRL's name -> ours, where it is another: its token mean of a micro-batch, of which it had one."""
+"""TRL's name -> ours where they differ: with a single micro-batch, bnpo is the mean over tokens."""
 
 
 def case_id(case: dict[str, Any]) -> str:
@@ -26,11 +26,11 @@ def case_id(case: dict[str, Any]) -> str:
 
 
 def config_of(case: dict[str, Any]) -> AlgorithmConfig:
-    """The case's settings under our keys; what `cispo` clips below is left to its default."""
-    below = {} if case["loss"] == "cispo" else {"clip_low": FIXTURE["clip_low"]}
+    """The case's settings under our keys; `cispo` does not use `clip_low`."""
+    lower_bound = {} if case["loss"] == "cispo" else {"clip_low": FIXTURE["clip_low"]}
     return AlgorithmConfig(
         loss=OURS.get(case["loss"], case["loss"]),
-        **below,
+        **lower_bound,
         clip_high=FIXTURE["clip_high"],
         kl_coeff=case["beta"],
         kl_estimator="k3",
@@ -41,7 +41,7 @@ def config_of(case: dict[str, Any]) -> AlgorithmConfig:
 
 
 def our_step(batch: dict[str, Any], config: AlgorithmConfig) -> tuple[float, torch.Tensor]:
-    """(value, [B, C] gradient by log-prob), float32 and by the learner's own way, as in a run."""
+    """(loss, [B, C] gradient by log-prob) in float32, computed with the learner's functions."""
     mask = torch.tensor(batch["mask"]).bool()
     logprobs = torch.tensor(batch["new"]).requires_grad_()
     planned = Denominators(
@@ -60,15 +60,15 @@ def our_step(batch: dict[str, Any], config: AlgorithmConfig) -> tuple[float, tor
     reference = torch.tensor(batch["reference"]).masked_fill(~mask, 0.0)
     total = objective(config, x, reference if config.kl_coeff else None).total
     total.backward()
-    # TRL's means over completions count one that has no loss token, ours do not: it is 0 in both.
+    # TRL's means over completions also count the one without loss tokens, whose loss is 0.
     share = 1.0
     if divisor(loss_named(config.loss), planned) == planned.num_sequences:
         share = planned.num_sequences / planned.num_completions
     return share * total.item(), share * logprobs.grad
 
 
-def a_strangers_dapo(x: LossInputs) -> LossTerms:
-    """As one would write it from the paper."""
+def users_dapo(x: LossInputs) -> LossTerms:
+    """DAPO's loss as a user would write it from the paper."""
     ratio = (x.logprobs - x.old_logprobs).masked_fill(~x.mask, 0.0).exp()
     bounded = ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high)
     terms = -torch.minimum(ratio * x.advantages, bounded * x.advantages)
@@ -77,24 +77,24 @@ def a_strangers_dapo(x: LossInputs) -> LossTerms:
 
 
 @pytest.mark.parametrize(("batch", "case"), CASES, ids=[case_id(case) for _, case in CASES])
-def test_a_step_is_trls_in_value_and_gradient(batch: dict[str, Any], case: dict[str, Any]) -> None:
+def test_a_step_has_trls_value_and_gradient(batch: dict[str, Any], case: dict[str, Any]) -> None:
     value, gradient = our_step(batch, config_of(case))
     assert value == pytest.approx(case["value"], rel=1e-6, abs=1e-7)
     torch.testing.assert_close(gradient, torch.tensor(case["gradient"]), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("batch", FIXTURE["batches"])
-def test_a_strangers_loss_is_reached_by_its_path_and_equals_ours(batch: dict[str, Any]) -> None:
-    assert divisor(a_strangers_dapo, Denominators(8, 4, 6, 10)) == 8
-    path = f"{a_strangers_dapo.__module__}.a_strangers_dapo"
+def test_a_users_loss_is_found_by_its_dotted_path_and_equals_ours(batch: dict[str, Any]) -> None:
+    assert divisor(users_dapo, Denominators(8, 4, 6, 10)) == 8
+    path = f"{users_dapo.__module__}.users_dapo"
     configs = [AlgorithmConfig(loss=loss, kl_coeff=0.3) for loss in ("dapo", path)]
     (value, gradient), (other, other_gradient) = (our_step(batch, each) for each in configs)
     assert value == pytest.approx(other, rel=1e-6)
     torch.testing.assert_close(gradient, other_gradient, rtol=1e-6, atol=1e-7)
 
 
-def test_the_tensors_reach_every_branch() -> None:
-    """Ratios beyond both bounds under advantages of both signs, weights cut, tokens left out."""
+def test_the_fixture_reaches_every_branch() -> None:
+    """Ratios beyond both bounds with advantages of both signs, capped weights, masked tokens."""
     for batch in FIXTURE["batches"]:
         new, old, sampler = (torch.tensor(batch[name]) for name in ("new", "old", "sampler"))
         mask, advantages = torch.tensor(batch["mask"]).bool(), torch.tensor(batch["advantages"])
@@ -106,8 +106,8 @@ def test_the_tensors_reach_every_branch() -> None:
         assert (cut & mask).any() and not mask.any(-1).all() and not mask.all()
 
 
-def test_trls_advantages_are_ours_but_for_the_sample_deviation() -> None:
-    """TRL divides by (n - 1) under the root, we by n: a factor that every completion shares."""
+def test_trls_advantages_differ_only_by_the_sample_deviation() -> None:
+    """TRL's variance divides by n - 1, ours by n: one factor for all completions."""
     group = FIXTURE["group"]
     factor = math.sqrt(group / (group - 1))
     for batch in FIXTURE["batches"]:

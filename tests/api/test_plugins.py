@@ -1,4 +1,4 @@
-"""A stranger's plugin: every mistake is one message of `--check`, and a right one is typed."""
+"""A user's plugin: `--check` reports each mistake in one line, and mypy checks a correct one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ REWARDS: list[tuple[str, str, str]] = [
      "R.metrics ... 'hits' ... 'share' (str) ... {'a': Metric("),
     (".R", "class R(Reward): | metrics = {'hits': Metric('1', 'hits')}" + HALF,
      "R declares metrics ... `def take_metrics(self) -> Mapping[str, fl"),
-    # Tried on a made-up picture:
+    # Found by grading a synthetic picture:
     (".f", "def f(x): return float('nan')", "f raised TypeError ... nan (float) ... finite"),
     (".f", "def f(x): return RewardOutput(0.5, {'a b': 1})", "ValueError ... part 'a b' ... name"),
     (".f", "async def f(x): return 1 / 0", "f raised ZeroDivisionError: division by zero ("),
@@ -74,7 +74,7 @@ REWARDS: list[tuple[str, str, str]] = [
     (".f", "@reward(unit_parts={'level'})\ndef f(x): return 0.5", "'level' ... unit_parts"),
     (".R", "class R(Reward): | def score_group(self, xs): return [0.5]",
      "R raised ValueError ... 1 scores ... 2 pictures"),
-    # Where it is written, and what is most likely meant:
+    # The message gives the line and the most likely fix:
     (".f", "def f(x): return 73.0", "outside [0, 1] ... stranger.py, line 12)"),
     (".f", "def f(x): | return [ | y for y in x.no_such_name]", "stranger.py, line 14) ... image"),
     (".f", "def f(completions, **more): return len(completions) / 9", "line 12) ... RewardInput"),
@@ -96,7 +96,7 @@ REWARDS: list[tuple[str, str, str]] = [
     (".R", "class R(Reward): | def grade(self, x): return self.ask().value"
      " | async def ask(self): ...", "'value' ... line 13) ... `async def`"),
 ]  # fmt: skip
-"""The end of `type`, the plugin (' | ' is a new line of its class), and what the message names."""
+"""(end of `type`, code with ' | ' for a new line of a class, parts of the message)."""
 
 
 def problems_of(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, **changes: Any) -> list:
@@ -196,7 +196,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("key", "changes", "code", "parts"), MISTAKES)
-def test_a_mistake_is_one_line_with_its_key_and_remedy(
+def test_a_plugin_mistake_is_one_line_with_key_and_fix(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     key: str,
@@ -204,9 +204,9 @@ def test_a_mistake_is_one_line_with_its_key_and_remedy(
     code: str,
     parts: str,
 ) -> None:
-    [found] = problems_of(tmp_path, monkeypatch, code, **changes)
-    assert found.startswith(key) and names(found, parts), found
-    assert "\n" not in found and "Traceback" not in found
+    [problem] = problems_of(tmp_path, monkeypatch, code, **changes)
+    assert problem.startswith(key) and names(problem, parts), problem
+    assert "\n" not in problem and "Traceback" not in problem
 
 
 ENGINE = "class P(Engine): | def generate(self, *x): ... | def load_weights(self"
@@ -222,52 +222,52 @@ OTHERS: list[tuple[str, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("room", "code", "parts"), OTHERS)
-def test_a_policys_or_engines_mistakes_are_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: str, code: str, parts: str
+@pytest.mark.parametrize(("section", "code", "parts"), OTHERS)
+def test_each_mistake_in_a_policy_or_engine_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, code: str, parts: str
 ) -> None:
-    found = problems_of(tmp_path, monkeypatch, code, **{room: {"type": "stranger.P"}})
-    assert any(names(problem, parts) for problem in found), found
-    assert all(problem.startswith(room) and "\n" not in problem for problem in found)
+    problems = problems_of(tmp_path, monkeypatch, code, **{section: {"type": "stranger.P"}})
+    assert any(names(problem, parts) for problem in problems), problems
+    assert all(problem.startswith(section) and "\n" not in problem for problem in problems)
 
 
-def test_states_of_another_kind_are_refused(tmp_path, monkeypatch) -> None:
+def test_hidden_states_of_another_kind_are_refused(tmp_path, monkeypatch) -> None:
     code = DRAWS.replace("'text'", "'hidden_states' | state_kind = 'pre_norm'") + "..."
-    [found] = problems_of(tmp_path, monkeypatch, code, renderer={"type": "stranger.R"})
-    assert names(found, "renderer.type: ... stranger.R ... pre_norm ... qwen2_5_vl ... post_norm")
+    [problem] = problems_of(tmp_path, monkeypatch, code, renderer={"type": "stranger.R"})
+    assert names(problem, "renderer.type: ... stranger.R ... pre_norm ... qwen2_5_vl ... post_norm")
 
 
 @pytest.mark.parametrize("name", ["stranger/one.py", "./stranger/one.py", "stranger/one"])
-def test_a_path_is_told_its_dotted_form(tmp_path, monkeypatch, name: str) -> None:
-    [found] = problems_of(tmp_path, monkeypatch, "", rewards={"mine": {"type": name}})
-    assert names(found, f"rewards.mine.type: ... {name!r} ... 'stranger.one'")
+def test_a_file_path_gets_its_dotted_form_suggested(tmp_path, monkeypatch, name: str) -> None:
+    [problem] = problems_of(tmp_path, monkeypatch, "", rewards={"mine": {"type": name}})
+    assert names(problem, f"rewards.mine.type: ... {name!r} ... 'stranger.one'")
 
 
-def test_a_package_is_a_plugin(tmp_path, monkeypatch) -> None:
+def test_a_plugin_can_be_a_package(tmp_path, monkeypatch) -> None:
     code = "class R(Reward):" + HALF
     rewards = {"mine": {"type": "strangers.pkg"}, "other": {"type": "strangers.pkg.inner"}}
     assert problems_of(tmp_path, monkeypatch, code, rewards=rewards) == []
 
 
-def test_a_file_that_hides_anothers_module_is_named(tmp_path, monkeypatch) -> None:
+def test_a_file_that_shadows_another_module_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "colorsys.py").write_text("")
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     code = "from colorsys import rgb_to_hsv"
-    [found] = problems_of(tmp_path, monkeypatch, code, rewards={"mine": {"type": "stranger.f"}})
+    [problem] = problems_of(tmp_path, monkeypatch, code, rewards={"mine": {"type": "stranger.f"}})
     monkeypatch.delitem(sys.modules, "colorsys")
     assert names(
-        found, f"rewards.mine.type: ... 'rgb_to_hsv' ... {tmp_path}/colorsys.py ... rename"
+        problem, f"rewards.mine.type: ... 'rgb_to_hsv' ... {tmp_path}/colorsys.py ... rename"
     )
 
 
-def test_a_member_that_nearly_has_a_name_that_is_read_is_told(tmp_path, monkeypatch) -> None:
+def test_a_misspelt_member_of_a_plugin_is_reported(tmp_path, monkeypatch) -> None:
     code = "class R(Reward): | need = {'image'} | def garde(self, x): ... | own = 3" + HALF
     rewards = {"mine": {"type": "stranger.R"}}
     assert problems_of(tmp_path, monkeypatch, code, rewards=rewards) == []
     resolved = build.resolve(load_config(next(tmp_path.glob("*.jsonnet"))))
-    found = [line for line in no_effect(resolved) if line.startswith("rewards.mine")]
-    assert len(found) == 2 and names(found, "R.need: ... 'needs' ... R.garde: ... 'grade'")
+    warnings = [line for line in no_effect(resolved) if line.startswith("rewards.mine")]
+    assert len(warnings) == 2 and names(warnings, "R.need: ... 'needs' ... R.garde: ... 'grade'")
 
 
 def test_the_old_name_of_the_base_classes_works_with_a_warning() -> None:
@@ -279,21 +279,21 @@ def test_the_old_name_of_the_base_classes_works_with_a_warning() -> None:
 @pytest.mark.parametrize(
     "name", ["../../evil", "..", "a b", "a.b c", "rl/rewards/viescore", "shared", "os", "a..b", "."]
 )
-def test_a_name_that_is_none_is_not_imported(tmp_path, monkeypatch, name: str) -> None:
-    [found] = problems_of(tmp_path, monkeypatch, "", rewards={"mine": {"type": name}})
-    assert names(found, f"rewards.mine.type: ... {name!r} ... rl/rewards")
+def test_an_invalid_plugin_name_is_not_imported(tmp_path, monkeypatch, name: str) -> None:
+    [problem] = problems_of(tmp_path, monkeypatch, "", rewards={"mine": {"type": name}})
+    assert names(problem, f"rewards.mine.type: ... {name!r} ... rl/rewards")
 
 
-def test_a_rewards_own_name_is_a_metrics_name(tmp_path, monkeypatch) -> None:
-    [found] = problems_of(tmp_path, monkeypatch, "", rewards={"a/b": {"type": "viescore"}})
-    assert names(found, "rewards.a/b: ... letters, digits")
+def test_a_rewards_name_must_be_valid_in_a_metric(tmp_path, monkeypatch) -> None:
+    [problem] = problems_of(tmp_path, monkeypatch, "", rewards={"a/b": {"type": "viescore"}})
+    assert names(problem, "rewards.a/b: ... letters, digits")
 
 
-def test_repeats_at_temperature_0_are_refused_before_a_start(tmp_path, monkeypatch) -> None:
+def test_repeated_questions_at_temperature_0_are_refused(tmp_path, monkeypatch) -> None:
     judge = {"api_base": "http://127.0.0.1:4877", "temperature": 0}
     section = {"type": "viescore", "n_evals": 3}
-    [found] = problems_of(tmp_path, monkeypatch, "", rewards={"vie": section}, judge=judge)
-    assert names(found, "rewards.vie.n_evals: ... n_evals=3 ... temperature 0 ... above 0")
+    [problem] = problems_of(tmp_path, monkeypatch, "", rewards={"vie": section}, judge=judge)
+    assert names(problem, "rewards.vie.n_evals: ... n_evals=3 ... temperature 0 ... above 0")
 
 
 RIGHT = """
@@ -341,19 +341,19 @@ class Parrot(Engine[MyConfig]):
     def generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
     ) -> list[list[Completion]]:
-        said = [self.policy.encode_completion(p.sample.instruction) for p in prompts_P]
-        return [[completion] * params.num_completions for completion in said]
+        echoes = [self.policy.encode_completion(p.sample.instruction) for p in prompts_P]
+        return [[completion] * params.num_completions for completion in echoes]
 
     def load_weights(self, weights: PolicyWeights) -> None:
         pass
 """
-"""What README's examples do not show."""
+"""Correct plugins of forms that README's examples do not show."""
 
 
-def test_right_plugins_of_every_form_are_accepted(tmp_path, monkeypatch) -> None:
+def test_correct_plugins_of_every_form_are_accepted(tmp_path, monkeypatch) -> None:
     kinds = ("plain", "later", "declared", "Scaled")
     rewards = {name: {"type": f"stranger.{name}"} for name in kinds}
-    found = problems_of(
+    problems = problems_of(
         tmp_path,
         monkeypatch,
         RIGHT,
@@ -361,11 +361,11 @@ def test_right_plugins_of_every_form_are_accepted(tmp_path, monkeypatch) -> None
         final_reward={"weights": {"declared/level": 1, "Scaled": 2}},
         engine={"type": "stranger.Parrot", "scale": 0.4},
     )
-    assert found == []
+    assert problems == []
 
 
 @pytest.mark.slow
-def test_mypy_checks_a_strangers_plugin(tmp_path: Path) -> None:
+def test_mypy_checks_a_users_plugin(tmp_path: Path) -> None:
     file = tmp_path / "stranger.py"
     wrong = (
         "class Wrong(Reward[MyConfig]):\n"
@@ -375,6 +375,6 @@ def test_mypy_checks_a_strangers_plugin(tmp_path: Path) -> None:
     file.write_text(HEAD + RIGHT)
     assert typing_errors([file], tmp_path) == []
     file.write_text(HEAD + RIGHT + wrong)
-    found = typing_errors([file], tmp_path)
-    assert names(found[0], '"Coroutine[Any, Any, str]" ... "grade"')
-    assert names(found[-1], '"MyConfig" ... "scal" ... "scale"')
+    errors = typing_errors([file], tmp_path)
+    assert names(errors[0], '"Coroutine[Any, Any, str]" ... "grade"')
+    assert names(errors[-1], '"MyConfig" ... "scal" ... "scale"')

@@ -1,4 +1,4 @@
-"""The benchmark's own arithmetic, and that what it compares is the same work."""
+"""The benchmark's arithmetic, and that both sides of its comparison do the same work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl.renderers import qwen_image_edit
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A fake clock that `work` advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -59,17 +59,17 @@ def side(policy_s: list[float], gflop: float) -> dict[str, Any]:
     }
 
 
-def test_ratios_are_medians_of_the_rounds_own() -> None:
+def test_ratios_are_medians_of_the_ratios_of_each_round() -> None:
     ours, peer = side([1.0, 2.0, 1.0], 4.0), side([8.0, 10.0, 9.0], 30.0)
     parts = ["policy side"]
     assert report.ratio(report.cpu_s(peer, parts), report.cpu_s(ours, parts)) == (8.0, 5.0, 9.0)
     assert report.cpu_s(peer) == [9.0, 11.0, 10.0]
     nearer = side([4.0, 4.0, 4.0], 6.0)
     record = {"over_minimum": 1.02, "sides": {STOCK: peer, PREFIXES: nearer, OURS: ours}}
-    shown = report.head_to_head(record)
-    assert f"| {STOCK} | 9.00 | 8.0x (5.0 to 9.0) | 30.0 | 7.50x |" in shown
-    assert f"| {OURS} | 1.00 |  | 4.0 |  |" in shown
-    assert "| policy side | 9.00 / 30.0 | 4.00 / 6.0 | 1.00 / 4.0 |" in shown
+    table = report.head_to_head(record)
+    assert f"| {STOCK} | 9.00 | 8.0x (5.0 to 9.0) | 30.0 | 7.50x |" in table
+    assert f"| {OURS} | 1.00 |  | 4.0 |  |" in table
+    assert "| policy side | 9.00 / 30.0 | 4.00 / 6.0 | 1.00 / 4.0 |" in table
     assert report.lead(record) == (
         f"Beside {PREFIXES}, the policy side takes 1.5x fewer FLOPs and 4.0x (2.0 to 4.0) fewer "
         f"CPU seconds. (FLOPs: 7.5x than {STOCK}.)"
@@ -110,8 +110,8 @@ def test_both_sides_read_the_same_prompt_and_completions(folder: Path) -> None:
         assert tokenizer.decode(one, skip_special_tokens=True) == text
 
 
-def test_the_peers_tunings_are_the_plain_path(folder: Path) -> None:
-    """A prompt forwarded once, its picture remembered: states and gradients of the padded batch."""
+def test_the_tuned_peer_computes_what_the_plain_peer_does(folder: Path) -> None:
+    """One forward of the prompt with cached picture features equals the padded batch."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     shape = Shape(group=3, picture_px=112, completion_tokens=9, ragged=True)
@@ -136,25 +136,25 @@ def test_the_peers_tunings_are_the_plain_path(folder: Path) -> None:
     expected = torch.autograd.grad(plain[:, num_prompt:][mask.bool()].square().sum(), weight)[0]
 
     trl_tunings.remember_tower(body)
-    tower, looks = body.visual.forward, []
-    body.visual.forward = lambda *args, **kwargs: looks.append(1) or tower(*args, **kwargs)
+    tower, tower_calls = body.visual.forward, []
+    body.visual.forward = lambda *args, **kwargs: tower_calls.append(1) or tower(*args, **kwargs)
     for _ in range(2):
-        of_prompt, of_rows = trl_tunings.prompt_once(body, prompt, padded)
-    assert len(looks) == 1
-    found = torch.autograd.grad(of_rows[mask.bool()].square().sum(), weight)[0]
-    torch.testing.assert_close(of_prompt, plain[0, :num_prompt], rtol=0, atol=1e-5)
+        prompt_states, row_states = trl_tunings.prompt_once(body, prompt, padded)
+    assert len(tower_calls) == 1
+    gradient = torch.autograd.grad(row_states[mask.bool()].square().sum(), weight)[0]
+    torch.testing.assert_close(prompt_states, plain[0, :num_prompt], rtol=0, atol=1e-5)
     torch.testing.assert_close(
-        of_rows[mask.bool()], plain[:, num_prompt:][mask.bool()], rtol=0, atol=1e-5
+        row_states[mask.bool()], plain[:, num_prompt:][mask.bool()], rtol=0, atol=1e-5
     )
-    trl_tunings.assert_equal(found, expected, scale=float(expected.abs().max()))
+    trl_tunings.assert_equal(gradient, expected, scale=float(expected.abs().max()))
     with pytest.raises(AssertionError, match="beside the plain path's"):
-        trl_tunings.assert_equal(found + 1, expected, scale=0.0)
+        trl_tunings.assert_equal(gradient + 1, expected, scale=0.0)
 
 
 @pytest.mark.campaign
-def test_a_run_without_any_saving_computes_the_same(folder: Path) -> None:
-    """Until the stub judge draws lots from pictures whose last bits differ: the first iteration's
-    log-probs, and everything done again and again instead of once."""
+def test_a_run_without_any_saving_has_the_same_log_probs(folder: Path) -> None:
+    """Compares the first iteration: later ones depend on the stub judge, whose scores follow the
+    last bits of the pictures."""
     shape = Shape(
         group=3, picture_px=112, completion_tokens=8, render_px=64, num_steps=2, true_cfg_scale=4.0
     )

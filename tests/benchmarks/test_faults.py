@@ -1,4 +1,4 @@
-"""The fault campaign: what it injects is what happens, what it calls bad is bad, and a sample."""
+"""The fault campaign: its injections take effect, its verdicts are right, a sample of it passes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rl.files.atomic import append_line, fsync
 pytestmark = pytest.mark.slow
 
 
-def test_there_are_enough_pairs_each_once() -> None:
+def test_the_campaign_has_150_distinct_cases_in_five_groups() -> None:
     names = Counter(case.name for case in CASES)
     assert set(names.values()) == {1}, names.most_common(3)
     assert len(names) >= 150
@@ -35,18 +35,18 @@ def test_there_are_enough_pairs_each_once() -> None:
     assert min(groups.values()) > 40
 
 
-def test_every_place_is_there() -> None:
-    wheres = {case.arm.where for case in CASES if isinstance(case.arm, EndAt | DoAt)}
-    assert len(wheres) > 15
-    for where in wheres:
-        module, _, path = where.partition(":")
-        assert callable(operator.attrgetter(path)(importlib.import_module(module))), where
+def test_every_injection_point_exists() -> None:
+    injection_points = {case.arm.where for case in CASES if isinstance(case.arm, EndAt | DoAt)}
+    assert len(injection_points) > 15
+    for point in injection_points:
+        module, _, path = point.partition(":")
+        assert callable(operator.attrgetter(path)(importlib.import_module(module))), point
 
 
 def work_on_files(folder_name: str) -> None:
     folder = Path(folder_name)
-    seen: list[FileOperation] = []
-    at_files(folder / "watched", seen.append)
+    operations: list[FileOperation] = []
+    at_files(folder / "watched", operations.append)
     (folder / "watched/new/deep").mkdir(parents=True)
     (folder / "watched/new/a.txt").write_text("a")
     (folder / "watched/new/a.txt").read_text()
@@ -58,14 +58,14 @@ def work_on_files(folder_name: str) -> None:
     (folder / "elsewhere.txt").write_text("not of the run")
     os.truncate(folder / "watched/c.txt", 0)
     shutil.rmtree(folder / "watched/new")
-    print(*(f"{operation.name} {operation.path}" for operation in seen), sep="\n")
+    print(*(f"{operation.name} {operation.path}" for operation in operations), sep="\n")
 
 
-def test_every_operation_on_a_file_is_seen_native_ones_too(tmp_path: Path) -> None:
+def test_file_operations_are_seen_also_those_of_native_code(tmp_path: Path) -> None:
     (tmp_path / "watched").mkdir()
-    ended = tiny_ranks.run_forked(work_on_files, str(tmp_path))
-    assert ended.returncode == 0, ended.stderr
-    operations = ended.stdout.split("\n")[:-1]
+    process = tiny_ranks.run_forked(work_on_files, str(tmp_path))
+    assert process.returncode == 0, process.stderr
+    operations = process.stdout.split("\n")[:-1]
     assert sorted(operations[10:12]) == [  # in the file system's order
         "remove new/deep/x.pt",
         "remove new/deep/x.safetensors",
@@ -87,45 +87,45 @@ def test_every_operation_on_a_file_is_seen_native_ones_too(tmp_path: Path) -> No
 
 
 FIRST = Ended(1, "this run cannot go on:\n  the disk is full", 2, 1.0)
-AGAIN = Ended(0, "", 3, 1.0)
+RESUMED = Ended(0, "", 3, 1.0)
 CASE = Case("call", "anywhere", "ENOSPC", save_every=3)
 
 
 @pytest.mark.parametrize(
-    ("first", "again", "saved", "case", "verdict"),
+    ("first", "resumed", "saved", "case", "verdict"),
     [
-        (FIRST, AGAIN, 2, CASE, ""),
-        (FIRST, AGAIN, 1, CASE, "LOST"),
-        (replace(FIRST, code=-9), AGAIN, 0, CASE, ""),
-        (replace(FIRST, code=-9), AGAIN, 0, replace(CASE, save_every=1), "LOST"),
-        (FIRST, replace(AGAIN, code=1), 2, CASE, "LOST"),
-        (replace(FIRST, code=None), AGAIN, 2, CASE, "HUNG"),
-        (FIRST, replace(AGAIN, code=None), 2, CASE, "HUNG"),
-        (replace(FIRST, printed="exit"), AGAIN, 2, CASE, "UNCLEAR"),
+        (FIRST, RESUMED, 2, CASE, ""),
+        (FIRST, RESUMED, 1, CASE, "LOST"),
+        (replace(FIRST, code=-9), RESUMED, 0, CASE, ""),
+        (replace(FIRST, code=-9), RESUMED, 0, replace(CASE, save_every=1), "LOST"),
+        (FIRST, replace(RESUMED, code=1), 2, CASE, "LOST"),
+        (replace(FIRST, code=None), RESUMED, 2, CASE, "HUNG"),
+        (FIRST, replace(RESUMED, code=None), 2, CASE, "HUNG"),
+        (replace(FIRST, printed="exit"), RESUMED, 2, CASE, "UNCLEAR"),
         (
             replace(FIRST, printed="Traceback (most recent call last):\nthis run cannot go on"),
-            AGAIN,
+            RESUMED,
             2,
             CASE,
             "UNCLEAR",
         ),
-        (FIRST, AGAIN, 2, replace(CASE, says="step_000002 is damaged"), "SILENT"),
+        (FIRST, RESUMED, 2, replace(CASE, says="step_000002 is damaged"), "SILENT"),
         (replace(FIRST, code=0), None, 2, replace(CASE, is_final=True), "SILENT"),
     ],
 )
-def test_what_is_bad_is_called_so(
-    first: Ended, again: Ended | None, saved: int, case: Case, verdict: str
+def test_each_outcome_gets_its_verdict(
+    first: Ended, resumed: Ended | None, saved: int, case: Case, verdict: str
 ) -> None:
-    assert trial.bad_verdict(case, first, again, saved, is_done=False)[0] == verdict
+    assert trial.bad_verdict(case, first, resumed, saved, is_done=False)[0] == verdict
 
 
-def case_named(words: str) -> Case:
-    [case] = [case for case in CASES if case.name == words]
+def case_named(name: str) -> Case:
+    [case] = [case for case in CASES if case.name == name]
     return case
 
 
 SEAL = "fsync checkpoints/.tmp-step_000003/manifest.json"
-"""Before it the manifest is written."""
+"""The operation after the manifest was written."""
 
 
 @pytest.fixture(scope="module")
@@ -134,14 +134,14 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
 
 
 def test_a_sample_of_the_campaign(harness: Harness) -> None:
-    """The rest: `python -m benchmarks.faults`."""
+    """`python -m benchmarks.faults` tries every case."""
     case = case_named("call | the engine is synced | ENOSPC")
     outcome = trial.try_case(harness, case, 0)
     assert outcome.verdict == "stopped" and "No space left on device" in outcome.why, outcome
 
 
 def test_a_kill_in_the_middle_of_a_save(harness: Harness) -> None:
-    """The rest: `python -m benchmarks.faults.saves`."""
+    """`python -m benchmarks.faults.saves` tries every operation."""
     with Judge() as judge:
         row = saves.Saves(harness, judge).try_kill(saves.Kill(0, "half", SEAL))
     assert not row.problem, row

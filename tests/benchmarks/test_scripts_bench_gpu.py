@@ -1,4 +1,4 @@
-"""The GPU benchmark at tiny size on the CPU, and what it must never get wrong: its own check."""
+"""The GPU benchmark at tiny size on the CPU, and its check of the attention kernel."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_every_item_but_the_slow_two_runs_on_a_cpu(tmp_path, capsys):
     ours = lines["DiT 32^2 x 2 of different lengths, ours"]
     assert ours["ms"] > ours["floor_ms"] > 0 and ours["peer_ratio"] > 0
     group = lines["P=178 G=3 T=6, packed, attention sdpa, gradient_checkpointing False"]
-    again = lines["P=178 G=3 T=6, packed, attention sdpa, gradient_checkpointing True"]
-    assert group["floor_ms"] == pytest.approx(again["floor_ms"], rel=1e-6)
+    recomputed = lines["P=178 G=3 T=6, packed, attention sdpa, gradient_checkpointing True"]
+    assert group["floor_ms"] == pytest.approx(recomputed["floor_ms"], rel=1e-6)
     assert "TRL stock's passes over ours" in capsys.readouterr().out
     assert str(tmp_path) not in json.dumps(record)
 
@@ -62,7 +62,7 @@ def test_whole_iterations_and_the_sampler_run_on_a_cpu(tmp_path):
     assert lines["adapter synced and read back"]["ms"] > 0
 
 
-def test_an_item_that_fails_costs_nobody_else(tmp_path, monkeypatch):
+def test_a_failing_item_does_not_stop_the_others(tmp_path, monkeypatch):
     def broken(bench: Bench) -> None:
         bench.tell("half of it", ms=1.0)
         raise RuntimeError("no such file: /home/somebody/secret/weights.bin\nand more")
@@ -71,9 +71,9 @@ def test_an_item_that_fails_costs_nobody_else(tmp_path, monkeypatch):
     code, record = run(tmp_path, "1,4b")
     assert code == 1
     assert record["failures"] == ["1: RuntimeError: no such file: weights.bin"]
-    told = [(line["item"], line["what"]) for line in record["lines"]]
-    assert told[0] == ("1", "half of it")
-    assert told[-1] == ("4b", "packed attention on this device")
+    items = [(line["item"], line["what"]) for line in record["lines"]]
+    assert items[0] == ("1", "half of it")
+    assert items[-1] == ("4b", "packed attention on this device")
 
 
 def test_real_sizes_are_refused_without_a_gpu(monkeypatch):
@@ -87,24 +87,24 @@ def test_real_sizes_are_refused_without_a_gpu(monkeypatch):
 # The check of the attention kernel
 
 
-def forgetful(kernel: Kernel) -> Kernel:
-    """Does not see the last key of what is not causal: one token of a prompt of 65."""
+def without_last_key(kernel: Kernel) -> Kernel:
+    """The kernel without the last key of each non-causal part: one token of a prompt of 65."""
 
     def forward(query, key, value, runs: Runs):
         if runs.causal:
             return kernel.forward(query, key, value, runs)
-        kept = (
+        parts = (
             [k[:-1] for k in key.split(runs.key_lens)],
             [v[:-1] for v in value.split(runs.key_lens)],
         )
         shorter = replace(runs, key_lens=tuple(length - 1 for length in runs.key_lens))
-        return kernel.forward(query, *(torch.cat(parts) for parts in kept), shorter)
+        return kernel.forward(query, *(torch.cat(tensors) for tensors in parts), shorter)
 
     return Kernel(forward, kernel.backward)
 
 
-def test_a_kernel_that_misses_one_key_fails_even_by_half_precisions_measure(tmp_path, monkeypatch):
-    wrong = forgetful(attention_kernels.CPU)
+def test_a_kernel_that_misses_one_key_fails_even_the_bfloat16_tolerance(tmp_path, monkeypatch):
+    wrong = without_last_key(attention_kernels.CPU)
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: wrong)
     monkeypatch.setattr(gpu_check, "_policy_problems", lambda bench: [])
     monkeypatch.setitem(gpu_check.LARGEST_ERROR, "float32", gpu_check.LARGEST_ERROR["bfloat16"])
@@ -116,16 +116,16 @@ def test_a_kernel_that_misses_one_key_fails_even_by_half_precisions_measure(tmp_
     assert bench.report.lines[-1].note.startswith("FAIL")
 
 
-def test_what_a_packed_token_sees_by_hand():
+def test_visible_tokens_of_packed_attention_by_hand():
     """A prompt of 2, completions of 2 and 1; then a prompt of 1 with one of 1."""
     mask = gpu_check.visible(gpu_check.groups_of([(2, (2, 1)), (1, (1,))]))
     rows = ["x......", "xx.....", "xxx....", "xxxx...", "xx..x..", ".....x.", ".....xx"]
     assert mask.tolist() == [[cell == "x" for cell in row] for row in rows]
 
 
-def test_the_peers_rows_compute_what_ours_do(tmp_path):
-    """Equal seeds give both sides the same weights; a fresh adapter changes nothing. (A peer knows
-    of no banned tokens.)"""
+def test_the_peers_padded_rows_have_our_log_probs(tmp_path):
+    """Equal seeds give both sides the same weights; a fresh adapter changes nothing. The peer has
+    no banned tokens."""
     bench = new_bench(tmp_path)
     gpu_models.save_texts(bench)
     torch.manual_seed(0)
@@ -149,8 +149,8 @@ def test_real_sizes_are_those_of_the_released_models(tmp_path):
     on_meta = replace(bench, dist=Dist(device="meta"))
     model = gpu_models.random_policy_model(on_meta, "bfloat16", "sdpa")
     tower = sum(p.numel() for p in model.model.visual.parameters())
-    rest = sum(p.numel() for p in model.parameters()) - tower
-    assert (rest / 1e9, tower / 1e9) == pytest.approx((7.616, 0.677), abs=1e-3)
+    decoder = sum(p.numel() for p in model.parameters()) - tower
+    assert (decoder / 1e9, tower / 1e9) == pytest.approx((7.616, 0.677), abs=1e-3)
     parts = {"all": 0, "modulation": 0}
     for name, parameter in gpu_models.random_transformer(on_meta).named_parameters():
         parts["all"] += parameter.numel()

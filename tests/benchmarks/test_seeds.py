@@ -1,4 +1,4 @@
-"""The table of many seeds, by hand."""
+"""The table of one config's runs with many seeds, against numbers computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge is asked for real before a model is loaded, and what it says is told."""
+"""`--check --online` asks the judge before a model is loaded and reports its replies."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def config_of(folder: Path, *bases: str, **changes: Any) -> RunConfig:
     return tiny_config.validated(config)
 
 
-def told(folder: Path, *bases: str, **changes: Any) -> tuple[str, int]:
-    """What `--check --online` says, and the exit code."""
+def report_online(folder: Path, *bases: str, **changes: Any) -> tuple[str, int]:
+    """(report of `--check --online`, exit code)."""
     return check_report.report(config_of(folder, *bases, **changes), 141, online=True)
 
 
@@ -44,14 +44,14 @@ def pictures(request: dict[str, Any]) -> list[Image.Image]:
     return [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
 
 
-def test_each_reward_asks_what_it_asks_in_training(tmp_path: Path) -> None:
+def test_each_reward_asks_the_questions_of_training(tmp_path: Path) -> None:
     quality = {"type": "edit_quality", "n_evals": 1, "temperature": 0.0}
     rewards = {"vie": {"type": "viescore"}, "quality": quality}
     with FaultyJudge([Fault(reply="hm"), Fault(reply='{"alignment": 1, "quality": 0.5}')]) as judge:
-        text, code = told(tmp_path, judge.api_base, rewards=rewards)
+        text, code = report_online(tmp_path, judge.api_base, rewards=rewards)
     assert code == 0 and text.endswith("nothing is wrong")
-    asked = [[picture.size for picture in pictures(request)] for request in judge.requests]
-    assert asked[:2] == [[(64, 64)] * 2] * 2 and sorted(asked[2:]) == [[(64, 64)], [(64, 64)] * 2]
+    sizes = [[picture.size for picture in pictures(request)] for request in judge.requests]
+    assert sizes[:2] == [[(64, 64)] * 2] * 2 and sorted(sizes[2:]) == [[(64, 64)], [(64, 64)] * 2]
     assert [request["seed"] for request in judge.requests] == [0, 1, 0, 0]
     assert f"rewards.vie: {judge.api_base} answered 2 questions in " in text
     assert ", value 0.65\n" in text and ", 1 replies unreadable, value 0.8\n" in text
@@ -77,30 +77,30 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_wrong_is_told_with_its_remedy(name: str, tmp_path, monkeypatch) -> None:
+def test_a_judge_that_cannot_grade_is_reported_with_a_fix(name: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("MY_JUDGE", KEY)
     fault, parts = REFUSED[name]
     with FaultyJudge(after=fault) as judge:
         changes = {"api_key_env": "MY_JUDGE", "max_attempts": 2}
-        text, code = told(tmp_path, judge.api_base, judge=changes)
+        text, code = report_online(tmp_path, judge.api_base, judge=changes)
     assert code == 1 and names(text, parts) and KEY not in text, text
 
 
-def test_a_wrong_model_and_a_judge_that_is_down(tmp_path: Path) -> None:
+def test_a_wrong_model_or_a_judge_that_is_down_is_reported(tmp_path: Path) -> None:
     with FaultyJudge() as judge:
-        text, code = told(tmp_path, judge.api_base, judge={"model": "Qwen/Qwen2.5-VL-72B"})
+        text, code = report_online(tmp_path, judge.api_base, judge={"model": "Qwen/Qwen2.5-VL-72B"})
         assert code == 1 and names(text, "tiny-judge ... judge.model")
         assert judge.requests == []
     with held_port() as port:
         started = time.monotonic()
-        text, code = told(tmp_path, f"http://127.0.0.1:{port}")
+        text, code = report_online(tmp_path, f"http://127.0.0.1:{port}")
     assert code == 1 and f"http://127.0.0.1:{port}/v1 after 0 s" in text
     assert time.monotonic() - started < 10
 
 
-def test_a_proxy_that_cannot_be_is_told_by_its_variable(tmp_path, monkeypatch) -> None:
+def test_an_invalid_proxy_is_reported_by_its_variable(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "ftp://proxy")
-    text, code = told(tmp_path, "http://judge.test:1")
+    text, code = report_online(tmp_path, "http://judge.test:1")
     assert code == 1 and names(text, "judge: HTTP_PROXY ... NO_PROXY")
 
 
@@ -112,44 +112,44 @@ def test_a_proxy_that_cannot_be_is_told_by_its_variable(tmp_path, monkeypatch) -
          "http_429: insufficient_quota (for 1 s) ... Remedy: ... judge.max_concurrency="),
     ],
 )  # fmt: skip
-def test_what_a_run_would_wait_for_is_not_waited_for_long(
+def test_the_check_gives_up_sooner_than_a_run(
     tmp_path: Path, fault: Fault, timeout_s: float, parts: str
 ) -> None:
     with FaultyJudge(after=fault) as judge:
         changes = {"timeout_s": timeout_s, "max_outage_s": 600.0}
-        text, code = told(tmp_path, judge.api_base, judge=changes)
+        text, code = report_online(tmp_path, judge.api_base, judge=changes)
     assert code == 1 and names(text, parts)
 
 
-def test_of_several_places_each_is_asked_and_one_may_be_down(tmp_path, caplog) -> None:
-    with held_port() as port, PickyJudge("seed") as one, FaultyJudge() as other:
-        nowhere = f"http://127.0.0.1:{port}"
-        text, code = told(tmp_path, one.api_base, nowhere, other.api_base)
-        assert code == 0 and f"{nowhere}/v1" in text
-        assert names(caplog.text, f"{one.api_base} ... no seed")
-        assert len(one.requests) == 2 + 2 and len(other.requests) == 2
+def test_every_judge_endpoint_is_asked_and_one_may_be_down(tmp_path, caplog) -> None:
+    with held_port() as port, PickyJudge("seed") as seedless, FaultyJudge() as other:
+        down = f"http://127.0.0.1:{port}"
+        text, code = report_online(tmp_path, seedless.api_base, down, other.api_base)
+        assert code == 0 and f"{down}/v1" in text
+        assert names(caplog.text, f"{seedless.api_base} ... no seed")
+        assert len(seedless.requests) == 2 + 2 and len(other.requests) == 2
         other.after = Fault(reply="hm")
-        text, code = told(tmp_path, one.api_base, other.api_base)
+        text, code = report_online(tmp_path, seedless.api_base, other.api_base)
     assert code == 1 and f"rewards.vie: {other.api_base} " in text
 
 
-def test_the_runs_own_words_and_pictures_are_asked_about(tmp_path: Path) -> None:
+def test_the_judge_is_asked_about_the_runs_own_sample(tmp_path: Path) -> None:
     source = Image.new("RGB", (40, 30), "red")
     sample = Sample("one", "erase the circle", sources=(source,))
     with FaultyJudge() as judge:
         resolved = build.resolve(config_of(tmp_path, judge.api_base))
-        heard = asyncio.run(ask_judge(resolved, [judge.api_base], 0.0, sample))
-    assert isinstance(heard, Heard) and heard.problems == []
-    shown = sorted((pictures(request) for request in judge.requests), key=len)
-    assert [[p.tobytes() for p in row] for row in shown] == [[source.tobytes()] * n for n in (1, 2)]
+        outcome = asyncio.run(ask_judge(resolved, [judge.api_base], 0.0, sample))
+    assert isinstance(outcome, Heard) and outcome.problems == []
+    sent = sorted((pictures(request) for request in judge.requests), key=len)
+    assert [[p.tobytes() for p in row] for row in sent] == [[source.tobytes()] * n for n in (1, 2)]
     assert "erase the circle" in str(judge.requests)
 
 
-def test_check_alone_asks_nobody_and_a_judge_to_be_started_is_not_asked(tmp_path, capsys) -> None:
+def test_no_judge_is_asked_unless_online_and_running(tmp_path, capsys) -> None:
     with FaultyJudge() as judge:
         judge.models = Fault(500)
         assert check_report.report(config_of(tmp_path, judge.api_base), 141)[1] == 0
-    text, code = told(tmp_path, judge={"start_command": tiny_loop.JUDGE})
+    text, code = report_online(tmp_path, judge={"start_command": tiny_loop.JUDGE})
     assert code == 0 and "not asked" in text
     with pytest.raises(SystemExit) as ended:
         main(["--online", "config.jsonnet"])
@@ -157,10 +157,10 @@ def test_check_alone_asks_nobody_and_a_judge_to_be_started_is_not_asked(tmp_path
 
 
 @pytest.mark.parametrize("name", ["quickstart", "tiny_earl"])
-def test_the_tiny_judge_grades_what_a_start_shows_it(name: str) -> None:
-    """Of `tiny_earl` no picture is there before the renderer is."""
+def test_the_tiny_judge_grades_the_sample_of_a_start(name: str) -> None:
+    """The samples of `tiny_earl` have no picture before its renderer is loaded."""
     resolved = build.resolve(load_config(f"configs/{name}.jsonnet"))
     [source] = build.build_data(resolved, resolved.train)
     with JudgeServer(resolved.config.judge.model) as judge:
-        heard = asyncio.run(ask_judge(resolved, [judge.api_base], 0.0, source[0]))
-    assert heard.problems == [] and len(heard.lines) == len(resolved.rewards)
+        outcome = asyncio.run(ask_judge(resolved, [judge.api_base], 0.0, source[0]))
+    assert outcome.problems == [] and len(outcome.lines) == len(resolved.rewards)

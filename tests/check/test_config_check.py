@@ -1,4 +1,4 @@
-"""What `--check` refuses, each with its key and remedy, and what it reports."""
+"""`--check` refuses each mistake with its key and fix, and reports the plan of a run."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint": {"push_to_hub_every_n_iterations": 5}},
      "checkpoint.push_to_hub_repo_id: ... empty ... repository"),
 ]  # fmt: skip
-"""Changes of a right config, and the key and other parts of its message."""
+"""(changes to a correct config, parts of the message, the first of which is the key)."""
 
 
 @pytest.mark.parametrize(("changes", "parts"), BROKEN, ids=[text[:40] for _, text in BROKEN])
 def test_one_mistake_is_one_message(tmp_path: Path, changes: dict[str, Any], parts: str) -> None:
-    [found] = problems_of(tmp_path, **changes)
-    assert found.startswith(parts.partition(" ... ")[0]) and names(found, parts), found
+    [problem] = problems_of(tmp_path, **changes)
+    assert problem.startswith(parts.partition(" ... ")[0]) and names(problem, parts), problem
 
 
 @pytest.mark.parametrize(
@@ -112,40 +112,40 @@ def test_one_mistake_is_one_message(tmp_path: Path, changes: dict[str, Any], par
         {"optimizer": {"updates_per_iteration": 2}},
     ],
 )
-def test_the_neighbours_of_these_mistakes_are_allowed(tmp_path, changes: dict[str, Any]) -> None:
+def test_correct_variants_of_these_mistakes_are_accepted(tmp_path, changes: dict[str, Any]) -> None:
     assert problems_of(tmp_path, **changes) == []
 
 
-def test_a_renderer_that_does_not_take_what_the_policy_emits(tmp_path, monkeypatch) -> None:
+def test_a_renderer_must_accept_what_the_policy_emits(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tiny_plugins.nothing.Nil.accepts", "image_tokens")
     nothing = {"type": "tiny_plugins.nothing"}
-    [found] = problems_of(tmp_path, renderer=nothing, rewards={"one": nothing})
-    assert found.startswith("renderer.type: ") and names(
-        found, "tiny_plugins.nothing ... image_tokens ... qwen2_5_vl ... hidden_states or text"
+    [problem] = problems_of(tmp_path, renderer=nothing, rewards={"one": nothing})
+    assert problem.startswith("renderer.type: ") and names(
+        problem, "tiny_plugins.nothing ... image_tokens ... qwen2_5_vl ... hidden_states or text"
     )
 
 
 def test_what_a_reward_needs_must_be_in_the_data(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tiny_plugins.nothing.NothingMuch.needs", frozenset({"target", "answer"}))
-    found = problems_of(tmp_path, rewards={"one": {"type": "tiny_plugins.nothing"}})
-    for need, problem in zip(("answer", "target"), found, strict=True):
+    problems = problems_of(tmp_path, rewards={"one": {"type": "tiny_plugins.nothing"}})
+    for need, problem in zip(("answer", "target"), problems, strict=True):
         assert names(problem, f"rewards.one: ... {need!r} ... data.train.0 ... column")
 
 
 def test_a_renderer_that_edits_needs_sources(tmp_path: Path) -> None:
     source = tiny_config.real(tmp_path)["data"]["train"][0] | {"columns": {"source": ""}}
-    found = problems_of(tmp_path, data={"train": [source]})
-    assert any(names(text, "data.train.0: ... edits ... source") for text in found)
+    problems = problems_of(tmp_path, data={"train": [source]})
+    assert any(names(text, "data.train.0: ... edits ... source") for text in problems)
 
 
-def test_plugins_of_ones_own_are_named_by_dotted_path(tmp_path: Path) -> None:
+def test_a_users_plugins_are_named_by_dotted_path(tmp_path: Path) -> None:
     nothing = tiny_config.validated(tiny_config.nothing(tmp_path))
     assert check_report.problems(nothing) == []
     for name, parts in (("os.path", "no Policy"), ("my.own.policy", "policy.type: ... 'my'")):
         assert names(problems_of(tmp_path, policy={"type": name})[0], parts)
 
 
-def test_mixture_weights_and_coefficients(tmp_path: Path) -> None:
+def test_mixture_weights_or_coefficients_are_checked(tmp_path: Path) -> None:
     source = tiny_config.real(tmp_path)["data"]["train"][0]
     resolved = build.resolve(config_of(tmp_path, data={"train": [source | {"weight": 3}, source]}))
     assert list(resolved.train_weights) == [3, 1]
@@ -156,19 +156,19 @@ def test_mixture_weights_and_coefficients(tmp_path: Path) -> None:
     zero, unread = problems_of(tmp_path, data=wrong)
     assert names(zero, "data.train.0.weight: ... 0 ... > 0")
     assert names(unread, "data.validation.0.weight: ... order ... drop")
-    [found] = problems_of(tmp_path, data={"train": [mixture[0], source]})
-    assert names(found, "data.train: ... every ... coefficient ... none")
+    [problem] = problems_of(tmp_path, data={"train": [mixture[0], source]})
+    assert names(problem, "data.train: ... every ... coefficient ... none")
 
 
-def test_diagnostics_do_not_count_unless_named(tmp_path, monkeypatch) -> None:
+def test_diagnostic_rewards_count_only_if_named(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tiny_plugins.nothing.NothingMuch.diagnostic", True)
     glance = {"type": "tiny_plugins.nothing"}
     both = {"vie": RIGHT, "glance": glance}
-    named = {"weights": {"glance": 2.0}}
+    chosen = {"weights": {"glance": 2.0}}
     for changes, weights in (
         ({}, {}),
         ({"rewards": both}, {"vie": 1}),
-        ({"rewards": both, "final_reward": named}, {"glance": 2}),
+        ({"rewards": both, "final_reward": chosen}, {"glance": 2}),
     ):
         resolved = build.resolve(config_of(tmp_path, **changes))
         assert resolved.config.final_reward.weights == weights
@@ -178,9 +178,9 @@ def test_diagnostics_do_not_count_unless_named(tmp_path, monkeypatch) -> None:
 
 def test_a_policy_that_reads_codes_needs_tokenised_data(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tiny_plugins.nothing.Nobody.needs", frozenset({"source_codes"}))
-    found = problems_of(tmp_path, policy={"type": "tiny_plugins.nothing"})
+    problems = problems_of(tmp_path, policy={"type": "tiny_plugins.nothing"})
     parts = "policy.type: ... tiny_plugins.nothing ... 'source_codes' ... data.train.0 ... rl prep"
-    assert any(names(problem, parts) for problem in found)
+    assert any(names(problem, parts) for problem in problems)
 
 
 def test_epochs_become_iterations(tmp_path: Path) -> None:
@@ -195,9 +195,9 @@ def test_a_resume_conflict_is_found_before_anything_starts(tmp_path: Path) -> No
     text, code = check_report.report(config_of(tmp_path), gpu_gb=141)
     assert code == 0 and "goes on after 7 iterations" in text
     changes = {"algorithm": {"kl_coeff": 0.5}, "judge": {"api_base": "http://new:1"}}
-    [found] = problems_of(tmp_path, **changes)
-    assert names(found, "run_name: ... 'tiny' ... algorithm.kl_coeff: 0.0 -> 0.5")
-    assert "api_base" not in found, "a judge may move"
+    [problem] = problems_of(tmp_path, **changes)
+    assert names(problem, "run_name: ... 'tiny' ... algorithm.kl_coeff: 0.0 -> 0.5")
+    assert "api_base" not in problem, "a judge may move"
     config = config_of(tmp_path)
     (config.run_dir / "checkpoints" / "step_000007" / "manifest.json").unlink()
     assert "none of the 1 checkpoints" in check_report.problems(config)[0]
@@ -212,15 +212,15 @@ def test_a_run_whose_checkpoints_are_gone_is_not_restarted(tmp_path: Path) -> No
     text, code = check_report.report(config, gpu_gb=141)
     assert code == 0 and "sets aside" in text
     (config.run_dir / "last_checkpoint.txt").write_text("step_000007\n")
-    [found] = check_report.problems(config)
-    place = config.run_dir
-    assert names(found, f"run_name: ... {place}/checkpoints ... step_000007 ... move {place} away")
+    [problem] = check_report.problems(config)
+    run = config.run_dir
+    assert names(problem, f"run_name: ... {run}/checkpoints ... step_000007 ... move {run} away")
     tiny_config.save_checkpoint(config, 5)
     text, code = check_report.report(config, gpu_gb=141)
     assert code == 0 and names(text.splitlines()[0], "after 5 iterations ... step_000007 ... gone")
 
 
-def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_a_correct_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     updates = {"updates_per_iteration": 2, "gradient_checkpointing": True}
     values = tiny_config.real(
         tmp_path,
@@ -248,7 +248,7 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "tokens", "words"),
+    ("changes", "tokens", "remark"),
     [
         ({}, 4 * 2560, "all there can be"),
         ({"optimizer": {"max_kept_tokens": 3000}}, 3000, "not all (optimizer.max_kept_tokens)"),
@@ -258,20 +258,20 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"policy": DROPS_OUT}, 0, "not all (policy.lora.dropout)"),
     ],
 )
-def test_what_is_kept_for_the_backward(
-    tmp_path: Path, changes: dict[str, Any], tokens: int, words: str
+def test_the_report_says_what_is_kept_for_the_backward(
+    tmp_path: Path, changes: dict[str, Any], tokens: int, remark: str
 ) -> None:
-    """4 groups of 2048 + 2 x 256 tokens."""
+    """A step has 4 groups of 2048 + 2 x 256 tokens."""
     text, _ = check_report.report(config_of(tmp_path, **changes), gpu_gb=141)
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert f"kept for backward {tokens} tokens on each rank, {words}" in lines
+    assert f"kept for backward {tokens} tokens on each rank, {remark}" in lines
     forwarded_again = any(line.startswith("activations, one forward") for line in lines)
-    assert forwarded_again == (words != "all there can be")
+    assert forwarded_again == (remark != "all there can be")
 
 
 @cache
 def shipped(name: str, *overrides: str) -> RunConfig:
-    """With what its Jsonnet derives from the overrides."""
+    """A shipped config, with the values that its Jsonnet derives from the overrides."""
     if not overrides:
         return tiny_config.shipped(name)
     return load_config(f"configs/{name}.jsonnet", overrides, tiny_config.ENVIRONMENT)
@@ -282,23 +282,22 @@ def unfit(config: RunConfig, gpu_gb: float) -> list[str]:
 
 
 def remedies(problems: list[str]) -> list[str]:
-    """The `key=value` words of a message, as a user would copy them."""
+    """The `key=value` overrides that the messages suggest, as a user would copy them."""
     return [word for text in problems for word in re.findall(r"[\w.]+\.\w+=[^\s),]+", text)]
 
 
 @pytest.mark.parametrize("name", tiny_config.SHIPPED)
-def test_every_shipped_config_fits_its_own_size_and_80_gb(name: str) -> None:
-    """With a cache for a group at least, and a tenth of the GPU free; what it derives from the size
-    follows `gpu_gb`."""
-    own = shipped(name)
+def test_every_shipped_config_fits_the_gpus_it_is_made_for(name: str) -> None:
+    """A cache for a group fits, and a tenth of the GPU is free; derived values follow `gpu_gb`."""
+    base = shipped(name)
     smaller = {"sft", "vlm", "prompt"} & {name.partition("_")[0]}
     expected = 80 if smaller or name.startswith("qwen_image_21") else 141
-    assert own.gpu_gb == expected
+    assert base.gpu_gb == expected
     if stated := re.search(r"(\d+) x (\d+) GB", readme_row(name)):
-        num_gpus = 3 if name == "prompt_enhancement" else own.world_size  # one process, three GPUs
-        assert list(map(float, stated.groups())) == [num_gpus, own.gpu_gb]
-    others = {80, 141} - {own.gpu_gb} if name in tiny_config.DISTINCT else set()
-    for gpu_gb in (own.gpu_gb, *others):
+        num_gpus = 3 if name == "prompt_enhancement" else base.world_size  # 1 process, 3 GPUs
+        assert list(map(float, stated.groups())) == [num_gpus, base.gpu_gb]
+    others = {80, 141} - {base.gpu_gb} if name in tiny_config.DISTINCT else set()
+    for gpu_gb in (base.gpu_gb, *others):
         config = shipped(name, *([f"gpu_gb={gpu_gb}"] if gpu_gb in others else []))
         assert unfit(config, gpu_gb) == []
         planned = footprint.footprint(build.resolve(config), gpu_gb)
@@ -330,17 +329,17 @@ def readme_row(stem: str) -> str:
 
 
 @pytest.mark.parametrize("gpu_gb", [80, 48, 24, 12])
-@pytest.mark.parametrize("more", ["seed=1", "optimizer.gradient_checkpointing=false"])
+@pytest.mark.parametrize("override", ["seed=1", "optimizer.gradient_checkpointing=false"])
 @pytest.mark.parametrize(
     "name", ["qwen_image_edit", "qwen_image_edit_plus", "sft_s__rl_sc", "vlm_reasoning"]
 )
-def test_a_remedy_is_one(name: str, more: str, gpu_gb: float) -> None:
-    """What the message says, done, ends in a config that fits; or nothing does, and it says so."""
-    found = unfit(shipped(name, more), gpu_gb)
-    no_way = [p for p in found if re.search(r"no share works|larger GPU", p)]
-    if found and not no_way:
-        assert remedies(found)
-        assert unfit(shipped(name, more, *remedies(found)), gpu_gb) == []
+def test_the_suggested_overrides_make_a_config_fit(name: str, override: str, gpu_gb: float) -> None:
+    """Configs are left out whose message says that no override is enough."""
+    problems = unfit(shipped(name, override), gpu_gb)
+    no_way = [p for p in problems if re.search(r"no share works|larger GPU", p)]
+    if problems and not no_way:
+        assert remedies(problems)
+        assert unfit(shipped(name, override, *remedies(problems)), gpu_gb) == []
 
 
 SHARE = "engine.gpu_memory_utilization:"
@@ -348,12 +347,12 @@ CACHE = "engine.kv_cache_memory_mb"
 MORE_GPUS = ["world_size=1", "renderer.device=cuda:1"]
 
 
-def test_a_share_without_room_is_a_mistake() -> None:
-    for share, right in ((0.25, True), (0.24, False), ("auto", True)):
+def test_a_gpu_share_that_is_too_small_is_refused() -> None:
+    for share, fits in ((0.25, True), (0.24, False), ("auto", True)):
         config = shipped("qwen_image_edit", f"engine.gpu_memory_utilization={share}")
         text, code = check_report.report(config, 80)
-        assert (code == 0) == right == text.endswith("\nnothing is wrong")
-        assert right or text.endswith(f"1 wrong\n  - {unfit(config, 80)[0]}")
+        assert (code == 0) == fits == text.endswith("\nnothing is wrong")
+        assert fits or text.endswith(f"1 wrong\n  - {unfit(config, 80)[0]}")
 
 
 @pytest.mark.parametrize(
@@ -363,7 +362,7 @@ def test_a_share_without_room_is_a_mistake() -> None:
         ([f"{CACHE}=127", "engine.max_model_len=4608"], 141, f"{CACHE}: ... 127 ... =253"),
         (["engine.dtype=float32", "engine.gpu_memory_utilization=0.16"], 141,
          f"{SHARE} ... 0.16 ... 22.6 GB of 141 ... 30.4 GB ... =auto"),
-        # a vision tower of its own
+        # the engine has a vision tower of its own
         (["policy.freeze_vision_tower=false", "engine.gpu_memory_utilization=0.16"], 80,
          f"{SHARE} ... 0.16 ... 12.8 GB of 80 ... 16.6 GB ... =auto"),
         (["engine.gpu_memory_utilization=0.16"], 16,
@@ -374,41 +373,41 @@ def test_a_share_without_room_is_a_mistake() -> None:
         (["engine.residency=resident", "engine.gpu_memory_utilization=0.25", "world_size=4"], 80,
          "memory: ... 8.0 GB ... 88.0 GB of 80 ... 'render' ... this fits: engine.residency=sleep"),
         (MORE_GPUS, 34, "renderer.device: ... 37.2 GB of cuda:1 ... 34 ... batch_size ... GPU"),
-        # Smaller batches come first, and the stage alone is enough.
+        # Smaller batches are tried first, but the ZeRO stage alone is enough.
         (["optimizer.zero_stage=1"], 80,
          "memory: ... 20.9 GB ... 100.9 GB of 80 ... 'reference' ... optimizer.zero_stage=2"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_names_key_and_remedy(
+def test_a_config_that_does_not_fit_names_key_and_fix(
     overrides: list[str], gpu_gb: float, parts: str
 ) -> None:
     name = "sft_s__rl_sc" if "optimizer.zero_stage=1" in overrides else "qwen_image_edit"
-    found = unfit(shipped(name, *overrides), gpu_gb)
-    assert any(names(problem, parts) for problem in found), found
+    problems = unfit(shipped(name, *overrides), gpu_gb)
+    assert any(names(problem, parts) for problem in problems), problems
     if name == "sft_s__rl_sc":
-        assert remedies(found) == ["optimizer.zero_stage=2"], "nothing that is not needed"
+        assert remedies(problems) == ["optimizer.zero_stage=2"], "no override that is not needed"
 
 
 def test_no_key_is_enough_on_a_small_gpu() -> None:
-    [found] = unfit(shipped("qwen_image_edit", "world_size=8"), 24)
-    assert found.startswith("memory: DOES NOT FIT by ") and "larger GPUs" in found
-    assert re.search(r"; \d+\.\d GB too much .* optimizer\.\S+=\S+,", found)
+    [problem] = unfit(shipped("qwen_image_edit", "world_size=8"), 24)
+    assert problem.startswith("memory: DOES NOT FIT by ") and "larger GPUs" in problem
+    assert re.search(r"; \d+\.\d GB too much .* optimizer\.\S+=\S+,", problem)
     least = ["optimizer.gradient_checkpointing=true", "optimizer.max_kept_tokens=0"]
     least += ["optimizer.max_tokens_per_micro_batch=280", "engine={type: 'transformers'}"]
     least += ["policy.device=auto"]
-    [found] = unfit(shipped("quickstart", *least, "renderer.batch_size=1"), 1)
+    [problem] = unfit(shipped("quickstart", *least, "renderer.batch_size=1"), 1)
     assert names(
-        found, "memory: ... 1.8 GB ... 2.8 GB of 1 ... 'render' ... no key ... larger GPUs"
+        problem, "memory: ... 1.8 GB ... 2.8 GB of 1 ... 'render' ... no key ... larger GPUs"
     )
 
 
-def test_a_policy_on_the_cpu_asks_no_gpu_for_memory() -> None:
+def test_a_policy_on_the_cpu_has_no_gpu_memory_plan() -> None:
     text, code = check_report.report(shipped("quickstart"), 1)
     assert code == 0 and "not planned: policy.device is 'cpu'" in text
 
 
 @pytest.mark.parametrize(
-    ("overrides", "what", "parts"),
+    ("overrides", "section", "parts"),
     [
         (["policy.model_path=nobody/knows", "policy.init_text_encoder_from=''"], "policy",
          "'nobody/knows' ... local folder"),
@@ -418,11 +417,13 @@ def test_a_policy_on_the_cpu_asks_no_gpu_for_memory() -> None:
         (["engine={type: 'tiny_plugins.nothing'}"], "engine", "tiny_plugins.nothing"),
     ],
 )  # fmt: skip
-def test_what_is_unknown_is_not_said_to_fit(overrides: list[str], what: str, parts: str) -> None:
+def test_a_model_of_unknown_size_is_not_said_to_fit(
+    overrides: list[str], section: str, parts: str
+) -> None:
     text, code = check_report.report(shipped("qwen_image_edit", *overrides), 141)
-    [unknown] = (line for line in text.splitlines() if f"unknown: {what}: " in line)
+    [unknown] = (line for line in text.splitlines() if f"unknown: {section}: " in line)
     assert names(unknown, parts) and code == 0
-    assert names(text.splitlines()[-1], f"unknown ... {what}")
+    assert names(text.splitlines()[-1], f"unknown ... {section}")
     assert "nothing is wrong" not in text and "  fits with" not in text
 
 
@@ -433,7 +434,7 @@ def launched(*arguments: str) -> int:
 
 
 def sized(folder: Path) -> str:
-    """A config that keeps less for the backward on a smaller GPU, and would not fit else."""
+    """A config that fits smaller GPUs only because it keeps less for the backward there."""
     values = json.dumps(tiny_config.real(folder, gpu_gb=141))
     path = folder / "sized.jsonnet"
     path.write_text(
@@ -454,7 +455,7 @@ def test_check_plans_for_the_configs_own_gpu(tmp_path, capsys) -> None:
         assert names(capsys.readouterr().err, f"--gpu-gb ... {size}")
 
 
-def test_the_config_follows_the_size_it_is_asked_for(tmp_path, capsys, monkeypatch) -> None:
+def test_the_config_follows_the_requested_gpu_size(tmp_path, capsys, monkeypatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr(
         "rl.simple_launch.launch", lambda args, *more: started.append(args.overrides) or 0
@@ -465,14 +466,14 @@ def test_the_config_follows_the_size_it_is_asked_for(tmp_path, capsys, monkeypat
         out = capsys.readouterr().out
         assert names(out, "against 80 GB ... (optimizer.max_kept_tokens)")
     assert launched("--gpu-gb", "80", path) == 0
-    assert started == [["gpu_gb=80.0"]], "ranks read it too"
+    assert started == [["gpu_gb=80.0"]], "the ranks get the size too"
 
 
-TWO = "world_size=2"
+TWO_RANKS = "world_size=2"
 
 
 @pytest.mark.parametrize(
-    ("cuda_gb", "arguments", "code", "said"),
+    ("cuda_gb", "arguments", "code", "parts"),
     [
         ([150.1], [], 0, ""),  # an H200 141GB
         ([85.0], [], 1, "85.0 ... with gpu_gb=85"),
@@ -480,61 +481,61 @@ TWO = "world_size=2"
         ([120.0], [], 0, "gpu_gb: ... 141 GB ... 120.0 ... with gpu_gb=120 "),
         ([150.1], ["gpu_gb=80"], 0, "with gpu_gb=150"),
         ([20.0], [], 1, "memory: DOES NOT FIT"),
-        ([45.0, 150.8], [TWO], 1, "memory: DOES NOT FIT"),  # the smaller of the two
-        ([150.8, 150.8, 8.0], [TWO], 0, ""),
-        ([45.0, 45.0], [TWO, "--gpu-gb", "141"], 0, ""),
-        ([150.8, 150.8], [TWO, "--gpu-gb", "40"], 1, "memory: DOES NOT FIT"),
+        ([45.0, 150.8], [TWO_RANKS], 1, "memory: DOES NOT FIT"),  # the smaller GPU counts
+        ([150.8, 150.8, 8.0], [TWO_RANKS], 0, ""),
+        ([45.0, 45.0], [TWO_RANKS, "--gpu-gb", "141"], 0, ""),
+        ([150.8, 150.8], [TWO_RANKS, "--gpu-gb", "40"], 1, "memory: DOES NOT FIT"),
         ([], ["--gpu-gb", "1"], 0, ""),  # a CPU
     ],
 )
-def test_a_start_is_held_to_its_gpus(
+def test_a_start_is_checked_against_its_gpus(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     cuda_gb: list[float],
     arguments: list[str],
     code: int,
-    said: str,
+    parts: str,
 ) -> None:
-    """As they are, or as --gpu-gb says that they are."""
+    """The GPUs count with their real sizes, or as --gpu-gb says."""
     monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
     machine = Machine(tuple(cuda_gb))
     monkeypatch.setattr("rl.simple_launch.placement.look_at_machine", lambda: machine)
     monkeypatch.setattr("rl.simple_launch.this_machine.host_memory_gb", lambda: 1000.0)
     assert launched(sized(tmp_path), *arguments) == code
     printed = capsys.readouterr().err
-    assert names(printed, said) and (said or "gpu_gb" not in printed)
+    assert names(printed, parts) and (parts or "gpu_gb" not in printed)
 
 
-def test_a_start_looks_at_the_hosts_memory(tmp_path: Path) -> None:
+def test_a_start_checks_the_hosts_memory(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     machine = Machine((150.1,))
     assert check_report.problems_here(config, machine, 1, 64) == []
-    [found] = check_report.problems_here(config, machine, 1, 3)
-    assert names(found, "host memory: ... 1 ranks ... 3.0")
+    [problem] = check_report.problems_here(config, machine, 1, 3)
+    assert names(problem, "host memory: ... 1 ranks ... 3.0")
 
 
-def test_a_reader_that_leaves_early_changes_no_exit_code(tmp_path: Path) -> None:
+def test_a_closed_output_pipe_keeps_the_exit_code(tmp_path: Path) -> None:
     path = tiny_config.write(tmp_path, tiny_config.real(tmp_path, gpu_gb=60))
     command = f"{sys.executable} -m rl.simple_launch --check {path} | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_nodes_that_do_not_divide_the_ranks_are_no_less_wrong_under_check(tmp_path, capsys) -> None:
+def test_check_refuses_nodes_that_do_not_divide_the_ranks(tmp_path, capsys) -> None:
     path = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, world_size=4)))
     nodes = ("--nnodes", "3", "--rdzv-endpoint", "host:1")
     assert launched("--check", *nodes, path) == 1
     assert names(capsys.readouterr().err, "--nnodes 3 ... world_size 4")
 
 
-def test_another_models_gpu_counts_as_it_is(tmp_path: Path) -> None:
+def test_a_renderers_own_gpu_is_checked_by_its_size(tmp_path: Path) -> None:
     config = config_of(tmp_path, renderer={"type": "qwen_image_edit", "device": "cuda:+1"})
     assert check_report.problems_here(config, Machine((150.8, 46.0)), 1) == []
-    [found] = check_report.problems_here(config, Machine((150.8, 45.0)), 1)
-    assert names(found, "renderer.device: ... 45.2 GB of cuda:+1 ... 45;")
-    own = config_of(tmp_path, renderer={"type": "qwen_image_edit", "device": "cuda:0"})
-    assert unfit(own, 80) == unfit(config_of(tmp_path), 80), "rank 0's own, spelled out"
+    [problem] = check_report.problems_here(config, Machine((150.8, 45.0)), 1)
+    assert names(problem, "renderer.device: ... 45.2 GB of cuda:+1 ... 45;")
+    same_gpu = config_of(tmp_path, renderer={"type": "qwen_image_edit", "device": "cuda:0"})
+    assert unfit(same_gpu, 80) == unfit(config_of(tmp_path), 80), "cuda:0 is rank 0's own GPU"
 
 
 def test_a_wrong_config_is_reported_and_starts_nothing(tmp_path, capsys) -> None:

@@ -1,4 +1,4 @@
-"""The memory plan against figures worked out by hand."""
+"""The memory plan against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def gb(planned: Plan, part: str) -> float:
     return next(row.gb for row in planned.rows if row.part == part)
 
 
-def test_lora_parameters() -> None:
+def test_lora_parameters_by_hand() -> None:
     # q: 10 -> 10, v: 10 -> 2, rank 4: 4 (10 + 10) + 4 (10 + 2) = 128 a layer, 2 layers.
     assert MODEL.lora_params(4, ("q_proj", "v_proj")) == 256
     # The 7B, rank 32 on q, k, v, o: 28 layers x 32 x (7168 + 4096 + 4096 + 7168).
@@ -88,18 +88,18 @@ def test_lora_parameters() -> None:
     assert seven.lora_params(32, ("q_proj", "k_proj", "v_proj", "o_proj")) == 20_185_088
 
 
-def test_activations() -> None:
-    # A bfloat16 layer: norms 2 x 10; q, k, v and result 2 x 10 + 2 x 2; what q and v read 10: 54.
+def test_activation_bytes_by_hand() -> None:
+    # A bfloat16 layer: norms 2 x 10; q, k, v and result 2 x 10 + 2 x 2; the input of q, v 10: 54.
     # Its MLP: 3 x 40. Two bytes each, two layers.
     adapted = ("q_proj", "v_proj")
     assert MODEL.kept_bytes(adapted, 2, False) == 2 * (108 + 240)
     assert MODEL.kept_bytes(adapted, 2, "mlp") == 2 * (108 + 10 * 2)
     assert MODEL.kept_bytes(adapted, 2, True) == 2 * 10 * 2
-    # One layer at work: the gradients of its MLP's inside, and what is recomputed.
+    # Working memory of one layer: gradients inside its MLP, and recomputed activations.
     assert MODEL.working_bytes(adapted, 2, False) == 240
     assert MODEL.working_bytes(adapted, 2, "mlp") == 240 + 240
     assert MODEL.working_bytes(adapted, 2, True) == 108 + 240 + 240
-    # The result is what o reads. All weights trained: the MLP's input and product besides.
+    # The result is o's input. With all weights trained, also the MLP's input and product.
     assert MODEL.kept_bytes(("o_proj",), 2, False) == 2 * (88 + 240)
     assert MODEL.kept_bytes(None, 2, False) == 2 * (108 + 240 + 20 + 80)
     assert MODEL.kept_bytes(None, 2, "mlp") == 2 * (108 + 20)
@@ -110,7 +110,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -120,12 +120,12 @@ class LiveBytes(TorchDispatchMode):
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in inputs:
-                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return result
 
     def total(self) -> int:
         gc.collect()
-        return sum(size for made, size in self._made.values() if not made.expired())
+        return sum(size for storage, size in self._storages.values() if not storage.expired())
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -134,7 +134,7 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def one_layer_less(policy: Any) -> Iterator[None]:
-    """What is gone with it is a layer's share, and nothing of what surrounds the layers."""
+    """Removes the last layer: the difference is what one layer keeps."""
     decoder = policy.module.base_model.model.language_model
     layers, depth = decoder.layers, decoder.config.num_hidden_layers
     decoder.layers, decoder.config.num_hidden_layers = layers[:-1], depth - 1
@@ -145,7 +145,7 @@ def one_layer_less(policy: Any) -> Iterator[None]:
 TINY = PolicyModel(1, 64, 128, 2, 1, 32, params=0)
 """One layer of `tiny_qwen`'s."""
 TINY3 = PolicyModel(1, 64, 128, 3, 1, 32, params=0, head_norms=True)
-"""One of `tiny_qwen3`'s, which also keeps the inputs of its head norms."""
+"""One layer of `tiny_qwen3`'s, which also keeps the inputs of its head norms."""
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -166,14 +166,14 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj")
         (TINY3, ("q_proj",), "bfloat16", True),
     ],
 )
-def test_what_a_real_forward_keeps(
+def test_a_real_forward_keeps_the_planned_bytes(
     tmp_path: Path,
     model: PolicyModel,
     adapted: tuple[str, ...] | None,
     dtype: str,
     checkpointing: Recompute,
 ) -> None:
-    """A policy's own packed forward, its graph alive: the plan counts what is there."""
+    """Measured after the packed forward of a policy, while its graph is alive."""
     lora = None if adapted is None else {"r": 1, "alpha": 1, "target_modules": adapted}
     section = {"dtype": dtype, "device": "cpu", "lora": lora}
     if model is TINY3:
@@ -198,14 +198,14 @@ def test_what_a_real_forward_keeps(
 
 
 def kept_per_token(policy: Any) -> float:
-    """Bytes of one layer.
+    """Bytes that one layer keeps for each token.
 
-    Left out of the plan: log-sum-exps, a norm's root, an adapter's inner values."""
+    The plan leaves out log-sum-exps, a norm's root and an adapter's inner values."""
     policy.module.train()
     prompt = policy.build_prompt(tiny_qwen.sample(0))
     batch = policy.collate([(prompt, list(range(10, 40)))] * 2)
     with torch.no_grad():
-        policy.module(batch)  # the picture's features stay from here on
+        policy.module(batch)  # caches the picture's features
 
     def kept() -> int:
         with LiveBytes() as live:
@@ -213,16 +213,16 @@ def kept_per_token(policy: Any) -> float:
         assert outputs.logprobs.requires_grad
         return live.total()
 
-    whole = kept()
+    all_layers = kept()
     with one_layer_less(policy):
-        return (whole - kept()) / len(batch.input_ids)
+        return (all_layers - kept()) / len(batch.input_ids)
 
 
-def test_phases() -> None:
+def test_memory_of_each_phase_by_hand() -> None:
     planned = plan(SIZES, gpu_gb=100)
     lora = 256
     resident = CONTEXT_GB + 3 * 2 + lora * 12e-9 + 20 * 2
-    asleep = 1.5  # of the engine's half
+    asleep = 1.5  # what a sleeping engine keeps of its half
     # From the first conditioning on: all of an iteration's graphs, one forward's working memory.
     forwards = 700 * 696e-9 + 200 * 240e-9 + LOGITS_GB + lora * 4e-9
     assert planned.total_gb("generate") == pytest.approx(resident + 50)
@@ -235,9 +235,8 @@ def test_phases() -> None:
     assert some.total_gb("learn") - some.total_gb("reference") == pytest.approx(200 * 696e-9)
 
 
-def test_the_engine_stays_where_everything_fits_with_a_tenth_to_spare() -> None:
-    """Half of the GPU is the engine's; renderer and learner want about 51 GB besides, and what the
-    engine keeps 1.5."""
+def test_the_engine_stays_if_everything_fits_nine_tenths_of_the_gpu() -> None:
+    """The engine takes half of the GPU, or 1.5 GB asleep; renderer and learner need about 51 GB."""
     others = plan(SIZES, gpu_gb=1000).total_gb("render")
     assert 52 < others < 53
     auto = replace(SIZES, engine=replace(ENGINE, residency="auto"))
@@ -252,7 +251,7 @@ def test_the_engine_stays_where_everything_fits_with_a_tenth_to_spare() -> None:
         assert planned.engine is not None
         assert (planned.engine.phases == PHASES) == (expected == "resident")
         assert f"{together:.1f} GB of {gpu_gb}" in residency_line(planned, gpu_gb)
-        # Stated in the config, it is done, and residency still says what there is room for.
+        # A stated residency is planned as stated; `residency` still says what would fit.
         for stated in ("resident", "sleep"):
             as_stated = plan(replace(SIZES, engine=replace(ENGINE, residency=stated)), gpu_gb)
             assert (as_stated.total_gb("render") > others + 1) == (stated == "resident")
@@ -268,11 +267,11 @@ def test_zero_stages_under_full_fine_tuning() -> None:
     assert [gb(p, "policy weights") for p in by_stage] == pytest.approx([6, 6, 6, 1.5])
     assert [gb(p, "optimiser state") for p in by_stage] == pytest.approx([36, 9, 9, 9])
     assert [gb(p, "gradients") for p in by_stage] == pytest.approx([12, 12, 3, 3])
-    # From stage 2 on ranks run their backwards together, after the last verdict.
+    # From stage 2 on, the ranks run their backwards together, after the last grade.
     early = [p.total_gb("render") - by_stage[0].total_gb("render") for p in by_stage[:3]]
     assert early == pytest.approx([0, -27, -27 - 12])
     reference = plan(replace(full, reads_reference=True), gpu_gb=100)
-    # Beside the trained weights, and gone before the first backward.
+    # The reference is freed before the first backward.
     assert reference.total_gb("learn") == by_stage[0].total_gb("learn")
     assert reference.total_gb("reference") == pytest.approx(by_stage[0].total_gb("reference") + 6)
 
@@ -284,7 +283,7 @@ def test_models_on_other_devices_are_not_counted() -> None:
     assert planned.elsewhere == pytest.approx({"cuda:1": 42, "cuda:2": 0.6})
 
 
-def test_the_engine_cache() -> None:
+def test_the_engine_cache_by_hand() -> None:
     # A token takes 2 layers x 2 x 2 values x 2 bytes = 16 B. Share 8.5 GB - 6 - 1.5 = 1 GB, less a
     # step of 8 x 100 tokens of 250 B: 999.8 MB are 3 905 468 blocks of 16 tokens, 7 a completion.
     planned = plan(replace(SIZES, engine=replace(ENGINE, step_bytes=250)), gpu_gb=17)
@@ -295,7 +294,7 @@ def test_the_engine_cache() -> None:
     assert gb(shared, "key-value cache") == pytest.approx(300 * 16e-9)
 
 
-def test_the_least_an_engine_starts_with() -> None:
+def test_the_least_memory_an_engine_starts_with() -> None:
     many = replace(ENGINE, max_num_seqs=10**6, longest_tokens=65)
     # Weights, 1.5 GB, a step of 16384 tokens of 240 B (half on a small GPU); 65 tokens in 5 blocks
     # of 16, and vLLM's own.
@@ -309,7 +308,7 @@ def test_the_least_an_engine_starts_with() -> None:
     assert not stated.starves(80) and replace(stated, cache_gb=95 * 16e-9).starves(80)
 
 
-def test_an_open_share_holds_an_iteration_or_what_there_is_room_for() -> None:
+def test_an_automatic_share_holds_an_iteration_or_as_much_as_fits() -> None:
     """A completion of 100 tokens: 7 blocks of 16 tokens of 16 kB, 1.792 MB; one block is vLLM's."""
     fat = replace(ENGINE, share=None, kv_bytes=16_000)
     sizes = replace(SIZES, num_completions=200, engine=fat)
@@ -326,34 +325,34 @@ def test_an_open_share_holds_an_iteration_or_what_there_is_room_for() -> None:
     cache_bytes, share = claimed(100)
     assert cache_bytes == (200 * 7 + 1) * 256_000
     assert share == pytest.approx((beside_gb + cache_bytes / 1e9) / 100, abs=1e-4)
-    assert share >= (beside_gb + cache_bytes / 1e9) / 100, "vLLM looks whether that much is free"
+    assert share >= (beside_gb + cache_bytes / 1e9) / 100, "vLLM checks that this much is free"
     # Nine tenths of the GPU, less the others: room for 100.5 completions, then for none.
     others_gb = plan(sizes, 1000).with_engine(()).total_gb("generate") - ENGINE.own_gb
     tight_gb = (others_gb + beside_gb + 100.5 * 7 * 256e-6) / 0.9
     small_step_gb = 8192 * 240e-9
-    assert tight_gb < 75, "a GPU on which vLLM's step is half as long"
+    assert tight_gb < 75, "on a GPU this small, vLLM halves its step"
     tight_gb -= small_step_gb / 0.9
     assert claimed(tight_gb)[0] == (100 * 7 + 1) * 256_000
     assert claimed(tight_gb - 1)[0] == (1 * 7 + 1) * 256_000
-    # An engine that stays is beside the largest of the phases; at most max_num_seqs at once.
+    # An engine that stays shares the GPU with the largest phase. max_num_seqs is the upper limit.
     assert claimed(tight_gb, residency="resident")[0] < claimed(tight_gb)[0]
     few = plan(replace(sizes, engine=replace(fat, max_num_seqs=8)), 100)
     assert few.inference is not None and int(few.inference.at_once(100)) == 8
-    assert engine_claim(plan(SIZES, 100), 100) is None, "its section says what it takes"
+    assert engine_claim(plan(SIZES, 100), 100) is None, "a stated share needs no claim"
 
 
-def test_a_step_of_the_optimiser() -> None:
+def test_memory_of_an_optimiser_step_by_hand() -> None:
     """AdamW's temporaries, or ZeRO's flat gradients: 4 bytes a parameter that this rank steps."""
     full = replace(SIZES, lora_rank=None)
     steps = [gb(plan(replace(full, zero_stage=n), 100), "the step, working") for n in range(4)]
     assert steps == pytest.approx([12, 3, 3, 6])
     planned = plan(replace(full, zero_stage=2), 100)
-    # Context, weights, masters and moments, gradients, that, the editor, a sleeping engine's own.
+    # Context, weights, masters and moments, gradients, the step, the editor, a sleeping engine.
     assert planned.total_gb("step") == pytest.approx(2 + 6 + 9 + 3 + 3 + 40 + 1.5)
     assert gb(planned, "gradient bucket") == pytest.approx(5e8 * 2 / 1e9)
 
 
-def test_host_memory() -> None:
+def test_host_memory_by_hand() -> None:
     full = replace(SIZES, lora_rank=None, zero_stage=2, reads_reference=True)
     on_gpu = plan(full, 120)
     parts = {row.part: row.gb for row in host_plan(full, on_gpu, 120, 4, {}).rows}
@@ -365,7 +364,7 @@ def test_host_memory() -> None:
             "checkpoint: weights, moments": 36,
         }
     )
-    # torch pins what is asked for, no power of two above it.
+    # Here torch pins the requested size, without rounding up to a power of two.
     exactly = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:1"}
     [asleep] = [
         row.gb
@@ -373,22 +372,22 @@ def test_host_memory() -> None:
         if row.part.startswith("engine")
     ]
     assert asleep == pytest.approx(4 * 6)
-    # 2 + 6 + 40 + half of the GPU; where 6 GB more have no room, all weights twice on the host.
+    # 2 + 6 + 40 + half of the GPU; without room for 6 GB more, the host holds all weights twice.
     small = host_plan(full, plan(full, 107), 107, 4, {})
     assert small.total_gb("start") == pytest.approx(16 + 4 * 2 * 6)
-    # An engine that stays pins nothing; an adapter alone is little.
+    # An engine that stays pins nothing; the checkpoint of an adapter is small.
     stays = plan(replace(SIZES, engine=replace(ENGINE, residency="resident")), 200)
     assert host_plan(SIZES, stays, 200, 4, {}).peak_gb == pytest.approx(16, abs=1e-3)
     offloads = replace(EDITOR, host_weights=5e9)
     assert offloads.host_gb(4) == 10 and replace(offloads, host_shared=False).host_gb(4) == 40
 
 
-def test_host_problems(tmp_path: Path) -> None:
+def test_too_little_host_memory_is_reported(tmp_path: Path) -> None:
     planned = Plan([Row("engine asleep, pinned", 30, ("run",))], phases=HOST_PHASES)
     assert host_problems(planned, 8, None) == []
     assert host_problems(planned, 8, 30) == []
-    [found] = host_problems(planned, 8, 20)
-    assert names(found, "host memory: 30.0 GB ... 'run' ... 8 ranks ... PYTORCH_ALLOC_CONF=pinned_")
+    [line] = host_problems(planned, 8, 20)
+    assert names(line, "host memory: 30.0 GB ... 'run' ... 8 ranks ... PYTORCH_ALLOC_CONF=pinned_")
 
 
 @pytest.mark.parametrize(
@@ -397,7 +396,7 @@ def test_host_problems(tmp_path: Path) -> None:
         ({}, 64 * 1.024),
         ({"self/cgroup": "0::/\n", "memory.max": "max\n"}, 64 * 1.024),
         ({"self/cgroup": "0::/\n", "memory.max": "32000000000\n"}, 32),
-        (  # a group within one that is smaller
+        (  # a cgroup inside a smaller one
             {
                 "self/cgroup": "4:cpu:/x\n0::/a/b\n",
                 "a/b/memory.max": "9000000000\n",
@@ -407,7 +406,9 @@ def test_host_problems(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_memory_of_this_machine(tmp_path, files: dict[str, str], expected_gb: float) -> None:
+def test_host_memory_is_the_smallest_limit(
+    tmp_path, files: dict[str, str], expected_gb: float
+) -> None:
     assert host_memory_gb(tmp_path) is None
     files = {"meminfo": "MemFree: 1 kB\nMemTotal:       64000000 kB\n", **files}
     for name, text in files.items():

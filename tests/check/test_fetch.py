@@ -1,4 +1,4 @@
-"""Models of the hub come before the ranks start, by one process."""
+"""One process downloads the hub's models before the ranks start."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ QWEN, EDIT = "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen-Image-Edit"
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Hub id -> patterns; `EDIT` cannot be had."""
-    found: dict[str, list[str]] = {}
+    """Hub id -> requested file patterns; the download of `EDIT` fails."""
+    patterns: dict[str, list[str]] = {}
 
-    def snapshot_download(path: str, **asked: Any) -> None:
-        found[path] = asked["allow_patterns"]
+    def snapshot_download(path: str, **options: Any) -> None:
+        patterns[path] = options["allow_patterns"]
         if path == EDIT:
             raise ConnectionError("401 gated")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    return found
+    return patterns
 
 
-def test_what_is_read_is_fetched_and_what_cannot_be_is_named(fetched, monkeypatch) -> None:
+def test_files_that_are_read_are_fetched_and_failures_named(fetched, monkeypatch) -> None:
     resolved = build.resolve(tiny_config.shipped("qwen_image_edit"))
     [problem] = fetch_models(resolved)
     assert names(problem, f"renderer.model_path: {EDIT} ... 401 gated ... HF_TOKEN")
     shard, part = "model-00001-of-00005.safetensors", "diffusion_pytorch_model"
     for path, name, is_read in (
         (QWEN, "merges.txt", True),
-        (QWEN, shard, False),  # the editor's own are read
+        (QWEN, shard, False),  # the editor's copy is read instead
         (EDIT, f"text_encoder/{shard}", True),
         (EDIT, f"transformer/{part}-00001-of-00009.safetensors", True),
         (EDIT, f"transformer/{part}.bin", False),
     ):
         assert any(fnmatch(name, pattern) for pattern in fetched[path]) == is_read, name
     monkeypatch.setattr("rl.check.fetch._is_cached", lambda model: True)
-    assert fetch_models(resolved) == [], "what is there is not missed"
+    assert fetch_models(resolved) == [], "cached models are not fetched"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     fetched.clear()
     assert (fetch_models(resolved), fetched) == ([], {})

@@ -1,4 +1,4 @@
-"""A folder that holds another model, or not all of one, is refused before anything is loaded."""
+"""A folder with another model, or an incomplete one, is refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "emu3_vq": ("renderers", {"type": "emu3_vq"}),
     "clip": ("rewards", {"type": "clip"}),
 }
-"""Folder of the tiny world -> the room and section that load it."""
+"""Folder of the tiny world -> (plugin directory, config section that loads it)."""
 
 
-def models(room: str, section: dict[str, Any]) -> Sequence[ModelFiles]:
-    plugin, wrong = build._find_plugin(room, room, section)
-    assert plugin is not None and not wrong, wrong
-    found: Sequence[ModelFiles] = plugin.cls.models(plugin.config)
-    return found
+def models(directory: str, section: dict[str, Any]) -> Sequence[ModelFiles]:
+    plugin, problems = build._find_plugin(directory, directory, section)
+    assert plugin is not None and not problems, problems
+    declared: Sequence[ModelFiles] = plugin.cls.models(plugin.config)
+    return declared
 
 
 def linked(name: str, folder: Path) -> Path:
@@ -43,15 +43,15 @@ def linked(name: str, folder: Path) -> Path:
 
 
 def rewrite(file: Path, content: bytes) -> None:
-    """Of the folder of links alone."""
+    """Replaces a link, so that its target does not change."""
     file.unlink(missing_ok=True)
     file.write_bytes(content)
 
 
 PARTS = [
     (name, model.subfolder, model.config, bool(model.weights), bool(model.kinds))
-    for name, (room, section) in SECTIONS.items()
-    for model in models(room, section | {"model_path": str(tiny_config.WEIGHTS / name)})
+    for name, (directory, section) in SECTIONS.items()
+    for model in models(directory, section | {"model_path": str(tiny_config.WEIGHTS / name)})
     if model.config_required
 ]
 
@@ -59,17 +59,17 @@ PARTS = [
 def problems_with(
     name: str, folder: Path, damage: Callable[[Path], None], subfolder: str = ""
 ) -> list[str]:
-    room, section = SECTIONS[name]
+    directory, section = SECTIONS[name]
     shutil.rmtree(folder / name, ignore_errors=True)
     copy = linked(name, folder)
-    declared = models(room, section | {"model_path": str(copy)})
+    declared = models(directory, section | {"model_path": str(copy)})
     assert list(model_problems(declared)) == []
     damage(copy / subfolder)
     return list(model_problems(declared))
 
 
 @pytest.mark.parametrize(("name", "subfolder", "config", "has_weights", "has_kind"), PARTS)
-def test_every_part_that_a_plugin_loads_is_looked_at(
+def test_damage_is_found_in_every_part_of_a_model(
     name: str, subfolder: str, config: str, has_weights: bool, has_kind: bool, tmp_path: Path
 ) -> None:
     part = tiny_config.WEIGHTS / name / subfolder
@@ -83,15 +83,15 @@ def test_every_part_that_a_plugin_loads_is_looked_at(
     ]
     if has_kind:
         other = b'{"model_type": "qwen2_vl"}'
-        wanted = f"{config} ... model_type 'qwen2_vl' ... only '"
-        cases.append((lambda part: rewrite(part / config, other), wanted))
+        message = f"{config} ... model_type 'qwen2_vl' ... only '"
+        cases.append((lambda part: rewrite(part / config, other), message))
     if has_weights:
         [weights] = part.glob("*.safetensors")
-        whole, place = weights.read_bytes(), os.path.join(subfolder, weights.name)
-        wanted = f"lacks {place} or {place}.index.json"
-        cases.append((lambda part: (part / weights.name).unlink(), wanted))
-        wanted = f"{len(whole) - 1} bytes ... {len(whole)}; ... copy"
-        cases.append((lambda part: rewrite(part / weights.name, whole[:-1]), wanted))
+        content, file = weights.read_bytes(), os.path.join(subfolder, weights.name)
+        message = f"lacks {file} or {file}.index.json"
+        cases.append((lambda part: (part / weights.name).unlink(), message))
+        message = f"{len(content) - 1} bytes ... {len(content)}; ... copy"
+        cases.append((lambda part: rewrite(part / weights.name, content[:-1]), message))
     for damage, parts in cases:
         [problem] = problems_with(name, tmp_path, damage, subfolder)
         assert names(problem, f"model_path: {tmp_path / name} ... {parts}"), problem
@@ -127,13 +127,15 @@ def header(text: bytes) -> bytes:
         ),
     ],
 )  # fmt: skip
-def test_no_bytes_are_a_traceback(file: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_damaged_files_give_messages_not_tracebacks(
+    file: str, content: bytes, message: str, tmp_path: Path
+) -> None:
     [problem] = problems_with("policy", tmp_path, lambda part: rewrite(part / file, content))
     assert names(problem, f"model_path: {tmp_path}/policy ... {file} ... {message}"), problem
 
 
 def shard(folder: Path) -> None:
-    """The weights as published: a file that an index names."""
+    """Splits the weights into two files that an index names, as models are published."""
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "second")
     (folder / "second").rename(folder / "model-00002-of-00002.safetensors")
@@ -142,7 +144,7 @@ def shard(folder: Path) -> None:
     rewrite(folder / "model.safetensors.index.json", json.dumps(index).encode())
 
 
-def test_what_an_index_names_must_be_there(tmp_path: Path) -> None:
+def test_files_that_an_index_names_must_exist(tmp_path: Path) -> None:
     assert problems_with("policy", tmp_path, shard) == []
     index = "model.safetensors.index.json"
     cases: list[tuple[Callable[[Path], None], str]] = [
@@ -168,34 +170,34 @@ def quickstart(*overrides: str) -> list[str]:
     return check_report.problems(tiny_config.shipped("quickstart", *overrides))
 
 
-def test_a_folder_of_its_predecessor_is_refused_by_check(tmp_path, capsys) -> None:
+def test_a_folder_of_an_older_model_is_refused_by_check(tmp_path, capsys) -> None:
     folder = linked("policy", tmp_path)
-    written = json.loads((folder / "config.json").read_text())
-    written |= {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
-    rewrite(folder / "config.json", json.dumps(written).encode())
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
+    rewrite(folder / "config.json", json.dumps(config).encode())
     [older] = quickstart(f"policy.model_path={folder}")
     assert names(older, f"policy.model_path: {folder}/config.json ... 'qwen2_vl' ... 'qwen2_5_vl'")
-    written |= {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLModel"]}
-    rewrite(folder / "config.json", json.dumps(written).encode())
+    config |= {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLModel"]}
+    rewrite(folder / "config.json", json.dumps(config).encode())
     [headless] = quickstart(f"policy.model_path={folder}")
     assert names(headless, "architectures 'Qwen2_5_VLModel' ... 'Qwen2_5_VLForCond")
 
 
-def test_words_and_weights_may_lie_in_two_places(tmp_path: Path) -> None:
+def test_tokenizer_and_weights_may_be_in_two_folders(tmp_path: Path) -> None:
     editor = tmp_path / "editor"
     linked("policy", editor).rename(editor / "text_encoder")
-    words = linked("policy", tmp_path)
-    (words / "model.safetensors").unlink()
-    two = [f"policy.model_path={words}", f"policy.init_text_encoder_from={editor}"]
-    assert quickstart(*two) == []
-    [problem] = quickstart(*two, "policy.text_encoder_subfolder=encoder")
+    processor = linked("policy", tmp_path)
+    (processor / "model.safetensors").unlink()
+    overrides = [f"policy.model_path={processor}", f"policy.init_text_encoder_from={editor}"]
+    assert quickstart(*overrides) == []
+    [problem] = quickstart(*overrides, "policy.text_encoder_subfolder=encoder")
     assert names(problem, f"policy.init_text_encoder_from: {editor} ... encoder/config.json")
-    (words / "tokenizer.json").unlink()
-    [problem] = quickstart(*two)
-    assert names(problem, f"policy.model_path: {words} ... tokenizer.json or vocab.json")
+    (processor / "tokenizer.json").unlink()
+    [problem] = quickstart(*overrides)
+    assert names(problem, f"policy.model_path: {processor} ... tokenizer.json or vocab.json")
 
 
-def test_an_editor_of_another_template_is_refused(tmp_path: Path) -> None:
+def test_an_editor_of_another_pipeline_is_refused(tmp_path: Path) -> None:
     folder = linked("editor", tmp_path)
     change = f"renderer.model_path={folder}"
     rewrite(folder / "model_index.json", b'{"_class_name": "QwenImageEditPlusPipeline"}')
@@ -204,7 +206,7 @@ def test_an_editor_of_another_template_is_refused(tmp_path: Path) -> None:
     assert quickstart(change, "renderer.type=qwen_image_edit_plus") == []
 
 
-def test_a_hub_id_is_compared_as_far_as_the_cache_goes(tmp_path, monkeypatch) -> None:
+def test_a_hub_id_is_checked_by_its_cached_files(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     change = "policy.model_path=some/one"
     assert quickstart(change) == []
@@ -213,7 +215,7 @@ def test_a_hub_id_is_compared_as_far_as_the_cache_goes(tmp_path, monkeypatch) ->
     file.parent.mkdir(parents=True)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c0ffee")
-    assert quickstart(change) == [], "nothing of it is there yet"
+    assert quickstart(change) == [], "nothing of it is cached yet"
     file.write_text('{"model_type": "qwen3_vl"}')
     [problem] = quickstart(change)
     assert names(problem, f"policy.model_path: some/one ({file}) ... 'qwen3_vl' ... 'qwen2_5_vl'")

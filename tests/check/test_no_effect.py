@@ -1,4 +1,4 @@
-"""A key that is set and that nothing reads is told, or refused, and never passed over."""
+"""A key that is set but that nothing reads is reported or refused, never ignored silently."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rl.check.no_effect import doubtful, no_effect
 from rl.simple_launch import main
 
 
-def told(name: str, *overrides: str) -> list[str]:
+def warnings_of(name: str, *overrides: str) -> list[str]:
     resolved = build.resolve(tiny_config.shipped(name, *overrides))
     return no_effect(resolved) + doubtful(resolved)
 
 
 @pytest.mark.parametrize("name", tiny_config.DISTINCT)
-def test_a_shipped_config_sets_nothing_in_vain(name: str) -> None:
-    assert told(name) == []
+def test_a_shipped_config_sets_no_key_without_effect(name: str) -> None:
+    assert warnings_of(name) == []
 
 
 EDITOR = "qwen_image_edit"
@@ -77,22 +77,24 @@ CASES: list[tuple[str, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("name", "overrides", "keys"), CASES, ids=[" ".join(c[1]) for c in CASES])
-def test_what_nothing_reads_is_told(name: str, overrides: list[str], keys: list[str]) -> None:
-    lines = sorted(told(name, *overrides))
+def test_a_key_that_nothing_reads_is_reported(
+    name: str, overrides: list[str], keys: list[str]
+) -> None:
+    lines = sorted(warnings_of(name, *overrides))
     assert len(lines) == len(keys), lines
-    found = [line.partition(":")[0] for line in lines]
-    assert all(key in given for key, given in zip(sorted(keys), found, strict=True)), lines
+    reported = [line.partition(":")[0] for line in lines]
+    assert all(key in line for key, line in zip(sorted(keys), reported, strict=True)), lines
 
 
-def test_a_launch_says_it_too(tmp_path, monkeypatch, capsys) -> None:
+def test_a_launch_reports_keys_without_effect(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("rl.simple_launch.launch", lambda *arguments: 0)
-    place = f"base_exp_dir={tmp_path}"
+    runs = f"base_exp_dir={tmp_path}"
     with pytest.raises(SystemExit) as done:
-        main(["configs/quickstart.jsonnet", place, "optimizer.zero_stage=3", "sampling.top_p=0.9"])
+        main(["configs/quickstart.jsonnet", runs, "optimizer.zero_stage=3", "sampling.top_p=0.9"])
     assert done.value.code == 0
-    said = capsys.readouterr().err.splitlines()[-2:]
-    assert names(said[0], "without effect ... optimizer.zero_stage: ... 'torch'")
-    assert names(said[1], "sampling.top_p: 0.9 ... Use 1.0")
+    printed = capsys.readouterr().err.splitlines()[-2:]
+    assert names(printed[0], "without effect ... optimizer.zero_stage: ... 'torch'")
+    assert names(printed[1], "sampling.top_p: 0.9 ... Use 1.0")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_a_launch_says_it_too(tmp_path, monkeypatch, capsys) -> None:
         (EDITOR, [f"renderer.lora_path={tiny_config.WEIGHTS}",
                   "renderer.lora_weight_name=no.safetensors"],
          "renderer.lora_weight_name: ... weights ... 'no.safetensors'"),
-        # states of another width, as the hub's models are known to have and local ones say
+        # hidden states of another width: known for the hub's models, read from local folders
         (EDITOR, ["policy.model_path=Qwen/Qwen2.5-VL-3B-Instruct",
                   "policy.init_text_encoder_from="],
          "policy: ... 2048 ... 3584 ... policy.model_path, policy.init_text_encoder_from"),
@@ -121,7 +123,7 @@ def test_a_launch_says_it_too(tmp_path, monkeypatch, capsys) -> None:
         ("tiny_earl", ["policy.thought={}"], "policy.thought: ... emu3 ... drop"),
     ],
 )  # fmt: skip
-def test_what_would_be_passed_over_in_silence_is_refused(
+def test_a_value_that_would_be_ignored_silently_is_refused(
     name: str, overrides: list[str], parts: str
 ) -> None:
     [problem] = check_report.problems(tiny_config.shipped(name, *overrides))
@@ -136,7 +138,7 @@ def test_what_would_be_passed_over_in_silence_is_refused(
         ("quickstart", ["policy.thought.max_tokens=15", "sampling.max_completion_tokens=16"]),
     ],
 )
-def test_their_neighbours_are_allowed(name: str, overrides: list[str]) -> None:
+def test_correct_variants_of_these_values_are_accepted(name: str, overrides: list[str]) -> None:
     assert check_report.problems(tiny_config.shipped(name, *overrides)) == []
 
 
@@ -151,7 +153,7 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path: Path) -> None:
     assert check_report.problems(config) == []
     [unread] = no_effect(build.resolve(config))
     assert names(unread, "policy.lora.target_modules: ... adapter_path")
-    for key, given, own in (("r", "4", "8"), ("dropout", "0.1", "0.0")):
-        other = tiny_config.shipped("quickstart", change, f"policy.lora.{key}={given}")
-        [found] = check_report.problems(other)
-        assert names(found, f"policy.lora.{key}: {given} ... adapter_path ... {own}")
+    for key, stated, actual in (("r", "4", "8"), ("dropout", "0.1", "0.0")):
+        other = tiny_config.shipped("quickstart", change, f"policy.lora.{key}={stated}")
+        [problem] = check_report.problems(other)
+        assert names(problem, f"policy.lora.{key}: {stated} ... adapter_path ... {actual}")

@@ -1,4 +1,4 @@
-"""A run folder that cannot be written to is a sentence before any process starts."""
+"""A run folder that cannot be written to is reported before any process starts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NOBODY = 65534
 
 
 @contextmanager
-def anybody() -> Iterator[None]:
-    """Without the rights of root, to whom nothing is shut."""
+def without_root() -> Iterator[None]:
+    """Runs the block without the rights of root, who may write anywhere."""
     if os.geteuid() != 0:
         yield
         return
@@ -34,19 +34,19 @@ def anybody() -> Iterator[None]:
 
 @pytest.fixture
 def run_dir() -> Iterator[Path]:
-    """A run that was stopped, its owner anybody."""
-    with anybody(), tempfile.TemporaryDirectory() as folder:
+    """The folder of a stopped run, owned by an ordinary user."""
+    with without_root(), tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         (run_dir / "logs").mkdir(parents=True)
         (run_dir / "checkpoints").mkdir()
         for name in ("metrics.jsonl", "logs/rank_0.log"):
             (run_dir / name).write_text("")
         yield run_dir
-        for place in (run_dir, *run_dir.rglob("*")):
-            place.chmod(0o700)
+        for path in (run_dir, *run_dir.rglob("*")):
+            path.chmod(0o700)
 
 
-def test_what_can_be_written_to_is_fine(run_dir: Path) -> None:
+def test_a_writable_run_folder_is_accepted(run_dir: Path) -> None:
     assert folder_problems(run_dir) == folder_problems(run_dir / "not" / "yet") == []
     assert make_problems(run_dir) == make_problems(run_dir.parent / "new" / "one") == []
 
@@ -57,42 +57,42 @@ def test_what_is_read_only_is_named(run_dir: Path, name: str) -> None:
     assert_refused(run_dir / name, "writable")
 
 
-def test_a_file_or_the_kernel_in_its_place(tmp_path: Path) -> None:
-    for place in (Path("/proc/self/run"), Path("/sys/run"), tmp_path / ("../" * 9) / "proc/run"):
-        assert names(folder_problems(place)[0], "base_exp_dir: ... kernel")
+def test_a_run_folder_in_a_file_or_in_proc_is_refused(tmp_path: Path) -> None:
+    for path in (Path("/proc/self/run"), Path("/sys/run"), tmp_path / ("../" * 9) / "proc/run"):
+        assert names(folder_problems(path)[0], "base_exp_dir: ... kernel")
     (tmp_path / "file").write_text("")
     [problem] = folder_problems(tmp_path / "file" / "run")
     assert names(problem, f"base_exp_dir: {tmp_path / 'file'} ... file ... folder")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", ".saving.lock", "judge/left_out.json"])
-@pytest.mark.parametrize("there", [True, False])
-def test_a_link_in_the_place_of_a_file_is_written_through_by_nobody(
-    tmp_path: Path, name: str, there: bool
+@pytest.mark.parametrize("exists", [True, False])
+def test_nothing_is_written_through_a_link_in_the_place_of_a_file(
+    tmp_path: Path, name: str, exists: bool
 ) -> None:
-    """Who goes on with a stranger's run must not write to their own files by it."""
-    mine, place = tmp_path / "mine", tmp_path / "run" / name
-    place.parent.mkdir(parents=True)
-    if there:
-        mine.write_text("kept")
-    place.symlink_to(mine)
-    assert_refused(place, "link ... remove")
+    """Resuming a stranger's run must not write to the user's own files."""
+    target, link = tmp_path / "mine", tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    if exists:
+        target.write_text("kept")
+    link.symlink_to(target)
+    assert_refused(link, "link ... remove")
     for opener in (itself, private):
         with pytest.raises(OSError, match="link"):
-            opener(str(place), os.O_WRONLY | os.O_CREAT)
+            opener(str(link), os.O_WRONLY | os.O_CREAT)
     with pytest.raises(OSError, match="link"):
-        append_line(place, "a line\n")
-    write_atomically(place, "a file of the run's own")
-    assert not place.is_symlink() and mine.exists() == there
-    assert not there or mine.read_text() == "kept"
+        append_line(link, "a line\n")
+    write_atomically(link, "a file of the run's own")
+    assert not link.is_symlink() and target.exists() == exists
+    assert not exists or target.read_text() == "kept"
 
 
-def assert_refused(place: Path, parts: str) -> None:
-    """By both, with its own path."""
-    run_dir = next(folder for folder in (place, *place.parents) if folder.name == "run")
+def assert_refused(path: Path, parts: str) -> None:
+    """Both checks refuse the path and name it."""
+    run_dir = next(folder for folder in (path, *path.parents) if folder.name == "run")
     for problems in (folder_problems(run_dir), make_problems(run_dir)):
         [problem] = problems
-        assert names(problem, f"base_exp_dir: {place} ... {parts}")
+        assert names(problem, f"base_exp_dir: {path} ... {parts}")
 
 
 @pytest.mark.parametrize(
@@ -106,19 +106,19 @@ def assert_refused(place: Path, parts: str) -> None:
     ],
 )
 def test_a_snapshot_by_hard_links_is_not_written_through(tmp_path: Path, write) -> None:
-    """`cp -al run snapshot`, and one of the two goes on."""
-    mine, place = tmp_path / "mine", tmp_path / "place"
-    mine.write_text('{"key": "a", "reply": "b"}\n{"key": ')
-    mine.chmod(0o644)
-    before = mine.read_bytes()
-    os.link(mine, place)
-    write(place)
-    assert mine.read_bytes() == before and mine.stat().st_mode & 0o777 == 0o644
-    assert place.stat().st_nlink == mine.stat().st_nlink == 1
+    """After `cp -al run snapshot`, one of the two is resumed."""
+    snapshot, path = tmp_path / "mine", tmp_path / "place"
+    snapshot.write_text('{"key": "a", "reply": "b"}\n{"key": ')
+    snapshot.chmod(0o644)
+    before = snapshot.read_bytes()
+    os.link(snapshot, path)
+    write(path)
+    assert snapshot.read_bytes() == before and snapshot.stat().st_mode & 0o777 == 0o644
+    assert path.stat().st_nlink == snapshot.stat().st_nlink == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "place"]
 
 
-def test_a_new_run_is_its_users_alone(tmp_path: Path) -> None:
+def test_a_new_run_folder_is_private(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o755)
     assert make_problems(tmp_path / "new/run") == make_problems(shared) == []
@@ -127,19 +127,19 @@ def test_a_new_run_is_its_users_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "judge/replies_0.jsonl"])
-def test_a_pipe_in_the_place_of_a_file_is_waited_on_by_nobody(tmp_path: Path, name: str) -> None:
-    """It has no reader, and who opens it to write would wait for one for ever."""
-    place = tmp_path / "run" / name
-    place.parent.mkdir(parents=True)
-    os.mkfifo(place)
-    assert_refused(place, "no ordinary file ... remove")
+def test_a_pipe_in_the_place_of_a_file_never_blocks(tmp_path: Path, name: str) -> None:
+    """The pipe has no reader: opening it for writing would block forever."""
+    pipe = tmp_path / "run" / name
+    pipe.parent.mkdir(parents=True)
+    os.mkfifo(pipe)
+    assert_refused(pipe, "no ordinary file ... remove")
     for flags in (os.O_WRONLY, os.O_RDWR):
         for opener in (itself, private):
             with pytest.raises(OSError, match="no ordinary file"):
-                opener(str(place), flags | os.O_CREAT | os.O_APPEND)
+                opener(str(pipe), flags | os.O_CREAT | os.O_APPEND)
 
 
-def test_folders_may_lie_on_another_disk(tmp_path: Path) -> None:
+def test_subfolders_may_link_to_another_disk(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     for name in ("images", "logs", "judge"):
         (tmp_path / "disk" / name).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What `--check` says of rows with several source pictures, before anything is loaded."""
+"""`--check` checks rows with several source pictures before anything is loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiny_messages import names
 from rl.check import check_report
 from rl.config.schema import RunConfig
 
-WORDS = {"instruction": "paint it"}
+INSTRUCTION = {"instruction": "paint it"}
 ONE, THREE = {"image": "a.png"}, {"images": ["a.png"] * 3}
 
 
@@ -23,7 +23,7 @@ def config_of(folder: Path, plugin: str, *rows: dict[str, Any], **changes: Any) 
     Image.new("RGB", (32, 32)).save(folder / "a.png")
     source = {
         "type": "edit_jsonl",
-        "path": write_jsonl(folder / "r.jsonl", [WORDS | r for r in rows]),
+        "path": write_jsonl(folder / "r.jsonl", [INSTRUCTION | r for r in rows]),
     }
     data = {"train": [source], "validation": [source]} | changes.pop("data", {})
     renderer = {"type": plugin, "model_path": f"Qwen/{plugin}"} | changes.pop("renderer", {})
@@ -53,21 +53,21 @@ def test_more_pictures_than_the_renderer_reads_are_a_bad_row(
     assert "source pictures" not in check_report.report(skipping, 141)[0]
 
 
-def test_pictures_that_fill_a_prompt_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
-    """384^2 px are 188 tokens of Qwen2.5-VL's."""
+def test_pictures_that_fill_the_prompt_are_reported(tmp_path: Path) -> None:
+    """A picture of 384^2 px takes 188 tokens of Qwen2.5-VL."""
 
-    def told(max_prompt_tokens: int, **data: Any) -> str:
+    def report(max_prompt_tokens: int, **data: Any) -> str:
         renderer = {"max_pictures": 3, "model_path": "Qwen/Qwen-Image-Edit-2511"}
         config = config_of(tmp_path, "qwen_image_edit_plus", ONE, THREE, renderer=renderer, **data)
         section = dict(config.policy) | {"max_prompt_tokens": max_prompt_tokens}
         return check_report.report(config.model_copy(update={"policy": section}), 141)[0]
 
     parts = "data.train.0: ... 3 source pictures ... 188 tokens ... policy.max_prompt_tokens is 564"
-    assert names(told(564), f"{parts} ... raise")
-    assert "data.train.0: " not in told(565) + told(564, data={"on_bad_row": "skip"})
+    assert names(report(564), f"{parts} ... raise")
+    assert "data.train.0: " not in report(565) + report(564, data={"on_bad_row": "skip"})
 
 
-def test_the_judge_is_asked_with_as_many_as_a_row_has(tmp_path: Path) -> None:
+def test_the_judge_gets_as_many_pictures_as_a_row_has(tmp_path: Path) -> None:
     with FaultyJudge() as judge:
         config = config_of(
             tmp_path,

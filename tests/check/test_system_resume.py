@@ -1,4 +1,4 @@
-"""Which config changes a run survives, and what the others are told."""
+"""Which config changes a resumed run accepts, which it notes, and which it refuses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_change_that_breaks_the_run_is_refused(change: dict[str, Any], line: s
 DECAYS = {"optimizer": {"final_lr_fraction": 0.1}}
 NO_KL = {"algorithm": {"kl_coeff": 0.0, "zero_spread_groups": "drop"}}
 ALLOWED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
-    # nothing that training reads
+    # keys that training does not read
     ({}, {
         "base_exp_dir": "moved",
         "num_iterations": 1000,
@@ -78,7 +78,7 @@ ALLOWED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         "optimizer.learning_rate: 1e-05 -> 1e-06",
         "optimizer.max_kept_tokens: None -> 0",
     ]),
-    # what our own messages advise: a judge that refuses a question, a plan that does not fit
+    # what our messages advise when a judge refuses a question or a plan does not fit
     ({}, {
         "judge": {"max_tokens": 1024, "image_side_px": 512, "guided_json": "on_retry"},
         "optimizer": {"gradient_checkpointing": True, "max_tokens_per_micro_batch": 4096},
@@ -104,12 +104,12 @@ ALLOWED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
 def test_other_changes_are_allowed_and_noted_where_they_matter(
     before: dict[str, Any], after: dict[str, Any], lines: list[str]
 ) -> None:
-    found = check_resume(resolved(**before), resolved(**after))
-    assert len(found) == len(lines), found
-    assert all(line.startswith(start) for line, start in zip(found, lines, strict=True)), found
+    notes = check_resume(resolved(**before), resolved(**after))
+    assert len(notes) == len(lines), notes
+    assert all(line.startswith(start) for line, start in zip(notes, lines, strict=True)), notes
 
 
-def test_groups_without_spread_keep_their_rule_where_there_is_a_kl() -> None:
+def test_with_a_kl_the_rule_for_groups_without_spread_is_fixed() -> None:
     one, other = (
         resolved(algorithm={"kl_coeff": 0.1, "zero_spread_groups": rule})
         for rule in ("drop", "kl_only")
@@ -119,33 +119,33 @@ def test_groups_without_spread_keep_their_rule_where_there_is_a_kl() -> None:
 
 
 def schema_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every key, dotted; of what a plugin reads `type` alone."""
+    """Every key, dotted; of a plugin's section only `type`."""
     for name, field in section.model_fields.items():
-        key, found = f"{prefix}{name}", field.annotation
-        if isinstance(found, type) and issubclass(found, Section):
-            yield from schema_keys(found, f"{key}.")
-        elif found == PluginSection or name == "rewards":
+        key, annotation = f"{prefix}{name}", field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            yield from schema_keys(annotation, f"{key}.")
+        elif annotation == PluginSection or name == "rewards":
             yield f"{key}.type"
         else:
             yield key
 
 
-def plugin_keys(room: str) -> set[str]:
-    """Those of the shipped plugins' own sections."""
-    found = set()
-    for name in plugins_of(room):
-        module, _ = import_plugin(module_of(room, name))
-        cls, problems = plugin_class(module, ROOMS[room])
+def plugin_keys(directory: str) -> set[str]:
+    """The keys of the shipped plugins' sections."""
+    keys = set()
+    for name in plugins_of(directory):
+        module, _ = import_plugin(module_of(directory, name))
+        cls, problems = plugin_class(module, ROOMS[directory])
         assert cls is not None, problems
-        found |= set(cls.Config.model_fields)
-    return found
+        keys |= set(cls.Config.model_fields)
+    return keys
 
 
 def test_the_table_names_keys_that_exist() -> None:
     """A renamed config key must not silently become one that breaks a run."""
     keys = set(schema_keys())
-    for section, room in (("policy", "policies"), ("engine", "engines"), ("renderer", "renderers")):
-        keys |= {f"{section}.{key}" for key in plugin_keys(room)}
+    for name, folder in (("policy", "policies"), ("engine", "engines"), ("renderer", "renderers")):
+        keys |= {f"{name}.{key}" for key in plugin_keys(folder)}
     keys |= {f"policy.lora.{key}" for key in LoraSection.model_fields}
     keys |= {f"data.train.0.{key}" for key in plugin_keys("data")} | {"data.validation.0.path"}
     for pattern in (*HARMLESS, *LEVEL, *LENGTH, *NOTED):
@@ -163,16 +163,16 @@ def test_the_table_names_keys_that_exist() -> None:
         ({"data": {"train": TRAIN, "validation": HELD_OUT}}, "data.validation: [] -> "),
     ],
 )  # fmt: skip
-def test_what_sets_when_rollouts_start_level_is_said_where_they_run_ahead(
+def test_schedule_changes_are_noted_only_if_rollouts_run_ahead(
     change: dict[str, Any], line: str
 ) -> None:
-    """On-policy, checkpoints and held-out runs do not touch what is learnt."""
+    """On-policy, checkpoints and held-out evaluations do not affect training."""
     assert check_resume(resolved(), resolved(**change)) == []
-    [found] = check_resume(resolved(max_staleness=1), resolved(max_staleness=1, **change))
-    assert found.startswith(line)
+    [note] = check_resume(resolved(max_staleness=1), resolved(max_staleness=1, **change))
+    assert note.startswith(line)
 
 
-def test_a_checkpoint_older_than_a_key_goes_on_as_it_was() -> None:
+def test_a_key_missing_in_a_checkpoint_means_its_default() -> None:
     new = resolved(policy=POLICY | {"thought": None})
     old = {key: value for key, value in resolved().items() if key != "max_staleness"}
     assert check_resume(old, new) == []

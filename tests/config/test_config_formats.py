@@ -1,8 +1,4 @@
-"""What another version wrote is read, or refused by a sentence.
-
-`format_3/` is what commit 90fa50d wrote for three iterations of `tiny_prompts`, without its tensors
-and pictures.
-"""
+"""Files that another version of this project wrote are read, or refused with a message."""
 
 from __future__ import annotations
 
@@ -43,6 +39,7 @@ NEWER = "update vlm-edit-rl"
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
+    """Three iterations of `tiny_prompts` by commit 90fa50d, without tensors and pictures."""
     return shutil.copytree(Path(__file__).parent / "format_3", tmp_path / "tiny_prompts")
 
 
@@ -53,17 +50,17 @@ def rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def config_of(run_dir: Path, *overrides: str) -> Any:
-    place = f"base_exp_dir={run_dir.parent}"
-    return load_config("configs/tiny_prompts.jsonnet", [place, *OVERRIDES, *overrides])
+    override = f"base_exp_dir={run_dir.parent}"
+    return load_config("configs/tiny_prompts.jsonnet", [override, *OVERRIDES, *overrides])
 
 
-def test_a_run_of_the_last_release_goes_on(run_dir: Path) -> None:
+def test_a_run_of_the_last_release_can_be_resumed(run_dir: Path) -> None:
     config = config_of(run_dir)
     assert check_report.problems(config) == []
     assert names(check_report.report(config, 80)[0].splitlines()[0], "after 2 iterations")
 
 
-def test_a_change_that_breaks_it_is_still_refused(run_dir: Path) -> None:
+def test_a_breaking_change_to_an_old_run_is_refused(run_dir: Path) -> None:
     changes = ("data.train.0.seed=5", "algorithm.loss=grpo")
     [problem] = check_report.problems(config_of(run_dir, *changes))
     breaking = [line.strip() for line in problem.splitlines() if line.startswith("  ")]
@@ -71,7 +68,9 @@ def test_a_change_that_breaks_it_is_still_refused(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_its_record_is_reported_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_reads_a_run_of_the_last_release(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report_command.main([str(run_dir)]) == 0
     assert "own words, as they are: 0.001" in capsys.readouterr().out
     [first, _] = read_evaluations(run_dir)
@@ -79,7 +78,7 @@ def test_its_record_is_reported_on(run_dir: Path, capsys: pytest.CaptureFixture[
     assert (record["bare_file"], record["bare_reward"]) == ("1903207363_baseline.png", 0.0)
 
 
-def test_its_policy_is_found_again(run_dir: Path) -> None:
+def test_the_policy_of_the_last_release_is_found(run_dir: Path) -> None:
     weights = "pkg://tiny_world/weights/rewriter"
     trained = load_trained(run_dir)
     assert trained.policy()["model_path"] == weights
@@ -89,63 +88,63 @@ def test_its_policy_is_found_again(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "why"),
+    ("number", "parts"),
     [
         ("4", f"format 4 ... 3 to 3 ... {NEWER}"),
         ("2", "format 2 ... 3 to 3 ... the version of vlm-edit-rl that wrote it"),
         ("'two'", "format 'two'"),
     ],
 )
-def test_a_config_of_another_format_is_refused_for_that_alone(number: str, why: str) -> None:
+def test_a_config_of_another_format_is_one_problem(number: str, parts: str) -> None:
     name = "configs/quickstart.jsonnet"
     with pytest.raises(ConfigError) as caught:
         load_config(name, [f"format={number}", "baseline_arm=never", "no_key_yet=1"])
     [problem] = caught.value.problems
-    assert names(problem, f"{name} ... {why}")
+    assert names(problem, f"{name} ... {parts}")
 
 
 @pytest.mark.parametrize(
-    ("file", "known"),
+    ("file", "current"),
     [("config.json", formats.CONFIG), ("checkpoints/step_000002/state.json", formats.CHECKPOINT)],
 )
-def test_what_a_newer_version_wrote_is_refused_and_left_alone(
-    run_dir: Path, file: str, known: int, capsys: pytest.CaptureFixture[str]
+def test_what_a_newer_version_wrote_is_refused(
+    run_dir: Path, file: str, current: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The checkpoint's manifest does not fit it any more, but it is not called damaged."""
-    rewrite(run_dir / file, lambda written: written.update(format=known + 1))
+    """The checkpoint no longer matches its manifest, but the message does not call it damaged."""
+    rewrite(run_dir / file, lambda written: written.update(format=current + 1))
     folder = (run_dir / file).parent
-    why = f"{folder} has the format {known + 1}, ... {known} to {known} ... {NEWER}"
+    message = f"{folder} has the format {current + 1}, ... {current} to {current} ... {NEWER}"
     [problem] = check_report.problems(config_of(run_dir))
-    assert names(problem, f"run_name: ... {why} ... another run_name ... move {run_dir} away")
+    assert names(problem, f"run_name: ... {message} ... another run_name ... move {run_dir} away")
     for use in (checkpoint.model_folder, load_trained):
         with pytest.raises(ValueError) as refused:
             use(run_dir)
-        assert names(refused.value, why)
+        assert names(refused.value, message)
     with pytest.raises(SystemExit, match=NEWER):
         export.main([str(run_dir), str(run_dir / "exported")])
     if file == "config.json":
         assert report_command.main([str(run_dir)]) == 1
-        assert names(capsys.readouterr().err, why)
+        assert names(capsys.readouterr().err, message)
 
 
 @pytest.mark.parametrize(
-    ("written", "why"),
+    ("written", "parts"),
     [
         ('{"auto_mapping": {"format": 3}}', f"the format 3 ... 1 to 2 ... {NEWER}"),
         ('{"auto_mapping": ', "damaged ... JSON"),
     ],
 )
-def test_an_adapter_that_cannot_be_read_is_refused(run_dir: Path, written: str, why: str) -> None:
+def test_an_adapter_that_cannot_be_read_is_refused(run_dir: Path, written: str, parts: str) -> None:
     adapter = shutil.move(run_dir / "checkpoints" / "step_000002" / "model", run_dir.parent / "a")
     (adapter / "adapter_config.json").write_text(written)
-    why = f"{adapter}/adapter_config.json ... {why}"
-    places = ["policy.model_path=pkg://tiny_world/weights/rewriter", "base_exp_dir=elsewhere"]
-    config = config_of(run_dir, *places, f"policy.adapter_path={adapter}")
+    parts = f"{adapter}/adapter_config.json ... {parts}"
+    overrides = ["policy.model_path=pkg://tiny_world/weights/rewriter", "base_exp_dir=elsewhere"]
+    config = config_of(run_dir, *overrides, f"policy.adapter_path={adapter}")
     [problem] = check_report.problems(config)
-    assert names(problem, f"policy.adapter_path: ... {why}")
+    assert names(problem, f"policy.adapter_path: ... {parts}")
 
 
-def test_a_run_of_an_older_format_is_refused_and_what_a_run_writes_has_todays(run_dir) -> None:
+def test_an_older_format_is_refused_and_a_run_writes_the_current_one(run_dir) -> None:
     config = config_of(run_dir)
     rewrite(run_dir / "config.json", lambda written: written.pop("format"))
     [problem] = check_report.problems(config)

@@ -1,5 +1,4 @@
-"""No value of any key, however hostile, gets a traceback out of a check: it is refused by its key,
-or means something."""
+"""`--check` accepts or refuses any value of any key, however hostile, without a traceback."""
 
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ NUM_TRIED = 60
 
 
 def full(folder: Path) -> dict[str, Any]:
-    """A config with every key of every section spelt out."""
+    """A config that states every key of every section."""
     config = tiny_config.validated(tiny_config.real(folder))
     resolved = build.resolve(config)
     values: dict[str, Any] = json.loads(config.model_dump_json())
-    for room in ("policy", "engine", "renderer"):
-        values[room] = json.loads(getattr(resolved, room).config.model_dump_json())
+    for section in ("policy", "engine", "renderer"):
+        values[section] = json.loads(getattr(resolved, section).config.model_dump_json())
     values["rewards"] = {
         name: json.loads(plugin.config.model_dump_json())
         for name, plugin in resolved.rewards.items()
@@ -42,12 +41,12 @@ def full(folder: Path) -> dict[str, Any]:
     return values
 
 
-def keys(values: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def keys(values: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     items = values.items() if isinstance(values, dict) else enumerate(values)
     for key, value in items:
-        yield (*at, key)
+        yield (*prefix, key)
         if isinstance(value, (dict, list)):
-            yield from keys(value, (*at, key))
+            yield from keys(value, (*prefix, key))
 
 
 def with_value(values: dict[str, Any], key: tuple[Any, ...], value: Any) -> dict[str, Any]:
@@ -60,7 +59,7 @@ def with_value(values: dict[str, Any], key: tuple[Any, ...], value: Any) -> dict
     return changed
 
 
-def test_any_key_may_hold_anything(tmp_path: Path) -> None:
+def test_any_value_of_any_key_is_accepted_or_refused(tmp_path: Path) -> None:
     values = full(tmp_path)
     pairs = [(key, value) for key in keys(values) for value in ODD]
     for key, value in random.Random(12).sample(pairs, NUM_TRIED):
@@ -69,14 +68,14 @@ def test_any_key_may_hold_anything(tmp_path: Path) -> None:
         if config is not None:
             problems = check_report.problems(config)
         assert not any(" raises " in problem for problem in problems), (key, value, problems)
-        shown = listed(problems)
-        assert all(char.isprintable() or char == "\n" for char in shown), (key, value)
+        message = listed(problems)
+        assert all(char.isprintable() or char == "\n" for char in message), (key, value)
         if config is not None and not problems:
             assert check_report.report(config, config.gpu_gb)[0]
 
 
-def test_of_many_unknown_keys_the_first_are_told(tmp_path: Path) -> None:
-    """To look for the nearest of 20,000 took a minute."""
+def test_of_many_unknown_keys_only_some_are_reported(tmp_path: Path) -> None:
+    """Searching the nearest known key of 20,000 unknown ones took a minute."""
     many = {f"prompts_per_iteratio{n}": n for n in range(20_000)}
     with pytest.raises(ConfigError) as refused:
         load_config(tiny_config.write(tmp_path, {**tiny_config.nothing(tmp_path), **many}))

@@ -1,4 +1,4 @@
-"""A Jsonnet file and the command line become a `RunConfig`, or a list of everything wrong."""
+"""A Jsonnet file and the command line become a `RunConfig`, or a list of all problems."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def problems_of(path: Path, *overrides: str, env: dict[str, str] | None = None) 
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> Path:
+def run_file(tmp_path: Path) -> Path:
     return tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
 
 
-def test_every_missing_variable_is_named_with_its_place(tmp_path: Path, plain: Path) -> None:
+def test_every_missing_variable_is_named_with_its_line(tmp_path: Path, run_file: Path) -> None:
     path = tmp_path / "env.jsonnet"
     path.write_text(
         "(import 'run.jsonnet') + {\n"
@@ -36,7 +36,7 @@ def test_every_missing_variable_is_named_with_its_place(tmp_path: Path, plain: P
         "  base_exp_dir: std.extVar('HOME'),\n"
         "}"
     )
-    found = problems_of(path, env={"HOME": "/home/me"})
+    problems = problems_of(path, env={"HOME": "/home/me"})
     assert load_config(path, ["base_exp_dir=x", "seed=1"], {"APP__RUN_NAME": "a", "APP__JUDGE": ""})
     for parts in (
         f"set ... APP__RUN_NAME ... {path.name}:2",
@@ -44,21 +44,21 @@ def test_every_missing_variable_is_named_with_its_place(tmp_path: Path, plain: P
         f"std.extVar('HOME') ... {path.name}:5 ... only",
         "seed: -1",  # the rest is checked as well
     ):
-        assert any(names(problem, parts) for problem in found), parts
+        assert any(names(problem, parts) for problem in problems), parts
 
 
 @pytest.mark.slow
-def test_looking_for_missing_variables_comes_to_an_end(tmp_path: Path) -> None:
+def test_the_search_for_missing_variables_ends(tmp_path: Path) -> None:
     path = tmp_path / "endless.jsonnet"
     path.write_text("local f(n) = f(std.extVar(n) + '1') tailstrict; { a: f('APP__A') }")
-    wanted = f"set ... APP__A ... {path.name}:1"
-    assert any(names(problem, wanted) for problem in problems_of(path))
+    expected = f"set ... APP__A ... {path.name}:1"
+    assert any(names(problem, expected) for problem in problems_of(path))
 
 
 @pytest.mark.parametrize("override", ["seed=1", "seed=local f(x) = f(x) tailstrict; f(1)"])
-def test_a_program_without_end_is_ended(tmp_path, plain, monkeypatch, override: str) -> None:
+def test_an_endless_program_is_stopped(tmp_path, run_file, monkeypatch, override: str) -> None:
     monkeypatch.setattr(jsonnet, "MAX_S", 0.5)
-    path = plain
+    path = run_file
     if override == "seed=1":
         path = tmp_path / "endless.jsonnet"
         path.write_text("local f(x) = f(x + 1) tailstrict; { a: f(1) }")
@@ -66,17 +66,17 @@ def test_a_program_without_end_is_ended(tmp_path, plain, monkeypatch, override: 
     assert names(problem, f"{path} ... longer than 0.5 s ... recursion")
 
 
-def test_bytes_that_are_not_utf_8_are_refused(tmp_path: Path, plain: Path) -> None:
+def test_bytes_that_are_not_utf_8_are_refused(tmp_path: Path, run_file: Path) -> None:
     broken = os.fsdecode(b"mine\xff")
-    assert "UTF-8" in problems_of(plain, env={"APP__RUN_NAME": broken})[0]
+    assert "UTF-8" in problems_of(run_file, env={"APP__RUN_NAME": broken})[0]
     for override in (f"run_name={broken}", f"{broken}=1"):
-        assert problems_of(plain, override)
-    assert problems_of(plain.rename(tmp_path / os.fsdecode(b"env\xff.jsonnet")))
+        assert problems_of(run_file, override)
+    assert problems_of(run_file.rename(tmp_path / os.fsdecode(b"env\xff.jsonnet")))
 
 
-def test_overrides_are_jsonnet_and_bare_words_are_strings(plain: Path) -> None:
+def test_overrides_are_jsonnet_and_bare_text_is_a_string(run_file: Path) -> None:
     config = load_config(
-        plain,
+        run_file,
         [
             "num_iterations=2 * 10",
             "optimizer.learning_rate=1e-4",
@@ -97,7 +97,7 @@ def test_overrides_are_jsonnet_and_bare_words_are_strings(plain: Path) -> None:
     assert config.data.train == [{"type": "elsewhere"}]
 
 
-def test_what_the_file_derives_follows_an_override(tmp_path: Path, plain: Path) -> None:
+def test_values_that_the_file_derives_follow_an_override(tmp_path: Path, run_file: Path) -> None:
     path = tmp_path / "derived.jsonnet"
     path.write_text(
         "(import 'run.jsonnet') + { size:: 1, prompts_per_iteration: 4 * $.size, "
@@ -132,8 +132,8 @@ def test_what_the_file_derives_follows_an_override(tmp_path: Path, plain: Path) 
         ("algorithm.loss=ppo", "'grpo' or 'dapo' or 'dr_grpo' or 'gspo' or 'cispo'"),
     ],
 )
-def test_a_wrong_override_is_explained(plain: Path, override: str, parts: str) -> None:
-    [problem] = problems_of(plain, override)
+def test_a_wrong_override_is_explained(run_file: Path, override: str, parts: str) -> None:
+    [problem] = problems_of(run_file, override)
     assert names(problem, parts), problem
 
 
@@ -148,19 +148,19 @@ def test_all_problems_come_at_once_and_name_the_file(tmp_path: Path) -> None:
     values = tiny_config.nothing(tmp_path, seed="0", optimiser={"learning_rate": 1}, world_size=0)
     del values["generations_per_prompt"]
     path = tiny_config.write(tmp_path, values)
-    found = problems_of(path)
-    assert all(problem.startswith(f"{path}: ") for problem in found)
+    problems = problems_of(path)
+    assert all(problem.startswith(f"{path}: ") for problem in problems)
     for expected in (
         "seed: ",
         "optimiser: ... unknown ... 'optimizer'",
         "world_size: 0",
         "generations_per_prompt: missing",
     ):
-        assert any(names(problem, expected) for problem in found), (expected, found)
-    assert len(found) == 4
+        assert any(names(problem, expected) for problem in problems), (expected, problems)
+    assert len(problems) == 4
 
 
-def test_files_that_are_no_config(tmp_path: Path) -> None:
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
     missing = tmp_path / "nowhere.jsonnet"
     assert problems_of(missing)[0].startswith(f"{missing}: ")
     broken = tmp_path / "broken.jsonnet"
@@ -174,7 +174,7 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     assert problems_of(asserted)[0].startswith("use two ranks,\nor one (at ")
 
 
-def test_a_section_speaks_for_itself() -> None:
+def test_a_sections_own_message_gets_its_key() -> None:
     values = {"type": "viescore", "semantics_prompt": "/none.txt"}
     _, [problem] = validate(viescore.Config, values, at="rewards.vie")
     assert names(problem, "rewards.vie: semantics_prompt: ... /none.txt")

@@ -1,4 +1,4 @@
-"""What is shipped is found from any folder: configs by name, packages' files by `pkg://`."""
+"""Shipped files are found from any working folder: configs by name, weights by `pkg://`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_a_shipped_config_runs_from_any_folder(name: str, tmp_path, monkeypatch)
     assert check_report.problems(config) == []
     model = build.resolve(config).policy.config.model_path
     assert (Path(model) / "config.json").is_file()
-    # What is recorded does not name this machine's folders: the run goes on wherever it lies.
+    # The recorded path does not name this machine's folders, so that the run can be moved.
     assert config.policy["model_path"].startswith("pkg://")
 
 
-def test_engine_auto_is_vllm_where_its_build_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_auto_is_vllm_if_its_build_fits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = {("cpu", "cpu"), ("cpu", "auto"), ("cuda", "auto"), ("cuda", "cuda:0")}
     for installed, device in itertools.product(("", "cpu", "cuda"), ("auto", "cpu", "cuda:0")):
         monkeypatch.setattr(schema, "vllm_build", lambda installed=installed: installed)
@@ -45,57 +45,59 @@ def test_engine_auto_is_vllm_where_its_build_runs_there(monkeypatch: pytest.Monk
         assert engine == {"type": expected, "x": 1}, (installed, device)
 
 
-def test_the_folder_at_hand_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_working_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    mine = Path("configs/quickstart.jsonnet")
-    mine.parent.mkdir()
-    mine.write_text("(import 'tiny_earl.jsonnet') + { run_name: 'mine' }")  # a shipped one
-    config = load_config(mine)
+    path = Path("configs/quickstart.jsonnet")
+    path.parent.mkdir()
+    path.write_text("(import 'tiny_earl.jsonnet') + { run_name: 'mine' }")  # a shipped one
+    config = load_config(path)
     assert (config.run_name, config.policy["type"]) == ("mine", "emu3")
     Path("configs/base.libsonnet").write_text("{ seed: 7 }")
-    mine.write_text("import 'base.libsonnet'")
+    path.write_text("import 'base.libsonnet'")
     with pytest.raises(ConfigError, match="run_name: missing"):
-        load_config(mine)
+        load_config(path)
 
 
 @pytest.mark.parametrize("name", ["configs/quikstart.jsonnet", "quickstart.jsonnet"])
-def test_a_name_that_nothing_has_is_told_the_nearest(name: str) -> None:
+def test_an_unknown_config_name_gets_a_suggestion(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(name)
     [problem] = caught.value.problems
     assert names(problem, f"{name}: ... 'configs/quickstart.jsonnet'")
 
 
-def test_only_a_path_into_configs_is_looked_for_among_the_shipped(tmp_path, monkeypatch) -> None:
+def test_only_paths_in_configs_can_mean_a_shipped_config(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("README.md", "configs/../README.md", "pyproject.toml", "/configs/x.jsonnet"):
         with pytest.raises(ConfigError, match="no such config file"):
             load_config(name)
 
 
-def test_every_shipped_config_is_named() -> None:
+def test_every_shipped_config_is_listed() -> None:
     assert len(shipped_configs()) == len(list((ROOT / "configs").glob("*.jsonnet"))) > 20
 
 
-def test_pkg_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pkg_path_is_found_without_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "outsiders_world" / "weights").mkdir(parents=True)
     (tmp_path / "outsiders_world" / "__init__.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = tmp_path / "outsiders_world" / "weights"
-    assert located("pkg://outsiders_world/weights") == str(found)
-    assert located("pkg://outsiders_world/none") == str(found.parent / "none")
+    weights = tmp_path / "outsiders_world" / "weights"
+    assert located("pkg://outsiders_world/weights") == str(weights)
+    assert located("pkg://outsiders_world/none") == str(weights.parent / "none")
     assert located("runs/pkg://x") == "runs/pkg://x"
 
 
 @pytest.mark.parametrize("path", ["pkg://no_such_package/x", "pkg://", "pkg://../x", "pkg:///etc"])
-def test_a_pkg_path_into_nothing_is_a_problem_of_its_key(path: str) -> None:
+def test_a_pkg_path_without_a_package_names_its_key(path: str) -> None:
     config = load_config(ROOT / "configs" / "quickstart.jsonnet", [f"policy.model_path={path}"])
     [problem] = check_report.problems(config)
     assert names(problem, f"policy.model_path: ... {path!r} ... no package")
 
 
 @pytest.mark.slow
-def test_a_wheel_holds_all_that_a_run_reads(tmp_path: Path) -> None:
+def test_a_wheel_holds_every_file_that_a_run_reads(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "-w", tmp_path, ROOT], check=True, capture_output=True)
@@ -112,7 +114,7 @@ def test_a_wheel_holds_all_that_a_run_reads(tmp_path: Path) -> None:
     packed = [
         name if name.startswith("rl/") else f"rl/{name}"
         for name in tracked
-        if name not in clone_only  # what EARL's lines name
+        if name not in clone_only  # only EARL's commands, run in a clone, name them
     ]
     assert [name for name in packed if not (site / name).is_file()] == []
     for name in TINY:

@@ -1,4 +1,4 @@
-"""Users' own edits in a JSONL file, on real photographs: what is read, and what is refused how."""
+"""Users' edits in a JSONL file with real photographs: accepted rows, and messages for bad ones."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def config(path: str, **more) -> edit_jsonl.Config:
     return edit_jsonl.Config.model_validate({"type": "edit_jsonl", "path": path, **more})
 
 
-def both(folder, rows, **more) -> tuple[list[str], str, list[str], int]:
-    """What `check` says, what `build` raises, and under 'skip' the ids left and the number gone."""
+def outcomes(folder, rows, **more) -> tuple[list[str], str, list[str], int]:
+    """(problems, the error that is raised, ids kept under 'skip', number of rows skipped)."""
     settings = config(write_jsonl(folder / "edits.jsonl", rows), **more)
     problems = edit_jsonl.EditJsonl.problems(settings, RULES)
     with pytest.raises(BadRowError) as error:
@@ -39,7 +39,7 @@ def both(folder, rows, **more) -> tuple[list[str], str, list[str], int]:
     return problems, str(error.value), ids, kept.num_skipped
 
 
-def test_photographs_and_words_become_samples(folder):
+def test_photographs_and_instructions_become_samples(folder):
     rows = [
         {**GOOD, "id": "p-1", "category": "light", "target_image": "flower.jpg"},
         {**FLOWER, "instruction": "  mache sie \u2028 blau, 把花变蓝  "},
@@ -56,7 +56,7 @@ def test_photographs_and_words_become_samples(folder):
     assert second.instruction == "mache sie \u2028 blau, 把花变蓝"
 
 
-def test_columns_can_be_named_otherwise(folder):
+def test_columns_can_have_other_names(folder):
     row = {
         "in": {"picture": ["flower.jpg", "china.jpg"]},
         "ask": "make it dusk",
@@ -76,7 +76,7 @@ def test_columns_can_be_named_otherwise(folder):
     assert sample.source.size == PHOTO_SIZE
 
 
-def test_pictures_may_lie_elsewhere_and_text_only_rows_need_none(folder, tmp_path_factory):
+def test_pictures_may_be_elsewhere_and_text_only_rows_need_none(folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     path = write_jsonl(other / "edits.jsonl", [GOOD])
     assert edit_jsonl.EditJsonl.problems(config(path, image_folder=str(folder)), RULES) == []
@@ -99,13 +99,13 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
-def test_a_bad_row_is_named_with_file_row_and_remedy_or_skipped(folder, case):
+def test_a_bad_row_is_named_with_file_row_and_fix_or_skipped(folder, case):
     row, message = BAD_ROWS[case]
     first = "caf\u00e9" if "looks" in case else "a"
-    problems, raised, ids, num_skipped = both(folder, [{**GOOD, "id": first}, row, FLOWER])
-    place = f"{folder / 'edits.jsonl'}, row 2: "
+    problems, raised, ids, num_skipped = outcomes(folder, [{**GOOD, "id": first}, row, FLOWER])
+    prefix = f"{folder / 'edits.jsonl'}, row 2: "
     assert len(problems) == 1
-    assert problems[0].startswith(place) and names(problems[0], message)
+    assert problems[0].startswith(prefix) and names(problems[0], message)
     assert raised.startswith(problems[0]) and "data.on_bad_row: 'skip'" in raised
     assert (ids, num_skipped) == ([first, "edits.jsonl:3"], 1)
 
@@ -119,12 +119,12 @@ def test_a_bad_row_is_named_with_file_row_and_remedy_or_skipped(folder, case):
 )
 def test_a_column_that_the_config_names_is_required_of_every_row(folder, more, columns, message):
     rows = [{**GOOD, **more}, {**GOOD, "target_image": "flower.jpg", "answer": 0}]
-    problems, _, ids, num_skipped = both(folder, rows, columns=columns)
+    problems, _, ids, num_skipped = outcomes(folder, rows, columns=columns)
     assert names(problems[0], message)
     assert (ids, num_skipped) == (["edits.jsonl:2"], 1)
 
 
-def test_headers_are_read_at_start(folder):
+def test_picture_headers_are_checked_at_start(folder):
     (folder / "fake.jpg").write_text("<html>404</html>")
     rows = [{**GOOD, "image": "fake.jpg"}, GOOD]
     settings = config(write_jsonl(folder / "edits.jsonl", rows))
@@ -135,9 +135,9 @@ def test_headers_are_read_at_start(folder):
         edit_jsonl.EditJsonl(settings, RowRules("error", 500))
 
 
-def test_truncated_pixels_are_found_at_start_only_when_asked(folder):
-    whole = (folder / "china.jpg").read_bytes()
-    (folder / "half.jpg").write_bytes(whole[: len(whole) // 2])
+def test_truncated_pictures_are_found_at_start_if_configured(folder):
+    content = (folder / "china.jpg").read_bytes()
+    (folder / "half.jpg").write_bytes(content[: len(content) // 2])
     rows = [{**GOOD, "image": "half.jpg"}, GOOD]
     path = write_jsonl(folder / "edits.jsonl", rows)
     late = edit_jsonl.EditJsonl(config(path), RULES)
@@ -150,7 +150,7 @@ def test_truncated_pixels_are_found_at_start_only_when_asked(folder):
     assert (len(early), early.num_skipped) == (1, 1)
 
 
-def test_a_file_that_cannot_be_used_at_all(folder):
+def test_a_file_without_usable_rows_is_reported(folder):
     def problem(path, mode="error"):
         return edit_jsonl.EditJsonl.problems(config(str(path)), RowRules(mode, MAX_SIDE_PX))[0]
 
@@ -165,7 +165,7 @@ def test_a_file_that_cannot_be_used_at_all(folder):
         edit_jsonl.EditJsonl(config(str(folder / "utf16.jsonl")), RowRules("skip", MAX_SIDE_PX))
 
 
-def test_many_problems_are_cut_short(folder):
+def test_a_long_list_of_problems_is_cut_short(folder):
     settings = config(write_jsonl(folder / "edits.jsonl", ["{"] * 25))
     problems = edit_jsonl.EditJsonl.problems(settings, RULES)
     assert len(problems) == 11

@@ -1,4 +1,4 @@
-"""Lists of tokenised edits, and their files: published layouts, our own form, hostile ones."""
+"""Lists of tokenised edits and their files: published layouts, our format, hostile files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("style", ["zip", "legacy", "bare pickle"])
-def test_a_pickle_that_runs_something_is_refused_and_not_run(tmp_path: Path, style: str) -> None:
+def test_a_pickle_that_runs_code_is_refused_and_not_run(tmp_path: Path, style: str) -> None:
     file, mark = tmp_path / "1.pth", tmp_path / "mark"
     hostile = fields(1, CoT={"thinking": Bomb(mark)})
     if style == "bare pickle":
@@ -70,7 +70,7 @@ def test_a_pickle_that_runs_something_is_refused_and_not_run(tmp_path: Path, sty
     torch.load(file, weights_only=False) if style != "bare pickle" else pickle.loads(
         file.read_bytes()
     )
-    assert mark.is_dir()  # the trap does work
+    assert mark.is_dir()  # plain loading does run the code
 
 
 @pytest.mark.parametrize(
@@ -86,22 +86,22 @@ def test_a_pickle_that_runs_something_is_refused_and_not_run(tmp_path: Path, sty
         ({"instruction": None}, "its instruction is None"),
     ],
 )
-def test_fields_are_checked(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+def test_bad_fields_are_refused(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
     torch.save(fields(1, **changes), tmp_path / "1.pth")
     with pytest.raises(UnreadableError, match=complaint):
         token_files.read(tmp_path / "1.pth")
 
 
-def test_our_own_form_round_trips_and_shows_when_it_is_cut(tmp_path: Path) -> None:
+def test_our_format_round_trips_and_a_cut_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a b.safetensors"
     source = np.arange(6, dtype=np.int64).reshape(2, 3).T  # neither contiguous nor int32
     edit = TokenisedEdit("a/b", "zünde an", source, source + 32000, {"why": "…"})
     token_files.write(file, edit)
     assert [f.name for f in tmp_path.iterdir()] == [file.name]
-    again = token_files.read(file)
-    assert (again.id, again.instruction, again.thoughts) == ("a/b", "zünde an", {"why": "…"})
-    np.testing.assert_array_equal(again.source_codes, source)
-    assert again.target_codes.dtype == np.int32 and again.target_codes.max() == 32005
+    loaded = token_files.read(file)
+    assert (loaded.id, loaded.instruction, loaded.thoughts) == ("a/b", "zünde an", {"why": "…"})
+    np.testing.assert_array_equal(loaded.source_codes, source)
+    assert loaded.target_codes.dtype == np.int32 and loaded.target_codes.max() == 32005
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UnreadableError, match="safetensors"):
         token_files.read(file)
@@ -111,9 +111,9 @@ def test_our_own_form_round_trips_and_shows_when_it_is_cut(tmp_path: Path) -> No
 
 
 def test_a_sample_carries_codes_and_not_the_thoughts(tmp_path: Path) -> None:
-    place = tmp_path / "aurora_ag" / "train_256"
-    entries = save_published(place / "feature", range(3))
-    path = write_list(place / "list" / "tokenized_datalist.json", entries)
+    folder = tmp_path / "aurora_ag" / "train_256"
+    entries = save_published(folder / "feature", range(3))
+    path = write_list(folder / "list" / "tokenized_datalist.json", entries)
     rows = load(path)
     assert len(rows) == 3 and rows.num_skipped == 0
     sample = rows[1]
@@ -124,8 +124,8 @@ def test_a_sample_carries_codes_and_not_the_thoughts(tmp_path: Path) -> None:
     assert sample.source is sample.target is sample.reference is None and sample.hidden == {}
     provided = emu3_tokens.TokenisedEdits.provides(make_config(path))
     assert provided == {"source_codes", "target_codes", "source", "target"}
-    named = emu3_tokens.TokenisedEdits(make_config(path, category="mine"), RULES)
-    assert (named[1].category, named[1].id) == ("mine", sample.id)
+    labelled = emu3_tokens.TokenisedEdits(make_config(path, category="mine"), RULES)
+    assert (labelled[1].category, labelled[1].id) == ("mine", sample.id)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_sample_carries_codes_and_not_the_thoughts(tmp_path: Path) -> None:
         ("set/list/beside", "set/list", "beside"),
     ],
 )
-def test_both_published_layouts_and_any_prefix(
+def test_files_are_found_in_both_layouts_with_any_prefix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str, file_of_list: str, prefix: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -152,17 +152,17 @@ def test_both_published_layouts_and_any_prefix(
     assert emu3_tokens.TokenisedEdits.count(make_config(path)) == 2
 
 
-def test_a_dangling_link_of_the_old_setup_is_seen_through(tmp_path: Path) -> None:
-    place = tmp_path / "validation_22march_256"
-    entries = save_published(place / "feature", range(2))
-    write_list(place / "list" / "tokenized_datalist.json", entries)
-    link = place / "feature" / "list"
+def test_a_list_behind_the_old_setups_broken_link_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "validation_22march_256"
+    entries = save_published(folder / "feature", range(2))
+    write_list(folder / "list" / "tokenized_datalist.json", entries)
+    link = folder / "feature" / "list"
     link.symlink_to("RL_DATASETS/data/validation_22march_256/list")
     assert not link.exists()
     assert len(load(link / "tokenized_datalist.json")) == 2
 
 
-def test_missing_entries(tmp_path: Path) -> None:
+def test_missing_entries_are_named_or_skipped(tmp_path: Path) -> None:
     entries = save_published(tmp_path / "set" / "feature", range(3))
     path = write_list(tmp_path / "set" / "list" / "l.json", [*entries[:2], "gone.pth", entries[2]])
     problems = emu3_tokens.TokenisedEdits.problems(make_config(path), RULES)
@@ -176,7 +176,7 @@ def test_missing_entries(tmp_path: Path) -> None:
     assert [sample.instruction for sample in rows] == ["make it 0", "make it 1", "make it 2"]
 
 
-def test_files_that_are_nowhere_list_what_was_tried(tmp_path: Path) -> None:
+def test_files_that_are_missing_list_the_folders_tried(tmp_path: Path) -> None:
     path = write_list(tmp_path / "set" / "list" / "l.json", ["1.pth"], prefix="/their/disk")
     (problem,) = emu3_tokens.TokenisedEdits.problems(make_config(path), RowRules("skip", 4096))
     for tried in ("/their/disk", str(tmp_path / "set"), str(tmp_path / "set" / "feature")):
@@ -185,7 +185,7 @@ def test_files_that_are_nowhere_list_what_was_tried(tmp_path: Path) -> None:
         load(path)
 
 
-def test_a_file_found_bad_when_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_breaks_after_the_check_is_named(tmp_path: Path) -> None:
     entries = save_published(tmp_path / "set" / "feature", range(2))
     (tmp_path / "set" / "feature" / "1.pth").write_bytes(b"not a file of torch's")
     rows = load(write_list(tmp_path / "set" / "list" / "l.json", entries))
@@ -205,7 +205,7 @@ def test_a_file_found_bad_when_read_is_named(tmp_path: Path) -> None:
         ('{"path_list": []}', "is empty"),
     ],
 )
-def test_what_is_no_list_is_said(tmp_path: Path, content: str, complaint: str) -> None:
+def test_a_file_that_is_no_list_is_named(tmp_path: Path, content: str, complaint: str) -> None:
     file = tmp_path / "l.json"
     file.write_text(content)
     (problem,) = emu3_tokens.TokenisedEdits.problems(make_config(file), RULES)

@@ -1,4 +1,4 @@
-"""Hugging Face data sets, local ones, holding real photographs."""
+"""Local Hugging Face data sets with real photographs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_every_local_form_is_read(folder, name):
     assert (source[0].source.mode, source[0].target) == ("RGB", None)
 
 
-def test_columns_filter_and_nested_cells(folder):
+def test_columns_filters_and_nested_cells_are_read(folder):
     columns = {
         **COLUMNS,
         "target": "after",
@@ -109,7 +109,7 @@ def test_rows_are_counted_where_that_is_cheap(folder):
     assert [hf_dataset.HfDataset.count(settings) for settings in unknown] == [None] * 5
 
 
-def test_splits_and_slices(folder):
+def test_splits_and_slices_are_read(folder):
     assert len(build(folder / "splits", split="test")) == 1
     assert build(folder / "edits.parquet", split="train[2:]")[0].instruction == "add a bee"
     with pytest.raises(BadRowError, match=r"'val'.* train, test"):
@@ -120,7 +120,7 @@ def test_splits_and_slices(folder):
         build(folder / "shards", split="val")
 
 
-def test_a_missing_column_is_named_with_the_ones_there_are(folder):
+def test_a_missing_column_is_named_with_the_existing_ones(folder):
     settings = config(folder / "edits.parquet", columns={"instruction": "prompt"})
     expected = "edits.parquet: ... 'prompt', 'image' ... before, after, edit, complexity, meta"
     [problem] = hf_dataset.HfDataset.problems(settings, RULES)
@@ -129,12 +129,12 @@ def test_a_missing_column_is_named_with_the_ones_there_are(folder):
         hf_dataset.HfDataset(settings, RULES)
 
 
-def test_a_filter_that_leaves_nothing_says_what_there_is(folder):
+def test_a_filter_that_keeps_no_row_lists_the_values(folder):
     with pytest.raises(BadRowError, match=r"'complexity' = '8'; .* 8, 1$"):
         build(folder / "edits.parquet", where={"complexity": "8"})
 
 
-def test_what_is_not_there(folder):
+def test_a_missing_data_set_is_reported(folder):
     def problems(path) -> list[str]:
         return hf_dataset.HfDataset.problems(config(path), RULES)
 
@@ -177,7 +177,7 @@ def test_bad_rows_are_named_or_skipped(folder, tmp_path):
     assert build(tmp_path / "bad.parquet", "skip", picture_check="pixels").num_skipped == 4
 
 
-def test_pictures_as_paths_and_as_bare_bytes(folder, tmp_path):
+def test_pictures_may_be_paths_or_bytes(folder, tmp_path):
     (tmp_path / "edits.csv").write_text("before,edit\nchina.jpg,make it dusk\n")
     assert build(tmp_path / "edits.csv", image_folder=str(folder))[0].source.size == PHOTO_SIZE
     photo = (folder / "china.jpg").read_bytes()

@@ -1,4 +1,4 @@
-"""Whatever a row holds costs that row: named under 'error', left out and counted under 'skip'."""
+"""A hostile row affects no other row: named under 'error', left out and counted under 'skip'."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def sources(path: Path) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_line_costs_itself(folder: Path, kind: str) -> None:
+def test_a_hostile_line_affects_only_itself(folder: Path, kind: str) -> None:
     row, complaint = HOSTILE[kind]
     path = folder / "rows.jsonl"
     good = json.dumps(GOOD).encode()
@@ -84,24 +84,24 @@ def test_a_hostile_line_costs_itself(folder: Path, kind: str) -> None:
     for source, config in sources(path):
         with pytest.raises(BadRowError) as caught:
             source(config, RowRules("error"))
-        said = str(caught.value)
-        assert f"{path}" in said and "row " in said
-        assert complaint in said or "is None, not text" in said  # in a table every column is there
-        assert len(said) < 1000 and all(c.isprintable() or c == "\n" for c in said)
+        text = str(caught.value)
+        assert f"{path}" in text and "row " in text
+        assert complaint in text or "is None, not text" in text  # tables have every column
+        assert len(text) < 1000 and all(c.isprintable() or c == "\n" for c in text)
         kept = source(config, RowRules("skip"))
         assert (len(kept), kept.num_skipped) == (2, 1)
         assert [kept[index].instruction for index in range(2)] == [GOOD["instruction"]] * 2
 
 
-def test_words_may_hold_what_only_looks_like_an_end(folder: Path) -> None:
-    words = "a\u2028b\x85c\rd\0e"
+def test_an_instruction_may_contain_line_separators(folder: Path) -> None:
+    instruction = "a\u2028b\x85c\rd\0e"
     path = folder / "words.jsonl"
-    path.write_text(json.dumps(GOOD | {"instruction": words}, ensure_ascii=False), "utf-8")
+    path.write_text(json.dumps(GOOD | {"instruction": instruction}, ensure_ascii=False), "utf-8")
     for source, config in sources(path):
-        assert source(config, RowRules("error"))[0].instruction == words
+        assert source(config, RowRules("error"))[0].instruction == instruction
 
 
-def test_a_hostile_cell_of_a_table_costs_its_row(folder: Path) -> None:
+def test_a_hostile_cell_of_a_table_affects_only_its_row(folder: Path) -> None:
     ends = struct.pack("<4i", 0, 1, 2, 3)
     cells = pyarrow.Array.from_buffers(
         pyarrow.string(), 3, [None, pyarrow.py_buffer(ends), pyarrow.py_buffer(b"a\xffb")]
@@ -119,7 +119,7 @@ def test_a_hostile_cell_of_a_table_costs_its_row(folder: Path) -> None:
     "path",
     ["pipe.jsonl", "x" * 300 + ".jsonl", "p/" * 3000 + ".jsonl", "empty.jsonl"],
 )
-def test_a_file_of_rows_may_be_anything(folder: Path, path: str) -> None:
+def test_an_unusable_file_of_rows_is_refused(folder: Path, path: str) -> None:
     for source, config in sources(folder / path):
         for on_bad_row in ("error", "skip"):
             problems = list(source.problems(config, RowRules(on_bad_row)))

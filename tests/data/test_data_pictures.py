@@ -1,4 +1,4 @@
-"""Every kind of picture that users have, as RGB; every kind they should not have, refused."""
+"""Pictures of all usual formats and modes are read as RGB; unusable ones are refused."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rl.files import images
 from rl.report.mail import thumbnail
 
 
-def encoded(image: Image.Image, kind: str = "PNG", **how) -> bytes:
+def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, kind, **how)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
@@ -43,7 +43,7 @@ def test_other_modes_become_rgb(mode):
     assert pixel(encoded(image, kind)) == (255, 255, 255)
 
 
-def test_transparency_is_laid_on_white():
+def test_transparent_pictures_are_laid_on_white():
     clear_red = Image.new("RGBA", (16, 16), (255, 0, 0, 0))
     half_black = Image.new("LA", (16, 16), (0, 128))
     assert pixel(encoded(clear_red)) == (255, 255, 255)
@@ -55,7 +55,7 @@ def test_transparency_is_laid_on_white():
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA"])
-def test_transparency_is_kept_for_who_reads_it(mode):
+def test_transparency_is_kept_on_request(mode):
     image = Image.new("RGBA", (16, 16), (200, 200, 200, 128)).convert(mode)
     for kept in (
         decode(encoded(image, "TIFF" if mode == "PA" else "PNG"), 8192, True),
@@ -81,7 +81,7 @@ def test_exif_rotation_is_applied():
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
-def test_of_an_animation_the_first_frame_is_taken(kind):
+def test_an_animation_gives_its_first_frame(kind):
     frames = [Image.new("RGB", (16, 16), colour) for colour in ("lime", "red")]
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
     assert pixel(data)[1] > 200 > pixel(data)[0]
@@ -120,7 +120,7 @@ def test_a_small_file_of_many_pixels_is_refused_whatever_its_format(kind, monkey
 
 
 def test_no_picture_starts_a_program(tmp_path, monkeypatch):
-    """EPS has Ghostscript run; IPTC, ICO and ICNS hold a picture of any format."""
+    """Pillow runs Ghostscript for EPS; IPTC, ICO and ICNS may contain a picture of any format."""
     ran = tmp_path / "ran"
     gs = tmp_path / "gs"
     gs.write_text(f"#!/bin/sh\n: > {ran}\n")
@@ -130,7 +130,7 @@ def test_no_picture_starts_a_program(tmp_path, monkeypatch):
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n"
     side = struct.pack(">I", 64)
     fields = [(3, 60, b"\1\0"), (3, 20, side), (3, 30, side), (3, 120, b"\0\0\0\5"), (8, 10, eps)]
-    parts = [bytes([0x1C, *at]) + struct.pack(">H", len(of)) + of for *at, of in fields]
+    parts = [bytes([0x1C, *tag]) + struct.pack(">H", len(value)) + value for *tag, value in fields]
     iptc = b"".join(parts) + bytes(5)
     small = Image.new("RGB", (64, 64))
     others = [encoded(small, kind) for kind in ("ICO", "ICNS", "PCX")]
@@ -144,12 +144,12 @@ def test_no_picture_starts_a_program(tmp_path, monkeypatch):
         with pytest.raises(OSError):
             images.open_picture(file)
     assert not ran.exists()
-    with suppress(OSError), Image.open(io.BytesIO(iptc)) as picture:  # the trap is one
+    with suppress(OSError), Image.open(io.BytesIO(iptc)) as picture:  # plain Pillow does run it
         picture.load()
     assert ran.exists()
 
 
-def test_damage_is_named(photo, tmp_path):
+def test_a_damaged_picture_is_refused(photo, tmp_path):
     whole = photo.read_bytes()
     truncated = tmp_path / "half.jpg"
     truncated.write_bytes(whole[: len(whole) // 2])
@@ -161,12 +161,12 @@ def test_damage_is_named(photo, tmp_path):
     png[len(png) // 2] ^= 0xFF
     with pytest.raises(UnusableError, match="corrupt or truncated"):
         decode(bytes(png), 8192)
-    for unread in (b"<html>not found</html>", b"\0\0\0\x18ftypheic" + bytes(64)):
+    for content in (b"<html>not found</html>", b"\0\0\0\x18ftypheic" + bytes(64)):
         with pytest.raises(UnusableError, match=r"none of PNG.*HEIC.* PNG or JPEG"):
-            check_header(unread, 8192)
+            check_header(content, 8192)
 
 
-def test_what_a_cell_may_hold(photo):
+def test_a_cell_may_hold_a_path_or_bytes(photo):
     folder = photo.parent
     assert locate("china.jpg", folder) == photo
     assert locate(str(photo), folder / "elsewhere") == photo
@@ -185,14 +185,14 @@ def test_what_a_cell_may_hold(photo):
 
 
 def test_a_users_picture_is_upright_and_no_larger_than_asked(photo, tmp_path):
-    picture, before = opened(photo, 8192)
-    assert (picture.size, before) == (PHOTO_SIZE, None)
+    picture, original_size = opened(photo, 8192)
+    assert (picture.size, original_size) == (PHOTO_SIZE, None)
     turned = tmp_path / "turned.jpg"
     exif = Image.Exif()
     exif[0x112] = 6
     Image.open(photo).save(turned, exif=exif)
-    small, before = opened(str(turned), 128)
-    assert before == PHOTO_SIZE[::-1]
+    small, original_size = opened(str(turned), 128)
+    assert original_size == PHOTO_SIZE[::-1]
     assert max(small.size) == 128 and small.height > small.width
     same, _ = opened(Image.open(turned), 128)
     np.testing.assert_array_equal(np.asarray(same), np.asarray(small))

@@ -1,4 +1,4 @@
-"""The built-in prompts keep what they promise; a user's own come from text, JSONL and tables."""
+"""The built-in prompts, and a user's own prompts from text and JSONL files."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def samples(settings: prompts.Config, on_bad_row: str = "error") -> list[Sample]
 
 def test_the_built_in_set_is_large_and_balanced() -> None:
     train, held_out, both = (samples(config(split=s)) for s in ("train", "held_out", "all"))
-    assert samples(config())[0].id == train[0].id, "the default trains"
+    assert samples(config())[0].id == train[0].id, "the default is the training split"
     assert [sample.id for sample in both] == [sample.id for sample in train + held_out]
     categories = {sample.category for sample in train}
     assert len(categories) == 8 and "unusual_colours" in categories
-    for split, part, share in (("train", train, 24), ("held_out", held_out, 8)):
-        assert prompts.Prompts.count(config(split=split)) == len(part) == 8 * share
+    for split, part, per_category in (("train", train, 24), ("held_out", held_out, 8)):
+        assert prompts.Prompts.count(config(split=split)) == len(part) == 8 * per_category
         assert prompts.Prompts.problems(config(split=split), RULES) == []
-        assert set(Counter(sample.category for sample in part).values()) == {share}
+        assert set(Counter(sample.category for sample in part).values()) == {per_category}
         # Any beginning is balanced, so that a held-out run may take few.
         assert {sample.category for sample in part[:8]} == categories
         assert all(sample.source is None and sample.reference is None for sample in part)
@@ -47,9 +47,9 @@ def test_the_built_in_set_is_large_and_balanced() -> None:
 def test_a_text_file_is_a_prompt_per_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_bytes("\ufeffa cat\r\n\r\n  ein grüner Hund \n".encode())
-    found = samples(config(path=str(file)))
-    assert [sample.instruction for sample in found] == ["a cat", "ein grüner Hund"]
-    assert [sample.id for sample in found] == ["mine.txt:1", "mine.txt:3"]
+    loaded = samples(config(path=str(file)))
+    assert [sample.instruction for sample in loaded] == ["a cat", "ein grüner Hund"]
+    assert [sample.id for sample in loaded] == ["mine.txt:1", "mine.txt:3"]
     assert prompts.Prompts.count(config(path=str(file))) == 2
 
 
@@ -77,8 +77,8 @@ def test_bad_rows_are_named_or_left_out(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_bytes(b'{"prompt": "a cat"}\n{"promt": "a dog"}\nnot json\n{"prompt": " "}\n')
     settings = config(path=str(file))
-    found = prompts.Prompts.problems(settings, RULES)
-    assert [problem.split(", ")[1][:6] for problem in found] == ["row 3:", "row 2:", "row 4:"]
+    problems = prompts.Prompts.problems(settings, RULES)
+    assert [problem.split(", ")[1][:6] for problem in problems] == ["row 3:", "row 2:", "row 4:"]
     with pytest.raises(BadRowError, match=r"no 'prompt'.* promt"):
         samples(settings)
     source = prompts.Prompts(settings, RowRules("skip", MAX_SIDE_PX))
@@ -90,7 +90,7 @@ def test_bad_rows_are_named_or_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"path": "a.txt", "split": "train"}, "only the built-in set is split"),
         ({"path": "a.txt", "prompt_key": "text"}, "prompt_key: only a .jsonl file"),
@@ -99,6 +99,6 @@ def test_bad_rows_are_named_or_left_out(tmp_path: Path) -> None:
         ({"split": "test"}, "held_out"),
     ],
 )
-def test_keys_that_would_do_nothing_are_refused(settings: dict[str, object], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_keys_without_an_effect_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         config(**settings)

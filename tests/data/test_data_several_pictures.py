@@ -1,4 +1,4 @@
-"""Rows with several source pictures: in a list, in several columns, and what is refused how."""
+"""Rows with several source pictures in a list or in several columns, and messages for bad rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl.config.schema import load_config
 from rl.data import edit_jsonl, hf_dataset
 from rl.data.shared.sample_rows import BadRowError
 
-WORDS = {"instruction": "paint it"}
+INSTRUCTION = {"instruction": "paint it"}
 COLOURS = {"a": (255, 0, 0), "b": (0, 255, 0), "c": (0, 0, 255)}
 
 
@@ -35,15 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def lines(folder: Path, *rows: Any, rules: RowRules | None = None, **config: Any) -> DataSource:
-    path = write_jsonl(folder / "rows.jsonl", [WORDS | row for row in rows])
+def load_rows(folder: Path, *rows: Any, rules: RowRules | None = None, **config: Any) -> DataSource:
+    path = write_jsonl(folder / "rows.jsonl", [INSTRUCTION | row for row in rows])
     settings = {"type": "edit_jsonl", "path": path, **config}
     parsed = edit_jsonl.Config.model_validate(settings)
     problems = edit_jsonl.EditJsonl.problems(parsed, rules or RowRules())
     try:
         source = edit_jsonl.EditJsonl(parsed, rules or RowRules())
     except BadRowError as error:
-        # Headers are read when it is opened only.
+        # Picture headers are read only when the source is opened.
         assert not problems or problems[0] in str(error)
         raise
     assert problems == []
@@ -54,20 +54,20 @@ def colours(sample: Sample) -> list[Any]:
     return [picture.getpixel((0, 0)) for picture in sample.sources]
 
 
-def test_transparent_sources_stay_so_for_a_renderer_that_reads_it(folder: Path) -> None:
+def test_sources_stay_transparent_if_the_renderer_reads_it(folder: Path) -> None:
     row = {"images": ["clear.png", "a.png"], "target_image": "clear.png"}
-    kept = lines(folder, row, rules=RowRules(keeps_transparency=True))[0]
+    kept = load_rows(folder, row, rules=RowRules(keeps_transparency=True))[0]
     assert colours(kept) == [(255, 0, 0, 0), (255, 0, 0)]
     assert kept.target is not None and kept.target.getpixel((0, 0)) == (255, 255, 255)
-    assert colours(lines(folder, row)[0]) == [(255, 255, 255), (255, 0, 0)]
+    assert colours(load_rows(folder, row)[0]) == [(255, 255, 255), (255, 0, 0)]
     for config, reads in (("tiny_qwen_image_21", True), ("quickstart", False)):
         resolved = build.resolve(load_config(f"configs/{config}.jsonnet"))
         assert build.row_rules(resolved).keeps_transparency == reads
 
 
-def test_a_list_brings_its_pictures_in_order(folder: Path) -> None:
+def test_the_pictures_of_a_list_keep_their_order(folder: Path) -> None:
     rows = [{"images": ["b.png", "a.png", "c.png"]}, {"image": "a.png"}, {"images": ["c.png"]}]
-    source = lines(folder, *rows, {"image": ["a.png", "b.png"], "images": None})
+    source = load_rows(folder, *rows, {"image": ["a.png", "b.png"], "images": None})
     expected = [("b", "a", "c"), ("a",), ("c",), ("a", "b")]
     for index, names in enumerate(expected):
         assert colours(source[index]) == [COLOURS[name] for name in names]
@@ -103,46 +103,46 @@ def test_a_bad_row_names_the_row_and_which_picture(folder: Path, case: str) -> N
     good = {"images": ["a.png", "b.png", "c.png"]}
     rules = RowRules(max_pictures=3, pictures_remedy="drop some")
     with pytest.raises(BadRowError) as caught:
-        lines(folder, good, row, rules=rules)
-    said = str(caught.value)
-    assert f"{folder / 'rows.jsonl'}, row 2: " in said and "data.on_bad_row: 'skip'" in said
-    assert all(complaint in said for complaint in complaints), said
-    path = write_jsonl(folder / "rows.jsonl", [WORDS | good, WORDS | row, WORDS | good])
+        load_rows(folder, good, row, rules=rules)
+    message = str(caught.value)
+    assert f"{folder / 'rows.jsonl'}, row 2: " in message and "data.on_bad_row: 'skip'" in message
+    assert all(complaint in message for complaint in complaints), message
+    path = write_jsonl(folder / "rows.jsonl", [INSTRUCTION | one for one in (good, row, good)])
     config = edit_jsonl.Config(type="edit_jsonl", path=path)
     kept = edit_jsonl.EditJsonl(config, RowRules("skip", max_pictures=3))
     assert (len(kept), kept.num_skipped) == (2, 1)
 
 
-def test_a_column_may_be_named_and_several_may(folder: Path) -> None:
+def test_the_config_may_name_one_or_several_columns(folder: Path) -> None:
     row = {"scene": "a.png", "object": "b.png", "more": {"all": ["c.png", "a.png"]}}
-    listed = lines(folder, row, columns={"source": "more.all"})
+    listed = load_rows(folder, row, columns={"source": "more.all"})
     assert colours(listed[0]) == [COLOURS["c"], COLOURS["a"]]
     columns = {"source": ["scene", "object"]}
-    two = lines(folder, row, row | {"object": None}, row | {"object": []}, columns=columns)
+    two = load_rows(folder, row, row | {"object": None}, row | {"object": []}, columns=columns)
     assert [len(two[index].sources) for index in range(3)] == [2, 1, 1]
     assert "source" in edit_jsonl.EditJsonl.provides(two.config)
     with pytest.raises(BadRowError, match=r"row 1: has no 'object'"):
-        lines(folder, {"scene": "a.png"}, columns=columns)
+        load_rows(folder, {"scene": "a.png"}, columns=columns)
     with pytest.raises(BadRowError, match=r"row 1: source picture \('scene'\).* None"):
-        lines(folder, row | {"scene": None, "object": "b.png"}, columns={"source": ["scene"]})
-    # A column that the user names is the one that is meant.
-    chosen = lines(folder, {"image": "a.png", "images": ["b.png"]}, columns={"source": "image"})
+        load_rows(folder, row | {"scene": None, "object": "b.png"}, columns={"source": ["scene"]})
+    # A column that the config names wins over the default columns.
+    chosen = load_rows(folder, {"image": "a.png", "images": ["b.png"]}, columns={"source": "image"})
     assert colours(chosen[0]) == [COLOURS["a"]]
 
 
-def test_rows_without_pictures_where_they_are_optional(folder: Path) -> None:
+def test_rows_may_lack_pictures_that_are_optional(folder: Path) -> None:
     columns = {"source": "images", "source_optional": True}
-    source = lines(folder, {}, {"images": []}, {"images": ["a.png", "b.png"]}, columns=columns)
+    source = load_rows(folder, {}, {"images": []}, {"images": ["a.png", "b.png"]}, columns=columns)
     assert [len(source[index].sources) for index in range(3)] == [0, 0, 2]
     assert "source" not in edit_jsonl.EditJsonl.provides(source.config)
     columns = {"source": ["scene", "object"], "source_optional": True}
-    neither = lines(folder, {"scene": None, "object": None}, columns=columns)
+    neither = load_rows(folder, {"scene": None, "object": None}, columns=columns)
     assert neither[0].sources == ()
     with pytest.raises(BadRowError, match=r"'scene'.* 'object'"):
-        lines(folder, {"scene": None, "object": "b.png"}, columns=columns)
+        load_rows(folder, {"scene": None, "object": "b.png"}, columns=columns)
 
 
-def test_what_the_policy_reads_is_not_hidden() -> None:
+def test_a_column_the_policy_reads_is_not_hidden() -> None:
     columns = {"source": ["a", "b"], "hidden": {"answer": "b"}}
     with pytest.raises(ValueError, match="policy reads"):
         edit_jsonl.Config.model_validate({"type": "edit_jsonl", "path": "x", "columns": columns})
@@ -156,7 +156,7 @@ SOURCES = ["images", ["first", "second"], "large", "more.all", ["more.one", "mor
 def test_pictures_of_a_data_set_may_be_listed_and_nested(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, columns: Any
 ) -> None:
-    """None is decoded before it is checked."""
+    """No picture is decoded before its header is checked."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.disable_progress_bars()
     picture = datasets.Image()

@@ -1,4 +1,4 @@
-"""What was trained, in use: each system's held-out samples come out as they did in its run."""
+"""Using a trained run: each system reproduces the held-out samples of its run."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ FAST = 0.05
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Name of a system -> its run folder, made when it is first asked for."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def run_of(system: str) -> Path:
-        if system not in made:
+        if system not in folders:
             folder = tmp_path_factory.mktemp(system)
             config = tiny_loop.shortened(system, folder, "transformers")
             if system == "quickstart":
                 config["optimizer"]["learning_rate"] = FAST
             tiny_loop.run_forked(tiny_loop.write_config(folder, config))
-            made[system] = folder / "tiny"
-        return made[system]
+            folders[system] = folder / "tiny"
+        return folders[system]
 
     return run_of
 
@@ -47,8 +47,8 @@ def held_out(run: Path, iteration: int = 3) -> tuple[Path, list[dict[str, Any]]]
     return folder, tiny_loop.rows_of(folder / "records.jsonl")
 
 
-def asked_again(run: Path, checkpoint: str = "latest", **how: Any) -> list[EditResult]:
-    """The run's held-out samples, under their own ids and the run's seed."""
+def edit_again(run: Path, checkpoint: str = "latest", **options: Any) -> list[EditResult]:
+    """Edits the run's held-out samples again, with their ids and the run's seed."""
     folder, records = held_out(run)
     files = [folder / row["source_file"] if row["source_file"] else None for row in records]
     requests = [
@@ -57,16 +57,16 @@ def asked_again(run: Path, checkpoint: str = "latest", **how: Any) -> list[EditR
     ]
     with Editor.from_run(run, checkpoint, device="cpu") as editor:
         seed = json.loads((run / "config.json").read_text())["seed"]
-        return list(editor.edit_stream(requests, seed=seed, **how))
+        return list(editor.edit_stream(requests, seed=seed, **options))
 
 
 @pytest.mark.parametrize("system", ["quickstart", "tiny_prompts", "tiny_reasoning"])
-def test_a_held_out_sample_comes_out_as_it_did(runs: Any, system: str) -> None:
+def test_a_held_out_sample_is_reproduced(runs: Any, system: str) -> None:
     run = runs(system)
     folder, records = held_out(run)
-    drawn = run / "stock" / "rewards.jsonl"
-    stock = {row["id"]: row["files"] for row in tiny_loop.rows_of(drawn)} if drawn.is_file() else {}
-    results = asked_again(run, arms=True)
+    file = run / "stock" / "rewards.jsonl"
+    stock = {row["id"]: row["files"] for row in tiny_loop.rows_of(file)} if file.is_file() else {}
+    results = edit_again(run, arms=True)
     assert len(results) == len(records) == 3
     for result, row in zip(results, records, strict=True):
         assert result.failure is None
@@ -77,33 +77,33 @@ def test_a_held_out_sample_comes_out_as_it_did(runs: Any, system: str) -> None:
         assert_same_picture(result.image, Image.open(folder / row["image_file"]))
         assert_same_picture(result.arms[OWN_WORDS].image, Image.open(folder / row["bare_file"]))
         if system == "quickstart":
-            expected = Image.open(drawn.parent / stock[row["id"]]["stock"])
+            expected = Image.open(file.parent / stock[row["id"]]["stock"])
             assert_same_picture(result.arms[STOCK].image, expected)
-            place, untrained = held_out(run, iteration=0)
+            untrained_folder, untrained = held_out(run, iteration=0)
             [before] = [old for old in untrained if old["id"] == row["id"]]
             assert result.arms[UNTRAINED].words == before["completion"]
-            untrained_picture = Image.open(place / before["image_file"])
+            untrained_picture = Image.open(untrained_folder / before["image_file"])
             assert_same_picture(result.arms[UNTRAINED].image, untrained_picture)
         else:
-            assert STOCK not in result.arms, "it is the user's own words again"
+            assert STOCK not in result.arms, "it would be the user's own words again"
 
 
 def test_what_holds_completions_or_replies_is_nobody_elses(runs: Any) -> None:
     run = runs("quickstart")
     records = [row for file in run.rglob("records.jsonl") for row in tiny_loop.rows_of(file)]
-    texts = [text for row in records for of in row["replies"].values() for text in of]
+    texts = [text for row in records for replies in row["replies"].values() for text in replies]
     texts += [row["completion"] for row in records]
-    said = [json.dumps(text)[1:-1].encode() for text in texts if text]
-    telling = [p for p in run.rglob("*") if p.is_file() and any(s in p.read_bytes() for s in said)]
-    assert {path.relative_to(run).parts[0] for path in telling} >= {"evaluation", "judge"}
-    for path in telling:
+    raw = [json.dumps(text)[1:-1].encode() for text in texts if text]
+    files = [p for p in run.rglob("*") if p.is_file() and any(s in p.read_bytes() for s in raw)]
+    assert {path.relative_to(run).parts[0] for path in files} >= {"evaluation", "judge"}
+    for path in files:
         inside = [path, *(folder for folder in path.parents if folder.is_relative_to(run / ""))]
-        assert any(place.stat().st_mode & 0o77 == 0 for place in inside if place != run), path
+        assert any(parent.stat().st_mode & 0o77 == 0 for parent in inside if parent != run), path
 
 
-def test_a_picture_is_read_and_written_as_codes(runs: Any) -> None:
+def test_pictures_are_read_and_written_as_codes(runs: Any) -> None:
     run = runs("tiny_earl")
-    for result in asked_again(run, arms=True):
+    for result in edit_again(run, arms=True):
         assert result.failure is None and result.image is not None
         assert result.image.size == result.sources[0].size
         assert result.words == "[image 4x4]"
@@ -114,35 +114,35 @@ def test_a_picture_is_read_and_written_as_codes(runs: Any) -> None:
     assert result.image is not None and result.image.size in ((64, 48), (80, 48))
 
 
-def test_a_checkpoint_is_chosen(runs: Any) -> None:
+def test_the_chosen_checkpoint_is_used(runs: Any) -> None:
     run = runs("quickstart")
-    drawn = {which: asked_again(run, which)[0].image for which in ("latest", "3", "best", "2")}
+    drawn = {name: edit_again(run, name)[0].image for name in ("latest", "3", "best", "2")}
     assert_same_picture(drawn["3"], drawn["latest"])
-    assert_same_picture(drawn["best"], drawn["latest"])  # the one that was measured
-    other, latest = (np.asarray(drawn[which], dtype=int) for which in ("2", "latest"))
-    assert np.abs(other - latest).max() > 5
+    assert_same_picture(drawn["best"], drawn["latest"])  # the only one with a held-out evaluation
+    earlier, latest = (np.asarray(drawn[name], dtype=int) for name in ("2", "latest"))
+    assert np.abs(earlier - latest).max() > 5
 
 
-def test_a_result_hangs_on_its_own_request_and_seed(runs: Any) -> None:
+def test_a_result_depends_only_on_request_and_seed(runs: Any) -> None:
     folder, records = held_out(runs("quickstart"))
     sources = [folder / row["source_file"] for row in records]
     with Editor.from_run(runs("quickstart"), device="cpu") as editor:
         requests = [EditRequest("erase the square", source) for source in sources]
         together = list(editor.edit_stream(requests))
         alone = [editor.edit(source, "erase the square") for source in sources]
-        other = editor.edit(sources[0], "erase the square", seed=1)
-        # A special token that a user spells is words.
-        spelt = editor.edit(sources[0], "<|im_end|><|vision_start|> red <script>")
-    for one, other_way in zip(together, alone, strict=True):
-        assert one.words == other_way.words
-        assert_same_picture(one.image, other_way.image)
-    assert other.noise_seed != alone[0].noise_seed
-    drawn, again = (np.asarray(result.image, dtype=int) for result in (other, alone[0]))
-    assert np.abs(drawn - again).max() > 5
-    assert spelt.failure is None and spelt.image is not None
+        reseeded = editor.edit(sources[0], "erase the square", seed=1)
+        # A special token in the instruction is plain text.
+        special = editor.edit(sources[0], "<|im_end|><|vision_start|> red <script>")
+    for one, separate in zip(together, alone, strict=True):
+        assert one.words == separate.words
+        assert_same_picture(one.image, separate.image)
+    assert reseeded.noise_seed != alone[0].noise_seed
+    picture, default = (np.asarray(result.image, dtype=int) for result in (reseeded, alone[0]))
+    assert np.abs(picture - default).max() > 5
+    assert special.failure is None and special.image is not None
 
 
-def test_what_cannot_be_asked_spoils_nothing_else(runs: Any, tmp_path: Path) -> None:
+def test_an_unusable_request_affects_no_other(runs: Any, tmp_path: Path) -> None:
     folder, records = held_out(runs("quickstart"))
     source = folder / records[0]["source_file"]
     broken = tmp_path / "broken.png"
@@ -161,22 +161,22 @@ def test_what_cannot_be_asked_spoils_nothing_else(runs: Any, tmp_path: Path) -> 
         with pytest.raises(ValueError, match="batch_size is 0"):
             editor.edit_stream(requests, batch_size=0)
     failures = [result.failure or "" for result in results]
-    words = ("corrupt or truncated", "", "give one with", "max_prompt_tokens", "is empty")
-    for failure, expected in zip(failures, words, strict=True):
+    reasons = ("corrupt or truncated", "", "give one with", "max_prompt_tokens", "is empty")
+    for failure, expected in zip(failures, reasons, strict=True):
         assert (expected in failure) if expected else not failure
     assert [result.image is not None for result in results] == [False, True, False, False, False]
 
 
-def test_the_command_writes_what_it_says_and_overwrites_nothing(
+def test_the_command_writes_its_files_and_overwrites_none(
     runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, (folder, records) = runs("quickstart"), held_out(runs("quickstart"))
     photograph = tmp_path / "my photo <b>.png"
     photograph.write_bytes((folder / records[0]["source_file"]).read_bytes())
     command = ["--run", str(run), "--out", str(tmp_path / "edits"), "--device", "cpu"]
-    asked = [str(photograph), "paint the square red\x1b[2J"]
+    arguments = [str(photograph), "paint the square red\x1b[2J"]
     for _ in range(2):
-        assert edit.main([*command, *asked]) == 0
+        assert edit.main([*command, *arguments]) == 0
     out = capsys.readouterr().out
     note = json.loads((tmp_path / "edits" / "my-photo-b-2.json").read_text())
     assert f"words:   {note['words']}" in out
@@ -184,7 +184,7 @@ def test_the_command_writes_what_it_says_and_overwrites_nothing(
     stems = ("my-photo-b", "my-photo-b-2")
     expected = {f"{stem}{end}" for stem in stems for end in (".json", ".png", "_sheet.png")}
     assert {file.name for file in (tmp_path / "edits").iterdir()} == expected
-    assert note["instruction"] == asked[1] and note["image"] == asked[0]
+    assert note["instruction"] == arguments[1] and note["image"] == arguments[0]
     assert note["run"]["checkpoint"] == "step_000003"
     assert note["run"]["held_out_reward"] == tiny_loop.metrics_of(run)[3]["eval/reward"]
     assert set(note["beside"]) == {OWN_WORDS, UNTRAINED, STOCK}
@@ -193,7 +193,7 @@ def test_the_command_writes_what_it_says_and_overwrites_nothing(
     assert_same_picture(first, second)
 
 
-def test_a_folder_and_a_file_of_edits(
+def test_the_command_edits_a_folder_or_a_file_of_edits(
     runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, (folder, records) = runs("quickstart"), held_out(runs("quickstart"))
@@ -215,23 +215,23 @@ def test_a_folder_and_a_file_of_edits(
     assert json.loads((out / "b.json").read_text())["failure"]
 
 
-def test_only_words_are_those_of_the_whole_edit(
+def test_only_words_equal_the_words_of_a_whole_edit(
     runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for system in ("quickstart", "tiny_prompts"):
         run = runs(system)
         folder, records = held_out(run)
         picture = records[0]["source_file"]
-        asked = [str(folder / picture)] if picture else []
-        command = ["--device", "cpu", *asked, records[0]["instruction"]]
+        pictures = [str(folder / picture)] if picture else []
+        command = ["--device", "cpu", *pictures, records[0]["instruction"]]
         out = tmp_path / system
         assert edit.main(["--run", str(run), "--only-edit", "--out", str(out), *command]) == 0
         model = run / "checkpoints" / "step_000003" / "model"
         enhance = ["--only-words", "--adapter", str(model), "--out", str(out / "words")]
         assert edit.main([*enhance, *command]) == 0
         [whole] = out.glob("*.json")
-        note, words = (json.loads(file.read_text()) for file in (whole, out / "words" / whole.name))
-        assert words["words"] == note["words"] and words["failure"] is None
+        note, other = (json.loads(file.read_text()) for file in (whole, out / "words" / whole.name))
+        assert other["words"] == note["words"] and other["failure"] is None
         assert [file.name for file in (out / "words").iterdir()] == [whole.name]
     with pytest.raises(SystemExit, match="no --only-words"):
         edit.main(["--run", str(runs("tiny_earl")), "--only-words", "--out", str(tmp_path), "red"])
@@ -253,17 +253,17 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "words"), WRONG)
-def test_what_is_wrong_is_a_sentence(
-    runs: Any, tmp_path: Path, arguments: list[str], words: str
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_a_wrong_argument_is_explained(
+    runs: Any, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     picture = tmp_path / "a.png"
     Image.new("RGB", (64, 64)).save(picture)
-    given = [str(picture) if word == "{}" else word for word in arguments]
-    told = [*given, "red"] if "{}" in arguments else given
-    run = [] if "--run" in told else ["--run", str(runs("quickstart"))]
-    with pytest.raises(SystemExit, match=words):
-        edit.main([*run, *told])
+    filled = [str(picture) if word == "{}" else word for word in arguments]
+    command = [*filled, "red"] if "{}" in arguments else filled
+    run = [] if "--run" in command else ["--run", str(runs("quickstart"))]
+    with pytest.raises(SystemExit, match=message):
+        edit.main([*run, *command])
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"a":' * 900 + b"1" + b"}" * 900])
@@ -275,17 +275,17 @@ def test_a_damaged_config_is_named(content: bytes, tmp_path: Path) -> None:
         Editor.from_run(tmp_path, "1")
 
 
-def test_steps_and_size_are_the_renderers(runs: Any, tmp_path: Path) -> None:
+def test_steps_and_size_reach_the_renderer(runs: Any, tmp_path: Path) -> None:
     run = runs("quickstart")
 
-    def ready(run: Path, **how: Any) -> RunConfig:
-        return config_for_use(load_trained(run), device="cpu", **how)[0]
+    def used_config(run: Path, **options: Any) -> RunConfig:
+        return config_for_use(load_trained(run), device="cpu", **options)[0]
 
-    area = ready(run, num_steps=7, size_px=(96,)).renderer
+    area = used_config(run, num_steps=7, size_px=(96,)).renderer
     assert (area["num_steps"], area["output_area_px"], area["width_px"]) == (7, 96 * 96, None)
-    sides = ready(run, size_px=(96, 64)).renderer
+    sides = used_config(run, size_px=(96, 64)).renderer
     assert (sides["width_px"], sides["height_px"]) == (96, 64)
-    changed = ready(run, settings=["renderer.batch_size=3"])
+    changed = used_config(run, settings=["renderer.batch_size=3"])
     assert changed.renderer["batch_size"] == 3
     assert changed.policy["adapter_path"].endswith("step_000003/model")
     assert changed.rewards == {}
@@ -293,4 +293,4 @@ def test_steps_and_size_are_the_renderers(runs: Any, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").symlink_to(run / "checkpoints")
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="'none' draws in one go: it takes no --steps"):
-        ready(tmp_path, num_steps=7)
+        used_config(tmp_path, num_steps=7)

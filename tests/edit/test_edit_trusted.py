@@ -1,4 +1,4 @@
-"""A run folder may be a stranger's: code that its config names runs only if the user names it."""
+"""Code that a stranger's run folder names runs only if the user names it on the command line."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def test_a_plugin_of_its_own_is_not_imported_unasked(tmp_path: Path, monkeypatch
     model = tmp_path / "checkpoints/step_000001/model"
     (model / "adapter_config.json").write_text('{"r": 1, "lora_alpha": 1}')
     evil = {"type": "evilplugin.Draws"}
-    for room in ("renderer", "policy", "engine", "rewards", "algorithm"):
-        other = {"rewards": {"a": evil}, "algorithm": {"loss": "evilplugin.loss"}}.get(room, evil)
-        values = run_config().model_dump(mode="json") | {room: other}
+    for key in ("renderer", "policy", "engine", "rewards", "algorithm"):
+        value = {"rewards": {"a": evil}, "algorithm": {"loss": "evilplugin.loss"}}.get(key, evil)
+        values = run_config().model_dump(mode="json") | {key: value}
         (tmp_path / "config.json").write_text(json.dumps(values))
-        found = [_refusal(run) for run in (tmp_path, model)]
-        if room in ("renderer", "policy"):
-            wanted = f"{room}.type ... evilplugin.Draws ... --set {room}.type"
-            assert all(names(message, wanted) for message in found), found
-        assert not (tmp_path / "ran").exists(), room
+        refusals = [_refusal(run) for run in (tmp_path, model)]
+        if key in ("renderer", "policy"):
+            expected = f"{key}.type ... evilplugin.Draws ... --set {key}.type"
+            assert all(names(message, expected) for message in refusals), refusals
+        assert not (tmp_path / "ran").exists(), key
     values = run_config().model_dump(mode="json") | {"renderer": evil}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    # It is no plugin, and found in the working folder, as in training.
-    named = _refusal(tmp_path, ["renderer.type=evilplugin.Draws"])
-    assert "evilplugin" in named
+    # Named by the user, the file is imported from the working folder, as in training.
+    refusal = _refusal(tmp_path, ["renderer.type=evilplugin.Draws"])
+    assert "evilplugin" in refusal
     assert (tmp_path / "ran").exists()
 
 
@@ -49,9 +49,9 @@ def _refusal(run: Path, settings: Sequence[str] = ()) -> str:
     return ""
 
 
-def test_an_adapter_names_no_module_to_be_imported(tmp_path: Path) -> None:
+def test_an_adapter_that_names_a_module_is_refused(tmp_path: Path) -> None:
     """PEFT imports `megatron_core` where `megatron_config` is set."""
-    written = {"r": 1, "megatron_config": {"a": 1}, "megatron_core": "evilplugin"}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(written))
+    config = {"r": 1, "megatron_config": {"a": 1}, "megatron_core": "evilplugin"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"adapter_config\.json names megatron_config"):
         read_config(tmp_path)

@@ -1,8 +1,4 @@
-"""Pictures written as tokens: both engines against the stock model's logits, spelt out (float32).
-
-One vLLM engine serves the whole file (full fine-tuning; adapters have a file of their own). Its
-cache is the smallest there is, so that a large batch preempts requests.
-"""
+"""Pictures written as tokens: both engines against a masked softmax of the stock model."""
 
 from dataclasses import replace
 
@@ -48,6 +44,7 @@ def prompts_P(policy):
 
 @pytest.fixture(scope="module")
 def vllm(policy):
+    """One engine for the whole file; its small cache makes a large batch preempt requests."""
     config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=1, max_num_seqs=64)
     engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))
     yield engine
@@ -55,12 +52,12 @@ def vllm(policy):
 
 
 @pytest.fixture(scope="module")
-def slow(policy):
+def transformers(policy):
     config = PluginConfig(type="transformers")
     return transformers_engine.TransformersEngine(config, EngineSetup(policy, "cpu"))
 
 
-@pytest.fixture(params=["vllm", "slow"])
+@pytest.fixture(params=["vllm", "transformers"])
 def engine(request):
     return request.getfixturevalue(request.param)
 
@@ -78,13 +75,13 @@ def max_dlogp(sampled, expected) -> float:
 
 
 @pytest.mark.parametrize(("temperature", "max_tokens"), [(1.0, 60), (0.7, 60), (1.0, 20)])
-def test_logprobs_and_flags_of_mixed_grids(
+def test_logprobs_and_forced_flags_of_mixed_grids(
     engine, policy, prompts_P, stock, temperature, max_tokens, monkeypatch
 ):
     """Four grids and a free prompt in one batch, against an independent masked softmax; 20 tokens
     cut some pictures in the middle."""
     vocabulary, decoder = policy.image_vocabulary, policy.decoder
-    # A constrained Emu3 has a grid for every prompt of its own making.
+    # A constrained Emu3 gives a grid to every prompt that it builds.
     monkeypatch.setattr(
         policy, "decoder", lambda P, n: decoder([replace(p, grid=(1, 1)) for p in P], n)
     )
@@ -102,7 +99,7 @@ def test_logprobs_and_flags_of_mixed_grids(
         ids = completion.token_ids
         assert completion.forced == tiny.expected_forced(ids, prompt.grid, vocabulary)
         forced = [x for x, flag in zip(completion.logprobs, completion.forced, strict=True) if flag]
-        assert all(x == 0.0 for x in forced), "exactly"
+        assert all(x == 0.0 for x in forced), "exactly 0"
         ended = ids[-1] == vocabulary.end_of_sequence
         assert completion.finish == ("stop" if ended else "length")
         if vocabulary.image in ids:
@@ -117,7 +114,7 @@ def test_logprobs_and_flags_of_mixed_grids(
 
 
 @pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.77}])
-def test_truncation_happens_inside_what_is_allowed(engine, policy, prompts_P, stock, truncation):
+def test_top_k_and_top_p_apply_after_the_grammar_mask(engine, policy, prompts_P, stock, truncation):
     vocabulary = policy.image_vocabulary
     completions_PG = engine.generate(prompts_P, params(0.9, num_completions=4, **truncation), SEEDS)
     for prompt, completion in pairs(prompts_P, completions_PG):
@@ -125,10 +122,10 @@ def test_truncation_happens_inside_what_is_allowed(engine, policy, prompts_P, st
         assert max_dlogp(completion.logprobs, expected) <= NATS
 
 
-def test_greedy_takes_the_likeliest_allowed(vllm, slow, prompts_P):
+def test_both_engines_agree_when_greedy(vllm, transformers, prompts_P):
     greedy = params(0.0, num_completions=2)
     assert [[c.token_ids for c in group] for group in vllm.generate(prompts_P, greedy, SEEDS)] == [
-        [c.token_ids for c in group] for group in slow.generate(prompts_P, greedy, SEEDS)
+        [c.token_ids for c in group] for group in transformers.generate(prompts_P, greedy, SEEDS)
     ]
 
 
@@ -141,7 +138,7 @@ def test_batch_order_does_not_matter(engine, prompts_P):
     assert len({c.token_ids for group in forward for c in group}) > 20
 
 
-def test_preempted_requests_go_on_where_they_were(vllm, policy, prompts_P, stock, monkeypatch):
+def test_preempted_requests_resume_correctly(vllm, policy, prompts_P, stock, monkeypatch):
     preempt, preempted = Scheduler._preempt_request, []
 
     def counting(scheduler, request, *args, **kwargs):
@@ -161,7 +158,7 @@ def test_preempted_requests_go_on_where_they_were(vllm, policy, prompts_P, stock
 
 
 def test_many_banned_ids_are_never_drawn(engine, policy, prompts_P, monkeypatch):
-    """All words but a few, so that pictures come at once; what is forced comes all the same."""
+    """All language ids but a few are banned, so pictures start at once; forced ids still appear."""
     vocabulary = policy.image_vocabulary
     kept = {vocabulary.image, 5, 6}
     banned = tuple(i for i in range(vocabulary.visual_start) if i not in kept)

@@ -1,4 +1,4 @@
-"""Whether the sampler stays on its GPU while others work: decided at the start, and said."""
+"""Whether the engine stays on its GPU in other phases is decided at the start and printed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rl.ranks.placement import Machine
 from rl.run import set_up
 
 
-class Here:
-    """Of a loaded policy, where its weights lie."""
+class LoadedPolicy:
+    """A stand-in for a loaded policy that knows only the folder of its weights."""
 
     def __init__(self, folder: str) -> None:
         self.engine_folder = lambda: folder
 
 
-def room(monkeypatch, gpu_gb, *overrides: str, device="cuda:1", others=(), folder=""):
+def plan(monkeypatch, gpu_gb, *overrides: str, device="cuda:1", others=(), folder=""):
     """(has room, claim) on the second GPU of a machine whose first is too small for anything;
     `others`: the GPUs of further ranks."""
     monkeypatch.setattr(set_up.placement, "look_at_machine", lambda: Machine((8.0, gpu_gb)))
@@ -29,40 +29,40 @@ def room(monkeypatch, gpu_gb, *overrides: str, device="cuda:1", others=(), folde
     env = {f"APP__{name}": "set" for name in needed}
     config = load_config("configs/qwen_image_edit.jsonnet", list(overrides), env)
     resolved = build.resolve(config)
-    return set_up._engine_room(resolved, Here(folder), Dist(device=device), Console(True))
+    return set_up._engine_room(resolved, LoadedPolicy(folder), Dist(device=device), Console(True))
 
 
 @pytest.mark.parametrize(("gpu_gb", "stays"), [(80.0, False), (400.0, True)])
-def test_the_memory_plan_decides_and_says_why(monkeypatch, capsys, gpu_gb, stays):
-    has_room, claim = room(monkeypatch, gpu_gb)
+def test_the_memory_plan_decides_and_prints_why(monkeypatch, capsys, gpu_gb, stays):
+    has_room, claim = plan(monkeypatch, gpu_gb)
     assert has_room == stays
-    said = capsys.readouterr().out
-    assert ("may stay" if stays else "has to sleep") in said and f"of {gpu_gb:g}" in said
+    printed = capsys.readouterr().out
+    assert ("may stay" if stays else "has to sleep") in printed and f"of {gpu_gb:g}" in printed
     # 16 completions of 2304 tokens of 57 344 B, and one block.
     assert claim.cache_bytes == (16 * 2304 + 16) * 57_344
     assert claim.share == pytest.approx(21.63 / gpu_gb, abs=1e-3)
-    assert "the engine takes 21.6 GB" in said and "16.01x" in said
+    assert "the engine takes 21.6 GB" in printed and "16.01x" in printed
 
 
-def test_ranks_on_other_gpus_take_the_same(monkeypatch):
-    assert room(monkeypatch, 400.0, others=(80.0,)) == room(monkeypatch, 80.0)
+def test_ranks_follow_the_smallest_gpu(monkeypatch):
+    assert plan(monkeypatch, 400.0, others=(80.0,)) == plan(monkeypatch, 80.0)
     tight = "prompts_per_iteration=256"
-    assert room(monkeypatch, 400.0, tight, others=(80.0,)) == room(monkeypatch, 80.0, tight)
-    assert room(monkeypatch, 400.0, tight) != room(monkeypatch, 80.0, tight)
+    assert plan(monkeypatch, 400.0, tight, others=(80.0,)) == plan(monkeypatch, 80.0, tight)
+    assert plan(monkeypatch, 400.0, tight) != plan(monkeypatch, 80.0, tight)
 
 
-def test_a_policy_of_unknown_size_leaves_no_room(monkeypatch, capsys):
+def test_for_a_policy_of_unknown_size_no_room_is_assumed(monkeypatch, capsys):
     unknown = ("policy.model_path=nobody/knows", "policy.init_text_encoder_from=''")
-    assert room(monkeypatch, 400.0, *unknown) == (False, None)
+    assert plan(monkeypatch, 400.0, *unknown) == (False, None)
     assert "nobody/knows" in capsys.readouterr().out
-    # Once it is loaded, its folder tells.
-    has_room, claim = room(monkeypatch, 400.0, *unknown, folder=str(tiny_config.WEIGHTS / "policy"))
+    # The folder of the loaded policy gives the size.
+    has_room, claim = plan(monkeypatch, 400.0, *unknown, folder=str(tiny_config.WEIGHTS / "policy"))
     assert has_room and claim is not None
 
 
 @pytest.mark.parametrize("choice", ["resident", "sleep"])
-def test_what_the_config_decides_needs_no_plan(monkeypatch, capsys, choice):
+def test_a_stated_residency_needs_no_plan(monkeypatch, capsys, choice):
     stated = (f"engine.residency={choice}", "engine.gpu_memory_utilization=0.3")
-    assert room(monkeypatch, 8.0, *stated) == (True, None)
-    assert room(monkeypatch, 8.0, device="cpu") == (True, None)
+    assert plan(monkeypatch, 8.0, *stated) == (True, None)
+    assert plan(monkeypatch, 8.0, device="cpu") == (True, None)
     assert capsys.readouterr().out == ""

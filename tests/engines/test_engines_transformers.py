@@ -1,4 +1,4 @@
-"""The slow sampler: what it draws, how often, and under which log-probs."""
+"""The transformers engine: which tokens it samples, how often, and with which log-probs."""
 
 import pytest
 import tiny_qwen
@@ -44,12 +44,12 @@ def prompts_P(policy):
 
 
 def test_logprobs_are_the_trainers(engine, policy, prompts_P):
-    """Step by step with a cache, or in one packed forward: one distribution."""
+    """Decoding step by step with a cache gives the distribution of one packed forward."""
     completions_PG = engine.generate(prompts_P, PARAMS, [7, 70, 700])
     assert max_dlogp(policy, prompts_P, completions_PG) < NATS
 
 
-def test_members_differ_and_batch_order_does_not_matter(engine, prompts_P):
+def test_completions_of_a_group_differ_whatever_the_batch_order(engine, prompts_P):
     seeds = [7, 70, 700]
     forward = engine.generate(prompts_P, PARAMS, seeds)
     backward = engine.generate(prompts_P[::-1], PARAMS, seeds[::-1])[::-1]
@@ -57,7 +57,7 @@ def test_members_differ_and_batch_order_does_not_matter(engine, prompts_P):
     assert len({completion.token_ids for group in forward for completion in group}) == 12
 
 
-def test_member_g_is_drawn_from_seed_plus_g(engine, prompts_P):
+def test_completion_g_is_sampled_with_seed_plus_g(engine, prompts_P):
     [group] = engine.generate(prompts_P[:1], PARAMS, [50])
     one = SamplingParams(TEMPERATURE, 1.0, -1, 12, num_completions=1)
     for g, completion in enumerate(group):
@@ -69,11 +69,11 @@ def test_a_completion_ends_with_its_stop_token_or_at_the_limit(engine, policy, p
     before = torch.get_rng_state()
     params = SamplingParams(1.5, 1.0, -1, max_tokens=12, num_completions=64)
     [group] = engine.generate(prompts_P[:1], params, [0])
-    assert torch.equal(torch.get_rng_state(), before), "the global generator"
+    assert torch.equal(torch.get_rng_state(), before), "the global generator has not moved"
     assert_ended(group, policy.stop_token_ids, 12)
 
 
-def test_temperature_zero_takes_the_likeliest(engine, policy, prompts_P):
+def test_temperature_zero_takes_the_likeliest_token(engine, policy, prompts_P):
     greedy = SamplingParams(0.0, 1.0, -1, max_tokens=6, num_completions=2)
     [[first, second]] = engine.generate(prompts_P[:1], greedy, [3])
     assert_same([[first]], [[second]])
@@ -104,8 +104,8 @@ def distribution(engine, probs, **params):
     logits = torch.tensor([probs]).log()
     wide = torch.full((1, 600), float("-inf"))
     wide[0, : len(probs)] = logits
-    given = {"temperature": 1.0, "top_p": 1.0, "top_k": -1} | params
-    out = engine._distribution(wide, SamplingParams(**given, max_tokens=1, num_completions=1))
+    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": -1} | params
+    out = engine._distribution(wide, SamplingParams(**settings, max_tokens=1, num_completions=1))
     return out[0, : len(probs)].exp()
 
 
@@ -127,7 +127,7 @@ def test_top_k_top_p_and_temperature_by_hand(engine, params, expected):
     torch.testing.assert_close(probs, torch.tensor([float(x) for x in expected]))
 
 
-def test_drawn_as_often_as_the_distribution_says(engine, prompts_P, policy):
+def test_tokens_are_drawn_as_often_as_they_are_likely(engine, prompts_P, policy):
     """First tokens of 4000 completions against the trainer's probabilities."""
     params = SamplingParams(TEMPERATURE, 1.0, -1, max_tokens=1, num_completions=4000)
     [group] = engine.generate(prompts_P[:1], params, [123])
@@ -142,7 +142,7 @@ def test_drawn_as_often_as_the_distribution_says(engine, prompts_P, policy):
     assert chi2 < degrees + 4 * (2 * degrees) ** 0.5
 
 
-def test_it_holds_the_policys_weights_as_they_are(engine, policy):
+def test_the_engine_reads_the_policys_current_weights(engine, policy):
     tensors = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
     fingerprint = policy.export_weights(tensors, 1).fingerprint
     assert engine.held_fingerprint() == fingerprint

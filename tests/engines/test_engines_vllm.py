@@ -1,8 +1,4 @@
-"""The real vLLM, in process on a CPU, held against the trainer and the slow sampler (float32).
-
-One engine serves the whole file: starting it costs seconds. Tests that move the policy's weights
-sync them, so any order works.
-"""
+"""The real vLLM on a CPU against the trainer and the transformers engine (float32)."""
 
 from dataclasses import replace
 
@@ -44,14 +40,15 @@ def policy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(policy):
+    """One engine for the whole file. Tests that change the policy's weights sync them."""
     threads, global_state = torch.get_num_threads(), torch.get_rng_state()
     config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=128)
     engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))
     assert torch.get_num_threads() == threads
     torch.set_num_threads(threads + 1)
-    assert torch.get_num_threads() == threads + 1, "vLLM turns it into a no-op"
+    assert torch.get_num_threads() == threads + 1, "vLLM made set_num_threads a no-op"
     torch.set_num_threads(threads)
-    assert torch.equal(torch.get_rng_state(), global_state), "vLLM seeds it"
+    assert torch.equal(torch.get_rng_state(), global_state), "vLLM seeded the generator"
     yield engine
     engine.close()
 
@@ -63,25 +60,25 @@ def prompts_P(policy):
 
 @pytest.fixture
 def synced(engine, policy):
-    """The engine, holding the policy as it now is."""
+    """The engine with the policy's current weights."""
     engine.load_weights(export(policy))
     return engine
 
 
 @pytest.fixture
 def worker(engine, policy, monkeypatch):
-    """vLLM's own, which a sync of the policy as it now is was delivered to."""
-    delivered_to = []
+    """vLLM's own worker, after a sync delivered the policy's current weights to it."""
+    workers = []
     put = engine_weights.put_lora
 
     def noting(worker, *args):
-        delivered_to.append(worker)
+        workers.append(worker)
         return put(worker, *args)
 
     monkeypatch.setattr(engine_weights, "put_lora", noting)
     engine.load_weights(export(policy))
     monkeypatch.undo()
-    [worker] = delivered_to
+    [worker] = workers
     return worker
 
 
@@ -106,7 +103,7 @@ def step(policy, prompts_P, completions_PG) -> None:
     optimizer.zero_grad()
 
 
-def test_logprobs_stay_the_trainers_after_every_update_and_sync(
+def test_logprobs_equal_the_trainers_after_every_update_and_sync(
     engine, policy, prompts_P, monkeypatch
 ):
     monkeypatch.setattr(policy.module, "temperature", 0.7)
@@ -122,7 +119,7 @@ def test_logprobs_stay_the_trainers_after_every_update_and_sync(
     assert max_dlogp(policy, prompts_P, stale) > 1e-2, "the check above can fail"
 
 
-def test_a_sync_that_changed_nothing_is_seen(synced, policy, prompts_P, monkeypatch):
+def test_a_sync_that_changed_nothing_is_detected(synced, policy, prompts_P, monkeypatch):
     before = export(policy)
     assert synced.held_fingerprint() == before.fingerprint
     step(policy, prompts_P, synced.generate(prompts_P, params(), [1, 2, 3]))
@@ -145,7 +142,7 @@ def test_a_sync_that_changed_nothing_is_seen(synced, policy, prompts_P, monkeypa
     assert synced.held_fingerprint() not in (after.fingerprint, before.fingerprint)
 
 
-def test_a_single_changed_bit_in_the_slots_is_seen(engine, policy, worker):
+def test_a_changed_bit_in_the_adapter_slots_is_detected(engine, policy, worker):
     fingerprint = export(policy).fingerprint
     assert engine.held_fingerprint() == fingerprint
     manager = worker.model_runner.lora_manager._adapter_manager
@@ -155,7 +152,7 @@ def test_a_single_changed_bit_in_the_slots_is_seen(engine, policy, worker):
     assert engine.held_fingerprint() != fingerprint
 
 
-def test_what_is_computed_from_old_weights_is_forgotten(engine, policy, prompts_P):
+def test_a_sync_drops_the_cache_of_the_old_weights(engine, policy, prompts_P):
     """The prompt's keys and values are kept between calls, and dropped by a sync: a group that
     reads the old ones is off by far more than rounding."""
     step(policy, prompts_P, engine.generate(prompts_P, params(), [1, 2, 3]))
@@ -169,11 +166,11 @@ def test_what_is_computed_from_old_weights_is_forgotten(engine, policy, prompts_
         assert (max_dlogp(policy, prompts_P, completions_PG) <= NATS) == agrees
 
 
-def test_a_group_is_read_and_its_picture_encoded_once(engine, policy, worker, monkeypatch):
-    """By the trainer's tower, whose features its own forward finds again: the engine has none."""
-    held = [name for name, _ in worker.model_runner.get_model().named_parameters()]
-    assert held and not any("visual" in name for name in held)
-    encoded, read = [], []
+def test_a_groups_prompt_and_picture_are_read_once(engine, policy, worker, monkeypatch):
+    """The trainer's tower encodes it; its forward reuses the features. The engine has no tower."""
+    names = [name for name, _ in worker.model_runner.get_model().named_parameters()]
+    assert names and not any("visual" in name for name in names)
+    encoded, num_scheduled = [], []
     tower = policy.module.base_model.model.get_image_features
     monkeypatch.setattr(
         policy.module.base_model.model,
@@ -184,21 +181,21 @@ def test_a_group_is_read_and_its_picture_encoded_once(engine, policy, worker, mo
 
     def counting(*args):
         plan = schedule(*args)
-        read.append(plan.total_num_scheduled_tokens)
+        num_scheduled.append(plan.total_num_scheduled_tokens)
         return plan
 
     monkeypatch.setattr(Scheduler, "schedule", counting)
     fresh_P = [policy.build_prompt(tiny_qwen.sample(900 + i, width=64 * (i + 1))) for i in range(3)]
     completions_PG = engine.generate(fresh_P, params(), [7, 70, 700])
     assert max_dlogp(policy, fresh_P, completions_PG) <= NATS
-    assert encoded == [1, 1, 1], "three pictures, each alone, none of them again"
+    assert encoded == [1, 1, 1], "three pictures, each encoded once and alone"
     tails = [len(prompt.token_ids) - 64 for prompt in fresh_P]
     assert all(0 < tail <= 32 for tail in tails)
-    assert read[0] == 64 + 4 * sum(tails), "blocks of 32 tokens that are alike are read once"
+    assert num_scheduled[0] == 64 + 4 * sum(tails), "equal blocks of 32 tokens are read once"
 
 
 def test_syncing_never_touches_the_trainers_tensors_nor_the_base(synced, policy, prompts_P):
-    """500 syncs: vLLM scales B in place, and merging would wear the base down."""
+    """500 syncs: vLLM scales B in place, and merging would add up rounding errors in the base."""
     lora_before = {name: tensor.clone() for name, tensor in trainable(policy).items()}
     base = {n: p.detach().clone() for n, p in policy.module.named_parameters()}
     zero = policy.export_weights({n: torch.zeros_like(p) for n, p in lora_before.items()}, 0)
@@ -213,7 +210,7 @@ def test_syncing_never_touches_the_trainers_tensors_nor_the_base(synced, policy,
     assert_same(synced.generate(prompts_P, params(), [5, 6, 7]), probe_before)
 
 
-def test_members_and_batch_order(synced, prompts_P):
+def test_a_completion_depends_only_on_prompt_and_seed(synced, prompts_P):
     assert synced.generate([], params(), []) == []
     seeds = [7, 70, 700]
     forward = synced.generate(prompts_P, params(), seeds)
@@ -231,7 +228,7 @@ def test_members_and_batch_order(synced, prompts_P):
 def test_a_completion_ends_with_its_stop_token_or_at_the_limit(synced, policy, prompts_P):
     before = torch.get_rng_state()
     [group] = synced.generate(prompts_P[:1], params(1.5, num_completions=64), [0])
-    assert torch.equal(torch.get_rng_state(), before), "the trainer's generator"
+    assert torch.equal(torch.get_rng_state(), before), "the trainer's generator has not moved"
     assert_ended(group, policy.stop_token_ids, NUM_TOKENS)
 
 
@@ -243,38 +240,38 @@ def test_banned_tokens_are_never_drawn(synced, policy, prompts_P):
     assert not drawn & set(policy.banned_token_ids)
 
 
-def test_greedy_is_the_slow_samplers(synced, policy, prompts_P):
-    slow = transformers_engine.TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu"))
+def test_greedy_equals_the_transformers_engine(synced, policy, prompts_P):
+    plain = transformers_engine.TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu"))
     greedy = params(0.0, num_completions=2)
-    fast_PG = synced.generate(prompts_P, greedy, [0, 0, 0])
-    for fast_G, slow_G in zip(fast_PG, slow.generate(prompts_P, greedy, [0, 0, 0]), strict=True):
-        assert [c.token_ids for c in fast_G] == [c.token_ids for c in slow_G]
-        difference = torch.tensor(fast_G[0].logprobs) - torch.tensor(slow_G[0].logprobs)
+    vllm_PG = synced.generate(prompts_P, greedy, [0, 0, 0])
+    for vllm_G, plain_G in zip(vllm_PG, plain.generate(prompts_P, greedy, [0, 0, 0]), strict=True):
+        assert [c.token_ids for c in vllm_G] == [c.token_ids for c in plain_G]
+        difference = torch.tensor(vllm_G[0].logprobs) - torch.tensor(plain_G[0].logprobs)
         assert difference.abs().max() <= NATS
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.8, -1), (1.0, 5), (0.9, 20)])
-def test_cut_distributions_are_the_slow_samplers(synced, policy, prompts_P, top_p, top_k):
+def test_top_k_and_top_p_equal_the_transformers_engine(synced, policy, prompts_P, top_p, top_k):
     """First tokens of 64 completions: the same support, the same renormalised log-probs."""
-    slow = transformers_engine.TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu"))
+    plain = transformers_engine.TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu"))
     cut = params(0.7, top_p, top_k, max_tokens=1, num_completions=64)
     for prompt, group in zip(prompts_P, synced.generate(prompts_P, cut, [1, 2, 3]), strict=True):
-        expected_V = slow._distribution(policy.decoder([prompt], 1).step(None), cut)[0]
+        expected_V = plain._distribution(policy.decoder([prompt], 1).step(None), cut)[0]
         for completion in group:
             assert abs(expected_V[completion.token_ids[0]] - completion.logprobs[0]) < 1e-4
 
 
 def test_prompts_of_several_pictures_are_sampled_too(synced, policy, monkeypatch):
-    """Three, two in another order, one: one request each, features once a picture."""
+    """Three pictures, two of them in another order, and one."""
     from dataclasses import replace
 
     several = replace(tiny_qwen.TEMPLATE, picture="Picture {number}: {image}", max_pictures=3)
     monkeypatch.setattr(policy.prompts, "_template", several)
     pictures = [tiny_qwen.picture(200 + i, width=64 + 32 * i) for i in range(3)]
-    shown = [pictures, pictures[1::-1], pictures[:1]]
+    sources_P = [pictures, pictures[1::-1], pictures[:1]]
     prompts_P = [
         policy.build_prompt(replace(tiny_qwen.sample(i), sources=tuple(sources)))
-        for i, sources in enumerate(shown)
+        for i, sources in enumerate(sources_P)
     ]
     assert [len(prompt.images) for prompt in prompts_P] == [3, 2, 1]
     completions_PG = synced.generate(prompts_P, params(), [7, 70, 700])
@@ -294,7 +291,9 @@ def test_prompts_of_several_pictures_are_sampled_too(synced, policy, monkeypatch
         ("sleep", False, "cpu", False),
     ],
 )
-def test_which_engine_sleeps(engine, policy, monkeypatch, residency, has_room, device, sleeps):
+def test_residency_decides_which_engine_sleeps(
+    engine, policy, monkeypatch, residency, has_room, device, sleeps
+):
     monkeypatch.setattr(vllm_engine.VllmEngine, "_start", lambda *_: engine._llm)
     config = vllm_engine.Config(type="vllm", residency=residency)
     setup = EngineSetup(policy, device, has_room=has_room)
@@ -303,18 +302,18 @@ def test_which_engine_sleeps(engine, policy, monkeypatch, residency, has_room, d
 
 @pytest.mark.parametrize(("sleeps", "calls"), [(False, []), (True, [("sleep", 1), ("wake", None)])])
 def test_an_engine_that_stays_is_neither_put_to_sleep_nor_woken(synced, monkeypatch, sleeps, calls):
-    """vLLM's own sleep needs a GPU."""
-    found = []
+    """vLLM's sleep is replaced, because it needs a GPU."""
+    observed = []
     monkeypatch.setattr(synced, "_sleeps", sleeps)
-    monkeypatch.setattr(vllm.LLM, "sleep", lambda _, level: found.append(("sleep", level)))
-    monkeypatch.setattr(vllm.LLM, "wake_up", lambda _: found.append(("wake", None)))
+    monkeypatch.setattr(vllm.LLM, "sleep", lambda _, level: observed.append(("sleep", level)))
+    monkeypatch.setattr(vllm.LLM, "wake_up", lambda _: observed.append(("wake", None)))
     synced.sleep()
     synced.wake()
-    assert found == calls
+    assert observed == calls
 
 
-def test_more_prompts_than_one_step_holds(synced, policy, prompts_P):
-    """130 prompts of 85 tokens: more than the scheduler takes in one step."""
+def test_a_batch_may_exceed_one_scheduler_step(synced, policy, prompts_P):
+    """130 prompts of 85 tokens are more than the scheduler takes in one step."""
     prompts = [policy.build_prompt(tiny_qwen.sample(i)) for i in range(130)]
     few = params(max_tokens=2, num_completions=1)
     assert sum(len(prompt.token_ids) for prompt in prompts) > 8192
@@ -323,10 +322,8 @@ def test_more_prompts_than_one_step_holds(synced, policy, prompts_P):
     assert completions[77][0].token_ids == alone.token_ids
 
 
-def test_a_saved_adapter_is_a_vllm_adapter(
-    engine, policy, worker, prompts_P, tmp_path, monkeypatch
-):
-    """The same completions from the folder, through vLLM's own loader, as from the tensors."""
+def test_vllm_loads_a_saved_adapter(engine, policy, worker, prompts_P, tmp_path, monkeypatch):
+    """vLLM's own loader gives the same completions from the folder as a sync from the tensors."""
     from vllm.lora.request import LoRARequest
 
     expected = engine.generate(prompts_P[:1], params(num_completions=1), [11])
@@ -343,7 +340,7 @@ def doubled(weights):
 
 
 def at_another_scale(weights):
-    """Before any step too: B is zero then, and no probe could tell."""
+    """Refused even before the first step, when B is zero and no probe could detect it."""
     return replace(weights, lora_config={**weights.lora_config, "lora_alpha": 1.1 * LORA["alpha"]})
 
 
@@ -361,7 +358,7 @@ def test_other_weights_than_the_trainers_adapter_are_refused(synced, policy, cha
 
 
 def test_an_engine_that_failed_refuses_to_go_on(policy, prompts_P, monkeypatch, engine):
-    """Its next call would never return. (The flag is put back: nothing really broke.)"""
+    """Its next call would never return. (The test restores the flag: nothing really broke.)"""
 
     def explode(*_args, **_kwargs):
         raise ZeroDivisionError

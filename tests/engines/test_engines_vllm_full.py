@@ -1,7 +1,4 @@
-"""vLLM under full fine-tuning, on a base that an editor's text encoder gives (tied embeddings).
-
-Its own file: one engine is closed before another starts, in the same process.
-"""
+"""vLLM under full fine-tuning, on the base of an editor's text encoder (tied embeddings)."""
 
 import re
 from dataclasses import replace
@@ -48,8 +45,8 @@ def policy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(policy):
-    found = torch.distributed.is_initialized()
-    if not found:  # as DeepSpeed makes it for one process
+    was_initialized = torch.distributed.is_initialized()
+    if not was_initialized:  # as DeepSpeed makes it for one process
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     group = torch.distributed.GroupMember.WORLD
@@ -57,15 +54,14 @@ def engine(policy):
     engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu", sharded=True))
     yield engine
     engine.close()
-    assert torch.distributed.GroupMember.WORLD is group is not None, "it is not the engine's"
-    if not found:
+    assert torch.distributed.GroupMember.WORLD is group is not None, "the engine did not replace it"
+    if not was_initialized:
         torch.distributed.destroy_process_group()
 
 
 def test_full_weights_arrive_after_every_update(engine, policy):
-    """The tower is frozen and not sent; the tied head is sent, because vLLM keeps its own. As where
-    the trainer's weights are sharded, the engine looks at the pictures itself, here at two of one
-    prompt and at one of the other."""
+    """The frozen tower is not sent; the tied head is, because vLLM keeps its own copy. With sharded
+    weights the engine encodes the pictures itself: here two of one prompt and one of the other."""
     samples = [tiny_qwen.sample(i, width=64 * (i + 1)) for i in range(2)]
     both = replace(samples[0], sources=samples[0].sources + samples[1].sources)
     prompts_P = [policy.build_prompt(sample) for sample in (both, samples[1])]
@@ -100,10 +96,10 @@ def swapped_layers(sent):
 
 
 def half_of_one(sent):
-    held = dict(sent)
-    half = held[TENSOR].clone()
+    tensors = dict(sent)
+    half = tensors[TENSOR].clone()
     half[: len(half) // 2] -= STEP
-    return [*(held | {TENSOR: half}).items()]
+    return [*(tensors | {TENSOR: half}).items()]
 
 
 TENSOR = "model.language_model.layers.1.self_attn.v_proj.weight"
@@ -113,7 +109,7 @@ STEP = 3e-6
 
 
 @pytest.mark.parametrize(
-    ("fault", "named"),
+    ("fault", "message"),
     [
         (nothing, " tensors: model.language_model.embed_tokens.weight, "),
         (all_but_one, TENSOR),
@@ -121,8 +117,8 @@ STEP = 3e-6
         (half_of_one, f"other weights in 1 tensors: {TENSOR}"),
     ],
 )
-def test_a_load_that_did_not_arrive_whole_is_seen(engine, policy, monkeypatch, fault, named):
-    """After one step of 3e-6. vLLM is given something else than what the trainer sent."""
+def test_a_load_that_is_incomplete_is_detected(engine, policy, monkeypatch, fault, message):
+    """After one step of 3e-6, vLLM gets other weights than the trainer sent."""
     engine.load_weights(policy.export_weights(trainable(policy), 0))
     call = engine._llm.collective_rpc
 
@@ -136,26 +132,26 @@ def test_a_load_that_did_not_arrive_whole_is_seen(engine, policy, monkeypatch, f
         for parameter in trainable(policy).values():
             parameter += STEP
     engine.load_weights(policy.export_weights(trainable(policy), 1))
-    assert named in engine.held_fingerprint()
+    assert message in engine.held_fingerprint()
 
 
-def test_a_place_that_is_not_known_is_not_proven(engine, policy, monkeypatch):
-    """Another model of somebody's may fuse what no table of vLLM's says."""
+def test_a_weight_in_an_unknown_place_gives_no_fingerprint(engine, policy, monkeypatch):
+    """A user's own model may fuse weights that no table of vLLM's lists."""
     weights = policy.export_weights(trainable(policy), 0)
     engine.load_weights(weights)
-    more = {**weights.tensors, "model.language_model.secret.weight": torch.ones(2)}
+    tensors = {**weights.tensors, "model.language_model.secret.weight": torch.ones(2)}
     call = engine._llm.collective_rpc
 
-    def known_to_somebody(method, args=(), kwargs=None):
+    def without_reload(method, args=(), kwargs=None):
         return [None] if method == "reload_weights" else call(method, args=args, kwargs=kwargs)
 
-    monkeypatch.setattr(engine._llm, "collective_rpc", known_to_somebody)
-    engine.load_weights(replace(weights, tensors=more))
+    monkeypatch.setattr(engine._llm, "collective_rpc", without_reload)
+    engine.load_weights(replace(weights, tensors=tensors))
     assert engine.held_fingerprint() is None
 
 
-def test_weights_lost_in_sleep_are_seen_on_waking(engine, policy, monkeypatch):
-    """Also those of the frozen tower, which no sync sends. vLLM's own sleep needs a GPU."""
+def test_weights_lost_in_sleep_are_detected_on_waking(engine, policy, monkeypatch):
+    """Also those of the frozen tower, which no sync sends. vLLM's sleep, for GPUs, is replaced."""
     weights = policy.export_weights(trainable(policy), 0)
     engine.load_weights(weights)
     kept = {}
@@ -184,7 +180,7 @@ def test_weights_lost_in_sleep_are_seen_on_waking(engine, policy, monkeypatch):
         engine.generate([policy.build_prompt(tiny_qwen.sample(0))], PARAMS, [1])
 
 
-def test_a_bfloat16_engine_that_loses_one_tensor_is_seen_at_earls_learning_rate(tmp_path):
+def test_a_tensor_lost_in_bfloat16_is_detected_at_earls_learning_rate(tmp_path):
     policy = make_emu3(tiny_emu3.save_policy_folder(tmp_path), dtype="bfloat16")
     config = vllm_engine.Config(type="vllm", kv_cache_memory_mb=64, max_num_seqs=16)
     engine = vllm_engine.VllmEngine(config, EngineSetup(policy, "cpu"))

@@ -1,8 +1,4 @@
-"""The two logits processors of the image grammar, called by hand, step by step.
-
-V1: with the batch updates that vLLM's runner sends. V2: its runner needs Triton, so with its
-interface's own records (slots, device-side token history), filled by hand.
-"""
+"""The two logits processors of the image grammar, called step by step without an engine."""
 
 import os
 import random
@@ -41,55 +37,55 @@ FIELDS = {
 }
 CONFIG = SimpleNamespace(additional_config={VOCABULARY: FIELDS})
 CPU = torch.device("cpu")
-WORDS, CODES, ALL = set(range(START)), set(range(START, END)), set(range(NUM_IDS))
+LANGUAGE, CODES, ALL = set(range(START)), set(range(START, END)), set(range(NUM_IDS))
 
 
 def allowed_next(grid: tuple[int, int] | None, ids: list[int]) -> set[int]:
-    """The grammar once more, as a list."""
+    """The ids that may come next, computed from the whole sequence as a list."""
     if grid is None:
         return ALL
     if IMAGE not in ids:
-        return WORDS
+        return LANGUAGE
     height, width = grid
-    after = ([CODES] * width + [{EOL}]) * height + [{EOF}, {EOI}]
+    sequence = ([CODES] * width + [{EOL}]) * height + [{EOF}, {EOI}]
     k = len(ids) - ids.index(IMAGE) - 1
-    return after[k] if k < len(after) else {EOS}
+    return sequence[k] if k < len(sequence) else {EOS}
 
 
 def open_ids(logits: torch.Tensor) -> list[set[int]]:
     return [set(torch.isfinite(row).nonzero().flatten().tolist()) for row in logits]
 
 
-def asked(grid: tuple[int, int] | None) -> SamplingParams:
+def request_params(grid: tuple[int, int] | None) -> SamplingParams:
     return SamplingParams(extra_args=None if grid is None else {GRID: grid})
 
 
 class Batch:
-    """vLLM's persistent batch as its V1 runner keeps it: rows, and what changed since last step."""
+    """vLLM's persistent batch as its V1 runner keeps it: rows, and changes since the last step."""
 
     def __init__(self) -> None:
-        self.shell = V1Grammar(CONFIG, CPU, False)
+        self.processor = V1Grammar(CONFIG, CPU, False)
         self.rows: list[tuple[tuple[int, int] | None, list[int]]] = []
 
     def step(self, removed=(), added=(), moved=()) -> None:
-        """Tell the shell what changed, and check a step's mask against the list."""
+        """Tells the processor what changed and checks its mask against `allowed_next`."""
         update = BatchUpdate(len(self.rows), removed, added, moved)
-        self.shell.update_state(update if removed or added or moved else None)
+        self.processor.update_state(update if removed or added or moved else None)
         if self.rows:
-            logits = self.shell.apply(torch.zeros(len(self.rows), NUM_IDS))
+            logits = self.processor.apply(torch.zeros(len(self.rows), NUM_IDS))
             assert open_ids(logits) == [allowed_next(*row) for row in self.rows]
 
     def write(self, *tokens: int) -> None:
-        """One sampled token a row, appended to the very list the shell was given."""
+        """Appends one sampled token per row to the list that the processor holds."""
         for (_, ids), token in zip(self.rows, tokens, strict=True):
             ids.append(token)
 
     def add(self, grid, ids=()) -> tuple:
         self.rows.append((grid, list(ids)))
-        return (len(self.rows) - 1, asked(grid), [1, 2], self.rows[-1][1])
+        return (len(self.rows) - 1, request_params(grid), [1, 2], self.rows[-1][1])
 
 
-def test_v1_two_rows_of_different_grids_and_a_free_one():
+def test_v1_masks_two_grids_and_an_unconstrained_row():
     batch = Batch()
     batch.step(added=[batch.add((1, 2)), batch.add(None), batch.add((2, 1))])
     for tokens in [
@@ -106,7 +102,7 @@ def test_v1_two_rows_of_different_grids_and_a_free_one():
         batch.step()
 
 
-def test_v1_rows_leave_move_swap_and_come_back():
+def test_v1_follows_rows_that_leave_move_swap_and_return():
     batch = Batch()
     batch.step(added=[batch.add((1, 2)), batch.add((3, 1)), batch.add(None), batch.add((2, 2))])
     batch.write(IMAGE, 1, 2, IMAGE)
@@ -121,16 +117,16 @@ def test_v1_rows_leave_move_swap_and_come_back():
     )
     batch.write(1, 12, 11)
     batch.step()
-    # It comes back with what it had written, in a list of its own.
+    # The request comes back with the tokens it had written, in a new list.
     batch.step(added=[batch.add(*preempted)])
     batch.write(3, EOL, EOL, 13)
     batch.step()
-    # A row whose prompt is not finished appends nothing; asynchronous scheduling fills in later.
+    # Unfinished prompts append nothing; asynchronous scheduling first appends a placeholder.
     batch.rows[2][1].append(-1)
-    batch.shell.update_state(None)
+    batch.processor.update_state(None)
     batch.rows[2][1][-1] = EOF
     batch.step()
-    # A free request takes the row of a held one.
+    # An unconstrained request takes the row of a constrained one.
     batch.rows = []
     batch.step(removed=[1, 2, 3], added=[batch.add(None)])
     batch.write(IMAGE)
@@ -138,7 +134,7 @@ def test_v1_rows_leave_move_swap_and_come_back():
 
 
 class Slots:
-    """What Model Runner V2 shares with a shell: token history and lengths by request slot."""
+    """The records of vLLM's V2 runner (token history, lengths) by slot; the runner needs Triton."""
 
     def __init__(self, num_slots: int = 6, max_len: int = 256) -> None:
         self.prompt_len, self.prefill_len = (
@@ -155,16 +151,16 @@ class Slots:
             prefill_len=SimpleNamespace(gpu=self.prefill_len),
             total_len=None,
         )
-        self.shell = V2Grammar(CONFIG, states)
+        self.processor = V2Grammar(CONFIG, states)
         self.requests: dict[int, tuple[tuple[int, int] | None, list[int], list[int]]] = {}
 
     def add(self, grid, prompt, written=()) -> int:
-        """Into a slot with another request's leftovers."""
+        """Adds a request to a slot that still holds another request's tokens."""
         slot = self.free.pop()
         tokens = [*prompt, *written]
         self.ids[slot, : len(tokens)] = torch.tensor(tokens)
         self.prompt_len[slot], self.prefill_len[slot] = len(prompt), len(tokens)
-        assert self.shell.add_request(slot, asked(grid)) == (grid is not None)
+        assert self.processor.add_request(slot, request_params(grid)) == (grid is not None)
         self.requests[slot] = (grid, list(prompt), list(written))
         return slot
 
@@ -173,8 +169,8 @@ class Slots:
         return self.requests.pop(slot)
 
     def step(self, order: list[int]) -> None:
-        """One forward over the slots in `order`, its mask checked, and a token drawn for each."""
-        self.shell.apply_staged_writes()
+        """One forward over the slots in `order`: checks its mask and draws a token for each."""
+        self.processor.apply_staged_writes()
         sequences = [[*prompt, *written] for _, prompt, written in map(self.requests.get, order)]
         slots = np.array(order, dtype=np.int64)
         indices = torch.tensor(order, dtype=torch.int32)
@@ -187,16 +183,16 @@ class Slots:
             input_ids=torch.tensor([ids[-1] for ids in sequences], dtype=torch.int32),
             pos=torch.tensor([len(ids) - 1 for ids in sequences]),
         )
-        logits = self.shell.apply(torch.zeros(len(order), NUM_IDS), context)
-        for slot, seen in zip(order, open_ids(logits), strict=True):
+        logits = self.processor.apply(torch.zeros(len(order), NUM_IDS), context)
+        for slot, allowed in zip(order, open_ids(logits), strict=True):
             grid, _, written = self.requests[slot]
-            assert seen == allowed_next(grid, written)
-            likely = IMAGE in seen and random.random() < 0.3
-            written.append(IMAGE if likely else random.choice(sorted(seen)))
+            assert allowed == allowed_next(grid, written)
+            likely = IMAGE in allowed and random.random() < 0.3
+            written.append(IMAGE if likely else random.choice(sorted(allowed)))
 
 
-def test_v2_slots_are_reused_reordered_and_resumed_after_preemption():
-    """Prompts hold image tokens of their own (the source picture), which open nothing."""
+def test_v2_follows_slots_that_are_reused_reordered_and_resumed():
+    """Image tokens in the prompt (the source picture) do not start a grid."""
     random.seed(0)
     slots = Slots()
     prompt = [1, IMAGE, 10, EOL, 2]
@@ -214,8 +210,8 @@ def test_v2_slots_are_reused_reordered_and_resumed_after_preemption():
             slots.add(*request)
 
 
-@pytest.mark.parametrize(("uses_v2", "shell"), [(True, V2Grammar), (False, V1Grammar)])
-def test_the_shell_is_the_one_that_the_runner_takes(uses_v2, shell, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("uses_v2", "processor"), [(True, V2Grammar), (False, V1Grammar)])
+def test_the_processor_fits_the_version_of_the_runner(uses_v2, processor, monkeypatch, tmp_path):
     from vllm.engine.arg_utils import EngineArgs
 
     from rl.api.types import ImageVocabulary
@@ -225,12 +221,12 @@ def test_the_shell_is_the_one_that_the_runner_takes(uses_v2, shell, monkeypatch,
     vocabulary = ImageVocabulary(**FIELDS)
     arguments = vllm_engine.grammar_arguments(str(tmp_path), {"seed": 0}, vocabulary)
     assert arguments == {
-        "logits_processors": [shell],
+        "logits_processors": [processor],
         "additional_config": {VOCABULARY: FIELDS},
     }
 
 
-def test_a_vllm_of_another_interface_is_named(monkeypatch):
+def test_a_vllm_of_another_interface_is_reported(monkeypatch):
     import sys
 
     from rl.engines import vllm

@@ -1,5 +1,4 @@
-"""What the memory plan says of an engine, held against vLLM's own start-up arithmetic; what vLLM is
-told of the memory that the plan gives it."""
+"""The memory plan of an engine against vLLM's start-up arithmetic, and the arguments vLLM gets."""
 
 from __future__ import annotations
 
@@ -45,15 +44,15 @@ def vllm_starts(model: PolicyModel, longest_tokens: int, cache_bytes: int) -> tu
         dtype=torch.bfloat16,
     )
     layers = {f"layers.{index}.attn": spec for index in range(model.num_layers)}
-    [found] = kv_cache_utils.get_kv_cache_configs(config, [layers], [cache_bytes])
-    return found.num_blocks, kv_cache_utils.get_max_concurrency_for_kv_cache_config(config, found)
+    [cache] = kv_cache_utils.get_kv_cache_configs(config, [layers], [cache_bytes])
+    return cache.num_blocks, kv_cache_utils.get_max_concurrency_for_kv_cache_config(config, cache)
 
 
 @pytest.mark.parametrize("gpu_gb", [80, 141])
 @pytest.mark.parametrize(
     "name", ["qwen_image_edit", "sft_s__rl_sc", "vlm_reasoning", "prompt_enhancement"]
 )
-def test_the_plan_says_what_vllm_says(name: str, gpu_gb: int) -> None:
+def test_the_plan_equals_vllms_own_arithmetic(name: str, gpu_gb: int) -> None:
     config = load_config(f"configs/{name}.jsonnet", [f"gpu_gb={gpu_gb}"], ENVIRONMENT)
     sizes = footprint.sizes(build.resolve(config))
     assert sizes is not None
@@ -63,7 +62,7 @@ def test_the_plan_says_what_vllm_says(name: str, gpu_gb: int) -> None:
     num_blocks, at_once = vllm_starts(sizes.model, engine.longest_tokens, claim.cache_bytes)
     assert num_blocks == engine.num_blocks(gpu_gb)
     assert at_once == engine.at_once(gpu_gb) >= config.generations_per_prompt
-    # The least that it starts with, to the byte.
+    # The smallest cache with which vLLM starts, to the byte.
     least = round(engine.cache_of_gb(1) * 1e9)
     assert vllm_starts(sizes.model, engine.longest_tokens, least)[1] >= 1
     with pytest.raises(ValueError, match="larger than the available KV cache memory"):
@@ -74,7 +73,9 @@ def test_the_plan_says_what_vllm_says(name: str, gpu_gb: int) -> None:
     ("gib", "name"),
     [(79.1, "NVIDIA H100 80GB HBM3"), (139.8, "NVIDIA H200"), (44.4, "NVIDIA L40S")],
 )
-def test_vllms_largest_step(monkeypatch: pytest.MonkeyPatch, gib: float, name: str) -> None:
+def test_the_plan_knows_vllms_largest_step(
+    monkeypatch: pytest.MonkeyPatch, gib: float, name: str
+) -> None:
     platform = SimpleNamespace(
         get_device_total_memory=lambda: int(gib * 2**30),
         get_device_name=lambda: name,
@@ -123,19 +124,19 @@ def test_vllms_largest_step(monkeypatch: pytest.MonkeyPatch, gib: float, name: s
         ),
     ],
 )
-def test_what_vllm_is_told(
+def test_vllm_gets_the_planned_or_stated_memory(
     section: dict[str, Any], device: str, claim: EngineClaim | None, expected: dict[str, Any]
 ) -> None:
-    assert told(section, device, claim) == expected
+    assert arguments(section, device, claim) == expected
 
 
-def test_an_open_share_needs_a_plan() -> None:
+def test_an_automatic_share_needs_a_plan() -> None:
     with pytest.raises(ValueError, match=r"engine\.gpu_memory_utilization: 'auto'.*give a share"):
-        told({}, "cuda:0", None)
+        arguments({}, "cuda:0", None)
 
 
-def told(section: dict[str, Any], device: str, claim: EngineClaim | None) -> dict[str, Any]:
-    """Of an engine that is not started: that takes a GPU."""
+def arguments(section: dict[str, Any], device: str, claim: EngineClaim | None) -> dict[str, Any]:
+    """The arguments of an engine that is not started, because that takes a GPU."""
     engine = object.__new__(vllm_engine.VllmEngine)
     engine.config = vllm_engine.Config.model_validate({"type": "vllm", **section})
     engine._setup = EngineSetup(None, device, claim=claim)  # type: ignore[arg-type]

@@ -1,8 +1,4 @@
-"""vLLM with a Qwen3-VL in it, which has no tower of its own: features of all levels are the
-trainer's (float32 on a CPU).
-
-Its own file: one engine is closed before another starts, in the same process.
-"""
+"""vLLM with a Qwen3-VL: features of all levels come from the trainer or from its own tower."""
 
 from __future__ import annotations
 
@@ -34,15 +30,15 @@ SEEDS = [7, 70, 700]
 
 
 def prompts_of(policy: Any) -> list[Any]:
-    """Three pictures, one of them alone, none."""
+    """A prompt with three pictures, one with one of them, one without a picture."""
     pictures = [tiny_qwen.picture(i, 64 + 32 * i, 64) for i in range(3)]
-    shown = [pictures, pictures[1:2], []]
+    sources_P = [pictures, pictures[1:2], []]
     template = policy.prompts._template
     policy.prompts._needs_picture = False
     assert template.max_pictures == 3
     return [
         policy.build_prompt(replace(tiny_qwen.sample(i), sources=tuple(sources)))
-        for i, sources in enumerate(shown)
+        for i, sources in enumerate(sources_P)
     ]
 
 
@@ -67,7 +63,7 @@ def parameters_of(engine: vllm_engine.VllmEngine) -> list[str]:
 def test_an_adapter_and_features_of_all_levels_give_the_trainers_log_probs(
     tmp_path: Path, tied: bool
 ) -> None:
-    """Slots bit for bit what was sent, however often; the engine holds no tower."""
+    """The adapter slots equal the sent weights bit for bit after each sync."""
     policy = tiny_qwen3.make_qwen3(tiny_qwen3.save_policy_folder(tmp_path, tied=tied))
     with started(policy) as engine:
         assert not any("visual" in name for name in parameters_of(engine))
@@ -88,15 +84,15 @@ def test_an_adapter_and_features_of_all_levels_give_the_trainers_log_probs(
 def test_without_its_deepstack_features_a_picture_gives_other_log_probs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What vLLM's own class would do in silence; the buffers are zeros for whoever comes next."""
+    """vLLM's own class would drop them silently. A prompt without pictures is not affected."""
     policy = tiny_qwen3.make_qwen3(tiny_qwen3.save_policy_folder(tmp_path))
     with started(policy) as engine:
         prompts_P = prompts_of(policy)
         features_of = engine._features_of
         assert features_of is not None
-        whole = features_of(prompts_P)
-        flat = [None if one is None else one * (torch.arange(256) < 64) for one in whole]
-        monkeypatch.setattr(engine, "_features_of", lambda _: flat)
+        features = features_of(prompts_P)
+        first_level = [None if one is None else one * (torch.arange(256) < 64) for one in features]
+        monkeypatch.setattr(engine, "_features_of", lambda _: first_level)
         engine._drop_caches()
         completions_PG = engine.generate(prompts_P, PARAMS, SEEDS)
         assert max_dlogp(policy, prompts_P[:2], completions_PG[:2]) > 0.1
@@ -105,18 +101,16 @@ def test_without_its_deepstack_features_a_picture_gives_other_log_probs(
         engine._drop_caches()
         completions_PG = engine.generate(prompts_P, PARAMS, SEEDS)
         assert max_dlogp(policy, prompts_P, completions_PG) <= NATS
-        slow = TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu"))
+        peer = TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu"))
         greedy = replace(PARAMS, temperature=0.0, num_completions=1)
-        fast_PG, slow_PG = (e.generate(prompts_P, greedy, SEEDS) for e in (engine, slow))
-        for [fast], [plain] in zip(fast_PG, slow_PG, strict=True):
-            assert fast.token_ids == plain.token_ids
-        assert max_dlogp(policy, prompts_P, slow.generate(prompts_P, PARAMS, SEEDS)) <= NATS
+        vllm_PG, peer_PG = (e.generate(prompts_P, greedy, SEEDS) for e in (engine, peer))
+        for [sampled], [plain] in zip(vllm_PG, peer_PG, strict=True):
+            assert sampled.token_ids == plain.token_ids
+        assert max_dlogp(policy, prompts_P, peer.generate(prompts_P, PARAMS, SEEDS)) <= NATS
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_full_weights_arrive_and_an_engine_with_its_own_tower_looks_itself(
-    tmp_path: Path, tied: bool
-) -> None:
+def test_full_weights_arrive_at_an_engine_with_its_own_tower(tmp_path: Path, tied: bool) -> None:
     folder = tiny_qwen3.save_policy_folder(tmp_path, tied=tied)
     policy = tiny_qwen3.make_qwen3(folder, section={"lora": None})
     with started(policy, sharded=True) as engine:
@@ -133,9 +127,9 @@ def test_full_weights_arrive_and_an_engine_with_its_own_tower_looks_itself(
             assert engine.held_fingerprint() == weights.fingerprint
 
 
-def test_the_class_is_named_before_a_model_is_made(tmp_path: Path) -> None:
+def test_the_class_is_registered_before_a_model_is_loaded(tmp_path: Path) -> None:
     from vllm import ModelRegistry
 
     start.register_in_process(tiny_qwen3.save_policy_folder(tmp_path))
-    found = ModelRegistry.models["Qwen3VLForConditionalGeneration"]
-    assert found.load_model_cls().__name__ == "Qwen3VLWithDeepstack"
+    registered = ModelRegistry.models["Qwen3VLForConditionalGeneration"]
+    assert registered.load_model_cls().__name__ == "Qwen3VLWithDeepstack"

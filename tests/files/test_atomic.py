@@ -1,4 +1,4 @@
-"""Two that replace one file at once, in threads and in processes; what a kill left beside it."""
+"""Atomic writes: concurrent writers, the leftover of a kill, and rows nested too deeply."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def test_two_writers_of_one_file_leave_what_one_of_them_wrote(tmp_path: Path, ki
     writers = [kind(target=write_often, args=(path, letter)) for letter in "abc"]
     for writer in writers:
         writer.start()
-    seen = set()
+    contents = set()
     while any(writer.is_alive() for writer in writers):
         content = path.read_text()
         assert len(content) == NUM_BYTES
-        seen.add("".join(sorted(set(content))))
+        contents.add("".join(sorted(set(content))))
     for writer in writers:
         writer.join()
         assert getattr(writer, "exitcode", 0) == 0
-    assert seen <= {"a", "b", "c"} and names(tmp_path) == ["file"]
+    assert contents <= {"a", "b", "c"} and names(tmp_path) == ["file"]
 
 
-def test_what_a_kill_left_is_taken_over(tmp_path: Path) -> None:
-    aside = tmp_path / ".file.tmp"
-    aside.write_text("half of something longer")
+def test_the_leftover_of_a_kill_is_overwritten(tmp_path: Path) -> None:
+    leftover = tmp_path / ".file.tmp"
+    leftover.write_text("half of something longer")
     write_atomically(tmp_path / "file", "whole")
     assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "whole"
 
 
 @pytest.mark.parametrize("levels", [MAX_NESTING + 1, 900, 100_000])
-def test_a_line_nested_deeper_than_any_of_ours_is_none(levels: int) -> None:
-    """Whoever walks it by recursion would fall: the page's settings did."""
+def test_a_row_that_is_nested_too_deeply_is_refused(levels: int) -> None:
+    """Code that walks such a row recursively would fail, as the report page's settings did."""
     deep = b'{"a":' * levels + b"1" + b"}" * levels
     assert row_of(deep) is None
     assert row_of(b'{"a":' * MAX_NESTING + b"1" + b"}" * MAX_NESTING) is not None

@@ -1,4 +1,4 @@
-"""A picture is encoded once, for the judge and for the record, and forgotten with it."""
+"""A picture is encoded once, for the judge and for the record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rl.record.run_record import RunRecord
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
-    """How often pictures of a size were encoded."""
+    """Picture size -> how often a picture of this size was encoded."""
     sizes: Counter[tuple[int, int]] = Counter()
     save = Image.Image.save
 
@@ -37,7 +37,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
 
 
 def sent(image: Image.Image, side_px: int) -> bytes:
-    """What the judge gets of it."""
+    """The bytes that the judge gets for the picture."""
     url = json.loads(picture_part(image, side_px))["image_url"]["url"]
     return base64.b64decode(url.removeprefix("data:image/png;base64,"))
 
@@ -47,12 +47,12 @@ def test_the_record_writes_the_bytes_that_the_judge_got(
     tmp_path: Path, encoded: Counter[tuple[int, int]], mode: str
 ) -> None:
     image = Image.effect_noise((40, 30), 60).convert(mode)
-    got = [sent(own_pictures(image), 40) for _ in range(2)][-1]
+    judge_bytes = [sent(own_pictures(image), 40) for _ in range(2)][-1]
     record = RunRecord(tmp_path, run_config(), Dist())
     record.write_episodes(1, [[episode(image=image)]], [[1.0]])
-    assert (tmp_path / "images/it_000001/rank0_g00_m0.png").read_bytes() == got
+    assert (tmp_path / "images/it_000001/rank0_g00_m0.png").read_bytes() == judge_bytes
     assert encoded[40, 30] == 1
-    assert Image.open(io.BytesIO(got)).tobytes() == image.convert("RGB").tobytes()
+    assert Image.open(io.BytesIO(judge_bytes)).tobytes() == image.convert("RGB").tobytes()
 
 
 def test_a_digest_tells_pictures_apart() -> None:
@@ -68,28 +68,28 @@ def test_a_digest_tells_pictures_apart() -> None:
     assert digest(grey) == digest(own_pictures(grey))
 
 
-def test_whoever_is_handed_pictures_changes_copies() -> None:
+def test_who_gets_pictures_can_change_only_copies() -> None:
     image, codes = Image.new("RGB", (8, 8), "white"), np.zeros((2, 2), np.int32)
     sample = Sample("a", "x", (image,), image, codes, hidden={"boxes": [image, (1, 2)]})
-    given = own_pictures([RewardInput(sample, "x", image)])[0]
-    assert given.sample.hidden == {"boxes": [image, (1, 2)]}
-    others = {"scores": torch.zeros(2), "labels": {"red"}}
-    mine = own_pictures(others)
-    mine["scores"][0] = 5
-    mine["labels"].clear()
-    assert others["scores"].sum() == 0 and others["labels"] == {"red"}
-    for picture in (given.image, given.sample.target, *given.sample.sources):
+    copy = own_pictures([RewardInput(sample, "x", image)])[0]
+    assert copy.sample.hidden == {"boxes": [image, (1, 2)]}
+    values = {"scores": torch.zeros(2), "labels": {"red"}}
+    values_copy = own_pictures(values)
+    values_copy["scores"][0] = 5
+    values_copy["labels"].clear()
+    assert values["scores"].sum() == 0 and values["labels"] == {"red"}
+    for picture in (copy.image, copy.sample.target, *copy.sample.sources):
         picture.putpixel((0, 0), (0, 0, 0))
-    given.sample.hidden["boxes"][0].putpixel((0, 0), (0, 0, 0))
-    given.sample.hidden["boxes"].clear()
-    given.sample.source_codes[0, 0] = 5
+    copy.sample.hidden["boxes"][0].putpixel((0, 0), (0, 0, 0))
+    copy.sample.hidden["boxes"].clear()
+    copy.sample.source_codes[0, 0] = 5
     assert image.getcolors() == [(64, (255, 255, 255))]
     assert codes.sum() == 0
     assert sample.hidden == {"boxes": [image, (1, 2)]}
 
 
 def test_a_transparent_picture_is_sent_over_white() -> None:
-    """Half a red over white, to record and judge alike, small or scaled."""
+    """Half-transparent red over white, for record and judge alike, scaled or not."""
     half = Image.new("RGBA", (64, 64), (255, 0, 0, 128))
     for data in (png_bytes(half), sent(half, 64), sent(half.copy(), 32)):
         colour = Image.open(io.BytesIO(data)).getpixel((5, 5))

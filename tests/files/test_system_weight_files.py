@@ -1,4 +1,4 @@
-"""Whatever the offsets in a model's files, what is loaded lies as allocated memory does."""
+"""Loaded weights are aligned like allocated memory, whatever the offsets in the model's files."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_loaded_weights_are_aligned(load: Callable[[Path], Modules], tmp_path: P
 
 
 def test_the_base_of_a_full_fine_tune_is_aligned_too(tmp_path: Path) -> None:
-    """It stands in for the trained weights, in the same kernels."""
+    """The reference pass uses it in place of the trained weights, in the same kernels."""
     tiny_qwen.save_policy_folder(tmp_path)
     policy = tiny_policy.make_policy(str(displace(tmp_path)), lora=None)
     assert num_askew(policy.module) == 0
@@ -75,20 +75,20 @@ def test_the_base_of_a_full_fine_tune_is_aligned_too(tmp_path: Path) -> None:
         assert num_askew(policy.module) == 0
 
 
-def test_aligning_keeps_values_ties_and_what_is_aligned(tmp_path: Path) -> None:
+def test_aligning_keeps_values_ties_and_aligned_tensors(tmp_path: Path) -> None:
     linear = torch.nn.Linear(7, 5)
     save_file(linear.state_dict(), tmp_path / "model.safetensors")
     displace(tmp_path)
     loaded = torch.nn.Linear(7, 5)
     loaded.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
-    loaded.register_buffer("own", torch.ones(3))
+    loaded.register_buffer("aligned", torch.ones(3))
     tied = torch.nn.ModuleDict({"one": loaded, "other": torch.nn.Linear(7, 5)})
     tied["other"].weight = loaded.weight
     assert num_askew(loaded) == 2, "the check can fail"
-    place = loaded.own.data_ptr()
+    address = loaded.aligned.data_ptr()
     align_weights(tied, "cuda")
-    assert num_askew(loaded) == 2, "a GPU has copies of its own"
+    assert num_askew(loaded) == 2, "weights on a GPU are copies anyway"
     align_weights(tied, "cpu")
-    assert num_askew(tied) == 0 and loaded.own.data_ptr() == place
+    assert num_askew(tied) == 0 and loaded.aligned.data_ptr() == address
     assert tied["other"].weight is loaded.weight
     assert torch.equal(loaded.weight, linear.weight) and torch.equal(loaded.bias, linear.bias)

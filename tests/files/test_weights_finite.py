@@ -1,4 +1,4 @@
-"""Weights that are no numbers are named before anything is computed with them."""
+"""Weights with NaN or infinity are named before anything is computed with them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_number_that_is_none_is_found(value: float, dtype: torch.dtype) -> None:
+def test_a_single_nan_or_infinity_is_found(value: float, dtype: torch.dtype) -> None:
     module = torch.nn.Linear(8, 8).to(dtype)
     align_weights(module, "cpu")
     with torch.no_grad():
         module.weight[3, 5] = value
-    told = "Linear holds NaN or infinity: 1 of the 64 numbers of weight; copy or download it again"
-    with pytest.raises(NotFiniteError, match=told):
+    text = "Linear holds NaN or infinity: 1 of the 64 numbers of weight; copy or download it again"
+    with pytest.raises(NotFiniteError, match=text):
         align_weights(module, "cpu")
 
 
-def test_what_has_no_such_numbers_is_left_alone() -> None:
+def test_integers_float8_and_empty_tensors_are_accepted() -> None:
     kinds = [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn]
     require_finite([(str(kind), torch.zeros(3).to(kind)) for kind in kinds], "a model")
     require_finite([("empty", torch.zeros(0)), ("meta", torch.zeros(3, device="meta"))], "a model")
@@ -47,5 +47,5 @@ def test_a_model_with_nan_is_named_by_its_key(tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / "quickstart.jsonnet", overrides)
     with pytest.raises(ValueError) as refused:
         build.build_policy(build.resolve(config), Dist.from_env())
-    said = sentence(refused.value)
-    assert said is not None and "  policy: " in said and "holds NaN or infinity: 1 of " in said
+    text = sentence(refused.value)
+    assert text is not None and "  policy: " in text and "holds NaN or infinity: 1 of " in text

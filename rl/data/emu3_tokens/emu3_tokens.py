@@ -1,4 +1,4 @@
-"""Reads edits whose pictures are already codes: a `tokenized_datalist.json`, a file per edit."""
+"""Reads edits whose pictures are token codes: a `tokenized_datalist.json` and a file per edit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl.data.shared.sample_rows import MAX_SHOWN, BadRowError, shorten
 from rl.text.untrusted import shown
 
 NUM_CHECKED = 64
-"""A config check looks for this many entries, from the top of the list."""
+"""A config check verifies that the files of this many first entries exist."""
 
 _SPLIT = re.compile(r"(train|training|validation|val|test|dev)(_|$)")
 
@@ -29,15 +29,15 @@ class Config(FileConfig):
 
     path: str
     """The list; a relative path counts from the working directory. Its files are searched under
-    the list's `prefix` (from the working directory, then from the list's folder), then in the
-    parent of the list's folder and in `feature/` there."""
+    the list's `prefix` (relative to the working directory, then to the list's folder), then in the
+    parent of the list's folder, then in `feature/` in that parent."""
     category: str = ""
     """Label of these samples for per-category metrics; '' = the data set folder's name."""
 
 
 @dataclass(frozen=True)
 class EditList:
-    """A list that was read."""
+    """The content of a `tokenized_datalist.json`."""
 
     file: Path
     entries: Sequence[str]
@@ -45,16 +45,16 @@ class EditList:
 
     @cached_property
     def folder(self) -> Path:
-        """The folder of the entries. Raises BadRowError if none of the first ones is found."""
+        """The folder of the entries. Raises BadRowError if none of the first files exists."""
         above = self.file.parent.parent
         stated = [] if self.prefix is None else [Path(self.prefix), self.file.parent / self.prefix]
-        places = list(dict.fromkeys([*stated, above, above / "feature"]))
-        for place in places:
-            if any(not not_a_file(place / entry) for entry in self.entries[:NUM_CHECKED]):
-                return place
+        candidates = list(dict.fromkeys([*stated, above, above / "feature"]))
+        for candidate in candidates:
+            if any(not not_a_file(candidate / entry) for entry in self.entries[:NUM_CHECKED]):
+                return candidate
         raise BadRowError(
             f"{self.file}: its files are not found, e.g. {self.entries[0]!r:.60}; looked in "
-            + ", ".join(map(str, places))
+            + ", ".join(map(str, candidates))
             + ". Put them into one of these folders, or fix the list's 'prefix'"
         )
 
@@ -71,8 +71,8 @@ class EditList:
         for number, entry in enumerate(entries):
             file = self.folder / entry
             if file.name not in names_in(file.parent):
-                named = shown(str(file), MAX_SHOWN)
-                yield number, f"{self.file}, entry {number}: {named} does not exist"
+                file_name = shown(str(file), MAX_SHOWN)
+                yield number, f"{self.file}, entry {number}: {file_name} does not exist"
 
 
 class TokenisedEdits(DataSource[Config]):
@@ -95,8 +95,8 @@ class TokenisedEdits(DataSource[Config]):
         ]
         # Category and label are the names of the folders above `[feature/]list/`.
         folders = edits.file.resolve().parent.parts
-        named = [name for name in folders if name not in ("list", "feature")]
-        dataset, split = ["", *named][-2:]
+        folder_names = [name for name in folders if name not in ("list", "feature")]
+        dataset, split = ["", *folder_names][-2:]
         self._category = config.category or (dataset if _SPLIT.match(split) else split)
         self._label = f"{dataset}/{split}"
 
@@ -124,7 +124,7 @@ class TokenisedEdits(DataSource[Config]):
 
     @classmethod
     def count(cls, config: Config) -> int | None:
-        """Entries of the list, missing files included; None when there is no list."""
+        """Number of entries, including those whose file is missing; None if there is no list."""
         try:
             return len(read_list(config.path).entries)
         except BadRowError:
@@ -132,7 +132,7 @@ class TokenisedEdits(DataSource[Config]):
 
     @classmethod
     def problems(cls, config: Config, rules: RowRules) -> list[str]:
-        """Problems of the list and of its first files, which are not opened."""
+        """Problems of the list and of its first files; does not open the files."""
         try:
             edits = read_list(config.path)
             problems = [problem for _, problem in edits.missing(edits.entries[:NUM_CHECKED])]
@@ -140,15 +140,15 @@ class TokenisedEdits(DataSource[Config]):
             return [str(error)]
         if rules.on_bad_row == "skip" or not problems:
             return []
-        looked = min(NUM_CHECKED, len(edits.entries))
-        found = f"{edits.file}: {len(problems)} of the first {looked} are missing"
-        return [*shorten(problems), found]
+        num_checked = min(NUM_CHECKED, len(edits.entries))
+        summary = f"{edits.file}: {len(problems)} of the first {num_checked} are missing"
+        return [*shorten(problems), summary]
 
 
 def read_list(path: str | Path) -> EditList:
-    """The list at `path`. Raises BadRowError when it is not there or not such a list.
+    """The list at `path`. Raises BadRowError if it does not exist or is not a list of edits.
 
-    EARL's own set-up put a broken link to `<set>/list` into `<set>/feature/`; a path through that
+    EARL's set-up creates a broken link to `<set>/list` in `<set>/feature/`; a path through that
     link is resolved to `<set>/list`.
     """
     file = Path(path)

@@ -19,15 +19,15 @@ SUFFIX = ".safetensors"
 
 
 class UnreadableError(ValueError):
-    """Why a file is no tokenised edit; the message does not repeat its path."""
+    """A file is not a tokenised edit; the message does not repeat its path."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenisedEdit:
-    """An edit as codes."""
+    """An edit whose pictures are codes."""
 
     id: str
-    """Identity within its set."""
+    """Unique within its data set."""
     instruction: str
     source_codes: np.ndarray
     """[h, w] int32, codebook indices from 0."""
@@ -38,16 +38,16 @@ class TokenisedEdit:
 
 
 def read(path: Path) -> TokenisedEdit:
-    """Raises UnreadableError, or whatever else a damaged or hostile file leads a library to."""
+    """The edit in a file. Raises UnreadableError; a hostile file may raise any other error."""
     if why := not_a_file(path):
         raise UnreadableError(why)
-    fields = _read_own(path) if path.suffix == SUFFIX else _read_published(path)
+    fields = _read_safetensors(path) if path.suffix == SUFFIX else _read_pth(path)
     instruction = fields.get("instruction")
     if not isinstance(instruction, str) or not instruction.strip():
         raise UnreadableError(f"its instruction is {instruction!r:.60}, not text")
     identity = str(fields.get("edit_id") or path.stem).removesuffix(".pth")
     if (identity + instruction) != without_lone_surrogates(identity + instruction):
-        raise UnreadableError("its words hold half a character (a lone surrogate)")
+        raise UnreadableError("its text holds half a character (a lone surrogate)")
     thoughts = fields.get("CoT") or {}
     return TokenisedEdit(
         id=identity,
@@ -63,18 +63,18 @@ def write(path: Path, edit: TokenisedEdit) -> None:
     are equal bytes."""
     from safetensors.numpy import save_file
 
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     text = {"edit_id": edit.id, "instruction": edit.instruction, "CoT": dict(edit.thoughts)}
     codes = {"original_image": edit.source_codes, "edited_image": edit.target_codes}
     save_file(
         {name: np.ascontiguousarray(array, np.int32) for name, array in codes.items()},
-        aside,
+        temporary,
         metadata={"edit": json.dumps(text, ensure_ascii=False)},
     )
-    aside.replace(path)
+    temporary.replace(path)
 
 
-def _read_own(path: Path) -> dict[str, Any]:
+def _read_safetensors(path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -82,11 +82,11 @@ def _read_own(path: Path) -> dict[str, Any]:
             text = json.loads((stored.metadata() or {})["edit"])
             return {**text, **{name: stored.get_tensor(name) for name in stored.keys()}}  # noqa: SIM118
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UnreadableError(f"is no safetensors file of ours ({error})") from error
+        raise UnreadableError(f"is not a tokenised edit in safetensors format ({error})") from error
 
 
-def _read_published(path: Path) -> dict[str, Any]:
-    """A `torch.save` of a dict. Only what makes up arrays and text is ever constructed."""
+def _read_pth(path: Path) -> dict[str, Any]:
+    """Loads a `torch.save` of a dict; the unpickler constructs nothing but arrays and text."""
     import torch
 
     try:
@@ -94,9 +94,9 @@ def _read_published(path: Path) -> dict[str, Any]:
             fields = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # Damaged and hostile files fail in any way (UnpicklingError, RuntimeError, EOFError,
-        # TypeError, ...); to the user they are one thing.
-        wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = f"it asks for {wanted[1]}" if wanted else f"{type(error).__name__}"
+        # TypeError, ...); the user gets the same message for all.
+        match = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"it asks for {match[1]}" if match else f"{type(error).__name__}"
         raise UnreadableError(
             f"is refused ({reason}): only arrays of whole numbers and text are loaded, nothing is "
             "run; if it is one of the published files, fetch it again"
@@ -107,7 +107,7 @@ def _read_published(path: Path) -> dict[str, Any]:
 
 
 def _array_globals() -> list[Any]:
-    """What numpy arrays are pickled with, under numpy 1's and numpy 2's module names."""
+    """The globals of a pickled numpy array, under numpy 1's and numpy 2's module names."""
     from numpy._core.multiarray import _reconstruct
 
     modules = ("numpy.core.multiarray", "numpy._core.multiarray")

@@ -1,7 +1,4 @@
-"""Reads a file with one row per line, with an error message for each line that cannot be read.
-
-Only a line feed ends a line: a value may hold U+2028 and the like.
-"""
+"""Reads files with one row per line, and makes an error message for each unreadable line."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def read_rows(
     `lines`: (number, line); `origin`: name of their file in messages; `parse`: converts a line to a
     row, None = JSON, where an object with a repeated key is unreadable.
     """
-    parse = parse or partial(json.loads, object_pairs_hook=_each_once)
+    parse = parse or partial(json.loads, object_pairs_hook=_unique_keys)
     objects: list[dict[str, Any]] = []
     numbers: list[int] = []
     unreadable: list[str] = []
@@ -48,20 +45,20 @@ def read_rows(
     return objects, numbers, unreadable
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The pairs as a dict. Raises ValueError for a repeated key."""
     row = dict(pairs)
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in row if names.count(name) > 1)
-        raise ValueError(f"it has {twice!r:.60} twice")
+        repeated = next(name for name in row if names.count(name) > 1)
+        raise ValueError(f"it has {repeated!r:.60} twice")
     return row
 
 
 def read_lines(path: Path) -> list[tuple[int, bytes]]:
     """(number counted from 1, line) of every line that is not blank.
 
-    Raises BadRowError when there is no such file, nothing in it, or it cannot be read.
+    Raises BadRowError if the file does not exist, is empty or cannot be read.
     """
     if why := not_a_file(path):
         raise BadRowError(
@@ -71,6 +68,7 @@ def read_lines(path: Path) -> list[tuple[int, bytes]]:
         content = path.read_bytes()
     except OSError as error:
         raise BadRowError(f"{path} cannot be read ({error.strerror})") from error
+    # Only a line feed ends a line: a value may hold U+2028 and similar characters.
     lines = enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)
     numbered = [(number, line.strip()) for number, line in lines if line.strip()]
     if not numbered:

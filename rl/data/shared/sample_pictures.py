@@ -15,20 +15,20 @@ from rl.text.untrusted import shown
 
 MIN_SIDE_PX = 8
 MAX_ASPECT_RATIO = 200
-"""Qwen2-VL's processors refuse more than this."""
+"""Largest ratio that Qwen2-VL's processors accept."""
 MAX_FILE_SIDE_PX = 65_535
 """The longest side that a JPEG can have."""
 MAX_PATH_SHOWN = 250
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-"""Formats that are read, by Pillow's names; `open_picture` lists some that must not be."""
+"""Formats that are read, by Pillow's names; `open_picture` lists formats that must not be read."""
 
 
 class UnusableError(ValueError):
-    """Why a cell of a row cannot be used, and what to do about it."""
+    """A cell of a row cannot be used; the message says why and what to do."""
 
 
 def locate(value: Any, folder: Path) -> Path | bytes:
-    """A cell of a data set as something that can be opened.
+    """The path or the bytes of the picture in a cell of a data set.
 
     A path is relative to `folder`. A mapping is a cell of `datasets.Image(decode=False)`:
     `{bytes, path}`. Raises UnusableError when there is nothing to open.
@@ -43,15 +43,15 @@ def locate(value: Any, folder: Path) -> Path | bytes:
         raise UnusableError(f"is a URL ({value!r:.60}); download the file and give its path")
     path = folder / value
     if why := not_a_file(path):
-        named = shown(str(path), MAX_PATH_SHOWN)
-        raise UnusableError(f"{named} {why}; relative paths count from {folder}")
+        path_text = shown(str(path), MAX_PATH_SHOWN)
+        raise UnusableError(f"{path_text} {why}; relative paths count from {folder}")
     return path
 
 
 def check_header(located: Path | bytes, max_side_px: int) -> None:
-    """Refuse what is not a picture or has an absurd size, without decoding pixels.
+    """Raise UnusableError for a file that is no picture or has an absurd size, without decoding it.
 
-    About 0.3 ms for a file. A truncated or corrupt body passes; `decode` finds it.
+    Takes about 0.3 ms. A truncated or corrupt body passes; `decode` finds it.
     """
     _open(located, max_side_px).close()
 
@@ -61,8 +61,8 @@ def decode(
 ) -> Image.Image:
     """The picture as 8-bit RGB, upright.
 
-    EXIF rotation is applied, transparency laid on white (or kept, as RGBA), 16-bit greys scaled to
-    8 bits, CMYK converted; of an animation the first frame is taken. Raises UnusableError.
+    EXIF rotation is applied, transparency replaced by white (or kept, as RGBA), 16-bit grey scaled
+    to 8 bits, CMYK converted; an animation gives its first frame. Raises UnusableError.
     """
     with _open(located, max_side_px) as image:
         try:

@@ -1,4 +1,4 @@
-"""Makes samples of the rows of a user's own data, and names the bad ones."""
+"""Turns the rows of a user's data into samples, and reports the bad rows."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from rl.text.untrusted import shown
 PictureCheck = Literal["exists", "header", "pixels"]
 MAX_PROBLEMS_SHOWN = 10
 MAX_SHOWN = 500
-"""Characters of one problem: a path or a key may have any number of them."""
+"""Most characters of one problem's message: it may quote a path or key of any length."""
 MAX_ORIGIN = 40
-"""Characters of where rows are from, on a line of progress."""
+"""Most characters of the rows' origin on a line of progress."""
 UsePicture = Callable[[Path | bytes, int], Any]
-"""(where it is, largest side in px) -> what is made of it."""
-_LOOKS: dict[PictureCheck, UsePicture] = {
+"""(a picture's path or bytes, largest side in px) -> the decoded picture; None from a check."""
+_CHECKS: dict[PictureCheck, UsePicture] = {
     "exists": lambda _located, _max_side_px: None,
     "header": check_header,
     "pixels": decode,
 }
 _INVISIBLE = {"Cc", "Cf", "Me", "Mn", "Zl", "Zp", "Zs"}
-"""Unicode categories of characters that show nothing by themselves."""
+"""Unicode categories of characters that are invisible on their own."""
 _BLANK = "\u115f\u1160\u2800\u3164\uffa0"
-"""Letters and symbols that show nothing either."""
+"""Letters and symbols that are invisible, too."""
 _MISSING = object()
 SEVERAL = "images"
 """The column of a row's list of source pictures, unless the config names a column."""
@@ -49,38 +49,38 @@ class BadRowError(UnusableSampleError):
 
 
 class Columns(Section):
-    """Which key of a row is what. `a.b.0` reaches into nested records and lists.
+    """Maps each field of a sample to a key of a row. `a.b.0` reaches into nested records and lists.
 
-    A key that the config names must be in every row, and hidden ones not null there. `target`, `id`
-    and `category` are also found under their default keys in the rows that have them. Questions
-    with an answer to check: `{ instruction: 'problem', hidden: { answer: 'solution' } }`.
+    Every row must have the keys that the config names, and hidden ones must not be null. `target`,
+    `id` and `category` are also read under their default keys from rows that have them. For
+    questions with an answer to check: `{ instruction: 'problem', hidden: { answer: 'solution' } }`.
     """
 
     instruction: str = "instruction"
-    """The user's words (edit instruction, question or prompt); every row needs them."""
+    """The user's text (edit instruction, question or prompt); every row needs one."""
     source: (
         str | Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
     ) = "image"
     """Source picture: a path, or an image cell, or a list of such; '' = rows have none. Of several
     columns (`['first', 'second']`) all but the first may be null, or an empty list. Where
-    this key is not set, a row may have a list under 'images' in the place of its 'image'."""
+    this key is not set, a row may have a list under 'images' instead of an 'image'."""
     source_optional: bool = False
-    """True: a row without that cell, or with null in it, is a text-only sample."""
+    """True: a row without a source picture, or with null, is a text-only sample."""
     target: str = "target_image"
     """Reference edit, a picture for rewards only; '' = not read. Name it when a reward needs it."""
     reference: str = ""
-    """A right completion, text; '' = rows have none."""
+    """A correct completion, text; '' = rows have none."""
     id: str = "id"
     """Stable, unique identity; rows without one are called '<file>:<row number>'."""
     category: str = "category"
     """Free label for per-category metrics."""
     hidden: dict[str, str] = {}
-    """Name -> column: what rewards may see and the policy may not (answers, labels)."""
+    """Name -> column of values that rewards may see and the policy may not (answers, labels)."""
     hidden_optional: bool = False
-    """True: a hidden column may hold null, where no reward needs it."""
+    """True: a hidden column may hold null in rows where no reward needs it."""
 
     @model_validator(mode="after")
-    def _nothing_hidden_is_shown(self) -> Columns:
+    def _refuse_hidden_that_policy_reads(self) -> Columns:
         for name, column in self.hidden.items():
             if column in (self.instruction, *self.sources()):
                 raise ValueError(
@@ -107,15 +107,15 @@ class Columns(Section):
         return tuple(filter(None, columns))
 
     def read_from(self, keys: Container[str]) -> Columns:
-        """The columns to read of a row, or a table, that has those keys: where the user named no
-        column of source pictures, SEVERAL is read if there is no 'image'."""
+        """The columns to read from a row or table with these keys. If the config names no column of
+        source pictures and there is no 'image', SEVERAL is read."""
         by_default = "source" not in self.model_fields_set and isinstance(self.source, str)
         if not by_default or SEVERAL not in keys or self.source in keys:
             return self
         return self.model_copy(update={"source": SEVERAL})
 
     def provides(self) -> frozenset[str]:
-        """What every sample carries beyond its instruction, in the words of a reward's `needs`."""
+        """What every sample has besides its instruction, named as in a reward's `needs`."""
         required = self.required()
         keys = [key for key in ("target", "reference") if getattr(self, key) in required]
         if self.sources() and self.sources()[0] in required:
@@ -124,7 +124,7 @@ class Columns(Section):
 
 
 def pick(row: Mapping[str, Any], column: str, default: Any = _MISSING) -> Any:
-    """The cell at `column`, which may be a dotted path; UnusableError without a default."""
+    """The cell at `column`, which may be a dotted path; else `default`; else UnusableError."""
     if column in row:
         return row[column]
     cell: Any = row
@@ -148,7 +148,7 @@ class Rows:
 
     rows: Sequence[Mapping[str, Any]]
     numbers: Sequence[int]
-    """Of each row in `origin`, for messages and default ids."""
+    """The number of each row in `origin`, for messages and default ids."""
     origin: str
     """A file, or data set and split."""
     columns: Columns
@@ -156,14 +156,14 @@ class Rows:
     """Where relative picture paths count from."""
     rules: RowRules
     unreadable: Sequence[str] = ()
-    """A sentence about each line that did not even become a row."""
+    """An error message per line that could not be parsed into a row."""
     picture_check: PictureCheck = "header"
     num_skipped: int = 0
     """Rows and lines left out by `keep_good`."""
 
     def __post_init__(self) -> None:
         self._kept: Sequence[int] = range(len(self.rows))
-        # Without its folder: moving the data must not change seeds that derive from ids.
+        # Without the folder: moving the data must not change seeds that derive from ids.
         self._name = self.origin.rsplit("/", 1)[-1]
 
     def __len__(self) -> int:
@@ -177,7 +177,7 @@ class Rows:
             source = partial(decode, keeps_transparency=self.rules.keeps_transparency)
             sources, target = self._checked(row, source, decode)
         except Exception as error:  # see `problems`
-            raise BadRowError(self._sentence(index, error)) from error
+            raise BadRowError(self._error_message(index, error)) from error
         category = pick(row, columns.category, None) if columns.category else None
         return Sample(
             id=self._id(index, row),
@@ -198,29 +198,29 @@ class Rows:
         return self.numbers[self._kept[index]]
 
     def keep_good(self) -> None:
-        """Look at every row; leave the bad ones out and count them, or raise BadRowError."""
+        """Check every row; leave the bad ones out and count them, or raise BadRowError."""
         bad = dict(self.problems(self.picture_check))
-        sentences = [*self.unreadable, *bad.values()]
-        if sentences and self.rules.on_bad_row == "error":
+        messages = [*self.unreadable, *bad.values()]
+        if messages and self.rules.on_bad_row == "error":
             raise BadRowError(
-                "\n".join(shorten(sentences)) + "\nFix these rows, or leave them out with "
+                "\n".join(shorten(messages)) + "\nFix these rows, or leave them out with "
                 "data.on_bad_row: 'skip'."
             )
         self._kept = [index for index in range(len(self.rows)) if index not in bad]
-        self.num_skipped = len(sentences)
+        self.num_skipped = len(messages)
         if not self._kept:
-            raise BadRowError("\n".join([f"{self.origin}: no row is left:", *shorten(sentences)]))
+            raise BadRowError("\n".join([f"{self.origin}: no row is left:", *shorten(messages)]))
 
     def problems(self, picture_check: PictureCheck) -> Iterator[tuple[int, str]]:
-        """(index, what is wrong with it) of every bad row."""
-        look = _LOOKS[picture_check]
+        """(index, error message) of every bad row."""
+        check = _CHECKS[picture_check]
         numbers_of: dict[str, int] = {}
         with counted(f"rows of {shown(self._name, MAX_ORIGIN)}", len(self.rows)) as progress:
             for index in range(len(self.rows)):
                 progress.at(index)
                 try:
                     row = self.rows[index]
-                    self._checked(row, look, look)
+                    self._checked(row, check, check)
                     identity = self._id(index, row)
                     # Different sequences of characters may look the same.
                     key = unicodedata.normalize("NFC", identity)
@@ -230,83 +230,83 @@ class Rows:
                 # A cell may hold anything, and whatever it raises is the row's fault: pyarrow's
                 # UnicodeDecodeError, RecursionError, ValueError for a number without end, ...
                 except Exception as error:
-                    yield index, self._sentence(index, error)
+                    yield index, self._error_message(index, error)
 
     def _checked(
         self, row: Mapping[str, Any], use_source: UsePicture, use_target: UsePicture
     ) -> tuple[list[Any], Any]:
-        """(what is made of its source pictures; of its reference edit, None without one). Raises
-        whatever is wrong with the row."""
+        """(results of `use_source` on the row's source pictures, result of `use_target` on its
+        reference edit or None without one). Raises an exception for a bad row."""
         columns = _read_from(self.columns, row)
         _check_text(row, columns)
         cells = _source_cells(row, columns)
-        most = self.rules.max_pictures
-        if most is not None and len(cells) > most:
+        max_pictures = self.rules.max_pictures
+        if max_pictures is not None and len(cells) > max_pictures:
             raise UnusableError(
-                f"has {len(cells)} source pictures, where this run reads {most or 'none'}; "
+                f"has {len(cells)} source pictures, where this run reads {max_pictures or 'none'}; "
                 f"{self.rules.pictures_remedy}"
             )
 
-        def used(what: str, column: str, cell: Any, use: UsePicture) -> Any:
+        def use_cell(label: str, column: str, cell: Any, use: UsePicture) -> Any:
             try:
                 return use(locate(cell, self.folder), self.rules.max_image_side_px)
             except UnusableError as error:
-                raise UnusableError(f"{what} ({column!r}): {error}") from error
+                raise UnusableError(f"{label} ({column!r}): {error}") from error
 
         sources = []
         for number, (column, cell) in enumerate(cells, 1):
-            what = "source picture" if len(cells) == 1 else f"source picture {number}"
-            sources.append(used(what, column, cell, use_source))
+            label = "source picture" if len(cells) == 1 else f"source picture {number}"
+            sources.append(use_cell(label, column, cell, use_source))
         target = pick(row, columns.target, None) if columns.target else None
         if target is None and columns.target not in columns.required():
             return sources, None
-        return sources, used("target picture", columns.target, target, use_target)
+        return sources, use_cell("target picture", columns.target, target, use_target)
 
     def most_pictures(self) -> int:
-        """Source pictures of a row, at the most; none is opened."""
+        """Largest number of source pictures in a row; no picture is opened."""
         most = 0
         for row in self.rows:
             with suppress(Exception):  # a bad row: see `problems`
                 most = max(most, len(_source_cells(row, _read_from(self.columns, row))))
         return most
 
-    def _sentence(self, index: int, error: Exception) -> str:
+    def _error_message(self, index: int, error: Exception) -> str:
         is_known = isinstance(error, UnusableError)
         message = str(error) if is_known else f"cannot be read ({type(error).__name__}: {error})"
         return f"{self.origin}, row {self.numbers[index]}: {shown(message, MAX_SHOWN)}"
 
     def _id(self, index: int, row: Mapping[str, Any]) -> str:
-        given = pick(row, self.columns.id, None) if self.columns.id else None
-        return f"{self._name}:{self.numbers[index]}" if given is None else str(given)
+        identity = pick(row, self.columns.id, None) if self.columns.id else None
+        return f"{self._name}:{self.numbers[index]}" if identity is None else str(identity)
 
 
 def shorten(problems: Sequence[str]) -> list[str]:
-    """The first of many problems, and how many more there are."""
+    """The first problems, and a line with the number of the others."""
     more = len(problems) - MAX_PROBLEMS_SHOWN
     tail = [f"... and {more} more bad rows"] if more > 0 else []
     return [*problems[:MAX_PROBLEMS_SHOWN], *tail]
 
 
 def _read_from(columns: Columns, row: Mapping[str, Any]) -> Columns:
-    """Which of two columns a row uses, where the user named none. UnusableError for both."""
-    held = {key for key in (SEVERAL, *columns.sources()) if row.get(key) not in (None, [])}
-    if SEVERAL in held and len(held) > 1 and columns.read_from({SEVERAL}) is not columns:
+    """The columns to read from `row`. Raises UnusableError if both default ones hold pictures."""
+    filled = {key for key in (SEVERAL, *columns.sources()) if row.get(key) not in (None, [])}
+    if SEVERAL in filled and len(filled) > 1 and columns.read_from({SEVERAL}) is not columns:
         raise UnusableError(
             f"has both {columns.source!r} and {SEVERAL!r}; keep one of them, or name the one that "
             "is meant in the source's `columns`"
         )
-    return columns.read_from(held or row)
+    return columns.read_from(filled or row)
 
 
 def _source_cells(row: Mapping[str, Any], columns: Columns) -> list[tuple[str, Any]]:
-    """(column, cell) of each of its source pictures, in order."""
+    """(column, cell) of each source picture of a row, in order."""
     cells: list[tuple[str, Any]] = []
     for number, column in enumerate(columns.sources()):
         cell = pick(row, column, None)
         if cell is None and (number or columns.source_optional):
             continue
         if isinstance(cell, list) and (cell or number or columns.source_optional):
-            cells += [(column, one) for one in cell]
+            cells += [(column, item) for item in cell]
         else:
             cells.append((column, cell))
     first = columns.sources()[:1]
@@ -344,7 +344,7 @@ class RowsConfig(FileConfig):
     """The keys of a source of rows: columns, and how pictures are found and checked."""
 
     columns: Columns = Columns()
-    """Which key or column of a row is what."""
+    """Maps each field of a sample to a key or column of a row."""
     image_folder: str = ""
     """Where relative picture paths count from; '' = the file's own folder."""
     picture_check: PictureCheck = "header"
@@ -353,7 +353,7 @@ class RowsConfig(FileConfig):
 
 
 class RowsSource(DataSource[ConfigT]):
-    """A `DataSource` over the rows that `read` gives."""
+    """A `DataSource` over the rows that `read` returns."""
 
     reads_much = True
 
@@ -367,7 +367,7 @@ class RowsSource(DataSource[ConfigT]):
     @classmethod
     @abstractmethod
     def read(cls, config: ConfigT, rules: RowRules) -> Rows:
-        """The rows, bad ones still among them."""
+        """All rows, including bad ones."""
 
     @classmethod
     def provides(cls, config: ConfigT) -> frozenset[str]:

@@ -1,10 +1,4 @@
-"""Qwen3-VL in vLLM without a vision tower: pictures arrive as features, deepstack's included.
-
-Without the tower, vLLM's own class also disables deepstack, although the language model is what
-adds the deepstack features. Features of hidden-state width then give wrong log-probs (1 nat off),
-and features with deepstack crash the engine. `start.py` registers this class with vLLM before a
-model is built, so that CUDA graphs are captured with the buffers in place.
-"""
+"""Qwen3-VL in vLLM without a vision tower: picture features, deepstack's included, are inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +9,12 @@ from vllm.model_executor.models.utils import StageMissingLayer
 
 
 class Qwen3VLWithDeepstack(Qwen3VLForConditionalGeneration):
-    """Same as vLLM's own class if the engine has the vision tower."""
+    """Same as vLLM's own class if the engine has the vision tower.
+
+    Without the tower, vLLM's own class also disables deepstack, although the language model is what
+    adds the deepstack features. Features of hidden-state width then give wrong log-probs (1 nat
+    off), and features with deepstack crash the engine. `start.py` registers this class with vLLM
+    before a model is built, so that CUDA graphs are captured with the buffers in place."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "model") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)

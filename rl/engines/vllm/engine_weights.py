@@ -1,4 +1,4 @@
-"""Puts weights into a running vLLM and reads them back, in its worker (`collective_rpc`)."""
+"""Loads weights into a running vLLM and reads them back, in its worker (`collective_rpc`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 ADAPTER_ID = 1
-"""vLLM's number for the policy's adapter; there is no other."""
+"""vLLM's number for the policy's adapter, the only one."""
 MAX_NAMED = 8
-"""Most names listed in a message."""
+"""Most names that a message lists."""
 
 Lora = Mapping[str, "tuple[torch.Tensor, torch.Tensor]"]
 """Layer name -> (A [r, in], B [out, r] times alpha / r), in the engine's dtype, on its device."""
@@ -78,29 +78,28 @@ def lora_difference(worker: Any, expected: Lora) -> str:
     '' if none. Compared on the device: a hash would copy the whole adapter to the host."""
     import torch
 
-    held = _slots(worker)
-    if unknown := expected.keys() - held.keys():
+    slots = _slots(worker)
+    if unknown := expected.keys() - slots.keys():
         return f"no layer {min(unknown)}"
-    wrong = []
-    for name, (slot_a, slot_b) in held.items():
+    differs = []
+    for name, (slot_a, slot_b) in slots.items():
         a, b = expected.get(name, (slot_a[:0], slot_b[:, :0]))
         rank = a.shape[0]
         same = _bits_equal(slot_a[:rank], a) & _bits_equal(slot_b[:, :rank], b)
         # A slot has vLLM's largest rank; its values beyond this adapter's rank must be zero.
-        wrong.append(~same | slot_a[rank:].any() | slot_b[:, rank:].any())
-    return _said(list(compress(held, torch.stack(wrong).tolist())), "layers")
+        differs.append(~same | slot_a[rank:].any() | slot_b[:, rank:].any())
+    return _message(list(compress(slots, torch.stack(differs).tolist())), "layers")
 
 
 def whole_sums(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Whole:
-    """What the worker must hold after loading `tensors`; those whose place in its model is unknown
-    are left out."""
+    """What the worker must hold of `tensors` after loading them; those not located are left out."""
     model = worker.model_runner.get_model()
     expected = {}
     for name, tensor in tensors:
-        if place := _place(model, name):
-            layer, kind, _ = place
-            held = getattr(layer, kind)
-            expected[name] = (len(tensor), _value_sums(tensor.to(held.device, held.dtype)))
+        if location := _locate(model, name):
+            layer, kind, _ = location
+            target = getattr(layer, kind)
+            expected[name] = (len(tensor), _value_sums(tensor.to(target.device, target.dtype)))
     return expected
 
 
@@ -110,19 +109,20 @@ def whole_difference(worker: Any, expected: Whole) -> str:
 
     model = worker.model_runner.get_model()
     read = lru_cache(maxsize=1)(_read)  # the parts of a fused matrix come one after the other
-    wrong = []
+    differs = []
     for name, (num_rows, sums) in expected.items():
-        place = _place(model, name)
-        assert place is not None, name
-        layer, kind, first_row = place
+        location = _locate(model, name)
+        assert location is not None, name
+        layer, kind, first_row = location
         # vLLM pads a vocabulary: more rows may follow the last one that was sent.
-        held = read(layer, kind)[first_row : first_row + num_rows]
-        wrong.append((_value_sums(held) != sums).any())
-    return _said(list(compress(expected, torch.stack(wrong).tolist())), "tensors") if wrong else ""
+        loaded = read(layer, kind)[first_row : first_row + num_rows]
+        differs.append((_value_sums(loaded) != sums).any())
+    names = compress(expected, torch.stack(differs).tolist()) if differs else ()
+    return _message(list(names), "tensors")
 
 
 def parameter_sums(worker: Any) -> Mapping[str, torch.Tensor]:
-    """`bit_sums` of every parameter, an adapter's base included."""
+    """`bit_sums` of every parameter, including the weights under an adapter."""
     parameters = worker.model_runner.get_model().named_parameters()
     return {name: bit_sums(parameter) for name, parameter in parameters}
 
@@ -132,12 +132,12 @@ def parameter_difference(worker: Any, before: Mapping[str, torch.Tensor]) -> str
     import torch
 
     now = parameter_sums(worker)
-    wrong = torch.stack([(now[name] != sums).any() for name, sums in before.items()])
-    return _said(list(compress(before, wrong.tolist())), "parameters")
+    differs = torch.stack([(now[name] != sums).any() for name, sums in before.items()])
+    return _message(list(compress(before, differs.tolist())), "parameters")
 
 
-def _place(model: Any, name: str) -> tuple[Any, str, int] | None:
-    """(layer, parameter's name, first row) where the model keeps a tensor; None: not known."""
+def _locate(model: Any, name: str) -> tuple[Any, str, int] | None:
+    """(layer, parameter's name, first row) where the model keeps a tensor; None if unknown."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is not None:
         name = mapper.get_rename_mapper().map_name(name)
@@ -182,7 +182,7 @@ def _value_sums(tensor: torch.Tensor) -> torch.Tensor:
     return bit_sums(tensor)
 
 
-def _said(names: Sequence[str], kind: str) -> str:
+def _message(names: Sequence[str], kind: str) -> str:
     if not names:
         return ""
     others = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
@@ -205,7 +205,7 @@ def _slots(worker: Any) -> Lora:
 
 
 def _bits_equal(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """[] bool, on their device; -0.0 and 0.0 differ, a NaN equals itself."""
+    """[] bool, on the tensors' device; -0.0 and 0.0 differ, a NaN equals itself."""
     import torch
 
     integers = {2: torch.int16, 4: torch.int32}[first.element_size()]

@@ -31,14 +31,14 @@ def _vocabulary(vllm_config: VllmConfig) -> ImageVocabulary:
 
 
 class V1Grammar(V1LogitsProcessor):
-    """Finds each request's place in the grammar in the list of tokens that it has written, which
+    """Derives each request's position in the grammar from the list of tokens it has sampled, which
     vLLM extends in place; so preempted requests need no bookkeeping."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._vocabulary = _vocabulary(vllm_config)
         self._device = device
         self._requests: dict[int, tuple[tuple[int, int], list[int]]] = {}
-        """Row of the batch -> (grid, tokens written)."""
+        """Row of the batch -> (grid, sampled tokens)."""
 
     def is_argmax_invariant(self) -> bool:
         """False: the grammar may forbid the likeliest token."""
@@ -57,11 +57,11 @@ class V1Grammar(V1LogitsProcessor):
         if not self._requests:
             return logits
         image = self._vocabulary.image
-        places = [
+        positions = [
             (*grid, len(ids) - 1 - ids.index(image) if image in ids else NO_IMAGE_YET)
             for grid, ids in self._requests.values()
         ]
-        heights, widths, num_after = torch.tensor(places).unbind(1)
+        heights, widths, num_after = torch.tensor(positions).unbind(1)
         kinds = torch.full((logits.shape[0],), ANY)
         kinds[list(self._requests)] = grammar_ids(num_after, heights, widths, self._vocabulary)
         mask_logits_(logits, kinds.to(self._device), self._vocabulary)
@@ -69,15 +69,15 @@ class V1Grammar(V1LogitsProcessor):
 
 
 class V2Grammar(V2LogitsProcessor):
-    """Keeps the position of each request's image token on the device, by request slot; its place in
-    the grammar is the distance from there. Nothing in a step waits for the device.
+    """Keeps the position of each request's image token on the device, by request slot; a token's
+    position in the grammar is its distance from there. No step waits for the device.
 
-    Model Runner V2 needs Triton, hence a GPU. Without one the tests call this class with the
-    interface's own records (vLLM 0.32), not through the runner.
+    Model Runner V2 needs Triton, hence a GPU. Without a GPU the tests call this class directly,
+    with the interface's data classes (vLLM 0.32).
     """
 
     NEVER = 1 << 40
-    """`image_at` before the image token is written: beyond every position."""
+    """`image_at` before the image token is sampled: beyond every position."""
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self._vocabulary = _vocabulary(vllm_config)
@@ -96,7 +96,7 @@ class V2Grammar(V2LogitsProcessor):
 
     def apply_staged_writes(self) -> None:
         """Before each forward: write the new slots, and find the image token in what a preempted
-        request had already written."""
+        request had already sampled."""
         if not self._staged:
             return
         slots = torch.tensor(list(self._staged), device=self._device)

@@ -1,4 +1,4 @@
-"""Prompts to vLLM's inputs, its outputs to completions; nothing is tokenised or processed again."""
+"""Converts prompts to vLLM's inputs and its outputs to completions; tokenises nothing again."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ def engine_input(
     """vLLM's `EngineInput`.
 
     `features`: [N_img, D] of the prompt's pictures by the policy's vision tower, for an engine
-    without one; None: pixels go in, in the model's own `dtype`. `image_token_id`: fills each
-    picture's place in the prompt; None for models that read ids only.
+    without one; None: pixels are passed, in the model's own `dtype`. `image_token_id`: its runs
+    in the prompt stand for the pictures; None for models that read ids only.
     """
     ids = list(prompt.token_ids)
     if not prompt.images:
         return tokens_input(ids)
-    assert image_token_id is not None, "it reads ids only"
+    assert image_token_id is not None, "the model reads ids only"
     # The engine caches encoded pictures by these names: a group's members share them.
     names = [digest(picture).hex() for picture in prompt.images]
-    places, offset = [], 0
+    ranges, offset = [], 0
     for token, run in groupby(ids):
         length = len(list(run))
         if token == image_token_id:
-            places.append(PlaceholderRange(offset=offset, length=length))
+            ranges.append(PlaceholderRange(offset=offset, length=length))
         offset += length
-    assert len(places) == len(names), "each picture has a place of its own"
+    assert len(ranges) == len(names), "one run of image tokens per picture"
     grids = prompt.model_inputs["image_grid_thw"]
     if features is None:
         key, values = "pixel_values", prompt.model_inputs["pixel_values"].to(dtype)
         lengths = grids.prod(-1)
     else:
-        # On the CPU, as vLLM expects what comes from outside.
+        # vLLM expects inputs on the CPU.
         key, values = "image_embeds", features.cpu()
-        lengths = torch.tensor([place.length for place in places])
+        lengths = torch.tensor([placeholder.length for placeholder in ranges])
     fields = {
         key: MultiModalFieldConfig.flat_from_sizes("image", lengths),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
@@ -57,7 +57,7 @@ def engine_input(
         ids,
         mm_kwargs=MultiModalKwargsItems.from_hf_inputs(inputs, fields),
         mm_hashes={"image": names},
-        mm_placeholders={"image": places},
+        mm_placeholders={"image": ranges},
     )
 
 
@@ -67,10 +67,10 @@ def completion(
     grid: tuple[int, int] | None,
     vocabulary: ImageVocabulary | None,
 ) -> Completion:
-    """From vLLM's `CompletionOutput` with flat log-probs of its own tokens. With `grid` and
+    """Converts a vLLM `CompletionOutput` with flat log-probs of its sampled tokens. With `grid` and
     `vocabulary` the image grammar enforced a picture of that size."""
     ids = tuple(output.token_ids)
-    assert tuple(output.logprobs.token_ids) == ids, "one log-prob a token, its own"
+    assert tuple(output.logprobs.token_ids) == ids, "one log-prob for each sampled token"
     forced = forced_tokens(ids, grid, vocabulary) if grid and vocabulary else None
     finish: Literal["stop", "length"] = "stop" if ids[-1] in stop_ids else "length"
     return Completion(ids, tuple(output.logprobs.logprobs), finish, forced)

@@ -14,9 +14,9 @@ GRID = "image_grid"
 VOCABULARY = "image_vocabulary"
 """Key of the fields of `ImageVocabulary` in the engine's `additional_config`."""
 SERVED_AS = {"Emu3ForCausalLM": "LlamaForCausalLM"}
-"""Architectures that vLLM does not list, and the vLLM class that computes the same."""
+"""Architecture that vLLM does not list -> vLLM's class that computes the same."""
 OURS = {"Qwen3VLForConditionalGeneration": ("rl.engines.vllm.deepstack", "Qwen3VLWithDeepstack")}
-"""Architectures for which a class of ours replaces vLLM's."""
+"""Architecture -> (module, class) of ours that replaces vLLM's class."""
 
 
 def register_in_process(folder: str) -> None:
@@ -24,10 +24,10 @@ def register_in_process(folder: str) -> None:
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
-    known = ModelRegistry.models
+    registered = ModelRegistry.models
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)  # nosec B615
     for architecture in config.architectures:
-        lazy = known.get(architecture) or known.get(SERVED_AS.get(architecture, ""))
+        lazy = registered.get(architecture) or registered.get(SERVED_AS.get(architecture, ""))
         if lazy is None:
             raise ValueError(
                 f"vLLM cannot serve {architecture} (config.json in policy.model_path): use "

@@ -34,7 +34,7 @@ ENVIRONMENT = {
     # On a GPU, float32 attention runs in Triton, which would multiply in TF32 (10-bit mantissa).
     "TRITON_F32_DEFAULT": "ieee",
 }
-"""Set before the first `import vllm`, where the user has not set them."""
+"""Set before the first `import vllm`, unless the user has set them."""
 
 BANNED_BIAS = -1e9
 """Added to a banned id's logit; its exp is exactly 0 in float32, as in the trainer's softmax."""
@@ -46,11 +46,11 @@ GRAPHS_GB: CUDA graphs of one set of batch sizes; an adapter adds a second set."
 CPU_CACHE_MB = 256
 """Key-value cache on a CPU."""
 UNPLANNED_SHARE = 0.01
-"""Share of the device that must be free where a cache size is set and no plan was made."""
+"""Share of the device that must be free if a cache size is set and there is no memory plan."""
 BFLOAT16_CAPABILITY = 8.0
-"""Compute capability (Ampere); `check_if_supports_dtype` in vllm/platforms/cuda.py."""
+"""Compute capability needed (Ampere): `check_if_supports_dtype` in vllm/platforms/cuda.py."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Slot sizes vLLM offers."""
+"""LoRA ranks for which vLLM has slots."""
 
 
 class Config(PluginConfig):
@@ -96,9 +96,9 @@ class VllmEngine(Engine[Config]):
         )
         self._setup = setup
         self._on_cuda = setup.device.startswith("cuda")
-        wanted = "resident" if setup.has_room else "sleep"
-        wanted = wanted if config.residency == "auto" else config.residency
-        self._sleeps = self._on_cuda and wanted == "sleep"
+        residency = "resident" if setup.has_room else "sleep"
+        residency = residency if config.residency == "auto" else config.residency
+        self._sleeps = self._on_cuda and residency == "sleep"
         """Whether the engine frees the device while others use it."""
         self._features_of = policy.picture_features if reads_features else None
         """Encodes pictures in the policy's vision tower; None: the engine's own tower does."""
@@ -109,11 +109,11 @@ class VllmEngine(Engine[Config]):
         self._failed = False
         self._fingerprint: str | None = None
         self._expected: engine_weights.Lora | engine_weights.Whole = {}
-        """What the worker must hold since the last load."""
+        """The weights that the worker must hold since the last load."""
         self._reads_back = True
         """Whether every loaded tensor can be read back."""
-        self._asleep: Mapping[str, torch.Tensor] | None = None
-        """Sums of the weights before the engine slept; None: it is awake."""
+        self._sleep_sums: Mapping[str, torch.Tensor] | None = None
+        """`bit_sums` of the weights before the engine slept; None while it is awake."""
         self._num_requests = 0
         self._llm = self._start(policy)
         model_config = self._llm.llm_engine.model_config
@@ -161,15 +161,15 @@ class VllmEngine(Engine[Config]):
             return
         dtype = policy.dtype if config.dtype == "auto" else config.dtype
         if dtype == "bfloat16":
-            instead = "set engine.dtype=float16, or use engine.type=transformers"
-            what = "dtype: vLLM's bfloat16"
-            yield from too_old(capability, BFLOAT16_CAPABILITY, what, instead)
+            remedy = "set engine.dtype=float16, or use engine.type=transformers"
+            label = "dtype: vLLM's bfloat16"
+            yield from too_old(capability, BFLOAT16_CAPABILITY, label, remedy)
         adapts = isinstance(policy, PolicyConfig) and policy.lora is not None
         if adapts and dtype == "float32":
-            other = "policy.dtype=bfloat16" if config.dtype == "auto" else "engine.dtype=auto"
+            remedy = "policy.dtype=bfloat16" if config.dtype == "auto" else "engine.dtype=auto"
             yield (
                 "adapter: on a GPU vLLM serves an adapter in 16 bits only, and its dtype is "
-                f"float32; set {other}, or engine.type=transformers, or run on the CPU "
+                f"float32; set {remedy}, or engine.type=transformers, or run on the CPU "
                 "(policy.device=cpu)"
             )
 
@@ -195,7 +195,7 @@ class VllmEngine(Engine[Config]):
             import torch
             from vllm import LLM
 
-            self._found_group = torch.distributed.is_initialized()
+            self._group_existed = torch.distributed.is_initialized()
             start.register_in_process(folder)
             if self._kind == "lora" and not self._on_cuda:
                 start.multiply_by_one_adapter()
@@ -298,7 +298,7 @@ class VllmEngine(Engine[Config]):
             for prompt, seed in zip(prompts_P, seeds_P, strict=True)
         ]
         try:
-            # vLLM also draws from the global generator in each step, without using the number.
+            # vLLM also draws an unused number from the global generator in each step.
             with torch.random.fork_rng([self._setup.device] if self._on_cuda else []):
                 outputs_P = self._run(inputs_P, sampling_P)
         except BaseException:
@@ -322,15 +322,15 @@ class VllmEngine(Engine[Config]):
 
             # The path is never read: the adapter of this number is already in the slots.
             lora_request = LoRARequest("policy", engine_weights.ADAPTER_ID, "in-memory")
-        names_P = []
+        ids_P = []
         for engine_input, sampling in zip(inputs_P, sampling_P, strict=True):
-            names_P.append(str(self._num_requests))
+            ids_P.append(str(self._num_requests))
             self._num_requests += 1
-            engine.add_request(names_P[-1], engine_input, sampling, lora_request=lora_request)
+            engine.add_request(ids_P[-1], engine_input, sampling, lora_request=lora_request)
         finished: dict[str, Any] = {}
         while engine.has_unfinished_requests():
             finished |= {output.request_id: output for output in engine.step() if output.finished}
-        return [finished[name] for name in names_P]
+        return [finished[request_id] for request_id in ids_P]
 
     def _sampling(self, prompt: Prompt, params: SamplingParams, seed: int) -> Any:
         """A group is ONE request with `n` = G; vLLM draws member g with seed + g."""
@@ -357,19 +357,20 @@ class VllmEngine(Engine[Config]):
 
     def sleep(self) -> None:
         """Free the device for others, if the engine does not stay on it."""
-        if self._sleeps and self._asleep is None:
-            [self._asleep] = self._llm.collective_rpc(engine_weights.parameter_sums)
+        if self._sleeps and self._sleep_sums is None:
+            [self._sleep_sums] = self._llm.collective_rpc(engine_weights.parameter_sums)
             self._llm.sleep(level=1)
 
     def wake(self) -> None:
         """Undo `sleep`. Raises RuntimeError if any weight, trained or not, has changed: some
         versions of vLLM corrupt weights during sleep."""
-        if self._asleep is None:
+        if self._sleep_sums is None:
             return
         self._llm.wake_up()
-        [lost] = self._llm.collective_rpc(engine_weights.parameter_difference, args=(self._asleep,))
-        self._asleep = None
-        if problem := lost or (self._fingerprint and self._difference()):
+        compare, args = engine_weights.parameter_difference, (self._sleep_sums,)
+        [changed] = self._llm.collective_rpc(compare, args=args)
+        self._sleep_sums = None
+        if problem := changed or (self._fingerprint and self._difference()):
             self._failed = True
             raise RuntimeError(
                 f"the inference engine woke up with {problem}. Set engine.residency: 'resident', "
@@ -377,7 +378,7 @@ class VllmEngine(Engine[Config]):
             )
 
     def load_weights(self, weights: PolicyWeights) -> None:
-        """Take the trainer's weights; the engine must be awake. What was not trained stays."""
+        """Load the trainer's weights; the engine must be awake. Untrained weights are kept."""
         if weights.kind != self._kind:
             raise ValueError(f"this engine was not started for {weights.kind!r} weights")
         lora = self._setup.policy.config.lora
@@ -409,7 +410,7 @@ class VllmEngine(Engine[Config]):
         what was sent, in the engine's dtype; otherwise what differs. None if it is unknown where
         vLLM's model keeps a tensor."""
         if self._fingerprint is None:
-            return "nothing: it was given no weights"
+            return "nothing: no weights were loaded"
         return self._difference() or (self._fingerprint if self._reads_back else None)
 
     def _difference(self) -> str:
@@ -420,12 +421,12 @@ class VllmEngine(Engine[Config]):
         return str(difference)
 
     def close(self) -> None:
-        """Shut down; with several ranks it keeps running: it shares the trainer's process group."""
+        """Shut down, but keep running with several ranks: it shares the trainer's process group."""
         core = self._llm.llm_engine.engine_core
         if self._setup.world_size > 1:
             core._finalizer.detach()
             return
-        start.shut_down(core, keeps_group=self._found_group)
+        start.shut_down(core, keeps_group=self._group_existed)
         del self._llm
 
 

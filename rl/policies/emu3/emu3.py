@@ -66,31 +66,31 @@ class Emu3(TrainedPolicy[Config]):
         if config.constrained:
             self.vocabulary_slices = (0, picture.visual_start, num_tokens)
         else:
-            self.banned_token_ids = tuple(range(num_tokens, vocab_size))  # no token has these
-        # Layers only: the head is projected slice by slice, which an adapted one could not be.
-        self.module = TrainedModule(self._ready(model, within=r".*\.layers\..*"), self)
+            self.banned_token_ids = tuple(range(num_tokens, vocab_size))  # ids without a token
+        # Adapts layers only: an adapted head could not be projected slice by slice.
+        self.module = TrainedModule(self._prepared(model, within=r".*\.layers\..*"), self)
 
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:
         weights = ModelFiles(
             "model_path", config.model_path, cls.model_types, revision=config.revision
         )
-        words = (("tokenizer.json", emu3_loading.TIKTOKEN_FILE),)
+        tokenizer_files = (("tokenizer.json", emu3_loading.TIKTOKEN_FILE),)
         if not config.tokenizer_path:
-            return [replace(weights, files=words)]
+            return [replace(weights, files=tokenizer_files)]
         tokenizer = ModelFiles(
             "tokenizer_path",
             config.tokenizer_path,
             config_required=False,
             weights=(),
-            files=words,
+            files=tokenizer_files,
         )
         return [weights, tokenizer]
 
     @classmethod
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
-        found = super().problems(config, run)
-        found += [
+        errors = super().problems(config, run)
+        errors += [
             f"{kind}_only_steps: {steps} iterations do not fit in a cycle of {cycle} "
             f"({kind}_only_cycle_steps); for always, make them equal"
             for kind, steps, cycle in (
@@ -101,16 +101,16 @@ class Emu3(TrainedPolicy[Config]):
         ]
         # Both cycles begin in iteration 0, so if they ever collide, they collide there.
         if not any(config.trained(0)):
-            found.append(
+            errors.append(
                 "train_text_tokens_only, train_vision_tokens_only: together they train nothing in "
                 "iteration 0; keep one"
             )
         if "<|image token|>" in config.assistant_prefill:
-            found.append(
-                "assistant_prefill: contains '<|image token|>', which starts rows that the "
-                "constraint does not notice; end the prefill before it"
+            errors.append(
+                "assistant_prefill: contains '<|image token|>', which starts the picture's rows "
+                "before sampling is constrained; end the prefill before it"
             )
-        return found
+        return errors
 
     @classmethod
     def no_effect(cls, config: Config) -> Iterable[str]:
@@ -124,8 +124,8 @@ class Emu3(TrainedPolicy[Config]):
                 yield from unread(config, keys, f"train_{kind}_tokens_only is false")
 
     def engine_folder(self) -> str:
-        """Links to the weights, beside transformers' own config and tokenizer files: an engine
-        loads them without anyone's code."""
+        """A folder of links to the weights, with config and tokenizer files in transformers'
+        format: an engine loads it without remote code."""
         overlay = Path(self._overlay.name)
         if not (overlay / "config.json").exists():
             folder = emu3_loading.model_folder(self.config)
@@ -150,7 +150,7 @@ class Emu3(TrainedPolicy[Config]):
         return prompt
 
     def _model_inputs(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Mapping[str, Any]:
-        """Under constraints `forced` [B, C] bool: which completion tokens these forced."""
+        """If constrained: `forced` [B, C] bool, True for tokens that had no alternative."""
         import torch
         from torch.nn.utils.rnn import pad_sequence
 

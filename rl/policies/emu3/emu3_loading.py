@@ -1,9 +1,4 @@
-"""The keys of `policy: { type: 'emu3' }`, and an Emu3's weights and tokenizer.
-
-They are read in transformers' form or in BAAI's, without running remote code. BAAI's form has a
-custom `model_type` and a tiktoken vocabulary, but its weights have transformers' names, and its
-tokenizer is byte-level BPE after Qwen's split pattern.
-"""
+"""The keys of `policy: { type: 'emu3' }`; loads an Emu3 in transformers' or in BAAI's format."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ TEXT_SPECIALS = (
     "<|im_end|>",
     *(f"<|extra_{i}|>" for i in range(205)),
 )
-"""Special tokens between the byte pairs and the lines of the vision tokens' file, by id."""
+"""Special tokens whose ids are between the byte pairs' and those of `VISION_FILE`."""
 TIKTOKEN_FILE, VISION_FILE = "emu3.tiktoken", "emu3_vision_tokens.txt"
 TEXT_MODEL, PUBLISHED_MODEL = "emu3_text_model", "Emu3"
 """`model_type` of transformers' and of BAAI's configs."""
@@ -72,19 +67,19 @@ class Config(TrainedPolicyConfig):
 
     def trained(self, iteration: int) -> tuple[bool, bool]:
         """(whether text tokens, whether visual tokens are trained) in `iteration`, which counts
-        from 0 over the whole run. Both switches off: all are; both on: what both of them train."""
+        from 0 over the whole run. Both switches off: both are; both on: what both of them train."""
         text = visual = True
         if self.train_text_tokens_only:
-            words = iteration % self.text_only_cycle_steps < self.text_only_steps
-            text, visual = words, not words
+            trains_text = iteration % self.text_only_cycle_steps < self.text_only_steps
+            text, visual = trains_text, not trains_text
         if self.train_vision_tokens_only:
             text &= iteration % self.vision_only_cycle_steps >= self.vision_only_steps
         return text, visual
 
 
 def load_tokenizer(config: Config) -> Any:
-    """From `tokenizer.json`, or from BAAI's tiktoken vocabulary. Raises ValueError when the folder
-    holds neither."""
+    """Load `tokenizer.json` or BAAI's tiktoken vocabulary. Raises ValueError if the folder has
+    neither."""
     from transformers import PreTrainedTokenizerFast
 
     path = config.tokenizer_path or config.model_path
@@ -107,13 +102,14 @@ def load_tokenizer(config: Config) -> Any:
 
 
 def _read_tiktoken(folder: Path) -> Any:
-    """The vocabulary as `tokenizers` takes it: byte pairs, text specials, vision tokens, by id."""
+    """A `tokenizers` tokenizer: byte-level BPE with Qwen's split pattern. Ids are in the order byte
+    pairs, `TEXT_SPECIALS`, vision tokens."""
     from tokenizers import normalizers
     from transformers.convert_slow_tokenizer import TikTokenConverter
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
     class Converter(TikTokenConverter):
-        """tiktoken's own reader keeps a copy by path, and would miss that a file has changed."""
+        """tiktoken's own reader caches by path, and would miss that a file has changed."""
 
         @staticmethod
         def load_tiktoken_bpe(path: str) -> dict[bytes, int]:
@@ -131,26 +127,27 @@ def _read_tiktoken(folder: Path) -> Any:
 
 
 def read_model_config(folder: Path) -> Any:
-    """`Emu3TextConfig` of a model folder in either format. Dropout is 0, because sampling runs
+    """`Emu3TextConfig` of a model folder in either format, with dropout 0, because sampling runs
     without dropout. Raises ValueError if `config.json` is of another model."""
     from transformers import Emu3TextConfig
 
-    written = json.loads((folder / "config.json").read_text())
-    model_type = written.get("model_type")
+    stored = json.loads((folder / "config.json").read_text())
+    model_type = stored.get("model_type")
     if model_type not in (TEXT_MODEL, PUBLISHED_MODEL):
         raise ValueError(
             f"policy.model_path: {folder} holds a {model_type!r}, not an Emu3 language model: "
             f"{TEXT_MODEL!r}, or {PUBLISHED_MODEL!r} as in BAAI/Emu3-Gen and BAAI/Emu3-Stage1"
         )
-    known = {"rope_scaling", "rope_theta", *(field.name for field in fields(Emu3TextConfig))}
-    config = Emu3TextConfig.from_dict({k: v for k, v in written.items() if k in known})
+    names = {"rope_scaling", "rope_theta", *(field.name for field in fields(Emu3TextConfig))}
+    config = Emu3TextConfig.from_dict({k: v for k, v in stored.items() if k in names})
     config.architectures = ["Emu3ForCausalLM"]
     config.attention_dropout = 0.0
     return config
 
 
 def load_model(config: Config) -> Any:
-    """`Emu3ForCausalLM` on the CPU, in the configured dtype, without an adapter.
+    """`Emu3ForCausalLM` on the CPU, in the configured dtype, without an adapter. Both formats have
+    the same weight names.
 
     Raises ValueError when the files lack weights.
     """
@@ -179,6 +176,6 @@ def load_model(config: Config) -> Any:
 
 
 def model_folder(config: Config) -> Path:
-    """The folder of weights and texts, fetched where need be."""
+    """The folder of weights and text files, downloaded if needed."""
     patterns = [*model_loading.TEXT_FILES, "*.safetensors"]
     return model_loading.local_folder(config.model_path, config.revision, patterns)

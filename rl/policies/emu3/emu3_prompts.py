@@ -1,8 +1,4 @@
-"""Emu3's prompts and completions as token ids, without weights.
-
-A picture of h x w codes is: image start, 'h*w', image token, h rows of w visual tokens each closed
-by end-of-row, end-of-frame, image end; 32 x 32 codes are 1,065 tokens.
-"""
+"""Converts Emu3's prompts and completions to and from token ids, without weights."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ BOS, EOS = "<|extra_203|>", "<|extra_204|>"
 END_OF_ROW, END_OF_FRAME = "<|extra_200|>", "<|extra_201|>"
 IMAGE, IMAGE_START, IMAGE_END = "<|image token|>", "<|image start|>", "<|image end|>"
 VISUAL = "<|visual token {:06d}|>"
-SIZE_IN_WORDS = re.compile(r"\d+\*\d+$")
+_SIZE_AT_END = re.compile(r"\d+\*\d+$")
 
 
 @dataclass(frozen=True)
@@ -30,52 +26,52 @@ class Emu3Vocabulary:
 
     picture: ImageVocabulary
     beginning: int
-    """Opens every prompt."""
+    """The first token of every prompt."""
     image_start: int
-    """Starts a picture; the size as text follows it."""
+    """Starts a picture; its size follows as text."""
 
 
 def find_vocabulary(tokenizer: Any) -> Emu3Vocabulary:
-    """The ids, by the tokens' texts.
+    """Find the ids by the tokens' texts.
 
     Raises ValueError when a token is missing, or when the visual tokens are not the last ids, in
     the order of their codes.
     """
-    known: dict[str, int] = tokenizer.get_vocab()
+    id_of: dict[str, int] = tokenizer.get_vocab()
     names = (BOS, EOS, END_OF_ROW, END_OF_FRAME, IMAGE, IMAGE_START, IMAGE_END, VISUAL.format(0))
-    missing = [name for name in names if name not in known]
+    missing = [name for name in names if name not in id_of]
     if missing:
         raise ValueError(
-            f"policy.tokenizer_path: no Emu3 tokenizer, it lacks {', '.join(missing)}; use that of "
-            "BAAI/Emu3-Stage1 or BAAI/Emu3-Gen"
+            f"policy.tokenizer_path: not an Emu3 tokenizer, it lacks {', '.join(missing)}; use "
+            "that of BAAI/Emu3-Stage1 or BAAI/Emu3-Gen"
         )
-    start, end = known[VISUAL.format(0)], max(known.values()) + 1
+    start, end = id_of[VISUAL.format(0)], max(id_of.values()) + 1
     for code, token_id in enumerate(range(start, end)):
-        if known.get(VISUAL.format(code)) != token_id:
+        if id_of.get(VISUAL.format(code)) != token_id:
             raise ValueError(
                 f"policy.tokenizer_path: id {token_id} should be {VISUAL.format(code)!r}: the "
                 "visual tokens must be the vocabulary's last ids, one after the other"
             )
     picture = ImageVocabulary(
-        image=known[IMAGE],
-        end_of_row=known[END_OF_ROW],
-        end_of_frame=known[END_OF_FRAME],
-        end_of_image=known[IMAGE_END],
-        end_of_sequence=known[EOS],
+        image=id_of[IMAGE],
+        end_of_row=id_of[END_OF_ROW],
+        end_of_frame=id_of[END_OF_FRAME],
+        end_of_image=id_of[IMAGE_END],
+        end_of_sequence=id_of[EOS],
         visual_start=start,
         visual_end=end,
     )
-    return Emu3Vocabulary(picture, known[BOS], known[IMAGE_START])
+    return Emu3Vocabulary(picture, id_of[BOS], id_of[IMAGE_START])
 
 
 class Emu3Prompts:
-    """A prompt is the beginning token, the source's codes, the instruction and the prefill."""
+    """A prompt is: beginning token, the source picture's tokens, instruction, prefill."""
 
     def __init__(
         self, tokenizer: Any, prefill: str, constrained: bool, max_prompt_tokens: int
     ) -> None:
-        """`prefill`: end of the prompt, which every completion continues. `{height}` and `{width}`
-        become the source's rows and columns of codes; special tokens in it are parsed as such."""
+        """`prefill`: the prompt's last text, which every completion continues. `{height}` and
+        `{width}` become the source's rows and columns of codes; special tokens stay special."""
         self.tokenizer = tokenizer
         self.vocabulary = find_vocabulary(tokenizer)
         self._prefill = prefill
@@ -102,11 +98,11 @@ class Emu3Prompts:
         height, width = codes.shape
         prefill = self._filled_prefill(height, width)
         if any(special in sample.instruction for special in self._specials):
-            words = prompting.plain_ids(self.tokenizer, sample.instruction)
-            words += prompting.ids_of(self.tokenizer, prefill)
+            text_ids = prompting.plain_ids(self.tokenizer, sample.instruction)
+            text_ids += prompting.ids_of(self.tokenizer, prefill)
         else:
-            words = prompting.ids_of(self.tokenizer, sample.instruction + prefill)
-        ids = (self.vocabulary.beginning, *picture, *words)
+            text_ids = prompting.ids_of(self.tokenizer, sample.instruction + prefill)
+        ids = (self.vocabulary.beginning, *picture, *text_ids)
         if len(ids) > self._max_prompt_tokens:
             raise UnusableSampleError(
                 f"the prompt of sample {sample.id!r} has {len(ids)} tokens ({len(picture)} of them "
@@ -120,8 +116,9 @@ class Emu3Prompts:
         return self._prefill.replace("{height}", str(height)).replace("{width}", str(width))
 
     def picture_ids(self, codes: np.ndarray) -> list[int]:
-        """Ids of a whole picture, `codes` [h, w], from image start to image end. Raises ValueError
-        when a code has no token."""
+        """Ids of the picture `codes` [h, w]: image start, 'h*w', image token, h rows of w visual
+        tokens that each end with end-of-row, end-of-frame, image end; 32 x 32 codes are 1,065
+        tokens. Raises ValueError if a code has no token."""
         picture = self.vocabulary.picture
         num_codes = picture.visual_end - picture.visual_start
         if codes.ndim != 2 or codes.size == 0 or codes.min() < 0 or codes.max() >= num_codes:
@@ -137,7 +134,7 @@ class Emu3Prompts:
         return [*ids, picture.end_of_frame, picture.end_of_image]
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
-        """Ids of plain words and the stop token."""
+        """Ids of `text` and the stop token."""
         stop = self.vocabulary.picture.end_of_sequence
         return (*prompting.plain_ids(self.tokenizer, text), stop)
 
@@ -146,11 +143,11 @@ class Emu3Prompts:
         without the part of the picture that the prefill already contains."""
         height, width = codes.shape
         picture = self.picture_ids(codes)
-        begun = prompting.ids_of(self.tokenizer, self._filled_prefill(height, width))
-        lengths = range(min(len(begun), len(picture)), 0, -1)
-        shared = next((n for n in lengths if begun[-n:] == picture[:n]), 0)
-        words = prompting.plain_ids(self.tokenizer, thought) if thought else []
-        return (*words, *picture[shared:], self.vocabulary.picture.end_of_sequence)
+        prefill_ids = prompting.ids_of(self.tokenizer, self._filled_prefill(height, width))
+        lengths = range(min(len(prefill_ids), len(picture)), 0, -1)
+        num_shared = next((n for n in lengths if prefill_ids[-n:] == picture[:n]), 0)
+        thought_ids = prompting.plain_ids(self.tokenizer, thought) if thought else []
+        return (*thought_ids, *picture[num_shared:], self.vocabulary.picture.end_of_sequence)
 
     def action(self, prompt: Prompt, token_ids: Sequence[int]) -> Action:
         """The completion's picture as [h, w] int32 codes, or why there is none."""
@@ -160,7 +157,7 @@ class Emu3Prompts:
         before, after = self._text(ids), self._text(ids_after)
         if isinstance(picture, str):
             return Action(" ".join(filter(None, (before, after))), None, picture)
-        before = SIZE_IN_WORDS.sub("", before).rstrip()
+        before = _SIZE_AT_END.sub("", before).rstrip()
         thought = f"{before} " if before else ""
         drawn = " ".join(filter(None, (f"[image {height}x{width}]", after)))
         return Action(thought + drawn, picture, None, thought, len(ids) if before else 0)

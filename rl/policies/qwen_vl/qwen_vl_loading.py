@@ -1,4 +1,4 @@
-"""The keys of the Qwen-VL policies, and their weights, tokenizer and image processor."""
+"""The keys of the Qwen-VL policies; loads their weights, tokenizer and image processor."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_tokenizer(config: Config) -> Any:
 
 
 def load_image_processor(config: Config) -> Any:
-    """The PIL image processor: no torchvision, and one set of pixels on every machine."""
+    """The PIL image processor: needs no torchvision, and gives equal pixels on all machines."""
     from transformers import Qwen2VLImageProcessorPil
 
     processor = Qwen2VLImageProcessorPil.from_pretrained(

@@ -1,4 +1,4 @@
-"""A Qwen-VL's module: picture features, M-RoPE positions, states around the last norm."""
+"""The trained module of a Qwen-VL: picture features, M-RoPE positions, pre-norm states."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rl.policies.shared.trained_module import TrainedModule
 
 
 class QwenModule(TrainedModule):
-    """Around a `...VLForConditionalGeneration`."""
+    """Wraps a `...VLForConditionalGeneration`."""
 
     def __init__(self, model: Any, policy: Any) -> None:
         """`policy`: a `QwenVL`."""
         super().__init__(model, policy)
         tower_trained = any(p.requires_grad for p in self.base_model.model.visual.parameters())
         self._tower: Tower = policy.tower
-        most = policy.config.max_kept_pictures
-        self._features = PictureFeatures(policy.tower, tower_trained, most)
+        max_kept = policy.config.max_kept_pictures
+        self._features = PictureFeatures(policy.tower, tower_trained, max_kept)
         self._pre_norm = policy.setup.state_kind == "pre_norm"
 
     def states(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,8 +46,8 @@ class QwenModule(TrainedModule):
 
     @torch.no_grad()
     def picture_features(self, pictures: Sequence[Picture]) -> list[torch.Tensor]:
-        """Features [N_img, W] of each picture, as the forwards read them; any number of pictures.
-        Not collective, so not usable under ZeRO-3."""
+        """Features [N_img, W] of each picture, as the forward reads them. Not usable under ZeRO-3,
+        because ranks may ask for different numbers of pictures."""
         return self._features.of(pictures, self.base_model) or []
 
     def prompt_positions(self, prompt: Prompt) -> torch.Tensor:

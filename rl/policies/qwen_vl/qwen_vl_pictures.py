@@ -1,4 +1,4 @@
-"""The vision tower's features of pictures, computed once a picture while the tower is frozen."""
+"""The vision tower's features of pictures; a frozen tower encodes each picture only once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """One that a prompt shows; on the CPU."""
+    """A picture of a prompt, on the CPU."""
 
     key: bytes
-    """Equal exactly for equal pictures."""
+    """A content hash: equal exactly for equal pictures."""
     pixel_values: torch.Tensor
     """[patches, C] float32, as transformers' image processor gives them."""
     grid: torch.Tensor
@@ -27,21 +27,21 @@ class Picture:
 
 
 class Tower:
-    """How transformers' vision tower takes and gives features: Qwen2.5-VL's; other families derive
-    their own."""
+    """Converts between the output of transformers' vision tower and features per picture, for
+    Qwen2.5-VL; other families override it."""
 
     linear_layers: ClassVar[Set[str]] = frozenset({"qkv", "proj"})
-    """Names of its linear layers, which an adapter may name where the tower is trained."""
+    """Names of the tower's linear layers; `lora` may name them if the tower is trained."""
 
     def features(self, encoded: Any) -> Sequence[torch.Tensor]:
-        """[N_img, W] of each picture from the tower's output for all of them; W as in an inference
-        engine's tower."""
+        """[N_img, W] of each picture, from the tower's output for all pictures; W as in an
+        inference engine's tower."""
         pictures: Sequence[torch.Tensor] = encoded.pooler_output
         return pictures
 
     def encoded(self, features: Sequence[torch.Tensor], config: Any) -> Any:
-        """The inverse: what transformers' model takes in place of running the tower; `config` is
-        the tower's."""
+        """The inverse of `features`: the tower output that transformers' model accepts instead of
+        pictures. `config`: the tower's."""
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         return BaseModelOutputWithPooling(pooler_output=tuple(features))
@@ -51,14 +51,14 @@ class PictureFeatures:
     """The features of one vision tower; while it is frozen, the last `max_kept` are cached."""
 
     def __init__(self, tower: Tower, trained: bool, max_kept: int) -> None:
-        """`trained`: whether any weight of the tower is. It is not asked later: under the reference
-        an adapter's parameters look frozen."""
+        """`trained`: whether any weight of the tower is trained, as of now: inside
+        `Policy.reference`, an adapter's parameters would look frozen."""
         self._tower = tower
         self._trained = trained
         self._kept: LRUCache[bytes, torch.Tensor] = LRUCache(max_kept)
 
     def of(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor] | None:
-        """Each picture's [N_img, W] features; None where there are none.
+        """Each picture's [N_img, W] features; None if there are no features.
 
         A frozen tower encodes each missing picture alone: in a batch its last bits could differ,
         and a resumed run, which has other pictures cached, would not be exact. Under ZeRO-3 each
@@ -67,14 +67,14 @@ class PictureFeatures:
         reach the same parameters on all ranks.
         """
         visual = vl_model.model.visual
-        wanted = {picture.key: picture for picture in pictures}
-        missing = [picture for key, picture in wanted.items() if key not in self._kept]
-        found = {key: self._kept[key] for key in wanted if key in self._kept}
+        picture_of = {picture.key: picture for picture in pictures}
+        missing = [picture for key, picture in picture_of.items() if key not in self._kept]
+        features_of = {key: self._kept[key] for key in picture_of if key in self._kept}
         blank: list[torch.Tensor] = []
         if self._trained:
             encoded = self._encode(missing or [_blank(visual)], vl_model)
             if missing:
-                found |= {p.key: part for p, part in zip(missing, encoded, strict=True)}
+                features_of |= {p.key: part for p, part in zip(missing, encoded, strict=True)}
             else:
                 # No feature of the blank is used, but the backward reaches the tower.
                 blank = [encoded[0][:0]]
@@ -82,11 +82,11 @@ class PictureFeatures:
             for number in range(calls_in_step(len(missing), visual)):
                 if number < len(missing):
                     picture = missing[number]
-                    [found[picture.key]] = self._encode([picture], vl_model)
+                    [features_of[picture.key]] = self._encode([picture], vl_model)
                 else:
                     self._encode([_blank(visual)], vl_model)
-            self._kept.update(found)
-        features = [found[picture.key] for picture in pictures] + blank
+            self._kept.update(features_of)
+        features = [features_of[picture.key] for picture in pictures] + blank
         return features or None
 
     def _encode(self, pictures: Sequence[Picture], vl_model: Any) -> list[torch.Tensor]:
@@ -101,7 +101,7 @@ class PictureFeatures:
 
 
 def _blank(visual: Any) -> Picture:
-    """The smallest picture there is, all zeros."""
+    """The smallest possible picture, all zeros."""
     import torch
 
     side, embed = visual.spatial_merge_size, visual.patch_embed

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
     from rl.policies.qwen_vl.qwen_vl_module import QwenModule
 
-NOTHING_WRITTEN = Completion((), (), "stop")
-"""An empty completion: a stock editor reads only the prompt."""
+EMPTY_COMPLETION = Completion((), (), "stop")
+"""The completion of a stock arm, which reads only the prompt."""
 TEXT_POSITIONS = "text_positions"
 """Key of a prompt's `model_inputs`: the prompt is fed without token types, as in upstream's
-pipelines, and transformers then gives a picture's tokens positions like those of words."""
+pipelines, and transformers then gives a picture's tokens the positions of text tokens."""
 FILES = (
     ("tokenizer.json", "vocab.json"),
     ("preprocessor_config.json", "processor_config.json"),
@@ -53,12 +53,12 @@ FILES = (
 
 
 class QwenVL(TrainedPolicy[Config]):
-    """Writes words, and gives the renderer the words or their hidden states. A subclass names its
-    model and states how its vision tower and hidden states differ from the other families'."""
+    """Writes words; the renderer gets the words or their hidden states. A subclass names its model,
+    and how its vision tower and hidden states differ from other families'."""
 
     tower: ClassVar[Tower] = Tower()
     slot_px: ClassVar[int]
-    """Side of the square of pixels that one image token stands for."""
+    """Side of the square of pixels that becomes one image token."""
 
     emits = frozenset({"hidden_states", "text"})
     own_words = frozenset({"system_prompt"})
@@ -93,9 +93,9 @@ class QwenVL(TrainedPolicy[Config]):
         text_config = model.config.text_config
         self.state_dim = text_config.hidden_size
         self.banned_token_ids = self.prompts.banned_ids(text_config.vocab_size)
-        # Leaves out a frozen tower: some of its layers have the same names as the language model's.
+        # Excludes a frozen tower: some of its layers have the same names as the language model's.
         within = r".*language_model\..*" if config.freeze_vision_tower else ""
-        model = self._ready(model, within)
+        model = self._prepared(model, within)
         if config.lora is None:
             model.model.visual.requires_grad_(not config.freeze_vision_tower)
         self.module = QwenModule(model, self)
@@ -104,8 +104,8 @@ class QwenVL(TrainedPolicy[Config]):
 
     @classmethod
     def picture_tokens(cls, config: Config, area_px: int) -> int:
-        most_px = area_px if config.image_max_pixels is None else config.image_max_pixels
-        return int(min(area_px, most_px) // cls.slot_px**2)
+        max_px = area_px if config.image_max_pixels is None else config.image_max_pixels
+        return int(min(area_px, max_px) // cls.slot_px**2)
 
     @classmethod
     def base(cls, config: Config) -> Base:
@@ -117,13 +117,13 @@ class QwenVL(TrainedPolicy[Config]):
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:
         editor, kinds = config.init_text_encoder_from, (cls.model_types, cls.model_classes)
-        whole = ModelFiles(
+        model = ModelFiles(
             "model_path", config.model_path, *kinds, revision=config.revision, files=FILES
         )
         if not editor:
-            return [whole]
+            return [model]
         return [
-            replace(whole, config_required=False, weights=()),
+            replace(model, config_required=False, weights=()),
             ModelFiles(
                 "init_text_encoder_from", editor, *kinds, subfolder=config.text_encoder_subfolder
             ),
@@ -138,8 +138,8 @@ class QwenVL(TrainedPolicy[Config]):
     def no_effect(cls, config: Config) -> Iterable[str]:
         yield from super().no_effect(config)
         if not config.init_text_encoder_from:
-            why = "init_text_encoder_from is empty, and the weights are model_path's"
-            yield from unread(config, "text_encoder_subfolder", why)
+            reason = "init_text_encoder_from is empty, and the weights are model_path's"
+            yield from unread(config, "text_encoder_subfolder", reason)
 
     @classmethod
     def adaptable(cls, config: Config) -> Set[str]:
@@ -161,8 +161,8 @@ class QwenVL(TrainedPolicy[Config]):
         import torch
 
         features = iter(self.module.picture_features(self.prompts.pictures(prompts_P)))
-        own_P = [[next(features) for _ in prompt.images] for prompt in prompts_P]
-        return [torch.cat(own) if own else None for own in own_P]
+        features_P = [[next(features) for _ in prompt.images] for prompt in prompts_P]
+        return [torch.cat(parts) if parts else None for parts in features_P]
 
     def engine_folder(self) -> str:
         """The model path or, when the weights come from an editor, a folder of links to its weights
@@ -173,8 +173,8 @@ class QwenVL(TrainedPolicy[Config]):
             return path if revision is None else str(local_folder(path, revision))
         overlay = Path(self._overlay.name)
         link_files(local_folder(editor, None, [f"{subfolder}/*"]) / subfolder, overlay)
-        texts = local_folder(path, revision, TEXT_FILES)
-        link_files(texts, overlay, skip=("safetensors", ".bin"))
+        text_folder = local_folder(path, revision, TEXT_FILES)
+        link_files(text_folder, overlay, skip=("safetensors", ".bin"))
         return str(overlay)
 
     def _positions(self, prompt: Prompt) -> torch.Tensor:
@@ -186,8 +186,8 @@ class QwenVL(TrainedPolicy[Config]):
         return {"pictures": tuple(self.prompts.pictures(prompts))}
 
     def collate_states(self, rows: Sequence[Row]) -> TokenBatch | None:
-        """A batch of the words without the thought, as the renderer's own encoder reads them; equal
-        rows are in it once. None unless the policy reads the words again."""
+        """A batch of the distinct rows without their thoughts, as the renderer's own encoder reads
+        them. None unless the policy encodes the words again."""
         if not self.thinking.reads_again:
             return None
         return self.collate(self.thinking.words_alone(rows)[0])
@@ -205,11 +205,11 @@ class QwenVL(TrainedPolicy[Config]):
         return self.thinking.words_of_cut(completion)
 
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
-        """A renderer of states gets the prompt and no completion; one of text, the user's words."""
+        """The renderer gets the prompt's states without a completion, or the instruction."""
         prompt = prompt.plain
         if self.setup.kind == "text":
             return {"stock": (prompt, self.pass_through_completion(prompt.sample))}
-        return {"stock": (prompt, NOTHING_WRITTEN)}
+        return {"stock": (prompt, EMPTY_COMPLETION)}
 
     def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
         return self.thinking.loss_mask(completion.token_ids)
@@ -219,9 +219,9 @@ class QwenVL(TrainedPolicy[Config]):
     ) -> list[Action]:
         """Parse the rows and, for hidden states, slice each row's states out of the packed row.
 
-        The states include the stop token's and equal what the renderer's own encoder gives for
-        prompt and completion as one text. States under the base weights (negative prompts, and all
-        rows with `conditioning: base`) come from forwards made here, equally many on every rank.
+        The states include the stop token's, and are those that the renderer's own encoder computes
+        for prompt and completion as one text. States under the base weights (negative prompts, and
+        all rows with `conditioning: base`) need further forwards, equally many on every rank.
         """
         written_B = [self.thinking.read(prompt, ids) for prompt, ids in rows]
         payloads_B: Sequence[str | HiddenStates]
@@ -244,14 +244,14 @@ class QwenVL(TrainedPolicy[Config]):
     def _conditioning(
         self, rows: Sequence[Row], batch: TokenBatch | None, outputs: TokenOutputs | None
     ) -> list[HiddenStates]:
-        alone, places_B = list(rows), list(range(len(rows)))
+        encoded_rows, index_B = list(rows), list(range(len(rows)))
         if self.thinking.reads_again:
-            alone, places_B = self.thinking.words_alone(rows)
+            encoded_rows, index_B = self.thinking.words_alone(rows)
         if self.config.conditioning == "base":
-            batch, outputs = self._base_forward(alone)
-        assert batch is not None and outputs is not None, "it reads states"
-        states = self._states(alone, batch, outputs.hidden)
-        embeds_B = [states[place] for place in places_B]
+            batch, outputs = self._base_forward(encoded_rows)
+        assert batch is not None and outputs is not None, "hidden states need a forward"
+        states = self._states(encoded_rows, batch, outputs.hidden)
+        embeds_B = [states[index] for index in index_B]
         negatives_B = self._negatives_of([prompt for prompt, _ in rows])
         pictures_B = [self.prompts.picture_places(prompt.plain) for prompt, _ in rows]
         return list(map(HiddenStates, embeds_B, negatives_B, pictures_B))
@@ -259,20 +259,20 @@ class QwenVL(TrainedPolicy[Config]):
     def _states(
         self, rows: Sequence[Row], batch: TokenBatch, hidden_SD: torch.Tensor
     ) -> list[torch.Tensor]:
-        """[L, D] per row: states of its prompt after the dropped prefix and its completion, without
-        tokens named by `Thinking.unread`. Copies, detached: a view would keep the whole packed row
-        alive."""
+        """[L, D] per row: states of its prompt (after the dropped prefix) and its completion,
+        without the tokens of `Thinking.unread`. Detached copies: a view would keep the whole packed
+        row alive."""
         import torch
 
-        prompts_B = [group for group in batch.groups for _ in group.completion_lens]
+        groups_B = [group for group in batch.groups for _ in group.completion_lens]
         spans_B = completion_spans(batch.groups)
         hidden_SD = hidden_SD.detach()
         states_B = []
-        for (prompt, ids), group, (start, end) in zip(rows, prompts_B, spans_B, strict=True):
+        for (prompt, ids), group, (start, end) in zip(rows, groups_B, spans_B, strict=True):
             first, last, leading = self.thinking.unread(prompt, ids)
-            own = hidden_SD[group.start : group.start + group.prompt_len]
-            read = own[prompt.num_dropped_tokens : first], own[last:]
-            states_B.append(torch.cat([*read, hidden_SD[start + leading : end]]))
+            prompt_SD = hidden_SD[group.start : group.start + group.prompt_len]
+            prompt_parts = prompt_SD[prompt.num_dropped_tokens : first], prompt_SD[last:]
+            states_B.append(torch.cat([*prompt_parts, hidden_SD[start + leading : end]]))
         return states_B
 
     def _base_forward(self, rows: Sequence[Row]) -> tuple[TokenBatch, TokenOutputs]:
@@ -288,30 +288,30 @@ class QwenVL(TrainedPolicy[Config]):
             self.module.train(was_training)
 
     def _negatives_of(self, prompts_B: Sequence[Prompt]) -> list[torch.Tensor | None]:
-        """[L', D] of the negative prompt with each prompt's pictures, under the base weights, which
-        training never changes. Each new one gets a separate forward, so that its bits do not depend
-        on the others. Under ZeRO-3, where every rank has to make the same number of forwards, there
-        is always exactly one, over all new ones."""
-        words = self.setup.negative_prompt
-        if words is None:
+        """[L', D] states of the negative prompt with each prompt's pictures, by the base weights,
+        which never change. Each new one gets a separate forward, so that its bits do not depend on
+        the others. Under ZeRO-3, where every rank must make the same number of forwards, exactly
+        one forward is made for all new ones, even if there are none."""
+        instruction = self.setup.negative_prompt
+        if instruction is None:
             return [None] * len(prompts_B)
         keys_B = [
             (self.prompts.picture_keys(prompt), TEXT_POSITIONS in prompt.model_inputs)
             for prompt in prompts_B
         ]
-        shown = dict(zip(keys_B, prompts_B, strict=True))
-        found = {key: self._negatives[key] for key in shown if key in self._negatives}
-        missing = [key for key in shown if key not in found]
+        prompt_of = dict(zip(keys_B, prompts_B, strict=True))
+        states_of = {key: self._negatives[key] for key in prompt_of if key in self._negatives}
+        missing = [key for key in prompt_of if key not in states_of]
         batches = [[key] for key in missing]
         if is_sharded(self.module):
-            batches = [missing or list(shown)[:1]]
+            batches = [missing or list(prompt_of)[:1]]
         for keys in batches:
-            rows = [(self.prompts.other_words(shown[key], words), ()) for key in keys]
+            rows = [(self.prompts.other_words(prompt_of[key], instruction), ()) for key in keys]
             batch, outputs = self._base_forward(rows)
-            found |= zip(keys, self._states(rows, batch, outputs.hidden), strict=True)
-        self._negatives.update(found)
-        return [found[key] for key in keys_B]
+            states_of |= zip(keys, self._states(rows, batch, outputs.hidden), strict=True)
+        self._negatives.update(states_of)
+        return [states_of[key] for key in keys_B]
 
-    def _save_rest(self, path: Path) -> None:
-        super()._save_rest(path)
+    def _save_other_files(self, path: Path) -> None:
+        super()._save_other_files(path)
         self.prompts.image_processor.save_pretrained(path)

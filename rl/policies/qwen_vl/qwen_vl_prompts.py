@@ -1,4 +1,4 @@
-"""A Qwen-VL's prompts and completions as token ids and pictures; no weights."""
+"""Converts a Qwen-VL's prompts and completions to and from token ids, without weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 STOP_TOKENS = ["<|im_end|>", "<|endoftext|>"]
 THINNEST = 14.3
-"""(width + height) / sqrt(area) at 200:1, beyond which the processor refuses a picture."""
+"""(width + height) / sqrt(area) at 200:1; the processor refuses thinner pictures."""
 
 
 class QwenPrompts:
@@ -37,18 +37,18 @@ class QwenPrompts:
         self._needs_picture = needs_picture
         self.max_prompt_tokens = max_prompt_tokens
         self.stop_ids: tuple[int, ...] = tuple(tokenizer.convert_tokens_to_ids(STOP_TOKENS))
-        """The end of the turn first."""
+        """The first one ends the turn."""
         self._image_id = tokenizer.convert_tokens_to_ids(prompting.IMAGE_TOKEN)
         self._picture_keys: WeakKeyDictionary[Prompt, tuple[bytes, ...]] = WeakKeyDictionary()
 
-    def prompt(self, sample: Sample, words: str) -> Prompt:
-        """The prompt with `words` and the sample's pictures. Raises ValueError, with the sample's
-        id, for a missing picture, for more than the template shows, and for too long a prompt."""
+    def prompt(self, sample: Sample, instruction: str) -> Prompt:
+        """The prompt with `instruction` and the sample's pictures. Raises ValueError, with the
+        sample's id, for a missing picture, for too many pictures, and for too long a prompt."""
         import torch
 
         template = self._template
-        shows = "{image}" in template.text
-        sources = prompting.sources_of(sample, template.max_pictures) if shows else ()
+        has_picture = "{image}" in template.text
+        sources = prompting.sources_of(sample, template.max_pictures) if has_picture else ()
         if self._needs_picture and not sources:
             raise UnusableSampleError(
                 f"sample {sample.id!r} has no source picture, but the renderer's prompt shows one"
@@ -61,42 +61,42 @@ class QwenPrompts:
                 f"sample {sample.id!r}: the image processor refuses a source picture ({sizes} px): "
                 f"{error}; crop it, or drop the sample"
             ) from error
-        # Each picture alone: `pixel_values` [patches of all, C] and `image_grid_thw` [n, 3].
-        alone = [self.image_processor(images=[image], return_tensors="pt") for image in images]
-        names = alone[0] if alone else ()
-        inputs = {name: torch.cat([one[name] for one in alone]) for name in names}
-        return self._written(sample, words, images, inputs)
+        # One call per picture: `pixel_values` [patches of all, C] and `image_grid_thw` [n, 3].
+        processed = [self.image_processor(images=[image], return_tensors="pt") for image in images]
+        names = processed[0] if processed else ()
+        inputs = {name: torch.cat([features[name] for features in processed]) for name in names}
+        return self._tokenized(sample, instruction, images, inputs)
 
     def picture_places(self, prompt: Prompt) -> tuple[range, ...]:
         """Where each picture's tokens are in the hidden states that the renderer reads."""
         kept = prompt.token_ids[prompt.num_dropped_tokens :]
-        slots = [place for place, token in enumerate(kept) if token == self._image_id]
-        places, at = [], 0
+        slots = [index for index, token in enumerate(kept) if token == self._image_id]
+        ranges, start = [], 0
         for length in self._lengths(prompt.model_inputs if prompt.images else {}):
-            places.append(range(slots[at], slots[at] + length))
-            at += length
-        return tuple(places)
+            ranges.append(range(slots[start], slots[start] + length))
+            start += length
+        return tuple(ranges)
 
     def _lengths(self, inputs: Mapping[str, Any]) -> list[int]:
-        """Tokens of each picture of these `model_inputs`."""
+        """Number of tokens of each picture in these `model_inputs`."""
         merged = self.image_processor.merge_size**2
         grids = inputs["image_grid_thw"].tolist() if inputs else []
         return [math.prod(grid) // merged for grid in grids]
 
-    def other_words(self, prompt: Prompt, words: str) -> Prompt:
-        """The same prompt with other `words`; its pictures are not processed again."""
-        return self._written(prompt.sample, words, prompt.images, prompt.model_inputs)
+    def other_words(self, prompt: Prompt, instruction: str) -> Prompt:
+        """The same prompt with another instruction; its pictures are not processed again."""
+        return self._tokenized(prompt.sample, instruction, prompt.images, prompt.model_inputs)
 
-    def _written(
+    def _tokenized(
         self,
         sample: Sample,
-        words: str,
+        instruction: str,
         images: tuple[Image, ...],
         inputs: Mapping[str, Any],
     ) -> Prompt:
         template = prompting.for_pictures(self._template, len(images))
         lengths = self._lengths(inputs if images else {})
-        short_ids = prompting.tokenize(self.tokenizer, template, words)
+        short_ids = prompting.tokenize(self.tokenizer, template, instruction)
         token_ids = prompting.expand_images(short_ids, self._image_id, lengths)
         if len(token_ids) > self.max_prompt_tokens:
             has_area = self._template.image_area_px is not None
@@ -116,7 +116,7 @@ class QwenPrompts:
 
     def _sized(self, image: Image) -> Image:
         """The picture after BOTH resizes (the renderer's and the processor's), so that the
-        trainer's and the engine's processors, which resize differently, find nothing to do."""
+        trainer's and the engine's processors, which resize differently, do not resize it."""
         from PIL import Image as PILImage
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -128,7 +128,7 @@ class QwenPrompts:
             image = prompting.resize_to_area(
                 image, self._template.image_area_px, self._template.image_multiple_px
             )
-        image = over_white(image)  # not before: transparent edges are scaled as such
+        image = over_white(image)  # after the resize, which thus keeps transparent edges
         processor = self.image_processor
         height, width = smart_resize(
             image.height,
@@ -156,7 +156,7 @@ class QwenPrompts:
         return smallest, largest
 
     def num_tokens_after(self, prompt: Prompt) -> int:
-        """How many of its tokens stand behind the words."""
+        """Number of tokens of `prompt` after the instruction."""
         return prompting.num_suffix_tokens(self.tokenizer, self._template, prompt.token_ids)
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ class QwenPrompts:
         return (*prompting.plain_ids(self.tokenizer, text), self.stop_ids[0])
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Without special tokens and surrounding white space."""
+        """Decode without special tokens and surrounding white space."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True).strip()
 
     def banned_ids(self, vocab_size: int) -> tuple[int, ...]:
@@ -176,21 +176,21 @@ class QwenPrompts:
         return tuple(sorted((specials | unused) - set(self.stop_ids)))
 
     def pictures(self, prompts: Sequence[Prompt]) -> list[Picture]:
-        """All that they show, in their order."""
-        found = []
+        """All pictures of the prompts, in order."""
+        pictures = []
         for prompt in prompts:
             if not prompt.images:
                 continue
             grids = prompt.model_inputs["image_grid_thw"].split(1)
             patches = [int(grid.prod()) for grid in grids]
             pixels = prompt.model_inputs["pixel_values"].split(patches)
-            alone = zip(self.picture_keys(prompt), pixels, grids, strict=True)
-            found += [Picture(*parts) for parts in alone]
-        return found
+            parts_of_each = zip(self.picture_keys(prompt), pixels, grids, strict=True)
+            pictures += [Picture(*parts) for parts in parts_of_each]
+        return pictures
 
     def picture_keys(self, prompt: Prompt) -> tuple[bytes, ...]:
-        """A content hash of each of its pictures: two data sets may use the same id for different
-        pictures, and one picture may come with several instructions."""
+        """A content hash of each picture of `prompt`: two data sets may use the same id for
+        different pictures, and one picture may come with several instructions."""
         from rl.files.images import digest
 
         if prompt not in self._picture_keys:

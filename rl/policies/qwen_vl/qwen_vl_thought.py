@@ -1,8 +1,5 @@
 """Asks for a thought in the prompt, and splits a completion into its thought and its words.
 
-The marker is searched in the decoded text, since it may end inside a token ('</think>' and two line
-breaks are three tokens of Qwen2.5's, the last of them '>' with the breaks).
-
 Axes: `_B` rows of a micro-batch, `_T` tokens of a completion.
 """
 
@@ -31,17 +28,19 @@ NO_WORDS = "empty: the completion holds no words"
 
 @dataclass(frozen=True)
 class Written:
+    """A completion, split into its thought and its words."""
+
     text: str
-    """All of it, without special tokens and surrounding white space."""
+    """The whole completion, without special tokens and surrounding white space."""
     thought: str
     """The start of `text` up to the marker and the white space after it; '' without a thought."""
     num_thought_tokens: int
-    """Number of tokens before the first one that holds part of the words; all of them where there
+    """Number of tokens before the first one that holds part of the words; all of them if there
     is no marker."""
     word_ids: tuple[int, ...]
-    """Ids of the words and the stop token; see `Thinking._words_after`."""
+    """Ids of the words and the stop token, as `Thinking._words_after` gives them."""
     failure: str | None
-    """Why there are no words."""
+    """Why the renderer gets no words."""
 
     @property
     def words(self) -> str:
@@ -52,43 +51,43 @@ class Thinking:
     """Handles one policy's thoughts. Without `policy.thought`, everything it writes is words."""
 
     def __init__(
-        self, prompts: QwenPrompts, section: ThoughtSection | None, hands_on_words: bool
+        self, prompts: QwenPrompts, section: ThoughtSection | None, renderer_reads_text: bool
     ) -> None:
-        """`hands_on_words`: the renderer reads words, not hidden states. Raises ValueError for a
-        marker that changes when the tokenizer encodes and decodes it: it would never be found."""
-        self.hands_on_words = hands_on_words
+        """`renderer_reads_text`: it reads no hidden states. Raises ValueError for a marker that
+        changes when the tokenizer encodes and decodes it: no completion would match it."""
+        self.renderer_reads_text = renderer_reads_text
         self._prompts = prompts
         self._section = section
-        self._instruction_ids: list[int] = []
+        self._request_ids: list[int] = []
         self._marker_ids: list[int] = []
         if section is None:
             return
         self._marker_ids = prompting.ids_of(prompts.tokenizer, section.marker)
         if section.instruction:
-            asking = "\n" + section.instruction.replace("{marker}", section.marker)
-            self._instruction_ids = prompting.ids_of(prompts.tokenizer, asking)
-        found = self._decoded(self._marker_ids)
-        if found != section.marker:
+            request = "\n" + section.instruction.replace("{marker}", section.marker)
+            self._request_ids = prompting.ids_of(prompts.tokenizer, request)
+        decoded = self._decoded(self._marker_ids)
+        if decoded != section.marker:
             raise ValueError(
-                f"policy.thought.marker: {section.marker!r} is read back as {found!r} by the "
-                "tokenizer in policy.model_path, where it is no text but a special token, or "
-                "letters that it writes in another form; give one that it keeps, such as 'Answer:'"
+                f"policy.thought.marker: {section.marker!r} is read back as {decoded!r} by the "
+                "tokenizer in policy.model_path: it is a special token, or has characters that the "
+                "tokenizer normalises; give a marker that it keeps, such as 'Answer:'"
             )
 
     def asked(self, plain: Prompt) -> Prompt:
-        """The prompt to sample from: `plain` with the thought instruction inserted after the user's
-        words. Raises UnusableSampleError when it is too long."""
+        """The prompt to sample from: `plain` with the request to think inserted after the
+        instruction. Raises UnusableSampleError if it is too long."""
         if self._section is None:
             return plain
-        place = len(plain.token_ids) - self._prompts.num_tokens_after(plain)
-        ids = (*plain.token_ids[:place], *self._instruction_ids, *plain.token_ids[place:])
-        longest = len(ids) + len(self._marker_ids)  # as in `cut_short`
-        most = self._prompts.max_prompt_tokens
-        if longest > most:
+        end = len(plain.token_ids) - self._prompts.num_tokens_after(plain)
+        ids = (*plain.token_ids[:end], *self._request_ids, *plain.token_ids[end:])
+        length = len(ids) + len(self._marker_ids)  # as in `cut_short`
+        limit = self._prompts.max_prompt_tokens
+        if length > limit:
             raise UnusableSampleError(
-                f"the prompt of sample {plain.sample.id!r} has {longest} tokens with "
-                f"policy.thought.instruction and its marker ({longest - len(plain.token_ids)} of "
-                f"them), more than policy.max_prompt_tokens = {most}: raise it, shorten the "
+                f"the prompt of sample {plain.sample.id!r} has {length} tokens with "
+                f"policy.thought.instruction and its marker ({length - len(plain.token_ids)} of "
+                f"them), more than policy.max_prompt_tokens = {limit}: raise it, shorten the "
                 "instruction, or drop the sample"
             )
         return replace(plain, token_ids=ids, without_thought=plain)
@@ -105,7 +104,7 @@ class Thinking:
         return replace(completion, token_ids=ids, logprobs=(0.0,) * len(ids))
 
     def read(self, prompt: Prompt, ids: Sequence[int]) -> Written:
-        """Read a completion; with empty `ids`, the user's own words. If the prompt asks for no
+        """Parse a completion; empty `ids` stand for the instruction. If the prompt asks for no
         thought, the completion has none, even if it contains the marker."""
         if self._section is not None and prompt.without_thought is not None:
             return self.split(ids, self._section)
@@ -113,14 +112,16 @@ class Thinking:
         return Written(text, "", 0, tuple(ids), None if text else NO_WORDS)
 
     def split(self, ids: Sequence[int], section: ThoughtSection) -> Written:
-        """A completion of a policy that was asked to think, at the last marker."""
-        whole = self._decoded(ids)
-        text, marker = whole.strip(), section.marker
-        at = whole.rfind(marker)
-        if at >= 0:
-            end = at + len(marker)
+        """Split a completion at the last marker, which is searched in the decoded text, because it
+        may end inside a token ('</think>' and two line breaks are three tokens of Qwen2.5's, the
+        last of them '>' with the breaks)."""
+        decoded = self._decoded(ids)
+        text, marker = decoded.strip(), section.marker
+        marker_start = decoded.rfind(marker)
+        if marker_start >= 0:
+            end = marker_start + len(marker)
             num_before, word_ids = self._words_after(ids, end)
-            words = whole[end:].strip()
+            words = decoded[end:].strip()
             failure = None if words else "empty: no words behind the thought"
             if section.max_tokens is not None and num_before > section.max_tokens:
                 failure = (
@@ -147,9 +148,9 @@ class Thinking:
         where the words start after the first `end` characters and white space. If they start inside
         a token, the part up to its end is tokenized again, so that the same words have the same
         ids after any thought."""
-        whole = self._decoded(ids)
-        words = whole[end:].lstrip()
-        before = whole.removesuffix(words)
+        decoded = self._decoded(ids)
+        words = decoded[end:].lstrip()
+        before = decoded.removesuffix(words)
         low, high = 0, len(ids)
         while low < high:  # the fewest tokens whose text begins with `before`
             middle = (low + high) // 2
@@ -162,8 +163,8 @@ class Thinking:
         # Ids that start inside a multi-token character do not decode to a suffix of `words`.
         after = next(n for n in range(low, len(ids) + 1) if words.endswith(self._decoded(ids[n:])))
         beginning = words.removesuffix(self._decoded(ids[after:]))
-        anew = prompting.plain_ids(self._prompts.tokenizer, beginning)
-        return low - 1, (*anew, *ids[after:])
+        retokenized = prompting.plain_ids(self._prompts.tokenizer, beginning)
+        return low - 1, (*retokenized, *ids[after:])
 
     def _decoded(self, ids: Sequence[int]) -> str:
         text: str = self._prompts.tokenizer.decode(
@@ -177,19 +178,19 @@ class Thinking:
         return self._section is not None and self._section.states == "words"
 
     def words_alone(self, rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
-        """(rows of each group's distinct words after its plain prompt, [B] index into them for each
-        row). A row without words becomes its plain prompt alone."""
-        places: dict[tuple[int, tuple[int, ...]], int] = {}
-        alone: list[Row] = []
-        places_B = []
+        """(rows of each group's distinct words after its plain prompt, [B] each row's index into
+        them). A row without words becomes its plain prompt with an empty completion."""
+        index_of: dict[tuple[int, tuple[int, ...]], int] = {}
+        distinct_rows: list[Row] = []
+        index_B = []
         for prompt, ids in rows:
             word_ids = self.read(prompt, ids).word_ids
             key = id(prompt.plain), word_ids
-            if key not in places:
-                places[key] = len(alone)
-                alone.append((prompt.plain, word_ids))
-            places_B.append(places[key])
-        return alone, places_B
+            if key not in index_of:
+                index_of[key] = len(distinct_rows)
+                distinct_rows.append((prompt.plain, word_ids))
+            index_B.append(index_of[key])
+        return distinct_rows, index_B
 
     def unread(self, prompt: Prompt, ids: Sequence[int]) -> tuple[int, int, int]:
         """(first, end, leading): prompt tokens first..end ask for a thought, and the completion's
@@ -198,19 +199,19 @@ class Thinking:
         if prompt.without_thought is None:
             return len(prompt.token_ids), len(prompt.token_ids), 0
         end = len(prompt.token_ids) - self._prompts.num_tokens_after(prompt.plain)
-        asking = len(prompt.token_ids) - len(prompt.plain.token_ids)
-        return end - asking, end, self.read(prompt, ids).num_thought_tokens
+        num_request_tokens = len(prompt.token_ids) - len(prompt.plain.token_ids)
+        return end - num_request_tokens, end, self.read(prompt, ids).num_thought_tokens
 
     def drawn_from(
         self, prompt: Prompt, ids: Sequence[int], written: Written
     ) -> tuple[int, ...] | None:
-        """See `Action.drawn_from`. For words that attended to a thought, the instruction's
-        ids come first, so that the result differs from the bare arm's words."""
+        """The value of `Action.drawn_from`. For words that attended to a thought, the ids of the
+        request come first, so that the result differs from that of equal words without one."""
         if prompt.without_thought is None:
             return None
-        if self.hands_on_words or self.reads_again:
+        if self.renderer_reads_text or self.reads_again:
             return written.word_ids
-        return (*self._instruction_ids, *ids)
+        return (*self._request_ids, *ids)
 
     def loss_mask(self, ids: Sequence[int]) -> Sequence[bool]:
         """[T] which tokens of a completion are trained (`policy.thought.loss`)."""

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of given tokens, without ever holding [B, T, V].
+"""Log-probabilities and entropy of given tokens, without allocating [B, T, V].
 
 Axes: `_N` completion tokens of a micro-batch, all rows together; `_V` vocabulary.
 """
@@ -21,10 +21,10 @@ LOGITS_PER_CHUNK = 2**26
 
 
 class SlicedHead(nn.Linear):
-    """The vocabulary projection, which can also give the logits of one slice of ids alone."""
+    """The vocabulary projection; it can compute the logits of only one slice of ids."""
 
     def __init__(self, weight: nn.Parameter) -> None:
-        """`weight` [V, D] is taken as it is: a tied one stays tied."""
+        """`weight` [V, D] is used without a copy: a tied weight stays tied."""
         num_ids, width = weight.shape
         super().__init__(width, num_ids, bias=False, device="meta")
         self.weight = weight
@@ -94,15 +94,15 @@ def sliced_logprobs(
     temperature: float,
     bounds: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `token_logprobs`, where each token's softmax runs over its own slice of the vocabulary.
+    """Like `token_logprobs`, but each token's softmax runs over the slice that contains the token.
 
-    Slice i holds the ids from `bounds[i]` (included) to `bounds[i + 1]` (not), and every token is
-    in one. Only that slice's logits are computed. The head is called for every slice, in order, so
-    that the ranks of a sharded run stay in step.
+    Slice i holds the ids from `bounds[i]` (included) to `bounds[i + 1]` (excluded); the slices
+    cover all tokens. Each token costs only its slice's logits. The head is called for every slice,
+    in order, even for empty ones, so that the ranks of a sharded run make the same calls.
     """
     logprobs_N = torch.zeros(len(token_ids_N), device=hidden_ND.device)
     entropy_N = torch.zeros_like(logprobs_N)
-    nothing = torch.empty(0, dtype=torch.int64, device=hidden_ND.device)
+    no_banned_ids = torch.empty(0, dtype=torch.int64, device=hidden_ND.device)
     for start, end in pairwise(bounds):
         (members,) = ((start <= token_ids_N) & (token_ids_N < end)).nonzero(as_tuple=True)
         logprobs, entropy = token_logprobs(
@@ -110,7 +110,7 @@ def sliced_logprobs(
             head,
             token_ids_N[members] - start,
             temperature,
-            nothing,
+            no_banned_ids,
             bounds=(start, end),
         )
         logprobs_N = logprobs_N.index_put((members,), logprobs)

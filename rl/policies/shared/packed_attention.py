@@ -1,8 +1,5 @@
 """Attention over packed rows, for transformers: a group's prompt is computed once, not G times.
 
-Attention within runs and attention to prompts are computed separately and joined by log-sum-exp: no
-key is copied per completion, no padding is computed, and nothing of size [S, S] is allocated.
-
 Axes: as in `rl/algorithm/attention_kernels.py`; `_S` tokens of the row.
 """
 
@@ -20,7 +17,7 @@ from rl.algorithm.attention_kernels import Kernel, Runs, join
 from rl.api.types import PackedGroup
 
 NAME = "packed_groups"
-"""The name under which transformers finds it."""
+"""Name of `attention` in transformers' registry."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Packing:
 
     @cached_property
     def completion_slices(self) -> list[slice]:
-        """All of a group's completions, side by side."""
+        """Of each group, its adjacent completions."""
         return [
             slice(prompt.stop, prompt.stop + length)
             for prompt, length in zip(self.prompt_slices, self.across.query_lens, strict=True)
@@ -60,7 +57,7 @@ class Packing:
 
 
 def register() -> str:
-    """Register `attention` with transformers; no mask function, so that no mask is built."""
+    """Register `attention` with transformers, without a mask function: no mask is built."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
@@ -79,7 +76,7 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """For a packed row, [1, H, S, D] -> [1, S, H, D]. Without `packing`, [B, H, T, D] ->
     [B, T, H, D], with `attention_mask`, or causal if that is None."""
-    assert not dropout, "the policy that samples has no dropout"
+    assert not dropout, "dropout would make training differ from sampling"
     if packing is None:
         out = functional.scaled_dot_product_attention(
             query,
@@ -96,6 +93,9 @@ def attention(
 
 
 class _PackedAttention(torch.autograd.Function):
+    """Joins attention within runs and attention to prompts by log-sum-exp: copies no key per
+    completion, computes no padding, and allocates nothing of size [S, S]."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -107,16 +107,16 @@ class _PackedAttention(torch.autograd.Function):
         out, lse = packing.kernel.forward(query, key, value, packing.own)
         if packing.across.num_queries:
             prompts, completions = packing.prompt_slices, packing.completion_slices
-            other_out, other_lse = packing.kernel.forward(
+            prompt_out, prompt_lse = packing.kernel.forward(
                 _take(query, completions),
                 _take(key, prompts),
                 _take(value, prompts),
                 packing.across,
             )
             lens = packing.across.query_lens
-            others = zip(other_out.split(lens), other_lse.split(lens, dim=1), strict=True)
-            for where, other in zip(completions, others, strict=True):
-                out[where], lse[:, where] = join(out[where], lse[:, where], *other)
+            prompt_parts = zip(prompt_out.split(lens), prompt_lse.split(lens, dim=1), strict=True)
+            for part, prompt_part in zip(completions, prompt_parts, strict=True):
+                out[part], lse[:, part] = join(out[part], lse[:, part], *prompt_part)
         ctx.packing = packing
         ctx.save_for_backward(query, key, value, out, lse)
         return out
@@ -129,7 +129,7 @@ class _PackedAttention(torch.autograd.Function):
         grads = packing.kernel.backward(grad_out, query, key, value, out, lse, packing.own)
         if packing.across.num_queries:
             prompts, completions = packing.prompt_slices, packing.completion_slices
-            shares = packing.kernel.backward(
+            prompt_grads = packing.kernel.backward(
                 _take(grad_out, completions),
                 _take(query, completions),
                 _take(key, prompts),
@@ -138,15 +138,15 @@ class _PackedAttention(torch.autograd.Function):
                 _take(lse, completions, dim=1),
                 packing.across,
             )
-            places = (completions, prompts, prompts)
-            for grad, share, slices in zip(grads, shares, places, strict=True):
-                parts = share.split([part.stop - part.start for part in slices])
-                for where, part in zip(slices, parts, strict=True):
-                    grad[where] += part
+            grad_slices = (completions, prompts, prompts)
+            for grad, prompt_grad, slices in zip(grads, prompt_grads, grad_slices, strict=True):
+                parts = prompt_grad.split([part.stop - part.start for part in slices])
+                for grad_slice, part in zip(slices, parts, strict=True):
+                    grad[grad_slice] += part
         return (*grads, None)
 
 
 def _take(tensor: torch.Tensor, slices: Sequence[slice], dim: int = 0) -> torch.Tensor:
-    """The slices, concatenated; a view if there is only one."""
+    """The concatenated slices of `tensor`; a view if there is only one."""
     parts = [tensor.narrow(dim, part.start, part.stop - part.start) for part in slices]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -1,11 +1,4 @@
-"""A packed row's indices: where each token is, what it attends to, which state predicts it.
-
-A row is [prompt | completion | completion | ... | prompt | completion | ...], without padding. A
-prompt attends to itself, a completion to its prompt and to itself, both causally:
-
-    prompt      x            x: everything before it in its own run (`Packing.own`)
-    first       o x          o: all of its group's prompt (`Packing.across`)
-    second      o . x
+"""Packs prompts and completions into one row, and computes the indices of the row's tokens.
 
 Axes: `_S` tokens of the row, `_N` completion tokens.
 """
@@ -24,7 +17,13 @@ if TYPE_CHECKING:
 
 def pack(rows: Sequence[Row]) -> tuple[list[int], tuple[PackedGroup, ...], list[Prompt]]:
     """(token ids of the packed row, its groups, their prompts). Adjacent rows with the same
-    `Prompt` object form one group."""
+    `Prompt` object form one group: [prompt | completion | completion | ...], without padding.
+    A prompt attends to itself, a completion to its prompt and to itself, both causally:
+
+        prompt      x            x: the tokens before it in its prompt or completion (`Packing.own`)
+        first       o x          o: all tokens of its group's prompt (`Packing.across`)
+        second      o . x
+    """
     members: list[tuple[Prompt, list[Sequence[int]]]] = []
     for prompt, ids in rows:
         if not members or members[-1][0] is not prompt:
@@ -44,14 +43,14 @@ def pack(rows: Sequence[Row]) -> tuple[list[int], tuple[PackedGroup, ...], list[
 def positions(
     groups: Sequence[PackedGroup], prompt_positions: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """[..., S]: each prompt's own [..., P], every completion counting on from its largest."""
+    """[..., S]: each prompt's own [..., P]; its completions continue from the largest of these."""
     import torch
 
     parts = []
-    for group, own in zip(groups, prompt_positions, strict=True):
-        following = own.max() + 1
-        counted = [following + torch.arange(length) for length in group.completion_lens]
-        parts += [own, *(count.expand(*own.shape[:-1], -1) for count in counted)]
+    for group, prompt_ids in zip(groups, prompt_positions, strict=True):
+        next_id = prompt_ids.max() + 1
+        completion_ids = [next_id + torch.arange(length) for length in group.completion_lens]
+        parts += [prompt_ids, *(ids.expand(*prompt_ids.shape[:-1], -1) for ids in completion_ids)]
     return torch.cat(parts, dim=-1)
 
 

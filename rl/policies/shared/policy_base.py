@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 WRAPPER = "model."
-"""Where the policy's module keeps the model: the prefix of its parameter names."""
+"""Prefix of the model's parameter names in the policy's module."""
 ADAPTER_KEYS = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
 """Keys of `lora`, and their names in an adapter's own config."""
 ADAPTER_FILES: Mapping[str, Any] = {
@@ -57,20 +57,20 @@ TrainedConfigT = TypeVar("TrainedConfigT", bound=TrainedPolicyConfig, default=Tr
 
 
 class TrainedPolicy(Policy[TrainedConfigT]):
-    """Base class of a policy, which sets `module` and `prompts`. The module holds its (PEFT) model
-    as `model`."""
+    """Base class of a policy. A subclass sets `prompts` and `module`; `module.model` is the (PEFT)
+    model."""
 
     model_types: ClassVar[Set[str]]
     """Accepted values of `model_type` in a model's config.json."""
     model_classes: ClassVar[Set[str]]
     """Accepted values of `architectures` there: names of transformers classes."""
     loading: Any
-    """Module with `load_tokenizer` and `load_model`, each a function of a config section."""
+    """Module with the functions `load_tokenizer(config)` and `load_model(config)`."""
     embedding: str
     """Name of the embedding weight, which is also the head's weight if the two are tied."""
     vocabulary_slices: Sequence[int] = ()
-    """Bounds of slices of the vocabulary, where each token's softmax runs over its own slice; ():
-    one softmax over all ids except the banned ones."""
+    """Bounds of slices of the vocabulary; each token's softmax runs over the slice that contains
+    it. (): one softmax over all ids except the banned ones."""
 
     module: Any
     prompts: Any
@@ -87,48 +87,48 @@ class TrainedPolicy(Policy[TrainedConfigT]):
 
     @classmethod
     def problems(cls, config: TrainedConfigT, run: RunConfig) -> list[str]:
-        found = []
+        errors = []
         adapter = config.adapter_path
         if adapter and not_a_file(Path(adapter, ADAPTER_CONFIG)):
-            found.append(f"adapter_path: {shown(repr(adapter), 300)} holds no {ADAPTER_CONFIG}")
+            errors.append(f"adapter_path: {shown(repr(adapter), 300)} holds no {ADAPTER_CONFIG}")
         elif adapter:
             try:
-                written = read_config(Path(adapter))
+                saved = read_config(Path(adapter))
                 lora = {} if config.lora is None else config.lora.model_dump()
-                found += [
-                    f"lora.{key}: {lora[key]:g} given, but adapter_path's is {written[name]}: "
+                errors += [
+                    f"lora.{key}: {lora[key]:g} given, but adapter_path's is {saved[name]}: "
                     "make them equal"
                     for key, name in ADAPTER_KEYS.items()
-                    if key in lora and written.get(name, lora[key]) != lora[key]
+                    if key in lora and saved.get(name, lora[key]) != lora[key]
                 ]
-                found += model_problems([ModelFiles("adapter_path", adapter, **ADAPTER_FILES)])
+                errors += model_problems([ModelFiles("adapter_path", adapter, **ADAPTER_FILES)])
             except ValueError as error:
-                found.append(f"adapter_path: {error}")
+                errors.append(f"adapter_path: {error}")
         if adapter and config.lora is None:
-            found.append("adapter_path: full fine-tuning (lora: null) trains no adapter; drop one")
+            errors.append("adapter_path: full fine-tuning (lora: null) trains no adapter; drop one")
         half_on_cuda = config.dtype != "float32" and config.device != "cpu"
         if config.attn_implementation == "varlen" and not half_on_cuda:
-            found.append(
+            errors.append(
                 "attn_implementation: 'varlen' needs bfloat16 or float16 weights on a CUDA device, "
                 f"not dtype {config.dtype} on device {config.device!r}; use 'auto'"
             )
         if config.lora is not None:
-            known = cls.adaptable(config)
-            found += [
+            adaptable = cls.adaptable(config)
+            errors += [
                 f"lora.target_modules: {name!r} is no linear layer that is adapted; known: "
-                + ", ".join(sorted(known))
+                + ", ".join(sorted(adaptable))
                 for name in config.lora.target_modules
-                if name not in known
+                if name not in adaptable
             ]
             if not config.lora.target_modules:
-                found.append("lora.target_modules: empty; name layers, or train all (lora: null)")
-        return found
+                errors.append("lora.target_modules: empty; name layers, or train all (lora: null)")
+        return errors
 
     @classmethod
     def device_problems(
         cls, config: TrainedConfigT, policy: PlacedConfig, capability: float | None
     ) -> Iterable[str]:
-        """GPU too old for flash (`FLASH_CAPABILITY` in `rl/algorithm/attention_kernels.py`)."""
+        """GPU too old for 'varlen' (`FLASH_CAPABILITY` in `rl/algorithm/attention_kernels.py`)."""
         if config.attn_implementation == "varlen":
             yield from too_old(
                 capability or 0.0, 8.0, "attn_implementation: 'varlen'", "use 'auto'"
@@ -150,18 +150,18 @@ class TrainedPolicy(Policy[TrainedConfigT]):
 
     @classmethod
     def save_prompt_files(cls, config: TrainedConfigT, folder: Path) -> None:
-        """What its prompts need beside weights: the tokenizer."""
+        """Save the files other than weights that prompts need: the tokenizer."""
         cls.loading.load_tokenizer(config).save_pretrained(folder)
 
-    def _ready(self, model: Any, within: str) -> Any:
+    def _prepared(self, model: Any, within: str) -> Any:
         """Prepares a loaded model for training: adds the adapter (see `adapt` for `within`) and
         moves the model to the policy's device. Raises ValueError for a model of another type: the
         type of a hub model is known only once it is loaded."""
         from rl.policies.shared.recomputing import spare_activations
 
-        if (found := model.config.model_type) not in self.model_types:
+        if (kind := model.config.model_type) not in self.model_types:
             raise ValueError(
-                f"policy.model_path: {shown(repr(self.config.model_path), 300)} is a {found!r}, "
+                f"policy.model_path: {shown(repr(self.config.model_path), 300)} is a {kind!r}, "
                 f"which policy.type {self.config.type!r} does not load; set the type that does"
             )
         config = self.config
@@ -173,11 +173,11 @@ class TrainedPolicy(Policy[TrainedConfigT]):
 
     @cached_property
     def _overlay(self) -> tempfile.TemporaryDirectory[str]:
-        """Where an engine's folder may be put together; lives as long as the policy."""
+        """Temporary folder in which `engine_folder` links files; deleted with the policy."""
         return tempfile.TemporaryDirectory(prefix="policy-")
 
     def encode_completion(self, text: str) -> Completion:
-        """`text` as if the policy had written it and stopped; its sampler log-probs are zeros."""
+        """`text` as if the policy had written it and stopped, with sampler log-probs of 0."""
         ids = self.prompts.completion_ids(text)
         return Completion(ids, (0.0,) * len(ids), "stop")
 
@@ -203,11 +203,11 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         return torch.arange(len(prompt.token_ids))
 
     def _model_inputs(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Mapping[str, Any]:
-        """What else the module reads of these rows; `prompts`: one for each group."""
+        """The module's other inputs for these rows; `prompts`: one for each group."""
         return {}
 
     def train_flops(self, prompt_len: int, completion_lens: Sequence[int]) -> float:
-        """See `rl.api.policy.Policy`; the vision tower is left out."""
+        """As in `rl.api.policy.Policy`, without the vision tower."""
         sizes, num_completed = self.module.sizes, sum(completion_lens)
         layers = prompt_len + num_completed, prefix_tree_pairs(prompt_len, completion_lens)
         head_passes = 3 if self.config.lora is None else 2
@@ -229,7 +229,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
 
         LoRA: the adapter is off. Full fine-tuning: the initial checkpoint's weights, kept on the
         CPU from the first use on, replace the trained ones. Raises ValueError under ZeRO-3, which
-        holds no whole tensors to swap.
+        holds no complete tensors to swap.
         """
         if self.module.adapted:
             with self.module.model.disable_adapter():
@@ -242,14 +242,14 @@ class TrainedPolicy(Policy[TrainedConfigT]):
             )
         base = self._base
         trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        held = {name: parameter.data for name, parameter in trained.items()}
+        trained_data = {name: parameter.data for name, parameter in trained.items()}
         try:
             for name, parameter in trained.items():
                 parameter.data = base[name.removeprefix(WRAPPER)].to(parameter)
             yield
         finally:
             for name, parameter in trained.items():
-                parameter.data = held[name]
+                parameter.data = trained_data[name]
 
     @cached_property
     def _base(self) -> dict[str, torch.Tensor]:
@@ -262,18 +262,18 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         """LoRA: copies of the adapter, because an engine scales its matrices in place. Full: the
         weights in the policy's dtype, not copied if they already have it, because a second copy
         of a large model would not fit beside an awake engine. Read them before the next update."""
-        named = self._outside_names(tensors)
+        exported = self._as_exported(tensors)
         return PolicyWeights(
             kind="lora" if self.module.adapted else "full",
-            tensors=named,
+            tensors=exported,
             lora_config=self._lora_config() if self.module.adapted else None,
             version=version,
-            fingerprint=fingerprint(named),
+            fingerprint=fingerprint(exported),
         )
 
     def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """LoRA: a PEFT adapter. Full: a transformers folder with what its prompts need."""
-        named = self._outside_names(tensors)
+        """LoRA: a PEFT adapter. Full: a transformers folder with tokenizer and processor."""
+        exported = self._as_exported(tensors)
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         if self.module.adapted:
@@ -281,17 +281,18 @@ class TrainedPolicy(Policy[TrainedConfigT]):
             config = {**self._lora_config(), "inference_mode": True}
             text = json.dumps(config, indent=2, sort_keys=True) + "\n"
             (path / ADAPTER_CONFIG).write_text(text)
-            _write_safetensors(path / "adapter_model.safetensors", named)
+            _write_safetensors(path / "adapter_model.safetensors", exported)
             return
-        self._save_rest(path)
-        _write_safetensors(path / "model.safetensors", {**self._base, **named})
+        self._save_other_files(path)
+        _write_safetensors(path / "model.safetensors", {**self._base, **exported})
 
-    def _save_rest(self, path: Path) -> None:
-        """What a transformers folder holds beside the weights."""
+    def _save_other_files(self, path: Path) -> None:
+        """Save the files of a transformers folder other than the weights."""
         self.module.base_model.config.to_json_file(path / "config.json")
         self.prompts.tokenizer.save_pretrained(path)
 
-    def _outside_names(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _as_exported(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors under the names that engines and checkpoints use."""
         if self.module.adapted:
             # `model.base_model...lora_A.default.weight`: PEFT's own names lack `.default`.
             return {
@@ -301,25 +302,25 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         import torch
 
         dtype = getattr(torch, self.config.dtype)
-        named = {
+        exported = {
             name.removeprefix(WRAPPER): tensor.detach().to(dtype)
             for name, tensor in tensors.items()
         }
         if self.module.base_model.config.tie_word_embeddings:
-            # An engine keeps its own head even where the weights are tied.
-            named["lm_head.weight"] = named[self.embedding]
-        return named
+            # An engine has a separate head even if the weights are tied.
+            exported["lm_head.weight"] = exported[self.embedding]
+        return exported
 
     def _lora_config(self) -> dict[str, Any]:
-        """PEFT's config as JSON takes it (sets become sorted lists), with the adapter's base."""
-        written = self.module.model.peft_config["default"].to_dict()
-        config = {k: sorted(v) if isinstance(v, set) else v for k, v in written.items()}
+        """PEFT's config as JSON values (sets become sorted lists), with the adapter's base."""
+        peft_config = self.module.model.peft_config["default"].to_dict()
+        config = {k: sorted(v) if isinstance(v, set) else v for k, v in peft_config.items()}
         return {**config, **noted(self.base(self.config), type(self.module.base_model).__name__)}
 
 
 def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Clones first: safetensors refuses tensors that share memory (tied weights)."""
+    """Writes clones, because safetensors refuses tensors that share memory (tied weights)."""
     from safetensors.torch import save_file
 
-    whole = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-    save_file(whole, path, metadata={"format": "pt"})
+    copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    save_file(copies, path, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Turns a template, the user's words and pictures into token ids."""
+"""Turns a template, an instruction and pictures into token ids."""
 
 from __future__ import annotations
 
@@ -23,38 +23,37 @@ MAX_PICTURES = 16
 
 
 def chat_template(system_prompt: str) -> PromptTemplate:
-    """Qwen's chat format, for renderers without a prompt template of their own; several pictures
-    follow one another."""
+    """Qwen's chat format, for renderers without a prompt template; pictures are adjacent."""
     system = f"<|im_start|>system\n{system_prompt}<|im_end|>\n" if system_prompt else ""
     user = "<|im_start|>user\n{image}{instruction}<|im_end|>\n<|im_start|>assistant\n"
     return PromptTemplate(system + user, max_pictures=MAX_PICTURES)
 
 
-def sources_of(sample: Sample, most: int) -> tuple[Image, ...]:
-    """The sample's source pictures. Raises UnusableSampleError if it has more than `most`."""
-    if len(sample.sources) > most:
+def sources_of(sample: Sample, max_pictures: int) -> tuple[Image, ...]:
+    """Raises UnusableSampleError if the sample has more than `max_pictures` source pictures."""
+    if len(sample.sources) > max_pictures:
         raise UnusableSampleError(
             f"sample {sample.id!r} has {len(sample.sources)} source pictures, but this prompt "
-            f"shows {most} at most; give it fewer, or choose a renderer and a policy that show as "
-            "many"
+            f"shows {max_pictures} at most; give it fewer, or choose a renderer and a policy that "
+            "show as many"
         )
     return sample.sources
 
 
 def for_pictures(template: PromptTemplate, num_pictures: int) -> PromptTemplate:
     """The template of a prompt with `num_pictures` pictures: one `{image}` for each."""
-    one = template.picture.replace(_BRACKETED, "{image}")
-    shown = [one.replace("{number}", str(number)) for number in range(1, num_pictures + 1)]
+    slot = template.picture.replace(_BRACKETED, "{image}")
+    slots = [slot.replace("{number}", str(number)) for number in range(1, num_pictures + 1)]
     text = template.text.replace(_BRACKETED, "{image}")
-    return replace(template, text=text.replace("{image}", template.between_pictures.join(shown)))
+    return replace(template, text=text.replace("{image}", template.between_pictures.join(slots)))
 
 
 def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list[int]:
     """Ids of the filled template, ONE image placeholder per `{image}`.
 
-    The user's words never become special tokens: an instruction with '<|im_end|>' would otherwise
-    end its own turn, and one with '<|image_pad|>' would get a picture. Such an instruction is
-    tokenised by itself, letter by letter where needed.
+    The instruction never becomes special tokens: '<|im_end|>' in it would otherwise end its turn,
+    and '<|image_pad|>' would get a picture. An instruction with such text is tokenised separately,
+    and the text as ordinary characters.
 
     Raises ValueError when the template does not hold `{instruction}` exactly once.
     """
@@ -72,18 +71,18 @@ def tokenize(tokenizer: Any, template: PromptTemplate, instruction: str) -> list
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of `text` as ordinary words, even where it contains the text of an added token.
-    `split_special_tokens` splits only special tokens; the text of other added tokens (such as
-    '</think>') is cut here."""
-    added = tokenizer.added_tokens_decoder.values()
-    whole = [token.content for token in added if not token.special and len(token.content) > 1]
-    inside = {
-        found.start() + 1
-        for token in whole
+    """Ids of `text` as ordinary text, even where it contains the text of an added token.
+    `split_special_tokens` splits only special tokens; this function splits the text of other added
+    tokens (such as '</think>')."""
+    added_tokens = tokenizer.added_tokens_decoder.values()
+    added_texts = [t.content for t in added_tokens if not t.special and len(t.content) > 1]
+    cut_points = {
+        match.start() + 1
+        for token in added_texts
         if token in text
-        for found in re.finditer(f"(?={re.escape(token)})", text)
+        for match in re.finditer(f"(?={re.escape(token)})", text)
     }
-    cuts = [0, *sorted(inside), len(text)]
+    cuts = [0, *sorted(cut_points), len(text)]
     pieces = [text[start:end] for start, end in pairwise(cuts)]
     ids = tokenizer(pieces, add_special_tokens=False, split_special_tokens=True).input_ids
     return [token_id for piece in ids for token_id in piece]
@@ -117,8 +116,8 @@ def num_suffix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Seque
     suffix = ids_of(tokenizer, text)
     if list(token_ids[len(token_ids) - len(suffix) :]) != suffix:
         raise ValueError(
-            f"policy.thought: no request to think can be added after the user's words, because "
-            f"this tokenizer merges them with the text that follows, {text!r}; use a template with "
+            f"policy.thought: no request to think can be added after the instruction, because "
+            f"this tokenizer merges it with the text that follows, {text!r}; use a template with "
             "a special token there"
         )
     return len(suffix)

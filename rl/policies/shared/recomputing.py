@@ -41,7 +41,7 @@ def recompute(module: Any, **options: Any) -> None:
 
 
 def _keep_adapters_inputs(model: Any) -> None:
-    """Save adapter inputs in their own dtype, once for all readers; the backward casts them again.
+    """Save adapter inputs in their own dtype, one tensor for all readers; the backward casts it.
 
     Adapters with dropout are left as they are: PEFT applies it to the float32 copy.
     """

@@ -1,4 +1,4 @@
-"""The one nn.Module of a policy: a micro-batch in, log-probs and hidden states out.
+"""The trainable nn.Module of a policy: log-probs and hidden states of a micro-batch.
 
 Axes: `_B` rows, `_C` completion tokens, `_S` tokens of the packed row, `_N` completion tokens of
 all rows together.
@@ -28,7 +28,7 @@ class TrainedModule(nn.Module):
     `vocabulary_slices`)."""
 
     def __init__(self, model: Any, policy: TrainedPolicy[Any]) -> None:
-        """Raises ValueError where the attention kernel that the section asks for does not run."""
+        """Raises ValueError if the configured attention kernel cannot run on this device."""
         super().__init__()
         config, setup = policy.config, policy.setup
         self.model = model
@@ -43,12 +43,12 @@ class TrainedModule(nn.Module):
 
     @property
     def base_model(self) -> Any:
-        """The transformers model inside; LoRA layers sit in it, so it is never stale."""
+        """The transformers model without PEFT's wrapper, LoRA layers included."""
         return self.model.get_base_model() if self.adapted else self.model
 
     def forward(self, batch: TokenBatch) -> TokenOutputs:
-        """See `TokenOutputs`; outputs are 0 for padding and for forced tokens. Forced tokens are
-        attended to; the engine's log-probs for them are exactly 0, too."""
+        """Log-probs and entropy are 0 for padding and for forced tokens, as in the engine. Later
+        tokens attend to forced tokens."""
         post_SD, hidden_SD = self.states(batch)
         lens_B = [length for group in batch.groups for length in group.completion_lens]
         tokens_4N = completion_tokens(batch.groups).to(hidden_SD.device)
@@ -64,13 +64,13 @@ class TrainedModule(nn.Module):
         )
 
     def states(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """([S, D] post-norm, which the head reads; [S, D] of the set-up's `state_kind`, for the
-        renderer)."""
+        """([S, D] post-norm states for the head, [S, D] states of the kind `setup.state_kind` for
+        the renderer)."""
         post_SD: torch.Tensor = self.backbone(batch).last_hidden_state[0]
         return post_SD, post_SD
 
     def backbone(self, batch: TokenBatch, use_cache: bool = False) -> Any:
-        """transformers' own outputs of the packed row, [1, S, D] post-norm."""
+        """transformers' outputs for the packed row; `last_hidden_state` is [1, S, D] post-norm."""
         return self.base_model.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.model_inputs["position_ids"].unsqueeze(-2),
@@ -80,7 +80,7 @@ class TrainedModule(nn.Module):
         )
 
     def encoded(self, batch: TokenBatch) -> Mapping[str, Any]:
-        """What the backbone reads beside ids and positions."""
+        """The backbone's inputs other than ids and positions."""
         return {}
 
     def logprobs(

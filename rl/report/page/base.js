@@ -1,11 +1,11 @@
-// What every view takes: elements with text (never markup), data pages, pictures, numbers.
-// `page.facts` is what `rl/report/page.py` wrote; a data page calls `page.data`.
+// Helpers of all views: elements with text (never markup), data pages, pictures, numbers.
 page.loaded = new Map();
 page.pictures = {};
 
+// Called by each data page. (`page.facts` is in the page itself, from `rl/report/page.py`.)
 page.data = (name, value) => page.loaded.set(name, value);
 
-// A data page, by a classic script: a page from a disk may neither fetch nor import.
+// Loads a data page with a classic script: a page opened from disk can neither fetch nor import.
 page.load = (name) => {
   if (page.loaded.has(name)) return Promise.resolve(page.loaded.get(name));
   if (page.facts.alone) return Promise.resolve(null);
@@ -20,20 +20,20 @@ page.load = (name) => {
 
 page.padded = (number) => String(number).padStart(6, "0");
 
-// el("p", {class: "soft"}, "words", other, ...): text becomes text, null nothing.
+// el("p", {class: "soft"}, "text", child, ...): strings become text nodes, null is skipped.
 page.el = (tag, attributes, ...children) => {
-  const made = document.createElement(tag);
+  const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes ?? {})) {
     if (value === null || value === undefined || value === false) continue;
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else made.setAttribute(name, value === true ? "" : value);
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined));
-  return made;
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return element;
 };
 
-// Words from outside: kept apart, so that marks of direction in them turn nothing else.
-page.words = (text, tag = "bdi") => page.el(tag, {class: "t"}, text);
+// Text of the run, isolated: direction marks in it do not turn the text around it.
+page.isolated = (text, tag = "bdi") => page.el(tag, {class: "t"}, text);
 
 page.num = (value, digits = 3) =>
   value === null || value === undefined ? "–" : value.toFixed(digits).replace("-", "−");
@@ -48,17 +48,17 @@ page.reward = (row) =>
   row.r === null || row.r === undefined ? page.el("span", {class: "bad"}, row.st || "not graded")
     : page.el("span", {}, page.num(row.r, 2));
 
-// A picture, or why there is none. Tiny ones keep crisp pixels.
+// A picture, or why there is none. Tiny pictures are enlarged without smoothing.
 page.image = (src, alt) => {
   if (src === null || src === undefined) return page.el("div", {class: "gone"}, "no picture on record");
-  const known = page.facts.alone ? page.pictures[src] : src;
-  if (!known) return page.el("div", {class: "gone"}, "left out of this file");
+  const url = page.facts.alone ? page.pictures[src] : src;
+  if (!url) return page.el("div", {class: "gone"}, "left out of this file");
   const image = page.el("img", {loading: "lazy", decoding: "async", alt});
   image.addEventListener("load", () => image.classList.toggle("tiny", image.naturalWidth < 256));
   image.addEventListener("error", () => {
     image.replaceWith(page.el("div", {class: "gone"}, "picture is gone"));
   });
-  image.src = known;
+  image.src = url;
   return image;
 };
 
@@ -67,15 +67,15 @@ page.figure = (src, alt, ...caption) =>
 
 page.at = (base, file) => (file ? base + file : null);
 
-// Every source picture of a group or sample, under its number where there are several.
+// All source pictures of a group or sample, numbered if there are several.
 page.sources = (base, row) => {
   const files = [row.src, ...(row.others ?? [])];
   if (!files.some(Boolean)) return [];
-  const name = (at) => (files.length > 1 ? `source ${at + 1}` : "source");
-  return files.map((file, at) => page.figure(page.at(base, file), `${row.say} (${name(at)})`, name(at)));
+  const name = (i) => (files.length > 1 ? `source ${i + 1}` : "source");
+  return files.map((file, i) => page.figure(page.at(base, file), `${row.say} (${name(i)})`, name(i)));
 };
 
-// Two pictures over each other, and how much of the second is seen.
+// Two overlaid pictures, and a slider that sets how much of the second is visible.
 page.slider = (before, after, alt, names) => {
   const first = page.image(before, `${alt} (${names[0]})`);
   const second = page.image(after, `${alt} (${names[1]})`);
@@ -86,12 +86,12 @@ page.slider = (before, after, alt, names) => {
   }
   const edge = page.el("i", {"aria-hidden": "true"});
   const range = page.el("input", {type: "range", min: 0, max: 100, value: 50});
-  const show = () => {
+  const update = () => {
     second.style.clipPath = `inset(0 0 0 ${range.value}%)`;
     edge.style.left = `${range.value}%`;
   };
-  range.addEventListener("input", show);
-  show();
+  range.addEventListener("input", update);
+  update();
   return page.el("div", {},
     page.el("div", {class: "slide"}, first, second, edge),
     page.el("label", {class: "slider"},
@@ -102,28 +102,28 @@ page.slider = (before, after, alt, names) => {
 page.route = () => {
   const hash = location.hash.slice(1);
   if (!hash) return {view: "overview"};
-  const found = {};
-  for (const word of hash.split("&")) {
-    const [name, ...rest] = word.split("=");
-    let value = rest.join("=");
-    try { value = decodeURIComponent(value); } catch { /* as it stands */ }
-    if (rest.length) found[name] = value; else found.view = name;
+  const state = {};
+  for (const item of hash.split("&")) {
+    const [name, ...values] = item.split("=");
+    let value = values.join("=");
+    try { value = decodeURIComponent(value); } catch { /* keep it undecoded */ }
+    if (values.length) state[name] = value; else state.view = name;
   }
-  return found;
+  return state;
 };
 
-page.hash = (words) => "#" + Object.entries(words)
+page.hash = (state) => "#" + Object.entries(state)
   .filter(([, value]) => value !== "" && value !== null && value !== undefined)
   .map(([name, value]) => (name === "view" ? value : `${name}=${encodeURIComponent(value)}`))
   .join("&");
 
-// All rows of an evaluation, whose page may have been cut in several.
+// All rows of an evaluation, whose data may be split into several pages.
 page.evaluation = async (set) => {
   const names = [set.page];
   for (let file = 2; file <= set.files; file += 1) names.push(`${set.page}_${file}`);
-  const pages = (await Promise.all(names.map(page.load))).filter((found) => found !== null);
+  const pages = (await Promise.all(names.map(page.load))).filter((data) => data !== null);
   if (!pages.length) return null;
-  return {set, parts: pages[0].parts, cut: pages[0].cut, rows: pages.flatMap((found) => found.rows)};
+  return {set, parts: pages[0].parts, cut: pages[0].cut, rows: pages.flatMap((data) => data.rows)};
 };
 
 page.setName = (set) => (set.run ? `${set.run}, ` : "") + `${set.it} iterations`;

@@ -1,9 +1,9 @@
-// Finding: the held-out cards and the table of training groups, with filters, orders and pages.
-// What is chosen stands in the hash, so that a list can be linked as a sample can.
-page.order = [];  // hashes of what was listed last, for the next and the previous sample
+// The held-out cards and the table of training groups, with filters, orders and pages. The hash
+// holds the choices, so that a list can be linked like a sample.
+page.order = [];  // hashes of the samples that were listed last, for "next" and "previous"
 
 {
-  const {el, words, num} = page;
+  const {el, isolated, num} = page;
   const CARDS = 24;
   const ROWS = 50;
 
@@ -42,7 +42,7 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
 
   const choices = (label, values) => [["", label], ...[...values].sort().map((v) => [v, v])];
 
-  // [lowest, highest] of two fields; a row without a number is out once either is given.
+  // Whether `value` is between the values of two fields; without a value: only if both are empty.
   const within = (value, low, high) => {
     const least = low === undefined || low === "" ? null : Number(low);
     const most = high === undefined || high === "" ? null : Number(high);
@@ -51,7 +51,7 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
     return (least === null || value >= least) && (most === null || value <= most);
   };
 
-  // Rows without a value come last whichever way.
+  // Compares rows by `value`; rows without a value come last in either direction.
   const by = (value, sign) => (one, other) => {
     const [a, b] = [value(one), value(other)];
     if (a === null || a === undefined) return b === null || b === undefined ? 0 : 1;
@@ -59,7 +59,7 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
     return sign * (a - b);
   };
 
-  const pager = (place, state, num, size, change) => {
+  const pager = (element, state, num, size, change) => {
     const last = Math.max(1, Math.ceil(num / size));
     const now = Math.min(last, Math.max(1, Number(state.page) || 1));
     const go = (to) => {
@@ -67,7 +67,7 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
       change();
       window.scrollTo(0, 0);
     };
-    place.replaceChildren(...(last === 1 ? [] : [
+    element.replaceChildren(...(last === 1 ? [] : [
       el("button", {type: "button", disabled: now === 1, onclick: () => go(now - 1)}, "Previous page"),
       el("span", {}, `page ${now} of ${last}`),
       el("button", {type: "button", disabled: now === last, onclick: () => go(now + 1)}, "Next page"),
@@ -88,8 +88,8 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
 
   page.sets = (state) => {
     const {sets} = page.facts;
-    const found = (name) => sets.find((set) => set.page === name);
-    return [found(state.a) ?? sets[0], found(state.b) ?? sets.filter((set) => !set.run).at(-1) ?? sets.at(-1)];
+    const named = (name) => sets.find((set) => set.page === name);
+    return [named(state.a) ?? sets[0], named(state.b) ?? sets.filter((set) => !set.run).at(-1) ?? sets.at(-1)];
   };
 
   page.heldOut = async (state) => {
@@ -112,7 +112,7 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
       const gain = old && old.r !== null && after.r !== null ? after.r - old.r : null;
       return {old, after, gain, part: state.part ? after.parts[b.parts.indexOf(state.part)] : null};
     });
-    const again = () => page.heldOut(page.route());
+    const redraw = () => page.heldOut(page.route());
     const options = page.facts.sets.map((set) => [set.page, page.setName(set)]);
     const first = (set) => [...options].sort((x, y) => (x[0] === set ? -1 : y[0] === set ? 1 : 0));
     const [firstA, firstB] = page.sets({});
@@ -124,48 +124,48 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
         ["high", "highest reward first"], ["low", "lowest reward first"]]},
       ...common(new Set(pairs.map((p) => p.after.cat).filter(Boolean)),
         new Set(pairs.flatMap((p) => [p.after.st, p.old?.st].filter(Boolean))), b?.parts ?? []),
-    ], state, again);
+    ], state, redraw);
     if (!a || !b) return;
-    const asked = (state.q ?? "").toLowerCase();
-    const shown = pairs.filter(({old, after, part}) =>
+    const query = (state.q ?? "").toLowerCase();
+    const matching = pairs.filter(({old, after, part}) =>
       (!state.cat || after.cat === state.cat) &&
       (!state.st || after.st === state.st || old?.st === state.st) &&
       within(after.r, state.min, state.max) && (!state.part || within(part, state.pmin, state.pmax)) &&
-      (!asked || [after.say, after.text, after.think, after.id, old?.text ?? "", old?.think ?? ""].some((t) => t.toLowerCase().includes(asked))));
+      (!query || [after.say, after.text, after.think, after.id, old?.text ?? "", old?.think ?? ""].some((t) => t.toLowerCase().includes(query))));
     const orders = {gain: [(p) => p.gain, -1], loss: [(p) => p.gain, 1],
       high: [(p) => p.after.r, -1], low: [(p) => p.after.r, 1]};
-    if (orders[state.sort]) shown.sort(by(...orders[state.sort]));
-    const better = shown.filter((p) => p.gain > 0).length;
-    const worse = shown.filter((p) => p.gain < 0).length;
-    const alone = pairs.filter((p) => !p.old).length;
-    count.textContent = `${shown.length} of ${pairs.length} samples; ${better} gained, ${worse} lost` +
-      (alone ? `; ${alone} are not in A` : "") + ".";
-    const start = pager(section.querySelector(".pager"), state, shown.length, CARDS, again);
+    if (orders[state.sort]) matching.sort(by(...orders[state.sort]));
+    const better = matching.filter((p) => p.gain > 0).length;
+    const worse = matching.filter((p) => p.gain < 0).length;
+    const numNew = pairs.filter((p) => !p.old).length;
+    count.textContent = `${matching.length} of ${pairs.length} samples; ${better} gained, ${worse} lost` +
+      (numNew ? `; ${numNew} are not in A` : "") + ".";
+    const start = pager(section.querySelector(".pager"), state, matching.length, CARDS, redraw);
     const link = (row) => page.hash({eval: b.set.it, id: row.id, run: b.set.run, a: a.set.page});
-    page.order = shown.map((p) => link(p.after));
-    cards.replaceChildren(...shown.slice(start, start + CARDS).map((p) => card(p, a.set, b.set, link)));
+    page.order = matching.map((p) => link(p.after));
+    cards.replaceChildren(...matching.slice(start, start + CARDS).map((p) => card(p, a.set, b.set, link)));
   };
 
   const card = ({old, after, gain}, a, b, link) => {
     const names = [page.setName(a), page.setName(b)];
-    const own = "the user's own words";
+    const bareLabel = "the user's own words";
     const sources = page.sources(b.base, after);
-    const given = sources.length > 1 ? el("div", {class: "sources"}, sources)
-      : sources[0] ?? (after.bimg ? page.figure(page.at(b.base, after.bimg), `${after.say} (${own})`, own) : null);
+    const sourcePictures = sources.length > 1 ? el("div", {class: "sources"}, sources)
+      : sources[0] ?? (after.bimg ? page.figure(page.at(b.base, after.bimg), `${after.say} (${bareLabel})`, bareLabel) : null);
     const pictures = after.img || old?.img
       ? page.slider(page.at(a.base, old?.img), page.at(b.base, after.img), after.say, names) : null;
-    const said = (name, row) => row &&
-      el("p", {class: "said"}, el("span", {class: "soft"}, `${name}: `), words(row.text || "(no words)"));
+    const completion = (name, row) => row &&
+      el("p", {class: "said"}, el("span", {class: "soft"}, `${name}: `), isolated(row.text || "(no words)"));
     return el("article", {class: "card"},
-      el("h3", {}, el("a", {href: link(after)}, words(after.say || after.id))),
-      given || pictures ? el("div", {class: "row"}, given ?? el("span"), pictures) : null,
-      said(names[0], old), said(names[1], after),
+      el("h3", {}, el("a", {href: link(after)}, isolated(after.say || after.id))),
+      sourcePictures || pictures ? el("div", {class: "row"}, sourcePictures ?? el("span"), pictures) : null,
+      completion(names[0], old), completion(names[1], after),
       el("p", {class: "meta"},
         el("span", {}, old ? page.reward(old) : "–", " → ", page.reward(after)),
-        page.signed(gain, 2), after.cat ? words(after.cat) : null));
+        page.signed(gain, 2), after.cat ? isolated(after.cat) : null));
   };
 
-  // Rows of `find_*.js`, as `rl/report/episode_rows.py: finding_row` orders them.
+  // A row of `find_*.js`, whose columns are those of `finding_row` in `rl/report/episode_rows.py`.
   const group = (it, names, row) => ({
     it, names, g: row[0], cat: row[1], say: row[2], mean: row[3], low: row[4], high: row[5],
     spread: row[6], st: row[7], parts: row[8],
@@ -174,26 +174,26 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
 
   const allGroups = async (count) => {
     if (groups) return groups;
-    const found = [];
+    const all = [];
     const {chunks} = page.facts;
-    for (let at = 0; at < chunks.length; at += 8) {
-      count.textContent = `Reading ${at} of ${chunks.length} pages ...`;
-      const names = chunks.slice(at, at + 8).map((chunk) => `find_${page.padded(chunk)}`);
+    for (let start = 0; start < chunks.length; start += 8) {
+      count.textContent = `Reading ${start} of ${chunks.length} pages ...`;
+      const names = chunks.slice(start, start + 8).map((chunk) => `find_${page.padded(chunk)}`);
       for (const chunk of await Promise.all(names.map(page.load))) {
-        for (const [it, of] of Object.entries(chunk ?? {})) {
-          for (const row of of.rows) found.push(group(Number(it), of.parts, row));
+        for (const [it, iteration] of Object.entries(chunk ?? {})) {
+          for (const row of iteration.rows) all.push(group(Number(it), iteration.parts, row));
         }
       }
     }
-    groups = found;
-    return found;
+    groups = all;
+    return all;
   };
 
   page.training = async (state) => {
     const section = document.getElementById("at-training");
     const count = section.querySelector(".count");
     const all = await allGroups(count);
-    const again = () => page.training(page.route());
+    const redraw = () => page.training(page.route());
     fill(section.querySelector("form"), [
       {name: "sort", label: "Order", options: [
         ["", "newest first"], ["old", "oldest first"], ["spread", "largest spread first"],
@@ -201,35 +201,35 @@ page.order = [];  // hashes of what was listed last, for the next and the previo
         ["low", "lowest reward first"]]},
       ...common(new Set(all.map((one) => one.cat).filter(Boolean)),
         new Set(all.flatMap((one) => Object.keys(one.st))), new Set(all.flatMap((one) => one.names))),
-    ], state, again);
-    const asked = (state.q ?? "").toLowerCase();
+    ], state, redraw);
+    const query = (state.q ?? "").toLowerCase();
     const part = (one) => one.parts[one.names.indexOf(state.part)];
-    const shown = all.filter((one) =>
+    const matching = all.filter((one) =>
       (!state.cat || one.cat === state.cat) && (!state.st || one.st[state.st]) &&
       within(one.mean, state.min, state.max) && (!state.part || within(part(one), state.pmin, state.pmax)) &&
-      (!asked || one.say.toLowerCase().includes(asked)));
+      (!query || one.say.toLowerCase().includes(query)));
     const orders = {"": [(one) => one.it, -1], old: [(one) => one.it, 1],
       spread: [(one) => one.spread, -1], even: [(one) => one.spread, 1],
       high: [(one) => one.mean, -1], low: [(one) => one.mean, 1]};
-    shown.sort(by(...(orders[state.sort ?? ""] ?? orders[""])));
-    count.textContent = `${shown.length.toLocaleString("en")} of ${all.length.toLocaleString("en")} groups` +
-      (page.facts.alone ? "; those whose samples are in this file." : ".");
-    const start = pager(section.querySelector(".pager"), state, shown.length, ROWS, again);
-    page.order = shown.map((one) => `#it=${one.it}&g=${one.g}`);
+    matching.sort(by(...(orders[state.sort ?? ""] ?? orders[""])));
+    count.textContent = `${matching.length.toLocaleString("en")} of ${all.length.toLocaleString("en")} groups` +
+      (page.facts.alone ? "; only groups whose samples are in this file." : ".");
+    const start = pager(section.querySelector(".pager"), state, matching.length, ROWS, redraw);
+    page.order = matching.map((one) => `#it=${one.it}&g=${one.g}`);
     const head = ["Iteration", "Instruction", "Category", "Mean", "Least", "Largest", "Spread",
       ...(state.part ? [state.part] : []), "Not scored"];
     const numeric = (at) => (at === 0 || at > 2 ? "n" : null);
     section.querySelector("table").replaceChildren(
-      el("thead", {}, el("tr", {}, head.map((text, at) => el("th", {scope: "col", class: numeric(at)}, words(text))))),
-      el("tbody", {}, shown.slice(start, start + ROWS).map((one) => el("tr", {},
+      el("thead", {}, el("tr", {}, head.map((text, at) => el("th", {scope: "col", class: numeric(at)}, isolated(text))))),
+      el("tbody", {}, matching.slice(start, start + ROWS).map((one) => el("tr", {},
         el("td", {class: "n"}, String(one.it)),
-        el("td", {class: "what"}, el("a", {href: `#it=${one.it}&g=${one.g}`}, words(one.say || `group ${one.g}`))),
-        el("td", {}, words(one.cat)),
+        el("td", {class: "what"}, el("a", {href: `#it=${one.it}&g=${one.g}`}, isolated(one.say || `group ${one.g}`))),
+        el("td", {}, isolated(one.cat)),
         ...[one.mean, one.low, one.high, one.spread, ...(state.part ? [part(one)] : [])].map((value) => el("td", {class: "n"}, num(value, 2))),
         el("td", {class: "n"}, notScored(one.st))))));
   };
 
   const notScored = (statuses) => Object.entries(statuses)
     .filter(([name]) => name !== "scored")
-    .map(([name, many]) => `${many} ${name}`).join(", ");
+    .map(([name, number]) => `${number} ${name}`).join(", ");
 }

@@ -1,24 +1,24 @@
-// One sample in its own view: a training group with all its completions, or a held-out sample with
-// its arms and its other evaluations.
+// The view of one sample: a training group with all its completions, or a held-out sample with its
+// arms and its other evaluations.
 {
-  const {el, words, num} = page;
-  const MOST_ACROSS = 12;
+  const {el, isolated, num} = page;
+  const MAX_ACROSS = 12;
   const OPEN_TOKENS = 120;
 
-  const place = () => document.getElementById("at-sample");
+  const section = () => document.getElementById("at-sample");
 
   const crumbs = (back, steps) => {
     const at = page.order.indexOf(location.hash);
-    const near = at < 0 ? steps : [page.order[at - 1], page.order[at + 1]];
-    page.near = near;
+    const [previous, next] = at < 0 ? steps : [page.order[at - 1], page.order[at + 1]];
+    page.neighbours = [previous, next];
     return el("p", {class: "crumbs"}, el("a", {href: back[0]}, back[1]),
-      near[0] ? el("a", {href: near[0], rel: "prev"}, "← previous") : null,
-      near[1] ? el("a", {href: near[1], rel: "next"}, "next →") : null,
+      previous ? el("a", {href: previous, rel: "prev"}, "← previous") : null,
+      next ? el("a", {href: next, rel: "next"}, "next →") : null,
       at < 0 ? null : el("span", {class: "soft"}, `${at + 1} of ${page.order.length}`));
   };
 
   const title = (text, ...about) => [
-    el("h2", {id: "sample-title", tabindex: -1}, words(text || "(no instruction)")),
+    el("h2", {id: "sample-title", tabindex: -1}, isolated(text || "(no instruction)")),
     el("p", {class: "soft"}, ...about)];
 
   const shortened = (cut) => cut &&
@@ -28,22 +28,22 @@
   const partsTable = (names, values) => names.length === 0 ? null :
     el("details", {}, el("summary", {}, `${names.length} parts of the reward`),
       el("table", {class: "parts"}, el("tbody", {}, names.map((name, at) =>
-        el("tr", {}, el("th", {scope: "row"}, words(name)), el("td", {class: "n"}, num(values[at])))))));
+        el("tr", {}, el("th", {scope: "row"}, isolated(name)), el("td", {class: "n"}, num(values[at])))))));
 
-  // The judge's own reasons where a reply is JSON that has some; the raw reply always.
+  // The reasoning in a judge's reply, if the reply is JSON and has one.
   const reason = (reply) => {
-    try { const found = JSON.parse(reply).reasoning; return typeof found === "string" ? found : null; }
+    try { const value = JSON.parse(reply).reasoning; return typeof value === "string" ? value : null; }
     catch { return null; }
   };
 
-  const replies = (said) => Object.entries(said ?? {}).filter(([, of]) => of.length).map(([name, of]) =>
-    el("div", {}, of.map(reason).some(Boolean)
-      ? el("p", {class: "said"}, el("span", {class: "soft"}, words(name), " says: "),
-          words([...new Set(of.map(reason).filter(Boolean))].join(" · "))) : null,
-      el("details", {}, el("summary", {}, `${of.length} raw ${of.length === 1 ? "reply" : "replies"} of `, words(name)),
-        of.map((reply) => page.words(reply, "pre")))));
+  const replies = (byName) => Object.entries(byName ?? {}).filter(([, texts]) => texts.length).map(([name, texts]) =>
+    el("div", {}, texts.map(reason).some(Boolean)
+      ? el("p", {class: "said"}, el("span", {class: "soft"}, isolated(name), ", reasoning: "),
+          isolated([...new Set(texts.map(reason).filter(Boolean))].join(" · "))) : null,
+      el("details", {}, el("summary", {}, `${texts.length} raw ${texts.length === 1 ? "reply" : "replies"} of `, isolated(name)),
+        texts.map((reply) => page.isolated(reply, "pre")))));
 
-  // Colour: how little the engine expected a token; full at -5 nats.
+  // A token's colour is its log-prob in the engine; full colour at -5 nats or less.
   const tokens = (one) => {
     if (!one.tok) return null;
     const spans = one.tok.map((token, at) => {
@@ -52,7 +52,7 @@
       const doubt = nats === null ? 0 : Math.min(1, -nats / 5);
       const text = typeof token === "number" ? `${token} ` : token;
       const span = el("span", {class: forced ? "forced" : null,
-        title: `token ${at + 1}: ${nats === null ? "no log-prob" : `${num(nats, 2)} nats`}${forced ? ", left no choice" : ""}`}, text);
+        title: `token ${at + 1}: ${nats === null ? "no log-prob" : `${num(nats, 2)} nats`}${forced ? ", forced" : ""}`}, text);
       span.style.setProperty("--doubt", Math.max(0, doubt).toFixed(2));
       return span;
     });
@@ -65,25 +65,25 @@
   };
 
   const thought = (one) => one.think
-    ? el("details", {class: "thought"}, el("summary", {}, "Thought"), page.words(one.think, "p")) : null;
+    ? el("details", {class: "thought"}, el("summary", {}, "Thought"), page.isolated(one.think, "p")) : null;
 
-  const traced = (one) => el("p", {class: "fine"},
+  const provenance = (one) => el("p", {class: "fine"},
     `${one.st}; noise seed ${one.seed ?? "–"}` + (one.s === null ? "" : `; verdict after ${num(one.s, 2)} s`));
 
   const member = (one, at, group, names) => el("article", {class: "member", "aria-label": `completion ${at + 1}`},
     el("h3", {}, page.reward(one), el("span", {class: "soft"}, "advantage ", page.signed(one.adv, 2)),
       one.end && one.end !== "stop" ? el("span", {class: "bad"}, one.end) : null),
     one.img ? page.figure(page.at("../", one.img), group.say, `completion ${at + 1}`) : null,
-    thought(one), page.words(one.text || "(no words)", "p"),
-    one.why ? el("p", {class: "said"}, el("span", {class: "bad"}, `${one.st}: `), words(one.why)) : null,
-    replies(one.said), partsTable(names, one.parts), tokens(one), traced(one));
+    thought(one), page.isolated(one.text || "(no words)", "p"),
+    one.why ? el("p", {class: "said"}, el("span", {class: "bad"}, `${one.st}: `), isolated(one.why)) : null,
+    replies(one.said), partsTable(names, one.parts), tokens(one), provenance(one));
 
-  // What the user's own words give, under the group's noise: it teaches nothing.
+  // The bare arm: the user's own words, rendered under the group's noise; it is not trained on.
   const bareArm = (one, group, names) => el("article", {class: "member", "aria-label": "the bare arm"},
     el("h3", {}, page.reward(one), el("span", {class: "soft"}, "bare arm, the user's own words")),
     one.img ? page.figure(page.at("../", one.img), group.say, "picture of the bare arm") : null,
-    one.why ? el("p", {class: "said"}, el("span", {class: "bad"}, `${one.st}: `), words(one.why)) : null,
-    replies(one.said), partsTable(names, one.parts), traced(one));
+    one.why ? el("p", {class: "said"}, el("span", {class: "bad"}, `${one.st}: `), isolated(one.why)) : null,
+    replies(one.said), partsTable(names, one.parts), provenance(one));
 
   page.group = async (state) => {
     const it = Number(state.it);
@@ -95,53 +95,53 @@
       if (file > 0) data = await page.load(`${name}_${file + 1}`);
     }
     const at = page.facts.iterations.indexOf(it);
-    const num_groups = page.facts.groups[at] ?? 0;
+    const numGroups = page.facts.groups[at] ?? 0;
     const link = (i, j) => `#it=${i}&g=${j}`;
     const before = g > 0 ? link(it, g - 1)
       : at > 0 ? link(page.facts.iterations[at - 1], page.facts.groups[at - 1] - 1) : null;
-    const after = g + 1 < num_groups ? link(it, g + 1)
+    const after = g + 1 < numGroups ? link(it, g + 1)
       : at >= 0 && at + 1 < page.facts.iterations.length ? link(page.facts.iterations[at + 1], 0) : null;
     const top = crumbs(["#training", "All groups"], [before, after]);
     const start = data ? data.starts.findLast((first) => first <= g) : 0;
     const group = data?.rows[g - start];
     if (!group) {
-      place().replaceChildren(top, ...title(`Iteration ${state.it}, group ${state.g}`,
+      section().replaceChildren(top, ...title(`Iteration ${state.it}, group ${state.g}`,
         page.facts.alone ? "is not in this file; the report beside the run has it." : "is not on record."));
       return;
     }
     const sources = page.sources("../", group);
-    place().replaceChildren(...[top,
-      ...title(group.say, `Iteration ${it}, group ${g}, sample `, words(group.id),
-        group.cat ? [", ", words(group.cat)] : null, `, ${group.of.length} completions under one noise`),
+    section().replaceChildren(...[top,
+      ...title(group.say, `Iteration ${it}, group ${g}, sample `, isolated(group.id),
+        group.cat ? [", ", isolated(group.cat)] : null, `, ${group.of.length} completions under one noise`),
       sources.length || group.goal ? el("div", {class: "tops"}, sources,
         group.goal ? page.figure(page.at("../", group.goal), `${group.say} (reference edit)`, "reference edit") : null) : null,
       shortened(data.cut),
       sources.length || group.goal || group.of.some((one) => one.img) ? null
-        : el("p", {class: "fine"}, "No picture of this group is on record (tracking.images_per_iteration says how many are kept)."),
+        : el("p", {class: "fine"}, "No picture of this group is on record (tracking.images_per_iteration sets how many are saved)."),
       el("div", {class: "members"}, group.of.map((one, j) => member(one, j, group, data.parts)),
         group.bare ? bareArm(group.bare, group, data.parts) : null)].filter(Boolean));
   };
 
-  // At most so many, the first and the last among them.
-  const spread = (sets) => {
-    if (sets.length <= MOST_ACROSS) return sets;
-    const step = (sets.length - 1) / (MOST_ACROSS - 1);
-    return Array.from({length: MOST_ACROSS}, (_, at) => sets[Math.round(at * step)]);
+  // At most MAX_ACROSS evaluations, the first and the last included.
+  const evenlySpaced = (sets) => {
+    if (sets.length <= MAX_ACROSS) return sets;
+    const step = (sets.length - 1) / (MAX_ACROSS - 1);
+    return Array.from({length: MAX_ACROSS}, (_, at) => sets[Math.round(at * step)]);
   };
 
   page.heldOutSample = async (state) => {
     const run = state.run ?? "";
     const set = page.facts.sets.find((one) => String(one.it) === state.eval && one.run === run);
-    const found = set && await page.evaluation(set);
-    const place_at = found ? found.rows.findIndex((one) => one.id === state.id) : -1;
-    const row = found?.rows[place_at];
+    const evaluation = set && await page.evaluation(set);
+    const index = evaluation ? evaluation.rows.findIndex((one) => one.id === state.id) : -1;
+    const row = evaluation?.rows[index];
     const other = page.facts.sets.find((one) => one.page === state.a) ??
       page.facts.sets.find((one) => one.run === run && one !== set);
     const link = (one) => one && page.hash({eval: state.eval, id: one.id, run, a: state.a});
     const top = crumbs(["#held-out", "All held-out samples"],
-      [link(found?.rows[place_at - 1]), link(found?.rows[place_at + 1])]);
+      [link(evaluation?.rows[index - 1]), link(evaluation?.rows[index + 1])]);
     if (!row) {
-      place().replaceChildren(top, ...title(state.id, page.facts.alone
+      section().replaceChildren(top, ...title(state.id, page.facts.alone
         ? "is not in this file; the report beside the run has it." : "is not on record."));
       return;
     }
@@ -149,37 +149,37 @@
     const arm = (file, base, name, reward) => file || reward !== null
       ? page.figure(page.at(base, file), `${row.say} (${name})`, `${name}: ${num(reward, 2)}`) : null;
     const across = el("div", {class: "across", tabindex: 0, role: "group", "aria-label": "the same sample after other iterations"});
-    place().replaceChildren(...[top,
-      ...title(row.say, `Held-out sample `, words(row.id), row.cat ? [", ", words(row.cat)] : null,
-        ", ", words(page.setName(set))),
-      shortened(found.cut),
+    section().replaceChildren(...[top,
+      ...title(row.say, `Held-out sample `, isolated(row.id), row.cat ? [", ", isolated(row.cat)] : null,
+        ", ", isolated(page.setName(set))),
+      shortened(evaluation.cut),
       el("div", {class: "tops"}, page.sources(set.base, row),
         row.img ? page.figure(page.at(set.base, row.img), row.say, "now: ", page.reward(row)) : null,
         arm(row.bimg, set.base, "bare arm, the user's own words", row.bare),
         arm(row.simg, set.stock, "stock arm, the untrained system", row.stock)),
       thought(row),
-      el("p", {class: "said"}, el("span", {class: "soft"}, "Words: "), words(row.text || "(no words)")),
-      row.ref ? el("p", {class: "said"}, el("span", {class: "soft"}, "Right words: "), words(row.ref)) : null,
+      el("p", {class: "said"}, el("span", {class: "soft"}, "Words: "), isolated(row.text || "(no words)")),
+      row.ref ? el("p", {class: "said"}, el("span", {class: "soft"}, "Reference description: "), isolated(row.ref)) : null,
       el("p", {}, "Reward ", page.reward(row), `, ${row.st}`,
-        old ? [", ", page.signed(old.r === null || row.r === null ? null : row.r - old.r, 2), " against ", words(page.setName(other))] : null),
-      row.why ? el("p", {class: "said"}, el("span", {class: "bad"}, "Cause: "), words(row.why)) : null,
+        old ? [", ", page.signed(old.r === null || row.r === null ? null : row.r - old.r, 2), " against ", isolated(page.setName(other))] : null),
+      row.why ? el("p", {class: "said"}, el("span", {class: "bad"}, "Cause: "), isolated(row.why)) : null,
       old && (old.img || row.img) ? el("div", {class: "beside-each"},
         page.slider(page.at(other.base, old.img), page.at(set.base, row.img), row.say,
           [page.setName(other), page.setName(set)])) : null,
-      ...replies(row.said), partsTable(found.parts, row.parts), tokens(row), row.seed === null ? null : traced(row),
+      ...replies(row.said), partsTable(evaluation.parts, row.parts), tokens(row), row.seed === null ? null : provenance(row),
       el("h3", {}, "Across checkpoints"), across].filter(Boolean));
-    const sets = spread(page.facts.sets);
+    const sets = evenlySpaced(page.facts.sets);
     for (const one of sets) {
-      const there = (await page.evaluation(one))?.rows.find((other_row) => other_row.id === row.id);
-      if (!there) continue;
+      const sample = (await page.evaluation(one))?.rows.find((other_row) => other_row.id === row.id);
+      if (!sample) continue;
       across.append(el("div", {class: "pic"},
-        there.img ? page.image(page.at(one.base, there.img), `${row.say} (${page.setName(one)})`) : null,
+        sample.img ? page.image(page.at(one.base, sample.img), `${row.say} (${page.setName(one)})`) : null,
         el("p", {class: "fine"}, el("a", {href: page.hash({eval: one.it, id: row.id, run: one.run, a: state.a})},
-          words(page.setName(one))), ": ", page.reward(there)),
-        page.words(there.text || "(no words)", "p")));
+          isolated(page.setName(one))), ": ", page.reward(sample)),
+        page.isolated(sample.text || "(no words)", "p")));
     }
     if (sets.length < page.facts.sets.length) {
-      place().append(el("p", {class: "fine"}, `${sets.length} of ${page.facts.sets.length} evaluations; choose any two under Held-out.`));
+      section().append(el("p", {class: "fine"}, `${sets.length} of ${page.facts.sets.length} evaluations; choose any two under Held-out.`));
     }
   };
 }

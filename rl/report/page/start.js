@@ -1,4 +1,4 @@
-// Which view the hash names, and the keys.
+// Shows the view that the hash names, and handles keys.
 {
   const sections = [...document.querySelectorAll("main > section")];
 
@@ -14,11 +14,11 @@
     let [id, draw] = views[state.view] ?? views.overview;
     if (state.it !== undefined) [id, draw] = ["sample", page.group];
     if (state.eval !== undefined) [id, draw] = state.id ? ["sample", page.heldOutSample] : views["held-out"];
-    page.near = [];
+    page.neighbours = [];
     for (const section of sections) section.hidden = section.id !== `at-${id}`;
     for (const link of document.querySelectorAll("nav a")) {
-      const here = state.it !== undefined ? "training" : state.eval !== undefined ? "held-out" : id;
-      if (link.hash === `#${here}`) link.setAttribute("aria-current", "page");
+      const current = state.it !== undefined ? "training" : state.eval !== undefined ? "held-out" : id;
+      if (link.hash === `#${current}`) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
     }
     window.scrollTo(0, 0);
@@ -27,12 +27,12 @@
   };
 
   // The links that j and k step through in a list.
-  const stops = () => [...document.querySelectorAll("section:not([hidden]) :is(.card h3 a, .groups tbody a)")];
+  const listLinks = () => [...document.querySelectorAll("section:not([hidden]) :is(.card h3 a, .groups tbody a)")];
 
   const step = (by) => {
-    const near = page.near[by < 0 ? 0 : 1];
-    if (near) { location.hash = near; return; }
-    const links = stops();
+    const neighbour = page.neighbours[by < 0 ? 0 : 1];
+    if (neighbour) { location.hash = neighbour; return; }
+    const links = listLinks();
     if (!links.length) return;
     const now = links.indexOf(document.activeElement);
     const next = links[now < 0 ? (by > 0 ? 0 : links.length - 1) : Math.min(links.length - 1, Math.max(0, now + by))];
@@ -65,7 +65,7 @@
   });
 
   window.addEventListener("hashchange", show);
-  // Data pages that stand in the page come after this script.
+  // Data pages embedded in this file come after this script.
   if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", show);
   else show();
 }
