@@ -41,12 +41,9 @@ def load() -> None:
         library = Path(folder, "cuda_guard.so")
         includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
         source = str(Path(__file__).with_suffix(".cpp"))
-        built = subprocess.run(
-            [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", *includes, source, "-o", library]
-            + [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"],
-            capture_output=True,
-            text=True,
-        )
+        command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", *includes, source]
+        command += ["-o", str(library), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
+        built = subprocess.run(command, capture_output=True, text=True)
         if built.returncode:
             raise CannotRehearseError(f"{compiler} could not compile {source}:\n{built.stderr}")
         for file in (root / "lib/libc10.so", root / "lib/libtorch_cpu.so", library):

@@ -268,7 +268,7 @@ def _flash(
         times = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     attend = aten._scaled_dot_product_flash_attention
-    return attend(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    return attend(query, key, value, dropout_p, is_causal, scale=scale)[0]
 
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention

@@ -22,14 +22,12 @@ from PIL import Image
 
 from rl import build
 from rl.algorithm import image_grammar
-from rl.api.plugin import Resources
 from rl.api.policy import Policy
 from rl.api.reward import Reward
 from rl.api.types import Prompt, RewardInput, RewardOutput, Sample, UnusableSampleError
 from rl.config.schema import RunConfig
 from rl.console.console import Phase, PhaseTimer
 from rl.judge.background import BackgroundLoop
-from rl.learner import train_step
 from rl.learner.learner import Learner
 from rl.learner.step_metrics import LearnerMetrics
 from rl.memory import footprint, memory_plan
@@ -48,7 +46,6 @@ MAX_GROUPS = 2
 """Groups of an iteration that are rehearsed; the others are computed alike."""
 RENDER_STEPS = 2
 """Denoising steps that are run; the operations of the others are the same."""
-LEARN_CLOCKS = {"learn_reference": "reference"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Rehearsed:
 
 
 def one_rank(config: RunConfig) -> RunConfig:
-    """The config of rank 0 alone: its share of the prompts, plain PyTorch, all models on one GPU."""
+    """The config of rank 0 alone: its prompts, plain PyTorch, every model on one GPU."""
     values = config.model_dump()
     values["world_size"] = 1
     groups = config.prompts_per_iteration // config.world_size
@@ -208,7 +205,7 @@ def _with_skeletons(resolved: build.Resolved, work: Path) -> build.Resolved:
 
 @contextmanager
 def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
-    """Inside, `from_pretrained` reads a model's config file and makes its weights without values."""
+    """Inside, `from_pretrained` reads a config file and makes weights without values."""
     from diffusers import ModelMixin
     from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
@@ -220,11 +217,11 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
             for key in DEPTH_KEYS if depth and part is not None else ():
                 if isinstance(getattr(part, key, None), int):
                     setattr(part, key, depth)
-                    if hasattr(part, "layer_types"):
-                        part.layer_types = part.layer_types[:depth]
+                    if types := getattr(part, "layer_types", None):
+                        setattr(part, "layer_types", types[:depth])  # noqa: B010 - any config
         return config
 
-    def of_transformers(cls: Any, path: str, subfolder: str = "", **options: Any) -> Any:
+    def of_transformers(cls: Any, /, path: str, subfolder: str = "", **options: Any) -> Any:
         config = options.get("config")
         if config is None:
             reader = getattr(cls, "config_class", None) or AutoConfig
@@ -237,7 +234,7 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
         model = model.eval().to(place) if place != "cpu" else model.eval()
         return (model, {"missing_keys": []}) if options.get("output_loading_info") else model
 
-    def of_diffusers(cls: Any, path: str = "", subfolder: str = "", **options: Any) -> Any:
+    def of_diffusers(cls: Any, /, path: str = "", subfolder: str = "", **options: Any) -> Any:
         path = options.get("pretrained_model_name_or_path", path)
         config = cls.load_config(path, subfolder=subfolder)
         if depth and "num_layers" in cls._get_init_keys(cls):

@@ -37,11 +37,11 @@ class Skeleton:
 
 
 def _qwen25(text: Json, vocab_size: int, tied: bool) -> Json:
-    vision = dict(
-        depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16,
-        fullatt_block_indexes=[7, 15, 23, 31], out_hidden_size=text["hidden_size"],
-        patch_size=14, spatial_merge_size=2, temporal_patch_size=2, window_size=112,
-    )  # fmt: skip
+    vision = {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+        "fullatt_block_indexes": [7, 15, 23, 31], "out_hidden_size": text["hidden_size"],
+        "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+    }  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
     layers = text["num_hidden_layers"]
     more = {
@@ -53,10 +53,10 @@ def _qwen25(text: Json, vocab_size: int, tied: bool) -> Json:
 
 
 def _qwen3(text: Json, vision: Json, tied: bool) -> Json:
-    vision = dict(
-        num_heads=16, patch_size=16, spatial_merge_size=2, temporal_patch_size=2,
-        out_hidden_size=text["hidden_size"], num_position_embeddings=2304, **vision,
-    )  # fmt: skip
+    vision = {
+        "num_heads": 16, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        "out_hidden_size": text["hidden_size"], "num_position_embeddings": 2304, **vision,
+    }  # fmt: skip
     rope = {
         "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20],
         "mrope_interleaved": True,

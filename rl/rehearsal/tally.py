@@ -1,4 +1,4 @@
-"""What a rehearsal counts: bytes by device and phase, host waits and wrong dtypes by line, FLOPs."""
+"""Counts of a rehearsal: bytes by device and phase, FLOPs, host waits and mixed dtypes by line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ class Line(NamedTuple):
 
 def calling_line() -> Line:
     """The line of the project that is running; '(backward)' where autograd calls by itself."""
-    frame, library = sys._getframe(1), ""
+    frame: FrameType | None = sys._getframe(1)
+    library = ""
     while frame is not None:
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(ROOT):
@@ -40,8 +42,7 @@ def calling_line() -> Line:
         elif not library and "site-packages" in file.parts and "torch" not in file.parts:
             library = "/".join(file.parts[file.parts.index("site-packages") + 1 :])
             library += f":{frame.f_lineno}"
-        assert frame.f_back is not None or True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return Line("(backward)", library)
 
 
