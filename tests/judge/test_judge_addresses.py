@@ -1,4 +1,4 @@
-"""One judge at several addresses: the load, one that dies and comes back, and all of them down."""
+"""One judge at several addresses: load balancing, failure and recovery, outages of all."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def all_graded(answers: Sequence[Answer[Any]]) -> bool:
     return all(answer.value == (8.0, 6.5) for answer in answers)
 
 
-def test_the_fewest_in_flight_come_first() -> None:
-    """One place takes 10 times as long: it gets a tenth or so."""
+def test_a_question_goes_to_the_address_with_the_fewest_in_flight() -> None:
+    """One address takes 10 times as long, so it gets about a tenth of the questions."""
     with (
         FaultyJudge(after=Fault(stall_s=0.2)) as slow,
         FaultyJudge(after=Fault(stall_s=0.02)) as fast,
@@ -44,23 +44,23 @@ def test_the_fewest_in_flight_come_first() -> None:
     print(f"\n| slow {shares[0]}, fast {shares[1]} |", end="")
     assert all_graded(answers) and sum(shares) == 40
     assert 3 <= shares[0] <= 13 and abs(slow.max_open - fast.max_open) <= 1
-    assert client.take_stats().max_in_flight == 6, "over both together"
+    assert client.take_stats().max_in_flight == 6, "the limit is for both together"
 
 
-def test_one_that_dies_and_comes_back_costs_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_address_that_fails_and_recovers_loses_no_answer(caplog) -> None:
     async def script(client: JudgeClient) -> list[Answer[Any]]:
         answers = await ask_all(client, 12)
         dying.after = GONE
         answers += await ask_all(client, 24, first=100)
         while_down = len(dying.requests)
         answers += await ask_all(client, 12, first=200)
-        assert len(dying.requests) - while_down <= 2, "one probe a pause"
+        assert len(dying.requests) - while_down <= 2, "one probe per pause"
         dying.after = Fault()
         await asyncio.sleep(0.6)
-        answers += await ask_all(client, 12, first=300)  # one of them is the probe
-        back = len(dying.requests)
+        answers += await ask_all(client, 12, first=300)  # one question is the probe
+        num_after_recovery = len(dying.requests)
         answers += await ask_all(client, 12, first=400)
-        assert len(dying.requests) - back > 2, "it has its share again"
+        assert len(dying.requests) - num_after_recovery > 2, "it gets its share again"
         return answers
 
     with FaultyJudge() as dying, FaultyJudge() as other:
@@ -68,22 +68,22 @@ def test_one_that_dies_and_comes_back_costs_no_answer(caplog: pytest.LogCaptureF
             [dying, other], script, breaker_failures=4, breaker_pause_s=0.5, max_concurrency=8
         )
     assert all_graded(answers)
-    assert all(answer.attempts <= 3 for answer in answers), "another place is asked at once"
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2, said
-    assert names(said[0], f"{dying.api_base} ... 4 times ... probe")
-    assert names(said[1], f"{dying.api_base} ... again")
+    assert all(answer.attempts <= 3 for answer in answers), "another address is asked at once"
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2, warnings
+    assert names(warnings[0], f"{dying.api_base} ... 4 times ... probe")
+    assert names(warnings[1], f"{dying.api_base} ... again")
     assert client.take_stats().breaker_openings == 1
 
 
-def test_another_place_is_asked_without_a_pause() -> None:
+def test_a_failed_question_goes_to_another_address_without_a_pause() -> None:
     with FaultyJudge(after=Fault(500)) as broken, FaultyJudge() as other:
         answers, _ = with_client([broken, other], lambda c: ask_all(c, 4), backoff_s=60.0)
     assert all_graded(answers) and max(answer.seconds for answer in answers) < 10
     assert {answer.attempts for answer in answers} == {1, 2}
 
 
-def test_one_that_asks_to_be_left_alone_is() -> None:
+def test_an_address_with_a_retry_after_gets_no_more_questions() -> None:
     async def script(client: JudgeClient) -> list[Answer[Any]]:
         return [*await ask_all(client, 2), *await ask_all(client, 20, first=100)]
 
@@ -94,7 +94,7 @@ def test_one_that_asks_to_be_left_alone_is() -> None:
     assert client.take_stats().retries == {"http_429": 1}
 
 
-def test_all_down_is_an_outage_that_is_waited_for() -> None:
+def test_an_outage_of_all_addresses_is_waited_for() -> None:
     async def script(client: JudgeClient) -> list[Answer[Any]]:
         asking = asyncio.ensure_future(ask_all(client, 6))
         await asyncio.sleep(0.5)
@@ -107,8 +107,8 @@ def test_all_down_is_an_outage_that_is_waited_for() -> None:
     assert all_graded(answers) and client.take_stats().breaker_openings == 2
 
 
-def test_one_that_refuses_what_another_takes_is_held_to_be_down(caplog) -> None:
-    """It came back with another model: no reason to stop. One that all refuse is."""
+def test_an_address_that_refuses_what_another_accepts_counts_as_down(caplog) -> None:
+    """One address serves another model: the run goes on. If all refuse, the run stops."""
 
     async def script(client: JudgeClient) -> list[Answer[Any]]:
         answers = await ask_all(client, 4)
@@ -124,11 +124,11 @@ def test_one_that_refuses_what_another_takes_is_held_to_be_down(caplog) -> None:
     with FaultyJudge() as changed, FaultyJudge() as other:
         answers, _ = with_client([changed, other], script, breaker_pause_s=30.0)
     assert all_graded(answers)
-    [said] = [record.getMessage() for record in caplog.records]
-    assert names(said, f"{changed.api_base} ... HTTP 404 no such model ... 30 s")
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert names(warning, f"{changed.api_base} ... HTTP 404 no such model ... 30 s")
 
 
-def test_each_place_has_its_own_dialect() -> None:
+def test_each_address_has_its_own_dialect() -> None:
     with PickyJudge("seed") as picky, FaultyJudge() as other:
         answers, client = with_client([picky, other], lambda c: ask_all(c, 12), max_concurrency=4)
     assert all_graded(answers)
@@ -137,8 +137,8 @@ def test_each_place_has_its_own_dialect() -> None:
     assert client.dialects()[picky.api_base].names == {"seed"}
 
 
-def test_a_dead_address_does_not_hold_up_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others have a while after the first that answers, not the whole of `wait_s`."""
+def test_a_dead_address_does_not_delay_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first address answers, the others get `LATE_S`, not the whole `wait_s`."""
     monkeypatch.setattr(client_module, "LATE_S", 0.5)
     with held_port() as port, FaultyJudge() as judge:
         addresses = [f"http://127.0.0.1:{port}/v1", judge]
@@ -147,28 +147,28 @@ def test_a_dead_address_does_not_hold_up_a_start(monkeypatch: pytest.MonkeyPatch
     assert alive == [judge.api_base] and 0.5 <= time.monotonic() - started < 10
 
 
-def test_health_needs_one_of_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_health_check_needs_one_working_address(caplog: pytest.LogCaptureFixture) -> None:
     async def script(client: JudgeClient) -> list[Answer[Any]]:
         await client.check_health(0.0)
         return await ask_all(client, 6)
 
     with held_port() as port, FaultyJudge() as judge:
-        nowhere = f"http://127.0.0.1:{port}/v1"
-        answers, _ = with_client([nowhere, judge], script, breaker_pause_s=30.0)
+        dead_address = f"http://127.0.0.1:{port}/v1"
+        answers, _ = with_client([dead_address, judge], script, breaker_pause_s=30.0)
         assert all_graded(answers) and len(judge.requests) == 6
-        [said] = [record.getMessage() for record in caplog.records]
-        assert names(said, f"the judge at {nowhere} ... after 0 s")
+        [warning] = [record.getMessage() for record in caplog.records]
+        assert names(warning, f"the judge at {dead_address} ... after 0 s")
         with pytest.raises(JudgeUnreachableError) as error:
-            with_client([nowhere, f"{nowhere}/too"], lambda c: c.check_health(0.0))
-        assert nowhere in str(error.value) and f"{nowhere}/too" in str(error.value)
+            with_client([dead_address, f"{dead_address}/too"], lambda c: c.check_health(0.0))
+        assert dead_address in str(error.value) and f"{dead_address}/too" in str(error.value)
         with pytest.raises(JudgeRefused, match=r"judge\.model='other'"):
-            with_client([nowhere, judge], lambda c: c.check_health(0.0), model="other")
+            with_client([dead_address, judge], lambda c: c.check_health(0.0), model="other")
 
 
-def test_the_breaker_opens_only_on_failures_in_a_row() -> None:
+def test_the_breaker_opens_only_on_consecutive_failures() -> None:
     [breaker] = Addresses(JudgeConfig(breaker_failures=3), ["http://127.0.0.1:1/v1"])
-    for happens in "ffsff":
-        breaker.failed() if happens == "f" else breaker.succeeded()
+    for outcome in "ffsff":
+        breaker.failed() if outcome == "f" else breaker.succeeded()
     assert not breaker.is_open
     breaker.failed()
     assert breaker.is_open and breaker.num_openings == 1

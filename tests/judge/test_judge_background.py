@@ -1,4 +1,4 @@
-"""The loop in a thread: results, errors, and an end that leaves nothing behind."""
+"""The event loop in a thread: results, errors, and a close that leaves no thread or task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from rl.judge.background import BackgroundLoop
 
 
-def test_results_and_errors_arrive() -> None:
+def test_results_and_errors_reach_the_caller() -> None:
     async def work(reply: int) -> tuple[int, str]:
         await asyncio.sleep(0.01)
         return reply, threading.current_thread().name
@@ -26,14 +26,14 @@ def test_results_and_errors_arrive() -> None:
             loop.submit(fail()).result(5)
 
 
-def test_close_cancels_what_still_runs_and_lets_it_clean_up() -> None:
-    seen: list[str] = []
+def test_close_cancels_running_tasks_and_lets_them_clean_up() -> None:
+    events: list[str] = []
 
     async def endless() -> None:
         try:
             await asyncio.sleep(60)
         finally:
-            seen.append("cleaned up")
+            events.append("cleaned up")
 
     async def has_started() -> None:
         await asyncio.sleep(0.01)
@@ -43,7 +43,7 @@ def test_close_cancels_what_still_runs_and_lets_it_clean_up() -> None:
     loop.submit(has_started()).result(5)
     loop.close()
     loop.close()
-    assert seen == ["cleaned up"]
+    assert events == ["cleaned up"]
     with pytest.raises(CancelledError):
         future.result(5)
     assert "short-lived" not in {thread.name for thread in threading.enumerate()}

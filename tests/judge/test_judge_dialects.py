@@ -1,4 +1,4 @@
-"""Judges that do not take every parameter: asked once, remembered. `-s` prints the request log."""
+"""Judges that refuse some request parameters: a refusal is remembered. `-s` prints the requests."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ DIALECTS = {
     "Python": "create() got an unexpected keyword argument 'NAME'",
     "a gateway": '{"message": "Bad.", "code": "unsupported_parameter", "param": "NAME"}',
 }
-"""Pages, as threads about them quote them."""
+"""Error pages as bug reports quote them."""
 STATUSES = {"LiteLLM, old": 500, "llama.cpp": 500, "Mistral": 422, "TGI": 422}
-"""Others say 400."""
+"""All other dialects use status 400."""
 
 
 def page_of(dialect: str, name: str = "NAME") -> str:
@@ -67,7 +67,7 @@ def picky(dialect: str, *refused: str) -> PickyJudge:
 
 @pytest.mark.parametrize("name", DIALECTS)
 @pytest.mark.parametrize("parameter", ["max_tokens", "temperature", "seed"])
-def test_each_dialect_is_understood(name: str, parameter: str) -> None:
+def test_each_dialect_names_its_refused_parameter(name: str, parameter: str) -> None:
     status = STATUSES.get(name, 400)
     text = page_of(name, parameter).encode()
     assert refused_parameters(status, text, SENT) == {parameter}
@@ -87,7 +87,7 @@ def test_each_dialect_is_understood(name: str, parameter: str) -> None:
          {"seed", "top_p"}),
         ("This response_format type is unavailable now", {"response_format"}),
         ("The json_schema is not supported by this backend", {"response_format"}),
-        # What is no dialect stays what it was.
+        # Errors that refuse no parameter.
         ("max_tokens is too large: 5000. This model supports at most 4096 tokens.", set()),
         ("max_tokens=512 is not possible: only 100 tokens are allowed here", set()),
         ("'max_tokens' must be at least 1, got -3", set()),
@@ -102,22 +102,22 @@ def test_each_dialect_is_understood(name: str, parameter: str) -> None:
         ("", set()),
     ],
 )  # fmt: skip
-def test_what_is_refused_and_what_is_not(page: str, refused: set[str]) -> None:
+def test_refused_parameters_are_read_from_the_error_page(page: str, refused: set[str]) -> None:
     sent = SENT | {"response_format"}
     assert refused_parameters(400, page.encode(), sent) == refused
 
 
-def asked(
-    client: JudgeClient, words: Sequence[str], at_once: bool = False, repeat: int = 0
+def answers_to(
+    client: JudgeClient, texts: Sequence[str], at_once: bool = False, repeat: int = 0
 ) -> list[Answer[Any]]:
-    return answers_of(client, [pair_question(text) for text in words], at_once, repeat)
+    return answers_of(client, [pair_question(text) for text in texts], at_once, repeat)
 
 
 @pytest.mark.parametrize("dialect", ["OpenAI", "Azure", "LiteLLM, old", "Mistral", "Gemini", "TGI"])
-def test_three_refused_parameters_cost_three_requests_once(dialect: str, caplog) -> None:
+def test_three_refused_parameters_cost_three_extra_requests_once(dialect: str, caplog) -> None:
     with picky(dialect, "max_tokens", "temperature", "seed") as judge:
         client = judge.client(max_tokens=300)
-        answers = asked(client, "abc")
+        answers = answers_to(client, "abc")
     assert [answer.value for answer in answers] == [(8.0, 6.5)] * 3
     print("", *judge.log(), sep="\n| ")
     assert judge.log() == [
@@ -129,34 +129,34 @@ def test_three_refused_parameters_cost_three_requests_once(dialect: str, caplog)
     assert [answer.attempts for answer in answers] == [4, 1, 1]
     assert judge.requests[-1]["max_completion_tokens"] == 300
     assert client.take_stats().retries == {"parameter": 3}
-    [said] = [record.getMessage() for record in caplog.records]
-    assert names(said, f"{judge.api_base} ... no seed ... no temperature ... max_completion_tokens")
+    [log] = [record.getMessage() for record in caplog.records]
+    assert names(log, f"{judge.api_base} ... no seed ... no temperature ... max_completion_tokens")
 
 
 def test_questions_at_once_are_all_answered(caplog: pytest.LogCaptureFixture) -> None:
-    """And it is logged once."""
+    """The refusals are logged once."""
     with PickyJudge("max_tokens", "temperature", "seed") as judge:
-        answers = asked(judge.client(), "abcdefgh", at_once=True)
+        answers = answers_to(judge.client(), "abcdefgh", at_once=True)
     assert all(answer.value == (8.0, 6.5) for answer in answers)
     assert len(caplog.records) == 1 and len(judge.requests) <= 8 * 4
 
 
 def test_a_length_that_is_refused_under_both_names_is_left_out() -> None:
     with picky("Groq", "max_tokens", "max_completion_tokens") as judge:
-        [answer] = asked(judge.client(), "a")
+        [answer] = answers_to(judge.client(), "a")
     assert answer.value is not None and judge.log()[2:] == ["seed temperature top_p"]
 
 
 def test_a_schema_that_is_refused_at_a_retry_is_left_out() -> None:
     with PickyJudge("response_format") as judge:
         judge.faults = [Fault(reply="hm")]
-        answers = asked(judge.client(guided_json="on_retry"), "ab")
+        answers = answers_to(judge.client(guided_json="on_retry"), "ab")
     assert [answer.attempts for answer in answers] == [3, 1]
     assert ["response_format" in log for log in judge.log()] == [False, True, False, False]
 
 
-def test_a_parameter_that_was_taken_is_refused_for_a_value_only() -> None:
-    """The temperature of a retry may be beyond what the endpoint takes; others are not."""
+def test_a_parameter_that_was_accepted_before_is_left_out_for_one_request_only() -> None:
+    """An endpoint may accept the first temperature and refuse the higher one of a retry."""
 
     class Cool(FaultyJudge):
         def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
@@ -166,46 +166,46 @@ def test_a_parameter_that_was_taken_is_refused_for_a_value_only() -> None:
             return fault
 
     with Cool([Fault(reply="hm")]) as judge:
-        answers = asked(judge.client(temperature=0.9), "ab")
+        answers = answers_to(judge.client(temperature=0.9), "ab")
     assert [answer.value for answer in answers] == [(8.0, 6.5)] * 2
     assert [r.get("temperature") for r in judge.requests] == [0.9, 1.2, None, 0.9]
 
 
-def test_one_that_refuses_what_is_not_sent_any_more_ends_at_once() -> None:
+def test_a_refusal_of_a_parameter_already_left_out_stops_at_once() -> None:
     page = page_of("OpenAI", "seed")
     with FaultyJudge(after=Fault(400, body=page)) as judge, pytest.raises(JudgeRefused) as refused:
-        asked(judge.client(), "a")
+        answers_to(judge.client(), "a")
     assert len(judge.requests) == 2 and "'seed' is not supported" in str(refused.value)
 
 
-def test_nothing_is_learnt_from_a_refusal_that_no_answer_follows() -> None:
+def test_a_refused_parameter_is_remembered_only_after_an_answer() -> None:
     faults = [Fault(400, body=page_of("OpenAI", "seed")), Fault(400, body="no pictures, please")]
     with FaultyJudge(faults) as judge:
         client = judge.client()
         with pytest.raises(JudgeRefused, match="no pictures, please"):
-            asked(client, "a")
+            answers_to(client, "a")
         assert client.dialects()[judge.api_base].names == set()
 
 
-def test_the_journal_knows_a_question_whatever_is_refused(tmp_path: Path) -> None:
-    """A run that began with another endpoint, or with a release that sent everything."""
+def test_the_journal_recognises_a_question_whatever_parameters_are_refused(tmp_path: Path) -> None:
+    """The run may have begun with an endpoint or a release that used other parameters."""
     path = tmp_path / "replies.jsonl"
     varied = [Fault(reply=f'{{"score": [{n}, 1]}}') for n in range(8)]
     with PickyJudge("max_tokens", "seed") as judge:
         judge.faults = list(varied)
-        first = asked(judge.client(path), "abc")
+        first = answers_to(judge.client(path), "abc")
     with FaultyJudge(varied) as judge:
-        second = asked(judge.client(path), "abc")
-        third = asked(judge.client(path), "abc", repeat=1)
-        assert len(judge.requests) == 3, "only what was never asked"
+        second = answers_to(judge.client(path), "abc")
+        third = answers_to(judge.client(path), "abc", repeat=1)
+        assert len(judge.requests) == 3, "only new questions are sent"
     assert [a.value for a in second] == [a.value for a in first]
     assert [a.attempts for a in second] == [0, 0, 0] and third[0].value == (0.0, 1.0)
 
 
-def test_what_one_client_learnt_another_knows() -> None:
+def test_a_client_can_adopt_the_dialects_of_another() -> None:
     with PickyJudge("max_tokens", "temperature") as judge:
         one, other = (judge.client() for _ in range(2))
-        asked(one, "a")
+        answers_to(one, "a")
         other.adopt(one.dialects())
-        asked(other, "b")
+        answers_to(other, "b")
     assert len(judge.requests) == 3 + 1

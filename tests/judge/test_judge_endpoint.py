@@ -1,4 +1,4 @@
-"""Every form that judge.api_base may take, and what is said about the others."""
+"""Valid and invalid values of judge.api_base and judge.api_key_env."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl.text.scrub import scrub
 
 
 @pytest.mark.parametrize(
-    ("given", "resolved"),
+    ("value", "resolved"),
     [
         ("http://judge:4877", "http://judge:4877/v1"),
         ("http://judge:4877/", "http://judge:4877/v1"),
@@ -27,15 +27,15 @@ from rl.text.scrub import scrub
         ("http://b\u00fccher.example", "http://b\u00fccher.example/v1"),
     ],
 )
-def test_urls(given: str, resolved: str) -> None:
-    assert resolve_api_base(given) == resolved
+def test_a_url_is_completed_to_an_api_base(value: str, resolved: str) -> None:
+    assert resolve_api_base(value) == resolved
 
 
 A, B = "http://a:4877/v1", "https://b.example/v1"
 
 
 @pytest.mark.parametrize(
-    "given",
+    "value",
     [
         ["a:4877", "https://b.example"],
         "http://a:4877, https://b.example/v1/",
@@ -45,33 +45,33 @@ A, B = "http://a:4877/v1", "https://b.example/v1"
         "a:4877,FILE",
     ],
 )
-def test_several_places(given: str | list[str], tmp_path: Path) -> None:
+def test_several_addresses_as_list_text_or_file(value: str | list[str], tmp_path: Path) -> None:
     file = tmp_path / "judges"
     file.write_text("a:4877 the first\n\nsome words\nhttps://b.example\na:4877\n")
-    words = [given] if isinstance(given, str) else given
-    named = [word.replace("FILE", str(file)) for word in words]
-    assert resolve_api_bases(named[0] if isinstance(given, str) else named) == (A, B)
+    items = [value] if isinstance(value, str) else value
+    items = [item.replace("FILE", str(file)) for item in items]
+    assert resolve_api_bases(items[0] if isinstance(value, str) else items) == (A, B)
     with pytest.raises(ValueError, match=r"2 places.* drop start_command"):
-        resolve_api_base(named[0] if isinstance(given, str) else named)
+        resolve_api_base(items[0] if isinstance(value, str) else items)
 
 
-def test_one_wrong_place_of_several_is_named(tmp_path: Path) -> None:
+def test_one_wrong_address_of_several_is_named(tmp_path: Path) -> None:
     file = tmp_path / "judges"
     file.write_text("http://a:4877\nb@d!\n")  # pragma: allowlist secret
-    for given, wrong in (["a:4877", "judge"], "'judge' is neither"), (str(file), "'b@d!'"):
+    for value, problem in (["a:4877", "judge"], "'judge' is neither"), (str(file), "'b@d!'"):
         with pytest.raises(ValueError, match=r"judge\.api_base.*") as error:
-            resolve_api_bases(given)
-        assert wrong in str(error.value)
+            resolve_api_bases(value)
+        assert problem in str(error.value)
 
 
-@pytest.mark.parametrize("given", ["", "none", "None", "  ", ["", " "]])
-def test_no_judge_names_the_remedy(given: str | list[str]) -> None:
+@pytest.mark.parametrize("value", ["", "none", "None", "  ", ["", " "]])
+def test_an_empty_api_base_names_the_remedy(value: str | list[str]) -> None:
     with pytest.raises(ValueError, match=r"judge\.api_base is empty.*judge\.start_command"):
-        resolve_api_base(given)
+        resolve_api_base(value)
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("value", "reason"),
     [
         ("/no/such/file", "nor a file that exists"),
         ("judge", "nor a file that exists"),
@@ -88,29 +88,29 @@ def test_no_judge_names_the_remedy(given: str | list[str]) -> None:
         ("a\x00b", "nor a file that exists"),
     ],
 )
-def test_what_is_no_endpoint(given: str, reason: str) -> None:
+def test_an_invalid_address_is_refused_with_the_reason(value: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as error:
-        resolve_api_base(given)
+        resolve_api_base(value)
     assert "judge.api_base" in str(error.value)
     str(error.value).encode()
 
 
 @pytest.mark.parametrize(
-    "given", ["https://me:hunter2@host/v1", "https://host/v1?key=hunter2", "http://me:hunter2@[::1"]
+    "value", ["https://me:hunter2@host/v1", "https://host/v1?key=hunter2", "http://me:hunter2@[::1"]
 )
-def test_keys_in_the_url_are_refused_and_not_repeated(given: str) -> None:
+def test_keys_in_the_url_are_refused_and_not_repeated(value: str) -> None:
     with pytest.raises(ValueError, match=r"judge\.api_key_env") as error:
-        resolve_api_base(given)
+        resolve_api_base(value)
     assert "hunter2" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("held", "reason"),
+    ("content", "reason"),
     [("\n", "is empty"), ("b@d!", "neither"), ("gpu-7", "neither"), ("x" * 9999, "longer")],
 )
-def test_files_that_hold_no_host(held: str, reason: str, tmp_path: Path) -> None:
+def test_a_file_without_an_address_is_refused(content: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "judge_host"
-    path.write_text(held)
+    path.write_text(content)
     with pytest.raises(ValueError, match=reason):
         resolve_api_base(str(path))
 
@@ -126,7 +126,7 @@ def test_files_that_hold_no_host(held: str, reason: str, tmp_path: Path) -> None
     ],
 )
 def test_a_key_too_short_to_be_scrubbed_is_refused(key: str, reason: str, monkeypatch) -> None:
-    """And one that is missing, or that no header takes."""
+    """A missing key and one that no header can hold are refused, too."""
     monkeypatch.setenv("MY_JUDGE", key)
     with pytest.raises(ValueError, match=rf"judge\.api_key_env names MY_JUDGE.*{reason}") as error:
         auth_header("MY_JUDGE")
@@ -134,12 +134,12 @@ def test_a_key_too_short_to_be_scrubbed_is_refused(key: str, reason: str, monkey
 
 
 @pytest.mark.parametrize("key", ["EMPTY", "none", "dummy", "-", "sk-no-key", "not-needed"])
-def test_what_servers_without_keys_are_given_is_no_key(key: str, monkeypatch) -> None:
+def test_placeholder_keys_are_accepted_and_not_scrubbed(key: str, monkeypatch) -> None:
     monkeypatch.setenv("MY_JUDGE", key)
     assert auth_header("MY_JUDGE") == {"Authorization": f"Bearer {key}"}
     assert scrub(f"said {key}") == f"said {key}"
 
 
-def test_loopback_is_known() -> None:
+def test_loopback_addresses_are_recognised() -> None:
     assert is_loopback("http://127.0.0.1:1/v1") and is_loopback("http://localhost:1/v1")
     assert is_loopback("http://[::1]:1/v1") and not is_loopback("http://10.0.0.7:1/v1")

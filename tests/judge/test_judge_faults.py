@@ -1,4 +1,4 @@
-"""What the judge client does about each fault, over real HTTP. `-s` prints the table."""
+"""How the judge client handles each fault of a real HTTP server. `-s` prints the table."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeStats, backo
 
 @dataclass(frozen=True)
 class Case:
-    """One fault and what must come of it."""
+    """One fault and its expected outcome."""
 
     faults: list[Fault]
     sent: int
-    """Requests the client must have sent."""
+    """Expected number of requests."""
     cause: str | None = None
-    """Counted as the reason of each repetition."""
+    """The expected reason of each retry."""
     failure: str | None = None
     """First word of the answer's failure; None: the answer has a value."""
     at_least_s: float = 0.0
@@ -41,7 +41,7 @@ class Case:
 
 
 def _in_two_seconds() -> str:
-    """HTTP dates have whole seconds: this is 1 to 2 s away."""
+    """HTTP dates have whole seconds, so this is 1 to 2 s from now."""
     return format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)
 
 
@@ -82,7 +82,7 @@ def ask(judge: FaultyJudge, case: Case) -> tuple[Answer[Any], JudgeStats]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_fault_is_met_as_designed(name: str) -> None:
+def test_each_fault_has_its_expected_retries_and_outcome(name: str) -> None:
     case = CASES[name]
     with FaultyJudge(case.faults) as judge:
         answer, stats = ask(judge, case)
@@ -99,7 +99,7 @@ def test_each_fault_is_met_as_designed(name: str) -> None:
 
 
 @pytest.mark.parametrize("status", [301, 400, 401, 403, 404, 405, 422])
-def test_a_wrong_set_up_stops_at_the_first_request(status: int) -> None:
+def test_a_wrong_configuration_stops_at_the_first_request(status: int) -> None:
     headers = {"Location": "/elsewhere"} if status == 301 else {}
     fault = Fault(status, body='{"error": "the very reason"}', headers=headers)
     started = time.monotonic()
@@ -112,7 +112,7 @@ def test_a_wrong_set_up_stops_at_the_first_request(status: int) -> None:
     assert "the very reason" in message and "Remedy: " in message
 
 
-def test_a_question_refused_by_a_judge_that_grades_others_is_that_questions_failure() -> None:
+def test_a_judge_that_grades_others_may_refuse_one_question() -> None:
     """A moderated or overlong question must not end a run that works."""
     with FaultyJudge([Fault(), Fault(400, body="content policy")]) as judge:
         questions = [pair_question(text) for text in "abc"]
@@ -121,7 +121,7 @@ def test_a_question_refused_by_a_judge_that_grades_others_is_that_questions_fail
     assert second.failure == "refused: HTTP 400 content policy" and second.attempts == 1
 
 
-def test_a_judge_that_takes_one_picture_and_refuses_two_is_a_wrong_set_up() -> None:
+def test_a_judge_that_accepts_one_picture_and_refuses_two_stops_the_run() -> None:
     picture = Image.new("RGB", (8, 8))
     questions = [pair_question("one", picture), pair_question(picture, "two", picture)]
     faults = [Fault(), Fault(400, body="at most 1 image per prompt")]
@@ -129,7 +129,7 @@ def test_a_judge_that_takes_one_picture_and_refuses_two_is_a_wrong_set_up() -> N
         answers_of(judge.client(), questions, at_once=False)
 
 
-def test_an_outage_of_seconds_costs_no_answer_and_no_hammering() -> None:
+def test_a_short_outage_loses_no_answer_and_sends_few_requests() -> None:
     """Down for 6 time-outs (12 minutes at the default 120 s), then back: all 24 are answered."""
     outage_s = 1.2
 
@@ -153,7 +153,7 @@ def test_an_outage_of_seconds_costs_no_answer_and_no_hammering() -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault(reset=True), Fault(stall_s=0.2)], ids=["reset", "stall"])
-def test_a_lone_question_outlives_an_outage_too(fault: Fault) -> None:
+def test_a_single_question_survives_an_outage(fault: Fault) -> None:
     async def script(client: JudgeClient) -> list[Answer[Any]]:
         asking = asyncio.ensure_future(ask_all(client, 1))
         await asyncio.sleep(1.0)
@@ -166,7 +166,7 @@ def test_a_lone_question_outlives_an_outage_too(fault: Fault) -> None:
     assert client.take_stats().breaker_openings == 1
 
 
-def test_an_outage_without_end_ends_as_ungraded() -> None:
+def test_an_outage_beyond_the_limit_leaves_answers_ungraded() -> None:
     async def script(client: JudgeClient) -> list[Answer[Any]]:
         lost = await ask_all(client, 4)
         await asyncio.sleep(0.2)
@@ -178,7 +178,7 @@ def test_an_outage_without_end_ends_as_ungraded() -> None:
         (*lost, back), _ = with_client(judge, script, **config)
     assert {(answer.failure or "").partition(":")[0] for answer in lost} == {"outage"}
     assert all(answer.seconds < 4 for answer in lost)
-    assert back.value == (8.0, 6.5), "a judge that came back between iterations is found again"
+    assert back.value == (8.0, 6.5), "a judge that recovers between iterations is used again"
 
 
 @pytest.mark.parametrize(("num_failures", "most_s"), [(1, 2), (2, 4), (4, 16), (5, 30), (99, 30)])

@@ -1,4 +1,4 @@
-"""Whatever bytes a judge sends, they cost one try of one question: over real sockets."""
+"""Arbitrary bytes from a judge cost one try of one question; real sockets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rl.judge import http as judge_http
 from rl.judge.client import Answer, JudgeRefused, JudgeStats
 
 TIMEOUT_S = 2.0
-"""Long enough for an honest answer of a machine that is busy with something else."""
+"""Long enough for a correct answer on a busy machine."""
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 WHOLE_CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(envelope()), envelope())
 DEEP = b"[" * 200_000
@@ -39,7 +39,7 @@ FLOOD = 2**16
 
 
 def _dripping(block: bytes, start: bytes = b"") -> Fault:
-    """`start`, then `block` every 20 ms for ever: each read is quick, the whole has no end."""
+    """`start`, then `block` every 20 ms without end: each read is quick, the response endless."""
 
     def blocks() -> Iterator[bytes]:
         yield start
@@ -51,7 +51,7 @@ def _dripping(block: bytes, start: bytes = b"") -> Fault:
 
 
 def _flood(block: bytes, start: bytes = b"") -> Fault:
-    """`start`, then `block` as fast as it is taken."""
+    """`start`, then `block` without end, as fast as the client reads."""
     return Fault(raw=lambda: itertools.chain([start], itertools.repeat(block)))
 
 
@@ -71,18 +71,18 @@ READ = {
     "identity by name": page(envelope(), "Content-Encoding: Identity"),
     "a cookie without end": page(envelope(), "Set-Cookie: a=" + "b" * 50_000),
     "odd bytes in a header": page(envelope(), "X-Odd: \xff\xfe"),
-    "words of progress first": said(b"HTTP/1.1 102 Wait\r\n\r\n" * 3, CHUNKED, WHOLE_CHUNKS),
+    "interim responses first": said(b"HTTP/1.1 102 Wait\r\n\r\n" * 3, CHUNKED, WHOLE_CHUNKS),
     "half a surrogate pair": page(envelope(GOOD.replace("fine", "fine \ud83d"))),
     "old HTTP, closed at the end": said(b"HTTP/1.0 200 OK\r\n\r\n", envelope()),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_grade_in_an_odd_wrapping_is_read(name: str) -> None:
+def test_a_grade_in_an_unusual_response_is_read(name: str) -> None:
     with FaultyJudge([READ[name]]) as judge:
         answer, stats = ask(judge)
     assert answer.value == (8.0, 6.5) and stats.requests == 1
-    assert answer.replies[0].encode(), "it can be written"
+    assert answer.replies[0].encode(), "it can be written to a file"
 
 
 COSTS_ONE_TRY = {
@@ -165,23 +165,23 @@ COSTS_ONE_TRY = {
 CASES = [(cause, name) for cause, cases in COSTS_ONE_TRY.items() for name in cases]
 
 
-def test_one_try_is_all_it_costs() -> None:
-    """Sixteen cases at a time: a third of them wait."""
+def test_each_invalid_response_costs_one_try() -> None:
+    """Sixteen cases run at a time, because a third of them wait for a time-out."""
 
-    def asked(case: tuple[str, str]) -> tuple[Answer[Any], JudgeStats]:
+    def answer_to(case: tuple[str, str]) -> tuple[Answer[Any], JudgeStats]:
         cause, name = case
         with FaultyJudge([COSTS_ONE_TRY[cause][name]]) as judge:
             return ask(judge)
 
     with ThreadPoolExecutor(16) as pool:
-        ends = list(zip(CASES, pool.map(asked, CASES), strict=True))
-    for case, (answer, stats) in ends:
+        outcomes = list(zip(CASES, pool.map(answer_to, CASES), strict=True))
+    for case, (answer, stats) in outcomes:
         assert answer.value == (8.0, 6.5) and stats.requests == 2, case
         assert stats.retries == {case[0]: 1}, case
-        assert answer.seconds < TIMEOUT_S + 8, "the deadline is that of the whole request"
+        assert answer.seconds < TIMEOUT_S + 8, "the deadline is for the whole request"
 
 
-def test_a_judge_that_says_nothing_else_ends_as_a_failed_question_in_printable_words() -> None:
+def test_a_question_with_only_invalid_responses_fails_with_a_printable_reason() -> None:
     page_of_escapes = page(b"\x1b[2J\xe2\x80\xae" + b"A\r\nB" * 9999, status="500 \x1b[2J")
     for fault, word in ((page_of_escapes, "http_500"), (page(b"\x00\x1b]0;x\x07"), "unreadable")):
         with FaultyJudge(after=fault) as judge:
@@ -204,7 +204,7 @@ WRONG_SET_UP = {
 
 
 @pytest.mark.parametrize("name", WRONG_SET_UP)
-def test_a_refusal_stops_at_once_whatever_its_page_holds(name: str) -> None:
+def test_a_refusal_stops_at_once_whatever_its_page_contains(name: str) -> None:
     with FaultyJudge(after=WRONG_SET_UP[name]) as judge, pytest.raises(JudgeRefused) as refused:
         ask(judge)
     assert len(judge.requests) == 1
@@ -215,7 +215,7 @@ def test_a_refusal_stops_at_once_whatever_its_page_holds(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("location", "seen"),
+    ("location", "fragment"),
     [
         ("http://xn--a.example/", "http://xn--a.example/"),
         ("\x1b[2J", "\\x1b[2J"),
@@ -223,14 +223,14 @@ def test_a_refusal_stops_at_once_whatever_its_page_holds(name: str) -> None:
         ("", "Remedy: "),
     ],
 )
-def test_a_redirect_is_refused_and_not_followed(location: str, seen: str) -> None:
+def test_a_redirect_is_refused_and_not_followed(location: str, fragment: str) -> None:
     fault = page(b"", f"Location: {location}", status="307 Elsewhere")
     with FaultyJudge(after=fault) as judge, pytest.raises(JudgeRefused) as refused:
         ask(judge)
-    assert len(judge.requests) == 1 and seen in str(refused.value)
+    assert len(judge.requests) == 1 and fragment in str(refused.value)
 
 
-def test_the_key_goes_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_not_sent_to_the_target_of_a_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_JUDGE", "sk-very-secret-0123456789")
     with FaultyJudge() as elsewhere, FaultyJudge() as judge:
         judge.after = page(b"", f"Location: {elsewhere.api_base}/x", status="308 Moved")
@@ -261,13 +261,13 @@ def test_a_proxy_in_the_environment_is_used_for_other_machines(
             address = proxy.api_base.split("/")[2]
             monkeypatch.setenv(name, value.format(proxy=address))
         http = judge_http.JudgeHttp("http://judge.test:1/v1", {}, max_connections=1)
-        asked = http.request("GET", "/models", None, TIMEOUT_S)
+        request = http.request("GET", "/models", None, TIMEOUT_S)
         if proxied:
-            # The stand-in knows no absolute URLs; that it says so shows who was asked.
-            assert b"no such path: http://judge.test:1/v1/models" in asyncio.run(asked).body
+            # The stand-in refuses absolute URLs: its error shows that the proxy was asked.
+            assert b"no such path: http://judge.test:1/v1/models" in asyncio.run(request).body
         else:
             with pytest.raises(judge_http.RequestTrouble):
-                asyncio.run(asked)
+                asyncio.run(request)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_proxy_in_the_environment_is_used_for_other_machines(
         ("SSL_CERT_FILE", "/dev/null", "https://judge.test/v1", "/dev/null ... unset it"),
     ],
 )
-def test_what_the_environment_names_wrongly_is_said_by_its_variable(
+def test_a_wrong_environment_variable_is_named_in_the_error(
     name: str, value: str, api_base: str, parts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for other in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE"):
@@ -291,7 +291,7 @@ def test_what_the_environment_names_wrongly_is_said_by_its_variable(
     with pytest.raises(ValueError) as error:
         judge_http.JudgeHttp(api_base, {}, max_connections=1)
     assert names(error.value, f"{name} ... {parts}")
-    judge_http.JudgeHttp("http://127.0.0.1:1/v1", {}, max_connections=1)  # needs neither
+    judge_http.JudgeHttp("http://127.0.0.1:1/v1", {}, max_connections=1)  # uses neither
 
 
 def test_a_second_reply_to_one_request_grades_no_other_question() -> None:
@@ -306,7 +306,7 @@ def test_a_second_reply_to_one_request_grades_no_other_question() -> None:
     assert [answer.value for answer in answers] == [(8.0, 6.5)] * 4
 
 
-def test_nothing_compressed_is_asked_for_and_no_cookie_is_kept() -> None:
+def test_requests_ask_for_no_compression_and_keep_no_cookie() -> None:
     with FaultyJudge([Fault(reply="hm", headers={"Set-Cookie": "a=b"})]) as judge:
         ask(judge)
     assert [headers["Accept-Encoding"] for headers in judge.headers] == ["identity"] * 2
@@ -325,7 +325,7 @@ NAMES = json.dumps({"data": [{"id": "\x1b[2J" * 999}, *({"id": f"m\n{n}"} for n 
         (page(NAMES.encode()), r"does not serve judge\.model"),
     ],
 )
-def test_a_health_check_says_what_is_wrong_with_a_list(models: Fault, reason: str) -> None:
+def test_the_health_check_explains_a_bad_list_of_models(models: Fault, reason: str) -> None:
     with FaultyJudge() as judge:
         judge.models = models
         with pytest.raises(JudgeRefused, match=reason) as error:
@@ -354,5 +354,5 @@ NOON = datetime(2025, 11, 21, 12, 0, 0, tzinfo=UTC)
         ("", None),
     ],
 )
-def test_retry_after(header: str | None, seconds: float | None) -> None:
+def test_retry_after_is_seconds_or_a_date(header: str | None, seconds: float | None) -> None:
     assert judge_http.retry_after_s(header, NOON) == seconds

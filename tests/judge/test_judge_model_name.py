@@ -1,4 +1,4 @@
-"""A reply that names another model than was asked: said once, or refused."""
+"""A reply that names another model than judge.model is logged once or stops the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiny_messages import names
 from rl.judge.client import JudgeRefused, JudgeStats
 
 
-def named(model: Any) -> Fault:
+def answer(model: Any) -> Fault:
     choice = {"message": {"content": GOOD}}
     return Fault(body=json.dumps({"model": model, "choices": [choice]}))
 
@@ -29,10 +29,10 @@ def serving(*models: str) -> Fault:
     return Fault(body=json.dumps({"data": [{"id": model} for model in models]}))
 
 
-def asked(
+def ask(
     faults: Sequence[Fault], models: Fault | None = None, **config: Any
 ) -> tuple[JudgeStats, int]:
-    """What the client counted, and how many questions were answered."""
+    """The client's counts and the number of answered questions."""
     with FaultyJudge(faults) as judge:
         judge.models = models
         client = judge.client(**config)
@@ -42,42 +42,42 @@ def asked(
 
 
 @pytest.mark.parametrize("name", [MODEL, None, "", 7, ["x"], "missing"])
-def test_the_asked_name_and_none_at_all_are_silent(caplog, name: Any) -> None:
-    reply = Fault() if name == "missing" else named(name)
-    stats, num_answered = asked([reply] * 3)
+def test_the_configured_name_and_a_missing_one_log_nothing(caplog, name: Any) -> None:
+    reply = Fault() if name == "missing" else answer(name)
+    stats, num_answered = ask([reply] * 3)
     assert (caplog.text, stats.other_model, num_answered) == ("", 0, 3)
 
 
 @pytest.mark.parametrize(
     "name", ["tiny-judge-2026-01-02", "someone/tiny-judge", "a b\x1b[2J\u202e" + "x" * 999]
 )
-def test_another_name_is_said_once_and_counted(caplog: pytest.LogCaptureFixture, name: str) -> None:
-    """Which an alias's full name is too."""
-    stats, num_answered = asked([named(name)] * 4)
+def test_another_model_name_is_logged_once_and_counted(caplog, name: str) -> None:
+    """The full name behind an alias counts as another name."""
+    stats, num_answered = ask([answer(name)] * 4)
     [line] = [record.getMessage() for record in caplog.records]
     assert f"asked for judge.model={MODEL!r}: its full name is fine" in line
     assert line.isprintable() and len(line) < 600
     assert (stats.other_model, num_answered) == (4, 4)
 
 
-def test_a_name_that_changes_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """A gateway's fallback: a minute of another model among the right one's replies."""
-    stats, num_answered = asked([named(MODEL)] * 2 + [named("fallback")] * 2 + [named(MODEL)] * 2)
+def test_a_model_name_that_changes_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A gateway falls back to another model for a while."""
+    stats, num_answered = ask([answer(MODEL)] * 2 + [answer("fallback")] * 2 + [answer(MODEL)] * 2)
     [line] = [record.getMessage() for record in caplog.records]
     assert names(line, f"'fallback' ... '{MODEL}'")
     assert (stats.other_model, num_answered) == (2, 6)
 
 
-def test_names_without_end_are_listened_to_no_longer(caplog: pytest.LogCaptureFixture) -> None:
-    asked([named(f"instance-{number}") for number in range(12)])
+def test_at_most_eight_model_names_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    ask([answer(f"instance-{number}") for number in range(12)])
     assert len(caplog.records) == 8
 
 
-def test_another_model_in_place_of_the_one_asked_stops_the_run() -> None:
-    """The server was started anew with other weights while the run went on."""
+def test_a_judge_that_serves_another_model_stops_the_run() -> None:
+    """The server was restarted with another model during the run."""
     other = "other-judge\x1b[2J"
     with pytest.raises(JudgeRefused) as refused:
-        asked([named(MODEL), named(other)], models=serving(other))
+        ask([answer(MODEL), answer(other)], models=serving(other))
     message = str(refused.value)
     assert "answers as 'other-judge" in message
     assert names(message, "it serves: other-judge ... Remedy: ")
@@ -89,12 +89,12 @@ def test_another_model_in_place_of_the_one_asked_stops_the_run() -> None:
     [Fault(404), Fault(body="<html>"), Fault(reset=True), Fault(429), serving("x", MODEL)],
     ids=["none", "no list", "reset", "busy", "listed"],
 )
-def test_one_that_does_not_say_what_it_serves_is_only_warned_of(caplog, models: Fault) -> None:
-    _, num_answered = asked([named("other")] * 2, models=models)
+def test_a_judge_without_a_usable_model_list_gets_only_a_warning(caplog, models: Fault) -> None:
+    _, num_answered = ask([answer("other")] * 2, models=models)
     assert num_answered == 2 and len(caplog.records) == 1
 
 
-def test_a_key_in_a_name_is_not_shown(monkeypatch, caplog) -> None:
+def test_a_key_in_a_model_name_is_scrubbed_from_the_log(monkeypatch, caplog) -> None:
     monkeypatch.setenv("MY_JUDGE", "made-up-hunter2")
-    asked([named("echo made-up-hunter2")], api_key_env="MY_JUDGE")
+    ask([answer("echo made-up-hunter2")], api_key_env="MY_JUDGE")
     assert "<MY_JUDGE>" in caplog.text and "abcdefghij" not in caplog.text

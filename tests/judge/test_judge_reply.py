@@ -1,4 +1,4 @@
-"""The reader of untrusted replies: exactly what was asked for, or unreadable."""
+"""Reading untrusted replies: exactly the requested JSON, or an error with the reason."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ READABLE = {
 
 
 @pytest.mark.parametrize("text", READABLE.values(), ids=READABLE)
-def test_readable(text: str) -> None:
+def test_the_scores_of_a_readable_reply(text: str) -> None:
     assert read_scores(text, 2, 0, 10) == (8.0, 7.0)
 
 
-def test_the_whole_range_is_allowed() -> None:
+def test_both_ends_of_the_range_are_allowed() -> None:
     assert read_scores('{"score": [0, 10]}', 2, 0, 10) == (0.0, 10.0)
 
 
@@ -66,12 +66,12 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize(("text", "reason"), UNREADABLE.values(), ids=UNREADABLE)
-def test_unreadable_and_why(text: str, reason: str) -> None:
+def test_an_unreadable_reply_is_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(UnreadableReplyError, match=reason):
         read_scores(text, 2, 0, 10)
 
 
-def test_named_numbers() -> None:
+def test_named_numbers_come_in_the_requested_order() -> None:
     text = '{"reasoning": "x", "quality": 1, "alignment": 0.25}'
     assert read_fields(text, ("alignment", "quality"), 0, 1) == (0.25, 1.0)
 
@@ -85,6 +85,6 @@ def test_named_numbers() -> None:
         ('{"alignment": 0.5, "quality": NaN}', "NaN"),
     ],
 )
-def test_named_numbers_unreadable(text: str, reason: str) -> None:
+def test_unreadable_named_numbers_are_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(UnreadableReplyError, match=reason):
         read_fields(text, ("alignment", "quality"), 0, 1)

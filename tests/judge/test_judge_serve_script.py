@@ -1,4 +1,4 @@
-"""scripts/serve_judge.sh with stand-ins for the two programs it calls."""
+"""scripts/serve_judge.sh with stand-ins for `nvidia-smi` and `vllm`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "serve_judge.sh"
 
 
 def _serve(tmp_path: Path, num_gpus: int, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run it where `nvidia-smi -L` lists that many GPUs and `vllm` prints its arguments."""
+    """Runs it with an `nvidia-smi` that lists `num_gpus` and a `vllm` that prints its arguments."""
     stand_ins = {
         "nvidia-smi": "\n".join(["#!/bin/sh", *(f"echo GPU {n}" for n in range(num_gpus))]),
         "vllm": '#!/bin/sh\necho "$@"',
@@ -36,11 +36,11 @@ def _serve(tmp_path: Path, num_gpus: int, **env: str) -> subprocess.CompletedPro
     ("num_gpus", "visible", "split"),
     [(1, "", 1), (2, "", 2), (6, "", 4), (8, "", 8), (16, "", 8), (8, "4,5", 2)],
 )
-def test_the_model_is_split_over_the_gpus_it_sees(
+def test_the_model_is_split_over_the_visible_gpus(
     num_gpus: int, visible: str, split: int, tmp_path: Path
 ) -> None:
-    hidden = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    done = _serve(tmp_path, num_gpus, **hidden)
+    env = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    done = _serve(tmp_path, num_gpus, **env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("serve Qwen/Qwen2.5-VL-72B-Instruct --host 127.0.0.1 --port 4877")
     assert f"--tensor-parallel-size {split} " in done.stdout
@@ -48,7 +48,7 @@ def test_the_model_is_split_over_the_gpus_it_sees(
     assert done.stdout.rstrip().endswith("--max-num-seqs 64")
 
 
-def test_another_model_and_address_and_the_file_that_tells_it(tmp_path: Path) -> None:
+def test_model_and_address_can_be_set_and_the_url_is_written_to_a_file(tmp_path: Path) -> None:
     url_file = tmp_path / "url"
     done = _serve(
         tmp_path, 1, JUDGE_MODEL="me/judge", JUDGE_HOST="10.0.0.7", JUDGE_URL_FILE=str(url_file)
@@ -58,6 +58,6 @@ def test_another_model_and_address_and_the_file_that_tells_it(tmp_path: Path) ->
     assert "without VLLM_API_KEY" in done.stderr
 
 
-def test_no_gpu_is_said_so(tmp_path: Path) -> None:
+def test_without_a_gpu_the_script_fails_with_a_remedy(tmp_path: Path) -> None:
     done = _serve(tmp_path, 0)
     assert done.returncode == 1 and "no GPU" in done.stderr and "judge.start_command" in done.stderr

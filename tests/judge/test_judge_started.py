@@ -1,4 +1,4 @@
-"""A judge that the run starts: it is there before models are loaded, and gone after the run."""
+"""A judge that the run starts (judge.start_command): its start, its failures and its end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config_of(*command: str, start_timeout_s: float = 60.0, api_base: str = "") 
 
 
 def python(script: str) -> list[str]:
-    """A judge that is a script; its argument is the file for the URL."""
+    """The command of a judge that runs `script`; its argument is the file for the URL."""
     return ["{python}", "-u", "-c", script, "{url_file}"]
 
 
@@ -52,11 +52,11 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_it_answers_on_loopback_until_it_is_closed(tmp_path: Path) -> None:
+def test_a_started_judge_answers_on_loopback_until_it_is_closed(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "judge_0.log"
     log.parent.mkdir()
-    log.with_suffix(".url").write_text("http://127.0.0.1:1\n")  # of a run that was killed
-    others = set(psutil.Process().children(recursive=True))  # other tests' servers of forks
+    log.with_suffix(".url").write_text("http://127.0.0.1:1\n")  # left by a killed run
+    others = set(psutil.Process().children(recursive=True))  # fork servers of other tests
     with StartedJudge(config_of(*tiny_loop.JUDGE), log) as started:
         assert is_loopback(asyncio.run(started.answering()))
         processes = [p for p in psutil.Process().children(recursive=True) if p not in others]
@@ -68,13 +68,13 @@ def test_it_answers_on_loopback_until_it_is_closed(tmp_path: Path) -> None:
     assert log.read_text().startswith("=== ")
 
 
-def test_one_that_says_where_it_will_be_needs_no_file(tmp_path: Path) -> None:
-    """Here: another's, which is there already."""
+def test_a_started_judge_with_a_known_address_needs_no_url_file(tmp_path: Path) -> None:
+    """judge.api_base is given: here the address of a server that runs already."""
     with StartedJudge(config_of(*tiny_loop.JUDGE), tmp_path / "a.log") as first:
-        there = asyncio.run(first.answering())
-        config = config_of("sleep", "1000", api_base=there)
+        address = asyncio.run(first.answering())
+        config = config_of("sleep", "1000", api_base=address)
         with StartedJudge(config, tmp_path / "b.log") as second:
-            assert asyncio.run(second.answering()) == there
+            assert asyncio.run(second.answering()) == address
 
 
 VLLM = f"""#!{sys.executable}
@@ -95,10 +95,10 @@ def test_the_shipped_script_is_started_as_the_readme_says(tmp_path, monkeypatch)
     (tmp_path / "vllm").write_text(VLLM)
     (tmp_path / "vllm").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    held = socket.socket()  # so that nobody else takes the port; it hears nothing
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    held.bind(("127.0.0.1", 0))
-    monkeypatch.setenv("JUDGE_PORT", str(held.getsockname()[1]))
+    port_holder = socket.socket()  # reserves the port without listening on it
+    port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    port_holder.bind(("127.0.0.1", 0))
+    monkeypatch.setenv("JUDGE_PORT", str(port_holder.getsockname()[1]))
     monkeypatch.chdir(tiny_loop.REPO)
     [line] = re.findall(
         r"`judge.start_command: (.*?)`", (tiny_loop.REPO / "docs/judge.md").read_text(), re.DOTALL
@@ -107,29 +107,29 @@ def test_the_shipped_script_is_started_as_the_readme_says(tmp_path, monkeypatch)
     assert list(start_problems(config)) == []
     with StartedJudge(config, tmp_path / "log") as started:
         assert is_loopback(asyncio.run(started.answering())), (tmp_path / "log").read_text()
-    held.close()
+    port_holder.close()
 
 
-def test_it_is_no_rank_of_the_run_and_gets_no_key_that_it_does_not_need(
+def test_a_started_judge_inherits_no_rank_variables_and_no_unneeded_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("KEPT", "WANDB_API_KEY", "DB_PASS", "HF_TOKEN", "MY_JUDGE_KEY"):
         monkeypatch.setenv(name, "of-" + "1234567890")
-    seen = "[n for n in sorted(os.environ) if os.environ[n].startswith('of-12')]"
-    script = f"import os; print(os.environ.get('WORLD_SIZE'), {seen})"
+    listing = "[n for n in sorted(os.environ) if os.environ[n].startswith('of-12')]"
+    script = f"import os; print(os.environ.get('WORLD_SIZE'), {listing})"
     config = config_of(*python(script)).model_copy(update={"api_key_env": "MY_JUDGE_KEY"})
-    found = refusal_of(config, tmp_path / "l")
-    assert ": None ['HF_TOKEN', 'KEPT', 'MY_JUDGE_KEY']\n" in found, found
+    message = refusal_of(config, tmp_path / "l")
+    assert ": None ['HF_TOKEN', 'KEPT', 'MY_JUDGE_KEY']\n" in message, message
 
 
-def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_judge_that_exits_is_reported_with_its_last_output(tmp_path: Path) -> None:
     log = tmp_path / "judge_0.log"
     log.write_text("of another run\n")
-    dies = python("import sys; print('no weights:\x1b[1m /m'); sys.exit(3)")
-    dead = refusal_of(config_of(*dies), log)
-    assert names(dead, f"judge.start_command ... code 3 ... no weights:\\x1b[1m /m\n ... {log}")
-    assert "of another run" not in dead
+    command = python("import sys; print('no weights:\x1b[1m /m'); sys.exit(3)")
+    message = refusal_of(config_of(*command), log)
+    assert names(message, f"judge.start_command ... code 3 ... no weights:\\x1b[1m /m\n ... {log}")
+    assert "of another run" not in message
     killed = refusal_of(config_of("bash", "-c", "kill -9 $$ {url_file}"), log)
     assert "exit code 137" in killed
     file = tmp_path / "not_executable"
@@ -140,15 +140,15 @@ def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "parts"),
     [
-        ("http://127.0.0.1:1", "'{url_file}' after 1 s (judge.start_timeout_s)\n"),  # half a line?
+        ("http://127.0.0.1:1", "'{url_file}' after 1 s (judge.start_timeout_s)\n"),  # no line end
         ("http://127.0.0.1:1\n", "http://127.0.0.1:1/v1 after 1 s (judge.start_timeout_s)"),
         ("here!\n", "judge.start_command ... '{url_file}' ... judge.api_base='here!'"),
     ],
 )
-def test_one_that_is_not_where_it_says(written: str, parts: str, tmp_path: Path) -> None:
+def test_a_judge_silent_at_its_address_is_reported(written: str, parts: str, tmp_path) -> None:
     script = f"import sys, time; open(sys.argv[1], 'w').write({written!r}); time.sleep(1000)"
-    said = refusal_of(config_of(*python(script), start_timeout_s=1.0), tmp_path / "log")
-    assert names(said, parts)
+    message = refusal_of(config_of(*python(script), start_timeout_s=1.0), tmp_path / "log")
+    assert names(message, parts)
 
 
 JUDGE = """
@@ -159,7 +159,7 @@ open(sys.argv[1] + ".part", "w").write(json.dumps([os.getpid(), child.pid]))
 os.replace(sys.argv[1] + ".part", sys.argv[1])
 time.sleep(1000)
 """
-"""Has started another process; a stubborn one does not end when asked to."""
+"""A judge with a child process; a stubborn one ignores SIGTERM."""
 
 RUN = """
 import sys, time
@@ -175,7 +175,7 @@ with StartedJudge(JudgeConfig(start_command=command), Path(folder) / "log"):
 
 
 @pytest.mark.parametrize(("end", "kind"), [("its own", "docile"), ("SIGKILL", "stubborn")])
-def test_nothing_of_it_is_left_however_the_run_ends(end: str, kind: str, tmp_path: Path) -> None:
+def test_no_judge_process_survives_the_run(end: str, kind: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN, str(tmp_path), JUDGE, kind]
     run = subprocess.Popen(command, cwd=tiny_loop.REPO)
     pids = tmp_path / "pids"

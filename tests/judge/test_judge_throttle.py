@@ -1,4 +1,4 @@
-"""A judge that asks to wait (HTTP 429): questions wait, the wait is logged, and it ends."""
+"""A judge that asks to wait (HTTP 429): questions wait, the wait is logged and limited."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rl.judge.client import Answer, JudgeClient
 FULL = Fault(429, body="quota of 3 a minute is spent")
 
 
-def asked(
+def ask_while(
     judge: FaultyJudge, num: int, then: Fault | None = None, num_before: int = 1, **config: Any
 ) -> tuple[list[Answer[Any]], JudgeClient]:
-    """`then`: what the judge answers after its first `num_before` requests; None: as it did."""
+    """`then`: the judge's answer after its first `num_before` requests; None: no change."""
 
     async def script(client: JudgeClient) -> list[Answer[Any]]:
         asking = asyncio.ensure_future(ask_all(client, num))
@@ -32,51 +32,51 @@ def asked(
     return with_client(judge, script, **config)
 
 
-def test_too_many_requests_cost_no_try(caplog: pytest.LogCaptureFixture) -> None:
-    """The quota comes back: every question that was refused meanwhile is graded."""
+def test_a_429_does_not_count_as_an_attempt(caplog: pytest.LogCaptureFixture) -> None:
+    """Once the quota is back, every question that was refused is graded."""
     with FaultyJudge(after=FULL) as judge:
-        answers, client = asked(judge, 6, Fault(), 20, max_attempts=2, max_outage_s=20.0)
+        answers, client = ask_while(judge, 6, Fault(), 20, max_attempts=2, max_outage_s=20.0)
     assert all(answer.value == (8.0, 6.5) for answer in answers)
     assert max(answer.attempts for answer in answers) > 2
-    taken = client.take_stats()
-    assert taken.throttled == taken.retries["http_429"] > 6 and taken.breaker_openings == 0
-    assert caplog.text == "", "a moment is not worth a line"
+    stats = client.take_stats()
+    assert stats.throttled == stats.retries["http_429"] > 6 and stats.breaker_openings == 0
+    assert caplog.text == "", "a short wait is not logged"
 
 
-def test_without_end_it_is_said_and_ends_at_the_limit_for_all(caplog, monkeypatch) -> None:
-    """Those behind wait no second time: the limit is the judge's, not each question's."""
+def test_an_endless_429_is_logged_and_ends_at_one_limit_for_all(caplog, monkeypatch) -> None:
+    """The limit is the judge's, not each question's: queued questions do not wait again."""
     monkeypatch.setattr(addresses, "QUIET_S", 0.3)
     started_s = time.monotonic()
     with FaultyJudge(after=FULL) as judge:
-        answers, _ = asked(judge, 12, max_concurrency=4, max_outage_s=1.2)
-        said = [record.getMessage() for record in caplog.records]
-        again, _ = asked(judge, 1, Fault(), max_outage_s=9.0)
+        answers, _ = ask_while(judge, 12, max_concurrency=4, max_outage_s=1.2)
+        warnings = [record.getMessage() for record in caplog.records]
+        again, _ = ask_while(judge, 1, Fault(), max_outage_s=9.0)
     assert time.monotonic() - started_s < 12
     for answer in answers:
         assert answer.value is None
         assert answer.failure == "http_429: quota of 3 a minute is spent (for 1.2 s)"
     assert [answer.attempts for answer in answers[4:]] == [1] * 8
-    assert again[0].value, "a quota that came back is found"
-    first, *_, last = said
+    assert again[0].value, "the judge is used again once its quota is back"
+    first, *_, last = warnings
     assert names(first, "http_429: quota of 3 a minute is spent ... given up in 1 s")
     assert names(first, "judge.max_outage_s=1.2 ... judge.max_concurrency=4")
-    assert ["ungraded" in line for line in said].count(True) == 1 and "ungraded" in last
+    assert ["ungraded" in line for line in warnings].count(True) == 1 and "ungraded" in last
 
 
 @pytest.mark.parametrize("status", [408, 425, 500, 503, 529])
-def test_any_answer_with_a_retry_after_is_waited_for_within_the_limit(status, caplog) -> None:
+def test_any_status_with_a_retry_after_is_waited_for_within_the_limit(status, caplog) -> None:
     later = Fault(status, body="draining", headers={"Retry-After": "6"})
     with FaultyJudge(after=later) as judge:
-        answers, _ = asked(judge, 4, max_concurrency=1, max_attempts=2, max_outage_s=0.4)
+        answers, _ = ask_while(judge, 4, max_concurrency=1, max_attempts=2, max_outage_s=0.4)
         assert len(judge.requests) <= 8
-        again, _ = asked(judge, 1, Fault(), max_attempts=1, max_outage_s=9.0)
+        again, _ = ask_while(judge, 1, Fault(), max_attempts=1, max_outage_s=9.0)
     assert {answer.failure for answer in answers} == {f"http_{status}: draining (for 0.4 s)"}
     assert max(answer.seconds for answer in answers) < 3 and again[0].value
     assert names(caplog.messages[0], f"asks to wait ... http_{status}: draining ... ungraded")
 
 
 class Clock:
-    """`time.monotonic` by hand."""
+    """A `time.monotonic` that the test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
@@ -88,14 +88,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def limits(max_outage_s: float) -> Addresses:
+def throttled_addresses(max_outage_s: float) -> Addresses:
     return Addresses(quick_config(max_outage_s=max_outage_s), ["http://127.0.0.1:1/v1"])
 
 
 def test_a_long_wait_is_logged_once_a_minute_and_no_longer_than_the_limit(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    waiting = limits(100.0)
+    waiting = throttled_addresses(100.0)
     assert waiting.wait_s(1000.0, 120.0, "slow down") == 100.0
     assert names(caplog.messages[0], "slow down ... next try in 100 s ... given up in 100 s")
     clock.now_s += 30
@@ -105,11 +105,11 @@ def test_a_long_wait_is_logged_once_a_minute_and_no_longer_than_the_limit(
     assert waiting.wait_s(1000.0, 120.0, "slow down") is None
 
 
-def test_a_question_is_given_up_though_others_are_let_through(clock: Clock) -> None:
-    waiting = limits(600.0)
+def test_a_question_is_given_up_at_the_limit_even_if_others_are_answered(clock: Clock) -> None:
+    waiting = throttled_addresses(600.0)
     for _ in range(60):
         assert waiting.wait_s(1000.0, 10.0, "slow down") == 10.0
         clock.now_s += 10
         waiting.answered()
     assert waiting.wait_s(1000.0, 10.0, "slow down") is None
-    assert waiting.wait_s(clock.now_s, 10.0, "slow down") == 10.0, "the judge does answer"
+    assert waiting.wait_s(clock.now_s, 10.0, "slow down") == 10.0, "a new question still waits"

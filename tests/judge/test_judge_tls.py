@@ -1,4 +1,4 @@
-"""A judge whose certificate nobody vouches for is said to be that, at once, with the remedy."""
+"""A judge with an untrusted TLS certificate is reported at once, with the remedy."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Models(BaseHTTPRequestHandler):
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
     file = tmp_path / "own.pem"
-    words = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext"
+    options = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext"
     names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
-    to = ["-keyout", str(tmp_path / "key.pem"), "-out", str(file)]
-    subprocess.run(["openssl", *words.split(), names, *to], check=True, capture_output=True)
+    output = ["-keyout", str(tmp_path / "key.pem"), "-out", str(file)]
+    subprocess.run(["openssl", *options.split(), names, *output], check=True, capture_output=True)
     return file
 
 
@@ -60,21 +60,21 @@ def health(api_base: str) -> list[str]:
     return alive
 
 
-def test_a_self_signed_certificate(judge: str, certificate: Path, monkeypatch) -> None:
+def test_an_untrusted_certificate_is_reported(judge: str, certificate: Path, monkeypatch) -> None:
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-    began = time.monotonic()
+    started_s = time.monotonic()
     with pytest.raises(JudgeUnreachableError) as refused:
         health(judge)
-    assert time.monotonic() - began < 30, "no waiting mends it"
-    said = str(refused.value)
-    assert said.startswith(f"{judge} ") and "(transport: ConnectError " in said
-    assert "self-signed certificate" in said and "SSL_CERT_FILE=" in said
+    assert time.monotonic() - started_s < 30, "waiting would not help"
+    message = str(refused.value)
+    assert message.startswith(f"{judge} ") and "(transport: ConnectError " in message
+    assert "self-signed certificate" in message and "SSL_CERT_FILE=" in message
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     assert health(judge) == [judge]
     with FaultyJudge() as plain:
-        by_another_name = judge.replace("127.0.0.1", "127.1")
+        wrong_host = judge.replace("127.0.0.1", "127.1")
         without_tls = plain.api_base.replace("http:", "https:")
-        for api_base, remedy in ((by_another_name, "host name"), (without_tls, "http:// URL")):
+        for api_base, remedy in ((wrong_host, "host name"), (without_tls, "http:// URL")):
             with pytest.raises(JudgeUnreachableError) as refused:
                 health(api_base)
             assert names(refused.value, f"judge.api_base ... {remedy}")

@@ -1,7 +1,4 @@
-"""The backends' seam on a toy module: what `step` is told, graphs kept, ranks out of step.
-
-Everything is held against plain torch, where autograd and a hand-written step leave no doubt.
-"""
+"""Torch and DeepSpeed backends on a toy module: scaling, kept graphs, weight decay, two ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ from rl.ranks.dist import Dist
 
 STAGES = (1, 2, 3)
 SCALE = 0.37
-"""Planned over real denominator; no power of two, so that every order of rounding shows."""
+"""The `gradient_scale` of every step; not a power of two, so that it rounds."""
 RATE, CLIP = 1e-2, 5.0
-"""The three steps' norms lie on both sides of the clip."""
+"""The gradient norms of the three steps are on both sides of `CLIP`."""
 
 
 @dataclass
@@ -38,7 +35,7 @@ class Outputs:
 
 
 class Block(nn.Module):
-    """A frozen matrix in the middle, as under LoRA."""
+    """A frozen layer before a trained one, as with LoRA."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,7 +47,7 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Takes [B, 8] for a batch; recomputes its blocks in the backward if told to."""
+    """Maps a batch [B, 8] to log-probs; `recomputes`: blocks are recomputed in the backward."""
 
     def __init__(self, full: bool, recomputes: bool) -> None:
         super().__init__()
@@ -68,18 +65,18 @@ class Toy(nn.Module):
         return Outputs(self.head(x).float().log_softmax(-1))
 
 
-class Words(nn.Module):
-    """Takes [B] int64 ids for a batch. Its head is its embedding."""
+class TiedModel(nn.Module):
+    """Maps token ids [B] (int64) to log-probs; head and embedding share their weight."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words, self.norm = nn.Embedding(8, 6), nn.LayerNorm(6)
+        self.embedding, self.norm = nn.Embedding(8, 6), nn.LayerNorm(6)
         self.linear, self.head = nn.Linear(6, 6), nn.Linear(6, 8, bias=False)
-        self.head.weight = self.words.weight
+        self.head.weight = self.embedding.weight
 
     def forward(self, batch: torch.Tensor) -> Outputs:
-        x = self.linear(self.norm(self.words(batch)))
+        x = self.linear(self.norm(self.embedding(batch)))
         return Outputs(self.head(x).log_softmax(-1))
 
 
@@ -104,7 +101,7 @@ def make_backend(
 
 @pytest.fixture(autouse=True)
 def threshold() -> Iterator[None]:
-    """`make_backend` lowers it, in fresh ranks too: ZeRO-3 would leave so small a model whole."""
+    """Restores the threshold that `make_backend` lowers so that ZeRO-3 shards the toy model."""
     default = deepspeed.PERSISTENCE_THRESHOLD_NUMEL
     yield
     deepspeed.PERSISTENCE_THRESHOLD_NUMEL = default
@@ -125,10 +122,10 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
     return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
 
 
-def plain(
+def reference_run(
     seeds_by_step: Sequence[Sequence[int]], weight_decay: float = 0.0
 ) -> tuple[dict[str, Any], list[float]]:
-    """Every loss scaled itself, one at a time, on one process: (weights, norms)."""
+    """(weights, norms) of one process that scales each loss instead of the gradient."""
     backend, norms = make_backend(None, weight_decay=weight_decay), []
     for seeds in seeds_by_step:
         for seed in seeds:
@@ -140,8 +137,8 @@ def plain(
 STEPS = ((0, 1, 2), (3, 4), (5, 6, 7))
 
 
-def test_plain_torch_steps_as_written_by_hand() -> None:
-    """The reference of all others: clip, then AdamW, of the scaled sum."""
+def test_plain_torch_equals_a_hand_written_step() -> None:
+    """The reference for the other tests: scale the sum, clip, then AdamW."""
     module = Toy(full=False, recomputes=False)
     trained = [p for p in module.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
@@ -167,10 +164,10 @@ def test_plain_torch_steps_as_written_by_hand() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_graphs_are_kept_and_the_gradient_is_scaled(stage: int, recomputes: bool) -> None:
-    """All forwards first, one without a graph among them, then the backwards from the last."""
+    """All forwards come first, one of them without a graph; then the backwards in reverse order."""
     backend = make_backend(stage, recomputes=recomputes)
     assert backend.keeps_graphs == (stage < 3) and not backend.in_step
-    expected, expected_norms = plain(STEPS)
+    expected, expected_norms = reference_run(STEPS)
     norms = []
     for seeds in STEPS:
         losses = [loss_of(backend, seed) for seed in seeds]
@@ -185,8 +182,8 @@ def test_graphs_are_kept_and_the_gradient_is_scaled(stage: int, recomputes: bool
 
 @pytest.mark.parametrize("stage", [None, 2, 3])
 def test_the_gradient_of_a_full_fine_tune_is_scaled(stage: int | None) -> None:
-    """bfloat16 weights, float32 masters: the scale acts on the float32 sum, where it loses nothing.
-    Scaling the loss by a power of two instead loses nothing either."""
+    """Weights are bfloat16, masters float32: the scale is applied to the float32 sum, exactly.
+    Scaling the loss by a power of two instead is exact, too."""
     backend, reference = make_backend(stage, full=True), make_backend(None, full=True)
     for seeds in STEPS:
         for seed in seeds:
@@ -199,7 +196,7 @@ def test_the_gradient_of_a_full_fine_tune_is_scaled(stage: int | None) -> None:
 
 
 @pytest.mark.parametrize("stage", [None, *STAGES])
-def test_a_gradient_that_is_not_finite_leaves_no_scale_behind(stage: int | None) -> None:
+def test_a_step_skipped_for_an_infinite_gradient_leaves_no_trace(stage: int | None) -> None:
     backend = make_backend(stage)
     before = weights(backend)
     backend.backward(loss_of(backend, 0) * float("inf"))
@@ -208,21 +205,21 @@ def test_a_gradient_that_is_not_finite_leaves_no_scale_behind(stage: int | None)
     for seed in STEPS[0]:
         backend.backward(loss_of(backend, seed) * SCALE)
     assert backend.step(RATE, 1.0).applied
-    assert difference(weights(backend), plain(STEPS[:1])[0]) <= STEPPED
+    assert difference(weights(backend), reference_run(STEPS[:1])[0]) <= STEPPED
 
 
-def loss_of_words(backend: Backend, scale: float) -> torch.Tensor:
+def tied_loss(backend: Backend, scale: float) -> torch.Tensor:
     ids: Any = torch.tensor([1, 2, 5])
     return -scale * backend.forward(ids).logprobs[:, 3].sum()
 
 
 @pytest.mark.parametrize("stage", [None, *STAGES])
-def test_weight_decay_is_of_matrices_alone(stage: int | None) -> None:
-    """Where no gradient moves anything: a matrix shrinks by rate x decay, the rest stays, bit for
-    bit. An embedding's head is the embedding."""
-    backend = make_backend(stage, module=Words(), weight_decay=0.1)
+def test_weight_decay_applies_to_matrices_of_linear_layers_only(stage: int | None) -> None:
+    """With zero gradients, the linear layer's matrix shrinks by rate x decay; everything else stays
+    equal bit for bit, also the head that shares the embedding's weight."""
+    backend = make_backend(stage, module=TiedModel(), weight_decay=0.1)
     before = weights(backend)
-    backend.backward(loss_of_words(backend, 0.0))
+    backend.backward(tied_loss(backend, 0.0))
     assert backend.step(RATE, 1.0).applied
     after = weights(backend)
     assert {n for n in after if not torch.equal(after[n], before[n])} == {"linear.weight"}
@@ -231,37 +228,37 @@ def test_weight_decay_is_of_matrices_alone(stage: int | None) -> None:
 
 
 @pytest.mark.parametrize("stage", [None, *STAGES])
-def test_what_decays_is_no_part_of_the_state(stage: int | None) -> None:
-    """It goes on bit for bit, and in a run that decays nothing."""
-    backends = [make_backend(stage, module=Words(), weight_decay=0.1) for _ in range(2)]
-    backends.append(make_backend(None, module=Words()))
+def test_weight_decay_is_not_part_of_the_state(stage: int | None) -> None:
+    """A loaded state continues bit for bit, and can be loaded with or without weight decay."""
+    backends = [make_backend(stage, module=TiedModel(), weight_decay=0.1) for _ in range(2)]
+    backends.append(make_backend(None, module=TiedModel()))
     first, again, without = backends
-    first.backward(loss_of_words(first, 1.0))
+    first.backward(tied_loss(first, 1.0))
     first.step(RATE, 1.0)
     state = first.state(keep=True)
     for other in (again, without):
         other.load(state, num_steps=1)
         assert difference(weights(other), weights(first)) == 0
     for backend in backends:
-        backend.backward(loss_of_words(backend, -1.0))
+        backend.backward(tied_loss(backend, -1.0))
         backend.step(RATE, 1.0)
     assert difference(weights(again), weights(first)) == 0
-    apart = {
+    differing = {
         n for n, w in weights(without).items() if (w - weights(first)[n]).abs().max() > STEPPED
     }
-    assert apart == {"linear.weight"}
+    assert differing == {"linear.weight"}
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_of_a_real_model_linear_layers_decay(tied: bool) -> None:
+def test_weight_decay_applies_to_the_linear_layers_of_a_real_model(tied: bool) -> None:
     model = tiny_qwen.make_model(tiny_qwen.make_tokenizer(), tied=tied)
-    named = dict(model.named_parameters())
-    adamw = make_adamw(model, named, OptimizerConfig(weight_decay=0.1))
+    parameters = dict(model.named_parameters())
+    adamw = make_adamw(model, parameters, OptimizerConfig(weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
-    decaying = {name for name, parameter in named.items() if decay[id(parameter)]}
+    decaying = {name for name, parameter in parameters.items() if decay[id(parameter)]}
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv3d)}
     matrices = {f"{name}.weight" for name in layers} - ({"lm_head.weight"} if tied else set())
-    assert decaying == matrices and {decay[id(named[n])] for n in named} == {0.0, 0.1}
+    assert decaying == matrices and {decay[id(parameters[n])] for n in parameters} == {0.0, 0.1}
 
 
 # --- two ranks --------------------------------------------------------------------------------
@@ -269,11 +266,11 @@ def test_of_a_real_model_linear_layers_decay(tied: bool) -> None:
 DECAY = 0.5
 IN_STEP = {None: False, 1: False, 2: True, 3: True}
 BY_RANK = (((0, 1), (2,)), ((3,), (4,)), ((5, 6, 7), ()))
-"""Seeds by step and rank; a rank out of step has fewer backwards, in the last step none."""
+"""Seeds by step and rank; ranks have different numbers of backwards, in the last step 3 and 0."""
 
 
 def count_bytes() -> Counter[str]:
-    """Counts what passes through torch's collectives from now on, before DeepSpeed takes them."""
+    """Counts the bytes of torch's collectives; to be called before DeepSpeed binds them."""
     moved: Counter[str] = Counter()
 
     def counted(collective: Any) -> Any:
@@ -292,23 +289,23 @@ def count_bytes() -> Counter[str]:
 def step_on_two_ranks() -> dict[Any, Any]:
     os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
-    moved, dist, found = count_bytes(), Dist.from_env("cpu"), {}
+    moved, dist, results = count_bytes(), Dist.from_env("cpu"), {}
     for stage in (None, *STAGES):
         backend = make_backend(stage, dist, weight_decay=DECAY)
         assert backend.in_step == IN_STEP[stage]
         norms = []
         for seeds_by_rank in BY_RANK:
             losses = [loss_of(backend, seed) for seed in seeds_by_rank[dist.rank]]
-            most = max(map(len, seeds_by_rank))
+            max_backwards = max(map(len, seeds_by_rank))
             if backend.in_step:
-                losses += [loss_of(backend, 99) * 0 for _ in range(most - len(losses))]
+                losses += [loss_of(backend, 99) * 0 for _ in range(max_backwards - len(losses))]
             for loss in reversed(losses):
                 backend.backward(loss)
             moved.clear()
             norms.append(backend.step(RATE, SCALE).grad_norm)
         arrays = {name: tensor.numpy() for name, tensor in weights(backend).items()}
         num_bytes = moved["bytes"]
-        # Every rank gathers the state, and a fresh backend goes on from it bit for bit.
+        # Every rank gathers the state, and a fresh backend continues from it bit for bit.
         state, kept = backend.state(keep=True), backend.state(keep=dist.is_main)
         assert kept.keys() == (state.keys() if dist.is_main else set())
         again = make_backend(stage, dist, weight_decay=DECAY)
@@ -318,28 +315,28 @@ def step_on_two_ranks() -> dict[Any, Any]:
             one.step(RATE, SCALE)
         assert difference(weights(again), weights(backend)) == 0
         state = {name: tensor.numpy() for name, tensor in state.items()}
-        found[stage] = (arrays, norms, num_bytes, state)
-    return found
+        results[stage] = (arrays, norms, num_bytes, state)
+    return results
 
 
 @pytest.mark.slow
-def test_two_ranks_out_of_step_and_in_step() -> None:
-    """The same numbers as one process, of weights that decay and others, which continues from the
-    state of two; where ranks need not be in step, one reduction a step."""
+def test_two_ranks_equal_one_process_in_step_or_not() -> None:
+    """Two ranks give the numbers of one process, with weight decay, and one process can load their
+    state; a backend whose ranks may be out of step needs one reduction per step."""
     ranks = run_ranks(step_on_two_ranks, 2)
     seeds_by_step = [[s for seeds in ranks for s in seeds] for ranks in BY_RANK]
-    expected, expected_norms = plain(seeds_by_step, DECAY)
+    expected, expected_norms = reference_run(seeds_by_step, DECAY)
     trained_bytes = 4 * sum(tensor.numel() for tensor in expected.values())
     for stage, (arrays, norms, moved, state) in ranks[0].items():
-        found, other = (
+        ours, other = (
             {name: torch.from_numpy(array) for name, array in weights_of_rank.items()}
             for weights_of_rank in (arrays, ranks[1][stage][0])
         )
-        assert difference(found, other) == 0
-        assert difference(found, expected) <= STEPPED
+        assert difference(ours, other) == 0
+        assert difference(ours, expected) <= STEPPED
         assert norms == pytest.approx(expected_norms, rel=PRODUCT)
         alone = make_backend(None, weight_decay=DECAY)
         alone.load({name: torch.from_numpy(array) for name, array in state.items()}, len(BY_RANK))
-        assert difference(weights(alone), found) == 0
+        assert difference(weights(alone), ours) == 0
         if not IN_STEP[stage]:
             assert trained_bytes <= moved <= 2.1 * trained_bytes, stage

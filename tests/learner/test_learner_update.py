@@ -1,4 +1,4 @@
-"""The learner on a tiny real Qwen2.5-VL with LoRA, plain torch backend, and two gloo ranks."""
+"""The learner on a tiny Qwen2.5-VL with LoRA: plain torch backend, one process or two ranks."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ from rl.policies.qwen2_5_vl import Qwen25VL
 from rl.ranks.dist import Dist
 
 A_GROUP = 120
-"""Tokens that hold one group of `make_sequences` and no second."""
+"""A token budget that fits one group of `make_sequences` but not two."""
 KL = {"kl_coeff": 0.1, "importance_correction": "sequence"}
 
 
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def reader(folder: str) -> Qwen25VL:
-    """Reads samples; is not trained."""
+    """A policy that only builds prompts; it is not trained."""
     return make_policy(folder)
 
 
@@ -56,7 +56,7 @@ def make_learner(folder: str, algorithm: dict[str, Any] | None = None, **optimiz
     return Learner(make_policy(folder), make_config(algorithm, **optimizer), Dist(), NUM_ITERATIONS)
 
 
-def brought_by(graded: list[Graded]) -> list[TrainSequence]:
+def train_sequences(graded: list[Graded]) -> list[TrainSequence]:
     return [TrainSequence(one.loss_mask, one.advantage, one.sampler_logprobs) for one in graded]
 
 
@@ -67,23 +67,23 @@ def brought_by(graded: list[Graded]) -> list[TrainSequence]:
 def test_gradient_does_not_depend_on_packs_or_kept_forwards(
     folder: str, sequences: list[Graded], loss: str
 ) -> None:
-    found = {}
-    # One pack; a row each; a group each, its forward kept, or only the first one's.
+    by_setting = {}
+    # One pack; one row per pack; one group per pack with all forwards kept, or the first only.
     for budget, kept in ((10_000, 0), (1, 0), (A_GROUP, None), (A_GROUP, A_GROUP)):
         learner = make_learner(
             folder, {**KL, "loss": loss}, max_tokens_per_micro_batch=budget, max_kept_tokens=kept
         )
-        found[budget, kept] = gradient(learner, sequences, Dist(), rollout=True)
-    expected = found.pop((10_000, 0))
+        by_setting[budget, kept] = gradient(learner, sequences, Dist(), rollout=True)
+    expected = by_setting.pop((10_000, 0))
     assert max(float(t.abs().max()) for t in expected.values()) > 1e-3
-    for gradients in found.values():
+    for gradients in by_setting.values():
         assert relative_difference(gradients, expected) <= GRADIENT
 
 
-def test_groups_that_teach_nothing_cost_no_backward(
+def test_groups_without_loss_cost_no_backward(
     folder: str, sequences: list[Graded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kept forward of a pack without loss is let go; the others' gradient is theirs alone."""
+    """The kept forward of a pack without loss is dropped; the gradient is that of the others."""
     learner = make_learner(folder, KL, max_tokens_per_micro_batch=A_GROUP)
     muted = [replace(s, loss_mask=(False,) * len(s.token_ids)) for s in sequences[:6]]
     backwards = []
@@ -103,10 +103,10 @@ def test_groups_that_teach_nothing_cost_no_backward(
 def test_the_kl_of_a_group_without_spread_is_added_and_not_counted(
     folder: str, sequences: list[Graded], loss: str
 ) -> None:
-    """With N tokens (or completions) in groups that have spread and M in those that have none:
-    (sum of the N's policy terms and KL + sum of the M's KL) / N; over M where N is 0."""
+    """With N tokens (or completions) in groups with spread and M in groups without, the loss is
+    (sum of policy terms and KL over N + sum of KL over M) / N; if N is 0, it is the KL sum / M."""
     learner = make_learner(folder, {**KL, "loss": loss})
-    with torch.no_grad():  # away from the reference, where KL has a gradient
+    with torch.no_grad():  # away from the reference, so that KL has a gradient
         for tensor in learner.trainable_tensors().values():
             tensor.add_(0.02 * torch.randn(tensor.shape, generator=torch.manual_seed(5)))
     live, flat = sequences[:6], [replace(s, advantage=0.0) for s in sequences[6:]]
@@ -115,17 +115,17 @@ def test_the_kl_of_a_group_without_spread_is_added_and_not_counted(
     def count(graded: list[Graded]) -> int:
         return sum(sum(s.loss_mask) if loss == "dapo" else any(s.loss_mask) for s in graded)
 
-    alone, of_live = (gradient(learner, found, Dist()) for found in (flat, live))
+    alone, of_live = (gradient(learner, groups, Dist()) for groups in (flat, live))
     expected = {n: of_live[n] + alone[n] * (count(flat) / count(live)) for n in alone}
     assert float(max(t.abs().max() for t in alone.values())) > 1e-5
     assert relative_difference(gradient(learner, [*live, *uncounted], Dist()), expected) <= GRADIENT
     assert relative_difference(gradient(learner, uncounted, Dist()), alone) <= GRADIENT
 
 
-def test_a_group_that_fails_as_a_whole_finds_back_to_the_reference(
+def test_the_kl_of_a_group_without_spread_pulls_back_to_the_reference(
     folder: str, sequences: list[Graded]
 ) -> None:
-    """Its KL alone pulls the words back that noisy updates have moved; without it nothing does."""
+    """After noisy updates, the KL term alone pulls the policy back; without it nothing changes."""
     learner = make_learner(folder, KL)
     push = [replace(s, advantage=1.0) for s in sequences[:3]]
     train(learner, push, 0, 4)
@@ -135,21 +135,21 @@ def test_a_group_that_fails_as_a_whole_finds_back_to_the_reference(
     dropped = train(learner, silent, 4, 7)
     assert [row["optimizer/steps"] for row in dropped] == [0, 0, 0]
     assert relative_difference(snapshot(learner), moved) == 0
-    seen = train(learner, flat, 4, 10)
-    kl = [row["kl/reference_k3"] for row in seen]
+    logged = train(learner, flat, 4, 10)
+    kl = [row["kl/reference_k3"] for row in logged]
     assert kl[0] > 0.01 and kl[-1] < 0.5 * kl[0]
-    assert seen[0]["loss/kl"] == pytest.approx(KL["kl_coeff"] * kl[0], rel=1e-4)
+    assert logged[0]["loss/kl"] == pytest.approx(KL["kl_coeff"] * kl[0], rel=1e-4)
 
 
 def gradient_on_rank(dist: Dist, out: Path, folder: str) -> dict[str, Any]:
-    """Uneven shares: 9 and 3 sequences, then 12 and none."""
+    """Gradients and metrics of uneven shares: 9 and 3 sequences, then 12 and 0."""
     result = {}
     for name, first in (("uneven", 9), ("one rank idle", 12)):
         policy = make_policy(folder)
         with torch.no_grad():
             for parameter in policy.module.parameters():
                 if parameter.requires_grad:
-                    parameter.add_(0.1 * dist.rank)  # ranks that disagree at first
+                    parameter.add_(0.1 * dist.rank)  # ranks start with different weights
         learner = Learner(policy, make_config(KL), dist, NUM_ITERATIONS)
         sequences = make_sequences(policy)
         mine = sequences[:first] if dist.rank == 0 else sequences[first:]
@@ -178,7 +178,7 @@ def test_two_ranks_give_the_gradient_of_one(
             assert relative_difference(rank[name], expected) <= GRADIENT
         together = [x for rank in ranks for row in rank[f"{name} logprobs"] for x in row]
         assert together == pytest.approx(logprobs, abs=NATS)
-        # Same weights bit for bit on both ranks, and the lone run's metrics.
+        # Both ranks have equal weights bit for bit, and the metrics of one process.
         assert relative_difference(*(rank[f"{name} weights"] for rank in ranks)) == 0
         shared = ranks[0][f"{name} metrics"]
         assert shared.keys() == merged.keys()
@@ -190,35 +190,33 @@ def test_two_ranks_give_the_gradient_of_one(
 # --- what an update does ----------------------------------------------------------------------
 
 
-def test_first_loss_is_the_advantages_token_mean(folder: str, sequences: list[Graded]) -> None:
+def test_first_loss_is_the_token_mean_of_advantages(folder: str, sequences: list[Graded]) -> None:
     learner = make_learner(folder, {"importance_correction": "none"})
-    (seen,) = train(learner, sequences, 0, 1)
+    (logged,) = train(learner, sequences, 0, 1)
     num_tokens = sum(sum(s.loss_mask) for s in sequences)
     expected = -sum(s.advantage * sum(s.loss_mask) for s in sequences) / num_tokens
-    assert seen["loss/policy"] == pytest.approx(expected, abs=1e-6)  # every ratio is 1
-    assert seen["tokens/trained"] == num_tokens
-    assert (seen["policy/ratio_mean"], seen["policy/clip_fraction"]) == (1.0, 0.0)
-    assert seen["optimizer/steps"] == learner.version == 1
+    assert logged["loss/policy"] == pytest.approx(expected, abs=1e-6)  # every ratio is 1
+    assert logged["tokens/trained"] == num_tokens
+    assert (logged["policy/ratio_mean"], logged["policy/clip_fraction"]) == (1.0, 0.0)
+    assert logged["optimizer/steps"] == learner.version == 1
 
 
 @pytest.mark.parametrize("num_updates", [1, 2])
 def test_dr_grpo_divides_by_the_planned_completions(
     folder: str, sequences: list[Graded], num_updates: int
 ) -> None:
-    """12 planned x 12 tokens, though only 9 sequences came: a dropped group still counts."""
+    """The divisor is 12 planned completions x 12 tokens, although one group of 3 was dropped."""
     algorithm = {"loss": "dr_grpo", "importance_correction": "none"}
     learner = make_learner(
         folder, algorithm, updates_per_iteration=num_updates, learning_rate=1e-12
     )
     sequences = sequences[:9]
-    (seen,) = train(learner, sequences, 0, 1)
+    (logged,) = train(learner, sequences, 0, 1)
     total = -sum(s.advantage * sum(s.loss_mask) for s in sequences)
-    assert seen["loss/policy"] == pytest.approx(total / (12 * 12), rel=1e-4)
+    assert logged["loss/policy"] == pytest.approx(total / (12 * 12), rel=1e-4)
 
 
-def test_mismatch_metrics_against_the_log_probs_themselves(
-    folder: str, sequences: list[Graded]
-) -> None:
+def test_mismatch_metrics_agree_with_the_log_probs(folder: str, sequences: list[Graded]) -> None:
     learner = make_learner(folder, {"importance_correction": "token", "importance_cap": 1.5})
     trainer = learner.logprobs([(s.prompt, s.token_ids) for s in sequences])
     d = [
@@ -229,15 +227,15 @@ def test_mismatch_metrics_against_the_log_probs_themselves(
         )
         if keep
     ]
-    (seen,) = train(learner, sequences, 0, 1)
+    (logged,) = train(learner, sequences, 0, 1)
     w = [math.exp(x) for x in d]
     near = {"rel": 1e-4, "abs": 1e-5}
-    assert seen["mismatch/k1"] == pytest.approx(-sum(d) / len(d), **near)
-    assert seen["mismatch/k3"] == pytest.approx(sum(w) / len(d) - 1 - sum(d) / len(d), **near)
-    assert seen["mismatch/max_abs_dlogp"] == pytest.approx(max(map(abs, d)), **near)
+    assert logged["mismatch/k1"] == pytest.approx(-sum(d) / len(d), **near)
+    assert logged["mismatch/k3"] == pytest.approx(sum(w) / len(d) - 1 - sum(d) / len(d), **near)
+    assert logged["mismatch/max_abs_dlogp"] == pytest.approx(max(map(abs, d)), **near)
     ess = sum(w) ** 2 / (len(w) * sum(x * x for x in w))
-    assert seen["mismatch/ess"] == pytest.approx(ess, **near)
-    assert seen["mismatch/weight_mean"] == pytest.approx(
+    assert logged["mismatch/ess"] == pytest.approx(ess, **near)
+    assert logged["mismatch/weight_mean"] == pytest.approx(
         sum(min(x, 1.5) for x in w) / len(w), **near
     )
 
@@ -260,8 +258,8 @@ def test_masked_tokens_carry_no_gradient_but_are_attended_to(
 def test_stale_rollouts_are_corrected_by_the_ratio(
     folder: str, sequences: list[Graded], reader: Qwen25VL, reads_states: bool
 ) -> None:
-    """`max_staleness: 1`: weights moved between the rollout and the update, whether the rollout
-    forwarded its rows for the renderer or not."""
+    """With `max_staleness: 1` weights change between rollout and update. `reads_states`: the
+    rollout has forwarded its rows for the renderer."""
     learner = make_learner(folder, max_staleness=1)
     sequences = sequences[:3]
     rows = [(s.prompt, s.token_ids) for s in sequences]
@@ -272,7 +270,7 @@ def test_stale_rollouts_are_corrected_by_the_ratio(
     opened.note_old_logprobs()
     train(learner, make_sequences(reader, seed=1), 0, 1)
     after = learner.logprobs(rows)
-    opened.accumulate(0, brought_by(sequences))
+    opened.accumulate(0, train_sequences(sequences))
     metrics = opened.step()
     ratios = [
         math.exp(now - then)
@@ -280,60 +278,60 @@ def test_stale_rollouts_are_corrected_by_the_ratio(
         for now, then, keep in zip(now_T, then_T, s.loss_mask, strict=True)
         if keep
     ]
-    seen = metrics.merge([metrics.state()])
+    logged = metrics.merge([metrics.state()])
     assert abs(max(ratios) - 1) > 1e-3, "the weights moved"
-    assert seen["policy/ratio_max"] == pytest.approx(max(ratios), rel=1e-4)
-    assert seen["policy/ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
+    assert logged["policy/ratio_max"] == pytest.approx(max(ratios), rel=1e-4)
+    assert logged["policy/ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
 
 
-def test_weights_do_not_tell_how_slow_the_judge_was(folder: str, sequences: list[Graded]) -> None:
-    """A judge that leaves no time to work ahead, some, or all of it; half the groups teach nothing,
-    one more member is UNGRADED."""
+def test_weights_do_not_depend_on_the_judges_speed(folder: str, sequences: list[Graded]) -> None:
+    """While the judge grades, no, some or all packs are computed ahead; half of the groups have no
+    loss, and one more member is UNGRADED."""
 
-    def learnt(num_packs_ahead: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    def weights_after(num_packs_ahead: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         learner = make_learner(folder, KL, max_tokens_per_micro_batch=400)
         groups = [sequences[start : start + 3] for start in range(0, 12, 3)]
         ids_PG = [[s.token_ids for s in group] for group in groups]
         opened = learner.begin(0, [group[0].prompt for group in groups], ids_PG, [3] * 4)
         assert 1 < len(opened.micro_batches) < 4
-        left = iter(range(num_packs_ahead))
-        opened.prefetch_reference(lambda: next(left, None) is not None)
+        packs_ahead = iter(range(num_packs_ahead))
+        opened.prefetch_reference(lambda: next(packs_ahead, None) is not None)
         for p, group in enumerate(groups):
-            brought = brought_by(group)
-            opened.accumulate(p, [None] * 3 if p in (0, 3) else [brought[0], None, brought[2]])
+            rows = train_sequences(group)
+            opened.accumulate(p, [None] * 3 if p in (0, 3) else [rows[0], None, rows[2]])
         metrics = opened.step()
-        seen = metrics.merge([metrics.state()])
-        return snapshot(learner), {k: v for k, v in seen.items() if not k.startswith("seconds/")}
+        logged = metrics.merge([metrics.state()])
+        return snapshot(learner), {k: v for k, v in logged.items() if not k.startswith("seconds/")}
 
-    at_once, metrics = learnt(0)
+    at_once, metrics = weights_after(0)
     for num_packs_ahead in (1, 3, 100):
-        weights, seen = learnt(num_packs_ahead)
-        assert seen == pytest.approx(metrics, rel=GRADIENT, abs=NATS)
+        weights, logged = weights_after(num_packs_ahead)
+        assert logged == pytest.approx(metrics, rel=GRADIENT, abs=NATS)
         for name, tensor in at_once.items():
             assert apart(weights[name], tensor) <= STEPPED * tensor.abs().max(), name
 
 
-def test_updates_per_iteration_steps_on_one_half_of_the_groups_after_the_other(
+def test_two_updates_per_iteration_step_on_one_half_of_the_groups_each(
     folder: str,
     sequences: list[Graded],
 ) -> None:
     twice = make_learner(folder, KL, updates_per_iteration=2)
-    (seen,) = train(twice, sequences, 0, 1)
-    assert seen["optimizer/steps"] == twice.version == 2
-    assert seen["policy/ratio_max"] > 1.0001  # the second step is off the old policy
+    (logged,) = train(twice, sequences, 0, 1)
+    assert logged["optimizer/steps"] == twice.version == 2
+    assert logged["policy/ratio_max"] > 1.0001  # the second step is off-policy
 
     by_hand = make_learner(folder, KL, max_staleness=1)
     halves = [sequences[:6], sequences[6:]]
-    opened = [open_update(by_hand, half) for half in halves]  # both see the first weights
+    opened = [open_update(by_hand, half) for half in halves]  # both use the first weights
     for half, one in zip(halves, opened, strict=True):
         for p in range(2):
-            one.accumulate(p, brought_by(half[3 * p : 3 * p + 3]))
+            one.accumulate(p, train_sequences(half[3 * p : 3 * p + 3]))
         one.step()
     assert relative_difference(snapshot(twice), snapshot(by_hand)) <= STEPPED
 
 
 def open_update(learner: Learner, sequences: list[Graded]) -> TrainStep:
-    """Two groups of three, forwarded."""
+    """Opens an update of two groups of three and forwards all rows."""
     prompts = [sequences[0].prompt, sequences[3].prompt]
     ids = [[s.token_ids for s in sequences[start : start + 3]] for start in (0, 3)]
     opened = learner.begin(0, prompts, ids, [3, 3])
@@ -342,7 +340,7 @@ def open_update(learner: Learner, sequences: list[Graded]) -> TrainStep:
     return opened
 
 
-def test_graphs_are_kept_up_to_a_number_of_tokens_altogether(
+def test_graphs_are_kept_up_to_a_total_number_of_tokens(
     folder: str, sequences: list[Graded]
 ) -> None:
     limit = 2 * max(len(one.prompt.token_ids) + len(one.token_ids) for one in sequences)
@@ -351,7 +349,7 @@ def test_graphs_are_kept_up_to_a_number_of_tokens_altogether(
     assert 2 <= len(kept) < 6 and sum(one.num_tokens for one in kept) <= limit
 
 
-def test_groups_are_packed_whole_and_cut_only_when_too_long() -> None:
+def test_groups_are_packed_whole_and_split_only_when_too_long() -> None:
     a, b, c = (Prompt(Sample(name, "do it"), (1,) * 4) for name in "abc")
     ids_PG = [[(5,), (5, 6)], [(5, 6), (7,)], [(5,) * 3, (6,) * 3, (7,) * 3]]
     micro_batches = pack_groups([a, b, c], ids_PG, 14)
@@ -367,13 +365,13 @@ def test_groups_are_packed_whole_and_cut_only_when_too_long() -> None:
     ]  # fmt: skip
     assert [p.num_tokens for p in cut] == [7, 7, 10, 7]
     assert [p.num_tokens for p in pack_groups([c], ids_PG[2:], 1)] == [7, 7, 7]
-    d_ids = [[(5,) * 3] * 5]  # the prompt is counted again in each part
+    d_ids = [[(5,) * 3] * 5]  # each part counts the prompt again
     assert [p.num_tokens for p in pack_groups([c], d_ids, 10)] == [10, 10, 7]
     assert cut[2].rows_of([(5, 1)]) == [(c, (6, 6, 6))]
     assert pack_groups([], [], 10) == []
 
 
-def test_steps_split_an_iteration_by_groups() -> None:
+def test_an_iteration_is_split_into_steps_by_groups() -> None:
     assert split_evenly(4, 2) == [range(2), range(2, 4)]
     assert split_evenly(1, 3) == [range(0), range(0), range(1)]
     assert split_evenly(0, 2) == [range(0), range(0)]
@@ -384,35 +382,35 @@ def test_an_iteration_without_tokens_takes_no_step(folder: str, sequences: list[
     before = snapshot(learner)
     muted = [replace(s, loss_mask=(False,) * len(s.token_ids)) for s in sequences]
     for sequences in ([], muted):
-        (seen,) = train(learner, sequences, 0, 1)
-        assert seen["optimizer/steps"] == learner.version == 0
+        (logged,) = train(learner, sequences, 0, 1)
+        assert logged["optimizer/steps"] == learner.version == 0
     assert relative_difference(snapshot(learner), before) == 0
 
 
 def test_learning_rate_follows_the_iteration(folder: str, reader: Qwen25VL) -> None:
     learner = make_learner(folder, warmup_iterations=2, final_lr_fraction=0.5, learning_rate=1e-3)
     sequences = make_sequences(reader, groups=1, members=2)
-    rates = [seen["optimizer/learning_rate"] for seen in train(learner, sequences, 0, 3)]
+    rates = [logged["optimizer/learning_rate"] for logged in train(learner, sequences, 0, 3)]
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3])
     (last,) = train(learner, sequences, NUM_ITERATIONS - 1, NUM_ITERATIONS)
     assert last["optimizer/learning_rate"] == pytest.approx(5e-4)
 
 
-def test_a_non_finite_gradient_is_skipped_loudly(
+def test_a_non_finite_gradient_is_skipped_with_a_warning(
     folder: str, sequences: list[Graded], caplog: pytest.LogCaptureFixture
 ) -> None:
     learner = make_learner(folder)
     train(learner, sequences, 0, 1)
     before, (moments, _) = snapshot(learner), learner.state()
     poisoned = [replace(sequences[0], advantage=math.inf), *sequences[1:]]
-    (seen,) = train(learner, poisoned, 1, 2)
-    assert (seen["optimizer/steps"], seen["optimizer/skipped_steps"]) == (0, 1)
+    (logged,) = train(learner, poisoned, 1, 2)
+    assert (logged["optimizer/steps"], logged["optimizer/skipped_steps"]) == (0, 1)
     assert "optimiser step skipped" in caplog.text
     assert learner.version == 1
     assert relative_difference(snapshot(learner), before) == 0
     assert relative_difference(learner.state()[0], moments) == 0
-    (seen,) = train(learner, sequences, 2, 3)
-    assert seen["optimizer/steps"] == 1 and math.isfinite(seen["optimizer/grad_norm"])
+    (logged,) = train(learner, sequences, 2, 3)
+    assert logged["optimizer/steps"] == 1 and math.isfinite(logged["optimizer/grad_norm"])
 
 
 # --- weights and state ------------------------------------------------------------------------
@@ -428,24 +426,22 @@ def test_base_weights_stay_bit_identical_over_exports(folder: str, num_steps: in
     for _ in range(num_steps):
         update(learner, sequence, 0)
         fingerprints.add(learner.export_weights().fingerprint)
-    assert len(fingerprints) == num_steps  # every step was exported, none twice
+    assert len(fingerprints) == num_steps  # each step exports different weights
     for name, parameter in module.named_parameters():
         assert parameter.requires_grad or torch.equal(parameter, frozen[name]), name
 
 
-def test_a_state_that_is_loaded_goes_on_as_if_never_saved(
-    folder: str, sequences: list[Graded]
-) -> None:
+def test_a_loaded_state_continues_bit_for_bit(folder: str, sequences: list[Graded]) -> None:
     straight, resumed = make_learner(folder), make_learner(folder)
     train(straight, sequences, 0, 2)
     resumed.load_state(*straight.state())
-    for learner in (straight, resumed):  # Adam's bias correction knows the number of steps
+    for learner in (straight, resumed):  # Adam's bias correction needs the number of steps
         train(learner, sequences, 2, 3)
     assert relative_difference(snapshot(resumed), snapshot(straight)) == 0
     assert resumed.version == straight.version == 3
 
 
-def test_state_of_another_policy_is_refused(folder: str) -> None:
+def test_the_state_of_another_policy_is_refused(folder: str) -> None:
     learner = make_learner(folder)
     tensors, meta = learner.state()
     wider = {name: torch.zeros(*t.shape[:-1], t.shape[-1] + 1) for name, t in tensors.items()}

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1-3 against plain torch, on one process; `test_learner_backends.py` has ranks."""
+"""DeepSpeed ZeRO 1-3 against plain torch on one process."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -47,7 +47,7 @@ def sequences(folder: str) -> list[Graded]:
 
 @pytest.fixture(autouse=True)
 def shard_everything() -> Iterator[None]:
-    """ZeRO-3 would leave this small a model whole on every rank."""
+    """Makes ZeRO-3 shard even this small model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deepspeed, "PERSISTENCE_THRESHOLD_NUMEL", 0)
         yield
@@ -55,14 +55,14 @@ def shard_everything() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def plain(folder: str, sequences: list[Graded]) -> dict[str, Any]:
-    """What plain torch makes of the same three iterations."""
+    """Weights, metrics and state of plain torch after the same three iterations."""
     learner = make_learner(folder, None)
-    seen = train(learner, sequences, 0, 3)
-    return {"weights": snapshot(learner), "metrics": seen, "state": learner.state()}
+    logged = train(learner, sequences, 0, 3)
+    return {"weights": snapshot(learner), "metrics": logged, "state": learner.state()}
 
 
 def make_learner(folder: str, stage: int | None, **section: Any) -> Learner:
-    """`stage` None: plain torch; `section`: keys of the policy's."""
+    """`stage` None: plain torch; `section`: config keys of the policy."""
     return learner_of(make_policy(folder, **section), stage)
 
 
@@ -79,25 +79,25 @@ def test_zero_agrees_with_plain_torch(
 ) -> None:
     policy = make_policy(folder)
     learner = learner_of(policy, stage)
-    # Every forward and reference pass first, and the graphs kept, as when a judge is slow.
+    # All forward and reference passes come first, with graphs kept, as with a slow judge.
     metrics = [update(learner, sequences, iteration, rollout=True) for iteration in range(3)]
-    seen = [m.merge([m.state()]) for m in metrics]
+    logged = [m.merge([m.state()]) for m in metrics]
     assert relative_difference(snapshot(learner), plain["weights"]) <= STEPPED
     tensors, meta = learner.state()
     assert meta == plain["state"][1] == {"version": 3}
     assert relative_difference(tensors, plain["state"][0]) <= STEPPED
-    # The policy's own forwards (conditioning) bypass the engine and see the trained weights too.
+    # Forwards of the policy itself (conditioning) bypass DeepSpeed and use the trained weights.
     rows = [(s.prompt, s.token_ids) for s in sequences[:1]]
     with torch.no_grad():
         direct = policy.module(policy.collate(rows)).logprobs[0]
     assert direct.tolist() == pytest.approx(learner.logprobs(rows)[0], abs=NATS)
-    for ours, theirs in zip(seen, plain["metrics"], strict=True):
+    for ours, theirs in zip(logged, plain["metrics"], strict=True):
         for name in ("loss/total", "optimizer/grad_norm", "kl/reference_k3"):
             assert ours[name] == pytest.approx(theirs[name], rel=STEPPED, abs=STEPPED), name
 
 
-def test_zero_3_keeps_what_a_stale_rollout_measured(folder: str) -> None:
-    """Under ZeRO-3 forwards are made by all ranks or none, but weights have moved since."""
+def test_zero_3_keeps_the_old_log_probs_of_a_stale_rollout(folder: str) -> None:
+    """The old log-probs are those of the rollout, although the weights have changed since."""
     policy = make_policy(folder)
     learner = learner_of(policy, 3, max_staleness=1)
     first, *_ = sequences = make_sequences(policy, groups=1)
@@ -111,7 +111,7 @@ def test_zero_3_keeps_what_a_stale_rollout_measured(folder: str) -> None:
 
 
 @pytest.mark.parametrize(("stage", "other"), [(None, 1), (1, 2), (2, 3), (3, None)])
-def test_state_continues_bit_for_bit_and_under_another_backend(
+def test_a_loaded_state_continues_bit_for_bit_and_closely_under_another_backend(
     folder: str, sequences: list[Graded], stage: int | None, other: int | None
 ) -> None:
     straight = make_learner(folder, stage)
@@ -122,7 +122,7 @@ def test_state_continues_bit_for_bit_and_under_another_backend(
     train(straight, sequences, 2, 4)
     expected, _ = straight.state()
 
-    for again in (make_learner(folder, stage), straight):  # afresh, and rewound
+    for again in (make_learner(folder, stage), straight):  # a new learner, and the same one rewound
         again.load_state(tensors, meta)
         train(again, sequences, 2, 4)
         assert again.version == 4
@@ -141,15 +141,15 @@ def test_adapters_stay_float32_on_a_bfloat16_base(
 ) -> None:
     policy = make_policy(folder, dtype="bfloat16")
     learner = learner_of(policy, stage)
-    (seen,) = train(learner, sequences, 0, 1)
+    (logged,) = train(learner, sequences, 0, 1)
     dtypes = {p.requires_grad: p.dtype for p in policy.module.parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     plain = make_learner(folder, None, dtype="bfloat16")
     (expected,) = train(plain, sequences, 0, 1)
-    # Stage 3's hooks make autograd add up bfloat16 activation gradients in another order, and
-    # Adam's first step is nearly the gradient's sign: there, weights say nothing.
-    # Of a norm, bfloat16's 8 bits leave two or three digits.
-    assert seen["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=1e-2)
+    # Stage 3's hooks make autograd sum bfloat16 activation gradients in another order, and Adam's
+    # first step is nearly the gradient's sign, so weights are not compared at stage 3.
+    # bfloat16 has 8 bits, so a norm has two or three digits.
+    assert logged["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=1e-2)
     if stage < 3:
         assert relative_difference(snapshot(learner), snapshot(plain)) <= 1e-4
 
@@ -163,19 +163,19 @@ def test_bfloat16_full_fine_tune_keeps_float32_masters(folder: str, stage: int) 
     before = snapshot(learner)
     train(learner, sequences, 0, 2)
     after = snapshot(learner)
-    lost = sum(
+    num_lost = sum(
         int(((before[n] != after[n]) & (before[n].bfloat16() == after[n].bfloat16())).sum())
         for n in after
     )
     assert {t.dtype for t in after.values()} == {torch.float32}
-    assert lost > 1000  # steps that bfloat16 alone would have lost
+    assert num_lost > 1000  # steps too small for bfloat16
     exported = learner.export_weights().tensors
-    live = dict(policy.module.named_parameters())
+    parameters = dict(policy.module.named_parameters())
     for name, master in after.items():
         tensor = exported[name.removeprefix("model.")]
         assert torch.equal(tensor, master.bfloat16())
-        # Masters of a large model do not fit beside an awake engine: live weights leave instead.
-        assert stage == 3 or tensor.data_ptr() == live[name].data_ptr()
+        # Stage 2 exports live weights: masters of a large model do not fit beside an awake engine.
+        assert stage == 3 or tensor.data_ptr() == parameters[name].data_ptr()
     tensors, meta = learner.state()
     train(learner, sequences, 2, 3)
     again = Learner(make_policy(folder, dtype="bfloat16", lora=None), config, Dist(), 10)
@@ -184,30 +184,30 @@ def test_bfloat16_full_fine_tune_keeps_float32_masters(folder: str, stage: int) 
     assert relative_difference(snapshot(again), snapshot(learner)) == 0
 
 
-def test_the_reference_of_a_full_fine_tune_leaves_zero_2_as_it_was(folder: str) -> None:
-    """Base weights stand in for parameters that are views of DeepSpeed's flat buffer, while graphs
-    over these wait for their backwards."""
+def test_the_reference_of_a_full_fine_tune_does_not_change_zero_2(folder: str) -> None:
+    """`reference()` swaps in base weights for parameters that are views of DeepSpeed's flat buffer,
+    while kept graphs still need these parameters."""
     config = make_config(KL, backend="deepspeed", zero_stage=2, learning_rate=1e-3)
     policy = make_policy(folder, lora=None)
     learner = Learner(policy, config, Dist(), NUM_ITERATIONS)
-    places = {name: p.data_ptr() for name, p in policy.module.named_parameters()}
+    addresses = {name: p.data_ptr() for name, p in policy.module.named_parameters()}
     sequences = make_sequences(policy, groups=2)
     rows = [(s.prompt, s.token_ids) for s in sequences]
     base = np.concatenate(learner.logprobs(rows))
     metrics = [update(learner, sequences, iteration, rollout=True) for iteration in range(3)]
-    seen = [m.merge([m.state()]) for m in metrics]
-    assert seen[0]["kl/reference_k3"] < 1e-6 < 1e-4 < seen[2]["kl/reference_k3"]
+    logged = [m.merge([m.state()]) for m in metrics]
+    assert logged[0]["kl/reference_k3"] < 1e-6 < 1e-4 < logged[2]["kl/reference_k3"]
     assert abs(np.concatenate(learner.logprobs(rows)) - base).max() > 1e-2
     with policy.reference():
         assert np.concatenate(learner.logprobs(rows)) == pytest.approx(base, abs=NATS)
-    live = dict(policy.module.named_parameters())
-    assert {name: parameter.data_ptr() for name, parameter in live.items()} == places
+    parameters = dict(policy.module.named_parameters())
+    assert {name: parameter.data_ptr() for name, parameter in parameters.items()} == addresses
     for name, master in snapshot(learner).items():
-        assert torch.equal(live[name], master)
+        assert torch.equal(parameters[name], master)
     again = Learner(make_policy(folder, lora=None), config, Dist(), 10)
     train(again, sequences, 0, 3)
-    apart = relative_difference(snapshot(again), snapshot(learner))
-    assert apart <= STEPPED, "graphs kept or not"
+    difference = relative_difference(snapshot(again), snapshot(learner))
+    assert difference <= STEPPED, "with and without kept graphs"
 
 
 def test_stages_without_readable_masters_are_refused() -> None:
@@ -216,8 +216,8 @@ def test_stages_without_readable_masters_are_refused() -> None:
         deepspeed_config(config, torch.bfloat16, 1, 10)
 
 
-def test_zero_1_and_2_and_3_shard_and_0_does_not(folder: str) -> None:
-    """Guards the comparison above: a stage that silently fell back would agree all too well."""
+def test_zero_1_2_and_3_shard_and_0_does_not(folder: str) -> None:
+    """Guards the comparisons above: a stage that fell back to plain torch would always agree."""
     assert isinstance(make_learner(folder, 0)._backend, TorchBackend)
     names = {
         stage: type(make_learner(folder, stage)._backend._engine.optimizer) for stage in STAGES

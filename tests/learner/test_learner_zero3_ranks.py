@@ -1,8 +1,4 @@
-"""ZeRO-3 on two ranks that have different work: nobody may gather weights alone.
-
-A rank that forwards, or projects, once more than its peers hangs the run: these tests fail by a
-time limit. The results must be those of one process that shards nothing.
-"""
+"""ZeRO-3 on two ranks with different work: results equal one process; a hang times out."""
 
 from __future__ import annotations
 
@@ -33,9 +29,9 @@ from rl.ranks.dist import Dist
 pytestmark = pytest.mark.slow
 
 SHORT, LONG = 3, 40
-"""Completion tokens; three a micro-batch, so 5 chunks on one rank and 60 on the other."""
+"""Tokens per completion; a micro-batch has three: 5 chunks on one rank and 60 on the other."""
 ONE_GROUP = 250
-"""Tokens."""
+"""A token budget that fits one group."""
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +45,8 @@ def emu3_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def sequences_of(policy: Any, rank: int) -> list[Graded]:
-    """A group of three completions, all of one length: long on the first rank, short on the second.
-    Of an Emu3 pictures of 16 codes, and a word each."""
+    """A group of three completions of equal length: long on rank 0, short on rank 1; for Emu3,
+    pictures of 16 codes on rank 0 and one word on rank 1."""
     if isinstance(policy, Emu3):
         prompt = policy.build_prompt(tiny_emu3.sample(rank))
         codes_G = [tiny_emu3.codes(10 * rank + g) for g in range(3)]
@@ -78,7 +74,7 @@ def policy_of(folder: str, full: bool) -> Any:
 
 
 def learner_of(policy: Any, dist: Dist, full: bool, **optimizer: Any) -> Learner:
-    """LoRA with a reference, or a full fine-tune, which trains the head itself."""
+    """Trains LoRA with a reference, or all weights, the head included."""
     settings = {"max_tokens_per_micro_batch": ONE_GROUP, "adam_eps": ADAM_EPS, **optimizer}
     config = make_config({} if full else {"kl_coeff": 0.1}, **settings)
     return Learner(policy, config, dist, NUM_ITERATIONS)
@@ -97,8 +93,8 @@ def train_uneven(dist: Dist, out: Path, folder: str, full: bool) -> dict[str, An
         return {"weights": snapshot(learner), "calls": calls, "logprobs": learner.logprobs(rows)}
 
 
-def train_as_one(folder: str, tmp_path: Path, full: bool) -> list[list[tuple[int, int]]]:
-    """(tokens, ids) of each call of the head, by rank."""
+def head_calls(folder: str, tmp_path: Path, full: bool) -> list[list[tuple[int, int]]]:
+    """Compares two ranks with one process; returns (tokens, ids) of each head call by rank."""
     ranks = run_ranks(train_uneven, 2, tmp_path, folder=folder, full=full)
     policy = policy_of(folder, full)
     plain = learner_of(policy, Dist(), full)
@@ -107,19 +103,19 @@ def train_as_one(folder: str, tmp_path: Path, full: bool) -> list[list[tuple[int
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_ranks_whose_completions_differ_in_length(folder: str, tmp_path: Path, full: bool) -> None:
-    """As many projections on both, the short rank's last ones of no token at all."""
-    long, short = ([n for n, _ in calls] for calls in train_as_one(folder, tmp_path, full))
+def test_ranks_may_differ_in_completion_length(folder: str, tmp_path: Path, full: bool) -> None:
+    """Both ranks call the head equally often; the last calls of the short rank have no tokens."""
+    long, short = ([n for n, _ in calls] for calls in head_calls(folder, tmp_path, full))
     assert len(long) == len(short)
     assert short.count(0) > 0 and long.count(0) == 0
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_pictures_on_one_rank_and_words_on_the_other(
+def test_one_rank_may_have_pictures_and_the_other_words(
     emu3_folder: str, tmp_path: Path, full: bool
 ) -> None:
-    """As many projections on both, slice by slice; words need none of the visual slice's."""
-    pictures, words = train_as_one(emu3_folder, tmp_path, full)
+    """Both ranks make the same head calls, slice by slice; words have none in the visual slice."""
+    pictures, words = head_calls(emu3_folder, tmp_path, full)
     assert [width for _, width in pictures] == [width for _, width in words]
     assert {width for _, width in words} == {528, 64}
     assert not any(num_tokens for num_tokens, width in words if width == 64)

@@ -1,4 +1,4 @@
-"""A weight sync that delivers nothing, or the wrong thing, stops the run."""
+"""A weight sync that delivers no or wrong weights stops the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROBE = Prompt(Sample("s", "do it"), (1, 2))
 
 
 class Trainer:
-    """A learner whose weights are named by a word and whose log-probs are constant."""
+    """A learner with a fixed fingerprint and constant log-probs."""
 
     def __init__(self, fingerprint: str, logprob: float = -1.0) -> None:
         self.fingerprint, self.logprob = fingerprint, logprob
@@ -31,7 +31,7 @@ class Trainer:
 
 
 class Sampler:
-    """An engine; `deaf` ones ignore what they are given, `blind` ones cannot read it back."""
+    """An engine; a `deaf` one ignores loaded weights, a `blind` one cannot read weights back."""
 
     def __init__(self, logprob: float = -1.0, deaf: bool = False, blind: bool = False) -> None:
         self.logprob, self.deaf, self.blind = logprob, deaf, blind
@@ -65,7 +65,7 @@ def test_delivered_weights_pass() -> None:
     assert report.mean_dlogp_nats == pytest.approx(4e-4)
 
 
-def test_weights_that_no_step_has_changed_are_not_sent_again_but_read_again() -> None:
+def test_unchanged_weights_are_not_sent_again_but_read_back_again() -> None:
     sampler = Sampler()
     before = run_sync(sampler, Trainer("old"))
     report = run_sync(sampler, Trainer("old"), before)
@@ -90,7 +90,7 @@ def test_a_sync_that_changed_nothing_is_an_error() -> None:
     ("engine_moved", "trainer_moved", "fires"),
     [(0.0, 1e-6, True), (1e-9, 1e-6, False), (0.0, 0.0, False)],
 )
-def test_an_engine_that_cannot_read_back_moves_when_the_trainer_does(
+def test_an_engine_without_read_back_must_change_with_the_trainer(
     engine_moved: float, trainer_moved: float, fires: bool
 ) -> None:
     before = run_sync(Sampler(blind=True), Trainer("old"))
@@ -104,11 +104,11 @@ def test_an_engine_that_cannot_read_back_moves_when_the_trainer_does(
 def test_log_probs_that_disagree_are_an_error(logprob: float) -> None:
     with pytest.raises(SyncError, match="does not hold the policy"):
         run_sync(Sampler(logprob), Trainer("new"))
-    sync(Sampler(-1.05), Trainer("new"), PROBE, "bfloat16", 1.0)  # which may round
+    sync(Sampler(-1.05), Trainer("new"), PROBE, "bfloat16", 1.0)  # bfloat16 may round
 
 
 class Certain(Sampler):
-    """Nearly certain of all tokens but a few at the end, where it is wrong."""
+    """An engine that is nearly certain of all tokens but the last two."""
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams, seeds: object) -> list:
         self.max_tokens = params.max_tokens
@@ -127,16 +127,16 @@ class CertainTrainer(Trainer):
 def test_the_least_certain_tokens_are_compared(
     dtype: str, apart: float, trainer_is_surer: bool
 ) -> None:
-    """Over all tokens the difference is a quarter of that, which passes."""
+    """The mean difference over all tokens is small enough to pass."""
     sampler = Certain(-1.0)
     trainer = CertainTrainer("new", -1.0 + (apart if trainer_is_surer else -apart))
     with pytest.raises(SyncError, match="least certain tokens"):
         sync(sampler, trainer, PROBE, dtype, 1.0)
     sync(sampler, CertainTrainer("new", -1.0), PROBE, dtype, 1.0, max_tokens=5)
-    assert sampler.max_tokens == 5, "no more than the engine has room for"
+    assert sampler.max_tokens == 5, "at most the engine's limit"
 
 
-def test_one_token_without_a_number_is_an_error() -> None:
+def test_a_nan_log_prob_of_one_token_is_an_error() -> None:
     class One(Certain):
         def generate(self, *args: Any) -> list:
             [[first, *others]] = super().generate(*args)

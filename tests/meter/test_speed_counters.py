@@ -1,4 +1,4 @@
-"""Nothing is done twice: every costly step, counted part by part and over whole iterations."""
+"""Counts the costly steps of judge questions and whole iterations: none is done twice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 
 def rows_of_calls(module: torch.nn.Module) -> list[int]:
-    """Filled with the batch size of every call from now on."""
+    """A list that receives the batch size of every later call of `module`."""
     rows: list[int] = []
 
     def note(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ def rows_of_calls(module: torch.nn.Module) -> list[int]:
 
 
 def grids_of_calls(tower: torch.nn.Module) -> list[int]:
-    """The same of a vision tower, whose pictures lie behind each other."""
+    """A list that receives the number of pictures of every later call of a vision tower."""
     rows: list[int] = []
     tower.register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(len(kwargs["grid_thw"])), with_kwargs=True
@@ -54,7 +54,7 @@ def grids_of_calls(tower: torch.nn.Module) -> list[int]:
 
 
 def pictures_prepared(processor: Any) -> list[int]:
-    """The same of an image processor."""
+    """A list that receives the number of pictures of every later call of an image processor."""
     pictures: list[int] = []
     prepare = processor.preprocess
 
@@ -67,15 +67,15 @@ def pictures_prepared(processor: Any) -> list[int]:
 
 
 def negative_prompts(policy: Any) -> list[Any]:
-    """Filled with every negative prompt that goes through the policy from now on."""
+    """A list that receives every negative prompt that the policy builds from now on."""
     prompts: list[Any] = []
-    written = policy.prompts.other_words
+    build = policy.prompts.other_words
 
-    def noted(*arguments: Any) -> Any:
-        prompts.append(written(*arguments))
+    def recording_build(*arguments: Any) -> Any:
+        prompts.append(build(*arguments))
         return prompts[-1]
 
-    policy.prompts.other_words = noted
+    policy.prompts.other_words = recording_build
     return prompts
 
 
@@ -112,7 +112,7 @@ def ask_about_group(
 def test_a_groups_questions_differ_in_their_last_part_alone(
     plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What all of a group share comes first, byte for byte: the judge reads it once."""
+    """The part that a group shares comes first, byte for byte, so that the judge can cache it."""
     encoded: Counter[bytes] = Counter()
     save = Image.Image.save
 
@@ -127,14 +127,14 @@ def test_a_groups_questions_differ_in_their_last_part_alone(
         ask_about_group(plugin, judge, pictures)
     contents = [request["messages"][0]["content"] for request in judge.requests]
     assert len(contents) == JUDGED[plugin] * len(pictures)
-    before = Counter(str(content[:-1]) for content in contents)
+    shared_parts = Counter(str(content[:-1]) for content in contents)
     num_kinds = 2 if plugin in (viescore, viescore_t2i) else 1
-    assert set(before.values()) == {len(contents) // num_kinds}
-    assert len(before) == num_kinds
-    last = Counter(str(content[-1]) for content in contents)
-    assert set(last.values()) == {JUDGED[plugin]} and len(last) == len(pictures)
-    with_other = 0 if plugin is viescore_t2i else 1  # the source, or the reference
-    assert len(encoded) == len(pictures) + with_other and set(encoded.values()) == {1}
+    assert set(shared_parts.values()) == {len(contents) // num_kinds}
+    assert len(shared_parts) == num_kinds
+    last_parts = Counter(str(content[-1]) for content in contents)
+    assert set(last_parts.values()) == {JUDGED[plugin]} and len(last_parts) == len(pictures)
+    num_shared_pictures = 0 if plugin is viescore_t2i else 1  # the source, or the reference
+    assert len(encoded) == len(pictures) + num_shared_pictures and set(encoded.values()) == {1}
 
 
 # --- whole iterations --------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_a_groups_questions_differ_in_their_last_part_alone(
 def opened(
     system: str, base_exp_dir: Path, validation: Sequence[Any] = (), **renderer: Any
 ) -> Iterator[Run]:
-    """A system's shipped run with two groups of four; the last of a group repeats its first."""
+    """A shipped config with two groups of four; a group's last completion equals its first."""
     values, problems = evaluate(tiny_loop.REPO / "configs" / f"{system}.jsonnet", (), {})
     assert values is not None and not problems
     values |= {
@@ -167,17 +167,17 @@ def opened(
 
 
 def iterate(run: Run) -> Rollout:
-    """One iteration, from the first sync to the record."""
+    """Runs one iteration, from the weight sync to the record."""
     run.sync_engine()
     if run.judge is not None:
-        run.judge.take_stats()  # drops the question whether anybody is there
+        run.judge.take_stats()  # drops the health check
     pending = roll_out(run, 0)
     learn_from(run, pending)
     return pending.rollout.finished()
 
 
 def num_distinct(rollout: Rollout) -> int:
-    """Pictures that were wanted, baseline arms' included, equal ones of a group counted once."""
+    """Distinct pictures of all groups, those of baseline arms included."""
     arms_PG = [
         [*episodes, *([] if baseline is None else [baseline])]
         for episodes, baseline in zip(rollout.episodes, rollout.bare_episodes, strict=True)
@@ -190,56 +190,56 @@ def num_distinct(rollout: Rollout) -> int:
 
 
 def num_asked(run: Run) -> int:
-    """Questions to the judge; its journal answers those that were asked before."""
+    """Questions to the judge, including those that its journal answers."""
     line = run.recording.last_metrics
     return int(line["judge/requests"] + line["judge/reused_replies"])
 
 
-def test_an_iteration_of_the_editor(tmp_path: Path) -> None:
-    """Two pictures are edited, with guidance: each is looked at, and encoded, once."""
+def test_an_iteration_of_the_editor_reads_and_encodes_each_source_once(tmp_path: Path) -> None:
+    """With guidance, each of the two sources is read by the policy once and encoded once."""
     with opened("quickstart", tmp_path, num_steps=2, true_cfg_scale=2.0) as run:
         policy: Any = run.context.policy
         loop: Any = run.context.renderer.loop
         parts = loop.parts
         prepared = pictures_prepared(policy.prompts.image_processor)
-        looked_at = grids_of_calls(policy.module.base_model.model.visual)
-        steered_from = negative_prompts(policy)
+        read = grids_of_calls(policy.module.base_model.model.visual)
+        negative = negative_prompts(policy)
         encoded = rows_of_calls(parts.vae.encoder)
         denoised = rows_of_calls(parts.transformer.transformer_blocks[0].attn.to_q)
         decoded = rows_of_calls(parts.vae.decoder)
         num_pictures = num_distinct(iterate(run))
         assert 2 < num_pictures < 2 * 5
-        assert sum(prepared) == sum(looked_at) == sum(encoded) == len(steered_from) == 2
+        assert sum(prepared) == sum(read) == sum(encoded) == len(negative) == 2
         assert sum(denoised) == 2 * 2 * num_pictures and sum(decoded) == num_pictures
         assert num_asked(run) == 2 * num_pictures
 
 
-def test_a_held_out_run_of_the_editor(tmp_path: Path) -> None:
-    """Five renderings of each picture, with guidance: the policy's words, the user's own, the right
-    ones, and the stock arm's two; it is looked at, and encoded, once. What they steer away from is
-    read once, and once more without token types, for the arm that does not give them."""
+def test_an_evaluation_of_the_editor_reads_and_encodes_each_source_once(tmp_path: Path) -> None:
+    """Each source is read and encoded once, with guidance, for five renderings: the policy's words,
+    the user's, the reference ones and two of the stock arm. The negative prompt is read twice:
+    with token types, and without them for the arm that gives none."""
     held_out = [{"type": "tiny_world.data.shapes", "num_samples": 2, "seed": 2}]
     with opened("quickstart", tmp_path, held_out, num_steps=2, true_cfg_scale=2.0) as run:
         policy: Any = run.context.policy
         loop: Any = run.context.renderer.loop
         run.sync_engine()
         prepared = pictures_prepared(policy.prompts.image_processor)
-        looked_at = grids_of_calls(policy.module.base_model.model.visual)
-        steered_from = negative_prompts(policy)
+        read = grids_of_calls(policy.module.base_model.model.visual)
+        negative = negative_prompts(policy)
         encoded = rows_of_calls(loop.parts.vae.encoder)
         decoded = rows_of_calls(loop.parts.vae.decoder)
         run.evaluate_if_due(0)
-        assert sum(prepared) == sum(looked_at) == sum(encoded) == 2
-        assert len(steered_from) == 2 * 2
+        assert sum(prepared) == sum(read) == sum(encoded) == 2
+        assert len(negative) == 2 * 2
         assert 2 * 2 < sum(decoded) <= 2 * 5
 
 
-def test_an_iteration_of_earl(tmp_path: Path) -> None:
-    """Two sources and two references exist as codes alone; each is painted once."""
+def test_an_iteration_of_earl_decodes_each_picture_once(tmp_path: Path) -> None:
+    """Two sources and two references are stored as codes; each is decoded once."""
     with opened("tiny_earl", tmp_path) as run:
         loop: Any = run.context.renderer.loop
-        painted = rows_of_calls(loop.codec.model.decoder.conv_in)
+        decoded = rows_of_calls(loop.codec.model.decoder.conv_in)
         rollout = iterate(run)
-        drawn = {e.image.tobytes() for group in rollout.episodes for e in group if e.image}
-        assert sum(painted) == 2 + 2 + len(drawn)
+        drawn_pictures = {e.image.tobytes() for group in rollout.episodes for e in group if e.image}
+        assert sum(decoded) == 2 + 2 + len(drawn_pictures)
         assert num_asked(run) == 3 * num_distinct(rollout)

@@ -1,8 +1,8 @@
-"""The policy side of an iteration executes little more than the least that its algorithm takes.
+"""The policy side of an iteration executes at most 5 % more than the fewest possible FLOPs.
 
-The least, for every group: two forwards over the prompt once and its completions (policy,
-reference), one backward, logits of completion tokens only, each picture encoded once. Not in it:
-the head's logits again in the backward, instead of keeping [N, V] of them.
+The fewest, per group: two forwards (policy, reference) over the prompt, once, and its completions;
+one backward; logits of completion tokens only; each picture encoded once. Not included: recomputing
+the head's logits in the backward, which saves keeping [N, V] of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def graded(policy, groups: int) -> list[tiny_learner.Graded]:
-    """Groups of eight completions, of a sixth of their prompt's length on average, ragged."""
+    """Groups of eight completions of different length, on average a sixth of the prompt."""
     members = []
     for group in range(groups):
         prompt = policy.build_prompt(tiny_qwen.sample(group))
@@ -46,7 +46,7 @@ def graded(policy, groups: int) -> list[tiny_learner.Graded]:
 
 
 def least_flops(policy, members: list[tiny_learner.Graded]) -> float:
-    """By the formulas, which `test_system_work.py` holds against a real model."""
+    """By the formulas that `test_system_work.py` compares with a real model."""
     least = 0.0
     sizes = replace(policy.module.sizes, lora_rank=0)  # the reference runs without the adapter
     for prompt in {one.prompt for one in members}:
@@ -59,7 +59,7 @@ def least_flops(policy, members: list[tiny_learner.Graded]) -> float:
 
 
 def vision_flops(policy, members: list[tiny_learner.Graded]) -> float:
-    """Of each picture once, by the tower alone."""
+    """FLOPs of the vision tower for each picture once."""
     pictures = policy.prompts.pictures(list({one.prompt for one in members}))
     with torch.no_grad(), flop_counter() as count:
         for picture in pictures:
@@ -68,7 +68,7 @@ def vision_flops(policy, members: list[tiny_learner.Graded]) -> float:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_the_policy_side_is_within_a_twentieth_of_the_least(folder, full):
+def test_the_policy_side_is_within_5_percent_of_the_fewest_flops(folder, full):
     policy = tiny_policy.make_policy(str(folder), **({"lora": None} if full else {}))
     config = tiny_learner.make_config(
         {"kl_coeff": 0.1}, GROUPS, MEMBERS, max_tokens_per_micro_batch=10_000

@@ -1,4 +1,4 @@
-"""The closed formulas, by hand and against torch's counter; the device's rate and memory."""
+"""FLOP formulas against enumeration and torch's counter; measured speed and peak memory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from rl.meter.flops import LanguageModel, prefix_tree_pairs
 EVERY_MATRIX = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def test_the_measured_rate_is_that_of_a_computer():
+def test_the_measured_flops_per_second_are_plausible():
     assert 1e9 < measure_flops_per_s("cpu", "float32") < 1e14
 
 
-def test_peak_memory_is_what_the_kernel_says():
+def test_peak_memory_agrees_with_the_kernel():
     status = Path("/proc/self/status").read_text(encoding="ascii")
     peak_kib = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
     peak_gb = take_peak_memory_gb("cpu")
-    # Linux hands the peak of the process that started this one on, should that be the larger.
+    # On Linux a process inherits the peak of its parent if that is larger.
     assert 0.99 * peak_kib * 1024 / 1e9 <= peak_gb < 1000
 
 
-def test_causal_attention_on_a_cpu_is_counted_as_its_triangle():
+def test_causal_attention_on_a_cpu_counts_only_the_lower_triangle():
     query = torch.randn(1, 2, 6, 16, requires_grad=True)
     for causal, pairs in ((False, 36), (True, 21)):
         with flop_counter() as count:
@@ -48,14 +48,14 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("o_proj",), EVERY_MATRIX, None])
-def test_the_formulas_are_what_a_real_model_executes(tokenizer, targets):
+def test_the_formulas_agree_with_a_real_model(tokenizer, targets):
     model = tiny_qwen.make_model(tokenizer)
     lora = LoraSection(r=4, target_modules=targets) if targets else None
     sizes = LanguageModel.of(model.config.text_config, lora)
     backbone = model.model
     if lora is not None:
-        names = rf".*language_model\..*\.({'|'.join(targets)})"
-        get_peft_model(model, LoraConfig(r=4, target_modules=names))
+        module_pattern = rf".*language_model\..*\.({'|'.join(targets)})"
+        get_peft_model(model, LoraConfig(r=4, target_modules=module_pattern))
     backbone.train()
     ids = torch.arange(24)[None] + 10
     with flop_counter() as forward:
@@ -64,12 +64,12 @@ def test_the_formulas_are_what_a_real_model_executes(tokenizer, targets):
         hidden.sum().backward()
     pairs = prefix_tree_pairs(24, ())
     assert forward.get_total_flops() == pytest.approx(sizes.forward_flops(24, pairs))
-    # A LoRA's first layer, here one of two, has no gradient of its input to compute.
-    spared = 1 - backward.get_total_flops() / sizes.backward_flops(24, pairs)
-    assert 0 < spared < 0.2 if targets else spared == pytest.approx(0, abs=1e-6)
+    # The first layer with LoRA, here one of two, needs no gradient of its input.
+    saved_fraction = 1 - backward.get_total_flops() / sizes.backward_flops(24, pairs)
+    assert 0 < saved_fraction < 0.2 if targets else saved_fraction == pytest.approx(0, abs=1e-6)
 
 
-def test_pairs_of_a_prefix_tree_by_enumeration():
+def test_attention_pairs_of_a_prefix_tree_agree_with_enumeration():
     prompt_len, completion_lens = 5, (3, 0, 2)
     pairs = sum(i + 1 for i in range(prompt_len))
     for length in completion_lens:

@@ -1,5 +1,4 @@
-"""The fingerprint of exported weights, an adapter summed into its matrices, and whether every part
-of one has its layer."""
+"""Fingerprints of exported weights, and the checks that an adapter fits the model's layers."""
 
 import json
 from collections.abc import Callable
@@ -25,19 +24,19 @@ from rl.files.weights import fingerprint
         pytest.param(lambda w: w[1].neg_(), id="signs alone"),
     ],
 )
-def test_weights_have_another_fingerprint_exactly_when_they_changed(
+def test_the_fingerprint_changes_exactly_when_the_weights_change(
     dtype: torch.dtype, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     weights = {"w": torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)}
     first = fingerprint(weights)
-    # Other memory, and a start that no 64-bit number may have.
+    # The same values in other memory, at an address that is not aligned to 64 bits.
     other = torch.cat([weights["w"].view(-1)[:1], weights["w"].view(-1)])[1:].view(shape)
     assert fingerprint({"w": other}) == first
     change(weights["w"])
     assert fingerprint(weights) != first
 
 
-def test_at_most_24_bytes_a_tensor_come_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fingerprint_copies_at_most_24_bytes_per_tensor_to_the_host(monkeypatch) -> None:
     num_bytes: list[int] = []
     to_host = torch.Tensor.cpu
 
@@ -70,22 +69,22 @@ def test_a_target_that_is_no_layer_is_refused_before_a_device_is_used(
         ValueError, match=r"^policy\.lora\.target_modules: '.*name some of:"
     ) as error:
         tiny_policy.make_qwen(folder, lora=lora, freeze_vision_tower=frozen)
-    named, known = str(error.value).split("; name some of: ")
-    assert f"{wrong!r} is the name of no layer" in named and "'q_proj'" not in named
-    assert {"q_proj", "down_proj"} <= {*known.split(", ")}
+    unknown, layers = str(error.value).split("; name some of: ")
+    assert f"{wrong!r} is the name of no layer" in unknown and "'q_proj'" not in unknown
+    assert {"q_proj", "down_proj"} <= {*layers.split(", ")}
 
 
-def test_a_target_of_the_frozen_tower_alone_is_refused(folder: str) -> None:
+def test_a_target_only_in_the_frozen_tower_is_refused(folder: str) -> None:
     lora = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "qkv"]}
     with pytest.raises(ValueError, match="'qkv' is the name of no layer that may be adapted"):
         tiny_policy.make_qwen(folder, lora=lora)
     tiny_policy.make_qwen(folder, lora=lora, freeze_vision_tower=False)
 
 
-def test_a_towers_convolution_is_not_adapted_by_the_name_of_a_linear_layer(
+def test_a_target_name_shared_with_a_convolution_adapts_the_linear_layer_only(
     folder: str, tmp_path: Path
 ) -> None:
-    """`patch_embed.proj` beside the blocks' `attn.proj`, whose adapter is saved and loaded."""
+    """`proj` names both `attn.proj` and the convolution `patch_embed.proj`."""
     lora = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "proj"]}
     policy = tiny_policy.make_qwen(folder, lora=lora, freeze_vision_tower=False)
     names = [name for name in tiny_policy.trainable(policy) if "visual" in name]
@@ -100,7 +99,7 @@ def test_a_towers_convolution_is_not_adapted_by_the_name_of_a_linear_layer(
     assert again.module(again.collate([(prompt, (5, 6))])).logprobs.isfinite().all()
 
 
-def saved(folder: str, to: Path) -> Path:
+def save_adapter(folder: str, to: Path) -> Path:
     policy = tiny_policy.make_qwen(folder)
     tensors = {n: p.detach() for n, p in policy.module.named_parameters() if p.requires_grad}
     policy.save_pretrained(str(to), tensors)
@@ -118,25 +117,25 @@ def saved(folder: str, to: Path) -> Path:
     ],
     ids=["another's layers", "more", "fewer", "another's width", "nothing"],
 )
-def test_an_adapter_whose_tensors_find_no_layer_is_refused(
+def test_an_adapter_whose_tensors_do_not_match_the_layers_is_refused(
     folder: str, tmp_path: Path, change: Callable[..., dict[str, torch.Tensor]], figures: str
 ) -> None:
-    file = saved(folder, tmp_path)
+    file = save_adapter(folder, tmp_path)
     changed = [change(name, tensor) for name, tensor in load_file(file).items()]
-    whole = {n: t.contiguous().clone() for part in changed for n, t in part.items()}
-    save_file(whole, file, metadata={"format": "pt"})
+    tensors = {n: t.contiguous().clone() for part in changed for n, t in part.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=rf"^policy\.adapter_path: .* does not fit: .*{figures}"):
         tiny_policy.make_qwen(folder, adapter_path=str(tmp_path))
 
 
-def test_an_adapter_that_names_a_layer_which_is_not_there_is_warned_of(
+def test_an_adapter_config_with_an_unknown_layer_gives_a_warning(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = saved(folder, tmp_path).with_name("adapter_config.json")
-    written = json.loads(file.read_text())
+    file = save_adapter(folder, tmp_path).with_name("adapter_config.json")
+    adapter_config = json.loads(file.read_text())
     names = ["self_attn.q_proj", "k_proj", "v_proj", "o_proj"]
-    for more in ([], ["qkv_proj"]):
-        file.write_text(json.dumps(written | {"target_modules": names + more}))
+    for extra in ([], ["qkv_proj"]):
+        file.write_text(json.dumps(adapter_config | {"target_modules": names + extra}))
         tiny_policy.make_qwen(folder, adapter_path=str(tmp_path))
-        said = "'qkv_proj', which is the name of no layer" in capsys.readouterr().err
-        assert said == bool(more)
+        warned = "'qkv_proj', which is the name of no layer" in capsys.readouterr().err
+        assert warned == bool(extra)

@@ -1,7 +1,4 @@
-"""The Emu3 policy against transformers' own model and PEFT, at tiny size.
-
-All numbers are float32 on a CPU. `_G` completions in a group.
-"""
+"""A tiny Emu3 policy against transformers and PEFT, in float32 on a CPU."""
 
 from pathlib import Path
 
@@ -42,7 +39,7 @@ def policy(folder):
 
 
 def rows_of(policy) -> list[tuple]:
-    """Two groups of other grids: a picture, one after a thought, one cut off, and words alone."""
+    """Two groups with different grids: a picture, one after a thought, one cut off, only words."""
     samples = [tiny_emu3.sample(0), tiny_emu3.sample(1, height=2, width=3)]
     first, second = (policy.build_prompt(sample) for sample in samples)
     write = policy.prompts.picture_completion
@@ -62,11 +59,11 @@ def forward(policy, rows):
 # Log-probs
 
 
-def test_forced_tokens_are_exactly_zero_and_still_attended_to(policy):
+def test_forced_tokens_have_log_prob_zero_and_are_still_attended_to(policy):
     prompt, ids = rows_of(policy)[0]
     batch = policy.collate([(prompt, ids)])
     forced = batch.model_inputs["forced"]
-    assert int(forced.sum()) == 4 + 3, "four ends of rows, then frame, picture and sequence"
+    assert int(forced.sum()) == 4 + 3, "ends of four rows, frame, picture and sequence"
     outputs = policy.module(batch)
     assert not outputs.logprobs[forced].any() and not outputs.entropy[forced].any()
     assert (outputs.logprobs[~forced] < 0).all()
@@ -77,7 +74,7 @@ def test_forced_tokens_are_exactly_zero_and_still_attended_to(policy):
     assert (changed - outputs.logprobs)[0, row_end + 1 :].abs().max() > 0.01
 
 
-def test_only_a_tokens_own_slice_is_projected(policy):
+def test_only_the_slice_of_the_vocabulary_of_each_token_is_projected(policy):
     sizes = []
     head = policy.module.base_model.lm_head
     hook = head.register_forward_hook(lambda _module, _args, output: sizes.append(output.shape))
@@ -87,7 +84,7 @@ def test_only_a_tokens_own_slice_is_projected(policy):
     assert sizes == [(4, 528), (16, 64)]
 
 
-def test_free_sampling_has_one_softmax_and_forces_nothing(folder):
+def test_free_sampling_uses_one_softmax_and_forces_no_token(folder):
     policy = make_emu3(folder, constrained=False)
     assert policy.image_vocabulary is None and policy.banned_token_ids == ()
     [(prompt, ids), *_] = rows_of(policy)
@@ -98,23 +95,23 @@ def test_free_sampling_has_one_softmax_and_forces_nothing(folder):
     assert (outputs.logprobs[0] - expected).abs().max() < NATS
 
 
-def test_training_mode_is_the_policy_that_sampled(policy):
-    """The published configs ask for a dropout of 0.1, in attention and after every layer."""
+def test_training_mode_gives_the_same_log_probs_as_sampling(policy):
+    """The published configs have a dropout of 0.1, which training must not apply."""
     rows = rows_of(policy)
     policy.module.eval()
-    still = forward(policy, rows).logprobs
+    expected = forward(policy, rows).logprobs
     policy.module.train()
-    assert apart(forward(policy, rows).logprobs, still) <= NATS
+    assert apart(forward(policy, rows).logprobs, expected) <= NATS
 
 
-def test_a_published_folder_holds_the_same_policy(policy, tmp_path):
+def test_a_published_folder_loads_as_the_same_policy(policy, tmp_path):
     published = make_emu3(tiny_emu3.save_published_folder(tmp_path))
     theirs = forward(published, rows_of(published)).logprobs
     assert apart(theirs, forward(policy, rows_of(policy)).logprobs) <= NATS
 
 
 def test_a_constrained_sampler_and_the_trainer_agree(tmp_path):
-    """The slow engine decodes with a cache under the grammar; every log-prob is the trainer's."""
+    """The transformers engine decodes with a cache under the grammar; log-probs agree."""
     policy = make_emu3(tiny_emu3.save_policy_folder(tmp_path, fond_of_pictures=True))
     prompt = policy.build_prompt(tiny_emu3.sample(3, height=3, width=2))
     params = SamplingParams(TEMPERATURE, 1.0, -1, max_tokens=40, num_completions=6)
@@ -149,19 +146,19 @@ def test_loss_masks_follow_the_cycle_and_attention_does_not(folder, policy):
     assert apart(forward(cycling, [(prompt, ids)]).logprobs, policy.module(theirs).logprobs) <= NATS
 
 
-def test_a_group_becomes_codes(policy):
+def test_completions_of_a_group_become_codes(policy):
     sample = tiny_emu3.sample(2)
     prompt = policy.build_prompt(sample)
     whole = policy.prompts.picture_completion(sample.target_codes)
     rows = [(prompt, ids) for ids in (whole, whole[:-8], whole[:2])]
-    painted, cut, wordy = act(policy, rows)
+    painted, cut, words_only = act(policy, rows)
     assert np.array_equal(painted.payload, sample.target_codes) and painted.failure is None
     assert cut.payload is None and cut.failure.startswith("cut off")
-    assert wordy.failure.startswith("no image token") and wordy.text == "4*"
+    assert words_only.failure.startswith("no image token") and words_only.text == "4*"
     assert policy.pass_through_completion(sample) is None
 
 
-# What leaves the policy
+# Export
 
 
 def test_full_weights_load_in_the_stock_model(folder, tmp_path):
@@ -175,14 +172,14 @@ def test_full_weights_load_in_the_stock_model(folder, tmp_path):
     exported = policy.export_weights(trainable(policy), 3)
     assert exported.kind == "full" and exported.version == 3
     assert theirs.keys() == ours.keys() == exported.tensors.keys()
-    live = policy.module.base_model.state_dict()
+    live_weights = policy.module.base_model.state_dict()
     for name, tensor in exported.tensors.items():
         assert torch.equal(theirs[name], tensor) and not tensor.requires_grad
-        # No second copy of a model that fills half a GPU.
-        assert tensor.data_ptr() == live[name].data_ptr()
+        # The export must not copy the model, which may fill half a GPU.
+        assert tensor.data_ptr() == live_weights[name].data_ptr()
 
 
-def test_a_tied_head_stays_tied_and_leaves_under_both_names(tmp_path):
+def test_a_tied_head_stays_tied_and_is_exported_under_both_names(tmp_path):
     policy = make_emu3(tiny_emu3.save_policy_folder(tmp_path / "base", tied=True))
     model = policy.module.base_model
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -196,7 +193,7 @@ def test_a_tied_head_stays_tied_and_leaves_under_both_names(tmp_path):
     assert apart(forward(again, rows).logprobs, forward(policy, rows).logprobs) <= NATS
 
 
-def test_an_adapter_loads_in_peft_and_is_what_the_sampler_gets(folder, tmp_path):
+def test_a_saved_adapter_loads_in_peft_and_equals_the_exported_one(folder, tmp_path):
     from peft import PeftModel
 
     policy = make_emu3(folder, **LORA)
@@ -215,7 +212,7 @@ def test_an_adapter_loads_in_peft_and_is_what_the_sampler_gets(folder, tmp_path)
     assert apart(forward(again, rows).logprobs, forward(policy, rows).logprobs) <= NATS
 
 
-def test_an_adapter_reaches_layers_but_not_the_head(folder):
+def test_layers_can_be_adapted_but_not_the_head(folder):
     policy = make_emu3(folder, lora={"target_modules": ["gate_proj"]})
     layers = {name.split(".lora_")[0] for name in trainable(policy)}
     assert len(layers) == 2 and all(name.endswith("mlp.gate_proj") for name in layers)
@@ -223,7 +220,7 @@ def test_an_adapter_reaches_layers_but_not_the_head(folder):
         make_emu3(folder, lora={"target_modules": ["gate_proj", "lm_head"]})
 
 
-def test_a_sampler_gets_a_folder_without_anyones_code(policy, tmp_path):
+def test_the_engine_folder_contains_no_python_code(policy, tmp_path):
     from transformers import AutoConfig, AutoTokenizer
 
     published = make_emu3(tiny_emu3.save_published_folder(tmp_path))
@@ -238,7 +235,7 @@ def test_a_sampler_gets_a_folder_without_anyones_code(policy, tmp_path):
     assert published.image_pixel_bounds is None and not published.adapts_vision_tower
 
 
-def test_incomplete_weights_and_foreign_tokenizers_are_refused(folder, tmp_path):
+def test_incomplete_weights_and_other_tokenizers_are_refused(folder, tmp_path):
     from safetensors.torch import save_file
 
     partial = Path(tiny_emu3.save_policy_folder(tmp_path / "partial"))
@@ -247,8 +244,8 @@ def test_incomplete_weights_and_foreign_tokenizers_are_refused(folder, tmp_path)
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks 1 weights of an Emu3 \(model.norm.weight"):
         make_emu3(str(partial))
-    more = tiny_emu3.make_tokenizer(num_codes=80)
-    more.save_pretrained(tmp_path / "more")
+    longer = tiny_emu3.make_tokenizer(num_codes=80)
+    longer.save_pretrained(tmp_path / "more")
     with pytest.raises(ValueError, match="has 608 tokens, the model 592"):
         make_emu3(folder, tokenizer_path=str(tmp_path / "more"))
     with pytest.raises(ValueError, match="emits"):
@@ -258,7 +255,7 @@ def test_incomplete_weights_and_foreign_tokenizers_are_refused(folder, tmp_path)
         )
 
 
-def test_unused_ids_of_a_longer_model_are_never_sampled_freely(tmp_path):
+def test_token_ids_beyond_the_tokenizer_are_never_sampled(tmp_path):
     folder = tiny_emu3.save_policy_folder(tmp_path)
     tiny_emu3.make_tokenizer(num_codes=60).save_pretrained(tmp_path / "fewer")
     fewer = str(tmp_path / "fewer")

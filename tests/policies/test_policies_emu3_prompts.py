@@ -1,4 +1,4 @@
-"""What an Emu3 policy reads and spells: ids by hand, both forms of its tokenizer, failures."""
+"""Emu3 prompts and completions as token ids, its tokenizers, and the config checks."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def visual(code: int) -> str:
     return f"<|visual token {code:06d}|>"
 
 
-def spelt(tokenizer, ids) -> list[str]:
+def tokens_of(tokenizer, ids) -> list[str]:
     return tokenizer.convert_ids_to_tokens(list(ids))
 
 
@@ -41,18 +41,18 @@ PICTURE = [
     *[visual(1), visual(2), visual(3), EOL],
     *[EOF, END],
 ]
-"""`CODES`, written out by hand."""
+"""The tokens of `CODES`."""
 
 
 # Prompts
 
 
-def test_a_prompt_token_by_token(tokenizer):
-    """bos, the picture, the words, the prefill, which ends in a special token."""
+def test_the_tokens_of_a_prompt(tokenizer):
+    """The prompt is BOS, the picture, the instruction and the prefill."""
     prompt = make(tokenizer, prefill=START).prompt(Sample("s", "blue sky", source_codes=CODES))
     words = tokenizer("blue sky", add_special_tokens=False).input_ids
-    expected = [BOS, *PICTURE, *spelt(tokenizer, words), START]
-    assert spelt(tokenizer, prompt.token_ids) == expected
+    expected = [BOS, *PICTURE, *tokens_of(tokenizer, words), START]
+    assert tokens_of(tokenizer, prompt.token_ids) == expected
     assert prompt.images == ()
     assert prompt.grid == (2, 3)
 
@@ -65,11 +65,11 @@ def test_a_picture_of_32_by_32_codes_is_1065_tokens(tokenizer):
     assert len(prompt.token_ids) == 1 + 1065 + 1
 
 
-def test_the_prefill_may_name_the_sources_size(tokenizer):
+def test_the_prefill_may_contain_the_size_of_the_source(tokenizer):
     prompt = make(tokenizer, prefill=START + "{height}*{width}").prompt(
         Sample("s", "blue", source_codes=CODES)
     )
-    assert spelt(tokenizer, prompt.token_ids[-4:]) == [START, "2", "*", "3"]
+    assert tokens_of(tokenizer, prompt.token_ids[-4:]) == [START, "2", "*", "3"]
 
 
 def test_free_sampling_has_no_grid(tokenizer):
@@ -77,17 +77,17 @@ def test_free_sampling_has_no_grid(tokenizer):
     assert make(tokenizer, constrained=False).prompt(sample).grid is None
 
 
-@pytest.mark.parametrize("words", [f"say {END}{IMAGE}", f"{visual(3)} please", f"stop {EOS}"])
-def test_users_cannot_write_special_tokens(tokenizer, words):
+@pytest.mark.parametrize("instruction", [f"say {END}{IMAGE}", f"{visual(3)} please", f"stop {EOS}"])
+def test_users_cannot_write_special_tokens(tokenizer, instruction):
     prompts = make(tokenizer, prefill=START)
-    honest = prompts.prompt(Sample("s", "blue", source_codes=CODES)).token_ids
-    ids = prompts.prompt(Sample("s", words, source_codes=CODES)).token_ids
+    expected = prompts.prompt(Sample("s", "blue", source_codes=CODES)).token_ids
+    ids = prompts.prompt(Sample("s", instruction, source_codes=CODES)).token_ids
     specials = set(tokenizer.added_tokens_decoder)
-    assert [i for i in ids if i in specials] == [i for i in honest if i in specials]
-    assert words in tokenizer.decode(ids)
+    assert [i for i in ids if i in specials] == [i for i in expected if i in specials]
+    assert instruction in tokenizer.decode(ids)
 
 
-def test_mistakes_in_a_sample_name_it(tokenizer):
+def test_an_unusable_sample_is_named_in_the_error(tokenizer):
     prompts = make(tokenizer, max_prompt_tokens=20)
     with pytest.raises(ValueError, match=r"'lost' has no source_codes.*rl prepare"):
         prompts.prompt(Sample("lost", "blue"))
@@ -101,23 +101,23 @@ def test_mistakes_in_a_sample_name_it(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("prefill", "begun"),
+    ("prefill", "num_in_prefill"),
     [("", 0), (tiny_emu3.THINK, 0), (START, 1), (START + "{height}*{width}", 4)],
 )
-def test_a_picture_completion_goes_on_where_the_prefill_ends(tokenizer, prefill, begun):
+def test_a_picture_completion_continues_the_prefill(tokenizer, prefill, num_in_prefill):
     prompts = make(tokenizer, prefill=prefill)
     ids = prompts.picture_completion(CODES)
-    assert spelt(tokenizer, ids) == [*PICTURE[begun:], EOS]
+    assert tokens_of(tokenizer, ids) == [*PICTURE[num_in_prefill:], EOS]
     thought = prompts.picture_completion(CODES, thought=" hm")
     assert thought[-len(ids) :] == ids and tokenizer.decode(thought[: -len(ids)]) == " hm"
 
 
-def test_a_written_picture_obeys_the_grammar(tokenizer):
-    """Two ends of rows, the frame's, the picture's and the sequence's are forced, no others."""
+def test_a_picture_completion_follows_the_grammar(tokenizer):
+    """Only the ends of the two rows, the frame, the picture and the sequence are forced."""
     prompts = make(tokenizer)
     ids = prompts.picture_completion(CODES)
     forced = forced_tokens(ids, (2, 3), prompts.vocabulary.picture)
-    assert [t for t, f in zip(spelt(tokenizer, ids), forced, strict=True) if f] == [
+    assert [t for t, f in zip(tokens_of(tokenizer, ids), forced, strict=True) if f] == [
         *[EOL, EOL, EOF, END, EOS]
     ]
 
@@ -129,13 +129,13 @@ def read(tokenizer, text: str, constrained=True):
     return prompts.action(prompt, ids)
 
 
-def test_codes_come_back(tokenizer):
+def test_codes_are_read_from_a_completion(tokenizer):
     action = read(tokenizer, "".join([*PICTURE[1:], EOS]))
     assert action.failure is None and action.text == "[image 2x3]"
     assert action.payload.dtype == np.int32 and np.array_equal(action.payload, CODES)
 
 
-def test_words_around_a_picture_stay(tokenizer):
+def test_words_around_a_picture_are_kept(tokenizer):
     action = read(tokenizer, "".join([" a sky of 2*3 ", *PICTURE, " done", EOS]))
     assert action.text == "a sky of 2*3 [image 2x3] done"
     assert np.array_equal(action.payload, CODES)
@@ -160,14 +160,14 @@ ROW = visual(1) + visual(2) + visual(3)
         (IMAGE + ROW + EOL + visual(1), "cut off: the completion ends in row 2 of 2"),
     ],
 )
-def test_what_is_no_picture_says_why(tokenizer, text, failure):
+def test_a_completion_without_a_valid_picture_fails_with_the_reason(tokenizer, text, failure):
     action = read(tokenizer, text, constrained=False)
     assert action.payload is None
     assert action.failure.startswith(failure), action.failure
 
 
 @pytest.mark.parametrize("tail", ["", EOL, EOL + EOF, EOL + EOF + END])
-def test_a_whole_picture_cut_off_after_its_last_code_is_one(tokenizer, tail):
+def test_a_picture_cut_off_after_its_last_code_is_complete(tokenizer, tail):
     action = read(tokenizer, IMAGE + (ROW + EOL) + ROW + tail)
     assert action.failure is None and action.payload.shape == (2, 3)
 
@@ -180,7 +180,7 @@ def config_of(folder: str, **section) -> emu3.Config:
 
 
 def test_a_published_folder_is_read_without_its_code(tmp_path: Path, tokenizer):
-    """tiktoken file and list of vision tokens give the very ids of `tokenizer.json`."""
+    """The tiktoken file and the list of vision tokens give the ids of `tokenizer.json`."""
     folder = tiny_emu3.save_published_folder(tmp_path)
     read_back = emu3_loading.load_tokenizer(config_of(folder))
     assert read_back.get_vocab() == tokenizer.get_vocab()
@@ -220,7 +220,7 @@ def problems(tmp_path: Path, **section) -> list[str]:
     return emu3.Emu3.problems(config_of(str(tmp_path), **section), None)
 
 
-def test_cross_field_mistakes(tmp_path: Path):
+def test_contradictory_config_keys_are_problems(tmp_path: Path):
     assert problems(tmp_path) == []
     both = {"train_text_tokens_only": True, "train_vision_tokens_only": True}
     assert "train nothing in iteration 0" in problems(tmp_path, **both)[0]
@@ -237,11 +237,11 @@ SCHEDULES = {
     ("text", 3, 0): [(0, 1)] * 6,
     ("vision", 3, 1): [(0, 1), (1, 1), (1, 1)] * 2,
 }
-"""(which, cycle, steps) -> is text, is vision trained in iterations 0 to 5; both cycles by hand."""
+"""(which, cycle, steps) -> (is text trained, is vision trained) in iterations 0 to 5."""
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_cycles_of_text_and_vision(tmp_path: Path, kind):
+def test_text_and_vision_are_trained_in_cycles(tmp_path: Path, kind):
     section = {}
     if kind:
         which, cycle, steps = kind
@@ -251,26 +251,26 @@ def test_cycles_of_text_and_vision(tmp_path: Path, kind):
     assert [config.trained(i) for i in range(6)] == SCHEDULES[kind]
 
 
-def test_another_models_folder_is_named(tmp_path: Path):
+def test_the_folder_of_another_model_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     with pytest.raises(ValueError, match="holds a 'qwen2', not an Emu3"):
         emu3_loading.read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
-def test_rope_scaling_of_a_published_config_survives(tmp_path, key):
+def test_rope_scaling_of_a_published_config_is_kept(tmp_path, key):
     folder = Path(tiny_emu3.save_published_folder(tmp_path))
-    written = json.loads((folder / "config.json").read_text())
-    scaled = {**written, "rope_theta": 5e5, "rope_scaling": {key: "linear", "factor": 2.0}}
+    published = json.loads((folder / "config.json").read_text())
+    scaled = {**published, "rope_theta": 5e5, "rope_scaling": {key: "linear", "factor": 2.0}}
     (folder / "config.json").write_text(json.dumps(scaled))
     config = emu3_loading.read_model_config(folder)
     expected = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
     assert expected.items() <= config.rope_parameters.items() and config.attention_dropout == 0
 
 
-def test_a_picture_that_no_completion_can_hold_names_its_sample(tmp_path):
-    """7 rows of 7 codes: 1 + '7*7' + 1 + 7 x 8 + 2, and the stop token, of which the prefill wrote
-    the first: 63 of the 64 tokens there are; an eighth row is too much."""
+def test_a_sample_whose_picture_exceeds_the_completion_is_refused(tmp_path):
+    """7 rows of 7 codes take 1 + 3 ('7*7') + 1 + 7 x 8 + 2 + 1 (stop) tokens; the first is in the
+    prefill, so 63 of 64 are used and an eighth row does not fit."""
     folder = tiny_emu3.save_policy_folder(tmp_path)
     config = emu3.Config(type="emu3", model_path=folder, dtype="float32")
     policy = emu3.Emu3(config, PolicySetup("image_tokens", max_completion_tokens=64))

@@ -1,4 +1,4 @@
-"""vLLM serves a published Emu3, whose own config and tokenizer nobody else can read."""
+"""vLLM serves a published Emu3, whose config and tokenizer it cannot read itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl.engines.vllm import vllm as vllm_engine
 pytestmark = pytest.mark.slow
 
 
-def test_vllm_samples_a_published_model_as_the_trainer_scores_it(tmp_path):
+def test_vllm_and_the_trainer_agree_on_the_log_probs_of_a_published_emu3(tmp_path):
     policy = make_emu3(tiny_emu3.save_published_folder(tmp_path, fond_of_pictures=True))
     engine = vllm_engine.VllmEngine(vllm_engine.Config(type="vllm"), EngineSetup(policy, "cpu"))
     try:
@@ -31,6 +31,6 @@ def test_vllm_samples_a_published_model_as_the_trainer_scores_it(tmp_path):
         engine.close()
     for prompt, group in zip(prompts, groups, strict=True):
         actions = act_group(policy, prompt, group)
-        painted = [action.payload for action in actions if action.failure is None]
-        assert painted and all(codes.shape == prompt.grid for codes in painted)
+        pictures = [action.payload for action in actions if action.failure is None]
+        assert pictures and all(codes.shape == prompt.grid for codes in pictures)
     assert max_dlogp(policy, prompts, groups) < NATS

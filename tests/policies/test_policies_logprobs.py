@@ -1,4 +1,4 @@
-"""Chunked log-probs against the plain full-vocabulary softmax, values and gradients."""
+"""Chunked log-probs and their gradients against one softmax over the full vocabulary."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def _inputs(dtype: torch.dtype = torch.float32):
 
 
 def _plain(hidden, head, ids, temperature):
-    """Float64, in one piece, the banned columns removed by hand."""
+    """(log-probs, entropy) in float64 from one softmax without the banned columns."""
     keep = [i for i in range(VOCAB) if i not in BANNED.tolist()]
     logits = (hidden.double() @ head.weight.double().T)[:, keep] / temperature
     logprobs = logits - logits.exp().sum(-1, keepdim=True).log()
@@ -50,8 +50,8 @@ class SlicedLinear(torch.nn.Linear):
         return hidden @ self.weight[start:end].T
 
 
-def test_slices_are_softmaxes_of_their_own_in_value_and_gradient(monkeypatch):
-    """Ids 0 to 29 and 30 to 44, the rest never; three tokens a chunk, interleaved."""
+def test_each_slice_has_its_own_softmax_in_value_and_gradient(monkeypatch):
+    """Slices are ids 0 to 29 and 30 to 44; 45 and above never occur; three tokens per chunk."""
     monkeypatch.setattr(token_logprobs, "__defaults__", (3 * 15,))
     torch.manual_seed(0)
     hidden = torch.randn(NUM_TOKENS, WIDTH, requires_grad=True)
@@ -72,7 +72,7 @@ def test_slices_are_softmaxes_of_their_own_in_value_and_gradient(monkeypatch):
         assert (a - b).abs().max() < NATS
 
 
-def test_a_hand_computed_value():
+def test_log_probs_and_entropy_of_a_hand_computed_example():
     """Logits 0, ln 2, ln 5 and a banned one: softmax 1/8, 2/8, 5/8."""
     head = torch.nn.Linear(1, 4, bias=False)
     head.weight.data = torch.tensor([[0.0], [2.0], [5.0], [1e6]]).log().nan_to_num(neginf=0.0)
@@ -83,24 +83,24 @@ def test_a_hand_computed_value():
     torch.testing.assert_close(entropy[0], -(eighths * eighths.log()).sum())
 
 
-def test_never_holds_all_logits(monkeypatch):
+def test_only_one_chunk_of_logits_exists_at_a_time(monkeypatch):
     hidden, head, ids = _inputs()
     rows = []
     head.register_forward_hook(lambda _module, _args, output: rows.append(output.shape[0]))
     token_logprobs(hidden, head, ids, 1.0, BANNED, logits_per_chunk=4 * VOCAB)[0].sum().backward()
     assert max(rows) == 4
-    assert sum(rows) == 2 * NUM_TOKENS, "the backward computes each chunk once more"
+    assert sum(rows) == 2 * NUM_TOKENS, "the backward computes each chunk again"
 
 
-def test_float32_whatever_the_head_computes_in():
+def test_log_probs_are_float32_for_a_bfloat16_head():
     hidden, head, ids = _inputs(torch.bfloat16)
     logprobs, entropy = token_logprobs(hidden, head, ids, 1.0, BANNED)
     assert logprobs.dtype == entropy.dtype == torch.float32
     exact = head(hidden).float().index_fill(-1, BANNED, float("-inf")).log_softmax(-1)
     expected, rounded = (
-        of.gather(-1, ids[:, None])[:, 0] for of in (exact, exact.bfloat16().float())
+        all_ids.gather(-1, ids[:, None])[:, 0] for all_ids in (exact, exact.bfloat16().float())
     )
-    # The median: a logit that rounds to its other neighbour is off by 1e-2.
+    # The median, because a logit that rounds the other way differs by 1e-2.
     assert (logprobs - expected).abs().median() <= NATS < (rounded - expected).abs().median()
 
 
@@ -111,12 +111,12 @@ def test_no_tokens_give_no_logprobs():
 
 
 @pytest.mark.parametrize(("sharded", "calls"), [(True, 5), (False, 4)])
-def test_as_many_projections_as_the_rank_with_most_tokens_when_sharded(monkeypatch, sharded, calls):
-    """Another rank has a chunk more: only a head that is gathered from all ranks waits for it."""
+def test_a_sharded_head_is_called_equally_often_on_every_rank(monkeypatch, sharded, calls):
+    """Another rank has one chunk more; only a sharded head must make as many calls."""
 
     def all_reduce(tensor, op):
         assert (tensor.item(), op) == (4, torch.distributed.ReduceOp.MAX)
-        assert sharded, "a collective that other ranks may not take part in"
+        assert sharded, "other ranks may not take part in this collective"
         tensor.fill_(5)
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)

@@ -1,7 +1,4 @@
-"""The packed forward against one row at a time through transformers' own model, float32 on a CPU.
-
-Log-probs, conditioning states and gradients agree up to the rounding of float32.
-"""
+"""The packed forward against transformers on one row at a time, in float32 on a CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rl.policies.shared.packing import completion_spans
 
 LENGTHS = ((7, 1, 0, 12), (3,), (9, 9))
-"""Completions of three groups: ragged, of one token, empty, alone."""
+"""Completion lengths of three groups."""
 
 
 @pytest.fixture(scope="module")
@@ -39,26 +36,26 @@ def random_rows(prompts) -> list[tuple]:
 
 
 def pictured_rows(policy) -> list[tuple]:
-    """Three pictures of other sizes and shapes."""
+    """Rows of three prompts with pictures of different sizes."""
     sizes = ((128, 64), (64, 96), (64, 64))
     samples = [tiny_qwen.sample(i, width=w, height=h) for i, (w, h) in enumerate(sizes)]
     return random_rows([policy.build_prompt(sample) for sample in samples])
 
 
 def mixed_rows(policy) -> list[tuple]:
-    """Three pictures, none, and one of them again."""
+    """Rows of three prompts: three pictures, none, and one of the three."""
     samples = [tiny_qwen.sample(i) for i in range(3)]
     several = (*samples[0].sources, tiny_qwen.picture(1, 128, 64), tiny_qwen.picture(2, 64, 96))
-    shown = [
+    variants = [
         replace(samples[0], sources=several),
         replace(samples[1], sources=()),
         replace(samples[2], sources=several[1:2]),
     ]
-    return random_rows([policy.build_prompt(sample) for sample in shown])
+    return random_rows([policy.build_prompt(sample) for sample in variants])
 
 
 def painted_rows(policy) -> list[tuple]:
-    """Pictures of two grids, one after a thought, one cut off; words alone; nothing."""
+    """Pictures of two grids, one after a thought, one cut off; only words; an empty completion."""
     samples = [tiny_emu3.sample(0), tiny_emu3.sample(1, height=2, width=3)]
     first, second = (policy.build_prompt(sample) for sample in samples)
     write = policy.prompts.picture_completion
@@ -72,26 +69,26 @@ def painted_rows(policy) -> list[tuple]:
 
 
 def emu3_alone(policy, prompt, ids) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the picture's grid leaves of a token is written out here, from where the image token
-    stands."""
+    """(states, log-probs) of one row; the ids that the grid allows for each token are derived here
+    from the position of the image token."""
     model, picture = policy.module.base_model, policy.prompts.vocabulary.picture
     states = padded_reference.emu3_states(model, prompt, ids)
     height, width = prompt.grid
-    begun = ids.index(picture.image) if picture.image in ids else len(ids)
+    image_index = ids.index(picture.image) if picture.image in ids else len(ids)
     allowed = []
     for t, token in enumerate(ids):
-        row, column = divmod(t - begun - 1, width + 1)
-        forced = t > begun and (column == width or row >= height)
-        among = range(picture.visual_start)
+        row, column = divmod(t - image_index - 1, width + 1)
+        forced = t > image_index and (column == width or row >= height)
+        slice_ids = range(picture.visual_start)
         if token >= picture.visual_start:
-            among = range(picture.visual_start, picture.visual_end)
-        allowed.append([token] if forced else among)
+            slice_ids = range(picture.visual_start, picture.visual_end)
+        allowed.append([token] if forced else slice_ids)
     head = model.lm_head.weight
     return states, padded_reference.logprobs(states, head, ids, TEMPERATURE, allowed)
 
 
 def make_chatting(folder: str, **section):
-    """Without a renderer's template: the chat format, which does not insist on a picture."""
+    """Without a renderer's template: the chat format, in which a picture is optional."""
     return make_qwen(folder, "text", template=None, **section)
 
 
@@ -114,27 +111,27 @@ CASES = {
     "codes": (tiny_emu3, make_emu3, {"lora": ADAPTER}, painted_rows),
     "codes, all trained": (tiny_emu3, make_emu3, {}, painted_rows),
 }
-"""Name -> family, how a policy is made, keys of its section, its rows."""
+"""Name -> family, builder of the policy, its config keys, builder of its rows."""
 
 
 def gradients(policy, losses) -> list[torch.Tensor]:
-    """Of the losses' weighted sum; parameters that none reaches have zeros."""
+    """Gradients of the losses' weighted sum; zeros for parameters that the losses do not reach."""
     total = sum(
         (torch.linspace(-1, 1, len(loss), dtype=loss.dtype) * loss).sum() for loss in losses
     )
     parameters = list(trainable(policy).values())
-    found = torch.autograd.grad(total, parameters, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+    grads = torch.autograd.grad(total, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads, strict=True)]
 
 
 def distance(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """Norm of the difference over the norm."""
+    """Norm of the difference, divided by the norm of `theirs`."""
     flat = [torch.cat([g.double().flatten() for g in grads]) for grads in (ours, theirs)]
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_log_probs_states_and_gradients_are_those_of_each_row_alone(case, tmp_path):
+def test_log_probs_states_and_gradients_equal_those_of_each_row_alone(case, tmp_path):
     family, build, section, make_rows = CASES[case]
     alone = emu3_alone if family is tiny_emu3 else padded_reference.qwen_row
     policy = build(family.save_policy_folder(tmp_path), **section)
@@ -159,7 +156,7 @@ def test_log_probs_states_and_gradients_are_those_of_each_row_alone(case, tmp_pa
     assert distance(gradients(policy, ours), gradients(policy, theirs)) < GRADIENT
 
 
-def test_conditioning_is_each_rows_own_and_holds_nothing_of_the_graph(qwen_folder):
+def test_conditioning_equals_that_of_each_row_alone_and_keeps_no_graph(qwen_folder):
     policy = make_qwen(qwen_folder)
     move(policy)
     rows = pictured_rows(policy)
@@ -178,8 +175,8 @@ def test_conditioning_is_each_rows_own_and_holds_nothing_of_the_graph(qwen_folde
 @pytest.mark.parametrize("lora", [{"r": 4, "alpha": 8}, None])
 @pytest.mark.parametrize("checkpointing", [False, True, "mlp"])
 def test_several_graphs_wait_for_their_backwards(qwen_folder, lora, checkpointing):
-    """Their backwards come in another order, after forwards of the reference and of negatives;
-    activations are recomputed then, and the gradients are as if each had had its turn alone."""
+    """Backwards run in another order than forwards, after forwards of the reference and of negative
+    prompts. Each gradient equals that of its part alone, also with recomputed activations."""
     policy = make_qwen(qwen_folder, negative=" ", checkpointing=checkpointing, lora=lora)
     plain = make_qwen(qwen_folder, lora=lora)
     for one in (policy, plain):
@@ -200,12 +197,12 @@ def test_several_graphs_wait_for_their_backwards(qwen_folder, lora, checkpointin
     for i in (2, 0, 1):
         policy.module.zero_grad()
         graphs[i].sum().backward()
-        found = [p.grad for p in trainable(policy).values()]
-        assert distance(found, expected[i]) < 1e-6
+        grads = [p.grad for p in trainable(policy).values()]
+        assert distance(grads, expected[i]) < 1e-6
 
 
 def graph_bytes(policy, rows) -> int:
-    """What a forward keeps for its backward, weights apart."""
+    """Bytes that a forward keeps for its backward, without the weights."""
     weights = {p.untyped_storage().data_ptr() for p in policy.module.parameters()}
     kept = {}
 
@@ -220,9 +217,9 @@ def graph_bytes(policy, rows) -> int:
     return sum(size for size, _ in kept.values())
 
 
-def test_an_extra_completion_keeps_its_own_tokens_alone(qwen_folder):
-    """Of 100 tokens that a padded row would have, 16 are the completion's; checkpoints keep less
-    still, and without a graph nothing is kept."""
+def test_an_extra_completion_keeps_memory_for_its_own_tokens_only(qwen_folder):
+    """A padded row would have 100 tokens, 16 of them the completion's. Checkpointing keeps less;
+    without a graph nothing is kept."""
     policy = make_qwen(qwen_folder)
     policy.module.train()
     prompt = policy.build_prompt(tiny_qwen.sample(0, width=112, height=112))
@@ -237,12 +234,12 @@ def test_an_extra_completion_keeps_its_own_tokens_alone(qwen_folder):
 
 
 def test_linear_layers_see_each_token_once(qwen_folder):
-    """Operations of the matrix products by counter, over those by formula: no padding, no prompt
-    twice, and the head on completion tokens alone."""
+    """FLOPs of the matrix products agree with the formula: no padding, each prompt once, and the
+    head only on completion tokens."""
     policy = make_qwen(qwen_folder, lora=None)
     rows = pictured_rows(policy)
     batch = policy.collate(rows)
-    policy.module(batch)  # the vision tower's work is done
+    policy.module(batch)  # computes the picture features, which are kept
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
         policy.module(batch)

@@ -1,4 +1,4 @@
-"""A packed row's arithmetic by hand, and its attention against one dense softmax under a mask."""
+"""Positions and spans of a packed row, and its attention against a dense softmax with a mask."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from rl.policies.shared import packing as packing
 from rl.policies.shared.packed_attention import Packing, attention
 
 GROUPS = (PackedGroup(0, 5, (3, 1, 0, 4)), PackedGroup(13, 2, (0,)), PackedGroup(15, 3, (6, 2)))
-"""Ragged, one token, nothing; a prompt alone; another prompt length."""
+"""Groups (start, prompt length, completion lengths); lengths may be 0."""
 NUM_TOKENS = 26
 NUM_HEADS, NUM_KEY_HEADS, WIDTH = 4, 2, 8
 
@@ -26,7 +26,7 @@ def prompt(*ids: int) -> Prompt:
 # By hand
 
 
-def test_neighbours_that_share_their_prompt_object_are_a_group():
+def test_adjacent_rows_with_the_same_prompt_object_form_a_group():
     first, second = prompt(1, 2), prompt(1, 2)
     rows = [(first, (3, 4)), (first, ()), (second, (5,)), (first, (6,))]
     ids, groups, prompts = packing.pack(rows)
@@ -35,17 +35,17 @@ def test_neighbours_that_share_their_prompt_object_are_a_group():
     assert [id(p) for p in prompts] == [id(first), id(second), id(first)]
 
 
-def test_completions_count_on_from_their_prompts_largest_position():
-    """The largest need not be the last: a picture's rows and columns run ahead of its tokens."""
+def test_positions_of_completions_continue_from_the_largest_of_the_prompt():
+    """The largest position may not be the last: rows and columns of a picture exceed its tokens."""
     groups = (PackedGroup(0, 3, (2, 1)), PackedGroup(6, 1, (2,)))
-    own = [torch.tensor([[0, 9, 1], [0, 4, 1]]), torch.tensor([[0], [7]])]
+    prompt_positions = [torch.tensor([[0, 9, 1], [0, 4, 1]]), torch.tensor([[0], [7]])]
     expected = [[0, 9, 1, 10, 11, 10, 0, 8, 9], [0, 4, 1, 10, 11, 10, 7, 8, 9]]
-    assert packing.positions(groups, own).tolist() == expected
+    assert packing.positions(groups, prompt_positions).tolist() == expected
     plain = packing.positions(groups, [torch.arange(3), torch.arange(1)])
     assert plain.tolist() == [0, 1, 2, 3, 4, 3, 0, 1, 2]
 
 
-def test_first_tokens_are_predicted_by_their_prompts_end():
+def test_the_last_prompt_token_predicts_the_first_completion_token():
     groups = (PackedGroup(0, 3, (2, 0, 1)), PackedGroup(6, 1, (2,)))
     assert list(packing.completion_spans(groups)) == [(3, 5), (5, 5), (5, 6), (7, 9)]
     rows, columns, positions, predictors = packing.completion_tokens(groups).tolist()
@@ -55,7 +55,7 @@ def test_first_tokens_are_predicted_by_their_prompts_end():
     assert predictors == [2, 3, 2, 6, 7]
 
 
-def test_runs_cover_the_row_and_completions_look_at_their_prompt():
+def test_runs_cover_the_row_and_completions_attend_to_their_prompt():
     plan = Packing(GROUPS, kernels.CPU)
     assert plan.own.query_lens == plan.own.key_lens == (5, 3, 1, 0, 4, 2, 0, 3, 6, 2)
     assert (plan.across.query_lens, plan.across.key_lens) == ((8, 0, 8), (5, 2, 3))
@@ -67,7 +67,7 @@ def test_runs_cover_the_row_and_completions_look_at_their_prompt():
 
 
 def visible() -> torch.Tensor:
-    """[S, S] bool, token by token from the definition."""
+    """[S, S] bool: whether token i attends to token j, from the definition."""
     prompt_of, run_of = [], []
     for g, group in enumerate(GROUPS):
         for run, length in enumerate((group.prompt_len, *group.completion_lens)):
@@ -81,14 +81,14 @@ def visible() -> torch.Tensor:
 
 
 def inputs() -> list[torch.Tensor]:
-    """Query, key and value as transformers hands them over, [1, H, S, D]."""
+    """Query, key and value [1, H, S, D], the layout of transformers."""
     torch.manual_seed(0)
     heads = (NUM_HEADS, NUM_KEY_HEADS, NUM_KEY_HEADS)
     return [torch.randn(1, n, NUM_TOKENS, WIDTH, requires_grad=True) for n in heads]
 
 
 def dense(query, key, value) -> torch.Tensor:
-    """[1, S, H, D] float64."""
+    """Attention with the dense mask, [1, S, H, D] float64."""
     share = NUM_HEADS // NUM_KEY_HEADS
     key, value = (x.double().repeat_interleave(share, dim=1) for x in (key, value))
     scores = query.double() @ key.transpose(-1, -2) / WIDTH**0.5
@@ -97,7 +97,7 @@ def dense(query, key, value) -> torch.Tensor:
 
 
 def slow_varlen(query, key, value, starts_q, starts_k, max_q, max_k, is_causal, enable_gqa):
-    """`torch.nn.attention.varlen`'s kernel by its documentation: causal aligned bottom right."""
+    """The documented result of `torch.nn.attention.varlen`: the causal mask is bottom-right."""
     assert enable_gqa and starts_q.dtype == starts_k.dtype == torch.int32
     assert int(starts_q[-1]) == len(query) and int(starts_k[-1]) == len(key) == len(value)
     assert max_q == starts_q.diff().max() and max_k == starts_k.diff().max()
@@ -120,7 +120,7 @@ def slow_varlen(query, key, value, starts_q, starts_k, max_q, max_k, is_causal, 
 def slow_varlen_backward(
     grad, query, key, value, out, lse, starts_q, starts_k, max_q, max_k, is_causal, state
 ):
-    """With the given `out` and `lse`, as the flash kernel: probabilities may not sum to one."""
+    """Uses the given `out` and `lse`, as the flash kernel does: probabilities may not sum to 1."""
     share = query.shape[1] // key.shape[1]
     grads = [torch.zeros_like(x) for x in (query, key, value)]
     for run in range(len(starts_q) - 1):
@@ -145,8 +145,8 @@ def slow_varlen_backward(
 
 
 @pytest.mark.parametrize("kernel", [kernels.CPU, kernels.PLAIN, kernels.VARLEN])
-def test_attention_and_its_gradients_are_those_of_the_dense_mask(kernel, monkeypatch):
-    """The CUDA kernel's calls are answered by a slow one; what is tested is what it is asked."""
+def test_attention_and_its_gradients_equal_those_with_a_dense_mask(kernel, monkeypatch):
+    """A slow stand-in answers the calls of the CUDA kernel, so that their arguments are tested."""
     monkeypatch.setattr(varlen, "_varlen_attn", slow_varlen)
     monkeypatch.setattr(varlen, "_varlen_attn_backward", slow_varlen_backward)
     tensors = inputs()
@@ -160,8 +160,8 @@ def test_attention_and_its_gradients_are_those_of_the_dense_mask(kernel, monkeyp
         assert (a - b).abs().max() < PRODUCT
 
 
-def test_only_pairs_that_see_each_other_are_computed_and_no_key_is_copied():
-    """Multiplications by counter; the graph keeps q, k, v, the result and its sums."""
+def test_only_visible_pairs_are_computed_and_no_key_is_copied():
+    """Counts the multiplications; the graph keeps query, key, value, the result and its sums."""
     pairs = []
 
     def count(query, key, value, dropout=0.0, causal=False, out_shape=None):
@@ -186,7 +186,7 @@ def test_the_kernel_is_chosen_by_device_and_dtype():
     assert kernels.choose_kernel("sdpa", "cpu", torch.float32) is kernels.CPU
 
 
-def test_a_kernel_that_cannot_run_is_a_mistake_of_the_config(tmp_path):
+def test_an_attention_kernel_that_cannot_run_is_a_config_problem(tmp_path):
     for plugin in (qwen2_5_vl.Qwen25VL, emu3.Emu3):
         section = {"type": "", "model_path": str(tmp_path), "attn_implementation": "varlen"}
         assert plugin.problems(plugin.Config(**section), None) == []

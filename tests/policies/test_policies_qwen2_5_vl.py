@@ -1,7 +1,4 @@
-"""The Qwen2.5-VL policy against the stock pipeline, transformers and PEFT, at tiny size.
-
-All numbers are float32 on a CPU. `_G` completions in a group.
-"""
+"""A tiny Qwen2.5-VL policy against the stock pipeline, transformers and PEFT, in float32."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,8 +47,8 @@ def rows(group) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def stock_embeds(policy):
-    """Texts and pictures through `QwenImageEditPipeline`'s own encoder, given the token types that
-    it forgets to pass on."""
+    """Encodes texts and pictures with `QwenImageEditPipeline`, with the token types that the
+    pipeline does not pass on."""
     from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline
 
     def encode(texts, images):
@@ -66,8 +63,8 @@ def stock_embeds(policy):
     return encode
 
 
-def test_conditioning_is_the_pipelines_own_given_the_token_types(policy, stock_embeds):
-    """A prompt's kept states are the stock encoder's; the completion adds rows after them."""
+def test_conditioning_equals_that_of_the_stock_pipeline_with_token_types(policy, stock_embeds):
+    """The kept states of a prompt equal the stock encoder's; rows of the completion follow."""
     samples = [tiny_qwen.sample(i, width=64 * (i + 1)) for i in range(2)]
     prompts = [policy.build_prompt(sample) for sample in samples]
     embeds, mask = stock_embeds(
@@ -84,25 +81,25 @@ def test_conditioning_is_the_pipelines_own_given_the_token_types(policy, stock_e
         )
 
 
-def test_base_conditioning_ignores_the_adapter_and_negatives_always_do(folder, group):
+def test_base_conditioning_and_all_negatives_ignore_the_adapter(folder, group):
     prompt, completions_G = group
-    moved = make_qwen(folder, negative=" ", conditioning="base")
+    with_base = make_qwen(folder, negative=" ", conditioning="base")
     untrained = make_qwen(folder, negative=" ")
     [before] = act_group(untrained, prompt, completions_G[:1])
-    move(moved)
-    [base] = act_group(moved, prompt, completions_G[:1])
+    move(with_base)
+    [base] = act_group(with_base, prompt, completions_G[:1])
     assert apart(base.payload.embeds, before.payload.embeds) <= NATS
     assert apart(base.payload.negative_embeds, before.payload.negative_embeds) <= NATS
 
     trained = make_qwen(folder, negative=" ")
     move(trained)
-    [drifted] = act_group(trained, prompt, completions_G[:1])
-    assert (drifted.payload.embeds - before.payload.embeds).abs().max() > 1e-2
-    assert apart(drifted.payload.negative_embeds, before.payload.negative_embeds) <= NATS
+    [after] = act_group(trained, prompt, completions_G[:1])
+    assert (after.payload.embeds - before.payload.embeds).abs().max() > 1e-2
+    assert apart(after.payload.negative_embeds, before.payload.negative_embeds) <= NATS
 
 
-def test_a_new_negative_comes_of_a_forward_of_its_own_and_of_no_second(folder, group):
-    """Two pictures, one of them under two instructions; nothing of the other's row leaks in."""
+def test_each_new_negative_takes_exactly_one_forward(folder, group):
+    """Two pictures, one of them with two instructions; a negative depends on its picture only."""
     policy = make_qwen(folder, negative=" ")
     samples = [tiny_qwen.sample(0), tiny_qwen.sample(1, width=96), tiny_qwen.sample(0, "blue")]
     prompts = [policy.build_prompt(sample) for sample in samples]
@@ -120,34 +117,34 @@ def test_a_new_negative_comes_of_a_forward_of_its_own_and_of_no_second(folder, g
         assert (states - expected[64:]).abs().max() <= 2e-6 * expected.abs().max()
 
 
-def test_a_picture_s_features_do_not_depend_on_what_else_is_looked_at(folder):
-    """A resumed run has other pictures at hand than one that was never stopped."""
+def test_the_features_of_a_picture_do_not_depend_on_the_others(folder):
+    """A resumed run may encode other pictures together than an uninterrupted run."""
     policy, alone = make_qwen(folder), make_qwen(folder)
     prompts = [policy.build_prompt(tiny_qwen.sample(i)) for i in range(3)]
-    encoded = []
+    batch_sizes = []
     visual = policy.module.base_model.model.visual
     visual.register_forward_pre_hook(
-        lambda _module, _args, given: encoded.append(len(given["grid_thw"])), with_kwargs=True
+        lambda _module, _args, kwargs: batch_sizes.append(len(kwargs["grid_thw"])), with_kwargs=True
     )
     features = policy.picture_features(prompts)
-    assert encoded == [1, 1, 1]
-    for prompt, found in zip(prompts, features, strict=True):
+    assert batch_sizes == [1, 1, 1]
+    for prompt, ours in zip(prompts, features, strict=True):
         [expected] = alone.picture_features([prompt])
-        assert apart(found, expected) <= NATS
+        assert apart(ours, expected) <= NATS
 
 
-def test_pictures_are_kept_one_by_one_and_a_negative_is_beside_all_of_them(folder):
-    """In whatever prompt they come; the order counts, and so does each of them."""
+def test_features_are_kept_per_picture_and_negatives_per_list_of_pictures(folder):
+    """Features are kept per picture; a negative is kept per list of pictures, in order."""
     several = replace(tiny_qwen.TEMPLATE, max_pictures=3)
     policy = make_qwen(folder, negative=" ", template=several)
     encoded = []
     visual = policy.module.base_model.model.visual
     visual.register_forward_hook(lambda _module, _args, out: encoded.append(len(out[0])))
     a, b, c = (tiny_qwen.picture(i, width=64 + 32 * i) for i in range(3))
-    shown = [(a, b, c), (a,), (b, a), (a, b), (a, b)]
+    sources_by_prompt = [(a, b, c), (a,), (b, a), (a, b), (a, b)]
     prompts = [
         policy.build_prompt(replace(tiny_qwen.sample(i), sources=sources))
-        for i, sources in enumerate(shown)
+        for i, sources in enumerate(sources_by_prompt)
     ]
     actions = act(policy, [(prompt, policy.encode_completion("x").token_ids) for prompt in prompts])
     assert len(encoded) == 3
@@ -178,7 +175,7 @@ def test_only_the_language_models_attention_is_trained(policy):
 # What a completion means
 
 
-def test_text_actions_carry_the_words_and_run_no_forward(folder, group, monkeypatch):
+def test_text_actions_contain_the_words_and_run_no_forward(folder, group, monkeypatch):
     policy = make_qwen(folder, kind="text")
     monkeypatch.setattr(policy.module, "forward", None)
     assert not policy.reads_states
@@ -188,7 +185,7 @@ def test_text_actions_carry_the_words_and_run_no_forward(folder, group, monkeypa
 
 
 @pytest.mark.parametrize("kind", ["hidden_states", "text"])
-def test_completions_without_words_fail_alone(folder, group, kind):
+def test_completions_without_words_fail_and_others_do_not(folder, group, kind):
     policy = make_qwen(folder, kind=kind)
     stop = policy.stop_token_ids[0]
     spaces = policy.encode_completion("  \n").token_ids
@@ -203,7 +200,7 @@ def test_completions_without_words_fail_alone(folder, group, kind):
 # Weights
 
 
-def test_reference_is_the_base_and_comes_back(policy, group):
+def test_reference_uses_the_base_weights_and_restores_the_trained_ones(policy, group):
     batch = policy.collate(rows(group))
     with torch.no_grad():
         trained = policy.module(batch).logprobs
@@ -218,8 +215,8 @@ def test_reference_is_the_base_and_comes_back(policy, group):
 
 
 @pytest.mark.parametrize("lora", [{"r": 4, "alpha": 8, "target_modules": ["qkv"]}, None])
-def test_a_trained_towers_features_are_never_those_of_other_weights(folder, group, lora):
-    """Nor the reference's, under which an adapter's parameters look frozen."""
+def test_features_of_a_trained_tower_follow_its_weights(folder, group, lora):
+    """Also under `reference()`, where an adapter's parameters look frozen."""
     policy = make_qwen(folder, freeze_vision_tower=False, lora=lora)
     batch = policy.collate(rows(group))
     with torch.no_grad(), policy.reference():
@@ -248,7 +245,7 @@ def test_full_finetuning_trains_all_but_the_tower_and_keeps_its_reference(folder
     assert (trained - base).abs().max() > 1e-2
 
 
-def test_exported_weights_are_named_as_peft_does_and_are_copies(policy):
+def test_exported_weights_have_the_names_of_peft_and_are_copies(policy):
     from peft import get_peft_model_state_dict
 
     weights = policy.export_weights(trainable(policy), version=3)
@@ -261,7 +258,7 @@ def test_exported_weights_are_named_as_peft_does_and_are_copies(policy):
     assert not torch.equal(weights.tensors[name], expected[name])
 
 
-def test_a_saved_adapter_loads_in_peft_and_as_a_new_start(policy, group, tmp_path):
+def test_a_saved_adapter_loads_in_peft_and_as_adapter_path(policy, group, tmp_path):
     from peft import PeftModel
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -295,7 +292,7 @@ def test_a_saved_full_model_loads_in_transformers(tmp_path, family, tied):
         policy = tiny_qwen3.make_qwen3(base, section={"lora": None})
     move(policy)
     exported = policy.export_weights(trainable(policy), 0)
-    assert "lm_head.weight" in exported.tensors, "a sampler keeps its own head"
+    assert "lm_head.weight" in exported.tensors, "the engine has a head of its own"
     policy.save_pretrained(str(tmp_path / "saved"), trainable(policy))
     restored = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
     assert type(restored).__name__ in policy.model_classes
@@ -305,28 +302,28 @@ def test_a_saved_full_model_loads_in_transformers(tmp_path, family, tied):
 
 
 def test_weights_may_come_from_an_editors_text_encoder(folder, tmp_path):
-    """Another model's weights under this model's tokenizer; the sampler's folder joins both."""
+    """Another model's weights with this model's tokenizer; the engine folder links to both."""
     editor = tmp_path / "editor"
     tokenizer = tiny_qwen.make_tokenizer()
     tiny_qwen.make_model(tokenizer, seed=7).save_pretrained(editor / "text_encoder")
     policy = make_qwen(folder, init_text_encoder_from=str(editor))
     theirs = load_file(editor / "text_encoder" / "model.safetensors")
     ours = policy.module.base_model.state_dict()
-    own = load_file(Path(folder) / "model.safetensors")
+    base = load_file(Path(folder) / "model.safetensors")
     head = "lm_head.weight"
     assert torch.equal(ours[head], theirs[head])
-    assert not torch.equal(ours[head], own[head])
+    assert not torch.equal(ours[head], base[head])
 
     joined = Path(policy.engine_folder())
     assert (joined / "model.safetensors").resolve() == editor / "text_encoder" / "model.safetensors"
     assert (joined / "tokenizer.json").resolve() == Path(folder) / "tokenizer.json"
     assert (joined / "preprocessor_config.json").exists()
-    assert Path(policy.engine_folder()) == joined, "asked twice, made once"
+    assert Path(policy.engine_folder()) == joined, "the second call returns the same folder"
     assert make_qwen(folder).engine_folder() == folder
 
 
-def test_picture_bounds_can_be_set(folder):
-    """Fewer image tokens for the policy, whatever the processor on disk says."""
+def test_the_picture_bounds_can_be_set(folder):
+    """The config keys override the bounds of the processor on disk."""
     sample = tiny_qwen.sample(0, width=96, height=96)
 
     def num_image_tokens(**config) -> int:
@@ -339,18 +336,18 @@ def test_picture_bounds_can_be_set(folder):
     assert make_qwen(folder, image_max_pixels=56 * 56).image_pixel_bounds == (56 * 56, 56 * 56)
 
 
-def test_a_fresh_adapter_is_the_runs_unless_its_own_seed_is_given(folder):
-    def drawn(seed: int, init_seed: int | None) -> list[torch.Tensor]:
+def test_a_new_adapter_is_drawn_from_the_run_seed_or_from_init_seed(folder):
+    def lora_a(seed: int, init_seed: int | None) -> list[torch.Tensor]:
         lora = {"r": 4, "alpha": 8, "init_seed": init_seed}
         adapter = trainable(make_qwen(folder, seed=seed, lora=lora))
         return [tensor for name, tensor in sorted(adapter.items()) if "lora_A" in name]
 
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    zero, one = drawn(0, None), drawn(1, None)
-    assert torch.equal(torch.get_rng_state(), before), "nothing is drawn from the trainer's stream"
+    zero, one = lora_a(0, None), lora_a(1, None)
+    assert torch.equal(torch.get_rng_state(), before), "the global generator is not used"
     torch.manual_seed(2)
-    assert all(map(torch.equal, drawn(0, None), zero)), "the same on every rank"
+    assert all(map(torch.equal, lora_a(0, None), zero)), "the same on every rank"
     assert not any(torch.equal(a, b) for a, b in zip(zero, one, strict=True))
-    for found, expected in ((drawn(1, 0), zero), (drawn(0, 1), one)):
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for tensors, expected in ((lora_a(1, 0), zero), (lora_a(0, 1), one)):
+        assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))

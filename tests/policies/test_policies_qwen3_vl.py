@@ -1,7 +1,4 @@
-"""The Qwen3-VL policy against plain transformers, one row at a time, at tiny size (float32, CPU).
-
-What all Qwen-VL policies share has its tests with Qwen2.5-VL; here is what differs.
-"""
+"""A tiny Qwen3-VL policy against plain transformers: only what differs from Qwen2.5-VL."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from rl.meter.flops import LanguageModel, prefix_tree_pairs
 from rl.policies import qwen2_5_vl
 
 LENGTHS = ((7, 1, 0, 12), (3,), (9, 9))
-"""Completions of three groups: ragged, of one token, empty, alone."""
+"""Completion lengths of three groups."""
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_qwen3.save_policy_folder(tmp_path_factory.mktemp("policy"))
 
 
-def made_rows(policy: Any, numbers: tuple[int, ...] = (3, 0, 1)) -> list[tuple[Any, Any]]:
-    """Groups whose prompts show so many pictures of several sizes."""
+def make_rows(policy: Any, numbers: tuple[int, ...] = (3, 0, 1)) -> list[tuple[Any, Any]]:
+    """Rows of groups whose prompts have `numbers` pictures of different sizes."""
     policy.prompts._needs_picture = False
     pictures = [
         tiny_qwen.picture(i, *size) for i, size in enumerate([(64, 64), (128, 64), (64, 96)])
@@ -51,9 +48,9 @@ def made_rows(policy: Any, numbers: tuple[int, ...] = (3, 0, 1)) -> list[tuple[A
     return rows
 
 
-def test_the_kinds_of_states_are_two_and_a_renderer_gets_the_one_it_asks_for(folder: str) -> None:
+def test_states_are_pre_norm_or_post_norm_as_the_renderer_asks(folder: str) -> None:
     policies = {kind: make_qwen3(folder, state_kind=kind) for kind in ("post_norm", "pre_norm")}
-    rows = made_rows(policies["pre_norm"])[:1]
+    rows = make_rows(policies["pre_norm"])[:1]
     embeds = {}
     for kind, policy in policies.items():
         [action] = act(policy, rows)
@@ -71,7 +68,7 @@ def test_negatives_and_base_states_are_pre_norm_too(folder: str) -> None:
     )
     move(policy)
     untrained = make_qwen3(folder, state_kind="pre_norm")
-    rows = made_rows(policy)[:1]
+    rows = make_rows(policy)[:1]
     [action] = act(policy, rows)
     [expected] = act(untrained, rows)
     assert apart(action.payload.embeds, expected.payload.embeds) <= NATS
@@ -82,9 +79,9 @@ def test_negatives_and_base_states_are_pre_norm_too(folder: str) -> None:
     assert (action.payload.negative_embeds - kept).norm() <= 1e-6 * kept.norm()
 
 
-def test_deepstack_features_matter_and_are_kept_picture_by_picture(folder: str) -> None:
+def test_deepstack_features_change_the_result_and_are_kept_per_picture(folder: str) -> None:
     policy = make_qwen3(folder)
-    rows = made_rows(policy)
+    rows = make_rows(policy)
     prompts = [rows[0][0], rows[4][0], rows[5][0]]
     features = policy.picture_features(prompts)
     assert [None if one is None else tuple(one.shape) for one in features] == [
@@ -97,7 +94,7 @@ def test_deepstack_features_matter_and_are_kept_picture_by_picture(folder: str) 
     batch = policy.collate(rows)
     with torch.no_grad():
         whole = policy.module(batch).logprobs
-        assert not encoded, "the features that an engine reads are those of the forwards"
+        assert not encoded, "the forwards use the kept features"
         kept = policy.module._features._kept
         for key, one in dict(kept).items():
             kept[key] = one * (torch.arange(4 * 64) < 64)
@@ -105,35 +102,35 @@ def test_deepstack_features_matter_and_are_kept_picture_by_picture(folder: str) 
 
 
 def test_a_trained_tower_runs_for_prompts_without_pictures_too(folder: str) -> None:
-    """As on the other ranks, whose backward reaches it."""
+    """Other ranks may have pictures, so every rank's backward must reach the tower."""
     section = {"lora": None, "freeze_vision_tower": False}
     policy = make_qwen3(folder, section=section)
-    rows = made_rows(policy, (0, 0, 0))
+    rows = make_rows(policy, (0, 0, 0))
     expected = torch.cat([padded_reference.qwen_row(policy, *row)[1] for row in rows]).detach()
     logprobs = policy.module(policy.collate(rows)).logprobs
-    found = torch.cat([logprobs[b, : len(ids)] for b, (_, ids) in enumerate(rows)])
-    assert torch.allclose(found.double(), expected.double(), rtol=0, atol=NATS)
+    ours = torch.cat([logprobs[b, : len(ids)] for b, (_, ids) in enumerate(rows)])
+    assert torch.allclose(ours.double(), expected.double(), rtol=0, atol=NATS)
     logprobs.sum().backward()
     grads = {name: p.grad for name, p in trainable(policy).items() if "visual" in name}
     assert all(grad is not None and not grad.any() for grad in grads.values())
 
 
-def test_a_saved_adapter_is_a_new_start_and_names_its_class(folder: str, tmp_path: Path) -> None:
+def test_a_saved_adapter_can_be_loaded_and_names_its_class(folder: str, tmp_path: Path) -> None:
     policy = make_qwen3(folder)
     move(policy)
     policy.save_pretrained(str(tmp_path), trainable(policy))
-    noted = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert noted["auto_mapping"]["base_model_class"] == "Qwen3VLForConditionalGeneration"
+    adapter_config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert adapter_config["auto_mapping"]["base_model_class"] == "Qwen3VLForConditionalGeneration"
     again = make_qwen3(folder, section={"adapter_path": str(tmp_path)})
-    rows = made_rows(policy)
-    made_rows(again)
+    rows = make_rows(policy)
+    make_rows(again)
     with torch.no_grad():
         one, other = (p.module(p.collate(rows)).logprobs for p in (policy, again))
     assert apart(one, other) <= NATS
 
 
 def test_a_model_of_another_family_is_refused(folder: str, tmp_path: Path) -> None:
-    """By its files before anything is loaded and, of what is only on the hub, once it is."""
+    """The config is checked when the policy is built."""
     with pytest.raises(ValueError, match=r"is a 'qwen3_vl', which policy.type 'qwen2_5_vl' does"):
         qwen2_5_vl.Qwen25VL(
             qwen2_5_vl.Config(type="qwen2_5_vl", model_path=folder, dtype="float32"),
@@ -141,8 +138,8 @@ def test_a_model_of_another_family_is_refused(folder: str, tmp_path: Path) -> No
         )
 
 
-def test_the_language_models_formula_is_what_a_real_one_executes() -> None:
-    """Heads that are wider together than the width they come from."""
+def test_the_flop_formulas_agree_with_a_real_language_model() -> None:
+    """All heads together are wider than the hidden size."""
     model = tiny_qwen3.make_model(tiny_qwen.make_tokenizer())
     sizes = LanguageModel.of(model.config.text_config)
     ids = torch.arange(24)[None] + 10
@@ -155,7 +152,7 @@ def test_the_language_models_formula_is_what_a_real_one_executes() -> None:
     assert backward.get_total_flops() == pytest.approx(sizes.backward_flops(24, pairs))
 
 
-def test_stock_is_asked_one_way_alone(folder: str) -> None:
-    """Its pipeline hands token types on, without which the model refuses."""
+def test_there_is_only_one_stock_arm(folder: str) -> None:
+    """Its pipeline passes token types on, so there is no arm without them."""
     policy = make_qwen3(folder)
     assert set(policy.stock_arms(policy.build_prompt(tiny_qwen.sample(0)))) == {"stock"}

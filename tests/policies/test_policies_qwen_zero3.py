@@ -1,8 +1,4 @@
-"""Qwen-VL on two ranks of which one has no picture: nobody waits, nothing changes.
-
-A rank that gathers the vision tower alone (ZeRO-3), or reduces its gradient alone (ZeRO-2), hangs
-the run: these tests fail by a time limit. Results are held against one process that shards nothing.
-"""
+"""Qwen-VL on two ranks, one without pictures: results equal one process; a hang times out."""
 
 from __future__ import annotations
 
@@ -39,7 +35,7 @@ pytestmark = pytest.mark.slow
 FAMILIES = {"qwen2_5_vl": tiny_qwen, "qwen3_vl": tiny_qwen3}
 NUM_TOKENS = 6
 ONE_GROUP = 60
-"""Tokens: two groups never fit."""
+"""A token budget that fits one group but not two."""
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"lora": tiny_policy.LORA},
     "lora-tower": {
@@ -48,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "full": {"lora": None, "freeze_vision_tower": False},
 }
-"""Tower frozen; tower adapted; everything trained."""
+"""LoRA with a frozen tower; LoRA in the tower, too; everything trained."""
 SHARES = {
     "mixed": ((True, False), (False, False)),
     "lonely": ((False, False), (True, True)),
@@ -66,7 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def make_policy(folder: str, kind: str) -> QwenVL:
-    """As in a run without a renderer, where a row may have no picture; the folder says which."""
+    """A policy without a renderer: a row may have no picture. Its class is that of the folder."""
     section = {"type": "", "model_path": folder, "dtype": "float32", **KINDS[kind]}
     is_qwen3 = json.loads(Path(folder, "config.json").read_text())["model_type"] == "qwen3_vl"
     plugin: type[QwenVL] = qwen3_vl.Qwen3VL if is_qwen3 else qwen2_5_vl.Qwen25VL
@@ -113,7 +109,7 @@ def sequences_of(policy: Any, pictured: tuple[bool, ...], seed: int) -> list[Gra
 
 
 def tower_calls(policy: Any) -> list[int]:
-    """Grows by one each time the vision tower runs from here on."""
+    """A list that grows by one with every later call of the vision tower."""
     calls: list[int] = []
     visual = policy.module.base_model.model.visual
     visual.register_forward_hook(lambda *_: calls.append(1))
@@ -121,7 +117,7 @@ def tower_calls(policy: Any) -> list[int]:
 
 
 def train(learner: Learner, sequences: list[Graded]) -> dict[str, Any]:
-    """Two updates; the weights and the log-probs."""
+    """Makes two updates; returns the weights and the log-probs."""
     for iteration in range(2):
         update(learner, sequences, iteration)
     rows = [(s.prompt, s.token_ids) for s in sequences]
@@ -136,8 +132,8 @@ def train_share(
         policy = make_policy(folder, kind)
         learner = make_learner(policy, dist, kind, backend="deepspeed", zero_stage=stage)
         calls = tower_calls(policy)
-        learnt = train(learner, sequences_of(policy, SHARES[shares][dist.rank], dist.rank))
-        return {**learnt, "calls": len(calls)}
+        result = train(learner, sequences_of(policy, SHARES[shares][dist.rank], dist.rank))
+        return {**result, "calls": len(calls)}
 
 
 @pytest.mark.parametrize(
@@ -151,25 +147,25 @@ def train_share(
         ("qwen2_5_vl", "lora-tower", "mixed", 2),
     ],
 )
-def test_a_rank_without_pictures(
+def test_a_rank_without_pictures_trains_with_one_that_has_some(
     folders: dict[str, str], tmp_path: Path, family: str, kind: str, shares: str, stage: int
 ) -> None:
-    """Qwen3-VL: with deepstack features, and states before the norm."""
+    """Qwen3-VL has deepstack features and pre-norm states."""
     folder = folders[family]
     ranks = run_ranks(
         train_share, 2, tmp_path, folder=folder, kind=kind, shares=shares, stage=stage
     )
-    # Here pictures and texts share a packed row.
+    # In one process, prompts with and without pictures share a packed row.
     policy = make_policy(folder, kind)
     plain = make_learner(policy, Dist(), kind, max_tokens_per_micro_batch=1000)
-    groups = [sequences_of(policy, shown, rank) for rank, shown in enumerate(SHARES[shares])]
+    groups = [sequences_of(policy, pictured, rank) for rank, pictured in enumerate(SHARES[shares])]
     assert_as_one_process(ranks, plain, groups)
-    # As often on both ranks; and only where somebody had something to show.
+    # The tower runs equally often on both ranks, and only if a rank has pictures.
     assert ranks[0]["calls"] == ranks[1]["calls"]
     assert (ranks[0]["calls"] > 0) == (shares != "texts")
 
 
-def test_without_sharding_a_text_never_runs_the_tower(folders: dict[str, str]) -> None:
+def test_without_sharding_a_text_prompt_never_runs_the_tower(folders: dict[str, str]) -> None:
     policy = make_policy(folders["qwen2_5_vl"], "lora")
     calls = tower_calls(policy)
     train(make_learner(policy, Dist(), "lora"), sequences_of(policy, (False,), 0))

@@ -1,4 +1,4 @@
-"""What is thought before the words: where it ends, what is left, why there is nothing left."""
+"""Thoughts before the words: how a completion is split, trained and handed to the renderer."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def with_markers() -> Any:
-    """As Qwen3's: both tags are tokens of their own that are not special."""
-    found = tiny_qwen.make_tokenizer()
+    """A tokenizer like Qwen3's: both tags are single tokens that are not special."""
+    tokenizer = tiny_qwen.make_tokenizer()
     tags = ["<think>", "</think>"]
-    found.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
-    return found
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def writer(folder: str) -> Qwen25VL:
-    """It writes words for a renderer that reads words, after a thought."""
+    """A policy that writes a thought and then words, for a renderer that reads words."""
     return make_qwen(folder, "text", thought=THINK)
 
 
@@ -55,9 +55,9 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 
 def split(tokenizer: Any, ids: list[int], **section: Any) -> thought.Written:
-    asked = ThoughtSection(**section)
+    thought_section = ThoughtSection(**section)
     prompts = QwenPrompts(tokenizer, None, tiny_qwen.TEMPLATE, True, 200)
-    return thought.Thinking(prompts, asked, False).split(ids, asked)
+    return thought.Thinking(prompts, thought_section, False).split(ids, thought_section)
 
 
 def read(tokenizer: Any, text: str, **section: Any) -> thought.Written:
@@ -94,22 +94,22 @@ def test_the_last_marker_ends_the_thought_whatever_its_tokens(
 
 
 @pytest.mark.parametrize("tags", ["tokenizer", "with_markers"])
-def test_equal_words_are_equal_ids_whatever_stands_in_front_of_them(
+def test_equal_words_have_equal_ids_whatever_precedes_them(
     request: pytest.FixtureRequest, tags: str
 ) -> None:
-    """A first token that holds white space too, or the marker's end, is spelt anew; one that holds
-    white space and the beginning of a letter, with the letter's other bytes."""
+    """If the first token of the words also contains white space or the end of the marker, the words
+    are tokenized again; so is a token of white space and the first byte of a letter."""
     tokenizer = request.getfixturevalue(tags)
     for words in ("red square", "\U0001f388 red"):
-        wanted = tuple(ids_of(tokenizer, words + "<|im_end|>"))
+        expected_ids = tuple(ids_of(tokenizer, words + "<|im_end|>"))
         for between in ("", " ", "\n\n", "\n\n ", "\t", "\u3000"):
             written = read(tokenizer, f"hm</think>{between}{words}<|im_end|>")
-            assert (written.words, written.word_ids) == (words, wanted), repr(between)
+            assert (written.words, written.word_ids) == (words, expected_ids), repr(between)
 
 
 class WithJoined:
-    """A tokenizer beside which one token more is known by its bytes, as real ones know ' ' and the
-    first byte of an emoji."""
+    """A tokenizer with one more token, `joined`, that decodes to `parts`: real ones have tokens of
+    a space and the first byte of an emoji."""
 
     def __init__(self, tokenizer: Any, joined: int, parts: list[int]) -> None:
         self._tokenizer, self._joined, self._parts = tokenizer, joined, parts
@@ -125,17 +125,17 @@ class WithJoined:
         return self._tokenizer(*args, **options)
 
 
-def test_white_space_that_is_one_token_with_part_of_a_letter(tokenizer: Any) -> None:
-    space, first, *rest = ids_of(tokenizer, " \U0001f388")
-    assert rest, "its bytes are tokens of their own"
+def test_a_token_of_white_space_and_part_of_a_letter_is_split(tokenizer: Any) -> None:
+    space, first, *other_bytes = ids_of(tokenizer, " \U0001f388")
+    assert other_bytes, "each of its bytes is a token"
     joining = WithJoined(tokenizer, 10**6, [space, first])
     marker, stop = ids_of(tokenizer, "</think>"), tokenizer.convert_tokens_to_ids("<|im_end|>")
-    ids = [*marker, 10**6, *rest, stop]
+    ids = [*marker, 10**6, *other_bytes, stop]
     written = split(joining, ids)
     assert (written.words, written.num_thought_tokens) == ("\U0001f388", len(marker))
-    assert written.word_ids == (first, *rest, stop)
+    assert written.word_ids == (first, *other_bytes, stop)
     cut = split(joining, [*marker, 10**6, stop])
-    assert cut.words == "\ufffd" and cut.word_ids[-1] == stop, "it ends in mid-letter"
+    assert cut.words == "\ufffd" and cut.word_ids[-1] == stop, "it ends within a letter"
 
 
 @pytest.mark.parametrize(
@@ -146,17 +146,17 @@ def test_white_space_that_is_one_token_with_part_of_a_letter(tokenizer: Any) -> 
         ("Re\u0301ponse:", "'R\u00e9ponse:'"),
     ],
 )
-def test_a_marker_that_is_never_read_back_is_refused(
+def test_a_marker_that_decodes_to_other_text_is_refused(
     folder: str, marker: str, read_back: str
 ) -> None:
-    """It would be in no text, and every completion a failure."""
+    """Such a marker would be found in no text, so every completion would fail."""
     with pytest.raises(ValueError, match=r"policy\.thought\.marker: .* is read back as ") as raised:
         make_qwen(folder, "text", thought={"marker": marker})
     assert read_back in str(raised.value) and "Answer:" in str(raised.value)
 
 
-def test_words_without_a_thought_are_read_as_they_are_behind_one(writer: Qwen25VL) -> None:
-    """White space in front of them is nobody's, nor is a marker that they spell."""
+def test_words_without_a_thought_are_read_as_words_after_one(writer: Qwen25VL) -> None:
+    """White space before the words is ignored in both cases."""
     plain = writer.encode_completion("red square")
     for text in ("red square", "\n\nred square", " red square"):
         completion = writer.encode_completion(text)
@@ -168,10 +168,10 @@ def test_words_without_a_thought_are_read_as_they_are_behind_one(writer: Qwen25V
     assert action.failure == thought.NO_WORDS
 
 
-def test_words_that_share_the_markers_last_token_are_spelt_anew(tokenizer: Any) -> None:
+def test_words_that_share_a_token_with_the_marker_are_tokenized_again(tokenizer: Any) -> None:
     ids = ids_of(tokenizer, "the red square")
     [straddling] = [i for i in ids if tokenizer.decode([i]) == " red"]
-    written = read(tokenizer, "the red square", marker="r")  # of 'square', the last one
+    written = read(tokenizer, "the red square", marker="r")  # the last 'r' of the text, in 'square'
     assert (written.thought, written.words) == ("the red squar", "e")
     written = read(tokenizer, "the red box", marker=" r")
     assert (written.thought, written.words) == ("the r", "ed box")
@@ -190,14 +190,14 @@ def test_words_that_share_the_markers_last_token_are_spelt_anew(tokenizer: Any) 
         ("red</think>blue", {"max_tokens": 2}, "unfinished thought: 9 tokens up to its marker"),
     ],
 )
-def test_why_there_are_no_words(
+def test_a_completion_without_words_has_a_reason(
     tokenizer: Any, text: str, section: dict[str, Any], failure: str
 ) -> None:
     written = read(tokenizer, text, **section)
     assert written.failure is not None and written.failure.startswith(failure)
 
 
-def test_a_policy_may_be_let_off_its_marker(tokenizer: Any) -> None:
+def test_without_marker_words_accepts_completions_without_a_marker(tokenizer: Any) -> None:
     written = read(tokenizer, "red it is<|im_end|>", without_marker="words")
     assert (written.thought, written.words, written.failure) == ("", "red it is", None)
     assert written.num_thought_tokens == 0
@@ -205,7 +205,7 @@ def test_a_policy_may_be_let_off_its_marker(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("loss", ["all", "thought", "words"])
-def test_which_side_of_the_marker_is_trained(writer: Qwen25VL, loss: Any) -> None:
+def test_the_loss_key_selects_the_trained_side_of_the_marker(writer: Qwen25VL, loss: Any) -> None:
     section = ThoughtSection(loss=loss)
     thinking = thought.Thinking(writer.prompts, section, False)
     ids = writer.encode_completion("so</think>red").token_ids
@@ -216,8 +216,8 @@ def test_which_side_of_the_marker_is_trained(writer: Qwen25VL, loss: Any) -> Non
     assert list(thinking.loss_mask(ids)) == expected
 
 
-def test_users_words_never_spell_a_token(with_markers: Any) -> None:
-    """Special ones the tokenizer splits itself; added ones that are not special it keeps."""
+def test_instructions_never_become_special_or_added_tokens(with_markers: Any) -> None:
+    """The tokenizer splits special tokens in text, but keeps added tokens that are not special."""
     for text in (
         "a</think>b",
         "</think></think>",
@@ -232,40 +232,41 @@ def test_users_words_never_spell_a_token(with_markers: Any) -> None:
     ids = prompting.tokenize(with_markers, template, "say </think> aloud")
     assert with_markers.convert_tokens_to_ids("</think>") not in ids
     plain = with_markers("no tags here", add_special_tokens=False).input_ids
-    assert prompting.plain_ids(with_markers, "no tags here") == plain, "as it always was"
+    assert prompting.plain_ids(with_markers, "no tags here") == plain, "tokenized as usual"
 
 
-def test_the_prompt_asks_behind_the_users_words_and_the_plain_one_does_not(
+def test_the_prompt_asks_for_a_thought_and_the_plain_prompt_does_not(
     writer: Qwen25VL, folder: str
 ) -> None:
     sample = tiny_qwen.sample(0, "make it </think> blue")
     prompt = writer.build_prompt(sample)
     plain = make_qwen(folder, "text").build_prompt(sample)
     assert prompt.plain.token_ids == plain.token_ids and plain.plain is plain
-    asked = writer.prompts.tokenizer.decode(prompt.token_ids)
-    asking = "make it </think> blue\nThink, then write </think> and the words.<|im_end|>"
-    assert asking in asked and "Think" not in writer.prompts.tokenizer.decode(plain.token_ids)
-    assert prompt.images is prompt.plain.images, "it is processed once"
-    long = len(prompt.token_ids)
-    narrow = make_qwen(folder, "text", thought=THINK, max_prompt_tokens=long - 1)
+    decode = writer.prompts.tokenizer.decode
+    request = "make it </think> blue\nThink, then write </think> and the words.<|im_end|>"
+    assert request in decode(prompt.token_ids) and "Think" not in decode(plain.token_ids)
+    assert prompt.images is prompt.plain.images, "the picture is processed once"
+    num_tokens = len(prompt.token_ids)
+    narrow = make_qwen(folder, "text", thought=THINK, max_prompt_tokens=num_tokens - 1)
     with pytest.raises(UnusableSampleError, match=r"policy\.thought\.instruction"):
         narrow.build_prompt(sample)
 
 
-def test_what_is_handed_on_are_the_words_alone(writer: Qwen25VL) -> None:
+def test_the_renderer_gets_the_words_without_the_thought(writer: Qwen25VL) -> None:
     sample = tiny_qwen.sample(0, "make it </think> blue")
     prompt = writer.build_prompt(sample)
-    said = [writer.encode_completion(text).token_ids for text in ("so</think>\nred", "red")]
+    with_thought = writer.encode_completion("so</think>\nred").token_ids
+    words = writer.encode_completion("red").token_ids
     bare = writer.pass_through_completion(sample).token_ids
-    rows = [(prompt, said[0]), (prompt, said[1]), (prompt.plain, bare), (prompt.plain, said[1])]
-    thinking, unmarked, own, same = act(writer, rows)
+    rows = [(prompt, with_thought), (prompt, words), (prompt.plain, bare), (prompt.plain, words)]
+    thinking, unmarked, user, same = act(writer, rows)
     assert (thinking.text, thinking.thought, thinking.payload) == (
         "so</think>\nred", "so</think>\n", "red",
     )  # fmt: skip
-    assert thinking.drawn_from == said[1]
+    assert thinking.drawn_from == words
     assert unmarked.payload is None and str(unmarked.failure).startswith("no marker")
-    # The user's own words and references have no thought, whatever they spell.
-    assert (own.payload, own.thought, own.drawn_from) == ("make it </think> blue", "", None)
+    # The user's instruction and reference words have no thought, even with a marker in them.
+    assert (user.payload, user.thought, user.drawn_from) == ("make it </think> blue", "", None)
     assert (same.payload, same.failure) == ("red", None)
 
 
@@ -273,20 +274,20 @@ PLAIN_WORDS = ("blue", "red square")
 
 
 @pytest.fixture(scope="module")
-def both(folder: str) -> dict[str, Qwen25VL]:
-    """For an editor: without a thought, its words read alone, its words after their thought."""
-    found = {
+def policies(folder: str) -> dict[str, Qwen25VL]:
+    """Policies for an editor: without thoughts, with `states: words` and `states: attended`."""
+    policies = {
         "plain": make_qwen(folder, lora=LORA),
         "words": make_qwen(folder, lora=LORA, thought=THINK),
         "attended": make_qwen(folder, lora=LORA, thought={**THINK, "states": "attended"}),
     }
-    for policy in found.values():
+    for policy in policies.values():
         wake_lora(policy)
-    return found
+    return policies
 
 
 def thought_rows(policy: Qwen25VL, i: int = 0) -> list[Row]:
-    """Two thoughts before one word, other words, no marker, and the user's own words."""
+    """Two thoughts before equal words, other words, no marker, and a prompt without thought."""
     prompt = policy.build_prompt(tiny_qwen.sample(i))
     texts = ("it is so</think>\nblue", "well</think>\nblue", "hm</think>\nred square", "blue")
     rows: list[Row] = [(prompt, policy.encode_completion(text).token_ids) for text in texts]
@@ -294,10 +295,10 @@ def thought_rows(policy: Qwen25VL, i: int = 0) -> list[Row]:
 
 
 @pytest.mark.parametrize("conditioning", ["policy", "base"])
-def test_words_alone_are_what_a_policy_without_thoughts_hands_on(
-    folder: str, both: dict[str, Qwen25VL], conditioning: str
+def test_states_of_the_words_equal_those_of_a_policy_without_thoughts(
+    folder: str, policies: dict[str, Qwen25VL], conditioning: str
 ) -> None:
-    plain, policy = both["plain"], both["words"]
+    plain, policy = policies["plain"], policies["words"]
     if conditioning == "base":
         plain = make_qwen(folder, conditioning="base")
         policy = make_qwen(folder, conditioning="base", thought=THINK)
@@ -307,22 +308,22 @@ def test_words_alone_are_what_a_policy_without_thoughts_hands_on(
         one, two, other, failed, bare = actions[5 * i : 5 * i + 5]
         assert one.payload.embeds is two.payload.embeds is bare.payload.embeds
         assert one.drawn_from == two.drawn_from == rows[5 * i + 4][1]
-        assert bare.drawn_from is None, "its own tokens, which are the same"
+        assert bare.drawn_from is None, "None: the picture is drawn from the completion itself"
         assert failed.payload is None and failed.failure.startswith("no marker")
         prompt = plain.build_prompt(tiny_qwen.sample(i))
         expected_G = act_group(plain, prompt, [plain.encode_completion(w) for w in PLAIN_WORDS])
         for action, expected in zip((one, other), expected_G, strict=True):
-            alike(action, expected)
+            assert_equal_states(action, expected)
 
 
-def alike(action: Action, expected: Action) -> None:
-    """The states are the same, up to the order in which sums are added up."""
+def assert_equal_states(action: Action, expected: Action) -> None:
+    """Asserts that the states are equal up to rounding."""
     assert apart(action.payload.embeds, expected.payload.embeds) <= NATS
 
 
-def test_states_that_attended_are_rows_of_one_forward(both: dict[str, Qwen25VL]) -> None:
-    """Against plain transformers on the whole text: what asks and what is thought are cut out."""
-    policy, plain = both["attended"], both["plain"]
+def test_attended_states_are_rows_of_one_forward(policies: dict[str, Qwen25VL]) -> None:
+    """Equals one forward over the whole text, without the rows of the request and the thought."""
+    policy, plain = policies["attended"], policies["plain"]
     rows = thought_rows(policy)
     one, two, _, _, bare = act(policy, rows)
     prompt, ids = rows[0]
@@ -330,18 +331,18 @@ def test_states_that_attended_are_rows_of_one_forward(both: dict[str, Qwen25VL])
     batch = policy.collate([(whole, ())])
     with torch.no_grad():
         hidden = policy.module(batch).hidden
-    decoded = policy.prompts.tokenizer
-    num_after = len(decoded("<|im_end|>\n<|im_start|>assistant\n").input_ids)
-    asking = decoded("\nThink, then write </think> and the words.").input_ids
+    tokenizer = policy.prompts.tokenizer
+    num_after = len(tokenizer("<|im_end|>\n<|im_start|>assistant\n").input_ids)
+    request = tokenizer("\nThink, then write </think> and the words.").input_ids
     words = policy.encode_completion("blue").token_ids
     end = len(prompt.token_ids)
     kept = [
-        *range(prompt.num_dropped_tokens, end - num_after - len(asking)),
+        *range(prompt.num_dropped_tokens, end - num_after - len(request)),
         *range(end - num_after, end),
         *range(len(whole.token_ids) - len(words), len(whole.token_ids)),
     ]
     assert (one.payload.embeds - hidden[kept]).abs().max() < NATS
-    # What stands before the request does not see it; what stands behind the thought does.
+    # Rows before the request do not depend on it; rows after the thought depend on the thought.
     [without] = act_group(plain, plain.build_prompt(prompt.sample), [Completion(words, (), "stop")])
     tail = len(prompt.plain.token_ids) - prompt.num_dropped_tokens - num_after
     assert one.payload.embeds.shape == without.payload.embeds.shape
@@ -349,27 +350,27 @@ def test_states_that_attended_are_rows_of_one_forward(both: dict[str, Qwen25VL])
     assert (one.payload.embeds - without.payload.embeds)[-len(words) :].abs().max() > 0.1
     assert (one.payload.embeds - two.payload.embeds)[-len(words) :].abs().max() > 0.1
     assert len({one.drawn_from, two.drawn_from, rows[4][1]}) == 3, "three pictures"
-    alike(bare, without)
+    assert_equal_states(bare, without)
 
 
-def test_the_stock_arm_reads_no_request(both: dict[str, Qwen25VL]) -> None:
-    policy, plain = both["words"], both["plain"]
+def test_the_stock_arm_does_not_ask_for_a_thought(policies: dict[str, Qwen25VL]) -> None:
+    policy, plain = policies["words"], policies["plain"]
     for name in ("words", "attended"):
-        policy = both[name]
+        policy = policies[name]
         arms = policy.stock_arms(policy.build_prompt(tiny_qwen.sample(2)))
-        wanted = plain.stock_arms(plain.build_prompt(tiny_qwen.sample(2)))
-        assert arms.keys() == wanted.keys()
+        plain_arms = plain.stock_arms(plain.build_prompt(tiny_qwen.sample(2)))
+        assert arms.keys() == plain_arms.keys()
         for arm, (prompt, completion) in arms.items():
-            [found] = act(policy, [(prompt, completion.token_ids)])
-            expected_prompt, expected = wanted[arm]
+            [action] = act(policy, [(prompt, completion.token_ids)])
+            expected_prompt, expected = plain_arms[arm]
             [stock] = act(plain, [(expected_prompt, expected.token_ids)])
-            alike(found, stock)
+            assert_equal_states(action, stock)
 
 
-def test_a_filler_from_another_rank_forwards_what_its_own_would(both: dict[str, Qwen25VL]) -> None:
-    """Under ZeRO-3 no rank may skip a forward: what travels is enough for both of a thought's."""
-    policy = both["words"]
-    own = thought_rows(policy)[0]
+def test_a_filler_row_from_another_rank_equals_the_own_row(policies: dict[str, Qwen25VL]) -> None:
+    """Under ZeRO-3 no rank may skip a forward; the row that is sent suffices for both forwards."""
+    policy = policies["words"]
+    own_row = thought_rows(policy)[0]
     gathered: list[Any] = []
 
     class BesideAnIdleRank:
@@ -380,16 +381,16 @@ def test_a_filler_from_another_rank_forwards_what_its_own_would(both: dict[str, 
             gathered.append(value)
             return [value, None]
 
-    assert shared_filler([own], BesideAnIdleRank()) is own
+    assert shared_filler([own_row], BesideAnIdleRank()) is own_row
     [(prompt, ids)] = gathered
     assert not prompt.sample.sources and not prompt.plain.sample.sources
     sent = pickle.loads(pickle.dumps((prompt, ids)))
     for collate in (policy.collate, policy.collate_states):
-        found, wanted = collate([sent]), collate([own])
-        assert torch.equal(found.input_ids, wanted.input_ids)
-        assert len(found.model_inputs["pictures"]) == len(wanted.model_inputs["pictures"]) == 1
+        ours, expected = collate([sent]), collate([own_row])
+        assert torch.equal(ours.input_ids, expected.input_ids)
+        assert len(ours.model_inputs["pictures"]) == len(expected.model_inputs["pictures"]) == 1
     with torch.no_grad():
         batch = policy.collate_states([sent])
         states = policy.module(batch).hidden
-        again = policy.module(policy.collate_states([own])).hidden
+        again = policy.module(policy.collate_states([own_row])).hidden
     assert apart(states, again) <= NATS

@@ -1,4 +1,4 @@
-"""Which rank failed first, and when a run is started again for it."""
+"""Names the rank that failed first, and decides whether the run is started again."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ STOPPED = Ending(143, "", True, ("stopped by SIGTERM",), asked=True)
         (MemoryError(), False),
     ],
 )
-def test_what_the_machine_does_is_told_from_what_a_program_does(
+def test_errors_of_the_machine_are_distinguished_from_errors_of_the_program(
     error: Exception, by_machine: bool
 ) -> None:
     assert is_machines(error) == by_machine
 
 
-def noted(folder: Path, notes: dict[int, dict[str, object]]) -> Path:
+def write_notes(folder: Path, notes: dict[int, dict[str, object]]) -> Path:
     for rank, note in notes.items():
         (folder / f"rank_{rank}.json").write_text(json.dumps(note))
     return folder
 
 
 @pytest.mark.parametrize(
-    ("failures", "notes", "what", "by_machine", "code"),
+    ("failures", "notes", "description", "by_machine", "code"),
     [
         ({1: (-9, 5)}, {}, "rank 1 was killed by SIGKILL", True, 137),
         ({1: (-11, 5), 0: (1, 6)}, {0: {"ended_ns": 1}}, "rank 1 was killed by SIGSEGV", True, 139),
-        # The peers of one that failed: they hear of it, are ended, are killed as they do not end.
+        # Rank 1 failed; rank 0 only heard of it, rank 2 was terminated and rank 3 killed.
         (
             {0: (1, 5), 1: (1, 5), 2: (-15, 6), 3: (-9, 35)},
             {0: {"ended_ns": 1, "only_heard": True}, 1: {"ended_ns": 2, "reason": "bad row"}},
@@ -69,23 +69,23 @@ def noted(folder: Path, notes: dict[int, dict[str, object]]) -> Path:
         ({0: (-2, 5)}, {}, "rank 0 was killed by SIGINT", False, 130),
     ],
 )
-def test_the_first_to_fail_is_named(
+def test_the_rank_that_failed_first_is_named(
     tmp_path: Path,
     failures: dict[int, tuple[int, float]],
     notes: dict[int, dict[str, object]],
-    what: str,
+    description: str,
     by_machine: bool,
     code: int,
 ) -> None:
     failed = {rank: Failure(*failure) for rank, failure in failures.items()}
-    ending = endings.of_failure(failed, noted(tmp_path, notes), Path("logs"))
-    assert what in ending.what and (ending.by_machine, ending.code) == (by_machine, code)
+    ending = endings.of_failure(failed, write_notes(tmp_path, notes), Path("logs"))
+    assert description in ending.what and (ending.by_machine, ending.code) == (by_machine, code)
     assert ending.lines[0].endswith("; logs: logs")
     assert notes.get(1, {}).get("reason", "") in ending.lines[-1]
 
 
 @pytest.mark.parametrize(
-    ("retries", "starts", "code", "said"),
+    ("retries", "starts", "code", "pattern"),
     [
         (0, [(KILLED, 3)], 137, "SIGKILL"),
         (2, [(DONE, 4)], 0, ""),
@@ -99,21 +99,21 @@ def test_the_first_to_fail_is_named(
         (3, [(KILLED, 1), (REFUSED, 2)], 1, "1 of 3: .*not started again: rank 0 failed"),
     ],
 )  # fmt: skip
-def test_a_run_is_started_again_only_if_the_machine_ended_it_and_it_went_on(
+def test_a_run_is_restarted_only_after_a_machine_failure_and_with_progress(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     retries: int,
     starts: list[tuple[Ending, int]],
     code: int,
-    said: str,
+    pattern: str,
 ) -> None:
-    """`starts`: how each ends, and the iterations on disk then."""
+    """`starts`: the ending of each start, and the iterations on disk after it."""
     on_disk = [0]
-    left: Iterator[tuple[Ending, int]] = iter(starts)
+    remaining: Iterator[tuple[Ending, int]] = iter(starts)
 
     def one_start(*_: object) -> Ending:
-        ending, on_disk[0] = next(left)
+        ending, on_disk[0] = next(remaining)
         return ending
 
     monkeypatch.setattr(simple_launch, "_one_start", one_start)
@@ -121,9 +121,9 @@ def test_a_run_is_started_again_only_if_the_machine_ended_it_and_it_went_on(
     config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
     script = tmp_path / "script.py"
     script.touch()
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         simple_launch.main(["--retries", str(retries), str(script), str(config)])
-    assert ended.value.code == code and not list(left)
+    assert exit_info.value.code == code and not list(remaining)
     errors = capsys.readouterr().err.replace("\n", "; ")
-    assert re.search(said, errors), errors
+    assert re.search(pattern, errors), errors
     assert retries or "started again" not in errors

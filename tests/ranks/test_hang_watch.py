@@ -1,4 +1,4 @@
-"""Real processes that hang in every way, and which of them is named."""
+"""Real processes that hang in different ways; only those that hang are named and ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl.ranks.hang_watch import HangWatch
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 8.0
-"""A rank is named at half of it."""
+"""The limit; a rank is named after half of it."""
 SCRIPT = """
     import ctypes, os, signal, sys, threading, time
     from pathlib import Path
@@ -58,11 +58,11 @@ END = r"at 8 s the run ends \(hang_limit_s\)"
 
 @dataclass(frozen=True)
 class Case:
-    """One launcher's ranks, by what they do."""
+    """The ranks of one launcher, each with its way of hanging (a key of `WAYS`)."""
 
     ways: tuple[str, ...]
     expected: str
-    """A pattern of the one line, '' for none."""
+    """Pattern of the one log line; '' if there is none."""
     is_one_node: bool = True
 
 
@@ -98,19 +98,19 @@ CASES = {
 
 
 class Ranks:
-    """A process for each of `WAYS`, and a launcher's view of those of each case."""
+    """One process for each of `WAYS`, and a hang watch over the processes of each case."""
 
     def __init__(self, folder: Path) -> None:
         self.beats = {way: folder / f"{way}.json" for way in WAYS}
         self.logs = {way: folder / f"{way}.log" for way in WAYS}
-        words = {way: (str(self.beats[way]), str(self.logs[way]), WAYS[way]) for way in WAYS}
+        arguments = {way: (str(self.beats[way]), str(self.logs[way]), WAYS[way]) for way in WAYS}
         script = textwrap.dedent(SCRIPT)
-        self.processes = {way: tiny_ranks.start(script, *words[way]) for way in WAYS}
+        self.processes = {way: tiny_ranks.start(script, *arguments[way]) for way in WAYS}
         wait_for(lambda: all(self._has_begun(way) for way in WAYS))
         self.lines: dict[str, list[str]] = {name: [] for name in CASES}
         self.watches = {name: self._watch(name) for name in CASES}
         self.ended: set[str] = set()
-        """Cases whose run the watch would end."""
+        """Cases whose run the watch would end now."""
 
     def _has_begun(self, way: str) -> bool:
         beat = heartbeat.read(self.beats[way])
@@ -141,10 +141,10 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
         process.communicate()
 
 
-def test_who_hangs_is_named_and_ended_and_not_who_waits(
+def test_a_hanging_rank_is_named_and_ended_but_not_a_waiting_one(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One timeline: each step needs the seconds before it."""
+    """The steps depend on each other: each needs the time that passed before it."""
     ranks.look(LIMIT_S / 2 + 1.5)
     for name, case in CASES.items():
         lines = ranks.lines[name]
@@ -154,7 +154,7 @@ def test_who_hangs_is_named_and_ended_and_not_who_waits(
 
     ranks.look(LIMIT_S / 2)
     expected = {name for name, case in CASES.items() if END in case.expected}
-    assert ranks.ended == expected, "beyond the limit; ranks of another node are not ended here"
+    assert ranks.ended == expected, "those beyond the limit, without ranks of another node"
 
     for process in ranks.processes.values():
         process.send_signal(heartbeat.ASKS_STACKS)
@@ -169,12 +169,12 @@ def test_who_hangs_is_named_and_ended_and_not_who_waits(
     interpreter = ranks.watches["C that holds the interpreter"]
     assert list(interpreter.hung) == [1]
 
-    # A launcher that was stopped itself for an hour (Ctrl-Z, then `fg`) blames nobody.
+    # A launcher that was itself stopped for an hour (Ctrl-Z, then `fg`) names no rank.
     monkeypatch.setattr(interpreter, "_looked_s", time.monotonic() - 3600)
     interpreter.look()
     assert not interpreter.hung
 
-    # What hangs is asked to leave. These have no handler of SIGTERM, and end at once.
+    # A hanging rank gets SIGTERM first. These ranks have no handler for it and end at once.
     watch, lines = ranks.watches["spins"], list[str]()
     ending = endings.Ranks(ranks.of("spins"), watch, lines.append).end_hung()  # type: ignore[arg-type]
     assert (ending.code, ending.what, ending.by_machine) == (124, "rank 1 hung", True)

@@ -1,4 +1,4 @@
-"""What a rank's file says when its thread and its main thread write at once."""
+"""A rank's heartbeat file when its heartbeat thread and its main thread write at once."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from rl.ranks.under_way import Call
 def test_an_older_phase_never_overwrites_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen in CI: a rank that stopped right after its start was in phase 'loading' for ever."""
+    """Seen in CI: the phase of a rank that stopped right after its start remained 'loading'."""
     heart = heartbeat._Heart()
     heart.descriptor = os.open(tmp_path / "beat.json", os.O_WRONLY | os.O_CREAT)
     older, newer = (threading.Thread(target=heart.beat) for _ in range(2))
-    looks, goes_on = threading.Event(), threading.Event()
+    has_read, may_write = threading.Event(), threading.Event()
 
     def calls() -> list[Call]:
         if threading.current_thread() is older:
-            looks.set()
-            goes_on.wait(60)
+            has_read.set()
+            may_write.wait(60)
         return []
 
     monkeypatch.setattr(heartbeat.under_way, "calls", calls)
     older.start()
-    assert looks.wait(60)
+    assert has_read.wait(60)
     heart.phases.append(("learn", 1.0))
     newer.start()
     newer.join(0.3)
-    goes_on.set()
+    may_write.set()
     older.join(60)
     newer.join(60)
     os.close(heart.descriptor)

@@ -70,7 +70,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_two_launches_at_once_do_not_collide(launch: Launch, tmp_path: Path) -> None:
+def test_two_simultaneous_launches_do_not_collide(launch: Launch, tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     processes = [launch("done", "--nproc", "2", folder=folder) for folder in folders]
     for process, folder in zip(processes, folders, strict=True):
@@ -80,17 +80,16 @@ def test_two_launches_at_once_do_not_collide(launch: Launch, tmp_path: Path) -> 
         logs = folder / "runs" / "tiny" / "logs"
         assert "rank 0 says hello" in (logs / "rank_0.log").read_text()
         assert "rank 1 says hello" in (logs / "rank_1.log").read_text()
-        words = (folder / "argv_1").read_text().split()
-        assert words[1:] == [f"base_exp_dir={folder / 'runs'}", "seed=0", "world_size=2"]
+        argv = (folder / "argv_1").read_text().split()
+        assert argv[1:] == [f"base_exp_dir={folder / 'runs'}", "seed=0", "world_size=2"]
         assert (folder / "threads_0").read_text() == "1" or _has_gpu()
         for rank in range(2):
-            met = (folder / f"met_{rank}").read_text()
-            assert met == f"['{folder.name} 0', '{folder.name} 1']", "its own peers, in order"
+            gathered = (folder / f"met_{rank}").read_text()
+            assert gathered == f"['{folder.name} 0', '{folder.name} 1']", "its peers, in rank order"
 
 
 def listening(pid: int) -> list[list[str]]:
-    """For a process and each of its descendants: the addresses that the kernel says it listens
-    on."""
+    """The addresses on which a process listens, and those of each of its descendants."""
     return [
         [
             socket_.laddr.ip
@@ -106,7 +105,7 @@ def test_on_one_node_nothing_listens_outside_loopback(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "eth0")  # as a cluster's image has it
+        monkeypatch.setenv(name, "eth0")  # cluster images set these
     process = launch("listen", "--nproc", "2")
     wait_for(lambda: (tmp_path / "interfaces_0").exists() and (tmp_path / "interfaces_1").exists())
     launcher, *ranks = listening(process.pid)
@@ -115,9 +114,9 @@ def test_on_one_node_nothing_listens_outside_loopback(
     assert process.returncode == 0, errors
     for rank in range(2):
         assert (tmp_path / f"interfaces_{rank}").read_text() == "lo =lo"
-    assert launcher == [], "the launcher has no port at all"
-    assert len(ranks) == 2 and all(ranks), "gloo listens in both"
-    assert {ip for seen in ranks for ip in seen} == {"127.0.0.1"}
+    assert launcher == [], "the launcher does not listen"
+    assert len(ranks) == 2 and all(ranks), "gloo listens in both ranks"
+    assert {ip for addresses in ranks for ip in addresses} == {"127.0.0.1"}
 
 
 def _has_gpu() -> bool:
@@ -134,7 +133,7 @@ def test_the_failing_rank_is_named_with_its_traceback(launch: Launch, tmp_path: 
     lines = errors.splitlines()
     assert names(lines[0], "rank 1 ... exit code 1 ... logs")
     assert lines[1] == "Traceback (most recent call last):"
-    assert "launch_worker.py" in lines[2], "the script's own frames only"
+    assert "launch_worker.py" in lines[2], "only frames of the script"
     assert "in fail_deep_inside" in errors
     assert lines[-1] == "ValueError: boom on rank 1"
     wait_for(lambda: not is_alive(int((tmp_path / "waiting_0").read_text())))
@@ -142,7 +141,7 @@ def test_the_failing_rank_is_named_with_its_traceback(launch: Launch, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--nproc", "2")])
-def test_a_foreseen_error_is_a_sentence_and_its_traceback_is_in_the_log(
+def test_an_expected_error_is_a_message_and_its_traceback_is_in_the_log(
     launch: Launch, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     process = launch("mistake", *options)
@@ -155,19 +154,19 @@ def test_a_foreseen_error_is_a_sentence_and_its_traceback_is_in_the_log(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 7])
-def test_a_library_that_aborts_at_the_very_end_does_not_change_the_exit_code(
+def test_a_library_that_aborts_at_exit_does_not_change_the_exit_code(
     launch: Launch, tmp_path: Path, code: int
 ) -> None:
     process = launch(f"aborts at the end {code}")
     output, errors = process.communicate(timeout=120)
     assert process.returncode == code, errors
     assert "SIGABRT" not in errors
-    assert output.endswith("the last word"), "what Python does before its end is done"
+    assert output.endswith("the last word"), "Python's own exit handlers have run"
     assert (tmp_path / "thread_0").exists() and (tmp_path / "handler_0").exists()
 
 
 @pytest.mark.slow
-def test_a_killed_rank_takes_its_children_and_peers_along(launch: Launch, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_its_children_and_peers(launch: Launch, tmp_path: Path) -> None:
     process = launch("killed", "--nproc", "2")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGKILL
@@ -181,14 +180,14 @@ def test_a_killed_rank_takes_its_children_and_peers_along(launch: Launch, tmp_pa
     "signum",
     [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, 40],
 )
-def test_a_signal_reaches_every_rank_and_is_waited_for(
+def test_the_launcher_forwards_a_signal_and_waits_until_all_ranks_have_saved(
     launch: Launch, tmp_path: Path, signum: int
 ) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup a run ignores it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
     process = launch("graceful", "--nproc", "2")
     wait_for(lambda: (tmp_path / "ready_0").exists() and (tmp_path / "ready_1").exists())
     process.send_signal(signum)
-    process.send_signal(signum)  # as a terminal and its shell do: the ranks save all the same
+    process.send_signal(signum)  # a terminal and its shell may both send it; the ranks still save
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signum
     assert names(errors, f"{signals.name_of(signum)} ... resumes")
@@ -197,7 +196,7 @@ def test_a_signal_reaches_every_rank_and_is_waited_for(
 
 
 @pytest.mark.slow
-def test_asked_to_stop_it_wakes_a_stopped_rank_and_kills_one_that_cannot_be_woken(
+def test_at_a_stop_the_launcher_continues_a_stopped_rank_or_kills_it(
     launch: Launch, tmp_path: Path
 ) -> None:
     process = launch("frozen", "--nproc", "2")
@@ -217,32 +216,32 @@ def test_a_killed_launcher_leaves_no_orphans(launch: Launch, tmp_path: Path) -> 
     process.kill()
     process.wait()
     wait_for(lambda: not any(is_alive(pid) for pid in pids))
-    assert (tmp_path / "saved_0").read_text() == "SIGTERM", "they were asked, and saved"
+    assert (tmp_path / "saved_0").read_text() == "SIGTERM", "the ranks got SIGTERM and saved"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_a_whole_run_listens_on_loopback_only(tmp_path: Path, num_ranks: int) -> None:
-    """vLLM, the judge and the process groups of the shipped quickstart, looked at all the time."""
-    short = ["num_iterations=1", "optimizer.warmup_iterations=0", "evaluation.num_samples=4"]
+    """Checks vLLM, the judge and the process groups during a whole run of the quickstart."""
+    overrides = ["num_iterations=1", "optimizer.warmup_iterations=0", "evaluation.num_samples=4"]
     command = [sys.executable, "-m", "rl.simple_launch", "--nproc", str(num_ranks)]
-    command += ["configs/quickstart.jsonnet", f"base_exp_dir={tmp_path}", *short]
+    command += ["configs/quickstart.jsonnet", f"base_exp_dir={tmp_path}", *overrides]
     process = subprocess.Popen(
         command, cwd=TESTS.parent, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    seen = set()
+    ips = set()
     while process.poll() is None:
-        with suppress(psutil.Error):  # a process that ended while it was looked at
-            seen |= {ip for addresses in listening(process.pid) for ip in addresses}
+        with suppress(psutil.Error):  # a process ended during the check
+            ips |= {ip for addresses in listening(process.pid) for ip in addresses}
         time.sleep(0.05)
     assert process.stderr is not None
     errors = process.stderr.read()
     assert process.returncode == 0, errors
-    assert seen == {"127.0.0.1"}
+    assert ips == {"127.0.0.1"}
     assert "listens on" not in errors
 
 
-def test_a_run_on_the_cpu_takes_one_thread_beside_a_gpu_too(monkeypatch) -> None:
+def test_a_cpu_run_uses_one_thread_even_if_there_is_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     for on_gpu, threads in ((), "1"), (("policy.device=auto",), "8"):
@@ -262,18 +261,18 @@ def test_two_nodes_meet_on_the_named_address(launch: Launch, tmp_path: Path, end
     options = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank")
     nodes = [launch("listen", *options, str(rank)) for rank in (1, 0)]
     wait_for(lambda: (tmp_path / "interfaces_0").exists() and (tmp_path / "interfaces_1").exists())
-    addresses = [ip for node in nodes for seen in listening(node.pid) for ip in seen]
+    addresses = [ip for node in nodes for ips in listening(node.pid) for ip in ips]
     (tmp_path / "seen").touch()
     for node in nodes:
         _, errors = node.communicate(timeout=120)
         assert node.returncode == 0, errors
     assert addresses and set(addresses) == {"127.0.0.1"}
     assert (tmp_path / "interfaces_0").read_text() == "lo =lo"
-    assert "only this machine" in errors, "node 0 says what a loopback address means"
+    assert "only this machine" in errors, "node 0 warns about the loopback address"
 
 
 @pytest.mark.slow
-def test_nodes_that_were_told_different_things_stop(launch: Launch, endpoint: str) -> None:
+def test_nodes_with_contradictory_options_stop(launch: Launch, endpoint: str) -> None:
     options = ("--nnodes", "2", "--rdzv-endpoint", endpoint)
     first = launch("done", "--nproc", "1", "--node-rank", "0", *options)
     second = launch("done", "--nproc", "2", "--node-rank", "1", *options)
@@ -296,7 +295,7 @@ def test_nodes_that_were_told_different_things_stop(launch: Launch, endpoint: st
         ("192.0.2.1:29777", "node 0 ... 192.0.2.1:29777 ... Cannot assign requested"),
     ],
 )
-def test_an_endpoint_that_cannot_be(endpoint_: str, parts: str) -> None:
+def test_an_invalid_endpoint_is_refused(endpoint_: str, parts: str) -> None:
     with pytest.raises(RendezvousError) as refused, on_several_nodes(endpoint_, 0, 2, 1, print):
         pass
     assert names(refused.value, parts)
@@ -305,9 +304,9 @@ def test_an_endpoint_that_cannot_be(endpoint_: str, parts: str) -> None:
 TWO_NODES = ("--nnodes", "2", "--rdzv-endpoint", "a:1")
 
 
-def exit_code(*words: str) -> int:
+def exit_code(*arguments: str) -> int:
     with pytest.raises(SystemExit) as caught:
-        main(list(words))
+        main(list(arguments))
     return int(str(caught.value.code or 0))
 
 
@@ -325,13 +324,13 @@ def exit_code(*words: str) -> int:
         (["--retries", "1", __file__], "no config"),
     ],
 )
-def test_wrong_usage(capsys, monkeypatch, options: list[str], parts: str) -> None:
+def test_wrong_options_exit_with_the_reason(capsys, monkeypatch, options: list[str], parts) -> None:
     monkeypatch.chdir(TESTS.parent)
     assert exit_code(*options) == 2
     assert names(capsys.readouterr().err, parts)
 
 
-def test_a_script_without_a_config_gets_its_ranks(tmp_path: Path) -> None:
+def test_a_script_without_a_config_runs_on_every_rank(tmp_path: Path) -> None:
     script = tmp_path / "count.py"
     name = "os.environ['RANK'] + 'of' + os.environ['WORLD_SIZE']"
     script.write_text(f"import os, pathlib\npathlib.Path({str(tmp_path)!r}, {name}).touch()\n")
@@ -339,23 +338,23 @@ def test_a_script_without_a_config_gets_its_ranks(tmp_path: Path) -> None:
     assert {"0of2", "1of2"} <= {file.name for file in tmp_path.iterdir()}
 
 
-def test_an_earl_users_launch_line(tmp_path, monkeypatch, capsys) -> None:
+def test_the_launch_command_of_earl_works(tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "configs").mkdir()
     config = tiny_config.write(tmp_path / "configs", tiny_config.nothing(tmp_path))
     monkeypatch.chdir(tmp_path)
-    words = ("--check", "--nproc", "2", "rl/nano_aha_moment.py", f"rl/configs/{config.name}")
-    assert exit_code(*words) == 0
+    command = ("--check", "--nproc", "2", "rl/nano_aha_moment.py", f"rl/configs/{config.name}")
+    assert exit_code(*command) == 0
     assert "on each of 2 ranks" in capsys.readouterr().out
 
 
-def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path, capsys) -> None:
+def test_a_run_folder_that_cannot_be_created_is_named(tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("in the way")
     config = tiny_config.write(tmp_path, tiny_config.nothing(tmp_path))
     assert exit_code(str(WORKER), str(config), f"base_exp_dir={tmp_path / 'file'}") == 1
     assert f"base_exp_dir: {tmp_path / 'file'}" in capsys.readouterr().err
 
 
-def test_another_system_than_linux_is_a_sentence(monkeypatch, capsys) -> None:
+def test_another_system_than_linux_is_refused_with_a_message(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert exit_code(str(WORKER)) == 1
     assert names(capsys.readouterr().err, "Linux ... darwin ... WSL 2")

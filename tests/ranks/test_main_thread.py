@@ -1,4 +1,4 @@
-"""The main thread's calls, as another thread reads them."""
+"""Another thread reads the main thread's call stack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl.ranks import under_way
 
 
 def read_elsewhere(depth: int) -> list[under_way.Call]:
-    """By another thread, from `depth` calls further down."""
+    """The calls of this thread, `depth` calls deeper, read by another thread."""
     if depth:
         return read_elsewhere(depth - 1)
     with ThreadPoolExecutor(1) as pool:
@@ -22,7 +22,7 @@ def read_elsewhere(depth: int) -> list[under_way.Call]:
 
 @pytest.fixture
 def collections() -> Iterator[list[str]]:
-    """The thread of each garbage collection; everything that is made starts one."""
+    """The thread of each garbage collection; every new object starts one."""
     threads: list[str] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -36,19 +36,19 @@ def collections() -> Iterator[list[str]]:
     gc.callbacks.remove(note)
 
 
-def test_every_call_is_there_innermost_first() -> None:
+def test_all_calls_are_read_innermost_first() -> None:
     calls = read_elsewhere(30)
     ours = [call for call in calls if call.code == id(read_elsewhere.__code__)]
     assert len(ours) == 31 and {call.module for call in ours} == {__name__}
-    assert calls.index(ours[0]) > 0, "it waits for the thread, inside of the innermost"
+    assert calls.index(ours[0]) > 0, "the innermost calls wait for the other thread"
     assert ours[0].instruction != ours[1].instruction
 
 
 def test_no_garbage_is_collected_while_another_thread_reads(collections: list[str]) -> None:
-    """Such a collection ended the process by SIGSEGV in Python 3.11.7, within seconds where the
-    main thread made many generators."""
+    """In Python 3.11.7 such a collection ended the process with SIGSEGV, within seconds if the main
+    thread created many generators."""
     read_elsewhere(200)
     assert gc.isenabled()
-    assert "MainThread" in collections, "else the threshold is without effect"
-    reading = [name for name in collections if name.startswith("ThreadPoolExecutor")]
-    assert len(reading) < 50, "one for each call that was read"
+    assert "MainThread" in collections, "the threshold has an effect"
+    while_reading = [name for name in collections if name.startswith("ThreadPoolExecutor")]
+    assert len(while_reading) < 50, "it would be one per call"

@@ -1,4 +1,4 @@
-"""Two launchers at one store: what each says of the other."""
+"""Two launchers with one store: each watches the other node."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Watch = Callable[[int], NodeWatch]
 
 
 @pytest.fixture
-def said() -> list[str]:
+def lines() -> list[str]:
     return []
 
 
 @pytest.fixture
-def watch(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
-    """Of a node, of two with two ranks each; a minute is a second."""
+def watch(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    """Starts the watch of one of two nodes with two ranks each; minutes are seconds here."""
     for name in ("BEAT_S", "LOST_S", "STOPPED_S", "LEAVE_S"):
         monkeypatch.setattr(node_watch, name, getattr(node_watch, name) / 60)
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -33,7 +33,7 @@ def watch(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
     def start(node: int) -> NodeWatch:
         store = TCPStore("127.0.0.1", host.port, is_master=False)
-        started = NodeWatch(store, node, 2, 2, lambda line: said.append(f"{node}: {line}"))
+        started = NodeWatch(store, node, 2, 2, lambda line: lines.append(f"{node}: {line}"))
         watches.append(started)
         return started
 
@@ -49,7 +49,7 @@ def test_a_node_that_has_left_is_not_lost(watch: Watch) -> None:
     assert first.lost() == ""
 
 
-def test_a_node_that_falls_silent_is_lost_and_not_waited_for(watch: Watch) -> None:
+def test_a_silent_node_counts_as_lost_and_is_not_waited_for(watch: Watch) -> None:
     first = watch(0)
     wait_for(first.lost)
     assert names(first.lost(), "node 1 (ranks 2 to 3) ... 1 s")
@@ -58,17 +58,17 @@ def test_a_node_that_falls_silent_is_lost_and_not_waited_for(watch: Watch) -> No
     assert time.monotonic() - start < node_watch.LEAVE_S / 2
 
 
-def test_a_launcher_that_was_stopped_itself_listens_anew(watch: Watch) -> None:
+def test_a_launcher_that_was_itself_stopped_waits_again_before_it_reports(watch: Watch) -> None:
     first = watch(0)
     time.sleep(1.5 * node_watch.LOST_S)
     assert first.lost() == ""
     wait_for(first.lost)
 
 
-def test_why_a_node_failed_is_told_on_the_others(watch: Watch, said: list[str]) -> None:
+def test_the_failure_of_a_node_is_reported_on_the_others(watch: Watch, lines: list[str]) -> None:
     first, second = watch(0), watch(1)
     first.ending = "rank 0 failed: exit code 1"
     second.ending = "rank 3 failed: killed by SIGKILL"
     second.leave()
     first.leave()
-    assert any(names(line, f"0: ... node 1 (ranks 2 to 3) ... {second.ending}") for line in said)
+    assert any(names(line, f"0: ... node 1 (ranks 2 to 3) ... {second.ending}") for line in lines)

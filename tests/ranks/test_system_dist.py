@@ -1,4 +1,4 @@
-"""Collectives on two real gloo ranks, and their absence with one process."""
+"""Collectives on two real gloo ranks, and without a process group on one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def collectives() -> dict[str, Any]:
     import torch
 
     dist = Dist.from_env("cpu")
-    mine = torch.tensor([1.0 + dist.rank, 10.0])
-    same = dist.sum_(mine)
+    tensor = torch.tensor([1.0 + dist.rank, 10.0])
+    summed = dist.sum_(tensor)
     metrics = Metrics()
     metrics.add("a", [4.0, 1.0][dist.rank], weight=[1, 3][dist.rank])
     metrics.maximum("b", float(dist.rank))
-    seen = {
+    results = {
         "main": dist.is_main,
-        "summed": mine.tolist(),
-        "in_place": same is mine,
+        "summed": tensor.tolist(),
+        "in_place": summed is tensor,
         "floats": dist.sum_floats([[0.1, 1e16], [0.2, 1.0]][dist.rank]),
         "max": dist.max_int(5 - dist.rank),
         "any": [dist.any(dist.rank == 1), dist.any(False)],
@@ -35,21 +35,21 @@ def collectives() -> dict[str, Any]:
     try:
         dist.sum_floats([1.0] * (1 + dist.rank))
     except ValueError as error:
-        seen["ragged"] = str(error)
+        results["ragged"] = str(error)
     dist.gather(None)
     dist.close()
-    return seen
+    return results
 
 
 @pytest.mark.slow
-def test_two_ranks_see_the_same_results():
+def test_two_ranks_get_the_same_results():
     ranks = run_ranks(collectives, 2)
     assert [rank.pop("main") for rank in ranks] == [True, False]
     assert ranks[0] == ranks[1]
     assert ranks[0] == {
         "summed": [3.0, 20.0],
         "in_place": True,
-        "floats": [0.1 + 0.2, 1e16],  # exactly rounded: 1e16 + 1 has no float64 of its own
+        "floats": [0.1 + 0.2, 1e16],  # the sum is exactly rounded: float64 cannot hold 1e16 + 1
         "max": 5,
         "any": [True, False],
         "broadcast": {"from": 0},
@@ -59,10 +59,10 @@ def test_two_ranks_see_the_same_results():
     }
 
 
-def test_one_process_needs_no_group():
+def test_one_process_needs_no_process_group():
     import torch
 
-    had_group = torch.distributed.is_initialized()  # other tests of this process may have made one
+    had_group = torch.distributed.is_initialized()  # another test may have created one
     dist = Dist.from_env("cpu")
     tensor = torch.tensor([2.0])
     metrics = Metrics()
@@ -79,7 +79,7 @@ def test_one_process_needs_no_group():
     assert torch.distributed.is_initialized() == had_group
 
 
-def test_half_an_environment_is_refused(monkeypatch):
+def test_incomplete_rank_variables_are_refused(monkeypatch):
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -87,7 +87,7 @@ def test_half_an_environment_is_refused(monkeypatch):
         Dist.from_env("cpu")
 
 
-def test_on_a_gpu_float32_is_float32(monkeypatch):
+def test_on_a_gpu_float32_is_not_replaced_by_tf32(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
@@ -99,7 +99,7 @@ def test_on_a_gpu_float32_is_float32(monkeypatch):
 
 
 @pytest.mark.parametrize("num_devices", [0, 1])
-def test_a_rank_without_its_cuda_device_says_so(monkeypatch, num_devices):
+def test_a_missing_cuda_device_is_named(monkeypatch, num_devices):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)

@@ -1,4 +1,4 @@
-"""While a run loads there is a line every few seconds, and none afterwards."""
+"""While a run loads, a line is printed every few seconds; none afterwards."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def quick(monkeypatch: pytest.MonkeyPatch):
     under_way.stop()
 
 
-def test_lines_come_while_something_loads_and_stop_when_asked(capsys) -> None:
+def test_lines_are_printed_while_loading_until_stop(capsys) -> None:
     under_way.start()
-    under_way.start()  # twice is once
+    under_way.start()  # the second call does nothing
     assert [thread.name for thread in threading.enumerate()].count("loading") == 1
     time.sleep(0.3)
     under_way.stop()
@@ -29,7 +29,7 @@ def test_lines_come_while_something_loads_and_stop_when_asked(capsys) -> None:
     assert all(re.fullmatch(r"\[  0 s\] loading: .+", line) for line in lines)
     time.sleep(0.15)
     assert capsys.readouterr().out == ""
-    under_way.start()  # and again
+    under_way.start()  # it can start again
     time.sleep(0.15)
     under_way.stop()
     assert capsys.readouterr().out

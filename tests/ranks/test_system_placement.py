@@ -1,4 +1,4 @@
-"""Where models may lie, in words; the pure half needs no device, the other half a stand-in."""
+"""The config keys that place models on devices, and the problems that they may have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOUR_GPUS = Machine(cuda_gb=(80.0, 80.0, 80.0, 24.0))
 
 
 @pytest.mark.parametrize(
-    ("asked", "own", "device"),
+    ("key", "rank_device", "device"),
     [
         ("auto", "cuda:3", "cuda:3"),
         ("auto", "cpu", "cpu"),
@@ -24,8 +24,8 @@ FOUR_GPUS = Machine(cuda_gb=(80.0, 80.0, 80.0, 24.0))
         ("cuda:+0", "cuda:3", "cuda:3"),
     ],
 )
-def test_words_become_devices(asked: str, own: str, device: str) -> None:
-    assert resolve_device(asked, own) == device
+def test_device_keys_become_devices(key: str, rank_device: str, device: str) -> None:
+    assert resolve_device(key, rank_device) == device
 
 
 def at(device: str, limit_gb: float | None = None) -> Claim:
@@ -36,7 +36,7 @@ AUTO, CLIP = Claim("policy", "auto"), Claim("rewards.clip", "cuda:2")
 
 
 @pytest.mark.parametrize(
-    ("claims", "owns", "machine", "said"),
+    ("claims", "rank_devices", "machine", "expected"),
     [
         ([at("cuda:+1")], ["cpu"], None, ["renderer.device: 'cuda:+1' ... which is cpu"]),
         ([at("cuda:7")], ["cuda:0"], FOUR_GPUS, ["'cuda:7' ... 4 CUDA ... 'cuda:0' to 'cuda:3'"]),
@@ -49,10 +49,10 @@ AUTO, CLIP = Claim("policy", "auto"), Claim("rewards.clip", "cuda:2")
             FOUR_GPUS,
             ["renderer.device: 'cuda:1' ... ranks 0, 1 on cuda:1 ... 'cuda:+2'", "clip.device"],
         ),
-        # A neighbour's own device counts as shared.
+        # The device of another rank counts as shared.
         ([AUTO, at("cuda:+1")], ["cuda:0", "cuda:1"], FOUR_GPUS, ["ranks 0, 1 on cuda:1"]),
         ([AUTO, at("cuda:+2")], ["cuda:0", "cuda:1"], FOUR_GPUS, []),
-        # Limits of one device add up, and hold only where every model there has one.
+        # Limits on one device add up, and need a limit for every model on that device.
         ([AUTO, at("cuda:1", 30.0), Claim("x", "cuda:1", 2.5)], ["cuda:0"], FOUR_GPUS, []),
         ([AUTO, at("auto", 30.0)], ["cuda:0"], FOUR_GPUS, ["max_memory_gb: ... cuda:0 ... policy"]),
         ([AUTO, at("auto", 30.0)], ["cpu"], Machine(), []),
@@ -68,14 +68,14 @@ AUTO, CLIP = Claim("policy", "auto"), Claim("rewards.clip", "cuda:2")
         ),
     ],
 )
-def test_what_is_wrong_with_a_placement_names_its_key(
-    claims: list[Claim], owns: list[str], machine: Machine | None, said: list[str]
+def test_a_wrong_placement_names_its_key(
+    claims: list[Claim], rank_devices: list[str], machine: Machine | None, expected: list[str]
 ) -> None:
-    found = problems(claims, owns, machine)
-    assert len(found) == len(said) and all(map(names, found, said)), found
+    messages = problems(claims, rank_devices, machine)
+    assert len(messages) == len(expected) and all(map(names, messages, expected)), messages
 
 
-def test_claims_come_from_the_sections_that_place_a_model() -> None:
+def test_claims_are_read_from_the_sections_with_a_device() -> None:
     placed = PlacedConfig(device="cuda:1", max_memory_gb=3.0)
     sections = [("policy", PlacedConfig()), ("renderer", placed), ("rewards.x", PluginConfig())]
     assert placement.claims_of(sections) == [
@@ -88,14 +88,14 @@ def test_claims_come_from_the_sections_that_place_a_model() -> None:
     ]
 
 
-def test_ranks_of_this_machine_come_from_the_launcher() -> None:
+def test_the_devices_of_this_machines_ranks_follow_the_launcher_variables() -> None:
     two = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     assert placement.own_devices("cuda:1", two) == ["cuda:0", "cuda:1"]
     assert placement.own_devices("cpu", two) == ["cpu", "cpu"]
     assert placement.own_devices("cuda:2", {}) == ["cuda:2"]
 
 
-def test_limits_are_set_as_fractions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_limits_are_set_as_fractions(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(placement, "look_at_machine", lambda: FOUR_GPUS)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Derived seeds are stable and collision-free in practice; generators go to disk and back."""
+"""Derived seeds are stable and rarely collide; generator states can be saved and loaded."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rl.ranks.seeding import SEED_LIMIT, derive_seed, rng_state, seed_everything
 
 
 def test_a_seed_is_a_fixed_function_of_its_name():
-    # blake2b-64 of '[0, "noise", 12]', mod 2**31 - 2**16, by hand; a changed value would silently
-    # change every run that is resumed.
+    # blake2b-64 of '[0, "noise", 12]', mod 2**31 - 2**16, computed by hand; another value would
+    # silently change every resumed run.
     assert derive_seed(0, "noise", 12) == 1957695701
     assert derive_seed(0, "noise", 12) == derive_seed(0, "noise", 12)
 
 
-def test_names_that_look_alike_differ():
+def test_similar_names_have_different_seeds():
     names = [("ab", "c"), ("a", "bc"), ("abc",), (1,), ("1",), (1, 2), (12,), ("a", ""), ("a",)]
     assert len({derive_seed(*name) for name in names}) == len(names)
 
 
-def test_seeds_are_spread_and_leave_room_for_the_group_member():
+def test_seeds_are_spread_and_leave_room_to_add_a_member_index():
     seeds = [derive_seed("run", index) for index in range(20_000)]
     assert all(0 <= seed < SEED_LIMIT for seed in seeds)
     assert SEED_LIMIT + 2**16 <= 2**31
@@ -31,13 +31,13 @@ def test_seeds_are_spread_and_leave_room_for_the_group_member():
     assert abs(float(np.mean(seeds)) / SEED_LIMIT - 0.5) < 0.01
 
 
-def test_a_run_on_the_cpu_leaves_the_gpus_of_its_machine_alone(monkeypatch):
-    """A context takes hundreds of MB, which a full GPU refuses."""
+def test_a_cpu_run_does_not_touch_the_gpus(monkeypatch):
+    """A CUDA context needs hundreds of MB, which a full GPU does not have."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("get_rng_state", "set_rng_state"):
         monkeypatch.setattr(torch.cuda, name, Mock(side_effect=AssertionError))
     assert rng_state()["cuda"] is None
-    set_rng_state({**rng_state(), "cuda": torch.zeros(16)})  # of a run on a GPU
+    set_rng_state({**rng_state(), "cuda": torch.zeros(16)})  # the state of a run on a GPU
 
 
 def test_every_generator_continues_after_a_round_trip_through_a_file(tmp_path):

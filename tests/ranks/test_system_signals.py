@@ -1,4 +1,4 @@
-"""Real signals to real processes: asked once, a rank saves; asked twice, or orphaned, it leaves."""
+"""Real signals to real processes: the first lets a rank save, a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RANK = """
 """
 
 
-def started(echo_s: float, save_s: float) -> subprocess.Popen[str]:
+def start_rank(echo_s: float, save_s: float) -> subprocess.Popen[str]:
     process = start(RANK, str(echo_s), str(save_s))
     assert process.stdout.readline() == "False\n"
     return process
@@ -44,7 +44,7 @@ IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
 
 def ends_by_default(signum: int) -> bool:
-    """Whether the kernel ends a process by it that has no handler."""
+    """Whether the signal ends a process that has no handler for it."""
     child = os.fork()
     if child == 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -54,27 +54,27 @@ def ends_by_default(signum: int) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def test_every_signal_that_would_end_a_run_lets_it_save_but_those_of_a_crash():
-    stop_it = {signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
-    ending = set(filter(ends_by_default, signal.valid_signals() - stop_it - {signal.SIGKILL}))
+def test_every_signal_that_ends_a_process_lets_a_run_save_except_crashes():
+    pausing = {signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+    ending = set(filter(ends_by_default, signal.valid_signals() - pausing - {signal.SIGKILL}))
     others = CRASHES | IGNORED_BY_PYTHON | {heartbeat.ASKS_STACKS}
     assert set(signals.STOP_SIGNALS) == ending - others
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU])
-def test_a_signal_lets_the_run_save_and_leave(signum):
-    process = started(echo_s=0, save_s=0.2)
+def test_a_signal_lets_the_run_save_and_exit(signum):
+    process = start_rank(echo_s=0, save_s=0.2)
     process.send_signal(signum)
     assert process.stdout.readline() == "saving\n"
     if signum not in signals.INSISTS:
-        process.send_signal(signum)  # the kernel repeats XCPU every second
+        process.send_signal(signum)  # the kernel repeats SIGXCPU every second
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stdout) == (0, "saved\n")
     assert f"{signum.name}: will save and leave" in stderr
 
 
-def test_the_same_ctrl_c_heard_twice_is_one():
-    process = started(echo_s=5, save_s=0.3)
+def test_a_ctrl_c_received_twice_within_seconds_counts_once():
+    process = start_rank(echo_s=5, save_s=0.3)
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "saving\n"
     process.send_signal(signal.SIGINT)
@@ -82,8 +82,8 @@ def test_the_same_ctrl_c_heard_twice_is_one():
     assert (process.returncode, stdout) == (0, "saved\n")
 
 
-def test_a_second_one_later_ends_it_at_once():
-    process = started(echo_s=0.05, save_s=60)
+def test_a_second_signal_after_a_while_ends_the_rank_at_once():
+    process = start_rank(echo_s=0.05, save_s=60)
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "saving\n"
     time.sleep(0.1)
@@ -92,7 +92,7 @@ def test_a_second_one_later_ends_it_at_once():
     assert (process.returncode, stdout) == (-signal.SIGTERM, "")
 
 
-def test_what_runs_at_once_does_not_wait_for_a_main_thread_that_hangs():
+def test_a_hanging_main_thread_does_not_delay_the_save_after_a_signal():
     process = start(
         """
         import ctypes
@@ -102,7 +102,7 @@ def test_what_runs_at_once_does_not_wait_for_a_main_thread_that_hangs():
         lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
         lock(mutex)
         print("hangs", flush=True)
-        lock(mutex)  # for ever, whatever signal comes: as a collective whose peer is gone
+        lock(mutex)  # blocks whatever signal arrives, like a collective without its peer
         """
     )
     assert process.stdout.readline() == "hangs\n"
@@ -112,7 +112,7 @@ def test_what_runs_at_once_does_not_wait_for_a_main_thread_that_hangs():
     process.communicate(timeout=120)
 
 
-def test_a_rank_whose_launcher_is_killed_saves_and_leaves():
+def test_a_rank_whose_launcher_is_killed_saves_and_exits():
     launcher = start(
         """
         import subprocess, sys, time
@@ -124,7 +124,7 @@ def test_a_rank_whose_launcher_is_killed_saves_and_leaves():
     )
     assert {launcher.stdout.readline(), launcher.stdout.readline()} == {"launched\n", "False\n"}
     launcher.kill()
-    stdout, _ = launcher.communicate(timeout=120)  # the rank holds the pipe open until it is gone
+    stdout, _ = launcher.communicate(timeout=120)  # the rank keeps the pipe open until it ends
     assert stdout == "saving\nsaved\n"
 
 
@@ -134,11 +134,11 @@ def stop_one_of_two() -> tuple[bool, bool]:
     before = signals.stop_requested(dist)
     if dist.rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
-    seen = (before, signals.stop_requested(dist))
+    requested = (before, signals.stop_requested(dist))
     dist.close()
-    return seen
+    return requested
 
 
 @pytest.mark.slow
-def test_one_rank_s_signal_stops_all():
+def test_a_signal_to_one_rank_stops_all():
     assert run_ranks(stop_one_of_two, 2) == [(False, True), (False, True)]

@@ -1,4 +1,4 @@
-"""Wheels built for CUDA beside a CPU torch: importable in a fresh interpreter."""
+"""With a CPU torch, packages with CUDA wheels can be imported in a fresh interpreter."""
 
 import subprocess
 import sys
@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("order", ["import rl, datasets", "import datasets, rl"])
-def test_what_needs_vision_and_audio_imports_beside_rl(order: str) -> None:
-    """As a plugin or a notebook writes it; fails without `rl/ranks/wheels.py` wherever the wheels
-    do not match (`torchvision::nms`)."""
+def test_modules_that_need_torchvision_or_torchaudio_can_be_imported_with_rl(order: str) -> None:
+    """A plugin or a notebook may import in either order; where wheels do not match, this fails
+    without `rl/ranks/wheels.py` (`torchvision::nms`)."""
     script = f"""
         {order}
         from importlib.metadata import version

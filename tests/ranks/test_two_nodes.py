@@ -1,5 +1,4 @@
-"""A run on two nodes whose cable is cut: both sides say which node is out of reach, keep what is
-finished, and go on from there."""
+"""A run on two nodes that lose their network, and its resume."""
 
 from __future__ import annotations
 
@@ -38,14 +37,14 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def plain(nodes: Nodes, models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run's folder."""
+    """The folder of a run that is not interrupted."""
     run = Launched(nodes, models, tmp_path_factory.mktemp("plain"))
-    assert run.codes() == [0, 0], run.said(0)
+    assert run.codes() == [0, 0], run.output(0)
     return run.run_dir
 
 
 class Launched:
-    """The same command on both nodes."""
+    """The run, started with the same command on both nodes."""
 
     def __init__(self, nodes: Nodes, models: dict[str, str], folder: Path, **changes: Any) -> None:
         config = tiny_loop.config_of(
@@ -69,7 +68,7 @@ class Launched:
             for node in range(2)
         ]
 
-    def said(self, node: int) -> str:
+    def output(self, node: int) -> str:
         return self.outputs[node].read_text()
 
     def codes(self) -> list[int]:
@@ -80,19 +79,19 @@ class Launched:
         deadline = time.monotonic() + PATIENCE_S
         while not lines.is_file() or lines.read_text().count("\n") <= done:
             ended = [process.poll() for process in self.processes]
-            assert time.monotonic() < deadline and ended == [None, None], self.said(0)
+            assert time.monotonic() < deadline and ended == [None, None], self.output(0)
             time.sleep(0.02)
 
-    def wait_for_word(self, node: int, word: str) -> float:
-        """When it was said."""
+    def wait_for_text(self, node: int, text: str) -> float:
+        """Waits until the output of a node contains `text`; returns the time."""
         deadline = time.monotonic() + PATIENCE_S
-        while word not in self.said(node):
-            assert time.monotonic() < deadline, self.said(node)
+        while text not in self.output(node):
+            assert time.monotonic() < deadline, self.output(node)
             time.sleep(0.1)
         return time.monotonic()
 
 
-def test_a_cut_cable_is_named_on_both_sides_and_costs_no_finished_iteration(
+def test_a_network_loss_is_named_on_both_nodes_and_loses_no_finished_iteration(
     nodes: Nodes, models: dict[str, str], plain: Path, tmp_path: Path
 ) -> None:
     run = Launched(nodes, models, tmp_path)
@@ -100,14 +99,14 @@ def test_a_cut_cable_is_named_on_both_sides_and_costs_no_finished_iteration(
     with nodes.cut():
         start = time.monotonic()
         for node, other in ((0, "node 1 (rank 1)"), (1, "node 0 (rank 0)")):
-            named_s = run.wait_for_word(node, f"{other} is out of reach for") - start
-            assert named_s < LOST_S + 15, run.said(node)
+            named_s = run.wait_for_text(node, f"{other} is out of reach for") - start
+            assert named_s < LOST_S + 15, run.output(node)
             print(f"node {node} named it after {named_s:.0f} s")
-        assert run.codes() == [1, 1], run.said(0) + run.said(1)
+        assert run.codes() == [1, 1], run.output(0) + run.output(1)
         print(f"both ended after {time.monotonic() - start:.0f} s")
     [saved] = (run.run_dir / "checkpoints").glob("step_*")
-    assert saved.name in ("step_000002", "step_000003"), "else it was cut too late"
+    assert saved.name in ("step_000002", "step_000003"), "the network was cut in time"
     resumed = Launched(nodes, models, tmp_path)
-    assert resumed.codes() == [0, 0], resumed.said(0)
-    assert "resumed from" in resumed.said(0)
+    assert resumed.codes() == [0, 0], resumed.output(0)
+    assert "resumed from" in resumed.output(0)
     assert_same_run(plain, run.run_dir, NUM_ITERATIONS)

@@ -1,4 +1,4 @@
-"""The best checkpoint on held-out samples: told by metrics.jsonl, kept, and found by its name."""
+"""The best checkpoint by held-out reward in metrics.jsonl: it is kept and can be named `best`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ def save_and_measure(checkpoints: Checkpoints, rewards: dict[int, float | None])
         save(checkpoints, iteration, reward=reward)
 
 
-def test_the_best_stays_however_old(tmp_path):
+def test_the_best_checkpoint_is_kept_however_old(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     save_and_measure(checkpoints, {10: 0.25, 20: 0.75, 30: 0.5, 40: None, 50: 0.75, 60: 0.0})
     assert names_in(tmp_path) == ["step_000020", "step_000050", "step_000060"]
-    found = {which: checkpoint_of(tmp_path, which).name for which in ("best", "latest", "50")}
-    # Of equals the earlier.
-    assert found == {"best": "step_000020", "latest": "step_000060", "50": "step_000050"}
+    selected = {which: checkpoint_of(tmp_path, which).name for which in ("best", "latest", "50")}
+    # Of two with equal rewards, the earlier is the best.
+    assert selected == {"best": "step_000020", "latest": "step_000060", "50": "step_000050"}
     save_and_measure(checkpoints, {70: 0.875, 80: 0.25})
     assert checkpoint_of(tmp_path, "best").name == "step_000070"
     assert names_in(tmp_path) == ["step_000070", "step_000080"]
 
 
-def test_beside_a_damaged_best_the_best_that_is_whole_stays(tmp_path):
+def test_if_the_best_is_damaged_the_best_undamaged_one_is_kept_too(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     save_and_measure(checkpoints, {10: 0.75, 20: 0.5})
     (tmp_path / "checkpoints/step_000010/state.json").write_text("")
@@ -35,7 +35,7 @@ def test_beside_a_damaged_best_the_best_that_is_whole_stays(tmp_path):
     assert names_in(tmp_path) == kept
 
 
-def test_a_line_that_is_written_again_counts_and_one_that_is_gone_does_not(tmp_path):
+def test_the_last_line_of_an_iteration_counts_and_a_missing_checkpoint_is_skipped(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     save_and_measure(checkpoints, {10: 0.75, 20: 0.5})
     metrics = tmp_path / "metrics.jsonl"
@@ -44,14 +44,14 @@ def test_a_line_that_is_written_again_counts_and_one_that_is_gone_does_not(tmp_p
     assert checkpoint_of(tmp_path, "best").name == "step_000020"
     (tmp_path / "checkpoints" / "step_000020").rename(tmp_path / "elsewhere")
     assert checkpoint_of(tmp_path, "best").name == "step_000010"
-    metrics.unlink()  # as a run does that begins again: it is set aside
+    metrics.unlink()  # a restarted run sets it aside
     with pytest.raises(ValueError, match="measured"):
         checkpoint_of(tmp_path, "best")
 
 
 @pytest.mark.parametrize("line", ['{"iteration": 10, "eval/rew', '{"iteration": "10"}', ""])
-def test_what_may_be_the_best_stays(tmp_path, capfd, line):
-    """Nobody knows how good a checkpoint is whose line is damaged or gone."""
+def test_a_checkpoint_that_may_be_the_best_is_kept(tmp_path, capfd, line):
+    """A checkpoint whose line is damaged or missing may be the best."""
     checkpoints = checkpoints_in(tmp_path)
     save_and_measure(checkpoints, {10: 0.75})
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
@@ -61,12 +61,12 @@ def test_what_may_be_the_best_stays(tmp_path, capfd, line):
 
 
 @pytest.mark.parametrize("reward", ["NaN", "true", '"high"', str(10**400), "1e300", "[1]"])
-def test_a_reward_that_no_run_writes_is_none(tmp_path, reward):
+def test_an_invalid_reward_counts_as_none(tmp_path, reward):
     (tmp_path / "metrics.jsonl").write_text(f'{{"iteration": 3, "eval/reward": {reward}}}\n')
     assert held_out_rewards(tmp_path) == {0: None, 3: None}
 
 
-def test_what_is_asked_for_and_not_there_is_named(tmp_path):
+def test_a_missing_checkpoint_is_named_in_the_error(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     with pytest.raises(ValueError, match=r"no checkpoint .*: none"):
         checkpoint_of(tmp_path, "latest")

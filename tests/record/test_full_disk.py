@@ -1,4 +1,4 @@
-"""A disk that is really full: nothing torn is left on it, and nothing dies of it."""
+"""On a really full disk, no file is torn and the run waits instead of failing."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def files(disk: Path) -> dict[str, bytes]:
-    found = (path for path in disk.rglob("*") if path.is_file() and path.name != "hog")
-    return {path.relative_to(disk).as_posix(): path.read_bytes() for path in found}
+    paths = (path for path in disk.rglob("*") if path.is_file() and path.name != "hog")
+    return {path.relative_to(disk).as_posix(): path.read_bytes() for path in paths}
 
 
-def test_no_file_and_no_line_is_torn(disk: Path) -> None:
+def test_a_full_disk_tears_no_file_and_no_line(disk: Path) -> None:
     write_atomically(disk / "a.txt", "old")
     append_line(disk / "lines.jsonl", '{"a": 1}\n')
     fill(disk, left=8192)
@@ -50,7 +50,7 @@ def test_no_file_and_no_line_is_torn(disk: Path) -> None:
     assert files(disk) == before
 
 
-def test_a_reply_that_finds_no_room_is_used_and_asked_again_later(disk: Path) -> None:
+def test_a_reply_that_cannot_be_stored_is_used_and_asked_again_after_a_restart(disk: Path) -> None:
     journal = ReplyJournal(disk / "replies.jsonl")
     journal.put("first", "a reply")
     hog = fill(disk)
@@ -59,8 +59,9 @@ def test_a_reply_that_finds_no_room_is_used_and_asked_again_later(disk: Path) ->
     hog.unlink()
     journal.put("third", "a reply")
     journal.close()
-    again = ReplyJournal(disk / "replies.jsonl")
-    assert [again.get(key) for key in ("first", "second", "third")] == ["a reply", None, "a reply"]
+    journal = ReplyJournal(disk / "replies.jsonl")
+    replies = [journal.get(key) for key in ("first", "second", "third")]
+    assert replies == ["a reply", None, "a reply"]
     rows, damaged = read_rows(disk / "replies.jsonl")
     assert (len(rows), damaged) == (2, [])
 
@@ -75,7 +76,7 @@ def point(iteration: int) -> ResumePoint:
     return ResumePoint(iteration, tensors, {}, rng, write_model, "# A model")
 
 
-def test_records_and_checkpoints_wait_for_room_and_are_whole(
+def test_records_and_checkpoints_wait_for_disk_space_and_are_complete(
     disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(disk_room, "TRY_EVERY_S", 0.05)
@@ -84,25 +85,25 @@ def test_records_and_checkpoints_wait_for_room_and_are_whole(
     checkpoints = Checkpoints(run_dir, CheckpointConfig(), Dist())
     run_dir.mkdir()
     hog = fill(disk)
-    said = ""
+    stderr = ""
 
-    def wait_to_hear(text: str) -> None:
-        nonlocal said
+    def wait_for_message(text: str) -> None:
+        nonlocal stderr
         end_s = time.monotonic() + 120
-        while text not in said and time.monotonic() < end_s:
+        while text not in stderr and time.monotonic() < end_s:
             time.sleep(0.02)
-            said += capsys.readouterr().err
-        assert text in said
+            stderr += capsys.readouterr().err
+        assert text in stderr
 
     with BackgroundWriter(run_dir) as writer:
         writer.put("the record", lambda: record.write_episodes(1, [[episode()]], [[1.0]]))
         writer.put("the checkpoint", lambda: checkpoints.save_alone(point(1)))
         writer.put("the metrics", lambda: record.write_metrics(1, {"a": 1.0}))
-        wait_to_hear(f"the disk of {run_dir} is full: the record waits")
-        os.truncate(hog, hog.stat().st_size - 20_000)  # enough for the record alone
-        where = run_dir / "checkpoints"
-        wait_to_hear(f"the disk of {where} is full: checkpoint step_000001 waits")
-        assert not list(where.glob("step_*"))
+        wait_for_message(f"the disk of {run_dir} is full: the record waits")
+        os.truncate(hog, hog.stat().st_size - 20_000)  # enough for the record only
+        checkpoint_dir = run_dir / "checkpoints"
+        wait_for_message(f"the disk of {checkpoint_dir} is full: checkpoint step_000001 waits")
+        assert not list(checkpoint_dir.glob("step_*"))
         hog.unlink()
     assert problem_of(run_dir / "checkpoints" / "step_000001") is None
     rows, damaged = read_rows(run_dir / "episodes" / "it_000001.rank0.jsonl")
@@ -111,7 +112,7 @@ def test_records_and_checkpoints_wait_for_room_and_are_whole(
     assert not [name for name in files(run_dir) if "tmp" in name]
 
 
-def test_a_stop_while_the_disk_is_full_leaves_the_older_checkpoints(
+def test_a_stop_while_the_disk_is_full_keeps_the_older_checkpoints(
     disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = Checkpoints(disk / "run", CheckpointConfig(), Dist())
@@ -120,5 +121,5 @@ def test_a_stop_while_the_disk_is_full_leaves_the_older_checkpoints(
     threading.Timer(0.3, lambda: monkeypatch.setitem(signals._heard, 15, 1.0)).start()
     assert checkpoints.save_alone(point(2)) is None
     assert [path.name for path in (disk / "run/checkpoints").iterdir()] == ["step_000001"]
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert names(said, "checkpoint step_000002 ... make room")
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert names(message, "checkpoint step_000002 ... make room")

@@ -1,4 +1,4 @@
-"""One group on the console: which completions, on which iterations, and that all words are text."""
+"""The console panel of one group: its completions, its iterations, and that text is escaped."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def wrote(text: str, reward: float | None, **changes) -> Episode:
     return episode(action=Action(text, text), reward=reward, status=status, **changes)
 
 
-def printed(episodes: list[Episode], stream: io.StringIO, every: int = 1) -> str:
+def panel_text(episodes: list[Episode], stream: io.StringIO, every: int = 1) -> str:
     panel = GroupPanel(Console(True, stream), every)
     panel.note(1, [episodes], [[0.5] * len(episodes)])
     panel.show()
     return stream.getvalue()
 
 
-def test_the_best_the_worst_one_between_and_a_lost_one_are_shown() -> None:
+def test_the_panel_shows_the_best_the_worst_one_between_and_a_lost_completion() -> None:
     group = [wrote(f"text {g}", r) for g, r in enumerate([0.5, None, 0.0, 1.0, 0.25, None])]
     assert chosen(group) == [("best", 3), ("between", 4), ("worst", 2), ("lost", 1)]
     assert chosen(group[2:4]) == [("best", 1), ("worst", 0)]
@@ -38,10 +38,10 @@ def test_the_best_the_worst_one_between_and_a_lost_one_are_shown() -> None:
     assert [name for name, _ in equal] == ["one", "another", "a third"]
 
 
-def test_each_has_its_reward_advantage_parts_cause_and_the_judges_words() -> None:
-    long = {"judge": tuple(f"reply {n}" for n in range(5)), "other": ("x",)}
+def test_each_completion_has_reward_advantage_parts_failure_and_replies() -> None:
+    replies = {"judge": tuple(f"reply {n}" for n in range(5)), "other": ("x",)}
     group = [
-        wrote("good", 1.0, replies=long),
+        wrote("good", 1.0, replies=replies),
         replace(wrote("", 0.0), status=Status.POLICY_FAILED, failure="empty: wrote nothing"),
         wrote(
             "lost", None, failure="timeout: 120 s", completion=Completion((5,), (0.0,), "length")
@@ -79,8 +79,8 @@ def hostile() -> list[Episode]:
     ]
 
 
-def test_it_is_plain_lines_of_eighty_columns(hostile: list[Episode]) -> None:
-    lines = printed(hostile, io.StringIO()).split("\n")
+def test_the_panel_has_plain_lines_of_eighty_columns(hostile: list[Episode]) -> None:
+    lines = panel_text(hostile, io.StringIO()).split("\n")
     assert max(map(cell_len, lines)) == 80
     assert all(line.isprintable() for line in lines)
     assert lines[0].startswith("---- one group of iteration 1 ---") and lines[-2] == "-" * 80
@@ -90,16 +90,16 @@ def test_it_is_plain_lines_of_eighty_columns(hostile: list[Episode]) -> None:
         assert kept in text
 
 
-def test_it_is_shown_every_n_iterations_once_and_by_one_rank() -> None:
+def test_the_panel_is_shown_once_every_n_iterations_by_one_rank() -> None:
     stream = io.StringIO()
     panel, mute = GroupPanel(Console(True, stream), 3), GroupPanel(Console(False, stream), 3)
     never = GroupPanel(Console(True, stream), 0)
-    shown = []
+    was_shown = []
     for iteration in range(1, 8):
         for one in (panel, mute, never):
             one.note(iteration, [[wrote("a", 1.0)], [wrote("b", 1.0)]], [[None], [None]])
             one.show()
             one.show()
-        shown.append("wrote  a" in stream.getvalue())
+        was_shown.append("wrote  a" in stream.getvalue())
         stream.truncate(0)
-    assert shown == [False, False, True, False, False, True, False]
+    assert was_shown == [False, False, True, False, False, True, False]

@@ -1,4 +1,4 @@
-"""The card of a model: what the hub reads of it, and that no foreign word is more than a word."""
+"""Model cards: their metadata for the hub, their content, and that foreign text is escaped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def card(form: Any = None, evidence: Evidence | None = None, **changes: Any) -> 
     return model_card(config, 50, {"eval/reward": 0.81234, "time/learn_s": 3.0}, form, evidence)
 
 
-def test_a_checkpoints_card_says_what_it_is_and_what_it_scored():
+def test_the_card_of_a_checkpoint_has_its_base_model_and_scores():
     text = card()
     assert ModelCard(text).data.to_dict() == {
         "base_model": "some/base",
@@ -55,13 +55,13 @@ def test_a_checkpoints_card_says_what_it_is_and_what_it_scored():
 
 
 @pytest.mark.parametrize("path", ["/models/qwen", "./here/qwen", "assets/tiny/policy"])
-def test_a_local_folder_is_no_base_model_on_the_hub_and_not_told(path):
+def test_a_local_folder_is_no_base_model_and_its_path_is_not_published(path):
     text = card(policy={"type": "qwen2_5_vl", "model_path": path})
     assert "base_model:" not in text and path not in text
     assert f'"model_path": "(a path)/{Path(path).name}"' in text
 
 
-def test_a_runs_card_has_intervals_arms_and_limits():
+def test_the_card_of_a_run_has_intervals_arms_and_limits():
     text = card(
         "text-encoder",
         EVIDENCE,
@@ -101,22 +101,22 @@ def test_a_card_names_what_was_trained_and_its_classes():
     assert names(text, f"\nbase_model: one-word\n ... {encoder} ... {pipeline}")
 
 
-def test_a_card_numbers_several_sources_and_explains_a_picture_of_the_users_words():
-    def shown(*sides: str) -> str:
+def test_a_card_numbers_several_sources_and_explains_the_picture_of_the_users_words():
+    def card_with(*sides: str) -> str:
         files = tuple(f"pictures/01_{side}.png" for side in (*sides, "before", "after"))
         return card(None, replace(EVIDENCE, samples=[replace(SAMPLE, files=files)]))
 
     sources = "![source 1](pictures/01_source.png) ![source 2](pictures/01_source2.png)<br>make it"
-    text = shown("source", "source2")
+    text = card_with("source", "source2")
     assert f"| {sources} red | ![before](pictures/01_before.png)<br>turn it" in text
     own_words = "![own_words](pictures/01_own_words.png)<br>make"
-    assert names(shown("own_words"), f"first picture ... {own_words}")
+    assert names(card_with("own_words"), f"first picture ... {own_words}")
 
 
-def test_a_licence_is_read_beside_the_files_and_never_made_up(tmp_path: Path) -> None:
+def test_the_licence_is_read_from_the_readme_or_unknown(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     assert licence_of(str(tmp_path)) is None
-    for front, found in (
+    for front, licence in (
         ("license: apache-2.0", ("apache-2.0", None)),
         ("license: other\nlicense_name: qwen-research", ("other", "qwen-research")),
         ("license: other", ("other", "unnamed")),
@@ -127,7 +127,7 @@ def test_a_licence_is_read_beside_the_files_and_never_made_up(tmp_path: Path) ->
         ("tags: [a]", None),
     ):
         readme.write_text(f"---\n{front}\n---\n# a model\n")
-        assert licence_of(str(tmp_path)) == found, front
+        assert licence_of(str(tmp_path)) == licence, front
     readme.write_bytes(b"---\nlicense: \xff\n---\n")
     assert licence_of(str(tmp_path)) is None
     readme.write_text("---\nlicense: other\nlicense_name: qwen-research\n---\n")
@@ -137,7 +137,7 @@ def test_a_licence_is_read_beside_the_files_and_never_made_up(tmp_path: Path) ->
 
 
 def everything_hostile() -> tuple[str, str]:
-    """An export's card and a checkpoint's."""
+    """The cards of an export and of a checkpoint with hostile text everywhere."""
     config = json.loads(json.dumps(run_config().model_dump(mode="json")))
     config |= {"run_name": HOSTILE, "seed": HOSTILE, HOSTILE: HOSTILE}
     config["rewards"] = {HOSTILE: {"type": HOSTILE}}
@@ -166,7 +166,7 @@ def walk(tokens: list[Token]) -> list[Token]:
     return [inner for token in tokens for inner in (token, *walk(token.children or []))]
 
 
-def test_no_foreign_word_is_more_than_a_word(tmp_path: Path) -> None:
+def test_foreign_text_on_a_card_is_escaped(tmp_path: Path) -> None:
     keys = {"library_name", "license", "license_name", "pipeline_tag", "tags"}
     for number, text in enumerate(everything_hostile()):
         assert all(char.isprintable() or char == "\n" for char in text)
@@ -188,15 +188,15 @@ def test_no_foreign_word_is_more_than_a_word(tmp_path: Path) -> None:
         titles = [tokens[i + 1].content for i, t in enumerate(tokens) if t.type == "heading_open"]
         assert titles[0].startswith("&#60;/td&#62;&#60;script") and len(titles) < 9
         assert [t.info for t in tokens if t.type == "fence"] in (["python", "json"], ["json"])
-        said = "".join(token.content for token in tokens if token.type == "text")
-        assert "</td><script>alert(1)</script> | `code` ``` --- license: mit --- # head" in said
+        visible = "".join(token.content for token in tokens if token.type == "text")
+        assert "</td><script>alert(1)</script> | `code` ``` --- license: mit --- # head" in visible
         rows = {line.count("|") for line in text.split("\n") if line.startswith("| ")}
         assert rows <= {3, 4, 7}, rows
         for autolink in ("http://", "https://", "www.", "@"):
             assert autolink not in "".join(text.split("```")[0::2]).partition("\n---\n")[2]
 
 
-def test_a_key_stands_on_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_card_contains_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "hunter2-hunter2")
     sample = replace(SAMPLE, instruction="hunter2-hunter2", words=("hunter2-hunter2", ""))
     rewards = {"judge": {"type": "viescore", "header": "hunter2-hunter2"}}
@@ -204,6 +204,6 @@ def test_a_key_stands_on_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hunter2" not in text and "&#60;JUDGE_TOKEN&#62;" in text
 
 
-def test_a_config_of_which_parts_are_missing_has_a_card() -> None:
+def test_an_incomplete_config_has_a_card() -> None:
     for config in ({}, {"policy": 3, "rewards": [1], "data": {"train": "x"}, "renderer": None}):
         assert "## Config" in model_card(config, 0, {}, "adapter")

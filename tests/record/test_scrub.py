@@ -1,4 +1,4 @@
-"""Keys are found however they are spelt, and nothing else is taken for one."""
+"""Scrubbing replaces keys in every encoding, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", KEY)
 
 
-def spellings(key: str) -> Iterator[str]:
+def encodings(key: str) -> Iterator[str]:
     yield from (key, key.upper(), quote(key), quote(key, safe=""), key.replace("/", "\\/"))
     yield from (html.escape(key), key.encode().hex(), key.encode().hex().upper())
     for form in ("%{:02x}", "%{:02X}", "\\u{:04x}", "\\u{:04X}", "\\x{:02x}", "&#{};", "&#x{:X};"):
@@ -36,18 +36,18 @@ def spellings(key: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     "around", ["{}", "said: {} (sic)", "two\n{}\nlines", "\\{}", "http://h/?k={}&l=1", "<p>{}</p>"]
 )
-def test_a_key_is_found_however_it_is_spelt(around: str) -> None:
-    for spelt in spellings(KEY):
-        text = around.format(spelt)
+def test_a_key_is_found_in_every_encoding(around: str) -> None:
+    for encoded in encodings(KEY):
+        text = around.format(encoded)
         assert "<MY_API_KEY>" in scrub(text), text
-        assert spelt not in scrub(text) and KEY not in scrub(text)
-        written = json.dumps({"reply": text, "größe": "\n"}, ensure_ascii=False)
-        read_again = json.loads(scrub(written))  # JSON stays JSON
+        assert encoded not in scrub(text) and KEY not in scrub(text)
+        line = json.dumps({"reply": text, "größe": "\n"}, ensure_ascii=False)
+        read_again = json.loads(scrub(line))  # it is still JSON
         assert "<MY_API_KEY>" in read_again["reply"] and read_again["größe"] == "\n"
     assert scrub(around.format("sk-Live/9aZ+qT_8~x")) == around.format("sk-Live/9aZ+qT_8~x")
 
 
-def test_what_stands_around_a_key_stays_except_within_its_own_base64() -> None:
+def test_text_around_a_key_is_kept_except_within_the_same_base64() -> None:
     coded = base64.b64encode(f"Bearer {KEY}".encode()).decode()
     assert scrub(f"Basic {coded}, then {KEY}.") == "Basic <MY_API_KEY>, then <MY_API_KEY>."
     assert scrubbed({KEY: [KEY, 1, None, (KEY,)]}) == {
@@ -82,7 +82,7 @@ def test_what_stands_around_a_key_stays_except_within_its_own_base64() -> None:
         ("SLACK_WEBHOOK_URL", "https://hooks.example.org/T0/B1", "https://hooks.example.org/T0/B1"),
         ("STORAGE", "AccountName=me;AccountKey=0123456789==", "0123456789=="),
     ],
-    ids=lambda value: value[:4],  # pytest puts it into the environment
+    ids=lambda value: value[:4],  # pytest puts the id into the environment
 )
 def test_what_counts_as_a_secret(name: str, value: str, secret: str, monkeypatch) -> None:
     monkeypatch.setenv(name, value)
@@ -109,13 +109,13 @@ def test_what_counts_as_a_secret(name: str, value: str, secret: str, monkeypatch
     ],
     ids=lambda value: value[:4],
 )
-def test_what_does_not(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_count_as_a_secret(name: str, value: str, monkeypatch) -> None:
     monkeypatch.setenv(name, value)
-    assert [found for found, _ in secrets()] == ["MY_API_KEY"]
+    assert [key_name for key_name, _ in secrets()] == ["MY_API_KEY"]
 
 
-def test_placeholders_and_names() -> None:
-    words = (
+def test_placeholders_and_names_of_secrets_are_recognised() -> None:
+    placeholders = (
         "EMPTY",
         "none",
         "dummy",
@@ -125,12 +125,12 @@ def test_placeholders_and_names() -> None:
         "-",
         "NO_KEY",
     )
-    assert all(map(is_placeholder, words))
+    assert all(map(is_placeholder, placeholders))
     assert not any(map(is_placeholder, ("sk-1234", "s3cret", "sk-nokey1")))
     assert not any(map(is_secret_name, ("PATH", "LANG", "MONEY", "AUTHOR", "COMPASSION", "PATCH")))
 
 
-def test_it_keeps_up_with_an_iterations_episodes_and_with_hostile_text() -> None:
+def test_scrubbing_is_fast_enough_for_episodes_and_hostile_text() -> None:
     row = {
         "completion": 'Make "it" red.\n' * 40,
         "token_ids": list(range(1000)),

@@ -1,4 +1,4 @@
-"""An adapter says which weights it belongs to so that everybody's loader finds them."""
+"""A saved adapter names its base weights so that other loaders find them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def qwen(**section: Any) -> Base:
         ),
     ],
 )
-def test_a_hub_id_is_written_as_the_hub_takes_it(
+def test_a_hub_id_is_written_with_revision_and_subfolder(
     base: Base, path: str, revision: str | None, subfolder: str
 ) -> None:
     written = json.loads(json.dumps(noted(base, QWEN)))
@@ -66,7 +66,7 @@ def test_a_local_editor_is_written_with_its_subfolder(tmp_path: Path) -> None:
     assert written["auto_mapping"]["base_model_tokenizer"] == "a/b"
 
 
-def test_what_is_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids_are_distinguished_from_paths(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here" / "model").mkdir(parents=True)
     ids = ("a/b", "gpt2", "Qwen/Qwen2.5-VL-7B-Instruct")
@@ -76,14 +76,14 @@ def test_what_is_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An editor, and beside it the adapter of a policy whose base is its text encoder."""
+    """An editor, and the adapter of a policy whose base is the editor's text encoder."""
     folder = tmp_path_factory.mktemp("published")
-    words = tiny_qwen.save_policy_folder(folder / "words")
+    policy_folder = tiny_qwen.save_policy_folder(folder / "words")
     encoder = folder / "editor" / "text_encoder"
     tiny_qwen.make_model(tiny_qwen.make_tokenizer(), seed=7).save_pretrained(encoder)
     section = {
         "type": "qwen2_5_vl",
-        "model_path": words,
+        "model_path": policy_folder,
         "init_text_encoder_from": str(folder / "editor"),
         "dtype": "float32",
         "lora": {"r": 4, "alpha": 8},
@@ -101,7 +101,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.arange(10, 30)[None]).logits
 
 
-def test_others_load_it_without_being_told_its_base(trained: Path) -> None:
+def test_peft_and_transformers_load_the_adapter_without_naming_its_base(trained: Path) -> None:
     from peft import AutoPeftModel, AutoPeftModelForCausalLM, PeftModel
     from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
@@ -109,22 +109,22 @@ def test_others_load_it_without_being_told_its_base(trained: Path) -> None:
     base = Qwen2_5_VLForConditionalGeneration.from_pretrained(encoder)
     plain = logits(base)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # PEFT warns of keys that it does not know
+        warnings.simplefilter("error")  # PEFT warns about unknown keys
         expected = logits(PeftModel.from_pretrained(base, adapter))
     assert (expected - plain).abs().max() > 1e-2
     for auto in (AutoPeftModel, AutoPeftModelForCausalLM, AutoModelForImageTextToText):
         assert apart(logits(auto.from_pretrained(str(adapter))), expected) <= NATS, auto
 
 
-def test_it_loads_as_the_docs_say(trained: Path) -> None:
+def test_the_adapter_loads_as_documented(trained: Path) -> None:
     text = (Path(__file__).parents[2] / "docs/report-and-edit.md").read_text(encoding="utf-8")
     block = (
         text.partition("### A published adapter")[2].partition("\n\n    ")[2].partition("\n\n")[0]
     )
     code = block.replace("\n    ", "\n")
-    for said, here in (("Qwen/Qwen-Image-Edit", "editor"), ("me/my-run", "adapter")):
-        assert f'"{said}"' in code
-        code = code.replace(f'"{said}"', repr(str(trained / here)))
+    for documented, local in (("Qwen/Qwen-Image-Edit", "editor"), ("me/my-run", "adapter")):
+        assert f'"{documented}"' in code
+        code = code.replace(f'"{documented}"', repr(str(trained / local)))
     names: dict[str, Any] = {}
     exec(code, names)
     assert apart(logits(names["policy"]), logits(names["policy"].get_base_model())) <= NATS

@@ -1,4 +1,4 @@
-"""Checkpoints under kill -9, damage and full disks: the newest whole one is what is found."""
+"""Checkpoints after kill -9 and damage: the newest complete one is found; pruning is careful."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rl.checkpoints.checkpoint import ResumePoint, SaveError, model_folder, prob
 from rl.ranks.seeding import rng_state
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path):
+def test_a_loaded_checkpoint_equals_the_saved_one(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     assert checkpoints.latest() is None
     torch.manual_seed(5)
@@ -76,7 +76,7 @@ def _lose_manifest(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "parts"),
     [
         (_truncate, "state.safetensors"),
         (_flip_a_bit, "state.safetensors ... sha256"),
@@ -88,22 +88,22 @@ def _lose_manifest(path: Path) -> None:
         (_lose_manifest, "manifest.json"),
     ],
 )
-def test_a_damaged_newest_is_named_and_passed_over(tmp_path, capfd, damage, words):
+def test_a_damaged_newest_checkpoint_is_named_and_skipped(tmp_path, capfd, damage, parts):
     checkpoints = checkpoints_in(tmp_path)
     save(checkpoints, 10)
     newest = save(checkpoints, 20)
     damage(newest)
     assert checkpoints.latest() == tmp_path / "checkpoints" / "step_000010"
     warning = capfd.readouterr().err
-    assert names(warning, f"WARNING ... step_000020 ... {words}")
-    # The iteration is done again and replaces the damaged one.
+    assert names(warning, f"WARNING ... step_000020 ... {parts}")
+    # The iteration is repeated and its checkpoint replaces the damaged one.
     assert save(checkpoints, 20) == newest
     assert problem_of(newest) is None and checkpoints.latest() == newest
     aside = f"damaged-{newest.name}"
     assert names_in(tmp_path) == [aside, "step_000010", "step_000020"]
 
 
-def test_a_model_is_found_in_a_run_a_checkpoint_and_by_itself(tmp_path):
+def test_the_model_is_found_in_a_run_in_a_checkpoint_and_in_its_own_folder(tmp_path):
     checkpoints = checkpoints_in(tmp_path, keep_every_n_iterations=1)
     first, second, _ = (save(checkpoints, iteration) for iteration in (10, 999_999, 1_000_000))
     damaged = tmp_path / "checkpoints" / "step_1000000"
@@ -117,30 +117,30 @@ def test_a_model_is_found_in_a_run_a_checkpoint_and_by_itself(tmp_path):
         model_folder(tmp_path)
 
 
-def test_a_run_without_any_whole_checkpoint_does_not_start_over_silently(tmp_path):
+def test_a_run_without_a_complete_checkpoint_does_not_restart_silently(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     for path in [save(checkpoints, 10), save(checkpoints, 20)]:
         _lose_manifest(path)
     folder = tmp_path / "checkpoints"
-    way_out = f"restore ... another run_name ... move {tmp_path} away"
+    remedy = f"restore ... another run_name ... move {tmp_path} away"
     with pytest.raises(ValueError) as refused:
         checkpoints.latest()
-    assert names(refused.value, f"none of the 2 checkpoints in {folder} ... {way_out}")
-    emptied: list[Callable[[], object]] = [
+    assert names(refused.value, f"none of the 2 checkpoints in {folder} ... {remedy}")
+    ways_to_empty: list[Callable[[], object]] = [
         lambda: [path.rename(tmp_path / path.name) for path in folder.glob("step_*")],
         lambda: (folder / ".tmp-step_000030").mkdir(),  # a save that was killed
-        lambda: (folder / "step_000030").write_text("of another's making"),
+        lambda: (folder / "step_000030").write_text("not a checkpoint"),
         lambda: shutil.rmtree(folder),
     ]
-    for empty in emptied:
+    for empty in ways_to_empty:
         empty()
         with pytest.raises(ValueError) as refused:
             checkpoints.latest()
-        assert names(refused.value, f"{folder} ... step_000020 ... {way_out}")
+        assert names(refused.value, f"{folder} ... step_000020 ... {remedy}")
     assert checkpoints_in(tmp_path / "moved").latest() is None
 
 
-def test_a_newest_that_is_gone_is_named(tmp_path, capfd):
+def test_a_missing_newest_checkpoint_is_named(tmp_path, capfd):
     checkpoints = checkpoints_in(tmp_path)
     first, second = save(checkpoints, 10), save(checkpoints, 20)
     shutil.rmtree(first)
@@ -149,12 +149,12 @@ def test_a_newest_that_is_gone_is_named(tmp_path, capfd):
     shutil.rmtree(tmp_path / "checkpoints" / "step_000030")
     assert checkpoints.latest() == second
     assert names(capfd.readouterr().err, "step_000030 ... gone")
-    for written in ("", "no name", "step_000020"):
-        (tmp_path / "last_checkpoint.txt").write_text(written)
+    for content in ("", "no name", "step_000020"):
+        (tmp_path / "last_checkpoint.txt").write_text(content)
         assert (checkpoints.latest(), capfd.readouterr().err) == (second, "")
 
 
-def test_what_lies_beside_the_checkpoints_is_never_deleted(tmp_path):
+def test_other_files_in_the_checkpoint_folder_are_never_deleted(tmp_path):
     checkpoints = checkpoints_in(tmp_path, push_to_hub_every_n_iterations=1)
     others = ("step_000001.bak/a", "step_1/a", ".tmp-mine/a", ".tmp-step_000001-mine/a", ".tmp-x")
     for name in others:
@@ -167,19 +167,19 @@ def test_what_lies_beside_the_checkpoints_is_never_deleted(tmp_path):
     assert names_in(tmp_path)[-2:] == ["step_000005", "step_1"]
 
 
-def test_pruning_keeps_the_newest_two_whole_ones_and_the_chosen(tmp_path):
+def test_pruning_keeps_the_newest_two_complete_checkpoints_and_every_nth(tmp_path):
     checkpoints = checkpoints_in(tmp_path, keep_every_n_iterations=20)
     for iteration in range(10, 80, 10):
         save(checkpoints, iteration)
     assert names_in(tmp_path) == [f"step_0000{n}" for n in (20, 40, 60, 70)]
-    # A damaged one is no resume point and does not count as one of the two.
+    # A damaged checkpoint cannot be resumed and is not one of the newest two.
     _truncate(tmp_path / "checkpoints" / "step_000070")
     save(checkpoints, 90)
     assert names_in(tmp_path) == [f"step_0000{n}" for n in (20, 40, 60, 70, 90)]
 
 
-def test_what_somebody_put_into_a_checkpoint_is_never_deleted(tmp_path, capfd):
-    """People merge an adapter in its own folder, and keep notes there."""
+def test_files_that_a_user_put_into_a_checkpoint_are_never_deleted(tmp_path, capfd):
+    """Users merge an adapter in its folder, and keep notes there."""
     checkpoints = checkpoints_in(tmp_path)
     folder = tmp_path / "checkpoints"
     (tmp_path / "weights").mkdir()
@@ -204,11 +204,11 @@ def test_what_somebody_put_into_a_checkpoint_is_never_deleted(tmp_path, capfd):
         change(save(checkpoints, iteration))
     for iteration in (8, 9, 10, 11):
         save(checkpoints, iteration)
-    said = capfd.readouterr().err
+    messages = capfd.readouterr().err
     kept = [f"step_{n:06d}" for n in (*range(1, len(changes) + 1), 10, 11)]
     assert names_in(tmp_path) == kept
-    assert all(said.count(f"{name} stays: ") == 1 for name in kept[:-2])
-    # Also where the iteration is done again.
+    assert all(messages.count(f"{name} stays: ") == 1 for name in kept[:-2])
+    # Also if the iteration is repeated.
     mine = folder / "step_000001/model/notes.txt"
     _lose_manifest(mine.parents[1])
     save(checkpoints, 1)
@@ -216,7 +216,7 @@ def test_what_somebody_put_into_a_checkpoint_is_never_deleted(tmp_path, capfd):
     assert (tmp_path / "weights" / "w").read_text() == "mine"
 
 
-def test_an_old_one_that_cannot_be_deleted_does_not_spoil_the_new(tmp_path, monkeypatch, capfd):
+def test_a_failed_deletion_of_an_old_checkpoint_keeps_the_new_one(tmp_path, monkeypatch, capfd):
     checkpoints = checkpoints_in(tmp_path)
     for iteration in (10, 20):
         save(checkpoints, iteration)
@@ -229,14 +229,14 @@ def test_an_old_one_that_cannot_be_deleted_does_not_spoil_the_new(tmp_path, monk
     assert "may not delete .tmp-pruned-step_000010" in capfd.readouterr().err
 
 
-def test_due_by_either_cadence(tmp_path):
+def test_a_checkpoint_is_due_for_saving_or_for_pushing(tmp_path):
     checkpoints = checkpoints_in(
         tmp_path, save_every_n_iterations=4, push_to_hub_every_n_iterations=6
     )
     assert [n for n in range(1, 13) if checkpoints.due(n)] == [4, 6, 8, 12]
 
 
-def test_a_failed_save_costs_nothing_but_itself(tmp_path, capfd):
+def test_a_failed_save_leaves_the_older_checkpoints(tmp_path, capfd):
     def fail(folder: Path) -> None:
         (folder / "half").write_text("x")
         raise OSError(5, "Input/output error")
@@ -262,28 +262,28 @@ def save_forever(folder: Path, answers: Connection) -> None:
 
 
 @pytest.mark.slow
-def test_kill_9_at_any_moment_never_leaves_an_unloadable_state(tmp_path):
+def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
-    reached = 0
+    loaded = 0
     for kill in range(5):
         receiver, sender = multiprocessing.Pipe(duplex=False)
         process = spawn(save_forever, tmp_path, sender)
         sender.close()
-        said = receiver.recv()
-        assert said == reached + 1  # it went on from what was found: nothing lost, nothing redone
-        time.sleep(0.031 * kill)  # a save takes some 10 ms: moments spread over one
+        last_saved = receiver.recv()
+        assert last_saved == loaded + 1  # it continued from the last one: nothing lost or repeated
+        time.sleep(0.031 * kill)  # a save takes about 10 ms: the kills are spread over it
         process.kill()
         process.join()
         while receiver.poll():
             try:
-                said = receiver.recv()
+                last_saved = receiver.recv()
             except EOFError:
                 break
-        loaded = checkpoints.load(checkpoints.latest())
-        reached = loaded.iteration
-        assert reached in (said, said + 1)  # at most the one that could not be told any more
-        assert loaded.meta["learner"] == {"version": reached}
-        assert torch.equal(loaded.tensors["master/w"], torch.full((50_000,), float(reached)))
+        point = checkpoints.load(checkpoints.latest())
+        loaded = point.iteration
+        assert loaded in (last_saved, last_saved + 1)  # a save may have ended without its message
+        assert point.meta["learner"] == {"version": loaded}
+        assert torch.equal(point.tensors["master/w"], torch.full((50_000,), float(loaded)))
 
 
 def die_in_a_save(folder: Path, stage: str) -> None:
@@ -301,8 +301,8 @@ def die_in_a_save(folder: Path, stage: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["model", "manifest", "rename"])
-def test_kill_9_inside_a_save_leaves_the_one_before(tmp_path, stage):
-    """The three gaps: half the files written, all written but unproven, proven but not in place."""
+def test_kill_9_during_a_save_leaves_the_checkpoint_before_it(tmp_path, stage):
+    """Killed with half of the files written, before the manifest, and before the rename."""
     process = spawn(die_in_a_save, tmp_path, stage)
     process.join(60)
     assert process.exitcode == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""What one sees: phase lines, the summary line with its ETA, shares that add up; and the names."""
+"""Console output: phases, the summary line, the closing table; the table of metric names."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def clock(monkeypatch) -> list[float]:
         (11220, "3 h 07 min"),
     ],
 )
-def test_durations_read_well(seconds, text):
+def test_durations_have_suitable_units(seconds, text):
     assert duration(seconds) == text
 
 
-def test_phases_print_add_up_and_start_over_with_each_lap(clock):
+def test_phases_are_printed_summed_and_reset_with_each_lap(clock):
     stream = io.StringIO()
     timer = PhaseTimer(Console(True, stream))
     for seconds in (2.0, 3.0):
@@ -60,7 +60,7 @@ def test_phases_print_add_up_and_start_over_with_each_lap(clock):
     ]
 
 
-def test_a_phase_inside_another_pauses_it_and_is_one_line_however_often_it_ran(clock):
+def test_a_nested_phase_pauses_the_outer_one_and_has_one_line(clock):
     stream = io.StringIO()
     timer = PhaseTimer(Console(True, stream))
     with timer.phase("render") as render:
@@ -79,11 +79,11 @@ def test_a_phase_inside_another_pauses_it_and_is_one_line_however_often_it_ran(c
     ]
 
 
-def test_the_summary_line_says_how_it_goes_and_when_it_ends():
+def test_the_summary_line_has_reward_speed_and_eta():
     stream = io.StringIO()
-    face = Console(True, stream)
-    face.iteration(1, 101, {"time/iteration_s": 10.0})
-    face.iteration(
+    rank_console = Console(True, stream)
+    rank_console.iteration(1, 101, {"time/iteration_s": 10.0})
+    rank_console.iteration(
         2,
         101,
         {
@@ -103,7 +103,7 @@ def test_the_summary_line_says_how_it_goes_and_when_it_ends():
     )
 
 
-def test_a_lap_has_the_seconds_of_each_phase_and_one_utilisation(clock):
+def test_a_lap_has_the_seconds_of_each_phase_and_one_mfu(clock):
     timer = PhaseTimer(flops_per_s=1e12)
     with timer.phase("render"):
         with timer.phase("condition"):
@@ -140,14 +140,14 @@ def test_the_closing_table_accounts_for_every_second(clock):
     ]
 
 
-def test_other_ranks_are_mute():
+def test_a_disabled_console_prints_nothing():
     stream = io.StringIO()
-    face = Console(False, stream)
-    timer = PhaseTimer(face)
+    rank_console = Console(False, stream)
+    timer = PhaseTimer(rank_console)
     with timer.phase("learn"):
-        face.say("hello")
-    face.iteration(1, 2, timer.lap())
-    face.where_time_went(timer)
+        rank_console.say("hello")
+    rank_console.iteration(1, 2, timer.lap())
+    rank_console.where_time_went(timer)
     assert stream.getvalue() == ""
 
 
@@ -155,7 +155,7 @@ def test_every_metric_of_the_summary_line_has_a_row():
     assert all(map(doc_of, console.SUMMARY))
 
 
-def test_a_name_finds_its_row():
+def test_a_metric_name_matches_its_row():
     assert doc_of("reward/mean") is METRICS["reward/mean"]
     assert doc_of("reward/part/judge/edit_success") is METRICS["reward/part/<name>"]
     assert doc_of("eval/reward/colour") is METRICS["eval/reward/<category>"]
@@ -164,22 +164,22 @@ def test_a_name_finds_its_row():
     assert doc_of("time/_s") is None and doc_of("reward/part/") is None
 
 
-def test_every_row_of_the_page_is_read() -> None:
+def test_every_row_of_metrics_md_is_read() -> None:
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    own = page.partition("## What plugins")[0]
-    assert len(METRICS) == own.count("\n| `") > 90
+    fixed = page.partition("## What plugins")[0]
+    assert len(METRICS) == fixed.count("\n| `") > 90
     assert METRICS["sync/mean_abs_dlogp"].meaning.startswith("mean |log pi_sampler - ")
-    assert r"mean \|log pi" in markdown_table(METRICS), "a bar in a cell is no border"
+    assert r"mean \|log pi" in markdown_table(METRICS), "a bar in a cell is escaped"
 
 
-def test_pictures_are_made_smaller_never_larger_and_keep_their_shape():
+def test_pictures_are_only_made_smaller_and_keep_their_aspect_ratio():
     assert downscale(Image.new("RGB", (400, 100)), 200).size == (200, 50)
     assert downscale(Image.new("RGB", (3, 1000)), 100).size == (1, 100)
     small = Image.new("RGB", (20, 10))
     assert downscale(small, 200) is small
 
 
-def test_an_encoded_picture_is_its_pixels_and_nothing_else(tmp_path):
+def test_an_encoded_picture_contains_only_its_pixels(tmp_path):
     image = Image.effect_noise((16, 16), 50).convert("RGBA")
     text = PngImagePlugin.PngInfo()
     text.add_text("owner", "somebody")

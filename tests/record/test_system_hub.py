@@ -1,4 +1,4 @@
-"""A push that is made when due and never stops a run."""
+"""Pushes of the model to the hub: made when due, in the background, without stopping a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl.ranks.dist import Dist
 
 
 class _Hub:
-    """Stands for huggingface.co: names and contents of files on each branch."""
+    """A stand-in for huggingface.co that holds the files of each branch."""
 
     def __init__(self) -> None:
         self.commits: list[tuple[str, dict[str, str]]] = []
@@ -71,21 +71,21 @@ def model_of(iteration: int) -> dict[str, str]:
     return {"README.md": "card", "adapter_model.safetensors": str(iteration)}
 
 
-def test_the_model_is_pushed_when_due_and_at_the_end_to_main_and_a_branch(tmp_path, remote):
+def test_the_model_is_pushed_when_due_and_at_the_end_to_main_and_to_a_branch(tmp_path, remote):
     checkpoints = checkpoints_in(tmp_path)
-    said: list[str] = []
+    lines: list[str] = []
     for iteration in (10, 20, 30):
         save(checkpoints, iteration)
-    checkpoints.close(said.append)
+    checkpoints.close(lines.append)
     save(checkpoints, 35, final=True)
-    checkpoints.close(said.append)
+    checkpoints.close(lines.append)
     assert remote.commits == [("iteration 20", model_of(20)), ("iteration 35", model_of(35))]
     assert remote.branches == {"ckpt_000020": model_of(20), "ckpt_000035": model_of(35)}
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert kept == ["step_000030", "step_000035"], "nothing stays aside"
+    assert kept == ["step_000030", "step_000035"], "no temporary folder is left"
 
 
-def test_an_iteration_done_again_moves_its_branch(tmp_path, remote):
+def test_a_repeated_iteration_moves_its_branch(tmp_path, remote):
     remote.branches["ckpt_000020"] = {"adapter_model.safetensors": "before"}
     checkpoints = checkpoints_in(tmp_path)
     save(checkpoints, 20)
@@ -93,32 +93,32 @@ def test_an_iteration_done_again_moves_its_branch(tmp_path, remote):
     assert remote.branches == {"ckpt_000020": model_of(20)}
 
 
-def test_training_goes_on_meanwhile_and_pruning_takes_nothing_away(tmp_path, remote, capfd):
+def test_training_and_pruning_continue_during_a_push(tmp_path, remote, capfd):
     remote.go = threading.Semaphore(0)
-    (tmp_path / "checkpoints" / ".push-ckpt_000010").mkdir(parents=True)  # of a killed run
+    (tmp_path / "checkpoints" / ".push-ckpt_000010").mkdir(parents=True)  # left by a killed run
     checkpoints = checkpoints_in(tmp_path)
     save(checkpoints, 20)
     assert remote.starts.acquire(timeout=120), "the upload is under way"
     for iteration in (20, 40, 60, 80, 80):
         save(checkpoints, iteration)
     assert not (tmp_path / "checkpoints" / "step_000020").exists()
-    said: list[str] = []
-    checkpoints._pusher.close(said.append, timeout_s=0.01)
+    lines: list[str] = []
+    checkpoints._pusher.close(lines.append, timeout_s=0.01)
     warnings = capfd.readouterr().err
     assert "iteration 40: left out: iteration 60" in warnings
     assert "iteration 60: left out: iteration 80" in warnings
     assert "not done after 0.0 s" in warnings
     remote.go.release(2)
-    checkpoints.close(said.append)
+    checkpoints.close(lines.append)
     assert remote.branches == {"ckpt_000020": model_of(20), "ckpt_000080": model_of(80)}
-    assert len(said) == 2 and names(said[1], "me/run ... 10 min 00 s")
+    assert len(lines) == 2 and names(lines[1], "me/run ... 10 min 00 s")
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert kept == ["step_000060", "step_000080"]
 
 
 def test_a_push_that_fails_is_one_warning(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
-    # The real client; the suite runs with HF_HUB_OFFLINE=1.
+    # Uses the real client; the tests run with HF_HUB_OFFLINE=1.
     checkpoints = checkpoints_in(tmp_path)
     save(checkpoints, 20, final=True)
     checkpoints.close(print)

@@ -1,4 +1,4 @@
-"""What a run leaves on disk: traceable, rewound exactly, free of keys, owned by one run."""
+"""The run folder: traceable episodes, exact rewinds, no keys, and one owner at a time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lines_of(path: Path) -> list[dict]:
     return rows
 
 
-def test_an_episode_can_be_traced_from_its_line(tmp_path):
+def test_the_line_of_an_episode_has_all_its_values(tmp_path):
     record = record_in(tmp_path)
     forced = Completion((5, 6), (-0.25, -1.0 / 3.0), "length", forced=(True, False))
     failed = episode(
@@ -93,7 +93,7 @@ def test_an_episode_can_be_traced_from_its_line(tmp_path):
     assert Image.open(tmp_path / scored["target_file"]).getpixel((0, 0)) == (255, 255, 0)
 
 
-def test_records_are_written_every_so_many_iterations(tmp_path):
+def test_episodes_are_written_every_n_iterations(tmp_path):
     record = record_in(tmp_path, tracking={"log_episodes_every_n_iterations": 3})
     for iteration in range(1, 5):
         record.write_episodes(iteration, [[episode()]], [[0.0]])
@@ -102,7 +102,7 @@ def test_records_are_written_every_so_many_iterations(tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_limit_of_pictures_is_the_runs_on_however_many_ranks(tmp_path, world_size):
+def test_the_limit_of_pictures_is_for_all_ranks_together(tmp_path, world_size):
     groups = [[episode(group_id=f"{p}/{g}") for g in range(2)] for p in range(4)]
     each = 4 // world_size
     for rank in range(world_size):
@@ -112,20 +112,20 @@ def test_the_limit_of_pictures_is_the_runs_on_however_many_ranks(tmp_path, world
         record.write_episodes(1, mine, [[0.0, 0.0]] * each)
     rows = [row for path in sorted((tmp_path / "episodes").iterdir()) for row in lines_of(path)]
     pictured = [row["group_id"] for row in rows if row["image_file"]]
-    assert pictured == ["0/0", "0/1", "1/0", "1/1", "2/0"], "the run's first, whole groups first"
+    assert pictured == ["0/0", "0/1", "1/0", "1/1", "2/0"], "the run's first, group by group"
     assert [row["source_file"] is not None for row in rows] == [True] * 6 + [False] * 2
     assert len(list((tmp_path / "images").rglob("*_m?.png"))) == 5
     assert len(list((tmp_path / "images").rglob("*_source.png"))) == 3
 
 
-def test_pictures_of_old_iterations_go_and_nothing_else_does(tmp_path):
-    """Each rank's own, those of ranks that are no more, and no name that a run does not give."""
+def test_only_pictures_of_old_iterations_are_deleted(tmp_path):
+    """Pictures of removed ranks are deleted, too; files with other names are kept."""
     ranks = [
         record_in(tmp_path, Dist(rank, 2), tracking={"keep_images_of_last_n_iterations": 2})
         for rank in range(2)
     ]
-    gone = record_in(tmp_path, Dist(2, 3), tracking={"images_per_iteration": 99})
-    gone.write_episodes(1, [[episode()]], [[0.0]])
+    removed_rank = record_in(tmp_path, Dist(2, 3), tracking={"images_per_iteration": 99})
+    removed_rank.write_episodes(1, [[episode()]], [[0.0]])
     others = ("images/it_000001/mine.png", "images/it_000001_best/rank0_g00_m0.png", "images/x")
     for name in others:
         write_atomically(tmp_path / name, name)
@@ -137,15 +137,15 @@ def test_pictures_of_old_iterations_go_and_nothing_else_does(tmp_path):
     pictures = {path.name: sorted(p.name for p in path.iterdir()) for path in folders}
     assert pictures["it_000001"] == ["mine.png"]
     assert pictures["it_000001_best"] == ["rank0_g00_m0.png"]
-    assert "it_000002" not in pictures, "empty, and long ago"
+    assert "it_000002" not in pictures, "its folder is empty and old"
     assert not any(pictures[f"it_{n:06d}"] for n in range(5, last - 1))
     assert all(len(pictures[f"it_{n:06d}"]) == 6 for n in (last - 1, last))
     assert all((tmp_path / name).read_text() == name for name in others)
     assert len(list((tmp_path / "episodes").iterdir())) == 2 * last + 1
-    every = record_in(tmp_path / "every")
+    keeps_all = record_in(tmp_path / "every")
     for iteration in range(1, 13):
-        every.write_episodes(iteration, [[episode()]], [[0.0]])
-    assert len(list((tmp_path / "every/images").glob("*/*_m0.png"))) == 12, "by default all stay"
+        keeps_all.write_episodes(iteration, [[episode()]], [[0.0]])
+    assert len(list((tmp_path / "every/images").glob("*/*_m0.png"))) == 12, "all by default"
 
 
 def test_metrics_are_strict_json_and_only_rank_0_writes(tmp_path):
@@ -156,11 +156,11 @@ def test_metrics_are_strict_json_and_only_rank_0_writes(tmp_path):
 
 
 ODD = "".join(map(chr, (0x0B, 0x0C, 0x0D, 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029)))
-"""Where Python ends a line and JSON does not."""
+"""Characters at which Python's `splitlines` splits, but JSON lines do not."""
 
 
 def write_some(folder: Path, num: int = 6) -> RunRecord:
-    """A record of iterations 0 .. `num` - 1, as another writer of JSON may have left it."""
+    """A record of iterations 0 .. `num` - 1, whose lines hold characters of `ODD` unescaped."""
     record = record_in(folder)
     record.write_config()
     rows = [{"iteration": n, "a": n / 7, "said": f"{ODD} {n}"} for n in range(num)]
@@ -179,29 +179,29 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("iteration", [-1, 0, 3, 5])
-def test_a_resume_sets_aside_what_is_done_again(tmp_path, iteration):
+def test_a_resume_sets_aside_the_iterations_that_it_repeats(tmp_path, iteration):
     run_dir, expected = tmp_path / "run", tmp_path / "expected"
     record = write_some(run_dir)
     before = contents(run_dir)
-    said = record.rewind(iteration)
+    messages = record.rewind(iteration)
     if iteration == 5:
-        assert (said, contents(run_dir)) == ([], before), "nothing came after it"
+        assert (messages, contents(run_dir)) == ([], before), "there is no later iteration"
         return
     write_some(expected, iteration + 1)
     (aside,) = (run_dir / "set_aside").iterdir()
-    moved = contents(aside)
-    left = {name: data for name, data in contents(run_dir).items() if "set_aside" not in name}
-    assert left == contents(expected)
-    # Every byte is in one place or the other.
-    assert left.pop("metrics.jsonl") + moved.pop("metrics.jsonl") == before.pop("metrics.jsonl")
-    assert moved.pop("config.json") == before["config.json"]
-    assert left | moved == before and not left.keys() & moved.keys()
+    set_aside = contents(aside)
+    kept = {name: data for name, data in contents(run_dir).items() if "set_aside" not in name}
+    assert kept == contents(expected)
+    # Every byte is either kept or set aside.
+    assert kept.pop("metrics.jsonl") + set_aside.pop("metrics.jsonl") == before.pop("metrics.jsonl")
+    assert set_aside.pop("config.json") == before["config.json"]
+    assert kept | set_aside == before and not kept.keys() & set_aside.keys()
     num = 5 - iteration
     num_evaluated = sum(n > iteration for n in (0, 2, 4))
-    listed = f"{num} lines of metrics.jsonl, {num} of episodes/, {num} of images/, "
+    counts = f"{num} lines of metrics.jsonl, {num} of episodes/, {num} of images/, "
     begin = "base weights" if iteration < 0 else f"after iteration {iteration} "
-    [line] = said
-    assert names(line, f"{begin} ... {aside}: {listed}{num_evaluated} of evaluation/")
+    [line] = messages
+    assert names(line, f"{begin} ... {aside}: {counts}{num_evaluated} of evaluation/")
 
 
 DAMAGE = {
@@ -216,46 +216,46 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_line_of_the_metrics_costs_no_other(tmp_path, damage):
-    for place in (0, 5):
-        folder = tmp_path / str(place)
+def test_a_damaged_line_of_the_metrics_loses_no_other_line(tmp_path, damage):
+    for index in (0, 5):
+        folder = tmp_path / str(index)
         record = write_some(folder)
         path = folder / "metrics.jsonl"
         lines = path.read_bytes().split(b"\n")[:-1]
-        path.write_bytes(b"\n".join([*lines[:place], damage, *lines[place:]]))  # no last end
-        said = record.rewind(3)
+        path.write_bytes(b"\n".join([*lines[:index], damage, *lines[index:]]))  # no final line feed
+        messages = record.rewind(3)
         assert path.read_bytes() == b"".join(line + b"\n" for line in lines[:4])
         (aside,) = (folder / "set_aside").iterdir()
-        _, line = said
-        assert names(line, f"metrics.jsonl (number {place + 1}) ... {aside}")
+        _, line = messages
+        assert names(line, f"metrics.jsonl (number {index + 1}) ... {aside}")
         assert damage in (aside / "metrics.jsonl").read_bytes().split(b"\n")
-        assert record.rewind(3) == [], "once"
+        assert record.rewind(3) == [], "a second rewind does nothing"
 
 
-def test_records_that_are_gone_are_told(tmp_path):
+def test_missing_records_are_reported(tmp_path):
     record = write_some(tmp_path, 20)
     path = tmp_path / "metrics.jsonl"
     assert record.rewind(19) == []
     lines = path.read_bytes().split(b"\n")[:-1]
     path.write_bytes(b"\n".join([lines[0], *lines[2:5], *lines[6:19]]))
-    words = "which nothing makes again"
-    assert record.rewind(19) == [f"{path} has no line of iteration 1, 5, {words}"]
+    reason = "which nothing makes again"
+    assert record.rewind(19) == [f"{path} has no line of iteration 1, 5, {reason}"]
     path.unlink()
     numbers = ", ".join(map(str, range(10)))
-    of_lines = f"{path} has no line of iteration {numbers}, ..., {words}"
+    of_lines = f"{path} has no line of iteration {numbers}, ..., {reason}"
     assert record.rewind(19) == [of_lines]
     (tmp_path / "episodes/it_000019.rank0.jsonl").unlink()
     (tmp_path / "config.json").unlink()
-    assert record.rewind(19) == [of_lines], "nobody knows whether there was one"
-    for every, told in ((1, True), (2, False), (0, False)):
+    assert record.rewind(19) == [of_lines], "without a config, episodes may have been off"
+    for every, is_reported in ((1, True), (2, False), (0, False)):
         config = {"tracking": {"log_episodes_every_n_iterations": every}}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        of_episodes = f"{tmp_path / 'episodes'} has none of iteration 19, {words}"
-        assert record.rewind(19) == [of_lines, *[of_episodes] * told]
+        of_episodes = f"{tmp_path / 'episodes'} has none of iteration 19, {reason}"
+        assert record.rewind(19) == [of_lines, *[of_episodes] * is_reported]
 
 
-def test_a_line_after_half_a_line_is_whole(tmp_path):
-    """A full disk may cut a line short and the run go on."""
+def test_a_line_written_after_an_incomplete_line_is_complete(tmp_path):
+    """A full disk may cut a line short while the run continues."""
     record = record_in(tmp_path)
     record.write_metrics(1, {"a": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -265,20 +265,20 @@ def test_a_line_after_half_a_line_is_whole(tmp_path):
     assert ([row["iteration"] for row in rows], damaged) == ([1, 3], [2])
 
 
-def test_a_line_is_one_line_to_any_reader(tmp_path):
+def test_a_json_line_is_one_line_for_every_reader(tmp_path):
     value = {"said": ODD + "\n\ud83d half", "iteration": 1}
     line = json_line(value)
     assert json.loads(line) == value
     assert len(line.splitlines()) == 1 and line.encode()
     record = record_in(tmp_path)
-    # Half a surrogate pair: of a completion that was cut in a sign, or of a judge's JSON.
+    # Half a surrogate pair, from a completion cut within a character or from a judge's JSON.
     odd = episode(action=Action("half \ud83d", None), replies={"judge": (ODD + "\udcff",)})
     record.write_episodes(1, [[odd]], [[1.0]])
     (row,) = lines_of(tmp_path / "episodes" / "it_000001.rank0.jsonl")
     assert (row["completion"], row["replies"]) == ("half \ud83d", {"judge": [ODD + "\udcff"]})
 
 
-def test_what_a_run_did_not_write_stays_where_it_is(tmp_path):
+def test_a_rewind_moves_no_other_files(tmp_path):
     record = write_some(tmp_path)
     others = (
         "episodes/it_000004.notes.txt", "episodes/it_000004.rank0.jsonl.bak", "episodes/mine",
@@ -291,7 +291,7 @@ def test_what_a_run_did_not_write_stays_where_it_is(tmp_path):
     assert {name: (tmp_path / name).read_text() for name in others} == {n: n for n in others}
 
 
-def test_keys_in_the_environment_reach_no_file(tmp_path, monkeypatch):
+def test_keys_in_the_environment_are_in_no_file(tmp_path, monkeypatch):
     monkeypatch.setenv("HOSTED_JUDGE_KEY", KEY)
     monkeypatch.setenv("ODDLY_NAMED", "hunter2-hunter2")
     judge = {"api_key_env": "ODDLY_NAMED", "api_base": f"http://user:{KEY}@judge:4877"}
@@ -320,27 +320,27 @@ def hold(folder: Path, answers: Connection) -> None:
     record.release()
 
 
-def test_a_run_folder_that_vanishes_stops_the_run(tmp_path):
+def test_a_run_stops_if_its_folder_is_moved_away(tmp_path):
     record = record_in(tmp_path / "run")
     record.claim()
     record.write_metrics(1, {"loss": 0.5})
     (tmp_path / "run").rename(tmp_path / "elsewhere")
-    told = f"{tmp_path / 'run'} is gone.*{tmp_path / 'elsewhere'}"
+    message = f"{tmp_path / 'run'} is gone.*{tmp_path / 'elsewhere'}"
     for again in range(2):
-        with pytest.raises(GoneError, match=told):
+        with pytest.raises(GoneError, match=message):
             record.write_metrics(2 + again, {"loss": 0.4})
-        with pytest.raises(GoneError, match=told):
+        with pytest.raises(GoneError, match=message):
             record.write_episodes(2, [[episode()]], [[1.0]])
-        assert list(tmp_path.glob("run/*")) == [], "nothing is made at the old path"
-        (tmp_path / "run").mkdir(exist_ok=True)  # another in its place is not the run's
+        assert list(tmp_path.glob("run/*")) == [], "nothing is created at the old path"
+        (tmp_path / "run").mkdir(exist_ok=True)  # another folder at the path is not the run's
     (tmp_path / "run").rmdir()
     (tmp_path / "elsewhere").rename(tmp_path / "run")
     record.write_metrics(4, {"loss": 0.4})
     rows = lines_of(tmp_path / "run" / "metrics.jsonl")
-    assert [row["iteration"] for row in rows] == [1, 2, 3, 4], "all of it is in the moved folder"
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4], "all lines are in the moved folder"
 
 
-def test_a_run_folder_that_is_deleted_is_not_made_again(tmp_path):
+def test_a_deleted_run_folder_is_not_created_again(tmp_path):
     record, run_dir = record_in(tmp_path / "run"), tmp_path / "run"
     checkpoints = checkpoints_in(run_dir)
     record.claim()
@@ -365,21 +365,21 @@ def test_one_run_folder_belongs_to_one_run(tmp_path):
     record = record_in(tmp_path)
     with pytest.raises(ValueError, match=f"in use by process {owner.pid}.*another run_name"):
         record.claim(wait_s=0.3)
-    owner.kill()  # a killed run leaves no lock behind
+    owner.kill()  # a killed run leaves no lock
     owner.join()
     record.claim(wait_s=0)
     record.release()
 
 
-def test_the_bare_arm_stands_in_its_groups_first_line(tmp_path):
+def test_the_bare_arm_is_in_the_first_line_of_its_group(tmp_path):
     bare = episode(reward=0.25, action=Action("make it red", "make it red"))
     record = record_in(tmp_path, tracking={"images_per_iteration": 2})
     groups = [[episode(), episode()], [episode(), episode()]]
     record.write_episodes(3, groups, [[1.0, -1.0]] * 2, [bare, bare])
     lines = lines_of(tmp_path / "episodes" / "it_000003.rank0.jsonl")
     assert ["bare" in line for line in lines] == [True, False, True, False]
-    told, without_picture = lines[0]["bare"], lines[2]["bare"]
-    assert (told["completion"], told["reward"], told["advantage"]) == ("make it red", 0.25, None)
-    assert told["image_file"] == "images/it_000003/rank0_g00_bare.png"
-    assert (tmp_path / told["image_file"]).is_file()
-    assert without_picture["image_file"] is None, "its group has none either"
+    line, without_picture = lines[0]["bare"], lines[2]["bare"]
+    assert (line["completion"], line["reward"], line["advantage"]) == ("make it red", 0.25, None)
+    assert line["image_file"] == "images/it_000003/rank0_g00_bare.png"
+    assert (tmp_path / line["image_file"]).is_file()
+    assert without_picture["image_file"] is None, "no picture of its group was kept"

@@ -1,4 +1,4 @@
-"""wandb really written offline, and every way in which it can fail leaving the run alone."""
+"""wandb in its offline mode, and failures of wandb that must not affect the run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tracker(folder: Path, mode: str, dist: Dist | None = None, **config: Any) ->
 
 
 def use(tracker: Tracker) -> None:
-    """Everything that the loop does with it."""
+    """Calls the tracker as the training loop does."""
     tracker.log_episodes(1, [[episode(), episode()]], [[1.0, -1.0]])
     tracker.log(1, {"reward/mean": 0.25})
     tracker.close()
@@ -50,7 +50,7 @@ def page_of(folder: Path) -> bytes:
 
 
 @pytest.mark.slow
-def test_an_offline_page_holds_scalars_table_and_config_and_no_key(tmp_path, monkeypatch):
+def test_an_offline_page_has_scalars_table_and_config_but_no_key(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("JUDGE_TOKEN", "hunter2-hunter2")
     page = tracker(tmp_path, "offline", rewards={"judge": {"type": "x", "header": KEY}})
@@ -65,7 +65,7 @@ def test_an_offline_page_holds_scalars_table_and_config_and_no_key(tmp_path, mon
     assert all(f'"{column}"' in table.read_text() for column in columns)
     staged = [p for p in (tmp_path / "run" / "wandb" / "artifacts").rglob("*") if p.is_file()]
     pictures = [path for path in staged if path.read_bytes().startswith(b"\x89PNG")]
-    assert len(pictures) == 3  # source, target and rendered wait for `wandb sync` beside the run
+    assert len(pictures) == 3  # source, target and rendered picture, kept for `wandb sync`
     assert (tmp_path / "run" / "wandb").stat().st_mode & 0o777 == 0o700, "it holds completions"
     for path in tmp_path.rglob("*"):
         if path.is_file():
@@ -73,14 +73,14 @@ def test_an_offline_page_holds_scalars_table_and_config_and_no_key(tmp_path, mon
             assert KEY.encode() not in data and b"hunter2" not in data, path
 
 
-def test_off_and_other_ranks_never_import_wandb(tmp_path, monkeypatch):
+def test_wandb_is_not_imported_when_off_or_on_other_ranks(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import would raise
     for page in (tracker(tmp_path, "off"), tracker(tmp_path, "online", Dist(1, 2))):
         use(page)
     assert not (tmp_path / "run").exists()
 
 
-def test_an_exported_run_id_is_the_page_of_a_run_that_begins(tmp_path, monkeypatch, capsys):
+def test_wandb_run_id_names_the_page_of_a_new_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_RUN_ID", "sft_s__rl_sc")
     for resumed_in_another_shell in (False, True):
         if resumed_in_another_shell:
@@ -94,7 +94,7 @@ def test_an_exported_run_id_is_the_page_of_a_run_that_begins(tmp_path, monkeypat
     assert page_id(tmp_path / "new") == "of_another_run"
 
 
-def test_an_exported_run_id_that_wandb_refuses_is_a_line_and_not_kept(
+def test_a_wandb_run_id_that_wandb_refuses_gives_a_warning_and_is_not_kept(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("WANDB_RUN_ID", "sft/s:1")
@@ -112,7 +112,7 @@ def test_an_exported_run_id_that_wandb_refuses_is_a_line_and_not_kept(
         ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "127.0.0.1:9", 5),
     ],
 )
-def test_online_without_key_or_network_goes_on_offline_at_once(
+def test_online_without_key_or_network_continues_offline_at_once(
     tmp_path, monkeypatch, capfd, environ, line, limit_s
 ):
     tries_s = []
@@ -124,7 +124,7 @@ def test_online_without_key_or_network_goes_on_offline_at_once(
         monkeypatch.setenv(name, value)
     started_s = time.monotonic()
     page = tracker(tmp_path, "online")
-    # Before anything of wandb is started; what its offline page takes is the machine's affair.
+    # The time until wandb starts; how long its offline start takes depends on the machine.
     assert [at_s - started_s < limit_s for at_s in tries_s] == [True]
     use(page)
     warnings = [text for text in capfd.readouterr().err.splitlines() if "WARNING" in text]
@@ -132,7 +132,7 @@ def test_online_without_key_or_network_goes_on_offline_at_once(
     assert b"reward/mean" in page_of(tmp_path)
 
 
-def test_an_upload_that_hangs_does_not_hold_the_end(tmp_path, monkeypatch, capfd):
+def test_a_hanging_upload_does_not_delay_the_end(tmp_path, monkeypatch, capfd):
     page = tracker(tmp_path, "offline")
     run, hangs = wandb.run, _Hangs()
     finish = run.finish
@@ -153,11 +153,11 @@ class _Hangs:
         self.began.set()
         self.answer.wait(60)
         self.ended.set()
-        raise OSError("or the next test's page would be torn down")
+        raise OSError("so that the page of the next test is not closed")
 
 
 @pytest.mark.parametrize(
-    ("wanted", "from_env", "allowed"),
+    ("configured", "from_env", "allowed"),
     [
         ("online", "", "online"),
         ("online", "offline", "offline"),
@@ -166,7 +166,7 @@ class _Hangs:
         ("offline", "disabled", "off"),
     ],
 )
-def test_wandb_s_own_switch_lowers_the_mode_only(monkeypatch, wanted, from_env, allowed):
+def test_wandb_mode_can_only_lower_the_configured_mode(monkeypatch, configured, from_env, allowed):
     if from_env:
         monkeypatch.setenv("WANDB_MODE", from_env)
-    assert allowed_by_env(wanted) == allowed
+    assert allowed_by_env(configured) == allowed

@@ -1,4 +1,4 @@
-"""What is printed acts upon no terminal and shows no key, whoever prints it."""
+"""Everything that Python prints is free of control sequences and keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl.text import terminal
 
 KEY = "sk-0123456789"
 EVIL = f"\x1b[2J\x1b]0;owned\x07\x9b31m\u202e\u200b\rWARNING\x08 {KEY} \ud83d"
-TELLING = ("\x1b", "\x07", "\x9b", "\u202e", "\u200b", "\x08", "\ud83d", KEY)
+FORBIDDEN = ("\x1b", "\x07", "\x9b", "\u202e", "\u200b", "\x08", "\ud83d", KEY)
 ROOT = Path(__file__).parents[2]
 
 
@@ -29,26 +29,26 @@ def a_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_harmless(text: str) -> None:
     assert "\\x1b[2J" in text and "<SOME_API_KEY>" in text, text
-    assert not [sign for sign in TELLING if sign in text], text
+    assert not [sign for sign in FORBIDDEN if sign in text], text
 
 
 def log(text: str) -> None:
-    """As Python does where nobody has set up logging."""
+    """Logs as Python does without a logging configuration."""
     assert logging.lastResort is not None
     logging.lastResort.handle(logging.makeLogRecord({"msg": text, "levelno": logging.WARNING}))
 
 
-def test_whatever_python_prints_is_guarded(capsys, monkeypatch) -> None:
+def test_everything_that_python_prints_is_guarded(capsys, monkeypatch) -> None:
     for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, getattr(sys, name))  # put back afterwards
+        monkeypatch.setattr(sys, name, getattr(sys, name))  # restored after the test
     terminal.guard()
     terminal.guard()
     assert not sys.stdout.isatty() and terminal.beneath(sys.stdout) is not sys.stdout
     for say in (print, warn, log, sys.stderr.write, Console(enabled=True).say):
         say(EVIL)
-        seen = "".join(capsys.readouterr())
-        assert_harmless(seen)
-        assert "\r" not in seen
+        output = "".join(capsys.readouterr())
+        assert_harmless(output)
+        assert "\r" not in output
     timer = PhaseTimer(Console(enabled=True))
     with timer.phase("judge") as phase:
         phase.note(EVIL)
@@ -57,8 +57,8 @@ def test_whatever_python_prints_is_guarded(capsys, monkeypatch) -> None:
     assert capsys.readouterr().err == "a\tb\ngrößer, 好\n\r 50 %|###"
 
 
-def test_a_live_line_takes_no_guard_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal rich redirects what is printed while its line is shown."""
+def test_a_live_line_of_rich_keeps_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal rich redirects stdout and stderr while its live line is shown."""
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True)
     for name in ("stdout", "stderr"):
@@ -68,25 +68,25 @@ def test_a_live_line_takes_no_guard_away(monkeypatch: pytest.MonkeyPatch) -> Non
     guarded = sys.stdout, sys.stderr
     timer = PhaseTimer(Console(enabled=True))
     with timer.phase("judge") as phase:
-        assert sys.stdout is not guarded[0], "rich's"
+        assert sys.stdout is not guarded[0], "rich has redirected it"
         phase.note(EVIL)
         print(EVIL)
         warn(EVIL)
     assert (sys.stdout, sys.stderr) == guarded
-    seen = stream.getvalue()
-    assert "WARNING" in seen and "<SOME_API_KEY>" in seen and "\x1b[?25l" in seen, "a live line"
+    text = stream.getvalue()
+    assert "WARNING" in text and "<SOME_API_KEY>" in text and "\x1b[?25l" in text, "a live line"
     for sign in (KEY, "\x1b]", "\x1b[2J", "\u202e", "\x07", "\x9b", "\u200b"):
-        assert sign not in seen, repr(seen)
+        assert sign not in text, repr(text)
 
 
-def test_a_traceback_that_nobody_foresaw_is_guarded_too() -> None:
+def test_the_traceback_of_an_unexpected_error_is_guarded_too() -> None:
     code = f"from rl.text import terminal; terminal.guard(); raise ValueError({EVIL!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1
-    assert_harmless(done.stderr)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 1
+    assert_harmless(result.stderr)
 
 
-def test_private_files_have_no_other_readers(tmp_path: Path) -> None:
+def test_private_files_are_readable_only_by_their_owner(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("old\n")
     old.chmod(0o666)
@@ -101,8 +101,8 @@ def test_private_files_have_no_other_readers(tmp_path: Path) -> None:
     assert old.read_text() == "old\nsaid\n"
 
 
-def test_a_full_disk_under_the_log_of_a_run_ends_nothing() -> None:
-    """What rank 0 prints by itself, with a console on the stream beneath."""
+def test_a_full_disk_under_the_log_does_not_end_the_run() -> None:
+    """Rank 0 prints, and its console writes to the unguarded stream."""
     script = """
 import sys
 from rl.text import terminal
@@ -114,14 +114,14 @@ warn("a third")
 sys.exit(7)
 """
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=full, timeout=120
         )
-    assert ended.returncode == 7
+    assert result.returncode == 7
 
 
-def test_closed_streams_are_no_files_that_are_opened_later(tmp_path: Path) -> None:
-    """As `>&-` or a daemon starts a program; what C libraries print goes to descriptors 1 and 2."""
+def test_closed_standard_streams_are_not_replaced_by_later_files(tmp_path: Path) -> None:
+    """`>&-` or a daemon may close them; C libraries still print to descriptors 1 and 2."""
     script = """
 import os, sys
 from rl.text import terminal
@@ -133,7 +133,7 @@ os.write(1, b"a C library's")
 assert sys.stdin.read() == "" and all(map(os.get_inheritable, (0, 1, 2)))
 """
     for closed in ("0<&-", "1>&-", "0<&- 1>&- 2>&-"):
-        words = ["bash", "-c", f'exec "$@" {closed}', "", sys.executable, "-c", script, tmp_path]
-        ended = subprocess.run(words, cwd=ROOT, capture_output=True, stdin=subprocess.DEVNULL)
-        assert ended.returncode == 0, ended.stderr
+        command = ["bash", "-c", f'exec "$@" {closed}', "", sys.executable, "-c", script, tmp_path]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, stdin=subprocess.DEVNULL)
+        assert result.returncode == 0, result.stderr
         assert {file.read_text() for file in tmp_path.iterdir()} == {"kept"}

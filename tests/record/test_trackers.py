@@ -1,5 +1,4 @@
-"""TensorBoard's files really written and read by TensorBoard; trackio by a fake that keeps what it
-is given: the real one refuses the Pillow that the locks hold."""
+"""Real TensorBoard files; trackio is a stand-in, because the real one needs another Pillow."""
 
 from __future__ import annotations
 
@@ -37,11 +36,11 @@ def read(folder: Path) -> EventAccumulator:
     return events
 
 
-def words_of(events: EventAccumulator, name: str) -> str:
+def text_of(events: EventAccumulator, name: str) -> str:
     return str(events.Tensors(f"{name}/text_summary")[-1].tensor_proto.string_val[0].decode())
 
 
-def test_tensorboard_shows_scalars_words_and_pictures(
+def test_tensorboard_shows_scalars_text_and_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "hunter2-hunter2")
@@ -52,10 +51,10 @@ def test_tensorboard_shows_scalars_words_and_pictures(
     events = read(tmp_path)
     [point] = events.Scalars("reward/mean")
     assert (point.step, point.value) == (1, 0.25)
-    table = words_of(events, "episodes")
+    table = text_of(events, "episodes")
     assert table.count("| make it red |") == 3 and "401: &#60;JUDGE" in table
     assert "| instruction | completion | status | failure | reward |" in table
-    assert '"run_name": "tiny"' in words_of(events, "config")
+    assert '"run_name": "tiny"' in text_of(events, "config")
     tags = events.Tags()["images"]
     assert tags == ["episodes/00", "episodes/01", "episodes/02"]
     picture = events.Images("episodes/00")[0]
@@ -64,11 +63,11 @@ def test_tensorboard_shows_scalars_words_and_pictures(
         assert file.is_dir() or b"hunter2" not in file.read_bytes(), file
 
 
-def test_all_of_several_sources_are_columns(tmp_path: Path) -> None:
-    told = episode()
-    three = replace(told.prompt.sample, sources=(Image.new("RGB", (8, 8)),) * 3)
-    joined = replace(told, prompt=replace(told.prompt, sample=three))
-    columns, rows = tracker(tmp_path)._table([(told, 1.0), (joined, 1.0)])
+def test_each_of_several_sources_has_a_column(tmp_path: Path) -> None:
+    one_source = episode()
+    three = replace(one_source.prompt.sample, sources=(Image.new("RGB", (8, 8)),) * 3)
+    three_sources = replace(one_source, prompt=replace(one_source.prompt, sample=three))
+    columns, rows = tracker(tmp_path)._table([(one_source, 1.0), (three_sources, 1.0)])
     assert columns[:5] == ["source", "source 2", "source 3", "target", "rendered"]
     assert [[cell is not None for cell in row[:3]] for row in rows] == [
         [True, False, False],
@@ -77,7 +76,7 @@ def test_all_of_several_sources_are_columns(tmp_path: Path) -> None:
     assert {len(row) for row in rows} == {len(columns)}
 
 
-def test_tensorboard_shows_an_iteration_once_though_it_was_done_twice(tmp_path: Path) -> None:
+def test_tensorboard_shows_a_repeated_iteration_once(tmp_path: Path) -> None:
     for start, value in ((0, 1.0), (3, 2.0)):
         page = tracker(tmp_path, tensorboard=True)
         for iteration in range(start, 6):
@@ -98,7 +97,7 @@ def test_tensorboard_shows_an_iteration_once_though_it_was_done_twice(tmp_path: 
         ("trackio", True, "'vlm-edit-rl[trackio]' && pip install --no-deps trackio==0.43.0"),
     ],
 )
-def test_one_that_is_not_installed_is_a_sentence_and_a_line(
+def test_a_tracker_that_is_not_installed_is_a_problem_and_a_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -106,9 +105,9 @@ def test_one_that_is_not_installed_is_a_sentence_and_a_line(
     value: Any,
     install: str,
 ) -> None:
-    monkeypatch.setitem(sys.modules, name, None)  # an import raises
-    [found] = not_installed(TrackingConfig.model_validate({"wandb": "off", name: value}))
-    assert names(found, f"tracking.{name}: ... pip install {install}")
+    monkeypatch.setitem(sys.modules, name, None)  # so that an import raises
+    [problem] = not_installed(TrackingConfig.model_validate({"wandb": "off", name: value}))
+    assert names(problem, f"tracking.{name}: ... pip install {install}")
     page = tracker(tmp_path, **{name: value})
     page.log(1, {"reward/mean": 0.25})
     page.close()
@@ -116,7 +115,7 @@ def test_one_that_is_not_installed_is_a_sentence_and_a_line(
     assert f"WARNING: {name} " in line
 
 
-def test_a_page_that_fails_is_given_up_and_the_other_goes_on(
+def test_a_tracker_that_fails_is_dropped_and_the_other_continues(
     tmp_path: Path, fake: _Trackio, capfd: pytest.CaptureFixture[str]
 ) -> None:
     page = tracker(tmp_path, tensorboard=True, trackio=True)
@@ -129,7 +128,7 @@ def test_a_page_that_fails_is_given_up_and_the_other_goes_on(
 
 
 class _Trackio(SimpleNamespace):
-    """The module, as 0.43 has it: rows by step, which outlive a run's end."""
+    """The interface of trackio 0.43; its rows remain after the end of a run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +165,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Trackio]:
     return module
 
 
-def test_trackio_keeps_a_run_on_this_machine_whatever_the_environment_says(
+def test_trackio_stays_on_this_machine_whatever_the_environment_says(
     tmp_path: Path,
     fake: _Trackio,
     monkeypatch: pytest.MonkeyPatch,
@@ -182,19 +181,19 @@ def test_trackio_keeps_a_run_on_this_machine_whatever_the_environment_says(
     assert os.environ["TRACKIO_DIR"] == str(tmp_path / "run" / "trackio")
     assert capfd.readouterr().err.count("is not heeded") == 4
     page.log_episodes(1, [[episode(failure="<b>")]], [[1.5]])
-    assert fake.rows == [], "a table goes along with the iteration's line"
+    assert fake.rows == [], "a table is logged with the scalars of its iteration"
     page.log(1, {"reward/mean": 0.25})
     page.close()
     assert fake.finished == 1
     [(step, row)] = fake.rows
     assert (step, row["reward/mean"]) == (1, 0.25)
-    [shown] = row["episodes"]
-    assert shown["rendered"] == ("picture", (48, 32)) and shown["failure"] == "&#60;b&#62;"
+    [line] = row["episodes"]
+    assert line["rendered"] == ("picture", (48, 32)) and line["failure"] == "&#60;b&#62;"
     tracker(tmp_path, trackio=True, trackio_space="me/mine")
     assert fake.inits[1]["space_id"] == "me/mine" and fake.inits[1]["private"]
 
 
-def test_trackio_holds_an_iteration_once_though_it_was_done_twice(tmp_path, fake: _Trackio) -> None:
+def test_trackio_has_a_repeated_iteration_once(tmp_path, fake: _Trackio) -> None:
     for start in (0, 3):
         page = tracker(tmp_path, trackio=True)
         for iteration in range(start, 6 + start):

@@ -1,4 +1,4 @@
-"""What may be shown, and what may be written, of text that another machine sent."""
+"""Text from other machines, made safe to print and to write."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rl.text.untrusted import shown, without_lone_surrogates
         ("", ""),
     ],
 )
-def test_a_line_that_a_terminal_takes_as_text(text: str, line: str) -> None:
+def test_untrusted_text_becomes_one_printable_line(text: str, line: str) -> None:
     assert shown(text, 100) == line
 
 
-def test_it_is_cut_and_says_so() -> None:
+def test_overlong_text_is_cut_and_marked() -> None:
     assert shown("a" * 10, 10) == "a" * 10
     assert shown("a" * 11, 10) == "a" * 10 + "..."
     assert shown("\x00" * 10, 10) == "\\x00\\x00\\x" + "..."
     assert shown(" " * 1000 + "a", 10) == "..."
 
 
-def test_only_halves_of_pairs_are_replaced() -> None:
+def test_only_lone_surrogates_are_replaced() -> None:
     assert without_lone_surrogates("\ufeffa\ud800b\udc00\U0001f600\ud83d") == (
         "\ufeffa\ufffdb\ufffd\U0001f600\ufffd"
     )

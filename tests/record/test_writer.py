@@ -1,4 +1,4 @@
-"""What is written beside training is in order, bounded, complete, and loses no error."""
+"""The background writer: jobs run in order, none is lost, and errors are raised."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rl.ranks import heartbeat
 from rl.record.writer import BackgroundWriter
 
 
-def no_room(number: int = errno.ENOSPC) -> OSError:
+def disk_full(number: int = errno.ENOSPC) -> OSError:
     return OSError(number, os.strerror(number))
 
 
-def test_jobs_are_done_in_order_in_another_thread_and_all_of_them(tmp_path: Path) -> None:
+def test_all_jobs_are_done_in_order_in_one_other_thread(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     threads = set()
 
@@ -39,32 +39,32 @@ def test_jobs_are_done_in_order_in_another_thread_and_all_of_them(tmp_path: Path
     assert len(threads) == 1 and threading.get_ident() not in threads
 
 
-def test_who_brings_more_than_is_written_waits_and_hears_so_once(tmp_path, capsys) -> None:
+def test_too_many_jobs_block_the_caller_with_one_warning(tmp_path, capsys) -> None:
     go_on = threading.Event()
-    put: list[int] = []
+    accepted: list[int] = []
     writer = BackgroundWriter(tmp_path, max_waiting=2)
 
-    def bring() -> None:
+    def put_jobs() -> None:
         for number in range(6):
             writer.put("a job", go_on.wait)
-            put.append(number)
+            accepted.append(number)
 
-    bringer = threading.Thread(target=bring)
-    bringer.start()
+    thread = threading.Thread(target=put_jobs)
+    thread.start()
     deadline_s = time.monotonic() + 120
-    while len(put) < 3 and time.monotonic() < deadline_s:
+    while len(accepted) < 3 and time.monotonic() < deadline_s:
         time.sleep(0.01)
     time.sleep(0.1)
-    assert put == [0, 1, 2], "one under way, two waiting"
+    assert accepted == [0, 1, 2], "one is running, two are waiting"
     go_on.set()
-    bringer.join(10)
+    thread.join(10)
     writer.__exit__(None, None, None)
-    assert put == list(range(6))
+    assert accepted == list(range(6))
     assert capsys.readouterr().err.count("slower than training") == 1
 
 
 @pytest.mark.parametrize("meet", [BackgroundWriter.flush, lambda w: w.put("more", lambda: None)])
-def test_an_error_is_raised_once_with_its_file_and_costs_no_other_job(
+def test_an_error_is_raised_once_with_its_file_and_loses_no_other_job(
     tmp_path: Path, meet: Callable[[BackgroundWriter], None]
 ) -> None:
     (tmp_path / "taken").mkdir()
@@ -80,31 +80,31 @@ def test_an_error_is_raised_once_with_its_file_and_costs_no_other_job(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["later.txt", "taken"]
 
 
-def test_what_ends_the_run_is_what_the_user_is_told(tmp_path, capsys) -> None:
+def test_the_error_that_ends_the_run_is_raised_and_not_a_write_error(tmp_path, capsys) -> None:
     leaving = threading.Event()
 
     def fail() -> None:
         leaving.wait(10)
-        raise no_room(errno.EIO)
+        raise disk_full(errno.EIO)
 
     with pytest.raises(KeyError, match="bug"), BackgroundWriter(tmp_path) as writer:
         writer.put("first", fail)
         writer.put("last", lambda: append_line(tmp_path / "a", "b\n"))
         leaving.set()
         raise KeyError("bug")
-    assert (tmp_path / "a").read_text() == "b\n", "all is written on the way out"
+    assert (tmp_path / "a").read_text() == "b\n", "all jobs are done at the exit"
     assert "first could not be written: [Errno 5]" in capsys.readouterr().err
     with pytest.raises(OSError, match="Input/output"), BackgroundWriter(tmp_path) as writer:
         writer.put("the last of a run that ends well", fail)
 
 
-def test_a_full_disk_is_waited_for_with_a_line_a_minute_and_is_no_hang(
+def test_a_full_disk_is_waited_for_with_a_warning_and_is_no_hang(
     tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(disk_room, "TRY_EVERY_S", 0.01)
-    noted: list[float] = []
-    monkeypatch.setattr(heartbeat, "note_wait", lambda: noted.append(time.monotonic()))
-    errors = iter([no_room()] * 5)
+    waits: list[float] = []
+    monkeypatch.setattr(heartbeat, "note_wait", lambda: waits.append(time.monotonic()))
+    errors = iter([disk_full()] * 5)
 
     def write() -> str:
         if (error := next(errors, None)) is not None:
@@ -112,22 +112,22 @@ def test_a_full_disk_is_waited_for_with_a_line_a_minute_and_is_no_hang(
         return "written"
 
     assert disk_room.when_there_is_room(write, tmp_path, "the file") == "written"
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and "the file waits" in said[0]
-    assert noted, "else `hang_limit_s` would end the run"
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "the file waits" in lines[0]
+    assert waits, "so that `hang_limit_s` does not end the run"
 
 
 @pytest.mark.parametrize(
     ("error", "full"),
     [
-        (no_room(), True),
-        (no_room(errno.EDQUOT), True),
-        (no_room(errno.EIO), False),
+        (disk_full(), True),
+        (disk_full(errno.EDQUOT), True),
+        (disk_full(errno.EIO), False),
         (RuntimeError("I/O error: No space left on device (os error 28)"), True),
         (RuntimeError("iteration 28"), False),
     ],
 )
-def test_a_full_disk_is_known_from_any_other_error(error: Exception, full: bool) -> None:
+def test_a_full_disk_is_distinguished_from_other_errors(error: Exception, full: bool) -> None:
     assert disk_room.is_full(error) is full
     wrapped = ValueError("a library's")
     wrapped.__cause__ = error

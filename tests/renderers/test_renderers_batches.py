@@ -1,4 +1,4 @@
-"""How a call is cut into batches, what is shared between them, and what happens when one fails."""
+"""Render calls in batches: their order, shared source encodings, and failures."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from rl.renderers.shared import decoding
 from rl.renderers.shared.batches import Fits, Outcome, render_in_batches
 
 
-def test_a_batch_leaves_when_it_is_full_and_a_job_is_taken_when_it_is_needed() -> None:
-    """Jobs are pictures' widths; narrow ones go two at a time, wide ones three."""
+def test_a_batch_is_rendered_when_full_and_jobs_are_taken_only_when_needed() -> None:
+    """A job is the width of its picture; a batch has two narrow or three wide pictures."""
     events: list[str] = []
 
     def take() -> Iterator[int]:
@@ -35,7 +35,7 @@ def test_a_batch_leaves_when_it_is_full_and_a_job_is_taken_when_it_is_needed() -
             events.append(f"take {number}")
             yield width
 
-    def place(width: int) -> str | Outcome:
+    def bucket_of(width: int) -> str | Outcome:
         if width == 0:
             return RenderFailure("nothing to draw")
         return "narrow" if width == 1 else "wide"
@@ -47,7 +47,7 @@ def test_a_batch_leaves_when_it_is_full_and_a_job_is_taken_when_it_is_needed() -
 
     outcomes: dict[int, Outcome] = {}
     for number, outcome in render_in_batches(
-        take(), place, {"narrow": 2, "wide": 3}.__getitem__, render, {}
+        take(), bucket_of, {"narrow": 2, "wide": 3}.__getitem__, render, {}
     ):
         events.append(f"have {number}")
         outcomes[number] = outcome
@@ -61,8 +61,8 @@ def test_a_batch_leaves_when_it_is_full_and_a_job_is_taken_when_it_is_needed() -
     assert widths == {0: 1, 1: 5, 2: 1, 3: 5, 5: 5, 6: 1, 7: 5, 8: 1, 9: 1}
 
 
-def test_a_size_that_ran_out_of_memory_is_not_tried_again(caplog) -> None:
-    """Room for 3 wide pictures and for 8 narrow ones."""
+def test_a_batch_size_that_ran_out_of_memory_is_not_tried_again(caplog) -> None:
+    """The device can hold 3 wide or 8 narrow pictures."""
     fits: Fits = {}
 
     def sizes_of(jobs: Sequence[int]) -> list[int]:
@@ -74,22 +74,22 @@ def test_a_size_that_ran_out_of_memory_is_not_tried_again(caplog) -> None:
                 raise torch.OutOfMemoryError("full")
             return [Image.new("RGB", (width, 1)) for width in widths]
 
-        found = dict(render_in_batches(jobs, (50).__lt__, lambda is_wide: 8, render, fits))
-        assert [found[i].width for i in range(len(jobs))] == list(jobs), "each its own picture"
+        pictures = dict(render_in_batches(jobs, (50).__lt__, lambda is_wide: 8, render, fits))
+        assert [pictures[i].width for i in range(len(jobs))] == list(jobs), "one per job"
         return sizes
 
     assert sizes_of(range(51, 59)) == [8, 4, 2, 2, 2, 2]
-    assert sizes_of(range(51, 56)) == [2, 2, 1], "in the next iteration"
-    assert sizes_of(range(1, 9)) == [8], "another size has its own"
+    assert sizes_of(range(51, 56)) == [2, 2, 1], "the smaller size is kept for later calls"
+    assert sizes_of(range(1, 9)) == [8], "pictures of another size have their own limit"
     first, second = (record.getMessage() for record in caplog.records)
     assert names(first, "renderer.batch_size: 8 ... 4") and names(second, "4 ... from now on 2")
 
 
-def test_a_picture_may_be_lost_and_a_lost_device_ends_the_run() -> None:
+def test_a_failed_picture_is_a_failure_and_a_failed_device_ends_the_run() -> None:
     def outcomes(error: Exception) -> list[Outcome]:
         render = Mock(side_effect=error)
-        found = render_in_batches([1, 2], lambda job: "", lambda bucket: 2, render, {})
-        return [outcome for _, outcome in found]
+        results = render_in_batches([1, 2], lambda job: "", lambda bucket: 2, render, {})
+        return [outcome for _, outcome in results]
 
     full, refused = torch.OutOfMemoryError("full"), RuntimeError("CUDA error: CUBLAS_STATUS")
     assert outcomes(full) == [RenderFailure("out_of_memory: full")] * 2
@@ -104,17 +104,17 @@ def parts() -> qwen_image_loop.EditorParts:
     return tiny_editor.make_parts()
 
 
-def test_each_source_is_encoded_once_until_it_is_forgotten(
+def test_each_source_is_encoded_once_while_it_is_kept(
     parts: qwen_image_loop.EditorParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes: list[tuple[int, ...]] = []
     encode = parts.vae.encode
 
-    def noting_encode(pixels: torch.Tensor) -> torch.Tensor:
+    def recording_encode(pixels: torch.Tensor) -> torch.Tensor:
         shapes.append(tuple(pixels.shape))
         return encode(pixels)
 
-    monkeypatch.setattr(parts.vae, "encode", noting_encode)
+    monkeypatch.setattr(parts.vae, "encode", recording_encode)
     monkeypatch.setattr(qwen_image_base_loop, "NUM_KEPT_SOURCES", 2)
     first, second, third = (make_picture(seed) for seed in range(3))
     jobs = [make_job((first, second)[i % 2], 9, noise_seed=i, states_seed=i) for i in range(6)]
@@ -128,7 +128,7 @@ def test_each_source_is_encoded_once_until_it_is_forgotten(
     assert shapes[1:] == [(1, 3, 64, 64)] * 2
 
 
-def test_mixed_aspects_each_keep_their_own(parts: qwen_image_loop.EditorParts) -> None:
+def test_pictures_of_different_aspect_ratio_keep_it(parts: qwen_image_loop.EditorParts) -> None:
     sizes = [(64, 64), (128, 64), (64, 128), (128, 64)]
     jobs = [make_job(make_picture(0, *size), 9, noise_seed=0) for size in sizes]
     renderer = make_renderer(parts)
@@ -139,7 +139,7 @@ def test_mixed_aspects_each_keep_their_own(parts: qwen_image_loop.EditorParts) -
         assert_same_picture(pictures[index], alone)
 
 
-def test_nan_fails_its_own_picture_only(parts: qwen_image_loop.EditorParts) -> None:
+def test_nan_fails_only_its_own_picture(parts: qwen_image_loop.EditorParts) -> None:
     jobs = three_jobs()
     jobs[1].payload.embeds[3, 7] = float("nan")
     renderer = make_renderer(parts, num_steps=2)
@@ -150,7 +150,7 @@ def test_nan_fails_its_own_picture_only(parts: qwen_image_loop.EditorParts) -> N
     assert_same_picture(outcomes[0], alone)
 
 
-def test_what_cannot_be_rendered_is_said(parts: qwen_image_loop.EditorParts) -> None:
+def test_an_impossible_job_fails_with_the_reason(parts: qwen_image_loop.EditorParts) -> None:
     source = make_picture(0)
     jobs = [make_job(None, 9, noise_seed=0), make_job(source, 4095, noise_seed=0)]
     outcomes = dict(make_renderer(parts).render(jobs))
@@ -161,7 +161,7 @@ def test_what_cannot_be_rendered_is_said(parts: qwen_image_loop.EditorParts) -> 
         list(make_renderer(parts, true_cfg_scale=2.0).render([make_job(source, 9, noise_seed=0)]))
 
 
-def test_the_longest_text_that_is_let_in_fits(parts: qwen_image_loop.EditorParts) -> None:
+def test_the_longest_allowed_text_can_be_rendered(parts: qwen_image_loop.EditorParts) -> None:
     renderer = make_renderer(parts, num_steps=2)
     ((_, picture),) = renderer.render([make_job(make_picture(0), 4094, noise_seed=0)])
     assert isinstance(picture, Image.Image)
@@ -175,11 +175,11 @@ def test_large_pictures_are_decoded_in_slices(
     together = render_floats(renderer, jobs)
     decode, slices = parts.vae.decode, []
 
-    def noting_decode(latents: torch.Tensor) -> torch.Tensor:
+    def recording_decode(latents: torch.Tensor) -> torch.Tensor:
         slices.append(len(latents))
         return decode(latents)
 
-    monkeypatch.setattr(parts.vae, "decode", noting_decode)
+    monkeypatch.setattr(parts.vae, "decode", recording_decode)
     monkeypatch.setattr(decoding, "DECODED_PX_AT_ONCE", 2 * 64 * 64)
     assert (render_floats(renderer, jobs) - together).abs().max() <= PICTURE
     assert slices == [2, 1]

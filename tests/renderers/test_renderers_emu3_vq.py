@@ -1,4 +1,4 @@
-"""The emu3_vq renderer against transformers' own Emu3VQVAE and image processor."""
+"""The emu3_vq renderer against Emu3VQVAE and the image processor of transformers."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def renderer(codec: Emu3Codec) -> Emu3VqLoop:
 
 @pytest.fixture(scope="module")
 def folder(vq: Emu3VQVAE, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("vq")
-    vq.save_pretrained(place)
-    return place
+    folder = tmp_path_factory.mktemp("vq")
+    vq.save_pretrained(folder)
+    return folder
 
 
 def codes_batch(num: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ def count_decodes(renderer: Emu3VqLoop, monkeypatch: pytest.MonkeyPatch) -> list
 # --- the codec ---------------------------------------------------------------------------------
 
 
-def test_decoding_takes_the_first_frame_exactly() -> None:
+def test_decoding_gives_exactly_the_first_frame() -> None:
     vq = tiny_emu3_vq.make_vq().double()
     codes = codes_batch(2)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_decoding_takes_the_first_frame_exactly() -> None:
     assert (Emu3Codec(vq).decode_tensor(codes) - video[:, 0].float()).abs().max() < 1e-7
 
 
-def test_encoding_is_the_stock_models(vq: Emu3VQVAE, codec: Emu3Codec) -> None:
+def test_encoding_equals_the_stock_model(vq: Emu3VQVAE, codec: Emu3Codec) -> None:
     processor = Emu3ImageProcessor(do_resize=False, image_mean=[0.5] * 3, image_std=[0.5] * 3)
     pictures = [make_picture(seed) for seed in range(4)]
     inputs = processor(pictures, return_tensors="pt")
@@ -90,7 +90,7 @@ def test_encoding_is_the_stock_models(vq: Emu3VQVAE, codec: Emu3Codec) -> None:
     assert len(np.unique(ours)) > 20
 
 
-def test_encoding_keeps_order_over_mixed_sizes(codec: Emu3Codec) -> None:
+def test_encoding_keeps_the_order_of_pictures_of_mixed_sizes(codec: Emu3Codec) -> None:
     sizes = [(64, 64), (96, 48), (64, 64), (48, 96)]
     pictures = [make_picture(seed, *size) for seed, size in enumerate(sizes)]
     together = codec.encode(pictures, area_px=64 * 64, batch_size=8)
@@ -105,7 +105,7 @@ def test_encoding_keeps_order_over_mixed_sizes(codec: Emu3Codec) -> None:
     [
         ((256, 256), (32, 32)),
         ((512, 512), (32, 32)),
-        ((640, 427), (39, 26)),  # 313 x 209 px in the published sets, of which 312 x 208 are read
+        ((640, 427), (39, 26)),  # 313 x 209 px in the published sets, cropped to 312 x 208
         ((100, 3000), (5, 175)),
         ((9, 9000), (1, 1011)),  # 8 x 8096 px
     ],
@@ -143,7 +143,7 @@ def test_a_reshaped_grid_is_another_picture(renderer: Emu3VqLoop) -> None:
 
 
 @pytest.mark.parametrize("code", [NUM_CODES, -1])
-def test_codes_outside_the_codebook_are_the_policys_fault(renderer: Emu3VqLoop, code: int) -> None:
+def test_codes_outside_the_codebook_blame_the_policy(renderer: Emu3VqLoop, code: int) -> None:
     codes = make_codes(1)
     codes[2, 1] = code
     outcomes = dict(renderer.render([job(codes), job(make_codes(1)), job(codes[:0])]))
@@ -154,7 +154,7 @@ def test_codes_outside_the_codebook_are_the_policys_fault(renderer: Emu3VqLoop, 
     assert outcomes[2].blame == "policy" and "[0, 4]" in outcomes[2].reason
 
 
-def test_nan_is_the_renderers_fault_and_its_own_pictures_alone(tmp_path: Path) -> None:
+def test_nan_is_blamed_on_the_renderer_and_fails_only_its_picture(tmp_path: Path) -> None:
     vq = tiny_emu3_vq.make_vq()
     vq.quantize.embedding.weight.data[7] = torch.nan
     renderer = Emu3VqLoop(Emu3Codec(vq), batch_size=4)
@@ -165,38 +165,38 @@ def test_nan_is_the_renderers_fault_and_its_own_pictures_alone(tmp_path: Path) -
     assert outcomes[1].blame == "renderer" and outcomes[1].reason.startswith("non_finite")
 
 
-def test_large_pictures_share_a_batch_with_fewer(codec: Emu3Codec, monkeypatch) -> None:
+def test_batches_of_large_pictures_are_smaller(codec: Emu3Codec, monkeypatch) -> None:
     renderer = Emu3VqLoop(codec, batch_size=4)
     sizes = count_decodes(renderer, monkeypatch)
     monkeypatch.setattr("rl.renderers.emu3_vq.emu3_vq_loop.BATCH_UNIT_PX", 32 * 32)
     list(renderer.render([job(make_codes(seed, 4, 8)) for seed in range(3)]))
-    assert sizes == [2, 1]  # 32 x 64 px: two of them are four of 32 x 32
+    assert sizes == [2, 1]  # two pictures of 32 x 64 px count as four of 32 x 32
 
 
-def test_illustrate_draws_what_exists_as_codes_alone(renderer: Emu3VqLoop, monkeypatch) -> None:
+def test_decode_sources_draws_what_has_only_codes(renderer: Emu3VqLoop, monkeypatch) -> None:
     sizes = count_decodes(renderer, monkeypatch)
-    own = make_picture(0)
+    picture = make_picture(0)
     a, b = make_codes(1), make_codes(2)
     samples = [
         Sample(id="1", instruction="", source_codes=a, target_codes=b),
-        Sample(id="2", instruction="", source_codes=a, sources=(own,)),
+        Sample(id="2", instruction="", source_codes=a, sources=(picture,)),
         Sample(id="3", instruction=""),
         Sample(id="4", instruction="", source_codes=b, target_codes=a.copy()),
     ]
     out = renderer.decode_sources(samples)
     assert [s.id for s in out] == [s.id for s in samples]
     assert sizes == [2]
-    assert out[1].source is own and out[1].target is None and out[2].source is None
+    assert out[1].source is picture and out[1].target is None and out[2].source is None
     assert out[0].source is out[3].target and out[0].target is out[3].source
     assert out[0].source_codes is a
     (_, rendered), *_ = renderer.render([job(a)])
     np.testing.assert_allclose(np.asarray(out[0].source, int), np.asarray(rendered, int), atol=1)
     again = renderer.decode_sources(samples[:1])
-    assert sizes == [2, 1]  # the second is render's: nothing was drawn again
+    assert sizes == [2, 1]  # only `render` decoded again
     assert again[0].source is out[0].source
 
 
-def test_a_sample_of_another_tokenizer_is_named(renderer: Emu3VqLoop) -> None:
+def test_a_sample_with_codes_of_another_tokenizer_is_named(renderer: Emu3VqLoop) -> None:
     sample = Sample(id="p-7", instruction="", target_codes=np.full((2, 2), 99, np.int32))
     with pytest.raises(ValueError, match=r"sample 'p-7': its target .* bad_code: 99"):
         renderer.decode_sources([sample])
@@ -205,7 +205,7 @@ def test_a_sample_of_another_tokenizer_is_named(renderer: Emu3VqLoop) -> None:
 # --- the plugin --------------------------------------------------------------------------------
 
 
-def test_the_plugin_counts_what_it_holds(folder: Path, vq: Emu3VQVAE) -> None:
+def test_the_plugin_counts_its_parameters_and_activations(folder: Path, vq: Emu3VQVAE) -> None:
     config = emu3_vq.Config(type="emu3_vq", model_path=str(folder), batch_size=2, dtype="bfloat16")
     plugin = emu3_vq.Emu3Vq(config, Resources(None, "cpu"))
     assert plugin.parameter_counts(config) == {"vq": sum(p.numel() for p in vq.parameters())}
@@ -214,7 +214,7 @@ def test_the_plugin_counts_what_it_holds(folder: Path, vq: Emu3VQVAE) -> None:
     assert picture.size == (32, 32)
 
 
-def test_published_checkpoints_are_counted_by_name() -> None:
+def test_parameters_of_published_checkpoints_are_known_by_name() -> None:
     config = emu3_vq.Config(type="emu3_vq")
     assert config.model_path == "BAAI/Emu3-VisionTokenizer"
     with torch.device("meta"):
@@ -225,21 +225,21 @@ def test_published_checkpoints_are_counted_by_name() -> None:
     assert emu3_vq.Emu3Vq.parameter_counts(other) == {}
 
 
-# --- the kinds of checkpoint that hold a tokenizer, each loaded without remote code -------------
+# --- the formats of checkpoints with a tokenizer, each loaded without remote code --------------
 
 
-def test_an_own_folder_loads_whole(folder: Path, vq: Emu3VQVAE) -> None:
+def test_a_saved_folder_loads_completely(folder: Path, vq: Emu3VQVAE) -> None:
     loaded = load_codec(str(folder), None, "float32", "cpu").model
     assert_same(loaded, vq)
     assert not any(p.requires_grad for p in loaded.parameters())
 
 
-def test_the_original_format_loads_without_its_code(vq: Emu3VQVAE, tmp_path: Path) -> None:
-    place = tmp_path / "Emu3-VisionTokenizer"
-    tiny_emu3_vq.save_original(vq, place)
-    with safe_open(place / "model.safetensors", framework="pt") as tensors:
+def test_the_published_format_loads_without_its_python_code(vq: Emu3VQVAE, tmp_path: Path) -> None:
+    folder = tmp_path / "Emu3-VisionTokenizer"
+    tiny_emu3_vq.save_original(vq, folder)
+    with safe_open(folder / "model.safetensors", framework="pt") as tensors:
         names = set(tensors.keys())
-        # Spelt out as the published class has them.
+        # The names and shapes of the published class.
         shape = tensors.get_slice("decoder.up.3.attn.1.proj_out.weight").get_shape()
         assert tuple(shape) == (64, 64, 1, 1)
     assert {
@@ -254,9 +254,9 @@ def test_the_original_format_loads_without_its_code(vq: Emu3VQVAE, tmp_path: Pat
         "post_quant_conv.conv.weight",
         "quantize.embedding.weight",
     } <= names
-    config = emu3_vq.Config(type="emu3_vq", model_path=str(place))
+    config = emu3_vq.Config(type="emu3_vq", model_path=str(folder))
     assert emu3_vq.Emu3Vq.problems(config, None) == []
-    codec = load_codec(str(place), None, "float32", "cpu")
+    codec = load_codec(str(folder), None, "float32", "cpu")
     assert_same(codec.model, vq)
     picture = make_picture(1)
     np.testing.assert_array_equal(
@@ -264,7 +264,7 @@ def test_the_original_format_loads_without_its_code(vq: Emu3VQVAE, tmp_path: Pat
     )
 
 
-def test_a_whole_emu3_gives_its_tokenizer(vq: Emu3VQVAE, tmp_path: Path) -> None:
+def test_the_tokenizer_is_read_from_a_whole_emu3_model(vq: Emu3VQVAE, tmp_path: Path) -> None:
     config = Emu3Config(
         text_config={
             "vocab_size": 4000,
@@ -304,7 +304,7 @@ def assert_same(loaded: torch.nn.Module, vq: Emu3VQVAE) -> None:
     assert all(torch.equal(t, expected[name]) for name, t in loaded.state_dict().items())
 
 
-def test_pixel_statistics_are_the_checkpoints(folder: Path, tmp_path: Path) -> None:
+def test_pixel_statistics_come_from_the_checkpoint(folder: Path, tmp_path: Path) -> None:
     stated = tmp_path / "stated"
     shutil.copytree(folder, stated)
     Emu3ImageProcessor(image_mean=[0.1] * 3, image_std=[0.3] * 3).save_pretrained(stated)

@@ -1,4 +1,4 @@
-"""The renderer plugins as a config sees them: light, checked, and loadable from a folder."""
+"""The renderer plugins: config checks, parameter counts, and loading from a folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CPU = Resources(None, "cpu")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Type of the plugin -> its tiny model."""
+    """Type of the plugin -> folder of its tiny model."""
     folders = {name: tmp_path_factory.mktemp(name) for name in PLUGINS}
     tiny_editor.make_stock().save(folders["qwen_image_edit"])
     tiny_qwen_image_21.make_stock().save(folders["qwen_image_21"])
@@ -58,26 +58,26 @@ def load(config: Any) -> Any:
 
 
 def problems(config: Any, **policy: object) -> list[str]:
-    """`policy`: keys of its section; by default it takes pictures of any size."""
+    """`policy`: config keys of the policy, which by default accepts pictures of any size."""
     bounds = {"image_min_pixels": 1, "image_max_pixels": 10**9}
     section = {"type": "qwen3_vl", "model_path": "some/base", **bounds, **policy}
-    found: list[str] = PLUGINS[config.type].problems(config, run_config(policy=section))
-    return found
+    messages: list[str] = PLUGINS[config.type].problems(config, run_config(policy=section))
+    return messages
 
 
-def job_of(name: str, words: int = 0, noise_seed: int = 3) -> RenderJob:
-    """`words`: which of three prompts, of other lengths; about one and the same picture."""
+def job_of(name: str, index: int = 0, noise_seed: int = 3) -> RenderJob:
+    """`index`: one of three prompts of different length; all have the same picture."""
     if name == "sd3":
-        return tiny_sd3.make_job(tiny_sd3.PROMPTS[words], noise_seed)
+        return tiny_sd3.make_job(tiny_sd3.PROMPTS[index], noise_seed)
     if name == "qwen_image_21":
         tiny = tiny_qwen_image_21
-        return tiny.make_group([tiny.WORDS[words]], tiny.references(1), noise_seed, "blurry")[0]
-    length, picture = (9, 14, 11)[words], make_picture(0)
-    return make_job(picture, length, noise_seed, states_seed=words, negative_length=5)
+        return tiny.make_group([tiny.WORDS[index]], tiny.references(1), noise_seed, "blurry")[0]
+    length, picture = (9, 14, 11)[index], make_picture(0)
+    return make_job(picture, length, noise_seed, states_seed=index, negative_length=5)
 
 
 def draw(name: str, loop: Any, *jobs: RenderJob) -> torch.Tensor:
-    """[B, C, H, W] in 0..1, in one batch."""
+    """The pictures of the jobs, drawn in one batch: [B, C, H, W] in 0..1."""
     drawn: torch.Tensor = MODELS[name].render_floats(loop, jobs or [job_of(name)])
     return drawn
 
@@ -94,17 +94,17 @@ def num_parameters(module: torch.nn.Module) -> int:
         (QwenImageEditPlus, QwenImageEditPlusPipeline, 3, 384 * 384),
     ],
 )
-def test_editors_ask_as_their_stock_pipelines_do(
+def test_editors_use_the_prompts_of_their_stock_pipelines(
     plugin: Any, pipeline: type, num_pictures: int, area_px: int
 ) -> None:
     stock = tiny_editor.stock_pipeline(tiny_editor.make_stock(), pipeline)
     template = plugin.prompt_template(plugin.Config(type="x"))
     text = for_pictures(template, num_pictures).text
-    asked = text.replace("{image}", BRACKET).replace("{instruction}", "make it blue")
+    ours = text.replace("{image}", BRACKET).replace("{instruction}", "make it blue")
     # `_get_qwen_prompt_embeds` of Edit-Plus puts this label before every picture.
     labels = [f"Picture {number}: {BRACKET}" for number in range(1, num_pictures + 1)]
-    words = "make it blue" if plugin is QwenImageEdit else "".join(labels) + "make it blue"
-    assert asked == stock.prompt_template_encode.format(words)
+    instruction = "make it blue" if plugin is QwenImageEdit else "".join(labels) + "make it blue"
+    assert ours == stock.prompt_template_encode.format(instruction)
     assert template.image_area_px == area_px
     assert template.text.startswith(template.drop_prefix)
     assert template.drop_prefix.endswith("<|im_end|>\n<|im_start|>user\n")
@@ -125,18 +125,18 @@ def test_sizes_follow_the_stock_pipeline(area: int, size: tuple[int, int]) -> No
     )
 
 
-def test_a_very_long_picture_keeps_a_row() -> None:
+def test_a_very_wide_picture_keeps_a_row_of_patches() -> None:
     assert calculate_dimensions(64 * 64, 100)[:2] == (640, 0)
     assert denoising_config.fit_area(64 * 64, (1000, 10)) == (640, 32)
 
 
-def test_a_fixed_size_wins_over_the_area() -> None:
+def test_a_fixed_size_overrides_the_area() -> None:
     config = config_of("qwen_image_edit", height_px=48, width_px=80)
     assert denoising_config.output_size(config, (64, 64)) == (80, 48)
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "policy", "named"),
+    ("name", "changes", "policy", "parts"),
     [
         (EDIT, {"height_px": 512}, {}, "set both"),
         (EDIT, {"height_px": 500, "width_px": 512}, {}, "height_px: 500 ... 16 ... 496"),
@@ -152,19 +152,19 @@ def test_a_fixed_size_wins_over_the_area() -> None:
         ("sd3", {"width_px": 1000}, {}, "width_px: 1000 ... 16; try 992"),
     ],
 )
-def test_each_problem_is_named(
+def test_each_config_problem_is_named(
     folders: dict[str, Path],
     name: str,
     changes: dict[str, object],
     policy: dict[str, object],
-    named: str,
+    parts: str,
 ) -> None:
     (problem,) = problems(config_of(name, folders[name], **changes), **policy)
-    assert names(problem, named), problem
+    assert names(problem, parts), problem
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_sound_configs_have_no_problem(folders: dict[str, Path], name: str) -> None:
+def test_valid_configs_have_no_problem(folders: dict[str, Path], name: str) -> None:
     config = config_of(name, folders[name])
     assert problems(config) == problems(config_of(name)) == []
     assert list(model_problems(PLUGINS[name].models(config))) == []
@@ -188,8 +188,8 @@ def test_bad_values_are_refused(name: str, typo: dict[str, object]) -> None:
 
 
 def test_parameters_are_counted_from_the_folder(folders: dict[str, Path]) -> None:
-    """Those on the device: not the editor's modulation, two blocks of two [192, 32] layers; SD3's
-    table of positions too, which is a buffer."""
+    """Counts what is on the device: without the editor's modulation (two blocks of two [192, 32]
+    layers), but with SD3's table of positions, which is a buffer."""
     modulation = 2 * 2 * 192 * (32 + 1)
     edit, image_21 = tiny_editor.make_stock(), tiny_qwen_image_21.make_stock()
     sd3 = tiny_sd3.make_parts()
@@ -216,25 +216,25 @@ def test_parameters_are_counted_from_the_folder(folders: dict[str, Path]) -> Non
     assert QwenImageEdit.host_parameters(config_of(EDIT)) == 0
 
 
-def test_a_fused_adapter_makes_copies_of_what_ranks_share() -> None:
+def test_with_a_fused_adapter_ranks_do_not_share_host_parameters() -> None:
     for lora_path, shares in ((None, True), ("lightx2v/Qwen-Image-Lightning", False)):
         config = config_of(EDIT, lora_path=lora_path)
         assert QwenImageEdit.shares_host_parameters(config) == shares
 
 
-def test_sd3s_activations_grow_with_what_makes_them_grow() -> None:
+def test_sd3_activations_grow_with_guidance_and_batch_size() -> None:
     base, unguided, two = (
         SD3.activation_counts(SD3.Config(type="sd3", **changes))
         for changes in ({}, {"guidance_scale": 1.0}, {"batch_size": 16})
     )
     assert unguided["transformer"] == base["transformer"] / 2
     assert two["transformer"] == 2 * base["transformer"] and two["vae"] == base["vae"]
-    # 16 rows of 4096 picture and 333 text tokens
+    # 16 rows of 4096 picture tokens and 333 text tokens
     assert base["transformer"] == 20 * 1536 * 16 * (4096 + 77 + 256)
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_a_saved_checkpoint_draws_as_its_parts(
+def test_a_loaded_checkpoint_draws_the_same_picture_as_its_parts(
     folders: dict[str, Path], name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     capfd.readouterr()
@@ -249,7 +249,7 @@ def test_a_saved_checkpoint_draws_as_its_parts(
         assert not module.training and not any(p.requires_grad for p in module.parameters())
 
 
-def test_sd3s_third_encoder_is_not_even_looked_for(
+def test_without_use_t5_no_file_of_the_third_encoder_is_needed(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "sd3"
@@ -269,23 +269,23 @@ def test_sd3s_third_encoder_is_not_even_looked_for(
     ("name", "guidance"),
     [(EDIT, {}), (EDIT, {"true_cfg_scale": 4.0}), (IMAGE_21, {}), ("sd3", {})],
 )
-def test_a_picture_depends_on_its_job_alone(name: str, guidance: dict[str, object]) -> None:
-    """Not on its batch mates, nor on what was drawn before, by another loop too."""
+def test_a_picture_depends_only_on_its_job(name: str, guidance: dict[str, object]) -> None:
+    """It depends neither on the batch nor on pictures drawn before, even by another loop."""
     parts = MODELS[name].make_parts()
-    untouched = parts.scheduler.sigmas.clone()
+    sigmas_before = parts.scheduler.sigmas.clone()
     loop = MODELS[name].make_renderer(parts, **guidance)
-    jobs = [job_of(name, words, seed) for words, seed in ((0, 3), (1, 2**63 - 1), (2, 5), (0, 4))]
+    jobs = [job_of(name, index, seed) for index, seed in ((0, 3), (1, 2**63 - 1), (2, 5), (0, 4))]
     together = draw(name, loop, *jobs)
     draw(name, MODELS[name].make_renderer(parts, num_steps=2), jobs[0])
     alone = torch.cat([draw(name, loop, job) for job in jobs])
     assert apart(together, alone) <= PICTURE
-    assert torch.equal(parts.scheduler.sigmas, untouched)
+    assert torch.equal(parts.scheduler.sigmas, sigmas_before)
     assert apart(together[0], together[1]) > 1e-2, "other words"
     assert apart(together[0], together[3]) > 1e-2, "other noise"
 
 
 @pytest.mark.parametrize("name", [EDIT, "sd3"])
-def test_the_device_of_the_config_wins(folders: dict[str, Path], name: str) -> None:
+def test_a_configured_device_overrides_the_ranks(folders: dict[str, Path], name: str) -> None:
     for device, expected in (("auto", "cpu"), ("meta", "meta")):
         parts = load(config_of(name, folders[name], device=device)).parts
         modules = [parts.transformer]
@@ -320,14 +320,14 @@ def test_an_adapter_is_fused(
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_overrides_reach_the_scheduler(folders: dict[str, Path], name: str) -> None:
+def test_scheduler_overrides_are_applied(folders: dict[str, Path], name: str) -> None:
     overrides = {"shift": 1.5, "shift_terminal": None}
     config = config_of(name, folders[name], scheduler_overrides=overrides)
     kept = load(config_of(name, folders[name])).parts.scheduler.config
     assert dict(load(config).parts.scheduler.config) == dict(kept) | overrides
 
 
-def test_none_renders_nothing() -> None:
+def test_the_renderer_none_renders_nothing() -> None:
     renderer = none.NoRenderer(PluginConfig(), CPU)
     jobs = [make_job(None, 3, noise_seed=0)] * 3
     assert list(renderer.render(jobs)) == [(0, None), (1, None), (2, None)]

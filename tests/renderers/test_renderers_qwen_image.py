@@ -1,4 +1,4 @@
-"""The render loop against the stock pipelines, and every picture against its batch mates."""
+"""The Qwen-Image-Edit render loop against the stock pipelines."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def small_stock(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_stock")
 @pytest.mark.parametrize("num_jobs", [1, 3])
 @pytest.mark.parametrize("scale", [1.0, 4.0])
-def test_loop_equals_the_stock_pipeline(
+def test_the_loop_equals_the_stock_pipeline(
     stock: StockParts, parts: EditorParts, num_jobs: int, scale: float
 ) -> None:
-    """The source is 96x32 to the VAE and 64x48 in the picture, so that no two sides agree."""
+    """The source has 96x32 px for the VAE and the picture 64x48 px, so no two sides are equal."""
     jobs = three_jobs(width=128)[:num_jobs]
     renderer = make_renderer(parts, true_cfg_scale=scale, height_px=48, width_px=64)
     expected = render_stock(stock, jobs, true_cfg_scale=scale, height=48, width=64)
@@ -61,8 +61,8 @@ def test_loop_equals_the_stock_pipeline(
 
 
 @pytest.mark.slow
-def test_stock_settings_are_the_defaults(stock: StockParts, parts: EditorParts) -> None:
-    """The true 1024^2 condition of a 3:2 source, its pixels and the config's own defaults."""
+def test_the_defaults_equal_the_stock_settings(stock: StockParts, parts: EditorParts) -> None:
+    """Uses the real condition size of 1024^2 px for a 3:2 source, and the config's defaults."""
     job = make_job(make_picture(3, 96, 64), 9, noise_seed=3, negative_length=4)
     config = qwen_image_edit.Config(
         type="qwen_image_edit",
@@ -80,9 +80,9 @@ def test_stock_settings_are_the_defaults(stock: StockParts, parts: EditorParts) 
 
 
 @pytest.mark.usefixtures("small_stock")
-def test_bfloat16_is_as_near_to_float32_as_stock(tmp_path: Path, stock: StockParts) -> None:
-    """Rounding to 8 bits after every operation moves a pixel here or there by 0.07, in stock as in
-    ours; so the two are held against the float32 render of the same weights, noise and words."""
+def test_bfloat16_is_as_close_to_float32_as_stock(tmp_path: Path, stock: StockParts) -> None:
+    """Rounding to bfloat16 after every operation changes some pixels by 0.07, in stock and in ours,
+    so both are compared with a float32 render of the same weights, noise and words."""
     half = StockParts(
         copy.deepcopy(stock.transformer).bfloat16(),
         copy.deepcopy(stock.vae).bfloat16(),
@@ -102,7 +102,7 @@ def test_bfloat16_is_as_near_to_float32_as_stock(tmp_path: Path, stock: StockPar
         return pipeline(
             image=job.sample.source,
             prompt_embeds=job.payload.embeds[None].bfloat16().to(dtype),
-            # Stock would draw the noise in bfloat16; ours is the float32 one, rounded.
+            # Stock would draw the noise in bfloat16; ours is drawn in float32 and rounded.
             latents=noise.to(dtype),
             num_inference_steps=4,
             true_cfg_scale=1.0,
@@ -127,16 +127,16 @@ def test_transparent_and_grey_sources_are_read_as_rgb(parts: EditorParts) -> Non
     assert_same_picture(second, third)
 
 
-def test_guidance_by_hand() -> None:
-    """(1.5, 4) + 3 * ((3, 4) - (1.5, 4)) = (6, 4), brought from norm sqrt(52) to |(3, 4)| = 5."""
+def test_guidance_of_a_hand_computed_example() -> None:
+    """(1.5, 4) + 3 * ((3, 4) - (1.5, 4)) = (6, 4), scaled from norm sqrt(52) to |(3, 4)| = 5."""
     positive = torch.tensor([[[3.0, 4.0]]])
     negative = torch.tensor([[[1.5, 4.0]]])
     expected = torch.tensor([[[6.0, 4.0]]]) * 5 / 52**0.5
     torch.testing.assert_close(qwen_image_loop.guide(positive, negative, 3.0), expected)
 
 
-def test_the_schedule_of_eight_steps_at_1024(parts: EditorParts) -> None:
-    """As tabulated from the stock pipeline; 4096 picture tokens give mu = 0.693."""
+def test_the_schedule_of_eight_steps_at_1024_px_equals_stock(parts: EditorParts) -> None:
+    """Values from the stock pipeline; 4096 picture tokens give mu = 0.693."""
     scheduler = prepared(parts.scheduler, 4096, "cpu", sigmas=np.linspace(1, 1 / 8, 8))
     expected = [1.0, 0.916, 0.820, 0.709, 0.580, 0.427, 0.244, 0.02, 0.0]
     np.testing.assert_allclose(scheduler.sigmas.numpy(), expected, atol=6e-4)

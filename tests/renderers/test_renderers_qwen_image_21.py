@@ -1,4 +1,4 @@
-"""Qwen-Image-2.1's render loop against the stock pipeline, and every picture against its mates."""
+"""The Qwen-Image-2.1 render loop against the stock pipeline, and batches against single jobs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from rl.renderers.qwen_image_21.qwen_image_21_config import condition_sizes
 from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop, in_groups
 
 GUIDED = 10 * PICTURE
-"""Guidance of 3 multiplies what two forwards differ by, and the random weights of the next step
-that again: 1.6e-4 was seen where 4e-6 is without."""
+"""A guidance of 3 multiplies rounding differences, and the random weights of the next step multiply
+them again: 1.6e-4 was measured, and 4e-6 without guidance."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def parts(stock: StockParts) -> Parts:
 
 
 def three_prompts() -> list[RenderJob]:
-    """Of several lengths, two about the same picture."""
+    """Jobs with prompts of different length, two of them with the same picture."""
     first, second = references(2)
     return [*make_group(tiny.WORDS[:2], [first]), make_job(tiny.WORDS[2], [second], 2)]
 
@@ -54,11 +54,11 @@ def alone(renderer: QwenImage21Loop, jobs: Sequence[RenderJob]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
-def test_a_group_equals_the_stock_pipeline_asked_one_by_one(
+def test_a_group_equals_the_stock_pipeline_on_one_prompt_at_a_time(
     stock: StockParts, parts: Parts, number: int
 ) -> None:
-    """Three words of other lengths about the same sources: the stock pipeline itself is 0.4 off
-    where it is asked for all at once."""
+    """Three prompts of different length with the same sources. The stock pipeline draws them one by
+    one, because its own batches differ by 0.4."""
     sources = references(number)
     jobs = make_group(tiny.WORDS, sources)
     expected = torch.cat(
@@ -87,8 +87,8 @@ def test_guidance_equals_the_stock_pipeline(stock: StockParts, parts: Parts, num
     assert (unguided - expected).abs().max() > 0.1
 
 
-def test_transparent_sources_are_read_as_stock_reads_them(stock: StockParts, parts: Parts) -> None:
-    """White behind them for the encoder, four channels for the VAE."""
+def test_transparent_sources_are_read_as_by_stock(stock: StockParts, parts: Parts) -> None:
+    """The encoder gets them on white, the VAE with four channels."""
     clear = make_picture(0).convert("RGBA")
     clear.putalpha(make_picture(1).convert("L"))
     expected = tiny.render_stock(stock, tiny.WORDS[0], [clear], 3)
@@ -98,7 +98,7 @@ def test_transparent_sources_are_read_as_stock_reads_them(stock: StockParts, par
     assert (render_floats(make_renderer(parts), [opaque]) - expected).abs().max() > 0.01
 
 
-def test_a_picture_comes_over_white(parts: Parts) -> None:
+def test_a_drawn_picture_is_placed_on_white(parts: Parts) -> None:
     job = make_job(tiny.WORDS[0], [], 3)
     renderer = make_renderer(parts)
     ((_, picture),) = renderer.render([job])
@@ -111,7 +111,7 @@ def test_a_picture_comes_over_white(parts: Parts) -> None:
     assert np.abs(np.asarray(picture) - expected).max() <= 2  # two roundings to 8 bits
 
 
-def test_sigmas_of_a_few_step_checkpoint(stock: StockParts, parts: Parts) -> None:
+def test_the_sigmas_of_a_few_step_checkpoint_are_used(stock: StockParts, parts: Parts) -> None:
     levels = (1.0, 0.8, 0.3)
     expected = tiny.render_stock(stock, tiny.WORDS[0], [], 3, sigmas=list(levels))
     renderer = make_renderer(replace(parts, sigmas=levels), num_steps=3)
@@ -119,8 +119,8 @@ def test_sigmas_of_a_few_step_checkpoint(stock: StockParts, parts: Parts) -> Non
     assert (ours - expected).abs().max() <= PICTURE
 
 
-def test_a_start_that_differs_by_a_bit_is_a_group_of_its_own(parts: Parts) -> None:
-    """As adapters of two versions would give; the pictures stay right."""
+def test_rows_whose_prompts_differ_slightly_do_not_share_a_start(parts: Parts) -> None:
+    """Adapters of two versions would differ like this; the pictures remain correct."""
     renderer = make_renderer(parts)
     sources = references(1)
     jobs = make_group(tiny.WORDS, sources)
@@ -134,38 +134,38 @@ def test_a_start_that_differs_by_a_bit_is_a_group_of_its_own(parts: Parts) -> No
     assert (together - alone(renderer, jobs)).abs().max() <= PICTURE
 
 
-def test_a_groups_sources_are_gone_through_once(parts: Parts) -> None:
-    """What a step reads of them is as long for eight rows as for one."""
+def test_the_sources_of_a_group_are_processed_once(parts: Parts) -> None:
+    """The keys of the sources that a step reads are as many for eight rows as for one."""
     renderer = make_renderer(parts)
     sources = references(2)
     jobs = make_group([tiny.WORDS[i % 3] for i in range(8)], sources)
     rows = [renderer._row(job, job.payload.embeds) for job in jobs]
-    given = renderer._denoiser.prepare(in_groups(rows), (8, 4))
-    start = rows[0].start_len + 3 * sum(len(place) for place in jobs[0].payload.pictures)
-    assert given.start_lens == (start,)
-    assert {len(part) for layer in given.starts for part in layer} == {start}
-    assert {len(layer[0]) for layer in given.words} == {sum(len(row.words) for row in rows)}
+    prepared = renderer._denoiser.prepare(in_groups(rows), (8, 4))
+    start = rows[0].start_len + 3 * sum(len(span) for span in jobs[0].payload.pictures)
+    assert prepared.start_lens == (start,)
+    assert {len(part) for layer in prepared.starts for part in layer} == {start}
+    assert {len(layer[0]) for layer in prepared.words} == {sum(len(row.words) for row in rows)}
 
 
-def test_a_batch_that_shows_too_many_pictures_is_drawn_in_turns(parts: Parts) -> None:
-    """Of one picture's keys at a time, as the plan of the memory counts."""
+def test_a_batch_with_too_many_pictures_is_drawn_in_parts(parts: Parts) -> None:
+    """The keys of one picture at a time are held, as the memory plan assumes."""
     jobs = three_prompts()
     size = {"height_px": 64, "width_px": 96}
     together = render_floats(make_renderer(parts, **size), jobs)
     renderer = make_renderer(parts, max_pictures=1, **size)
-    turns: list[int] = []
+    part_sizes: list[int] = []
     draw = renderer._draw
 
-    def noting(jobs: Sequence[RenderJob], *rest: object) -> torch.Tensor:
-        turns.append(len(jobs))
-        return draw(jobs, *rest)
+    def recording_draw(jobs: Sequence[RenderJob], *args: object) -> torch.Tensor:
+        part_sizes.append(len(jobs))
+        return draw(jobs, *args)
 
-    renderer._draw = noting  # type: ignore[method-assign,assignment]
+    renderer._draw = recording_draw  # type: ignore[method-assign,assignment]
     assert (render_floats(renderer, jobs) - together).abs().max() <= PICTURE
-    assert turns == [2, 1]
+    assert part_sizes == [2, 1]
 
 
-def test_pictures_of_another_size_than_the_vaes_are_refused(parts: Parts) -> None:
+def test_pictures_whose_size_differs_from_the_vaes_are_refused(parts: Parts) -> None:
     job = make_job(tiny.WORDS[0], references(1), 0)
     wrong = make_renderer(parts, condition_area_px=128 * 128)
     with pytest.raises(ValueError, match=r"4 places.* 15 .*condition_area_px"):
@@ -175,7 +175,7 @@ def test_pictures_of_another_size_than_the_vaes_are_refused(parts: Parts) -> Non
         list(make_renderer(parts).render([blind]))
 
 
-def test_what_cannot_be_rendered_is_said(parts: Parts) -> None:
+def test_an_impossible_job_fails_with_the_reason(parts: Parts) -> None:
     many = make_job(tiny.WORDS[0], references(2), 0)
     long = make_job(tiny.WORDS[0], [], 0)
     states = torch.zeros(8192 - 4 + 1, tiny.STATE_DIM)
@@ -193,8 +193,8 @@ def test_what_cannot_be_rendered_is_said(parts: Parts) -> None:
         list(guided.render([make_job(tiny.WORDS[0], [], 0)]))
 
 
-def test_sources_that_fill_the_positions_are_no_fault_of_the_policys(parts: Parts) -> None:
-    """Ten at 200:1 and 1024^2 px, as the row of data has them."""
+def test_sources_that_exceed_the_positions_are_not_blamed_on_the_policy(parts: Parts) -> None:
+    """A row with ten pictures of ratio 200:1, each resized to 1024^2 px."""
     thin = [Image.new("RGB", (1600, 8)) for _ in range(10)]
     area = 1024 * 1024
     renderer = make_renderer(parts, condition_area_px=area, policy_image_area_px=area)
@@ -207,7 +207,7 @@ def test_sources_that_fill_the_positions_are_no_fault_of_the_policys(parts: Part
     assert outcome.reason.startswith("sources_too_long: ") and outcome.blame == "renderer"
 
 
-def test_the_longest_row_that_is_let_in_fits(parts: Parts) -> None:
+def test_the_longest_allowed_row_can_be_rendered(parts: Parts) -> None:
     long = make_job(tiny.WORDS[0], [], 0)
     long = replace(long, payload=HiddenStates(torch.randn(8192 - 4, tiny.STATE_DIM)))
     ((_, picture),) = make_renderer(parts, num_steps=1).render([long])
@@ -216,7 +216,7 @@ def test_the_longest_row_that_is_let_in_fits(parts: Parts) -> None:
 
 @pytest.mark.parametrize("patched", [False, True])
 def test_the_vae_equals_diffusers(patched: bool) -> None:
-    """Some fold 2x2 px, or 4x4, into channels first."""
+    """Some VAEs first fold patches of pixels into channels."""
     pixels = torch.rand(2, 4, 64, 96) * 2 - 1
     stock = tiny.make_vae(patched)
     mean, std = (

@@ -1,4 +1,4 @@
-"""The `qwen_image_21` plugin as a config sees it: light, checked, and loadable from a folder."""
+"""The `qwen_image_21` plugin: its prompt, its config checks, its memory plan and its sigmas."""
 
 from __future__ import annotations
 
@@ -44,33 +44,33 @@ def load(config: Config) -> QwenImage21Loop:
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
-def test_it_asks_as_the_stock_pipeline_does(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_the_prompt_equals_that_of_the_stock_pipeline(monkeypatch, number: int) -> None:
     pipeline = tiny.stock_pipeline(tiny.make_stock())
-    asked: list[str] = []
+    stock_prompts: list[str] = []
     processor = pipeline.processor
 
-    def noting(text: list[str], **more: Any) -> Any:
-        asked.extend(text)
-        return processor(text=text, **more)
+    def recording_processor(text: list[str], **kwargs: Any) -> Any:
+        stock_prompts.extend(text)
+        return processor(text=text, **kwargs)
 
-    monkeypatch.setattr(pipeline, "processor", noting)
+    monkeypatch.setattr(pipeline, "processor", recording_processor)
     pipeline._get_qwen_prompt_embeds("make it blue", references(number) or None)
     template = QwenImage21.prompt_template(make_config("x"))
-    shown = for_pictures(template, number).text
-    ours = shown.replace("{image}", BRACKET).replace("{instruction}", "make it blue")
-    assert [ours] == asked
+    text = for_pictures(template, number).text
+    ours = text.replace("{image}", BRACKET).replace("{instruction}", "make it blue")
+    assert [ours] == stock_prompts
     tokenizer = tiny.make_encoder()[1].tokenizer
     assert len(tokenizer(template.drop_prefix).input_ids) == pipeline._drop_idx
     assert ours.startswith(template.drop_prefix)
     assert (template.max_pictures, template.needs_picture) == (10, False)
 
 
-def test_the_policys_own_bounds_suit_the_defaults() -> None:
+def test_the_default_picture_bounds_of_the_policy_are_valid() -> None:
     assert problems(Config(type="qwen_image_21"), image_min_pixels=None) == []
 
 
 @pytest.mark.parametrize("size", [(64, 64), (3000, 1000), (1000, 3000), (2000, 10), (640, 427)])
-def test_no_source_is_outside_the_areas_that_are_checked(size: tuple[int, int]) -> None:
+def test_every_source_is_within_the_checked_areas(size: tuple[int, int]) -> None:
     for side in (64, 512, 1024):
         config = make_config("x", condition_area_px=side**2)
         smallest, largest = areas_px(config)
@@ -78,15 +78,15 @@ def test_no_source_is_outside_the_areas_that_are_checked(size: tuple[int, int]) 
         assert smallest <= width * height <= largest
 
 
-def test_the_width_of_the_states_is_the_transformers(folder: Path) -> None:
+def test_the_width_of_the_states_is_read_from_the_transformer(folder: Path) -> None:
     assert QwenImage21.state_dim_of(make_config(folder)) == tiny.STATE_DIM
     assert QwenImage21.state_dim_of(Config(type="x")) == 4096
     assert QwenImage21.state_dim_of(make_config("owner/unknown")) is None
 
 
-def test_the_plan_counts_the_sources_keys_by_hand() -> None:
-    """At 1024^2 in bfloat16, 4096 tokens each: 32 layers x 2 x 4096 x 2 bytes a token, 2.15 GB;
-    guidance doubles them."""
+def test_the_memory_plan_counts_the_keys_of_the_sources() -> None:
+    """A source of 1024^2 px has 4096 tokens; keys and values of a token are 32 layers x 2 x 4096 x
+    2 bytes in bfloat16, so 2.15 GB per source; guidance doubles them."""
 
     def bytes_of(**changes: object) -> float:
         config = Config(type="x", batch_size=1, **changes)
@@ -95,12 +95,12 @@ def test_the_plan_counts_the_sources_keys_by_hand() -> None:
     keys, forward = 4096 * 32 * 2 * 4096 * 2, 18 * 4096 * 4096 * 2
     assert bytes_of(max_pictures=3) - bytes_of(max_pictures=2) == keys + forward
     guided = bytes_of(max_pictures=1, true_cfg_scale=2.0)
-    words = 512 * 32 * 2 * 4096 * 2
-    # The two rows' pictures are as many tokens as the two passes' sources.
-    assert guided - bytes_of(max_pictures=1) == keys + words + forward
+    text_keys = 512 * 32 * 2 * 4096 * 2
+    # Two rows have as many picture tokens as two passes have source tokens.
+    assert guided - bytes_of(max_pictures=1) == keys + text_keys + forward
 
 
-def test_the_last_source_decides_the_size(folder: Path) -> None:
+def test_the_last_source_sets_the_size(folder: Path) -> None:
     config = make_config(folder)
     assert QwenImage21(config, Resources(None, "cpu")).state_dim == tiny.STATE_DIM
     sizes = [picture.size for picture in references(3)]
@@ -108,7 +108,7 @@ def test_the_last_source_decides_the_size(folder: Path) -> None:
     assert drawn_size(config, sizes) == (32, 96)
 
 
-def test_a_few_step_checkpoint_brings_its_sigmas(folder: Path, tmp_path: Path) -> None:
+def test_a_few_step_checkpoint_contains_its_sigmas(folder: Path, tmp_path: Path) -> None:
     for part in folder.iterdir():
         (tmp_path / part.name).symlink_to(part)
     levels = [1.0, 0.8, 0.3]
@@ -119,8 +119,8 @@ def test_a_few_step_checkpoint_brings_its_sigmas(folder: Path, tmp_path: Path) -
     with pytest.raises(ValueError, match=r"renderer\.num_steps: 4"):
         load(make_config(tmp_path))
     assert load(make_config(tmp_path, num_steps=3)).parts.sigmas == tuple(levels)
-    given = make_config(tmp_path, num_steps=2, sigmas=(1.0, 0.5))
-    assert (problems(given), load(given).parts.sigmas) == ([], (1.0, 0.5))
+    config = make_config(tmp_path, num_steps=2, sigmas=(1.0, 0.5))
+    assert (problems(config), load(config).parts.sigmas) == ([], (1.0, 0.5))
     (tmp_path / "model_index.json").write_text(json.dumps(index | {"sample_sigmas": "low"}))
     (problem,) = problems(make_config(tmp_path))
     assert names(problem, "sample_sigmas ... (0, 1]")

@@ -1,4 +1,4 @@
-"""Qwen3-VL as the policy of a Qwen-Image-2.1: what it hands on is what the stock pipeline reads."""
+"""Qwen3-VL as the policy of Qwen-Image-2.1: its states equal those of the stock pipeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Qwen3VL:
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
-def test_an_unwritten_completion_draws_what_stock_draws(policy: Qwen3VL, number: int) -> None:
+def test_an_empty_completion_draws_the_stock_picture(policy: Qwen3VL, number: int) -> None:
     sources = tuple(references(number))
     samples = [Sample(words, words, sources=sources) for words in tiny.WORDS[:2]]
     rows = [(policy.build_prompt(sample), ()) for sample in samples]
@@ -48,12 +48,12 @@ def test_an_unwritten_completion_draws_what_stock_draws(policy: Qwen3VL, number:
         assert (drawn - expected).abs().max() <= PICTURE
 
 
-def test_a_groups_completions_begin_alike_bit_for_bit(policy: Qwen3VL) -> None:
-    """So that its sources are gone through once."""
+def test_the_states_of_a_group_start_with_equal_bits(policy: Qwen3VL) -> None:
+    """The renderer can therefore process the sources of a group once."""
     sample = Sample("s", tiny.WORDS[0], sources=tuple(references(2)))
     prompt = policy.build_prompt(sample)
-    said = ("turn the circle", "x", "add a red square to the image")
-    rows = [(prompt, policy.encode_completion(words).token_ids) for words in said]
+    completions = ("turn the circle", "x", "add a red square to the image")
+    rows = [(prompt, policy.encode_completion(words).token_ids) for words in completions]
     batch = policy.collate(rows)
     with torch.no_grad():
         actions = policy.decode_actions(rows, batch, policy.module(batch))

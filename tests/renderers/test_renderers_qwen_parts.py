@@ -1,4 +1,4 @@
-"""What the editor leaves out or rounds, against diffusers' own modules, and counted."""
+"""Parts of the editor against modules of diffusers: VAE, modulation, denoiser, 8-bit weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def count_flops(run: object) -> int:
 
 
 @torch.no_grad()
-def test_the_vae_of_one_frame_is_the_films() -> None:
+def test_the_vae_for_one_frame_equals_the_video_vae() -> None:
     vae = tiny_editor.make_stock().vae
     ours = FrameVae(copy.deepcopy(vae)).requires_grad_(False)
     mean, std = (
@@ -57,13 +57,13 @@ def test_the_vae_of_one_frame_is_the_films() -> None:
     latents = vae.encode(pixels.unsqueeze(2)).latent_dist.mode().squeeze(2)
     expected = (latents - mean) / std
     decoded = vae.decode(latents.unsqueeze(2)).sample.squeeze(2)
-    for got, wanted in ((ours.encode(pixels), expected), (ours.decode(expected), decoded)):
-        assert (got - wanted).norm() <= 1e-5 * wanted.norm()
+    for one, other in ((ours.encode(pixels), expected), (ours.decode(expected), decoded)):
+        assert (one - other).norm() <= 1e-5 * other.norm()
 
 
-def test_no_convolution_in_time_is_left() -> None:
-    """2.9 times fewer FLOPs to encode at this size, 3 where channels grow: the kernels of one tap
-    in time (shortcuts, attention, resampling) cost what they did."""
+def test_the_vae_for_one_frame_has_no_convolution_in_time() -> None:
+    """Encoding needs 2.9 times fewer FLOPs at this size, not 3 times: layers with one tap in time
+    (shortcuts, attention, resampling) cost the same as before."""
     vae = tiny_editor.make_stock().vae
     pixels, latents = torch.zeros(1, 3, 64, 64), torch.zeros(1, 4, 8, 8)
     stock = [
@@ -77,8 +77,8 @@ def test_no_convolution_in_time_is_left() -> None:
 
 
 @torch.no_grad()
-def test_the_table_holds_what_each_block_would_compute(stock: StockParts) -> None:
-    """Against the modules run at one timestep, as the stock forward runs them."""
+def test_the_modulation_table_equals_what_each_block_computes(stock: StockParts) -> None:
+    """Equals the modules at one timestep, as the stock forward runs them."""
     transformer = stock.transformer
     table = build_table(transformer, TIMESTEPS)
     assert len(table) == 4
@@ -98,19 +98,19 @@ def test_the_table_holds_what_each_block_would_compute(stock: StockParts) -> Non
         torch.testing.assert_close(ours, expected, atol=PRODUCT, rtol=PRODUCT)
 
 
-def test_a_schedule_is_run_through_the_modulation_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_modulation_of_a_schedule_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modulation, "NUM_KEPT_SCHEDULES", 2)
     tables = ModulationTables(tiny_editor.make_stock().transformer)
     first = tables.of_schedule(TIMESTEPS)
     other = tables.of_schedule(TIMESTEPS[:2])
     assert tables.of_schedule(TIMESTEPS.clone()) is first
     tables.of_schedule(TIMESTEPS[:1])
-    assert tables.of_schedule(TIMESTEPS) is first, "the last one that was asked for stays"
+    assert tables.of_schedule(TIMESTEPS) is first, "the schedule used last is kept"
     assert tables.of_schedule(TIMESTEPS[:2]) is not other
-    assert tables.of_schedule(TIMESTEPS / 2) is not first, "as many steps, at other times"
+    assert tables.of_schedule(TIMESTEPS / 2) is not first, "equally many steps at other timesteps"
 
 
-def test_a_picture_with_nan_or_infinity_is_a_failure_and_its_neighbours_are_not() -> None:
+def test_only_pictures_with_nan_or_infinity_are_failures() -> None:
     decoded = torch.zeros(4, 3, 8, 8)
     decoded[1, 0, 0, 0], decoded[2, 1, 2, 3], decoded[3] = math.nan, math.inf, -2.0
     pictures = to_pictures(decoded, VaeImageProcessor().postprocess)
@@ -133,7 +133,7 @@ def test_modulation_stays_in_host_memory(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_a_step_equals_the_stock_forward(stock: StockParts) -> None:
-    """Rows of four lengths, two neighbours alike, against the padded and masked forward."""
+    """Four rows, two adjacent ones equally long, against the padded and masked forward."""
     transformer = stock.transformer
     states = [make_states(seed, length) for seed, length in enumerate((9, 5, 5, 12))]
     generator = torch.Generator().manual_seed(5)
@@ -149,43 +149,43 @@ def test_a_step_equals_the_stock_forward(stock: StockParts) -> None:
         return_dict=False,
     )[0][:, :NUM_TARGETS]
     denoiser = Denoiser(transformer)
-    given = denoiser.prepare(states, sources, SHAPES)
-    velocity = denoiser.velocity(latents, given, build_table(transformer, TIMESTEPS)[1])
+    prepared = denoiser.prepare(states, sources, SHAPES)
+    velocity = denoiser.velocity(latents, prepared, build_table(transformer, TIMESTEPS)[1])
     torch.testing.assert_close(velocity, expected, atol=PICTURE, rtol=PICTURE)
 
 
 def plain_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """[B, S, H, E] in matrix products, which torch counts as it does not the CPU's fused one."""
+    """Attention [B, S, H, E] by matrix products, whose FLOPs torch counts on a CPU."""
     queries, keys, values = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
     weights = (queries @ keys.mT / queries.shape[-1] ** 0.5).softmax(dim=-1)
     return (weights @ values).transpose(1, 2)
 
 
-def test_a_step_costs_its_arithmetic_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand, multiply-adds of two blocks of width 32: a token that goes on costs 12 D^2 a block
-    (4 in attention, 8 in the MLP) and 2 D per key it reads; in the last block only the picture's
-    tokens go on, the others give keys and values, 2 D^2. D from 16 channels and back once."""
+def test_a_step_costs_exactly_the_necessary_flops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply-adds of two blocks of width D = 32: per block, a token costs 12 D^2 (4 in attention,
+    8 in the MLP) and 2 D per key that it reads. After the last block only picture tokens remain;
+    the other tokens give it keys and values, 2 D^2. Projections from and to 16 channels: 16 D."""
     transformer = tiny_editor.make_stock().transformer
     monkeypatch.setattr(qwen_image_denoiser, "attention", plain_attention)
     denoiser = Denoiser(transformer)
-    width, words = 32, (9, 5)
+    width, text_lens = 32, (9, 5)
     latents, sources = torch.zeros(2, NUM_TARGETS, 16), torch.zeros(2, NUM_SOURCE, 16)
-    given = denoiser.prepare([make_states(0, length) for length in words], sources, SHAPES)
+    prepared = denoiser.prepare([make_states(0, length) for length in text_lens], sources, SHAPES)
     table = build_table(transformer, TIMESTEPS)
     expected = 2 * NUM_TARGETS * 2 * 16 * width
-    for length in words:
+    for length in text_lens:
         others = NUM_SOURCE + length
         tokens = NUM_TARGETS + others
         expected += tokens * (12 * width**2 + 2 * width * tokens)
         expected += NUM_TARGETS * (12 * width**2 + 2 * width * tokens) + others * 2 * width**2
-    assert count_flops(lambda: denoiser.velocity(latents, given, table[0])) == 2 * expected
+    assert count_flops(lambda: denoiser.velocity(latents, prepared, table[0])) == 2 * expected
 
 
-def test_rows_are_rounded_to_three_bits_each_by_its_own_largest() -> None:
-    """By hand: the largest of a row becomes 448, and next to that the format counts in steps of 32:
-    of 28, in twos. 17 and 19 lie halfway and go to the one whose last bit is 0."""
+def test_each_row_of_weights_is_rounded_relative_to_its_largest_value() -> None:
+    """The largest value of a row becomes 448, near which the format has steps of 32. If the largest
+    is 28, the steps are 2: 17 and 19 are halfway and go to the neighbour whose last bit is 0."""
     linear = nn.Linear(4, 2, bias=False)
     linear.weight.data = torch.tensor([[7.0, 1.0, -3.0, 0.0], [0.014, 0.002, -0.006, 0.0]])
     rounded = Fp8Linear(linear)
@@ -197,17 +197,17 @@ def test_rows_are_rounded_to_three_bits_each_by_its_own_largest() -> None:
     torch.testing.assert_close(Fp8Linear(linear)(torch.eye(4)), expected.T)
 
 
-def test_the_device_never_holds_more_than_one_part_of_a_block_unrounded(monkeypatch) -> None:
-    """The meta device stands for a GPU: what is there is known, and takes nothing."""
+def test_the_device_holds_at_most_one_unrounded_part_of_a_block(monkeypatch) -> None:
+    """The meta device stands for the GPU: its tensors are counted and take no memory."""
     transformer, held_bytes = tiny_editor.make_parts().transformer, []
     blocks = transformer.transformer_blocks
 
-    def weighed(linear: nn.Linear) -> Fp8Linear:
-        there = [p.nbytes for p in blocks.parameters() if p.is_meta and p.ndim == 2]
-        held_bytes.append(sum(there))
+    def recording_linear(linear: nn.Linear) -> Fp8Linear:
+        unrounded = [p.nbytes for p in blocks.parameters() if p.is_meta and p.ndim == 2]
+        held_bytes.append(sum(unrounded))
         return Fp8Linear(linear)
 
-    monkeypatch.setattr(fp8, "Fp8Linear", weighed)
+    monkeypatch.setattr(fp8, "Fp8Linear", recording_linear)
     largest = max(sum(p.nbytes for p in part.parameters()) for part in blocks[0].children())
     config = qwen_image_edit.Config(type="x", fp8="storage")
     lay_out(transformer, config, "meta", move_without_modulation)
@@ -215,15 +215,15 @@ def test_the_device_never_holds_more_than_one_part_of_a_block_unrounded(monkeypa
     assert transformer.proj_out.weight.is_meta and not blocks[0].img_mod[1].weight.is_meta
 
 
-def test_8_bits_move_a_picture_a_little_and_take_half_the_memory() -> None:
+def test_8_bit_weights_change_a_picture_slightly_and_take_half_the_memory() -> None:
     jobs, parts = tiny_editor.three_jobs(), tiny_editor.make_parts()
     exact = tiny_editor.render_floats(tiny_editor.make_renderer(parts), jobs)
     round_blocks(parts.transformer, "cpu")
     kinds = [type(m) for m in parts.transformer.transformer_blocks.modules()]
-    # Eight in attention and two in each of two MLPs; modulation is not among them.
+    # Eight in attention and two in each of two MLPs are rounded, modulation is not.
     assert (kinds.count(Fp8Linear), kinds.count(nn.Linear)) == (2 * 12, 2 * 2)
-    moved = tiny_editor.render_floats(tiny_editor.make_renderer(parts), jobs)
-    assert 1e-4 < (moved - exact).abs().mean() < 0.03
+    rounded = tiny_editor.render_floats(tiny_editor.make_renderer(parts), jobs)
+    assert 1e-4 < (rounded - exact).abs().mean() < 0.03
     half, whole = (
         qwen_image_edit.QwenImageEdit.parameter_counts(qwen_image_edit.Config(type="x", fp8=mode))
         for mode in ("storage", "off")

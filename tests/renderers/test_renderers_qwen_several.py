@@ -1,4 +1,4 @@
-"""Several source pictures, against the stock Edit-Plus pipeline, and which of them make a batch."""
+"""Several source pictures: the stock Edit-Plus pipeline, batches, and failures."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PICTURES = tuple(make_picture(seed, *size) for seed, size in enumerate(SIZES))
 
 
 def job_of(pictures: Sequence[Image.Image], **more: Any) -> RenderJob:
-    given: dict[str, Any] = {"length": 9, "noise_seed": 3, "negative_length": 5} | more
-    job = make_job(pictures[0], **given)
+    settings: dict[str, Any] = {"length": 9, "noise_seed": 3, "negative_length": 5} | more
+    job = make_job(pictures[0], **settings)
     return dataclasses.replace(job, sample=dataclasses.replace(job.sample, sources=tuple(pictures)))
 
 
@@ -52,7 +52,7 @@ def stock(request: pytest.FixtureRequest) -> StockParts:
 def test_the_loop_equals_the_stock_pipeline(
     stock: StockParts, num_pictures: int, scale: float
 ) -> None:
-    """No two pictures have one shape, and the last one's is that of what is drawn."""
+    """All pictures have different shapes, and the drawn one has the shape of the last."""
     job = job_of(PICTURES[:num_pictures])
     expected = render_stock(stock, [job], QwenImageEditPlusPipeline, true_cfg_scale=scale)
     width, height = SIZES[num_pictures - 1]
@@ -61,16 +61,16 @@ def test_the_loop_equals_the_stock_pipeline(
     assert (ours - expected).abs().max() <= PICTURE
 
 
-def test_every_picture_and_their_order_show(stock: StockParts) -> None:
-    square = [make_picture(seed) for seed in range(4)]
-    shown = [square[:3], [square[1], square[0], square[2]], [*square[:2], square[3]], square[:2]]
+def test_every_source_and_their_order_change_the_picture(stock: StockParts) -> None:
+    a, b, c, d = (make_picture(seed) for seed in range(4))
+    source_lists = [[a, b, c], [b, a, c], [a, b, d], [a, b]]
     renderer = plus(stock)
-    drawn = [render_floats(renderer, [job_of(pictures)]) for pictures in shown]
-    moved = [float((other - drawn[0]).abs().max()) for other in drawn[1:]]
-    assert min(moved) > 5 * PICTURE, moved
+    drawn = [render_floats(renderer, [job_of(pictures)]) for pictures in source_lists]
+    differences = [float((other - drawn[0]).abs().max()) for other in drawn[1:]]
+    assert min(differences) > 5 * PICTURE, differences
 
 
-def test_a_batch_shares_all_sizes_and_a_picture_is_its_own(stock: StockParts) -> None:
+def test_jobs_of_a_batch_have_equal_sizes_and_do_not_affect_each_other(stock: StockParts) -> None:
     jobs = [
         job_of([make_picture(seed, *size) for seed, size in enumerate(SIZES[:2])], length=length)
         for length in (9, 14)
@@ -86,30 +86,30 @@ def test_a_batch_shares_all_sizes_and_a_picture_is_its_own(stock: StockParts) ->
     assert all(isinstance(picture, Image.Image) for picture in drawn.values())
 
 
-def test_what_is_transparent_is_white_to_the_editor(stock: StockParts) -> None:
+def test_a_transparent_source_is_placed_on_white(stock: StockParts) -> None:
     clear = Image.new("RGBA", (64, 64), (255, 0, 0, 0))
-    shown = [PICTURES[2], clear], [PICTURES[2], Image.new("RGB", (64, 64), "white")]
-    left, right = (render_floats(plus(stock), [job_of(pictures)]) for pictures in shown)
+    source_lists = [PICTURES[2], clear], [PICTURES[2], Image.new("RGB", (64, 64), "white")]
+    left, right = (render_floats(plus(stock), [job_of(pictures)]) for pictures in source_lists)
     assert apart(left, right) <= PICTURE
 
 
-def test_more_pictures_than_it_reads_are_no_batch(stock: StockParts) -> None:
+def test_more_sources_than_the_renderer_reads_are_a_failure(stock: StockParts) -> None:
     config = qwen_image_edit.Config.model_validate(TINY)
-    for renderer, most in (
+    for renderer, max_pictures in (
         (plus(stock, max_pictures=2), 2),
         (QwenImageLoop(config, stock.ours()), 1),
     ):
         [(_, failure)] = renderer.render([job_of(PICTURES)])
         assert isinstance(failure, RenderFailure)
-        assert names(failure.reason, f"too_many_sources: 3 ... at most {most}")
+        assert names(failure.reason, f"too_many_sources: 3 ... at most {max_pictures}")
         assert failure.blame == "renderer"
 
 
-def test_sources_that_fill_the_positions_are_no_fault_of_the_policys(stock: StockParts) -> None:
+def test_sources_that_exceed_the_positions_are_not_blamed_on_the_policy(stock: StockParts) -> None:
     job = job_of(PICTURES[:2], length=5000)
     payload = dataclasses.replace(job.payload, pictures=(range(3, 2000), range(2003, 4095)))
-    ((_, sources),) = plus(stock).render([dataclasses.replace(job, payload=payload)])
-    ((_, words),) = plus(stock).render([job])
-    assert isinstance(sources, RenderFailure) and isinstance(words, RenderFailure)
-    assert sources.reason.startswith("sources_too_long: 4095 ")
-    assert (sources.blame, words.blame) == ("renderer", "policy")
+    ((_, long_sources),) = plus(stock).render([dataclasses.replace(job, payload=payload)])
+    ((_, long_text),) = plus(stock).render([job])
+    assert isinstance(long_sources, RenderFailure) and isinstance(long_text, RenderFailure)
+    assert long_sources.reason.startswith("sources_too_long: 4095 ")
+    assert (long_sources.blame, long_text.blame) == ("renderer", "policy")

@@ -1,4 +1,4 @@
-"""The SD3 render loop against the stock pipeline, and every picture against its batch mates."""
+"""The SD3 render loop against the stock pipeline, and its text encoders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl.renderers.sd3.sd3_loop import SD3Parts
 from rl.renderers.shared.decoding import seeded_noise
 
 LONG_PROMPT = "a very long walk along the sea " * 4
-"""124 letters: one token each for the tiny tokenizers."""
+"""124 letters; the tiny tokenizers have one token per letter."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def parts() -> SD3Parts:
 
 @pytest.fixture
 def counted_encodes(parts: SD3Parts) -> Iterator[list[int]]:
-    """Rows of every call of the first text encoder."""
+    """The batch size of every call of the first text encoder."""
     rows: list[int] = []
     handle = parts.text.encoders[0].register_forward_pre_hook(
         lambda _module, inputs: rows.append(len(inputs[0]))
@@ -38,7 +38,7 @@ def counted_encodes(parts: SD3Parts) -> Iterator[list[int]]:
 def render_stock(
     parts: SD3Parts, prompts: tuple[str, ...], seeds: list[int], **arguments: object
 ) -> torch.Tensor:
-    """[B, 3, H, W] in 0..1, the stock pipeline drawing the noise itself."""
+    """Pictures of the stock pipeline, which draws the noise itself: [B, 3, H, W] in 0..1."""
     settings: dict[str, object] = {
         "height": 64,
         "width": 64,
@@ -63,7 +63,7 @@ def render_stock(
         ({"height": 96, "num_inference_steps": 3}, {"height_px": 96, "num_steps": 3}),
     ],
 )
-def test_one_picture_is_the_stock_pipelines(
+def test_one_picture_equals_the_stock_pipeline(
     parts: SD3Parts, stock: dict[str, object], ours: dict[str, object]
 ) -> None:
     expected = render_stock(parts, PROMPTS[:1], [0], **stock)
@@ -72,8 +72,8 @@ def test_one_picture_is_the_stock_pipelines(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_stock_in_float32_up_to_its_rounding(dtype: torch.dtype) -> None:
-    """Of the same weights, noise and words: on average 1 eps off."""
+def test_half_precision_equals_the_stock_pipeline_up_to_rounding(dtype: torch.dtype) -> None:
+    """With equal weights, noise and words, the mean difference is 1 eps."""
     parts = tiny_sd3.make_parts()
     modules = (parts.transformer, parts.vae, parts.text.encoder_3, *parts.text.encoders)
     for module in modules:
@@ -85,18 +85,18 @@ def test_half_precision_is_stock_in_float32_up_to_its_rounding(dtype: torch.dtyp
     latents = seeded_noise([0], (4, 8, 8)).to(dtype).float()
     expected, other = (render_stock(parts, (p,), [0], latents=latents) for p in PROMPTS[:2])
     assert ours.dtype == dtype
-    far = 4 * torch.finfo(dtype).eps
-    assert (ours - expected).abs().mean() <= far < (ours - other).abs().mean() / 4
+    bound = 4 * torch.finfo(dtype).eps
+    assert (ours - expected).abs().mean() <= bound < (ours - other).abs().mean() / 4
 
 
-def test_the_shift_by_picture_size_is_the_stock_pipelines() -> None:
+def test_the_shift_by_picture_size_equals_the_stock_pipeline() -> None:
     parts = tiny_sd3.make_parts({"use_dynamic_shifting": True, "max_shift": 2.0})
     expected = render_stock(parts, PROMPTS[:1], [0])
     ours = make_renderer(parts)
     assert apart(render_floats(ours, make_jobs()[:1]), expected) <= PICTURE
 
 
-def test_without_the_third_encoder_as_stock(parts: SD3Parts) -> None:
+def test_without_the_third_encoder_it_equals_the_stock_pipeline(parts: SD3Parts) -> None:
     text = sd3_text.TextParts(parts.text.tokenizers, parts.text.encoders, None, None)
     bare = SD3Parts(parts.transformer, parts.vae, parts.scheduler, text)
     expected = render_stock(bare, PROMPTS[:1], [0])
@@ -104,9 +104,7 @@ def test_without_the_third_encoder_as_stock(parts: SD3Parts) -> None:
     assert (expected - render_stock(parts, PROMPTS[:1], [0])).abs().max() > 0.05
 
 
-def test_each_prompt_is_encoded_once_and_by_itself(
-    parts: SD3Parts, counted_encodes: list[int]
-) -> None:
+def test_each_prompt_is_encoded_once_and_alone(parts: SD3Parts, counted_encodes: list[int]) -> None:
     renderer = make_renderer(parts, batch_size=4)
     jobs = [make_job(PROMPTS[index % 2], index) for index in range(6)]
     assert len(dict(renderer.render(jobs))) == 6
@@ -122,13 +120,13 @@ def test_the_negative_prompt_is_not_encoded_without_guidance(
     assert counted_encodes == [1]
 
 
-def test_the_negative_prompt_is_never_forgotten(
+def test_the_encoded_negative_prompt_is_always_kept(
     parts: SD3Parts, counted_encodes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sd3_text, "NUM_KEPT_PROMPTS", 1)
     renderer = make_renderer(parts, num_steps=1, batch_size=2)
     list(renderer.render(make_jobs()))
-    assert len(counted_encodes) == 4  # three prompts in two batches, and it once
+    assert len(counted_encodes) == 4  # three prompts in two batches, and the negative prompt once
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -137,7 +135,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in messages if "renderer sd3" in message]
 
 
-def test_what_clip_cuts_off_is_logged_once_and_counted(parts: SD3Parts, caplog) -> None:
+def test_tokens_cut_off_by_clip_are_logged_once_and_counted(parts: SD3Parts, caplog) -> None:
     renderer = make_renderer(parts, num_steps=1, max_t5_tokens=64)
     assert renderer.take_metrics() == {}
     jobs = [make_job(prompt, 0) for prompt in ("a cat", LONG_PROMPT, LONG_PROMPT, "a dog")]
@@ -156,14 +154,14 @@ def test_what_clip_cuts_off_is_logged_once_and_counted(parts: SD3Parts, caplog) 
 
 @pytest.mark.parametrize(("letters", "num_cut"), [(75, 0), (76, 1)])
 def test_a_prompt_of_77_tokens_fits(parts: SD3Parts, letters: int, num_cut: int, caplog) -> None:
-    """With CLIP's two markers."""
+    """The 77 tokens include CLIP's start and end token."""
     renderer = make_renderer(parts, num_steps=1, max_t5_tokens=80)
     list(renderer.render([make_job("b" * letters, 0)]))
     assert len(warnings_of(caplog)) == num_cut
     assert renderer.take_metrics()["clip_cut_tokens"] == num_cut
 
 
-def test_without_the_third_encoder_nothing_reads_the_rest(parts: SD3Parts, caplog) -> None:
+def test_without_the_third_encoder_no_encoder_reads_the_rest(parts: SD3Parts, caplog) -> None:
     text = sd3_text.TextParts(parts.text.tokenizers, parts.text.encoders, None, None)
     bare = SD3Parts(parts.transformer, parts.vae, parts.scheduler, text)
     renderer = make_renderer(bare, num_steps=1)
@@ -172,6 +170,6 @@ def test_without_the_third_encoder_nothing_reads_the_rest(parts: SD3Parts, caplo
     assert renderer.take_metrics()["t5_cut_share"] == 0
 
 
-def test_a_picture_larger_than_the_checkpoint_makes_is_refused(parts: SD3Parts) -> None:
+def test_a_picture_larger_than_the_checkpoint_supports_is_refused(parts: SD3Parts) -> None:
     with pytest.raises(ValueError, match=r"renderer.width_px: .* 256 px .*272"):
         make_renderer(parts, width_px=272)

@@ -1,5 +1,4 @@
-"""`index.html`, the file for a mail, and the command that writes both: what they say, and that no
-text of a run becomes anything but text."""
+"""`index.html`, the single-file report and their command: content, escaping and hostile input."""
 
 from __future__ import annotations
 
@@ -47,12 +46,12 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 class Tags(HTMLParser):
-    """Every tag with its attributes, and the text outside of scripts."""
+    """All tags of a page with their attributes, and its text outside of scripts."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
+        self.texts: list[str] = []
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -60,22 +59,22 @@ class Tags(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self.tags and self.tags[-1][0] not in ("script", "style"):
-            self.words.append(data)
+            self.texts.append(data)
 
 
-def test_what_was_measured_once_is_not_said_to_have_moved(tmp_path: Path) -> None:
-    """Of a run that has only begun."""
+def test_a_single_measurement_is_not_shown_as_a_change(tmp_path: Path) -> None:
+    """A run that has just begun."""
     (tmp_path / "metrics.jsonl").touch()
-    page, made = write_page(tmp_path)
-    assert "No iteration" in page.read_text() and made.num_written == 0
+    page, pages = write_page(tmp_path)
+    assert "No iteration" in page.read_text() and pages.num_written == 0
     once = write_run(tmp_path / "run", num_iterations=0)
     write_page(once)
-    words = " ".join(Tags((once / "report" / "index.html").read_text()).words)
-    assert names(words, "0 of 4 iterations ... 1 held-out ... 0 groups")
-    assert "\u2192" not in words.partition("Keys:")[0]
+    text = " ".join(Tags((once / "report" / "index.html").read_text()).texts)
+    assert names(text, "0 of 4 iterations ... 1 held-out ... 0 groups")
+    assert "\u2192" not in text.partition("Keys:")[0]
 
 
-def test_words_of_a_run_add_no_tag(run_dir: Path) -> None:
+def test_text_of_a_run_adds_no_html_tag(run_dir: Path) -> None:
     page, _ = write_page(run_dir)
     text = page.read_text("utf-8")
     plain = write_run(run_dir.parent / "plain")
@@ -83,11 +82,11 @@ def test_words_of_a_run_add_no_tag(run_dir: Path) -> None:
     (plain / "config.json").write_text(json.dumps(config))
     tags = [tag for tag, _ in Tags(text).tags]
     assert tags == [tag for tag, _ in Tags(write_page(plain)[0].read_text("utf-8")).tags]
-    assert f"mine {EVIL}" in "".join(Tags(text).words)
+    assert f"mine {EVIL}" in "".join(Tags(text).texts)
     assert "alert(1)</script>" not in text.replace(html.escape(EVIL), "")
 
 
-def test_nothing_is_loaded_from_elsewhere(run_dir: Path) -> None:
+def test_the_page_loads_nothing_from_other_places(run_dir: Path) -> None:
     page, _ = write_page(run_dir)
     tags = Tags(page.read_text("utf-8")).tags
     keys = {name for _, attributes in tags for name in attributes}
@@ -99,19 +98,19 @@ def test_nothing_is_loaded_from_elsewhere(run_dir: Path) -> None:
     assert "http" not in policy and "*" not in policy
 
 
-def test_what_was_learnt_stands_in_the_page(run_dir: Path) -> None:
+def test_the_page_shows_what_was_learnt(run_dir: Path) -> None:
     page, _ = write_page(run_dir)
-    words = " ".join(" ".join(Tags(page.read_text("utf-8")).words).split())
+    text = " ".join(" ".join(Tags(page.read_text("utf-8")).texts).split())
     # s0, s1, s3, s4: gains 0.8, -0.6, 0.0, 0.1
-    assert "all 4 0.425 0.500 +0.075" in words
-    assert "noun 2 0.300 0.750 +0.450" in words
-    assert names(words, "Left out: 1 ... Drift: after 4 iterations")
-    assert "render 7.5 75.0 %" in words
-    assert METRICS["policy/entropy"].meaning in words
+    assert "all 4 0.425 0.500 +0.075" in text
+    assert "noun 2 0.300 0.750 +0.450" in text
+    assert names(text, "Left out: 1 ... Drift: after 4 iterations")
+    assert "render 7.5 75.0 %" in text
+    assert METRICS["policy/entropy"].meaning in text
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda d: (d / "metrics.jsonl").open("a").write('{"iter'), "metrics.jsonl (1)"),
         (lambda d: next(d.glob("episodes/*3.rank0*")).open("a").write("{"), "it_000003 (1)"),
@@ -120,17 +119,17 @@ def test_what_was_learnt_stands_in_the_page(run_dir: Path) -> None:
         (lambda d: lines(d, lambda row: row.update({"drift/alarm": 1.0}) is None), "Drift: after"),
     ],
 )
-def test_alarms(tmp_path: Path, change: object, said: str) -> None:
+def test_damage_and_bad_metrics_give_alarms(tmp_path: Path, change: object, message: str) -> None:
     assert callable(change)
     run_dir = write_run(tmp_path / "run", num_iterations=3)
     assert "No alarm: no drift" in write_page(run_dir)[0].read_text()
     change(run_dir)
     text = write_page(run_dir)[0].read_text()
-    assert said in text and "No alarm" not in text
+    assert message in text and "No alarm" not in text
 
 
 def lines(run_dir: Path, keeps: object) -> None:
-    """The lines of metrics.jsonl that `keeps` keeps, as it leaves them."""
+    """Rewrites metrics.jsonl with the rows that `keeps` accepts (and may have changed)."""
     assert callable(keeps)
     path = run_dir / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().split("\n") if line]
@@ -140,21 +139,21 @@ def lines(run_dir: Path, keeps: object) -> None:
 @pytest.mark.parametrize(
     "name", ["report", "report/data", "report/index.html", "report/data/it_000001.js"]
 )
-def test_a_report_is_written_to_no_other_place(run_dir: Path, tmp_path: Path, name: str) -> None:
-    _, made = write_page(run_dir)
+def test_a_report_is_not_written_through_links(run_dir: Path, tmp_path: Path, name: str) -> None:
+    _, pages = write_page(run_dir)
     path = run_dir / name
     path.rename(tmp_path / "theirs")
     path.symlink_to(tmp_path / "theirs")
     theirs = tmp_path / "theirs"
     before = theirs.stat().st_mtime_ns
     (run_dir / "metrics.jsonl").touch()
-    for write in (write_page, partial(write_single_file, made=made)):
+    for write in (write_page, partial(write_single_file, made=pages)):
         with pytest.raises(ValueError, match=re.escape(f"{path} is a link")):
             write(run_dir)
     assert theirs.stat().st_mtime_ns == before and not (run_dir / "report/report.html").exists()
 
 
-def test_two_reports_write_one_after_the_other(run_dir: Path, monkeypatch) -> None:
+def test_two_reports_are_not_written_at_the_same_time(run_dir: Path, monkeypatch) -> None:
     monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
     with folder.to_oneself(run_dir / "report"):
         with pytest.raises(ValueError, match="another report"):
@@ -163,7 +162,7 @@ def test_two_reports_write_one_after_the_other(run_dir: Path, monkeypatch) -> No
     write_page(run_dir)
 
 
-def test_no_number_or_text_of_a_stranger_ends_a_report(run_dir: Path, capsys) -> None:
+def test_no_invalid_number_or_text_fails_a_report(run_dir: Path, capsys) -> None:
     huge = 10**400
     strange = [
         {"iteration": it, "eval/reward": 0.5} for it in (huge, -1, 1.5, True, None, "2", 10**9 + 1)
@@ -185,17 +184,17 @@ def test_no_number_or_text_of_a_stranger_ends_a_report(run_dir: Path, capsys) ->
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_curves_of_any_height_are_drawn() -> None:
+def test_curves_of_any_range_are_drawn() -> None:
     for values in ((0, 5e-324), (-1e100, -1e100), (-1e100, 1e100), (1e15, 1e15 + 0.125)):
-        found = [(float(x), y) for x, y in enumerate(values)]
-        assert "<svg" in drawn(Curve("any", ()), [(CURVES[0].lines[0], found)])
+        points = [(float(x), y) for x, y in enumerate(values)]
+        assert "<svg" in drawn(Curve("any", ()), [(CURVES[0].lines[0], points)])
 
 
-def test_what_is_lately_not_graded_is_an_alarm() -> None:
+def test_recently_ungraded_episodes_raise_an_alarm() -> None:
     shares = [0.0] * 990 + [0.5] * 10
     rows = [{"iteration": it, "status/ungraded": value} for it, value in enumerate(shares, 1)]
-    [said] = alarms(rows, {}, {})
-    assert said.startswith("0.5% of the episodes") and said.count("50.0%") == 2
+    [alarm] = alarms(rows, {}, {})
+    assert alarm.startswith("0.5% of the episodes") and alarm.count("50.0%") == 2
 
 
 def test_a_category_may_have_any_name(tmp_path: Path) -> None:
@@ -204,21 +203,21 @@ def test_a_category_may_have_any_name(tmp_path: Path) -> None:
         for n, (reward, category) in enumerate([(0.0, "held-out reward"), (1.0, "b\n")])
     }
     one = Evaluation(0, tmp_path, records)
-    found = learnt([one, one])
-    assert found is not None
+    result = learnt([one, one])
+    assert result is not None
     expected = [("held-out reward", 0.5), ("b\\n", 1.0), ("held-out reward", 0.0)]
-    assert [(c.name, c.before) for c in found.changes] == expected
+    assert [(c.name, c.before) for c in result.changes] == expected
 
 
-def test_another_run_stands_beside_it(run_dir: Path, tmp_path: Path, capsys) -> None:
+def test_another_run_can_be_compared(run_dir: Path, tmp_path: Path, capsys) -> None:
     other = write_run(tmp_path / "the other&run", num_iterations=4)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "seed": 7}))
     assert report.main([str(run_dir), "--page-only", "--against", str(other)]) == 0
     text = (run_dir / "report/index.html").read_text("utf-8")
-    words = " ".join("".join(Tags(text).words).split())
-    assert names(words, "2 of 7 keys ... the other&run")
-    assert words.index("run_name") < words.index("num_iterations"), "what differs comes first"
+    visible = " ".join("".join(Tags(text).texts).split())
+    assert names(visible, "2 of 7 keys ... the other&run")
+    assert visible.index("run_name") < visible.index("num_iterations"), "differences first"
     facts = json.loads(text.partition("const page = {facts: ")[2].partition("};\n")[0])
     last = facts["sets"][-1]
     assert (last["page"], last["run"]) == ("other_eval_000004", "the other&run")
@@ -230,12 +229,12 @@ def test_another_run_stands_beside_it(run_dir: Path, tmp_path: Path, capsys) -> 
     assert "has no metrics.jsonl" in capsys.readouterr().err
 
 
-def inside(page: str) -> Iterator[str]:
+def embedded_data(page: str) -> Iterator[str]:
     for script in re.findall(r"<script>\n(page\.data\(.*?)</script>", page, re.DOTALL):
         yield script.strip() + "\n"
 
 
-def test_one_file_holds_what_has_room(run_dir: Path, capsys, monkeypatch) -> None:
+def test_the_single_file_holds_what_fits_its_size_limit(run_dir: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(mail, "MAX_BYTES", 1_000_000)
     draw = np.random.default_rng(0)
     noise = Image.fromarray(draw.integers(0, 255, (160, 160, 3), dtype=np.uint8))
@@ -250,34 +249,34 @@ def test_one_file_holds_what_has_room(run_dir: Path, capsys, monkeypatch) -> Non
             else:
                 new.write_text(old.read_text().replace("it_000004", f"it_{iteration:06d}"))
     assert report.main([str(run_dir), "--page-only", "--single-file"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     page = run_dir / "report/report.html"
     assert 800_000 < page.stat().st_size <= 1_000_000
     text = page.read_text("utf-8")
     num_inside = text.count("data:image/webp;base64,")
-    [(told, left_out)] = re.findall(r"(\d+) thumbnails inside, (\d+) pictures left out", said)
-    assert int(told) == num_inside > 20 and int(left_out) > 0
+    [(count, left_out)] = re.findall(r"(\d+) thumbnails inside, (\d+) pictures left out", output)
+    assert int(count) == num_inside > 20 and int(left_out) > 0
     assert f"{left_out} pictures" in text
-    parts = [script.split('"')[1] for script in inside(text)]
+    parts = [script.split('"')[1] for script in embedded_data(text)]
     assert {"eval_000000", "eval_000004", "it_000013", "find_000000"} < set(parts)
-    shown = {int(name[3:]) for name in parts if name.startswith("it_")}
-    listed = [int(it) for s in inside(text) if '"find_' in s for it in value_of(s)]
-    assert sorted(shown) == sorted(listed)
+    embedded = {int(name[3:]) for name in parts if name.startswith("it_")}
+    listed = [int(it) for s in embedded_data(text) if '"find_' in s for it in value_of(s)]
+    assert sorted(embedded) == sorted(listed)
 
 
 def test_every_curve_has_a_meaning_and_few_points() -> None:
     for curve in CURVES:
         for line in curve.lines:
             assert doc_of(line.metric), line.metric
-    found = [(float(x), 2.0 * x) for x in range(1000)]
-    thin, every = thinned(found)
-    assert len(thin) <= MAX_POINTS and every == 4
-    assert thin[0] == (1.5, 3.0) and thin[-1] == found[-1]
-    assert thin[-2][0] == fmean(range(996, 999)), "the last point stands alone"
+    points = [(float(x), 2.0 * x) for x in range(1000)]
+    thin, num_averaged = thinned(points)
+    assert len(thin) <= MAX_POINTS and num_averaged == 4
+    assert thin[0] == (1.5, 3.0) and thin[-1] == points[-1]
+    assert thin[-2][0] == fmean(range(996, 999)), "the last point is not averaged"
     line = CURVES[0].lines[0]
-    assert thinned(found[:300]) == (found[:300], 1)
-    assert names(how_drawn([(line, found)]), "last 5 points ... mean of 4 iterations")
-    assert how_drawn([(line, found[:50])]) == ""
+    assert thinned(points[:300]) == (points[:300], 1)
+    assert names(how_drawn([(line, points)]), "last 5 points ... mean of 4 iterations")
+    assert how_drawn([(line, points[:50])]) == ""
 
 
 def test_ticks_are_round_and_smoothing_looks_back_only() -> None:
@@ -287,7 +286,7 @@ def test_ticks_are_round_and_smoothing_looks_back_only() -> None:
     assert smooth([0, 10, 20, 30, 40, 50]) == [0, 5, 10, 15, 20, 30]
 
 
-def test_time_that_no_phase_has_is_told() -> None:
+def test_time_outside_of_phases_is_shown() -> None:
     first = {"iteration": 1, "time/iteration_s": 4.0, "time/render_s": 1.0}
     rows = [first | {"time/learn_s": 2.5}, first | {"iteration": 2}]
     assert times(rows) == [("(other)", 3.5, 0.4375), ("learn", 2.5, 0.3125), ("render", 2.0, 0.25)]

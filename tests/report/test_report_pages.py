@@ -1,4 +1,4 @@
-"""The data pages: what they hold, how large they may be, and that what did not change stays."""
+"""The data pages of a report: their content, their size, and incremental updates."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ def data(run_dir: Path, name: str) -> Any:
     return value_of((run_dir / "report/data" / f"{name}.js").read_text("utf-8"))
 
 
-def refreshed(run_dir: Path) -> int:
+def refresh_pages(run_dir: Path) -> int:
+    """Returns the number of pages that were written."""
     return refresh(run_dir, run_dir / "report/data").num_written
 
 
-def test_a_group_has_all_that_its_episodes_say(run_dir: Path) -> None:
-    refreshed(run_dir)
+def test_the_page_of_a_group_has_all_data_of_its_episodes(run_dir: Path) -> None:
+    refresh_pages(run_dir)
     page = data(run_dir, "it_000002")
     assert (page["it"], page["starts"], page["cut"]) == (2, [0], None)
     assert page["parts"] == ["viescore", EVIL]
@@ -52,88 +53,88 @@ def test_a_group_has_all_that_its_episodes_say(run_dir: Path) -> None:
     assert bare["img"] == "images/it_000002/rank0_g02_bare.png"
 
 
-def test_a_held_out_sample_has_all_that_its_record_says(run_dir: Path) -> None:
-    refreshed(run_dir)
+def test_the_page_of_a_held_out_sample_has_all_data_of_its_record(run_dir: Path) -> None:
+    refresh_pages(run_dir)
     row = data(run_dir, "eval_000000")["rows"][0]
     assert row["said"] == {"viescore": [f"it is {EVIL}"]}
     assert (row["lp"], row["seed"], row["s"]) == ([-25, -600], 78, 0.5)
     assert (row["bare"], row["stock"], row["bimg"]) == (0.1, 0.2, "0_bare.png")
 
 
-def test_of_several_sources_those_that_are_there_are_shown(run_dir: Path) -> None:
-    there = "images/it_000001/rank0_g01_source.png"
-    named = [there, "../../etc/passwd", "images/it_000001/gone.png", None, *[there] * 100]
-    row = episode(1, 0, 0) | {"other_source_files": named}
+def test_only_existing_pictures_of_several_sources_are_shown(run_dir: Path) -> None:
+    valid = "images/it_000001/rank0_g01_source.png"
+    files = [valid, "../../etc/passwd", "images/it_000001/gone.png", None, *[valid] * 100]
+    row = episode(1, 0, 0) | {"other_source_files": files}
     group = episode_rows.group_row([row], [], run_dir, episode_rows.Pieces({}), episode_rows.WHOLE)
-    assert group["others"][:5] == [there, None, None, None, there] and len(group["others"]) == 32
+    assert group["others"][:5] == [valid, None, None, None, valid] and len(group["others"]) == 32
 
 
-def test_tokens_have_their_own_words_where_the_tokenizer_is_here(run_dir: Path) -> None:
-    refreshed(run_dir)
+def test_tokens_are_decoded_if_the_tokenizer_is_available(run_dir: Path) -> None:
+    refresh_pages(run_dir)
     from tokenizers import Tokenizer
 
     file = str(tiny_config.WEIGHTS / "policy/tokenizer.json")
-    known = Tokenizer.from_file(file)
-    words = data(run_dir, "it_000001")["rows"][0]["of"][0]["tok"]
-    assert "".join(words) == known.decode([302, 258, 312], skip_special_tokens=False)
-    snowman = known.encode("☃", add_special_tokens=False).ids
-    assert len(snowman) > 1, "of several tokens"
-    here = episode_rows.Pieces({"policy": {"model_path": str(tiny_config.WEIGHTS / "policy")}})
-    assert here.of([*snowman, *snowman[:1]])[: len(snowman)] == ["☃", *[""] * (len(snowman) - 1)]
-    assert len(here.of([*snowman, *snowman[:1]])) == len(snowman) + 1
+    tokenizer = Tokenizer.from_file(file)
+    token_texts = data(run_dir, "it_000001")["rows"][0]["of"][0]["tok"]
+    assert "".join(token_texts) == tokenizer.decode([302, 258, 312], skip_special_tokens=False)
+    snowman = tokenizer.encode("☃", add_special_tokens=False).ids
+    assert len(snowman) > 1, "it has several tokens"
+    pieces = episode_rows.Pieces({"policy": {"model_path": str(tiny_config.WEIGHTS / "policy")}})
+    assert pieces.of([*snowman, *snowman[:1]])[: len(snowman)] == ["☃", *[""] * (len(snowman) - 1)]
+    assert len(pieces.of([*snowman, *snowman[:1]])) == len(snowman) + 1
     assert episode_rows.Pieces({"policy": {"model_path": "no/such"}}).of([1]) is None
-    assert here.of([-1]) is None
+    assert pieces.of([-1]) is None
 
 
-def test_what_groups_are_found_by(run_dir: Path) -> None:
-    refreshed(run_dir)
-    found = data(run_dir, "find_000000")
-    assert list(found) == ["1", "2", "3", "4"]
-    g, category, say, mean, low, high, spread, status, parts = found["3"]["rows"][1]
+def test_the_index_page_has_the_data_to_find_groups(run_dir: Path) -> None:
+    refresh_pages(run_dir)
+    index = data(run_dir, "find_000000")
+    assert list(index) == ["1", "2", "3", "4"]
+    g, category, say, mean, low, high, spread, status, parts = index["3"]["rows"][1]
     assert (g, category, say.startswith("instruction 1")) == (1, EVIL[:60] + " [...]", True)
     assert (mean, low, high, spread) == (0.375, 0.25, 0.5, 0.125)
     assert status == {"scored": 2} and parts == [0.375, 1.0]
-    assert found["3"]["rows"][2][7] == {"scored": 1, "ungraded": 1}
+    assert index["3"]["rows"][2][7] == {"scored": 1, "ungraded": 1}
 
 
-def test_only_what_changed_is_made_again(run_dir: Path) -> None:
-    assert refreshed(run_dir) == 4 + 1 + 2
-    assert refreshed(run_dir) == 0
+def test_only_changed_pages_are_written_again(run_dir: Path) -> None:
+    assert refresh_pages(run_dir) == 4 + 1 + 2
+    assert refresh_pages(run_dir) == 0
     write_episodes(run_dir, 5)
-    assert refreshed(run_dir) == 5 + 1, "the iterations that are found by one page"
+    assert refresh_pages(run_dir) == 5 + 1, "all iterations of one index page, and the index page"
     assert list(data(run_dir, "find_000000")) == ["1", "2", "3", "4", "5"]
     for name in ("it_000003", "find_000000"):
         (run_dir / f"report/data/{name}.js").unlink()
-        assert refreshed(run_dir) == 5 + 1
+        assert refresh_pages(run_dir) == 5 + 1
     note = run_dir / "report/data/made_of.json"
     for damaged in ("{", note.read_text().replace('"stamp"', '"other"')):
         note.write_text(damaged)
-        assert refreshed(run_dir) == 5 + 1 + 2
+        assert refresh_pages(run_dir) == 5 + 1 + 2
 
 
-def test_pages_of_a_copied_run_are_made_anew(run_dir: Path, tmp_path: Path) -> None:
-    """They may be a stranger's."""
-    refreshed(run_dir)
+def test_pages_of_a_copied_run_are_written_again(run_dir: Path, tmp_path: Path) -> None:
+    """Someone else may have changed them."""
+    refresh_pages(run_dir)
     folder = run_dir / "report/data"
-    whole = {path.name: path.read_text() for path in folder.glob("*.js")}
+    original = {path.name: path.read_text() for path in folder.glob("*.js")}
     for name in ("find_000000.js", "it_000002.js", "it_000002_2.js", "eval_000004.js"):
-        (folder / name).write_text("alert(1);" + whole.get(name, ""))
+        (folder / name).write_text("alert(1);" + original.get(name, ""))
         with pytest.raises(ValueError, match="no data page"):
             value_of((folder / name).read_text())
     run_dir.rename(tmp_path / "elsewhere")
     shutil.copytree(tmp_path / "elsewhere", run_dir)
-    assert refreshed(run_dir) == 4 + 1 + 2
-    assert {path.name: path.read_text() for path in folder.glob("*.js")} == whole
+    assert refresh_pages(run_dir) == 4 + 1 + 2
+    assert {path.name: path.read_text() for path in folder.glob("*.js")} == original
 
 
-def test_what_a_rewind_took_away_is_gone_from_the_report(run_dir: Path) -> None:
-    refreshed(run_dir)
+def test_records_removed_by_a_rewind_are_removed_from_the_report(run_dir: Path) -> None:
+    refresh_pages(run_dir)
     (run_dir / "episodes/it_000004.rank0.jsonl").unlink()
     for path in (run_dir / "images/it_000001").iterdir():
         path.unlink()
     mine = run_dir / "report/data/mine.js"
     mine.touch()
-    refreshed(run_dir)
+    refresh_pages(run_dir)
     assert not (run_dir / "report/data/it_000004.js").exists() and mine.exists()
     assert list(data(run_dir, "find_000000")) == ["1", "2", "3"]
     assert data(run_dir, "it_000001")["rows"][0]["src"] is None
@@ -157,7 +158,7 @@ def test_no_page_is_too_large_and_no_group_is_lost(
             lines.append(json_line(row))
     (run_dir / "episodes").mkdir()
     (run_dir / "episodes/it_000001.rank0.jsonl").write_text("".join(lines))
-    refreshed(run_dir)
+    refresh_pages(run_dir)
     files = [*(run_dir / "report/data").glob("it_*.js")]
     assert all(path.stat().st_size <= MAX_PAGE_BYTES for path in files)
     starts = data(run_dir, "it_000001")["starts"]
@@ -168,16 +169,16 @@ def test_no_page_is_too_large_and_no_group_is_lost(
     assert [groups[start]["id"] for start in starts] == [str(start) for start in starts]
     cut = data(run_dir, "it_000001")["cut"]
     one = groups[0]["of"][0]
-    assert cut, "said"
+    assert cut, "the page says that texts are cut"
     assert len(one["tok"]) + one.get("cut", 0) == num_tokens
     assert len(one["text"]) <= cut[0] + len(" [...]")
 
 
-def test_a_script_holds_any_text() -> None:
+def test_any_text_can_be_written_into_a_script() -> None:
     for text in (EVIL, "</SCRIPT >", "\ud800", "\x00\x7f", "]]>"):
-        spelt = literal({"t": text})
-        assert not re.search("[<>&\u2028\u2029\ud800-\udfff]", spelt)
-        assert json.loads(spelt) == {"t": text}
+        script = literal({"t": text})
+        assert not re.search("[<>&\u2028\u2029\ud800-\udfff]", script)
+        assert json.loads(script) == {"t": text}
 
 
 @pytest.mark.parametrize(
@@ -185,14 +186,14 @@ def test_a_script_holds_any_text() -> None:
     ["../x.png", "/x.png", "//host/x.png", "http://host/x.png", "a/../x.png", "a//x.png", "", ".",
      "data:image/png,", "x.png?y", "a\\x.png", 3, None, ["x.png"]],
 )  # fmt: skip
-def test_only_a_picture_below_its_folder_is_shown(tmp_path: Path, file: object) -> None:
+def test_only_pictures_inside_the_folder_are_shown(tmp_path: Path, file: object) -> None:
     (tmp_path / "x.png").touch()
     (tmp_path / "below").mkdir()
     assert picture(tmp_path / "below", file) is None
     assert picture(tmp_path, "x.png") == "x.png"
 
 
-def test_what_a_link_leads_to_is_no_picture(tmp_path: Path) -> None:
+def test_pictures_behind_links_are_not_shown(tmp_path: Path) -> None:
     disk, run_dir = tmp_path / "disk", tmp_path / "run"
     (disk / "it_000001").mkdir(parents=True)
     (disk / "it_000001/x.png").touch()
@@ -208,7 +209,7 @@ def test_what_a_link_leads_to_is_no_picture(tmp_path: Path) -> None:
 
 
 def test_rows_of_any_type_make_a_page(tmp_path: Path) -> None:
-    """Whoever wrote them."""
+    """Rows may come from any writer."""
     run_dir = write_run(tmp_path / "run", num_iterations=1)
     wrong: list[Any] = [None, 7, "text", [1], {"a": 1}, True, 1e400]
     lines = []
@@ -223,28 +224,28 @@ def test_rows_of_any_type_make_a_page(tmp_path: Path) -> None:
     records.write_text(
         "\n".join(json.dumps({**record, name: value}) for value in wrong for name in record)
     )
-    made = refresh(run_dir, run_dir / "report/data")
-    assert made.damaged == {"episodes/it_000001": 3}
+    result = refresh(run_dir, run_dir / "report/data")
+    assert result.damaged == {"episodes/it_000001": 3}
     num_members = sum(len(group["of"]) for group in data(run_dir, "it_000001")["rows"])
     assert num_members == len(lines)
     assert len(data(run_dir, "eval_000000")["rows"]) == len(wrong) * len(record)
 
 
-def test_an_interrupted_making_goes_on_where_it_was(tmp_path, monkeypatch) -> None:
+def test_an_interrupted_refresh_continues_where_it_stopped(tmp_path, monkeypatch) -> None:
     run_dir = write_run(tmp_path / "run", num_iterations=4)
     monkeypatch.setattr(pages, "CHUNK", 2)
-    whole = pages.group_row
+    group_row = pages.group_row
 
-    def until_the_fourth(group: Any, *rest: Any) -> dict[str, Any]:
+    def until_the_fourth(group: Any, *args: Any) -> dict[str, Any]:
         if group[0]["group_id"].startswith("4/"):
             raise KeyboardInterrupt
-        return whole(group, *rest)
+        return group_row(group, *args)
 
     monkeypatch.setattr(pages, "group_row", until_the_fourth)
     with pytest.raises(KeyboardInterrupt):
-        refreshed(run_dir)
-    monkeypatch.setattr(pages, "group_row", whole)
-    # Not 1, 2 and 3 again, but 4, the page to find it by, and two evaluations.
-    assert refreshed(run_dir) == 1 + 1 + 2
-    found = [list(data(run_dir, f"find_{chunk:06d}")) for chunk in range(3)]
-    assert found == [["1"], ["2", "3"], ["4"]]
+        refresh_pages(run_dir)
+    monkeypatch.setattr(pages, "group_row", group_row)
+    # Iteration 4, its index page and two evaluations, but not iterations 1, 2 and 3 again.
+    assert refresh_pages(run_dir) == 1 + 1 + 2
+    indexed = [list(data(run_dir, f"find_{chunk:06d}")) for chunk in range(3)]
+    assert indexed == [["1"], ["2", "3"], ["4"]]
