@@ -1,1 +1,1 @@
-"""Plugin room: frozen generators of pictures, each an `rl.api.renderer.Renderer`."""
+"""Renderer plugins: frozen picture generators, each an `rl.api.renderer.Renderer`."""

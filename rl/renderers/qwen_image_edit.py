@@ -11,6 +11,6 @@ class Config(DenoisingConfig):
 
 
 class QwenImageEdit(QwenImageEditor[Config]):
-    """Its text encoder reads the picture, then the instruction."""
+    """Its text encoder reads the source picture, then the instruction."""
 
     pipeline = "QwenImageEditPipeline"

@@ -24,7 +24,7 @@ class Config(DenoisingConfig):
 
 
 class QwenImageEditPlus(QwenImageEditor[Config]):
-    """Its text encoder reads small pictures under their numbers, then the instruction."""
+    """Its text encoder reads numbered, downscaled source pictures, then the instruction."""
 
     pipeline = "QwenImageEditPlusPipeline"
     picture = "Picture {number}: {image}"

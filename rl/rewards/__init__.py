@@ -1,1 +1,1 @@
-"""Rewards: what an episode is worth, in [0, 1]. Each plugin is one class in a file of its own."""
+"""Reward plugins, each an `rl.api.reward.Reward` that grades episodes in [0, 1]."""

@@ -1,8 +1,4 @@
-"""One question per picture: does the edit follow the instruction, and is it a good picture?
-
-Both scores are 0 to 1, averaged over several sampled replies of the judge: value = (w_a alignment +
-w_q quality) / (w_a + w_q).
-"""
+"""Reward plugin: the judge scores how well an edit follows the instruction, and its quality."""
 
 from __future__ import annotations
 
@@ -24,31 +20,31 @@ FIELDS = ("alignment", "quality")
 
 
 class Config(RepeatsConfig):
-    """Weights, prompt, and how often the judge is asked: by default three times, with sampling."""
+    """Weights of both scores, the judge's prompt, and how often the judge is asked."""
 
     own_prompts = {"prompt": "edit_quality.txt"}
     own_prompts_of_several = {"prompt": "edit_quality_of_several.txt"}
     prompt: str = ""
-    """File with the question, `{instruction}` where the user's words go; '' = ours. The source
-    picture (several: each under 'Source 1:', ...) precedes the text, the edited one follows it."""
+    """File with the question; the instruction replaces `{instruction}`; '' = the built-in one. The
+    source picture (several: each after 'Source 1:', ...) precedes the text, the edit follows it."""
     alignment_weight: Annotated[float, Field(ge=0, le=1e6)] = 0.6
     """Weight of following the instruction."""
     quality_weight: Annotated[float, Field(ge=0, le=1e6)] = 0.4
     """Weight of picture quality."""
     n_evals: Annotated[int, Field(ge=1, le=10_000)] = 3
-    """As in every judged reward."""
+    """Times each picture is graded; the scores are averaged."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = 0.7
-    """As in every judged reward; null = judge.temperature."""
+    """Judge sampling temperature for this reward; null = judge.temperature."""
 
     @model_validator(mode="after")
-    def _something_counts(self) -> Config:
+    def _one_weight_is_positive(self) -> Config:
         if self.alignment_weight + self.quality_weight == 0:
             raise ValueError("alignment_weight and quality_weight are both 0; raise one")
         return self
 
 
 class EditQuality(JudgedReward[Config]):
-    """Grades one edit."""
+    """Grades one edit: value = (w_a alignment + w_q quality) / (w_a + w_q), both scores 0 to 1."""
 
     needs = frozenset({"source", "image"})
     unit_parts = frozenset(FIELDS)

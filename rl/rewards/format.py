@@ -1,4 +1,4 @@
-"""Is the completion `<think>...</think><answer>...</answer>`, each once and not empty? 1 or 0."""
+"""Reward plugin: 1 if the completion is `<think>...</think><answer>...</answer>`, else 0."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rl.rewards.shared.tags import TagName
 
 
 class Config(PluginConfig):
-    """The two tags."""
+    """Names of the two tags."""
 
     think_tag: TagName = "think"
-    """Name of the block with the thoughts, which comes first."""
+    """Tag of the block with the thoughts, which comes first."""
     answer_tag: TagName = "answer"
-    """Name of the block with the answer."""
+    """Tag of the block with the answer."""
 
 
 class Format(Reward[Config]):
-    """Reads one completion: the two blocks, in this order, have to be all there is."""
+    """Requires exactly the two blocks, in this order, neither of them empty."""
 
     needs = frozenset({"text"})
 
@@ -29,5 +29,5 @@ class Format(Reward[Config]):
         if any(text.count(tag) != 1 for name in names for tag in (f"<{name}>", f"</{name}>")):
             return RewardOutput(0.0)
         blocks = r"\s*".join(rf"<{name}>(.*)</{name}>" for name in names)
-        found = re.fullmatch(rf"\s*{blocks}\s*", text, re.DOTALL)
-        return RewardOutput(float(found is not None and all(map(str.strip, found.groups()))))
+        match = re.fullmatch(rf"\s*{blocks}\s*", text, re.DOTALL)
+        return RewardOutput(float(match is not None and all(map(str.strip, match.groups()))))

@@ -1,8 +1,4 @@
-"""Grades how close an edit is to the reference edit (after EARL's GroundScore). `score`: 0 to 10.
-
-The judge sees the reference (`Sample.target`) and the policy's picture, not the source or the
-instruction.
-"""
+"""Reward plugin: the judge scores how close an edit is to the reference (EARL's GroundScore)."""
 
 from __future__ import annotations
 
@@ -21,7 +17,8 @@ class Config(RepeatsConfig):
 
 
 class GroundScore(JudgedReward[Config]):
-    """Grades one picture."""
+    """Grades one picture, `score` 0 to 10. The judge sees the reference (`Sample.target`) and the
+    policy's picture, not the source or the instruction."""
 
     needs = frozenset({"target", "image"})
 

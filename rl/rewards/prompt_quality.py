@@ -1,14 +1,4 @@
-"""Five scores for how a prompt was enhanced, computed from the text alone: a diagnostic.
-
-Each score is 0..1 and compares the user's prompt with the policy's rewrite of it:
-  length         growth in words; 1 when at least twice as long
-  keywords_kept  share of the user's content words that the rewrite keeps
-  new_details    number of new content words; 1 from five on
-  quality_words  1 if the rewrite adds a quality term ("detailed", "4k") that the user did not write
-  structure      1 if it has at least five words and at least half of them are distinct
-`total_0_5` is their sum; the reward's value is their mean. They describe what a rewriter does, not
-whether the pictures get better: a mere list of such words would score well. Hence `diagnostic`.
-"""
+"""Reward plugin, a diagnostic: five scores of the policy's rewrite of a prompt, from its text."""
 
 from __future__ import annotations
 
@@ -42,7 +32,8 @@ Config = PluginConfig
 
 
 class PromptQuality(Reward):
-    """Scores one rewrite."""
+    """Value: the mean of the five scores; `total_0_5` is their sum. A diagnostic because a rewrite
+    that merely lists quality terms scores well, whether or not the pictures get better."""
 
     needs = frozenset({"text"})
     reads_thoughts = False
@@ -56,20 +47,27 @@ class PromptQuality(Reward):
 
 
 def score(original: str, enhanced: str) -> dict[str, float]:
-    """The five scores, each 0..1."""
-    before, after = _words(original), _words(enhanced)
-    keywords = _content(before)
-    new = _content(after) - set(before)
-    growth = len(after) / max(1, len(before)) - 1
-    has_craft = set(_QUALITY_WORDS.findall(enhanced.casefold())) - set(
+    """The five scores, each 0..1, of a rewrite of the user's prompt.
+
+    length         growth in words; 1 if at least twice as long
+    keywords_kept  share of the user's content words that the rewrite keeps
+    new_details    number of new content words; 1 from five on
+    quality_words  1 if the rewrite adds a quality term ("detailed", "4k") that the user did not use
+    structure      1 if it has at least five words and at least half of them are distinct
+    """
+    old_words, new_words = _words(original), _words(enhanced)
+    keywords = _content(old_words)
+    added_words = _content(new_words) - set(old_words)
+    growth = len(new_words) / max(1, len(old_words)) - 1
+    added_terms = set(_QUALITY_WORDS.findall(enhanced.casefold())) - set(
         _QUALITY_WORDS.findall(original.casefold())
     )
-    is_sentence = len(after) >= MIN_SENTENCE_WORDS and 2 * len(set(after)) >= len(after)
+    is_sentence = len(new_words) >= MIN_SENTENCE_WORDS and 2 * len(set(new_words)) >= len(new_words)
     return {
         "length": min(1.0, max(0.0, growth)),
-        "keywords_kept": len(keywords & set(after)) / len(keywords) if keywords else 1.0,
-        "new_details": min(1.0, len(new) / NUM_NEW_DETAILS),
-        "quality_words": float(bool(has_craft)),
+        "keywords_kept": len(keywords & set(new_words)) / len(keywords) if keywords else 1.0,
+        "new_details": min(1.0, len(added_words) / NUM_NEW_DETAILS),
+        "quality_words": float(bool(added_terms)),
         "structure": float(is_sentence),
     }
 

@@ -1,4 +1,4 @@
-"""VIEScore (Ku et al. 2023, arXiv 2312.14867) for edits; see `shared/viescore_base.py`."""
+"""Reward plugin: VIEScore (Ku et al. 2023, arXiv 2312.14867) for edits."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from rl.rewards.shared.viescore_base import PERCEPTION, PairedQuestions, VieScor
 
 
 class Config(VieScoreConfig):
-    """The judge's prompts, and how often it is asked. The source picture (several: each under
-    'Source 1:', ...) precedes the question about meaning, the edited one follows it."""
+    """The judge's prompts, and how often it is asked. The source picture (several: each after
+    'Source 1:', ...) precedes the question about meaning, the edit follows it."""
 
     own_prompts = {"semantics_prompt": "viescore_semantics.txt", **PERCEPTION}
     own_prompts_of_several = {"semantics_prompt": "viescore_semantics_of_several.txt"}

@@ -1,4 +1,4 @@
-"""VIEScore (Ku et al. 2023, arXiv 2312.14867) for pictures made from the user's ORIGINAL prompt."""
+"""Reward plugin: VIEScore (Ku et al. 2023, arXiv 2312.14867) for text-to-image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Config(VieScoreConfig):
 
 
 class VieScoreT2I(PairedQuestions[Config]):
-    """Grades one picture against the user's original prompt."""
+    """Grades one picture against the user's ORIGINAL prompt, not the policy's rewrite."""
 
     needs = frozenset({"image"})
     semantic_marks = ("prompt_following",)

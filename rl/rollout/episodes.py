@@ -38,7 +38,7 @@ class Verdict:
 
 @dataclass(eq=False)
 class Picture:
-    """One picture to render. Completions of a group drawn from the same token ids share it."""
+    """One picture to render. Completions of a group share it if it is drawn from the same ids."""
 
     p: int
     """Index of its prompt."""
@@ -48,31 +48,32 @@ class Picture:
     readings: dict[tuple[int, ...], Reading] = field(default_factory=dict)
     """Token ids of each completion that the picture is drawn for -> its reading."""
     outcome: Image | RenderFailure | None = None
-    is_made: bool = False
+    has_outcome: bool = False
 
 
 @dataclass(eq=False)
 class Reading:
-    """A picture with one completion that it is drawn for, and that completion's thought.
-    Completions with the same token ids share one reading."""
+    """A picture together with the text and thought of a completion that it is drawn for.
+    Completions with equal token ids share one reading."""
 
     picture: Picture
-    about: RewardInput
-    """The input of the rewards, without the picture."""
+    base_input: RewardInput
+    """The rewards' input without the picture."""
     verdict: Verdict | None = None
-    """Set when every reward has answered."""
+    """Set when every reward has graded it."""
 
     @property
     def can_be_graded(self) -> bool:
-        return self.picture.is_made and not isinstance(self.picture.outcome, RenderFailure)
+        return self.picture.has_outcome and not isinstance(self.picture.outcome, RenderFailure)
 
     @property
     def reward_input(self) -> RewardInput:
         assert not isinstance(self.picture.outcome, RenderFailure)
-        return replace(self.about, image=self.picture.outcome)
+        return replace(self.base_input, image=self.picture.outcome)
 
-    def seen_by(self, reward: Reward) -> Picture | Reading:
-        """What a reward grades once: a reading if the reward reads thoughts, else the picture."""
+    def grading_unit(self, reward: Reward) -> Picture | Reading:
+        """What the reward grades once: the reading if the reward reads thoughts, else the picture,
+        which several readings may share."""
         return self if reward.reads_thoughts else self.picture
 
 
@@ -84,13 +85,13 @@ class Arm:
     completion: Completion
     action: Action
     failure: str | None
-    """Why the completion is not rendered; None if it is."""
+    """Why the completion is not rendered; None if it is rendered."""
     readings: Sequence[Reading]
     """The readings of its pictures; empty if it is not rendered."""
 
 
 def why_not_rendered(config: RunConfig, completion: Completion, action: Action) -> str | None:
-    """The reason not to render a completion, in words; None if it is to be rendered."""
+    """A message that says why the completion is not rendered; None if it is rendered."""
     if action.failure is not None:
         return action.failure
     if completion.finish == "length" and config.algorithm.truncated_completions == "floor":
@@ -99,7 +100,7 @@ def why_not_rendered(config: RunConfig, completion: Completion, action: Action) 
 
 
 def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> Episode:
-    """One completion's episode, once all its verdicts are known. Its reward and parts are means
+    """Build a completion's episode when all its verdicts are known. Its reward and parts are means
     over its pictures."""
     verdicts = [reading.verdict for reading in arm.readings if reading.verdict is not None]
 
@@ -135,23 +136,23 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
         for part, value in values.items():
             if value is not None:
                 parts.setdefault(part, []).append(value)
-        # Outside of training no reward is asked, so there are no grades.
+        # Outside of training there are no rewards, so there are no grades.
         reward = compose(values, config.final_reward) if verdict.grades else None
         if reward is not None:
             rewards.append(reward)
-    more: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "parts": {name: fmean(values) for name, values in parts.items()},
         "replies": replies,
         "judge_s": judge_s,
     }
     if not rewards:
-        return episode(Status.UNGRADED, None, "; ".join(causes) or "no reward", **more)
-    more["image_rewards"] = tuple(rewards)
-    return episode(Status.SCORED, fmean(rewards), "; ".join(causes) or None, **more)
+        return episode(Status.UNGRADED, None, "; ".join(causes) or "no reward", **fields)
+    fields["image_rewards"] = tuple(rewards)
+    return episode(Status.SCORED, fmean(rewards), "; ".join(causes) or None, **fields)
 
 
 def _values(grades: Mapping[str, RewardOutput]) -> dict[str, float | None]:
-    """The values `final_reward` may use: each reward's, and its parts' as `<reward>/<part>`."""
+    """Values that `final_reward` may use: each reward's, and its parts' as `<reward>/<part>`."""
     values: dict[str, float | None] = {}
     for name, grade in grades.items():
         values[name] = grade.value

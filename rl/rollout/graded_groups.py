@@ -28,12 +28,12 @@ class GradedGroup:
     advantages: Sequence[float | None]
     """_G; None for an UNGRADED episode."""
     sequences: Sequence[TrainSequence | None]
-    """_G; None for an episode that adds nothing to the loss."""
+    """_G; None for an episode that is not in the loss."""
 
 
 class Advantages:
-    """Computes one iteration's advantages. A group usually needs no other group's rewards; under
-    'batch_std', and where the control arm shuffles rewards, all groups wait for the last one."""
+    """Computes one iteration's advantages. Groups are usually independent; with `advantage_scale:
+    'batch_std'` or `shuffle_rewards`, all groups wait until the last one is graded."""
 
     def __init__(self, config: RunConfig, policy: Policy, iteration: int, dist: Dist) -> None:
         self._config = config
@@ -43,32 +43,32 @@ class Advantages:
         self._waiting: list[tuple[int, Sequence[Episode]]] = []
 
     def add(self, p: int, episodes_G: Sequence[Episode]) -> Iterator[GradedGroup]:
-        """Yields the group, or nothing if it has to wait for the other groups."""
+        """Yields the group, or nothing if it must wait for the other groups."""
         if self._needs_whole_batch:
             self._waiting.append((p, episodes_G))
         else:
-            yield self._weigh(p, episodes_G, [episode.reward for episode in episodes_G])
+            yield self._graded(p, episodes_G, [episode.reward for episode in episodes_G])
 
     def rest(self) -> Iterator[GradedGroup]:
-        """Yields the groups that waited. Collective: call it once every rank has added its own."""
+        """Yields the groups that waited. Collective, to be called when every rank has added all."""
         if not self._needs_whole_batch:
             return
         rewards_PG = [[episode.reward for episode in group] for _, group in self._waiting]
-        local = reward_moments(rewards_PG)
-        moments = [local.total, local.total_of_squares, local.count]
-        batch = RewardMoments(*self._dist.sum_floats(moments))
+        local_moments = reward_moments(rewards_PG)
+        sums = [local_moments.total, local_moments.total_of_squares, local_moments.count]
+        batch_moments = RewardMoments(*self._dist.sum_floats(sums))
         if self._config.algorithm.shuffle_rewards:
             seed = derive_seed(self._config.seed, "shuffle", self._iteration)
             rewards_PG = _shuffled(rewards_PG, seed, self._dist)
         for (p, episodes_G), rewards_G in zip(self._waiting, rewards_PG, strict=True):
-            yield self._weigh(p, episodes_G, rewards_G, batch)
+            yield self._graded(p, episodes_G, rewards_G, batch_moments)
 
     @property
     def _needs_whole_batch(self) -> bool:
         algorithm = self._config.algorithm
         return algorithm.shuffle_rewards or algorithm.advantage_scale == "batch_std"
 
-    def _weigh(
+    def _graded(
         self,
         p: int,
         episodes_G: Sequence[Episode],
@@ -92,18 +92,19 @@ def train_sequences(
     episodes_G: Sequence[Episode],
     advantages_G: Sequence[float | None],
 ) -> list[TrainSequence | None]:
-    """What each of a group's completions adds to the loss; None: nothing.
+    """The training sequence of each of a group's completions; None if it is not in the loss.
 
-    UNGRADED episodes add nothing. A group with zero spread adds nothing or only its KL, depending
-    on `zero_spread_groups`. Forced tokens, tokens outside `policy.loss_mask`, and all tokens of a
-    truncated completion under `truncated_completions: 'mask'` are attended to but carry no loss.
+    UNGRADED episodes are not in the loss. A group with zero spread is left out or has only its KL
+    in the loss, depending on `zero_spread_groups`. Forced tokens, tokens outside
+    `policy.loss_mask`, and with `truncated_completions: 'mask'` all tokens of a truncated
+    completion are attended to but have no loss.
     """
     algorithm = config.algorithm
     has_spread = any(advantages_G)
-    keep = algorithm.zero_spread_groups
-    if not has_spread and (keep == "drop" or (keep == "kl_only" and not algorithm.kl_coeff)):
+    rule = algorithm.zero_spread_groups
+    if not has_spread and (rule == "drop" or (rule == "kl_only" and not algorithm.kl_coeff)):
         return [None] * len(episodes_G)
-    counted = has_spread or keep == "keep"
+    counted = has_spread or rule == "keep"
     mask_truncated = algorithm.truncated_completions == "mask"
     sequences_G: list[TrainSequence | None] = []
     for episode, advantage in zip(episodes_G, advantages_G, strict=True):
@@ -113,8 +114,8 @@ def train_sequences(
         completion = episode.completion
         masked = mask_truncated and completion.finish == "length"
         forced = completion.forced or (False,) * len(completion.token_ids)
-        wanted = policy.loss_mask(completion, iteration)
-        loss_mask = tuple(w and not f and not masked for w, f in zip(wanted, forced, strict=True))
+        mask = policy.loss_mask(completion, iteration)
+        loss_mask = tuple(m and not f and not masked for m, f in zip(mask, forced, strict=True))
         sequences_G.append(TrainSequence(loss_mask, advantage, completion.logprobs, counted))
     return sequences_G
 
@@ -122,13 +123,13 @@ def train_sequences(
 def _shuffled(
     rewards_PG: Sequence[Sequence[float | None]], seed: int, dist: Dist
 ) -> list[list[float | None]]:
-    """The control arm: the same rewards, handed out at random over all ranks' episodes."""
-    all_PG = [row for rank in dist.gather([list(row) for row in rewards_PG]) for row in rank]
-    flat = [reward for row in all_PG for reward in row]
-    random.Random(seed).shuffle(flat)
+    """The control arm: this rank's part of all ranks' rewards in random order."""
+    global_PG = [row for rank in dist.gather([list(row) for row in rewards_PG]) for row in rank]
+    rewards = [reward for row in global_PG for reward in row]
+    random.Random(seed).shuffle(rewards)
     start = dist.rank * len(rewards_PG)
-    rows: list[list[float | None]] = []
-    for row in all_PG:
-        rows.append(flat[: len(row)])
-        flat = flat[len(row) :]
-    return rows[start : start + len(rewards_PG)]
+    shuffled_PG: list[list[float | None]] = []
+    for row in global_PG:
+        shuffled_PG.append(rewards[: len(row)])
+        rewards = rewards[len(row) :]
+    return shuffled_PG[start : start + len(rewards_PG)]

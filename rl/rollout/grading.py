@@ -1,4 +1,4 @@
-"""Calls a reward on pictures; if the reward raises, its `RewardOutput` has no value.
+"""Calls a reward on pictures; an exception of the reward becomes a `RewardOutput` without value.
 
 Axes: `_G` pictures of a group.
 """
@@ -31,21 +31,21 @@ _named: set[str] = set()
 
 
 async def scores(name: str, reward: Reward, inputs_G: Sequence[RewardInput]) -> Outputs:
-    """_G. `name`: the reward's name. A reward that grades single pictures takes one input. Raises
-    `JudgeError`, which stops the run, if the judge is set up wrongly."""
+    """_G outputs of one reward, called `name`; one input if the reward grades single pictures.
+    Raises `JudgeError`, which stops the run, if the judge is set up wrongly."""
     started = time.perf_counter()
-    verb: Callable[[Any], Any] = reward.score_group if reward.scores_groups() else reward.grade
+    method: Callable[[Any], Any] = reward.score_group if reward.scores_groups() else reward.grade
     try:
-        given: Any = own_pictures(list(inputs_G))
+        inputs: Any = own_pictures(list(inputs_G))
         if reward.scores_groups():
-            found = await _call(name, verb, given)
-            if isinstance(found, Mapping | str):
-                raise TypeError(f"score_group gives {shown(found)}; expected a list of scores")
-            scores_G = list(found)
+            returned = await _call(name, method, inputs)
+            if isinstance(returned, Mapping | str):
+                raise TypeError(f"score_group gives {shown(returned)}; expected a list of scores")
+            scores_G = list(returned)
             if len(scores_G) != len(inputs_G):
                 raise ValueError(f"{len(scores_G)} scores for {len(inputs_G)} pictures")
         else:
-            scores_G = [await _call(name, verb, given[0])]
+            scores_G = [await _call(name, method, inputs[0])]
         outputs_G = [checked_output(score, reward.unit_parts) for score in scores_G]
     except JudgeError:
         raise
@@ -53,24 +53,24 @@ async def scores(name: str, reward: Reward, inputs_G: Sequence[RewardInput]) -> 
         if is_lost_device(error):
             raise
         text = "".join(traceback.format_exception(error))
-        failure = f"raised {described(error, verb)}"
+        failure = f"raised {described(error, method)}"
         outputs_G = [RewardOutput(None, failure=failure, traceback=text)] * len(inputs_G)
     seconds = time.perf_counter() - started
     return [replace(output, seconds=output.seconds or seconds) for output in outputs_G]
 
 
-async def _call(name: str, verb: Callable[..., Any | Awaitable[Any]], given: object) -> Any:
-    """Run a coroutine function on this event loop; a plain one in a thread, as it may be slow."""
-    is_async = inspect.iscoroutinefunction(verb)
-    found = verb(given) if is_async else await asyncio.to_thread(verb, given)
-    if inspect.iscoroutine(found):
-        return await _Turns(name, found)
-    return await found if inspect.isawaitable(found) else found
+async def _call(name: str, method: Callable[..., Any | Awaitable[Any]], argument: object) -> Any:
+    """Run a coroutine function on this event loop, a plain function in a thread: it may block."""
+    is_async = inspect.iscoroutinefunction(method)
+    result = method(argument) if is_async else await asyncio.to_thread(method, argument)
+    if inspect.iscoroutine(result):
+        return await _TimedCoroutine(name, result)
+    return await result if inspect.isawaitable(result) else result
 
 
-class _Turns:
-    """Awaits a reward's coroutine, and warns, naming the reward, if one of its steps blocks the
-    event loop on which the judge's answers arrive."""
+class _TimedCoroutine:
+    """Awaits a reward's coroutine, and warns if the reward blocks the event loop, which also
+    receives the judge's replies."""
 
     def __init__(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._name, self._coroutine = name, coroutine
@@ -85,18 +85,18 @@ class _Turns:
             except StopIteration as end:
                 return end.value
             finally:
-                self._note(time.perf_counter() - started)
+                self._warn_if_slow(time.perf_counter() - started)
             try:
                 resume, value = self._coroutine.send, (yield awaited)
             except BaseException as error:
                 resume, value = self._coroutine.throw, error
 
-    def _note(self, seconds: float) -> None:
+    def _warn_if_slow(self, seconds: float) -> None:
         if seconds > BLOCKED_S and self._name not in _named:
             _named.add(self._name)
             warn(
                 f"reward {self._name}: its `async` code blocked the event loop for {seconds:.1f} s;"
-                " nothing else is graded meanwhile, and no answer of the judge is read. Make it a"
-                " plain `def`, which runs in a thread, or use `await asyncio.to_thread(...)` (said"
-                " once)"
+                " meanwhile nothing else is graded, and no reply of the judge is read. Make it a"
+                " plain `def`, which runs in a thread, or use `await asyncio.to_thread(...)`"
+                " (logged once)"
             )

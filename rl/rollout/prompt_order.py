@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 class PromptOrder:
-    """Each draw of the run takes the next row of one source, in shuffled order. Sources are chosen
-    so that their shares are exact. Every pass over a source is shuffled anew."""
+    """Each draw of the run takes the next row of one source, in shuffled order. Sources take turns
+    so that their shares are exact. Every epoch of a source has another order."""
 
     def __init__(
         self,
@@ -27,10 +27,10 @@ class PromptOrder:
         prompts_per_iteration: int,
         on_bad_row: OnBadRow = "error",
     ) -> None:
-        """`weights` > 0, one per source, any scale."""
+        """`weights`: > 0, one per source; only their ratios matter."""
         assert sources and all(weight > 0 for weight in weights), weights
         self.num_replaced = 0
-        """Prompts whose row proved unusable when it was taken; this rank, this process."""
+        """Prompts replaced because their row was unusable (of this rank, since this start)."""
         self._sources = sources
         self._seed = seed
         self._num_prompts = prompts_per_iteration
@@ -46,12 +46,12 @@ class PromptOrder:
         or under 'skip' is replaced by the next row in its source's order.
         """
         assert self._num_prompts % world_size == 0, (self._num_prompts, world_size)
-        num_here = self._num_prompts // world_size
-        draws = self.draws(iteration)[rank * num_here : (rank + 1) * num_here]
+        per_rank = self._num_prompts // world_size
+        draws = self.draws(iteration)[rank * per_rank : (rank + 1) * per_rank]
         return [self._take(source, position, build) for source, position in draws]
 
     def draws(self, iteration: int) -> list[tuple[int, int]]:
-        """All ranks' prompts of an iteration as (source, how many draws that source had before)."""
+        """All ranks' draws of an iteration as (source, number of earlier draws from the source)."""
         start = iteration * self._num_prompts
         draws = [self._mixture.draw(n) for n in range(start, start + self._num_prompts)]
         # The mixture repeats a pattern; unshuffled, one rank could always get the same source.
@@ -64,13 +64,13 @@ class PromptOrder:
         order = _shuffled(f"{self._seed}:{source}:{epoch}", len(rows))
         for step in range(len(rows)):
             try:
-                built = build(own_pictures(rows[order[(start + step) % len(rows)]]))
+                item = build(own_pictures(rows[order[(start + step) % len(rows)]]))
             except UnusableSampleError:
                 if self._on_bad_row == "error":
                     raise
                 continue
             self.num_replaced += step > 0
-            return built
+            return item
         raise UnusableSampleError(f"data source {source}: none of its {len(rows)} rows can be used")
 
 
@@ -82,22 +82,22 @@ def first_samples(
 ) -> list[Sample]:
     """The first `num_samples` of a mixture, each source in its own order, no row twice.
 
-    Fewer when a source runs out (its share is not made up by others) or, under 'skip', when rows
-    cannot be read. Raises ValueError for two with the same id.
+    Returns fewer if a source runs out (the others do not replace its share) or if rows cannot be
+    read (with 'skip'). Raises ValueError if two samples have the same id.
     """
     mixture = _Mixture(weights)
     samples: list[Sample] = []
-    place_of: dict[str, str] = {}
+    row_of_id: dict[str, str] = {}
     for source, index in map(mixture.draw, range(num_samples)):
         if index >= len(sources[source]):
             continue
         try:
             sample = own_pictures(sources[source][index])
-            place = f"data.validation.{source}, row {index}"
-            if place_of.setdefault(sample.id, place) != place:
+            row = f"data.validation.{source}, row {index}"
+            if row_of_id.setdefault(sample.id, row) != row:
                 raise ValueError(
-                    f"{place} has the id {sample.id!r}, as {place_of[sample.id]} has; give it one "
-                    "of its own: held-out noise and the names of files come from it"
+                    f"{row} has the id {sample.id!r} of {row_of_id[sample.id]}; give it another "
+                    "one: held-out noise and file names are derived from it"
                 )
             samples.append(sample)
         except UnusableSampleError:
@@ -109,8 +109,8 @@ def first_samples(
 def usable(
     samples: Sequence[Sample], build_prompt: Callable[[Sample], Prompt], on_bad_row: OnBadRow
 ) -> list[Sample]:
-    """The samples that `build_prompt` accepts; under 'error' raises for the first other one."""
-    kept = []
+    """The samples that `build_prompt` accepts; with 'error', raises for one that it rejects."""
+    accepted = []
     for sample in samples:
         try:
             build_prompt(sample)
@@ -118,15 +118,15 @@ def usable(
             if on_bad_row == "error":
                 raise
             continue
-        kept.append(sample)
-    return kept
+        accepted.append(sample)
+    return accepted
 
 
 class _Mixture:
     """Assigns each draw to the source that is furthest behind its share so far.
 
     After any number of draws every source is within one draw of its share (observed for 2 to 16
-    sources). Draws are computed once, in order, and stored; a million take two seconds.
+    sources). Draws are computed once, in order, and stored; a million draws take two seconds.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -136,14 +136,14 @@ class _Mixture:
         self._positions = array("q")
 
     def draw(self, n: int) -> tuple[int, int]:
-        """Draw n as (source, how many draws that source had before)."""
+        """Draw n as (source, number of earlier draws from this source)."""
         while len(self._sources) <= n:
             num_after = len(self._sources) + 1
-            debts = [
+            deficits = [
                 share * num_after - count
                 for share, count in zip(self._shares, self._counts, strict=True)
             ]
-            source = debts.index(max(debts))
+            source = deficits.index(max(deficits))
             self._sources.append(source)
             self._positions.append(self._counts[source])
             self._counts[source] += 1

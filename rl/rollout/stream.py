@@ -1,4 +1,4 @@
-"""Turns completions into graded episodes: condition, render and judge as one stream.
+"""Turns completions into graded episodes: conditioning, rendering and judging overlap.
 
 Axes: `_P` prompts on this rank, `_G` completions in a group.
 """
@@ -48,14 +48,14 @@ class RolloutContext:
     renderer: Renderer
     rewards: Mapping[str, Reward]
     makes_images: bool
-    """Whether the renderer draws pictures; without pictures there is no bare arm."""
+    """Whether the renderer draws pictures; if not, there is no bare arm."""
     loop: BackgroundLoop
-    """Event loop that runs the judge's coroutines while this thread renders."""
+    """Event loop that runs rewards and judge requests while this thread renders."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """Completions to be rendered and judged. All completions of a group share their noise."""
+    """Completions to render and judge. All completions of a group get the same noise."""
 
     prompts: Sequence[Prompt]
     """_P."""
@@ -70,7 +70,7 @@ class Sampled:
 
     @property
     def arms(self) -> list[list[Completion]]:
-        """_P, each group's completions, followed by its bare arm if it has one."""
+        """_P: each group's completions, followed by its bare arm if it has one."""
         return [
             [*completions_G, *([] if bare is None else [bare])]
             for completions_G, bare in zip(self.completions, self.bare, strict=True)
@@ -78,7 +78,7 @@ class Sampled:
 
     @property
     def token_ids(self) -> list[list[tuple[int, ...]]]:
-        """_P, token ids of every arm: the input of the policy's forward."""
+        """_P: token ids of every arm, the input of the policy's forward."""
         return [[completion.token_ids for completion in arms_G] for arms_G in self.arms]
 
 
@@ -95,7 +95,7 @@ class Rollout:
     num_drawn: int = 0
     """Distinct pictures that the renderer drew."""
     render_failures: Sequence[str] = ()
-    """Why the renderer failed to draw the others, one reason each; policy failures left out."""
+    """A reason for each picture that the renderer failed to draw; policy failures not included."""
 
 
 def begin(
@@ -107,25 +107,25 @@ def begin(
 ) -> PendingRollout:
     """Render every arm and submit it to the rewards; returns before all verdicts have arrived.
 
-    Completions of a group with equal words share one picture. It is rendered once, and judged once
+    Completions of a group with equal words share one picture. It is rendered once, and graded once
     unless their thoughts differ and a reward reads thoughts. Raises `Interrupted` soon after
-    `should_stop()` turns true, as rendering may take longer than a pre-empted run has left.
+    `should_stop()` turns true: a pre-empted run may have no time to render all pictures.
     """
     with timer.phase("render") as phase:
-        own_P = [own_pictures(prompt.sample) for prompt in sampled.prompts]
-        decoded_P = context.renderer.decode_sources(own_P)
+        samples_P = [own_pictures(prompt.sample) for prompt in sampled.prompts]
+        decoded_P = context.renderer.decode_sources(samples_P)
         prompts_P = [
-            prompt if decoded is own else replace(prompt, sample=decoded)
-            for prompt, own, decoded in zip(sampled.prompts, own_P, decoded_P, strict=True)
+            prompt if decoded is sample else replace(prompt, sample=decoded)
+            for prompt, sample, decoded in zip(sampled.prompts, samples_P, decoded_P, strict=True)
         ]
         pending = PendingRollout(context, replace(sampled, prompts=prompts_P))
         jobs: Iterable[RenderJob] = _jobs(context.policy, forwards, pending, timer, should_stop)
         if forwards.collective:
             jobs = list(jobs)
-        num_different = sum(len({c.token_ids for c in arms_G}) for arms_G in sampled.arms)
-        at_most = num_different * context.config.images_per_completion
+        num_distinct = sum(len({c.token_ids for c in arms_G}) for arms_G in sampled.arms)
+        limit = num_distinct * context.config.images_per_completion
         try:
-            with counted("pictures" if context.makes_images else "answers", at_most) as progress:
+            with counted("pictures" if context.makes_images else "answers", limit) as progress:
                 for number, outcome in context.renderer.render(jobs):
                     if should_stop():
                         raise Interrupted
@@ -147,7 +147,7 @@ def _jobs(
     timer: PhaseTimer,
     should_stop: Callable[[], bool],
 ) -> Iterator[RenderJob]:
-    """The pictures to render; a micro-batch's forward runs when its first picture is requested."""
+    """Yield a job per picture; a micro-batch's forward runs when its first job is requested."""
     for micro_batch in forwards.micro_batches:
         if should_stop() and not forwards.collective:
             raise Interrupted
@@ -169,16 +169,16 @@ class PendingRollout:
         self._sampled = sampled
         self._completions_PG = sampled.arms
         self._arms_PG: list[list[Arm | None]] = [[None] * len(arms_G) for arms_G in sampled.arms]
-        """For each of these completions its `Arm`; None until its action is known."""
+        """An `Arm` per completion; None until its action is known."""
         self._distinct: dict[tuple[int, tuple[int, ...], int], Picture] = {}
-        """(Prompt index, token ids that it is drawn from, picture number) -> picture."""
+        """(prompt index, token ids from which the picture is drawn, picture number) -> picture."""
         self._pictures: list[Picture] = []
-        """The same pictures in the order in which the renderer gets them."""
+        """The same pictures in the order in which they are passed to the renderer."""
         self._outputs: dict[tuple[str, Picture | Reading], tuple[Future[Outputs], int]] = {}
-        """(Reward name, picture or reading) -> the call that grades it, and the index of its output
+        """(reward name, picture or reading) -> the call that grades it, and the index of its output
         in the list that the call returns."""
         self._futures: list[Future[Outputs]] = []
-        """Every call of a reward."""
+        """All calls of rewards."""
         self._episodes_PG: list[list[Episode]] = []
 
     @property
@@ -186,24 +186,24 @@ class PendingRollout:
         return len(self._pictures)
 
     def expect(self, p: int, g: int, action: Action) -> list[RenderJob]:
-        """Store a completion's action; returns jobs for those of its pictures that no equal
-        completion has requested."""
+        """Store a completion's action; returns a job for each of its pictures that no earlier
+        completion shares."""
         config, sampled, prompt = self._context.config, self._sampled, self._sampled.prompts[p]
         completion = self._completions_PG[p][g]
         ids = completion.token_ids
         failure = why_not_rendered(config, completion, action)
-        source_ids = ids if action.drawn_from is None else action.drawn_from
-        about = RewardInput(prompt.sample, action.text, None, action.thought)
+        drawn_ids = ids if action.drawn_from is None else action.drawn_from
+        base_input = RewardInput(prompt.sample, action.text, None, action.thought)
         jobs, readings = [], []
         for number in range(0 if failure else config.images_per_completion):
-            picture = self._distinct.setdefault((p, source_ids, number), Picture(p, number))
+            picture = self._distinct.setdefault((p, drawn_ids, number), Picture(p, number))
             if not picture.readings:
                 self._pictures.append(picture)
                 seed = sampled.noise_seeds[p]
                 noise_seed = derive_seed(seed, number) if number else seed
                 jobs.append(RenderJob(own_pictures(prompt.sample), action.payload, noise_seed))
             if ids not in picture.readings:
-                picture.readings[ids] = Reading(picture, about)
+                picture.readings[ids] = Reading(picture, base_input)
                 self._grade(picture.readings[ids])
             readings.append(picture.readings[ids])
         # Drop the payload: a batch's hidden states would hold a gigabyte during the training step.
@@ -214,8 +214,8 @@ class PendingRollout:
 
     def submit(self, number: int, outcome: Image | RenderFailure | None) -> None:
         """Store picture `number`, or its failure, and submit it to the rewards."""
-        is_right = outcome is None and not self._context.makes_images
-        if not is_right and not isinstance(outcome, Image | RenderFailure):
+        is_no_picture = outcome is None and not self._context.makes_images
+        if not is_no_picture and not isinstance(outcome, Image | RenderFailure):
             raise TypeError(
                 f"renderer: {self._context.config.renderer['type']} draws {shown(outcome)}; "
                 "expected an RGB picture of PIL, or a RenderFailure"
@@ -223,26 +223,26 @@ class PendingRollout:
         picture = self._pictures[number]
         # Copy it: a renderer may draw its next picture into the same image object.
         picture.outcome = outcome.copy() if isinstance(outcome, Image) else outcome
-        picture.is_made = True
+        picture.has_outcome = True
         for reading in picture.readings.values():
             self._grade(reading)
         self._compare(picture.p)
 
     def _grade(self, reading: Reading) -> None:
-        """Submit a reading to the rewards that grade single pictures, once its picture exists."""
+        """Submit a reading to the rewards that grade single pictures, if its picture exists."""
         if not reading.can_be_graded:
             return
         for name, reward in self._context.rewards.items():
-            graded = reading.seen_by(reward)
-            if not reward.scores_groups() and (name, graded) not in self._outputs:
-                self._ask(name, reward, {graded: reading.reward_input})
+            unit = reading.grading_unit(reward)
+            if not reward.scores_groups() and (name, unit) not in self._outputs:
+                self._call_reward(name, reward, {unit: reading.reward_input})
 
     def _compare(self, p: int) -> None:
-        """Submit a prompt's pictures to the rewards that compare pictures, once all of them exist.
-        Each call gets the pictures that share their noise."""
+        """Submit a prompt's pictures to the rewards that compare pictures, if all of them exist.
+        Each call gets the pictures with the same noise."""
         readings = self._readings(p)
         is_complete = None not in self._arms_PG[p]
-        if not (is_complete and all(reading.picture.is_made for reading in readings)):
+        if not (is_complete and all(reading.picture.has_outcome for reading in readings)):
             return
         for name, reward in self._context.rewards.items():
             if not reward.scores_groups():
@@ -251,17 +251,17 @@ class PendingRollout:
                 group: dict[Picture | Reading, RewardInput] = {}
                 for reading in readings:
                     if reading.picture.number == number and reading.can_be_graded:
-                        group.setdefault(reading.seen_by(reward), reading.reward_input)
+                        group.setdefault(reading.grading_unit(reward), reading.reward_input)
                 if group:
-                    self._ask(name, reward, group)
+                    self._call_reward(name, reward, group)
 
-    def _ask(
+    def _call_reward(
         self, name: str, reward: Reward, inputs: Mapping[Picture | Reading, RewardInput]
     ) -> None:
         future = self._context.loop.submit(scores(name, reward, list(inputs.values())))
         self._futures.append(future)
-        for place, graded in enumerate(inputs):
-            self._outputs[name, graded] = future, place
+        for index, unit in enumerate(inputs):
+            self._outputs[name, unit] = future, index
 
     def _readings(self, p: int) -> list[Reading]:
         """A prompt's distinct readings so far, in the order of its completions."""
@@ -273,7 +273,7 @@ class PendingRollout:
             future.cancel()
 
     def still_waiting(self) -> bool:
-        """Whether a verdict is missing."""
+        """Whether a call of a reward has not finished."""
         return self._num_done() < len(self._futures)
 
     def _num_done(self) -> int:
@@ -284,10 +284,10 @@ class PendingRollout:
     ) -> Iterator[tuple[int, list[Episode]]]:
         """Yield (p, episodes of prompt p) in order, each as soon as its last verdict has arrived.
 
-        Raises `JudgeRefused` if the judge is set up wrongly; if the judge is down,
-        episodes are left UNGRADED. Raises `Interrupted` soon after `should_stop()` turns true.
+        Raises `JudgeRefused` if the judge is set up wrongly; if the judge is down, episodes are
+        UNGRADED. Raises `Interrupted` soon after `should_stop()` turns true.
         """
-        assert all(picture.is_made for picture in self._pictures), "the renderer lost a job"
+        assert all(picture.has_outcome for picture in self._pictures), "the renderer lost a job"
         sampled, config = self._sampled, self._context.config
         try:
             with counted("verdicts", len(self._futures), self._num_done()) as progress:
@@ -313,14 +313,14 @@ class PendingRollout:
             return Verdict(None, outcome)
         grades = {}
         for name, reward in self._context.rewards.items():
-            future, place = self._outputs[name, reading.seen_by(reward)]
+            future, index = self._outputs[name, reading.grading_unit(reward)]
             while not should_stop():
                 if wait([future], timeout=LISTEN_EVERY_S).done:
                     break
                 progress.at(self._num_done())
             else:
                 raise Interrupted
-            grades[name] = future.result()[place]
+            grades[name] = future.result()[index]
         return Verdict(outcome, None, grades)
 
     def _latency(self) -> str:

@@ -1,4 +1,4 @@
-"""Decides when and how a run's finished iterations are saved as checkpoints."""
+"""Saves a run's finished iterations as checkpoints, and publishes them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Checkpointing:
     """Saves and publishes a run's checkpoints; every rank has one."""
 
     config: Mapping[str, Any]
-    """The run's config, in the form that may be published."""
+    """The run's config, scrubbed of secrets, so that it may be published."""
     dist: Dist
     num_iterations: int
     checkpoints: Checkpoints
@@ -33,10 +33,10 @@ class Checkpointing:
     """Writes everything about an iteration in the background, in order."""
     last_finished: LastFinished
     last_save: Future[None] | None = None
-    """The last checkpoint that the writer was asked to write."""
+    """The last checkpoint that was queued for the writer."""
 
     def finish(self, done: int, metrics: Metrics) -> None:
-        """Note iteration `done` as applied and synced; from now on it is not lost. Collective."""
+        """Note that iteration `done` is applied and synced, so that it can be saved. Collective."""
         self.last_finished.note(done, self.dist.reduce(metrics))
 
     def save_if_due(self, done: int, timer: PhaseTimer) -> None:
@@ -48,28 +48,28 @@ class Checkpointing:
 
     def save(self, final: bool = False) -> None:
         """Write the checkpoint of the last finished iteration, after that iteration's records.
-        Collective. A state held in memory is written while training goes on, unless `final`."""
+        Unless `final`, a state held in memory is written while training continues. Collective."""
         held = self.last_finished.held()
         if held is not None and not final:
             if not self.dist.is_main:
                 return
             if self.last_save is not None:
-                self.last_save.result()  # at most two states in memory, plus one being made
-            what = f"the checkpoint of iteration {held.iteration}"
-            self.last_save = self.writer.put(what, partial(self._save_held, held))
+                self.last_save.result()  # at most two states in memory, plus one being copied
+            label = f"the checkpoint of iteration {held.iteration}"
+            self.last_save = self.writer.put(label, partial(self._save_held, held))
             return
         self.writer.drain()
         point = self.last_finished.read()
         if self.checkpoints.save(point, final=final) is not None and self.dist.is_main:
-            self._forget_journals(self.last_finished.done)
+            self._delete_journals(self.last_finished.done)
         self.writer.flush()  # last, so that an earlier error does not prevent the save
 
     def _save_held(self, point: ResumePoint) -> None:
         if self.checkpoints.save_alone(point) is not None:
-            self._forget_journals(point.iteration)
+            self._delete_journals(point.iteration)
 
-    def _forget_journals(self, done: int) -> None:
-        """Delete journals that a checkpoint now covers: the episode records hold their replies."""
+    def _delete_journals(self, done: int) -> None:
+        """Delete journals of iterations before `done`: the episode records hold their replies."""
         for path in (self.checkpoints.folder.parent / "judge").glob("*.jsonl"):
             match = _JOURNAL.fullmatch(path.name)
             if match and int(match[1]) < done:

@@ -1,4 +1,4 @@
-"""Checks of every rollout and every line of metrics: what failed, and what looks wrong."""
+"""Checks every rollout for failures, and every line of metrics for signs of trouble."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rl.run.watch import Watch
 from rl.text.untrusted import shown
 
 WINDOW_PICTURES = 200
-"""The renderer's failure rate is over the last iterations with this many pictures in total. Fewer
-pictures count as this many, so that one failure in a tiny iteration does not stop the run."""
+"""The renderer's failure rate is computed over the last iterations with at least this many pictures
+in total. Fewer pictures count as this many: one failure in a tiny iteration does not stop a run."""
 SHOWN_CHARS = 200
 
 
 class TooManyFailuresError(RuntimeError):
-    """More of an iteration went ungraded than `judge.max_failure_rate` allows."""
+    """More episodes of an iteration are UNGRADED than `judge.max_failure_rate` allows."""
 
 
 class TooManyRenderFailuresError(TooManyFailuresError):
@@ -51,21 +51,21 @@ class Checks:
         self._held_out = HeldOutContents(held_out) if held_out else None
         self._watch = watch
         self._rendered: deque[tuple[int, int]] = deque()
-        """(pictures that the renderer could not draw, pictures) of the last iterations."""
+        """(number of pictures that the renderer failed to draw, of all) for the last iterations."""
         self._warned: set[str] = set()
-        """What is warned of once: causes of failed episodes, shared samples."""
+        """Keys of warnings that were logged: causes of failed episodes, and 'held-out'."""
 
     def failures(self, rollout: Rollout) -> None:
-        """Raises `TooManyFailuresError` for a judge or a renderer that fails too often, on every
-        rank together. Collective."""
+        """Raises `TooManyFailuresError` on every rank if the judge or the renderer fails too often.
+        Collective."""
         self._check_renderer(rollout)
         self._check_failure_rate(rollout.episodes)
         for episodes_G in rollout.episodes:
             for episode in episodes_G:
                 cause = _cause(episode)
                 if cause and episode.status is not Status.POLICY_FAILED:
-                    what = f"rank {self._dist.rank}: {episode.status}: {cause}"
-                    self._warn_once(cause, f"{what} (said once; each is in episodes/)")
+                    text = f"rank {self._dist.rank}: {episode.status}: {cause}"
+                    self._warn_once(cause, f"{text} (logged once; all are in episodes/)")
 
     def _check_renderer(self, rollout: Rollout) -> None:
         failures = [shown(reason, SHOWN_CHARS) for reason in rollout.render_failures]
@@ -105,7 +105,7 @@ class Checks:
             self._judge.forget_failed()
         raise TooManyFailuresError(
             f"{int(lost)} of {int(total)} episodes could not be graded ({_listed(causes)}); the "
-            f"limit is judge.max_failure_rate={limit}. Fix what is named (the reward's own code, "
+            f"limit is judge.max_failure_rate={limit}. Fix the cause (an error in a reward's code, "
             "or a judge that is down) and start the same command again: it goes on after the last "
             f"finished iteration. The first failure: {first}"
         )
@@ -122,14 +122,14 @@ class Checks:
         return metrics
 
     def _num_held_out(self, rollout: Rollout, held_out: HeldOutContents) -> int:
-        """How many of this rank's prompts show what a held-out sample shows."""
+        """Number of this rank's prompts that show the same as a held-out sample."""
         shared = held_out.shared(episodes_G[0].prompt.sample for episodes_G in rollout.episodes)
         for trained, other in shared.items():
             self._warn_once(
                 "held-out",
-                f"rank {self._dist.rank}: training sample {trained} shows what held-out sample "
-                f"{other} shows; held-out rewards are not of unseen data (said once; "
-                "data/held_out_prompts counts)",
+                f"rank {self._dist.rank}: held-out sample {other} shows the same as training "
+                f"sample {trained}, so held-out rewards are not of unseen data (logged once; "
+                "data/held_out_prompts counts all)",
             )
         return len(shared)
 
@@ -139,17 +139,17 @@ class Checks:
             warn(text)
 
     def line(self, line: Mapping[str, float]) -> None:
-        """Checks one line of metrics with those of the last iterations."""
+        """Warn of conditions that begin with this line of metrics (see `Watch`)."""
         for sentence in self._watch.sentences(line):
             if self._dist.is_main:
                 warn(sentence)
 
 
 def _cause(episode: Episode) -> str:
-    """The start of an episode's failure: who failed and how. '' if the episode did not fail."""
+    """The first two parts of an episode's failure, which name its cause; '' without failure."""
     return ": ".join((episode.failure or "").split("\n")[0].split(": ")[:2])
 
 
 def _listed(causes: Counter[str]) -> str:
-    """'3 x level: timeout, 1 x renderer: ragged', at most five."""
+    """The five most frequent causes, e.g. '3 x level: timeout, 1 x renderer: ragged'."""
     return ", ".join(f"{num} x {cause}" for cause, num in causes.most_common(5)) or "none"

@@ -1,4 +1,4 @@
-"""What samples show: finds held-out pictures in training, and samples that share a picture."""
+"""Hashes of what samples show, and a search for held-out pictures in training samples."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 SIDE_PX = 8
 SAME_VIEW = 0.075
-"""Pictures whose 8 x 8 thumbnails are closer than this, relative to their contrast, are copies. On
-64 x 64 px pictures, JPEG (quality >= 50) and resizing cause distances up to 0.068; the most similar
-of two million pairs of generated scenes are 0.108 apart."""
+"""Pictures are copies if their 8 x 8 thumbnails' distance, relative to their contrast, is less. For
+64 x 64 px pictures, JPEG (quality >= 50) and resizing cause distances up to 0.068; the smallest
+distance of two million pairs of generated scenes is 0.108."""
 SAME_ASPECT = 0.03
-"""Relative difference of width / height: a resized copy rounds its sides."""
+"""Copies differ in width / height by less than this share: resizing rounds the sides."""
 
 
 def shown(sample: Sample) -> tuple[str, ...]:
-    """A hash of each source picture; of a sample without any, of its words, in any letter case."""
+    """A hash per source picture; without sources, one of the instruction, ignoring letter case."""
     if sample.source_codes is not None:
         contents = [repr(sample.source_codes.tolist()).encode()]
     elif sample.sources:
@@ -34,31 +34,31 @@ def shown(sample: Sample) -> tuple[str, ...]:
 
 
 class HeldOutContents:
-    """The held-out samples' contents, to find training samples that repeat them."""
+    """Finds training samples that repeat a held-out sample."""
 
     def __init__(self, held_out: Sequence[Sample]) -> None:
-        """Their pictures are read once, here."""
-        self._ids = {name: sample.id for sample in held_out for name in shown(sample)}
+        """Reads the held-out samples' pictures once."""
+        self._ids = {key: sample.id for sample in held_out for key in shown(sample)}
         self._owners = [sample.id for sample in held_out for _ in sample.sources]
-        pictures = [_view(picture) for sample in held_out for picture in sample.sources]
+        views = [_view(picture) for sample in held_out for picture in sample.sources]
         self._views, self._contrasts, self._aspects = (
-            np.array([picture[i] for picture in pictures]) for i in range(3)
+            np.array([view[i] for view in views]) for i in range(3)
         )
 
     def shared(self, training: Iterable[Sample]) -> dict[str, str]:
-        """Id of each training sample that shows a held-out sample's picture, also in another size
-        or file format, or has the same words if without pictures -> the held-out sample's id."""
-        found = {}
+        """Id of each training sample that repeats a held-out sample -> the held-out sample's id. It
+        has a copy of its picture, of any size or file format; without pictures, its instruction."""
+        held_out_of = {}
         for sample in training:
-            names = [name for name in shown(sample) if name in self._ids]
-            copies = (self._copied(picture) for picture in sample.sources)
-            held_out = self._ids[names[0]] if names else next(filter(None, copies), None)
-            if held_out is not None:
-                found[sample.id] = held_out
-        return found
+            keys = [key for key in shown(sample) if key in self._ids]
+            copied_ids = (self._copied(picture) for picture in sample.sources)
+            held_out_id = self._ids[keys[0]] if keys else next(filter(None, copied_ids), None)
+            if held_out_id is not None:
+                held_out_of[sample.id] = held_out_id
+        return held_out_of
 
     def _copied(self, picture: Image) -> str | None:
-        """The held-out sample that shows a copy of it."""
+        """Id of the held-out sample whose picture is a copy of this one; None if there is none."""
         if not self._owners:
             return None
         view, contrast, aspect = _view(picture)

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     from rl.ranks.dist import Dist
 
-Shown = Sequence[str]
-"""Hashes of what one sample shows (`contents.shown`)."""
+Hashes = Sequence[str]
+"""Hashes of one sample's contents (`contents.shown`)."""
 _FIXED = {"bare": "the user's own words", "reference": "the right words"}
-"""Arm -> a name for its words, which training does not change."""
+"""Arm -> how messages name its words, which training does not change."""
 
 
 def state_distance(states_TD: torch.Tensor, base_TD: torch.Tensor) -> tuple[float, float]:
-    """(relative L2 distance |h - h0| / |h0|, cosine), means over the tokens of [T, D] states, any
+    """(relative L2 distance |h - h0| / |h0|, cosine): means over the tokens of states [T, D] of any
     dtype and device, computed in float32."""
     import torch
 
@@ -41,32 +41,32 @@ def state_distance(states_TD: torch.Tensor, base_TD: torch.Tensor) -> tuple[floa
 def _compare(
     rewards_P: Sequence[float | None],
     others_P: Sequence[float | None],
-    shown_P: Sequence[Shown],
+    hashes_P: Sequence[Hashes],
     dist: Dist,
 ) -> Paired | None:
-    """Differences over all ranks' samples that have both rewards; None without any. Collective."""
-    local = [
-        (reward - other, shown)
-        for reward, other, shown in zip(rewards_P, others_P, shown_P, strict=True)
+    """Differences over all ranks' samples that have both rewards; None if none has. Collective."""
+    local_pairs = [
+        (reward - other, hashes)
+        for reward, other, hashes in zip(rewards_P, others_P, hashes_P, strict=True)
         if reward is not None and other is not None
     ]
-    pairs = [pair for of_rank in dist.gather(local) for pair in of_rank]
-    return paired([difference for difference, _ in pairs], [shown for _, shown in pairs])
+    pairs = [pair for rank_pairs in dist.gather(local_pairs) for pair in rank_pairs]
+    return paired([difference for difference, _ in pairs], [hashes for _, hashes in pairs])
 
 
-def _add_paired(metrics: Metrics, name: str, found: Paired | None) -> None:
-    """Every rank has the same values, so they are not summed over ranks."""
-    if found is not None:
-        metrics.maximum(name, found.mean)
-        if found.error is not None:
-            metrics.maximum(f"{name}_error", found.error)
+def _add_paired(metrics: Metrics, name: str, difference: Paired | None) -> None:
+    """Add mean and error as maxima over ranks, because every rank has the same values."""
+    if difference is not None:
+        metrics.maximum(name, difference.mean)
+        if difference.error is not None:
+            metrics.maximum(f"{name}_error", difference.error)
 
 
 def add_stock_arm(
     metrics: Metrics,
     untrained_P: Sequence[Rewards],
     episodes: Sequence[Episode],
-    shown_P: Sequence[Shown],
+    hashes_P: Sequence[Hashes],
     dist: Dist,
 ) -> None:
     """Add the untrained system's rewards, and the trained system's gain over it. Collective."""
@@ -77,7 +77,7 @@ def add_stock_arm(
             if arm.startswith("stock") and reward is not None:
                 metrics.add(f"eval/{arm}_reward", reward)
     stock_P = [rewards.get("stock") for rewards in untrained_P]
-    gain = _compare([episode.reward for episode in episodes], stock_P, shown_P, dist)
+    gain = _compare([episode.reward for episode in episodes], stock_P, hashes_P, dist)
     _add_paired(metrics, "eval/gain_over_stock", gain)
 
 
@@ -85,15 +85,15 @@ def add_gain_of_thought(
     metrics: Metrics,
     episodes: Sequence[Episode],
     cut_P: Sequence[Episode | None],
-    shown_P: Sequence[Shown],
+    hashes_P: Sequence[Hashes],
     dist: Dist,
 ) -> None:
-    """Add the gain from thinking; `cut_P`: the same samples' episodes without it. Collective."""
+    """Add the gain from thinking; `cut_P`: the samples' episodes without thinking. Collective."""
     rewards_P = [None if episode is None else episode.reward for episode in cut_P]
     for reward in rewards_P:
         if reward is not None:
             metrics.add("eval/cut_thought_reward", reward)
-    gain = _compare([episode.reward for episode in episodes], rewards_P, shown_P, dist)
+    gain = _compare([episode.reward for episode in episodes], rewards_P, hashes_P, dist)
     _add_paired(metrics, "eval/gain_of_thought", gain)
 
 
@@ -102,38 +102,38 @@ def add_falls(
     iteration: int,
     untrained_P: Sequence[Rewards],
     fixed: Mapping[str, FixedArm],
-    shown_P: Sequence[Shown],
+    hashes_P: Sequence[Hashes],
     dist: Dist,
 ) -> None:
-    """Add how much reward fixed words have lost since training began; warns of a loss beyond noise.
-    Collective."""
-    alarms, worths = [], []
+    """Add how far the rewards of fixed words have fallen since training began; warns of a fall
+    beyond noise. Collective."""
+    alarms, untrained_means = [], []
     for arm, (_, episodes_P) in fixed.items():
         before_P = [rewards.get(arm) for rewards in untrained_P]
         after_P = [None if episode is None else episode.reward for episode in episodes_P]
-        fall = _compare(before_P, after_P, shown_P, dist)
-        worth = _compare(before_P, [0.0] * len(before_P), shown_P, dist)
+        fall = _compare(before_P, after_P, hashes_P, dist)
+        untrained = _compare(before_P, [0.0] * len(before_P), hashes_P, dist)
         _add_paired(metrics, f"drift/{arm}_fall", fall)
-        if fall is None or worth is None:
+        if fall is None or untrained is None:
             continue
-        worths.append(worth.mean)
+        untrained_means.append(untrained.mean)
         if fall.is_alarming:
             alarms.append(
-                f"{_FIXED[arm]} lost {fall.mean:.3f} +- {fall.error:.3f} ({fall.num} samples of "
+                f"of {_FIXED[arm]} by {fall.mean:.3f} +- {fall.error:.3f} ({fall.num} samples of "
                 f"{fall.num_clusters} sources)"
             )
         metrics.maximum("drift/alarm", float(bool(alarms)))
-    if worths and max(worths) < LEAST_FALL and iteration == 0 and dist.is_main:
+    if untrained_means and max(untrained_means) < LEAST_FALL and iteration == 0 and dist.is_main:
         warn(
-            "the user's own words earn nothing under the untrained weights, so drift/alarm cannot "
+            "the user's own words earn no reward under the untrained weights: drift/alarm cannot "
             "see a fall; drift/state_l2 says how far the states have moved, not whether that hurts"
         )
     if alarms and dist.is_main:
         warn(
-            f"held-out run after {iteration} iterations: {' and '.join(alarms)} of the reward that "
-            "they had before training: what the renderer reads has drifted. Begin again with a "
-            "lower optimizer.learning_rate or a higher algorithm.kl_coeff, or go on from this "
-            "adapter (policy.adapter_path) with policy.conditioning 'base'"
+            f"held-out run after {iteration} iterations: rewards fell, {' and '.join(alarms)}: the "
+            "hidden states that the renderer reads have drifted. Start again with a lower "
+            "optimizer.learning_rate or a higher algorithm.kl_coeff, or continue from this adapter "
+            "(policy.adapter_path) with policy.conditioning 'base'"
         )
 
 
@@ -146,8 +146,8 @@ def add_state_drift(
     dist: Dist,
 ) -> None:
     """Add the distance of the words' states from those under untrained weights. Collective."""
-    known = [(p, words) for p, words in zip(prompts_P, words_P, strict=True) if words is not None]
-    prompts, words = [prompt for prompt, _ in known], [words for _, words in known]
+    pairs = [(p, words) for p, words in zip(prompts_P, words_P, strict=True) if words is not None]
+    prompts, words = [prompt for prompt, _ in pairs], [words for _, words in pairs]
     base_P = stock.states(prompts, words)
     for states, base in zip(word_states(context, prompts, words, dist), base_P, strict=True):
         if states is not None and base is not None:

@@ -1,4 +1,4 @@
-"""Metrics of an iteration's episodes."""
+"""Computes the metrics of an iteration's episodes."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 
 HALF_MARKS = 0.5
-"""A group whose rewards (0..1) are all equal and below this is dead: nothing to learn from it."""
+"""A group is dead (teaches nothing) if its rewards (0..1) are all equal and below this."""
 
 
 def size_of(completions_PG: Sequence[Sequence[Completion]]) -> str:
-    """'96 completions, 1240 tokens'."""
+    """For the console: '96 completions, 1240 tokens'."""
     lengths = [len(c.token_ids) for completions_G in completions_PG for c in completions_G]
     return f"{len(lengths)} completions, {sum(lengths)} tokens"
 
 
 def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
-    """Rewards, how episodes ended, lengths, latencies and the bare arm. Collective."""
+    """Metrics of rewards, statuses, lengths, latencies and the bare arm. Collective."""
     metrics = Metrics()
     for episodes_G, bare in zip(rollout.episodes, rollout.bare_episodes, strict=True):
         _add_group(metrics, episodes_G)
         add_bare_arm(metrics, "", episodes_G, bare)
     local = reward_moments([[e.reward for e in episodes_G] for episodes_G in rollout.episodes])
-    of_noise, of_words = _variances(rollout.episodes)
-    *moments, of_noise, of_words = dist.sum_floats(
-        [local.total, local.total_of_squares, local.count, of_noise, of_words]
+    within, between = _variances(rollout.episodes)
+    *moments, within, between = dist.sum_floats(
+        [local.total, local.total_of_squares, local.count, within, between]
     )
     metrics.maximum("reward/std", RewardMoments(*moments).std)
-    if of_noise + of_words > 0:
-        metrics.maximum("reward/noise_variance_share", of_noise / (of_noise + max(of_words, 0.0)))
+    if within + between > 0:
+        metrics.maximum("reward/noise_variance_share", within / (within + max(between, 0.0)))
     return metrics
 
 
@@ -89,11 +89,11 @@ def _add_episode(metrics: Metrics, episode: Episode) -> None:
 def add_thought(metrics: Metrics, prefix: str, episode: Episode) -> None:
     """Add the thought's length and whether it was unfinished or lacked its marker."""
     num_tokens = episode.action.num_thought_tokens
-    asked = episode.prompt.without_thought is not None
-    if asked or num_tokens:
+    asks_for_thought = episode.prompt.without_thought is not None
+    if asks_for_thought or num_tokens:
         metrics.add(f"{prefix}thought/tokens_mean", num_tokens)
         metrics.maximum(f"{prefix}thought/tokens_max", num_tokens)
-    if asked:
+    if asks_for_thought:
         cause = (episode.action.failure or "").partition(":")[0]
         metrics.add(f"{prefix}thought/unfinished", float(cause == UNFINISHED_THOUGHT))
         metrics.add(f"{prefix}thought/no_marker", float(cause == NO_MARKER))
@@ -102,17 +102,17 @@ def add_thought(metrics: Metrics, prefix: str, episode: Episode) -> None:
 def _variances(episodes_PG: Sequence[Sequence[Episode]]) -> tuple[float, float]:
     """Variance of a picture's reward (within a completion, between the completions of a group),
     summed over the groups with several pictures per completion. Unbiased estimates (one-way ANOVA,
-    Searle et al. 1992), so the second may be negative."""
-    of_noise = of_words = 0.0
+    Searle et al. 1992): the one between completions may be negative."""
+    sum_within = sum_between = 0.0
     for episodes_G in episodes_PG:
         rows = [e.image_rewards for e in episodes_G if len(e.image_rewards) > 1]
         if len(rows) < 2:
             continue
-        num, num_free = sum(map(len, rows)), len(rows) - 1
-        grand = sum(map(sum, rows)) / num
-        within = sum((len(row) - 1) * variance(row) for row in rows) / (num - len(rows))
-        between = sum(len(row) * (fmean(row) - grand) ** 2 for row in rows) / num_free
-        per_row = (num - sum(len(row) ** 2 for row in rows) / num) / num_free
-        of_noise += within
-        of_words += (between - within) / per_row
-    return of_noise, of_words
+        num_values, degrees = sum(map(len, rows)), len(rows) - 1
+        grand_mean = sum(map(sum, rows)) / num_values
+        within = sum((len(row) - 1) * variance(row) for row in rows) / (num_values - len(rows))
+        between = sum(len(row) * (fmean(row) - grand_mean) ** 2 for row in rows) / degrees
+        per_row = (num_values - sum(len(row) ** 2 for row in rows) / num_values) / degrees
+        sum_within += within
+        sum_between += (between - within) / per_row
+    return sum_within, sum_between

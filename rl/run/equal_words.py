@@ -1,4 +1,4 @@
-"""Checks that equal words earn equal rewards in all arms of a held-out run."""
+"""Checks that equal words have equal rewards in all arms of a held-out run."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ if TYPE_CHECKING:
     from rl.ranks.dist import Dist
 
 ROUNDING = 0.02
-"""A model's rewards (0..1) of one picture in two batches differ by less, through rounding."""
+"""Rounding changes a model's reward (0..1) of one picture in another batch by less than this."""
 MOST_NOISE, MEAN_NOISE = 0.5, 0.2
-"""Rewards from a judge at temperature 1 of two almost equal pictures differ by less than these:
-in any one pair, and on average."""
+"""A judge at temperature 1 grades two almost equal pictures with rewards that differ by less than
+these: in any one pair, and on average."""
 
 Arms = Mapping[str, Episode | None]
-"""A sample's episodes by arm; all with the plain prompt, current weights and the sample's noise."""
+"""A sample's episodes by arm, all with the plain prompt, the current weights and equal noise."""
 
 
 class UnequalRewardsError(RuntimeError):
-    """The same words and the same picture have two rewards."""
+    """Equal words with equal pictures have unequal rewards."""
 
 
 def check_equal_words(
     arms_P: Sequence[Arms], images_per_completion: int, at_start: bool, dist: Dist
 ) -> None:
-    """Where two arms have equal words, bit-equal pictures and unequal rewards: `at_start` raise
-    `UnequalRewardsError` on every rank, later warn. Where the pictures are not bit-equal, warn if
-    rewards differ by more than a judge's noise. Collective."""
-    local = [pair for arms in arms_P for pair in _pairs(arms, images_per_completion)]
-    pairs = [pair for of_rank in dist.gather(local) for pair in of_rank]
+    """If two arms have equal words, bit-equal pictures and unequal rewards, raise
+    `UnequalRewardsError` on every rank `at_start`, and warn later. If the pictures are not
+    bit-equal, warn if the rewards differ by more than a judge's noise. Collective."""
+    local_pairs = [pair for arms in arms_P for pair in _pairs(arms, images_per_completion)]
+    pairs = [pair for rank_pairs in dist.gather(local_pairs) for pair in rank_pairs]
     exact = max(((gap, text) for gap, text, same in pairs if same), default=(0.0, ""))
     others = [(gap, text) for gap, text, same in pairs if not same]
     most, mean = max(others, default=(0.0, "")), fmean([gap for gap, _ in others] or [0.0])
     if exact[0] > ROUNDING:
         sentence = (
             f"equal words and equal pictures have unequal rewards: {exact[1]}. Scores are assigned "
-            "to another completion than the graded one, or a reward answers one picture "
-            "differently each time: return the answers of judge and rewards in the order of the "
-            "questions, and make each reward a function of its input"
+            "to another completion than the graded one, or a reward grades one picture differently "
+            "each time: make judge and rewards reply in the order of their inputs, and make each "
+            "reward a function of its input"
         )
         if at_start:
             raise UnequalRewardsError(sentence)
@@ -54,7 +54,7 @@ def check_equal_words(
             "equal words have unequal rewards under the same weights and the same noise: "
             f"{most[1]}, and {mean:.2f} apart on average of {len(others)} pairs. The renderer gets "
             "the states of another completion, or scores are assigned to another one, or the "
-            "judge's readings of one picture differ that much"
+            "judge's scores of one picture differ by that much"
         )
     else:
         return
@@ -63,8 +63,8 @@ def check_equal_words(
 
 
 def _pairs(arms: Arms, images_per_completion: int) -> Iterator[tuple[float, str, bool]]:
-    """(difference of the rewards, a text that gives both, whether the pictures are bit-equal) for
-    each two arms with equal words and the same reward parts."""
+    """(difference of the rewards, a message with both, whether the pictures are bit-equal) for each
+    pair of arms with equal words and the same reward parts."""
     scored = [
         (name, arm, arm.reward)
         for name, arm in arms.items()
@@ -73,11 +73,11 @@ def _pairs(arms: Arms, images_per_completion: int) -> Iterator[tuple[float, str,
     for (one, first, reward), (other, second, other_reward) in combinations(scored, 2):
         same_words = first.completion.token_ids == second.completion.token_ids
         if same_words and first.parts.keys() == second.parts.keys():
-            # An episode holds the first of its pictures.
-            looks = [digest(arm.image) if arm.image else b"" for arm in (first, second)]
+            # An episode has only the first of its completion's pictures.
+            digests = [digest(arm.image) if arm.image else b"" for arm in (first, second)]
             yield (
                 abs(reward - other_reward),
                 f"held-out sample {shown(first.prompt.sample.id, 100)} earns {reward:.3f} ({one}) "
                 f"and {other_reward:.3f} ({other})",
-                images_per_completion == 1 and looks[0] == looks[1],
+                images_per_completion == 1 and digests[0] == digests[1],
             )

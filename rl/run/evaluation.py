@@ -1,4 +1,4 @@
-"""Runs the held-out samples and grades the policy's words beside the user's and the reference's.
+"""Evaluates the policy on the held-out samples, beside the user's, reference and stock arms.
 
 Axes: `_P` held-out samples of this rank.
 """
@@ -41,15 +41,15 @@ _ARMS = ("the policy", "the user's own words", "the right words", "the thought c
 
 @dataclass(frozen=True, eq=False)
 class Arms:
-    """One held-out run's episodes, _P each; None where a sample has no such arm."""
+    """One held-out run's episodes, _P per arm; None where a sample does not have the arm."""
 
     policy: Sequence[Episode]
     bare: Sequence[Episode | None]
     """Episodes of the user's own words."""
     reference: Sequence[Episode | None]
-    """Episodes of the reference words, where the data has them."""
+    """Episodes of the reference words, if the data has any."""
     unthought: Sequence[Episode | None]
-    """Episodes of what the policy writes without thinking."""
+    """Episodes of the words that the policy writes without thinking."""
     fixed: Mapping[str, FixedArm]
     """Arms whose words training does not change."""
 
@@ -64,45 +64,45 @@ def evaluate(
     timer: PhaseTimer,
     writer: BackgroundWriter,
 ) -> Metrics:
-    """Metrics of `eval/*` over all ranks' samples; every rank passes the same list. Records and
-    pictures are handed to `writer`."""
+    """Metrics `eval/*` of all ranks' samples; every rank passes the same list. `writer` writes
+    records and pictures."""
     config, metrics = context.config, Metrics()
-    mine = list(samples)[dist.rank :: dist.world_size]
-    shown_P = [shown(sample) for sample in mine]
-    # A reward that compares the pictures of a group cannot grade one drawn outside it.
-    compares = any(reward.scores_groups() for reward in context.rewards.values())
-    untrained_P: Sequence[Rewards] = [{} for _ in mine]
+    rank_samples = list(samples)[dist.rank :: dist.world_size]
+    hashes_P = [shown(sample) for sample in rank_samples]
+    # A reward that compares the pictures of a group cannot grade a picture outside of a group.
+    compares_pictures = any(reward.scores_groups() for reward in context.rewards.values())
+    untrained_P: Sequence[Rewards] = [{} for _ in rank_samples]
     with timer.phase("evaluate"):
-        prompts_P = [context.policy.build_prompt(sample) for sample in mine]
+        prompts_P = [context.policy.build_prompt(sample) for sample in rank_samples]
         completions_P1, cut_P = _write(context, engine, prompts_P)
         engine.sleep()
         arms = _draw(context, prompts_P, completions_P1, cut_P, dist)
         _measure_arms(metrics, arms)
         if config.evaluation.thought_gain:
-            add_gain_of_thought(metrics, arms.policy, arms.unthought, shown_P, dist)
-        if config.evaluation.stock_arm and context.makes_images and not compares:
+            add_gain_of_thought(metrics, arms.policy, arms.unthought, hashes_P, dist)
+        if config.evaluation.stock_arm and context.makes_images and not compares_pictures:
             stock = Stock(context, run_dir, iteration, dist)
             untrained_P = stock.rewards(prompts_P, arms.fixed, arms.policy)
-            add_stock_arm(metrics, untrained_P, arms.policy, shown_P, dist)
+            add_stock_arm(metrics, untrained_P, arms.policy, hashes_P, dist)
             if context.policy.reads_states:
-                add_falls(metrics, iteration, untrained_P, arms.fixed, shown_P, dist)
+                add_falls(metrics, iteration, untrained_P, arms.fixed, hashes_P, dist)
                 num = len(range(dist.rank, NUM_FIXED_SAMPLES, dist.world_size))
                 bare_P, _ = arms.fixed["bare"]
                 add_state_drift(metrics, context, stock, prompts_P[:num], bare_P[:num], dist)
         engine.wake()
     folder = run_dir / "evaluation" / f"it_{iteration:06d}"
     _write_records(folder, arms, untrained_P, dist, writer)
-    if not compares:
+    if not compares_pictures:
         stock_P = map(partial(_as_stock, context), arms.bare, untrained_P)
         rows = zip(arms.policy, arms.bare, arms.reference, arms.unthought, stock_P, strict=True)
-        named_P = [dict(zip(_ARMS, row, strict=True)) for row in rows]
-        check_equal_words(named_P, config.images_per_completion, iteration == 0, dist)
+        arms_P = [dict(zip(_ARMS, row, strict=True)) for row in rows]
+        check_equal_words(arms_P, config.images_per_completion, iteration == 0, dist)
     return metrics
 
 
 def _as_stock(context: RolloutContext, bare: Episode | None, untrained: Rewards) -> Episode | None:
-    """The bare episode with the stock arm's reward, where both arms give the renderer the same
-    words, independent of the weights; without its picture, which is on disk."""
+    """The bare episode with the stock arm's reward, if both arms give the renderer equal words and
+    the renderer reads no states; without the picture, which is on disk. Else None."""
     if bare is None or context.policy.reads_states:
         return None
     stock = context.policy.stock_arms(bare.prompt).get("stock")
@@ -114,8 +114,8 @@ def _as_stock(context: RolloutContext, bare: Episode | None, untrained: Rewards)
 def _write(
     context: RolloutContext, engine: Engine, prompts_P: Sequence[Prompt]
 ) -> tuple[list[list[Completion]], list[Completion | None]]:
-    """(the policy's completions, _P1; its words without thinking, _P). The latter are None where
-    no thought is asked for, or without `evaluation.thought_gain`."""
+    """(the policy's completions, _P1; its words without thinking, _P). The latter are None for
+    prompts that ask for no thought, or without `evaluation.thought_gain`."""
     config, policy = context.config, context.policy
     params = SamplingParams(
         temperature=config.evaluation.temperature,
@@ -128,11 +128,11 @@ def _write(
     completions_P1 = engine.generate(prompts_P, params, seeds_P) if prompts_P else []
     cut_P: list[Completion | None] = [None] * len(prompts_P)
     if config.evaluation.thought_gain:
-        plain_P = map(policy.cut_thought, prompts_P)
-        asked = {p: prompt for p, prompt in enumerate(plain_P) if prompt is not None}
-        seeds = [seeds_P[p] for p in asked]
-        written = engine.generate(list(asked.values()), params, seeds) if asked else []
-        for p, (completion,) in zip(asked, written, strict=True):
+        cut_prompts_P = map(policy.cut_thought, prompts_P)
+        prompts = {p: prompt for p, prompt in enumerate(cut_prompts_P) if prompt is not None}
+        seeds = [seeds_P[p] for p in prompts]
+        completions_G = engine.generate(list(prompts.values()), params, seeds) if prompts else []
+        for p, (completion,) in zip(prompts, completions_G, strict=True):
             cut_P[p] = policy.words_of_cut(completion)
     return completions_P1, cut_P
 
@@ -170,12 +170,12 @@ def _score_known(
     words_P: Sequence[Completion | None],
     dist: Dist,
 ) -> list[Episode | None]:
-    """Draw and judge given words: episodes, _P, None where there are no words. Collective."""
-    known = [(p, words) for p, words in enumerate(words_P) if words is not None]
-    asked = [prompts_P[p].plain for p, _ in known]
-    rollout = score(context, asked, [[words] for _, words in known], [None] * len(known), dist)
+    """Draw and judge `words_P`: episodes, _P; None where there are no words. Collective."""
+    pairs = [(p, words) for p, words in enumerate(words_P) if words is not None]
+    prompts = [prompts_P[p].plain for p, _ in pairs]
+    rollout = score(context, prompts, [[words] for _, words in pairs], [None] * len(pairs), dist)
     episodes: list[Episode | None] = [None] * len(prompts_P)
-    for (p, _), (episode,) in zip(known, rollout.episodes, strict=True):
+    for (p, _), (episode,) in zip(pairs, rollout.episodes, strict=True):
         episodes[p] = episode
     return episodes
 
@@ -211,10 +211,10 @@ def _write_records(
     dist: Dist,
     writer: BackgroundWriter,
 ) -> None:
-    """One line per held-out sample (all ranks' in rank 0's file), pictures beside it."""
+    """Write a line per held-out sample of all ranks to one file, and the pictures beside it."""
     pictures: dict[Path, Image] = {}
     rows = zip(arms.policy, arms.bare, untrained_P, arms.unthought, strict=True)
-    records = [_record(folder, pictures, *of_sample) for of_sample in rows]
+    records = [_record(folder, pictures, *row) for row in rows]
     gathered = [record for rank in dist.gather(records) for record in rank]
 
     def write() -> None:
@@ -235,32 +235,32 @@ def _record(
     untrained: Rewards,
     unthought: Episode | None,
 ) -> Mapping[str, Any]:
-    """A sample's record; adds its pictures to `pictures`, under the paths to write them to."""
+    """A sample's record; adds path -> picture to `pictures` for its pictures."""
     sample = episode.prompt.sample
     name = f"{derive_seed('file', sample.id):010d}"
 
-    def kept(what: str, picture: Image | None) -> str | None:
+    def add(label: str, picture: Image | None) -> str | None:
         if picture is None:
             return None
-        pictures[folder / f"{name}_{what}.png"] = picture
-        return f"{name}_{what}.png"
+        pictures[folder / f"{name}_{label}.png"] = picture
+        return f"{name}_{label}.png"
 
-    files = source_files([kept(what, picture) for what, picture in named_sources(sample)]) | {
-        "image_file": kept("image", episode.image),
-        "bare_file": kept("bare", None if bare is None else bare.image),
+    files = source_files([add(label, picture) for label, picture in named_sources(sample)]) | {
+        "image_file": add("image", episode.image),
+        "bare_file": add("bare", None if bare is None else bare.image),
     }
-    told = provenance(episode, None)
+    record = provenance(episode, None)
     without_thought = (
         {}
         if unthought is None
         else {"cut_thought_words": unthought.action.words, "cut_thought_reward": unthought.reward}
     )
-    # Seconds are dropped too, so that identical runs have identical records.
+    # `judge_s` too, so that identical runs have identical records.
     for key in ("sample_id", "group_id", "advantage", "judge_s"):
-        del told[key]
+        del record[key]
     return {
         "id": sample.id,
-        **told,
+        **record,
         "reference": sample.reference,
         "shown": shown(sample),
         "bare_reward": None if bare is None else bare.reward,

@@ -26,9 +26,10 @@ def score(
     dist: Dist,
     weights: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Rollout:
-    """Score completions of this rank's prompts. `weights`: selects the weights that compute the
-    policy's states. Raises `Interrupted` on every rank once any was asked to stop. Collective."""
-    # The noise depends only on the sample: any other difference is the words or the weights.
+    """Render and grade completions of this rank's prompts. `weights`: opens a context in which the
+    policy has the weights for its states. Raises `Interrupted` on every rank once any was asked to
+    stop. Collective."""
+    # The noise depends only on the sample, so that pictures differ only by words and weights.
     noise_P = [derive_seed("evaluation", context.config.seed, p.sample.id) for p in prompts_P]
     ids = [f"evaluation/{prompt.sample.id}" for prompt in prompts_P]
     sampled = Sampled(prompts_P, completions_PG, noise_P, ids, bare_P)
@@ -37,7 +38,7 @@ def score(
     forwards = Inference(
         context.policy, prompts_P, sampled.token_ids, budget, dist, weights, nums_P
     )
-    timer = PhaseTimer()  # the caller's phase counts all this time
+    timer = PhaseTimer()  # discarded: the caller's phase includes all of this
     with suppress(Interrupted):
         pending = begin(context, sampled, forwards, timer, signals.stop_heard)
         for _ in pending.groups(timer, signals.stop_heard):

@@ -1,4 +1,4 @@
-"""Keeps the last finished iteration's state, to save it however the run ends."""
+"""Keeps the last finished iteration's state, so that it can be saved however the run ends."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ if TYPE_CHECKING:
     State = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 PATIENCE_S = 30.0
-"""How long the other ranks have to learn that this one leaves, if it has saved alone."""
+"""Limit for telling the other ranks that this rank ends, if it has saved alone."""
 LONG_PATIENCE_S = 1800.0
-"""The same if the save needs all ranks, which may still be waiting for judge verdicts."""
+"""The same limit if the save needs all ranks, which may be waiting for judge verdicts."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Finished:
     done: int
     version: int
-    """The learner's version then; once it is higher, the live weights are unfinished."""
+    """The learner's version then; a higher one now means weights of an unfinished iteration."""
     rng_by_rank: Sequence[Mapping[str, Any]]
     metrics: Mapping[str, float]
-    """All ranks reduced, without the held-out ones, which come after."""
+    """Reduced over all ranks; without held-out metrics, which are computed later."""
     state: State | None
-    """`Learner.state()`; None where it is too large to keep."""
+    """`Learner.state()`; None if it is too large to keep in memory."""
 
 
 class LastFinished:
-    """Finished: the update is applied and synced. Small states (an adapter's) are kept in host
-    memory, so that one rank can write them alone; all ranks read large ones from the device."""
+    """An iteration is finished when its update is applied and synced. A small state (an adapter's)
+    is kept in host memory, so that one rank can save it alone; to save a large one, all ranks read
+    it from the device."""
 
     def __init__(self, learner: Learner, policy: Policy, config: Mapping[str, Any], dist: Dist):
         """`config`: scrubbed of secrets, so that it may be written anywhere."""
@@ -61,14 +62,14 @@ class LastFinished:
         return self._finished.done if self._finished else 0
 
     def note(self, done: int, metrics: Mapping[str, float]) -> None:
-        """`done` iterations are applied and synced. Collective."""
+        """Note that `done` iterations are applied and synced. Collective."""
         rng_by_rank = self._dist.gather(rng_state())
         state = self._learner.state(on_all_ranks=True) if self._held else None
-        # One assignment: a signal's thread may read it at any moment.
+        # A single assignment, because the signal handler's thread may read it at any time.
         self._finished = _Finished(done, self._learner.version, rng_by_rank, metrics, state)
 
     def held(self) -> ResumePoint | None:
-        """What this rank can save alone; None before the first one, or if too large. Local."""
+        """What this rank can save alone; None before the first one or if it is too large. Local."""
         finished = self._finished
         if finished is None or finished.state is None:
             return None
@@ -81,7 +82,7 @@ class LastFinished:
         return self._finished.version == self._learner.version
 
     def read(self) -> ResumePoint | None:
-        """As `held`, for any size; None on other ranks than 0. Collective; only while `is_live`."""
+        """As `held`, for any size, but on rank 0 only, else None. Needs `is_live`. Collective."""
         assert self._finished is not None
         if (point := self.held()) is not None:
             return point if self._dist.is_main else None
@@ -104,8 +105,8 @@ class LastFinished:
 
 
 def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> bool:
-    """On a signal, in another thread than the main one. Returns whether all that is finished is on
-    disk."""
+    """Save the last finished iteration alone, on a signal, outside the main thread. Returns whether
+    all finished iterations are on disk."""
     try:
         held = last.held() if last.done else None
         return not last.done or (held is not None and checkpoints.save_alone(held) is not None)
@@ -117,18 +118,18 @@ def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> bool:
 def save_before_leaving(
     last: LastFinished, checkpoints: Checkpoints, dist: Dist, error: BaseException
 ) -> None:
-    """Save the finished iterations: this rank alone if it holds the state, else all ranks together
-    if all respond. Before one is finished, nothing is saved: a checkpoint would forbid changes of
-    the config. Never raises, so that the user sees the error that ended the run."""
+    """Save the last finished iteration: this rank alone if it holds the state, else all ranks
+    together if all respond. Saves nothing before the first one is finished, because a checkpoint
+    would forbid config changes. Never raises: the user must see the error that ended the run."""
     try:
         held = last.held() if last.done else None
         if held is not None:
             checkpoints.save_alone(held)
-        all_hear = dist.tell(error, PATIENCE_S if held else LONG_PATIENCE_S)
+        received = dist.tell(error, PATIENCE_S if held else LONG_PATIENCE_S)
         if held is not None or not last.done:
             return
-        if all_hear and dist.gather(last.is_live()) == [True] * dist.world_size:
-            # The failed frames' locals hold autograd graphs, which may leave no room to gather.
+        if received and dist.gather(last.is_live()) == [True] * dist.world_size:
+            # Frees the autograd graphs in the failed frames' locals, to have memory for the gather.
             traceback.clear_frames(error.__traceback__)
             checkpoints.save(last.read())
             return
@@ -136,7 +137,7 @@ def save_before_leaving(
         on_disk = 0 if newest is None else iteration_of(newest)
         if on_disk < last.done and dist.is_main:
             lost = f"iterations {on_disk + 1} to {last.done} are lost"
-            why = "a rank is gone, and each held a part" if not all_hear else "the update was cut"
+            why = "a rank is gone, and each held a part" if not received else "the update was cut"
             warn(f"{lost} ({why}); the last checkpoint is {newest or 'none'}")
-    except Exception as second:
-        warn(f"the finished iterations could not be saved: {second!r}")
+    except Exception as save_error:
+        warn(f"the finished iterations could not be saved: {save_error!r}")

@@ -16,25 +16,24 @@ from rl.text import terminal
 
 _IN_WHEEL = Path(__file__).with_name("metrics.md")
 _FILE = _IN_WHEEL if _IN_WHEEL.is_file() else Path(__file__).parents[2] / "docs" / "metrics.md"
-_OWN = _FILE.read_text(encoding="utf-8").partition("## What plugins report")[0]
+_TABLES = _FILE.read_text(encoding="utf-8").partition("## What plugins report")[0]
 METRICS = {
     name: Metric(unit, meaning.replace(r"\|", "|"))
-    for name, unit, meaning in re.findall(r"(?m)^\| `(.+?)` \| (.+?) \| (.+) \|$", _OWN)
+    for name, unit, meaning in re.findall(r"(?m)^\| `(.+?)` \| (.+?) \| (.+) \|$", _TABLES)
 }
-"""`<...>` in a name stands for words that the config or the data choose. Plugins' own metrics are
-not among them."""
-_PLACES = {
+"""`<...>` in a name is filled in from the config or the data. Plugins' metrics are not included."""
+_CONFIG_KEYS = {
     "policies": "policy",
     "engines": "engine",
     "renderers": "renderer",
     "rewards": "rewards.<name>",
     "data": "data.train.<i>",
 }
-"""Room -> where a plugin of that room is named in a config."""
+"""Kind of plugin -> the config key under which such a plugin is."""
 
 
 def doc_of(name: str) -> Metric | None:
-    """The row that a logged name belongs to; an exact row wins over a pattern."""
+    """The row of a logged name; an exact row takes precedence over a pattern."""
     if name in METRICS:
         return METRICS[name]
     for pattern, metric in METRICS.items():
@@ -55,14 +54,14 @@ def markdown_table(rows: Mapping[str, Metric]) -> str:
 
 
 def shipped_rows() -> dict[str, Metric]:
-    """Rows of the shipped plugins' metrics."""
+    """The rows of the shipped plugins' metrics."""
     rows: dict[str, Metric] = {}
-    for room, place in _PLACES.items():
-        for name in build.plugins_of(room):
-            module = importlib.import_module(build.module_of(room, name))
-            for cls in find.plugins_in(module, PluginBase):
-                for own, metric in cls.metrics.items():
-                    rows[prefix_of(place) + own] = Metric(metric.unit, f"{name}: {metric.meaning}")
+    for kind, key in _CONFIG_KEYS.items():
+        for name in build.plugins_of(kind):
+            module = importlib.import_module(build.module_of(kind, name))
+            for owner in find.plugins_in(module, PluginBase):
+                for suffix, metric in owner.metrics.items():
+                    rows[prefix_of(key) + suffix] = Metric(metric.unit, f"{name}: {metric.meaning}")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Refreshes the run's page while it trains, in a process of its own; a failure is one warning."""
+"""Refreshes the run's page during training, in a subprocess; a failure is one warning."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rl.text.scrub import environment_without
 MAX_WAIT_S = 40.0
 BUSY = 75
 """Exit code of `rl report --refresh` while another report is being made."""
-_YIELDING = ("nice", "-n", "15")
+_LOW_PRIORITY = ("nice", "-n", "15")
 
 
 class Page:
-    """For rank 0: the writer's thread calls `refresh`; `close` is called after it has ended."""
+    """For rank 0. The writer's thread calls `refresh`; `close` is called when it has ended."""
 
     def __init__(self, run_dir: Path, wanted: bool) -> None:
         self._run_dir = run_dir
@@ -28,14 +28,14 @@ class Page:
         self._has_warned = False
 
     def refresh(self) -> None:
-        """Start making the page from the files on disk, unless one is still being made."""
+        """Start making the page from the files on disk, unless a refresh is running."""
         if self._wanted and not self._is_running():
-            self._start(_YIELDING)
+            self._start(_LOW_PRIORITY)
 
     def close(self, finished: bool = True) -> None:
         """Make the last page and wait for it, unless the run failed or was stopped. Leaves no
-        subprocess running."""
-        # Kill a low-priority refresh, which may be slow; the new one keeps the pages it finished.
+        subprocess behind."""
+        # Kill a slow low-priority refresh; the next one reuses the pages that it has finished.
         self._end()
         if not (finished and self._wanted):
             return
@@ -54,13 +54,13 @@ class Page:
             )
             self._end()
 
-    def _start(self, before: Sequence[str] = ()) -> None:
+    def _start(self, prefix: Sequence[str] = ()) -> None:
         program = [sys.executable, "-m", "rl.commands.report"]
         try:
-            command = [*before, *program, str(place(self._run_dir)), "--refresh"]
+            command = [*prefix, *program, str(place(self._run_dir)), "--refresh"]
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with open(self._log, "wb", opener=private) as log:
-                # Own session: Ctrl-C must reach only the run, which waits for this at its end.
+                # Own session, so that Ctrl-C does not end this process, for which the run waits.
                 self._process = subprocess.Popen(
                     command,
                     env=environment_without(),
@@ -83,7 +83,7 @@ class Page:
             self._process = None
 
     def _is_running(self) -> bool:
-        """Whether one is being made now; warns when the last one failed."""
+        """Whether a refresh is running; warns if the last one failed."""
         code = None if self._process is None else self._process.poll()
         if code is None:
             return self._process is not None
@@ -96,6 +96,6 @@ class Page:
         if not self._has_warned:
             self._has_warned = True
             warn(
-                f"{self._run_dir / 'report'}: the page could not be refreshed ({why}; said once); "
-                f"rl report {self._run_dir} makes it at any time"
+                f"{self._run_dir / 'report'}: the page could not be refreshed ({why}; logged "
+                f"once); rl report {self._run_dir} makes it at any time"
             )

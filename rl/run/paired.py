@@ -1,6 +1,6 @@
-"""Means of paired differences with standard errors and intervals; samples may share pictures.
+"""Means of paired differences, with standard errors and intervals; samples may share pictures.
 
-Axes: `_S` samples, `_C` clusters of samples that share pictures, directly or through others.
+Axes: `_S` samples, `_C` clusters: samples that share pictures, directly or through other samples.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ LEAST_FALL = 0.02
 """Smallest fall in reward (0..1) worth an alarm: 0.2 points on a judge's scale of 0 to 10."""
 NUM_ERRORS = 3.0
 """A fall of more standard errors than this is not noise: over a few dozen held-out evaluations,
-fewer than one run in twenty raises a false alarm (one-sided normal: 0.0013 each)."""
+fewer than one run in twenty raises a false alarm (one-sided normal: 0.0013 per evaluation)."""
 ALIKE = 0.01
-"""Share of their mean: values no further apart are equal."""
+"""Values are equal if they differ by at most this share of their mean."""
 NUM_RESAMPLES = 10_000
 _MAX_CELLS = 4_000_000
-"""Largest table of draws x clusters at a time."""
+"""Largest table (draws x clusters) that is computed at once."""
 
 
 @dataclass(frozen=True)
 class Paired:
-    """Differences between two arms, sample by sample: what both share cancels."""
+    """Mean difference between two arms' rewards of the same samples."""
 
     mean: float
     error: float | None
@@ -35,7 +35,7 @@ class Paired:
 
     @property
     def is_alarming(self) -> bool:
-        """Whether it is a rise beyond noise, and large enough to matter."""
+        """Whether the mean is positive beyond noise, and large enough to matter."""
         if self.error is None:
             return False
         return self.mean > max(LEAST_FALL, student(NUM_ERRORS, self.num_clusters - 1) * self.error)
@@ -44,9 +44,9 @@ class Paired:
 def paired(
     differences_S: Sequence[float], names_S: Sequence[Sequence[Hashable]] | None = None
 ) -> Paired | None:
-    """Mean and standard error; None without differences. `names_S`: what each sample shows, one
-    or more names; None: samples share nothing. The error is cluster-robust (Liang and Zeger 1986),
-    which is the usual standard error where samples share nothing."""
+    """Mean and standard error; None without differences. `names_S`: one or more names of what each
+    sample shows; None: samples share nothing. The error is cluster-robust (Liang and Zeger 1986),
+    which equals the usual standard error if samples share nothing."""
     if not differences_S:
         return None
     sums_C, sizes_C = _by_cluster(differences_S, names_S)
@@ -64,18 +64,18 @@ def interval(
 ) -> tuple[float, float] | None:
     """95 % interval of the mean: percentiles of a bootstrap over clusters with a fixed seed,
     widened for few clusters (Hesterberg 2015, section 4.2). None for one cluster, or if all values
-    are equal and so do not show their spread."""
+    are equal, so that their spread is unknown."""
     if len(values_S) < 2 or are_alike(values_S):
         return None
     sums_C, sizes_C = _by_cluster(values_S, names_S)
     num = len(sums_C)
     if num < 2:
         return None
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     rows = max(1, _MAX_CELLS // num)
     means = []
     for start in range(0, NUM_RESAMPLES, rows):
-        picked = draw.integers(num, size=(min(rows, NUM_RESAMPLES - start), num))
+        picked = rng.integers(num, size=(min(rows, NUM_RESAMPLES - start), num))
         means.append(sums_C[picked].sum(1) / sizes_C[picked].sum(1))
     tail = NormalDist().cdf(-((num / (num - 1)) ** 0.5) * student(1.96, num - 1))
     low, high = np.quantile(np.concatenate(means), (tail, 1 - tail))
@@ -83,7 +83,7 @@ def interval(
 
 
 def are_alike(values_S: Sequence[float]) -> bool:
-    """Whether they are one difference, but for rounding."""
+    """Whether all values are equal up to rounding."""
     return max(values_S) - min(values_S) <= ALIKE * abs(sum(values_S)) / len(values_S) + 1e-6
 
 
@@ -101,7 +101,7 @@ def student(z: float, num_free: int) -> float:
 def _by_cluster(
     values_S: Sequence[float], names_S: Sequence[Sequence[Hashable]] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(sums_C, sizes_C) float64."""
+    """(sum of the values, number of samples) of each cluster, float64."""
     if names_S is None:
         return np.array(values_S, dtype=np.float64), np.ones(len(values_S))
     parents: dict[Hashable, Hashable] = {}

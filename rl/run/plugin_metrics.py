@@ -16,41 +16,41 @@ if TYPE_CHECKING:
     from rl.ranks.dist import Dist
 
 _PREFIXES = {
-    "rewards": "reward/metric/{place}/",
-    "data": "data/metric/{place}/",
+    "rewards": "reward/metric/{name}/",
+    "data": "data/metric/{name}/",
     "policy": "policy/metric/",
     "engine": "engine/",
     "renderer": "renderer/",
 }
-"""Config section -> prefix; 'metric' where the training loop's own metrics share the first word."""
+"""Config section -> prefix. It has 'metric' if the loop's own metrics have the same first word."""
 Made = Sequence[tuple[Plugin[Any], PluginBase[Any]]]
 """Plugins of a config, each with its instance."""
 
 
 def prefix_of(key: str) -> str:
     """A plugin's prefix by its config key: 'rewards.bright' -> 'reward/metric/bright/'."""
-    room, _, place = key.partition(".")
-    return _PREFIXES[room].format(place=place)
+    section, _, name = key.partition(".")
+    return _PREFIXES[section].format(name=name)
 
 
 class PluginMetrics:
-    """Collects what a run's plugins report, iteration by iteration. A report that is not as the
-    plugin declares it is left out with one warning."""
+    """Collects what a run's plugins report in each iteration. A report that differs from the
+    plugin's declaration is left out with one warning."""
 
     def __init__(self, renderer: Plugin[Any], made: Made, dist: Dist) -> None:
-        """`made`: all plugins but the renderer, which reports with its pictures."""
+        """`made`: all plugins except the renderer, whose report comes with its pictures."""
         self._renderer = renderer
         self._made = made
         self._dist = dist
         self._warned: set[str] = set()
 
     def drop(self) -> None:
-        """Discard pending reports: they do not belong to a training iteration."""
+        """Discard the pending reports, which belong to no training iteration."""
         for _, instance in self._made:
             reported_by(instance)
 
     def take(self, of_renderer: Mapping[str, float] | Exception) -> Metrics:
-        """What this rank's plugins report, with what the renderer returned or raised."""
+        """This rank's plugin metrics; `of_renderer`: the renderer's report, or what it raised."""
         metrics = Metrics()
         self._add(metrics, self._renderer, of_renderer)
         for plugin, instance in self._made:
@@ -62,8 +62,8 @@ class PluginMetrics:
     ) -> None:
         prefix, declared = prefix_of(plugin.key), plugin.cls.metrics
         if isinstance(reported, Exception):
-            why = described(reported, plugin.cls.take_metrics)
-            self._leave_out(plugin, prefix, f"take_metrics raises {why}")
+            error_text = described(reported, plugin.cls.take_metrics)
+            self._leave_out(plugin, prefix, f"take_metrics raises {error_text}")
             return
         if not isinstance(reported, Mapping):
             expected = "expected a mapping of names to numbers"
@@ -71,17 +71,17 @@ class PluginMetrics:
             return
         for name, value in reported.items():
             if name not in declared:
-                known = ", ".join(declared) or "none"
-                self._leave_out(plugin, name, f"reports {name!r}: not among its metrics ({known})")
+                names = ", ".join(declared) or "none"
+                self._leave_out(plugin, name, f"reports {name!r}: not among its metrics ({names})")
             # Not NaN, not infinite, nor a whole number beyond floats.
             elif isinstance(value, Real) and -1e300 < value < 1e300:
                 metrics.add(f"{prefix}{name}", float(value))
             else:
-                what = f"metric {name!r} is {shown(value)}; expected a finite number"
-                self._leave_out(plugin, name, what)
+                problem = f"metric {name!r} is {shown(value)}; expected a finite number"
+                self._leave_out(plugin, name, problem)
 
     def _leave_out(self, plugin: Plugin[Any], name: str, problem: str) -> None:
         if (key := f"{plugin.key} {name}") not in self._warned:
             self._warned.add(key)
             where = f"rank {self._dist.rank}: {plugin.key}: {plugin.name}"
-            warn(f"{where}: {problem}; left out (said once)")
+            warn(f"{where}: {problem}; left out (logged once)")

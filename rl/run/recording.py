@@ -1,4 +1,4 @@
-"""Writes and prints a run's iterations: metrics, episodes, where the time went."""
+"""Writes and prints a run's iterations: metrics, episodes, time per phase."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class Recording:
     """Writes everything about an iteration in the background, in order."""
     num_iterations: int
     last_metrics: Mapping[str, float] = field(default_factory=dict)
-    """The last line written."""
+    """The last line of metrics that was written."""
 
     def line(self, metrics: Metrics, finished: Mapping[str, float]) -> dict[str, float]:
-        """One line of metrics, of all ranks: these, what the iteration was finished with, and where
-        its time went. Collective."""
-        of_ranks = self.dist.gather((metrics.state(), self.timer.own_seconds()))
+        """One line of metrics of all ranks: `metrics`, those with which the iteration `finished`,
+        and the time of its phases. Collective."""
+        by_rank = self.dist.gather((metrics.state(), self.timer.own_seconds()))
         return {
-            **Metrics.merge([state for state, _ in of_ranks]),
+            **Metrics.merge([state for state, _ in by_rank]),
             **finished,
             **self.timer.lap(),
-            **rank_times([seconds for _, seconds in of_ranks]),
+            **rank_times([seconds for _, seconds in by_rank]),
         }
 
     def write_line(self, done: int, line: Mapping[str, float], was_evaluated: bool) -> None:
-        """Write it to every place that shows it."""
+        """Write the line to the record and the trackers, and print it."""
         self.last_metrics = line
-        # Apart: what is put may be called again, and a line is there once.
+        # Two tasks: the writer may repeat a failed one, and must not record a line twice.
         write = partial(self.record.write_metrics, done, line)
         self.writer.put(f"the metrics of iteration {done}", write)
         show = partial(self.tracker.log, done, line)
@@ -63,32 +63,32 @@ class Recording:
     def write_episodes(
         self, done: int, groups_P: Sequence[GradedGroup], bare_P: Sequence[Episode | None] = ()
     ) -> None:
-        """Provenance and pictures of an iteration. `bare_P`: the bare arms, by the groups' p."""
+        """Write provenance and pictures of an iteration. `bare_P`: bare arms by `group.p`."""
         episodes_PG = [[_off_device(episode) for episode in group.episodes] for group in groups_P]
         advantages_PG = [group.advantages for group in groups_P]
         arms_P = [bare_P[group.p] if bare_P else None for group in groups_P]
-        recorded_P = [None if arm is None else _off_device(arm) for arm in arms_P]
+        bare_arms_P = [None if arm is None else _off_device(arm) for arm in arms_P]
         self.group_panel.note(done, episodes_PG, advantages_PG)
 
         def write() -> None:
-            self.record.write_episodes(done, episodes_PG, advantages_PG, recorded_P)
+            self.record.write_episodes(done, episodes_PG, advantages_PG, bare_arms_P)
             self.tracker.log_episodes(done, episodes_PG, advantages_PG)
 
         self.writer.put(f"the record of iteration {done}", write)
 
     def end(self) -> None:
-        """All of it is on disk; the console shows where the time went."""
+        """Wait until everything is on disk, then print the time per phase."""
         self.writer.flush()
         self.console.where_time_went(self.timer)
 
 
 def _off_device(episode: Episode) -> Episode:
-    """Without tensors on the device, which an episode that waits to be written would hold."""
+    """The episode without its tensors on the device, which would stay there until it is written."""
     return replace(episode, prompt=replace(episode.prompt, images=(), model_inputs={}))
 
 
 def rank_times(seconds_by_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`time/<phase>_max_over_median`, the same of the whole `iteration`, and `time/slowest_rank`;
+    """`time/<phase>_max_over_median`, also for the whole `iteration`, and `time/slowest_rank`;
     {} with one rank.
 
     `seconds_by_rank`: seconds of each phase in rank order, without waits for other ranks.

@@ -1,4 +1,4 @@
-"""One run: its parts, and what happens around an iteration (iteration 0 is before training)."""
+"""One run: its parts, and the steps of an iteration (iteration 0 is before training)."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class PendingStep:
     train_step: TrainStep
 
     def is_waiting(self) -> bool:
-        """Whether a verdict is missing, and nobody asks to stop."""
+        """Whether a verdict is missing and no stop is requested."""
         return self.rollout.still_waiting() and not signals.stop_heard()
 
 
 @dataclass(eq=False)
 class Run:
-    """Everything one run holds."""
+    """All parts of one run."""
 
     config: RunConfig
     dist: Dist
@@ -57,7 +57,7 @@ class Run:
     prompt_order: PromptOrder
     held_out: Sequence[Sample]
     probe: Prompt
-    """What the inference engine and the trainer are compared on after every sync."""
+    """Prompt on which the inference engine and the trainer are compared after every sync."""
     checks: Checks
     recording: Recording
     checkpointing: Checkpointing
@@ -68,13 +68,13 @@ class Run:
     start: int = 0
     """Iterations finished when the run was opened."""
     lacks_line: bool = True
-    """Whether the last finished iteration has no line of metrics: there is none, or the run ended
-    after writing its checkpoint and before its line."""
+    """Whether the last finished iteration has no line of metrics: no iteration is finished, or the
+    run ended between writing its checkpoint and its line."""
     last_sync: SyncReport | None = None
     """The sync that gave the engine its current weights."""
 
     def sync_engine(self) -> Metrics:
-        """Give the engine the learner's weights and prove that they arrived."""
+        """Send the learner's weights to the engine and verify that they arrived."""
         report = sync(
             self.engine,
             self.learner,
@@ -87,7 +87,7 @@ class Run:
         if self.last_sync is None and not report.read_back and self.dist.is_main:
             warn(
                 "the inference engine cannot read back the weights it holds "
-                "(Engine.held_fingerprint): a sync that loses some of them goes unseen"
+                "(Engine.held_fingerprint), so a sync that loses some of them is not noticed"
             )
         self.last_sync = report
         metrics = Metrics()
@@ -96,10 +96,10 @@ class Run:
         return metrics
 
     def bare_arms(self, prompts_P: Sequence[Prompt]) -> list[Completion | None]:
-        """The bare arm (the user's own words) of each prompt, if the config wants it here."""
-        wanted = self.config.bare_arm == "always" and self.context.makes_images
+        """The bare arm (the user's own words) of each prompt; None unless bare_arm is 'always'."""
+        always = self.config.bare_arm == "always" and self.context.makes_images
         policy = self.context.policy
-        return [policy.pass_through_completion(p.sample) if wanted else None for p in prompts_P]
+        return [policy.pass_through_completion(p.sample) if always else None for p in prompts_P]
 
     def render(self, sampled: Sampled, train_step: TrainStep) -> PendingRollout:
         """Render every picture and submit it to the rewards. Raises `Interrupted` on every rank if
@@ -120,11 +120,11 @@ class Run:
         return pending
 
     def graded_groups(self, pending: PendingStep) -> Iterator[GradedGroup]:
-        """Yield each group as soon as its verdicts are in and its advantages are known.
+        """Yield each group as soon as its verdicts have arrived and its advantages are known.
 
-        Raises on every rank together: `Interrupted` once any was asked to stop,
-        `TooManyFailuresError` for a judge or a renderer that fails too often. Raises `JudgeRefused`
-        for a judge that is set up wrongly.
+        Raises on every rank: `Interrupted` once any was asked to stop, `TooManyFailuresError` if
+        the judge or the renderer fails too often. Raises `JudgeRefused` if the judge is set up
+        wrongly.
         """
         advantages = Advantages(self.config, self.context.policy, pending.iteration, self.dist)
         with suppress(Interrupted):
@@ -146,10 +146,10 @@ class Run:
         return self.checks.metrics(rollout)
 
     def may_sample(self, sampled: int, done: int) -> bool:
-        """Whether iteration `sampled` may be rolled out when `done` iterations are learnt from.
+        """Whether iteration `sampled` may be rolled out when `done` iterations are applied.
 
-        Never more than `max_staleness` ahead, and never across a checkpoint or a held-out run: a
-        resumed run has no pending rollout there, so an uninterrupted run must not have one either.
+        At most `max_staleness` ahead, and not across a checkpoint or a held-out run: a resumed run
+        has no pending rollout there, so an uninterrupted run must not have one either.
         """
         if sampled == done:
             return True
@@ -182,13 +182,13 @@ class Run:
         return done % every == 0 or done == self.num_iterations
 
     def open_journal(self, name: str, iteration: int) -> None:
-        """Judge replies are kept per iteration, so that a repeated iteration reuses them."""
+        """Open the file of the judge's replies, which a repeated iteration reuses."""
         if self.judge is not None:
             file = f"{name}_{iteration:06d}.rank{self.dist.rank}.jsonl"
             self.judge.open_journal(self.config.run_dir / "judge" / file)
 
     def log(self, done: int, metrics: Metrics) -> None:
-        """Write one line of metrics, of all ranks, to every place that shows them. Collective."""
+        """Write a line of metrics of all ranks to record, trackers and console. Collective."""
         if self.judge is not None:
             _add_judge_stats(metrics, self.judge)
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
@@ -200,7 +200,7 @@ class Run:
         self.checkpointing.publish(done, line)
 
     def stop(self) -> None:
-        """Save, and print how to go on. Collective."""
+        """Save, and print how to continue. Collective."""
         done = self.checkpointing.last_finished.done
         self.checkpointing.save(final=True)
         self.checkpointing.publish(done, self.recording.last_metrics, final=True)
@@ -208,7 +208,7 @@ class Run:
         console.say(f"stopped after {done} iterations; the same command goes on from here")
 
     def save_before_leaving(self, error: BaseException) -> None:
-        """Save the finished iterations when an error ends the run."""
+        """Save the last finished iteration when an error ends the run."""
         checkpointing = self.checkpointing
         save_before_leaving(
             checkpointing.last_finished, checkpointing.checkpoints, self.dist, error

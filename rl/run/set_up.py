@@ -1,4 +1,4 @@
-"""Opens a run: makes every part, restores the last checkpoint, closes everything in the end."""
+"""Opens a run: makes its parts, restores the last checkpoint, and closes everything at the end."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ from rl.trackers.tracking import Tracker
 
 
 class NothingToDoError(Exception):
-    """The run is finished, which is found before anything heavy is loaded, or was asked to stop
-    while it was loading."""
+    """The run is finished already (raised before models are loaded), or was asked to stop while it
+    was loading."""
 
 
 @contextmanager
 def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
-    """Make every part, restore the last checkpoint, close everything in the end.
+    """Make the run's parts, restore the last checkpoint, and close everything at the end.
 
-    Raises ConfigError or ValueError for what the user can fix, and NothingToDoError, before
-    anything heavy is loaded.
+    Raises ConfigError or ValueError for errors that the user can fix, and NothingToDoError, before
+    models are loaded.
     """
     resolved = build.resolve(config)
     console = Console(dist.is_main)
@@ -91,8 +91,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         stack.callback(policy.close)
         held_out = usable(held_out, policy.build_prompt, config.data.on_bad_row)
         [probe] = prompt_order.shard(0, 0, config.prompts_per_iteration, policy.build_prompt)
-        prompt_order.num_replaced = 0  # the loop takes that prompt again
-        engine, context = _load_others(resolved, policy, dist, judge, loop, stack, console)
+        prompt_order.num_replaced = 0  # the loop takes this prompt again
+        engine, context = _load_models(resolved, policy, dist, judge, loop, stack, console)
         learner = Learner(policy, config, dist, num_iterations)
         last_finished = LastFinished(learner, policy, record.config, dist)
         start = _restore(checkpoints, newest, learner, last_finished, console)
@@ -154,16 +154,16 @@ def _open_recording(
     )
 
 
-def _leave_if_asked(dist: Dist) -> None:
+def _raise_if_stopped(dist: Dist) -> None:
     """Raise if a stop was requested; called between slow loading steps. Collective."""
     if signals.stop_requested(dist):
         raise NothingToDoError("stopped while loading; the same command starts it again")
 
 
 def _check_config(newest: Path, record: RunRecord, dist: Dist) -> int:
-    """How many iterations the checkpoint holds.
+    """Number of iterations in the checkpoint.
 
-    Raises ValueError if this config may not resume a run that had the checkpoint's config.
+    Raises ValueError if a run with the checkpoint's config may not be resumed with this config.
     """
     state = read_state(newest)
     for change in check_resume(state["meta"]["config"], record.config):
@@ -201,7 +201,7 @@ def _restore(
     last_finished: LastFinished,
     console: Console,
 ) -> int:
-    """Load the newest checkpoint, if there is one; returns the iterations it holds."""
+    """Load the newest checkpoint, if there is one; returns its number of iterations."""
     if newest is None:
         last_finished.note(0, {})
         return 0
@@ -217,31 +217,32 @@ def _restore(
 def _engine_room(
     resolved: build.Resolved, policy: Policy, dist: Dist, console: Console
 ) -> tuple[bool, EngineClaim | None]:
-    """(whether the inference engine may keep its memory while others run, how much it takes if the
-    config leaves that open), by the memory plan for the smallest of the ranks' GPUs. Logs both."""
-    stated = resolved.engine.cls.memory(resolved.engine.config)
-    if stated is None or not dist.device.startswith("cuda"):
+    """(whether the inference engine may keep its memory while other models run, how much it takes
+    unless configured), by the memory plan for the smallest of the ranks' GPUs. Logs both."""
+    memory_config = resolved.engine.cls.memory(resolved.engine.config)
+    if memory_config is None or not dist.device.startswith("cuda"):
         return True, None
     gpu_gb = placement.look_at_machine().cuda_gb[int(dist.device.removeprefix("cuda:"))]
     gpu_gb = min(dist.gather(gpu_gb))
-    planned = footprint.footprint(resolved, gpu_gb, policy.engine_folder())
-    is_open = stated.residency == "auto"
-    if planned is None:
-        if is_open:
+    plan = footprint.footprint(resolved, gpu_gb, policy.engine_folder())
+    is_auto = memory_config.residency == "auto"
+    if plan is None:
+        if is_auto:
             weights = footprint.policy_weights(resolved)
             console.say(
-                f"the inference engine sleeps while others run: nobody knows the sizes of {weights}"
+                f"the inference engine sleeps while other models run: the sizes of {weights} are "
+                "unknown"
             )
-        return not is_open, None
-    claim = memory_plan.engine_claim(planned, gpu_gb)
+        return not is_auto, None
+    claim = memory_plan.engine_claim(plan, gpu_gb)
     if claim is not None:
-        console.say(memory_plan.engine_line(planned, gpu_gb))
-    if is_open:
-        console.say(memory_plan.residency_line(planned, gpu_gb))
-    return not is_open or memory_plan.residency(planned, gpu_gb) == "resident", claim
+        console.say(memory_plan.engine_line(plan, gpu_gb))
+    if is_auto:
+        console.say(memory_plan.residency_line(plan, gpu_gb))
+    return not is_auto or memory_plan.residency(plan, gpu_gb) == "resident", claim
 
 
-def _load_others(
+def _load_models(
     resolved: build.Resolved,
     policy: Policy,
     dist: Dist,
@@ -252,26 +253,26 @@ def _load_others(
 ) -> tuple[Engine, RolloutContext]:
     """The inference engine, the renderer and the rewards.
 
-    Raises ValueError if the renderer's and the policy's hidden states differ in width: otherwise
-    every picture would fail, one by one, as if the renderer were broken.
+    Raises ValueError if the renderer's and the policy's hidden states differ in width, because
+    every picture would fail.
     """
-    _leave_if_asked(dist)
-    has_room, claim = _engine_room(resolved, policy, dist, console)
-    engine = build.build_engine(resolved, policy, dist, has_room, claim)
+    _raise_if_stopped(dist)
+    may_stay, claim = _engine_room(resolved, policy, dist, console)
+    engine = build.build_engine(resolved, policy, dist, may_stay, claim)
     stack.callback(engine.close)
-    _leave_if_asked(dist)
+    _raise_if_stopped(dist)
     renderer = build.build_renderer(resolved, dist)
     stack.callback(renderer.close)
     if renderer.state_dim not in (None, policy.state_dim):
         raise ValueError(
-            f"the renderer reads hidden states of width {renderer.state_dim}, the policy writes "
+            f"the renderer reads hidden states of width {renderer.state_dim}, the policy's have "
             f"{policy.state_dim}: choose the text encoder that the renderer was trained with "
             "(policy.model_path, policy.init_text_encoder_from)"
         )
     rewards = build.build_rewards(resolved, judge, dist)
     for reward in rewards.values():
         stack.callback(reward.close)
-    _leave_if_asked(dist)
+    _raise_if_stopped(dist)
     makes_images = resolved.renderer.cls.makes_images
     context = RolloutContext(resolved.config, policy, renderer, rewards, makes_images, loop)
     return engine, context
@@ -293,7 +294,7 @@ def _make_checks(
         *zip(resolved.train, sources, strict=True),
     ]
     plugin_metrics = PluginMetrics(resolved.renderer, made, dist)
-    plugin_metrics.drop()  # what loading reported belongs to no iteration
+    plugin_metrics.drop()  # reports from loading belong to no iteration
     dropout = getattr(context.policy.config.lora, "dropout", 0.0)
     watch = Watch(context.config, _engine_dtype(resolved), dropout)
     return Checks(context.config, dist, judge, held_out, plugin_metrics, watch)
@@ -307,8 +308,8 @@ def _open_judge(
     console: Console,
     sample: Sample,
 ) -> JudgeClient | None:
-    """Connect to the judge and ask it about `sample` before a model is loaded: a judge that is
-    unreachable or cannot grade is reported within seconds."""
+    """Connect to the judge and ask it about `sample` before models are loaded, so that an error is
+    reported within seconds if it is unreachable or cannot grade."""
     if not resolved.needs_judge:
         return None
     config = resolved.config.judge
@@ -318,21 +319,21 @@ def _open_judge(
         api_bases: Sequence[str] = [_start_judge(config, log, dist, loop, stack)]
     else:
         api_bases = resolve_api_bases(config.api_base)
-        console.say(f"asking the judge at {', '.join(api_bases)} whether it is there")
+        console.say(f"checking the judge at {', '.join(api_bases)}")
     judge = JudgeClient(config, api_bases)
     stack.callback(lambda: loop.submit(judge.aclose()).result())
-    up = loop.submit(judge.check_health()).result()
-    # Each node's own judge, or the one of all, is asked once.
+    reachable = loop.submit(judge.check_health()).result()
+    # One rank per judge asks: the first of each node if each node has a judge, else rank 0.
     asks = dist.local_rank == 0 if config.start_command else dist.is_main
-    heard = Heard()
+    outcome = Heard()
     if asks:
-        heard = loop.submit(ask_judge(resolved, up, 0.0, sample)).result()
-    for line in heard.lines:
+        outcome = loop.submit(ask_judge(resolved, reachable, 0.0, sample)).result()
+    for line in outcome.lines:
         console.say(line)
-    told = dist.gather((heard.problems, heard.dialects))
-    if problems := [problem for found, _ in told for problem in found]:
+    outcomes = dist.gather((outcome.problems, outcome.dialects))
+    if problems := [problem for rank_problems, _ in outcomes for problem in rank_problems]:
         raise JudgeError("\n".join(problems))
-    for _, dialects in told:
+    for _, dialects in outcomes:
         judge.adopt(dialects)
     if dist.is_main:
         left_out = {base: sorted(dialect.names) for base, dialect in judge.dialects().items()}
@@ -344,9 +345,9 @@ def _open_judge(
 def _start_judge(
     config: JudgeConfig, log: Path, dist: Dist, loop: BackgroundLoop, stack: ExitStack
 ) -> str:
-    """The API base of the judge, which this node's first rank starts. Collective.
+    """Start the judge on this node's first rank; returns its API base. Collective.
 
-    Raises JudgeError on every rank when it fails on one node.
+    Raises JudgeError on every rank if it fails on one node.
     """
     api_base, problem = "", ""
     if dist.local_rank == 0:
@@ -355,12 +356,12 @@ def _start_judge(
             api_base = loop.submit(started.answering()).result()
         except JudgeError as error:
             problem = str(error)
-    told = dist.gather((api_base, problem))
-    if problems := [text for _, text in told if text]:
+    gathered = dist.gather((api_base, problem))
+    if problems := [text for _, text in gathered if text]:
         raise JudgeError(problems[0])
-    return next(base for base, _ in reversed(told[: dist.rank + 1]) if base)
+    return next(base for base, _ in reversed(gathered[: dist.rank + 1]) if base)
 
 
 def _engine_dtype(resolved: build.Resolved) -> str:
-    stated = resolved.engine.cls.memory(resolved.engine.config)
-    return str((stated and stated.dtype) or resolved.policy.config.dtype)
+    memory_config = resolved.engine.cls.memory(resolved.engine.config)
+    return str((memory_config and memory_config.dtype) or resolved.policy.config.dtype)

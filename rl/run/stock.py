@@ -1,14 +1,4 @@
-"""Grades the untrained system on the held-out samples, once, and keeps the result on disk.
-
-It keeps the rewards of the stock arm (the renderer's own pipeline on the user's words) and of fixed
-words under the untrained weights, and the states of a few samples' words under those weights.
-
-    <run>/stock/rewards.jsonl       a line per sample: key, id, reward by arm, picture by arm
-    <run>/stock/<key>_stock.png     those pictures
-    <run>/stock/<key>.safetensors   states of the bare words, of the first samples
-
-The key is a hash of the sample and of all settings that a resume may not change, so a run with
-another held-out set, renderer or judge finds no entry and draws again.
+"""Grades the untrained system on the held-out samples, once per run, and stores the result on disk.
 
 Axes: `_P` prompts on this rank, `_T` tokens.
 """
@@ -40,18 +30,28 @@ if TYPE_CHECKING:
     from rl.ranks.dist import Dist
 
 Rewards = Mapping[str, float | None]
-"""Arm ('stock', its variants, and arms of fixed words) -> reward; None: not graded yet."""
+"""Arm ('stock', its variants, and arms of fixed words) -> reward; None if it is not graded yet."""
 FixedArm = tuple[Sequence[Completion | None], Sequence[Episode | None]]
-"""Words _P that training does not change, and their episodes under the current weights."""
+"""(words that training does not change, their episodes under the current weights), _P each."""
 Weights = Callable[[], AbstractContextManager[None]]
 
 NUM_FIXED_SAMPLES = 8
-"""Held-out samples, over all ranks, whose words' states are compared. Each costs two forwards and
-a file of [T, D] (1 MB for 150 words of Qwen2.5-VL-7B)."""
+"""Number of held-out samples, over all ranks, whose words' states are compared. Each takes two
+forwards and a file of [T, D] (1 MB for 150 tokens of Qwen2.5-VL-7B)."""
 
 
 class Stock:
-    """The untrained system's rewards and states for this rank's held-out samples."""
+    """The untrained system's rewards and states for this rank's held-out samples: rewards of the
+    stock arm (the renderer's own pipeline with the user's words) and of fixed words under the
+    untrained weights, and a few samples' word states under these weights.
+
+        <run>/stock/rewards.jsonl       a line per sample: key, id, reward by arm, picture by arm
+        <run>/stock/<key>_stock.png     these pictures
+        <run>/stock/<key>.safetensors   states of the bare words, of the first samples
+
+    The key is a hash of the sample and of all settings that a resume may not change, so a run with
+    another held-out set, renderer or judge finds no entry and draws again.
+    """
 
     def __init__(self, context: RolloutContext, run_dir: Path, iteration: int, dist: Dist) -> None:
         """`iteration`: number of iterations done, 0 before training."""
@@ -68,7 +68,7 @@ class Stock:
     @property
     def _untrained(self) -> Weights | None:
         """The weights before training; None if they are gone. Full fine-tuning has them only before
-        its first step: later they need a second model in memory; ZeRO-3 has no place for it."""
+        its first step: later they need a second model in memory, which ZeRO-3 has no space for."""
         policy = self._context.policy
         if policy.config.lora is not None:
             return policy.reference
@@ -80,28 +80,28 @@ class Stock:
         fixed: Mapping[str, FixedArm],
         episodes_P: Sequence[Episode],
     ) -> list[Rewards]:
-        """_P, rewards by arm; {} where there are no arms, or they can no longer be drawn. Before
+        """_P, rewards by arm; {} if a sample has no arms, or if they can no longer be drawn. Before
         training, the current episodes of fixed words are the untrained system's. `episodes_P`: the
-        policy's own, which are the stock arm if the policy `starts_as_stock`. Collective."""
+        policy's, which are the stock arm if the policy `starts_as_stock`. Collective."""
         path = self._folder / "rewards.jsonl"
         rows = read_rows(path)[0] if self._dist.is_main and path.is_file() else []
-        known = {row["key"]: row for row in self._dist.broadcast(rows)}
+        row_of_key = {row["key"]: row for row in self._dist.broadcast(rows)}
         keys_P = [self._key(prompt.sample) for prompt in prompts_P]
         missing = [
             p
             for p, key in enumerate(keys_P)
-            if key not in known or None in known[key]["rewards"].values()
+            if key not in row_of_key or None in row_of_key[key]["rewards"].values()
         ]
         if self._dist.any(bool(missing)):
             drawn = self._draw(prompts_P, fixed, episodes_P, missing)
-            found = [
+            local_rows = [
                 self._row(keys_P[p], prompts_P[p].sample, arms) for p, arms in drawn.items() if arms
             ]
-            new = [row for rank in self._dist.gather(found) for row in rank]
-            known |= {row["key"]: row for row in new}
-            if new and self._dist.is_main:
-                self._write(path, "".join(map(json_line, known.values())))
-        return [known[key]["rewards"] if key in known else {} for key in keys_P]
+            new_rows = [row for rank in self._dist.gather(local_rows) for row in rank]
+            row_of_key |= {row["key"]: row for row in new_rows}
+            if new_rows and self._dist.is_main:
+                self._write(path, "".join(map(json_line, row_of_key.values())))
+        return [row_of_key[key]["rewards"] if key in row_of_key else {} for key in keys_P]
 
     def _draw(
         self,
@@ -114,44 +114,44 @@ class Stock:
         policy = self._context.policy
         if policy.starts_as_stock:
             if not self._at_start:
-                self._say_gone(len(missing))
+                self._warn_not_drawable(len(missing))
             return {p: {"stock": episodes_P[p]} for p in missing if self._at_start}
         drawn: dict[int, dict[str, Episode]] = {p: {} for p in missing}
-        asked: list[tuple[int, Prompt, dict[str, Completion]]] = []
+        to_score: list[tuple[int, Prompt, dict[str, Completion]]] = []
         for p in missing:
-            arms = dict(policy.stock_arms(prompts_P[p]))
-            for arm, (words_P, today_P) in fixed.items() if policy.reads_states else ():
-                words, today = words_P[p], today_P[p]
-                if self._at_start and today is not None:
-                    drawn[p][arm] = today
+            prompts_of_arms = dict(policy.stock_arms(prompts_P[p]))
+            for arm, (words_P, current_P) in fixed.items() if policy.reads_states else ():
+                words, current = words_P[p], current_P[p]
+                if self._at_start and current is not None:
+                    drawn[p][arm] = current
                 elif words is not None:
-                    arms[arm] = (prompts_P[p].plain, words)
+                    prompts_of_arms[arm] = (prompts_P[p].plain, words)
             groups: dict[Prompt, dict[str, Completion]] = {}
-            for name, (prompt, completion) in arms.items():
+            for name, (prompt, completion) in prompts_of_arms.items():
                 groups.setdefault(prompt, {})[name] = completion
-            asked += [(p, prompt, named) for prompt, named in groups.items()]
-        if not self._dist.any(bool(asked)):
+            to_score += [(p, prompt, completions) for prompt, completions in groups.items()]
+        if not self._dist.any(bool(to_score)):
             return drawn
         weights = self._untrained
         if weights is None:
-            self._say_gone(len(missing))
+            self._warn_not_drawable(len(missing))
             return drawn
         rollout = score(
             self._context,
-            [prompt for _, prompt, _ in asked],
-            [list(named.values()) for _, _, named in asked],
-            [None] * len(asked),
+            [prompt for _, prompt, _ in to_score],
+            [list(completions.values()) for _, _, completions in to_score],
+            [None] * len(to_score),
             self._dist,
             weights,
         )
-        for (p, _, named), episodes in zip(asked, rollout.episodes, strict=True):
-            drawn[p].update(zip(named, episodes, strict=True))
+        for (p, _, completions), episodes in zip(to_score, rollout.episodes, strict=True):
+            drawn[p].update(zip(completions, episodes, strict=True))
         return drawn
 
-    def _say_gone(self, num: int) -> None:
+    def _warn_not_drawable(self, num: int) -> None:
         warn(
-            f"rank {self._dist.rank}: {num} held-out samples have no stock arm: it is drawn before "
-            "the first iteration, when this run had other samples, no samples or no verdict"
+            f"rank {self._dist.rank}: {num} held-out samples have no stock arm: it is only drawn "
+            "before the first iteration, when this run had other samples, no samples or no verdict"
         )
 
     def _row(self, key: str, sample: Sample, arms: Mapping[str, Episode]) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Stock:
         return {"key": key, "id": sample.id, "rewards": rewards, "files": files}
 
     def _write(self, path: Path, content: str | bytes) -> None:
-        """Write now, not in the background: once per run, and the next held-out run reads it."""
+        """Write now, not in the background, because the next held-out run reads the file."""
         write = partial(write_atomically, path, content, private)
         when_there_is_room(write, self._folder, path.name)
 
@@ -178,24 +178,24 @@ class Stock:
         paths_P = [self._folder / f"{self._key(p.sample)}.safetensors" for p in prompts_P]
         missing = [p for p, path in enumerate(paths_P) if not path.is_file()]
         if self._untrained is not None and self._dist.any(bool(missing)):
-            found = word_states(
+            states_of_missing = word_states(
                 self._context,
                 [prompts_P[p] for p in missing],
                 [words_P[p] for p in missing],
                 self._dist,
                 self._untrained,
             )
-            for p, states in zip(missing, found, strict=True):
+            for p, states in zip(missing, states_of_missing, strict=True):
                 if states is not None:
                     self._write(paths_P[p], save({"states": states}))
         return [load_file(path)["states"] if path.is_file() else None for path in paths_P]
 
     def _key(self, sample: Sample) -> str:
-        """A hash of the content, as another data set may use the same ids for other samples."""
+        """A hash of the sample's content, because another data set may reuse its id."""
         digest = hashlib.blake2b(self._settings.encode(), digest_size=12)
-        words = [sample.id, sample.instruction, sample.category, dict(sample.hidden)]
-        # Values that JSON cannot encode count by type: their `repr` may hold a memory address.
-        text = json.dumps(words, sort_keys=True, default=lambda value: type(value).__name__)
+        fields = [sample.id, sample.instruction, sample.category, dict(sample.hidden)]
+        # Values that JSON cannot encode are hashed by type: their `repr` may hold a memory address.
+        text = json.dumps(fields, sort_keys=True, default=lambda value: type(value).__name__)
         digest.update(text.encode())
         for picture in (*sample.sources, sample.target):
             if picture is not None:
@@ -214,7 +214,7 @@ def word_states(
     weights: Weights = nullcontext,
 ) -> list[torch.Tensor | None]:
     """_P of [T, D] on the CPU, in the policy's dtype: the states that the renderer would read at
-    the tokens of `words_P`; None where it would read no states. Collective."""
+    the tokens of `words_P`; None if it would read none. Collective."""
     policy = context.policy
     prompts_P = [prompt.plain for prompt in prompts_P]
     ids_PG = [[words.token_ids] for words in words_P]

@@ -1,4 +1,4 @@
-"""Escapes text from outside the process for Markdown: no secrets, tags, links or code blocks."""
+"""Escapes untrusted text for Markdown: no secrets, tags, links or code blocks."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _BACKSLASHED = "`*[]#_"
 
 def text(value: object, max_chars: int = MAX_CHARS) -> str:
     """`value` on one line of at most about `max_chars` characters, escaped to show literally."""
-    return _SPECIAL.sub(_spelt, shown(str(value), max_chars))
+    return _SPECIAL.sub(_escape, shown(str(value), max_chars))
 
 
-def _spelt(found: re.Match[str]) -> str:
-    if found[0] in _BACKSLASHED:
-        return rf"\{found[0]}"
-    return "".join(f"&#{ord(char)};" for char in found[0])
+def _escape(match: re.Match[str]) -> str:
+    if match[0] in _BACKSLASHED:
+        return rf"\{match[0]}"
+    return "".join(f"&#{ord(char)};" for char in match[0])
 
 
 def code(value: Any) -> list[str]:
-    """`value` as a fenced block of JSON; nothing in `value` can close the fence."""
-    written = scrub(json.dumps(value, indent=1))
-    for sign in "`<>&":
-        written = written.replace(sign, f"\\u{ord(sign):04x}")
-    return ["```json", *written.split("\n"), "```"]
+    """`value` as a fenced block of JSON that no text in `value` can close."""
+    dumped = scrub(json.dumps(value, indent=1))
+    for char in "`<>&":
+        dumped = dumped.replace(char, f"\\u{ord(char):04x}")
+    return ["```json", *dumped.split("\n"), "```"]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table; the cells must already be Markdown. [] without rows."""
+    """Lines of a Markdown table whose cells are Markdown already. [] without rows."""
     lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
     return lines if len(lines) > 2 else []

@@ -1,4 +1,4 @@
-"""Replaces secrets of the environment (keys, passwords) in text that is written, logged or sent."""
+"""Replaces the environment's secrets (keys, passwords) in text to be written, logged or sent."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 MIN_CHARS = 8
-"""Shorter values are not treated as keys: replacing every 'test' would garble the record."""
-_MIN_TOKEN_CHARS = 16  # a URL's user this long, without a password, is a token
+"""Shorter values are not treated as secrets: replacing every 'test' would garble the records."""
+_MIN_TOKEN_CHARS = 16  # a URL's user name of this length without a password is a token
 _SECRET_NAME = re.compile(
     r".*(?:TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|API_?KEY|CREDENTIAL|PRIVATE_?KEY|ACCESS_?KEY|COOKIE|"
     r"WEBHOOK).*"
@@ -39,63 +39,64 @@ _PLACEHOLDER = re.compile(
 _ASSIGNMENT = re.compile(r"""([A-Za-z_][\w-]*)["']?\s*[=:]\s*(?:"([^"]+)"|'([^']+)'|([^\s;&,]+))""")
 _SCHEME_WORD = re.compile(r"(?:bearer|basic|token|digest|apikey|key)\s+(\S.*)", re.IGNORECASE)
 _BASE64_RUN = re.compile(r"[A-Za-z0-9+/]{10,}={0,2}")
-"""A secret of eight bytes determines ten base64 characters, whatever stands before it."""
+"""A secret of eight bytes determines ten base64 characters, independent of the bytes before it."""
 _STANDARD_BASE64 = str.maketrans("-_", "+/")
 _EVERY_CHARACTER = ("%{:02x}", "\\u{:04x}", "\\x{:02x}", "&#{};", "&#x{:x};")
 _Forms = tuple[list[tuple[str, str]], list[tuple[str, str]]]
-"""Pairs (lower-case spelling of a secret, its variable), and (its base64 core, its variable)."""
+"""(lower-case form of a secret, its variable) and (base64 core of a secret, its variable)."""
 
-_named: set[str] = set()
+_remembered: set[str] = set()
 
 
 def remember(name: str) -> None:
-    """Treat the environment variable `name` as a secret, whatever its name looks like."""
-    _named.add(name)
+    """Treat the environment variable `name` as a secret, even if it is not named like one."""
+    _remembered.add(name)
 
 
 def scrub(text: str) -> str:
     """`text` with every secret of the environment replaced by `<NAME>`; JSON stays JSON.
 
-    A secret is found in any letter case: verbatim, percent-encoded, escaped as in JSON or HTML
-    (where needed, or every character), in hexadecimal, and in base64, alone or within more data.
+    Finds a secret in any letter case: verbatim, percent-encoded, escaped as in JSON or HTML (only
+    where needed, or every character), in hexadecimal, and in base64, alone or within other data.
     """
     return _scrub(text, _forms(secrets()))
 
 
 def scrubbed(value: Any) -> Any:
+    """A copy of a JSON-like `value` with `scrub` applied to every string."""
     return _scrubbed(value, _forms(secrets()))
 
 
 def secrets() -> tuple[tuple[str, str], ...]:
-    """(name, value) of every secret that the environment holds now, the longest value first.
+    """(name, value) of every secret in the current environment, the longest value first.
 
-    Secrets are the values of variables named like a secret (`..._KEY`, `DB_PASS`, `COOKIE`) or
-    given to `remember`. In other variables, a URL's password is a secret, and so is the
-    value of a field named like a secret in a query or in JSON.
+    Secrets are the values of variables that are named like a secret (`..._KEY`, `DB_PASS`,
+    `COOKIE`) or passed to `remember`. In other variables, a URL's password is a secret, and so is
+    the value of a field named like a secret in a query or in JSON.
     """
-    return _secrets(tuple(os.environ.items()), frozenset(_named))
+    return _secrets(tuple(os.environ.items()), frozenset(_remembered))
 
 
 def environment_without(*needed: str) -> dict[str, str]:
-    """The environment for a helper process: without the variables that hold secrets, except
-    `needed`, proxies and APP__."""
+    """The environment for a helper process: without variables that hold secrets, except `needed`,
+    `*_proxy` and `APP__*`."""
     return {
         name: value
         for name, value in os.environ.items()
         if name in needed
         or name.startswith("APP__")
         or name.lower().endswith("_proxy")
-        or not _secrets(((name, value),), frozenset(_named))
+        or not _secrets(((name, value),), frozenset(_remembered))
     }
 
 
 def is_placeholder(value: str) -> bool:
-    """Whether `value` is a placeholder for a key that is not needed: EMPTY, none, sk-no-key."""
+    """Whether `value` is a placeholder that means that no key is needed: EMPTY, none, sk-no-key."""
     return _PLACEHOLDER.fullmatch(re.sub(r"[\W_]", "", value.lower())) is not None
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable, or a field inside a value, is named like a secret."""
+    """Whether the name of a variable, or of a field inside a value, is that of a secret."""
     upper = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).upper().replace("-", "_").strip("_")
     words = upper.split("_")
     words += [f"{a}_{b}" for a, b in pairwise(words)]
@@ -105,22 +106,23 @@ def is_secret_name(name: str) -> bool:
 
 @lru_cache(maxsize=8)
 def _secrets(
-    environment: tuple[tuple[str, str], ...], named: frozenset[str]
+    environment: tuple[tuple[str, str], ...], remembered: frozenset[str]
 ) -> tuple[tuple[str, str], ...]:
-    found: dict[str, str] = {}
+    name_of: dict[str, str] = {}
     for name, value in environment:
-        for part in _parts(value, name in named or is_secret_name(name)):
-            text = part.strip().strip("'\"")
+        for candidate in _candidates(value, name in remembered or is_secret_name(name)):
+            text = candidate.strip().strip("'\"")
             if len(text) >= MIN_CHARS and not is_placeholder(text):
-                found.setdefault(text, name)
-    return tuple(sorted(((name, text) for text, name in found.items()), key=lambda s: -len(s[1])))
+                name_of.setdefault(text, name)
+    return tuple(sorted(((name, text) for text, name in name_of.items()), key=lambda s: -len(s[1])))
 
 
-def _parts(value: str, is_secret: bool) -> Iterator[str]:
+def _candidates(value: str, is_secret: bool) -> Iterator[str]:
+    """The whole or parts of a variable's value that may be secrets; `is_secret`: by its name."""
     if is_secret and not (value.startswith(("/", "~")) and os.path.exists(value)):
         yield value
-        if found := _SCHEME_WORD.fullmatch(value.strip()):
-            yield found[1]
+        if match := _SCHEME_WORD.fullmatch(value.strip()):
+            yield match[1]
         if ":" in value and "://" not in value:  # user:password
             yield value.rpartition(":")[2]
         lines = re.split(r"\n|\\n", value)  # a PEM file
@@ -137,10 +139,10 @@ def _parts(value: str, is_secret: bool) -> Iterator[str]:
 
 @lru_cache(maxsize=8)
 def _forms(named_secrets: tuple[tuple[str, str], ...]) -> _Forms:
-    plain, coded = [], []
+    plain, cores = [], []
     for name, secret in named_secrets:
         data = secret.encode("utf-8", "surrogateescape")
-        once = {
+        escaped = {
             secret,
             secret.replace(" ", "+"),
             data.decode("latin-1"),
@@ -152,10 +154,10 @@ def _forms(named_secrets: tuple[tuple[str, str], ...]) -> _Forms:
             secret.replace("/", "\\/"),
             *("".join(form.format(ord(char)) for char in secret) for form in _EVERY_CHARACTER),
         }
-        spellings = once | {form.replace("\\", "\\\\") for form in once}  # JSON within JSON
-        plain += [(_lower(form), name) for form in sorted(spellings) if len(form) >= MIN_CHARS]
-        coded += [(_base64_core(data, offset), name) for offset in range(3)]
-    return plain, coded
+        forms = escaped | {form.replace("\\", "\\\\") for form in escaped}  # JSON within JSON
+        plain += [(_lower(form), name) for form in sorted(forms) if len(form) >= MIN_CHARS]
+        cores += [(_base64_core(data, offset), name) for offset in range(3)]
+    return plain, cores
 
 
 def _base64_core(data: bytes, offset: int) -> str:
@@ -165,7 +167,7 @@ def _base64_core(data: bytes, offset: int) -> str:
 
 
 def _scrubbed(value: Any, forms: _Forms) -> Any:
-    if isinstance(value, (int, float)):  # most values of an episode
+    if isinstance(value, (int, float)):  # the most frequent types, so checked first
         return value
     if isinstance(value, str):
         return _scrub(value, forms)
@@ -187,18 +189,18 @@ def _scrub(text: str, forms: _Forms) -> str:
             end = start + len(form)
             spans.append((start, end, name))
     present = [(core, name) for core, name in forms[1] if core in standard]
-    for run in _BASE64_RUN.finditer(standard) if present else ():  # the whole run is replaced
+    for run in _BASE64_RUN.finditer(standard) if present else ():  # replaces the whole run
         spans += [(*run.span(), name) for core, name in present if core in run[0]]
-    pieces, done = [], 0
+    pieces, copied_to = [], 0
     for start, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
-        if start >= done:
-            # Drop backslashes before the secret: one left alone would escape the next character.
-            pieces += [text[done:start].rstrip("\\"), f"<{name}>"]
-        done = max(done, end)
-    return "".join([*pieces, text[done:]])
+        if start >= copied_to:
+            # Drop backslashes before the secret: one left alone would escape the `<`.
+            pieces += [text[copied_to:start].rstrip("\\"), f"<{name}>"]
+        copied_to = max(copied_to, end)
+    return "".join([*pieces, text[copied_to:]])
 
 
 def _lower(text: str) -> str:
-    """Lower case with every character in its place; `lower` makes two characters of a Turkish I."""
+    """Lower case of the same length: `str.lower` maps the Turkish capital I to two characters."""
     lower = text.lower()
     return lower if len(lower) == len(text) else text.replace("\u0130", "i").lower()

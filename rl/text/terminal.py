@@ -1,4 +1,4 @@
-"""Filters all of Python's output in one place: no secrets, no terminal control sequences."""
+"""Filters stdout and stderr of a program: no secrets, no terminal control sequences."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rl.text.scrub import scrub
 
 
 def guard(keeps_going: bool = False) -> None:
-    """Filter stdout and stderr from now on; every program calls this first. `keeps_going`: a line
-    that cannot be printed does not stop the program."""
+    """Filter stdout and stderr from now on; every program calls this first. `keeps_going`: ignore
+    errors of printing."""
     open_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -26,7 +26,7 @@ def guard(keeps_going: bool = False) -> None:
 
 def open_closed_streams() -> None:
     """Open closed standard streams (`>&-`, some daemons) as /dev/null, here and in child processes.
-    Otherwise, files opened later would get their descriptors, and what C libraries print."""
+    Otherwise files opened later get their descriptors, and C libraries print into these files."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
@@ -40,11 +40,12 @@ def plain(text: str) -> str:
 
 
 def beneath(stream: TextIO) -> TextIO:
+    """The stream that a `Guarded` stream wraps; any other stream itself."""
     return stream.beneath if isinstance(stream, Guarded) else stream
 
 
 class _Stream:
-    """A text stream that wraps another one, `beneath`."""
+    """A text stream that wraps the stream `beneath`."""
 
     def __init__(self, stream: Any) -> None:
         self.beneath = stream
@@ -61,10 +62,10 @@ class _Stream:
 
 
 class Guarded(_Stream):
-    """Writes text filtered by `plain`. Not a terminal, so libraries send no control sequences."""
+    """Filters text with `plain`. `isatty` is False, so that libraries send no control codes."""
 
     def write(self, text: str) -> int:
-        """Lets a leading carriage return through, with which progress bars redraw their line."""
+        """Keeps a leading carriage return, with which progress bars redraw their line."""
         redrawn = "\r" if text.startswith("\r") else ""
         self.beneath.write(redrawn + plain(text[len(redrawn) :]))
         return len(text)
@@ -74,19 +75,19 @@ class Guarded(_Stream):
 
 
 class Lossy(_Stream):
-    """Also writes to `files`; drops text it cannot write (full disk, closed pipe, encoding)."""
+    """Also writes to `files`. Drops text it cannot write (full disk, closed pipe, encoding)."""
 
     def __init__(self, stream: TextIO, *files: TextIO) -> None:
         super().__init__(stream)
-        self._places = (*files, stream)
+        self._streams = (*files, stream)
 
     def write(self, text: str) -> int:
-        for place in self._places:
-            with suppress(OSError, ValueError):  # closed, or a character that it cannot encode
-                place.write(text)
+        for stream in self._streams:
+            with suppress(OSError, ValueError):  # closed, or its encoding lacks a character
+                stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        for place in self._places:
+        for stream in self._streams:
             with suppress(OSError, ValueError):
-                place.flush()
+                stream.flush()

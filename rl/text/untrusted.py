@@ -1,4 +1,4 @@
-"""Text from outside the process, made fit to be shown on one line or to be written as UTF-8."""
+"""Makes text from outside the process safe to print on one line or to write as UTF-8."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from rl.text.scrub import scrub
 
 
 def shown(text: str, max_chars: int) -> str:
-    """`printing.shown` without keys, which are replaced first: half a key would not be
-    recognised."""
+    """`printing.shown` of the scrubbed text. Scrubbed before it is cut, because `scrub` would not
+    recognise half a secret."""
     return printing.shown(scrub(text), max_chars)
 
 
 def without_lone_surrogates(text: str) -> str:
-    """`text` with U+FFFD for each half of a surrogate pair, which JSON can write and UTF-8
-    cannot."""
+    """`text` with U+FFFD for each unpaired surrogate, which JSON can encode and UTF-8 cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

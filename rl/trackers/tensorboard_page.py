@@ -1,4 +1,4 @@
-"""TensorBoard event files in `<run>/tensorboard`."""
+"""Writes TensorBoard event files to `<run>/tensorboard`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rl.trackers.tracker_page import MAX_CELL_CHARS, Cell, Table, tried
 
 class TensorboardPage:
     """Each start of a run opens a new file. Its `purge_step` hides what earlier starts logged from
-    that step on, so that a repeated iteration is shown once."""
+    this step on, so that TensorBoard shows a repeated iteration once."""
 
     name = "tensorboard"
 
-    def __init__(self, folder: Path, written: Mapping[str, Any]) -> None:
-        self._folder, self._written = folder, written
+    def __init__(self, folder: Path, config_as_written: Mapping[str, Any]) -> None:
+        self._folder, self._config = folder, config_as_written
         self._writer: Any = None
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -32,14 +32,14 @@ class TensorboardPage:
         writer.flush()
 
     def log_table(self, table: Table) -> None:
-        """Words and numbers as a table of text, a row's pictures side by side as one picture."""
+        """Texts and numbers as a text table; the pictures of a row side by side as one picture."""
         step, columns, rows = table.iteration, table.columns, table.rows
         writer = self._at(step)
-        kept = [
+        text_columns = [
             i for i in range(len(columns)) if not any(isinstance(row[i], Image) for row in rows)
         ]
-        head = [text(columns[i], MAX_CELL_CHARS) for i in kept]
-        lines = markdown_table(head, [[_words(row[i]) for i in kept] for row in rows])
+        header = [text(columns[i], MAX_CELL_CHARS) for i in text_columns]
+        lines = markdown_table(header, [[_cell_text(row[i]) for i in text_columns] for row in rows])
         writer.add_text(table.name, "\n".join(lines), step)
         for number, row in enumerate(rows):
             if pictures := [cell for cell in row if isinstance(cell, Image)]:
@@ -55,28 +55,28 @@ class TensorboardPage:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder), purge_step=step)
-            self._writer.add_text("config", "\n".join(code(self._written)), step)
+            self._writer.add_text("config", "\n".join(code(self._config)), step)
         return self._writer
 
 
 def open_page(
     run_dir: Path, config: RunConfig, written: Mapping[str, Any]
 ) -> TensorboardPage | None:
-    """None where no page is wanted, or after a warning that the package is missing."""
+    """None if tracking.tensorboard is off, or after a warning if the package is missing."""
     if not config.tracking.tensorboard:
         return None
-    is_there = tried("tensorboard", "import", lambda: import_module("tensorboard"))
-    return TensorboardPage(run_dir / "tensorboard", written) if is_there else None
+    is_installed = tried("tensorboard", "import", lambda: import_module("tensorboard"))
+    return TensorboardPage(run_dir / "tensorboard", written) if is_installed else None
 
 
-def _words(cell: Cell) -> str:
+def _cell_text(cell: Cell) -> str:
     if cell is None or isinstance(cell, Image):
         return ""
     return text(cell, MAX_CELL_CHARS) if isinstance(cell, str) else f"{cell:.4g}"
 
 
 def _sheet(pictures: Sequence[Image]) -> Any:
-    """[H, W, 3] uint8: side by side, aligned at the top, on white."""
+    """[H, W, 3] uint8: the pictures side by side, aligned at the top, on white."""
     import numpy as np
 
     height, width = max(p.height for p in pictures), sum(p.width for p in pictures)

@@ -1,4 +1,4 @@
-"""The page of a run at wandb or trackio, and how a tracker's failures are caught."""
+"""A run's page at wandb or trackio, and functions that catch a tracker's failures."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ class Table(NamedTuple):
 @dataclass
 class ServicePage:
     """A run's page at wandb, or at trackio, which has the same API. A table is logged together with
-    the metrics of its iteration. Any method may raise anything; the caller then drops the page.
-    """
+    the metrics of its iteration. If a method raises any exception, the caller drops the page."""
 
     name: str
     module: Any
     write: Callable[[Mapping[str, Any], int], object]
-    """Logs a row of an iteration."""
+    """Logs a row: (values by name, iteration)."""
     finish: Callable[[bool], object]
-    """Ends the page; takes whether the run failed. It may take any time."""
-    words: Callable[[str], str] = str
-    """What a table shows of a text."""
+    """Ends the page; its argument is whether the run failed. May block for any time."""
+    escape: Callable[[str], str] = str
+    """Converts a text for a table's cell."""
     first_iteration: int = 0
-    """First iteration to log: a resumed run repeats iterations that the page already holds."""
+    """First iteration to log; a resumed run repeats iterations that the page already has."""
     _tables: dict[str, Any] = field(default_factory=dict)
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -59,22 +58,22 @@ class ServicePage:
     def _cell(self, cell: Cell) -> Any:
         if isinstance(cell, Image):
             return self.module.Image(cell)
-        return self.words(cell) if isinstance(cell, str) else cell
+        return self.escape(cell) if isinstance(cell, str) else cell
 
 
-def tried(name: str, what: str, call: Callable[[], object]) -> bool:
-    """Run `call`; a failure is one line. True when it went well."""
+def tried(name: str, action: str, call: Callable[[], object]) -> bool:
+    """Run `call`; log a warning if it raises. Returns whether it succeeded."""
     try:
         call()
     except Exception as error:  # a tracker may fail in any way
-        warn(scrub(f"{name} {what} failed, the run goes on: {error!r}"))
+        warn(scrub(f"{name} {action} failed, the run goes on: {error!r}"))
         return False
     return True
 
 
 def call_within(call: Callable[[], object], seconds: float) -> None:
-    """Run `call` in a daemon thread, abandoned when it takes longer (a name look-up takes no
-    timeout). Raises what it raised, or TimeoutError."""
+    """Run `call` in a daemon thread, which is abandoned after `seconds` (a DNS look-up has no
+    timeout). Raises the exception of `call`, or TimeoutError."""
     outcome: list[Exception | None] = [TimeoutError(f"no answer in {seconds:g} s")]
 
     def run() -> None:

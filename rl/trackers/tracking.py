@@ -1,4 +1,4 @@
-"""Sends a run's metrics, tables and pictures to its trackers; a tracker that fails is dropped."""
+"""Sends a run's metrics, tables and pictures to its trackers; drops a tracker that fails."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _TABLE_IMAGE_SIDE_PX = 384
 
 
 class Tracker:
-    """One page per run and tracker. Only rank 0 has pages; on other ranks, calls do nothing."""
+    """One page per tracker of the run. Only rank 0 has pages; on other ranks, calls do nothing."""
 
     def __init__(
         self, run_dir: Path, config: RunConfig, dist: Dist, config_as_written: Mapping[str, Any]
     ) -> None:
-        """`config_as_written`: `RunRecord.config`, which is scrubbed."""
+        """`config_as_written`: `RunRecord.config`, which has no secrets."""
         self._tracking = config.tracking
         remember(config.judge.api_key_env)
         self._pages: list[Page] = []
@@ -65,41 +65,41 @@ class Tracker:
             self._on_each("episode table", lambda page: page.log_table(table))
 
     def close(self, failed: bool = False) -> None:
-        """Finish the pages, waiting at most a minute for each that is not uploaded yet."""
+        """Finish the pages; waits at most a minute for the upload of each."""
         self._on_each("end of its page", lambda page: page.close(failed))
         self._pages.clear()
 
     def _table(
         self, pairs: Sequence[tuple[Episode, float | None]]
     ) -> tuple[list[str], list[list[Cell]]]:
-        """Columns and rows, with downscaled pictures and without secrets in the words."""
+        """Columns and rows, with downscaled pictures and without secrets in the texts."""
 
         def picture(image: Image | None) -> Image | None:
             return image and downscale(image, _TABLE_IMAGE_SIDE_PX)
 
         parts = sorted({name for episode, _ in pairs for name in episode.parts})
-        most = max(1, *(len(episode.prompt.sample.sources) for episode, _ in pairs))
-        columns = ["source", *(f"source {number}" for number in range(2, most + 1))]
+        max_sources = max(1, *(len(episode.prompt.sample.sources) for episode, _ in pairs))
+        columns = ["source", *(f"source {number}" for number in range(2, max_sources + 1))]
         columns += ["target", "rendered", "instruction", "completion", "status", "failure"]
         columns += ["reward", *parts, "advantage"]
         rows: list[list[Cell]] = []
         for episode, advantage in pairs:
             sample = episode.prompt.sample
-            images = [*sample.sources, *[None] * (most - len(sample.sources))]
+            images = [*sample.sources, *[None] * (max_sources - len(sample.sources))]
             images += [sample.target, episode.image]
-            words = [sample.instruction, episode.action.text, episode.status.value]
-            words.append(episode.failure or "")
-            values = [episode.reward, *map(episode.parts.get, parts), advantage]
-            rows.append([*map(picture, images), *map(scrub, words), *values])
+            texts = [sample.instruction, episode.action.text, episode.status.value]
+            texts.append(episode.failure or "")
+            numbers = [episode.reward, *map(episode.parts.get, parts), advantage]
+            rows.append([*map(picture, images), *map(scrub, texts), *numbers])
         return columns, rows
 
-    def _on_each(self, what: str, call: Callable[[Page], object]) -> None:
-        self._pages = [page for page in self._pages if tried(page.name, what, partial(call, page))]
+    def _on_each(self, task: str, call: Callable[[Page], object]) -> None:
+        self._pages = [page for page in self._pages if tried(page.name, task, partial(call, page))]
 
 
 def not_installed(tracking: TrackingConfig) -> list[str]:
     """A message for each enabled tracker whose package is not installed."""
-    tracked: Mapping[str, tuple[bool, str]] = {
+    trackers: Mapping[str, tuple[bool, str]] = {
         "wandb": (tracking.wandb != "off", "'vlm-edit-rl[train]'"),
         "tensorboard": (tracking.tensorboard, "'vlm-edit-rl[tensorboard]'"),
         # trackio's requirements exclude the pinned Pillow, but trackio works with it.
@@ -111,6 +111,6 @@ def not_installed(tracking: TrackingConfig) -> list[str]:
     return [
         f"tracking.{name}: the package {name!r} is not installed here, and the run goes on without "
         f"it: pip install {packages}"
-        for name, (is_wanted, packages) in tracked.items()
-        if is_wanted and find_spec(name) is None
+        for name, (is_enabled, packages) in trackers.items()
+        if is_enabled and find_spec(name) is None
     ]

@@ -1,4 +1,4 @@
-"""trackio's files in `<run>/trackio`, or a Space of the hub that the config names."""
+"""A run's page in trackio: files in `<run>/trackio`, or the hub's Space that the config names."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rl.text.markdown import text
 from rl.trackers.tracker_page import MAX_CELL_CHARS, ServicePage, call_within, tried
 
 PLACES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL", "TRACKIO_BUCKET_ID")
-"""Environment variables that would have trackio send a run's data elsewhere."""
+"""Environment variables that would make trackio send the run's data elsewhere."""
 START_TIMEOUT_S = 120.0
 
 
 def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> ServicePage | None:
-    """The page with the scrubbed config `written`; None where none is wanted, or after a
-    warning."""
+    """The page, with the scrubbed config `written`; None if tracking.trackio is off, or after a
+    warning if trackio fails."""
     if not config.tracking.trackio:
         return None
     for name in PLACES:
         if os.environ.pop(name, ""):
-            warn(f"trackio: {name} is not heeded; a place to send to is tracking.trackio_space")
+            warn(f"trackio: {name} is ignored; set tracking.trackio_space to send data to a Space")
     os.environ["TRACKIO_DIR"] = str(run_dir.resolve() / "trackio")  # read at import
     for file in (run_dir / "trackio").rglob("*.db*"):
         unshare(file)
@@ -51,11 +51,11 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> S
                 trackio,
                 write=lambda row, iteration: run.log(dict(row), step=iteration),
                 finish=lambda failed: run.finish(),
-                words=lambda cell: text(cell, MAX_CELL_CHARS),  # trackio reads it as Markdown
+                escape=lambda cell: text(cell, MAX_CELL_CHARS),  # trackio reads it as Markdown
                 first_iteration=run._next_step,
             )
         )
 
-    # A Space may not answer.
+    # With a time limit, because a Space may not answer.
     is_open = tried("trackio", "start", lambda: call_within(begin, START_TIMEOUT_S))
     return pages[0] if is_open else None

@@ -1,4 +1,4 @@
-"""A run's page in wandb. Each failure degrades it one step: online, offline, off."""
+"""A run's page in wandb; a failure lowers its mode by one step: online, offline, off."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _ORDER: tuple[Mode, ...] = ("online", "offline", "off")
 
 
 def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> ServicePage | None:
-    """The page with the scrubbed config `written`; None where none is wanted, or after a
-    warning. Its x axis is our own `iteration`: a resumed offline run starts wandb's step at 0."""
-    wanted = config.tracking.wandb
-    if wanted == "off":
+    """The page, with the scrubbed config `written`; None if tracking.wandb is 'off', or after a
+    warning. The x axis is `iteration`, because a resumed offline run restarts wandb's step at 0."""
+    mode = config.tracking.wandb
+    if mode == "off":
         return None
-    # Where wandb keeps a table's pictures until they are uploaded; its default is in $HOME.
+    # wandb stores a table's pictures here until they are uploaded; the default is in $HOME.
     os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.resolve() / "wandb"))
     attempt = partial(tried, "wandb")
     if not attempt("import", lambda: importlib.import_module("wandb")):
         return None
     wandb = importlib.import_module("wandb")
-    wanted = allowed_by_env(wanted)
-    problem = _why_not_online(wandb.Settings().base_url) if wanted == "online" else ""
+    mode = allowed_by_env(mode)
+    problem = _why_not_online(wandb.Settings().base_url) if mode == "online" else ""
     if problem:
         warn(f"wandb: {problem}; going on offline (`wandb sync` uploads it later)")
-        wanted = "offline"
+        mode = "offline"
     runs: list[Any] = []
 
-    def open_in(mode: Mode) -> None:
-        runs.append(_init(wandb, mode, run_dir, config))
+    def open_in(tried_mode: Mode) -> None:
+        runs.append(_init(wandb, tried_mode, run_dir, config))
 
     def write(row: Mapping[str, Any], iteration: int) -> None:
         runs[0].log({**row, "iteration": iteration})
@@ -54,8 +54,8 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> S
         runs[0].finish(exit_code=int(failed))
         wandb.teardown()  # `finish` alone returns before an offline page is on the disk
 
-    for mode in _ORDER[_ORDER.index(wanted) : -1]:
-        if attempt(f"init {mode}", partial(open_in, mode)):
+    for tried_mode in _ORDER[_ORDER.index(mode) : -1]:
+        if attempt(f"init {tried_mode}", partial(open_in, tried_mode)):
             attempt("config", lambda: runs[0].config.update(dict(written)))
             return ServicePage("wandb", wandb, write, finish)
         # wandb's helper process keeps the id "in use" after a failed start.
@@ -64,7 +64,7 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> S
 
 
 def _init(wandb: Any, mode: Mode, run_dir: Path, config: RunConfig) -> Any:
-    # Before `init`, whose settings come too late to silence advice on packages to install.
+    # `setup`, because `init` prints advice on packages before it reads its settings.
     wandb.setup(settings=wandb.Settings(silent=True))
     settings = wandb.Settings(
         init_timeout=INIT_TIMEOUT_S,
@@ -89,8 +89,8 @@ def _init(wandb: Any, mode: Mode, run_dir: Path, config: RunConfig) -> Any:
 
 
 def page_id(run_dir: Path) -> str:
-    """The run's wandb id, kept in the run folder, so that a resume finds its page from any shell,
-    even if WANDB_RUN_ID is exported for another run; a new run takes WANDB_RUN_ID if it is set."""
+    """The run's wandb id. It is stored in the run folder, so that a resumed run finds its page even
+    if WANDB_RUN_ID is set for another run; a new run takes WANDB_RUN_ID if it is set."""
     path = run_dir / "wandb_id.txt"
     if not path.exists():
         new = os.environ.get("WANDB_RUN_ID", "").strip() or uuid.uuid4().hex[:12]
@@ -98,14 +98,14 @@ def page_id(run_dir: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-def allowed_by_env(wanted: Mode) -> Mode:
-    """WANDB_MODE, wandb's own switch, may lower the mode, never raise it."""
-    named = os.environ.get("WANDB_MODE", wanted)
-    return max(wanted, named if named in _ORDER else "off", key=_ORDER.index)
+def allowed_by_env(configured: Mode) -> Mode:
+    """The configured mode, or that of the variable WANDB_MODE if it is lower."""
+    env_mode = os.environ.get("WANDB_MODE", configured)
+    return max(configured, env_mode if env_mode in _ORDER else "off", key=_ORDER.index)
 
 
 def _why_not_online(base_url: str) -> str:
-    """Why wandb cannot go online, found in seconds (its own call would block for 100 s), or ''."""
+    """Why wandb cannot go online, or ''; takes seconds, where wandb's own call blocks for 100 s."""
     url = os.environ.get("WANDB_BASE_URL") or base_url
     host = urlsplit(url).hostname or url
     netrc_file = os.environ.get("NETRC", str(Path.home() / ".netrc"))
@@ -116,11 +116,11 @@ def _why_not_online(base_url: str) -> str:
         return "no API key (WANDB_API_KEY, or `wandb login`)"
     proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
     target = urlsplit(proxy or url)
-    place = target.hostname, target.port or (80 if target.scheme == "http" else 443)
+    address = target.hostname, target.port or (80 if target.scheme == "http" else 443)
     try:
         call_within(
-            lambda: socket.create_connection(place, REACH_TIMEOUT_S).close(), REACH_TIMEOUT_S
+            lambda: socket.create_connection(address, REACH_TIMEOUT_S).close(), REACH_TIMEOUT_S
         )
     except Exception as error:
-        return f"{place[0]}:{place[1]} cannot be reached ({error!r})"
+        return f"{address[0]}:{address[1]} cannot be reached ({error!r})"
     return ""

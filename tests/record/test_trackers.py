@@ -179,7 +179,7 @@ def test_trackio_stays_on_this_machine_whatever_the_environment_says(
     assert not arguments["auto_log_cpu"] and not arguments["auto_log_gpu"]
     assert not set(trackio_page.PLACES) & set(os.environ)
     assert os.environ["TRACKIO_DIR"] == str(tmp_path / "run" / "trackio")
-    assert capfd.readouterr().err.count("is not heeded") == 4
+    assert capfd.readouterr().err.count("is ignored") == 4
     page.log_episodes(1, [[episode(failure="<b>")]], [[1.5]])
     assert fake.rows == [], "a table is logged with the scalars of its iteration"
     page.log(1, {"reward/mean": 0.25})

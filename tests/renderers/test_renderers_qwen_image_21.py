@@ -168,10 +168,10 @@ def test_a_batch_with_too_many_pictures_is_drawn_in_parts(parts: Parts) -> None:
 def test_pictures_whose_size_differs_from_the_vaes_are_refused(parts: Parts) -> None:
     job = make_job(tiny.WORDS[0], references(1), 0)
     wrong = make_renderer(parts, condition_area_px=128 * 128)
-    with pytest.raises(ValueError, match=r"4 places.* 15 .*condition_area_px"):
+    with pytest.raises(ValueError, match=r"4 tokens.* 15 .*condition_area_px"):
         list(wrong.render([job]))
     blind = replace(job, payload=replace(job.payload, pictures=()))
-    with pytest.raises(ValueError, match="no places"):
+    with pytest.raises(ValueError, match="no tokens"):
         list(make_renderer(parts).render([blind]))
 
 

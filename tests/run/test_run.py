@@ -96,7 +96,7 @@ def test_a_cause_of_ungraded_episodes_is_said_once(capsys: pytest.CaptureFixture
     for iteration in range(2):
         assert len(list(run.graded_groups(PendingStep(iteration, rollout, MagicMock())))) == 1
     assert capsys.readouterr().err == (
-        "WARNING: rank 0: ungraded: mine: raised KeyError (said once; each is in episodes/)\n"
+        "WARNING: rank 0: ungraded: mine: raised KeyError (logged once; all are in episodes/)\n"
     )
 
 

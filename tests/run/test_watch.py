@@ -164,13 +164,13 @@ FLAT = {"groups/zero_spread": 1.0}
         (FLAT | {"status/policy_failed": 1.0}, "no completion"),
         (FLAT | {"status/ungraded": 1.0}, "no picture"),
         (FLAT | {"groups/distinct_completions": 0.125}, "sampling.temperature"),
-        (FLAT | {"groups/distinct_completions": 1.0, "reward/mean": 1.0}, "full marks"),
+        (FLAT | {"groups/distinct_completions": 1.0, "reward/mean": 1.0}, "the full reward"),
         (FLAT | {"groups/distinct_completions": 1.0, "reward/mean": 0.4}, "distinguish"),
         (STANDS | FLAT, "all rewards of each group were equal, and nothing else"),
         (STANDS | {"optimizer/skipped_steps": 1.0}, "not finite"),
         (STANDS | {"status/ungraded": 1.0}, "nothing was graded"),
         ({"optimizer/steps": 1.0, "optimizer/grad_norm": 0.0}, "gradient was exactly 0"),
-        (STANDS, "no token carried a loss"),
+        (STANDS, "no token was in the loss"),
     ],
 )
 def test_iterations_without_spread_or_step_are_said_once_with_the_reason(

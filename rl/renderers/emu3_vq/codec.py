@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 class Emu3Codec:
     """The frozen tokenizer, in evaluation mode, with its pixel statistics.
 
-    The model is made for video: the stock `encode` runs the 2-D encoder on four copies of a
+    The model is made for videos: the stock `encode` runs the 2-D encoder on four copies of a
     picture, and the stock `decode` decodes four frames and returns the first. This class runs
     the 2-D parts on one frame, in a quarter of the time and memory. The 3-D convolutions are causal
     and see the same values, so the results are equal up to float rounding.
     """
 
     def __init__(self, model: Emu3VQVAE, processor: Emu3ImageProcessor | None = None) -> None:
-        """Without a processor pixels run from -1 to 1, as for the published tokenizer; the
-        processor class's own default is CLIP's statistics."""
+        """Without `processor`, pixels are scaled to -1..1, as the published tokenizer expects (the
+        default of `Emu3ImageProcessor` is CLIP's mean and standard deviation)."""
         from transformers import Emu3ImageProcessor
 
         self.model = model.eval().requires_grad_(False)
@@ -44,14 +44,14 @@ class Emu3Codec:
 
     @property
     def patch_px(self) -> int:
-        """Side of the square that one code stands for, px."""
+        """Side of the square that one code represents, px."""
         return int(self.model.spatial_scale_factor)
 
     @torch.no_grad()
     def decode_tensor(self, codes: torch.Tensor) -> torch.Tensor:
         """codes [B, h, w] int64 -> pixels [B, 3, h * patch_px, w * patch_px] float32, normalised.
 
-        The first frame of `Emu3VQVAE.decode`.
+        Equals the first frame of `Emu3VQVAE.decode`, up to rounding.
         """
         model, decoder = self.model, self.model.decoder
         quant = model.quantize.embedding(codes.to(model.device)).permute(0, 3, 1, 2).unsqueeze(2)
@@ -73,7 +73,7 @@ class Emu3Codec:
     def encode_tensor(self, pixels: torch.Tensor) -> torch.Tensor:
         """pixels [B, 3, H, W], normalised -> codes [B, h, w] int64; H and W multiples of patch_px.
 
-        The codes of `Emu3VQVAE.encode`.
+        Equals the codes of `Emu3VQVAE.encode`, up to rounding.
         """
         model, encoder = self.model, self.model.encoder
         hidden = encoder.conv_in(pixels.to(model.device, model.dtype))
@@ -99,15 +99,15 @@ class Emu3Codec:
     def encode(
         self, pictures: Sequence[Image.Image], area_px: int, batch_size: int
     ) -> list[np.ndarray]:
-        """Codes [h, w] int32 of each picture, scaled to about `area_px`; `batch_size` at a time."""
+        """Scale each picture to about `area_px` and return its codes [h, w] int32."""
         scaled = [fit(picture, area_px, self.patch_px) for picture in pictures]
-        of_size: dict[tuple[int, int], list[int]] = {}
+        indices_by_size: dict[tuple[int, int], list[int]] = {}
         for index, picture in enumerate(scaled):
-            of_size.setdefault(picture.size, []).append(index)
+            indices_by_size.setdefault(picture.size, []).append(index)
         codes: dict[int, np.ndarray] = {}
-        for members in of_size.values():
-            for start in range(0, len(members), batch_size):
-                batch = members[start : start + batch_size]
+        for indices in indices_by_size.values():
+            for start in range(0, len(indices), batch_size):
+                batch = indices[start : start + batch_size]
                 pixels = self.processor.preprocess(
                     [scaled[index] for index in batch], do_resize=False, do_pad=False
                 )["pixel_values"]
@@ -120,9 +120,8 @@ class Emu3Codec:
 def fit(picture: Image.Image, area_px: int, patch_px: int) -> Image.Image:
     """Scale the picture (bicubic) to about `area_px`, keeping its aspect, sides in whole patches.
 
-    The grid equals that of the published data sets. Those scaled pictures to the area alone; then
-    the encoder cropped less than a patch on the right and bottom. Here nothing is cropped; the
-    aspect ratio changes by less than a patch instead.
+    The published data sets have the same grids, but cropped up to one patch on the right and
+    bottom after scaling. This function crops nothing: it changes the aspect by up to one patch.
     """
     scale = math.sqrt(area_px / (picture.width * picture.height))
     sides = (max(round(side * scale) // patch_px, 1) * patch_px for side in picture.size)
@@ -131,9 +130,9 @@ def fit(picture: Image.Image, area_px: int, patch_px: int) -> Image.Image:
 
 
 def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -> Emu3Codec:
-    """Load the tokenizer of a hub id or folder of one of the kinds in `vq_checkpoint.py`.
+    """Load the tokenizer of a hub id or folder, which is of one of the kinds in `vq_checkpoint.py`.
 
-    Raises OSError for what cannot be found, ValueError for what is no Emu3 tokenizer.
+    Raises OSError if a file is missing, ValueError if the checkpoint holds no Emu3 tokenizer.
     """
     from transformers import Emu3ImageProcessor, Emu3VQVAE, Emu3VQVAEConfig
 
@@ -146,8 +145,8 @@ def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -
     expected = model.state_dict().keys()
     if missing := sorted(expected - tensors.keys()):
         raise ValueError(
-            f"{model_path}: {len(missing)} of the tokenizer's {len(expected)} tensors are not "
-            f"there, e.g. {missing[0]}; give a complete checkpoint"
+            f"{model_path}: {len(missing)} of the tokenizer's {len(expected)} tensors are "
+            f"missing, e.g. {missing[0]}; give a complete checkpoint"
         )
     model.load_state_dict(tensors, strict=True, assign=True)
     model.to(getattr(torch, dtype))
@@ -162,7 +161,7 @@ def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -
 def _read_tensors(
     model_path: str, revision: str | None, original: bool, device: str
 ) -> dict[str, torch.Tensor]:
-    """The tokenizer's tensors under transformers' names; files without any are not fetched."""
+    """The tokenizer's tensors under transformers' names; downloads only files that hold some."""
     from safetensors import safe_open
 
     files = [WEIGHTS]
@@ -177,14 +176,14 @@ def _read_tensors(
             for stored_name in stored.keys():  # noqa: SIM118 - not a mapping
                 if name := tensor_name(stored_name, original):
                     tensor = stored.get_tensor(stored_name)
-                    # Attention's 1x1 convolutions of the original are linear in transformers.
+                    # The original's attention has 1x1 convolutions, transformers' linear layers.
                     linear = name.endswith("_proj.weight")
                     tensors[name] = tensor.flatten(1) if linear else tensor
     return tensors
 
 
 def _file(model_path: str, revision: str | None, name: str, optional: bool = False) -> Any:
-    """Path of a checkpoint's file, fetched when it lies on the hub; None for an absent optional."""
+    """Path of a checkpoint file, downloaded from a hub id; None for a missing `optional` one."""
     from transformers.utils import cached_file
 
     return cached_file(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 CODE_PX = 8
-"""Side of the square of pixels that one code stands for, px."""
+"""Side of the square that one code represents, px."""
 
 
 class Config(FrozenModelConfig):
@@ -45,7 +45,7 @@ class Config(FrozenModelConfig):
 
 
 class Emu3Vq(Renderer[Config]):
-    """Decodes grids of codes."""
+    """Decodes the grids of codes that a policy writes, and encodes source pictures to codes."""
 
     accepts = "image_tokens"
 
@@ -61,7 +61,7 @@ class Emu3Vq(Renderer[Config]):
     def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
         pictures = [sample.source for sample in samples if sample.source is not None]
         if len(pictures) < len(samples):
-            raise ValueError("renderer 'emu3_vq' edits pictures: give one with each instruction")
+            raise ValueError("renderer 'emu3_vq' needs a source picture in every sample; add it")
         codes = self.loop.codec.encode(pictures, area_px, self.config.batch_size)
         pairs = zip(samples, codes, strict=True)
         return [replace(sample, source_codes=grid) for sample, grid in pairs]
@@ -86,8 +86,8 @@ class Emu3Vq(Renderer[Config]):
 
     @classmethod
     def activation_counts(cls, config: Config) -> dict[str, float]:
-        """Values alive at the peak of a decode: the block that reduces full-size feature maps
-        from twice the base channels to the base channels holds about six maps of the wider kind."""
+        """Values alive at the peak of a decode: about six full-size feature maps with twice the
+        base channels, in the block that halves their channels."""
         file = Path(config.model_path) / "config.json"
-        stated = tokenizer_config(json.loads(file.read_text())) if file.is_file() else {}
-        return {"vq": 12.0 * stated.get("base_channels", 256) * config.batch_size * 256 * 256}
+        tokenizer = tokenizer_config(json.loads(file.read_text())) if file.is_file() else {}
+        return {"vq": 12.0 * tokenizer.get("base_channels", 256) * config.batch_size * 256 * 256}

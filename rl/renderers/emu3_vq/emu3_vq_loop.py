@@ -16,22 +16,22 @@ from rl.renderers.shared.batches import Fits, Outcome, render_in_batches
 from rl.renderers.shared.decoding import to_pictures
 
 NUM_KEPT_PICTURES = 256
-"""Sources and targets kept between calls (0.2 MB each at 256^2)."""
+"""Decoded sources and targets cached between calls (0.2 MB each at 256^2)."""
 
 BATCH_UNIT_PX = 256 * 256
-"""Area for which `batch_size` holds; batches of larger pictures are smaller in proportion."""
+"""Picture area to which `batch_size` applies; larger pictures get smaller batches in proportion."""
 
 Grid = tuple[int, ...]
-"""Shape of a picture's codes: those of one shape share a batch."""
+"""Shape of a picture's codes. Pictures of one shape share a batch."""
 
 
 class Emu3VqLoop:
-    """Pictures are RGB; equal codes give one and the same picture."""
+    """Decodes codes to RGB pictures; jobs with equal codes get the same picture object."""
 
     def __init__(self, codec: Emu3Codec, batch_size: int) -> None:
         self.codec = codec
         self.batch_size = batch_size
-        self._kept: LRUCache[bytes, Image.Image] = LRUCache(NUM_KEPT_PICTURES)
+        self._cache: LRUCache[bytes, Image.Image] = LRUCache(NUM_KEPT_PICTURES)
         self._fits: Fits = {}
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
@@ -41,8 +41,8 @@ class Emu3VqLoop:
         """
         drawn: dict[bytes, Outcome] = {}
 
-        def place(codes: np.ndarray) -> Grid | Outcome:
-            if reason := self._refuse(codes):
+        def bucket_or_outcome(codes: np.ndarray) -> Grid | Outcome:
+            if reason := self._why_invalid(codes):
                 return RenderFailure(reason, blame="policy")
             return drawn.get(_key(codes), codes.shape)
 
@@ -53,40 +53,39 @@ class Emu3VqLoop:
             return [drawn[_key(codes)] for codes in batch]
 
         return render_in_batches(
-            (job.payload for job in jobs), place, self._batch_size_of, draw, self._fits
+            (job.payload for job in jobs), bucket_or_outcome, self._batch_size_of, draw, self._fits
         )
 
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples, with missing `source` and `target` pictures decoded from their codes.
 
-        Raises ValueError for codes that are invalid for this decoder, RuntimeError when the
-        decoder fails on them.
+        Raises ValueError if this decoder does not know the codes, RuntimeError if it fails.
         """
-        wanted: dict[bytes, np.ndarray] = {}
+        codes_by_key: dict[bytes, np.ndarray] = {}
         for sample in samples:
             for name, codes in _missing_pictures(sample):
-                if reason := self._refuse(codes):
+                if reason := self._why_invalid(codes):
                     raise ValueError(
                         f"sample {sample.id!r}: its {name} cannot be drawn: {reason}; tokenise the "
                         "data with the renderer's own model_path (rl prepare)"
                     )
-                wanted[_key(codes)] = codes
-        drawn = {key: self._kept[key] for key in wanted if key in self._kept}
-        missing = [codes for key, codes in wanted.items() if key not in drawn]
+                codes_by_key[_key(codes)] = codes
+        drawn = {key: self._cache[key] for key in codes_by_key if key in self._cache}
+        missing = [codes for key, codes in codes_by_key.items() if key not in drawn]
         for number, outcome in render_in_batches(
             missing,
-            place=lambda codes: codes.shape,
+            bucket_or_outcome=lambda codes: codes.shape,
             size_of=self._batch_size_of,
             render=lambda batch, grid: self._draw_batch(batch),
             fits=self._fits,
         ):
             if isinstance(outcome, RenderFailure):
-                raise RuntimeError(f"a sample's own picture cannot be decoded: {outcome.reason}")
+                raise RuntimeError(f"a sample's picture cannot be decoded: {outcome.reason}")
             drawn[_key(missing[number])] = outcome
-        self._kept.update(drawn)
+        self._cache.update(drawn)
         return [_with_pictures(s, drawn) for s in samples]
 
-    def _refuse(self, codes: np.ndarray) -> str | None:
+    def _why_invalid(self, codes: np.ndarray) -> str | None:
         if codes.ndim != 2 or not codes.size:
             return f"bad_grid: codes of shape {list(codes.shape)}, not [h, w]"
         low, high, last = codes.min(), codes.max(), self.codec.model.config.codebook_size - 1
@@ -104,13 +103,13 @@ class Emu3VqLoop:
 
 
 def _with_pictures(sample: Sample, drawn: Mapping[bytes, Image.Image]) -> Sample:
-    found = {name: drawn[_key(codes)] for name, codes in _missing_pictures(sample)}
-    sources = (found["source"],) if "source" in found else sample.sources
-    return replace(sample, sources=sources, target=found.get("target", sample.target))
+    pictures = {name: drawn[_key(codes)] for name, codes in _missing_pictures(sample)}
+    sources = (pictures["source"],) if "source" in pictures else sample.sources
+    return replace(sample, sources=sources, target=pictures.get("target", sample.target))
 
 
 def _missing_pictures(sample: Sample) -> Iterator[tuple[str, np.ndarray]]:
-    """('source' or 'target', its codes) for each picture that exists as codes alone."""
+    """('source' or 'target', its codes) for each picture that the sample has only as codes."""
     if sample.source is None and sample.source_codes is not None:
         yield "source", sample.source_codes
     if sample.target is None and sample.target_codes is not None:
@@ -118,5 +117,5 @@ def _missing_pictures(sample: Sample) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _key(codes: np.ndarray) -> bytes:
-    """Equal exactly for equal grids."""
+    """A cache key; two keys are equal exactly if their grids are."""
     return np.array(codes.shape, np.int64).tobytes() + codes.astype(np.int64).tobytes()

@@ -1,11 +1,4 @@
-"""Finds Emu3's picture tokenizer in a checkpoint, and maps its tensor names to transformers'.
-
-It reads three kinds of folder or hub repository, and never runs code from them:
-- `Emu3VQVAE.save_pretrained` of transformers;
-- `BAAI/Emu3-VisionTokenizer`, whose own class names config keys and tensors differently (without
-  renaming, transformers would only warn, and leave most weights random);
-- a whole Emu3 (`BAAI/Emu3-Gen-hf`), which holds the tokenizer under `model.vqmodel.`.
-"""
+"""Finds Emu3's picture tokenizer in a checkpoint, and maps its tensor names to transformers'."""
 
 from __future__ import annotations
 
@@ -19,7 +12,9 @@ from rl.files.weights import num_parameters
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ORIGINAL, STANDALONE, WHOLE = "Emu3VisionVQ", "emu3_vqgan", "emu3"
-"""`model_type` of BAAI's own tokenizer, of transformers' tokenizer and of a whole Emu3."""
+"""`model_type` of the supported checkpoints: `BAAI/Emu3-VisionTokenizer`, transformers'
+`Emu3VQVAE.save_pretrained`, and a whole Emu3 (`BAAI/Emu3-Gen-hf`), which holds the tokenizer under
+`model.vqmodel.`. Code in a checkpoint is never run."""
 
 HUB_PARAMETERS: Mapping[str, float] = dict.fromkeys(
     (
@@ -33,6 +28,7 @@ HUB_PARAMETERS: Mapping[str, float] = dict.fromkeys(
 )
 """Parameters of the tokenizer alone: encoder 109.5 M, decoder 161.1 M, codebook 0.1 M."""
 
+# Without these renamings, transformers only warns and leaves most weights random.
 _ORIGINAL_CONFIG_KEYS = {
     "ch": "base_channels",
     "ch_mult": "channel_multiplier",

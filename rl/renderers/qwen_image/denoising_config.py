@@ -1,4 +1,4 @@
-"""The keys that the Qwen-Image plugins share, and the picture sizes that follow from them."""
+"""Config keys that the Qwen-Image plugins share, and picture sizes computed from them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rl.config.schema import MAX_COUNT, MAX_SIDE_PX
 from rl.renderers.shared.scheduling import SchedulerOverrides
 
 SIZE_MULTIPLE_PX = 32
-"""Sides that follow from an area are multiples of this, as in the stock pipelines."""
+"""Sides computed from an area are multiples of this, as in the stock pipelines."""
 
 PATCH_PX = 16
 """One DiT token is 16x16 px: the VAE shrinks 8 times, latents are packed 2x2."""
 
 MODULATIONS = frozenset({"img_mod", "txt_mod"})
-"""Layers of each transformer block that read the timestep alone: they stay in host memory."""
+"""Layers of each transformer block whose only input is the timestep; they stay in host memory."""
 
 Size = tuple[int, int]
 """(width, height), px."""
@@ -49,8 +49,8 @@ class DenoisingConfig(FrozenModelConfig):
     the rendered picture. Less than the checkpoint was trained on is an approximation, perhaps a bad
     one: at a quarter, the tiny editor's pictures (0..1) change by 0.11 on average."""
     policy_image_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 1024 * 1024
-    """Area each source is resized to for the policy, px^2; condition_area_px for qwen_image_21:
-    the renderer replaces each of the policy's image tokens with latents of the same 32x32 px."""
+    """Area each source is resized to for the policy, px^2. Must equal condition_area_px for
+    qwen_image_21, which replaces each of the policy's image tokens with latents of that area."""
     fp8: Literal["off", "storage"] = "off"
     """'storage': store the matrices of the transformer's blocks in 8 bits, half their memory. An
     approximation: the tiny editor's pictures (0..1, 2 steps) change by 0.0016 on average and 0.28

@@ -35,12 +35,12 @@ class Fp8Linear(nn.Module):
 
 
 def round_blocks(transformer: Any, device: str | torch.device) -> None:
-    """Move every block except its modulation to `device`, and replace the linear layers of its
-    attention and MLPs, part by part: the device holds one part's original weights at a time."""
+    """Move every block except its modulation to `device`, and replace its linear layers by
+    `Fp8Linear`, part by part: the device holds the original weights of one part at a time."""
     for block in transformer.transformer_blocks:
         for name, part in block.named_children():
             if name in MODULATIONS:
                 continue
-            for place, layer in list(part.to(device).named_modules()):
+            for path, layer in list(part.to(device).named_modules()):
                 if isinstance(layer, nn.Linear):
-                    part.set_submodule(place, Fp8Linear(layer))
+                    part.set_submodule(path, Fp8Linear(layer))

@@ -1,4 +1,4 @@
-"""Tables of the transformer's modulation at each step of a schedule; its weights are on the host.
+"""Tabulates the transformer's modulation over a schedule; its weights stay in host memory.
 
 Legend: T steps of a schedule; P parts of the image tokens with their own modulation: 1, or 2 with
 `zero_cond_t` (Edit-2511), where the source's tokens are modulated as at timestep 0; D the
@@ -18,7 +18,7 @@ from cachetools import LRUCache, cachedmethod
 from rl.renderers.qwen_image.denoising_config import MODULATIONS
 
 NUM_KEPT_SCHEDULES = 32
-"""Tables kept in host memory, 4.4 MB a step each in bfloat16. A picture's size sets the shift."""
+"""Tables cached in host memory, one per picture size: 4.4 MB per step in bfloat16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +27,9 @@ class StepModulation:
     include the added 1, so that scales and shifts are the weights and biases of a layer norm."""
 
     image: torch.Tensor
-    """[blocks, P, 6, D]."""
+    """[blocks, P, 6, D], for image tokens."""
     words: torch.Tensor
-    """[blocks, 1, 6, D]."""
+    """[blocks, 1, 6, D], for text tokens."""
     out: torch.Tensor
     """[2, D]: shift and scale before the last projection."""
 
@@ -55,11 +55,11 @@ class ModulationTables:
 
 @torch.no_grad()
 def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulation]:
-    """Every modulation over a schedule, one entry per step, in host memory; `timesteps_T`: the
-    scheduler's, 1000 down to 0.
+    """The modulation of all blocks at every step of a schedule, in host memory; `timesteps_T`:
+    the scheduler's, 1000 down to 0.
 
-    The weights are copied to the device one layer at a time, so that the arithmetic equals the
-    stock forward's; this copies all 13.6 GB once per schedule.
+    Computes on the device, as the stock forward does, so that the results are equal: copies the
+    weights there one layer at a time, 13.6 GB per schedule.
     """
     device, dtype, num_steps = transformer.device, transformer.dtype, len(timesteps_T)
     # The stock pipeline rounds the timestep to the latents' dtype before dividing.
@@ -70,7 +70,7 @@ def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulat
     activated = F.silu(embedding)
 
     def run(modulation: Any) -> torch.Tensor:
-        """[T, 6, D] from (SiLU, linear layer), plus a row with `zero_cond_t`; 1 added to scales."""
+        """Apply (SiLU, linear layer): [T, 6, D], with `zero_cond_t` one row more; scales + 1."""
         weight, bias = modulation[1].weight.to(device), modulation[1].bias.to(device)
         rows = F.linear(activated, weight, bias).unflatten(-1, (6, -1))
         rows[:, [1, 4]] += 1

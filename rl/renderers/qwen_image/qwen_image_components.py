@@ -1,4 +1,4 @@
-"""The modules of a Qwen-Image, loaded and laid out for rendering."""
+"""Loads the modules of a Qwen-Image, fuses the adapter, and moves them to the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EditorParts:
 
 
 def load_parts(config: DenoisingConfig, device: str) -> EditorParts:
-    """The parts of an editor, from a hub id or folder."""
+    """Load an editor's modules from a hub id or folder."""
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 
     classes = QwenImageTransformer2DModel, AutoencoderKLQwenImage, FrameVae
@@ -46,7 +46,7 @@ def load_modules(
     move: Callable[[Any, str], object],
     sigmas: Sequence[float] | None = None,
 ) -> EditorParts:
-    """Load transformer, VAE and scheduler; fuse the adapter, if any. `move` takes the transformer
+    """Load transformer, VAE and scheduler; fuse the adapter, if any. `move` moves the transformer
     to the device."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -79,7 +79,7 @@ def origin_of(config: DenoisingConfig) -> dict[str, Any]:
 def lay_out(
     transformer: Any, config: DenoisingConfig, device: str, move: Callable[[Any, str], object]
 ) -> None:
-    """Fuse the adapter, round to 8 bits where `config` says so, and `move` it to the device.
+    """Fuse the adapter, round to 8 bits if `config.fp8` asks for it, and `move` the transformer.
 
     With `fp8` the unrounded weights need not fit on the device: the adapter is fused in host
     memory, and blocks are rounded one part at a time.
@@ -94,7 +94,7 @@ def lay_out(
 
 
 def fuse_adapter(transformer: Any, lora_path: str, weight_name: str | None) -> None:
-    """Add a few-step adapter to the weights, for good."""
+    """Add a few-step adapter to the weights permanently."""
     from diffusers.loaders import QwenImageLoraLoaderMixin
 
     # The metadata holds alpha; without it peft assumes alpha = rank and the strength is wrong.

@@ -1,7 +1,7 @@
-"""One denoising step: our forward over the checkpoint's own QwenImageTransformer2DModel.
+"""One denoising step: our forward over the weights of a QwenImageTransformer2DModel.
 
-Legend: R rows of a forward (pictures, twice with guidance in one forward); N tokens of the picture,
-M of its sources, S = N + M; L words of all rows together; H heads of E values; D = H E the
+Legend: R rows of a forward (one per picture, two with guidance); N tokens of the picture, M of its
+sources, S = N + M; L text tokens ("words") of all rows together; H heads of E values; D = H E the
 transformer's width; P as in `modulation.py`.
 """
 
@@ -25,30 +25,30 @@ EPSILON = 1e-6
 
 
 def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[B, S, H, E]: unmasked attention to keys and values [B, S', H, E]. PyTorch chooses the
-    kernel: cuDNN's on Hopper, else flash attention."""
+    """Unmasked attention of queries [B, S, H, E] to keys and values [B, S', H, E]. PyTorch chooses
+    the kernel: cuDNN's on Hopper, else flash attention."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
 class Conditioning:
-    """What the steps of a batch share."""
+    """Inputs that are the same in all steps of a batch."""
 
     words: torch.Tensor
     """[L, D], projected."""
     num_words: tuple[int, ...]
-    """Words of each row; they add up to L."""
+    """Text tokens of each row; they add up to L."""
     sources: torch.Tensor
     """[R, M, D], projected."""
     word_rotary: torch.Tensor
-    """[L, 1, E / 2, 2] float32, cosine and sine; positions of all rows start at the same number."""
+    """[L, 1, E / 2, 2] float32, cosine and sine; the text of all rows starts at the same place."""
     image_rotary: torch.Tensor
     """[S, 1, E / 2, 2] float32."""
 
 
 class Stream(NamedTuple):
-    """The layers of one block that process one kind of token: images, or words."""
+    """The layers of one block that process one kind of token: image or text."""
 
     projections: tuple[Any, Any, Any]
     """Linear layers to queries, keys and values."""
@@ -59,22 +59,22 @@ class Stream(NamedTuple):
 
 
 def streams_of(block: Any) -> tuple[Stream, Stream]:
-    """The block's stream of images, and its stream of words."""
+    """The block's stream for image tokens, and its stream for text tokens."""
     attn = block.attn
-    of_images = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k), attn.to_out[0]
-    of_words = (
+    image_layers = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k), attn.to_out[0]
+    text_layers = (
         (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
         (attn.norm_added_q, attn.norm_added_k),
         attn.to_add_out,
     )
-    return Stream(*of_images, block.img_mlp), Stream(*of_words, block.txt_mlp)
+    return Stream(*image_layers, block.img_mlp), Stream(*text_layers, block.txt_mlp)
 
 
 class Denoiser:
     """Computes the stock forward, but skips results that are never used.
 
-    The words of all rows are concatenated without padding, so attention needs no mask. What is the
-    same in all steps (text and source projections, rotary tables) is computed once per batch. The
+    The text tokens of all rows are concatenated without padding, so attention needs no mask. Text
+    and source projections and rotary tables are computed once per batch, not in each step. The
     modulation's scale and shift are passed as weight and bias of the layer norms. In the last block
     only the tokens of the drawn picture have queries.
     """
@@ -89,11 +89,11 @@ class Denoiser:
         sources: torch.Tensor,
         shapes: Sequence[tuple[int, int, int]],
     ) -> Conditioning:
-        """What stays the same over the steps of a batch.
+        """Compute the inputs that are the same in all steps of a batch.
 
         Args:
-            states_R: [words, joint_attention_dim] of each row.
-            sources: [R, M, in_channels] packed latents, one source's after the other's.
+            states_R: [text tokens, joint_attention_dim] of each row.
+            sources: [R, M, in_channels] packed latents of the sources, concatenated.
             shapes: (1, height, width) of the picture and of each source, in 16 px patches.
         """
         model = self._model
@@ -114,28 +114,28 @@ class Denoiser:
         )
 
     def velocity(
-        self, latents: torch.Tensor, given: Conditioning, modulation: StepModulation
+        self, latents: torch.Tensor, cond: Conditioning, modulation: StepModulation
     ) -> torch.Tensor:
         """[R, N, in_channels] noisy latents -> [R, N, in_channels]."""
         num_targets = latents.shape[1]
-        image = torch.cat([self._model.img_in(latents), given.sources], dim=1)
-        words = given.words
+        image = torch.cat([self._model.img_in(latents), cond.sources], dim=1)
+        words = cond.words
         last = len(self._streams) - 1
         for index, (image_stream, word_stream) in enumerate(self._streams):
             image_mod, word_mod = modulation.image[index], modulation.words[index]
-            asking = (num_targets, 0) if index == last else (image.shape[1], len(words))
+            num_queries = (num_targets, 0) if index == last else (image.shape[1], len(words))
             image_heads = before_attention(
-                image_stream, image, image_mod, given.image_rotary, num_targets, asking[0]
+                image_stream, image, image_mod, cond.image_rotary, num_targets, num_queries[0]
             )
             word_heads = before_attention(
-                word_stream, words, word_mod, given.word_rotary, len(words), asking[1]
+                word_stream, words, word_mod, cond.word_rotary, len(words), num_queries[1]
             )
-            word_reads, image_reads = self._attend(word_heads, image_heads, given.num_words)
+            word_out, image_out = self._attend(word_heads, image_heads, cond.num_words)
             if index == last:
                 image, image_mod = image[:, :num_targets], image_mod[:1]
             else:
-                words = after_attention(word_stream, words, word_mod, word_reads, len(words))
-            image = after_attention(image_stream, image, image_mod, image_reads, num_targets)
+                words = after_attention(word_stream, words, word_mod, word_out, len(words))
+            image = after_attention(image_stream, image, image_mod, image_out, num_targets)
         shift, scale = modulation.out.unsqueeze(1)
         velocity: torch.Tensor = self._model.proj_out(_norm(image, shift, scale, num_targets))
         return velocity
@@ -143,26 +143,26 @@ class Denoiser:
     def _attend(
         self, words: Heads, image: Heads, num_words: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention within each row over its words and image, words first.
+        """Attention within each row over its text and image tokens, in this order.
 
-        Returns its outputs for words [.., D] and image [R, .., D], of tokens with queries only.
+        Returns the outputs for text [.., D] and image [R, .., D], only of tokens with queries.
         """
-        # Neighbouring rows with equally many words share one call.
+        # Neighbouring rows with equally many text tokens share one attention call.
         runs = [(len(list(run)), length) for length, run in itertools.groupby(num_words)]
         joint = (_by_run(*streams, runs) for streams in zip(words, image, strict=True))
-        num_asking = image[0].shape[1]
-        word_reads, image_reads = [], []
+        num_image_queries = image[0].shape[1]
+        word_out, image_out = [], []
         for queries, keys, values in zip(*joint, strict=True):
-            reads = attention(queries, keys, values).flatten(2)
-            word_reads.append(reads[:, :-num_asking].flatten(0, 1))
-            image_reads.append(reads[:, -num_asking:])
-        return torch.cat(word_reads), torch.cat(image_reads)
+            out = attention(queries, keys, values).flatten(2)
+            word_out.append(out[:, :-num_image_queries].flatten(0, 1))
+            image_out.append(out[:, -num_image_queries:])
+        return torch.cat(word_out), torch.cat(image_out)
 
 
 def _by_run(
     words: torch.Tensor, image: torch.Tensor, runs: Sequence[tuple[int, int]]
 ) -> list[torch.Tensor]:
-    """Words [L or 0, H, E] before image [R, .., H, E], for each run of (rows, words in each)."""
+    """Text [L or 0, H, E], then image [R, .., H, E], per run of (rows, text tokens per row)."""
     sizes = [rows * length if len(words) else 0 for rows, length in runs]
     pairs = zip(words.split(sizes), image.split([rows for rows, _ in runs]), strict=True)
     return [torch.cat([w.unflatten(0, (len(i), -1)), i], dim=1) for w, i in pairs]
@@ -174,50 +174,50 @@ def before_attention(
     modulation: torch.Tensor,
     rotary: torch.Tensor,
     num_first: int,
-    num_asking: int,
+    num_queries: int,
 ) -> Heads:
     """`heads_of` the modulated tokens [.., tokens, D].
 
-    `modulation`: [P, 6, D]; if P is 2, the second applies to the tokens from `num_first` on.
+    `modulation`: [P, 6, D]; if P is 2, the second part applies to the tokens from `num_first` on.
     """
     normed = _norm(tokens, modulation[:, 0], modulation[:, 1], num_first)
-    return heads_of(normed, num_asking, stream.projections, stream.norms, rotary)
+    return heads_of(normed, num_queries, stream.projections, stream.norms, rotary)
 
 
 def heads_of(
     normed: torch.Tensor,
-    num_asking: int,
+    num_queries: int,
     projections: tuple[Any, Any, Any],
     norms: tuple[Any, Any],
     rotary: torch.Tensor,
 ) -> Heads:
-    """Queries of the first `num_asking` tokens [.., tokens, D], keys and values of all.
+    """Queries of the first `num_queries` tokens [.., tokens, D], keys and values of all.
 
     Args:
-        projections: To queries, keys and values.
-        norms: Of queries and keys.
+        projections: Linear layers to queries, keys and values.
+        norms: RMS norms of queries and keys.
         rotary: [tokens, 1, E / 2, 2] float32.
     """
     (query, key, value), (query_norm, key_norm) = projections, norms
     size = query_norm.weight.shape
     queries, keys, values = (
         heads.unflatten(-1, (-1, *size))
-        for heads in (query(normed.narrow(-2, 0, num_asking)), key(normed), value(normed))
+        for heads in (query(normed.narrow(-2, 0, num_queries)), key(normed), value(normed))
     )
     queries = F.rms_norm(queries, size, query_norm.weight, query_norm.eps)
     keys = F.rms_norm(keys, size, key_norm.weight, key_norm.eps)
-    return rotate(queries, rotary[:num_asking]), rotate(keys, rotary), values
+    return rotate(queries, rotary[:num_queries]), rotate(keys, rotary), values
 
 
 def after_attention(
     stream: Stream,
     tokens: torch.Tensor,
     modulation: torch.Tensor,
-    reads: torch.Tensor,
+    attention_out: torch.Tensor,
     num_first: int,
 ) -> torch.Tensor:
-    """[.., tokens, D] plus the attention output `reads`, then plus the MLP's output."""
-    tokens = _add(tokens, stream.out(reads), modulation[:, 2], num_first)
+    """[.., tokens, D] plus the projected `attention_out`, then plus the MLP's output."""
+    tokens = _add(tokens, stream.out(attention_out), modulation[:, 2], num_first)
     normed = _norm(tokens, modulation[:, 3], modulation[:, 4], num_first)
     tokens = _add(tokens, stream.mlp(normed), modulation[:, 5], num_first)
     # As stock: a float16 overflow would spread as infinity.
@@ -234,8 +234,8 @@ def _norm(
 def _add(
     tokens: torch.Tensor, branch: torch.Tensor, gate_PD: torch.Tensor, num_first: int
 ) -> torch.Tensor:
-    into, what = (_parts(side, gate_PD, num_first) for side in (tokens, branch))
-    return _join([torch.addcmul(*part) for part in zip(into, gate_PD, what, strict=True)])
+    tokens_P, branches_P = (_parts(side, gate_PD, num_first) for side in (tokens, branch))
+    return _join([torch.addcmul(*part) for part in zip(tokens_P, gate_PD, branches_P, strict=True)])
 
 
 def _parts(tokens: torch.Tensor, like_PD: torch.Tensor, num_first: int) -> Sequence[torch.Tensor]:
@@ -247,7 +247,7 @@ def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def rotate(heads: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-    """Rotary positions (Su et al. 2021): neighbouring values of a head are one complex number."""
+    """Rotary embedding (Su et al. 2021): neighbouring values of a head form one complex number."""
     pairs = heads.float().unflatten(-1, (-1, 2))
     product = torch.view_as_complex(pairs) * torch.view_as_complex(rotary)
     return torch.view_as_real(product).flatten(-2).type_as(heads)

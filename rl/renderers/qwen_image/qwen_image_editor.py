@@ -1,4 +1,4 @@
-"""What the Qwen-Image-Edit plugins share: template, checks, counts, and the loaded loop."""
+"""Base class of the Qwen-Image-Edit plugins: prompt template, checks, parameter counts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SYSTEM_PROMPT = (
     "Generate a new image that meets the user's requirements while maintaining consistency with "
     "the original input where appropriate."
 )
-"""The words the released editors were trained under."""
+"""The system prompt with which the released editors were trained."""
 
 DROPPED_PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
-"""Its tokens (64 with Qwen's tokenizer) condition the text states but are not given to the DiT."""
+"""The text states depend on its tokens (64 with Qwen's tokenizer); the DiT does not get these."""
 
 HUB_MODULATION = 6.80e9
 """Modulation parameters of each model in `hub_parameters`; they stay in host memory."""
@@ -37,7 +37,7 @@ ConfigT = TypeVar("ConfigT", bound=DenoisingConfig, default=DenoisingConfig)
 
 
 class QwenImageEditor(QwenImage[ConfigT]):
-    """A plugin adds its pipeline, and how that asks about several pictures."""
+    """A subclass names its pipeline and how the prompt shows several pictures."""
 
     needs_source = True
     picture: ClassVar[str] = "{image}"
@@ -61,12 +61,12 @@ class QwenImageEditor(QwenImage[ConfigT]):
 
     @classmethod
     def max_pictures(cls, config: ConfigT) -> int:
-        """Source pictures of a sample, at most."""
+        """Most source pictures per sample."""
         return 1
 
     @classmethod
     def prompt_template(cls, config: ConfigT) -> PromptTemplate:
-        """The question the editor's text encoder was trained under; the policy samples under it."""
+        """The prompt with which the editor's text encoder was trained; the policy gets the same."""
         return PromptTemplate(
             text=DROPPED_PREFIX + "{image}{instruction}<|im_end|>\n<|im_start|>assistant\n",
             drop_prefix=DROPPED_PREFIX,
@@ -90,7 +90,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
 
     @classmethod
     def is_on_device(cls, parameter: str) -> bool:
-        """All but the transformer's modulation (6.80 of 20.43 B parameters)."""
+        """False for the transformer's modulation (6.80 of 20.43 B parameters)."""
         return not MODULATIONS & set(parameter.split("."))
 
     @classmethod
@@ -103,7 +103,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
 
     @classmethod
     def shares_host_parameters(cls, config: ConfigT) -> bool:
-        """An adapter is fused into each rank's own copy."""
+        """False with an adapter, which is fused into a copy per rank."""
         return config.lora_path is None
 
     @classmethod

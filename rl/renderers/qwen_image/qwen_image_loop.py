@@ -30,7 +30,7 @@ NUM_ROTARY_ROWS = 4096
 
 @dataclass(frozen=True)
 class Bucket:
-    """What jobs must agree on to share a batch."""
+    """The settings that jobs must share to be drawn in one batch."""
 
     output: Size
     """Size of the rendered picture."""
@@ -42,8 +42,8 @@ class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
     """At stock settings equals `QwenImageEditPipeline` up to float rounding.
 
     The other jobs of a batch change a picture (range 0..1): in float32 by about 2e-6 with random
-    weights, 3e-5 with a tiny trained model, 1e-4 with that under guidance of 4; in bfloat16 by up
-    to 2e-2 (5/255, tiny model), so there a picture repeats exactly only in the same batch.
+    weights, 3e-5 with a tiny trained model, 1e-4 with that model and guidance of 4; in bfloat16 by
+    up to 2e-2 (5/255, tiny model), so only the same batch reproduces a bfloat16 picture exactly.
     """
 
     def __init__(self, config: DenoisingConfig, parts: EditorParts, max_pictures: int = 1) -> None:
@@ -52,10 +52,10 @@ class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
         self._denoiser = Denoiser(parts.transformer)
         self._modulation = ModulationTables(parts.transformer)
 
-    def _place(self, job: RenderJob) -> Bucket | RenderFailure:
+    def _bucket_or_failure(self, job: RenderJob) -> Bucket | RenderFailure:
         if not job.sample.sources:
             return RenderFailure("no_source: an editor needs a source picture")
-        return super()._place(job)
+        return super()._bucket_or_failure(job)
 
     def bucket_of(self, job: RenderJob) -> Bucket:
         """The picture has the aspect of the last source."""
@@ -68,8 +68,8 @@ class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
     def _positions(self, job: RenderJob, bucket: Bucket) -> tuple[int, int, int]:
         payload: HiddenStates = job.payload
         sides = [side for size in (bucket.output, *bucket.conditions) for side in size]
-        room = NUM_ROTARY_ROWS - max(sides) // (2 * PATCH_PX)
-        return len(payload.embeds), payload.pictures[-1].stop if payload.pictures else 0, room
+        limit = NUM_ROTARY_ROWS - max(sides) // (2 * PATCH_PX)
+        return len(payload.embeds), payload.pictures[-1].stop if payload.pictures else 0, limit
 
     @torch.no_grad()
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: Bucket) -> torch.Tensor:
@@ -79,39 +79,39 @@ class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
         shape = (transformer.config.in_channels // 4, 2 * height, 2 * width)
         noise = pack(seeded_noise((job.noise_seed for job in jobs), shape))
         latents = noise.to(transformer.device, transformer.dtype)
-        given = self._conditioning(jobs, bucket)
+        conditioning = self._conditioning(jobs, bucket)
         scheduler = self._prepared_scheduler(latents.shape[1])
         table = self._modulation.of_schedule(scheduler.timesteps)
         latents = denoise(
             latents,
             scheduler,
-            lambda step, x: self._predict(x, given, table[step].to(transformer.device)),
+            lambda step, x: self._predict(x, conditioning, table[step].to(transformer.device)),
         )
         decode, picture_px = self.parts.vae.decode, bucket.output[0] * bucket.output[1]
         return in_slices(unpack(latents, height, width), decode, picture_px)
 
     def _predict(
-        self, latents: torch.Tensor, given: Conditioning, modulation: StepModulation
+        self, latents: torch.Tensor, conditioning: Conditioning, modulation: StepModulation
     ) -> torch.Tensor:
         """Velocity [B, tokens, channels]; under guidance one forward has all rows twice."""
         scale = self.config.true_cfg_scale
         if scale == 1:
-            return self._denoiser.velocity(latents, given, modulation)
-        rows = self._denoiser.velocity(torch.cat([latents, latents]), given, modulation)
+            return self._denoiser.velocity(latents, conditioning, modulation)
+        rows = self._denoiser.velocity(torch.cat([latents, latents]), conditioning, modulation)
         positive, negative = rows.chunk(2)
         return guide(positive, negative, scale)
 
     def _conditioning(self, jobs: Sequence[RenderJob], bucket: Bucket) -> Conditioning:
-        """Of all positive rows, then under guidance all negative ones."""
+        """The inputs of all positive rows, followed by all negative rows under guidance."""
         payloads: list[HiddenStates] = [job.payload for job in jobs]
         states = [payload.embeds for payload in payloads]
         if self.config.true_cfg_scale > 1:
             states += [p.negative_embeds for p in payloads if p.negative_embeds is not None]
-        pictures_of_each = zip(*(job.sample.sources for job in jobs), strict=True)
+        pictures_by_position = zip(*(job.sample.sources for job in jobs), strict=True)
         sources = torch.cat(
             [
                 self._source_latents(pictures_B, size)
-                for pictures_B, size in zip(pictures_of_each, bucket.conditions, strict=True)
+                for pictures_B, size in zip(pictures_by_position, bucket.conditions, strict=True)
             ],
             dim=1,
         )

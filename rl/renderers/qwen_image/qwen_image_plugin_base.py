@@ -1,4 +1,4 @@
-"""What all Qwen-Image plugins share before anything is loaded."""
+"""Base class of all Qwen-Image plugins: config checks, model files, parameter counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ConfigT = TypeVar("ConfigT", bound=DenoisingConfig, default=DenoisingConfig)
 
 
 class QwenImage(DiffusionRenderer[ConfigT]):
-    """A plugin adds the prompt template, activation counts, and the loop."""
+    """A subclass adds the prompt template, the activation counts and the render loop."""
 
     accepts = "hidden_states"
     pipeline: ClassVar[str]
@@ -28,7 +28,7 @@ class QwenImage(DiffusionRenderer[ConfigT]):
     transformer_class: ClassVar[str]
     vae_class: ClassVar[str]
     state_dim_key: ClassVar[str]
-    """Where the transformer's config states the width of the conditioning states."""
+    """Key in the transformer's config of the width of the conditioning states."""
     hub_state_dim: ClassVar[int]
 
     @classmethod
@@ -83,15 +83,15 @@ class QwenImage(DiffusionRenderer[ConfigT]):
     @classmethod
     def state_dim_of(cls, config: ConfigT) -> int | None:
         """From the transformer config in a local folder, or from a table for known hub ids."""
-        stated = transformer_value(config, cls.state_dim_key)
-        is_known = stated is None and config.model_path in cls.hub_parameters
-        return cls.hub_state_dim if is_known else stated
+        width = transformer_value(config, cls.state_dim_key)
+        is_known = width is None and config.model_path in cls.hub_parameters
+        return cls.hub_state_dim if is_known else width
 
     @classmethod
     def savings(cls, config: ConfigT) -> Sequence[Saving]:
-        """Fewer pictures at once, then smaller weights."""
-        smaller = [Saving("fp8", "storage", exact=False)] if config.fp8 == "off" else []
-        return [*super().savings(config), *smaller]
+        """First fewer pictures at once, then weights in 8 bits."""
+        fp8 = [Saving("fp8", "storage", exact=False)] if config.fp8 == "off" else []
+        return [*super().savings(config), *fp8]
 
 
 def output_area_px(config: DenoisingConfig) -> int:
@@ -100,9 +100,9 @@ def output_area_px(config: DenoisingConfig) -> int:
 
 
 def transformer_value(config: DenoisingConfig, name: str) -> int | None:
-    """A whole number of a local folder's transformer config; None where there is none."""
+    """An integer from a local folder's transformer config; None if it has none under `name`."""
     file = Path(config.model_path, "transformer", "config.json")
     if not file.is_file():
         return None
-    stated = (row_of(file.read_bytes()) or {}).get(name)
-    return stated if isinstance(stated, int) else None
+    value = (row_of(file.read_bytes()) or {}).get(name)
+    return value if isinstance(value, int) else None

@@ -33,31 +33,31 @@ class FrameConv(nn.Conv2d):
 
 
 class FrameNorm(nn.Module):
-    """A QwenImageRMS_norm with its scale folded into the weight: saves two passes over features."""
+    """A QwenImageRMS_norm with its scale in the weight, which saves two passes over features."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(norm.gamma * norm.scale, requires_grad=False)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        # In float32, as stock; `float` costs nothing if the features are float32 already.
+        # In float32, as in the stock layer; `float` copies nothing if the features are float32.
         normalized = F.normalize(features.float(), dim=1).to(features.dtype)
         return normalized * self.weight
 
 
 class FrameVae(nn.Module):
-    """Pictures to normalised latents and back. Consumes the AutoencoderKLQwenImage it is given.
+    """Pictures to normalised latents and back. Replaces layers inside the `vae` passed to it.
 
-    Only the last time step of a causal kernel sees a single frame: the frames before it are zero
-    padding. Equal to the stock VAE up to rounding (1e-6 relative in float32), with 3 times fewer
-    FLOPs.
+    Of a causal kernel, only the last time step multiplies a single frame; the earlier ones multiply
+    zero padding. Equals the stock VAE up to rounding (1e-6 relative in float32), with a third of
+    its FLOPs.
     """
 
     replaced: ClassVar[dict[type, Any]] = {
         stock.QwenImageCausalConv3d: FrameConv,
         stock.QwenImageRMS_norm: FrameNorm,
     }
-    """diffusers' layers, and what replaces each."""
+    """diffusers' layer -> the layer that replaces it."""
     resampling: ClassVar[Any] = stock.QwenImageResample
 
     mean: torch.Tensor
@@ -100,7 +100,7 @@ class FrameVae(nn.Module):
 
 class PictureVae(FrameVae):
     """Qwen-Image-2.1's VAE: RGBA pictures to normalised latents and back, one latent per 16x16 px.
-    Consumes the AutoencoderKLQwenImage21 it is given."""
+    Replaces layers inside the AutoencoderKLQwenImage21 passed to it."""
 
     replaced: ClassVar[dict[type, Any]] = {stock_21.QwenImage21RMS_norm: FrameNorm}
     resampling: ClassVar[Any] = stock_21.QwenImage21Resample
@@ -112,7 +112,7 @@ class PictureVae(FrameVae):
         super().__init__(vae)
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """[B, 4, H, W] in -1..1 -> [B, C, H / 16, W / 16]; see `FrameVae.encode`."""
+        """[B, 4, H, W] in -1..1 -> [B, C, H / 16, W / 16], normalised as in `FrameVae.encode`."""
         return super().encode(self._fold(pixels.unsqueeze(2)).squeeze(2))
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:

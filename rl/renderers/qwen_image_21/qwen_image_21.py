@@ -22,18 +22,18 @@ from rl.renderers.qwen_image_21.qwen_image_21_config import (
 )
 
 DROPPED_PREFIX = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
-"""The text states depend on its tokens (14 with Qwen's tokenizer), but the DiT gets none."""
+"""The text states depend on its tokens (14 with Qwen's tokenizer); the DiT does not get these."""
 
 HUB_SHAPE = {"num_layers": 32, "num_attention_heads": 32, "attention_head_dim": 128}
 
-PLANNED_WORDS = 512
-"""Tokens of a row's own text that the plan of the memory counts with."""
+PLANNED_TEXT_TOKENS = 512
+"""Text tokens per row that the memory plan assumes."""
 FORWARD_TENSORS, DECODER_CHANNELS = 18, 144
-"""[tokens, width] alive in a forward; channels of the decoder's feature maps at full size."""
+"""Tensors [tokens, width] alive in a forward; channels of the decoder's full-size feature maps."""
 
 
 class QwenImage21(QwenImage[Config]):
-    """Its text encoder reads the pictures under their numbers, then the words."""
+    """Its text encoder reads the numbered pictures, then the instruction."""
 
     state_kind = "pre_norm"
     reads_transparency = True
@@ -77,34 +77,34 @@ class QwenImage21(QwenImage[Config]):
     def problems(cls, config: Config, run: RunConfig) -> list[str]:
         problems = super().problems(config, run) + size_check.problems(config, run)
         try:
-            wrong = wrong_steps(config, config.sigmas or sigmas_of_folder(config))
+            step_problem = wrong_steps(config, config.sigmas or sigmas_of_folder(config))
         except ValueError as error:
-            wrong = f"model_path: {error}; download it again, or give sigmas"
-        return [*problems, wrong] if wrong else problems
+            step_problem = f"model_path: {error}; download it again, or give sigmas"
+        return [*problems, step_problem] if step_problem else problems
 
     @classmethod
     def activation_counts(cls, config: Config) -> dict[str, float]:
         """Values alive at the peak of a forward, per part, for a memory plan.
 
-        In the transformer the keys and values of `max_pictures` sources (twice with guidance) and
-        of each row's words, and about 18 tensors of [tokens, width] of a step or of the sources'
-        pass, whichever is longer. In the VAE about 8 feature maps of twice 144 channels.
+        Transformer: the keys and values of `max_pictures` sources (twice with guidance) and of each
+        row's text, and about 18 tensors of [tokens, width] for the drawn pictures or for the
+        sources, whichever have more tokens. VAE: about 8 feature maps of twice 144 channels.
         """
         layers, heads, head_dim = (
-            transformer_value(config, name) or known for name, known in HUB_SHAPE.items()
+            transformer_value(config, name) or hub_value for name, hub_value in HUB_SHAPE.items()
         )
         width = heads * head_dim
         rows_each = 2 if config.true_cfg_scale > 1 else 1
-        drawn, source = (
+        drawn_tokens, source_tokens = (
             area_px / PATCH_PX**2 for area_px in (output_area_px(config), config.condition_area_px)
         )
-        sources = config.max_pictures * source * rows_each
+        kept_tokens = config.max_pictures * source_tokens * rows_each
         rows = config.batch_size * rows_each
         return {
             "transformer": width
             * (
-                2 * layers * (sources + rows * PLANNED_WORDS)
-                + FORWARD_TENSORS * max(rows * drawn, sources)
+                2 * layers * (kept_tokens + rows * PLANNED_TEXT_TOKENS)
+                + FORWARD_TENSORS * max(rows * drawn_tokens, kept_tokens)
             ),
             "vae": 8
             * 2

@@ -1,4 +1,4 @@
-"""The keys of `renderer: { type: 'qwen_image_21' }`; sizes and noise levels that follow."""
+"""The keys of `renderer: { type: 'qwen_image_21' }`; picture sizes and noise levels from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_POSITIONS = 8192
 """Size of the rotary table: a token of text takes one, a picture as many as its longer side has
 tokens."""
 MAX_PICTURES = 100
-"""The prompt marks each as text (`<image100>`); no model was trained on more."""
+"""The prompt numbers the pictures up to `<image100>`; no model was trained on more."""
 INDEX, SIGMAS = "model_index.json", "sample_sigmas"
 """File and key where a few-step checkpoint states its noise levels."""
 
@@ -53,7 +53,7 @@ class Config(DenoisingConfig):
 
 
 def condition_sizes(config: Config, sources: Sequence[Size]) -> list[Size]:
-    """Size of each source as the VAE, and the policy, see it."""
+    """Size at which the VAE and the policy see each source."""
     return [fit_area(config.condition_area_px, size) for size in sources]
 
 
@@ -63,25 +63,25 @@ def drawn_size(config: Config, sources: Sequence[Size]) -> Size:
 
 
 def sigmas_of_folder(config: Config) -> Sequence[float] | None:
-    """What a local folder states; None for a hub id, or where it states none."""
+    """Noise levels of a local folder's model_index.json; None for a hub id, or if it has none."""
     file = Path(config.model_path, INDEX)
     return sigmas_of_index(row_of(file.read_bytes()) or {}) if file.is_file() else None
 
 
 def sigmas_of_index(index: Mapping[str, Any]) -> Sequence[float] | None:
-    """Noise levels in `index`, None if absent. Raises ValueError if they are invalid."""
-    stated = index.get(SIGMAS)
-    if stated is None:
+    """Noise levels in `index`; None if it has none. Raises ValueError if they are invalid."""
+    levels = index.get(SIGMAS)
+    if levels is None:
         return None
-    if not isinstance(stated, list) or not all(
-        isinstance(level, int | float) and 0 < level <= 1 for level in stated
+    if not isinstance(levels, list) or not all(
+        isinstance(level, int | float) and 0 < level <= 1 for level in levels
     ):
         raise ValueError(f"{INDEX}: {SIGMAS} is no list of numbers in (0, 1]")
-    return tuple(float(level) for level in stated)
+    return tuple(float(level) for level in levels)
 
 
 def wrong_steps(config: Config, sigmas: Sequence[float] | None) -> str:
-    """What is wrong with `num_steps` under these noise levels; '' when nothing is."""
+    """A message if `num_steps` differs from the number of noise levels; else ''."""
     if sigmas is None or len(sigmas) == config.num_steps:
         return ""
     whose = "sigmas are" if config.sigmas is not None else f"the checkpoint's {SIGMAS} are"

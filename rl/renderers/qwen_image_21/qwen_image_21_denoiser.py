@@ -1,6 +1,6 @@
 """Our forward over QwenImage21Transformer2DModel's weights.
 
-Legend: R rows; N tokens of a picture that is drawn; T tokens of all rows concerned, concatenated
+Legend: R rows; N tokens of a picture that is drawn; T tokens of the rows in a tensor, concatenated
 row by row; H heads of E values; D = H E the transformer's width; C the states' width.
 """
 
@@ -29,33 +29,34 @@ def num_tokens(piece: Piece) -> int:
 
 
 def end_of(pieces: Sequence[Piece], start: int = 0) -> int:
-    """The position after these pieces, if the first piece is at position `start`."""
+    """The position after these pieces, if the first one begins at position `start`."""
     return start + sum(p if isinstance(p, int) else max(p) for p in pieces)
 
 
 def positions(pieces: Sequence[Piece], start: int = 0) -> torch.Tensor:
     """[T, 3] int64: positions of the tokens of `pieces`, from `start` on.
 
-    The position of text rises by 1 per token, equally on all three axes. All tokens of a picture
-    have one position on axis 0; the other two are row and column, counted from its middle.
+    A text token's position is the same on all three axes, and 1 higher than that of the token
+    before it. All tokens of a picture have one position on axis 0; axes 1 and 2 are row and column,
+    counted from the picture's middle.
     """
-    placed = [torch.empty(0, 3, dtype=torch.long)]
+    positions_of_pieces = [torch.empty(0, 3, dtype=torch.long)]
     for piece in pieces:
         if isinstance(piece, int):
-            placed.append(torch.arange(start, start + piece)[:, None].expand(-1, 3))
+            positions_of_pieces.append(torch.arange(start, start + piece)[:, None].expand(-1, 3))
         else:
             axes = (torch.arange(side) - (side - side // 2) for side in piece)
-            placed.append(torch.cartesian_prod(torch.tensor([start]), *axes))
+            positions_of_pieces.append(torch.cartesian_prod(torch.tensor([start]), *axes))
         start = end_of([piece], start)
-    return torch.cat(placed)
+    return torch.cat(positions_of_pieces)
 
 
 @dataclass(frozen=True, eq=False)
 class Shown:
     """A source picture in a prompt."""
 
-    place: range
-    """Range of the prompt's states that its latents replace."""
+    indices: range
+    """Indices of the prompt's states that the picture's latents replace."""
     latents: torch.Tensor
     """[rows * columns, channels]."""
     shape: tuple[int, int]
@@ -66,49 +67,49 @@ class Shown:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """What one row is conditioned on. Its start ends with its last picture, and is empty if it has
-    no pictures."""
+    """What one row is conditioned on. Its start is the states up to the end of its last picture,
+    and empty if it has no pictures."""
 
     states: torch.Tensor
     """[L, C]."""
-    shown: tuple[Shown, ...]
+    sources: tuple[Shown, ...]
 
     @property
     def start_len(self) -> int:
-        """Number of states in the start."""
-        return self.shown[-1].place.stop if self.shown else 0
+        """Number of states in the start, before latents replace the pictures' states."""
+        return self.sources[-1].indices.stop if self.sources else 0
 
     @property
     def words(self) -> torch.Tensor:
-        """[.., C]: the states after the start."""
+        """[.., C]: the states after the start, which are those of the text."""
         return self.states[self.start_len :]
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """The start as pieces in order: texts, which may be empty, each followed by a picture."""
+        """The start in order: per picture, the text before it (may be empty) and the picture."""
         pieces: list[Piece] = []
-        at = 0
-        for picture in self.shown:
-            pieces += [picture.place.start - at, picture.shape]
-            at = picture.place.stop
+        end = 0
+        for picture in self.sources:
+            pieces += [picture.indices.start - end, picture.shape]
+            end = picture.indices.stop
         return pieces
 
     @property
     def num_start_tokens(self) -> int:
-        """Tokens of the start, pictures counted in latents."""
+        """Tokens of the start, where a picture has one token per latent."""
         return sum(map(num_tokens, self.pieces))
 
     def starts_like(self, other: Row) -> bool:
-        """Whether both have equal pictures in equal places, with bitwise equal states between."""
-        mine, others = ([(p.place, p.digest) for p in row.shown] for row in (self, other))
-        return mine == others and torch.equal(
+        """Whether both starts have equal pictures at equal indices and bitwise equal states."""
+        pictures, others = ([(p.indices, p.digest) for p in row.sources] for row in (self, other))
+        return pictures == others and torch.equal(
             self.states[: self.start_len], other.states[: other.start_len]
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Conditioning:
-    """What the steps of a batch share."""
+    """Inputs that are the same in all steps of a batch."""
 
     starts: list[KeysValues]
     """Per layer, keys and values of the groups' starts."""
@@ -126,7 +127,7 @@ class Conditioning:
 
 @dataclass(frozen=True, eq=False)
 class Modulation:
-    """The modulation at one timestep, the same in every block; scales include their + 1, so that
+    """The modulation at one timestep, the same in every block. Scales include the added 1, so that
     they are the weights of the layer norms."""
 
     attention_scale: torch.Tensor
@@ -141,18 +142,18 @@ class Modulation:
 class Denoiser:
     """Computes keys and values of text and sources once per batch, and velocities from latents.
 
-    Text and sources are modulated as at timestep 0 and attend to nothing after them, so they are
-    the same in all steps. Rows with equal starts form a group; their start is computed once.
-    Attention to the start and to a row's own tokens are computed apart and joined by their
-    log-sum-exps, so that keys are not copied for each row. All tokens are concatenated without
-    padding, each row with its own positions.
+    Text and sources are modulated as at timestep 0 and attend to no later token, so their keys and
+    values are the same in all steps. Rows with equal starts form a group; their start is computed
+    once. Attention to the group's start and attention to the row's other tokens are computed
+    separately and joined by their log-sum-exps, so that keys are not copied for each row. All
+    tokens are concatenated without padding, each row with its own positions.
     """
 
     def __init__(self, transformer: Any, kernel: Kernel) -> None:
         if not transformer.config.causal_condition:
             raise ValueError(
                 "transformer/config.json: causal_condition is false: such a Qwen-Image-2.1 reads "
-                "text and sources anew at every step, which is not implemented"
+                "text and sources again at every step, which is not implemented"
             )
         self._model = transformer
         self._kernel = kernel
@@ -161,8 +162,8 @@ class Denoiser:
         ]
 
     def prepare(self, groups: Sequence[Sequence[Row]], shape: tuple[int, int]) -> Conditioning:
-        """What stays the same in all steps of a batch. Its drawn pictures have `shape` (rows,
-        columns) in latents. Either all groups have source pictures or none has."""
+        """Compute the inputs that are the same in all steps of a batch, whose drawn pictures have
+        `shape` (rows, columns) in latents. Either all groups have source pictures or none has."""
         firsts_G = [group[0] for group in groups]
         start_lens = tuple(first.num_start_tokens for first in firsts_G)
         assert all(start_lens) or not any(start_lens)
@@ -171,45 +172,45 @@ class Denoiser:
         num_words = tuple(map(len, words_R))
         starts_R = [end_of(row.pieces) for group in groups for row in group]
         starts = self._read_starts(firsts_G, start_lens) if any(start_lens) else []
-        own = Runs(num_words, num_words, causal=True)
+        runs = Runs(num_words, num_words, causal=True)
         words = self._keys_and_values(
             self._model.txt_in(torch.cat(words_R)),
             self._rotary(
                 torch.cat([positions([n], p) for n, p in zip(num_words, starts_R, strict=True)])
             ),
             lambda layer, heads: self._attend(
-                heads[0], heads[1:], own, starts[layer] if starts else None, start_lens, rows_of
+                heads[0], heads[1:], runs, starts[layer] if starts else None, start_lens, rows_of
             ),
         )
-        placed = [positions([shape], p + n) for n, p in zip(num_words, starts_R, strict=True)]
-        rotary = self._rotary(torch.cat(placed))
+        drawn_R = [positions([shape], p + n) for n, p in zip(num_words, starts_R, strict=True)]
+        rotary = self._rotary(torch.cat(drawn_R))
         return Conditioning(starts, start_lens, rows_of, words, num_words, rotary)
 
     def velocity(
-        self, latents: torch.Tensor, given: Conditioning, timestep: torch.Tensor
+        self, latents: torch.Tensor, cond: Conditioning, timestep: torch.Tensor
     ) -> torch.Tensor:
         """[R, N, channels] noisy latents -> [R, N, channels]; `timestep`: the scheduler's, 1000
         down to 0."""
         num_rows, num_each = latents.shape[:2]
         # Stock rounds the timestep to the latents' dtype before dividing.
         modulation = self._modulation(timestep.to(latents.dtype) / 1000)
-        own = Runs(
-            (num_each,) * num_rows, tuple(n + num_each for n in given.num_words), causal=False
+        runs = Runs(
+            (num_each,) * num_rows, tuple(n + num_each for n in cond.num_words), causal=False
         )
         tokens = self._model.img_in(latents).flatten(0, 1)
         for layer, block in enumerate(self._model.transformer_blocks):
             queries, *own_keys = before_attention(
-                block, tokens, modulation, given.rotary, asking=len(tokens)
+                block, tokens, modulation, cond.rotary, num_queries=len(tokens)
             )
             keys, values = (
-                _row_by_row(before, mine, given.num_words)
-                for before, mine in zip(given.words[layer], own_keys, strict=True)
+                _row_by_row(text, drawn, cond.num_words)
+                for text, drawn in zip(cond.words[layer], own_keys, strict=True)
             )
-            start = given.starts[layer] if given.starts else None
-            reads = self._attend(
-                queries, (keys, values), own, start, given.start_lens, given.rows_of
+            start = cond.starts[layer] if cond.starts else None
+            attention_out = self._attend(
+                queries, (keys, values), runs, start, cond.start_lens, cond.rows_of
             )
-            tokens = after_attention(block, tokens, modulation, reads)
+            tokens = after_attention(block, tokens, modulation, attention_out)
         model = self._model
         normed = _norm(tokens, modulation.out_scale, model.config.eps)
         velocity: torch.Tensor = model.proj_out(normed)
@@ -217,12 +218,12 @@ class Denoiser:
 
     def _rotary(self, positions_T: torch.Tensor) -> torch.Tensor:
         """Positions [T, 3] -> [T, 1, E / 2, 2] float32, cosine and sine."""
-        places = positions_T.to(self._rotary_axes[0].device).unbind(-1)
-        turns = [axis[place] for axis, place in zip(self._rotary_axes, places, strict=True)]
-        return torch.cat(turns, dim=-2).unsqueeze(1)
+        indices = positions_T.to(self._rotary_axes[0].device).unbind(-1)
+        angles = [axis[index] for axis, index in zip(self._rotary_axes, indices, strict=True)]
+        return torch.cat(angles, dim=-2).unsqueeze(1)
 
     def _modulation(self, fraction: torch.Tensor) -> Modulation:
-        """The modulation at a timestep, given as a fraction in 0..1."""
+        """The modulation at a timestep; `fraction`: timestep / 1000, 0..1."""
         model = self._model
         embedding = model.time_text_embed(fraction[None], model.img_in.weight)
         scale, gate, mlp_scale, mlp_gate = model.modulation(embedding)[0].chunk(4)
@@ -232,24 +233,24 @@ class Denoiser:
     def _read_starts(self, firsts_G: Sequence[Row], lens: Sequence[int]) -> list[KeysValues]:
         """Keys and values of the groups' starts, concatenated, for every layer."""
         tokens = torch.cat([self._embed(first) for first in firsts_G])
-        placed = torch.cat([positions(first.pieces) for first in firsts_G])
+        positions_T = torch.cat([positions(first.pieces) for first in firsts_G])
 
         def attend(layer: int, heads: Heads) -> torch.Tensor:
             parts = zip(firsts_G, *(part.split(list(lens)) for part in heads), strict=True)
-            return torch.cat([_attend_in_order(first.pieces, *own) for first, *own in parts])
+            return torch.cat([_attend_in_order(first.pieces, *qkv) for first, *qkv in parts])
 
-        return self._keys_and_values(tokens, self._rotary(placed), attend)
+        return self._keys_and_values(tokens, self._rotary(positions_T), attend)
 
     def _embed(self, row: Row) -> torch.Tensor:
-        """[T, D] of a row's start, latents in the pictures' places."""
-        model, at = self._model, 0
+        """[T, D]: embeddings of a row's start, with latents for the pictures' states."""
+        model, end = self._model, 0
         parts = []
-        for picture in row.shown:
+        for picture in row.sources:
             parts += [
-                model.txt_in(row.states[at : picture.place.start]),
+                model.txt_in(row.states[end : picture.indices.start]),
                 model.img_in(picture.latents),
             ]
-            at = picture.place.stop
+            end = picture.indices.stop
         return torch.cat(parts)
 
     def _keys_and_values(
@@ -264,9 +265,9 @@ class Denoiser:
         last = len(self._model.transformer_blocks) - 1
         kept: list[KeysValues] = []
         for layer, block in enumerate(self._model.transformer_blocks):
-            # Of the last layer only keys and values are used, so it needs no queries.
-            asking = 0 if layer == last else len(tokens)
-            heads = before_attention(block, tokens, modulation, rotary, asking=asking)
+            # The last layer needs no queries: only its keys and values are used.
+            num_queries = 0 if layer == last else len(tokens)
+            heads = before_attention(block, tokens, modulation, rotary, num_queries=num_queries)
             kept.append((heads[1], heads[2]))
             if layer < last:
                 tokens = after_attention(block, tokens, modulation, attend(layer, heads))
@@ -276,26 +277,24 @@ class Denoiser:
         self,
         queries: torch.Tensor,
         own_heads: KeysValues,
-        own: Runs,
+        runs: Runs,
         start: KeysValues | None,
         start_lens: tuple[int, ...],
         rows_of: Sequence[int],
     ) -> torch.Tensor:
-        """[T, D]: each row's queries over its own keys, and over its group's start."""
-        out, lse = self._kernel.forward(queries, *own_heads, own)
+        """[T, D]: attention of each row's queries to its own keys and to its group's start."""
+        out, lse = self._kernel.forward(queries, *own_heads, runs)
         if start is not None:
-            lens = iter(own.query_lens)
-            of_groups = tuple(sum(next(lens) for _ in range(rows)) for rows in rows_of)
-            across = Runs(of_groups, start_lens, causal=False)
+            row_lens = iter(runs.query_lens)
+            queries_of_groups = tuple(sum(next(row_lens) for _ in range(rows)) for rows in rows_of)
+            across = Runs(queries_of_groups, start_lens, causal=False)
             out, _ = join(out, lse, *self._kernel.forward(queries, *start, across))
         return out.flatten(1)
 
 
-def _row_by_row(
-    before: torch.Tensor, mine: torch.Tensor, num_before: Sequence[int]
-) -> torch.Tensor:
-    """Per row: its part of `before` [T, H, E], then its N tokens of `mine` [R * N, H, E]."""
-    rows = zip(before.split(list(num_before)), mine.chunk(len(num_before)), strict=True)
+def _row_by_row(text: torch.Tensor, drawn: torch.Tensor, num_text: Sequence[int]) -> torch.Tensor:
+    """Per row: its part of `text` [T, H, E], then its N tokens of `drawn` [R * N, H, E]."""
+    rows = zip(text.split(list(num_text)), drawn.chunk(len(num_text)), strict=True)
     return torch.cat([part for row in rows for part in row])
 
 
@@ -303,37 +302,36 @@ def _attend_in_order(
     pieces: Sequence[Piece], queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     """[T, D] of one start: text attends causally, a picture to all before it and all of itself."""
-    reads, at = [], 0
+    outputs, start = [], 0
     for piece in pieces:
-        end = at + num_tokens(piece)
+        end = start + num_tokens(piece)
         mask = None
         if isinstance(piece, int):
-            mask = torch.ones(piece, end, dtype=torch.bool, device=keys.device).tril(at)
-        if end > at:
-            asking, seen, read_from = (
-                part.transpose(0, 1)[None] for part in (queries[at:end], keys[:end], values[:end])
-            )
-            read = F.scaled_dot_product_attention(asking, seen, read_from, attn_mask=mask)
-            reads.append(read[0].transpose(0, 1).flatten(1))
-        at = end
-    return torch.cat(reads)
+            mask = torch.ones(piece, end, dtype=torch.bool, device=keys.device).tril(start)
+        if end > start:
+            heads = (queries[start:end], keys[:end], values[:end])
+            q, k, v = (part.transpose(0, 1)[None] for part in heads)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            outputs.append(out[0].transpose(0, 1).flatten(1))
+        start = end
+    return torch.cat(outputs)
 
 
 def before_attention(
-    block: Any, tokens: torch.Tensor, modulation: Modulation, rotary: torch.Tensor, asking: int
+    block: Any, tokens: torch.Tensor, modulation: Modulation, rotary: torch.Tensor, num_queries: int
 ) -> Heads:
-    """Queries of the first `asking` tokens, keys and values of all [T, D] with their `rotary`."""
+    """Queries of the first `num_queries` tokens [T, D], keys and values of all."""
     attn = block.attn
     normed = _norm(tokens, modulation.attention_scale, block.img_norm1.eps)
     layers = (attn.to_q, attn.to_k, attn.to_v)
-    return heads_of(normed, asking, layers, (attn.norm_q, attn.norm_k), rotary)
+    return heads_of(normed, num_queries, layers, (attn.norm_q, attn.norm_k), rotary)
 
 
 def after_attention(
-    block: Any, tokens: torch.Tensor, modulation: Modulation, reads: torch.Tensor
+    block: Any, tokens: torch.Tensor, modulation: Modulation, attention_out: torch.Tensor
 ) -> torch.Tensor:
-    """[T, D] plus the attention output `reads`, then plus the MLP's output."""
-    tokens = torch.addcmul(tokens, modulation.attention_gate, block.attn.to_out[0](reads))
+    """[T, D] plus the projected `attention_out`, then plus the MLP's output."""
+    tokens = torch.addcmul(tokens, modulation.attention_gate, block.attn.to_out[0](attention_out))
     normed = _norm(tokens, modulation.mlp_scale, block.img_norm2.eps)
     tokens = torch.addcmul(tokens, modulation.mlp_gate, block.img_mlp(normed))
     # As stock: a float16 overflow would spread as infinity.

@@ -39,7 +39,7 @@ from rl.renderers.shared.scheduling import denoise
 
 @dataclass(frozen=True)
 class Bucket:
-    """What jobs must agree on to share a batch."""
+    """The settings that jobs must share to be drawn in one batch."""
 
     output: Size
     """Size of the rendered picture."""
@@ -48,8 +48,8 @@ class Bucket:
 
 
 def load_parts(config: Config, device: str) -> EditorParts:
-    """Load from a hub id or folder. Raises ValueError where the number of the checkpoint's sigmas
-    differs from the config's number of steps."""
+    """Load from a hub id or folder. Raises ValueError if the checkpoint's number of sigmas differs
+    from the config's number of steps."""
     from diffusers import AutoencoderKLQwenImage21, DiffusionPipeline, QwenImage21Transformer2DModel
 
     sigmas = config.sigmas or (
@@ -57,24 +57,24 @@ def load_parts(config: Config, device: str) -> EditorParts:
         if is_folder(config.model_path)
         else sigmas_of_index(DiffusionPipeline.load_config(**origin_of(config)))
     )
-    if wrong := wrong_steps(config, sigmas):
-        raise ValueError(f"renderer.{wrong}")
+    if problem := wrong_steps(config, sigmas):
+        raise ValueError(f"renderer.{problem}")
     return load_modules(
         config,
         device,
         QwenImage21Transformer2DModel,
         AutoencoderKLQwenImage21,
         PictureVae,
-        move=lambda model, place: model.to(place),
+        move=lambda model, to_device: model.to(to_device),
         sigmas=sigmas,
     )
 
 
 class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
-    """Equals `QwenImage21Pipeline`, asked for one prompt at a time, up to float rounding.
+    """Equals `QwenImage21Pipeline`, called with one prompt at a time, up to float rounding.
 
-    The rest of its batch changes a picture, in float32, by about 5e-6 of the 0..1 range, at most
-    8e-5 (4e-4 with guidance 3). In half precision only the same batch repeats a picture exactly.
+    The other jobs of a batch change a picture (range 0..1), in float32, by about 5e-6, at most 8e-5
+    (4e-4 with guidance 3). In half precision only the same batch reproduces a picture exactly.
     """
 
     def __init__(self, config: Config, parts: EditorParts) -> None:
@@ -86,63 +86,63 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         self._rows_of_groups: list[int] = []
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call."""
+        """The plugin's `metrics` since the last call; {} if no sources were read."""
         rows, self._rows_of_groups = self._rows_of_groups, []
         return {"rows_per_start": sum(rows) / len(rows)} if rows else {}
 
     def bucket_of(self, job: RenderJob) -> Bucket:
-        """The size of its picture, and whether it has sources."""
+        """The size of the job's picture, and whether it has sources."""
         sources = [source.size for source in job.sample.sources]
         return Bucket(drawn_size(self.config, sources), bool(sources))
 
     def _positions(self, job: RenderJob, bucket: Bucket) -> tuple[int, int, int]:
-        """Raises ValueError where the policy's pictures have another size than the VAE's."""
+        """Raises ValueError if the policy sees a source at another size than the VAE."""
         payload: HiddenStates = job.payload
         sizes = condition_sizes(self.config, [source.size for source in job.sample.sources])
         _check_places(payload, sizes)
         negative = payload.negative_embeds
-        longest = max(len(payload.embeds), 0 if negative is None else len(negative))
-        shown = sum(map(len, payload.pictures))
-        start = payload.pictures[-1].stop if payload.pictures else 0
+        num_states = max(len(payload.embeds), 0 if negative is None else len(negative))
+        num_picture_states = sum(map(len, payload.pictures))
+        start_len = payload.pictures[-1].stop if payload.pictures else 0
         pictures = [*map(in_latents, sizes), in_latents(bucket.output)]
-        alone = end_of([start - shown, *pictures])
-        return end_of([longest - shown, *pictures]), alone, NUM_POSITIONS
+        by_pictures = end_of([start_len - num_picture_states, *pictures])
+        return end_of([num_states - num_picture_states, *pictures]), by_pictures, NUM_POSITIONS
 
     @torch.no_grad()
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: Bucket) -> torch.Tensor:
         """Render jobs of one bucket: [B, 4, H, W], the renderer's dtype, -1..1.
 
-        Adjacent jobs that start alike form a group. Groups are drawn together as long as they show
-        at most `max_pictures` source pictures, because the pictures' attention keys take memory.
+        Adjacent jobs with equal starts form a group. Groups are drawn together as long as they have
+        at most `max_pictures` sources in total, because the sources' attention keys take memory.
         """
         rows = [self._row(job, job.payload.embeds) for job in jobs]
         sizes = [len(part) for part in in_groups(rows)]
         self._rows_of_groups += sizes if bucket.edits else []
-        drawn, at, turn, shown = [], 0, 0, 0
+        drawn, start, end, num_sources = [], 0, 0, 0
         for size in sizes:
-            more = len(rows[at + turn].shown)
-            if turn and shown + more > self.config.max_pictures:
-                drawn.append(self._draw(jobs[at : at + turn], rows[at : at + turn], bucket.output))
-                at, turn, shown = at + turn, 0, 0
-            turn, shown = turn + size, shown + more
-        drawn.append(self._draw(jobs[at:], rows[at:], bucket.output))
+            group_sources = len(rows[end].sources)
+            if end > start and num_sources + group_sources > self.config.max_pictures:
+                drawn.append(self._draw(jobs[start:end], rows[start:end], bucket.output))
+                start, num_sources = end, 0
+            end, num_sources = end + size, num_sources + group_sources
+        drawn.append(self._draw(jobs[start:], rows[start:], bucket.output))
         width, height = bucket.output
         return in_slices(torch.cat(drawn), self.parts.vae.decode, width * height)
 
     def _draw(self, jobs: Sequence[RenderJob], rows: Sequence[Row], size: Size) -> torch.Tensor:
-        """Latents [B, C, h, w]."""
+        """Clean latents [B, C, h, w] of the jobs' pictures."""
         transformer, shape = self.parts.transformer, in_latents(size)
         channels = transformer.config.in_channels
         noise = seeded_noise((job.noise_seed for job in jobs), (channels, *shape))
         latents = noise.flatten(2).transpose(1, 2).to(transformer.device, transformer.dtype)
         if self.config.true_cfg_scale > 1:
             rows = [*rows, *(self._row(job, job.payload.negative_embeds) for job in jobs)]
-        given = self._denoiser.prepare(in_groups(rows), shape)
+        conditioning = self._denoiser.prepare(in_groups(rows), shape)
         scheduler = self._prepared_scheduler(latents.shape[1])
         latents = denoise(
             latents,
             scheduler,
-            lambda step, x: self._predict(x, given, scheduler.timesteps[step]),
+            lambda step, x: self._predict(x, conditioning, scheduler.timesteps[step]),
         )
         return latents.transpose(1, 2).unflatten(2, shape)
 
@@ -150,21 +150,21 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         transformer = self.parts.transformer
         sources = job.sample.sources
         sizes = condition_sizes(self.config, [source.size for source in sources])
-        shown = tuple(
-            Shown(place, self._source_latents([one], size)[0], in_latents(size), digest(one))
-            for place, one, size in zip(job.payload.pictures, sources, sizes, strict=True)
+        pictures = tuple(
+            Shown(indices, self._source_latents([p], size)[0], in_latents(size), digest(p))
+            for indices, p, size in zip(job.payload.pictures, sources, sizes, strict=True)
         )
-        return Row(states.to(transformer.device, transformer.dtype), shown)
+        return Row(states.to(transformer.device, transformer.dtype), pictures)
 
     def _predict(
-        self, latents: torch.Tensor, given: Conditioning, timestep: torch.Tensor
+        self, latents: torch.Tensor, conditioning: Conditioning, timestep: torch.Tensor
     ) -> torch.Tensor:
         """Velocity [B, tokens, channels]; under guidance (Ho & Salimans 2022, eq. 6) one forward
         computes each row twice, with its prompt and with the negative prompt."""
         scale = self.config.true_cfg_scale
         if scale == 1:
-            return self._denoiser.velocity(latents, given, timestep)
-        rows = self._denoiser.velocity(torch.cat([latents, latents]), given, timestep)
+            return self._denoiser.velocity(latents, conditioning, timestep)
+        rows = self._denoiser.velocity(torch.cat([latents, latents]), conditioning, timestep)
         positive, negative = rows.chunk(2)
         return negative + scale * (positive - negative)
 
@@ -181,17 +181,17 @@ def _check_places(payload: HiddenStates, sizes: Sequence[Size]) -> None:
     slots = [width * height // PATCH_PX**2 // TOKENS_PER_SLOT for width, height in sizes]
     if list(map(len, payload.pictures)) == slots:
         return
-    places = ", ".join(str(len(place)) for place in payload.pictures) or "no"
-    wanted = ", ".join(map(str, slots)) or "no"
+    lengths = ", ".join(str(len(indices)) for indices in payload.pictures) or "no"
+    needed = ", ".join(map(str, slots)) or "no"
     raise ValueError(
-        f"the policy shows pictures in {places} places, the renderer wants {wanted} (32x32 px "
+        f"the policy has {lengths} tokens for the pictures, the renderer needs {needed} (32x32 px "
         "each): set renderer.policy_image_area_px to renderer.condition_area_px, and leave "
         "policy.image_min_pixels and image_max_pixels null"
     )
 
 
 def in_groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """Groups of adjacent rows that start alike; rows without pictures all do."""
+    """Groups of adjacent rows with equal starts; all rows without pictures have equal starts."""
     groups: list[list[Row]] = []
     for row in rows:
         if groups and groups[-1][0].starts_like(row):

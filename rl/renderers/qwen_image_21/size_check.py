@@ -20,15 +20,15 @@ THINNEST = 14.3
 
 
 def areas_px(config: Config) -> tuple[int, int]:
-    """Smallest and largest area that a source of any shape can have, once each side is rounded to a
-    multiple of 32, at least 32."""
-    area, whole = config.condition_area_px, SIZE_MULTIPLE_PX
+    """Smallest and largest area of a source of any aspect, after each side is rounded to a multiple
+    of 32, at least 32."""
+    area, multiple = config.condition_area_px, SIZE_MULTIPLE_PX
     sides = int(THINNEST * area**0.5)
-    return max(whole**2, area - whole // 2 * sides), area + whole * sides + whole**2
+    return max(multiple**2, area - multiple // 2 * sides), area + multiple * sides + multiple**2
 
 
 def problems(config: Config, run: RunConfig) -> list[str]:
-    """The problems found, each with its key (relative to the renderer's section) and its remedy.
+    """A message per problem: the key (relative to the renderer's section), the cause, the fix.
 
     The VAE's latents replace the policy's image tokens at the same positions, so the policy's
     image processor must not resize pictures that the renderer has already resized.
@@ -41,21 +41,21 @@ def problems(config: Config, run: RunConfig) -> list[str]:
         ]
     smallest, largest = areas_px(config)
     low, high = _processor_bounds(run.policy)
-    found = []
-    for key, known, remedy, reaches in (
+    messages = []
+    for key, default, fix, resizes in (
         ("image_min_pixels", low, smallest, lambda bound: bound > smallest),
         ("image_max_pixels", high, largest, lambda bound: bound < largest),
     ):
-        stated = run.policy.get(key)
-        bound = known if stated is None else stated
-        if isinstance(bound, int) and reaches(bound):
-            whose = f"policy.{key} is" if stated is not None else f"the policy's own {key} is"
-            found.append(
+        configured = run.policy.get(key)
+        bound = default if configured is None else configured
+        if isinstance(bound, int) and resizes(bound):
+            whose = f"policy.{key} is" if configured is not None else f"the policy's own {key} is"
+            messages.append(
                 f"condition_area_px: {config.condition_area_px}, but {whose} {bound}, and the "
                 "policy would see some sources in another size than the VAE; set "
-                f"policy.{key}: {remedy}"
+                f"policy.{key}: {fix}"
             )
-    return found
+    return messages
 
 
 def _processor_bounds(policy: Mapping[str, Any]) -> tuple[int, int]:
@@ -64,9 +64,9 @@ def _processor_bounds(policy: Mapping[str, Any]) -> tuple[int, int]:
     file = Path(located(model), "preprocessor_config.json") if isinstance(model, str) else None
     if file is None or not_a_file(file):
         return RELEASED_BOUNDS_PX
-    stated = row_of(file.read_bytes()) or {}
-    size = stated["size"] if isinstance(stated.get("size"), dict) else {}
-    low = size.get("shortest_edge", stated.get("min_pixels"))
-    high = size.get("longest_edge", stated.get("max_pixels"))
+    values = row_of(file.read_bytes()) or {}
+    size = values["size"] if isinstance(values.get("size"), dict) else {}
+    low = size.get("shortest_edge", values.get("min_pixels"))
+    high = size.get("longest_edge", values.get("max_pixels"))
     least, most = RELEASED_BOUNDS_PX
     return low if isinstance(low, int) else least, high if isinstance(high, int) else most

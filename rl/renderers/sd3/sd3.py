@@ -17,7 +17,7 @@ _ENCODERS = {"text_encoder": 123.65e6, "text_encoder_2": 694.66e6, "text_encoder
 
 
 class SD3(DiffusionRenderer[Config]):
-    """Draws what was written."""
+    """Draws a picture of the policy's text."""
 
     accepts = "text"
     side_multiple_px = PATCH_PX
@@ -63,7 +63,7 @@ class SD3(DiffusionRenderer[Config]):
             "weights": SAFETENSORS,
         }
         tokenizer: dict[str, Any] = {"config": "tokenizer_config.json", "weights": ()}
-        found = [
+        parts = [
             cls.part(config, "transformer", "SD3Transformer2DModel"),
             cls.part(config, "vae", "AutoencoderKL"),
             cls.part(config, "scheduler", config="scheduler_config.json", weights=()),
@@ -73,9 +73,9 @@ class SD3(DiffusionRenderer[Config]):
             cls.part(config, "tokenizer_2", **tokenizer),
         ]
         if config.use_t5:
-            found.append(cls.part(config, "text_encoder_3", "t5", weights=SAFETENSORS))
-            found.append(cls.part(config, "tokenizer_3", **tokenizer))
-        return found
+            parts.append(cls.part(config, "text_encoder_3", "t5", weights=SAFETENSORS))
+            parts.append(cls.part(config, "tokenizer_3", **tokenizer))
+        return parts
 
     @classmethod
     def activation_counts(cls, config: Config) -> dict[str, float]:

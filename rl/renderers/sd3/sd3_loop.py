@@ -19,7 +19,7 @@ from rl.renderers.shared.diffusion_loop import DiffusionLoop
 from rl.renderers.shared.scheduling import denoise, override_scheduler, prepared
 
 LATENT_PX = 8
-"""The VAE shrinks pictures this many times."""
+"""One latent per 8x8 px."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def load_parts(config: Config, device: str) -> SD3Parts:
 
 
 class SD3Loop(DiffusionLoop[Config, str]):
-    """With stock settings equal to `StableDiffusion3Pipeline` up to rounding. A job's payload is
-    the prompt. In float32 the rest of the batch changes a picture (0..1) by 2e-6 to 4e-6."""
+    """At stock settings equals `StableDiffusion3Pipeline` up to rounding. A job's payload is its
+    prompt. In float32 the other jobs of a batch change a picture (0..1) by 2e-6 to 4e-6."""
 
     def __init__(self, config: Config, parts: SD3Parts) -> None:
         patch_px = LATENT_PX * parts.transformer.config.patch_size
@@ -108,7 +108,7 @@ class SD3Loop(DiffusionLoop[Config, str]):
             "t5_cut_share": sum(t5 > 0 for _, t5 in cuts) / len(cuts),
         }
 
-    def _place(self, job: RenderJob) -> str:
+    def _bucket_or_failure(self, job: RenderJob) -> str:
         return "all of one size"
 
     @torch.no_grad()
@@ -135,7 +135,7 @@ class SD3Loop(DiffusionLoop[Config, str]):
 
     @cached_property
     def _negative(self) -> TextStates:
-        """The states of the negative prompt, encoded once a run."""
+        """The states of the negative prompt, encoded once per run."""
         return self._prompts.encode(self.config.negative_prompt)
 
     def _conditioning(self, states_B: Sequence[TextStates]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,7 +153,7 @@ class SD3Loop(DiffusionLoop[Config, str]):
         pooled: torch.Tensor,
         timestep: torch.Tensor,
     ) -> torch.Tensor:
-        """Velocity [B, C, h, w], guided (Ho & Salimans 2022, eq. 6) where there are negatives."""
+        """Velocity [B, C, h, w], guided (Ho & Salimans 2022, eq. 6) if there are negative rows."""
         rows = latents.repeat(len(embeds) // len(latents), 1, 1, 1)
         velocity: torch.Tensor = self.parts.transformer(
             hidden_states=rows,

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3's three text encoders: a prompt in, what the transformer reads out."""
+"""Encodes prompts with Stable Diffusion 3's three text encoders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cachetools import LRUCache, cachedmethod
 logger = logging.getLogger(__name__)
 
 NUM_KEPT_PROMPTS = 64
-"""Encoded prompts kept between batches and calls (2.7 MB each in bfloat16)."""
+"""Encoded prompts cached between batches and calls (2.7 MB each in bfloat16)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +24,9 @@ class TextStates:
     pooled: torch.Tensor
     """[1, P]: both CLIPs' projections."""
     num_clip_cut: int
-    """Tokens beyond CLIP's 77, which it never saw; 0 = it read all (markers count)."""
+    """Tokens beyond CLIP's 77 (markers included), which it did not read; 0 if it read all."""
     num_t5_cut: int
-    """The same of the third encoder and max_t5_tokens; 0 without it."""
+    """Tokens beyond max_t5_tokens, which T5 did not read; 0 if it read all, or without T5."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class TextParts:
 class PromptEncoder:
     """Encodes prompts as `StableDiffusion3Pipeline.encode_prompt` does for one, bit for bit.
 
-    Each is encoded by itself, so that its states depend on it alone and a resumed run renders the
-    same bits.
+    Each prompt is encoded alone, so that its states do not depend on other prompts and a resumed
+    run renders the same bits.
     """
 
     def __init__(self, parts: TextParts, max_t5_tokens: int, states_dim: int) -> None:
@@ -56,13 +56,13 @@ class PromptEncoder:
         self._max_clip_tokens = parts.tokenizers[0].model_max_length
         self._max_t5_tokens = max_t5_tokens
         self._states_dim = states_dim
-        self._kept: LRUCache[str, TextStates] = LRUCache(NUM_KEPT_PROMPTS)
+        self._cache: LRUCache[str, TextStates] = LRUCache(NUM_KEPT_PROMPTS)
         self._warned = False
 
-    @cachedmethod(lambda self: self._kept, lambda self, prompt: prompt)
+    @cachedmethod(lambda self: self._cache, lambda self, prompt: prompt)
     @torch.no_grad()
     def encode(self, prompt: str) -> TextStates:
-        """From memory where it was asked for lately."""
+        """Encode the prompt, unless its states are cached."""
         parts = self.parts
         states, pooled, num_cut = [], [], 0
         for tokenizer, encoder in zip(parts.tokenizers, parts.encoders, strict=True):
@@ -84,7 +84,7 @@ class PromptEncoder:
         )
 
     def _warn(self, prompt: str, num_clip_cut: int, num_t5_cut: int) -> None:
-        """Once a run; `take_metrics` of the renderer goes on counting."""
+        """Warn once per run; the renderer's `take_metrics` counts every such prompt."""
         if self._warned or not (num_clip_cut or num_t5_cut):
             return
         self._warned = True
@@ -103,5 +103,5 @@ def _tokenize(tokenizer: Any, prompt: str, length: int) -> tuple[torch.Tensor, i
     ids = tokenizer(
         prompt, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
     ).input_ids
-    whole = tokenizer(prompt, verbose=False).input_ids
-    return ids, max(0, len(whole) - length)
+    uncut_ids = tokenizer(prompt, verbose=False).input_ids
+    return ids, max(0, len(uncut_ids) - length)

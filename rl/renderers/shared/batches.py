@@ -19,23 +19,23 @@ Job = TypeVar("Job")
 Bucket = TypeVar("Bucket", bound=Hashable)
 Outcome = Image | RenderFailure
 Fits = dict[Hashable, int]
-"""Bucket -> the most jobs that are drawn together, where more did not fit in memory."""
+"""Bucket -> most jobs to draw together; only buckets for which more did not fit in memory."""
 
 
 def render_in_batches(
     jobs: Iterable[Job],
-    place: Callable[[Job], Bucket | Outcome],
+    bucket_or_outcome: Callable[[Job], Bucket | Outcome],
     size_of: Callable[[Bucket], int],
     render: Callable[[Sequence[Job], Bucket], list[Outcome]],
     fits: Fits,
 ) -> Iterator[tuple[int, Outcome]]:
     """Yield `(number of the job, outcome)`; a batch is rendered as soon as it is full.
 
-    `place` returns the bucket in which a job waits, or the job's outcome, which is yielded at once.
-    Jobs of one bucket are rendered together, `size_of(bucket)` at a time; the rest is rendered
-    when the jobs end, the oldest bucket first. The next job is taken only after every full batch is
-    rendered, because taking it may mean conditioning its group first. The renderer keeps `fits`
-    across calls: a batch size that ran out of memory is not tried again.
+    `bucket_or_outcome` returns a job's bucket, or its outcome, which is yielded at once. Jobs of
+    one bucket are rendered together, `size_of(bucket)` at a time; incomplete batches are rendered
+    after the last job, the oldest bucket first. The next job is taken only after every full batch
+    is rendered, because taking it may run the policy's forward. The renderer keeps `fits` across
+    calls, so that a batch size that ran out of memory is not tried again.
     """
     waiting: dict[Bucket, list[tuple[int, Job]]] = {}
 
@@ -44,13 +44,13 @@ def render_in_batches(
         return zip(numbers, _rendered(batch, bucket, render, fits), strict=True)
 
     for number, job in enumerate(jobs):
-        placed = place(job)
-        if isinstance(placed, Outcome):
-            yield number, placed
+        bucket = bucket_or_outcome(job)
+        if isinstance(bucket, Outcome):
+            yield number, bucket
             continue
-        waiting.setdefault(placed, []).append((number, job))
-        if len(waiting[placed]) >= min(size_of(placed), fits.get(placed, math.inf)):
-            yield from render_waiting(placed)
+        waiting.setdefault(bucket, []).append((number, job))
+        if len(waiting[bucket]) >= min(size_of(bucket), fits.get(bucket, math.inf)):
+            yield from render_waiting(bucket)
     for bucket in list(waiting):
         yield from render_waiting(bucket)
 
@@ -61,9 +61,9 @@ def _rendered(
     render: Callable[[Sequence[Job], Bucket], list[Outcome]],
     fits: Fits,
 ) -> list[Outcome]:
-    """One outcome per job of a batch, drawn in parts of as many as fit in memory.
+    """One outcome per job of a batch, drawn in parts that fit in memory.
 
-    An exception fails the jobs of its part and no others; a lost device ends the run.
+    An exception fails only the jobs of its part; if the device is lost, it is raised.
     """
     outcomes: list[Outcome] = []
     while part := jobs[len(outcomes) :][: fits.get(bucket, len(jobs))]:
@@ -78,13 +78,13 @@ def _rendered(
             logger.exception("a batch of %d pictures failed", len(part))
             outcomes += [RenderFailure(f"exception: {type(error).__name__}: {error}")] * len(part)
             continue
-        # Outside the `except`, so that the failed attempt's tensors are free before the retry.
+        # After the `except` block, so that the failed attempt's tensors are freed before the retry.
         if len(part) == 1:
             outcomes.append(RenderFailure(reason))
             continue
         fits[bucket] = (len(part) + 1) // 2
-        words = "renderer.batch_size: %d pictures of one size do not fit in memory, from now on %d"
-        logger.warning(words, len(part), fits[bucket])
+        text = "renderer.batch_size: %d pictures of one size do not fit in memory, from now on %d"
+        logger.warning(text, len(part), fits[bucket])
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return outcomes

@@ -1,4 +1,4 @@
-"""Helpers around a model's latents: seeded noise, slices that fit in memory, checks for NaN."""
+"""Seeded noise, VAE calls in slices that fit in memory, and checks of pictures for NaN."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ device and its memory; smaller pictures are batched."""
 
 
 def seeded_noise(seeds_B: Iterable[int], shape: Sequence[int]) -> torch.Tensor:
-    """Standard-normal noise [B, *shape], float32 on the CPU: a row depends on its seed alone,
-    whatever the device, the dtype and the batch."""
+    """Standard-normal noise [B, *shape], float32 on the CPU: a row depends only on its seed,
+    not on the device, the dtype or the batch."""
     return torch.stack(
         [
             torch.randn(
@@ -38,9 +38,9 @@ def in_slices(
 def to_pictures(
     tensor: torch.Tensor, as_images: Callable[[torch.Tensor], list[Image]]
 ) -> list[Image | RenderFailure]:
-    """`as_images` of [B, C, H, W]; a row with NaN or infinity is a failure."""
-    finite = torch.isfinite(tensor).flatten(1).all(dim=1).tolist()
+    """Convert [B, C, H, W] with `as_images`; a row with NaN or infinity becomes a failure."""
+    finite_B = torch.isfinite(tensor).flatten(1).all(dim=1).tolist()
     return [
-        picture if good else RenderFailure("non_finite: the renderer produced NaN or infinity")
-        for picture, good in zip(as_images(torch.nan_to_num(tensor)), finite, strict=True)
+        picture if is_finite else RenderFailure("non_finite: the renderer produced NaN or infinity")
+        for picture, is_finite in zip(as_images(torch.nan_to_num(tensor)), finite_B, strict=True)
     ]

@@ -20,14 +20,14 @@ BucketT = TypeVar("BucketT", bound=Hashable)
 
 
 class DiffusionLoop(ABC, Generic[ConfigT, BucketT]):
-    """Jobs of one bucket are drawn together. A picture depends only on its own job: the
-    other jobs of the batch change it only by float rounding."""
+    """Draws the jobs of one bucket together. A picture depends only on its own job: the other jobs
+    of the batch change it only by float rounding."""
 
     state_dim: int | None = None
     """Width of the hidden states that the renderer reads; None if it reads none."""
 
     def __init__(self, config: ConfigT, parts: Any, vae_factor: int) -> None:
-        """`vae_factor`: sides of what the VAE reads are multiples of this, px."""
+        """`vae_factor`: the sides of pictures for the VAE are multiples of this, px."""
         from diffusers.image_processor import VaeImageProcessor
 
         self.config = config
@@ -43,7 +43,7 @@ class DiffusionLoop(ABC, Generic[ConfigT, BucketT]):
         """
         return render_in_batches(
             jobs,
-            self._place,
+            self._bucket_or_failure,
             size_of=lambda bucket: self.config.batch_size,
             render=lambda batch, bucket: to_pictures(
                 self.render_tensor(batch, bucket), self._as_images
@@ -56,10 +56,10 @@ class DiffusionLoop(ABC, Generic[ConfigT, BucketT]):
         return {}
 
     def _as_images(self, tensor: torch.Tensor) -> list[Image]:
-        return [over_white(one) for one in self._pixels.postprocess(tensor, output_type="pil")]
+        return list(map(over_white, self._pixels.postprocess(tensor, output_type="pil")))
 
     @abstractmethod
-    def _place(self, job: RenderJob) -> BucketT | RenderFailure:
+    def _bucket_or_failure(self, job: RenderJob) -> BucketT | RenderFailure:
         """The bucket that a job belongs to, or the reason why it cannot be drawn."""
 
     @abstractmethod

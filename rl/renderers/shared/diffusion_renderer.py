@@ -1,4 +1,4 @@
-"""What the plugins of diffusers pipelines share before anything is loaded."""
+"""Base class of the renderer plugins for diffusers pipelines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ConfigT = TypeVar("ConfigT", bound=FrozenModelConfig, default=FrozenModelConfig)
 
 
 class DiffusionRenderer(Renderer[ConfigT]):
-    """A plugin names the pipeline's parts and loads the loop that draws."""
+    """A subclass names the pipeline's parts and loads the render loop."""
 
     side_multiple_px: ClassVar[int]
     """Sides of a fixed picture size are multiples of this."""
@@ -50,38 +50,38 @@ class DiffusionRenderer(Renderer[ConfigT]):
     @classmethod
     def problems(cls, config: ConfigT, run: RunConfig) -> list[str]:
         sides = {key: getattr(config, key) for key in ("height_px", "width_px")}
-        whole = cls.side_multiple_px
+        unit = cls.side_multiple_px
         return [
-            f"{key}: {side} is not a multiple of {whole}; try {round(side / whole) * whole}"
+            f"{key}: {side} is not a unit of {unit}; try {round(side / unit) * unit}"
             for key, side in sides.items()
-            if side is not None and side % whole
+            if side is not None and side % unit
         ]
 
     @classmethod
     def part(cls, section: ConfigT, subfolder: str, *kinds: str, **more: Any) -> ModelFiles:
         """One part of the pipeline; by default a model that diffusers has saved."""
-        place = {"subfolder": subfolder, "revision": section.revision}
-        given: dict[str, Any] = {"weights": DIFFUSERS_SAFETENSORS, **place, **more}
-        return ModelFiles("model_path", section.model_path, frozenset(kinds), **given)
+        origin = {"subfolder": subfolder, "revision": section.revision}
+        options: dict[str, Any] = {"weights": DIFFUSERS_SAFETENSORS, **origin, **more}
+        return ModelFiles("model_path", section.model_path, frozenset(kinds), **options)
 
     @classmethod
     def part_names(cls, config: ConfigT) -> Sequence[str]:
-        """Subfolders of the models that are loaded to the device."""
+        """Subfolders of the models that are on the device."""
         return ("transformer", "vae")
 
     @classmethod
     def is_on_device(cls, parameter: str) -> bool:
-        """Whether the parameter of that name is moved to the device."""
+        """Whether the parameter of this name is moved to the device."""
         return True
 
     @classmethod
     def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
         """Parameters per part on the device, for a memory plan.
 
-        Known hub ids by table, a local folder by its safetensors headers; {} for an unknown hub id.
+        From `hub_parameters`, or from a local folder's safetensors headers; {} for other hub ids.
         """
         folder, parts = Path(config.model_path), cls.part_names(config)
         if folder.is_dir():
             return {part: num_parameters(folder / part, cls.is_on_device) for part in parts}
-        known = cls.hub_parameters.get(config.model_path)
-        return {part: known[part] for part in parts} if known else {}
+        counts = cls.hub_parameters.get(config.model_path)
+        return {part: counts[part] for part in parts} if counts else {}

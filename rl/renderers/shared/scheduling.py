@@ -47,7 +47,7 @@ def override_scheduler(scheduler: Any, overrides: SchedulerOverrides) -> Any:
 
 def prepared(scheduler: Any, num_tokens: int, device: Any, **schedule: Any) -> Any:
     """A copy of a diffusers scheduler with timesteps set to `schedule` (`sigmas` or
-    `num_inference_steps`), shifted for a picture of `num_tokens` (condition tokens do not count).
+    `num_inference_steps`), shifted for a picture of `num_tokens` (not counting its sources).
 
     The log shift is interpolated between the checkpoint's base_shift and max_shift (Esser et al.
     2024, section 5.3.2); the scheduler uses it only with `use_dynamic_shifting`.
@@ -68,7 +68,7 @@ def denoise(
     """Turn noise into clean latents of the same shape.
 
     Args:
-        scheduler: Made by `prepared` for this call.
+        scheduler: Returned by `prepared` for this call.
         velocity: (step index, latents) -> velocity, in the shape of the latents.
     """
     for step, timestep in enumerate(scheduler.timesteps):

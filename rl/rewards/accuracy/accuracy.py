@@ -1,12 +1,4 @@
-"""Is the answer right? 1 when the policy's answer equals the known one, else 0.
-
-Compares the words' last `<answer>...</answer>` with `Sample.hidden['answer']`: multiple choice by
-letter or text, numbers with percent, units and thousands commas, text regardless of case and
-punctuation, formulas by symbolic equality (math-verify, in a process with limited time and memory).
-It cannot match a letter with its text when only the question says which belong together.
-
-A gold that cannot be read leaves the episode ungraded (`gold: ...`): it is not the policy's fault.
-"""
+"""Reward plugin: 1 if the policy's answer equals the sample's known answer, else 0."""
 
 from __future__ import annotations
 
@@ -31,49 +23,52 @@ _BOXED = r"\boxed{"
 
 
 class Config(PluginConfig):
-    """Where the answer stands, and what a comparison may cost."""
+    """Where the answer is in the completion, and how much time a comparison may take."""
 
     answer_tag: TagName = "answer"
-    """The answer is what the last complete block of this name holds."""
+    """The answer is the content of the last complete block with this tag."""
     tag_required: bool = True
-    """false: without such a block, the content of the last \\boxed{} will do."""
+    """false: without such a block, the content of the last \\boxed{} is the answer."""
     max_answer_chars: Annotated[int, Field(ge=1, le=10_000)] = 400
-    """A longer answer is wrong, unread."""
+    """A longer answer is wrong and is not compared."""
     max_cpu_s: Annotated[int, Field(ge=1, le=3600)] = 3
-    """CPU time for comparing two formulas; an answer that takes more is wrong, and `undecided`."""
+    """CPU time for comparing two formulas, s; an answer that takes more is wrong, `undecided`."""
 
 
 class UnreadableGoldError(ValueError):
-    """The known answer is missing or is nothing that an answer could be compared with."""
+    """The known answer is missing, or no answer can be compared with it."""
 
 
 class Accuracy(Reward[Config]):
-    """Reads completions; formulas are compared in another process, off the event loop."""
+    """Compares the last `<answer>...</answer>` of the policy's words with the gold, which is
+    `Sample.hidden['answer']`: multiple choice by letter or text, numbers with percent, units and
+    thousands commas, text regardless of case and punctuation, formulas by symbolic equality. A
+    letter does not equal its text if only the question says which belong together."""
 
     needs = frozenset({"text", "answer"})
     reads_thoughts = False
 
     def __init__(self, config: Config, resources: Resources) -> None:
-        """Starts the worker process, and does not wait for it."""
+        """Starts the worker process that compares formulas, without waiting for it."""
         super().__init__(config, resources)
         self._maths = MathsProcess(config.max_cpu_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="accuracy")
 
     def close(self) -> None:
-        """Ends the worker process, after the comparison that is under way."""
+        """Ends the worker process after its current comparison."""
         self._thread.shutdown(cancel_futures=True)
         self._maths.close()
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
-        """1.0 or 0.0. Parts: `parsed`, an answer was found; `undecided`, it was too costly to
-        compare. No value when the gold cannot be read or the machine is too busy."""
+        """1.0 or 0.0. Parts: `parsed`, there is an answer; `undecided`, comparing it took too long.
+        No value (UNGRADED) if the gold cannot be read or the machine is too busy."""
         started = time.monotonic()
         answer = self._answer(reward_input.words)
         try:
             gold = read_gold(reward_input.sample.hidden, self.config.answer_tag)
             right, undecided = await self._compare(gold, answer)
         except UnreadableGoldError as error:
-            # Its text stays out: failures are written into episode records.
+            # The gold is not quoted: failures are written into episode records.
             return RewardOutput(
                 None, failure=f"gold: of sample {reward_input.sample.id!r}: {error}"
             )
@@ -83,13 +78,13 @@ class Accuracy(Reward[Config]):
         return RewardOutput(float(right), parts, seconds=time.monotonic() - started)
 
     def _answer(self, text: str) -> str:
-        """The policy's bare answer; '' when there is none that may be read."""
-        found = last_block(text, self.config.answer_tag)
-        if found is None and not self.config.tag_required:
-            found = last_boxed(text)
-        if found is None or len(found) > self.config.max_answer_chars:
+        """The policy's bare answer; '' if there is none, or if it is too long."""
+        answer = last_block(text, self.config.answer_tag)
+        if answer is None and not self.config.tag_required:
+            answer = last_boxed(text)
+        if answer is None or len(answer) > self.config.max_answer_chars:
             return ""
-        return answers.bare(found)
+        return answers.bare(answer)
 
     async def _compare(self, gold: str, answer: str) -> tuple[bool, bool]:
         """(equal, undecided). Raises UnreadableGoldError and TimeoutError."""
@@ -105,18 +100,18 @@ class Accuracy(Reward[Config]):
 
     async def _ask_maths(self, gold: str, answer: str | None) -> str:
         latex = None if answer is None else answers.as_latex(answer)
-        asking = partial(self._maths.compare, answers.as_latex(gold), latex)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, asking)
+        compare = partial(self._maths.compare, answers.as_latex(gold), latex)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, compare)
 
 
 def read_gold(hidden: Mapping[str, Any], answer_tag: str) -> str:
-    """The bare known answer, which may come in the tags of a model's completion.
+    """The bare known answer; `hidden` may give it within answer tags.
 
     Raises UnreadableGoldError.
     """
     gold = hidden.get("answer")
     if isinstance(gold, bool) or not isinstance(gold, str | int | float):
-        raise UnreadableGoldError(f"{type(gold).__name__} under 'answer', a text asked for")
+        raise UnreadableGoldError(f"{type(gold).__name__} under 'answer'; expected text or number")
     text = str(gold)
     tagged = last_block(text, answer_tag)
     text = answers.bare(text if tagged is None else tagged)

@@ -1,4 +1,4 @@
-"""Compares answers as far as their text alone allows. Pure functions, for bounded texts."""
+"""Compares answers by their text, as far as that is possible without a formula parser."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _AS_LATEX = (
 
 
 def bare(text: str) -> str:
-    """The answer without what only wraps it: dollars, boxes, quotes, a lead-in, a full stop."""
+    """The answer without wrappers: dollars, boxes, quotes, 'the answer is', a final full stop."""
     text = " ".join(text.split())  # also keeps the regexes below linear in the text's length
-    before = None
-    while text != before:
-        before = text
+    previous = None
+    while text != previous:
+        previous = text
         text = text.strip()
         for opening, closing in _WRAPPERS:
             inner = text[len(opening) : -len(closing)]
             if len(text) > len(opening + closing) and text == opening + inner + closing:
-                text = inner if _is_one_piece(inner, opening, closing) else text
+                text = inner if _is_one_pair(inner, opening, closing) else text
         if text.endswith((".", "。")) and not text.endswith(".."):
             text = text[:-1]
         if text.count("$") % 2 == 0 and r"\$" not in text and not text.startswith("$$"):
@@ -59,8 +59,8 @@ def bare(text: str) -> str:
     return text
 
 
-def _is_one_piece(inner: str, opening: str, closing: str) -> bool:
-    """Whether both delimiters are one pair: not so in `$1$ or $2$` and `\\text{a} \\text{b}`."""
+def _is_one_pair(inner: str, opening: str, closing: str) -> bool:
+    """Whether the delimiters belong together: no in `$1$ or $2$` and `\\text{a} \\text{b}`."""
     if closing != "}":
         return opening not in inner and closing not in inner
     depth = 0
@@ -92,7 +92,7 @@ def compare(gold: str, answer: str) -> bool | None:
         return same_quantity(quantities[0], quantities[1])
     if is_formula(gold) and not _has_words(answer):
         return None
-    return _folded(plain_gold) == _folded(plain_answer) != ""
+    return _normalized(plain_gold) == _normalized(plain_answer) != ""
 
 
 def _compare_choices(gold: str, answer: str) -> bool | None:
@@ -111,15 +111,15 @@ def _compare_choices(gold: str, answer: str) -> bool | None:
 
 def _choice(text: str) -> tuple[str, str]:
     """(option letter, option text); each is '' if the answer has none."""
-    found = _BARE_CHOICE.fullmatch(text)
-    if found:
-        return found[1], ""
-    found = _CHOICE.fullmatch(text)
-    return (found[1], found[2]) if found else ("", "")
+    match = _BARE_CHOICE.fullmatch(text)
+    if match:
+        return match[1], ""
+    match = _CHOICE.fullmatch(text)
+    return (match[1], match[2]) if match else ("", "")
 
 
 def is_formula(text: str) -> bool:
-    """Whether a bare answer must be a formula: it has a digit or an operator, and no words."""
+    """Whether a bare answer is a formula: it has a digit or an operator, and no words."""
     return bool(_OPERATOR.search(text)) and not _has_words(text)
 
 
@@ -138,14 +138,14 @@ def needs_verifier(gold: str) -> bool:
 def as_latex(text: str) -> str:
     """A bare answer in the LaTeX notation that the verifier reads."""
     text = _SPACES.sub(" ", _AND.sub(", ", text))
-    text = _FUNCTION.sub(lambda found: rf"\{found[1]} ", text)
-    for written, latex in _AS_LATEX:
-        text = text.replace(written, latex)
+    text = _FUNCTION.sub(lambda match: rf"\{match[1]} ", text)
+    for symbol, latex in _AS_LATEX:
+        text = text.replace(symbol, latex)
     text = re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", text)
     return re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
 
 
-def _folded(text: str) -> str:
+def _normalized(text: str) -> str:
     """Normalize case, spaces and Unicode form; drop punctuation, except before a digit."""
     text = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(_PUNCTUATION.sub(" ", text).split())

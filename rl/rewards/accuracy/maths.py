@@ -1,11 +1,4 @@
-"""Compares expressions with math-verify in a separate process, which may hang or die.
-
-math-verify limits its time with signals, which work only in a main thread, and nothing stops a
-power tower in C. The worker is this file run as a script. It reads JSON lines `{"gold": ...,
-"answer": ... | null, "cpu_s": ...}` (LaTeX) and answers each with a `Verdict`. A LaTeX grammar
-parses what it reads; nothing is evaluated as Python. The kernel kills the worker when a comparison
-takes more than `cpu_s`, in C code too.
-"""
+"""Compares LaTeX expressions with math-verify in a worker process, which may hang or die."""
 
 from __future__ import annotations
 
@@ -21,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal, cast
 
 Verdict = Literal["readable", "unreadable_gold", "equal", "different", "too_costly"]
-"""'readable': the gold can be parsed; no answer was given. 'too_costly': the worker died."""
+"""'readable': the gold can be parsed (a question without answer). 'too_costly': the worker died."""
 
 START_TIMEOUT_S = 300.0
 REMEMBERED_QUESTIONS = 8192
@@ -29,25 +22,31 @@ MEMORY_BYTES = 2 * 2**30
 
 
 class MathsProcess:
-    """Client of one worker process, for use by one thread."""
+    """Client of one worker process, for use by one thread.
+
+    math-verify limits its time with signals, which work only in a main thread and do not stop C
+    code (a power tower). So the worker is this file run as a script, and the kernel kills it when a
+    comparison takes more than `cpu_s`. It reads JSON lines `{"gold": ..., "answer": ... | null,
+    "cpu_s": ...}` and replies to each with a `Verdict`. Nothing is evaluated as Python.
+    """
 
     def __init__(self, cpu_s: int) -> None:
-        """Starts the worker, and does not wait for it. `cpu_s`: CPU time per question, s."""
+        """Starts the worker without waiting for it. `cpu_s`: CPU time per question, s."""
         self._cpu_s = cpu_s
         self._process, self._is_ready = _start(), False
         # Equal answers within a group are compared once.
         self.compare = lru_cache(REMEMBERED_QUESTIONS)(self._compare)
 
     def close(self) -> None:
-        """End the worker, which may have ended already; the next question starts another one."""
+        """End the worker, which may have ended already; the next question starts a new one."""
         with self._process:  # waits for its end, and closes the pipes
             self._process.kill()
 
     def _compare(self, gold: str, answer: str | None) -> Verdict:
         """The verdict on two LaTeX expressions; without an answer, whether the gold can be read.
 
-        If the worker dies on a question, it was too costly. Raises TimeoutError when the machine
-        is too busy to answer, RuntimeError when no worker can be started.
+        'too_costly' if the worker dies of the question. Raises TimeoutError if the machine is too
+        busy to reply, RuntimeError if the worker cannot be started.
         """
         if self._process.poll() is not None:  # closed, or dead between questions
             self.close()
@@ -78,12 +77,12 @@ class MathsProcess:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(timeout_s):
-                raise TimeoutError(f"no word within {timeout_s:.0f} s")
+                raise TimeoutError(f"no reply within {timeout_s:.0f} s")
         return self._process.stdout.readline().decode().strip()
 
 
 def _start() -> subprocess.Popen[bytes]:
-    from rl.text.scrub import environment_without  # not in the worker, which may not find `rl`
+    from rl.text.scrub import environment_without  # imported here: the worker may not find `rl`
 
     return subprocess.Popen(
         [sys.executable, "-P", __file__],  # -P: import nothing from this folder
@@ -98,15 +97,15 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """Serve until the parent closes our input."""
+    """Reply to questions until the parent process closes stdin."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # keeps what libraries print out of the replies
-    for stop in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which ends us after saving
+    os.dup2(2, 1)  # libraries print to stderr, not into the replies
+    for stop in (signal.SIGINT, signal.SIGTERM):  # the run ends this worker after it has saved
         signal.signal(stop, signal.SIG_IGN)
     logging.disable()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    import math_verify  # noqa: F401 (seconds, before the first question rather than within it)
+    import math_verify  # noqa: F401 (takes seconds, which no question's time limit should include)
 
     print("ready", file=replies)
     for line in sys.stdin:
@@ -132,7 +131,7 @@ def judge(gold: str, answer: str | None) -> str:
 
 
 def read(latex: str) -> list[Any]:
-    """The expression, in a list of one; [] when it is none."""
+    """The parsed expression as a list of one; [] if it cannot be parsed."""
     from math_verify import LatexExtractionConfig, parse
 
     return parse(

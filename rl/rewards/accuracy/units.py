@@ -1,4 +1,4 @@
-"""Plain numbers and the units behind them, as exact fractions: '1,200.5 cm', '50%', '1 1/2'."""
+"""Reads numbers with units as exact fractions: '1,200.5 cm', '50%', '1 1/2'."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fractions import Fraction
 
 MAX_NUMBER_CHARS = 60
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
-"""0.333333 is a third. Whole numbers are compared exactly."""
+"""0.333333 equals 1/3. Whole numbers are compared exactly."""
 
 _SYMBOLS = {
     "°": ("degree", "deg"),
@@ -32,10 +32,10 @@ _SYMBOLS = {
     "%": ("percent", "percentage", "pct"),
 }
 _SYMBOL_OF = {
-    spelt: symbol
+    unit: symbol
     for symbol, names in _SYMBOLS.items()
     for name in names
-    for spelt in (name, f"{name}s")
+    for unit in (name, f"{name}s")
 }
 _KNOWN_SYMBOLS = frozenset(
     ("°C", "°F", "K", "N", "J", "W", "V", "A", "Hz", "Pa", "lb", "m/s", "km/h", "cm/s", "£", "¥")
@@ -44,7 +44,7 @@ _POWERS = {"square ": "^2", "sq ": "^2", "sq. ": "^2", "cubic ": "^3"}
 _NO_UNITS = frozenset(
     ("hundred", "thousand", "million", "billion", "dozen", "half", "third", "quarter")
 ).union(("and", "plus", "minus", "times", "over", "not", "squared", "cubed"))
-"""Words that change a number instead of naming what is counted."""
+"""Words that change the number and are no units."""
 
 _NUMBER = re.compile(
     r"""(?P<currency>[$€£¥])?\s*(?P<sign>[+-])?\s*(?P<currency2>[$€£¥])?\s*
@@ -59,41 +59,41 @@ _NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number and what it counts."""
+    """A number with its unit."""
 
     number: Fraction
     unit: str
-    """'' when none is named; '%' and '$' are units."""
+    """'' if there is none; '%' and '$' are units."""
 
 
 def read_quantity(text: str) -> Quantity | None:
-    """The quantity if the whole text is one; None otherwise."""
+    """The quantity if the whole text is one, else None."""
     if len(text) > MAX_NUMBER_CHARS or not text.isprintable():
         return None
-    found = _NUMBER.fullmatch(text.strip().replace("\u2212", "-"))
-    if found is None:
+    match = _NUMBER.fullmatch(text.strip().replace("\u2212", "-"))
+    if match is None:
         return None
-    number = _number(found)
-    unit = _unit(found["unit"] or "", bool(found["space"]))
-    currency = found["currency"] or found["currency2"] or ""
+    number = _number(match)
+    unit = _unit(match["unit"] or "", bool(match["space"]))
+    currency = match["currency"] or match["currency2"] or ""
     if number is None or unit is None or (unit and currency):
         return None
-    return Quantity(-number if found["sign"] == "-" else number, unit or currency)
+    return Quantity(-number if match["sign"] == "-" else number, unit or currency)
 
 
-def _number(found: re.Match[str]) -> Fraction | None:
-    if found["digits"]:
-        power = Fraction(10) ** int(found["power"] or 0)
-        return Fraction(found["digits"].replace(",", "").rstrip(".")) * power
-    over, under = found["over"] or found["numerator"], found["under"] or found["denominator"]
+def _number(match: re.Match[str]) -> Fraction | None:
+    if match["digits"]:
+        power = Fraction(10) ** int(match["power"] or 0)
+        return Fraction(match["digits"].replace(",", "").rstrip(".")) * power
+    over, under = match["over"] or match["numerator"], match["under"] or match["denominator"]
     if int(under) == 0:
         return None
-    return Fraction(int(found["whole"] or 0)) + Fraction(int(over), int(under))
+    return Fraction(int(match["whole"] or 0)) + Fraction(int(over), int(under))
 
 
-def _unit(text: str, is_apart: bool) -> str | None:
-    """A unit in its standard spelling; None if the text after the number is no unit, such as `x`
-    in `5x`. A single letter or words need a space before them; at most three words."""
+def _unit(text: str, has_space: bool) -> str | None:
+    """A unit in its standard form; None if the text after the number is no unit, such as `x` in
+    `5x`. A unit of a single letter or of words (at most three) needs a space before it."""
     unit = text.strip().rstrip(".").replace("²", "^2").replace("³", "^3")
     unit = unit.replace("{", "").replace("}", "")
     for word, power in _POWERS.items():
@@ -105,9 +105,9 @@ def _unit(text: str, is_apart: bool) -> str | None:
     symbol = _SYMBOL_OF.get(base.lower(), base)
     if symbol in _KNOWN_SYMBOLS:
         is_bare_letter = len(symbol) == 1 and symbol.isalpha()
-        return symbol + hat + power if is_apart or not is_bare_letter else None
+        return symbol + hat + power if has_space or not is_bare_letter else None
     words = base.lower().split()
-    is_words = is_apart and 1 <= len(words) <= 3 and all(w.isalpha() and len(w) > 2 for w in words)
+    is_words = has_space and 1 <= len(words) <= 3 and all(w.isalpha() and len(w) > 2 for w in words)
     if not is_words or _NO_UNITS & set(words):
         return None
     return " ".join(word.removesuffix("s") for word in words) + hat + power

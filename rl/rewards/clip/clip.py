@@ -1,9 +1,4 @@
-"""CLIPScore (Hessel et al. 2021, arXiv 2104.08718): does the picture show what the user asked for?
-
-The picture is compared with the user's ORIGINAL prompt, never with the policy's rewriting. value =
-clip(scale * max(cosine, 0), 0, 1); the paper's scale is 2.5 (its prefix "A photo depicts" is left
-out).
-"""
+"""Reward plugin: CLIPScore of picture and user's prompt (Hessel et al. 2021, arXiv 2104.08718)."""
 
 from __future__ import annotations
 
@@ -32,35 +27,37 @@ NUM_PARAMETERS = {
     "openai/clip-vit-large-patch14-336": 427.94e6,
 }
 MAX_WAIT_S = 0.005
-"""A renderer hands over a batch of pictures within that time."""
+"""The pictures of one rendered batch arrive within this time."""
 
 Cosine = tuple[float, bool] | None
-"""(-1..1, whether the prompt was cut); None: out of memory."""
+"""(cosine in -1..1, whether the prompt was cut); None: out of memory."""
 
 
 class Config(FrozenModelConfig):
-    """Which CLIP, and where it runs."""
+    """Which CLIP model to use, and on which device."""
 
     model_path: str = "openai/clip-vit-base-patch32"
-    """Hub id of a CLIP of transformers, or a local folder."""
+    """Hub id or local folder of a CLIP model for transformers."""
     dtype: Dtype = "float32"
-    """Of weights and activations; cosines are taken in float32."""
+    """Data type of weights and activations; cosines are computed in float32."""
     batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
-    """Pictures scored at once, best as many as the renderer draws at once: a batch of fewer is
-    filled up to it on a GPU, and costs as much; a CPU forwards each by itself."""
+    """Pictures scored at once; best equal to the renderer's batch size. On a GPU, a smaller batch
+    is filled up and takes as long as a full one; a CPU scores each picture alone."""
     scale: Annotated[float, Field(gt=0, le=1e6)] = 2.5
-    """Cosine times this is the value."""
+    """The value is the cosine times this, clipped to [0, 1]."""
 
 
 class Clip(Reward[Config]):
-    """Grades pictures in batches, in a thread of its own."""
+    """Grades pictures in batches, in its own thread: value = clip(scale * max(cosine, 0), 0, 1).
+    The cosine is between the picture and the user's ORIGINAL prompt, not the policy's rewrite. The
+    paper's scale is 2.5; its prefix "A photo depicts" is omitted."""
 
     needs = frozenset({"image"})
     reads_thoughts = False
     runs_model = True
 
     def __init__(self, config: Config, resources: Resources) -> None:
-        """Its model on `config.device`, or on the rank's device when that is 'auto'."""
+        """Loads the model to `config.device`; 'auto' is the rank's device."""
         from rl.rewards.clip.model import ClipModel
 
         super().__init__(config, resources)
@@ -73,7 +70,7 @@ class Clip(Reward[Config]):
 
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:
-        """Both towers with their projections, tokenizer and image processor."""
+        """The model (both towers with projections), its tokenizer and its image processor."""
         return [
             ModelFiles(
                 "model_path",
@@ -91,41 +88,41 @@ class Clip(Reward[Config]):
 
     @classmethod
     def parameter_counts(cls, config: Config) -> Mapping[str, float]:
-        """Known hub ids by table, a local folder by its safetensors headers."""
+        """From `NUM_PARAMETERS` or a local folder's safetensors headers; {} for other hub ids."""
         if Path(config.model_path).is_dir():
             return {"model": num_parameters(config.model_path)}
-        known = NUM_PARAMETERS.get(config.model_path)
-        return {} if known is None else {"model": known}
+        count = NUM_PARAMETERS.get(config.model_path)
+        return {} if count is None else {"model": count}
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Value in [0, 1]; parts `cosine` (-1..1) and `prompt_cut` (1: CLIP read only the prompt's
-        beginning). No value when the device's memory is full."""
+        beginning). No value if the device's memory is full."""
         if reward_input.image is None:
             return RewardOutput(None, failure="no_image: clip needs a rendered picture")
         started = time.monotonic()
         cosine_of: Future[Cosine] = Future()
         self._waiting.append(((reward_input.sample.instruction, reward_input.image), cosine_of))
         self._thread.submit(self._compare_batch)
-        found = await asyncio.wrap_future(cosine_of)
-        if found is None:
+        scored = await asyncio.wrap_future(cosine_of)
+        if scored is None:
             return RewardOutput(
                 None, failure="out_of_memory: no room for one picture on CLIP's device"
             )
-        cosine, was_cut = found
+        cosine, was_cut = scored
         value = min(1.0, self.config.scale * max(cosine, 0.0))
         parts = {"cosine": cosine, "prompt_cut": float(was_cut)}
         return RewardOutput(value, parts, seconds=time.monotonic() - started)
 
     def _compare_batch(self) -> None:
-        """In the thread: compare the first pictures that wait."""
+        """Compare the pictures that have waited longest, at most a batch. Runs in the thread."""
         if not self._waiting:
-            return  # an earlier batch took them all
+            return  # an earlier batch included them
         if len(self._waiting) < self.config.batch_size:
             time.sleep(MAX_WAIT_S)
         num_pictures = min(self.config.batch_size, len(self._waiting))
         batch = [self._waiting.popleft() for _ in range(num_pictures)]
-        # False: nobody waits for that result any more.
-        batch = [each for each in batch if each[1].set_running_or_notify_cancel()]
+        # Drop pairs whose result was cancelled.
+        batch = [entry for entry in batch if entry[1].set_running_or_notify_cancel()]
         try:
             cosines = self._model.compare([pair for pair, _ in batch])
         except BaseException as error:

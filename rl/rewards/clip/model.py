@@ -1,11 +1,4 @@
-"""CLIP of transformers: cosines between prompts and pictures. All calls come from one thread.
-
-Timing decides which pictures are in one batch, and the kernels of different batch sizes differ in
-the last bits. So a batch is always filled up to the same number of rows by repeating pictures. On a
-CPU a row's place matters too (MKL adds up the last rows of a product in another order than the
-first), and there each picture is forwarded by itself. A cosine then depends on its pair alone, and
-a resumed run gets the same.
-"""
+"""Computes cosines between prompts and pictures with transformers' CLIP."""
 
 from __future__ import annotations
 
@@ -29,7 +22,14 @@ Pair = tuple[str, Image.Image]
 
 
 class ClipModel:
-    """Frozen, on one device."""
+    """A frozen CLIP on one device, for calls from one thread.
+
+    A cosine depends only on its pair, so that a resumed run gets the same bits, although timing
+    decides which pictures share a batch. Kernels of different batch sizes differ in the last bits,
+    so every batch is filled up to the same number of rows by repeating a picture. On a CPU also the
+    index of a row matters (MKL sums the last rows of a product in another order than the first), so
+    there each picture is forwarded alone.
+    """
 
     def __init__(self, config: FrozenModelConfig, device: str) -> None:
         """Raises OSError when the files cannot be read."""
@@ -49,22 +49,22 @@ class ClipModel:
         self._embed_prompt = lru_cache(REMEMBERED_PROMPTS)(self._embed_new_prompt)
         self._on_stream: AbstractContextManager[object] = nullcontext()
         if device.startswith("cuda"):
-            # Runs concurrently with the renderer's kernels on a shared device, not after them.
+            # On its own stream, CLIP runs concurrently with the renderer's kernels.
             torch.cuda.synchronize(device)
             self._on_stream = torch.cuda.stream(torch.cuda.Stream(device))
 
     def compare(self, pairs: Sequence[Pair]) -> list[tuple[float, bool] | None]:
         """(cosine in -1..1, whether the prompt was cut) of each (prompt, picture).
 
-        If a batch does not fit in memory, this and all later ones are halved. None: not even one
+        If a batch does not fit in memory, this and all later batches are halved. None: not even one
         picture fits.
         """
         try:
-            found: list[tuple[float, bool] | None] = []
+            cosines: list[tuple[float, bool] | None] = []
             with torch.inference_mode(), self._on_stream:
                 for start in range(0, len(pairs), self._num_rows):
-                    found += self._compare(pairs[start : start + self._num_rows])
-            return found
+                    cosines += self._compare(pairs[start : start + self._num_rows])
+            return cosines
         except torch.OutOfMemoryError:
             if self._num_rows == 1:
                 return [None] * len(pairs)
@@ -95,8 +95,8 @@ class ClipModel:
         return normalize(torch.cat(features)[: len(images)].float(), dim=-1)
 
     def _embed_new_prompt(self, prompt: str) -> tuple[torch.Tensor, bool]:
-        """([D] float32 unit vector, whether the prompt was cut). By itself, so that it depends on
-        no other prompt."""
+        """([D] float32 unit vector, whether the prompt was cut). Encoded alone, so that the vector
+        does not depend on other prompts."""
         num_tokens = len(self._tokenizer(prompt, verbose=False)["input_ids"])
         tokens = self._tokenizer(
             prompt, truncation=True, max_length=self._max_tokens, return_tensors="pt"

@@ -1,4 +1,4 @@
-"""Base of the rewards that ask the judge, optionally several times, and average the readings."""
+"""Base class of rewards that ask the judge, optionally several times, and average the scores."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from rl.judge.reply import fields_schema, read_fields
 PROMPTS = Path(__file__).parents[1] / "prompts"
 
 Pictures = Mapping[str, tuple[Image, ...]]
-"""'source', 'target' and 'image' -> those of a sample; of 'source' there may be several."""
+"""'source', 'target' or 'image' -> those pictures of a sample; only 'source' may have several."""
 Asked = tuple[Question, Callable[[str], Any]]
-"""A question, and what reads its reply."""
+"""A question, and the function that parses its reply."""
 
 
 class RepeatsConfig(PluginConfig):
-    """How often the judge is asked, and in which words."""
+    """How often the judge is asked, at which temperature, and with which prompts."""
 
     own_prompts: ClassVar[Mapping[str, str]] = {}
-    """Config key of a question's prompt file -> the file in `prompts/` used when the key is ''."""
+    """Config key of a prompt file -> the file in `prompts/` that is used if the key is ''."""
     own_prompts_of_several: ClassVar[Mapping[str, str]] = {}
     """Overrides of `own_prompts` for samples with several source pictures."""
     n_evals: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Times each picture is graded; the readings that could be had are averaged."""
+    """Times each picture is graded; the readings that succeed are averaged."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     """Judge sampling temperature for this reward; null = judge.temperature."""
 
@@ -49,26 +49,26 @@ class RepeatsConfig(PluginConfig):
         return self
 
     def read_prompts(self, of_several: bool = False) -> list[str]:
-        """The question of each of `own_prompts`. Raises ValueError naming the key."""
-        other = self.own_prompts_of_several if of_several else {}
+        """The prompt of each of `own_prompts`. Raises ValueError that names the key."""
+        overrides = self.own_prompts_of_several if of_several else {}
         return [
-            read_prompt(getattr(self, key), PROMPTS / other.get(key, own), key)
-            for key, own in self.own_prompts.items()
+            read_prompt(getattr(self, key), PROMPTS / overrides.get(key, file), key)
+            for key, file in self.own_prompts.items()
         ]
 
     def temperature_with(self, judge_temperature: float) -> float:
-        """The temperature to ask at. Raises ValueError when it makes all repeats the same."""
+        """The temperature to ask at. Raises ValueError if it is 0 and makes all repeats equal."""
         temperature = judge_temperature if self.temperature is None else self.temperature
         if self.n_evals > 1 and temperature == 0:
             raise ValueError(
-                f"n_evals={self.n_evals} at judge temperature 0 buys one answer {self.n_evals} "
-                "times: set the reward's temperature above 0, or its n_evals to 1"
+                f"n_evals={self.n_evals} at judge temperature 0 gets the same answer "
+                f"{self.n_evals} times: set the reward's temperature above 0, or its n_evals to 1"
             )
         return temperature
 
 
 def numbered(sources: Sequence[Image]) -> list[str | Image]:
-    """Source pictures in a question: one as it is, several each under its number."""
+    """Source pictures for a question: one as it is, several each after its number."""
     if len(sources) == 1:
         return [sources[0]]
     return [part for n, source in enumerate(sources, 1) for part in (f"Source {n}:", source)]
@@ -78,16 +78,16 @@ RepeatsT = TypeVar("RepeatsT", bound=RepeatsConfig)
 
 
 class JudgedReward(Reward[RepeatsT]):
-    """Asks the judge its questions about each picture, `n_evals` times, all at once."""
+    """Asks the judge its questions about each picture, `n_evals` times concurrently."""
 
     needs_judge = True
     reads_thoughts = False
     questions_per_reading: ClassVar[int] = 1
 
     def __init__(self, config: RepeatsT, resources: Resources) -> None:
-        """Raises ValueError when the repeats make no sense at the judge's temperature."""
+        """Raises ValueError if the judge's temperature makes all repeats equal."""
         super().__init__(config, resources)
-        assert resources.judge is not None, "it needs one"
+        assert resources.judge is not None, "needs_judge is True"
         self.judge = resources.judge
         self.temperature = config.temperature_with(self.judge.config.temperature)
         self._prompts = config.read_prompts()
@@ -99,7 +99,7 @@ class JudgedReward(Reward[RepeatsT]):
 
     @classmethod
     def problems(cls, config: RepeatsT, run: RunConfig) -> Iterable[str]:
-        """Reports repeats at temperature 0, which all get the same answer."""
+        """Reports repeats at temperature 0, which would all get the same answer."""
         try:
             config.temperature_with(run.judge.temperature)
         except ValueError as error:
@@ -107,15 +107,15 @@ class JudgedReward(Reward[RepeatsT]):
 
     @abstractmethod
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
-        """The questions of one reading; `pictures`: at least those that it `needs`."""
+        """The questions of one reading; `pictures` has at least those that the reward `needs`."""
 
     def asked_for(self, names: Sequence[str], high: float, *parts: str | Image) -> Asked:
-        """A question of these parts whose reply has a number in [0, high] under each of `names`."""
+        """A question of these parts; its reply has a number in [0, high] for each of `names`."""
         question = Question(parts, fields_schema(names, 0, high), self.temperature)
         return question, partial(read_fields, names=names, low=0, high=high)
 
     def prompts_for(self, pictures: Pictures) -> list[str]:
-        """A question's text for each of the config's `own_prompts`."""
+        """The prompt of each of the config's `own_prompts`, for one or several sources."""
         several = len(pictures.get("source", ())) > 1
         return self._prompts_of_several if several else self._prompts
 
@@ -128,8 +128,8 @@ class JudgedReward(Reward[RepeatsT]):
         """The value in [0, 1], from the parts' means over the readings."""
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
-        """If the judge fails, returns a RewardOutput without value instead of raising; only
-        `JudgeRefused` (a wrong set-up) is raised."""
+        """Returns a RewardOutput without value if the judge fails; raises only `JudgeRefused`, if
+        the judge is set up wrongly."""
         sample = reward_input.sample
         pictures = {"source": sample.sources} if sample.sources else {}
         for name, picture in (("target", sample.target), ("image", reward_input.image)):
@@ -137,16 +137,16 @@ class JudgedReward(Reward[RepeatsT]):
                 pictures[name] = (picture,)
         if missing := self.needs - pictures.keys():
             return RewardOutput(None, failure=f"no_image: there is no {', '.join(sorted(missing))}")
-        asked = self.questions(sample.instruction, pictures)
+        questions = self.questions(sample.instruction, pictures)
         answers: list[Answer[Any]] = await asyncio.gather(
             *(
                 self.judge.ask(question, parse, repeat)
                 for repeat in range(self.config.n_evals)
-                for question, parse in asked
+                for question, parse in questions
             )
         )
         values = [answer.value for answer in answers]
-        rows = [values[i : i + len(asked)] for i in range(0, len(values), len(asked))]
+        rows = [values[i : i + len(questions)] for i in range(0, len(values), len(questions))]
         readings = [self.reading(*row) for row in rows if None not in row]
         replies = tuple(reply for answer in answers for reply in answer.replies)
         seconds = max(answer.seconds for answer in answers)

@@ -1,4 +1,4 @@
-"""`<name>...</name>` blocks of a completion."""
+"""Finds `<name>...</name>` blocks in a completion."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TagName = Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]
 
 
 def last_block(text: str, name: str) -> str | None:
-    """The content of the last complete block of that name; None when there is none."""
+    """The content of the last complete block of this name; None if there is none."""
     end = text.rfind(f"</{name}>")
     start = text.rfind(f"<{name}>", 0, max(end, 0))
     return None if start < 0 else text[start + len(name) + 2 : end]

@@ -1,9 +1,4 @@
-"""VIEScore's arithmetic (Ku et al. 2023, arXiv 2312.14867), whatever the task is.
-
-Two questions per picture: semantic consistency (its marks differ from task to task) and perceptual
-quality, from the picture alone: `naturalness`, and absence of `artifacts`. SC and PQ are the minima
-of their marks, overall = sqrt(SC * PQ), all 0-10; the value is overall / 10.
-"""
+"""Base class of the VIEScore rewards (Ku et al. 2023, arXiv 2312.14867)."""
 
 from __future__ import annotations
 
@@ -34,29 +29,31 @@ class VieScoreConfig(RepeatsConfig):
     """The judge's prompts, and how often each question is asked."""
 
     perception_prompt: str = ""
-    """File with the question about the picture alone; the picture follows it; '' = ours."""
+    """File with the question about the picture alone, which follows it; '' = the built-in one."""
     semantics_prompt: str = ""
-    """File with the question about meaning; the user's words replace `{instruction}`; '' = ours."""
+    """File with the question about meaning, with `{instruction}`; '' = the built-in one."""
 
 
 VieScoreT = TypeVar("VieScoreT", bound=VieScoreConfig)
 
 
 class PairedQuestions(JudgedReward[VieScoreT]):
-    """The sources, where they are needed, precede the question about meaning; the picture
-    follows."""
+    """Asks two questions per picture: semantic consistency (SC), whose scores depend on the task,
+    and perceptual quality (PQ) of the picture alone: `naturalness`, and absence of `artifacts`. SC
+    and PQ are the minima of their scores, overall = sqrt(SC * PQ), all 0-10; value = overall / 10.
+    """
 
     unit_parts = frozenset({"sc_01", "pq_01"})
     questions_per_reading = 2
     semantic_marks: ClassVar[tuple[str, ...]]
-    """The marks that the semantic question asks for, in order."""
+    """Names of the scores that the semantic question asks for, in order."""
 
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         prompts = self.prompts_for(pictures)
         semantics, perception = (fill_prompt(prompt, instruction) for prompt in prompts)
-        before = numbered(pictures["source"]) if "source" in self.needs else []
+        sources = numbered(pictures["source"]) if "source" in self.needs else []
         return [
-            self._asked(self.semantic_marks, *before, semantics, *pictures["image"]),
+            self._asked(self.semantic_marks, *sources, semantics, *pictures["image"]),
             self._asked(PERCEPTION_MARKS, perception, *pictures["image"]),
         ]
 
