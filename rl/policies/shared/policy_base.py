@@ -188,10 +188,10 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         ids, groups, prompts = pack(rows)
         packed = positions(groups, [self._positions(prompt) for prompt in prompts])
         return TokenBatch(
-            input_ids=torch.tensor(ids, device=self.device),
+            input_ids=torch.tensor(ids).to(self.device, non_blocking=True),
             groups=groups,
             model_inputs={
-                "position_ids": packed.to(self.device),
+                "position_ids": packed.to(self.device, non_blocking=True),
                 **self._model_inputs(rows, prompts),
             },
         )
