@@ -1,8 +1,4 @@
-"""Starts a command: `rl <command> ...` becomes the process `python -m <module> ...`.
-
-Only the standard library is imported here, and only `train` and `check` import from the working
-folder.
-"""
+"""Starts `rl <command> ...` as `python -m <module> ...`; imports only the standard library."""
 
 from __future__ import annotations
 
@@ -15,48 +11,48 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 DISTRIBUTION = "vlm-edit-rl"
-HOME = Path(__file__).resolve().parents[1]
-"""Where `rl` is imported from, which may be the working folder."""
+SOURCE_FOLDER = Path(__file__).resolve().parents[1]
+"""The folder that contains the package `rl`; it may be the working folder."""
 
 
 class Command(NamedTuple):
-    """One of `rl --help`'s lines."""
+    """A command and its line in `rl --help`."""
 
     help: str
     module: str
     before: tuple[str, ...] = ()
-    """Arguments that stand before the user's."""
+    """Arguments placed before the user's."""
     after: tuple[str, ...] = ()
-    """Arguments that stand behind the user's."""
+    """Arguments placed after the user's."""
     needs_torch: bool = True
 
 
 _RANK_SCRIPT = str(Path(__file__).with_name("commands") / "check_distributed.py")
 COMMANDS = {
-    "train": Command("start a run, or go on with it", "rl.simple_launch"),
+    "train": Command("start a run, or resume it", "rl.simple_launch"),
     "check": Command(
-        "what a config would do, and what is wrong with it",
+        "report what a config would do, and its mistakes",
         "rl.simple_launch",
         before=("--check",),
         needs_torch=False,
     ),
-    "report": Command("what a run learnt", "rl.commands.report", needs_torch=False),
-    "edit": Command("edit pictures with what was trained", "rl.commands.edit"),
-    "runs": Command("what runs there are", "rl.commands.runs", needs_torch=False),
+    "report": Command("report what a run learnt", "rl.commands.report", needs_torch=False),
+    "edit": Command("edit pictures with a trained policy", "rl.commands.edit"),
+    "runs": Command("list the runs of a folder", "rl.commands.runs", needs_torch=False),
     "enhance": Command(
-        "better prompts from a trained rewriter", "rl.commands.edit", before=("--only-words",)
+        "rewrite prompts with a trained policy", "rl.commands.edit", before=("--only-words",)
     ),
-    "export": Command("what a run trained, as a folder for other tools", "rl.commands.export"),
-    "prepare": Command("edit sets as Emu3's codes", "rl.commands.prepare_data"),
+    "export": Command("write a trained model as a folder for other tools", "rl.commands.export"),
+    "prepare": Command("encode an edit data set as Emu3 codes", "rl.commands.prepare_data"),
     "check-distributed": Command(
-        "do the ranks of this machine hear each other?", "rl.simple_launch", after=(_RANK_SCRIPT,)
+        "check that this machine's ranks connect", "rl.simple_launch", after=(_RANK_SCRIPT,)
     ),
-    "bench-gpu": Command("times at real size on this GPU", "benchmarks.bench_gpu"),
+    "bench-gpu": Command("measure real-size models on this GPU", "benchmarks.bench_gpu"),
 }
 
 
 def main() -> NoReturn:
-    """Exit code: the command's own; 0 for help, 2 for wrong usage, 1 for what is not installed."""
+    """Exit code: the command's; 0 for help, 2 for wrong usage, 1 if a package is missing."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print("usage: rl <command> ...        (rl <command> --help, rl --version)\n")
@@ -68,27 +64,27 @@ def main() -> NoReturn:
         print(f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}")
         sys.exit(0)
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        matches = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f" (did you mean {matches[0]!r}?)" if matches else ""
         _fail(2, f"rl: no command {name!r}{hint}; rl --help lists them")
     command = COMMANDS[name]
     package = command.module.split(".")[0]
     if find_spec(package) is None:
-        _fail(1, f"rl {name}: {package}/ comes with a clone, not with the wheel")
+        _fail(1, f"rl {name}: {package}/ is only in a clone of the repository, not in the wheel")
     if command.needs_torch and find_spec("torch") is None:
         _fail(
             1,
-            f"rl {name}: torch is not installed beside this Python ({sys.executable}); pip install "
+            f"rl {name}: torch is not installed for this Python ({sys.executable}); pip install "
             f"'{DISTRIBUTION}[cuda]' on a machine with a GPU, '{DISTRIBUTION}[cpu]' on another",
         )
-    words = ["-m", command.module, *command.before, *arguments, *command.after]
-    if command.module.startswith("rl.commands.") and not os.path.samefile(".", HOME):
-        words.insert(0, "-P")
-    os.execv(sys.executable, [sys.executable, *words])
+    python_arguments = ["-m", command.module, *command.before, *arguments, *command.after]
+    if command.module.startswith("rl.commands.") and not os.path.samefile(".", SOURCE_FOLDER):
+        python_arguments.insert(0, "-P")  # they do not import from the working folder
+    os.execv(sys.executable, [sys.executable, *python_arguments])
 
 
-def _fail(code: int, sentence: str) -> NoReturn:
-    print(sentence, file=sys.stderr)
+def _fail(code: int, message: str) -> NoReturn:
+    print(message, file=sys.stderr)
     sys.exit(code)
 
 

@@ -37,7 +37,7 @@ ROOMS: Mapping[str, type[PluginBase[Any]]] = {
     "rewards": Reward,
     "data": DataSource,
 }
-"""The base class of each room's plugins."""
+"""Folder of rl/ -> base class of the plugins in it."""
 
 WEIGHTS = ("weight", "coefficient")
 """Keys of a training source's section that the mixture reads, not the plugin."""
@@ -49,14 +49,14 @@ class Plugin(Generic[PluginT]):
     """A plugin with its section of the config."""
 
     key: str
-    """The section's place in the config, e.g. 'rewards.viescore'."""
+    """The section's key in the config, e.g. 'rewards.viescore'."""
     config: Any
     """The plugin's own `Config`."""
     cls: type[PluginT]
 
     @property
     def name(self) -> str:
-        """The config's `type`."""
+        """The section's `type`."""
         return str(self.config.type)
 
 
@@ -78,7 +78,7 @@ class Resolved:
 
     @property
     def plugins(self) -> Sequence[Plugin[Any]]:
-        """All of them, as the config orders them."""
+        """All plugins, in the order of the config."""
         parts = (self.policy, self.engine, self.renderer)
         return [*parts, *self.rewards.values(), *self.train, *self.validation]
 
@@ -97,8 +97,8 @@ def resolve(config: RunConfig) -> Resolved:
     """Find and read every plugin. Raises ConfigError with all problems of all plugins."""
     weights, per_row, problems = _weights(config)
 
-    def plugin_of(room: str, key: str, section: PluginSection) -> Any:
-        plugin, wrong = _find_plugin(room, key, section)
+    def plugin_of(kind: str, key: str, section: PluginSection) -> Any:
+        plugin, wrong = _find_plugin(kind, key, section)
         problems.extend(wrong)
         return plugin
 
@@ -140,13 +140,13 @@ def resolve(config: RunConfig) -> Resolved:
 
 
 def _weights(config: RunConfig) -> tuple[list[float], bool, list[str]]:
-    """(`weight` or `coefficient` of each training source, whether they are coefficients, what is
-    wrong with them)."""
+    """(`weight` or `coefficient` of each training source, whether they are coefficients,
+    problems)."""
     sources = config.data.train
-    given = [{key: section[key] for key in WEIGHTS if key in section} for section in sources]
+    entries = [{key: section[key] for key in WEIGHTS if key in section} for section in sources]
     problems = [
         f"data.train.{i}.{key}: {value!r} given, must be a number > 0"
-        for i, entry in enumerate(given)
+        for i, entry in enumerate(entries)
         for key, value in entry.items()
         if type(value) not in (int, float) or not (0 < value < math.inf)
     ]
@@ -156,76 +156,76 @@ def _weights(config: RunConfig) -> tuple[list[float], bool, list[str]]:
             for key in WEIGHTS
             if key in section
         ]
-    per_row = any("coefficient" in entry for entry in given)
-    if per_row and any("coefficient" not in entry or "weight" in entry for entry in given):
+    per_row = any("coefficient" in entry for entry in entries)
+    if per_row and any("coefficient" not in entry or "weight" in entry for entry in entries):
         problems.append(
             "data.train: give every source a coefficient (its weight is coefficient x rows), or "
             "none of them"
         )
     key = "coefficient" if per_row else "weight"
-    return [entry.get(key, 1) for entry in given], per_row, problems
+    return [entry.get(key, 1) for entry in entries], per_row, problems
 
 
 def _find_plugin(
-    room: str, key: str, section: PluginSection
+    kind: str, key: str, section: PluginSection
 ) -> tuple[Plugin[Any] | None, list[str]]:
-    """The plugin that `section` names, or None and what is wrong."""
-    name, known = section.get("type"), plugins_of(room)
-    own = "(one of your own: its dotted path, 'my_package.my_plugin')"
+    """(the plugin that `section` names, or None; problems)."""
+    name, known = section.get("type"), plugins_of(kind)
+    note = "(one of your own: its dotted path, 'my_package.my_plugin')"
     if not isinstance(name, str) or not name:
         stated = "missing" if "type" not in section else f"{json.dumps(name)} given"
-        return None, [f"{key}.type: {stated}; name a file of rl/{room}: {', '.join(known)} {own}"]
+        return None, [f"{key}.type: {stated}; name a file of rl/{kind}: {', '.join(known)} {note}"]
     if name not in known and not find.is_dotted_path(name):
         dotted = name.removeprefix("./").removesuffix(".py").replace("/", ".")
         is_file = find.is_dotted_path(dotted) and name != dotted
         hint = nearest(dotted, [dotted] if is_file else known)
-        return None, [f"{key}.type: no plugin {name!r} in rl/{room}; {hint} {own}"]
-    found, wrong = find.import_plugin(module_of(room, name) if name in known else name)
+        return None, [f"{key}.type: no plugin {name!r} in rl/{kind}; {hint} {note}"]
+    cls, wrong = find.import_plugin(module_of(kind, name) if name in known else name)
     if not wrong:
-        found, wrong = find.plugin_class(found, ROOMS[room])
+        cls, wrong = find.plugin_class(cls, ROOMS[kind])
     if wrong:
         return None, [f"{key}.type: {problem}" for problem in wrong]
-    what = f"{key}: {found.__name__}.Config"
-    read, wrong = find.attempt(what, None, lambda: validate(found.Config, section, at=key))
-    config, problems = read or (None, wrong)  # an outsider's validator may raise anything
+    label = f"{key}: {cls.__name__}.Config"
+    result, wrong = find.attempt(label, None, lambda: validate(cls.Config, section, at=key))
+    config, problems = result or (None, wrong)  # a user's validator may raise anything
     if config is None:
         return None, problems
-    plugin = Plugin(key, config, found)
-    if issubclass(found, RunPlugin):  # first, since other answers are read off the files
+    plugin = Plugin(key, config, cls)
+    if issubclass(cls, RunPlugin):  # first: other class methods read these files
         models, wrong = ask_plugin(plugin, "models")
         wrong = wrong or [f"{key}.{problem}" for problem in model_problems(models)]
-    for question in find.questions(ROOMS[room]) if not wrong else ():
-        wrong += ask_plugin(plugin, question)[1]
-    if not wrong and issubclass(found, Reward) and found.needs_judge:
-        num_questions = found.num_questions(plugin.config)
+    for method in find.questions(ROOMS[kind]) if not wrong else ():
+        wrong += ask_plugin(plugin, method)[1]
+    if not wrong and issubclass(cls, Reward) and cls.needs_judge:
+        num_questions = cls.num_questions(plugin.config)
         if num_questions < 1:
-            name = found.num_questions.__qualname__
+            name = cls.num_questions.__qualname__
             wrong = [f"{key}: {name} returns {num_questions}; expected a whole number >= 1"]
     return plugin, wrong
 
 
-def ask_plugin(plugin: Plugin[Any], member: str, *more: Any) -> tuple[Any, list[str]]:
-    """A class method's answer about a plugin's section: (answer, []), or (None, what is wrong)."""
-    answer, wrong = find.ask(plugin.cls, member, plugin.config, *more)
-    return answer, [f"{plugin.key}: {problem}" for problem in wrong]
+def ask_plugin(plugin: Plugin[Any], member: str, *arguments: Any) -> tuple[Any, list[str]]:
+    """Call a class method of the plugin with its section: (result, []), or (None, problems)."""
+    result, wrong = find.ask(plugin.cls, member, plugin.config, *arguments)
+    return result, [f"{plugin.key}: {problem}" for problem in wrong]
 
 
-def plugins_of(room: str) -> list[str]:
-    """Names of the plugins that lie in a room: `<name>.py`, or `<name>/<name>.py`."""
-    folder = Path(__file__).parent / room
+def plugins_of(kind: str) -> list[str]:
+    """Names of the plugins in a folder of rl/: `<name>.py`, or `<name>/<name>.py`."""
+    folder = Path(__file__).parent / kind
     files = [file.stem for file in folder.glob("*.py") if file.stem != "__init__"]
     nested = (file.stem for file in folder.glob("*/*.py") if file.stem == file.parent.name)
     return sorted([*files, *nested])
 
 
-def module_of(room: str, name: str) -> str:
+def module_of(kind: str, name: str) -> str:
     """Dotted path of a shipped plugin."""
-    is_folder = (Path(__file__).parent / room / name / f"{name}.py").is_file()
-    return f"rl.{room}.{name}.{name}" if is_folder else f"rl.{room}.{name}"
+    is_folder = (Path(__file__).parent / kind / name / f"{name}.py").is_file()
+    return f"rl.{kind}.{name}.{name}" if is_folder else f"rl.{kind}.{name}"
 
 
 def claims(resolved: Resolved) -> list[Claim]:
-    """What each plugin that runs a model says of its device and memory."""
+    """The device and memory that each plugin with a model claims in its section."""
     plugins: list[Plugin[Any]] = [resolved.policy, *resolved.model_runners]
     return claims_of((plugin.key, plugin.config) for plugin in plugins)
 
@@ -250,7 +250,7 @@ def sampling_params(config: RunConfig) -> SamplingParams:
 
 
 def build_policy(resolved: Resolved, dist: Dist) -> Policy:
-    """Load the policy under the renderer's own prompt template."""
+    """Load the policy with the renderer's prompt template."""
     config, renderer = resolved.config, resolved.renderer
     setup = PolicySetup(
         kind=renderer.cls.accepts,
@@ -263,7 +263,7 @@ def build_policy(resolved: Resolved, dist: Dist) -> Policy:
         device=dist.device,
         seed=derive_seed(config.seed, "policy"),
     )
-    with _readable(resolved.policy):
+    with _key_in_errors(resolved.policy):
         return resolved.policy.cls(resolved.policy.config, setup)
 
 
@@ -274,8 +274,8 @@ def build_engine(
     has_room: bool = True,
     claim: EngineClaim | None = None,
 ) -> Engine:
-    """Start the engine on the policy's base weights. `has_room`: the GPU holds it beside all other
-    models; `claim`: the GPU memory that it gets."""
+    """Start the engine on the policy's base weights. `has_room`: it fits on the GPU
+    together with all other models; `claim`: the GPU memory that it gets."""
     optimizer = resolved.config.optimizer
     sharded = optimizer.backend == "deepspeed" and optimizer.zero_stage == 3
     setup = EngineSetup(policy, dist.device, dist.world_size, has_room, claim, sharded)
@@ -285,14 +285,14 @@ def build_engine(
 def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:
     """Load the frozen generator."""
     plugin = resolved.renderer
-    with _readable(plugin):
+    with _key_in_errors(plugin):
         return plugin.cls(plugin.config, Resources(None, dist.device))
 
 
 @contextmanager
-def _readable(plugin: Plugin[Any]) -> Iterator[None]:
-    """Add the plugin's config key to errors about missing files or hub ids and about weights that
-    are not finite."""
+def _key_in_errors(plugin: Plugin[Any]) -> Iterator[None]:
+    """Add the plugin's config key to errors about unreadable files and about weights that are not
+    finite."""
     try:
         yield
     except NotFiniteError as error:
@@ -305,10 +305,10 @@ def _readable(plugin: Plugin[Any]) -> Iterator[None]:
 
 
 def build_rewards(resolved: Resolved, judge: JudgeClient | None, dist: Dist) -> dict[str, Reward]:
-    """Every reward, over one judge client (None when no reward asks one)."""
+    """Every reward, all with the same judge client (None if no reward asks the judge)."""
     rewards: dict[str, Reward] = {}
     for name, plugin in resolved.rewards.items():
-        with _readable(plugin):
+        with _key_in_errors(plugin):
             rewards[name] = plugin.cls(plugin.config, Resources(judge, dist.device))
     return rewards
 
@@ -321,18 +321,18 @@ def mixture_weights(resolved: Resolved, sources: Sequence[DataSource]) -> list[f
 
 
 def row_rules(resolved: Resolved) -> RowRules:
-    """What the run asks of every source's rows."""
+    """The run's requirements for the rows of every source."""
     data, renderer = resolved.config.data, resolved.renderer
     template = renderer.cls.prompt_template(renderer.config)
-    most = template.max_pictures if template else resolved.policy.cls.own_max_pictures
-    more = f"choose a renderer that reads more than {renderer.name}"
+    max_pictures = template.max_pictures if template else resolved.policy.cls.own_max_pictures
+    alternative = f"choose a renderer that reads more than {renderer.name}"
     if "max_pictures" in type(renderer.config).model_fields:
-        more = "raise renderer.max_pictures"
+        alternative = "raise renderer.max_pictures"
     return RowRules(
         data.on_bad_row,
         data.max_image_side_px,
-        most,
-        f"give fewer, or {more}",
+        max_pictures,
+        f"give fewer, or {alternative}",
         renderer.cls.reads_transparency,
     )
 
@@ -340,7 +340,7 @@ def row_rules(resolved: Resolved) -> RowRules:
 def build_data(resolved: Resolved, plugins: Sequence[Plugin[DataSource]]) -> list[DataSource]:
     """The sources of one mixture (`resolved.train` or `resolved.validation`).
 
-    Raises ValueError for a source that cannot be opened, is empty, or has a bad row: `_check_rows`.
+    Raises ValueError for a source that cannot be opened, is empty or has a bad row.
     """
     return [_open_source(plugin, row_rules(resolved)) for plugin in plugins]
 
@@ -351,14 +351,14 @@ def _open_source(plugin: Plugin[DataSource], rules: RowRules) -> DataSource:
         source = plugin.cls(plugin.config, rules)
         num_rows, num_skipped = len(source), source.num_skipped
         if type(num_skipped) is not int or num_skipped < 0:
-            what = f"num_skipped is {shown(num_skipped)}"
-            raise ValueError(f"{at}: {what}; expected a whole number >= 0")
+            problem = f"num_skipped is {shown(num_skipped)}"
+            raise ValueError(f"{at}: {problem}; expected a whole number >= 0")
         if num_rows == 0:
             left_out = f" ({num_skipped} bad ones left out)" if num_skipped else ""
             raise ValueError(f"{at} holds no row{left_out}")
         _check_rows(at, source, num_rows)
     except find.STRANGE as error:
-        if isinstance(error, ValueError) and (  # in our own or a shipped source's words
+        if isinstance(error, ValueError) and (  # the message of a shipped source, or one from above
             plugin.cls.__module__.startswith("rl.") or str(error).startswith(at)
         ):
             raise
@@ -379,11 +379,11 @@ def _check_rows(at: str, source: DataSource, num_rows: int) -> None:
             raise ValueError(f"{at}: row {index} is {shown(sample)}; expected rl.api.types.Sample")
         for field, kind in (("id", str), ("instruction", str), ("sources", tuple)):
             if not isinstance(value := getattr(sample, field), kind):
-                what = f"{field} {shown(value)}; expected {kind.__name__}"
-                raise ValueError(f"{at}: row {index} has {what}")
+                problem = f"{field} {shown(value)}; expected {kind.__name__}"
+                raise ValueError(f"{at}: row {index} has {problem}")
         ids[index] = sample.id
     if len(ids) > 1 and len(set(ids.values())) == 1:
         raise ValueError(
             f"{at}: rows {', '.join(map(str, ids))} all have the id {sample.id!r}; give each row "
-            "one of its own: held-out noise and the names of files come from it"
+            "an id of its own: held-out noise and file names are derived from it"
         )

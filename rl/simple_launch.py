@@ -1,10 +1,4 @@
-"""Starts a run's ranks and watches them; the same command resumes the run.
-
-    python -m rl.simple_launch [--nproc N] [--check] [script.py] config.jsonnet [key=value ...]
-
-Several nodes: the same command on each, with `--nnodes`, its own `--node-rank` and the first
-node's `--rdzv-endpoint host:port`. Without `--nproc` the config's world_size is split over nodes.
-"""
+"""Starts a run's ranks and watches them; the same command resumes the run."""
 
 from __future__ import annotations
 
@@ -34,20 +28,20 @@ from rl.ranks.hang_watch import HangWatch
 from rl.ranks.node_watch import NodeWatch
 from rl.text import terminal
 
-SAME_SIZE = (0.97, 1.1)
-"""A GPU has this many times the bytes that its name says: 48 GB with error correction, 80."""
+SAME_SIZE_RATIOS = (0.97, 1.1)
+"""(least, most) memory of a GPU / the size in its name: 48 GB with error correction, 80 GB."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Exit code: 0 done (or nothing wrong), 1 wrong config, 2 wrong usage, 124 hung for too long,
-    128+n ended by signal n, else the first failing rank's own."""
+    128+n ended by signal n, else that of the rank that failed first."""
     terminal.guard()
     args = _parse(sys.argv[1:] if argv is None else argv)
     if args.config is None:
         with tempfile.TemporaryDirectory(prefix="simple_launch_logs_") as logs:
             sys.exit(launch(args, args.nproc or 1, Path(logs)))
     if args.gpu_gb is not None:
-        # Ranks read the config too, and what it derives from the size follows.
+        # An override also reaches the ranks, and the keys that the file derives from gpu_gb.
         args.overrides.append(f"gpu_gb={args.gpu_gb!r}")
     try:
         config = load_config(args.config, args.overrides)
@@ -86,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
-    """Of a start on this machine's GPUs, or on GPUs of the size --gpu-gb names; [] without GPUs.
-    Where the config is written for another size, says which gpu_gb fits."""
+    """Memory problems of a start on this machine's GPUs, or on GPUs of --gpu-gb; [] without GPUs.
+    If the config is written for another size, prints which gpu_gb fits."""
     machine = placement.look_at_machine()
     num_ranks = config.world_size // args.nnodes
     if args.gpu_gb is not None:
@@ -98,10 +92,10 @@ def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
 
     problems = problems_of(config)
     own_gb = check_report.smallest_gpu_gb(build.resolve(config), machine, num_ranks)
-    if own_gb is None or SAME_SIZE[0] <= own_gb / config.gpu_gb <= SAME_SIZE[1]:
+    if own_gb is None or SAME_SIZE_RATIOS[0] <= own_gb / config.gpu_gb <= SAME_SIZE_RATIOS[1]:
         return problems
     size = math.floor(own_gb)
-    found = f"gpu_gb: written for GPUs of {config.gpu_gb:g} GB, and these have {own_gb:.1f}"
+    mismatch = f"gpu_gb: written for GPUs of {config.gpu_gb:g} GB, and these have {own_gb:.1f}"
     try:
         is_better = not problems_of(load_config(args.config, [*args.overrides, f"gpu_gb={size}"]))
     except ConfigError:  # a file may refuse a size
@@ -109,8 +103,8 @@ def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
     if not is_better:
         return problems
     if problems:
-        return [f"{found}; what the file derives from it fits them with gpu_gb={size}", *problems]
-    _say(f"{found}; with gpu_gb={size} follows what the file derives from it")
+        return [f"{mismatch}; with gpu_gb={size} the values derived from it fit them", *problems]
+    _say(f"{mismatch}; with gpu_gb={size} the file would derive other values from it")
     return []
 
 
@@ -121,25 +115,25 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--nproc", type=int, help="ranks on this node (default: world_size / nnodes)")
-    add("--nnodes", type=int, default=1)
+    add("--nnodes", type=int, default=1, help="nodes; run the same command on each")
     add("--node-rank", type=int, default=0, help="0 .. nnodes - 1; 0 is the rendezvous host")
-    add("--rdzv-endpoint", default="", help="host:port of node 0; not for one node")
+    add("--rdzv-endpoint", default="", help="host:port of node 0; for several nodes")
     add(
         "--retries",
         type=int,
         default=0,
         metavar="N",
-        help="start again, at most N times, when the machine ended the run: a rank that is killed "
-        "or hangs, a device or connection that fails, after an iteration was saved",
+        help="restart at most N times if the machine ended the run (a rank was killed or hung, a "
+        "device or connection failed) and an iteration was saved since the last start",
     )
     add("--check", action="store_true", help="report on the config and start nothing")
     add("--online", action="store_true", help="with --check: ask the judge one real question too")
     add(
         "--gpu-gb",
         type=float,
-        help="sets the config's gpu_gb; a start is then held to it, not to the GPUs it finds",
+        help="sets the config's gpu_gb; a start then plans for it, not for the GPUs it finds",
     )
-    add("words", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
+    add("arguments", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
     args = parser.parse_intermixed_args(argv)
     if args.nproc is not None and args.nproc < 1:
         parser.error(f"--nproc {args.nproc}: at least one rank is needed")
@@ -152,31 +146,31 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.retries and args.nnodes > 1:
         parser.error("--retries starts one node's ranks again; on several, start the same command")
     if args.online and not args.check:
-        parser.error("--online goes with --check; a start asks the judge by itself")
+        parser.error("--online needs --check; a start asks the judge anyway")
     if args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf:
         parser.error(f"--gpu-gb {args.gpu_gb} is no size in GB")
-    words = [_as_here(word) for word in args.words]
-    has_script = words[0] == "rl.train" or words[0].endswith(".py")
-    args.script = words.pop(0) if has_script else "rl.train"
+    arguments = [_local_path(argument) for argument in args.arguments]
+    has_script = arguments[0] == "rl.train" or arguments[0].endswith(".py")
+    args.script = arguments.pop(0) if has_script else "rl.train"
     if args.script != "rl.train" and not_a_file(args.script):
         parser.error(f"no script {args.script}; the training loop is rl/train.py")
-    trains = args.script in ("rl.train", "rl/train.py")
-    if not words and (trains or args.check):
+    is_training = args.script in ("rl.train", "rl/train.py")
+    if not arguments and (is_training or args.check):
         parser.error("a config is missing: [script.py] config.jsonnet [key=value ...]")
-    args.config, args.overrides = (words[0], words[1:]) if words else (None, [])
+    args.config, args.overrides = (arguments[0], arguments[1:]) if arguments else (None, [])
     if args.retries and args.config is None:
-        parser.error("--retries goes on from a run's checkpoints, and no config names a run")
+        parser.error("--retries resumes from a run's checkpoints, and no config names a run")
     return args
 
 
-def _as_here(word: str) -> str:
-    """Maps the paths of EARL's launch lines to ours."""
-    if not word.startswith("rl/") or not_a_file(word) != GONE:
-        return word
-    if word == "rl/nano_aha_moment.py":
+def _local_path(path: str) -> str:
+    """Maps the paths in EARL's launch commands to this project's."""
+    if not path.startswith("rl/") or not_a_file(path) != GONE:
+        return path
+    if path == "rl/nano_aha_moment.py":
         return "rl.train"
-    here = word.removeprefix("rl/")
-    return here if find_config(here) else word
+    config_path = path.removeprefix("rl/")
+    return config_path if find_config(config_path) else path
 
 
 def launch(
@@ -188,8 +182,8 @@ def launch(
     if args.script == "rl.train":
         under_way.start()
     _set_environment(num_ranks, config)
-    for left in reversed(range(args.retries + 1)):
-        before = _iterations_on_disk(config.run_dir) if config and args.retries else 0
+    for retries_left in reversed(range(args.retries + 1)):
+        saved_before = _iterations_on_disk(config.run_dir) if config and args.retries else 0
         ending = _one_start(args, num_ranks, log_dir, config)
         for line in ending.lines:
             _say(line)
@@ -197,15 +191,15 @@ def launch(
             break
         why_not = ""
         if not ending.by_machine:
-            why_not = "which would come again; --retries is for what the machine does"
-        elif _iterations_on_disk(config.run_dir) <= before:
-            why_not = f"and no iteration was saved since the last start (before: {before})"
-        elif left == 0:
+            why_not = "which would come again; --retries is for failures of the machine"
+        elif _iterations_on_disk(config.run_dir) <= saved_before:
+            why_not = f"and no iteration was saved since the last start (before: {saved_before})"
+        elif retries_left == 0:
             why_not = "and every restart of --retries is used"
         if why_not:
             _say(f"not started again: {ending.what}, {why_not}")
             break
-        _say(f"started again, {args.retries - left + 1} of {args.retries}: {ending.what}")
+        _say(f"started again, {args.retries - retries_left + 1} of {args.retries}: {ending.what}")
     return ending.code
 
 
@@ -219,7 +213,7 @@ def _iterations_on_disk(run_dir: Path) -> int:
 def _one_start(
     args: argparse.Namespace, num_ranks: int, log_dir: Path, config: RunConfig | None
 ) -> endings.Ending:
-    with tempfile.TemporaryDirectory(prefix="simple_launch_") as folder:  # 0700: this user's alone
+    with tempfile.TemporaryDirectory(prefix="simple_launch_") as folder:  # mode 0700: private
         notes = Path(folder)
         run = partial(_run_ranks, args, num_ranks, log_dir, notes, config)
         try:
@@ -227,8 +221,8 @@ def _one_start(
                 return run(rendezvous.on_one_node(notes))
             with rendezvous.on_several_nodes(
                 args.rdzv_endpoint, args.node_rank, args.nnodes, num_ranks, _say
-            ) as (meeting, nodes):
-                return run(meeting, nodes)
+            ) as (rdzv_env, nodes):
+                return run(rdzv_env, nodes)
         except rendezvous.RendezvousError as error:
             return endings.Ending(1, "the nodes did not meet", False, (str(error),))
         finally:
@@ -241,21 +235,21 @@ def _run_ranks(
     log_dir: Path,
     notes: Path,
     config: RunConfig | None,
-    meeting: dict[str, str],
+    rdzv_env: dict[str, str],
     nodes: NodeWatch | None = None,
 ) -> endings.Ending:
     """Start the ranks, watch them and end them together; `nodes` gets the reason if they fail. A
-    signal that asks this process to stop is passed on to them, and their end is awaited."""
-    with signals.noted() as asks:
-        processes = _start_ranks(args, num_ranks, log_dir, notes, meeting)
+    signal that asks this process to stop is forwarded to them; it then waits for them to end."""
+    with signals.noted() as stop_signals:
+        processes = _start_ranks(args, num_ranks, log_dir, notes, rdzv_env)
         beats = {rank: notes / heartbeat.file_name(rank) for rank in processes}
         pids = {rank: process.pid for rank, process in processes.items()}
         limit_s = config.hang_limit_s if config else RunConfig.model_fields["hang_limit_s"].default
         watch = HangWatch(beats, pids, limit_s, args.nnodes == 1, _say)
         ranks, ending = endings.Ranks(processes, watch, _say), None
         while ending is None:
-            if asks:
-                ending = ranks.leave_as_asked(asks)
+            if stop_signals:
+                ending = ranks.leave_as_asked(stop_signals)
             elif failures := ranks.failures():
                 ranks.leave([signal.SIGTERM], endings.PEERS_TERM_S)
                 ending = endings.of_failure(ranks.failures() | failures, notes, log_dir)
@@ -269,37 +263,39 @@ def _run_ranks(
                 time.sleep(0.2)
         if nodes is not None:
             nodes.ending = ending.what
-        return replace(ending, asked=bool(asks))
+        return replace(ending, asked=bool(stop_signals))
 
 
 def _start_ranks(
-    args: argparse.Namespace, num_ranks: int, log_dir: Path, notes: Path, meeting: dict[str, str]
+    args: argparse.Namespace, num_ranks: int, log_dir: Path, notes: Path, rdzv_env: dict[str, str]
 ) -> dict[int, subprocess.Popen[bytes]]:
-    words = [] if args.config is None else [args.config, *args.overrides]
+    config_args = [] if args.config is None else [args.config, *args.overrides]
     worker = [sys.executable, "-u", "-m", "rl.ranks.worker", str(log_dir), str(notes), args.script]
-    under_way.stop()  # rank 0 goes on with such lines
+    under_way.stop()  # rank 0 prints its own progress from here on
     processes = {}
     for local_rank in range(num_ranks):
         rank = args.node_rank * num_ranks + local_rank
-        place = {
+        rank_env = {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(args.nnodes * num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
         }
-        environ = {**os.environ, **meeting, **place}
-        processes[rank] = subprocess.Popen([*worker, *words], env=environ, start_new_session=True)
+        environ = {**os.environ, **rdzv_env, **rank_env}
+        processes[rank] = subprocess.Popen(
+            [*worker, *config_args], env=environ, start_new_session=True
+        )
     return processes
 
 
 def _say(line: str) -> None:
-    with suppress(OSError):  # a full disk, a pipe that nobody reads: no reason to end ranks
+    with suppress(OSError):  # a full disk or a closed pipe must not end the ranks
         print(line, file=sys.stderr, flush=True)
 
 
 def _set_environment(num_ranks: int, config: RunConfig | None) -> None:
-    """Set what has to be there before a rank imports torch, unless the user has set it: on the CPU
-    one thread per rank (more are slower on a shared CPU) and no warnings of torch's C++ parts."""
+    """Set the variables that torch reads at import, unless the user has set them: on the CPU one
+    thread per rank (more are slower on a shared CPU) and no warnings of torch's C++ parts."""
     import torch
 
     threads = max(1, min(8, (os.cpu_count() or 1) // num_ranks))

@@ -24,7 +24,7 @@ from rl.text import terminal
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train, or go on training, the run that the config names."""
+    """Start or resume the run that the config names."""
     terminal.guard(keeps_going=True)
     args = list(sys.argv[1:] if argv is None else argv)
     if not args:
@@ -43,17 +43,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def train(run: Run) -> None:
-    """From the last finished iteration to the end, or until the run is asked to stop.
+    """Run the iterations after the last finished one, to the end or until a request to stop.
 
     On-policy, `roll_out` and `learn_from` alternate. Under `max_staleness: 1` the next iteration is
-    rolled out before the last one is learnt from, so that nobody waits for the judge.
+    rolled out before the last one is learnt from, so that no rank waits for the judge.
     """
     done = sampled = run.start
     pending_steps: deque[PendingStep] = deque()
     try:
         metrics = run.sync_engine()
         if run.lacks_line:
-            # The metrics line that a kill lost must not hold the metrics of this start's sync.
+            # A killed process did not write this line: it must not get this start's sync metrics.
             measure(run, done, Metrics() if done else metrics)
         while done < run.num_iterations:
             while run.may_sample(sampled, done):
@@ -73,7 +73,7 @@ def train(run: Run) -> None:
 
 
 def roll_out(run: Run, iteration: int) -> PendingStep:
-    """Sample, condition, render, and ask the judge. Raises `Interrupted` when asked to stop."""
+    """Sample completions and start rendering and grading. Raises `Interrupted` if asked to stop."""
     config, dist, timer = run.config, run.dist, run.timer
     run.open_journal("iteration", iteration)
     with timer.phase("prompts"):
@@ -97,9 +97,9 @@ def roll_out(run: Run, iteration: int) -> PendingStep:
 
 
 def learn_from(run: Run, pending: PendingStep) -> None:
-    """Weigh, learn, sync, record. Raises `Interrupted` when asked to stop.
+    """Take the optimizer steps, sync the engine, record. Raises `Interrupted` if asked to stop.
 
-    A group's backward runs while others are still judged, unless ranks have to do it together.
+    A group's backward runs while the judge grades others, unless the ranks must run it together.
     """
     timer, train_step, done = run.timer, pending.train_step, pending.iteration + 1
     with timer.phase("learn"):  # the wait for the judge is a phase inside it
@@ -122,7 +122,7 @@ def learn_from(run: Run, pending: PendingStep) -> None:
 
 
 def measure(run: Run, done: int, metrics: Metrics) -> None:
-    """Do the held-out run, if one is due, write the line of metrics, and publish both."""
+    """Do the held-out run if it is due, write the metrics line, and publish both."""
     metrics.update(run.evaluate_if_due(done))
     run.log(done, metrics)
 

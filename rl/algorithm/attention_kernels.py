@@ -52,11 +52,12 @@ class Kernel:
 
 def choose_kernel(name: Name, device: str, dtype: torch.dtype) -> Kernel:
     """'auto' picks 'varlen' where it can run. Config checks reject 'varlen' where it cannot."""
-    kind = torch.device(device)
-    capable = kind.type == "cuda" and torch.cuda.get_device_capability(kind) >= FLASH_CAPABILITY
+    torch_device = torch.device(device)
+    is_cuda = torch_device.type == "cuda"
+    capable = is_cuda and torch.cuda.get_device_capability(torch_device) >= FLASH_CAPABILITY
     if name != "sdpa" and capable and dtype in HALF:
         return VARLEN
-    return CPU if kind.type == "cpu" else PLAIN
+    return CPU if torch_device.type == "cpu" else PLAIN
 
 
 def join(
@@ -74,7 +75,7 @@ def _by_heads(query: torch.Tensor, num_key_heads: int) -> torch.Tensor:
 
 
 def _by_tokens(by_heads: torch.Tensor) -> torch.Tensor:
-    """`_by_heads` undone."""
+    """The inverse of `_by_heads`."""
     return by_heads.permute(2, 0, 1, 3).flatten(1, 2)
 
 
@@ -137,7 +138,7 @@ def _run_backward(step: Callable[..., Tensors]) -> Callable[..., Tensors]:
         by_query = (tensor.split(runs.query_lens) for tensor in (grad_out, query, out, grads[0]))
         by_key = (tensor.split(runs.key_lens) for tensor in (key, value, grads[1], grads[2]))
         lse_by_run = lse.split(runs.query_lens, dim=1)
-        for grad, q, o, into_q, k, v, into_k, into_v, log_sum in zip(
+        for grad, q, o, into_q, k, v, into_k, into_v, lse_of_run in zip(
             *by_query, *by_key, lse_by_run, strict=True
         ):
             if not len(q):
@@ -148,7 +149,7 @@ def _run_backward(step: Callable[..., Tensors]) -> Callable[..., Tensors]:
                 _shared(k, num_sharing),
                 _shared(v, num_sharing),
                 _by_heads(o, num_key_heads),
-                log_sum.unflatten(0, (num_key_heads, -1)),
+                lse_of_run.unflatten(0, (num_key_heads, -1)),
                 runs.causal,
             )
             into_q.copy_(_by_tokens(of_query))
@@ -187,11 +188,11 @@ def _plain_backward(
 ) -> Tensors:
     probs = (_scores(q, k, causal) - lse[..., None]).exp()
     grad = grad.float()
-    of_value = probs.transpose(-1, -2) @ grad
+    grad_v = probs.transpose(-1, -2) @ grad
     inner = (grad * out.float()).sum(-1, keepdim=True)
-    of_scores = probs * (grad @ v.float().transpose(-1, -2) - inner) * q.shape[-1] ** -0.5
-    of_query, of_key = of_scores @ k.float(), of_scores.transpose(-1, -2) @ q.float()
-    return of_query.to(q.dtype), of_key.to(k.dtype), of_value.to(v.dtype)
+    grad_scores = probs * (grad @ v.float().transpose(-1, -2) - inner) * q.shape[-1] ** -0.5
+    grad_q, grad_k = grad_scores @ k.float(), grad_scores.transpose(-1, -2) @ q.float()
+    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
 # On CUDA one call handles all runs. PyTorch's public function has no backward that accepts a given
@@ -200,7 +201,7 @@ def _plain_backward(
 
 @lru_cache(maxsize=16)
 def _cumulative(lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """[runs + 1] int32: where each run starts, and the end. Every layer asks for the same."""
+    """[runs + 1] int32: where each run starts, and the end. Cached: every layer needs the same."""
     bounds = torch.tensor((0, *lens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return bounds.to(device, non_blocking=True)
 
@@ -235,8 +236,8 @@ def _varlen_backward(
     tensors = [tensor.contiguous() for tensor in (grad_out, query, key, value, out, lse)]
     bounds = _bounds(runs, query.device)
     # The operator wants a dropout random state but does not read it without dropout.
-    no_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    result: Tensors = varlen._varlen_attn_backward(*tensors, *bounds, runs.causal, no_state)
+    random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    result: Tensors = varlen._varlen_attn_backward(*tensors, *bounds, runs.causal, random_state)
     return result
 
 

@@ -1,4 +1,4 @@
-"""Several rewards -> the one number in [0, 1] that GRPO sees."""
+"""Combines several rewards into the one number in [0, 1] that GRPO uses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compose(values: Mapping[str, float | None], final: FinalReward) -> float | N
         value = values.get(name)
         if name not in values and values.get(reward, 0.0) is not None:
             raise ValueError(
-                f"final_reward.weights names {name!r}, which no reward reports; there is "
+                f"final_reward.weights names {name!r}, which no reward reports; reported: "
                 f"{', '.join(sorted(values)) or 'nothing'}"
             )
         if value is None:

@@ -27,7 +27,7 @@ from rl.config.schema import AlgorithmConfig
 # Advantages: how much better each completion scored than its group.
 
 SPREAD_TOLERANCE = 1e-6
-"""Rewards (0..1) that differ by no more than this count as equal: it is only float noise."""
+"""Rewards (0..1) that differ by no more than this count as equal: the difference is float noise."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,13 @@ def group_advantages(
     if scale == "group_std":
         divisor = math.sqrt(math.fsum((r - mean) ** 2 for r in graded) / len(graded)) + eps
     elif scale == "batch_std":
-        assert batch is not None, "its moments are known with the last group"
+        assert batch is not None, "batch_std needs the moments of the whole batch"
         divisor = batch.std + eps
     return [None if r is None else (r - mean) / divisor for r in rewards_G]
 
 
-# The policy-gradient losses: `algorithm.loss` names one of these functions, or yours.
+# The policy-gradient losses: `algorithm.loss` names one of these functions, or a user's.
+# sg() stops the gradient.
 
 
 @divided_by("num_sequences")
@@ -101,7 +102,7 @@ def grpo(x: LossInputs) -> LossTerms:
 
 
 def dapo(x: LossInputs) -> LossTerms:
-    """grpo, but with the same weight for every token of the step, whichever completion it is in.
+    """grpo, but every token of the step has the same weight, regardless of its completion.
 
     DAPO: Yu et al. 2025, arXiv 2503.14476, eq. 8, with clip_high 0.28 ("clip higher") and no KL.
     """
@@ -146,8 +147,8 @@ def cispo(x: LossInputs) -> LossTerms:
 def loss_named(name: str) -> Loss:
     """The shipped loss of that name, or the function at that dotted path."""
     module, _, function = name.rpartition(".")
-    found: Loss = getattr(importlib.import_module(module or __name__), function)
-    return found
+    loss: Loss = getattr(importlib.import_module(module or __name__), function)
+    return loss
 
 
 def _mean_over_tokens(x: LossInputs) -> torch.Tensor:
@@ -198,7 +199,7 @@ def kl_per_token(
         logprobs: [B, C] float32, nats, with gradient when used in a loss.
         reference_logprobs: [B, C] float32, nats, no gradient.
 
-    Returns: [B, C] float32, nats. Masking and summing are the caller's.
+    Returns: [B, C] float32, nats. The caller masks and sums.
     """
     d = logprobs - reference_logprobs
     if estimator == "k1":
@@ -249,7 +250,7 @@ class Mismatch(NamedTuple):
     """
 
     k1: float
-    """Sum of -d: k1 estimate of KL(sampler || trainer), tokens being the sampler's."""
+    """Sum of -d: k1 estimate of KL(sampler || trainer); the sampler drew the tokens."""
     k3: float
     """Sum of e^d - 1 - d: k3 estimate of the same KL."""
     max_abs_dlogp: float
@@ -292,7 +293,7 @@ class Objective:
 
     @property
     def total(self) -> torch.Tensor:
-        """Scalar: what the backward starts from."""
+        """Scalar: the loss whose gradient the backward computes."""
         return self.policy_loss + self.kl_loss
 
 

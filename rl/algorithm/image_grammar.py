@@ -1,4 +1,4 @@
-"""Which tokens may come next while a picture is written as tokens; every engine uses this grammar.
+"""The grammar of a picture written as tokens: which ids may come next. Every engine uses it.
 
 In a picture of h x w codes, the k-th token after the image token (k = 0, 1, ...) is:
 
@@ -35,7 +35,7 @@ def grammar_ids(
     widths: torch.Tensor,
     vocabulary: ImageVocabulary,
 ) -> torch.Tensor:
-    """[B] int64: what each row may write next: a forced id (>= 0), LANGUAGE, VISUAL or ANY.
+    """[B] int64: which ids each row may write next: a forced id (>= 0), LANGUAGE, VISUAL or ANY.
 
     `num_after_image` [B] int64: tokens written after the image token, NO_IMAGE_YET before it;
     `heights`, `widths` [B] int64: the grid in codes, height 0 for a row without one. Elementwise.
@@ -55,8 +55,8 @@ def advance(
     num_after_image: torch.Tensor, token_ids: torch.Tensor, vocabulary: ImageVocabulary
 ) -> torch.Tensor:
     """[B] int64: `num_after_image` once each row's `token_ids` [B] int64 is written."""
-    opens = (num_after_image == NO_IMAGE_YET) & (token_ids == vocabulary.image)
-    return num_after_image + (opens | (num_after_image >= 0)).long()
+    starts_picture = (num_after_image == NO_IMAGE_YET) & (token_ids == vocabulary.image)
+    return num_after_image + (starts_picture | (num_after_image >= 0)).long()
 
 
 def mask_logits_(logits_BV: torch.Tensor, kinds: torch.Tensor, vocabulary: ImageVocabulary) -> None:
@@ -66,16 +66,16 @@ def mask_logits_(logits_BV: torch.Tensor, kinds: torch.Tensor, vocabulary: Image
     logit bias. Three slices are filled under a [B, 1] condition: no [B, V] mask is allocated, and
     the host never waits for the GPU.
     """
-    closed = float("-inf")
+    minus_inf = float("-inf")
     kinds_B1 = kinds[:, None]
     free_B1 = kinds_B1 == ANY
     start, end = vocabulary.visual_start, vocabulary.visual_end
-    logits_BV[:, :start].masked_fill_(~(free_B1 | (kinds_B1 == LANGUAGE)), closed)
-    logits_BV[:, start:end].masked_fill_(~(free_B1 | (kinds_B1 == VISUAL)), closed)
-    logits_BV[:, end:].masked_fill_(~free_B1, closed)
+    logits_BV[:, :start].masked_fill_(~(free_B1 | (kinds_B1 == LANGUAGE)), minus_inf)
+    logits_BV[:, start:end].masked_fill_(~(free_B1 | (kinds_B1 == VISUAL)), minus_inf)
+    logits_BV[:, end:].masked_fill_(~free_B1, minus_inf)
     ids_B1 = kinds_B1.clamp(min=0)
-    kept = logits_BV.gather(1, ids_B1)
-    logits_BV.scatter_(1, ids_B1, torch.where(kinds_B1 >= 0, torch.zeros_like(kept), kept))
+    old_B1 = logits_BV.gather(1, ids_B1)
+    logits_BV.scatter_(1, ids_B1, torch.where(kinds_B1 >= 0, torch.zeros_like(old_B1), old_B1))
 
 
 def forced_tokens(

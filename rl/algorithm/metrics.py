@@ -9,13 +9,13 @@ MetricState = dict[str, list[float | str]]
 
 
 class Metrics:
-    """Accumulates named numbers on one rank. A name keeps one kind for good."""
+    """Accumulates named numbers on one rank. A name always has the same kind."""
 
     def __init__(self) -> None:
         self._state: dict[str, tuple[str, float, float]] = {}
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Into a mean over everything added under this name, on all ranks, by weight.
+        """Add `value` to the weighted mean of everything under this name, on all ranks.
 
         Weight 0 adds nothing, whatever the value.
         """
@@ -23,20 +23,20 @@ class Metrics:
             self._fold(name, "mean", value * weight, weight)
 
     def maximum(self, name: str, value: float) -> None:
-        """Into the largest value over everything, on all ranks."""
+        """Add `value` to the maximum of everything under this name, on all ranks."""
         self._fold(name, "max", value, 1.0)
 
     def total(self, name: str, value: float) -> None:
-        """Into a sum over everything, on all ranks."""
+        """Add `value` to the sum of everything under this name, on all ranks."""
         self._fold(name, "sum", value, 1.0)
 
     def update(self, other: Metrics) -> None:
-        """Take in everything another accumulator holds."""
+        """Add everything that `other` has accumulated."""
         for name, (kind, value, weight) in other._state.items():
             self._fold(name, kind, value, weight)
 
     def state(self) -> MetricState:
-        """What a rank sends to the others."""
+        """Everything accumulated, as plain data to send to other ranks."""
         return {name: list(entry) for name, entry in self._state.items()}
 
     @staticmethod
@@ -55,10 +55,10 @@ class Metrics:
         if name not in self._state:
             self._state[name] = (kind, float(value), float(weight))
             return
-        held_kind, held, held_weight = self._state[name]
-        assert held_kind == kind, f"metric {name!r} is a {held_kind}, not a {kind}"
-        # max() would drop a NaN on one side only; a NaN must show whatever the order.
-        folded = held + value
+        old_kind, old, old_weight = self._state[name]
+        assert old_kind == kind, f"metric {name!r} is a {old_kind}, not a {kind}"
+        # max() keeps or drops a NaN depending on the order; here it is always kept.
+        folded = old + value
         if kind == "max" and folded == folded:
-            folded = max(held, value)
-        self._state[name] = (kind, folded, held_weight + weight)
+            folded = max(old, value)
+        self._state[name] = (kind, folded, old_weight + weight)

@@ -1,4 +1,4 @@
-"""The base class of data sources: a finite list of samples (docs/plugins.md has one)."""
+"""The base class of data sources: finite lists of samples (example: docs/plugins.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl.api.types import Sample
 OnBadRow = Literal["error", "skip"]
 
 CARRIED = ("source", "target", "reference", "source_codes", "target_codes")
-"""What a sample may carry beyond its instruction, hidden keys apart."""
+"""Names of what a sample may hold besides its instruction and hidden keys."""
 
 
 def _carried(name: str) -> str:
@@ -53,7 +53,7 @@ class DataSource(PluginBase[ConfigT]):
     """Rows left out at the start because they cannot be used."""
 
     def __init__(self, config: ConfigT, rules: RowRules) -> None:
-        """Once per rank. ValueError names file, row and remedy."""
+        """Once per rank. Raises ValueError, which names file, row and remedy."""
         self.config = config
 
     @abstractmethod
@@ -65,7 +65,7 @@ class DataSource(PluginBase[ConfigT]):
 
     @classmethod
     def provides(cls, config: ConfigT) -> Set[Carried]:
-        """What every sample carries beyond its instruction, in the words of a reward's `needs`:
+        """Names of what every sample holds besides its instruction, as in a reward's `needs`:
         'source', 'target', 'reference', 'source_codes', 'target_codes', 'hidden:<key>'."""
         return frozenset()
 
@@ -76,10 +76,10 @@ class DataSource(PluginBase[ConfigT]):
 
     @classmethod
     def most_pictures(cls, config: ConfigT) -> Count | None:
-        """Source pictures of a sample, at the most; None when only opening it would tell."""
+        """Most source pictures of a sample; None if the source must be opened."""
         return None
 
     @classmethod
     def problems(cls, config: ConfigT, rules: RowRules) -> Iterable[str]:
-        """What can be seen to be wrong before a run starts, without opening a picture."""
+        """Problems that can be found before a run starts, without opening a picture."""
         return []

@@ -15,7 +15,7 @@ from rl.api.policy import Policy
 from rl.api.types import Completion, PolicyWeights, Prompt, SamplingParams
 
 Residency = Literal["auto", "resident", "sleep"]
-"""Whether an engine keeps its memory while others use the device; auto: where the plan has room."""
+"""Whether an engine keeps its memory while others use the device; auto: if the plan has room."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class EngineMemory:
     cache_mb: int | None = None
     """Size of the key-value cache, MiB, where the config states it instead of that share."""
     own_gb: float = 1.5
-    """CUDA graphs and buffers kept even asleep, GB, without those of its largest step; assumed."""
+    """CUDA graphs and buffers kept even while asleep, GB (assumed), without its largest step's."""
     adapter_gb: float = 0.0
     """What it keeps in addition if the policy trains an adapter, GB."""
     dtype: Dtype | None = None
@@ -99,13 +99,13 @@ class Engine(RunPlugin[ConfigT]):
         return None
 
     def wake(self) -> None:
-        """Undo `sleep`. Raises RuntimeError if the weights are not those from before it."""
+        """Undo `sleep`. Raises RuntimeError if the weights differ from those before `sleep`."""
         return None
 
     def held_fingerprint(self) -> str | None:
         """Read back every tensor that the engine computes with. Returns the loaded weights'
-        fingerprint if all equal these weights (in its dtype), else a text naming those that differ.
+        fingerprint if all are equal (in its dtype), else a text that names those that differ.
 
-        None if they cannot be read back, as here: the run warns, and stops only if the trainer's
-        log-probs changed and the engine's did not at all. It cannot detect a partial sync then."""
+        None, as here, if they cannot be read back: the run then warns, misses partial syncs, and
+        stops only if the trainer's log-probs changed and none of the engine's did."""
         return None

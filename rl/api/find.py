@@ -45,87 +45,87 @@ _LIBRARIES = tuple(
 
 
 def described(error: BaseException, code: object = None) -> str:
-    """'ValueError: text (file.py, line 3); remedy', on one line. The line is the innermost
-    one in the user's code; without one, the first line of `code`, the user's function called."""
+    """'ValueError: text (file.py, line 3); remedy', on one line. The line is the innermost one in
+    the user's code or, if there is none, the first line of `code`, the user's function."""
     text = " ".join(traceback.format_exception_only(error)[-1].split())
     calls = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
-    own = [call for call in calls if not call[0].startswith(_LIBRARIES)]
-    begins = getattr(inspect.unwrap(code), "__code__", None) if callable(code) else None
+    user_calls = [call for call in calls if not call[0].startswith(_LIBRARIES)]
+    first_line = getattr(inspect.unwrap(code), "__code__", None) if callable(code) else None
     if isinstance(error, SyntaxError):
         calls = [(str(error.filename), error.lineno)]
-    elif own:
-        calls = own
-    elif begins is not None:
-        calls = [(begins.co_filename, begins.co_firstlineno)]
+    elif user_calls:
+        calls = user_calls
+    elif first_line is not None:
+        calls = [(first_line.co_filename, first_line.co_firstlineno)]
     else:
         calls = [call for call in calls if "importlib" not in call[0]]
-    where = f" ({calls[-1][0]}, line {calls[-1][1]})" if calls else ""
-    return "; ".join([text + where, *_remedies(error)])
+    location = f" ({calls[-1][0]}, line {calls[-1][1]})" if calls else ""
+    return "; ".join([text + location, *_remedies(error)])
 
 
-def attempt(what: str, code: object, run: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """(result of `run`, []), or (None, ["`what` raises ..."]). `code`: see `described`."""
+def attempt(label: str, code: object, run: Callable[[], T]) -> tuple[T | None, list[str]]:
+    """(result of `run`, []), or (None, ["`label` raises ..."]). `code` as in `described`."""
     try:
         return run(), []
     except STRANGE as error:
-        return None, [f"{what} raises {described(error, code)}"]
+        return None, [f"{label} raises {described(error, code)}"]
 
 
 def _remedies(error: BaseException) -> Iterator[str]:
     """Hints for errors that nearly always have the same cause."""
-    text, of = str(error), getattr(error, "obj", None)
-    noun = re.search(r"'(\w+)' object", text)
-    found = noun and {**vars(types), **vars(loss)}.get(noun[1])
-    if noun and is_dataclass(found):
-        members = {*found.__dataclass_fields__, *vars(found)}
+    text, obj = str(error), getattr(error, "obj", None)
+    match = re.search(r"'(\w+)' object", text)
+    record = match and {**vars(types), **vars(loss)}.get(match[1])
+    if match and is_dataclass(record):
+        members = {*record.__dataclass_fields__, *vars(record)}
         known = ", ".join(sorted(name for name in members if not name.startswith("_")))
-        yield f"it is given one {noun[1]}, which has {known}"
+        yield f"its argument is a {match[1]}, which has {known}"
     if "'NoneType' object has no attribute 'ask'" in text:
         yield "a reward that asks the judge sets `needs_judge = True`"
-    if "has no attribute 'resources'" in text and isinstance(of, PluginBase):
-        yield "__init__(self, config, resources) is given them; keep what it needs in an attribute"
+    if "has no attribute 'resources'" in text and isinstance(obj, PluginBase):
+        yield "__init__(self, config, resources) gets them; keep what it needs in an attribute"
     if "'coroutine' object" in text:
         yield "write `async def`, and `await` what has to be awaited"
-    if isinstance(of, PluginBase) and "__init__" in vars(type(of)) and "has no attribute" in text:
-        yield "does its __init__ call super().__init__ with all that it was given?"
-    others = [path for path in sys.path if path and Path(path) != Path.cwd()]
-    for word in re.findall(r"'(\w+)", text):
-        file = getattr(sys.modules.get(word), "__file__", None) or ""
+    if isinstance(obj, PluginBase) and "__init__" in vars(type(obj)) and "has no attribute" in text:
+        yield "does its __init__ call super().__init__ with all its arguments?"
+    paths = [path for path in sys.path if path and Path(path) != Path.cwd()]
+    for name in re.findall(r"'(\w+)", text):
+        file = getattr(sys.modules.get(name), "__file__", None) or ""
         is_own = Path(file.removesuffix("/__init__.py")).parent == Path.cwd()
-        if is_own and (word in sys.stdlib_module_names or PathFinder.find_spec(word, others)):
-            yield f"{file} hides the module {word!r} that others mean; rename it"
+        if is_own and (name in sys.stdlib_module_names or PathFinder.find_spec(name, paths)):
+            yield f"{file} hides the module {name!r} that other code imports; rename it"
 
 
 def is_dotted_path(name: str) -> bool:
     """'my_package.my_plugin': Python names, joined by dots."""
-    return "." in name and all(word.isidentifier() for word in name.split("."))
+    return "." in name and all(part.isidentifier() for part in name.split("."))
 
 
 def import_plugin(dotted: str) -> Found:
-    """The module `dotted`, or the attribute that its last word names in the parent module."""
+    """The module `dotted`, or the attribute of that name in its parent module."""
     path, _, name = dotted.rpartition(".")
-    module, _, wrong = _import(path)
+    module, _, problem = _import(path)
     if module is None:
-        return None, [wrong]
-    found, missing, wrong = _import(dotted)
-    if found is not None or missing != dotted:
-        return found, [wrong] if wrong else []
+        return None, [problem]
+    target, missing, problem = _import(dotted)
+    if target is not None or missing != dotted:
+        return target, [problem] if problem else []
     if not hasattr(module, name):
-        where = f" ({module.__file__})" if module.__file__ else ""
-        drop = f"; drop '.py': {path!r}" if name == "py" else ""
-        return None, [f"module {path} holds no {name!r}{where}{drop}"]
+        location = f" ({module.__file__})" if module.__file__ else ""
+        remedy = f"; drop '.py': {path!r}" if name == "py" else ""
+        return None, [f"module {path} holds no {name!r}{location}{remedy}"]
     return getattr(module, name), []
 
 
 def _import(dotted: str) -> tuple[ModuleType | None, str, str]:
-    """(the module, the first part of its path that does not exist, what is wrong)."""
+    """(the module, the first part of its path that does not exist, the problem)."""
     try:
         return importlib.import_module(dotted), "", ""
     except STRANGE as error:
         missing = (isinstance(error, ModuleNotFoundError) and error.name) or ""
         if missing and f"{dotted}.".startswith(f"{missing}."):
-            nowhere = f"no module {missing!r} among the installed ones or in {Path.cwd()}"
-            return None, missing, nowhere
+            problem = f"no module {missing!r} among the installed ones or in {Path.cwd()}"
+            return None, missing, problem
         if missing and missing.partition(".")[0] not in sys.modules:
             return None, "", f"{dotted} imports {missing!r}, which is not installed"
         return None, "", f"importing {dotted} raises {described(error)}"
@@ -136,31 +136,31 @@ def _public(module: ModuleType) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        for made in [getattr(value, "function", value)]  # of a `RewardFunction`
+        for origin in [getattr(value, "function", value)]  # a `RewardFunction` wraps one
         if not name.startswith("_")
-        and f"{getattr(made, '__module__', '')}.".startswith(f"{module.__name__}.")
+        and f"{getattr(origin, '__module__', '')}.".startswith(f"{module.__name__}.")
     }
 
 
 def plugins_in(module: ModuleType, base: type[PluginT]) -> list[type[PluginT]]:
-    """The public plugins that a module or package defines, imported ones left out."""
+    """The public plugin classes that a module or package defines, without imported ones."""
     classes = (value for value in _public(module).values() if isinstance(value, type))
     return list(dict.fromkeys(cls for cls in classes if issubclass(cls, base)))
 
 
-def plugin_class(found: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
-    """The plugin class in `found`, the object that a section's `type` names: a class derived from
+def plugin_class(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
+    """The plugin class in `target`, the object that a section's `type` names: a class derived from
     `base`, a module with one such class, or a reward function. Its members are checked here."""
-    if base is Reward and (isinstance(found, RewardFunction) or inspect.isroutine(found)):
-        declared = found if isinstance(found, RewardFunction) else RewardFunction(found)
-        name = getattr(declared.function, "__name__", "the function")
-        wrong = _call_problem(declared.function, name, 1, "(x: RewardInput) -> float")
-        cls: type[Any] = declared.as_class()
+    if base is Reward and (isinstance(target, RewardFunction) or inspect.isroutine(target)):
+        reward_function = target if isinstance(target, RewardFunction) else RewardFunction(target)
+        name = getattr(reward_function.function, "__name__", "the function")
+        wrong = _call_problem(reward_function.function, name, 1, "(x: RewardInput) -> float")
+        cls: type[Any] = reward_function.as_class()
     else:
-        named, wrong = _class_in(found, base)
-        if named is None:
+        plugin, wrong = _class_in(target, base)
+        if plugin is None:
             return None, wrong
-        cls, wrong = named, list(_members(named, base))
+        cls, wrong = plugin, list(_members(plugin, base))
     wrong += _variables(cls, base)
     if not wrong and cls.metrics and cls.take_metrics is PluginBase.take_metrics:
         wrong.append(
@@ -168,8 +168,8 @@ def plugin_class(found: Any, base: type[PluginT]) -> tuple[type[PluginT] | None,
             "`def take_metrics(self) -> Mapping[str, float]`"
         )
     if not wrong and issubclass(cls, Reward):
-        counts = inspect.getattr_static(cls, "num_questions") is not vars(Reward)["num_questions"]
-        if cls.needs_judge and not counts:
+        defined = inspect.getattr_static(cls, "num_questions") is not vars(Reward)["num_questions"]
+        if cls.needs_judge and not defined:
             wrong.append(
                 f"{cls.__name__} needs the judge and does not say how often it asks; expected "
                 "`@classmethod def num_questions(cls, config: Config) -> int`"
@@ -177,43 +177,43 @@ def plugin_class(found: Any, base: type[PluginT]) -> tuple[type[PluginT] | None,
     return (None if wrong else cls), wrong
 
 
-def _class_in(found: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
+def _class_in(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, list[str]]:
     derive = f"derive from {base.__module__}.{base.__name__}"
-    if isinstance(found, ModuleType):
-        plugins = plugins_in(found, base)
+    if isinstance(target, ModuleType):
+        plugins = plugins_in(target, base)
         if len(plugins) == 1:
             return plugins[0], []
         if plugins:
             names = ", ".join(cls.__name__ for cls in plugins)
-            return None, [f"module {found.__name__} holds {names}; name one of them behind a dot"]
-        words = f"module {found.__name__} holds no {base.__name__}: {derive}"
+            return None, [f"module {target.__name__} holds {names}; name one of them behind a dot"]
+        text = f"module {target.__name__} holds no {base.__name__}: {derive}"
         if base is Reward:
-            words += f", or name a function in it behind a dot{_functions_of(found)}"
-        if parts := [part.name for part in pkgutil.iter_modules(getattr(found, "__path__", ()))]:
-            words += f"; it is a package: name one of its modules, {', '.join(parts)}, behind a dot"
-        return None, [words]
-    if isinstance(found, type) and issubclass(found, base):
-        return found, []
-    what = f"class {found.__name__}" if isinstance(found, type) else shown(found)
-    return None, [f"{what} is no {base.__name__}: {derive}"]
+            text += f", or name a function in it behind a dot{_functions_of(target)}"
+        if modules := [part.name for part in pkgutil.iter_modules(getattr(target, "__path__", ()))]:
+            text += f"; it is a package: name one of its modules, {', '.join(modules)}, after a dot"
+        return None, [text]
+    if isinstance(target, type) and issubclass(target, base):
+        return target, []
+    label = f"class {target.__name__}" if isinstance(target, type) else shown(target)
+    return None, [f"{label} is no {base.__name__}: {derive}"]
 
 
 def _functions_of(module: ModuleType) -> str:
-    """' (f, g)', its own public functions; '' where it has none."""
+    """' (f, g)': the functions that the module defines; '' if there are none."""
     kinds = (RewardFunction, type(_functions_of))
-    own = [name for name, value in _public(module).items() if isinstance(value, kinds)]
-    return f" ({', '.join(own)})" if own else ""
+    names = [name for name, value in _public(module).items() if isinstance(value, kinds)]
+    return f" ({', '.join(names)})" if names else ""
 
 
-def loss_problems(found: Any) -> list[str]:
-    """What is wrong with `found`, the object that `algorithm.loss` names by a dotted path."""
-    if isinstance(found, ModuleType):
-        held = _functions_of(found)
-        return [f"{found.__name__} is a module; name a function in it behind a dot{held}"]
-    name = getattr(found, "__name__", "it")
-    if inspect.iscoroutinefunction(found):
+def loss_problems(target: Any) -> list[str]:
+    """The problems of `target`, the object that `algorithm.loss` names by a dotted path."""
+    if isinstance(target, ModuleType):
+        functions = _functions_of(target)
+        return [f"{target.__name__} is a module; name a function in it behind a dot{functions}"]
+    name = getattr(target, "__name__", "it")
+    if inspect.iscoroutinefunction(target):
         return [f"{name} is async; expected `def {name}(x: LossInputs) -> LossTerms`"]
-    return _call_problem(found, name, 1, "(x: LossInputs) -> LossTerms")
+    return _call_problem(target, name, 1, "(x: LossInputs) -> LossTerms")
 
 
 _GRADE = "(self, x: RewardInput) -> RewardOutput"
@@ -225,34 +225,34 @@ def _owners(base: type[PluginBase[Any]]) -> list[type]:
 
 def _members(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
     """Problems: a wrong `Config`, missing methods, signatures that differ from the base's."""
-    own, config, expected = cls.__name__, cls.Config, base.Config
+    label, config, expected = cls.__name__, cls.Config, base.Config
     if not (isinstance(config, type) and issubclass(config, Section)):
-        yield f"{own}.Config is {shown(config)}; derive it from {expected.__name__}"
+        yield f"{label}.Config is {shown(config)}; derive it from {expected.__name__}"
     elif missing := sorted(expected.model_fields.keys() - config.model_fields.keys()):
-        yield f"{own}.Config has no field {missing[0]!r}; derive it from {expected.__name__}"
+        yield f"{label}.Config has no field {missing[0]!r}; derive it from {expected.__name__}"
     for member in sorted(getattr(cls, "__abstractmethods__", ())):
-        yield f"{own} has no {member}; expected `def {member}{_signature(getattr(base, member))}`"
+        yield f"{label} has no {member}; expected `def {member}{_signature(getattr(base, member))}`"
     if issubclass(cls, Reward) and cls.scores_groups() == (cls.grade is not Reward.grade):
         if cls.scores_groups():
-            yield f"{own} has grade and score_group; keep the one that is meant"
+            yield f"{label} has grade and score_group; keep the one that is meant"
         else:
-            yield f"{own} has no grade; expected `async def grade{_GRADE}`, or score_group"
+            yield f"{label} has no grade; expected `async def grade{_GRADE}`, or score_group"
     for member in sorted(_methods(base)):
-        static, of_base = (inspect.getattr_static(one, member) for one in (cls, base))
-        if static is of_base:
+        own_member, base_member = (inspect.getattr_static(one, member) for one in (cls, base))
+        if own_member is base_member:
             continue
         name, signature = f"{cls.__name__}.{member}", _signature(getattr(base, member))
-        is_bound = isinstance(static, classmethod | staticmethod)
-        of_class = isinstance(of_base, classmethod)
-        is_async = inspect.iscoroutinefunction(static) or inspect.isasyncgenfunction(static)
-        if of_class and not is_bound:
+        is_bound = isinstance(own_member, classmethod | staticmethod)
+        is_class_method = isinstance(base_member, classmethod)
+        is_async = inspect.iscoroutinefunction(own_member) or inspect.isasyncgenfunction(own_member)
+        if is_class_method and not is_bound:
             yield f"{name} is no classmethod; expected `@classmethod def {member}{signature}`"
         elif is_async and member not in ("grade", "score_group"):
             yield f"{name} is async; expected `def {member}{signature}`"
         else:
-            num_given = len(inspect.signature(getattr(base, member)).parameters)
-            num_given -= is_bound and not of_class
-            yield from _call_problem(getattr(cls, member), name, num_given, signature)
+            num_arguments = len(inspect.signature(getattr(base, member)).parameters)
+            num_arguments -= is_bound and not is_class_method
+            yield from _call_problem(getattr(cls, member), name, num_arguments, signature)
 
 
 def _methods(base: type[PluginBase[Any]]) -> set[str]:
@@ -267,33 +267,33 @@ def _methods(base: type[PluginBase[Any]]) -> set[str]:
 
 
 def _signature(function: Callable[..., Any]) -> str:
-    """As in its source: '(cls, config: Config) -> int'."""
+    """The signature as in the source: '(cls, config: Config) -> int'."""
     if function is Reward.grade:
         return _GRADE
-    found = inspect.signature(function)
+    signature = inspect.signature(function)
     if inspect.ismethod(function):
         first = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        found = found.replace(parameters=[first, *found.parameters.values()])
-    return re.sub(r"\bPolicyConfigT\b|\bConfigT\b", "Config", str(found).replace("'", ""))
+        signature = signature.replace(parameters=[first, *signature.parameters.values()])
+    return re.sub(r"\bPolicyConfigT\b|\bConfigT\b", "Config", str(signature).replace("'", ""))
 
 
 def _call_problem(
-    function: Callable[..., Any], name: str, num_given: int, signature: str
+    function: Callable[..., Any], name: str, num_arguments: int, signature: str
 ) -> list[str]:
-    """What is wrong if it cannot be called with `num_given` positional arguments."""
+    """The problem if it cannot be called with `num_arguments` positional arguments."""
     expected = f"expected `def {name.rpartition('.')[2]}{signature}`"
     if not callable(function):
         return [f"{name} is {shown(function)}; {expected}"]
     if inspect.isasyncgenfunction(function):
         return [f"{name} yields; {expected}, which returns"]
     try:
-        found = inspect.signature(function)
+        actual = inspect.signature(function)
     except ValueError:  # a built-in without a signature
         return []
     try:
-        found.bind(*range(num_given))
+        actual.bind(*range(num_arguments))
     except TypeError:
-        return [f"{name} is `def {name.rpartition('.')[2]}{found}`; {expected}"]
+        return [f"{name} is `def {name.rpartition('.')[2]}{actual}`; {expected}"]
     return []
 
 
@@ -308,56 +308,56 @@ def _annotated(base: type[PluginBase[Any]]) -> dict[str, tuple[type, str]]:
 
 
 def _variables(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
-    """Class variables of another type than the base's, or missing."""
+    """Problems: class variables that are missing, or not of the base's type."""
     for name, (owner, text) in _annotated(base).items():
         value = inspect.getattr_static(cls, name, inspect.Parameter.empty)
         is_fixed = text.startswith("ClassVar[")
         if value is inspect.Parameter.empty:
             if is_fixed:
-                yield f"{cls.__name__} has no {name}; expected {_in_words(text)}"
+                yield f"{cls.__name__} has no {name}; expected {_readable(text)}"
         elif is_fixed or not hasattr(type(value), "__get__"):  # skip a property: no instance yet
             yield from _misfit(f"{cls.__name__}.{name} is", value, owner, text)
 
 
 def misspelt(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
-    """'name: why' for each member of a user's class that nothing reads but whose name is close to
-    one that is read."""
+    """'name: why' for each member of a user's class that nothing reads, if its name is close to
+    the name of one that is read."""
     known = {*_methods(base), *_annotated(base)}
     for owner in cls.__mro__:
         for name in () if owner.__module__.startswith(("rl.", "abc", "typing")) else vars(owner):
             if name not in known and not name.startswith("_"):
                 for near in get_close_matches(name, known, n=1, cutoff=0.8):
-                    yield f"{owner.__name__}.{name}: nobody reads it; did you mean {near!r}?"
+                    yield f"{owner.__name__}.{name}: nothing reads it; did you mean {near!r}?"
 
 
 def questions(base: type[PluginBase[Any]]) -> list[str]:
     """Names of the class methods whose only argument is the plugin's section."""
-    found = ((name, getattr(base, name)) for name in sorted(_methods(base)))
+    methods = ((name, getattr(base, name)) for name in sorted(_methods(base)))
     return [
         name
-        for name, member in found
+        for name, member in methods
         if inspect.ismethod(member) and list(inspect.signature(member).parameters) == ["config"]
     ]
 
 
-def ask(cls: type[PluginBase[Any]], member: str, *given: object) -> Found:
+def ask(cls: type[PluginBase[Any]], member: str, *arguments: object) -> Found:
     """(a class method's result, []) if it fits the base's return annotation, else (None, why)."""
-    question = getattr(cls, member)
+    method = getattr(cls, member)
     bases = (one for one in _owners(cls) if one.__module__.startswith("rl.api."))
     owner = next(one for one in bases if member in vars(one))
     text = vars(owner)[member].__func__.__annotations__["return"]
 
-    def answered() -> Any:
-        answer = question(*given)
+    def call() -> Any:
+        answer = method(*arguments)
         is_list = text.startswith("Iterable[") and isinstance(answer, Iterator)
         return list(answer) if is_list else answer
 
-    answer, wrong = attempt(question.__qualname__, question, answered)
-    wrong = wrong or list(_misfit(f"{question.__qualname__} returns", answer, owner, text))
+    answer, wrong = attempt(method.__qualname__, method, call)
+    wrong = wrong or list(_misfit(f"{method.__qualname__} returns", answer, owner, text))
     return (None if wrong else answer), wrong
 
 
-def _misfit(what: str, value: Any, owner: type, text: str) -> Iterator[str]:
+def _misfit(label: str, value: Any, owner: type, text: str) -> Iterator[str]:
     """Why `value` does not fit the annotation `text` in the class `owner`."""
     plain = frozenset(value) if isinstance(value, AbstractSet) else value
     try:
@@ -366,7 +366,7 @@ def _misfit(what: str, value: Any, owner: type, text: str) -> Iterator[str]:
         first = error.errors(include_url=False)[0]
         why = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
         item = f"{shown(first['input'])}: " if first["loc"] else ""
-        yield f"{what} {shown(value)}; expected {_in_words(text)} ({item}{why})"
+        yield f"{label} {shown(value)}; expected {_readable(text)} ({item}{why})"
 
 
 @cache
@@ -375,7 +375,7 @@ def _adapter(owner: type, text: str) -> TypeAdapter[Any]:
     hint = get_type_hints(holder, vars(sys.modules[owner.__module__]), include_extras=True)["it"]
     if get_origin(hint) is ClassVar:
         [hint] = get_args(hint)
-    if get_origin(hint) is Iterable:  # pydantic would not look into it
+    if get_origin(hint) is Iterable:  # pydantic does not check the items of an Iterable
         hint = list[get_args(hint)]  # type: ignore[misc]
     return TypeAdapter(hint)
 
@@ -386,7 +386,7 @@ _EXAMPLES = {
 }
 
 
-def _in_words(text: str) -> str:
+def _readable(text: str) -> str:
     """'ClassVar[Set[ActionKind]]' -> "Set['hidden_states' | 'text' | 'image_tokens']"."""
     text = re.sub(r"^ClassVar\[(.*)\]$", r"\1", text)
     text = re.sub(r"\b(MetricName|Carried)\b", "str", text).replace("Count", "int >= 0")

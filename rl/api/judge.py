@@ -1,4 +1,4 @@
-"""The judge as a reward sees it: what is asked, and how one question ended."""
+"""The judge's interface for rewards: `Question`, `Answer` and the `Judge` protocol."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Question:
     """One user message."""
 
     parts: tuple[str | Image, ...]
-    """In the order in which the judge reads them. What a group shares (source picture, rubric)
-    comes first, so that the judge's prefix cache can reuse it."""
+    """In the order in which the judge reads them. Parts that a group shares (picture, rubric)
+    come first, so that the judge's prefix cache can reuse it."""
     reply_schema: Mapping[str, Any]
     """JSON schema of the reply, sent when `judge.guided_json` says so."""
     temperature: float | None = None
@@ -40,7 +40,7 @@ class Answer(Generic[T]):
     attempts: int
     """Requests sent for this question; 0 when all its replies came from the journal."""
     seconds: float
-    """From the call to the answer, queueing included, s."""
+    """Seconds from the call to the answer, queueing included."""
 
 
 class Judge(Protocol):
@@ -54,7 +54,7 @@ class Judge(Protocol):
         """Ask until `parse` can read a reply, within the limits of `config`.
 
         `parse` raises `rl.judge.reply.UnreadableReplyError` on what it cannot read. `repeat`
-        numbers equal questions whose answers are averaged. A judge in trouble is an `Answer` with a
-        failure; one that refuses stops the run.
+        numbers equal questions whose answers are averaged. If the judge fails, the `Answer` has a
+        `failure`; if it refuses (wrong key, model or request), the run stops.
         """
         ...

@@ -1,4 +1,4 @@
-"""A loss is a pure function of one micro-batch's tokens (docs/plugins.md has one).
+"""The interface of losses: pure functions of a micro-batch's tokens (example: docs/plugins.md).
 
 Axes: `_B` completions in the micro-batch, `_C` completion tokens, right-padded.
 """
@@ -17,7 +17,7 @@ DividedBy = Literal["num_tokens", "num_sequences", "num_completions"]
 
 @dataclass(frozen=True)
 class Denominators:
-    """What one optimiser step is normalised by, over all ranks and micro-batches."""
+    """Counts of one optimiser step over all ranks and micro-batches; losses divide by them."""
 
     num_tokens: float
     """Tokens that carry loss."""
@@ -34,17 +34,17 @@ class LossInputs:
     """One micro-batch; tensors are [B, C] float32 on the policy's device."""
 
     logprobs: torch.Tensor
-    """Nats, of the policy as it is, with gradient; 0 where the mask is False."""
+    """Nats, under the current policy, with gradient; 0 where the mask is False."""
     old_logprobs: torch.Tensor
     """Nats, before the iteration's first update; no gradient."""
     sampler_logprobs: torch.Tensor
-    """Nats, as the inference engine drew; already corrected for by the importance weights."""
+    """Nats, from the inference engine; the importance weights already correct for them."""
     advantages: torch.Tensor
-    """By token: a KL in the reward makes them differ; no gradient."""
+    """Per token, as a KL in the reward differs by token; no gradient."""
     mask: torch.Tensor
     """Bool: tokens that carry loss; others may hold anything, infinities included."""
     denominators: Denominators
-    """Of the whole step over all ranks: any split into micro-batches gives the same gradient."""
+    """For the whole step over all ranks: any split into micro-batches gives the same gradient."""
     clip_low: float
     """`algorithm.clip_low`, distance from 1."""
     clip_high: float
@@ -53,11 +53,11 @@ class LossInputs:
 
 @dataclass(frozen=True, eq=False)
 class LossTerms:
-    """What a loss makes of it, all [B, C]; the step's loss is
+    """What a loss returns, all [B, C]; the step's loss is
     sum(weights * (importance * terms + kl_coeff * kl))."""
 
     terms: torch.Tensor
-    """Float32, to be minimised, with gradient; undefined where the mask is False but finite."""
+    """Float32, to be minimised, with gradient; any finite value where the mask is False."""
     weights: torch.Tensor
     """Float32, what each term is multiplied by; 0 where the mask is False."""
     ratio: torch.Tensor

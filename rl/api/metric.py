@@ -1,4 +1,4 @@
-"""What a logged number is: its name, its unit, and its meaning in a sentence."""
+"""The description of a logged number: its name, its unit, and its meaning in a sentence."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ class Metric:
     """One sentence, with the denominator of a mean."""
 
     def __post_init__(self) -> None:
-        for field, words in vars(self).items():
-            if not isinstance(words, str) or not words.strip():
-                raise ValueError(f"a Metric's {field} is {words!r}; expected text")
+        for field, text in vars(self).items():
+            if not isinstance(text, str) or not text.strip():
+                raise ValueError(f"a Metric's {field} is {text!r}; expected text")

@@ -46,7 +46,7 @@ class FrozenModelConfig(PlacedConfig):
     revision: str | None = None
     """Hub branch, tag or commit; null = the newest. Ignored for a local folder."""
     batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 8
-    """Pictures per batch; halved for good when a batch does not fit in memory."""
+    """Pictures per batch; halved permanently when a batch does not fit in memory."""
 
 
 class FileConfig(PluginConfig):
@@ -76,15 +76,15 @@ class PluginBase(ABC, Generic[ConfigT]):
     """What `take_metrics` may report, by name. Logged as `reward/metric/<reward>/<name>`,
     `data/metric/train.<i>/<name>`, `policy/metric/<name>`, `engine/<name>`, `renderer/<name>`."""
 
-    def __init_subclass__(cls, **more: Any) -> None:
-        super().__init_subclass__(**more)
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
         if "Config" in cls.__dict__:
             return
         for base in cls.__dict__.get("__orig_bases__", ()):
-            origin, given = get_origin(base), get_args(base)
+            origin, arguments = get_origin(base), get_args(base)
             is_ours = isinstance(origin, type) and issubclass(origin, PluginBase)
-            if is_ours and not isinstance(given[0], TypeVar):
-                cls.Config = given[0]
+            if is_ours and not isinstance(arguments[0], TypeVar):
+                cls.Config = arguments[0]
 
     @classmethod
     def reads_from(cls, config: ConfigT) -> Sequence[str]:
@@ -97,19 +97,19 @@ class PluginBase(ABC, Generic[ConfigT]):
     def no_effect(cls, config: ConfigT) -> Iterable[str]:
         """'key: why' for each key that is set but unused, given the section's other keys. Report a
         key that contradicts others in `problems`."""
-        found = []
+        lines = []
         if isinstance(config, PlacedConfig) and config.device == "cpu":
-            found += unread(config, "max_memory_gb", "a CPU's memory is not limited")
+            lines += unread(config, "max_memory_gb", "a CPU's memory is not limited")
         if isinstance(config, FrozenModelConfig) and Path(config.model_path).is_dir():
-            found += unread(config, "revision", "model_path is a folder")
-        return found
+            lines += unread(config, "revision", "model_path is a folder")
+        return lines
 
     def take_metrics(self) -> Mapping[str, float]:
         """Metric name, as declared in `metrics` -> its mean on this rank since the last call. Omit
         a name without a value. Report a single picture's value as a part of its `RewardOutput`.
 
-        Called once an iteration, after its last reward (a renderer's: its last picture). What a
-        held-out run leaves is discarded. Under `max_staleness` 1 the means may include part of the
+        Called once an iteration, after its last reward (a renderer's: its last picture). Metrics
+        of a held-out run are discarded. Under `max_staleness` 1 the means may include part of the
         next iteration. The log has the mean over the ranks that report a name.
 
         If this raises, or reports an undeclared name or a value that is not finite, that report is
@@ -191,7 +191,7 @@ class Saving:
     key: str
     value: Any
     exact: bool
-    """Whether it computes the same, only slower."""
+    """Whether the results stay the same, only slower."""
 
 
 class ModelRunner(RunPlugin[ConfigT]):
@@ -214,7 +214,7 @@ class ModelRunner(RunPlugin[ConfigT]):
 
     @classmethod
     def shares_host_parameters(cls, config: ConfigT) -> bool:
-        """Whether a machine's ranks share those weights as pages of their file, not as copies."""
+        """Whether the ranks of a machine share those weights as pages of one file."""
         return True
 
     @classmethod
@@ -231,27 +231,27 @@ class ModelRunner(RunPlugin[ConfigT]):
 
 @dataclass(frozen=True)
 class Resources:
-    """What a run lends a reward or a renderer."""
+    """What a run passes to the constructor of a reward or a renderer."""
 
     judge: Judge | None
     """None for renderers, and where no reward of the run `needs_judge`."""
     device: str
-    """The rank's own, 'cpu' or 'cuda:<index>'."""
+    """The rank's device, 'cpu' or 'cuda:<index>'."""
 
 
-def too_old(capability: float | None, least: float, what: str, remedy: str) -> list[str]:
+def too_old(capability: float | None, least: float, feature: str, remedy: str) -> list[str]:
     """For `device_problems`: a problem if the GPU's compute capability is too low for `what`."""
     if capability is None or capability >= least:
         return []
     return [
-        f"{what} needs a GPU of compute capability {least}, this one has {capability}; {remedy}"
+        f"{feature} needs a GPU of compute capability {least}, this one has {capability}; {remedy}"
     ]
 
 
 def shown(value: object) -> str:
-    """A value and its type on one line, short."""
+    """A value and its type as one short line."""
     try:
         text = " ".join(repr(value).split())
     except Exception as error:  # raised by a user's class
-        text = f"what raises {type(error).__name__} when it is printed"
+        text = f"an object whose repr raises {type(error).__name__}"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -43,7 +43,7 @@ class LoraSection(Section):
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 64
     """The adapter's output is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapter's input while training; above 0 trainer and sampler differ."""
+    """Dropout on the adapter's input while training; above 0, trainer and sampler differ."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Names of linear layers, in the language model only while the vision tower is frozen."""
     init_seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
@@ -96,9 +96,9 @@ class PolicySetup:
     state_kind: StateKind = "post_norm"
     """Which hidden states the renderer takes; one of the policy's `state_kinds`."""
     template: PromptTemplate | None = None
-    """How the renderer asks its text encoder; None: the policy's own words."""
+    """The renderer's prompt template; None: the policy uses its own prompt."""
     negative_prompt: str | None = None
-    """Words of the renderer's unconditional branch; None: it uses none."""
+    """Prompt of the renderer's unconditional branch; None: it has none."""
     temperature: float = 1.0
     """Sampling temperature of completions, > 0; the trainer divides its logits by it."""
     max_completion_tokens: int = 256
@@ -124,9 +124,9 @@ class Policy(RunPlugin[PolicyConfigT]):
     Config: ClassVar[type[Section]] = PolicyConfig
 
     emits: ClassVar[Set[ActionKind]]
-    """What it can hand to a renderer."""
+    """Kinds of actions that it can pass to a renderer."""
     state_kinds: ClassVar[Set[StateKind]] = frozenset({"post_norm"})
-    """Where it can take hidden states from."""
+    """Kinds of hidden states that it can pass to a renderer."""
     needs: ClassVar[Set[str]] = frozenset()
     """What each sample must have, in the names of `DataSource.provides`; a picture is needed only
     if the renderer's template shows one."""
@@ -148,13 +148,13 @@ class Policy(RunPlugin[PolicyConfigT]):
     image_vocabulary: ImageVocabulary | None = None
     """Token ids by which an engine constrains completions to `Prompt.grid`; None: no constraint."""
     image_pixel_bounds: tuple[int, int] | None = None
-    """(smallest, largest) area of a prompt's picture, px; None: an engine is given no pictures."""
+    """(smallest, largest) area of a prompt's picture, px; None: engines get no pictures."""
     max_pictures: int = 1
     """Most pictures in one prompt, if prompts have any."""
     adapts_vision_tower: bool = False
-    """Whether its adapter reaches beyond the language model."""
+    """Whether its adapter also adapts layers outside the language model."""
     reads_states: bool = False
-    """Whether `decode_actions` needs what the module's forward gives."""
+    """Whether `decode_actions` needs the outputs of the module's forward."""
     own_max_pictures: ClassVar[int] = 1
     """Most source pictures of a sample if the renderer has no prompt template."""
     starts_as_stock: ClassVar[bool] = False
@@ -194,7 +194,7 @@ class Policy(RunPlugin[PolicyConfigT]):
         """`text` as if the policy had written it and stopped; its sampler log-probs are zeros."""
 
     def pass_through_completion(self, sample: Sample) -> Completion | None:
-        """The bare arm: the user's own words, as if the policy added nothing; None: no bare arm."""
+        """The bare arm's completion: the user's own words with nothing added; None: no bare arm."""
         return None
 
     def cut_thought(self, prompt: Prompt) -> Prompt | None:
@@ -207,7 +207,7 @@ class Policy(RunPlugin[PolicyConfigT]):
         return completion
 
     def stock_arms(self, prompt: Prompt) -> Mapping[str, tuple[Prompt, Completion]]:
-        """By name ('stock', and variants), what the renderer's own pipeline would read for the
+        """Name ('stock' and variants) -> what the renderer's own pipeline would read for the
         user's words. Drawn once a run on held-out samples, inside `reference()`. {}: none."""
         return {}
 
@@ -237,7 +237,7 @@ class Policy(RunPlugin[PolicyConfigT]):
         recomputation; 0: unknown. For the metric `work/mfu`."""
         return 0.0
 
-    # --- what an inference engine asks --------------------------------------------------------
+    # --- for inference engines ----------------------------------------------------------------
 
     @abstractmethod
     def engine_folder(self) -> str:
@@ -257,12 +257,12 @@ class Policy(RunPlugin[PolicyConfigT]):
 
     @abstractmethod
     def reference(self) -> AbstractContextManager[None]:
-        """Inside, the module is the policy as it was before training."""
+        """Inside this context, the module is the policy as it was before training."""
 
     @abstractmethod
     def export_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> PolicyWeights:
-        """`tensors`: the trainable parameters, whole, keyed as in `module.named_parameters()`."""
+        """`tensors`: the trainable parameters, unsharded, keyed as in `named_parameters()`."""
 
     @abstractmethod
     def save_pretrained(self, folder: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """PEFT adapter (LoRA) or transformers folder (full) from the same tensors."""
+        """Write a PEFT adapter (LoRA) or transformers folder (full) from the same tensors."""

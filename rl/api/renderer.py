@@ -32,7 +32,7 @@ class Renderer(ModelRunner[ConfigT]):
     runs_model: ClassVar[bool] = True
     """False: constructing it loads no model, so it is tested on made-up jobs before a run."""
     needs_source: ClassVar[bool] = False
-    """Whether it edits: a run whose data brings no source pictures is refused."""
+    """True: it edits, and a run whose data has no source pictures is refused."""
     reads_transparency: ClassVar[bool] = False
     """True: a sample's transparent sources stay RGBA; False: they are composited on white."""
 
@@ -40,7 +40,7 @@ class Renderer(ModelRunner[ConfigT]):
     """Width of the hidden states it reads; None when it reads none."""
 
     def __init__(self, config: ConfigT, resources: Resources) -> None:
-        """Called once per rank before the first iteration. ValueError: what the user can fix."""
+        """Called once per rank before the first iteration. Raises ValueError for user errors."""
         self.config = config
 
     @classmethod
@@ -56,7 +56,7 @@ class Renderer(ModelRunner[ConfigT]):
 
     @classmethod
     def state_dim_of(cls, config: ConfigT) -> Count | None:
-        """Width of the hidden states it will read, before it is loaded; None: unknown, or none."""
+        """Width of the hidden states it reads, known before loading; None: unknown, or none."""
         return None
 
     def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""A reward is a function of a picture, or a class derived from `Reward` (see docs/plugins.md).
+"""The interface of rewards: functions of a picture, or `Reward` classes (example: docs/plugins.md).
 
 Axes in names: `_G` completions of a group.
 """
@@ -22,7 +22,7 @@ Score = RewardOutput | float | None
 
 
 class Reward(ModelRunner[ConfigT]):
-    """A plugin of `rl/rewards`: what an episode is worth, in [0, 1].
+    """A plugin of `rl/rewards`: it grades an episode in [0, 1].
 
     Implement `grade` or, for a reward that compares pictures, `score_group`.
     """
@@ -93,8 +93,8 @@ class RewardFunction:
         def grade(reward: Reward, reward_input: RewardInput) -> Score | Awaitable[Score]:
             return function(reward_input)
 
-        home = {"__module__": getattr(function, "__module__", "")}
-        members = {**vars(self), **home, "grade": wraps(function)(grade)}
+        module_name = {"__module__": getattr(function, "__module__", "")}
+        members = {**vars(self), **module_name, "grade": wraps(function)(grade)}
         return type(getattr(function, "__name__", "the function"), (Reward,), members)
 
 
@@ -139,20 +139,20 @@ def checked_output(score: object, unit_parts: Set[str] = frozenset()) -> RewardO
             raise ValueError(f"part {name!r}: {error}") from None
     for name in sorted(unit_parts):
         if name not in parts or not 0 <= parts[name] <= 1:
-            found = parts.get(name, "nothing")
-            raise ValueError(f"part {name!r} is declared in unit_parts (0..1), found {found}")
+            reported = parts.get(name, "nothing")
+            raise ValueError(f"part {name!r} is declared in unit_parts (0..1), found {reported}")
     return replace(output, value=value, parts=parts)
 
 
-def _number(what: str, value: object) -> float:
+def _number(label: str, value: object) -> float:
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
-    words = f"{what} is {shown(value)}; expected a finite number, alone or as "
-    words += "RewardOutput(value, parts)"
+    message = f"{label} is {shown(value)}; expected a finite number, alone or as "
+    message += "RewardOutput(value, parts)"
     if inspect.isgenerator(value):
-        words += ": write `return` instead of `yield`"
+        message += ": write `return` instead of `yield`"
     elif callable(getattr(value, "item", None)):
-        words += ": call `.item()` on it"
+        message += ": call `.item()` on it"
     elif callable(value):
-        words += ": call it"
-    raise TypeError(words)
+        message += ": call it"
+    raise TypeError(message)

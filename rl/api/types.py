@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ActionKind = Literal["hidden_states", "text", "image_tokens"]
-"""What a policy can hand to a renderer, and what a renderer can take."""
+"""What a policy can pass to a renderer, and what a renderer can take."""
 
 StateKind = Literal["post_norm", "pre_norm"]
 """Last hidden states after the language model's final norm, or before it."""
@@ -65,9 +65,9 @@ class Sample:
     category: str = ""
     """Free label; metrics are also shown per category on held-out data."""
     reference: str | None = None
-    """A right completion where one is known; only measures renderer drift, never trained on."""
+    """A correct completion, if known; it only measures renderer drift and is never trained on."""
     hidden: Mapping[str, Any] = field(default_factory=dict)
-    """What rewards may see and the policy may not (answers, labels)."""
+    """Values for rewards that the policy must not see (answers, labels)."""
 
     @property
     def source(self) -> Image | None:
@@ -124,13 +124,13 @@ class PromptTemplate:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A sample as the policy reads it. Token ids are the truth; text is never re-tokenised."""
+    """A sample as the policy reads it. Only token ids are used; text is never re-tokenised."""
 
     sample: Sample
     token_ids: tuple[int, ...]
     """Every image expanded to its number of image tokens."""
     images: tuple[Image, ...] = ()
-    """Pictures as both processors see them (already resized)."""
+    """Resized pictures, as the processors of policy and renderer get them."""
     model_inputs: Mapping[str, Any] = field(default_factory=dict)
     """Per-prompt tensors for the policy's forward (`pixel_values`, `image_grid_thw`, ...)."""
     num_dropped_tokens: int = 0
@@ -142,7 +142,7 @@ class Prompt:
 
     @property
     def plain(self) -> Prompt:
-        """The prompt for words without a thought before them: the bare arm's, reference words."""
+        """The prompt for words without a thought (bare arm, reference completions)."""
         return self.without_thought or self
 
 
@@ -181,7 +181,7 @@ class Action:
     payload: HiddenStates | str | Any | None
     """What the renderer takes (its `accepts` kind); None when `failure` is set, and in episodes."""
     failure: str | None = None
-    """Why nothing can be rendered, in words (-> POLICY_FAILED)."""
+    """Why nothing can be rendered (-> POLICY_FAILED)."""
     thought: str = ""
     """The thought at the beginning of `text`, its marker included; the renderer never gets it."""
     num_thought_tokens: int = 0
@@ -192,7 +192,7 @@ class Action:
 
     @property
     def words(self) -> str:
-        """What was written after the thought."""
+        """The text after the thought."""
         return self.text.removeprefix(self.thought)
 
 
@@ -224,17 +224,17 @@ class RewardInput:
     image: Image | None
     """The rendered picture (None for the `none` renderer)."""
     thought: str = ""
-    """The beginning of `text` that was thought before writing, its marker included."""
+    """The thought at the beginning of `text`, its marker included."""
 
     @property
     def words(self) -> str:
-        """What was written after the thought: what the renderer was given."""
+        """The text after the thought, which the renderer got."""
         return self.text.removeprefix(self.thought)
 
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """One reward's verdict on one episode."""
+    """One reward's result for one episode."""
 
     value: float | None
     """In [0, 1]; None when it could not be graded (`failure` says why)."""
@@ -245,7 +245,7 @@ class RewardOutput:
     failure: str | None = None
     """Why `value` is None; starts with a short stable word (`timeout: ...`), for counting."""
     seconds: float = 0.0
-    """Wall time from request to verdict, s."""
+    """Wall time from request to result, s."""
     traceback: str = ""
     """Traceback of the reward's exception; set by the rollout, never by a reward."""
 
@@ -278,7 +278,7 @@ class TrainSequence:
     """What the loss needs of a graded completion of T tokens."""
 
     loss_mask: tuple[bool, ...]
-    """[T] which of them carry loss; never used as an attention mask."""
+    """[T] which tokens carry loss; never used as an attention mask."""
     advantage: float
     sampler_logprobs: tuple[float, ...]
     """[T] nats, from the engine."""
@@ -292,7 +292,7 @@ Row = tuple[Prompt, Sequence[int]]
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """Where one group lies in a packed row: its prompt, then its completions, nothing between."""
+    """Position of one group in a packed row: its prompt, directly followed by its completions."""
 
     start: int
     """Position of the prompt's first token."""
@@ -310,12 +310,12 @@ class TokenBatch:
     groups: tuple[PackedGroup, ...]
     """Together they cover the row; their completions, in order, are the B rows of the batch."""
     model_inputs: Mapping[str, Any]
-    """What else the policy's own module reads (`position_ids`, `pictures`, `forced`)."""
+    """Further inputs of the policy's module (`position_ids`, `pictures`, `forced`)."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenOutputs:
-    """What one forward over a `TokenBatch` gives."""
+    """The outputs of one forward over a `TokenBatch`."""
 
     logprobs: torch.Tensor
     """[B, C] float32, nats, log pi(token | before) at the sampling temperature; 0 where padded."""

@@ -15,7 +15,7 @@ from rl.api.reward import Reward
 from rl.api.types import RewardInput, Sample
 from rl.build import Plugin, Resolved, row_rules
 from rl.check.compatibility import READABLE
-from rl.check.dry_run import graded, made_up
+from rl.check.dry_run import grade_once, made_up_input
 from rl.console.console import duration
 from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
 from rl.judge.dialect import Dialect
@@ -27,65 +27,66 @@ T = TypeVar("T")
 
 SHOWN_REPLY_CHARS = 300
 START_PATIENCE_S = 60.0
-"""Longest wait for a judge that has too many requests, or is down between two questions."""
+"""Longest wait for a judge that has too many requests, or that fails between two questions."""
 
 
 @dataclass
 class Heard:
-    """The outcome."""
+    """The result of asking the judge."""
 
     problems: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    """The answers, and which places are down though others are not."""
+    """A line per answering reward and, if some endpoint answers, per endpoint that is down."""
     dialects: dict[str, Dialect] = field(default_factory=dict)
-    """By place."""
+    """API base -> dialect."""
 
 
 async def ask_judge(
     resolved: Resolved, api_bases: Sequence[str], wait_s: float, sample: Sample | None = None
 ) -> Heard:
-    """`wait_s`: how long a judge that is still starting has. `sample`: of the run's data; what it
-    lacks is made up, and the picture to be graded is its source, as if nothing had been edited."""
-    heard, down = Heard(), []
-    for answered in await asyncio.gather(
+    """Let each reward ask each endpoint about one picture. `wait_s`: limit for a starting judge.
+    `sample`: of the run's data; missing fields are made up, and its source is the graded picture.
+    """
+    result, down = Heard(), []
+    for base_result in await asyncio.gather(
         *(_ask_base(resolved, base, wait_s, sample) for base in api_bases)
     ):
-        if isinstance(answered, JudgeUnreachableError):
-            down.append(str(answered))
+        if isinstance(base_result, JudgeUnreachableError):
+            down.append(str(base_result))
             continue
-        heard.problems += answered.problems
-        heard.lines += answered.lines
-        heard.dialects |= answered.dialects
-    if heard.dialects:
-        heard.lines += down
+        result.problems += base_result.problems
+        result.lines += base_result.lines
+        result.dialects |= base_result.dialects
+    if result.dialects:
+        result.lines += down
     else:
-        heard.problems += down
-    return heard
+        result.problems += down
+    return result
 
 
 async def _ask_base(
     resolved: Resolved, base: str, wait_s: float, sample: Sample | None
 ) -> Heard | JudgeUnreachableError:
-    # A run waits out e.g. a spent quota; before a run it is reported.
+    # A run waits until e.g. a quota is renewed; before a run, that is a problem to report.
     config = resolved.config.judge
     patience_s = min(config.max_outage_s, config.timeout_s, START_PATIENCE_S)
     try:
         client = JudgeClient(config.model_copy(update={"max_outage_s": patience_s}), base)
     except ValueError as error:  # a key, a proxy or certificates of the environment
         return Heard([f"judge: {error}"])
-    heard = Heard(dialects=client.dialects())
+    result = Heard(dialects=client.dialects())
     try:
         await client.check_health(wait_s)
         for plugin in resolved.rewards.values():
             if plugin.cls.needs_judge:
-                await _ask_reward(resolved, plugin, client, base, sample, heard)
+                await _ask_reward(resolved, plugin, client, base, sample, result)
     except JudgeUnreachableError as error:
         return error
     except JudgeError as error:
-        heard.problems.append(f"judge: {error}")
+        result.problems.append(f"judge: {error}")
     finally:
         await client.aclose()
-    return heard
+    return result
 
 
 async def _ask_reward(
@@ -94,41 +95,41 @@ async def _ask_reward(
     client: JudgeClient,
     base: str,
     sample: Sample | None,
-    heard: Heard,
+    result: Heard,
 ) -> None:
     if plugin.cls.runs_model or (sample is None and plugin.cls.needs - READABLE):
-        why = "loads a model" if plugin.cls.runs_model else "reads hidden keys of the data"
-        heard.lines.append(f"{plugin.key}: not asked, since it {why}")
+        reason = "loads a model" if plugin.cls.runs_model else "reads hidden keys of the data"
+        result.lines.append(f"{plugin.key}: not asked, since it {reason}")
         return
     judge = _RecordingJudge(client)
     limit_s = 2 * client.config.timeout_s
     started = time.monotonic()
     try:
         async with asyncio.timeout(limit_s):
-            inputs = _reward_input(resolved, sample)
-            output, problems = await graded(plugin, Resources(judge, "cpu"), inputs)
+            reward_input = _reward_input(resolved, sample)
+            output, problems = await grade_once(plugin, Resources(judge, "cpu"), reward_input)
     except TimeoutError:
-        why = f"did not answer within {limit_s:g} s{_remedy('timeout', client)}"
-        output, problems = None, [f"{plugin.key}: {base} {why}"]
+        reason = f"did not answer within {limit_s:g} s{_remedy('timeout', client)}"
+        output, problems = None, [f"{plugin.key}: {base} {reason}"]
     failed = [answer for answer in judge.answers if answer.failure]
     if failed and not problems:
         problems = [f"{plugin.key}: {base} {_why_unusable(failed[0], client)}"]
-    heard.problems += problems
+    result.problems += problems
     if output is not None and not problems:
-        taken = duration(time.monotonic() - started)
+        took = duration(time.monotonic() - started)
         unreadable = sum(len(answer.replies) - 1 for answer in judge.answers)
-        heard.lines.append(
-            f"{plugin.key}: {base} answered {len(judge.answers)} questions in {taken}"
+        result.lines.append(
+            f"{plugin.key}: {base} answered {len(judge.answers)} questions in {took}"
             + (f", {unreadable} replies unreadable" if unreadable > 0 else "")
             + (f", {output.failure}" if output.value is None else f", value {output.value:.3g}")
         )
 
 
-def _why_unusable(failed: Answer[Any], client: JudgeClient) -> str:
-    failure, config = str(failed.failure), client.config
-    if not failed.replies:
+def _why_unusable(answer: Answer[Any], client: JudgeClient) -> str:
+    failure, config = str(answer.failure), client.config
+    if not answer.replies:
         return f"gave no answer: {failure}{_remedy(failure, client)}"
-    reply = shown(failed.replies[-1], SHOWN_REPLY_CHARS) or "(nothing)"
+    reply = shown(answer.replies[-1], SHOWN_REPLY_CHARS) or "(nothing)"
     return (
         f"answers, but not as asked: {failure}; it said: {reply}\nRemedy: set "
         "judge.guided_json='always' if the endpoint takes it; raise judge.max_tokens="
@@ -148,7 +149,7 @@ def _remedy(failure: str, client: JudgeClient) -> str:
 
 
 class _RecordingJudge:
-    """The judge; keeps its answers."""
+    """Passes questions to the judge and keeps its answers."""
 
     def __init__(self, client: JudgeClient) -> None:
         self.config = client.config
@@ -164,18 +165,18 @@ class _RecordingJudge:
 
 
 def _reward_input(resolved: Resolved, sample: Sample | None) -> RewardInput:
-    """Without a `sample`: noise as large as the largest picture for the judge, since its PNG has
-    about as many bytes as a photo's, and as many sources as any row has."""
+    """The input to grade. Without a `sample`: as many sources as any row has, all of noise in the
+    largest size that the judge gets, because its PNG has about as many bytes as a photo's."""
     from PIL import Image
 
     side_px = resolved.config.judge.image_side_px
     pixels = random.Random(0).randbytes(side_px * side_px)
-    made = made_up(resolved, Image.frombytes("L", (side_px, side_px), pixels).convert("RGB"))
+    fake = made_up_input(resolved, Image.frombytes("L", (side_px, side_px), pixels).convert("RGB"))
     if sample is None:
         plugins = [*resolved.train, *resolved.validation]
-        most = max((plugin.cls.most_pictures(plugin.config) or 1 for plugin in plugins), default=1)
-        most = min(row_rules(resolved).max_pictures or 1, most)
-        return replace(made, sample=replace(made.sample, sources=made.sample.sources * most))
-    sources = sample.sources or made.sample.sources
-    full = replace(sample, sources=sources, target=sample.target or made.sample.target)
-    return replace(made, sample=full, image=made.image and (full.source or made.image))
+        limit = max((plugin.cls.most_pictures(plugin.config) or 1 for plugin in plugins), default=1)
+        limit = min(row_rules(resolved).max_pictures or 1, limit)
+        return replace(fake, sample=replace(fake.sample, sources=fake.sample.sources * limit))
+    sources = sample.sources or fake.sample.sources
+    filled = replace(sample, sources=sources, target=sample.target or fake.sample.target)
+    return replace(fake, sample=filled, image=fake.image and (filled.source or fake.image))

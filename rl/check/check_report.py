@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rl import build
 from rl.check import compatibility
 from rl.check.ask_judge import ask_judge
-from rl.check.dry_run import dry_problems, tried
+from rl.check.dry_run import dry_problems, plugins_to_try
 from rl.check.memory_remedies import memory_problems
 from rl.check.no_effect import doubtful, no_effect
 from rl.check.resume import check_resume
@@ -39,17 +39,17 @@ def problems(config: RunConfig) -> list[str]:
         return list(error.problems)
     if unusable := folder_problems(config.run_dir):
         return unusable
-    found = compatibility.compatibility_problems(resolved) + _resume(config)[1]
-    return found or dry_problems(resolved)
+    config_problems = compatibility.compatibility_problems(resolved) + _resume(config)[1]
+    return config_problems or dry_problems(resolved)
 
 
 def remarks(resolved: build.Resolved) -> dict[str, list[str]]:
-    """Title -> 'key: why' for each key that has no effect, or probably not the intended one."""
-    found = {
+    """Title -> 'key: why' for each key without effect, or probably without the intended effect."""
+    lines_by_title = {
         "set, and without effect here": no_effect(resolved),
-        "set, and hardly meant": doubtful(resolved),
+        "set, and probably a mistake": doubtful(resolved),
     }
-    return {title: lines for title, lines in found.items() if lines}
+    return {title: lines for title, lines in lines_by_title.items() if lines}
 
 
 def problems_here(
@@ -62,8 +62,8 @@ def problems_here(
     `num_ranks` ranks start, or in its host memory of `host_gb` (None: unknown). Memory is not
     checked if the policy is on no GPU. Call `problems` first."""
     resolved = build.resolve(config)
-    if lacking := machine_problems(resolved, starts=True):
-        return lacking
+    if missing := machine_problems(resolved, starts=True):
+        return missing
     own_gb = smallest_gpu_gb(resolved, machine, num_ranks)
     if own_gb is None:
         return []
@@ -72,8 +72,8 @@ def problems_here(
         return smallest_gpu_gb(resolved, machine, num_ranks, device) or math.inf
 
     on_host = footprint.host_footprint(resolved, own_gb, num_ranks)
-    found = memory_problems(resolved, own_gb, size_of)
-    return found or memory_plan.host_problems(on_host, num_ranks, host_gb)
+    misfits = memory_problems(resolved, own_gb, size_of)
+    return misfits or memory_plan.host_problems(on_host, num_ranks, host_gb)
 
 
 def smallest_gpu_gb(
@@ -82,15 +82,15 @@ def smallest_gpu_gb(
     """Memory in GB of the smallest GPU of `machine` that `device` resolves to on any rank ('auto':
     the policy's GPU); None if `device` is no GPU."""
     stated = footprint.policy_device(resolved)
-    owns = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
-    places = {placement.resolve_device(device, own) for own in owns}
-    sizes_gb = (gb for index, gb in enumerate(machine.cuda_gb) if f"cuda:{index}" in places)
+    rank_devices = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
+    devices = {placement.resolve_device(device, rank_device) for rank_device in rank_devices}
+    sizes_gb = (gb for index, gb in enumerate(machine.cuda_gb) if f"cuda:{index}" in devices)
     return min(sizes_gb, default=None)
 
 
 def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str, int]:
-    """(report, exit code: 1 when something is wrong); the report's last lines list what is wrong.
-    `online`: also ask the judge."""
+    """(report, exit code: 1 if there are problems); the report's last lines list them. `online`:
+    also ask the judge."""
     try:
         resolved = build.resolve(config)
     except ConfigError as error:
@@ -121,43 +121,43 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
         "this machine": machine_lines(resolved),
         **remarks(resolved),
     }
-    found = [*compatibility.compatibility_problems(resolved), *unfit, *conflicts]
-    found += machine_problems(resolved)
-    keys = []
-    if not found:
-        found = dry_problems(resolved)
-        keys = [
-            plugin.key for plugin in tried(resolved) if not plugin.cls.__module__.startswith("rl.")
+    failures = [*compatibility.compatibility_problems(resolved), *unfit, *conflicts]
+    failures += machine_problems(resolved)
+    tried_keys = []
+    if not failures:
+        failures = dry_problems(resolved)
+        tried_keys = [
+            p.key for p in plugins_to_try(resolved) if not p.cls.__module__.startswith("rl.")
         ]
-    if keys:
-        blocks[f"tried on made-up inputs, so that their code has run: {', '.join(keys)}"] = []
-    if online and not found:
+    if tried_keys:
+        blocks[f"tried on made-up inputs, so that their code has run: {', '.join(tried_keys)}"] = []
+    if online and not failures:
         judge, lines = config.judge, ["no reward asks one"]
         if resolved.needs_judge and judge.start_command:
-            lines = ["not asked now: the run starts the judge, and asks it then"]
+            lines = ["not asked now: the run starts the judge and then asks it"]
         elif resolved.needs_judge:
-            heard = asyncio.run(ask_judge(resolved, resolve_api_bases(judge.api_base), wait_s=0.0))
-            lines, found = heard.lines or ["none answered"], heard.problems
+            check = asyncio.run(ask_judge(resolved, resolve_api_bases(judge.api_base), wait_s=0.0))
+            lines, failures = check.lines or ["none answered"], check.problems
         blocks["judge, asked now"] = lines
-    last, code = _verdict(found, footprint.unknowns(resolved))
+    verdict, code = _verdict(failures, footprint.unknowns(resolved))
     lines = ["\n  ".join([title, *block]) for title, block in blocks.items()]
-    return "\n".join([*lines, last]), code
+    return "\n".join([*lines, verdict]), code
 
 
-def _verdict(found: list[str], unknowns: list[str]) -> tuple[str, int]:
-    if found:
-        return f"{len(found)} wrong\n{listed(found)}", 1
+def _verdict(problems: list[str], unknowns: list[str]) -> tuple[str, int]:
+    if problems:
+        return f"{len(problems)} wrong\n{listed(problems)}", 1
     if unknowns:
-        what = " and ".join(unknown.partition(":")[0] for unknown in unknowns)
-        return f"no mistake found; whether it fits its GPUs is unknown ({what}: see above)", 0
+        parts = " and ".join(unknown.partition(":")[0] for unknown in unknowns)
+        return f"no mistake found; whether it fits its GPUs is unknown ({parts}: see above)", 0
     return "nothing is wrong", 0
 
 
 def _batch_lines(resolved: build.Resolved) -> list[str]:
     config, ranks = resolved.config, resolved.config.world_size
     completions = config.prompts_per_iteration * config.generations_per_prompt
-    draws = resolved.renderer.cls.makes_images
-    pictures = completions * config.images_per_completion if draws else 0
+    makes_images = resolved.renderer.cls.makes_images
+    pictures = completions * config.images_per_completion if makes_images else 0
     counts = {
         "prompts": config.prompts_per_iteration,
         "completions": completions,
@@ -166,7 +166,7 @@ def _batch_lines(resolved: build.Resolved) -> list[str]:
     }
     optimizer = config.optimizer
     per_update = completions / ranks / optimizer.updates_per_iteration
-    kept, why = footprint.kept_tokens(resolved)
+    num_kept, why = footprint.kept_tokens(resolved)
     return [
         *(
             f"{name:<20} {count:>8g} an iteration {count / ranks:>8g} on each of {ranks} ranks"
@@ -176,7 +176,7 @@ def _batch_lines(resolved: build.Resolved) -> list[str]:
         f"{per_update:g} completions a rank",
         f"{'forwards':<20} in rows of up to {optimizer.max_tokens_per_micro_batch} tokens; a group "
         f"is {footprint.group_tokens(resolved)} at the most",
-        f"{'kept for backward':<20} {kept} tokens on each rank, "
+        f"{'kept for backward':<20} {num_kept} tokens on each rank, "
         + (f"not all ({why})" if why else "all there can be"),
         f"{'whole run':<20} {_length(resolved)}",
     ]
@@ -188,10 +188,10 @@ def _length(resolved: build.Resolved) -> str:
     counts = [plugin.cls.count(plugin.config) for plugin in resolved.train]
     num_samples = sum(count or 0 for count in counts)
     lengths = {"iterations": config.num_iterations, "epochs": config.num_epochs}
-    given = [f"{number:g} {what}" for what, number in lengths.items() if number is not None]
-    if len(given) != 1 or None in counts or not num_samples:
-        stated = " and ".join(given) or "no length stated"
-        return f"{stated}; the number of samples is not known before they are loaded"
+    stated = [f"{number:g} {unit}" for unit, number in lengths.items() if number is not None]
+    if len(stated) != 1 or None in counts or not num_samples:
+        text = " and ".join(stated) or "no length stated"
+        return f"{text}; the number of samples is not known before they are loaded"
     iterations, prompts = build.num_iterations(config, num_samples), config.prompts_per_iteration
     return (
         f"{iterations} iterations of {prompts} prompts = {iterations * prompts / num_samples:.3g} "
@@ -225,13 +225,13 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         f"to {judge.max_concurrency * config.world_size} in flight, {judge.max_attempts} tries each"
     )
     if every := evaluation.every_n_iterations:
-        draws = resolved.renderer.cls.makes_images
+        makes_images = resolved.renderer.cls.makes_images
         cuts_thoughts = evaluation.thought_gain and resolved.policy.config.thought is not None
         arms = 1 + evaluation.reference_drift + cuts_thoughts
-        arms += draws and config.bare_arm != "never"
+        arms += makes_images and config.bare_arm != "never"
         held_out = evaluation.num_samples * per_sample
         lines.append(f"held-out run: up to {held_out * arms} more every {every} iterations")
-        if draws and evaluation.stock_arm and not resolved.policy.cls.starts_as_stock:
+        if makes_images and evaluation.stock_arm and not resolved.policy.cls.starts_as_stock:
             lines.append(f"stock arm: {2 * held_out} more, once")
     return lines
 
@@ -271,19 +271,19 @@ def _table(planned: Plan) -> list[str]:
 
 def _resume(config: RunConfig) -> tuple[str, list[str]]:
     """(state of the run folder, problems that prevent resuming from it)."""
-    found = find(config.run_dir, hashes=False)
-    if found.problem:
-        return "cannot go on", [f"run_name: {found.problem}"]
-    if found.path is None:
-        recorded = (config.run_dir / "metrics.jsonl").is_file()
-        return "starts afresh" + (", and sets aside what is recorded there" * recorded), []
+    checkpoint = find(config.run_dir, hashes=False)
+    if checkpoint.problem:
+        return "cannot go on", [f"run_name: {checkpoint.problem}"]
+    if checkpoint.path is None:
+        has_records = (config.run_dir / "metrics.jsonl").is_file()
+        return "starts afresh" + (", and sets aside the old records" * has_records), []
     remember(config.judge.api_key_env)
-    today = scrubbed(config.model_dump(mode="json"))
-    words = "cannot go on"
+    current = scrubbed(config.model_dump(mode="json"))
+    text = "cannot go on"
     try:
-        state = read_state(found.path)
-        words = "; ".join((f"goes on after {state['iteration']} iterations", *found.remarks))
-        noted = check_resume(state["meta"]["config"], today)
+        state = read_state(checkpoint.path)
+        text = "; ".join((f"goes on after {state['iteration']} iterations", *checkpoint.remarks))
+        changes = check_resume(state["meta"]["config"], current)
     except ValueError as error:
-        return words, [f"run_name: {error}"]
-    return words + (f" (changed: {', '.join(noted)})" if noted else ""), []
+        return text, [f"run_name: {error}"]
+    return text + (f" (changed: {', '.join(changes)})" if changes else ""), []

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rl.build import Plugin, Resolved
 
 RANKS_OF_A_NODE = 8
-"""More ranks than this are taken to be on several machines."""
+"""The most ranks that one machine is assumed to have."""
 READABLE = frozenset({"source", "image", "target", "text", "reference"})
 """Names that a reward may put in `needs`; any other name is a key of `Sample.hidden`."""
 
@@ -30,9 +30,9 @@ def compatibility_problems(resolved: Resolved) -> list[str]:
 
 
 def plugin_problems(resolved: Resolved) -> list[str]:
-    """The same, without the checks of the data."""
+    """`compatibility_problems` without those of the data sources."""
     return [
-        *_room_problems(resolved),
+        *_model_problems(resolved),
         *_reward_problems(resolved),
         *_judge_problems(resolved),
         *_learning_problems(resolved),
@@ -40,11 +40,11 @@ def plugin_problems(resolved: Resolved) -> list[str]:
     ]
 
 
-def _own_problems(plugin: Plugin[Any], given: object) -> Iterable[str]:
-    """Problems that a plugin reports of its own section, given the config or the row rules."""
-    problems, wrong = ask_plugin(plugin, "problems", given)
-    mark = ": " if isinstance(given, RowRules) else "."
-    yield from (f"{plugin.key}{mark}{problem}" for problem in problems or ())
+def _own_problems(plugin: Plugin[Any], context: object) -> Iterable[str]:
+    """Problems that a plugin reports; `context`: the config, or the row rules for a data source."""
+    problems, wrong = ask_plugin(plugin, "problems", context)
+    separator = ": " if isinstance(context, RowRules) else "."
+    yield from (f"{plugin.key}{separator}{problem}" for problem in problems or ())
     yield from wrong
 
 
@@ -54,10 +54,10 @@ def _sources_without(resolved: Resolved, need: str) -> str:
     return ", ".join(s.key for s in sources if need not in s.cls.provides(s.config))
 
 
-def _room_problems(resolved: Resolved) -> Iterable[str]:
+def _model_problems(resolved: Resolved) -> Iterable[str]:
     policy, engine, renderer = resolved.policy, resolved.engine, resolved.renderer
     accepts, emits = renderer.cls.accepts, policy.cls.emits
-    sizes, reads = footprint.sizes(resolved), renderer.cls.state_dim_of(renderer.config)
+    sizes, width = footprint.sizes(resolved), renderer.cls.state_dim_of(renderer.config)
     if accepts not in emits:
         yield (
             f"renderer.type: {renderer.name} takes {accepts}, but policy {policy.name} emits "
@@ -69,10 +69,10 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
             f"policy {policy.name} gives {' or '.join(sorted(policy.cls.state_kinds))} ones; "
             "choose another policy or renderer"
         )
-    elif sizes is not None and reads is not None and sizes.model.width != reads:
+    elif sizes is not None and width is not None and sizes.model.width != width:
         yield (
             f"policy: the hidden states of {footprint.policy_weights(resolved)!r} are "
-            f"{sizes.model.width} wide, and {renderer.key} ({renderer.name}) reads {reads}; start "
+            f"{sizes.model.width} wide, and {renderer.key} ({renderer.name}) reads {width}; start "
             "from its text encoder (policy.model_path, policy.init_text_encoder_from)"
         )
     for need in sorted(policy.cls.needs):
@@ -89,28 +89,28 @@ def _room_problems(resolved: Resolved) -> Iterable[str]:
         )
     for plugin in (policy, engine, renderer):
         yield from _own_problems(plugin, resolved.config)
-    stated = engine.cls.memory(engine.config)
-    length = stated and stated.max_model_len
-    longest = resolved.config.sampling.max_completion_tokens
-    prompt = policy.config.max_prompt_tokens
-    if length is not None and length < prompt + longest:
+    memory = engine.cls.memory(engine.config)
+    context_len = memory and memory.max_model_len
+    completion_len = resolved.config.sampling.max_completion_tokens
+    prompt_len = policy.config.max_prompt_tokens
+    if context_len is not None and context_len < prompt_len + completion_len:
         yield (
-            f"engine.max_model_len: {length} tokens hold no prompt of {prompt} "
-            f"(policy.max_prompt_tokens) with a completion of {longest} "
-            f"(sampling.max_completion_tokens); needs {prompt + longest}"
+            f"engine.max_model_len: {context_len} tokens hold no prompt of {prompt_len} "
+            f"(policy.max_prompt_tokens) with a completion of {completion_len} "
+            f"(sampling.max_completion_tokens); needs {prompt_len + completion_len}"
         )
     thought = policy.config.thought
     if thought is not None and not policy.cls.thinks:
-        own = ": what it writes before its picture is its thought already"
-        own *= "image_tokens" in emits
-        yield f"policy.thought: policy {policy.name} reads none{own}; drop the key"
+        suffix = ": what it writes before its picture is its thought already"
+        suffix *= "image_tokens" in emits
+        yield f"policy.thought: policy {policy.name} reads none{suffix}; drop the key"
     if thought is not None and not thought.marker.strip():
         yield "policy.thought.marker: only white space; give words or a tag, e.g. '</think>'"
-    if thought is not None and (thought.max_tokens or 0) >= longest:
+    if thought is not None and (thought.max_tokens or 0) >= completion_len:
         yield (
             f"policy.thought.max_tokens: a thought of {thought.max_tokens} tokens leaves no room "
-            f"for words within sampling.max_completion_tokens = {longest}; lower the one or raise "
-            "the other"
+            f"for words within sampling.max_completion_tokens = {completion_len}; lower one or "
+            "raise the other"
         )
 
 
@@ -121,15 +121,15 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
     for name, plugin in resolved.rewards.items():
         known |= {f"{name}/{part}" for part in plugin.cls.unit_parts}
         if "image" in plugin.cls.needs and not resolved.renderer.cls.makes_images:
-            makes_none = f"renderer {resolved.renderer.name} makes none"
-            yield f"{plugin.key}: needs pictures, and {makes_none}; drop it or render"
+            no_pictures = f"renderer {resolved.renderer.name} makes none"
+            yield f"{plugin.key}: needs pictures, and {no_pictures}; drop it or render"
         for need in sorted(plugin.cls.needs - {"text", "image"}):
-            column = need if need in READABLE else f"hidden:{need}"
-            if lacking := _sources_without(resolved, column):
-                near = "".join(get_close_matches(need, sorted(READABLE - {need}), n=1))
+            provided = need if need in READABLE else f"hidden:{need}"
+            if lacking := _sources_without(resolved, provided):
+                match = "".join(get_close_matches(need, sorted(READABLE - {need}), n=1))
                 yield (
                     f"{plugin.key}: needs each sample's {need!r}, which {lacking} does not have; "
-                    "map a column to it" + (f", or is {near!r} meant?" if near else "")
+                    "map a column to it" + (f", or is {match!r} meant?" if match else "")
                 )
         yield from _own_problems(plugin, resolved.config)
     weights = resolved.config.final_reward.weights
@@ -163,16 +163,16 @@ def _judge_problems(resolved: Resolved) -> Iterable[str]:
 
 
 def _placement_problems(resolved: Resolved) -> Iterable[str]:
-    """Problems of the configured devices; the start of a run checks the machine's own devices."""
-    stated = resolved.policy.config.device
-    if "+" in stated:
+    """Problems of the configured devices; a start also checks them against this machine's."""
+    device = resolved.policy.config.device
+    if "+" in device:
         return [
-            f"policy.device: {stated!r} counts from the rank's own device, which is the policy's; "
+            f"policy.device: {device!r} counts from the rank's own device, which is the policy's; "
             "give 'auto', or the device itself"
         ]
     num_ranks = min(resolved.config.world_size, RANKS_OF_A_NODE)
-    owns = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
-    return placement.problems(claims(resolved), owns, machine=None)
+    rank_devices = [f"cuda:{rank}" if device == "auto" else device for rank in range(num_ranks)]
+    return placement.problems(claims(resolved), rank_devices, machine=None)
 
 
 def _learning_problems(resolved: Resolved) -> Iterable[str]:
@@ -207,10 +207,10 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
     prompts, ranks = config.prompts_per_iteration, config.world_size
     if prompts % ranks:
         below, above = prompts // ranks * ranks, -(-prompts // ranks) * ranks
-        near = f"{below} or {above}" if below else f"{above}"
+        multiples = f"{below} or {above}" if below else f"{above}"
         yield (
             f"prompts_per_iteration: {prompts} prompts cannot be shared by {ranks} ranks "
-            f"(world_size); use {near}"
+            f"(world_size); use {multiples}"
         )
     elif optimizer.updates_per_iteration > prompts // ranks:
         yield (
@@ -242,10 +242,10 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
         )
     template = renderer.cls.prompt_template(renderer.config)
     shows_picture = template is not None and template.needs_picture
-    tokens, most, room = 0, 0, policy.config.max_prompt_tokens
+    tokens, max_pictures, max_tokens = 0, 0, policy.config.max_prompt_tokens
     if template and template.image_area_px and resolved.config.data.on_bad_row == "error":
         tokens, wrong = ask_plugin(policy, "picture_tokens", template.image_area_px)
-        most = template.max_pictures
+        max_pictures = template.max_pictures
         yield from wrong
     for plugin in [*resolved.train, *resolved.validation]:
         yield from _own_problems(plugin, rules)
@@ -255,11 +255,11 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
                 f"{plugin.key}: renderer {renderer.name} edits pictures, and these samples have no "
                 "source; map a column to it"
             )
-        known = plugin.cls.most_pictures(plugin.config)
-        number = min(has_source if known is None else known, most)
-        if tokens and number * tokens >= room:
+        declared = plugin.cls.most_pictures(plugin.config)
+        num_pictures = min(has_source if declared is None else declared, max_pictures)
+        if tokens and num_pictures * tokens >= max_tokens:
             yield (
-                f"{plugin.key}: up to {number} source pictures of some {tokens} tokens each fill a "
-                f"prompt, and policy.max_prompt_tokens is {room}; raise it above "
-                f"{number * tokens}, or lower renderer.policy_image_area_px"
+                f"{plugin.key}: up to {num_pictures} source pictures of some {tokens} tokens each "
+                f"fill a prompt, and policy.max_prompt_tokens is {max_tokens}; raise it above "
+                f"{num_pictures * tokens}, or lower renderer.policy_image_area_px"
             )

@@ -1,4 +1,4 @@
-"""Runs outsiders' plugins once, on made-up inputs, before any model is loaded."""
+"""Runs plugins once on made-up inputs, before any model is loaded."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ROWS = ((3, 1.0), (1, -0.5))
 """(tokens, advantage) of two made-up completions."""
 
 
-def tried(resolved: Resolved) -> list[Plugin[Any]]:
+def plugins_to_try(resolved: Resolved) -> list[Plugin[Any]]:
     """The plugins that a dry run calls: rewards and renderers that ask no judge and load no model,
-    and data sources that read little. Hidden keys of data and the width of hidden states are
-    unknown, so rewards and renderers that read them are left out."""
+    and data sources that read little. Rewards that read hidden keys and renderers that read hidden
+    states are left out: the keys and the width of the states are unknown."""
     renderer = resolved.renderer.cls
     skips_renderer = renderer.runs_model or renderer.accepts == "hidden_states"
     return [
@@ -43,69 +43,68 @@ def tried(resolved: Resolved) -> list[Plugin[Any]]:
 
 def dry_problems(resolved: Resolved) -> list[str]:
     """One message for each plugin that raises or returns something unusable."""
-    found = []
-    for plugin in tried(resolved):
+    problems = []
+    for plugin in plugins_to_try(resolved):
         if issubclass(plugin.cls, Reward):
-            found += asyncio.run(graded(plugin, Resources(None, "cpu"), made_up(resolved)))[1]
+            inputs = made_up_input(resolved)
+            problems += asyncio.run(grade_once(plugin, Resources(None, "cpu"), inputs))[1]
         elif plugin is resolved.renderer:
-            found += _renderer(plugin, made_up(resolved).sample)
+            problems += _renderer_problems(plugin, made_up_input(resolved).sample)
         else:
             try:
                 [source] = build_data(resolved, [plugin])
             except ValueError as error:
-                found += str(error).split("\n")
+                problems += str(error).split("\n")
                 continue
-            what = f"{plugin.key}: closing {plugin.name}"
-            found += find.attempt(what, plugin.cls.close, source.close)[1]
-    return [*found, *_loss(resolved.config.algorithm)]
+            label = f"{plugin.key}: closing {plugin.name}"
+            problems += find.attempt(label, plugin.cls.close, source.close)[1]
+    return [*problems, *_loss_problems(resolved.config.algorithm)]
 
 
-async def graded(
+async def grade_once(
     plugin: Plugin[Reward], resources: Resources, inputs: RewardInput
 ) -> tuple[RewardOutput | None, list[str]]:
-    """Make a reward, grade one picture with it and close it. Returns its output (None if it
-    failed) and what is wrong with the reward. Raises `JudgeError`."""
-    what, make = (
-        f"{plugin.key}: making {plugin.name}",
-        partial(plugin.cls, plugin.config, resources),
-    )
-    reward, wrong = await asyncio.to_thread(find.attempt, what, plugin.cls.__init__, make)
+    """Create a reward, grade one picture with it and close it. Returns (its output, None if it
+    failed; the problems). Raises `JudgeError`."""
+    label = f"{plugin.key}: making {plugin.name}"
+    create = partial(plugin.cls, plugin.config, resources)
+    reward, wrong = await asyncio.to_thread(find.attempt, label, plugin.cls.__init__, create)
     if reward is None:
         return None, wrong
-    given = [inputs, inputs] if reward.scores_groups() else [inputs]
-    output, *_ = await scores(plugin.key, reward, given)
-    what = f"{plugin.key}: closing {plugin.name}"
-    _, wrong = await asyncio.to_thread(find.attempt, what, plugin.cls.close, reward.close)
+    inputs_G = [inputs, inputs] if reward.scores_groups() else [inputs]
+    output, *_ = await scores(plugin.key, reward, inputs_G)
+    label = f"{plugin.key}: closing {plugin.name}"
+    _, wrong = await asyncio.to_thread(find.attempt, label, plugin.cls.close, reward.close)
     if wrong:
         return None, wrong
     if not output.traceback:
         return output, []
-    had = ", ".join(name for name in ("source", "target") if getattr(inputs.sample, name))
-    sample = f"a made-up sample with {had or 'no pictures'}"
+    pictures = ", ".join(name for name in ("source", "target") if getattr(inputs.sample, name))
+    sample = f"a made-up sample with {pictures or 'no pictures'}"
     if inputs.image is None:
         sample += " and nothing rendered"
     return None, [f"{plugin.key}: on {sample}, {plugin.name} {output.failure}"]
 
 
-def made_up(resolved: Resolved, picture: Image | None = None) -> RewardInput:
-    """An input with the columns that all data sources provide; all its pictures are `picture`."""
+def made_up_input(resolved: Resolved, picture: Image | None = None) -> RewardInput:
+    """A reward's input with what all data sources provide; all its pictures are `picture`."""
     from PIL.Image import linear_gradient
 
     picture = picture or linear_gradient("L").resize((SIDE_PX, SIDE_PX)).convert("RGB")
     sources = [*resolved.train, *resolved.validation]
-    carried = frozenset.intersection(*(frozenset(p.cls.provides(p.config)) for p in sources))
+    columns = frozenset.intersection(*(frozenset(p.cls.provides(p.config)) for p in sources))
     sample = Sample(
         "made-up",
         "paint it red",
-        sources=(picture,) if "source" in carried else (),
-        target=picture if "target" in carried else None,
-        reference="a red square" if "reference" in carried else None,
+        sources=(picture,) if "source" in columns else (),
+        target=picture if "target" in columns else None,
+        reference="a red square" if "reference" in columns else None,
     )
-    draws = resolved.renderer.cls.makes_images
-    return RewardInput(sample, "a red square on a white floor", picture if draws else None)
+    makes_images = resolved.renderer.cls.makes_images
+    return RewardInput(sample, "a red square on a white floor", picture if makes_images else None)
 
 
-def _renderer(plugin: Plugin[Any], sample: Sample) -> list[str]:
+def _renderer_problems(plugin: Plugin[Any], sample: Sample) -> list[str]:
     from PIL.Image import Image
 
     payload: Any = "a red square"
@@ -115,14 +114,14 @@ def _renderer(plugin: Plugin[Any], sample: Sample) -> list[str]:
         payload = np.zeros((4, 4), np.int32)
     jobs = [RenderJob(sample, payload, noise_seed) for noise_seed in range(2)]
 
-    def drawn() -> list[Any]:
+    def draw() -> list[Any]:
         renderer = plugin.cls(plugin.config, Resources(None, "cpu"))
         outcomes = list(renderer.render(jobs))
         renderer.close()
         return outcomes
 
-    what = f"{plugin.key}: on made-up jobs, {plugin.name}"
-    outcomes, wrong = find.attempt(what, plugin.cls.render, drawn)
+    label = f"{plugin.key}: on made-up jobs, {plugin.name}"
+    outcomes, wrong = find.attempt(label, plugin.cls.render, draw)
     for outcome in outcomes or ():
         if not (isinstance(outcome, tuple) and len(outcome) == 2 and outcome[0] in (0, 1)):
             wrong.append(f"yields {shown(outcome)}")
@@ -140,7 +139,7 @@ def _renderer(plugin: Plugin[Any], sample: Sample) -> list[str]:
     return [f"{plugin.key}: {plugin.name} {problem}; {expected}" for problem in wrong[:1]]
 
 
-def _loss(algorithm: AlgorithmConfig) -> list[str]:
+def _loss_problems(algorithm: AlgorithmConfig) -> list[str]:
     if algorithm.loss in SHIPPED_LOSSES:
         return []
     import torch
@@ -149,10 +148,10 @@ def _loss(algorithm: AlgorithmConfig) -> list[str]:
     key = f"algorithm.loss: {algorithm.loss}"
 
     def gradient(inputs: LossInputs) -> torch.Tensor:
-        """Gradient of the loss at each trained token's log-prob, as the step computes it."""
+        """Gradient of the loss by each trained token's log-prob, as the step computes it."""
         terms = loss(inputs)
-        [found] = torch.autograd.grad((terms.weights * terms.terms).sum(), inputs.logprobs)
-        return found[inputs.mask]
+        [grad] = torch.autograd.grad((terms.weights * terms.terms).sum(), inputs.logprobs)
+        return grad[inputs.mask]
 
     def problems() -> list[str]:
         batches = (_micro_batch(algorithm, *rows) for rows in (ROWS, ROWS[:1], ROWS[1:]))
@@ -168,8 +167,8 @@ def _loss(algorithm: AlgorithmConfig) -> list[str]:
             "rows or statistics"
         ]
 
-    found, raised = find.attempt(f"{key} on a made-up micro-batch", loss, problems)
-    return raised or [f"{key}: {problem}" for problem in found or ()]
+    unusable, raised = find.attempt(f"{key} on a made-up micro-batch", loss, problems)
+    return raised or [f"{key}: {problem}" for problem in unusable or ()]
 
 
 def _micro_batch(algorithm: AlgorithmConfig, *rows: tuple[int, float]) -> LossInputs:

@@ -17,37 +17,37 @@ SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 
 
 def is_offline() -> bool:
-    """Whether the environment forbids to ask the hub."""
+    """Whether the environment forbids requests to the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
 def hub_models(resolved: Resolved) -> list[tuple[str, str, bool]]:
     """(key, hub id, whether it is in the local cache) of every model that a plugin loads."""
-    found: dict[tuple[str, str], bool] = {}
+    models: dict[tuple[str, str], bool] = {}
     for key, model in _models_of(resolved):
-        found[key, model.path] = found.get((key, model.path), True) and _is_cached(model)
-    return [(*place, is_cached) for place, is_cached in found.items()]
+        models[key, model.path] = models.get((key, model.path), True) and _is_cached(model)
+    return [(*model, is_cached) for model, is_cached in models.items()]
 
 
 def fetch_models(resolved: Resolved) -> list[str]:
-    """Downloads them into the local cache, in this one process, with a progress bar; a file that is
-    missed here is fetched by the rank that reads it. Returns what is neither there nor can be
-    fetched, with its key and remedy."""
+    """Download the models into the local cache, in this one process, with a progress bar; a rank
+    fetches a file that is missed here. Returns a problem, with key and remedy, for each model that
+    is not cached and cannot be fetched."""
     if is_offline():
         return []
     patterns: dict[tuple[str, str | None], list[str]] = defaultdict(list)
     for _, model in _models_of(resolved):
         stems = [Path(name).stem for name in model.weights]
-        weights = [f"{stem}{rest}" for stem in stems for rest in (".safetensors*", "-*-of-*")]
+        weights = [f"{stem}{suffix}" for stem in stems for suffix in (".safetensors*", "-*-of-*")]
         names = [os.path.join(model.subfolder, name) for name in (*SMALL_FILES, *weights)]
         patterns[model.path, model.revision] += names
     problems = []
     missing = {path: key for key, path, is_cached in hub_models(resolved) if not is_cached}
-    for (path, revision), wanted in patterns.items():
+    for (path, revision), file_patterns in patterns.items():
         from huggingface_hub import snapshot_download
 
         try:
-            snapshot_download(path, revision=revision, allow_patterns=wanted)
+            snapshot_download(path, revision=revision, allow_patterns=file_patterns)
         except Exception as error:  # the network and its library may fail in any way
             if path in missing:
                 problems.append(
@@ -67,8 +67,8 @@ def _models_of(resolved: Resolved) -> Iterator[tuple[str, ModelFiles]]:
 
 
 def _is_cached(model: ModelFiles) -> bool:
-    """By its config file or, where it may lack one, by the others that are read."""
+    """Whether its config file is cached or, if it needs none, any of its further files."""
     others = [name for names in model.files for name in names]
     names = [model.config] if model.config_required else others
-    places = (os.path.join(model.subfolder, name) for name in names)
-    return not names or any(cached(model.path, place, model.revision) for place in places)
+    paths = (os.path.join(model.subfolder, name) for name in names)
+    return not names or any(cached(model.path, path, model.revision) for path in paths)

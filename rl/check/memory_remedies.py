@@ -16,8 +16,8 @@ from rl.memory.memory_plan import PHASES, InferenceEngine, Plan
 
 SHARE = "engine.gpu_memory_utilization"
 CACHE = "engine.kv_cache_memory_mb"
-WORTH_GB = 0.05
-"""A key that saves less is not named."""
+MIN_SAVING_GB = 0.05
+"""A change that saves less is not suggested."""
 
 Changes = Mapping[str, Any]
 """Config key -> value, as on the command line."""
@@ -26,44 +26,44 @@ Changes = Mapping[str, Any]
 def memory_problems(
     resolved: Resolved, gpu_gb: float, size_of: Callable[[str], float] | None = None
 ) -> list[str]:
-    """What keeps the run from fitting its GPUs; [] also where the sizes are unknown.
+    """Why the run does not fit its GPUs; [] also if the sizes are unknown.
 
     `gpu_gb`: memory of the policy's GPU; `size_of`: of another CUDA device (None: the same).
     """
     sizes = footprint.gpu_sizes(resolved)
     if sizes is None:
         return []
-    found = []
-    for device, wanted_gb in memory_plan.plan(sizes, gpu_gb).elsewhere.items():
+    problems = []
+    for device, needed_gb in memory_plan.plan(sizes, gpu_gb).elsewhere.items():
         size_gb = size_of(device) if size_of else gpu_gb
-        if device.startswith("cuda:") and wanted_gb > size_gb:
+        if device.startswith("cuda:") and needed_gb > size_gb:
             names = [model.name for model in sizes.frozen if model.device == device]
-            found.append(
-                f"{names[0]}.device: {' and '.join(names)} together need {wanted_gb:.1f} GB of "
+            problems.append(
+                f"{names[0]}.device: {' and '.join(names)} together need {needed_gb:.1f} GB of "
                 f"{device}, which has {size_gb:g}; give each a device of its own, a smaller "
                 "batch_size, or a larger GPU"
             )
     needed: Changes = {}
     if sizes.engine is not None and sizes.engine.starves(gpu_gb):
         needed, problem = _engine_problem(sizes.engine, gpu_gb)
-        found.append(problem)
+        problems.append(problem)
         if not needed:
-            return found
+            return problems
     plan = _planned(resolved, needed, gpu_gb)
     if plan is not None and plan.peak_gb > gpu_gb:
-        found.append(_plan_problem(resolved, plan, gpu_gb, needed))
-    return found
+        problems.append(_plan_problem(resolved, plan, gpu_gb, needed))
+    return problems
 
 
 def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[Changes, str]:
     """(changes with which the engine starts, {} if none helps; the error message)."""
-    key, stated = SHARE, engine.share
+    key, value = SHARE, engine.share
     needed: str | int = "auto"
     if engine.cache_gb is not None:
-        key, stated = CACHE, round(engine.cache_gb * 1e9 / 2**20)
+        key, value = CACHE, round(engine.cache_gb * 1e9 / 2**20)
         needed = math.ceil(round(engine.cache_of_gb(1) * 1e9) / 2**20)
     problem = (
-        f"{key}: with {stated} the engine takes {engine.claimed_gb(gpu_gb):.1f} GB of {gpu_gb:g}, "
+        f"{key}: with {value} the engine takes {engine.claimed_gb(gpu_gb):.1f} GB of {gpu_gb:g}, "
         f"and it needs {engine.least_gb(gpu_gb):.1f} GB: weights ({engine.weights_gb:.1f} GB), "
         f"workspace ({engine.workspace_gb(gpu_gb):.1f} GB) and a cache for one completion of "
         f"{engine.longest_tokens} tokens, prompt included; "
@@ -77,14 +77,14 @@ def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[Changes, st
 def _plan_problem(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes) -> str:
     """The message for a plan that does not fit. `needed`: changes that are required anyway."""
     hints, left_gb = _hints(resolved, plan, gpu_gb, needed)
-    named = ", ".join(_written(key, value) for key, value in hints.items())
-    advice = f"this fits: {named}"
+    pairs = ", ".join(_written(key, value) for key, value in hints.items())
+    advice = f"this fits: {pairs}"
     if left_gb > 0:
-        advice = f"{left_gb:.1f} GB too much even with {named}" if named else "no key of it helps"
+        advice = f"{left_gb:.1f} GB too much even with {pairs}" if pairs else "no key of it helps"
         advice += "; take larger GPUs, or a smaller model"
-    beside = "".join(f" (under {_written(key, value)})" for key, value in needed.items())
+    suffix = "".join(f" (under {_written(key, value)})" for key, value in needed.items())
     return (
-        f"memory{beside}: DOES NOT FIT by {plan.peak_gb - gpu_gb:.1f} GB: {plan.peak_gb:.1f} GB of "
+        f"memory{suffix}: DOES NOT FIT by {plan.peak_gb - gpu_gb:.1f} GB: {plan.peak_gb:.1f} GB of "
         f"{gpu_gb:g} in phase {max(PHASES, key=plan.total_gb)!r}; {advice}"
     )
 
@@ -102,11 +102,11 @@ def _hints(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes) -> tu
         full = [phase for phase in PHASES if plan.total_gb(phase) > gpu_gb]
         saved_gb = max(plan.total_gb(phase) - smaller.total_gb(phase) for phase in full)
         moved_gb = sum(smaller.elsewhere.values()) - sum(plan.elsewhere.values())
-        if saved_gb > WORTH_GB and moved_gb <= gpu_gb:
+        if saved_gb > MIN_SAVING_GB and moved_gb <= gpu_gb:
             hints.pop(key, None)
             hints[key], plan = value, smaller
     for key in list(hints) if plan.peak_gb <= gpu_gb else ():
-        # A large saving may make those before it needless.
+        # A large saving may make earlier changes needless.
         others = {name: value for name, value in hints.items() if name != key}
         fewer = _planned(resolved, {**needed, **others}, gpu_gb)
         if fewer is not None and fewer.peak_gb <= gpu_gb:
@@ -118,7 +118,7 @@ def _remedies(resolved: Resolved) -> list[tuple[str, Any]]:
     """(key, value) pairs in the order in which they are tried: the least loss of speed first.
     `_hints` skips those that the config rejects or that save nothing."""
     sizes = footprint.gpu_sizes(resolved)
-    assert sizes is not None, "no key is tried where they are unknown"
+    assert sizes is not None, "no remedy is tried if the sizes are unknown"
     savings = [
         (f"{plugin.key}.{saving.key}", saving)
         for plugin in resolved.model_runners
@@ -163,5 +163,5 @@ def _planned(resolved: Resolved, changes: Changes, gpu_gb: float) -> Plan | None
 
 
 def _written(key: str, value: Any) -> str:
-    """As the command line takes it."""
+    """The change as an argument of the command line."""
     return f"{key}={value if isinstance(value, str) else json.dumps(value)}"

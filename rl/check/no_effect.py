@@ -28,18 +28,18 @@ UNREAD: Mapping[str, tuple[str, Any]] = {
     ),
     "judge.start_timeout_s": ("start_command", []),
 }
-"""'section.keys' (no keys: the whole section) -> (another key of that section, value): while that
-key has that value, nothing reads the keys on the left."""
+"""'section.keys' (no keys: the whole section) -> (another key of that section, value): nothing
+reads the keys on the left while the other key has that value."""
 
 
 def no_effect(resolved: Resolved) -> list[str]:
     """'key: why' for keys without effect; each once, and only if its value is not the default."""
-    found = [*_rules(resolved)]
+    problems = [*_rules(resolved)]
     for plugin in resolved.plugins:
         lines = ask_plugin(plugin, "no_effect")[0] or []
         base = next(base for base in ROOMS.values() if issubclass(plugin.cls, base))
-        found += [f"{plugin.key}.{line}" for line in (*lines, *misspelt(plugin.cls, base))]
-    return list({line.partition(":")[0]: line for line in reversed(found)}.values())[::-1]
+        problems += [f"{plugin.key}.{line}" for line in (*lines, *misspelt(plugin.cls, base))]
+    return list({line.partition(":")[0]: line for line in reversed(problems)}.values())[::-1]
 
 
 def _rules(resolved: Resolved) -> Iterator[str]:
@@ -48,11 +48,11 @@ def _rules(resolved: Resolved) -> Iterator[str]:
     thought, lora = policy.config.thought, policy.config.lora
     if not resolved.needs_judge:
         yield from unread(config.judge, None, "no reward asks a judge", "judge.")
-    for place, (gate, value) in UNREAD.items():
-        name, _, keys = place.partition(".")
+    for keys_path, (gate_key, value) in UNREAD.items():
+        name, _, keys = keys_path.partition(".")
         section = getattr(config, name)
-        if getattr(section, gate) == value:
-            yield from unread(section, keys or None, f"{gate} is {value!r}", f"{name}.")
+        if getattr(section, gate_key) == value:
+            yield from unread(section, keys or None, f"{gate_key} is {value!r}", f"{name}.")
     if config.data.validation and not config.evaluation.every_n_iterations:
         yield "data.validation: evaluation.every_n_iterations is 0, and no held-out run is made"
     one_update = optimizer.updates_per_iteration == 1 and config.max_staleness == 0
@@ -66,7 +66,7 @@ def _rules(resolved: Resolved) -> Iterator[str]:
         why = f"nothing can be kept ({why_not_kept})"
         yield from unread(optimizer, "max_kept_tokens", why, "optimizer.")
     if thought is None:
-        why = "policy.thought is null, and there is none to cut"
+        why = "policy.thought is null, so there is no thought to leave out"
         yield from unread(config.evaluation, "thought_gain", why, "evaluation.")
     if not renderer.cls.makes_images:
         why = f"renderer {renderer.name} makes no pictures"
@@ -83,24 +83,24 @@ def _rules(resolved: Resolved) -> Iterator[str]:
 def doubtful(resolved: Resolved) -> list[str]:
     """'key: why' for each key that is valid but probably does not do what is meant."""
     sampling, algorithm = resolved.config.sampling, resolved.config.algorithm
-    cutting = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}
-    found = [
+    cuts_tokens = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}
+    problems = [
         f"sampling.{key}: {getattr(sampling, key):g} cuts off tokens, so the sampler's log-probs "
         "are of the cut distribution and the trainer's of the whole one: every importance weight "
         "is below 1, mismatch/* measures the cut, and an engine that holds other weights goes "
         f"unreported. Use {SamplingConfig.model_fields[key].default} (off)"
-        for key, cuts in cutting.items()
+        for key, cuts in cuts_tokens.items()
         if cuts
     ]
     if algorithm.loss == "dr_grpo" and algorithm.advantage_scale != "none":
-        found.append(
+        problems.append(
             f"algorithm.advantage_scale: {algorithm.advantage_scale!r} divides by a deviation, and "
             "loss 'dr_grpo' was derived to leave it out (Liu et al. 2025). Use 'none', or loss "
             "'grpo' or 'dapo'"
         )
     if algorithm.truncated_completions == "mask" and resolved.policy.config.thought is not None:
-        found.append(
+        problems.append(
             "algorithm.truncated_completions: 'mask' gives an unfinished thought the reward 0 and "
             "no loss, so the policy is never taught to end one. Use 'floor' or 'score'"
         )
-    return found
+    return problems

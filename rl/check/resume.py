@@ -11,43 +11,43 @@ Effect = Literal["harmless", "noted", "breaks"]
 the run continues differently than it would have; breaks: refused."""
 
 HARMLESS = (
-    "format",  # another one is refused
+    "format",  # another format is refused on loading
     "run_name", "base_exp_dir",  # the folder was moved
-    "gpu_gb",  # a plan's
+    "gpu_gb",  # read only by the memory plan
     "checkpoint.*", "tracking.*",
-    # The held-out curve goes on under another meaning; nothing is trained on it.
+    # These change the meaning of the held-out curve; nothing is trained on it.
     "evaluation.*", "data.validation.*",
-    # Where the judge is and how patiently it is asked, not what it says.
+    # Where the judge is and how long to wait for it, not how it grades.
     "judge.api_base*", "judge.start_command*", "judge.start_timeout_s", "judge.api_key_env",
     "judge.max_concurrency", "judge.timeout_s", "judge.backoff_s", "judge.breaker_failures",
     "judge.breaker_pause_s", "judge.max_outage_s", "judge.max_failure_rate",
     "max_render_failure_rate", "hang_limit_s",
-    "optimizer.gradient_checkpointing",  # the same kernels over the same numbers, twice
+    "optimizer.gradient_checkpointing",  # runs the same kernels on the same numbers twice
     "policy.max_kept_pictures",
     "policy.lora.init_seed",  # drawn before the first iteration
-    "engine.residency",  # it wakes with the weights it fell asleep with, proven
-    "*.device",  # but see `effect`
+    "engine.residency",  # after waking, its weights are checked to be unchanged
+    "*.device",  # but see `check_resume`
 )  # fmt: skip
 
 LEVEL = (
     "checkpoint.save_every_n_iterations", "checkpoint.push_to_hub_every_n_iterations",
-    "evaluation.every_n_iterations", "data.validation",  # as a whole: there is none
+    "evaluation.every_n_iterations", "data.validation",  # the whole key: the list is empty
 )  # fmt: skip
-"""Before `HARMLESS`: harmless where rollouts are on-policy. Under `max_staleness: 1` they start
-level at every checkpoint and held-out run, so these decide which iterations learn from stale
+"""Looked up before `HARMLESS`: harmless on-policy. Under `max_staleness: 1` no rollout runs ahead
+over a checkpoint or held-out run, so these keys decide which iterations learn from stale
 completions."""
 
 LENGTH = ("num_iterations", "num_epochs")
-"""Harmless on-policy under a constant learning rate. One that decays falls along another line; and
-the last iteration ends level."""
+"""Harmless on-policy under a constant learning rate. A decaying rate decays at another speed, and
+under `max_staleness: 1` no rollout runs ahead over the last iteration."""
 
 NOTED = (
-    # The same mathematics, other rounding. (Under updates_per_iteration > 1 each rank cuts its own
-    # prompts into steps: with another world_size a step is of other groups.)
+    # The same mathematics, other rounding. (Under updates_per_iteration > 1 each rank splits its
+    # prompts into steps, so with another world_size a step has other groups.)
     "world_size", "optimizer.backend", "optimizer.zero_stage", "*batch_size", "*.max_memory_gb",
     "optimizer.max_tokens_per_micro_batch", "optimizer.max_kept_tokens", "bare_arm",
     "policy.attn_implementation", "engine.*",
-    # How one gets past what stopped the run: a sample, a row or a question that was too long, a
+    # Changed to get past what stopped the run: a sample, row or question that was too long, or a
     # reply that could not be read.
     "policy.max_prompt_tokens", "data.on_bad_row", "data.max_image_side_px",
     "renderer.max_pictures",
@@ -64,10 +64,9 @@ _ABSENT = "(absent)"
 
 
 def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Compare the checkpoint's resolved config with today's; returns the changes worth a line.
+    """Compare the checkpoint's resolved config with the current one; returns the noted changes.
 
-    Raises ValueError with every differing key that breaks the run, old and new value, and the way
-    out.
+    Raises ValueError with every changed key that breaks the run, its two values, and the remedy.
     """
     old_flat, new_flat = _flatten(old), _flatten(new)
     breaking: list[str] = []
@@ -75,14 +74,16 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     for key in old_flat | new_flat:
         before = old_flat.get(key, SINCE.get(key, _ABSENT))
         after = new_flat.get(key, _ABSENT)
-        found = effect(key, new)
-        if found == "harmless" and key.endswith(".device") and "cpu" in (before, after):
-            found = "noted"  # other kernels
+        consequence = effect(key, new)
+        if consequence == "harmless" and key.endswith(".device") and "cpu" in (before, after):
+            consequence = "noted"  # other kernels
         if key == "algorithm.zero_spread_groups" and "keep" not in (before, after):
             # 'drop' and 'kl_only' differ by a KL.
-            found = found if new_flat.get("algorithm.kl_coeff") else "harmless"
-        if before != after and found != "harmless":
-            (noted if found == "noted" else breaking).append(f"{key}: {before!r} -> {after!r}")
+            consequence = consequence if new_flat.get("algorithm.kl_coeff") else "harmless"
+        if before != after and consequence != "harmless":
+            (noted if consequence == "noted" else breaking).append(
+                f"{key}: {before!r} -> {after!r}"
+            )
     if breaking:
         listed = "\n  ".join(breaking)
         raise ValueError(
@@ -100,8 +101,8 @@ def lasting(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def effect(key: str, config: Mapping[str, Any]) -> Effect:
-    """What it means that `key`, dotted, list items by number, has another value in the resolved
-    `config` that a run is resumed with. Of a device: another of the same kind."""
+    """The effect of another value of `key` (dotted, list items by number) in the resolved `config`
+    that a run is resumed with. For a device: another device of the same kind."""
 
     def is_in(patterns: tuple[str, ...]) -> bool:
         return any(fnmatchcase(key, pattern) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""Checks that a run's folder is a folder and is writable."""
+"""Checks that a run's folder is a folder, and writable."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ def folder_problems(run_dir: Path) -> list[str]:
     link or not a regular file, or one of its folders or files is not writable."""
     if run_dir.resolve().parts[1:2] in (("proc",), ("sys",)):
         return _problem(run_dir, "belongs to the kernel; name another folder")
-    for place in (run_dir, *run_dir.parents):
-        why = not_a_file(place)
+    for path in (run_dir, *run_dir.parents):
+        why = not_a_file(path)
         if why == FOLDER:
             break
         if why != GONE:
-            return _problem(place, f"{why or 'is a file'}; name a folder")
+            return _problem(path, f"{why or 'is a file'}; name a folder")
     if not_a_file(run_dir) != FOLDER:
         return []
-    opened = [run_dir / name for name in APPENDED]
-    opened += [file for name in _OPENED_INSIDE for file in sorted((run_dir / name).glob("*"))]
-    for place in opened:  # folders may be links to another disk
-        if place.is_symlink() and not place.is_dir():
-            return _problem(place, "is a link, and a run does not write through links; remove it")
-        if place.exists() and not (place.is_file() or place.is_dir()):
-            return _problem(place, "is no ordinary file; remove it")
-    inside = [entry for entry in run_dir.iterdir() if entry.is_dir() or entry.name in APPENDED]
-    for place in (run_dir, *sorted(inside), *(run_dir / LOGS).glob("*.log")):
-        mode = os.W_OK | (os.X_OK if place.is_dir() else 0)
-        if not os.access(place, mode, effective_ids=os.access in os.supports_effective_ids):
-            return _read_only(place, "no permission, or a read-only disk")
+    opened_paths = [run_dir / name for name in APPENDED]
+    opened_paths += [file for name in _OPENED_INSIDE for file in sorted((run_dir / name).glob("*"))]
+    for path in opened_paths:  # folders may be links to another disk
+        if path.is_symlink() and not path.is_dir():
+            return _problem(path, "is a link, and a run does not write through links; remove it")
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            return _problem(path, "is no ordinary file; remove it")
+    entries = [entry for entry in run_dir.iterdir() if entry.is_dir() or entry.name in APPENDED]
+    for path in (run_dir, *sorted(entries), *(run_dir / LOGS).glob("*.log")):
+        mode = os.W_OK | (os.X_OK if path.is_dir() else 0)
+        if not os.access(path, mode, effective_ids=os.access in os.supports_effective_ids):
+            return _read_only(path, "no permission, or a read-only disk")
     return []
 
 
@@ -59,9 +59,9 @@ def make_problems(run_dir: Path) -> list[str]:
     return []
 
 
-def _read_only(place: Path, why: str) -> list[str]:
-    return _problem(place, f"cannot be written to ({why}); make it writable, or choose another")
+def _read_only(path: Path, why: str) -> list[str]:
+    return _problem(path, f"cannot be written to ({why}); make it writable, or choose another")
 
 
-def _problem(place: Path, what: str) -> list[str]:
-    return [f"base_exp_dir: {shown(str(place), 300)} {what}"]
+def _problem(path: Path, problem: str) -> list[str]:
+    return [f"base_exp_dir: {shown(str(path), 300)} {problem}"]

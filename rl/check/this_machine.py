@@ -33,36 +33,36 @@ STATE_BYTES = 12
 
 
 def machine_problems(resolved: Resolved, starts: bool = False) -> list[str]:
-    """What this machine lacks, and what its devices cannot compute. `starts`: the run starts here,
-    so that without a GPU 'auto' is the CPU; --check may be about another machine."""
-    here = driver() if wants_gpu(resolved) and _torch_build() != "cpu" else ""
-    if not here:
+    """What this machine lacks, and what its devices cannot compute. `starts`: a run starts here,
+    so without a GPU 'auto' means the CPU; --check may be about another machine."""
+    driver_version = driver() if wants_gpu(resolved) and _torch_build() != "cpu" else ""
+    if not driver_version:
         return _device_problems(resolved, "cpu" if starts else "", math.inf)
-    # The best of this machine's GPUs, as others may be hidden from the run.
-    words = [word for word in _of_each_gpu("compute_cap") if word[:1].isdecimal()]
-    capability = max(map(float, words), default=math.inf)
+    # Of the best GPU: CUDA_VISIBLE_DEVICES may hide the others from the run.
+    capabilities = [text for text in _of_each_gpu("compute_cap") if text[:1].isdecimal()]
+    capability = max(map(float, capabilities), default=math.inf)
     return [
         *_device_problems(resolved, "cuda", capability),
-        *_driver_problems(here, capability),
+        *_driver_problems(driver_version, capability),
         *_storage_problems(resolved),
         *_compiler_problems(resolved),
     ]
 
 
 def _device_problems(resolved: Resolved, auto: str, capability: float) -> list[str]:
-    """What plugins cannot compute on their devices. `auto`: the device that 'auto' stands for, ''
+    """What plugins cannot compute on their devices. `auto`: the device that 'auto' means, ''
     if unknown; `capability`: the GPU's compute capability."""
-    found = []
+    lines = []
     plugins: list[Plugin[Any]] = [resolved.policy, resolved.engine, *resolved.model_runners]
     for plugin in plugins:
         device = _device(resolved, getattr(plugin.config, "device", "auto"))
         if device := auto if device == "auto" else device:
-            seen = None if device == "cpu" else capability
+            device_capability = None if device == "cpu" else capability
             problems, wrong = build.ask_plugin(
-                plugin, "device_problems", resolved.policy.config, seen
+                plugin, "device_problems", resolved.policy.config, device_capability
             )
-            found += [*(f"{plugin.key}.{problem}" for problem in problems or ()), *wrong]
-    return found
+            lines += [*(f"{plugin.key}.{problem}" for problem in problems or ()), *wrong]
+    return lines
 
 
 def _device(resolved: Resolved, stated: str) -> str:
@@ -78,11 +78,11 @@ def machine_lines(resolved: Resolved) -> list[str]:
 
 def busy_lines(resolved: Resolved) -> list[str]:
     """GPU memory that other processes hold: the run could run out of memory minutes later."""
-    words = _of_each_gpu("memory.used") if wants_gpu(resolved) and driver() else []
-    used_gb = [float(word) * 2**20 / 1e9 for word in words if word.isdecimal()]
-    held = [f"{gb:.1f} GB of GPU {i}" for i, gb in enumerate(used_gb) if gb > BUSY_GB]
-    where = "nvidia-smi names them; end them, or choose GPUs by CUDA_VISIBLE_DEVICES"
-    return [f"other processes hold {', '.join(held)}: {where}"] if held else []
+    values = _of_each_gpu("memory.used") if wants_gpu(resolved) and driver() else []
+    used_gb = [float(value) * 2**20 / 1e9 for value in values if value.isdecimal()]
+    busy = [f"{gb:.1f} GB of GPU {i}" for i, gb in enumerate(used_gb) if gb > BUSY_GB]
+    remedy = "nvidia-smi names them; end them, or choose GPUs by CUDA_VISIBLE_DEVICES"
+    return [f"other processes hold {', '.join(busy)}: {remedy}"] if busy else []
 
 
 def _gpu_lines(resolved: Resolved) -> list[str]:
@@ -91,18 +91,18 @@ def _gpu_lines(resolved: Resolved) -> list[str]:
     needs = f"an NVIDIA driver >= {MIN_DRIVER} (CUDA {CUDA})"
     if not resolved.engine.cls.samples_with_trainer:
         needs += ", a C compiler and Python's headers (apt install build-essential python3-dev)"
-    found = driver()
-    if found and _torch_build() == "cpu":
+    driver_version = driver()
+    if driver_version and _torch_build() == "cpu":
         return [f"PyTorch is installed for a CPU, and runs on it; on the GPU it needs {needs}"]
-    if found:
-        return [f"NVIDIA driver {found}; needed: {needs}"]
-    wrong = _device_problems(resolved, "cuda", math.inf)
-    refused = [f"on a GPU it would be refused: {problem}" for problem in wrong]
-    return [f"no GPU to be seen; the machine that trains needs {needs}", *refused]
+    if driver_version:
+        return [f"NVIDIA driver {driver_version}; needed: {needs}"]
+    problems = _device_problems(resolved, "cuda", math.inf)
+    refusals = [f"on a GPU it would be refused: {problem}" for problem in problems]
+    return [f"no GPU is visible; the machine that trains needs {needs}", *refusals]
 
 
 def driver() -> str:
-    """Version of the NVIDIA driver; '' where no GPU is to be seen."""
+    """Version of the NVIDIA driver; '' if no GPU is visible."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
     return next(iter(_of_each_gpu("driver_version")), "")
@@ -110,12 +110,12 @@ def driver() -> str:
 
 def _of_each_gpu(field: str) -> list[str]:
     """`field` of every GPU, from nvidia-smi; [] where nvidia-smi is missing or fails."""
-    question = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
-        done = subprocess.run(question, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return done.stdout.split() if done.returncode == 0 else []
+    return result.stdout.split() if result.returncode == 0 else []
 
 
 def has_gpus() -> bool:
@@ -124,42 +124,42 @@ def has_gpus() -> bool:
 
 
 def host_memory_gb(root: Path = Path("/")) -> float | None:
-    """Memory of this machine, or the smallest limit of a control group (version 2) around us; None
-    where that cannot be read."""
+    """Memory of this machine, or the smallest limit of this process's control groups (version 2);
+    None if it cannot be read."""
 
-    def words(file: str) -> list[str]:
+    def fields_of(file: str) -> list[str]:
         with suppress(OSError):
             return (root / file).read_text().split()
         return []
 
-    memory = words("proc/meminfo")
+    memory = fields_of("proc/meminfo")
     if "MemTotal:" not in memory:
         return None
-    found = [int(memory[memory.index("MemTotal:") + 1]) * 1024]
-    for group in words("proc/self/cgroup"):
-        # In a container's cgroup namespace our path is '/', and the limit is in the mount's root.
-        inside = Path(group.removeprefix("0::/"))
-        for folder in (inside, *inside.parents) if group.startswith("0::/") else ():
-            limit = "".join(words(f"sys/fs/cgroup/{folder}/memory.max"))
-            found += [int(limit)] if limit.isdigit() else []
-    return min(found) / 1e9
+    limits = [int(memory[memory.index("MemTotal:") + 1]) * 1024]
+    for group in fields_of("proc/self/cgroup"):
+        # In a container's cgroup namespace the path is '/', and the limit is in the mount's root.
+        path = Path(group.removeprefix("0::/"))
+        for folder in (path, *path.parents) if group.startswith("0::/") else ():
+            limit = "".join(fields_of(f"sys/fs/cgroup/{folder}/memory.max"))
+            limits += [int(limit)] if limit.isdigit() else []
+    return min(limits) / 1e9
 
 
 def wants_gpu(resolved: Resolved) -> bool:
-    """Whether any model may be on one."""
+    """Whether any model may run on a GPU."""
     return any(_device(resolved, claim.device) != "cpu" for claim in build.claims(resolved))
 
 
 def _torch_build() -> str:
-    """Local version of the installed PyTorch ('cpu', 'cu126'); '' for the pinned one, or none."""
+    """Local version of the installed PyTorch ('cpu', 'cu126'); '': the pinned one, or none."""
     try:
         return version("torch").partition("+")[2]
     except PackageNotFoundError:
         return ""
 
 
-def _driver_problems(found: str, capability: float) -> Iterable[str]:
-    """What keeps the pinned PyTorch, not one of the user's own, from running with these."""
+def _driver_problems(driver_version: str, capability: float) -> Iterable[str]:
+    """Why the pinned PyTorch, if installed, cannot run with this driver and GPU."""
     if _torch_build():
         return
     if capability < MIN_CAPABILITY:
@@ -167,15 +167,15 @@ def _driver_problems(found: str, capability: float) -> Iterable[str]:
             f"this machine: its GPU has compute capability {capability}, and the pinned PyTorch "
             f"has no kernels below {MIN_CAPABILITY}; use another GPU, or set policy.device=cpu"
         )
-    number = ctypes.c_int()
+    library_version = ctypes.c_int()
     with suppress(OSError, AttributeError):
-        # NVIDIA's forward compatibility: a newer library makes up for an old driver.
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
-    major = found.partition(".")[0]
-    if major.isdecimal() and int(major) < MIN_DRIVER and number.value // 1000 < CUDA:
+        # NVIDIA's forward compatibility: a newer library works with an old driver.
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(library_version))
+    major = driver_version.partition(".")[0]
+    if major.isdecimal() and int(major) < MIN_DRIVER and library_version.value // 1000 < CUDA:
         yield (
-            f"this machine: NVIDIA driver {found} is too old for the pinned PyTorch, which is "
-            f"built for CUDA {CUDA}; install driver {MIN_DRIVER} or newer"
+            f"this machine: NVIDIA driver {driver_version} is too old for the pinned PyTorch "
+            f"(built for CUDA {CUDA}); install driver {MIN_DRIVER} or newer"
         )
 
 
@@ -184,10 +184,10 @@ def _compiler_problems(resolved: Resolved) -> Iterable[str]:
     with kernels of its own (vLLM) needs them, for Triton; eager PyTorch compiles nothing."""
     if resolved.engine.cls.samples_with_trainer:
         return
-    stated = os.environ.get("CC")
-    if not any(shutil.which(name) for name in ([stated] if stated else ["gcc", "clang"])):
+    chosen = os.environ.get("CC")
+    if not any(shutil.which(name) for name in ([chosen] if chosen else ["gcc", "clang"])):
         yield (
-            f"this machine: there is no C compiler ({stated or 'gcc, clang'}), and Triton compiles "
+            f"this machine: there is no C compiler ({chosen or 'gcc, clang'}), and Triton compiles "
             "a launcher for its kernels: apt install build-essential, or export CC=<compiler>"
         )
     scheme = sysconfig.get_default_scheme()
@@ -217,18 +217,18 @@ def _storage_problems(resolved: Resolved) -> Iterable[str]:
                 f"this machine: {SHARED} has {size_gb:.3f} GB, and NCCL wants {MIN_SHARED_GB:g} GB "
                 "for world_size > 1; start the container with --ipc=host or --shm-size=16g"
             )
-    one_gb, number = checkpoints_gb(resolved)
-    if one_gb is not None and number * one_gb > free_gb(Path(resolved.config.base_exp_dir)):
+    each_gb, count = checkpoints_gb(resolved)
+    if each_gb is not None and count * each_gb > free_gb(Path(resolved.config.base_exp_dir)):
         yield f"base_exp_dir: too small a disk for {disk_line(resolved)}; name a larger one"
 
 
 def disk_line(resolved: Resolved) -> str:
-    """What the checkpoints need, and what is free."""
+    """The disk space that the checkpoints need, and the space that is free."""
     folder = resolved.config.base_exp_dir
-    one_gb, number = checkpoints_gb(resolved)
-    need = "unknown, like the policy's size"
-    if one_gb is not None:
-        need = f"up to {number * one_gb:.3g} GB ({number} of {one_gb:.3g}), and pictures"
+    each_gb, count = checkpoints_gb(resolved)
+    need = "unknown, since the policy's size is"
+    if each_gb is not None:
+        need = f"up to {count * each_gb:.3g} GB ({count} of {each_gb:.3g}), and pictures"
     return f"checkpoints: {need}; {free_gb(Path(folder)):.3g} GB are free at {folder} here"
 
 
@@ -237,17 +237,17 @@ def checkpoints_gb(resolved: Resolved) -> tuple[float | None, int]:
     is unknown), (number of checkpoints that still need space)."""
     config, sizes = resolved.config, footprint.sizes(resolved)
     # The newest two, one that is being written, and the best on held-out samples.
-    number = 3 + bool(config.evaluation.every_n_iterations and config.data.validation)
+    num_checkpoints = 3 + bool(config.evaluation.every_n_iterations and config.data.validation)
     if find(config.run_dir, hashes=False).path is not None:
-        number = 1
+        num_checkpoints = 1
     if sizes is None:
-        return None, number
+        return None, num_checkpoints
     model_bytes = sizes.bytes_per_weight if sizes.lora_rank is None else 4
-    return sizes.trained_params * (model_bytes + STATE_BYTES) / 1e9, number
+    return sizes.trained_params * (model_bytes + STATE_BYTES) / 1e9, num_checkpoints
 
 
 def free_gb(folder: Path) -> float:
-    """On the file system of `folder`, which need not exist yet."""
-    places = (folder, *folder.absolute().parents)
-    there = next(place for place in places if os.path.exists(place))
-    return shutil.disk_usage(there).free / 1e9
+    """Free space on the file system of `folder`, which need not exist yet."""
+    folders = (folder, *folder.absolute().parents)
+    existing = next(path for path in folders if os.path.exists(path))
+    return shutil.disk_usage(existing).free / 1e9

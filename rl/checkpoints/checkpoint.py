@@ -1,14 +1,4 @@
-"""Checkpoints: written to a temporary folder with a manifest, then renamed; never loaded in part.
-
-<run>/checkpoints/step_000010/
-    state.safetensors      the learner's tensors (fp32 weights, moments), keyed by name
-    state.json             iteration, world size, and whatever JSON the loop hands over
-    rng_rank0000.pt ...    every rank's generators, tensors and plain values only
-    model/                 PEFT adapter or transformers folder, with its model card
-    manifest.json          size and sha256 of every file above except the card; written last
-<run>/last_checkpoint.txt  the name of the last checkpoint: distinguishes a run whose checkpoints
-                           are gone from a run that never had any
-"""
+"""Writes, finds, checks, loads and prunes the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -63,28 +53,39 @@ class ResumePoint:
     iteration: int
     """Number of finished iterations."""
     tensors: Mapping[str, torch.Tensor]
-    """The learner's, on the CPU, contiguous."""
+    """The learner's tensors, on the CPU, contiguous."""
     meta: Mapping[str, Any]
     rng_by_rank: Sequence[Mapping[str, Any]]
     """`rng_state()` of every rank."""
     write_model: Callable[[Path], None]
-    """Fills the folder it gets; no collectives inside."""
+    """Writes the model into the folder; calls no collective."""
     model_card: str
 
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
     iteration: int
-    """Number of finished iterations; the run goes on with the next."""
+    """Number of finished iterations; the run resumes with the next."""
     tensors: dict[str, torch.Tensor]
     meta: dict[str, Any]
-    """The JSON that was handed to `save`."""
+    """The JSON that `save` got."""
     rng: dict[str, Any] | None
     """This rank's generators for `set_rng_state`; None when the world size has changed since."""
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every method is collective unless it says otherwise."""
+    """The checkpoints of one run. Every method is collective unless it says otherwise. A checkpoint
+    is written to a temporary folder, then renamed; it is never loaded in part.
+
+    <run>/checkpoints/step_000010/
+        state.safetensors      the learner's tensors (fp32 weights, moments), keyed by name
+        state.json             iteration, world size, and the loop's own JSON
+        rng_rank0000.pt ...    every rank's generators, tensors and plain values only
+        model/                 PEFT adapter or transformers folder, with its model card
+        manifest.json          size and sha256 of every file above except the card; written last
+    <run>/last_checkpoint.txt  the name of the last checkpoint: distinguishes a run whose
+                               checkpoints are gone from a run that never had any
+    """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, dist: Dist) -> None:
         self._run_dir = run_dir
@@ -92,11 +93,11 @@ class Checkpoints:
         self._dist = dist
         self._pusher = hub.Pusher(config.push_to_hub_repo_id, self.folder)
         self._reported: set[Path] = set()
-        """Old checkpoints that are not pruned, for a reason that was already logged."""
+        """Old checkpoints that cannot be pruned; the reason was already logged."""
 
     @property
     def folder(self) -> Path:
-        """Also when the run folder was moved. Raises GoneError when it is gone."""
+        """The checkpoint folder, even if the run folder moved. Raises GoneError if it is gone."""
         return place(self._run_dir / "checkpoints")
 
     def due(self, iteration: int) -> bool:
@@ -105,16 +106,16 @@ class Checkpoints:
         return saved or self._push_due(iteration, final=False)
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that is whole (every size and sha256), or None before the first.
+        """The newest checkpoint whose sizes and sha256 are all right, or None before the first.
         Warns of newer ones that are damaged or gone. Raises ValueError when there are or were
         checkpoints and none is whole: a run never restarts silently from the base weights."""
-        found = find(self.folder.parent) if self._dist.is_main else Found()
-        for remark in found.remarks:
+        newest = find(self.folder.parent) if self._dist.is_main else Found()
+        for remark in newest.remarks:
             warn(remark)
-        found = self._dist.broadcast(found)
-        if found.problem:
-            raise ValueError(found.problem)
-        return found.path
+        newest = self._dist.broadcast(newest)
+        if newest.problem:
+            raise ValueError(newest.problem)
+        return newest.path
 
     def save(self, point: ResumePoint | None, final: bool = False) -> Path | None:
         """Write a checkpoint (`point` is read on rank 0) and prune old ones. A failure leaves the
@@ -149,7 +150,7 @@ class Checkpoints:
             self._pusher.push(model, iteration)
 
     def close(self, say: Callable[[str], None]) -> None:
-        """Wait, for a bounded time, for pushes under way; `say` tells the user. Local."""
+        """Wait, for a bounded time, for running pushes; `say` prints a line. Local."""
         self._pusher.close(say)
 
     def load(self, path: Path) -> Loaded:
@@ -175,10 +176,10 @@ class Checkpoints:
 
         name = f"step_{point.iteration:06d}"
         try:
-            # Ranks that save alone do not know of each other.
+            # Ranks that save alone may save at the same time.
             lock = FileLock(self.folder.parent / SAVING, fallback_to_soft=False)
             with ExitStack() as stack:
-                with suppress(OSError):  # a file system without locks: better no guard than no save
+                with suppress(OSError):  # a file system without locks: save without one
                     stack.enter_context(lock)
                 final = self._write(point, name)
                 self._tidy(name)
@@ -192,14 +193,14 @@ class Checkpoints:
                 warn(f"checkpoint {name} is not written: {gone}")
                 return None, str(gone)
             if is_full(error):
-                problem += "; make room on that disk, and the same command goes on"
+                problem += "; make room on that disk, and start the same command again"
             warn(f"{problem}. Older checkpoints are intact.")
             return None, problem
 
     def _write(self, point: ResumePoint, name: str) -> Path:
         final, aside = self.folder / name, self.folder / f"{_ASIDE_PREFIX}{name}"
         if final.is_dir() and problem_of(final) is None:
-            return final  # an iteration may be due by cadence and by being the last
+            return final  # already saved: the last iteration may also be due by cadence
 
         def write_aside() -> None:
             self._sweep()
@@ -212,28 +213,28 @@ class Checkpoints:
                 raise
 
         when_there_is_room(write_aside, self.folder, f"checkpoint {name}")
-        if final.exists():  # damaged, or it would have been returned above
+        if final.exists():  # damaged: a whole one was returned above
             names = (f"damaged-{name}{f'-{n}' if n else ''}" for n in count())
-            kept = next(p for p in map(self.folder.joinpath, names) if not p.exists())
-            final.rename(kept)
-            warn(f"the damaged {name} is {kept} now; delete it if nothing in it is yours")
+            renamed = next(p for p in map(self.folder.joinpath, names) if not p.exists())
+            final.rename(renamed)
+            warn(f"the damaged {name} is {renamed} now; delete it if nothing in it is yours")
         aside.rename(final)
         fsync(self.folder)
         return final
 
     def _tidy(self, name: str) -> None:
-        """The work after a checkpoint, first what frees disk space; a failure only warns."""
-        last = partial(write_atomically, self.folder.parent / LAST_WRITTEN, f"{name}\n")
-        note = partial(when_there_is_room, last, self.folder, LAST_WRITTEN)
-        for follow in (self._prune, self._sweep, note):
+        """Prune, delete, note the last checkpoint: first what frees space. A failure only warns."""
+        write_name = partial(write_atomically, self.folder.parent / LAST_WRITTEN, f"{name}\n")
+        note_last = partial(when_there_is_room, write_name, self.folder, LAST_WRITTEN)
+        for task in (self._prune, self._sweep, note_last):
             try:
-                follow()
+                task()
             except Exception as error:
                 warn(f"checkpoint {name} is written; after it: {error}")
 
     def _prune(self) -> None:
-        """Rename checkpoints for `_sweep` to delete, but not: the newest two whole ones, the best
-        on held-out samples or any that may be it, those kept for ever, those changed since."""
+        """Rename old checkpoints, which `_sweep` then deletes. Kept: the newest two whole ones, the
+        best on held-out samples, any that may be the best, those kept for ever, changed ones."""
         steps, rewards = steps_of(self.folder.parent), held_out_rewards(self.folder.parent)
         whole = {iteration_of(path) for path in steps if problem_of(path, hashes=False) is None}
         every = self._config.keep_every_n_iterations
@@ -289,15 +290,17 @@ def _write_files(point: ResumePoint, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Found:
+    """The result of `find`."""
+
     path: Path | None = None
     remarks: tuple[str, ...] = ()
-    """Newer ones that are damaged or gone; an older format."""
+    """Warnings about newer checkpoints that are damaged or gone."""
     problem: str = ""
     """Why the run may not start, or ''."""
 
 
 def find(run_dir: Path, hashes: bool = True) -> Found:
-    """Look for the checkpoint to go on from. `hashes` as in `problem_of`."""
+    """Find the checkpoint to resume from. `hashes` as in `problem_of`."""
     folder, candidates = run_dir / "checkpoints", steps_of(run_dir)
     written = run_dir / LAST_WRITTEN
     last = written.read_bytes().decode(errors="replace").strip() if written.is_file() else ""
@@ -323,31 +326,31 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
     if problem:
         problem += (
             ", or choose another run_name to start from the base weights, or move "
-            f"{run_dir} away to start so under this one"
+            f"{run_dir} away to start from them under this one"
         )
     return Found(None, tuple(remarks), problem)
 
 
 def checkpoint_of(run_dir: Path, which: str) -> Path:
     """A checkpoint of a run: `which` is 'latest' (the newest whole one), 'best' (on held-out
-    samples) or a number of iterations. Raises ValueError, which lists those that are there."""
+    samples) or a number of iterations. Raises ValueError, which lists the existing ones."""
     by_iteration = {iteration_of(step): step for step in steps_of(run_dir)}
     path: Path | None = None
     problem = f"checkpoint {which!r}: say latest, best, or a number of iterations"
     if which == "latest":
-        found = find(run_dir)
-        path, problem = found.path, found.problem or "there is no checkpoint yet"
+        newest = find(run_dir)
+        path, problem = newest.path, newest.problem or "there is no checkpoint yet"
     elif which == "best":
         path = by_iteration.get(best_of(list(by_iteration), held_out_rewards(run_dir)) or 0)
         problem = (
-            "no checkpoint that is there was measured by a held-out run (they are where "
-            "checkpoint.save_every_n_iterations and evaluation.every_n_iterations meet)"
+            "no existing checkpoint was measured by a held-out run (that needs a multiple of both "
+            "checkpoint.save_every_n_iterations and evaluation.every_n_iterations)"
         )
     elif which.isdecimal():
         path = by_iteration.get(int(which))
         problem = f"there is no checkpoint of {which} iterations"
-    if path is not None and which != "latest" and (broken := problem_of(path)):
-        problem, path = f"{path.name} is damaged ({broken})", None
+    if path is not None and which != "latest" and (damage := problem_of(path)):
+        problem, path = f"{path.name} is damaged ({damage})", None
     if path is None:
         names = ", ".join(map(str, by_iteration)) or "none"
         raise ValueError(f"{run_dir}: {problem}; checkpoints there, by iterations: {names}")
@@ -357,31 +360,31 @@ def checkpoint_of(run_dir: Path, which: str) -> Path:
 def steps_of(run_dir: Path) -> list[Path]:
     """Checkpoint folders of a run, oldest first, whole or not."""
     entries = (run_dir / "checkpoints").glob("step_*")
-    named = (path for path in entries if _STEP_NAME.fullmatch(path.name) and path.is_dir())
-    return sorted(named, key=iteration_of)
+    steps = (path for path in entries if _STEP_NAME.fullmatch(path.name) and path.is_dir())
+    return sorted(steps, key=iteration_of)
 
 
 def held_out_rewards(run_dir: Path) -> dict[int, float | None]:
     """Iterations done -> mean held-out reward, 0..1, or None if it was not measured. An iteration
     without a readable line in metrics.jsonl is left out."""
     file = run_dir / "metrics.jsonl"
-    rewards: dict[int, float | None] = {0: None}  # before training there may be no line
+    rewards: dict[int, float | None] = {0: None}  # there may be no line before training
     for row in read_rows(file)[0] if file.is_file() else []:
         if type(row.get("iteration")) is int:
             value: Any = row.get("eval/reward")
-            is_one = type(value) in (int, float) and 0 <= value <= 1
-            rewards[row["iteration"]] = float(value) if is_one else None
+            is_reward = type(value) in (int, float) and 0 <= value <= 1
+            rewards[row["iteration"]] = float(value) if is_reward else None
     return rewards
 
 
 def best_of(iterations: Sequence[int], rewards: dict[int, float | None]) -> int | None:
-    """The iteration with the highest reward, the earliest on a tie; None: none was measured."""
+    """The iteration with the highest reward, the earliest on a tie; None if none was measured."""
     measured = [(-reward, it) for it in iterations if (reward := rewards.get(it)) is not None]
     return min(measured)[1] if measured else None
 
 
 def _why_changed(path: Path) -> str:
-    """How a checkpoint differs from what a save wrote, or ''. Compares sizes, not hashes."""
+    """How a checkpoint differs from what `save` wrote, or ''. Compares sizes, not hashes."""
     if path.is_symlink():
         return "it is a link"
     if problem := problem_of(path, hashes=False):
@@ -397,7 +400,7 @@ def _why_changed(path: Path) -> str:
 
 def model_folder(path: Path) -> Path:
     """The model's folder in a run (its newest whole checkpoint), a checkpoint, or `path` itself.
-    Raises ValueError when no checkpoint is whole, and for what a newer version wrote."""
+    Raises ValueError if no checkpoint is whole, or if a newer version wrote it."""
     steps = steps_of(path)
     if problem := next(filter(None, map(too_new, [path, *steps[-1:]])), ""):
         raise ValueError(problem)
@@ -410,7 +413,7 @@ def model_folder(path: Path) -> Path:
 def read_state(path: Path) -> dict[str, Any]:
     """The state.json of a checkpoint, with the run's config in it.
 
-    Raises ValueError for what another version wrote.
+    Raises ValueError if another version wrote it.
     """
     if problem := too_new(path):
         raise ValueError(problem)
@@ -439,7 +442,7 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
                 problem = f"has {file.stat().st_size} bytes instead of {size}"
             elif hashes and _sha256(file) != sha256:
                 problem = "does not match its sha256"
-        except OSError as error:  # a name longer than a file system takes
+        except OSError as error:  # a name that is too long for the file system
             problem = f"cannot be read ({error.strerror})"
         if problem:
             return f"{shown(name, _MAX_SHOWN_CHARS)} {problem}"

@@ -14,39 +14,39 @@ from rl.ranks import heartbeat, signals
 
 T = TypeVar("T")
 
-SAY_EVERY_S = 60.0
+WARN_EVERY_S = 60.0
 TRY_EVERY_S = 5.0
-LISTEN_EVERY_S = 0.2
-_RUST = re.compile(rf"\(os error ({'|'.join(map(str, FULL))})\)")
+POLL_EVERY_S = 0.2
+_RUST_ERROR = re.compile(rf"\(os error ({'|'.join(map(str, FULL))})\)")
 """How safetensors, which raises no OSError, ends its message about a full disk."""
 
 
-def when_there_is_room(write: Callable[[], T], folder: Path, what: str) -> T:
-    """Call `write` until the disk of `folder` has room, and return its result. Raises the disk's
-    error once the process is asked to stop. Local (no collective)."""
+def when_there_is_room(write: Callable[[], T], folder: Path, name: str) -> T:
+    """Call `write` until the disk of `folder` has space for it, and return its result. Raises the
+    disk's error once the process is asked to stop. Local (no collective)."""
     began_s = time.monotonic()
     next_warning_s = began_s
     while True:
         try:
-            written = write()
+            result = write()
         except Exception as error:
             if not is_full(error) or signals.stop_heard():
                 raise
         else:
             if next_warning_s > began_s:
                 waited = duration(time.monotonic() - began_s)
-                warn(f"{folder}: there is room again after {waited}, and {what} is written")
-            return written
+                warn(f"{folder}: there is room again after {waited}, and {name} is written")
+            return result
         if (now_s := time.monotonic()) >= next_warning_s:
-            next_warning_s = now_s + SAY_EVERY_S
+            next_warning_s = now_s + WARN_EVERY_S
             warn(
-                f"the disk of {folder} is full: {what} waits, for {duration(now_s - began_s)} now, "
+                f"the disk of {folder} is full: {name} waits, for {duration(now_s - began_s)} now, "
                 "and is written once there is room (delete something, or raise the quota); SIGTERM "
                 "ends the run"
             )
         while time.monotonic() < now_s + TRY_EVERY_S and not signals.stop_heard():
             heartbeat.note_wait()
-            time.sleep(LISTEN_EVERY_S)
+            time.sleep(POLL_EVERY_S)
 
 
 def is_full(error: BaseException) -> bool:
@@ -55,4 +55,4 @@ def is_full(error: BaseException) -> bool:
         return error.errno in FULL
     if error.__cause__ is not None and is_full(error.__cause__):
         return True
-    return _RUST.search(str(error)) is not None
+    return _RUST_ERROR.search(str(error)) is not None

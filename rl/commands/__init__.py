@@ -1,16 +1,16 @@
-"""Programs that people run. None imports from the working folder, which may be a stranger's run."""
+"""The `rl` commands. None imports from the working folder: it may be someone else's run folder."""
 
 import os
 import sys
 
 try:
-    _here = {
+    _relative_folders = {
         os.path.realpath(path)
         for path in ("", *os.environ.get("PYTHONPATH", "").split(os.pathsep))
         if not os.path.isabs(path)
     }
-except FileNotFoundError:  # a working folder that is gone, and has no modules
-    _here = set()
+except FileNotFoundError:  # the working folder was deleted
+    _relative_folders = set()
 # In a clone that is not installed `rl` itself is imported from there.
-_here.discard(os.path.realpath(os.path.join(os.path.dirname(__file__), "..", "..")))
-sys.path[:] = [path for path in sys.path if os.path.realpath(path) not in _here]
+_relative_folders.discard(os.path.realpath(os.path.join(os.path.dirname(__file__), "..", "..")))
+sys.path[:] = [path for path in sys.path if os.path.realpath(path) not in _relative_folders]

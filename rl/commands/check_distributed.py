@@ -1,13 +1,4 @@
-"""Checks that the ranks of this machine reach each other: `rl check-distributed --nproc N`.
-
-Each communicator that a run may use (Gloo and NCCL; a vLLM engine stays within its rank) sums a
-known tensor over all ranks. Rank 0 prints a line for each: `... is successful!`, or why it was
-skipped. The exit code is 1, with the reason, when a sum is wrong or does not arrive.
-
-    rl check-distributed --nproc 2
-    python -m rl.simple_launch --nproc 2 scripts/check_distributed.py
-    torchrun --nproc-per-node 2 scripts/check_distributed.py
-"""
+"""Checks that the ranks of this machine reach each other: `rl check-distributed --nproc N`."""
 
 from __future__ import annotations
 
@@ -32,7 +23,8 @@ NUM_VALUES = 1_000_003
 
 
 def main() -> None:
-    """Run the check on every rank; the exit code is its result."""
+    """Sum a known tensor over all ranks with each communicator that a run may use. Rank 0 prints a
+    line for each. Exit code: 1, with the reason, if a sum is wrong or does not arrive."""
     terminal.guard()
     dist = Dist.from_env()
     timer = threading.Timer(TIMEOUT_S, give_up, [dist.rank])
@@ -65,7 +57,8 @@ def give_up(rank: int) -> None:
 
 
 def communicators(dist: Dist) -> Iterator[tuple[str, str, Sum | str]]:
-    """(name, device, its sum function or why it is skipped), each created when it is used."""
+    """(name, device, its sum function or why it is skipped) of Gloo and NCCL, created when used. A
+    vLLM engine has no communicator: it stays within its rank."""
     if dist.world_size == 1:
         yield "PyTorch GLOO", "cpu", "one process has no other rank to sum with (--nproc 2)"
         return
@@ -75,7 +68,7 @@ def communicators(dist: Dist) -> Iterator[tuple[str, str, Sum | str]]:
 
 
 def wrong_sum(sum_: Sum, dist: Dist, device: str) -> str:
-    """What is wrong with a sum of known values; '' when it is right. The values differ by rank and
+    """What is wrong with a sum of known values; '' if it is right. The values differ by rank and
     by position, and their sums are exact in float32."""
     import torch
 

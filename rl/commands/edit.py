@@ -1,4 +1,4 @@
-"""Edit pictures with what a run has trained.
+"""Edit pictures with the policy that a run has trained.
 
     rl edit --run runs/my-run photo.jpg "make the sky red"
     rl edit --run runs/my-run --checkpoint best photos/ "make the sky red"
@@ -10,8 +10,8 @@
 
 Prints the words that the policy wrote. Writes into `--out`: the picture; a sheet that compares it
 with the pictures from the untrained policy, the user's own words and the stock pipeline
-(`--only-edit`: no sheet, one picture instead of four); a JSON of all that went into it. Nothing is
-overwritten. The same command makes the same picture. No judge is asked.
+(`--only-edit`: no sheet, one picture instead of four); a JSON file of all its inputs. Nothing is
+overwritten. The same command draws the same picture. The judge is not asked.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
     with editor:
-        print(f"{editor.trained}, on {editor.device}{'' if editor.draws else '; words alone'}")
+        print(f"{editor.trained}, on {editor.device}{'' if editor.draws else '; no pictures'}")
         began = time.monotonic()
         failed = 0
         arms = not (args.only_edit or args.only_words)
@@ -68,20 +68,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except OSError as error:
                 raise SystemExit(f"{error}; the edits before this one are written") from error
             images = [image for image in result.request.images if isinstance(image, Path | str)]
-            head = [] if len(requests) == 1 else [f"[{number}/{len(requests)}]"]
-            head += [" ".join(map(str, images)) + ":"] if images else []
-            print(" ".join([*head, shown(result.request.instruction, MAX_WORDS_SHOWN)]))
-            for name, words in (
+            heading = [] if len(requests) == 1 else [f"[{number}/{len(requests)}]"]
+            heading += [" ".join(map(str, images)) + ":"] if images else []
+            print(" ".join([*heading, shown(result.request.instruction, MAX_WORDS_SHOWN)]))
+            for name, text in (
                 ("thought", result.thought),
                 ("words", result.words),
                 ("failed", result.failure),
                 *(("size", line) for line in edit_files.sizes_said(result)),
             ):
-                if words:
-                    print(f"  {name + ':':8} {shown(words, MAX_WORDS_SHOWN)}")
-            left_s = (time.monotonic() - began) / number * (len(requests) - number)
-            left = f", {left_s:.0f} s left" if number < len(requests) else ""
-            print(f"  wrote:   {', '.join(map(str, written))} ({result.seconds:.1f} s{left})")
+                if text:
+                    print(f"  {name + ':':8} {shown(text, MAX_WORDS_SHOWN)}")
+            remaining_s = (time.monotonic() - began) / number * (len(requests) - number)
+            remaining = f", {remaining_s:.0f} s left" if number < len(requests) else ""
+            print(f"  wrote:   {', '.join(map(str, written))} ({result.seconds:.1f} s{remaining})")
             sys.stdout.flush()
     return int(failed > 0)
 
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         help="1024x768, or 1024: area about 1024 x 1024, the source's aspect; default: the run's",
     )
     add("--only-edit", action="store_true", help="draw only the edit: no comparison sheet")
-    add("--only-words", action="store_true", help="write no picture, and load no renderer")
+    add("--only-words", action="store_true", help="draw no picture, and load no renderer")
     add("--batch-size", type=at_least_one, default=4, help="pictures at once")
     add("--device", default="auto", help="default: CUDA, else the CPU")
     add(

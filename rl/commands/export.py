@@ -1,19 +1,19 @@
-"""Writes what a run trained as a folder for other tools: `rl export <run or checkpoint> <target>`.
+"""Exports a trained model as a folder for other tools: `rl export <run or checkpoint> <target>`.
 
     --as model          base + adapter, with tokenizer and image processor: for transformers and
                         vLLM (the default)
     --as adapter        the PEFT folder as the run wrote it, the base beside it unchanged
     --as text-encoder   base + adapter as the `text_encoder` folder of a diffusers pipeline, which
-                        serving tools take: where the run drove an editor by its hidden states
+                        serving tools take: if the run's renderer read hidden states
 
-Of a run the newest whole checkpoint is taken, or the one of --checkpoint (best, or a number).
-Beside the model lies its card, README.md: what it is, how to use it, what was learnt and its
-limits, with the reward's curve and pictures of the first held-out samples (--no-pictures leaves
-them out). After full fine-tuning the model is copied; it is no adapter.
+From a run folder, the newest whole checkpoint is exported, or the one that --checkpoint names. The
+target also gets a model card, README.md: what the model is, how to use it, what it learnt and its
+limits, with the reward curve and pictures of the first held-out samples (--no-pictures omits them).
+After full fine-tuning there is no adapter, and the model is copied.
 
-The adapter is added in float32 and rounded once at the end. The run's own config names the base
-weights; `--base` and `--text-encoder-from` name them where they are elsewhere now. The whole base
-is in memory in float32: 4 bytes a parameter, about 15 GB for 3B and 33 GB for 7B.
+The adapter is added in float32, and the sum is rounded once. The run's config names the base
+weights; `--base` and `--text-encoder-from` name them if they have moved. The whole base is in
+memory in float32: 4 bytes a parameter, about 15 GB for 3B and 33 GB for 7B.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add("--base", help="folder or hub id of weights, tokenizer and processor")
     add("--text-encoder-from", help="folder or hub id of an editor whose text encoder is the base")
-    add("--dtype", choices=DTYPES, help="of the result; default: the run's")
-    add("--push-to", help="repository of the hub, me/my-model, private if it is made; optional")
-    add("--no-pictures", action="store_true", help="none of the held-out samples beside the card")
+    add("--dtype", choices=DTYPES, help="dtype of the result; default: the run's")
+    add("--push-to", help="repository of the hub, me/my-model; a new one is private; optional")
+    add("--no-pictures", action="store_true", help="no held-out samples with the card")
     args = parser.parse_args(arguments)
     try:
         export(args)
@@ -101,48 +101,48 @@ def export(args: argparse.Namespace) -> None:
     if args.form == "text-encoder":
         refuse_without_text_encoder(trained)
     is_copied = args.form == "adapter" or not trained.is_adapter
-    with written_aside(args.target) as part:
+    with written_aside(args.target) as folder:
         if is_copied and args.form != "text-encoder" and not args.dtype:
-            part.mkdir(parents=True)
+            folder.mkdir(parents=True)
             for name in ADAPTER_FILES if trained.is_adapter else WHOLE_MODEL_FILES:
                 for file in trained.model.glob(name):
-                    shutil.copy2(_inside(file), part)
+                    shutil.copy2(_inside(file), folder)
         else:
             config = model_config(trained, args.base, args.text_encoder_from)
-            merge(trained, config, args.dtype or config.dtype, args.form != "text-encoder", part)
+            merge(trained, config, args.dtype or config.dtype, args.form != "text-encoder", folder)
         evidence = None
         if trained.run_dir is not None:
             with stage("writing the card"):
-                evidence = gather(trained.run_dir, trained.iterations, part, not args.no_pictures)
+                evidence = gather(trained.run_dir, trained.iterations, folder, not args.no_pictures)
         card = model_card(trained.config, trained.iterations, trained.metrics, args.form, evidence)
-        (part / MODEL_CARD).write_text(scrub(card), encoding="utf-8")
+        (folder / MODEL_CARD).write_text(scrub(card), encoding="utf-8")
 
 
 @contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """`.<target>.rl-export` to write, renamed at the end: under its own name the target is whole.
-    One that fails, or that a kill left, is deleted."""
-    part = target.with_name(f".{target.name}.rl-export")
-    shutil.rmtree(part, ignore_errors=True)
+    """Yields `.<target>.rl-export` to write into; it is renamed at the end, so a `target` is always
+    whole. One that fails, or that a killed process left, is deleted."""
+    folder = target.with_name(f".{target.name}.rl-export")
+    shutil.rmtree(folder, ignore_errors=True)
     try:
-        yield part
-        part.rename(target)
+        yield folder
+        folder.rename(target)
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
 @contextmanager
-def stage(what: str) -> Iterator[None]:
-    """A line when it begins, and how long it took."""
-    print(f"{what} ...", flush=True)
+def stage(label: str) -> Iterator[None]:
+    """Print a line when the block begins, and how long it took."""
+    print(f"{label} ...", flush=True)
     began_s = monotonic()
     yield
     print(f"  {duration(monotonic() - began_s)}", flush=True)
 
 
 def refuse_without_text_encoder(trained: Trained) -> None:
-    """Raises ValueError where what was trained is no editor's text encoder."""
+    """Raises ValueError if the trained model is not the text encoder of an editor."""
     if at(trained.config, "policy.conditioning") == "base":
         raise ValueError(
             "the run's renderer read the untrained states (policy.conditioning: 'base'): its text "
@@ -158,15 +158,15 @@ def refuse_without_text_encoder(trained: Trained) -> None:
 
 
 def model_config(trained: Trained, base: str | None, text_encoder_from: str | None) -> Any:
-    """The policy section that loads what the result is made of: the base of an adapter, or the
-    whole model itself. Raises ValueError for what is not there, with the option that names it."""
+    """The policy section that loads the base of the adapter, or the whole trained model. Raises
+    ValueError if it is not there, and names the option to give."""
     section = dict(trained.config["policy"] if trained.is_adapter else trained.policy())
     if trained.is_adapter and base is not None:
         section |= {"model_path": base, "revision": None}
         section.pop("init_text_encoder_from", None)
     if trained.is_adapter and text_encoder_from is not None:
         section["init_text_encoder_from"] = text_encoder_from
-    # No attention is computed: the run's kernel need not run here.
+    # Nothing is computed, so the run's attention kernel need not work here.
     section |= {"adapter_path": "", "attn_implementation": "auto"}
     policy = policy_class(trained)
     config, problems = validate(policy.Config, section, at="policy")
@@ -191,9 +191,9 @@ def policy_class(trained: Trained) -> type[TrainedPolicy[Any]]:
     return plugin
 
 
-def merge(trained: Trained, config: Any, dtype: str, with_words: bool, target: Path) -> None:
-    """Base + adapter (or what was trained whole), added in float32 and rounded to `dtype` once;
-    `with_words` with what its prompts need."""
+def merge(trained: Trained, config: Any, dtype: str, with_prompt_files: bool, target: Path) -> None:
+    """Write base + adapter (or the whole trained model), added in float32 and rounded to `dtype`
+    once; `with_prompt_files`: also the tokenizer and processor."""
     import torch
 
     policy = policy_class(trained)
@@ -207,17 +207,17 @@ def merge(trained: Trained, config: Any, dtype: str, with_words: bool, target: P
             model = PeftModel.from_pretrained(model, str(trained.model)).merge_and_unload()
     with stage(f"writing the weights in {dtype}"), weights_counted():
         model.to(getattr(torch, dtype)).save_pretrained(target)
-    if with_words:
+    if with_prompt_files:
         policy.save_prompt_files(config, target)
 
 
 def _inside(file: Path) -> Path:
-    """`file`, unless it is a link out of its folder: what is exported is passed on. A hub's cache
-    has links into its own `blobs`. Raises ValueError."""
-    folder, place = file.parent.resolve(), file.resolve()
+    """`file`. Raises ValueError if it links to a file outside of its folder, which the export would
+    pass on; a hub cache may link into its own `blobs`."""
+    folder, target = file.parent.resolve(), file.resolve()
     blobs = folder.parent.parent / "blobs"
-    if file.is_symlink() and not (place.is_relative_to(folder) or place.parent == blobs):
-        raise ValueError(f"{file} is a link to {place}, elsewhere; put the file itself there")
+    if file.is_symlink() and not (target.is_relative_to(folder) or target.parent == blobs):
+        raise ValueError(f"{file} is a link to {target}, elsewhere; put the file itself there")
     return file
 
 

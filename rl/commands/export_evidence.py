@@ -1,4 +1,4 @@
-"""Gathers evidence about an exported model from its run's record, for the model card."""
+"""Gathers evidence about an exported model from its run's records, for the model card."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
         if row["iteration"] <= done
     ]
     evaluations = [_readable(evaluation) for evaluation in reading.read_evaluations(run_dir, done)]
-    found = learnt(evaluations)
-    if found is None:
+    gain = learnt(evaluations)
+    if gain is None:
         return None
     before, after = evaluations
     curve = None
@@ -53,18 +53,18 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
         _draw_curve(target / curve, metrics)
     ungraded = [share for _, share in points(metrics, "status/ungraded")]
     drift = points(metrics, "drift/alarm")
-    both = [identity for identity in before.records if identity in after.records]
+    shared_ids = [identity for identity in before.records if identity in after.records]
     return Evidence(
         iterations=(before.iteration, after.iteration),
-        learnt=[comparison(change) for change in found.changes],
+        learnt=[comparison(change) for change in gain.changes],
         arms=_arms(after),
-        num_left_out=found.num_left_out,
+        num_left_out=gain.num_left_out,
         ungraded_share=fmean(ungraded) if ungraded else None,
         drift_alarms=[int(iteration) for iteration, alarm in drift if alarm] if drift else None,
         curve=curve,
         samples=[
-            _sample(place, before, after, identity, target if with_pictures else None)
-            for place, identity in enumerate(both[:NUM_SAMPLES_SHOWN], start=1)
+            _sample(number, before, after, identity, target if with_pictures else None)
+            for number, identity in enumerate(shared_ids[:NUM_SAMPLES_SHOWN], start=1)
         ],
     )
 
@@ -111,7 +111,7 @@ def comparison(change: Change) -> Comparison:
 
 def _arms(after: Evaluation) -> Sequence[Comparison]:
     """Compares the model with each arm that is drawn without the model's words."""
-    found = []
+    comparisons = []
     for key, name in ARMS.items():
         change = Change(name, [], [])
         for record in after.records.values():
@@ -119,14 +119,14 @@ def _arms(after: Evaluation) -> Sequence[Comparison]:
                 change.rewards.append((record[key], record["reward"]))
                 change.shown.append(reading.shown_of(record) or [record["id"]])
         if change.rewards:
-            found.append(comparison(change))
-    return found
+            comparisons.append(comparison(change))
+    return comparisons
 
 
 def _sample(
-    place: int, before: Evaluation, after: Evaluation, identity: str, target: Path | None
+    number: int, before: Evaluation, after: Evaluation, identity: str, target: Path | None
 ) -> Shown:
-    """`target` None: without pictures."""
+    """One held-out sample before and after training. `target` None: without pictures."""
     old, new = before.records[identity], after.records[identity]
     sides = {OWN_WORDS: (before, old.get("bare_file"))}
     if old.get("source_file") is not None:
@@ -138,10 +138,10 @@ def _sample(
     }
     files: list[str] = []
     if target is not None:
-        drawn = {side: _picture(run.folder, file) for side, (run, file) in sides.items()}
-        for side, image in drawn.items():
-            if image is not None and None not in drawn.values():
-                files.append(f"{PICTURES_FOLDER}/{place:02d}_{side}.png")
+        images = {side: _picture(run.folder, file) for side, (run, file) in sides.items()}
+        for side, image in images.items():
+            if image is not None and None not in images.values():
+                files.append(f"{PICTURES_FOLDER}/{number:02d}_{side}.png")
                 (target / files[-1]).write_bytes(png_bytes(downscale(image, PICTURE_SIDE_PX)))
     return Shown(
         instruction=str(old["instruction"]),

@@ -1,13 +1,4 @@
-"""Encodes the pictures of an edit data set as Emu3 codes: `rl prepare tokenize ...`.
-
-    rl prepare tokenize --dataset-name owner/edits --split train \\
-        --original-image-key source --edited-image-key edited --edit-instruction-key instruction \\
-        --output-path data/mine/train
-
-Reads a hub data set, parquet, JSONL, ... and writes one file per edit to `<output>/feature/`, then
-their list, `<output>/list/tokenized_datalist.json`. If the command was killed, the same command
-continues: it encodes only the edits whose files are missing.
-"""
+"""Encodes the pictures of an edit data set as Emu3 codes: `rl prepare tokenize ...`."""
 
 from __future__ import annotations
 
@@ -55,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; the options have the names of those of EARL's own script."""
+    """Parse the command line; the options are named as in EARL's script."""
     parser = argparse.ArgumentParser("rl prepare", description=(__doc__ or "").partition("\n")[0])
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     add = parser.add_argument
@@ -90,38 +81,39 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def tokenize(options: argparse.Namespace) -> None:
-    """Encode the edits that have no file yet, then list all edits. Raises ValueError."""
+    """Write a file for each edit without one to `<output>/feature/`, so that a restart continues,
+    then the list of all, `<output>/list/tokenized_datalist.json`. Raises ValueError."""
     from rl.renderers.emu3_vq.codec import load_codec
 
     tokenizer = VqConfig(model_path=options.model_path, revision=options.revision)
     for problem in model_problems(Emu3Vq.models(tokenizer)):
         raise ValueError(problem.replace("model_path", "--model-path", 1))
     rows = open_rows(options)
-    feature, lists = options.output_path / "feature", options.output_path / "list"
-    continue_only_the_same(feature, lists / "made_from.json", options.made_from)
+    feature_dir, list_dir = options.output_path / "feature", options.output_path / "list"
+    refuse_other_options(feature_dir, list_dir / "made_from.json", options.made_from)
     numbers = range(len(rows))
     names = [f"{rows.number_of(index):08d}" for index in numbers]
     if options.id_key:
         names = [quote(rows.id_of(index), safe="") for index in numbers]
-    files = [feature / f"{name}{SUFFIX}" for name in names]
+    files = [feature_dir / f"{name}{SUFFIX}" for name in names]
     missing = [index for index, file in enumerate(files) if not file.is_file()]
     device = pick_device(options.device)
     codec = load_codec(options.model_path, options.revision, options.dtype, device)
-    bad: list[str] = []
+    reasons: list[str] = []
     with counted("edits", len(missing)) as progress:
         for start in range(0, len(missing), options.batch_size):
             batch = missing[start : start + options.batch_size]
-            bad += encode(options, rows, codec, {index: files[index] for index in batch})
+            reasons += encode(options, rows, codec, {index: files[index] for index in batch})
             progress.step(len(batch))
-    for reason in bad[:10]:
+    for reason in reasons[:10]:
         print(f"left out: {reason}")
     entries = [file.name for file in files if file.is_file()]
     if not entries:
-        raise ValueError(f"no row is left, e.g. {bad[0]}")
-    content = {"prefix": str(feature.resolve()), "path_list": entries}
-    write_atomically(lists / "tokenized_datalist.json", json.dumps(content))
-    num_left_out = rows.num_skipped + len(bad)
-    print(f"{lists / 'tokenized_datalist.json'}: {len(entries)} edits, {num_left_out} left out")
+        raise ValueError(f"no row is left, e.g. {reasons[0]}")
+    content = {"prefix": str(feature_dir.resolve()), "path_list": entries}
+    write_atomically(list_dir / "tokenized_datalist.json", json.dumps(content))
+    num_left_out = rows.num_skipped + len(reasons)
+    print(f"{list_dir / 'tokenized_datalist.json'}: {len(entries)} edits, {num_left_out} left out")
 
 
 def open_rows(options: argparse.Namespace) -> Rows:
@@ -153,10 +145,10 @@ def open_rows(options: argparse.Namespace) -> Rows:
     return rows
 
 
-def continue_only_the_same(feature: Path, note: Path, made_from: Mapping[str, object]) -> None:
-    """Raises ValueError where the folder holds edits that were encoded with other options."""
+def refuse_other_options(feature: Path, option_file: Path, made_from: Mapping[str, object]) -> None:
+    """Raises ValueError if the folder holds edits that were encoded with other options."""
     feature.mkdir(parents=True, exist_ok=True)
-    before = json.loads(note.read_text()) if note.is_file() else None
+    before = json.loads(option_file.read_text()) if option_file.is_file() else None
     if before is None and any(feature.iterdir()):
         raise ValueError(f"{feature.parent} holds another set; choose another --output-path")
     if before not in (None, made_from):
@@ -164,21 +156,21 @@ def continue_only_the_same(feature: Path, note: Path, made_from: Mapping[str, ob
             f"{feature.parent} was begun with other options: {before}, now {dict(made_from)}; use "
             "the same, or choose another --output-path"
         )
-    write_atomically(note, json.dumps(made_from, indent=2))
+    write_atomically(option_file, json.dumps(made_from, indent=2))
 
 
 def encode(
     options: argparse.Namespace, rows: Rows, codec: Emu3Codec, files: Mapping[int, Path]
 ) -> list[str]:
     """Encode the rows and write each to its file; returns a reason for each row left out."""
-    samples, bad = {}, []
+    samples, reasons = {}, []
     for index in files:
         try:
             samples[index] = rows[index]
         except BadRowError as error:
             if options.on_bad_row == "error":
                 raise ValueError(f"{error}\nFix it, or add --on-bad-row skip") from error
-            bad.append(str(error))
+            reasons.append(str(error))
     pictures = [p for s in samples.values() for p in (s.source, s.target) if p is not None]
     codes = iter(codec.encode(pictures, options.image_area, options.batch_size))
     for index, sample in samples.items():
@@ -194,7 +186,7 @@ def encode(
         identity = sample.id if options.id_key else files[index].stem
         edit = TokenisedEdit(identity, sample.instruction, source_codes, target_codes, thoughts)
         write(files[index], edit)
-    return bad
+    return reasons
 
 
 def with_scaled_boxes(text: str, scale: tuple[float, float]) -> str:

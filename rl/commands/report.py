@@ -1,7 +1,4 @@
-"""Prints what a run learnt and writes its page: `rl report <run folder | config.jsonnet ...>`.
-
-The page is `<run>/report/index.html`; a run that is still training has one too.
-"""
+"""Prints what a run learnt and writes its page: `rl report <run folder | config.jsonnet ...>`."""
 
 from __future__ import annotations
 
@@ -20,22 +17,22 @@ from rl.text import terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 1 when there is nothing to report on; see `BUSY`."""
+    """Exit code: 0; 1 if there is nothing to report; `BUSY` if --refresh finds another report."""
     terminal.guard()
     parser = argparse.ArgumentParser("rl report", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run", help="run folder, or the config it was started with")
     parser.add_argument("overrides", nargs="*", help="key=value, as given to the run")
-    parser.add_argument("--against", metavar="OTHER_RUN", help="a run folder to set beside it")
+    parser.add_argument("--against", metavar="OTHER_RUN", help="a run folder to compare with")
     parser.add_argument(
         "--single-file",
         action="store_true",
-        help="write report/report.html too, for a mail: at most 5 MB, thumbnails inside",
+        help="also write report/report.html, for a mail: at most 5 MB, with thumbnails",
     )
-    parser.add_argument("--page-only", action="store_true", help="write the page alone: no summary")
+    parser.add_argument("--page-only", action="store_true", help="write only the page: no summary")
     parser.add_argument(
         "--refresh",
         action="store_true",
-        help="used by a run itself: write the page alone",
+        help="used by a run itself: write only the page",
     )
     args = parser.parse_intermixed_args(argv)
     try:
@@ -47,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             metrics = read_named(run_dir / "metrics.jsonl", "iteration")
             control = is_control(read_config(run_dir))
             print("\n".join(summary(metrics, read_evaluations(run_dir), control)))
-        page, made = write_page(run_dir, other)
-        print(f"  page: {page} ({made.num_written} of its data pages are new)")
+        page, result = write_page(run_dir, other)
+        print(f"  page: {page} ({result.num_written} of its data pages are new)")
         if args.single_file:
-            print(f"  {write_single_file(run_dir, made, other)}")
+            print(f"  {write_single_file(run_dir, result, other)}")
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return BUSY if args.refresh and isinstance(error, BusyError) else 1

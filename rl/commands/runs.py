@@ -25,11 +25,11 @@ _ROW = f"{{:<{NAME_WIDTH}}} {{:<11}} {{:>8}} {{:>6}} {{:>10}} {{:>16}}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 1 where nothing could be read."""
+    """Exit code: 0; 1 if nothing could be read."""
     terminal.guard()
     parser = argparse.ArgumentParser("rl runs", description=__doc__)
     default = os.environ.get(VARIABLE) or "runs"
-    parser.add_argument("folder", nargs="?", default=default, help="of runs, or of one run")
+    parser.add_argument("folder", nargs="?", default=default, help="folder of runs, or of one run")
     try:
         return list_runs(parser.parse_args(argv).folder)
     except BrokenPipeError:  # `rl runs | head`
@@ -46,8 +46,8 @@ def list_runs(folder: str) -> int:
         raise NotADirectoryError(
             f"{shown(folder, 60)} is not a folder; name one, or set {VARIABLE}"
         )
-    found = [look(path) for path in folders(Path(folder).absolute())]
-    summaries = sorted(found, key=lambda summary: (-summary.written_s, summary.path.name))
+    unsorted = [look(path) for path in folders(Path(folder).absolute())]
+    summaries = sorted(unsorted, key=lambda summary: (-summary.written_s, summary.path.name))
     runs = [summary for summary in summaries if not summary.problem]
     if runs:
         print(_ROW.format("run", "done", "held-out", "best", "checkpoint", "written"))

@@ -1,11 +1,4 @@
-"""Converts EARL's flat config fields to the nested schema, so that EARL files load unchanged.
-
-A file may add keys of our own schema to the 43 fields; they take precedence. These meanings differ
-from EARL: `coefficients` are exact shares of an endless mixture, not copies and fixed subsets; a
-short context reduces `max_response_tokens`; a `per_device_batch_size` of n gives room for n
-completions with a prompt each, although a group's prompt is stored only once; rewards run from 0 to
-1, not to 10 (the advantages are equal).
-"""
+"""Converts EARL's flat config fields to the nested schema, so that EARL files load unchanged."""
 
 from __future__ import annotations
 
@@ -117,39 +110,45 @@ class Converted(BaseModel):
 
 _OTHERS: Values = dict.fromkeys(KEPT.union(MOVED) - set(Converted.model_fields), (Any, None))
 Fields = create_model("Fields", __base__=Converted, **_OTHERS)
-"""All 43."""
+"""All 43 fields of EARL."""
 
 
 def is_flat(values: Mapping[str, Any], required: Sequence[str]) -> bool:
     """Whether a config is written in EARL's fields. `required`: the top-level keys that every
-    config of our own schema has."""
-    ours = (set(values) & set(required)) - KEPT
-    return len(set(values) & (set(Fields.model_fields) - KEPT)) > len(ours)
+    config of the nested schema has."""
+    nested_keys = (set(values) & set(required)) - KEPT
+    return len(set(values) & (set(Fields.model_fields) - KEPT)) > len(nested_keys)
 
 
 def nested(
     values: Mapping[str, Any], sections: Sequence[str], file_name: str
 ) -> tuple[Values, list[str]]:
-    """(the same run in the nested schema, problems). `sections`: the schema's own top-level keys;
-    `file_name`: the run's name if `values` has none."""
-    ours = {name: values[name] for name in values if name in sections and name not in KEPT}
+    """(the same run in the nested schema, problems). `sections`: the schema's top-level keys;
+    `file_name`: the run's name if `values` has none. Keys of the schema override EARL's fields."""
+    direct = {name: values[name] for name in values if name in sections and name not in KEPT}
     # EARL also read the word 'none', in upper or lower case, as null.
-    theirs = {n: v for n, v in values.items() if n not in ours and str(v).lower() != "none"}
-    fields, problems = validate(Fields, theirs)
+    flat = {n: v for n, v in values.items() if n not in direct and str(v).lower() != "none"}
+    fields, problems = validate(Fields, flat)
     if fields is None:
         return {}, problems
     run = deepcopy(FIXED) | {"run_name": file_name}
-    for name, value in theirs.items():
+    for name, value in flat.items():
         if name in KEPT or name in MOVED:
             _put(run, MOVED.get(name, name), value)
     problems = _convert(fields, run)
-    if not _merge(run, ours)["data"]["validation"]:
+    if not _merge(run, direct)["data"]["validation"]:
         _put(run, "evaluation.every_n_iterations", 0)
-    return _merge(run, ours), problems
+    return _merge(run, direct), problems
 
 
 def _convert(fields: Converted, run: Values) -> list[str]:
-    """Writes the converted `fields` into `run`; returns the problems found."""
+    """Writes the converted `fields` into `run`; returns the problems found.
+
+    These meanings differ from EARL: `coefficients` are exact shares of an endless mixture, not
+    copies and fixed subsets; a short context reduces `max_response_tokens`; a
+    `per_device_batch_size` of n allows n completions with a prompt each, although a group's prompt
+    is stored only once; rewards are 0 to 1, not 0 to 10 (the advantages are equal).
+    """
     problems = []
     paths, coefficients = fields.train_paths_file, fields.coefficients
     if coefficients and len(coefficients) != len(paths):
@@ -177,8 +176,8 @@ def _convert(fields: Converted, run: Values) -> list[str]:
     _put(run, "policy.max_prompt_tokens", prompt)
     _put(run, "sampling.max_completion_tokens", longest)
     _put(run, "engine.max_model_len", context)
-    if (at_once := fields.per_device_batch_size) is not None:
-        _put(run, "optimizer.max_tokens_per_micro_batch", at_once * (prompt + longest))
+    if (batch_size := fields.per_device_batch_size) is not None:
+        _put(run, "optimizer.max_tokens_per_micro_batch", batch_size * (prompt + longest))
 
     _put(run, "policy.constrained", fields.emu3_use_logit_processor)
     if fields.emu3_use_logit_processor != fields.separate_language_and_vision_vocabs:

@@ -1,12 +1,4 @@
-"""Format numbers of the files that one version writes and another reads.
-
-    config         its key `format`; a file without one has the current format
-    run folder     the `format` of its config.json, which its records share; without one: 1
-    checkpoint     the `format` of its state.json
-    adapter        `auto_mapping.format` of its adapter_config.json; without one: 1
-
-A number rises when a name or a meaning changes; a new key with a default does not raise it.
-"""
+"""Format numbers of files; one rises if a name or meaning changes, not for a key with a default."""
 
 from __future__ import annotations
 
@@ -14,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 CONFIG = 3
-"""The only format of configs and run folders that this version reads."""
+"""The only format of configs and run folders that this version reads. A config has it as its key
+`format` (missing: the current format), a run folder in its config.json (missing: 1)."""
 CHECKPOINT = 1
+"""`format` of state.json."""
 ADAPTER = 2
+"""`auto_mapping.format` of adapter_config.json; missing: 1."""
 GONE = {
     "checkpoint": ("keep",),
     "renderer": ("attention_backend", "cfg_in_one_forward", "compile_blocks"),
@@ -25,12 +20,12 @@ GONE = {
 only for shipped plugins, whose `type` has no dot."""
 
 
-def refusal(what: str, number: Any, newest: int, oldest: int = 1) -> str:
-    """Why `what`, which has format `number` (None: it has none), cannot be read; '' if it can."""
+def refusal(label: str, number: Any, newest: int, oldest: int = 1) -> str:
+    """Why `label`, which has format `number` (None: it has none), cannot be read; '' if it can."""
     if number is None or (type(number) is int and oldest <= number <= newest):
         return ""
     is_newer = type(number) is int and number > newest
-    return f"{what} has the format {number!r}, and this version reads {oldest} to {newest}: " + (
+    return f"{label} has the format {number!r}, and this version reads {oldest} to {newest}: " + (
         "a newer one wrote it; update vlm-edit-rl"
         if is_newer
         else "use the version of vlm-edit-rl that wrote it"
@@ -42,10 +37,10 @@ def number_of(written: Mapping[str, Any]) -> Any:
     return written.get("format", 1 if "run_name" in written else None)
 
 
-def stored(config: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """A run's stored config, without the keys of `GONE`; `what` is its name in messages. Raises
-    ValueError if it has another format."""
-    if problem := refusal(what, number_of(config), CONFIG, oldest=CONFIG):
+def stored(config: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """A run's stored config, without the keys of `GONE`; `label` is its name in messages.
+    Raises ValueError if it has another format."""
+    if problem := refusal(label, number_of(config), CONFIG, oldest=CONFIG):
         raise ValueError(problem)
     return {
         name: {key: item for key, item in value.items() if key not in GONE[name]}

@@ -1,4 +1,4 @@
-"""Evaluates a Jsonnet file with the command line's overrides; every mistake names its place."""
+"""Evaluates a Jsonnet file with the command line's overrides; each error names file and line."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def evaluate(
     the file is still checked. Imports that are not found beside the importing file come from the
     shipped configs (`base.libsonnet`).
     """
-    try:  # in a thread: no signal interrupts Jsonnet, which is C++
+    try:  # in a thread, because no signal interrupts Jsonnet, which is C++
         with ThreadPool(1) as pool:
             job = pool.apply_async(_evaluate, (path, overrides, env))
             text, problems = job.get(MAX_S)
         values = None if text is None else json.loads(text)
     except multiprocessing.TimeoutError:
-        why = f"took longer than {MAX_S:g} s: a recursion or list without end, or a huge import?"
-        return None, [f"{path} with its overrides: {why}"]
+        reason = f"took longer than {MAX_S:g} s: a recursion or list without end, or a huge import?"
+        return None, [f"{path} with its overrides: {reason}"]
     except RecursionError:
         return None, [f"{path}: holds lists or sections that are nested too deeply; flatten it"]
     if values is None or isinstance(values, dict):
@@ -96,20 +96,20 @@ def _evaluate(
             try:
                 return run(_SET + text), problems
             except RuntimeError as error:
-                message, place = _message(str(error)), _place(str(error))
+                message, where = _message(str(error)), _position(str(error))
                 before, is_undefined, name = message.partition("undefined external variable: ")
                 if before or not is_undefined or name in variables:
                     if problems:  # the stand-in values may have caused this error
                         return None, problems
-                    is_placed = message.startswith("override ") or (place and place in message)
-                    where = f"{message} (at {place})" if place else f"{path}: {message}"
-                    return None, [message if is_placed else where]
+                    is_placed = message.startswith("override ") or (where and where in message)
+                    located = f"{message} (at {where})" if where else f"{path}: {message}"
+                    return None, [message if is_placed else located]
                 variables[name] = name
-                at = f" (used at {place})" if place else ""
+                usage = f" (used at {where})" if where else ""
                 problems.append(
-                    f"set the environment variable {name}{at}"
+                    f"set the environment variable {name}{usage}"
                     if name.startswith("APP__")
-                    else f"std.extVar({name!r}){at}: only environment variables named APP__... "
+                    else f"std.extVar({name!r}){usage}: only environment variables named APP__... "
                     "can be read"
                 )
     except UnicodeError:
@@ -144,10 +144,10 @@ def _message(error: str) -> str:
     return error
 
 
-def _place(error: str) -> str:
+def _position(error: str) -> str:
     """file:line of the first stack frame of a Jsonnet error that is in a file."""
     for file, line in re.findall(r"(?:^\t|: )([^\t\n:]+):\(?(\d+):", error, re.MULTILINE):
         if Path(file).is_file():
-            near = os.path.relpath(file)
-            return f"{file if near.startswith('..') else near}:{line}"
+            relative = os.path.relpath(file)
+            return f"{file if relative.startswith('..') else relative}:{line}"
     return ""

