@@ -1,1 +1,1 @@
-"""Side by side with what a user would run instead, and where an iteration's time goes."""
+"""Comparisons with TRL and diffusers, GPU measurements, and fault campaigns."""

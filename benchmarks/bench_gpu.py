@@ -1,12 +1,12 @@
-"""What this project does on one GPU at real size, with random weights: no network, no checkpoint.
+"""Measures this project on one GPU at real size, with random weights: no network, no checkpoint.
 
     rl bench-gpu                                everything, each item measured 60 s
     rl bench-gpu --items 4b,4                   some of it
     rl bench-gpu --items 5 --seconds-per-item 400
     rl bench-gpu --tiny                         the same code in seconds on a CPU
 
-Writes a table to `--out`, and the project's goals. Exit code 1 when an item failed or a check found
-wrong numbers. "floor" is the time that the operations take at the rate of item 1.
+Writes a table and the project's goals to `--out`. The exit code is 1 if an item failed or a check
+found wrong numbers. "floor" is the time of the same operations at the rate measured by item 1.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ ITEMS = {
     "5": ("gpu_iteration", "iterations", "whole iterations"),
     "7": ("gpu_iteration", "sampler", "the sampler beside everything else"),
 }
-"""In the order they run; a part is imported when its turn comes, so that what is not installed
-costs its own items alone."""
+"""Item -> (module, function, title), in the order in which they run. A module is imported only for
+its items, so that a missing package affects no other item."""
 PACKAGES = ("torch", "triton", "transformers", "peft", "diffusers", "vllm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
-    asked = _parse(argv)
-    bench = open_bench(asked)
+    """Runs the items and returns the exit code."""
+    args = _parse(argv)
+    bench = open_bench(args)
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
         bench.folder = Path(folder)
-        for item in asked.items:
+        for item in args.items:
             run_item(bench, item)
     text = written(bench, argv)
     print(text)
-    if asked.out is not None:
-        save(bench, text, asked, argv)
+    if args.out is not None:
+        save(bench, text, args, argv)
     return 1 if bench.report.failures else 0
 
 
@@ -66,39 +66,39 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; runs on a CPU, too")
     parser.add_argument("--seconds-per-item", type=float, default=None, help="60; tiny: 0")
     parser.add_argument("--out", type=Path, help="benchmarks/results; tiny: nothing is written")
-    asked = parser.parse_args(argv)
-    wanted = asked.items.split(",")
-    unknown = sorted(set(wanted) - set(ITEMS))
+    args = parser.parse_args(argv)
+    items = args.items.split(",")
+    unknown = sorted(set(items) - set(ITEMS))
     if unknown:
         parser.error(f"--items: no item {', '.join(unknown)}; there are {', '.join(ITEMS)}")
-    asked.items = [item for item in ITEMS if item in wanted]
-    if asked.seconds_per_item is None:
-        asked.seconds_per_item = 0.0 if asked.tiny else 60.0
-    if asked.out is None and not asked.tiny:
-        asked.out = Path(__file__).parent / "results"
-    return asked
+    args.items = [item for item in ITEMS if item in items]
+    if args.seconds_per_item is None:
+        args.seconds_per_item = 0.0 if args.tiny else 60.0
+    if args.out is None and not args.tiny:
+        args.out = Path(__file__).parent / "results"
+    return args
 
 
-def open_bench(asked: argparse.Namespace) -> Bench:
-    """On the GPU where there is one. Exits where real sizes are asked of a CPU."""
+def open_bench(args: argparse.Namespace) -> Bench:
+    """A bench on the GPU if there is one; exits if real sizes are requested on a CPU."""
     from benchmarks.gpu_bench import Bench, Report
     from benchmarks.gpu_models import REAL, TINY
     from rl.ranks.dist import Dist
 
     dist = Dist.from_env()
-    if not asked.tiny and not dist.device.startswith("cuda"):
+    if not args.tiny and not dist.device.startswith("cuda"):
         sys.exit("this needs a CUDA device; --tiny runs the same code at tiny sizes on a CPU")
-    size = TINY if asked.tiny else REAL
-    return Bench(dist, size, asked.seconds_per_item, Path(), Report())
+    size = TINY if args.tiny else REAL
+    return Bench(dist, size, args.seconds_per_item, Path(), Report())
 
 
 def run_item(bench: Bench, item: str) -> None:
-    """Whatever happens, the next one runs."""
+    """Runs an item; an error is recorded as its failure."""
     from benchmarks.gpu_bench import first_line, free
     from benchmarks.gpu_models import save_texts
 
-    part, name, what = ITEMS[item]
-    print(f"== {item}: {what}", file=sys.stderr, flush=True)
+    part, name, title = ITEMS[item]
+    print(f"== {item}: {title}", file=sys.stderr, flush=True)
     bench.item, failed = item, ""
     try:
         if not (bench.folder / "policy").exists():
@@ -113,15 +113,15 @@ def run_item(bench: Bench, item: str) -> None:
 
 
 def host(bench: Bench, argv: Sequence[str] | None) -> dict[str, str]:
-    """What the numbers were measured on, without its name."""
+    """Facts about the machine and the packages, without the host's name."""
     versions = {}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    words = sys.argv[1:] if argv is None else argv
-    command = re.sub(r" --out[ =]\S+", "", shlex.join(["rl", "bench-gpu", *words]))
+    arguments = sys.argv[1:] if argv is None else argv
+    command = re.sub(r" --out[ =]\S+", "", shlex.join(["rl", "bench-gpu", *arguments]))
     return {
         "date": f"{datetime.date.today():%Y-%m-%d}",
         "device": device_name(bench.device),
@@ -142,10 +142,10 @@ def device_name(device: str) -> str:
 
 
 def written(bench: Bench, argv: Sequence[str] | None) -> str:
-    """The whole report, Markdown."""
+    """The whole report as Markdown."""
     report = bench.report
-    where = "\n".join(f"- {name}: {value}" for name, value in host(bench, argv).items())
-    parts = [f"# One device, {bench.size.name} size", where]
+    facts = "\n".join(f"- {name}: {value}" for name, value in host(bench, argv).items())
+    parts = [f"# One device, {bench.size.name} size", facts]
     parts += ["## Times", report.line_table()]
     if report.goals:
         parts += ["## Goals, of real sizes", report.goal_table()]
@@ -154,13 +154,13 @@ def written(bench: Bench, argv: Sequence[str] | None) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def save(bench: Bench, text: str, asked: argparse.Namespace, argv: Sequence[str] | None) -> None:
-    """`gpu_<device>_<date>.md`, and `.json` with all digits; a part of the items is named."""
+def save(bench: Bench, text: str, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
+    """Writes `gpu_<device>_<date>.md` and `.json` (all digits); the names list `--items`."""
     facts = host(bench, argv)
     device = re.sub(r"\W+", "-", facts["device"]).lower()
-    items = "" if asked.items == list(ITEMS) else "_items_" + "-".join(asked.items)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    stem = asked.out / f"gpu_{device}_{facts['date']}{items}"
+    items = "" if args.items == list(ITEMS) else "_items_" + "-".join(args.items)
+    args.out.mkdir(parents=True, exist_ok=True)
+    stem = args.out / f"gpu_{device}_{facts['date']}{items}"
     stem.with_suffix(".md").write_text(text)
     report = bench.report
     record = {

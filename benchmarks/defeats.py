@@ -1,5 +1,4 @@
-"""The savings one by one, and how each is defeated from outside, by wrapping objects of an opened
-run or changing its config or shape."""
+"""This project's savings, and how each is disabled in an opened run, its config or its shape."""
 
 from __future__ import annotations
 
@@ -16,58 +15,58 @@ if TYPE_CHECKING:
 
 
 def _nothing(run: Run, folder: Path) -> None:
-    """The config or the shape defeats it."""
+    """For savings that the config or the shape disables."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """One thing that is not done twice."""
+    """One kind of work that is not repeated."""
 
     title: str
     defeat: Callable[[Run, Path], None] = _nothing
-    """Makes an opened run do it again and again; the folder holds the toy's models."""
+    """Makes an opened run repeat the work; the folder has the toy's models."""
     overrides: Sequence[str] = ()
-    """`key=value` of the config that do so."""
+    """`key=value` of the config that disable the saving."""
     shape: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of the shape whose work is what the run would do without the saving."""
+    """Changes of the shape after which the work is that of a run without the saving."""
 
 
 def _prompt_per_completion(run: Run, folder: Path) -> None:
-    """Each row brings a prompt of its own, so that none is shared."""
+    """Each row has a separate prompt object, so that no prompt is shared."""
     policy: Any = run.context.policy
     collate = policy.collate
     policy.collate = lambda rows: collate([(replace(prompt), ids) for prompt, ids in rows])
 
 
 def _tower_per_look(run: Run, folder: Path) -> None:
-    """No two looks at a picture seem to be at the same one."""
+    """A picture gets a new cache key whenever it is read."""
     features: Any = run.context.policy.module._features
-    look, numbers = features.of, itertools.count()
+    original, numbers = features.of, itertools.count()
 
     def of(pictures: Sequence[Any], vl_model: Any) -> Any:
-        return look([replace(p, key=str(next(numbers)).encode()) for p in pictures], vl_model)
+        return original([replace(p, key=str(next(numbers)).encode()) for p in pictures], vl_model)
 
     features.of = of
 
 
 def _source_per_picture(run: Run, folder: Path) -> None:
-    """Sources are known by their objects: copies are strangers."""
+    """Copies of a source are encoded again, as sources are cached by object identity."""
     loop: Any = run.context.renderer.loop
     encode = loop._source_latents
     loop._source_latents = lambda pictures_B, size: encode([p.copy() for p in pictures_B], size)
 
 
 def _negative_per_completion(run: Run, folder: Path) -> None:
-    """Each completion's negative prompt is forwarded anew."""
+    """Each completion's negative prompt is forwarded again."""
     policy: Any = run.context.policy
-    find = policy._negatives_of
+    original = policy._negatives_of
 
     def negatives_of(prompts_B: Sequence[Any]) -> list[Any]:
-        found = []
+        negatives = []
         for prompt in prompts_B:
             policy._negatives.clear()
-            found += find([prompt])
-        return found
+            negatives += original([prompt])
+        return negatives
 
     policy._negatives_of = negatives_of
 

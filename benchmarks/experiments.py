@@ -1,4 +1,4 @@
-"""What is measured: each experiment runs its workers and returns plain records for JSON."""
+"""The experiments: each runs its workers and returns plain records for JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PEERS: Mapping[str, Tuning] = {
     PREFIX: Tuning(remembers_tower=True, prompt_once="without gradients"),
     PREFIXES: Tuning(remembers_tower=True, prompt_once="always"),
 }
-"""From what one writes first to the strongest that we could build."""
+"""From a user's first version to the strongest peer that could be built."""
 ONE_STEP_OFF = "this project, one step off"
 Record = dict[str, Any]
 Make = Callable[[], Contestant]
@@ -49,14 +49,14 @@ def sides(folder: Path, shape: Shape, api_base: str, samples: bool) -> dict[str,
 
 
 def ours(folder: Path, shape: Shape, api_base: str, **options: Any) -> Contestant:
-    """This project, in a run folder of its own."""
+    """This project, in a new run folder."""
     runs = folder / "runs" / str(next(_runs))
     return Contestant(our_side.run, folder, shape, api_base, runs, **options)
 
 
 def as_record(rounds: Sequence[Measured], counted: Measured | None = None) -> Record:
-    """Lists over rounds, by part; FLOPs and counts of the counted iteration."""
-    labels = sorted({label for one in rounds for label in one.spent})
+    """Lists over rounds by part, the last round's counts, and the counted iteration's FLOPs."""
+    labels = sorted({label for measured in rounds for label in measured.spent})
     record: Record = {
         "cpu_s": {p: [r.spent[p].cpu_s if p in r.spent else 0.0 for r in rounds] for p in labels},
         "wall_s": {p: [r.spent[p].wall_s if p in r.spent else 0.0 for r in rounds] for p in labels},
@@ -68,7 +68,7 @@ def as_record(rounds: Sequence[Measured], counted: Measured | None = None) -> Re
 
 
 def head_to_head(folder: Path, shape: Shape, num_rounds: int, limit_s: float) -> Record:
-    """The peers and this project in turn; then one iteration of each under the FLOP counter."""
+    """The peers and this project in turn; then one iteration of each with the FLOP counter."""
     with judge_process() as api_base:
         makers = sides(folder, shape, api_base, samples=True)
         rounds, counted = interleave(makers, num_rounds, True, limit_s)
@@ -78,10 +78,10 @@ def head_to_head(folder: Path, shape: Shape, num_rounds: int, limit_s: float) ->
 
 
 def _over_minimum(side: Record, shape: Shape, model: LanguageModel) -> float:
-    """Executed FLOPs of the policy side over the least that gives the same numbers: a forward of
-    the policy and one of the reference, which has no adapter, over each token once and over the
-    pairs of the prefix tree, one backward, the head where a completion is predicted, the vision
-    tower once. For one group, none equal."""
+    """Executed FLOPs of the policy side over the minimum for the same numbers: one forward of the
+    policy and one of the reference (without adapter) over each token and the pairs of the prefix
+    tree, one backward, the head at predicting positions, the vision tower once. For one group
+    without equal completions."""
     num_completion = sum(shape.completion_lens())
     num_tokens = side["counts"]["token positions"] // 2
     pairs = prefix_tree_pairs(num_tokens - num_completion, shape.completion_lens())
@@ -95,7 +95,7 @@ def _over_minimum(side: Record, shape: Shape, model: LanguageModel) -> float:
 
 
 def language_model(folder: Path) -> LanguageModel:
-    """The sizes of the toy's."""
+    """The sizes of the toy's language model."""
     from transformers import AutoConfig
 
     lora = SimpleNamespace(r=toy.LORA["r"], target_modules=toy.LORA["target_modules"])
@@ -104,8 +104,8 @@ def language_model(folder: Path) -> LanguageModel:
 
 
 def memory(folder: Path, shape: Shape, num_iterations: int = 3) -> dict[str, float]:
-    """Peak MB above what was resident before the first iteration, each side in a fresh process;
-    nobody samples."""
+    """Peak MB above the resident memory before the first iteration, each side in a new process and
+    without sampling."""
     peaks = {}
     with judge_process() as api_base:
         for name, make in sides(folder, shape, api_base, samples=False).items():
@@ -115,9 +115,9 @@ def memory(folder: Path, shape: Shape, num_iterations: int = 3) -> dict[str, flo
 
 
 def judge_latency(folder: Path, shape: Shape, latency_s: float, num_rounds: int) -> Record:
-    """Wall seconds under a judge of that slowness, all questions of an iteration at once.
+    """Wall seconds with a judge of that latency, all questions of an iteration at once.
 
-    One side after the other: between two turns of a contest verdicts would come in for nothing.
+    One side after the other: in turns, the judge could answer while another side runs.
     """
     with judge_process(latency_s) as api_base:
         makers = sides(folder, shape, api_base, samples=True)
@@ -132,7 +132,7 @@ def judge_latency(folder: Path, shape: Shape, latency_s: float, num_rounds: int)
 
 
 def savings(folder: Path, shape: Shape, num_rounds: int) -> Record:
-    """With none, with each alone, and with one after the other stacked."""
+    """Costs with no saving, with each saving alone, and with one after the other added."""
     names = list(SAVINGS)
     stacks: Mapping[str, Sequence[str]] = {
         "none": [],
@@ -156,7 +156,7 @@ def _with_savings(folder: Path, shape: Shape, active: Sequence[str], num_rounds:
 
 
 def ranks(folder: Path, shape: Shape, num_iterations: int = 2) -> Record:
-    """The same run on one rank and on two: per rank what an iteration counted, and the metrics."""
+    """The same run on one rank and on two: counts of an iteration per rank, and the metrics."""
     model = language_model(folder)
     sides = [sum(model.shape(name)) for name in model.lora_targets]
     trained_bytes = 4 * model.num_layers * model.lora_rank * sum(sides)
@@ -169,8 +169,8 @@ def _on_ranks(num_ranks: int, folder: Path, shape: Shape, num_iterations: int) -
     with judge_process() as api_base, TemporaryDirectory() as meeting, ExitStack() as stack:
         members = []
         for rank in range(num_ranks):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
-            environment = {name: str(n) for name, n in place.items()} | on_one_node(Path(meeting))
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+            environment = {name: str(n) for name, n in numbers.items()} | on_one_node(Path(meeting))
             arguments = our_side.run, folder, shape, api_base, runs
             member = Contestant(*arguments, samples=False, environment=environment)
             members.append(stack.enter_context(member))
@@ -181,6 +181,6 @@ def _on_ranks(num_ranks: int, folder: Path, shape: Shape, num_iterations: int) -
     metrics, _ = read_rows(runs / "toy" / "metrics.jsonl")
     kept = ("loss/", "kl/", "optimizer/", "reward/")
     return {
-        "counts": [dict(one.counts) for one in reports],
+        "counts": [dict(report.counts) for report in reports],
         "metrics": [{k: v for k, v in row.items() if k.startswith(kept)} for row in metrics],
     }

@@ -1,5 +1,4 @@
-"""Counts executed operations with torch's counter, corrected for attention on a CPU: torch has no
-formula for its kernel, and counts causal attention as the full square."""
+"""Counts executed operations with torch's counter, corrected for attention on a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ Shape = Sequence[int]
 
 
 def flop_counter() -> FlopCounterMode:
-    """Its `get_total_flops()` is the sum over all that ran inside; a multiply-add is two."""
+    """`get_total_flops()` sums over all operations inside; a multiply-add counts as two. (torch has
+    no formula for the CPU's attention kernel, and counts causal attention as the full square.)"""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     mapping = {kernel: _attention, backward: _attention_backward}
@@ -21,7 +21,7 @@ def flop_counter() -> FlopCounterMode:
 
 
 def flops_of(call: Callable[[], object]) -> int:
-    """Executed by a call; a compiled model runs uncompiled meanwhile."""
+    """Operations that a call executes; a compiled model runs uncompiled."""
     with torch.compiler.set_stance("force_eager"), flop_counter() as counter:
         call()
     return counter.get_total_flops()
@@ -42,7 +42,7 @@ def _attention_backward(
 
 
 def _computed_share(query: Shape, key: Shape, causal: bool) -> float:
-    """Pairs on and below the diagonal over all pairs, if causal."""
+    """Share of the pairs that are computed: if causal, those on and below the diagonal."""
     num_queries, num_keys = query[-2], key[-2]
     square = min(num_queries, num_keys)
     pairs = square * (square + 1) / 2 + max(0, num_queries - num_keys) * num_keys

@@ -1,4 +1,4 @@
-"""The numbers that this project set itself, beside the measured ones."""
+"""The project's goals and the measured values."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from benchmarks.report import (
 
 
 def goals(results: Record) -> str:
-    """One row for each whose experiment was run."""
+    """One row for each goal whose experiment was run."""
     rows = []
-    for name, wanted, measure in _GOALS:
+    for name, limit, measure in _GOALS:
         try:
             measured, met = measure(results)
-        except KeyError:  # its experiment was not asked for
+        except KeyError:  # its experiment was not run
             continue
-        rows.append([name, wanted, measured, "yes" if met else "no"])
+        rows.append([name, limit, measured, "yes" if met else "no"])
     return table(["goal", "wanted", "measured", "met"], rows)
 
 
@@ -57,8 +57,8 @@ def _cpu(
 def _counted_once(results: Record) -> tuple[str, bool]:
     counts = results["sweep"]["G = 8"]["sides"][OURS]["counts"]
     names = ("pictures in the vision tower", "VAE encodes", "pictures preprocessed")
-    found = [counts[name] for name in names]
-    return ", ".join(map(str, found)), found == [1, 1, 1]
+    numbers = [counts[name] for name in names]
+    return ", ".join(map(str, numbers)), numbers == [1, 1, 1]
 
 
 def _memory(results: Record) -> tuple[str, bool]:
@@ -72,7 +72,7 @@ def _memory_growth(results: Record) -> tuple[str, bool]:
 
 
 def _on_policy_wait(results: Record) -> tuple[str, bool]:
-    """The worst over the latencies, in percent of the iteration beyond what is allowed."""
+    """The worst excess over the allowed wait, as a share of the iteration, over the latencies."""
     worst = -1.0
     for record in results["latency"]:
         side = record["sides"][OURS]

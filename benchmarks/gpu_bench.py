@@ -1,4 +1,4 @@
-"""What every GPU measurement shares: the clock, the lines it writes, the goals it is held to."""
+"""Shared by all GPU measurements: timing, lines of the table, and goals."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """One contender of a race."""
+    """The result of one call in a race."""
 
     ms: float
     """Median of the rounds."""
     num_rounds: int
     peak_gb: float
-    """Most memory that torch held in a round, weights included; on a CPU, the process so far."""
+    """Peak memory of torch in a round, weights included; on a CPU, of the process so far."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,21 @@ class Line:
     what: str
     ms: float | None = None
     floor_ms: float | None = None
-    """What the same operations take at the rate of matrix products measured on this device."""
+    """Time of the same operations at the rate of matrix products measured on this device."""
     peer_ratio: float | None = None
-    """The peer's time over this one, in the same run."""
+    """The peer's time over this time, in the same run."""
     peak_gb: float | None = None
     note: str = ""
 
     @property
     def floor_share(self) -> float | None:
-        """1 at best."""
+        """`floor_ms` over the measured time; 1 is the best."""
         return None if self.ms is None or self.floor_ms is None else self.floor_ms / self.ms
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A number this project set itself, beside the measured one."""
+    """A goal of this project and the measured value."""
 
     name: str
     wanted: str
@@ -68,24 +68,23 @@ class Goal:
 
 @dataclass
 class Report:
-    """Grows line by line, so that an item that fails keeps what it had."""
+    """Grows line by line, so that a failed item keeps its lines."""
 
     lines: list[Line] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     facts: dict[str, float] = field(default_factory=dict)
-    """What one item leaves for a goal of another."""
+    """Values of one item that a goal of another item uses."""
 
     def add(self, line: Line) -> None:
-        """Keep it, and tell it at once."""
+        """Adds a line and prints it."""
         self.lines.append(line)
-        told = "  ".join(filter(None, _cells(line)))
-        print(told, file=sys.stderr, flush=True)
+        print("  ".join(filter(None, _cells(line))), file=sys.stderr, flush=True)
 
-    def fail(self, what: str) -> None:
-        """Something is wrong: the exit code will say so."""
-        self.failures.append(what)
-        print(f"FAIL {what}", file=sys.stderr, flush=True)
+    def fail(self, problem: str) -> None:
+        """Records a failure, which sets the exit code."""
+        self.failures.append(problem)
+        print(f"FAIL {problem}", file=sys.stderr, flush=True)
 
     def at_most(self, name: str, limit: float, value: float, unit: str) -> None:
         goal = Goal(name, f"<= {limit:g} {unit}", f"{value:.3g} {unit}", value <= limit)
@@ -96,48 +95,47 @@ class Report:
         self.goals.append(Goal(name, wanted.strip(), measured.strip(), value >= limit))
 
     def line_table(self) -> str:
-        """Markdown."""
+        """The lines as Markdown."""
         head = ["item", "what", "ms", "floor ms", "floor/time", "peer/ours", "peak GB", "note"]
         return table(head, map(_cells, self.lines))
 
     def goal_table(self) -> str:
-        """Markdown; goals whose item was not run are not there."""
+        """The goals of the items that ran, as Markdown."""
         rows = [[g.name, g.wanted, g.measured, "met" if g.met else "MISSED"] for g in self.goals]
         return table(["goal", "wanted", "measured", ""], rows)
 
 
 def _cells(line: Line) -> list[str]:
-    def shown(value: float | None, form: str) -> str:
+    def cell(value: float | None, form: str) -> str:
         return "" if value is None else form.format(value)
 
     return [
         line.item,
         line.what,
-        shown(line.ms, "{:.4g}"),
-        shown(line.floor_ms, "{:.4g}"),
-        shown(line.floor_share, "{:.1%}"),
-        shown(line.peer_ratio, "{:.2f}x"),
-        shown(line.peak_gb, "{:.1f}"),
+        cell(line.ms, "{:.4g}"),
+        cell(line.floor_ms, "{:.4g}"),
+        cell(line.floor_share, "{:.1%}"),
+        cell(line.peer_ratio, "{:.2f}x"),
+        cell(line.peak_gb, "{:.1f}"),
         line.note,
     ]
 
 
 @dataclass
 class Bench:
-    """What an item is given."""
+    """The input of every item."""
 
     dist: Dist
     size: Size
     seconds: float
-    """For which an item measures, building models not counted; what has begun is finished."""
+    """Time for which an item measures, without building models; a begun round is finished."""
     folder: Path
     """Temporary: tokenizer, image processor, configs, runs."""
     report: Report
     item: str = ""
-    """The one under way."""
+    """The current item."""
     attention: str = "auto"
-    """`policy.attn_implementation`, until a check finds that the fast kernel is wrong."""
-    """Of the renderer, once it was seen to pay."""
+    """`policy.attn_implementation`; 'sdpa' after a check found that the fast kernel is wrong."""
 
     @property
     def device(self) -> str:
@@ -146,19 +144,19 @@ class Bench:
 
     @property
     def dtype(self) -> str:
-        """Of all weights."""
+        """The dtype of all weights."""
         return "bfloat16" if self.device.startswith("cuda") else "float32"
 
     def floor_ms(self, flops: float) -> float:
-        """At the rate of matrix products, which is measured once a process."""
+        """Time of `flops` at the rate of matrix products, which is measured once per process."""
         return 1e3 * flops / measure_flops_per_s(self.device, self.dtype)
 
     def tell(self, what: str, *numbers: float | None, **more: Any) -> None:
-        """A line of the item under way: `Line`'s fields from `what` on."""
+        """Adds a line of the current item: `Line`'s fields from `what` on."""
         self.report.add(Line(self.item, what, *numbers, **more))
 
     def race(self, calls: Mapping[str, Call], share: float = 1.0) -> dict[str, Timing]:
-        """See `race`; a call that does not run here is told and left out. `share`: of `seconds`."""
+        """`race` for a share of `seconds`; a call that does not run here only gets a line."""
         timings, refused = race(self.device, calls, share * self.seconds)
         for name, reason in refused.items():
             self.tell(name, note=f"does not run here: {reason}")
@@ -172,7 +170,7 @@ class Bench:
         peer: Timing | None = None,
         note: str = "",
     ) -> None:
-        """A line of a race's outcome; `floor`: the least operations, `peer`: who did the same."""
+        """Adds a line of a race's result; `floor`: minimum of operations, `peer`: its timing."""
         self.tell(
             what,
             timing.ms,
@@ -186,18 +184,18 @@ class Bench:
 def race(
     device: str, calls: Mapping[str, Call], seconds: float
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """(timings, why others did not run): every call once to warm up, then all in turn, round by
-    round, until `seconds` are over; one round at least."""
+    """(timings, reasons why others did not run): every call once to warm up, then all in turn,
+    round by round, for `seconds` and at least one round."""
     running, refused = {}, {}
     for name, call in calls.items():
         try:
             call()
-        except Exception as error:  # kernels say in their own ways that they cannot
+        except Exception as error:  # kernels raise various errors if they cannot run
             refused[name] = first_line(error)
         else:
             running[name] = call
             continue
-        free(device)  # out here, where no traceback holds the failed call's tensors
+        free(device)  # outside `except`, where no traceback refers to the failed call's tensors
     times_s: dict[str, list[float]] = {name: [] for name in running}
     peaks_gb = dict.fromkeys(running, 0.0)
     end_s = time.perf_counter() + seconds
@@ -209,14 +207,14 @@ def race(
         if time.perf_counter() >= end_s:
             break
     timings = {
-        name: Timing(1e3 * statistics.median(taken), len(taken), peaks_gb[name])
-        for name, taken in times_s.items()
+        name: Timing(1e3 * statistics.median(samples_s), len(samples_s), peaks_gb[name])
+        for name, samples_s in times_s.items()
     }
     return timings, refused
 
 
 def timed_s(device: str, call: Call) -> float:
-    """Wall seconds, the device idle before and after."""
+    """Wall seconds of a call, with the device idle before and after."""
     synchronize(device)
     start_s = time.perf_counter()
     call()
@@ -225,33 +223,33 @@ def timed_s(device: str, call: Call) -> float:
 
 
 def synchronize(device: str) -> None:
-    """Wait for all that was launched."""
+    """Waits for the device."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
 
 def free(device: str) -> None:
-    """Give back what nobody holds any more."""
+    """Frees unreferenced memory of the device."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
 
 
-def relative_error(found: torch.Tensor, true: torch.Tensor) -> float:
-    """|found - true| / |true|, Euclidean."""
+def relative_error(value: torch.Tensor, true: torch.Tensor) -> float:
+    """|value - true| / |true|, Euclidean."""
     true = true.detach().double()
-    return float((found.detach().double() - true).norm() / true.norm())
+    return float((value.detach().double() - true).norm() / true.norm())
 
 
 def first_line(error: BaseException) -> str:
-    """'OutOfMemoryError: CUDA out of memory. ...', short enough for a table, without folders."""
+    """'OutOfMemoryError: CUDA out of memory. ...', shortened for a table, without folders."""
     text = re.sub(r"(/[\w.@+-]+)+/", "", str(error).strip().split("\n")[0])
     return f"{type(error).__name__}: {text}"[:200]
 
 
 @contextmanager
 def cleared(device: str) -> Iterator[None]:
-    """Memory is free again behind the block."""
+    """Frees the device's memory after the block."""
     try:
         yield
     finally:

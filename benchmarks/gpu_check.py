@@ -1,4 +1,4 @@
-"""Items 1 and 4b: the device's rate, and its attention kernel against a dense mask.
+"""Items 1 and 4b: measures the device's rate, and checks its attention kernel by a dense mask.
 
 Axes: `_S` tokens of a packed row, `_H` heads, `_D` their width.
 """
@@ -20,10 +20,10 @@ from rl.meter.device import measure_flops_per_s
 from rl.policies.shared.packed_attention import Packing, attention
 
 LARGEST_ERROR = {"bfloat16": 0.02, "float32": 1e-5}
-"""Relative, of attention: a bfloat16 kernel rounds its weights to 8 bits of mantissa. One key too
-many or too few among the short runs below is ten times that."""
+"""Relative error of attention: a bfloat16 kernel rounds its weights to 8 bits of mantissa. One key
+too many or too few in the short runs below gives ten times that error."""
 WORSE_BY = 1.5
-"""So much more than with float32 attention a half-precision policy may be off."""
+"""Largest error of a half-precision policy over its error with float32 attention."""
 LAYOUTS: dict[str, list[tuple[int, tuple[int, ...]]]] = {
     "a group": [(65, (33, 1, 17, 8, 2, 30, 5, 9))],
     "groups of all kinds": [(40, (7,)), (3, (12, 0, 5)), (129, (64, 64))],
@@ -39,14 +39,14 @@ def ceilings(bench: Bench) -> None:
 
 
 def packed_attention(bench: Bench) -> None:
-    """Item 4b; what is wrong is told loudly, and the items behind it go on with 'sdpa'."""
+    """Item 4b; problems are failures, and later items then use 'sdpa'."""
     problems = []
     try:
         dtype = getattr(torch, bench.dtype)
         kernel = attention_kernels.choose_kernel("auto", bench.device, dtype)
         problems += _kernel_problems(bench, kernel)
         problems += _policy_problems(bench)
-    except Exception as error:  # an operator that this torch has under another form
+    except Exception as error:  # for example, this torch has another signature of an operator
         problems.append(f"it raised {type(error).__name__}: {error}")
     for problem in problems:
         bench.report.fail(f"4b: packed attention: {problem}")
@@ -70,18 +70,18 @@ def _kernel_problems(bench: Bench, kernel: Kernel) -> list[str]:
         errors = attention_errors(
             kernel, groups, (num_heads, num_key_heads, width), bench.device, bench.dtype
         )
-        told = ", ".join(f"{what} {error:.1e}" for what, error in errors.items())
-        bench.tell(f"attention of {name}, relative error", note=told)
+        note = ", ".join(f"{quantity} {error:.1e}" for quantity, error in errors.items())
+        bench.tell(f"attention of {name}, relative error", note=note)
         problems += [
-            f"{name}: {what} is off by {error:.2g} of its size"
-            for what, error in errors.items()
+            f"{name}: {quantity} is off by {error:.2g} of its size"
+            for quantity, error in errors.items()
             if not error <= LARGEST_ERROR[bench.dtype]
         ]
     return problems
 
 
 def groups_of(layout: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[PackedGroup, ...]:
-    """One behind the other."""
+    """Packed groups, one after the other."""
     groups, start = [], 0
     for prompt_len, completion_lens in layout:
         groups.append(PackedGroup(start, prompt_len, completion_lens))
@@ -90,8 +90,8 @@ def groups_of(layout: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[PackedGrou
 
 
 def visible(groups: Sequence[PackedGroup]) -> torch.Tensor:
-    """[S, S] bool, token by token from the definition: earlier tokens of one's own run, and all of
-    one's group's prompt."""
+    """[S, S] bool by definition: a token sees earlier tokens of its run and of its group's
+    prompt."""
     runs = []
     for number, group in enumerate(groups):
         runs += [(number, 0)] * group.prompt_len
@@ -113,20 +113,20 @@ def attention_errors(
 ) -> dict[str, float]:
     """Relative errors of the result and the three gradients against float64 with a dense mask.
 
-    `heads`: (of queries, of keys, width)."""
+    `heads`: (query heads, key heads, width)."""
     num_heads, num_key_heads, width = heads
     generator = torch.Generator(device).manual_seed(0)
     mask_SS = visible(groups).to(device)
 
-    def drawn(num: int) -> torch.Tensor:
+    def random(num: int) -> torch.Tensor:
         tensor = torch.randn(1, num, len(mask_SS), width, generator=generator, device=device)
         return tensor.to(getattr(torch, dtype))
 
-    inputs = [drawn(num).requires_grad_() for num in (num_heads, num_key_heads, num_key_heads)]
-    grad_out = drawn(num_heads).transpose(1, 2)
+    inputs = [random(num).requires_grad_() for num in (num_heads, num_key_heads, num_key_heads)]
+    grad_out = random(num_heads).transpose(1, 2)
     query, key, value = inputs
     out, _ = attention(None, query, key, value, None, packing=Packing(groups, kernel))
-    found = [out, *torch.autograd.grad(out, inputs, grad_out)]
+    values = [out, *torch.autograd.grad(out, inputs, grad_out)]
 
     doubles = [tensor.detach().double().requires_grad_() for tensor in inputs]
     query, key, value = doubles
@@ -136,14 +136,14 @@ def attention_errors(
     dense = (probs @ value).transpose(1, 2)
     true = [dense, *torch.autograd.grad(dense, doubles, grad_out.double())]
     names = ("result", "query's gradient", "key's gradient", "value's gradient")
-    return {n: relative_error(a, b) for n, a, b in zip(names, found, true, strict=True)}
+    return {n: relative_error(a, b) for n, a, b in zip(names, values, true, strict=True)}
 
 
 # A whole policy
 
 
 def _policy_problems(bench: Bench) -> list[str]:
-    """The device's dtype with either kernel against float32 with the plain one."""
+    """Compares the device's dtype with either kernel to float32 with the plain kernel."""
     small = replace(bench, size=TINY, folder=bench.folder / "small")
     save_texts(small)
     rounded = "bfloat16" if bench.dtype == "bfloat16" else "float32"
@@ -163,29 +163,28 @@ def _policy_problems(bench: Bench) -> list[str]:
             policy.module.load_state_dict(weights)
             outcomes[name] = _outcome(small, policy)
     problems = []
-    for what, fast, plain, true in zip(
+    for quantity, fast, plain, true in zip(
         ("log-probs", "states", "gradient"), *outcomes.values(), strict=True
     ):
         error, unavoidable = relative_error(fast, true), relative_error(plain, true)
         note = f"{error:.1e}, with float32 attention {unavoidable:.1e}"
-        bench.tell(f"a policy's {what}, relative error", note=note)
+        bench.tell(f"a policy's {quantity}, relative error", note=note)
         if not error <= WORSE_BY * unavoidable + 1e-5:
-            problems.append(f"a policy's {what} are off by {error:.2g}, not {unavoidable:.2g}")
+            problems.append(f"a policy's {quantity} are off by {error:.2g}, not {unavoidable:.2g}")
     return problems
 
 
 def _move_adapter(module: torch.nn.Module) -> None:
-    """A fresh adapter's B is zero, and half of its gradient with it."""
+    """Draws the adapter: a new adapter's B is zero, so that half of its gradient is zero, too."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.requires_grad:
-                moved = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(0.05 * moved)
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
 def _outcome(bench: Bench, policy: Any) -> list[torch.Tensor]:
-    """[log-probs, states, gradient] of two groups in one row, flat."""
+    """[log-probs, states, flat gradient] of two groups packed in one row."""
     groups = [make_group(bench, policy, bench.size.policy_px[0], index) for index in range(2)]
     rows = [(prompt, ids[g:]) for prompt, ids_G in groups for g, ids in enumerate(ids_G)]
     outputs: TokenOutputs = policy.module(policy.collate(rows))

@@ -1,7 +1,7 @@
-"""Items 5 and 7: whole iterations at real size, and vLLM beside everything else.
+"""Items 5 and 7: whole iterations at real size, and vLLM beside the trainer's models.
 
-Item 5 is `train.py`'s loop with random weights, a judge of known slowness, and an engine that
-returns given completions; sampling is thus neither in the seconds nor in the floor.
+Item 5 is `train.py`'s loop with random weights, a judge of known latency, and an engine that
+returns fixed completions, so neither the seconds nor the floor include sampling.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.gpu_models import (
     shape_of,
 )
 from benchmarks.judge_stub import judge_process
-from benchmarks.our_side import said
+from benchmarks.our_side import completions_of
 from rl import build
 from rl.api.engine import EngineSetup
 from rl.api.plugin import PluginConfig
@@ -47,9 +47,9 @@ from rl.run.set_up import open_run
 from rl.train import train
 
 NUM_WARM_UP, NUM_TIMED = 1, 1
-"""Iterations; one step off-policy, the last overlaps nothing and is left out besides."""
+"""Iterations; one step off-policy, another one is run and left out, as nothing overlaps it."""
 CACHE_MB = 4096
-"""Of the sampler: room for two groups of 8 at 1543 + 256 tokens, four times over."""
+"""The engine's cache: four times two groups of 8 at 1543 + 256 tokens."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ class Case:
 
 
 def cases(bench: Bench) -> list[Case]:
-    """In order of worth: what goals speak of first."""
-    found = [
+    """The cases, those with goals first."""
+    cases = [
         Case(side_px, num_steps, latency_s, max_staleness)
         for side_px, num_steps in bench.size.iterations
         for latency_s in bench.size.latencies_s
         for max_staleness in (0, 1)
     ]
-    return sorted(found, key=lambda case: bench.size.latencies_s.index(case.latency_s))
+    return sorted(cases, key=lambda case: bench.size.latencies_s.index(case.latency_s))
 
 
 def iterations(bench: Bench) -> None:
@@ -116,7 +116,7 @@ def _run(
     name: str,
     num_iterations: int,
 ) -> list[dict[str, float]]:
-    """The metrics of each iteration."""
+    """Runs a case; returns the metrics of each iteration."""
     with judge_process(case.latency_s) as api_base:
         config = run_config(
             bench,
@@ -127,7 +127,7 @@ def _run(
             num_iterations=num_iterations,
             max_staleness=case.max_staleness,
         )
-        with _made_before(bench, case, policy, parts), contextlib.redirect_stdout(sys.stderr):
+        with _preloaded(bench, case, policy, parts), contextlib.redirect_stdout(sys.stderr):
             with nothing_on_disk(), open_run(config, bench.dist) as run:
                 train(run)
             timed, _ = read_rows(run.run_dir / "metrics.jsonl")
@@ -135,8 +135,8 @@ def _run(
 
 
 @contextlib.contextmanager
-def _made_before(bench: Bench, case: Case, policy: Policy, parts: EditorParts) -> Iterator[None]:
-    """Runs opened inside get these models instead of reading some."""
+def _preloaded(bench: Bench, case: Case, policy: Policy, parts: EditorParts) -> Iterator[None]:
+    """Runs opened inside use these models instead of loading any."""
     engine = DictatedEngine(policy, shape_of(bench, case.side_px))
     with (
         mock.patch.object(build, "build_policy", lambda resolved, dist: policy),
@@ -147,7 +147,7 @@ def _made_before(bench: Bench, case: Case, policy: Policy, parts: EditorParts) -
 
 
 class DictatedEngine(TransformersEngine):
-    """Says the toy's completions, except where a sync asks what it holds."""
+    """Returns the toy's completions, except to the probe after a weight sync."""
 
     def __init__(self, policy: Any, shape: toy.Shape) -> None:
         super().__init__(PluginConfig(), EngineSetup(policy, policy.device))
@@ -156,10 +156,10 @@ class DictatedEngine(TransformersEngine):
     def generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
     ) -> list[list[Completion]]:
-        """See `rl.api.engine.Engine`."""
+        """As `rl.api.engine.Engine` says."""
         if params.max_tokens == PROBE_TOKENS:
             return super().generate(prompts_P, params, seeds_P)
-        return [said(self._policy, prompt, self._shape) for prompt in prompts_P]
+        return [completions_of(self._policy, prompt, self._shape) for prompt in prompts_P]
 
 
 def _tell(bench: Bench, case: Case, rows: Sequence[dict[str, float]], flops: int) -> None:
@@ -187,7 +187,7 @@ def _tell(bench: Bench, case: Case, rows: Sequence[dict[str, float]], flops: int
 
 
 def sampler(bench: Bench) -> None:
-    """Item 7: vLLM beside the trainer's policy, on weights of its own making."""
+    """Item 7: vLLM beside the trainer's policy, with random weights."""
     if importlib.util.find_spec("vllm") is None:
         bench.tell("vLLM", note="not measured: it is not installed")
         return
@@ -215,7 +215,7 @@ def sampler(bench: Bench) -> None:
 
 @contextlib.contextmanager
 def _dummy_weights() -> Iterator[None]:
-    """vLLM draws them; there is no file."""
+    """vLLM draws random weights instead of reading a file."""
     from rl.engines.vllm.vllm import VllmEngine
 
     arguments_of = VllmEngine._arguments
@@ -238,7 +238,7 @@ def _measure_sampler(
         engine.held_fingerprint()
 
     def rollout() -> None:
-        sync()  # which forgets the prompts' keys and values
+        sync()  # clears the prompts' cached keys and values
         engine.generate(prompts_P, params, [1, 1001])
 
     timings = bench.race({"sync": sync, "rollout": rollout})

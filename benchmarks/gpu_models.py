@@ -1,4 +1,4 @@
-"""Models of real size with random weights, made on the device: no checkpoint is read."""
+"""Models of real size with random weights, created on the device without a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from rl.renderers.qwen_image.qwen_image_components import EditorParts
 from rl.renderers.qwen_image.vae2d import FrameVae
 
 MAX_PICTURE_PX = 12_845_056
-"""Of the released image processor: a picture of 1024 x 1024 px is 1369 tokens."""
-EXTRA_WORDS = "123"
-"""Behind the toy's instruction: prompts have then 64 + 110 tokens and the picture's."""
-DROPPED, WORDS_AND_FRAME = 64, 110
-"""Tokens of a prompt beside its picture's; the first do not condition the transformer."""
+"""The released image processor's limit: a picture of 1024 x 1024 px is 1369 tokens."""
+EXTRA_TEXT = "123"
+"""Added to the toy's instruction, so that prompts have 64 + 110 tokens and the picture's."""
+DROPPED, TEXT_AND_FRAME = 64, 110
+"""Tokens of a prompt without its picture's; the first 64 do not condition the transformer."""
 STD = 0.02
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large everything is; fields of the models' own configs, their defaults left out."""
+    """All sizes, as fields of the models' configs that differ from the defaults."""
 
     name: str
     vocabulary: int
@@ -42,20 +42,20 @@ class Size:
     transformer: Mapping[str, Any]
     vae: Mapping[str, Any]
     policy_px: tuple[int, ...]
-    """Sides of the picture as the policy reads it."""
+    """Sides of the picture that the policy reads."""
     render: tuple[tuple[int, int], ...]
-    """(side of picture and source px, batch) of the transformer's forwards."""
+    """(side of picture and source in px, batch) of the transformer's forwards."""
     vae_px: tuple[int, ...]
     iterations: tuple[tuple[int, int], ...]
     """(side px, steps) of whole iterations."""
     latencies_s: tuple[float, ...]
-    """Of the judge; the first is the one that goals speak of."""
+    """Latencies of the judge; goals are for the first one."""
     group: int = 8
     completion_tokens: int = 256
 
     def num_prompt_tokens(self, side_px: int) -> int:
-        """P, with a picture of that side."""
-        return DROPPED + WORDS_AND_FRAME + round(side_px / 28) ** 2
+        """P: tokens of a prompt with a picture of that side."""
+        return DROPPED + TEXT_AND_FRAME + round(side_px / 28) ** 2
 
     def num_words(self, side_px: int) -> int:
         """Tokens that condition the transformer: picture, instruction, completion."""
@@ -150,8 +150,8 @@ def save_texts(bench: Bench) -> None:
 
 
 def random_policy_model(bench: Bench, dtype: str, attention: str) -> Any:
-    """`Qwen2_5_VLForConditionalGeneration` on the device, not adapted; `attention`: of its language
-    model, under transformers' names."""
+    """`Qwen2_5_VLForConditionalGeneration` on the device, without adapter; `attention`: the kernel
+    of its language model, by transformers' name."""
     from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
     config = AutoConfig.from_pretrained(bench.folder / "policy")  # nosec B615 # a local folder
@@ -165,7 +165,7 @@ def random_policy_model(bench: Bench, dtype: str, attention: str) -> Any:
 
 
 def make_policy(bench: Bench, config: RunConfig) -> Policy:
-    """As a run makes it, except that nothing is read from disk."""
+    """The policy as in a run, but without reading weights from disk."""
 
     def load_model(section: Any) -> Any:
         return random_policy_model(bench, section.dtype, register())
@@ -175,7 +175,7 @@ def make_policy(bench: Bench, config: RunConfig) -> Policy:
 
 
 def nothing_on_disk() -> AbstractContextManager[object]:
-    """The policy's folder holds no weights, and the editor's is not there: nobody looks."""
+    """Skips the check of model folders: the policy's has no weights, the editor's is missing."""
     return mock.patch.object(build, "model_problems", lambda models: ())
 
 
@@ -189,7 +189,7 @@ def run_config(
     optimizer: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> RunConfig:
-    """The toy's run at this size: pictures of `side_px` everywhere, two groups an iteration."""
+    """The toy's run at this size: all pictures of `side_px`, two groups per iteration."""
     values = our_side.config_of(
         bench.folder, shape_of(bench, side_px, num_steps), api_base, bench.folder / "runs"
     )
@@ -205,7 +205,7 @@ def run_config(
 
 
 def shape_of(bench: Bench, side_px: int, num_steps: int = 8) -> toy.Shape:
-    """The toy's words for it."""
+    """The toy's `Shape` for this size."""
     return toy.Shape(
         group=bench.size.group,
         num_groups=2,
@@ -217,15 +217,15 @@ def shape_of(bench: Bench, side_px: int, num_steps: int = 8) -> toy.Shape:
 
 
 def make_sample(bench: Bench, side_px: int, index: int) -> Sample:
-    """The toy's, with as many words as a prompt of the released editor has."""
+    """The toy's sample, with as much text as a prompt of the released editor."""
     sample = toy.make_sample(index, shape_of(bench, side_px))
-    return replace(sample, instruction=sample.instruction + EXTRA_WORDS)
+    return replace(sample, instruction=sample.instruction + EXTRA_TEXT)
 
 
 def make_group(
     bench: Bench, policy: Policy, side_px: int, index: int = 0
 ) -> tuple[Prompt, list[tuple[int, ...]]]:
-    """A prompt of its own picture, and the ids of its completions."""
+    """A prompt with its picture, and the ids of its completions."""
     sample = make_sample(bench, side_px, index)
     texts = toy.make_completions(sample.instruction, shape_of(bench, side_px))
     return policy.build_prompt(sample), [policy.encode_completion(t).token_ids for t in texts]
@@ -236,7 +236,7 @@ def make_group(
 
 @contextmanager
 def born_on(device: str, dtype: str) -> Iterator[None]:
-    """Modules made inside lie there, in that dtype, from their first byte on."""
+    """Creates modules directly on that device and in that dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
@@ -247,7 +247,7 @@ def born_on(device: str, dtype: str) -> Iterator[None]:
 
 
 def _fill(model: torch.nn.Module) -> Any:
-    """Normals; norms as they are."""
+    """Draws matrices from a normal distribution; leaves norms unchanged."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.squeeze().ndim > 1:
@@ -256,7 +256,7 @@ def _fill(model: torch.nn.Module) -> Any:
 
 
 def random_transformer(bench: Bench, **changes: Any) -> Any:
-    """QwenImageTransformer2DModel, all of it on the device, as the stock forward wants it."""
+    """QwenImageTransformer2DModel, completely on the device as the stock forward needs it."""
     from diffusers import QwenImageTransformer2DModel
 
     with born_on(bench.device, bench.dtype):
@@ -264,7 +264,7 @@ def random_transformer(bench: Bench, **changes: Any) -> Any:
 
 
 def shelve_modulation(transformer: Any) -> None:
-    """To host memory, where the loading leaves it."""
+    """Moves modulation weights to host memory, where a run loads them."""
     for block in transformer.transformer_blocks:
         for name in MODULATIONS:
             getattr(block, name).to("cpu")
@@ -279,7 +279,7 @@ def random_vae(bench: Bench) -> Any:
 
 
 def editor_parts(bench: Bench) -> EditorParts:
-    """As `load_parts` lays them out."""
+    """The parts on the devices where `load_parts` puts them."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     from tiny_world.builder.models import SCHEDULER

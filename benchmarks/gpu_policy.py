@@ -1,8 +1,8 @@
-"""Items 4 and 6: the policy's side of one group at real size, ours packed, the peers' padded.
+"""Items 4 and 6: the policy side of one group at real size, ours packed, the peers' padded.
 
-The peers' rows are transformers' own model under PEFT, a group's picture and prompt once per
-completion, in as many passes as TRL and a reward function make; since completions are equally long,
-their rows need no padding and no mask.
+The peers run transformers' model with PEFT, a group's picture and prompt once per completion, in as
+many passes as TRL and a reward function make. All completions have the same length, so their rows
+need no padding and no mask.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rl.policies.shared.logprobs import token_logprobs
 from rl.policies.shared.model_loading import adapt
 
 NUM_ITERATIONS = 10**6
-"""Of the run that nobody finishes: the learning rate stays where it is."""
+"""Of the run, which is never finished: the learning rate stays constant."""
 VARIANTS: tuple[tuple[str, bool | str], ...] = (
     ("auto", False),
     ("auto", "mlp"),
@@ -38,10 +38,10 @@ VARIANTS: tuple[tuple[str, bool | str], ...] = (
 )
 """(attention kernel, `optimizer.gradient_checkpointing`)."""
 PEERS = {"TRL tuned's passes": (2, False), "TRL stock's passes": (3, True)}
-"""(forwards without a gradient, whether the backward recomputes): conditioning, reference, and
-stock's old log-probs."""
+"""(forwards without a gradient, whether the backward recomputes). The forwards are conditioning,
+reference, and for stock the old log-probs."""
 SHARE = 0.08
-"""Of the item's seconds, to each contender: there are about twelve."""
+"""Share of the item's seconds for each of about twelve calls."""
 LIMIT_S = 0.55
 SYNC_LIMIT_MS = 20.0
 
@@ -52,9 +52,9 @@ def one_group(bench: Bench) -> None:
         best: Ours | None = None
         for kernel, checkpointing in VARIANTS if number == 0 else VARIANTS[:2]:
             with cleared(bench.device):
-                found = _ours(bench, side_px, kernel, checkpointing)
-            if best is None or found.timing.ms < best.timing.ms:
-                best = found
+                variant = _ours(bench, side_px, kernel, checkpointing)
+            if best is None or variant.timing.ms < best.timing.ms:
+                best = variant
         assert best is not None
         peers = {}
         for name in PEERS:
@@ -69,9 +69,9 @@ def _goals(bench: Bench, best: Ours, peers: Mapping[str, Timing | None]) -> None
     report.at_most("D5 policy side of a group", LIMIT_S, best.timing.ms / 1e3, "s")
     share = bench.floor_ms(best.floor) / best.timing.ms
     report.at_least("D5 policy side, share of the ceiling", 0.45, share)
-    for (name, peer), wanted in zip(peers.items(), (5, 10), strict=True):
+    for (name, peer), limit in zip(peers.items(), (5, 10), strict=True):
         if peer is not None:
-            report.at_least(f"D5 {name} over ours", wanted, peer.ms / best.timing.ms, "x")
+            report.at_least(f"D5 {name} over ours", limit, peer.ms / best.timing.ms, "x")
 
 
 # Ours
@@ -79,18 +79,18 @@ def _goals(bench: Bench, best: Ours, peers: Mapping[str, Timing | None]) -> None
 
 @dataclass(frozen=True, eq=False)
 class Ours:
-    """One variant, measured."""
+    """A measured variant."""
 
     timing: Timing
     floor: float
-    """Operations: training, and the reference pass; the vision tower is left out."""
+    """Minimum of operations: training and the reference pass, without the vision tower."""
     prompt: Prompt
     completions: list[tuple[int, ...]]
-    """_G, their ids."""
+    """_G, token ids."""
 
 
 class Group:
-    """One group a step, over two pictures in turn with room for one: each step encodes its own."""
+    """One group per step, two pictures in turn; only one is cached, so each step encodes one."""
 
     def __init__(self, bench: Bench, side_px: int, kernel: str, checkpointing: bool | str) -> None:
         config = run_config(
@@ -107,7 +107,7 @@ class Group:
     def step(
         self, phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     ) -> None:
-        """An iteration's learning, verdicts at hand. `phase(name)`: around each part."""
+        """Learns from a graded group. `phase(name)`: context around each part."""
         prompt, ids_G = next(self._turns)
         train_step = self.learner.begin(0, [prompt], [ids_G], [len(ids_G)])
         with phase("tower, forward, states"):
@@ -124,14 +124,14 @@ class Group:
 
 
 def _graded(ids: tuple[int, ...], g: int) -> TrainSequence:
-    """Every token is trained; half of the group did better than the other."""
+    """Every token is trained; half of the group has a positive advantage."""
     num_tokens = len(ids)
     advantage = 1.0 if g % 2 else -1.0
     return TrainSequence((True,) * num_tokens, advantage, (SAMPLER_LOGPROB,) * num_tokens)
 
 
 def _ours(bench: Bench, side_px: int, kernel: Any, checkpointing: bool | str) -> Ours:
-    """Raises RuntimeError where it does not run."""
+    """Measures a variant; raises RuntimeError if it does not run."""
     kernel = bench.attention if kernel == "auto" else kernel
     dtype = getattr(torch, bench.dtype)
     varlen = choose_kernel(kernel, bench.device, dtype) is VARLEN
@@ -163,7 +163,7 @@ def _least_flops(policy: Any, prompt: Prompt, ids_G: list[tuple[int, ...]]) -> f
 
 
 def _parts_of(bench: Bench, group: Group) -> list[tuple[str, float]]:
-    """(part, ms) of one step, the device idle between the parts."""
+    """(part, ms) of one step, with the device idle between the parts."""
     parts = []
 
     @contextmanager
@@ -182,7 +182,7 @@ def _parts_of(bench: Bench, group: Group) -> list[tuple[str, float]]:
 
 
 class PaddedRows:
-    """A group as a batch of rows, in plain transformers and PEFT."""
+    """A group as a batch of rows, with plain transformers and PEFT."""
 
     def __init__(
         self, bench: Bench, side_px: int, prompt: Prompt, ids_G: list[tuple[int, ...]]
@@ -194,7 +194,7 @@ class PaddedRows:
         self._ids_G = ids_G
 
     def passes(self, num_without_gradient: int, rows_at_once: int) -> None:
-        """Forwards without a gradient, the second with the adapter off; one with, its backward."""
+        """Forwards without a gradient (the second without adapter), then a forward and backward."""
         size = len(self._ids_G)
         for first in range(0, size, rows_at_once):
             rows = self._ids_G[first : first + rows_at_once]
@@ -206,7 +206,7 @@ class PaddedRows:
         self.model.zero_grad()
 
     def _logprobs(self, rows: list[tuple[int, ...]]) -> torch.Tensor:
-        """[rows * T]; every row has the picture's pixels, and the tower sees each."""
+        """[rows * T]; every row has the picture's pixels, and the tower encodes each."""
         inner = self.model.get_base_model()
         ids = torch.tensor([[*self._prompt.token_ids, *row] for row in rows], device=inner.device)
         pixels, grid = (
@@ -227,19 +227,19 @@ class PaddedRows:
 
 
 def _peer(bench: Bench, side_px: int, name: str, ours: Ours) -> Timing | None:
-    """As many rows at once as fit; None where not even one does."""
+    """Measures as many rows at once as fit; None if not even one fits."""
     num_without_gradient, checkpointing = PEERS[name]
     rows = PaddedRows(bench, side_px, ours.prompt, ours.completions)
     if checkpointing:
         rows.model.gradient_checkpointing_enable({"use_reentrant": False})
     at_once = len(ours.completions)
     while at_once:
-        told = f"{_size_of(ours.prompt, ours.completions)}, {at_once} padded rows at once, {name}"
-        timings = bench.race({told: partial(rows.passes, num_without_gradient, at_once)}, SHARE)
-        if told in timings:
-            timing = timings[told]
+        title = f"{_size_of(ours.prompt, ours.completions)}, {at_once} padded rows at once, {name}"
+        timings = bench.race({title: partial(rows.passes, num_without_gradient, at_once)}, SHARE)
+        if title in timings:
+            timing = timings[title]
             note = f"{timing.ms / ours.timing.ms:.1f} times our best"
-            bench.tell_time(told, timing, note=note)
+            bench.tell_time(title, timing, note=note)
             return timing
         at_once //= 2
     return None
@@ -249,7 +249,7 @@ def _peer(bench: Bench, side_px: int, name: str, ours: Ours) -> Timing | None:
 
 
 def weight_sync(bench: Bench) -> None:
-    """Item 6: what leaves the trainer. The engine's own part is item 7's."""
+    """Item 6: the trainer's part of a weight sync. Item 7 has the engine's part."""
     with cleared(bench.device):
         group = Group(bench, bench.size.policy_px[-1], bench.attention, "mlp")
         group.step()

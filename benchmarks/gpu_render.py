@@ -1,6 +1,6 @@
 """Items 2 and 3: transformer forwards and the VAE at real size, diffusers' and ours in turn.
 
-Legend: N tokens of the picture and as many of its source, L words.
+Legend: N tokens of the picture and as many of its source, L text tokens.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rl.renderers.qwen_image.vae2d import FrameVae
 
 NUM_STEPS = 8
 TIMESTEP = 1000.0
-"""Of the step that is timed, the first."""
+"""The timed step is the first one."""
 LARGEST_DIFFERENCE = {"bfloat16": 0.1, "float32": 1e-4}
-"""Relative, between the two sides' results: sixty layers of rounding. Wrong weights, or the right
-ones in another order, are off by their own size."""
+"""Relative difference of the two sides by the rounding of sixty layers. With wrong weights it is
+about 1."""
 
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """One denoising step's inputs, for either side."""
+    """Inputs of one denoising step, for either side."""
 
     name: str
     side_px: int
@@ -43,23 +43,23 @@ class Forward:
 
     @property
     def shapes(self) -> list[tuple[int, int, int]]:
-        """Of picture and source."""
+        """Shapes of picture and source in patches."""
         return [(1, self.side_px // PATCH_PX, self.side_px // PATCH_PX)] * 2
 
     def stock(self, transformer: Any) -> Callable[[], torch.Tensor]:
-        """diffusers' forward."""
+        """One step by diffusers' forward."""
         stock, timestep = StockDenoiser(transformer), self.latents.new_full((), TIMESTEP)
-        given = stock.prepare(self.states, self.sources, self.shapes)
-        return lambda: stock.velocity(self.latents, given, timestep)
+        prepared = stock.prepare(self.states, self.sources, self.shapes)
+        return lambda: stock.velocity(self.latents, prepared, timestep)
 
     def flops(self, transformer: Any, modulation: StepModulation) -> int:
-        """Of one step; torch counts its own attention alone."""
+        """Operations of one step of ours; torch's counter knows only torch's attention."""
         return flops_of(self.ours(Denoiser(transformer), modulation))
 
     def ours(self, denoiser: Denoiser, modulation: StepModulation) -> Callable[[], torch.Tensor]:
-        """One step; what a batch prepares once is prepared once."""
-        given = denoiser.prepare(self.states, self.sources, self.shapes)
-        return lambda: denoiser.velocity(self.latents, given, modulation)
+        """One step by this project's denoiser, without the preparation of the batch."""
+        prepared = denoiser.prepare(self.states, self.sources, self.shapes)
+        return lambda: denoiser.velocity(self.latents, prepared, modulation)
 
 
 def make_forward(bench: Bench, transformer: Any, side_px: int, num_words: Sequence[int]) -> Forward:
@@ -68,22 +68,22 @@ def make_forward(bench: Bench, transformer: Any, side_px: int, num_words: Sequen
     batch, num_tokens = len(num_words), (side_px // PATCH_PX) ** 2
     generator = torch.Generator(bench.device).manual_seed(0)
 
-    def drawn(*shape: int) -> torch.Tensor:
+    def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=bench.device).to(dtype)
 
     lengths = "" if len(set(num_words)) == 1 else " of different lengths"
     return Forward(
         f"DiT {side_px}^2 x {batch}{lengths}",
         side_px,
-        drawn(batch, num_tokens, config.in_channels),
-        drawn(batch, num_tokens, config.in_channels),
-        [drawn(length, config.joint_attention_dim) for length in num_words],
+        random(batch, num_tokens, config.in_channels),
+        random(batch, num_tokens, config.in_channels),
+        [random(length, config.joint_attention_dim) for length in num_words],
     )
 
 
 def cases(bench: Bench) -> list[tuple[int, list[int]]]:
-    """(side, words of each row): as `Size.render` lists them, and the last once more with
-    completions as ragged as a policy writes them."""
+    """(side, text tokens of each row): as `Size.render` lists them, and the last once more with
+    completions of different lengths."""
     size = bench.size
     equal = [(side, [size.num_words(side)] * batch) for side, batch in size.render]
     side, batch = size.render[-1]
@@ -103,7 +103,7 @@ def transformer_forwards(bench: Bench) -> None:
 
 
 def _modulation(transformer: Any) -> StepModulation:
-    """Of the first step."""
+    """The modulation of the first step."""
     timesteps = torch.linspace(TIMESTEP, TIMESTEP / NUM_STEPS, NUM_STEPS)
     return build_table(transformer, timesteps)[0].to(transformer.device)
 
@@ -140,7 +140,7 @@ def _check_equal(
     stock: Callable[[], torch.Tensor],
     ours: Callable[[], torch.Tensor],
 ) -> None:
-    """Both sides see the same weights and inputs."""
+    """Checks that both sides agree on the same weights and inputs."""
     error = relative_error(ours(), stock())
     if not error <= LARGEST_DIFFERENCE[bench.dtype]:
         bench.report.fail(f"{name}: ours differs from diffusers' by {error:.2g} of its size")
@@ -148,11 +148,11 @@ def _check_equal(
 
 
 def _shelve(bench: Bench, transformer: Any) -> None:
-    """Modulation to the host, and what a schedule's table costs from there."""
-    whole_gb = _resident_gb(transformer, bench.device)
+    """Moves modulation to the host, and measures the time of a schedule's table from there."""
+    total_gb = _resident_gb(transformer, bench.device)
     shelve_modulation(transformer)
     kept_gb = _resident_gb(transformer, bench.device)
-    note = f"{whole_gb:.1f} GB of weights on the device without it"
+    note = f"{total_gb:.1f} GB of weights on the device without it"
     bench.tell("modulation as a table", peak_gb=kept_gb, note=note)
     if bench.device.startswith("cuda"):
         bench.report.at_most("D2 transformer's weights on the device", 27.4, kept_gb, "GB")
@@ -183,18 +183,18 @@ def _vae_at(bench: Bench, stock: StockVae, ours: FrameVae, side_px: int) -> None
     latents = torch.randn(1, ours.mean.shape[1], side_px // 8, side_px // 8, device=bench.device)
     pixels, latents = pixels.to(dtype), latents.to(dtype)
     limits_ms = {"encode": 10.0, "decode": 12.0}
-    for name, theirs, mine in (
+    for name, call_stock, call_ours in (
         ("encode", lambda: stock.encode(pixels), lambda: ours.encode(pixels)),
         ("decode", lambda: stock.decode(latents), lambda: ours.decode(latents)),
     ):
-        what = f"VAE {name} {side_px}^2"
-        _check_equal(bench, what, theirs, mine)
+        title = f"VAE {name} {side_px}^2"
+        _check_equal(bench, title, call_stock, call_ours)
         share = 1 / (2 * len(bench.size.vae_px))
-        timings = bench.race({"diffusers": theirs, "ours": mine}, share)
-        floor, peer = flops_of(mine), timings.get("diffusers")
+        timings = bench.race({"diffusers": call_stock, "ours": call_ours}, share)
+        floor, peer = flops_of(call_ours), timings.get("diffusers")
         if peer is not None:
-            bench.tell_time(f"{what}, diffusers", peer, floor)
+            bench.tell_time(f"{title}, diffusers", peer, floor)
         if "ours" in timings:
-            bench.tell_time(f"{what}, ours", timings["ours"], floor, peer)
+            bench.tell_time(f"{title}, ours", timings["ours"], floor, peer)
             if side_px == 1024:
-                bench.report.at_most(f"D4 {what}", limits_ms[name], timings["ours"].ms, "ms")
+                bench.report.at_most(f"D4 {title}", limits_ms[name], timings["ours"].ms, "ms")

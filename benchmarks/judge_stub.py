@@ -1,7 +1,4 @@
-"""A judge of known slowness, in a process of its own, so that its work is on nobody's bill.
-
-The HTTP of the tiny world's judge; scores are drawn from a hash of the question.
-"""
+"""A judge of known latency in a separate process, outside of all measured CPU seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ MODEL = "stub-judge"
 
 class _Handler(JudgeHandler):
     def complete(self, body: bytes) -> None:
-        """Questions hold pictures of half a megabyte: only their hash is looked at."""
+        """Replies with scores from a hash of the body, without parsing its large pictures."""
         judge = self.server.judge
         assert isinstance(judge, SlowJudge)
         time.sleep(judge.latency_s)
@@ -29,14 +26,14 @@ class _Handler(JudgeHandler):
 
 
 class SlowJudge(JudgeServer):
-    """Sleeps, then draws lots."""
+    """The tiny world's HTTP server with a delay and scores from a hash."""
 
     handler = _Handler
 
     def __init__(self, latency_s: float) -> None:
         self.latency_s = latency_s
         super().__init__(MODEL)
-        # A worker that is stopped hangs up on the questions it has asked.
+        # A stopped worker closes the connections of its open questions.
         self._http.handle_error = lambda *_: None  # type: ignore[method-assign]
 
 
@@ -48,11 +45,10 @@ def _serve(connection: Connection, latency_s: float) -> None:
 
 @contextmanager
 def judge_process(latency_s: float = 0.0) -> Iterator[str]:
-    """The `api_base` of a judge that answers after that long, as many questions at a time as
-    come."""
+    """The `api_base` of a judge that answers any number of questions at once after `latency_s`."""
     spawn = multiprocessing.get_context("spawn")
-    connection, theirs = spawn.Pipe()
-    process = spawn.Process(target=_serve, args=(theirs, latency_s), daemon=True)
+    connection, judge_end = spawn.Pipe()
+    process = spawn.Process(target=_serve, args=(judge_end, latency_s), daemon=True)
     process.start()
     try:
         yield connection.recv()

@@ -1,4 +1,4 @@
-"""Seconds, CPU seconds and FLOPs of spans laid around functions; an inner span pauses the outer."""
+"""Measures seconds, CPU seconds and FLOPs of spans; an inner span pauses the outer one."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 OUTSIDE = "other"
-"""Label of what no span covers."""
+"""Label of everything outside of spans."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What one label took."""
+    """The cost of one label."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """Of this thread or of the whole process, as the meter's clock says."""
+    """Of this thread or of the whole process, depending on the meter's clock."""
     flops: float = 0.0
-    """Multiply-adds count twice; 0 where nobody counts."""
+    """Multiply-adds count as two; 0 without a counter."""
 
     def __add__(self, more: Spent) -> Spent:
         return Spent(self.wall_s + more.wall_s, self.cpu_s + more.cpu_s, self.flops + more.flops)
@@ -32,8 +32,8 @@ class Spent:
 
 
 class Meter:
-    """Spans of one thread. `cpu_clock`: `time.thread_time` leaves the other threads out,
-    `time.process_time` takes them in."""
+    """Measures spans of one thread. `cpu_clock`: `time.thread_time`, or `time.process_time` to
+    include other threads."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Meter:
         self.reset()
 
     def reset(self) -> None:
-        """Start anew; the spans that are open stay open."""
+        """Sets all costs to zero; open spans stay open."""
         self.spent: dict[str, Spent] = {}
         self.counts: Counter[str] = Counter()
         self._since = self._now()
@@ -55,20 +55,20 @@ class Meter:
         return Spent(time.perf_counter(), self._cpu_clock(), self._flops_so_far())
 
     def _charge(self) -> None:
-        """What has passed goes to the innermost open span."""
+        """Adds the cost since the last call to the innermost open span."""
         now = self._now()
         label = self._open[-1]
         self.spent[label] = self.spent.get(label, Spent()) + (now - self._since)
         self._since = now
 
     def read(self) -> dict[str, Spent]:
-        """Label -> what it took since the last reset, up to now."""
+        """Label -> cost since the last reset."""
         self._charge()
         return dict(self.spent)
 
     @contextmanager
     def span(self, label: str) -> Iterator[None]:
-        """Charge the block to `label`, spans inside it excepted."""
+        """Charges the block to `label`, without inner spans."""
         self._charge()
         self._open.append(label)
         try:
@@ -85,8 +85,8 @@ class Meter:
         count: Callable[..., dict[str, int]] | None = None,
         unless_in: str = "",
     ) -> None:
-        """Replace `owner.name` by itself under the span `label` (None: under no span of its own),
-        with `count(*args, **kwargs)` added to `counts`; inside a span `unless_in` do neither."""
+        """Wraps `owner.name` in the span `label` (None: no span) and adds `count(*args, **kwargs)`
+        to `counts`; does neither inside a span `unless_in`."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -103,14 +103,14 @@ class Meter:
         setattr(owner, name, watched)
 
     def watch_phases(self) -> None:
-        """Every phase of every `PhaseTimer` is a span of its own name."""
+        """Makes every phase of every `PhaseTimer` a span of the same name."""
         from rl.console.console import PhaseTimer
 
         original = PhaseTimer.phase
 
         @contextmanager
         def phase(timer: PhaseTimer, name: str) -> Iterator[Any]:
-            with self.span(name), original(timer, name) as under_way:
-                yield under_way
+            with self.span(name), original(timer, name) as value:
+                yield value
 
         setattr(PhaseTimer, "phase", phase)  # noqa: B010 (mypy sees no method replaced)

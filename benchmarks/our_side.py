@@ -1,5 +1,4 @@
-"""This project: `rl.train` itself, unmodified, on the toy, with given completions, no weight sync,
-bare arm, evaluations or checkpoints."""
+"""This project's side: the unmodified `rl.train` on the toy with fixed completions."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ PART_OF_PHASE = {
     **{part: part for part in (POLICY, TOWER, TAIL, SAMPLING, VAE_ENCODE, VAE_DECODE)},
 }
 SAMPLER_LOGPROB = -6.0
-"""Of every injected token, nats, on both sides."""
+"""Log-prob of every injected token, nats, on both sides."""
 
 
 def run(
@@ -58,9 +57,9 @@ def run(
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """A worker's life. `runs`: where the run's folder goes; `samples`: whether the rollout's cost
-    is paid, too; `without`: names in `defeats.SAVINGS`; `overrides`: `key=value` of the config;
-    `environment`: which rank this is."""
+    """A worker; trains without weight sync, bare arm, evaluations, checkpoints. `runs`: parent of
+    the run folder; `samples`: also sample, for its cost; `without`: names in `defeats.SAVINGS`;
+    `overrides`: `key=value` of the config; `environment`: which rank this is."""
     warnings.filterwarnings("ignore")
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -77,13 +76,13 @@ def run(
     setattr(Run, "sync_engine", lambda self: Metrics())  # noqa: B010 (mypy sees no method replaced)
     loop = train.train
 
-    def defeated(opened: Run) -> None:
+    def train_without(opened: Run) -> None:
         post.flush = opened.checkpointing.writer.flush
         for saving in without:
             defeats.SAVINGS[saving].defeat(opened, folder)
         loop(opened)
 
-    setattr(train, "train", defeated)  # noqa: B010 (as above)
+    setattr(train, "train", train_without)  # noqa: B010 (as above)
     runs.mkdir(parents=True, exist_ok=True)
     config = runs / f"config{environment.get('RANK', '')}.jsonnet"
     config.write_text(json.dumps(config_of(folder, shape, api_base, runs)))
@@ -91,7 +90,7 @@ def run(
 
 
 def config_of(folder: Path, shape: Shape, api_base: str, runs: Path) -> dict[str, Any]:
-    """TRL's settings on the other side, under this project's names."""
+    """The settings of TRL's side, as this project's config."""
     num_rows = toy.MAX_ITERATIONS * shape.num_groups
     samples = {"type": "benchmarks.toy", "num_samples": num_rows, "shape": vars(shape)}
     return {
@@ -133,13 +132,13 @@ def _watch(post: Post) -> None:
 
 
 def _num_bytes(*tensors: Any, **_: Any) -> dict[str, int]:
-    """What this rank brings to a collective: its last tensor, since a gather has a list first."""
+    """Bytes that this rank sends in a collective: its last tensor, as a gather has a list first."""
     sent = next(t for t in reversed(tensors) if isinstance(t, torch.Tensor))
     return {"bytes to other ranks": sent.numel() * sent.element_size()}
 
 
 class ScriptedEngine(Engine):
-    """Every call of `generate` begins an iteration."""
+    """Returns fixed completions; every call of `generate` begins an iteration."""
 
     def __init__(
         self, post: Post, policy: Any, shape: Shape, sampler: toy.StockSampler | None
@@ -162,7 +161,7 @@ class ScriptedEngine(Engine):
             if self._sampler is not None:
                 for prompt in prompts_P:
                     self._sampler.sample(self._inputs(prompt), self._shape)
-            return [said(self._policy, prompt, self._shape) for prompt in prompts_P]
+            return [completions_of(self._policy, prompt, self._shape) for prompt in prompts_P]
 
     def _inputs(self, prompt: Prompt) -> dict[str, torch.Tensor]:
         ids = torch.tensor([prompt.token_ids])
@@ -175,10 +174,10 @@ class ScriptedEngine(Engine):
         }
 
     def load_weights(self, weights: PolicyWeights) -> None:
-        """Nobody samples from them."""
+        """Ignored, as nothing samples from them."""
 
 
-def said(policy: Any, prompt: Prompt, shape: Shape) -> list[Completion]:
+def completions_of(policy: Any, prompt: Prompt, shape: Shape) -> list[Completion]:
     """_G, the toy's completions of a prompt."""
     texts = toy.make_completions(prompt.sample.instruction, shape)
     ids_G = [policy.encode_completion(text).token_ids for text in texts]

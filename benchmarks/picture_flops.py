@@ -1,8 +1,8 @@
-"""What a picture costs in FLOPs: Qwen-Image-2.1 beside Qwen-Image-Edit.
+"""Computes the FLOPs of a picture with Qwen-Image-2.1 and with Qwen-Image-Edit.
 
     python -m benchmarks.picture_flops > benchmarks/results/picture_flops.md
 
-Our own forwards run on the meta device, in the shapes of diffusers' class defaults.
+This project's forwards run on the meta device, with the default sizes of diffusers' classes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rl.renderers.qwen_image_21 import qwen_image_21_denoiser
 META = torch.device("meta")
 GROUP = 8
 WORDS = 300
-"""Tokens of a row's own text: instruction and description."""
+"""Text tokens of a row: instruction and description."""
 LEAD_IN = 8
-"""Tokens before a source picture: the turn's start, its mark."""
-SEEN_BY_EDIT, SEEN_BY_PLUS = 28 * 28, 196
-"""px of a token of Edit's text encoder; tokens of a source in Plus's, whatever its size."""
+"""Tokens before a source picture: the turn's start and the picture's marker."""
+PX_OF_EDIT_TOKEN, TOKENS_OF_PLUS = 28 * 28, 196
+"""Pixels per token of a source in Edit's text encoder; tokens of any source in that of Plus."""
 PETA = 1e15
 
 
@@ -42,33 +42,34 @@ def _transformer(name: str) -> Any:
 
 @torch.no_grad()
 def image_21(side_px: int, num_sources: int, num_steps: int) -> float:
-    """FLOPs of a picture in a group of `GROUP`."""
+    """FLOPs of a picture with Qwen-Image-2.1, in a group of `GROUP`."""
     side = side_px // PATCH_PX
     transformer = _transformer("QwenImage21Transformer2DModel")
     config = transformer.config
     denoiser = qwen_image_21_denoiser.Denoiser(
         transformer, choose_kernel("sdpa", "cpu", torch.float32)
     )
-    places = [range(LEAD_IN * i + i - 1, LEAD_IN * i + i) for i in range(1, num_sources + 1)]
-    shown = tuple(
+    slots = [range(LEAD_IN * i + i - 1, LEAD_IN * i + i) for i in range(1, num_sources + 1)]
+    sources = tuple(
         qwen_image_21_denoiser.Shown(
-            place, _empty(side * side, config.in_channels), (side, side), b""
+            slot, _empty(side * side, config.in_channels), (side, side), b""
         )
-        for place in places
+        for slot in slots
     )
-    states = _empty((places[-1].stop if places else 0) + WORDS, config.context_in_dim)
-    group = [qwen_image_21_denoiser.Row(states, shown)] * GROUP
-    given: list[Any] = []
-    once = flops_of(lambda: given.append(denoiser.prepare([group], (side, side))))
+    states = _empty((slots[-1].stop if slots else 0) + WORDS, config.context_in_dim)
+    group = [qwen_image_21_denoiser.Row(states, sources)] * GROUP
+    prepared: list[Any] = []
+    once = flops_of(lambda: prepared.append(denoiser.prepare([group], (side, side))))
     latents = _empty(GROUP, side * side, config.in_channels)
-    step = flops_of(lambda: denoiser.velocity(latents, given[0], _empty()))
+    step = flops_of(lambda: denoiser.velocity(latents, prepared[0], _empty()))
     encoding, decoding = vae_flops(side_px, of_edit=False)
     return (once + num_sources * encoding + num_steps * step) / GROUP + decoding
 
 
 @torch.no_grad()
-def edit(side_px: int, num_seen: int, num_steps: int, guided: bool) -> float:
-    """The same of Edit or Plus with one source, of which the text holds `num_seen` tokens."""
+def edit(side_px: int, num_source_tokens: int, num_steps: int, guided: bool) -> float:
+    """FLOPs of a picture with Edit or Plus and one source, in a group of `GROUP`;
+    `num_source_tokens`: tokens of the source in the text encoder."""
     side = side_px // PATCH_PX
     transformer = _transformer("QwenImageTransformer2DModel")
     config = transformer.config
@@ -76,12 +77,12 @@ def edit(side_px: int, num_seen: int, num_steps: int, guided: bool) -> float:
 
     num_rows = 2 if guided else 1
     latents = _empty(num_rows, side * side, config.in_channels)
-    states = [_empty(WORDS + num_seen, config.joint_attention_dim)] * num_rows
+    states = [_empty(WORDS + num_source_tokens, config.joint_attention_dim)] * num_rows
     denoiser = Denoiser(transformer)
-    given = denoiser.prepare(states, latents, [(1, side, side)] * 2)
+    prepared = denoiser.prepare(states, latents, [(1, side, side)] * 2)
     modulation = _empty(blocks, 1, 6, width)
     table = StepModulation(modulation, modulation, _empty(2, width))
-    step = flops_of(lambda: denoiser.velocity(latents, given, table))
+    step = flops_of(lambda: denoiser.velocity(latents, prepared, table))
     encoding, decoding = vae_flops(side_px, of_edit=True)
     return num_steps * step + encoding / GROUP + decoding
 
@@ -93,7 +94,7 @@ def _empty(*shape: int) -> torch.Tensor:
 @cache
 @torch.no_grad()
 def vae_flops(side_px: int, *, of_edit: bool) -> tuple[float, float]:
-    """(of encoding one picture, of decoding one)."""
+    """FLOPs of (encoding one picture, decoding one)."""
     from diffusers import AutoencoderKLQwenImage, AutoencoderKLQwenImage21
 
     with META:
@@ -110,12 +111,12 @@ def vae_flops(side_px: int, *, of_edit: bool) -> tuple[float, float]:
 
 
 def table(side_px: int) -> Iterator[str]:
-    """Markdown."""
-    seen = side_px**2 // SEEN_BY_EDIT
+    """The lines of a Markdown table."""
+    num_source_tokens = side_px**2 // PX_OF_EDIT_TOKEN
     rows = {
-        "Qwen-Image-Edit, 50 steps, guidance": edit(side_px, seen, 50, True),
-        "Qwen-Image-Edit-2511, 40 steps, guidance": edit(side_px, SEEN_BY_PLUS, 40, True),
-        "Qwen-Image-Edit, 8 steps, none": edit(side_px, seen, 8, False),
+        "Qwen-Image-Edit, 50 steps, guidance": edit(side_px, num_source_tokens, 50, True),
+        "Qwen-Image-Edit-2511, 40 steps, guidance": edit(side_px, TOKENS_OF_PLUS, 40, True),
+        "Qwen-Image-Edit, 8 steps, none": edit(side_px, num_source_tokens, 8, False),
         "Qwen-Image-2.1, 40 steps, text alone": image_21(side_px, 0, 40),
         **{
             f"Qwen-Image-2.1, 40 steps, {number} source{'s' * (number > 1)}": image_21(

@@ -1,9 +1,9 @@
-"""Plants known faults in `rl/`, one at a time, and says which test catches each.
+"""Plants known faults in `rl/`, one at a time, and reports which test catches each.
 
     python -m benchmarks.planted_faults [ID ...] [--tests CHECKOUT] [--jobs 2] [--fast]
 
-The test directories whose files import the changed module run until the first failure: fast tests
-first, then, without `--fast`, slow ones. `--tests` takes those of another checkout.
+Runs the test directories whose files import the changed module, until the first failure: fast tests
+first, then (without `--fast`) slow ones. `--tests` uses the tests of another checkout.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 LIMIT_S = 2400
-"""Of one pytest."""
+"""Time limit of one pytest."""
 
 
 class Outcome(NamedTuple):
     fault: dict[str, Any]
     caught_by: str
-    """A test's id, or '' where nothing failed."""
+    """The failed test's id, or '' if none failed."""
     seconds: float
 
 
-def planted(fault: dict[str, Any], tests: Path, folder: Path) -> None:
-    """This checkout with one fault in it, and the tests of `tests`."""
+def plant(fault: dict[str, Any], tests: Path, folder: Path) -> None:
+    """Copies this checkout with one fault, and the tests of `tests`, into `folder`."""
     tracked = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     for source in (ROOT, tests):
         names = subprocess.run(tracked, cwd=source, capture_output=True, check=True).stdout
@@ -49,7 +49,7 @@ def planted(fault: dict[str, Any], tests: Path, folder: Path) -> None:
 
 
 def chosen(fault: dict[str, Any], tests: Path) -> list[str]:
-    """Test files that import the module, then the rest of their directories and of its own."""
+    """Test files that import the module, then the others of their directories and of its own."""
     module = fault["file"].removesuffix(".py").replace("/", ".")
     package, _, name = module.rpartition(".")
     imports = re.compile(
@@ -66,15 +66,15 @@ def chosen(fault: dict[str, Any], tests: Path) -> list[str]:
         if indirect.search(file.read_text()):
             folders.add(file.parent)
     nearest = sorted(folders - {tests}, key=lambda folder: folder.name != fault["room"])
-    rest = [file for folder in nearest for file in sorted(folder.glob("test_*.py"))]
-    return [str(file.relative_to(tests.parent)) for file in dict.fromkeys([*direct, *rest])]
+    others = [file for folder in nearest for file in sorted(folder.glob("test_*.py"))]
+    return [str(file.relative_to(tests.parent)) for file in dict.fromkeys([*direct, *others])]
 
 
 def tried(fault: dict[str, Any], tests: Path, tiers: tuple[str, ...]) -> Outcome:
     started = time.monotonic()
     with TemporaryDirectory() as name:
         folder = Path(name)
-        planted(fault, tests, folder)
+        plant(fault, tests, folder)
         files = chosen(fault, folder / "tests")
         for tier in tiers:
             command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-m", tier, *files]
@@ -99,15 +99,15 @@ def main() -> None:
     parser.add_argument("--tests", type=Path, default=ROOT, help="another checkout, for its tests")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--fast", action="store_true", help="without the slow tests")
-    given = parser.parse_args()
-    tiers = ("not slow",) if given.fast else ("not slow", "slow")
-    tests = given.tests.resolve()
-    faults = [fault for fault in FAULTS if not given.ids or fault["id"] in given.ids]
+    args = parser.parse_args()
+    tiers = ("not slow",) if args.fast else ("not slow", "slow")
+    tests = args.tests.resolve()
+    faults = [fault for fault in FAULTS if not args.ids or fault["id"] in args.ids]
     for fault in faults:
         if (ROOT / fault["file"]).read_text(encoding="utf-8").count(fault["old"]) != 1:
             raise SystemExit(f"{fault['id']}: {fault['file']} must hold its text exactly once")
     print("| fault | in | caught by | s |\n|---|---|---|---|")
-    with ThreadPoolExecutor(given.jobs) as pool:
+    with ThreadPoolExecutor(args.jobs) as pool:
         for fault, caught, seconds in pool.map(lambda f: tried(f, tests, tiers), faults):
             where = fault["file"].removeprefix("rl/")
             caught = f"`{caught.removeprefix('tests/')}`" if caught else "**nothing**"

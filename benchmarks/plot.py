@@ -1,4 +1,4 @@
-"""The report's picture."""
+"""Plots the report's picture."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COLOURS = {
 
 
 def plot(results: Record, path: Path) -> None:
-    """Policy side and memory over G, the iteration by part, waits over the judge's latency."""
+    """Plots policy side and memory over G, the iteration by part, and waits over judge latency."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 8), layout="constrained")

@@ -1,4 +1,4 @@
-"""A worker's end of the line: waits to be told to run one iteration, reports what it took."""
+"""A worker's end of the connection: waits for an order of one iteration, reports its cost."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ POLICY = "policy side"
 TOWER = "vision tower"
 """Part of the policy side."""
 TAIL = "in the judge's tail"
-"""Part of the policy side: what is computed while verdicts are on their way."""
+"""Part of the policy side: computations while the judge still grades."""
 VAE_ENCODE = "VAE encode"
 VAE_DECODE = "VAE decode"
 RENDER = "DiT"
-"""And the rest of the render loop."""
+"""The DiT and the rest of the render loop."""
 SAMPLING = "sampling"
 """transformers' `generate`, the same on both sides."""
 JUDGE_WAIT = "judge wait"
 REST = "rest"
-"""The trainer's own bookkeeping, records, logs."""
+"""The trainer's bookkeeping, records and logs."""
 OTHER_THREADS = "other threads"
-"""CPU seconds of all but the main one: PNG, HTTP, records."""
+"""CPU seconds of all threads but the main one: PNG, HTTP, records."""
 POLICY_PARTS = (POLICY, TOWER, TAIL)
 PARTS = (
     *POLICY_PARTS,
@@ -51,25 +51,25 @@ class Order:
     """Run one iteration."""
 
     flops: bool = False
-    """Under the FLOP counter, which makes its seconds worthless."""
+    """Run with the FLOP counter, which makes the seconds meaningless."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One iteration of one worker."""
+    """Measurements of one iteration of one worker."""
 
     spent: Mapping[str, Spent]
-    """By the names in `PARTS`."""
+    """Cost by the names in `PARTS`."""
     counts: Mapping[str, int] = field(default_factory=dict)
     peak_mb: float = 0.0
-    """Highest resident memory so far above what was resident before the first iteration, 1e6 B."""
+    """Peak resident memory so far, minus that before the first iteration, 1e6 B."""
 
 
 class Post:
-    """Owned by a worker; its meter is the one to hang spans on."""
+    """A worker's measurements, sent by `connection`; spans are added to its meter."""
 
     def __init__(self, connection: Connection, names: Mapping[str, str]) -> None:
-        """`names`: label of a span -> one of `PARTS`; what is not named is `REST`."""
+        """`names`: label of a span -> one of `PARTS`; other labels are `REST`."""
         self._connection = connection
         self._names = names
         self._counting = ExitStack()
@@ -77,14 +77,14 @@ class Post:
         self._baseline_mb: float | None = None
         self._process_s = 0.0
         self.flush: Callable[[], None] = lambda: None
-        """Waits for what the iteration has left to other threads, which is its own."""
+        """Waits for the iteration's work in other threads."""
         self.meter = Meter(flops_so_far=self._flops_so_far)
 
     def _flops_so_far(self) -> float:
         return self._counter.get_total_flops() if self._counter else 0.0
 
     def begin(self) -> None:
-        """Wait for the next order; what follows is measured."""
+        """Waits for the next order and starts to measure."""
         order: Order = self._connection.recv()
         if self._baseline_mb is None:
             self._baseline_mb = resident_mb()
@@ -95,13 +95,13 @@ class Post:
         self.meter.reset()
 
     def end(self) -> None:
-        """Report what has passed since `begin`."""
+        """Reports the cost since `begin`."""
         self.flush()
         spent: dict[str, Spent] = {}
-        for label, one in self.meter.read().items():
+        for label, cost in self.meter.read().items():
             part = self._names.get(label, REST)
-            spent[part] = spent.get(part, Spent()) + one
-        main_s = sum(one.cpu_s for one in spent.values())
+            spent[part] = spent.get(part, Spent()) + cost
+        main_s = sum(cost.cpu_s for cost in spent.values())
         others_s = time.process_time() - self._process_s - main_s
         spent[OTHER_THREADS] = Spent(cpu_s=max(0.0, others_s))
         self._counting.close()
@@ -112,22 +112,21 @@ class Post:
 
 
 def resident_mb(key: str = "VmRSS") -> float:
-    """1e6 B; key 'VmHWM' is the highest since `forget_peak`. Linux."""
+    """Resident memory, 1e6 B; key 'VmHWM': the peak since `forget_peak`. Linux only."""
     status = Path("/proc/self/status").read_text()
-    found = re.search(rf"{key}:\s+(\d+) kB", status)
-    assert found, f"/proc/self/status has no {key}"
-    return int(found[1]) * 1024 / 1e6
+    match = re.search(rf"{key}:\s+(\d+) kB", status)
+    assert match, f"/proc/self/status has no {key}"
+    return int(match[1]) * 1024 / 1e6
 
 
 def forget_peak() -> None:
-    """VmHWM starts again from what is resident now."""
+    """Resets VmHWM to the current resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def watch_models(meter: Meter) -> None:
-    """The same gauges on both sides, at the doors of transformers' and diffusers' classes and of
-    those that this project puts in their place: spans for tower and VAE, and counts of what passes
-    (the sampler's own left out)."""
+    """Adds the same spans (tower, VAE) and counts on both sides: to methods of transformers' and
+    diffusers' classes and of this project's replacements. Sampling is left out."""
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import Qwen2VLImageProcessorPil
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
@@ -135,9 +134,9 @@ def watch_models(meter: Meter) -> None:
     from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser
     from rl.renderers.qwen_image.vae2d import FrameVae
 
-    def count(what: str, how_many: Callable[..., int]) -> Callable[..., dict[str, int]]:
+    def count(name: str, number_of: Callable[..., int]) -> Callable[..., dict[str, int]]:
         def counted(_: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
-            return {what: how_many(*args, **kwargs)}
+            return {name: number_of(*args, **kwargs)}
 
         return counted
 
@@ -151,7 +150,7 @@ def watch_models(meter: Meter) -> None:
         return len(grid_thw)
 
     tower = qwen.Qwen2_5_VisionTransformerPretrainedModel
-    for owner, name, label, what, how_many in (
+    for owner, name, label, counter, number_of in (
         (AutoencoderKLQwenImage, "encode", VAE_ENCODE, "VAE encodes", num_rows),
         (AutoencoderKLQwenImage, "decode", VAE_DECODE, "VAE decodes", num_rows),
         (FrameVae, "encode", VAE_ENCODE, "VAE encodes", num_rows),
@@ -162,7 +161,7 @@ def watch_models(meter: Meter) -> None:
         (tower, "forward", TOWER, "pictures in the vision tower", num_pictures),
         (Qwen2VLImageProcessorPil, "preprocess", POLICY, "pictures preprocessed", _num_pictures),
     ):
-        meter.watch(owner, name, label, count(what, how_many), unless_in=SAMPLING)
+        meter.watch(owner, name, label, count(counter, number_of), unless_in=SAMPLING)
 
 
 def _num_pictures(images: Any, *_: Any, **__: Any) -> int:

@@ -1,14 +1,14 @@
-"""The imports of a contest's workers, which fork off behind them: half a minute of CPU once."""
+"""Imports that a contest's workers share; done before they fork, as they take half a minute."""
 
 import importlib
 import os
 import sys
 from contextlib import suppress
 
-import rl  # noqa: F401 (makes what follows importable)
+import rl  # noqa: F401 (makes the imports below possible)
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-sys.modules["vllm"] = None  # type: ignore[assignment] # nothing samples; TRL would import it
+sys.modules["vllm"] = None  # type: ignore[assignment] # unused; TRL would import it
 for _name in (
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     "diffusers.pipelines.qwenimage.pipeline_qwenimage_edit",
@@ -19,6 +19,6 @@ for _name in (
     "benchmarks.trl_side",
     "trl.trainer.grpo_trainer",
 ):
-    with suppress(ImportError):  # the peer is not there in every environment
+    with suppress(ImportError):  # TRL is not installed in every environment
         importlib.import_module(_name)
-del sys.modules["vllm"]  # others may fork off here that want it
+del sys.modules["vllm"]  # other processes that fork here may import it

@@ -1,4 +1,4 @@
-"""From what `experiments.py` returns to what a person reads: numbers and tables."""
+"""Turns the records of `experiments.py` into numbers and Markdown tables."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ COUNTS = (
 
 
 def cpu_s(side: Record, parts: Iterable[str] = WHOLE) -> list[float]:
-    """Of each round, over those parts."""
+    """CPU seconds of each round, summed over the parts."""
     return _sums(side["cpu_s"], parts)
 
 
 def median_s(side: Record, parts: Iterable[str] = WHOLE) -> float:
-    """Wall seconds of a round over those parts, the median."""
+    """Median over rounds of the wall seconds, summed over the parts."""
     return statistics.median(_sums(side["wall_s"], parts))
 
 
@@ -36,24 +36,24 @@ def _sums(by_part: Mapping[str, Sequence[float]], parts: Iterable[str]) -> list[
 
 
 def gflop(side: Record, parts: Iterable[str] = WHOLE) -> float:
-    """Of one iteration, over those parts."""
+    """GFLOP of one iteration, summed over the parts."""
     return sum(side["gflop"].get(part, 0.0) for part in parts)
 
 
 def ratio(peer: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
-    """(median, smallest, largest) of the rounds' own ratios."""
+    """(median, smallest, largest) of the ratios of the rounds."""
     ratios = [a / b for a, b in zip(peer, ours, strict=True)]
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown; the first column to the left, the others to the right."""
+    """A Markdown table; the first column is left-aligned, the others right-aligned."""
     lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def lead(record: Record) -> str:
-    """Beside the peer that comes nearest, and what the others are worth."""
+    """A sentence on the lead over the nearest peer, and over the others."""
     sides = dict(record["sides"])
     ours = sides.pop(OURS)
     over = {
@@ -70,7 +70,7 @@ def lead(record: Record) -> str:
 
 
 def head_to_head(record: Record) -> str:
-    """What the policy side takes, a peer a row; then the iteration by part."""
+    """A table of the policy side with one row per side, and one of the iteration by part."""
     sides = record["sides"]
     return f"{_policy_side(sides)}\n\n{_by_part(sides)}"
 
@@ -96,7 +96,7 @@ def _by_part(sides: Mapping[str, Record]) -> str:
     for name, parts in _PART_ROWS:
         seconds = [cpu_s(side, parts) for side in sides.values()]
         if max(map(max, seconds)) >= 5e-3:
-            cells = [f"{statistics.median(one):.2f}" for one in seconds]
+            cells = [f"{statistics.median(rounds):.2f}" for rounds in seconds]
             flops = [f"{gflop(side, parts):.1f}" for side in sides.values()]
             rows.append([name, *(f"{s} / {n}" for s, n in zip(cells, flops, strict=True))])
     for name in COUNTS[3:]:
@@ -105,7 +105,7 @@ def _by_part(sides: Mapping[str, Record]) -> str:
 
 
 def cpu_ratio(peer: Record, ours: Record, parts: Sequence[str] = POLICY_PARTS) -> str:
-    """CPU seconds of a peer over ours, with the smallest and largest of the rounds."""
+    """Median ratio of a peer's CPU seconds to ours, with the smallest and largest of the rounds."""
     seconds = cpu_s(ours, parts)
     middle, low, high = ratio(cpu_s(peer, parts), seconds)
     spread = f"{low:.1f} to {high:.1f}" if len(seconds) > 1 else "one round"
@@ -121,8 +121,8 @@ _PART_ROWS: Sequence[tuple[str, Sequence[str]]] = (
 
 
 def sweep(records: Mapping[str, Record]) -> str:
-    """One row per shape: the policy side, each peer over ours. A peer that a shape was not measured
-    with is an empty cell."""
+    """One row per shape: the policy side, each peer over ours. The cell of a peer without a
+    measurement is empty."""
     peers = list(dict.fromkeys(p for record in records.values() for p in record["sides"]))
     peers.remove(OURS)
     rows = []
@@ -139,7 +139,7 @@ def sweep(records: Mapping[str, Record]) -> str:
 
 
 def memory(peaks_by_group: Mapping[str, Mapping[str, float]]) -> str:
-    """MB above baseline over G, and what one more completion takes."""
+    """MB above baseline by G, and MB per further completion."""
     rows = [
         [f"G = {group}", *(f"{peak:.0f}" for peak in peaks.values()), _share(peaks)]
         for group, peaks in peaks_by_group.items()
@@ -150,8 +150,8 @@ def memory(peaks_by_group: Mapping[str, Mapping[str, float]]) -> str:
     return table(["peak MB above baseline", *slopes, "ours/tuned"], rows)
 
 
-def _share(of: Mapping[str, float]) -> str:
-    return f"{of[OURS] / of[TUNED]:.2f}"
+def _share(by_side: Mapping[str, float]) -> str:
+    return f"{by_side[OURS] / by_side[TUNED]:.2f}"
 
 
 def memory_slopes(peaks_by_group: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -165,7 +165,7 @@ def memory_slopes(peaks_by_group: Mapping[str, Mapping[str, float]]) -> dict[str
 
 
 def latencies(records: Sequence[Record]) -> str:
-    """Wall seconds an iteration, and of them those that wait for the judge."""
+    """Wall seconds of an iteration, and the part that waits for the judge."""
     names = list(records[0]["sides"])
 
     def cell(side: Record) -> str:
@@ -177,13 +177,13 @@ def latencies(records: Sequence[Record]) -> str:
 
 
 def savings(records: Mapping[str, Record]) -> str:
-    """What each brought, alone and stacked on those above it."""
+    """The gain of each saving, alone and on top of those above it."""
 
     def cost(name: str) -> tuple[float, float]:
         return gflop(records[name]), statistics.median(cpu_s(records[name]))
 
-    def cells(of: tuple[float, float]) -> list[str]:
-        return [f"{of[0]:.0f}", f"{of[1]:.2f}"]
+    def cells(costs: tuple[float, float]) -> list[str]:
+        return [f"{costs[0]:.0f}", f"{costs[1]:.2f}"]
 
     def gain(more: tuple[float, float], less: tuple[float, float]) -> str:
         return f"{more[0] / less[0]:.2f}x / {more[1] / less[1]:.2f}x"
@@ -202,7 +202,7 @@ def savings(records: Mapping[str, Record]) -> str:
 
 
 def ranks(record: Record) -> str:
-    """One rank and two: the same numbers, and what travels."""
+    """One rank and two: differences of the metrics, and bytes sent."""
     one, two = record["1"], record["2"]
     sent = [counts.get("bytes to other ranks", 0) for counts in two["counts"]]
     difference = f"{metric_difference(record):.1e}"
@@ -219,8 +219,8 @@ def ranks(record: Record) -> str:
 
 
 def metric_difference(record: Record) -> float:
-    """Over the first iteration's losses, KL, gradient norm and rewards. (Before the second one the
-    stub judge draws its lots from pictures whose last bits have moved.)"""
+    """Largest relative difference of the first iteration's losses, KL, gradient norm and rewards.
+    (From the second on the stub judge's scores differ, as the pictures' last bits do.)"""
     one, two = (
         next(row for row in record[n]["metrics"] if "loss/total" in row) for n in ("1", "2")
     )

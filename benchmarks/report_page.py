@@ -1,7 +1,7 @@
-"""How large the page of a long run is, how long it takes to make, and to open.
+"""Measures the size of a long run's page, and the time to write and to open it.
 
 `python -m benchmarks.report_page FOLDER [iterations] [groups] [completions]` makes up a run there,
-and its page twice: from nothing, and after one new iteration.
+and writes its page twice: from scratch, and after one new iteration.
 """
 
 from __future__ import annotations
@@ -25,26 +25,24 @@ NUM_HELD_OUT = 64
 
 
 def write_run(folder: Path, iterations: range, num_groups: int, num_completions: int) -> None:
-    """Lines and episodes of these iterations, whose pictures are all the same few files."""
+    """Writes metrics and episodes of these iterations, which share a few picture files."""
     folder.mkdir(parents=True, exist_ok=True)
-    draw = random.Random(iterations.start)  # nosec B311
+    rng = random.Random(iterations.start)  # nosec B311
     for iteration in iterations:
         rows = [
-            episode(draw, iteration, g, m)
-            for g in range(num_groups)
-            for m in range(num_completions)
+            episode(rng, iteration, g, m) for g in range(num_groups) for m in range(num_completions)
         ]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         path = folder / "episodes" / f"it_{iteration:06d}.rank0.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.write_text(lines)
         line = {"iteration": iteration, "time/iteration_s": 60.0, "time/render_s": 40.0}
-        line |= {f"{name}/mean": draw.random() for name in ("reward", "other", "third")}
-        line |= {"policy/entropy": draw.random(), "kl/reference_k3": draw.random() / 100}
-        line |= {"groups/zero_spread": draw.random(), "tokens/completion_mean": 150 * draw.random()}
+        line |= {f"{name}/mean": rng.random() for name in ("reward", "other", "third")}
+        line |= {"policy/entropy": rng.random(), "kl/reference_k3": rng.random() / 100}
+        line |= {"groups/zero_spread": rng.random(), "tokens/completion_mean": 150 * rng.random()}
         if iteration % EVERY == 0:
-            line["eval/reward"] = draw.random()
-            evaluation(draw, folder, iteration)
+            line["eval/reward"] = rng.random()
+            evaluation(rng, folder, iteration)
         with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     images = folder / "images" / "it_000001"
@@ -53,27 +51,27 @@ def write_run(folder: Path, iterations: range, num_groups: int, num_completions:
         Image.effect_noise((256, 256), 40).save(images / f"{name}.png")
 
 
-def episode(draw: random.Random, iteration: int, g: int, member: int) -> dict[str, Any]:
-    reason = " ".join(draw.choices(WORDS, k=80))
-    reply = json.dumps({"reasoning": reason, "score": [draw.randint(0, 10), draw.randint(0, 10)]})
-    parts = {f"viescore/part_{n}": draw.random() * 10 for n in range(10)}
+def episode(rng: random.Random, iteration: int, g: int, member: int) -> dict[str, Any]:
+    reason = " ".join(rng.choices(WORDS, k=80))
+    reply = json.dumps({"reasoning": reason, "score": [rng.randint(0, 10), rng.randint(0, 10)]})
+    parts = {f"viescore/part_{n}": rng.random() * 10 for n in range(10)}
     return {
         "sample_id": f"train-{iteration}-{g}",
         "group_id": f"{iteration}/{g}",
-        "category": draw.choice(["noun", "erase", "match"]),
-        "instruction": " ".join(draw.choices(WORDS, k=14)),
-        "completion": " ".join(draw.choices(WORDS, k=110)),
+        "category": rng.choice(["noun", "erase", "match"]),
+        "instruction": " ".join(rng.choices(WORDS, k=14)),
+        "completion": " ".join(rng.choices(WORDS, k=110)),
         "finish": "stop",
-        "status": draw.choices(["scored", "ungraded"], [50, 1])[0],
+        "status": rng.choices(["scored", "ungraded"], [50, 1])[0],
         "failure": None,
-        "reward": draw.random(),
-        "advantage": draw.random() - 0.5,
+        "reward": rng.random(),
+        "advantage": rng.random() - 0.5,
         "parts": parts,
-        "judge_s": draw.random(),
+        "judge_s": rng.random(),
         "replies": {"viescore": [reply, reply]},
-        "noise_seed": draw.getrandbits(31),
-        "token_ids": [draw.randrange(150_000) for _ in range(NUM_TOKENS)],
-        "sampler_logprobs": [-draw.expovariate(3) for _ in range(NUM_TOKENS)],
+        "noise_seed": rng.getrandbits(31),
+        "token_ids": [rng.randrange(150_000) for _ in range(NUM_TOKENS)],
+        "sampler_logprobs": [-rng.expovariate(3) for _ in range(NUM_TOKENS)],
         "forced": None,
         "rank": 0,
         "member": member,
@@ -83,27 +81,27 @@ def episode(draw: random.Random, iteration: int, g: int, member: int) -> dict[st
     }
 
 
-def evaluation(draw: random.Random, folder: Path, iteration: int) -> None:
+def evaluation(rng: random.Random, folder: Path, iteration: int) -> None:
     path = folder / "evaluation" / f"it_{iteration:06d}" / "records.jsonl"
     path.parent.mkdir(parents=True)
     Image.effect_noise((256, 256), 40).save(path.parent / "made.png")
     rows = []
     for number in range(NUM_HELD_OUT):
-        row = {**episode(draw, iteration, number, 0), "id": f"held-out-{number}"}
+        row = {**episode(rng, iteration, number, 0), "id": f"held-out-{number}"}
         row |= {"source_file": "made.png", "image_file": "made.png", "bare_file": None}
         rows.append({name: value for name, value in row.items() if name not in ("token_ids",)})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def measure(run_dir: Path) -> None:
-    """Prints size and seconds of one making."""
+    """Writes the page, and prints its size and the seconds."""
     began_s = time.perf_counter()
-    page, made = write_page(run_dir)
+    page, pages = write_page(run_dir)
     seconds = time.perf_counter() - began_s
     data = sorted((run_dir / "report" / "data").glob("*.js"), key=lambda path: path.stat().st_size)
     total_mb = sum(path.stat().st_size for path in data) / 1e6
     print(
-        f"made in {seconds:.1f} s: {made.num_written} pages written; index.html "
+        f"made in {seconds:.1f} s: {pages.num_written} pages written; index.html "
         f"{page.stat().st_size / 1e6:.2f} MB; {len(data)} data pages, {total_mb:.0f} MB, the "
         f"largest {data[-1].stat().st_size / 1e3:.0f} KB"
     )

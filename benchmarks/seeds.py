@@ -1,4 +1,4 @@
-"""One config on many seeds, all of which are printed.
+"""Runs one config with many seeds and prints all of them.
 
 python -m benchmarks.seeds quickstart tiny_earl --first 100 --count 24 --at-once 2
 python -m benchmarks.seeds quickstart --first 100 --count 24 --print     of existing runs
@@ -24,42 +24,42 @@ from rl.run.paired import paired
 
 REWARD = ("eval/reward", "reward/mean")
 MEASURES = {"tiny_reasoning": ("eval/part/accuracy", "reward/part/accuracy")}
-"""What is read of held-out runs and of training, where it is not the reward."""
-TOLD = "eval_reference/reward"
-"""What the editor makes of the right words."""
-MOVED = "drift/state_l2"
-"""How far the states of fixed words are from the base's, relative."""
+"""Config -> (held-out metric, training metric), if these are not the reward."""
+REFERENCE = "eval_reference/reward"
+"""The reward of reference descriptions."""
+DRIFT = "drift/state_l2"
+"""Relative distance between the hidden states of fixed words and those of the base model."""
 SPAN = 10
-"""Iterations that are averaged over."""
+"""Number of iterations in an average."""
 FRESH_SEED = 7777
-"""Of the data of `--fresh`: no shipped config has it."""
+"""Data seed of `--fresh`, which no shipped config has."""
 
 
 @dataclass(frozen=True)
 class Seed:
-    """What one run came to."""
+    """The results of one run."""
 
     seed: int
     held_out: Sequence[float]
-    """Of each held-out run, the one before training first."""
-    told: Sequence[float]
-    """The same of the right words; empty where there are none."""
+    """The metric of each held-out run, first the one before training."""
+    reference: Sequence[float]
+    """REFERENCE of each held-out run; empty without reference descriptions."""
     sampled: tuple[float, float]
-    """Of the completions sampled in training: over the first iterations, over the last."""
+    """Means of the training metric over the first and over the last iterations."""
     dead_groups: float
     """Mean share over the last iterations."""
     most_dead_groups: float
-    """Largest such mean over any as many iterations."""
-    moved: Sequence[float]
-    """States of fixed words at each held-out run; empty where the renderer reads none."""
+    """Largest mean share over SPAN consecutive iterations."""
+    drift: Sequence[float]
+    """DRIFT of each held-out run; empty if the renderer reads no states."""
     seconds: float
-    """Of all iterations."""
+    """Duration of all iterations."""
     error: float | None
-    """Standard error of the last held-out figure over its samples."""
+    """Standard error of the last held-out metric over its samples."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run what is missing, print a table of each config."""
+    """Runs the missing seeds and prints a table of each config."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.seeds", description=(__doc__ or "").split("\n")[0]
     )
@@ -71,39 +71,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--fresh", type=int, default=0, metavar="N", help="fresh held-out samples")
     parser.add_argument("--print", action="store_true", help="train nothing")
     args = parser.parse_args(argv)
-    wanted = [(c, s) for c in args.configs for s in range(args.first, args.first + args.count)]
+    runs = [(c, s) for c in args.configs for s in range(args.first, args.first + args.count)]
     if not args.print:
         with ThreadPoolExecutor(args.at_once) as pool:
-            list(pool.map(partial(_train, args.out, args.fresh), wanted))
+            list(pool.map(partial(_train, args.out, args.fresh), runs))
     for config in args.configs:
-        found = [
-            _read(args.out, args.fresh, config, seed) for name, seed in wanted if name == config
-        ]
-        print(f"\n### {config}\n\n" + "\n".join(table(found)))
+        seeds = [_read(args.out, args.fresh, config, seed) for name, seed in runs if name == config]
+        print(f"\n### {config}\n\n" + "\n".join(table(seeds)))
 
 
 def table(seeds: Sequence[Seed]) -> Iterable[str]:
-    """Markdown: a row per seed, then the median, mean, deviation and worst of the last figures."""
+    """Markdown: a row per seed, then mean, deviation, median and worst of the last values."""
     yield (
         "| seed | held-out, before and at each evaluation | right words, last "
         "| dead groups, last ten iterations | most in any ten | states moved, at most | s |"
     )
     yield "|---" * 7 + "|"
-    for one in seeds:
-        held_out = " ".join(f"{value:.3f}" for value in one.held_out)
-        told = f"{one.told[-1]:.3f}" if one.told else ""
-        moved = f"{max(one.moved):.2f}" if one.moved else ""
+    for run in seeds:
+        held_out = " ".join(f"{value:.3f}" for value in run.held_out)
+        reference = f"{run.reference[-1]:.3f}" if run.reference else ""
+        drift = f"{max(run.drift):.2f}" if run.drift else ""
         yield (
-            f"| {one.seed} | {held_out} | {told} | {one.dead_groups:.0%} "
-            f"| {one.most_dead_groups:.0%} | {moved} | {one.seconds:.0f} |"
+            f"| {run.seed} | {held_out} | {reference} | {run.dead_groups:.0%} "
+            f"| {run.most_dead_groups:.0%} | {drift} | {run.seconds:.0f} |"
         )
-    last = [one.held_out[-1] for one in seeds]
-    errors = [one.error for one in seeds if one.error is not None]
-    before, after = (_spread([one.sampled[i] for one in seeds]) for i in (0, 1))
+    last = [run.held_out[-1] for run in seeds]
+    errors = [run.error for run in seeds if run.error is not None]
+    before, after = (_spread([run.sampled[i] for run in seeds]) for i in (0, 1))
     yield (
         f"\n{len(last)} seeds: mean {_spread(last)} (standard deviation over seeds), "
         f"median {median(last):.3f}, worst {min(last):.3f}, best {max(last):.3f}; "
-        f"before training {_spread([one.held_out[0] for one in seeds])}. Sampled in training: "
+        f"before training {_spread([run.held_out[0] for run in seeds])}. Sampled in training: "
         f"{before} in the first ten iterations, {after} in the last."
         + (f" Standard error over the held-out samples: {fmean(errors):.3f}." if errors else "")
     )
@@ -113,8 +111,8 @@ def _spread(values: Sequence[float]) -> str:
     return f"{fmean(values):.3f}" + (f" +- {stdev(values):.3f}" if len(values) > 1 else "")
 
 
-def _train(out: Path, fresh: int, wanted: tuple[str, int]) -> None:
-    config, seed = wanted
+def _train(out: Path, fresh: int, run: tuple[str, int]) -> None:
+    config, seed = run
     name = _name(config, seed, fresh)
     command = [
         sys.executable,
@@ -151,24 +149,24 @@ def _read(out: Path, fresh: int, config: str, seed: int) -> Seed:
     return Seed(
         seed,
         values(held_out),
-        values(TOLD),
+        values(REFERENCE),
         (fmean(values(sampled)[:SPAN]), fmean(values(sampled)[-SPAN:])),
         means[-1],
         max(means),
-        values(MOVED),
+        values(DRIFT),
         sum(row.get("time/iteration_s", 0.0) for row in rows),
         _error(folder, held_out.partition("eval/part/")[2]),
     )
 
 
 def _error(run_dir: Path, part: str) -> float | None:
-    """Over the samples of the last held-out run: of the reward, or of a part of it."""
+    """Standard error, over the last held-out samples, of the reward or of a part of it."""
     if not (evaluations := read_evaluations(run_dir)):
         return None
     rows = evaluations[-1].records.values()
     values = [row["parts"].get(part) if part else row["reward"] for row in rows]
     graded = [value for value in values if value is not None]
-    return found.error if (found := paired(graded)) else None
+    return difference.error if (difference := paired(graded)) else None
 
 
 def _name(config: str, seed: int, fresh: int = 0) -> str:

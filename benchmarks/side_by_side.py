@@ -1,4 +1,4 @@
-"""This project beside TRL 1.16 and diffusers' pipeline, on the same tiny models and completions.
+"""Compares this project with TRL 1.16 and diffusers' pipeline on the same models and completions.
 
     .venv/bin/python -m pip install -r benchmarks/requirements.txt
     .venv/bin/python -m benchmarks.side_by_side                everything: an hour on one core
@@ -6,8 +6,8 @@
     .venv/bin/python -m benchmarks.side_by_side --only latency ranks
 
 Every side is a process with one thread; they run an iteration each in turn, and the first round is
-dropped. A ratio is the median over rounds, with the smallest and largest; CPU seconds, not wall
-seconds, unless something waits. What is not measured anew is kept in `--out`.
+dropped. A ratio is the median over rounds, with the smallest and largest; seconds are CPU seconds
+unless something waits. `--out` keeps the results that are not measured again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.toy import Shape
 
 BASE = Shape()
 SIX_TO_ONE = Shape(completion_tokens=72)
-"""Prompt over completion as at real size: 427 : 72 as 1543 : 256."""
+"""Prompt and completion in the ratio of real size: 427 : 72 as 1543 : 256."""
 SWEEP = {
     "G = 4": replace(BASE, group=4),
     "G = 8": BASE,
@@ -49,7 +49,7 @@ SWEEP = {
 EXPERIMENTS = ("sweep", "memory", "latency", "ranks", "savings")
 QUICK = ("G = 8", "T = 72")
 QUICK_LIMIT_S = 300.0
-"""Of each shape's rounds: on a busy machine there are fewer of them, never none."""
+"""Time limit of each shape's rounds; at least one round is run."""
 LATENCY_SHAPE = replace(BASE, group=4, num_groups=2)
 LATENCIES_S = (0.0, 0.5, 2.0, 8.0)
 SAVINGS_SHAPE = Shape(completion_tokens=64, ragged=True, num_equal=2, true_cfg_scale=4.0)
@@ -77,10 +77,10 @@ log-probs, reference, forward, backward and optimiser step. Ratios are medians o
 rounds (smallest to largest)."""
 
 
-def plan(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
-    """The experiments by name, in order: a call each, or one for each of their shapes."""
-    rounds, limit_s = asked.rounds, QUICK_LIMIT_S if asked.quick else math.inf
-    shapes = {name: SWEEP[name] for name in QUICK} if asked.quick else SWEEP
+def plan(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Name -> call of an experiment, or one call for each of its shapes; in order."""
+    rounds, limit_s = args.rounds, QUICK_LIMIT_S if args.quick else math.inf
+    shapes = {name: SWEEP[name] for name in QUICK} if args.quick else SWEEP
     return {
         "sweep": {
             name: partial(experiments.head_to_head, folder, shape, rounds, limit_s)
@@ -100,7 +100,7 @@ def plan(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def host() -> dict[str, str]:
-    """What the numbers were measured on, without its name."""
+    """Facts about the machine and the packages, without the host's name."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
         "CPU": f"{cpu[1] if cpu else platform.machine()}, {os.cpu_count()} cores, 1 thread a side",
@@ -110,7 +110,7 @@ def host() -> dict[str, str]:
 
 
 def provenance() -> str:
-    """When, by what, and how busy the machine was with other things."""
+    """Time, commit, load and command of a measurement."""
     revision = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
     ).stdout.strip()
@@ -121,9 +121,9 @@ def provenance() -> str:
 
 def written(results: dict[str, Any]) -> str:
     """The whole report."""
-    where = [f"{name} {value}" for name, value in results["host"].items()]
-    begun = [f"- {name}: {how}" for name, how in results["measured"].items()]
-    parts = ["# Side by side", LEGEND, "; ".join(where) + ".", "\n".join(begun)]
+    facts = [f"{name} {value}" for name, value in results["host"].items()]
+    measured = [f"- {name}: {origin}" for name, origin in results["measured"].items()]
+    parts = ["# Side by side", LEGEND, "; ".join(facts) + ".", "\n".join(measured)]
     sections: dict[str, Callable[[Any], str]] = {
         "latency": report.latencies,
         "memory": report.memory,
@@ -142,24 +142,24 @@ def written(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """See the file's docstring."""
+    """Runs the chosen experiments and writes the report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.side_by_side")
     parser.add_argument("--quick", action="store_true", help="two shapes, nothing else")
     parser.add_argument("--only", nargs="+", choices=EXPERIMENTS, help="these experiments")
     parser.add_argument("--rounds", type=int, default=5, help="after the one that is dropped")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    records = asked.out / "side_by_side.json"
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    records = args.out / "side_by_side.json"
     results: dict[str, Any] = {"measured": {}}
-    if (asked.only or asked.quick) and records.exists():
+    if (args.only or args.quick) and records.exists():
         results = json.loads(records.read_text())
     results["host"] = host()
     with tempfile.TemporaryDirectory(prefix="side-by-side-") as temporary:
         toy.save_models(Path(temporary))
-        experiments_by_name = plan(Path(temporary), asked)
-        for name in asked.only or (["sweep"] if asked.quick else experiments_by_name):
-            if not asked.quick:  # all of it is measured anew
+        experiments_by_name = plan(Path(temporary), args)
+        for name in args.only or (["sweep"] if args.quick else experiments_by_name):
+            if not args.quick:  # all shapes are measured again
                 results.pop(name, None)
                 results["measured"].pop(name, None)
             measure = experiments_by_name[name]
@@ -168,14 +168,14 @@ def main() -> None:
                 title = f"{name} {shape}".strip()
                 results["measured"][title] = provenance()
                 print(f"{title}: {results['measured'][title]}", file=sys.stderr, flush=True)
-                found = step()
-                results[name] = results.get(name, {}) | {shape: found} if shape else found
+                record = step()
+                results[name] = results.get(name, {}) | {shape: record} if shape else record
                 records.write_text(json.dumps(results, indent=1) + "\n")
     text = written(results)
-    (asked.out / "side_by_side.md").write_text(text)
+    (args.out / "side_by_side.md").write_text(text)
     print(text)
     if {"sweep", "memory", "latency"} <= results.keys() and len(results["sweep"]) > len(QUICK):
-        plot(results, asked.out / "side_by_side.png")
+        plot(results, args.out / "side_by_side.png")
 
 
 if __name__ == "__main__":

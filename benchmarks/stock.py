@@ -1,4 +1,4 @@
-"""diffusers' own models behind the doors of those that this project puts in their place."""
+"""diffusers' models with the interfaces of this project's replacements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class StockVae:
-    """AutoencoderKLQwenImage, for `FrameVae`."""
+    """AutoencoderKLQwenImage with the interface of `FrameVae`."""
 
     def __init__(self, vae: Any) -> None:
         self._vae = vae
@@ -31,7 +31,7 @@ class StockVae:
 
 
 class StockDenoiser:
-    """QwenImageTransformer2DModel, for `Denoiser`; its modulation is a timestep."""
+    """QwenImageTransformer2DModel with the interface of `Denoiser`; modulation is a timestep."""
 
     def __init__(self, transformer: Any) -> None:
         self._transformer = transformer
@@ -39,8 +39,8 @@ class StockDenoiser:
     def prepare(
         self, states_R: Sequence[torch.Tensor], sources: torch.Tensor, shapes: Sequence[Any]
     ) -> SimpleNamespace:
-        """The arguments that no step changes; words padded to the longest row, and masked where
-        lengths differ."""
+        """The arguments that are the same in all steps; states are padded to the longest row, and
+        masked if lengths differ."""
         num_words = tuple(len(states) for states in states_R)
         states = torch.nn.utils.rnn.pad_sequence(list(states_R), batch_first=True)
         at = torch.arange(states.shape[1], device=states.device)
@@ -54,15 +54,15 @@ class StockDenoiser:
         )
 
     def velocity(
-        self, latents: torch.Tensor, given: SimpleNamespace, timestep: torch.Tensor
+        self, latents: torch.Tensor, prepared: SimpleNamespace, timestep: torch.Tensor
     ) -> torch.Tensor:
-        """[R, N, in_channels] noisy latents -> the same."""
+        """Velocity [R, N, in_channels] of noisy latents of the same shape."""
         [velocity] = self._transformer(
-            hidden_states=torch.cat([latents, given.sources], dim=1),
+            hidden_states=torch.cat([latents, prepared.sources], dim=1),
             timestep=timestep.expand(len(latents)) / 1000,
-            encoder_hidden_states=given.states,
-            encoder_hidden_states_mask=given.mask,
-            img_shapes=given.shapes,
+            encoder_hidden_states=prepared.states,
+            encoder_hidden_states_mask=prepared.mask,
+            img_shapes=prepared.shapes,
             return_dict=False,
         )
         return velocity[:, : latents.shape[1]]

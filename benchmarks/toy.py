@@ -1,6 +1,6 @@
 """The tiny models, samples and completions of both sides of a comparison; also a data plugin.
 
-Prompts have 64 + 107 tokens and the picture's, as the released editor's have 64 + 110.
+Prompts have 64 + 107 tokens and the picture's; those of the released editor have 64 + 110.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from PIL import Image
 from pydantic import Field
 
 from rl.api.types import Sample
-from tiny_world.data.synthetic import MadeConfig, MadeSource
+from tiny_world.data.synthetic import SyntheticConfig, SyntheticSource
 
 LORA = {"r": 32, "alpha": 64, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 MAX_ITERATIONS = 64
-"""Rows of the toy data: no picture comes twice."""
+"""Rows of the toy data, so that no picture is used twice."""
 INSTRUCTION_TOKENS = 100
 DIGITS = "0123456789"
-"""One token each and never merged, so that text and ids say the same whoever tokenises."""
+"""One token each and never merged, so that every tokenizer gives the same ids."""
 STOP = "<|im_end|>"
 LANGUAGE = {
     "hidden_size": 256,
@@ -52,19 +52,19 @@ class Shape:
     num_groups: int = 1
     """Prompts per iteration."""
     picture_px: int = 448
-    """Side of the picture as the policy reads it: 256 image tokens, P = 427; 224: 64 and 235."""
+    """Side of the picture that the policy reads: 256 image tokens, P = 427; 224: 64 and 235."""
     completion_tokens: int = 32
-    """T, stop token included; the longest of a group where lengths differ."""
+    """T, stop token included; of the longest completion if lengths differ."""
     ragged: bool = False
     """Lengths T/G, 2T/G ... T instead of T for all."""
     num_equal: int = 1
-    """So many completions of a group are the same (1: none is repeated)."""
+    """Number of equal completions in a group (1: none is repeated)."""
     render_px: int = 128
     """Side of source and picture in the renderer."""
     num_steps: int = 4
-    """Of the DiT."""
+    """Steps of the DiT."""
     true_cfg_scale: float = 1.0
-    """Above 1 there is a negative prompt."""
+    """Above 1 the renderer has a negative prompt."""
 
     def completion_lens(self) -> list[int]:
         """Tokens of each member of a group."""
@@ -74,22 +74,22 @@ class Shape:
 
 
 def make_sample(index: int, shape: Shape) -> Sample:
-    """Row `index`: noise as a picture, digits as words."""
+    """Row `index`: noise as a picture, digits as the instruction."""
     rng = np.random.default_rng(index)
     pixels = rng.integers(0, 255, (shape.picture_px, shape.picture_px, 3), dtype=np.uint8)
-    words = "".join(random.Random(index).choices(DIGITS, k=INSTRUCTION_TOKENS))
-    return Sample(f"toy-{index}", words, sources=(Image.fromarray(pixels),))
+    digits = "".join(random.Random(index).choices(DIGITS, k=INSTRUCTION_TOKENS))
+    return Sample(f"toy-{index}", digits, sources=(Image.fromarray(pixels),))
 
 
-class Config(MadeConfig):
+class Config(SyntheticConfig):
     """Rows of one shape."""
 
     shape: dict[str, Any] = Field(default_factory=dict)
     """Fields of `Shape`."""
 
 
-class ToySamples(MadeSource[Config]):
-    """Row i depends on the shape and i alone."""
+class ToySamples(SyntheticSource[Config]):
+    """Row i depends only on the shape and i."""
 
     carries = frozenset({"source"})
 
@@ -98,20 +98,20 @@ class ToySamples(MadeSource[Config]):
 
 
 def make_completions(instruction: str, shape: Shape) -> list[str]:
-    """What the group of this prompt says, without the stop token."""
+    """The group's completions for this prompt, without the stop token."""
     rng = random.Random(f"{instruction}:completions")
     texts = ["".join(rng.choices(DIGITS, k=length - 1)) for length in shape.completion_lens()]
     return [*texts[:1] * shape.num_equal, *texts[shape.num_equal :]]
 
 
 def completion_ids(tokenizer: Any, text: str) -> list[int]:
-    """With the stop token."""
+    """Token ids with the stop token."""
     stop_id = int(tokenizer.convert_tokens_to_ids(STOP))
     return [*tokenizer(text, add_special_tokens=False).input_ids, stop_id]
 
 
 def save_models(folder: Path) -> None:
-    """`policy/` and `editor/`, as `policy.model_path` and `renderer.model_path` want them."""
+    """Writes `policy/` and `editor/` for `policy.model_path` and `renderer.model_path`."""
     from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -134,15 +134,14 @@ def save_models(folder: Path) -> None:
 
 
 def make_tokenizer(num_tokens: int = 0) -> Any:
-    """The tiny world's, in which the editor's system prompt is 64 tokens long; of `num_tokens` at
-    least."""
+    """The tiny world's tokenizer with at least `num_tokens`; the editor's system prompt has 64."""
     from tiny_world.builder.tokenizer import SYSTEM_PROMPT, train
 
     return train([SYSTEM_PROMPT] * 50, num_tokens)
 
 
 def make_image_processor() -> Any:
-    """Pictures come to 4 tokens at least."""
+    """An image processor with at least 4 tokens per picture."""
     from transformers import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=1024 * 1024)
@@ -164,9 +163,9 @@ def renderer_section(folder: Path, shape: Shape) -> dict[str, Any]:
 
 
 class StockSampler:
-    """transformers' own `generate` on a copy of the weights: what the rollout costs either side.
+    """transformers' `generate` on a copy of the weights: the rollout's cost on either side.
 
-    Its words are thrown away for the injected ones; only its seconds count.
+    Its completions are replaced by the injected ones; only its seconds count.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -179,7 +178,7 @@ class StockSampler:
 
     @torch.no_grad()
     def sample(self, prompt_inputs: dict[str, torch.Tensor], shape: Shape) -> None:
-        """`prompt_inputs`: of ONE prompt, [1, P] ids and its picture."""
+        """`prompt_inputs`: inputs of ONE prompt, [1, P] ids and its picture."""
         repeated = {
             name: tensor.repeat(shape.group, *[1] * (tensor.ndim - 1))
             for name, tensor in prompt_inputs.items()

@@ -1,9 +1,9 @@
 """The peer: TRL's `GRPOTrainer` with a reward function that conditions, renders and asks a judge.
 
-'stock' is what a user writes first: one completion at a time through forward, diffusers' own
-pipeline and the judge. 'tuned' batches and caches what it can, and renders with this project's
-renderer; `trl_tunings.py` adds to it. TRL runs its importance-sampling pass whenever vLLM samples;
-here completions are given by its `rollout_func`, and 'stock' sets the trainer's flag afterwards.
+'stock' is a user's first version: one completion at a time through forward, diffusers' pipeline and
+the judge. 'tuned' batches and caches what it can, and renders with this project's renderer;
+`trl_tunings.py` adds more. TRL makes its importance-sampling pass only if vLLM samples; here its
+`rollout_func` returns fixed completions, so 'stock' sets the trainer's flag afterwards.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from rl.rewards import viescore
 from rl.rollout.prompt_order import PromptOrder
 
 NUM_DROPPED_TOKENS = 64
-"""The system prompt's, which condition but are not given to the DiT."""
+"""Tokens of the system prompt, whose states the DiT does not get."""
 PICTURES_AT_THE_JUDGE = 2
-"""Of 'stock': two questions each, four in flight."""
+"""Pictures that 'stock' has graded at once, with two questions each."""
 
 
 def run(
     connection: Connection, folder: Path, shape: Shape, api_base: str, tuning: Tuning, samples: bool
 ) -> None:
-    """A worker's life. `samples`: whether the rollout's cost is paid, too."""
+    """A worker. `samples`: also sample, for its cost."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     assert shape.true_cfg_scale == 1.0, "the peer has no guidance"
@@ -112,7 +112,7 @@ class Peer:
             max_completion_length=self._shape.completion_tokens,
             max_steps=len(self._rows) // num_groups,
             beta=0.04,
-            use_bias_correction_kl=False,  # a KL as GRPO has it, which is ours
+            use_bias_correction_kl=False,  # the KL of GRPO, as in this project
             learning_rate=1e-4,
             temperature=1.0,
             loss_type="grpo",
@@ -160,7 +160,7 @@ class Peer:
         meter.watch(torch.optim.AdamW, "step", POLICY)
 
     def train(self) -> None:
-        """Iterations as they are ordered, until there are no more orders or rows."""
+        """Runs ordered iterations until there are no more orders or rows."""
         from transformers import TrainerCallback
 
         post = self._post
@@ -177,7 +177,7 @@ class Peer:
     # The rollout
 
     def rollout(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """TRL's `rollout_func`: the injected completions; G rows of `prompts` are one group."""
+        """TRL's `rollout_func`: returns injected completions; G rows of `prompts` are a group."""
         prompt_ids, ids, logprobs = [], [], []
         for first in range(0, len(prompts), self._shape.group):
             row = self._sample_of[_words(prompts[first])]
@@ -206,7 +206,7 @@ class Peer:
     def stock_reward(
         self, prompts: Any, completions: Any, image: list[Image.Image], **_: Any
     ) -> list[float]:
-        """One after another, and the judge in the end."""
+        """Renders one completion after another, then asks the judge."""
         span = self._post.meter.span
         evidence = []
         for prompt, completion, source in zip(prompts, completions, image, strict=True):
@@ -227,12 +227,12 @@ class Peer:
                 ).images[0]
             evidence.append(RewardInput(row, text, picture))
         with span(JUDGE_WAIT):
-            grades = list(self._pool.map(lambda one: self._ask(one).result(), evidence))
+            grades = list(self._pool.map(lambda each: self._ask(each).result(), evidence))
         return [float(grade.value) for grade in grades]
 
     @torch.no_grad()
     def _condition_stock(self, row: Sample, source: Image.Image, text: str) -> torch.Tensor:
-        """The whole model over prompt and completion, every hidden state and every logit."""
+        """Runs the whole model over prompt and completion, with all hidden states and logits."""
         inputs = self._inputs([source], [self._prompt_text(row) + text + toy.STOP])
         outputs = self._trainer.model(**inputs, output_hidden_states=True)
         return outputs.hidden_states[-1][:, NUM_DROPPED_TOKENS:]
@@ -240,7 +240,7 @@ class Peer:
     def tuned_reward(
         self, prompts: Any, completions: Any, image: list[Image.Image], **_: Any
     ) -> list[float]:
-        """A group at a time; pictures are judged while later groups are rendered."""
+        """Renders a group at a time; pictures are judged while later groups are rendered."""
         span, group = self._post.meter.span, self._shape.group
         grading: list[Any] = []
         for first in range(0, len(prompts), group):
@@ -256,14 +256,14 @@ class Peer:
                     pictures[index] = self._ask(RewardInput(sample, texts[index], picture))
             grading += [pictures[index] for index in range(group)]
         with span(JUDGE_WAIT):
-            grades = [one.result() for one in grading]
+            grades = [future.result() for future in grading]
         return [float(grade.value) for grade in grades]
 
     @torch.no_grad()
     def _condition_tuned(
         self, row: Sample, source: Image.Image, texts: list[str]
     ) -> list[torch.Tensor]:
-        """A group at once without the head; the picture preprocessed once."""
+        """Runs a group at once without the head; the picture is preprocessed once."""
         prompt = self._inputs([source], [self._prompt_text(row)])
         ids_G = [torch.tensor(toy.completion_ids(self._tokenizer, text)) for text in texts]
         if self._tuning.prompt_once == "never":
@@ -283,7 +283,7 @@ class Peer:
     def _in_one_batch(
         self, prompt: dict[str, torch.Tensor], ids_G: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Right-padded, each row with a prompt of its own."""
+        """Runs right-padded rows, each with a separate prompt."""
         pad = torch.nn.utils.rnn.pad_sequence
         completion_ids = pad(ids_G, batch_first=True)
         completion_mask = pad([torch.ones_like(ids) for ids in ids_G], batch_first=True)
@@ -316,7 +316,7 @@ def _messages(content: Any) -> list[dict[str, Any]]:
 
 
 def _words(prompt: list[dict[str, Any]]) -> str:
-    """The user's words in a chat, whatever else its message holds."""
+    """The user's text in a chat's last message."""
     content = prompt[-1]["content"]
     if isinstance(content, str):
         return content
@@ -324,8 +324,8 @@ def _words(prompt: list[dict[str, Any]]) -> str:
 
 
 def make_processor(folder: Path) -> Any:
-    """Tokenizer and PIL image processor as one `Qwen2_5_VLProcessor`, without a video processor,
-    whose class needs torchvision."""
+    """A `Qwen2_5_VLProcessor` of tokenizer and PIL image processor, without a video processor, as
+    that needs torchvision."""
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 
@@ -341,7 +341,7 @@ def make_processor(folder: Path) -> Any:
 
 
 def ordered_samples(shape: Shape) -> list[Sample]:
-    """The rows in the order in which the other side takes them."""
+    """The rows in the order of this project's side."""
     num_rows = toy.MAX_ITERATIONS * shape.num_groups
     config = toy.Config(type="benchmarks.toy", num_samples=num_rows, shape=vars(shape))
     order = PromptOrder([toy.ToySamples(config, RowRules())], [1.0], 0, shape.num_groups)
@@ -349,14 +349,14 @@ def ordered_samples(shape: Shape) -> list[Sample]:
 
 
 def make_renderer(folder: Path, shape: Shape) -> Any:
-    """This project's own."""
+    """This project's renderer."""
     config = qwen_image_edit.Config(**renderer_section(folder, shape))
     return qwen_image_edit.QwenImageEdit(config, Resources(None, "cpu"))
 
 
 def make_pipeline(folder: Path, shape: Shape) -> Any:
-    """diffusers' own. It resizes every source to 1024^2; here to what the other side takes, since
-    the comparison is of equal work."""
+    """diffusers' pipeline. It resizes every source to 1024^2, but here to this project's size, so
+    that both sides do equal work."""
     from diffusers import (
         AutoencoderKLQwenImage,
         FlowMatchEulerDiscreteScheduler,

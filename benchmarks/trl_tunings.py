@@ -1,7 +1,7 @@
-"""What a user of TRL can still do who has batched and cached all, without changing a line of it.
+"""Further tunings of TRL that need no change of TRL: a caching vision tower, and shared prompts.
 
-A vision tower that remembers a picture, and a trainer that forwards a prompt once for all of its
-completions; either gives the plain path's numbers, asserted at its first use (`EQUAL`).
+The trainer forwards a prompt once for all of its completions. At their first use both tunings are
+asserted to give the numbers of plain TRL (`EQUAL`).
 
 Axes: `_G` completions of one prompt, `P` its tokens, `T` completion tokens, `D` hidden size.
 """
@@ -17,37 +17,37 @@ import torch
 from cachetools import LRUCache
 
 EQUAL = 1e-4
-"""Nats, and units of hidden states or gradients of the order of 1: float32 in another order."""
+"""Tolerance for float32 sums in another order: nats, or units of states or gradients of order 1."""
 PICTURES_REMEMBERED = 8
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How far a user has gone."""
+    """The tunings of a TRL side."""
 
     tuned: bool = True
-    """False: a reward function as one writes it first."""
+    """False: a user's first version of a reward function."""
     remembers_tower: bool = False
-    """A picture goes through the tower once an iteration, not once per completion and pass."""
+    """The tower encodes a picture once per iteration, not once per completion and pass."""
     prompt_once: Literal["never", "without gradients", "always"] = "never"
-    """Where completions read their prompt's keys and values instead of forwarding it again:
-    conditioning and reference, or the forward that is trained as well."""
+    """Passes in which completions read their prompt's keys and values instead of forwarding it
+    again: never, only conditioning and reference, or the trained forward, too."""
 
 
 def remember_tower(body: Any) -> None:
-    """`body`: a `Qwen2_5_VLModel` whose tower is frozen; only this one remembers."""
+    """Caches the picture features of `body`, a `Qwen2_5_VLModel` with a frozen tower."""
     plain = body.get_image_features
-    known: LRUCache[bytes, torch.Tensor] = LRUCache(PICTURES_REMEMBERED)
+    cache: LRUCache[bytes, torch.Tensor] = LRUCache(PICTURES_REMEMBERED)
 
     def remembered(pixel_values: torch.Tensor, image_grid_thw: torch.Tensor, **kwargs: Any) -> Any:
         features = []
         sizes = image_grid_thw.prod(-1).tolist()
         for patches, grid in zip(pixel_values.split(sizes), image_grid_thw, strict=True):
             key = patches.numpy().tobytes()
-            if key not in known:
+            if key not in cache:
                 with torch.no_grad():
-                    known[key] = plain(patches, grid[None], **kwargs).pooler_output[0]
-            features.append(known[key])
+                    cache[key] = plain(patches, grid[None], **kwargs).pooler_output[0]
+            features.append(cache[key])
         return SimpleNamespace(pooler_output=tuple(features))
 
     body.get_image_features = remembered
@@ -59,8 +59,8 @@ def prompt_once(
     """([P, D], [G, T, D]): the last hidden states of one prompt and of its completions.
 
     Args:
-        prompt: of one row, as the processor gives it, without padding.
-        completion_ids: [G, T], right-padded; what stands behind a completion's end is undefined.
+        prompt: the processor's output for one row, without padding.
+        completion_ids: [G, T], right-padded; states after a completion's end are undefined.
     """
     body.rope_deltas = None
     first = body(**prompt, use_cache=True)
@@ -80,7 +80,7 @@ def prompt_once(
 
 
 def trainer_class(trained: bool) -> type:
-    """A `GRPOTrainer` with one method overridden. `trained`: also where there are gradients."""
+    """A `GRPOTrainer` with one method overridden. `trained`: also in passes with gradients."""
     from trl import GRPOTrainer
 
     class PromptOnce(GRPOTrainer):
@@ -99,34 +99,34 @@ def trainer_class(trained: bool) -> type:
         ) -> Any:
             with_gradient = torch.is_grad_enabled()
             plain = super()._get_per_token_logps_and_entropies
-            where = (model, input_ids, attention_mask, logits_to_keep, batch_size)
+            arguments = (model, input_ids, attention_mask, logits_to_keep, batch_size)
             if with_gradient and not trained:
-                return plain(*where, compute_entropy, compute_aux_loss, **pictures)
-            whole = self.accelerator.unwrap_model(model).get_base_model()
+                return plain(*arguments, compute_entropy, compute_aux_loss, **pictures)
+            base = self.accelerator.unwrap_model(model).get_base_model()
             rows = (input_ids, attention_mask, logits_to_keep)
-            logprobs, entropies = _logprobs(whole, *rows, compute_entropy, pictures)
+            logprobs, entropies = _logprobs(base, *rows, compute_entropy, pictures)
             if with_gradient not in self._proven:
                 self._proven.add(with_gradient)
                 mask = attention_mask[:, -logits_to_keep:].bool()
-                theirs, _, _ = plain(*where, False, False, **pictures)
-                _prove_equal(logprobs[mask], theirs[mask], whole if with_gradient else None)
+                expected, _, _ = plain(*arguments, False, False, **pictures)
+                _prove_equal(logprobs[mask], expected[mask], base if with_gradient else None)
             return logprobs, entropies, None
 
     return PromptOnce
 
 
 def _logprobs(
-    whole: Any,
+    base: Any,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     num_tokens: int,
     with_entropies: bool,
     pictures: Mapping[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """([G, T] nats, [G, T] entropies if asked for) at temperature 1. Rows may be of several
-    prompts, for TRL shuffles an iteration's; each row brings the picture of its prompt."""
+    """([G, T] nats, [G, T] entropies or None) at temperature 1. Rows may be of several prompts, as
+    TRL shuffles the rows of an iteration; each row comes with its prompt's picture."""
     num_prompt = input_ids.shape[1] - num_tokens
-    assert attention_mask[:, :num_prompt].all(), "prompts are equally long"
+    assert attention_mask[:, :num_prompt].all(), "prompts have different lengths"
     grids = pictures["image_grid_thw"]
     patches = pictures["pixel_values"].split(grids.prod(-1).tolist())
     rows_of: dict[bytes, list[int]] = {}
@@ -144,11 +144,11 @@ def _logprobs(
             "pixel_values": patches[one[0]],
             "image_grid_thw": grids[one],
         }
-        of_prompt, of_rows = prompt_once(whole.model, prompt, input_ids[rows, num_prompt:])
+        of_prompt, of_rows = prompt_once(base.model, prompt, input_ids[rows, num_prompt:])
         last = of_prompt[-1:].expand(len(rows), 1, -1)
         hidden.append(torch.cat([last, of_rows[:, :-1]], dim=1))
         order += rows
-    logits = whole.lm_head(torch.cat(hidden)[torch.tensor(order).argsort()]).float()
+    logits = base.lm_head(torch.cat(hidden)[torch.tensor(order).argsort()]).float()
     log_softmax = logits.log_softmax(-1)
     logprobs = log_softmax.gather(-1, input_ids[:, num_prompt:, None]).squeeze(-1)
     if not with_entropies:
@@ -158,7 +158,7 @@ def _logprobs(
 
 
 def _prove_equal(ours: torch.Tensor, theirs: torch.Tensor, trained: Any | None) -> None:
-    """Values; with a model also the gradients of its trained weights."""
+    """Asserts equal values, and with a model also equal gradients of its trained weights."""
     assert_equal(ours, theirs)
     if trained is None:
         return
@@ -169,6 +169,6 @@ def _prove_equal(ours: torch.Tensor, theirs: torch.Tensor, trained: Any | None) 
 
 
 def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, scale: float = 1.0) -> None:
-    """To `EQUAL` of `scale`, or of 1 where that is more."""
+    """Asserts equality up to `EQUAL` times the larger of `scale` and 1."""
     worst = float((ours - theirs).detach().abs().max())
     assert worst <= EQUAL * max(1.0, scale), f"{worst} beside the plain path's {scale}"

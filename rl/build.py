@@ -14,7 +14,7 @@ from rl.api import find
 from rl.api.data import DataSource, RowRules
 from rl.api.engine import Engine, EngineClaim, EngineSetup
 from rl.api.metric import usable_name
-from rl.api.plugin import ModelRunner, PluginBase, Resources, RunPlugin, shown
+from rl.api.plugin import ModelRunner, PluginBase, Resources, RunPlugin, brief
 from rl.api.policy import Policy, PolicySetup
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
@@ -351,13 +351,13 @@ def _open_source(plugin: Plugin[DataSource], rules: RowRules) -> DataSource:
         source = plugin.cls(plugin.config, rules)
         num_rows, num_skipped = len(source), source.num_skipped
         if type(num_skipped) is not int or num_skipped < 0:
-            problem = f"num_skipped is {shown(num_skipped)}"
+            problem = f"num_skipped is {brief(num_skipped)}"
             raise ValueError(f"{at}: {problem}; expected a whole number >= 0")
         if num_rows == 0:
             left_out = f" ({num_skipped} bad ones left out)" if num_skipped else ""
             raise ValueError(f"{at} holds no row{left_out}")
         _check_rows(at, source, num_rows)
-    except find.STRANGE as error:
+    except find.PLUGIN_ERRORS as error:
         if isinstance(error, ValueError) and (  # the message of a shipped source, or one from above
             plugin.cls.__module__.startswith("rl.") or str(error).startswith(at)
         ):
@@ -376,10 +376,10 @@ def _check_rows(at: str, source: DataSource, num_rows: int) -> None:
         except UnusableSampleError:
             continue
         if not isinstance(sample, Sample):
-            raise ValueError(f"{at}: row {index} is {shown(sample)}; expected rl.api.types.Sample")
+            raise ValueError(f"{at}: row {index} is {brief(sample)}; expected rl.api.types.Sample")
         for field, kind in (("id", str), ("instruction", str), ("sources", tuple)):
             if not isinstance(value := getattr(sample, field), kind):
-                problem = f"{field} {shown(value)}; expected {kind.__name__}"
+                problem = f"{field} {brief(value)}; expected {kind.__name__}"
                 raise ValueError(f"{at}: row {index} has {problem}")
         ids[index] = sample.id
     if len(ids) > 1 and len(set(ids.values())) == 1:

@@ -23,7 +23,7 @@ from rl.check.fetch import fetch_models
 from rl.config.paths import GONE, not_a_file
 from rl.config.schema import ConfigError, RunConfig, listed, load_config
 from rl.config.shipped import find_config
-from rl.ranks import endings, heartbeat, placement, rendezvous, signals, under_way
+from rl.ranks import endings, heartbeat, loading_progress, placement, rendezvous, signals
 from rl.ranks.hang_watch import HangWatch
 from rl.ranks.node_watch import NodeWatch
 from rl.text import terminal
@@ -180,7 +180,7 @@ def launch(
         _say(f"ranks run on Linux only, and this is {sys.platform} (on Windows: inside WSL 2)")
         return 1
     if args.script == "rl.train":
-        under_way.start()
+        loading_progress.start()
     _set_environment(num_ranks, config)
     for retries_left in reversed(range(args.retries + 1)):
         saved_before = _iterations_on_disk(config.run_dir) if config and args.retries else 0
@@ -271,7 +271,7 @@ def _start_ranks(
 ) -> dict[int, subprocess.Popen[bytes]]:
     config_args = [] if args.config is None else [args.config, *args.overrides]
     worker = [sys.executable, "-u", "-m", "rl.ranks.worker", str(log_dir), str(notes), args.script]
-    under_way.stop()  # rank 0 prints its own progress from here on
+    loading_progress.stop()  # rank 0 prints its own progress from here on
     processes = {}
     for local_rank in range(num_ranks):
         rank = args.node_rank * num_ranks + local_rank

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rl import build
 from rl.algorithm.metrics import Metrics
 from rl.config.schema import load_config
-from rl.ranks import error_messages, signals, under_way
+from rl.ranks import error_messages, loading_progress, signals
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import derive_seed
 from rl.rollout.consensus import Interrupted, leave_together
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist = Dist.from_env(str(config.policy.get("device", "auto")))
     try:
         with open_run(config, dist) as run:
-            under_way.stop()
+            loading_progress.stop()
             train(run)
     except NothingToDoError as reason:
         if dist.is_main:
@@ -52,7 +52,7 @@ def train(run: Run) -> None:
     pending_steps: deque[PendingStep] = deque()
     try:
         metrics = run.sync_engine()
-        if run.lacks_line:
+        if run.metrics_line_missing:
             # A killed process did not write this line: it must not get this start's sync metrics.
             measure(run, done, Metrics() if done else metrics)
         while done < run.num_iterations:

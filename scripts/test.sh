@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Install, lint, check types, look for unsafe calls and for keys, test on all cores.
+# Installs, lints, checks types, searches for unsafe calls and keys, and tests on all cores.
 #   ./scripts/test.sh                     the fast tests
 #   ./scripts/test.sh --all               the slow ones, too
-#   ./scripts/test.sh --slow              the slow ones alone, without lint and types
-#   ./scripts/test.sh --other-cpus        tests of arithmetic again, with the kernels of older CPUs
+#   ./scripts/test.sh --slow              only the slow ones, without lint and types
+#   ./scripts/test.sh --other-cpus        only tests of arithmetic, with the kernels of older CPUs
 #   ./scripts/test.sh --with-chromium ... a browser for tests of the run's page (Debian's, by apt)
 #   ./scripts/test.sh -k sampler -n 0     further arguments go to pytest; -n 0: no worker processes
 set -euo pipefail
@@ -28,12 +28,12 @@ if [[ -n ${with_chromium:-} ]] && ! command -v chromium >/dev/null; then
     root=()
     [[ $(id -u) == 0 ]] || root=(sudo)
     "${root[@]}" apt-get update
-    # The second: what shows Chinese, Japanese and Korean words.
+    # The second package has fonts for Chinese, Japanese and Korean.
     "${root[@]}" apt-get install -y --no-install-recommends chromium fonts-noto-cjk
 fi
 scripts/_install.sh requirements-test.lock
 source .venv/bin/activate
-# The tests start hundreds of processes: what they import is compiled once, not by each of them.
+# The tests start hundreds of processes, which share compiled files.
 unset PYTHONDONTWRITEBYTECODE
 
 if [[ $tier == fast || $tier == all ]]; then
@@ -41,10 +41,10 @@ if [[ $tier == fast || $tier == all ]]; then
     ruff format --check .
     mypy & # half a minute of one core
     types=$!
-    # An exception stands beside its line, with its reason: `# nosec B615 # a local folder`.
+    # Exceptions are in the code, with their reasons: `# nosec B615 # a local folder`.
     bandit -q -ll -r rl tiny_world benchmarks scripts
-    # Made-up keys of the tests hold one of these words; upper case names a variable. Model ids look
-    # like Base64.
+    # The tests' fake keys contain one of these strings; upper case is the name of a variable. Model
+    # ids look like Base64.
     if git rev-parse --is-inside-work-tree &>/dev/null; then
         git ls-files -z -- . ':!*.lock' ':!*.png' ':!tiny_world/weights' ':!benchmarks/results' \
             ':!tests/documents' ':!tests/**/*.json' |
@@ -53,13 +53,13 @@ if [[ $tier == fast || $tier == all ]]; then
     fi
     wait "$types"
 fi
-# Worksteal: a worker takes half of all files in order, so that few fixtures of a file are made
-# twice, and who is done first takes tests off the other's end.
+# Worksteal: each worker gets a contiguous share of the files, so that few fixtures are made twice,
+# and an idle worker takes tests from the end of another's share.
 pytest=(python -m pytest -n auto --dist worksteal --durations 20)
 arithmetic=(
     tests/algorithm tests/learner/test_learner_update.py tests/engines/test_engines_transformers.py
     tests/policies/test_policies_{packed,emu3,qwen3_vl}.py
-    tests/train/test_golden_run.py::test_five_iterations_are_the_golden_ones
+    tests/train/test_golden_run.py::test_five_iterations_match_the_golden_run
     tests/renderers/test_renderers_{qwen_image,qwen_image_21,sd3}.py
 )
 if [[ $tier == other-cpus ]]; then

@@ -1,4 +1,4 @@
-"""A user's own reward, named in the config by its dotted path: how bright the picture is."""
+"""A user's reward, named in the config by its dotted path: the brightness of the picture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl.api.types import RewardInput, RewardOutput
 
 
 class Brightness(Reward):
-    """Continuous, so that random models have something to climb."""
+    """Continuous, so that random models can improve it."""
 
     needs = frozenset({"image"})
 

@@ -1,8 +1,4 @@
-"""What every test gets: its own working directory, environment and global state.
-
-One thread per process: tiny models are slower on two. `-n auto` of pytest-xdist is one worker per
-core that is ours. A campaign runs by `-m campaign` only.
-"""
+"""Gives every test its own working directory, environment and global state."""
 
 import json
 import os
@@ -17,8 +13,8 @@ from tempfile import TemporaryDirectory
 import pytest
 
 _CACHES = TemporaryDirectory(prefix="tests_caches_", ignore_cleanup_errors=True)
-os.environ["HF_HOME"] = _CACHES.name  # each process's own, and not the user's
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HOME"] = _CACHES.name  # one per process, and not the user's
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models are slower with two
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -30,31 +26,31 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-import rl  # noqa: E402, F401 (before `transformers` and the like: it makes them importable)
+import rl  # noqa: E402, F401 (before `transformers` etc., which it makes importable)
 from rl.ranks.signals import STOP_SIGNALS  # noqa: E402
 
 BUDGET = json.loads(Path(__file__).with_name("budget.json").read_text(encoding="utf-8"))
 TIERS = {"not slow": "fast", "slow": "slow"}
-"""`-m` -> its name in the budget."""
+"""`-m` -> the tier's name in the budget."""
 BUSY = 3
-"""A machine that does other work takes longer; beyond this factor it is the tests."""
+"""Factor over the budget that a busy machine may take; beyond it the tests are too slow."""
 MAX_WORKERS = 8
-"""Each holds torch, transformers and vLLM: 2 GB."""
+"""Each takes 2 GB for torch, transformers and vLLM."""
 STARTED_S = pytest.StashKey[float]()
 TESTS = ["tests"]
-"""`testpaths`: nothing less was asked for."""
+"""`testpaths`: the arguments if all tests are requested."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """xdist's own count is of physical cores, ours or not. Slow tests get one worker more, because
-    some of them wait for a minute or two."""
+    """One worker per core of this process (xdist counts all physical cores). Slow tests get one
+    more, because some of them wait for a minute or two."""
     cores = len(os.sched_getaffinity(0))
     return min(cores + (config.option.markexpr == "slow"), MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Whatever else is selected, a campaign is run only by `-m campaign`."""
+    """Campaign tests run only with `-m campaign`, whatever else is selected."""
     if "campaign" in config.option.markexpr:
         return
     campaign = [item for item in items if item.get_closest_marker("campaign")]
@@ -69,7 +65,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A tier that takes far more minutes than its budget fails."""
+    """Fails a tier that takes far more minutes than its budget."""
     config = session.config
     tier = TIERS.get(config.option.markexpr)
     if (
@@ -88,7 +84,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
-    """What several tests share is made of the same random numbers whichever test comes first."""
+    """Shared fixtures get the same random numbers whichever test comes first."""
     if fixturedef.scope != "function":
         _seed()
 
@@ -101,14 +97,14 @@ def _seed() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _outside_of_the_repository(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Fixtures that several tests share are made in an empty folder, too."""
+    """Shared fixtures are made in an empty folder, too."""
     os.chdir(tmp_path_factory.mktemp("working_directory"))
 
 
 @pytest.fixture(autouse=True)
 def _own_state(tmp_path: Path) -> Iterator[None]:
-    """Each test starts in its own empty folder with the same random numbers, and leaves the
-    process as it found it, in whatever order tests run."""
+    """Each test starts in its own empty folder with the same random numbers; afterwards the state
+    of the process is restored, so that the order of tests does not matter."""
     folder, environment, path = os.getcwd(), dict(os.environ), list(sys.path)
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     threads, dtype, grad = (

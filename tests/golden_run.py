@@ -1,10 +1,10 @@
-"""A run whose completions and judge's replies are recorded: what is left is arithmetic.
+"""A run with recorded completions and judge replies, which is reproducible on any CPU.
 
-Words are drawn and pictures are bytes, so that a last bit, which is the CPU's, tips one of them
-some day and the runs part. Here the engine writes what `golden_run.json` holds and the judge says
-what stands there, whatever the picture. Both are plugins of a user's own (`'tests.golden_run'`).
+Usually runs on two CPUs diverge: sampling and rounding to bytes amplify differences of a last bit.
+Here the engine returns the completions of `golden_run.json`, and the judge the replies, whatever
+the picture. Both are third-party plugins (`'tests.golden_run'`).
 
-`python tests/golden_run.py` records anew: words are drawn from the weights of then, marks by dice.
+`python tests/golden_run.py` records again: it samples from the current weights and draws scores.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ HELD = (
     "reward/mean",
     "reward/std",
 )
-"""Metrics of each iteration that are kept. The trainer's log-probs are held as well: the engine's
-are recorded, and `mismatch/max_abs_dlogp` is the largest distance of any token."""
+"""Recorded metrics of each iteration. The trainer's log-probs are tested as well: the engine's are
+recorded, and `mismatch/max_abs_dlogp` is the largest difference of any token."""
 
 
 def config_of(models: dict[str, str], folder: Path, **changes: Any) -> dict[str, Any]:
-    """Of the run that is told what was recorded; it needs no judge."""
+    """The config of the run with recorded completions and replies, which needs no judge."""
     import tiny_loop
 
-    told = {
+    settings = {
         "seed": SEED,
         "num_iterations": NUM_ITERATIONS,
         "engine": {"type": "tests.golden_run"},
@@ -64,18 +64,18 @@ def config_of(models: dict[str, str], folder: Path, **changes: Any) -> dict[str,
         "judge": {},
         "evaluation": {"every_n_iterations": 0},
     }
-    return tiny_loop.config_of(models, folder, **{**told, **changes})
+    return tiny_loop.config_of(models, folder, **{**settings, **changes})
 
 
 @cache
 def recorded() -> dict[str, Any]:
-    """`completions`: by group id, of each its ids and log-probs, nats; `replies`: by words, about
-    meaning and about the picture alone; `metrics`: a row for each iteration."""
+    """`completions`: group id -> (ids, log-probs in nats) of each; `replies`: completion -> replies
+    on semantics and on perception; `metrics`: a row per iteration."""
     return dict(json.loads(FILE.read_text(encoding="utf-8")))
 
 
 class RecordedEngine(TransformersEngine):
-    """Writes what was written."""
+    """Returns the recorded completions."""
 
     def __init__(self, config: PluginConfig, setup: EngineSetup) -> None:
         super().__init__(config, setup)
@@ -94,7 +94,7 @@ class RecordedEngine(TransformersEngine):
 
 
 class RecordedJudge:
-    """Knows two replies: about the source and the picture, and about the picture."""
+    """Gives one reply about source and result, and another about the result."""
 
     config = JudgeConfig()
 
@@ -110,27 +110,27 @@ class RecordedJudge:
 
 
 class RecordedVieScore(VieScore):
-    """Hears what the judge said of the same words."""
+    """Grades by the replies that were recorded for the same words."""
 
     needs_judge = False
-    runs_model = True  # not tried on made-up words before the run
+    runs_model = True  # skips the trial on made-up words before the run
 
     def __init__(self, config: VieScoreConfig, resources: Resources) -> None:
         super().__init__(config, replace(resources, judge=RecordedJudge()))
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         words = reward_input.text
-        known = {} if RECORDING in os.environ else recorded()["replies"]
-        asks = copy.copy(self)
-        asks.judge = RecordedJudge(known.get(words) or _rolled(words))  # of the bare arm: by dice
-        return await VieScore.grade(asks, reward_input)
+        replies = {} if RECORDING in os.environ else recorded()["replies"]
+        reward = copy.copy(self)
+        reward.judge = RecordedJudge(replies.get(words) or _random_replies(words))  # bare: random
+        return await VieScore.grade(reward, reward_input)
 
 
-def _rolled(words: str) -> list[str]:
-    """Marks by dice, 0-10."""
-    dice = random.Random(words)
-    marks = [[dice.randint(2, 10) for _ in range(2)] for _ in range(2)]
-    return [json.dumps({"reasoning": "as it is", "score": pair}) for pair in marks]
+def _random_replies(words: str) -> list[str]:
+    """Replies with random scores, 2-10, that depend on the words."""
+    rng = random.Random(words)
+    scores = [[rng.randint(2, 10) for _ in range(2)] for _ in range(2)]
+    return [json.dumps({"reasoning": "as it is", "score": pair}) for pair in scores]
 
 
 def record() -> None:
@@ -150,8 +150,8 @@ def record() -> None:
         completions.setdefault(episode["group_id"], []).append(written)
         replies[episode["completion"]] = episode["replies"]["viescore"]
     metrics = [{name: row[name] for name in HELD} for row in rows[1:]]
-    told = {"completions": completions, "replies": replies, "metrics": metrics}
-    lines = (f'"{key}": {json.dumps(value)}' for key, value in told.items())
+    record = {"completions": completions, "replies": replies, "metrics": metrics}
+    lines = (f'"{key}": {json.dumps(value)}' for key, value in record.items())
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of the launcher's tests run; the environment says how to behave."""
+"""The program of the ranks in the launcher's tests; TEST_MODE selects its behaviour."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def fail_deep_inside() -> None:
 
 
 def note(name: str, text: str) -> bool:
-    whole = FOLDER / f"{name}_{RANK}.part"
-    whole.write_text(text)
-    whole.rename(FOLDER / f"{name}_{RANK}")
+    part = FOLDER / f"{name}_{RANK}.part"
+    part.write_text(text)
+    part.rename(FOLDER / f"{name}_{RANK}")
     return True
 
 
@@ -65,25 +65,25 @@ elif MODE == "killed" and LAST:
     note("child", str(child.pid))
     os.kill(os.getpid(), signal.SIGKILL)
 elif MODE == "graceful":
-    heard: list[int] = []
+    received: list[int] = []
     for signum in signals.STOP_SIGNALS:
-        signal.signal(signum, lambda number, _: heard.append(number))
+        signal.signal(signum, lambda number, _: received.append(number))
     note("ready", str(os.getpid()))
-    while not heard:
+    while not received:
         time.sleep(0.02)
-    time.sleep(0.5)  # the checkpoint
-    note("saved", signals.name_of(heard[0]))
+    time.sleep(0.5)  # as if it saved a checkpoint
+    note("saved", signals.name_of(received[0]))
     sys.exit(0)
 elif MODE == "frozen":
     signals.install()
     signals.at_once(lambda: note("saved", "at once"))
     with heartbeat.phase("generate"):
         note("began", str(time.monotonic()))
-        if LAST:  # as under a debugger: SIGCONT does not help
+        if LAST:  # stops again after SIGCONT, as a debugger would
             signal.signal(signal.SIGCONT, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
         os.kill(os.getpid(), signal.SIGSTOP)
-        while not signals.stop_heard():
-            exec("time.sleep(0.02)\n" * 10)  # at ten places in the code: it moves
+        while not signals.stop_received():
+            exec("time.sleep(0.02)\n" * 10)  # on ten lines, so that its stack changes
     note("left", "")
 if MODE in ("raise", "mistake", "killed"):
     note("waiting", str(os.getpid()))

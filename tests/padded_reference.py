@@ -1,7 +1,7 @@
-"""What the packed forward must equal: one row at a time through transformers' own model.
+"""The reference for packed forwards: one row at a time through transformers' model.
 
-Stock attention, positions and vision tower, and a plain float64 softmax; nothing of `rl/policies`
-computes here.
+It has stock attention, positions and vision tower, and a plain float64 softmax, without any
+computation of `rl/policies`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from rl.api.types import Prompt
 
 
 class StockAttention:
-    """While open, the policy's own transformers model (adapters included) attends as stock ones."""
+    """Switches the policy's transformers model (with its adapters) to stock attention."""
 
     def __init__(self, language_model: Any) -> None:
         self._config = language_model.config
-        self._ours = self._config._attn_implementation
+        self._original = self._config._attn_implementation
 
     def __enter__(self) -> None:
         self._config._attn_implementation = "sdpa"
 
     def __exit__(self, *_: object) -> None:
-        self._config._attn_implementation = self._ours
+        self._config._attn_implementation = self._original
 
 
 def qwen_states(model: Any, prompt: Prompt, token_ids: Sequence[int]) -> torch.Tensor:
@@ -46,7 +46,7 @@ def qwen_states(model: Any, prompt: Prompt, token_ids: Sequence[int]) -> torch.T
 def qwen_row(
     policy: Any, prompt: Prompt, token_ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """([P + T, D] states of the kind that the policy hands on, [T] log-probs) of one row."""
+    """([P + T, D] states as the policy gives them to the renderer, [T] log-probs) of one row."""
     model = policy.module.base_model
     before_norm: list[torch.Tensor] = []
     norm = model.model.language_model.norm
@@ -56,8 +56,8 @@ def qwen_row(
     head = model.lm_head.weight
     allowed = sorted(set(range(len(head))) - set(policy.banned_token_ids))
     temperature = policy.setup.temperature
-    found = logprobs(states, head, token_ids, temperature, [allowed] * len(token_ids))
-    return (before_norm[0] if policy.setup.state_kind == "pre_norm" else states), found
+    logps = logprobs(states, head, token_ids, temperature, [allowed] * len(token_ids))
+    return (before_norm[0] if policy.setup.state_kind == "pre_norm" else states), logps
 
 
 def emu3_states(model: Any, prompt: Prompt, token_ids: Sequence[int]) -> torch.Tensor:
@@ -75,8 +75,7 @@ def logprobs(
     temperature: float,
     allowed_T: Sequence[Sequence[int]],
 ) -> torch.Tensor:
-    """[T] float64 nats; `allowed_T[t]` are the ids among which token t was drawn, one id alone
-    being no choice at all."""
+    """[T] float64 nats; `allowed_T[t]`: ids from which token t was drawn (0 nats if only one)."""
     num_tokens = len(token_ids)
     logits = states[-num_tokens - 1 : -1].double() @ head.double().T / temperature
     rows = []

@@ -1,4 +1,4 @@
-"""Brightness, told only once a certain file is there: a judge that is slower than a rollout."""
+"""Brightness with a delay until a file exists, like a judge that is slower than a rollout."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ PATIENCE_S = 20.0
 
 
 class Config(PluginConfig):
-    """What to wait for."""
+    """The file to wait for."""
 
     wait_for: str
-    """A file; without it there is no grade."""
+    """Grades are given once this file exists."""
 
 
 class Patient(Reward[Config]):
     needs = frozenset({"image"})
-    runs_model = True  # it waits for somebody
+    runs_model = True  # skips the trial before the run, which would wait
     metrics = {"waited_s": Metric("s", "longest wait for a file since the last report")}
 
     def __init__(self, config: Config, resources: Resources) -> None:
@@ -43,7 +43,7 @@ class Patient(Reward[Config]):
         waited_s = 0.0
         while not self._wait_for.exists():
             if waited_s > PATIENCE_S:
-                return RewardOutput(None, failure="timeout: nobody went on")
+                return RewardOutput(None, failure="timeout: no such file")
             await asyncio.sleep(0.02)
             waited_s += 0.02
             self._longest_s = max(self._longest_s, waited_s)

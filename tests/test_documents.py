@@ -1,15 +1,15 @@
-"""Every command and config block of the documents that the four systems come from.
+"""Tests the commands and config blocks of the documents of the four original systems.
 
-`tests/documents/*.md` hold them verbatim. A line of them is
+`tests/documents/*.md` are verbatim copies. Each line is
 
-    run       executed by a test of this file, at tiny size: as it stands, placeholders filled in,
-              or, where it names a script of its own repository or the author's disk, as the line of
-              ours beside it. What a machine may lack has a stand-in: `nvidia-smi` and the judge;
-    checked   read and compared with what ours say, not executed;
-    network   not tried: it fetches or asks a service;
-    theirs    not tried: a tool of the machine, or another environment, and nothing of ours.
+    run       executed by a test of this file at tiny size: unchanged, with placeholders filled in,
+              or (if it names a script of its repository or the author's disk) as the replacement in
+              LINES. `nvidia-smi` and the judge are replaced by stand-ins;
+    checked   compared with this project, not executed;
+    network   not tried: needs a network or a service;
+    theirs    not tried: only concerns the machine or another environment.
 
-Of those that need neither a network nor anything foreign, four of five are run.
+At least four of five lines of the first two kinds are run.
 `python tests/test_documents.py` prints the table.
 """
 
@@ -42,10 +42,10 @@ Fate = Literal["run", "checked", "network", "theirs"]
 class Line(NamedTuple):
     document: str
     begins: str
-    """How a command, or a block of config or Python, begins."""
+    """The beginning of a command, or of a block of config or Python."""
     fate: Fate
     ours: str = ""
-    """'run', 'checked': what is typed or read in its place; else why it is not tried."""
+    """'run', 'checked': the replacement that is run or read; else why it is not tried."""
 
 
 TINY = (
@@ -117,14 +117,14 @@ LINES = [
 
 @cache
 def lines_of(document: str) -> list[str]:
-    """Its commands, a line each; its other blocks whole."""
+    """The document's commands, one per line, and its other blocks as a whole."""
     text = (ROOT / "tests/documents" / f"{document}.md").read_text(encoding="utf-8")
     return [line for kind, block in re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S)
             for line in _lines(kind, block)]  # fmt: skip
 
 
 def line_of(document: str, begins: str) -> str:
-    """The one line, or block, that begins so."""
+    """The only line or block that begins with `begins`."""
     [line] = [line for line in lines_of(document) if line.startswith(begins)]
     return line
 
@@ -141,7 +141,7 @@ def _lines(kind: str, block: str) -> Iterator[str]:
 
 
 def fates() -> list[tuple[Line, str]]:
-    """(the first entry of LINES that fits, the line), in the documents' order."""
+    """(first matching entry of LINES, the line), in the documents' order."""
     return [
         (next(e for e in LINES if e.document == name and line.startswith(e.begins)), line)
         for name in DOCUMENTS
@@ -150,19 +150,19 @@ def fates() -> list[tuple[Line, str]]:
 
 
 def of(document: str, *beginnings: str) -> list[str]:
-    """What is typed for those lines; each must be one that is run."""
+    """The commands to run for the lines with these beginnings; asserts that each is run."""
     lines = []
     for begins in beginnings:
-        fitting = [(entry, line) for entry, line in fates()
+        matches = [(entry, line) for entry, line in fates()
                    if entry.document == document and line.startswith(begins)]  # fmt: skip
-        assert fitting and all(entry.fate == "run" for entry, _ in fitting), begins
-        lines += [entry.ours or line for entry, line in fitting]
+        assert matches and all(entry.fate == "run" for entry, _ in matches), begins
+        lines += [entry.ours or line for entry, line in matches]
     return lines
 
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A clone whose `runs` and configs are the test's own, and a machine with `$GPUS` GPUs."""
+    """A clone with separate `runs` and configs, on a machine that seems to have `$GPUS` GPUs."""
     for name in ("rl", "tiny_world", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
@@ -173,8 +173,8 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def typed(clone: Path, lines: list[str], **environment: str) -> str:
-    """What a shell says to them; each has to succeed."""
+def run_lines(clone: Path, lines: list[str], **environment: str) -> str:
+    """Runs the lines in a shell and returns the output; each line has to succeed."""
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and "WANDB" not in k}
     path = f"{clone / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
@@ -189,10 +189,10 @@ def typed(clone: Path, lines: list[str], **environment: str) -> str:
     return done.stdout
 
 
-def test_each_line_has_its_fate_and_four_of_five_that_can_are_run() -> None:
-    found = fates()
-    assert {said for said, _ in found} == set(LINES), "a line that no document has"
-    tried = [said.fate for said, _ in found if said.fate in ("run", "checked")]
+def test_each_line_is_classified_and_four_of_five_are_run() -> None:
+    entries = [entry for entry, _ in fates()]
+    assert set(entries) == set(LINES), "an entry of LINES is in no document"
+    tried = [entry.fate for entry in entries if entry.fate in ("run", "checked")]
     assert tried.count("run") >= 0.8 * len(tried)
 
 
@@ -200,16 +200,16 @@ def test_each_line_has_its_fate_and_four_of_five_that_can_are_run() -> None:
 
 
 @pytest.mark.slow
-def test_the_editors_session(clone: Path) -> None:
+def test_the_commands_of_the_image_editors_document_run(clone: Path) -> None:
     beginnings = ("cd ", "python test_setup.py", "export ", "echo ", "bash run_8gpu.sh", "tail ")
-    out = typed(clone, of("qwen_image_edit", *beginnings), PYTHONPATH=str(ROOT))
+    out = run_lines(clone, of("qwen_image_edit", *beginnings), PYTHONPATH=str(ROOT))
     assert "nothing is wrong\n" in out
     [last] = [json.loads(line) for line in out.split("\n") if line.startswith('{"iteration"')]
     assert last["reward/mean"] >= 0
 
 
-def test_the_editors_settings_are_the_shipped_configs() -> None:
-    """Its ZeRO-2 is stage 1 here, which is what adapters want (base.libsonnet)."""
+def test_the_image_editors_settings_are_those_of_the_shipped_config() -> None:
+    """Its ZeRO-2 is stage 1 here, which is better for adapters (base.libsonnet)."""
     bullets = line_of("qwen_image_edit", "- **Model**")
     stated = dict(re.findall(r"^- \*\*(.+)\*\*: (.+)$", bullets, re.M))
     config = load_config(ROOT / "configs/qwen_image_edit.jsonnet", (), {
@@ -257,8 +257,8 @@ AT_TINY_SIZE = """(import 'documented.jsonnet') + {
 
 
 @pytest.mark.slow
-def test_earls_training_script(clone: Path) -> None:
-    """Its step 2 line by line, and the documented block, made tiny, as the config that it names."""
+def test_the_commands_of_earls_training_script_run(clone: Path) -> None:
+    """Runs step 2 line by line; the config that it names is the documented block at tiny size."""
     from tiny_world.judge_server import JudgeServer
 
     (clone / "configs/documented.jsonnet").write_text(line_of("earl", "{"))
@@ -272,7 +272,7 @@ def test_earls_training_script(clone: Path) -> None:
         address = judge.api_base.removeprefix("http://").removesuffix("/v1")
         script = "\n".join(lines).replace("<config_name>", "mine")
         script = script.replace("<reward_server_ip>:4877", address)
-        typed(clone, [script], GPUS="1", WANDB_MODE="offline")
+        run_lines(clone, [script], GPUS="1", WANDB_MODE="offline")
     [run] = (clone / "RL_EXPERIMENTS").iterdir()
     assert run.name == "mine" and (run / "metrics.jsonl").is_file()
     assert (run / "wandb_id.txt").read_text() == "mine\n"
@@ -281,18 +281,18 @@ def test_earls_training_script(clone: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_earls_ranks_hear_each_other(clone: Path) -> None:
-    """Before its PYTHONPATH is set: the script finds the package it lies in."""
-    out = typed(clone, of("earl", "NUM_GPUS=", "torchrun"), GPUS="2")
+def test_earls_check_of_its_ranks_runs(clone: Path) -> None:
+    """Runs before PYTHONPATH is set, as the script finds its package by itself."""
+    out = run_lines(clone, of("earl", "NUM_GPUS=", "torchrun"), GPUS="2")
     assert "PyTorch GLOO is successful!\n" in out
 
 
-def test_earls_ten_configs_are_there() -> None:
+def test_earls_ten_configs_are_shipped() -> None:
     listed = re.findall(r"^- `(.+)`:", line_of("earl", "- `sft_s__rl_s"), re.M)
     assert sorted(listed) == [file.name for file in sorted((ROOT / "configs").glob("sft_*"))]
 
 
-def test_earls_patch_of_vllm_is_made_at_run_time() -> None:
+def test_earls_patch_of_vllm_is_applied_at_run_time() -> None:
     from rl.engines.vllm.start import SERVED_AS
 
     patch = line_of("earl", "_MULTIMODAL_MODELS")
@@ -300,8 +300,8 @@ def test_earls_patch_of_vllm_is_made_at_run_time() -> None:
     assert {architecture: served_as} == SERVED_AS
 
 
-def test_what_earls_names_lead_to() -> None:
-    """`pip install -r` and the download stop at the network; until then they are ours."""
+def test_earls_requirements_and_download_script_exist() -> None:
+    """Follows `pip install -r` and the download as far as they need no network."""
     file, names = ROOT / "rl/requirements.txt", []
     while file.suffix == ".txt":
         [inner] = re.findall(r"^-r (.+)$", file.read_text(), re.M)
@@ -319,33 +319,33 @@ def test_what_earls_names_lead_to() -> None:
 # --- reasoning --------------------------------------------------------------------------------
 
 
-def test_the_reasoners_arguments_are_the_shipped_configs() -> None:
-    words = shlex.split(line_of("reasoning", "accelerate launch"))
-    given = {
-        word.removeprefix("--").partition("=")[0]: words[number + 1 :]
-        for number, word in enumerate(words)
-        if word.startswith("--")
+def test_the_reasoners_arguments_are_those_of_the_shipped_config() -> None:
+    arguments = shlex.split(line_of("reasoning", "accelerate launch"))
+    options = {
+        argument.removeprefix("--").partition("=")[0]: arguments[number + 1 :]
+        for number, argument in enumerate(arguments)
+        if argument.startswith("--")
     }
     config = load_config(ROOT / "configs/vlm_reasoning.jsonnet", (), {
         "APP__RUN_NAME": "a", "APP__BASE_EXP_DIR": "b",
     })  # fmt: skip
     lora = config.policy["lora"]
-    assert given["model_name_or_path"][0] == config.policy["model_path"]
-    assert float(given["learning_rate"][0]) == config.optimizer.learning_rate
-    assert given["dtype"][0] == config.policy["dtype"]
-    assert int(given["max_prompt_length"][0]) == config.policy["max_prompt_tokens"]
-    assert int(given["max_completion_length"][0]) == config.sampling.max_completion_tokens
-    assert given["lora_target_modules"][:2] == lora["target_modules"]
-    assert "use_vllm" in given and config.engine["type"] == "vllm"
-    assert "gradient_checkpointing" in given  # ours: where the GPU has less than 80 GB
-    assert "log_completions" in given and config.tracking.log_episodes_every_n_iterations
-    assert words[2].endswith("deepspeed_zero3.yaml") and config.optimizer.zero_stage == 3
+    assert options["model_name_or_path"][0] == config.policy["model_path"]
+    assert float(options["learning_rate"][0]) == config.optimizer.learning_rate
+    assert options["dtype"][0] == config.policy["dtype"]
+    assert int(options["max_prompt_length"][0]) == config.policy["max_prompt_tokens"]
+    assert int(options["max_completion_length"][0]) == config.sampling.max_completion_tokens
+    assert options["lora_target_modules"][:2] == lora["target_modules"]
+    assert "use_vllm" in options and config.engine["type"] == "vllm"
+    assert "gradient_checkpointing" in options  # needed here only with less than 80 GB
+    assert "log_completions" in options and config.tracking.log_episodes_every_n_iterations
+    assert arguments[2].endswith("deepspeed_zero3.yaml") and config.optimizer.zero_stage == 3
     assert config.world_size == 2, "--accels 2"
 
 
 @pytest.mark.campaign
-def test_the_reasoners_session(clone: Path) -> None:
-    typed(clone, of("reasoning", "accelerate launch"), PYTHONPATH=str(ROOT))
+def test_the_commands_of_the_reasoning_document_run(clone: Path) -> None:
+    run_lines(clone, of("reasoning", "accelerate launch"), PYTHONPATH=str(ROOT))
     assert (clone / "runs/tiny_reasoning/metrics.jsonl").is_file()
 
 
@@ -353,11 +353,11 @@ def test_the_reasoners_session(clone: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_rewriters_session(clone: Path) -> None:
+def test_the_commands_of_the_prompt_enhancement_document_run(clone: Path) -> None:
     variables = of(
         "prompt_enhancement", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_DEBUG"
     )
-    out = typed(
+    out = run_lines(
         clone,
         [f"export {variable}" for variable in variables]
         + of(
@@ -371,23 +371,24 @@ def test_the_rewriters_session(clone: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_rewriters_wrapper() -> None:
+def test_the_editor_replaces_the_prompt_enhancers_wrapper() -> None:
     """Its `QwenWrapper` is `Editor` with `only_words`."""
-    options = line_of("prompt_enhancement", "qwen = QwenWrapper(\n")
-    given: dict[str, Any] = {}
-    exec(options, {"QwenWrapper": lambda **words: given.update(words)})
+    code = line_of("prompt_enhancement", "qwen = QwenWrapper(\n")
+    options: dict[str, Any] = {}
+    exec(code, {"QwenWrapper": lambda **arguments: options.update(arguments)})
     policy = {"type": "qwen2_5_vl", "model_path": "pkg://tiny_world/weights/rewriter"}
     config = run_config(
         policy=policy,
         engine={"type": "transformers"},
         renderer={"type": "none"},
-        sampling={"max_completion_tokens": given["max_new_tokens"]},
-        evaluation={"temperature": given["temperature"]},
+        sampling={"max_completion_tokens": options["max_new_tokens"]},
+        evaluation={"temperature": options["temperature"]},
     )
-    with Editor(config, given["device"], only_words=True) as editor:
+    with Editor(config, options["device"], only_words=True) as editor:
         assert editor.edit(None, "a cat").words
 
 
 if __name__ == "__main__":
-    for said, line in fates():
-        print(f"{said.fate:8} {said.document:19} {line.partition(chr(10))[0][:60]:60} {said.ours}")
+    for entry, line in fates():
+        start = line.partition("\n")[0][:60]
+        print(f"{entry.fate:8} {entry.document:19} {start:60} {entry.ours}")

@@ -1,4 +1,4 @@
-"""The rules of the house (ARCHITECTURE.md), proven on the source itself."""
+"""The source follows the rules of ARCHITECTURE.md."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALL_PLUGS = [
     *((room, build.module_of(room, name)) for room, name in PLUGS),
     *(("data", f"tiny_world.data.{f.stem}") for f in TINY_WORLD if f.stem.startswith("shape")),
 ]
-"""(room, dotted path) of what is shipped, the tiny world's too."""
+"""(room, dotted path) of all shipped plugins, with those of the tiny world."""
 
 FLOORS = [
     {"config"},
@@ -58,9 +58,10 @@ FLOORS = [
     {"commands", "simple_launch"},
     {"__main__", "test_distributed_env"},
 ]
-"""Rooms (or files beside them). Imports go down, or stay in one room."""
+"""Layers of rooms (folders of `rl/`, or files beside them): a file imports only from its own room
+and from rooms of earlier layers."""
 ENTRY = "rl.ranks.worker"
-"""A program of its own, which no other file imports: it stands above the rooms."""
+"""A program that no other file imports and that may import from more rooms."""
 
 FENCES = {
     "vllm": r"rl/engines/vllm/\w+\.py",
@@ -98,7 +99,7 @@ def imports_of(file: Path) -> Iterator[Import]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno}: imports are absolute"
-            # `from rl.room import plugin` names a module by its last word.
+            # `from rl.room import plugin` may import a module.
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
@@ -106,16 +107,16 @@ def imports_of(file: Path) -> Iterator[Import]:
             yield Import(file, node.lineno, name, id(node) in typed)
 
 
-IMPORTS = [found for file in SOURCES for found in imports_of(file)]
+IMPORTS = [each for file in SOURCES for each in imports_of(file)]
 
 
-def test_test_files_share_helpers_and_not_each_other() -> None:
-    """A file that imports another's tests fails when its folder is run alone."""
+def test_test_files_import_helpers_and_no_test_files() -> None:
+    """A file that imports another test file fails when its folder is run alone."""
     wrong = [
-        found.place
+        each.place
         for file in (ROOT / "tests").rglob("*.py")
-        for found in imports_of(file)
-        if any(word.startswith("test_") for word in found.module.split("."))
+        for each in imports_of(file)
+        if any(word.startswith("test_") for word in each.module.split("."))
     ]
     assert not wrong, wrong
 
@@ -129,7 +130,7 @@ OURS = [
 
 
 def places_of(kind: type[ast.AST]) -> Iterator[tuple[Path, str, Any]]:
-    """(file, place, node) of all that are in our code."""
+    """(file, 'file:line', node) of all nodes of that kind in the project's code."""
     for file in OURS:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, kind):
@@ -137,25 +138,25 @@ def places_of(kind: type[ast.AST]) -> Iterator[tuple[Path, str, Any]]:
 
 
 def test_only_a_line_feed_ends_a_line() -> None:
-    """`splitlines`, of bytes too, cuts where a value may go on: `rl/files/atomic.py` reads."""
-    cutting = [
+    """`splitlines` also splits at characters inside of values; `rl/files/atomic.py` reads lines."""
+    wrong = [
         place
         for file, place, node in places_of(ast.Attribute)
         if node.attr in ("splitlines", "readlines")
-        and file != ROOT / "rl/files/atomic.py"  # of bytes, opened as such
+        and file != ROOT / "rl/files/atomic.py"  # reads lines of a binary file
     ]
-    assert not cutting, cutting
+    assert not wrong, wrong
 
 
 def test_one_function_opens_pictures() -> None:
-    """It names the formats; of all that Pillow knows, some start a program."""
+    """It restricts the formats, as Pillow starts other programs for some."""
     wrong = [
         place
         for file, place, node in places_of(ast.Call)
         if ast.unparse(node.func).endswith("Image.open")
         and file != ROOT / "rl/files/images.py"
-        and not (file in TINY_WORLD and "formats" in [word.arg for word in node.keywords])
-    ] + [found.place for found in IMPORTS if found.module == "PIL.Image.open"]
+        and not (file in TINY_WORLD and "formats" in [keyword.arg for keyword in node.keywords])
+    ] + [each.place for each in IMPORTS if each.module == "PIL.Image.open"]
     assert not wrong, wrong
 
 
@@ -165,9 +166,9 @@ def room_of(dotted: str) -> str:
 
 
 def floor(room: str) -> int:
-    found = [number for number, rooms in enumerate(FLOORS) if room in rooms]
-    assert found, f"rl/{room} has no floor in test_layout.py"
-    return found[0]
+    numbers = [number for number, rooms in enumerate(FLOORS) if room in rooms]
+    assert numbers, f"rl/{room} has no floor in test_layout.py"
+    return numbers[0]
 
 
 def module_name(file: Path) -> str:
@@ -177,41 +178,41 @@ def module_name(file: Path) -> str:
 
 def test_imports_only_go_down() -> None:
     upward = [
-        found.place
-        for found in IMPORTS
-        if found.module.startswith("rl.") and found.file != ROOT / "rl" / "__init__.py"
-        for here, there in [(room_of(module_name(found.file)), room_of(found.module))]
-        if here != there and floor(there) >= floor(here)
-        if module_name(found.file) != ENTRY or floor(there) > floor("record")
+        each.place
+        for each in IMPORTS
+        if each.module.startswith("rl.") and each.file != ROOT / "rl" / "__init__.py"
+        for importer, imported in [(room_of(module_name(each.file)), room_of(each.module))]
+        if importer != imported and floor(imported) >= floor(importer)
+        if module_name(each.file) != ENTRY or floor(imported) > floor("record")
     ]
     assert not upward, upward
-    assert not [found.place for found in IMPORTS if found.module == ENTRY]
+    assert not [each.place for each in IMPORTS if each.module == ENTRY]
 
 
 def test_every_program_guards_what_it_prints() -> None:
-    """Of what `main` and the rest of a program do, this comes first (`rl/text/terminal.py`)."""
-    open_ones = {
-        "rl/__main__.py",  # becomes another program at once
-        "rl/test_distributed_env.py",  # calls another's `main`
-        "rl/judge/guard.py",  # prints into the judge's log, its own words
-        "rl/rewards/accuracy/maths.py",  # speaks to its parent through a pipe
+    """Programs call `terminal.guard` (`rl/text/terminal.py`) first."""
+    exceptions = {
+        "rl/__main__.py",  # starts another program at once
+        "rl/test_distributed_env.py",  # calls another program's `main`
+        "rl/judge/guard.py",  # prints only its own messages, into the judge's log
+        "rl/rewards/accuracy/maths.py",  # writes only into a pipe to its parent
     }
     programs = [file for file in (ROOT / "rl").rglob("*.py") if '"__main__":' in file.read_text()]
-    assert len(programs) > len(open_ones)
+    assert len(programs) > len(exceptions)
     for file in programs:
         guards = "    terminal.guard(" in file.read_text()
-        assert guards == (str(file.relative_to(ROOT)) not in open_ones), file
+        assert guards == (str(file.relative_to(ROOT)) not in exceptions), file
 
 
-def test_no_two_files_need_each_other() -> None:
-    """Inside a room too, and imports in a function or for types only count."""
+def test_there_are_no_import_cycles() -> None:
+    """Also inside a room; imports in functions and imports only for types count, too."""
     names = {module_name(file) for file in SOURCES}
     graph: dict[str, set[str]] = {name: set() for name in names}
-    for found in IMPORTS:
-        here = module_name(found.file)
-        there = found.module if found.module in names else found.module.rpartition(".")[0]
-        if there in names and there != here:
-            graph[here].add(there)
+    for each in IMPORTS:
+        importer = module_name(each.file)
+        imported = each.module if each.module in names else each.module.rpartition(".")[0]
+        if imported in names and imported != importer:
+            graph[importer].add(imported)
     order = TopologicalSorter(graph)
     try:
         order.prepare()
@@ -220,7 +221,7 @@ def test_no_two_files_need_each_other() -> None:
 
 
 def test_no_two_files_share_a_name() -> None:
-    """An editor's tab shows the name alone."""
+    """An editor's tab shows only the name."""
     count = Counter(file.name for file in SOURCES if file.name != "__init__.py")
     assert [name for name, number in count.items() if number > 1] == []
 
@@ -232,67 +233,67 @@ def test_a_plugin_imports_no_other_plugin() -> None:
         return next((home for home in homes if f"{dotted}.".startswith(home)), None)
 
     wrong = [
-        found.place
-        for found in IMPORTS
-        for here, there in [(home_of(module_name(found.file)), home_of(found.module))]
-        if here and there and here != there
+        each.place
+        for each in IMPORTS
+        for importer, imported in [(home_of(module_name(each.file)), home_of(each.module))]
+        if importer and imported and importer != imported
     ]
     assert not wrong, wrong
 
 
-def test_nothing_knows_of_the_tiny_world() -> None:
-    """An outsider's package: a comment that names it would be knowledge of it too."""
-    knowing = [
+def test_the_source_never_names_the_tiny_world() -> None:
+    """It is a third-party package, which not even a comment names."""
+    wrong = [
         f"{file.relative_to(ROOT)}:{number}"
         for file in (ROOT / "rl").rglob("*")
         if file.suffix in (".py", ".txt")
         for number, line in enumerate(file.read_text().split("\n"), 1)
         if re.search(r"tiny.?world|\bshape_(prompts|questions|tokens)\b", line, re.IGNORECASE)
     ]
-    assert not knowing, knowing
+    assert not wrong, wrong
 
 
-def test_the_tiny_world_sees_what_any_outsider_does() -> None:
-    """Its plugins import `rl/api` and the base class of a config section; nothing else of ours (the
-    builder of its weights is exempt: no run needs it)."""
+def test_the_tiny_world_imports_only_what_third_party_plugins_may() -> None:
+    """Its plugins import only `rl/api` and the base class of a config section from this project (no
+    run needs the builder of its weights, which is exempt)."""
     wrong = [
-        found.place
+        each.place
         for file in TINY_WORLD
         if "builder" not in file.parts
-        for found in imports_of(file)
-        if found.module.startswith("rl.")
+        for each in imports_of(file)
+        if each.module.startswith("rl.")
         and (
             file.parent.name != "data"
-            or not found.module.startswith(("rl.api.", "rl.config.schema.Section"))
+            or not each.module.startswith(("rl.api.", "rl.config.schema.Section"))
         )
     ]
     assert not wrong, wrong
 
 
-def test_third_party_fences() -> None:
+def test_third_party_packages_are_imported_only_in_their_files() -> None:
     wrong = [
-        found.place
-        for found in IMPORTS
-        for package in [found.module.split(".")[0]]
+        each.place
+        for each in IMPORTS
+        for package in [each.module.split(".")[0]]
         if package in FENCES
-        and not found.for_types_only
-        and not re.fullmatch(FENCES[package], found.file.relative_to(ROOT).as_posix())
+        and not each.for_types_only
+        and not re.fullmatch(FENCES[package], each.file.relative_to(ROOT).as_posix())
     ]
     assert not wrong, wrong
 
 
-def test_the_algorithm_is_pure() -> None:
+def test_the_algorithm_imports_only_torch_and_does_no_input_or_output() -> None:
     allowed = {"torch", "rl", "__future__", *sys.stdlib_module_names} - {"os", "pathlib"}
     wrong = [
-        found.place
-        for found in IMPORTS
-        if room_of(module_name(found.file)) == "algorithm"
-        and found.module.split(".")[0] not in allowed
+        each.place
+        for each in IMPORTS
+        if room_of(module_name(each.file)) == "algorithm"
+        and each.module.split(".")[0] not in allowed
     ]
     assert not wrong, wrong
 
 
-def test_a_config_is_checked_without_anything_heavy() -> None:
+def test_a_config_is_checked_without_heavy_packages() -> None:
     script = f"""
 import importlib, sys
 for heavy in ("torch", "vllm", "diffusers", "deepspeed", "transformers", "peft", "datasets"):
@@ -316,7 +317,7 @@ for path in {[str(path) for path in CONFIGS if path.stem in tiny_config.DISTINCT
 
 
 @pytest.mark.parametrize(("room", "dotted"), ALL_PLUGS)
-def test_a_plugin_keeps_its_rooms_contract(room: str, dotted: str) -> None:
+def test_a_plugin_fulfils_its_rooms_contract(room: str, dotted: str) -> None:
     plugin, wrong = find.plugin_class(importlib.import_module(dotted), build.ROOMS[room])
     assert plugin is not None and not wrong, wrong
     assert "type" in plugin.Config.model_fields
@@ -334,7 +335,7 @@ def assert_documented(model: type) -> None:
 
 
 def save_empty_lists(config: RunConfig) -> None:
-    """A list of one edit wherever the config reads one: what fetching the data leaves."""
+    """Writes the lists that a config reads, with one edit each, as if the data had been fetched."""
     for source in [*config.data.train, *config.data.validation]:
         if source["type"] == "emu3_tokens":
             file = Path(source["path"])
@@ -344,7 +345,7 @@ def save_empty_lists(config: RunConfig) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_config_runs(path: Path) -> None:
+def test_every_shipped_config_has_no_problems(path: Path) -> None:
     config = tiny_config.shipped(path.stem)
     save_empty_lists(config)
     assert check_report.problems(config) == []
@@ -361,17 +362,17 @@ def test_the_base_config_documents_every_key_with_its_default() -> None:
     }
     num_keys = 0
     for key, section in sections(RunConfig):
-        here = written
-        for word in key.split(".") if key else []:
-            here = here[word]
+        values = written
+        for part in key.split(".") if key else []:
+            values = values[part]
         for name, field in section.model_fields.items():
             num_keys += 1
             assert name in commented, f"{key}.{name} has no comment in base.libsonnet"
             if field.is_required() or name in dict(sections(RunConfig)):
                 continue
             default = json.loads(json.dumps(field.default))
-            assert here.pop(name) == default, f"{key}.{name}"
+            assert values.pop(name) == default, f"{key}.{name}"
     assert_documented(RunConfig)
-    left = [name for name in written if not isinstance(written[name], dict) or written[name]]
-    assert not left, f"base.libsonnet has keys that the schema has not: {left}"
+    unknown = [name for name in written if not isinstance(written[name], dict) or written[name]]
+    assert not unknown, f"base.libsonnet has keys that the schema has not: {unknown}"
     assert num_keys > 70

@@ -1,5 +1,4 @@
-"""Whatever outsiders write, it is read or refused by a sentence: no other error, nothing that a
-terminal acts upon. By hypothesis: the same examples each time, the smallest that fails is shown."""
+"""Any text from outside is read, or refused with a message that is safe to print (hypothesis)."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from rl.judge.http import RETRY_AFTER_CAP_S, retry_after_s
 from rl.report.reading import read_named
 from rl.text.scrub import scrub
 from rl.text.terminal import plain
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 few = settings(
     max_examples=30,
@@ -50,10 +49,10 @@ values = st.recursive(
 
 
 def json_like(key: str) -> st.SearchStrategy[str]:
-    """JSON with `key` in it, whole or damaged, or any text."""
-    whole = st.builds(lambda value, rest: json.dumps({**rest, key: value}), values, objects)
-    cut = st.builds(lambda text, at: text[: at % (len(text) + 1)], whole, st.integers(0, 200))
-    return st.one_of(whole, cut, words, st.builds(lambda a, b: a + b, words, whole))
+    """JSON with `key`, complete or damaged, or any text."""
+    complete = st.builds(lambda value, row: json.dumps({**row, key: value}), values, objects)
+    cut = st.builds(lambda text, at: text[: at % (len(text) + 1)], complete, st.integers(0, 200))
+    return st.one_of(complete, cut, words, st.builds(lambda a, b: a + b, words, complete))
 
 
 objects = st.dictionaries(words, values, max_size=3)
@@ -67,10 +66,10 @@ def a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", KEY)
 
 
-def assert_fit_to_be_shown(sentence: str) -> None:
-    """Line ends are ours."""
-    assert all(line.isprintable() for line in sentence.split("\n")), repr(sentence)
-    assert KEY not in sentence and len(sentence) < 20_000
+def assert_printable(message: str) -> None:
+    """Line feeds are allowed, as messages have several lines."""
+    assert all(line.isprintable() for line in message.split("\n")), repr(message)
+    assert KEY not in message and len(message) < 20_000
 
 
 @contextmanager
@@ -91,14 +90,16 @@ def test_a_judges_reply_is_numbers_in_range_or_unreadable(text: str, count: int)
         try:
             scores = read()
         except reply.UnreadableReplyError as error:
-            assert_fit_to_be_shown(str(error))
+            assert_printable(str(error))
         else:
             assert all(0 <= score <= 10 for score in scores)
 
 
 @few
 @given(bodies, values, words)
-def test_a_judges_body_and_headers_are_read_or_refused(body: bytes, value: Any, said: str) -> None:
+def test_a_judges_body_and_headers_are_read_or_refused(
+    body: bytes, value: Any, header: str
+) -> None:
     chat = json.dumps({"choices": [{"message": {"content": value}}], "data": [{"id": value}]})
     for received in (body, chat.encode()):
         names = reply.served_models(received)
@@ -106,17 +107,17 @@ def test_a_judges_body_and_headers_are_read_or_refused(body: bytes, value: Any, 
         try:
             reply.read_chat(received)[0].encode()
         except reply.UnreadableReplyError as error:
-            assert_fit_to_be_shown(str(error))
-    seconds = retry_after_s(said)
+            assert_printable(str(error))
+    seconds = retry_after_s(header)
     assert seconds is None or 0 <= seconds <= RETRY_AFTER_CAP_S
 
 
 @few
 @given(words, words, st.sampled_from([KEY, KEY.replace("/", "\\/"), "sk-0123%2f456789%2bab"]))
 def test_any_text_is_shown_and_printed_without_commands_and_keys(a: str, b: str, key: str) -> None:
-    line = shown(a + key + b, 100)
+    line = excerpt(a + key + b, 100)
     assert line.isprintable() and len(line) <= 103
-    assert_fit_to_be_shown(plain(a + " " + key + " " + b).replace("\t", ""))
+    assert_printable(plain(a + " " + key + " " + b).replace("\t", ""))
     assert key not in scrub(a + key + b)
     assert json.loads(scrub(json.dumps({"said": a + key + b})))
 
@@ -124,19 +125,19 @@ def test_any_text_is_shown_and_printed_without_commands_and_keys(a: str, b: str,
 @few
 @given(st.lists(st.one_of(objects.map(json.dumps), json_like("instruction")), max_size=3))
 def test_rows_become_samples_or_sentences(rows: list[str]) -> None:
-    with folder() as place:
-        path = place / "rows.jsonl"
+    with folder() as directory:
+        path = directory / "rows.jsonl"
         path.write_bytes("\n".join(rows).encode("utf-8", "surrogatepass"))
         columns = {"source": "", "target": ""}
         config = edit_jsonl.Config.model_validate(
             {"type": "edit_jsonl", "path": str(path), "columns": columns}
         )
         for problem in edit_jsonl.EditJsonl.problems(config, RowRules("error", 64)):
-            assert_fit_to_be_shown(problem)
+            assert_printable(problem)
         try:
             kept = edit_jsonl.EditJsonl(config, RowRules("skip", 64))
         except BadRowError as error:
-            assert_fit_to_be_shown(str(error))
+            assert_printable(str(error))
         else:
             assert all(kept[index].instruction.strip() for index in range(len(kept)))
 
@@ -149,9 +150,9 @@ sections = ["judge.api_base", "lora.r", "optimizer.betas", "data.train", "policy
 @example("data.train", "[" * 300 + "]" * 300)
 @given(st.sampled_from(sections), json_like("type"))
 def test_a_config_and_its_overrides_are_a_run_or_problems(key: str, value: str) -> None:
-    with folder() as place:
-        good, odd = place / "good.jsonnet", place / "odd.jsonnet"
-        good.write_text(json.dumps(tiny_config.nothing(place)))
+    with folder() as directory:
+        good, odd = directory / "good.jsonnet", directory / "odd.jsonnet"
+        good.write_text(json.dumps(tiny_config.nothing(directory)))
         text = f"(import 'good.jsonnet') + {{ '{key}': {value} }}"
         odd.write_bytes(text.encode("utf-8", "surrogatepass"))
         for config, overrides in ((odd, []), (good, [f"{key}={value}"])):
@@ -164,26 +165,26 @@ def test_a_config_and_its_overrides_are_a_run_or_problems(key: str, value: str) 
 @few
 @given(json_like("model.safetensors"), values, words)
 def test_a_manifest_is_true_or_the_checkpoint_is_damaged(text: str, size: Any, name: str) -> None:
-    with folder() as place:
-        (place / "model.safetensors").write_bytes(b"1")
+    with folder() as directory:
+        (directory / "model.safetensors").write_bytes(b"1")
         forged = json.dumps(
             {name: {"size": size, "sha256": size}, "lost": {"size": 1, "sha256": 1}}
         )
         for manifest in (text, forged):
-            (place / "manifest.json").write_bytes(manifest.encode("utf-8", "surrogatepass"))
-            problem = checkpoint.problem_of(place)
+            (directory / "manifest.json").write_bytes(manifest.encode("utf-8", "surrogatepass"))
+            problem = checkpoint.problem_of(directory)
             if manifest is forged:
                 assert problem
             if problem:
-                assert_fit_to_be_shown(problem)
+                assert_printable(problem)
 
 
 @few
 @given(st.lists(st.one_of(bodies, objects.map(lambda row: json_line(row).encode())), max_size=4))
 def test_lines_of_metrics_are_rows_or_named(lines: list[bytes]) -> None:
     good = json_line({"iteration": 7, "reward/mean": 0.5, "said": "".join(NASTY)}).encode()
-    with folder() as place:
-        path = place / "metrics.jsonl"
+    with folder() as directory:
+        path = directory / "metrics.jsonl"
         path.write_bytes(b"\n".join([*lines, b""]) + good)
         rows, damaged = read_rows(path)
         assert rows[-1]["iteration"] == 7

@@ -1,4 +1,4 @@
-"""`PROMISES.md`: every promise names tests, and these exist."""
+"""Every promise of `PROMISES.md` names tests that exist."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ NOTES = dict(re.findall(r"^\[\^(\d+)\]: (.*)$", TEXT, re.MULTILINE))
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
-def test_every_promise_names_its_tests_and_these_exist() -> None:
+def test_every_promise_names_tests_that_exist() -> None:
     assert len(ROWS) > 30
     functions: dict[str, set[str]] = {}
     for promise, *limits in ROWS:
         [number] = re.findall(r"\[\^(\d+)\]", promise)
         tests = NOTES.pop(number)
-        assert NAMED.search(tests), f"nothing proves {promise!r}"
+        assert NAMED.search(tests), f"no test for {promise!r}"
         for file, name in NAMED.findall(tests + "".join(limits)):
             if file not in functions:
                 tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
                 functions[file] = {
                     node.name for node in tree.body if isinstance(node, ast.FunctionDef)
                 }
-            assert name in functions[file], f"{file}::{name} of {promise!r} is no test"
+            assert name in functions[file], f"{file}::{name} of {promise!r} does not exist"
             assert name.startswith("test_")
-    assert not NOTES, "a footnote of no promise"
+    assert not NOTES, "footnotes without a promise"
 
 
-def test_the_files_that_security_names_exist() -> None:
+def test_the_test_files_named_in_security_exist() -> None:
     files = re.findall(r"tests/[\w/]+\.py", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
     assert files and all((ROOT / file).is_file() for file in files)

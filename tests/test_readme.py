@@ -1,4 +1,4 @@
-"""README and docs tell the truth about what is logged and what is there."""
+"""README and docs agree with the code: metrics, file names, links and printed examples."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "PROMISES.md",
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 
 
-def test_the_page_of_metrics_has_what_shipped_plugins_report() -> None:
+def test_the_page_of_metrics_lists_those_of_shipped_plugins() -> None:
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     assert page.endswith(markdown_table(shipped_rows())), "python -m rl.run.metric_table"
     assert "(docs/metrics.md)" in README
 
 
-def test_every_file_it_names_exists() -> None:
+def test_every_file_named_in_the_docs_exists() -> None:
     kinds = r"(?:configs|scripts|rl|benchmarks|tests)/[\w/.]*\w\.(?:jsonnet|libsonnet|sh|py|md)"
-    named = {path for page in PAGES for path in re.findall(kinds, page.read_text("utf-8"))}
-    assert len(named) >= 40
-    assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
+    paths = {path for page in PAGES for path in re.findall(kinds, page.read_text("utf-8"))}
+    assert len(paths) >= 40
+    assert [path for path in sorted(paths) if not (ROOT / path).is_file()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_its_links_lead_somewhere(page: Path) -> None:
+def test_every_link_of_the_docs_leads_to_a_page_and_heading(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
-        place, _, heading = link.partition("#")
-        if place.startswith("https://"):
+        path, _, heading = link.partition("#")
+        if path.startswith("https://"):
             continue
-        target = page.parent / place if place else page
+        target = page.parent / path if path else page
         assert target.exists(), link
         titles = re.findall(r"^#+ (.*)$", target.read_text("utf-8"), re.M) if heading else ()
         anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
@@ -55,7 +55,7 @@ def test_its_links_lead_somewhere(page: Path) -> None:
 
 
 def printed(page: str, heading: str = "") -> list[str]:
-    """The code blocks of a page, or of one section of it, as they stand."""
+    """The code blocks of a page, or of one of its sections, verbatim."""
     text = (ROOT / page).read_text("utf-8")
     section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0] if heading else text
     blocks = re.findall(r"(?:^    .*\n|^\n)+", section, flags=re.M)
@@ -102,7 +102,7 @@ def test_the_plugins_of_the_docs_work_as_printed(
     assert rich.value == 1.0 and plain.value == pytest.approx(plain.parts["share"] ** 0.5)
 
 
-def test_trainer_and_judge_on_one_machine_as_printed(
+def test_the_printed_commands_for_trainer_and_judge_on_one_machine_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks = printed("docs/judge.md", "Trainer and judge on one machine")
@@ -110,16 +110,16 @@ def test_trainer_and_judge_on_one_machine_as_printed(
     judge, exports, check, launch = lines[0], lines[1:-2], lines[-2], lines[-1]
     assert judge == "CUDA_VISIBLE_DEVICES=6,7 scripts/serve_judge.sh"
     for line in exports:
-        for word in line.removeprefix("export ").split():
-            name, _, value = word.partition("=")
+        for assignment in line.removeprefix("export ").split():
+            name, _, value = assignment.partition("=")
             monkeypatch.setenv(name, value)
     monkeypatch.setenv("APP__BASE_EXP_DIR", str(tmp_path))
     trained = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     assert sorted([*trained, "6", "7"]) == list("01234567")
     assert check.replace("rl check", "rl train") == launch
-    words = ["--check", *check.removeprefix("rl check ").split()]
+    arguments = ["--check", *check.removeprefix("rl check ").split()]
     with pytest.raises(SystemExit) as done:
-        main(words)
+        main(arguments)
     text = " ".join(capsys.readouterr().out.split())
     assert done.value.code == 0 and text.endswith("nothing is wrong")
     assert f"prompts 12 an iteration 2 on each of {len(trained)} ranks" in text

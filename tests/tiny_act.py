@@ -1,4 +1,4 @@
-"""Completions to actions as the rollout asks a policy for them."""
+"""Decodes completions to actions as the rollout does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl.api.types import Action, Completion, Prompt, Row
 
 
 def act(policy: Any, rows: Sequence[Row]) -> list[Action]:
-    """Of one micro-batch; its forward first, where the policy wants one."""
+    """Actions of one micro-batch, after a forward if the policy needs one."""
     if not policy.reads_states:
         return policy.decode_actions(rows, None, None)
     batch = policy.collate_states(rows) or policy.collate(rows)
@@ -20,5 +20,5 @@ def act(policy: Any, rows: Sequence[Row]) -> list[Action]:
 
 
 def act_group(policy: Any, prompt: Prompt, completions_G: Sequence[Completion]) -> list[Action]:
-    """Of one prompt's completions."""
+    """Actions of one prompt's completions."""
     return act(policy, [(prompt, completion.token_ids) for completion in completions_G])

@@ -1,4 +1,4 @@
-"""Checkpoints of a few numbers."""
+"""Writes checkpoints of a few numbers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def save(
     size: int = 12,
     reward: float | None = None,
 ) -> Path | None:
-    """Every number in the checkpoint is its iteration, so that a mixture would show. `reward`: on
-    held-out samples, as the line of metrics has it that lies before the checkpoint."""
+    """Every number in the checkpoint is its iteration, so that a mixture is noticed. `reward`: the
+    held-out reward, in a line of metrics that is written before the checkpoint."""
     with suppress(GoneError):
         metrics = checkpoints.folder.parent / "metrics.jsonl"
         append_line(metrics, json_line({"iteration": iteration, "eval/reward": reward}))

@@ -1,7 +1,7 @@
 """Small configs for tests of loading, checking and launching, and shipped ones with changes.
 
-`real` names plugins as a user would (hub ids, so that no model has to be there); `nothing` names
-plugins that do nothing, for the launcher.
+`real` names shipped plugins and hub ids, so that no model is needed; `nothing` names plugins that
+do nothing, for the launcher.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DISTINCT = [
     for name in SHIPPED
     if not name.endswith("_control") and (name == "sft_s__rl_sc" or not name.startswith("sft"))
 ]
-"""Without controls, which differ by shuffled rewards, and with one of EARL's ten."""
+"""Without controls, which only shuffle rewards, and with only one of EARL's ten."""
 ENVIRONMENT = {
     "APP__BASE_EXP_DIR": "runs",
     "APP__RUN_NAME": "mine",
@@ -39,24 +39,24 @@ def _shipped(name: str) -> RunConfig:
 
 
 def shipped(name: str, *changes: str) -> RunConfig:
-    """A shipped config with 'key=value's, the value JSON or a bare word; nothing is derived anew,
-    which Jsonnet would take a fifth of a second for."""
+    """A shipped config with 'key=value' changes, the value JSON or a string. Derived values stay,
+    as evaluating the Jsonnet again would take a fifth of a second."""
     values = _shipped(name).model_dump()
     for change in changes:
-        key, _, word = change.partition("=")
+        key, _, value = change.partition("=")
         *sections, last = key.split(".")
         section = values
         for part in sections:
             section = section.setdefault(part, {})
         try:
-            section[last] = json.loads(word)
+            section[last] = json.loads(value)
         except ValueError:
-            section[last] = word
+            section[last] = value
     return RunConfig.model_validate_json(json.dumps(values))
 
 
 def validated(values: dict[str, Any]) -> RunConfig:
-    """As `load_config` of a file that holds them, without the fifth of a second of its Jsonnet."""
+    """As `load_config` of a file with these values, but without the slow Jsonnet."""
     config, wrong = validate(RunConfig, json.loads(json.dumps(values, sort_keys=True)))
     if config is None:
         raise ConfigError(wrong)
@@ -87,7 +87,7 @@ def nothing(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def real(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Everything in it is right; the data file and its picture are written."""
+    """A config without problems; writes its data file and picture."""
     Image.new("RGB", (32, 32), "red").save(folder / "red.png")
     row = json.dumps({"image": "red.png", "instruction": "paint it blue"})
     (folder / "train.jsonl").write_text(row + "\n" + row.replace("blue", "green") + "\n")
@@ -108,7 +108,7 @@ def real(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def save_checkpoint(config: RunConfig, iteration: int) -> None:
-    """Its files, as far as a check looks at them."""
+    """Writes the files of a checkpoint that a check reads."""
     folder = config.run_dir / "checkpoints" / f"step_{iteration:06d}"
     folder.mkdir(parents=True)
     meta = {"config": config.model_dump(mode="json")}

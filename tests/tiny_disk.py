@@ -1,4 +1,4 @@
-"""A small file system in memory, and ways to fill it; needs the right to mount one."""
+"""Mounts a small file system in memory and fills it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 @contextmanager
 def mounted(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """A file system of that size at `folder`; skips the test where that is not allowed."""
+    """Mounts a file system of that size at `folder`; skips the test if that is not allowed."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
     try:
@@ -30,13 +30,13 @@ def mounted(folder: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def fill(disk: Path, left: int = 0) -> Path:
-    """Leave `left` bytes, a multiple of 4096, beside the file that is returned."""
-    hog = disk / "hog"
-    with hog.open("wb", buffering=0) as file:
+    """Fills the disk with a file except for `left` bytes, a multiple of 4096; returns the file."""
+    filler = disk / "hog"
+    with filler.open("wb", buffering=0) as file:
         try:
             while file.write(b"\0" * 4096):
                 pass
         except OSError as error:
             assert error.errno == errno.ENOSPC
-    os.truncate(hog, hog.stat().st_size - left)
-    return hog
+    os.truncate(filler, filler.stat().st_size - left)
+    return filler

@@ -1,4 +1,4 @@
-"""A tiny Qwen-Image editor of the real classes, random but with visible conditioning."""
+"""A tiny Qwen-Image editor of the real classes; its random weights react to the conditioning."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ TINY = {
 
 @dataclass(frozen=True)
 class StockParts:
-    """diffusers' own modules, as the stock pipelines take them."""
+    """diffusers' modules for the stock pipelines."""
 
     transformer: Any
     vae: Any
     scheduler: Any
 
     def ours(self) -> EditorParts:
-        """The same weights, laid out for our loop; the stock modules stay as they are."""
+        """Copies of the weights for this project's render loop."""
         vae = FrameVae(copy.deepcopy(self.vae))
         return EditorParts(copy.deepcopy(self.transformer), vae, self.scheduler)
 
     def save(self, folder: Path) -> None:
-        """As the released checkpoints lie on disk."""
+        """Writes the folder layout of the released checkpoints."""
         for name, part in vars(self).items():
             part.save_pretrained(folder / name)
 
@@ -86,7 +86,7 @@ def stock_pipeline(
 
 
 def use_small_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stock pipelines resize every source to 1024^2 px; here, to 64^2, for speed."""
+    """Makes the stock pipelines resize sources to 64^2 px instead of 1024^2, for speed."""
     for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
         original = module.calculate_dimensions
         monkeypatch.setattr(
@@ -102,8 +102,8 @@ def render_stock(
     pipeline_class: type = QwenImageEditPipeline,
     **arguments: object,
 ) -> torch.Tensor:
-    """[B, 3, H, W] in 0..1 of the stock pipeline, which draws the noise from the jobs' seeds; jobs
-    of one source, or one job of several."""
+    """[B, 3, H, W] in 0..1: pictures of the stock pipeline with noise of the jobs' seeds. Jobs of
+    one source, or a single job of several."""
     embeds, mask = pad_states([job.payload.embeds for job in jobs])
     if arguments.get("true_cfg_scale", 1.0) > 1:
         negatives = pad_states([job.payload.negative_embeds for job in jobs])
@@ -140,7 +140,7 @@ def make_job(
 
 
 def pad_states(states_B: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Independent of the renderer's own padding: plain loops."""
+    """Pads by plain loops, independently of the renderer's padding."""
     longest = max(len(states) for states in states_B)
     padded = torch.zeros(len(states_B), longest, STATE_DIM)
     mask = torch.zeros(len(states_B), longest, dtype=torch.long)
@@ -174,7 +174,7 @@ def three_jobs(width: int = 64, height: int = 64) -> list[RenderJob]:
 
 
 def assert_same_picture(left: object, right: object) -> None:
-    """Equal but for a rounding of 1/255 at the edge, which float32 batch noise can tip."""
+    """Equal except for roundings to another byte, which float32 noise between batches causes."""
     assert isinstance(left, Image.Image)
     assert isinstance(right, Image.Image)
     difference = np.asarray(left, dtype=int) - np.asarray(right, dtype=int)

@@ -1,8 +1,7 @@
-"""A tiny, real Emu3 on disk: the class, files and special tokens of the big one.
+"""A tiny Emu3 on disk with the class, files and special tokens of the released one.
 
-The vocabulary is laid out as the published one: byte-level BPE, three Qwen specials, 205 extras,
-the picture's three brackets, the codes. Random weights are scaled up so that every token visibly
-matters.
+The vocabulary has the order of the published one: byte-level BPE, three Qwen specials, 205 extras,
+three markers of a picture, the codes. Random weights are so large that every token has an effect.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ THINK = " Let's think step by step. <|start thinking|>"
 
 
 def make_bpe() -> Tokenizer:
-    """A few hundred tokens, no specials."""
+    """A few hundred tokens without specials."""
     bpe = byte_pairs([*WORDS * 5, *[THINK] * 5])
     bpe.normalizer = normalizers.NFC()
     return bpe
 
 
 def make_tokenizer(num_codes: int = NUM_CODES) -> Any:
-    """As transformers saves it (`tokenizer.json`)."""
+    """The tokenizer as transformers saves it (`tokenizer.json`)."""
     return emu3_tokenizer(make_bpe(), SPECIALS + vision_tokens(num_codes))
 
 
@@ -49,8 +48,8 @@ def text_config(tokenizer: Any, tied: bool) -> dict[str, Any]:
 def make_model(tokenizer: Any, tied: bool = False, fond_of_pictures: bool = False) -> Any:
     """Keeps the default `attention_dropout` of 0.1, as the published configs do.
 
-    `fond_of_pictures`: most completions come to a picture within a few words, which random weights
-    rarely do; one dimension is large in every state, and speaks for the image token.
+    `fond_of_pictures`: most completions begin a picture within a few tokens, which random weights
+    rarely do: one dimension is large in every state and raises the image token's logit.
     """
     torch.manual_seed(0)
     model = draw(Emu3ForCausalLM(Emu3TextConfig(**text_config(tokenizer, tied))))
@@ -62,14 +61,14 @@ def make_model(tokenizer: Any, tied: bool = False, fond_of_pictures: bool = Fals
 
 
 def save_policy_folder(folder: Path, tied: bool = False, fond_of_pictures: bool = False) -> str:
-    """Weights and `tokenizer.json`, as `policy.model_path` wants them."""
+    """Writes weights and `tokenizer.json` for `policy.model_path`."""
     tokenizer = make_tokenizer()
     return save(folder, make_model(tokenizer, tied, fond_of_pictures), tokenizer)
 
 
 def save_published_folder(folder: Path, fond_of_pictures: bool = False) -> str:
-    """The same model and vocabulary as BAAI's repositories hold them: a custom `model_type`, code
-    that nobody may run, a tiktoken file and a list of vision tokens."""
+    """Writes the same model and vocabulary as in BAAI's repositories: a custom `model_type`, code
+    that must not be run, a tiktoken file and a list of vision tokens."""
     tokenizer = make_tokenizer()
     make_model(tokenizer, fond_of_pictures=fond_of_pictures).save_pretrained(folder)
     config = {
@@ -105,11 +104,11 @@ def save_published_folder(folder: Path, fond_of_pictures: bool = False) -> str:
 
 
 def _tiktoken_lines() -> str:
-    """`base64(bytes) rank` by rank; the BPE trainer numbers its tokens in the order of merging."""
+    """Lines `base64(bytes) rank` by rank; the BPE trainer numbers tokens in order of merging."""
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
     ranks = sorted(make_bpe().get_vocab().items(), key=lambda item: item[1])
-    spelt = [(bytes(byte_of[letter] for letter in token), rank) for token, rank in ranks]
-    return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in spelt)
+    tokens = [(bytes(byte_of[letter] for letter in token), rank) for token, rank in ranks]
+    return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in tokens)
 
 
 def codes(seed: int, height: int = 4, width: int = 4) -> np.ndarray:
@@ -118,7 +117,7 @@ def codes(seed: int, height: int = 4, width: int = 4) -> np.ndarray:
 
 
 def sample(i: int, instruction: str | None = None, height: int = 4, width: int = 4) -> Sample:
-    """Sample number `i`, its pictures as codes only."""
+    """Sample number `i`, whose pictures are only codes."""
     return Sample(
         f"s{i}",
         instruction or WORDS[i % 3],

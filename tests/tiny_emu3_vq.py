@@ -1,4 +1,4 @@
-"""A tiny Emu3 picture tokenizer of the real class, random but with codes that can be told apart."""
+"""A tiny Emu3 picture tokenizer of the real class with random weights and distinct codes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ORIGINAL_CONFIG: dict[str, Any] = {
     "attn_resolutions": [3],
     "dropout": 0.0,
 }
-"""The same tokenizer, as the config of the published class states it."""
+"""The same tokenizer in the config format of the published class."""
 
 ORIGINAL_PROCESSOR: dict[str, Any] = {
     "auto_map": {"AutoImageProcessor": "image_processing_emu3visionvq.Emu3VisionVQImageProcessor"},
@@ -66,13 +66,13 @@ ORIGINAL_PROCESSOR: dict[str, Any] = {
 def make_vq() -> Emu3VQVAE:
     torch.manual_seed(0)
     vq = Emu3VQVAE(Emu3VQVAEConfig(**CONFIG)).eval()
-    vq.decoder.conv_out.weight.data.mul_(0.05)  # the stock initialisation paints far beyond white
-    for name, buffer in vq.named_buffers():  # statistics of their own, so that losing them shows
+    vq.decoder.conv_out.weight.data.mul_(0.05)  # the stock initialisation is far out of range
+    for name, buffer in vq.named_buffers():  # random statistics, so that a test notices their loss
         if name.endswith("running_mean"):
             buffer.copy_(torch.randn_like(buffer) * 0.1)
         elif name.endswith("running_var"):
             buffer.copy_(1 + torch.rand_like(buffer))
-    with torch.no_grad():  # a codebook spread over what the encoder says of pictures
+    with torch.no_grad():  # a codebook of the encoder's latents of random pictures
         pixels = torch.rand(8, 1, 3, 64, 64).repeat(1, 4, 1, 1, 1) * 2 - 1
         latents = vq.quant_conv(vq.encoder(pixels).permute(0, 2, 1, 3, 4))
         latents = latents.permute(0, 2, 3, 4, 1).flatten(0, 3)
@@ -81,7 +81,7 @@ def make_vq() -> Emu3VQVAE:
 
 
 def save_original(vq: Emu3VQVAE, folder: Path) -> None:
-    """As BAAI publishes it: that class's config keys, tensor names and 1x1 convolutions."""
+    """Writes BAAI's format: config keys, tensor names, 1x1 convolutions of the original class."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(ORIGINAL_CONFIG))
     (folder / "preprocessor_config.json").write_text(json.dumps(ORIGINAL_PROCESSOR))

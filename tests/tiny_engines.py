@@ -1,4 +1,4 @@
-"""What a sampler drew, held against the trainer's own forward and against another draw."""
+"""Compares an engine's completions with the trainer's forward and with other completions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl.api.types import Completion, Prompt
 
 
 def trainer_logprobs(policy: Any, prompt: Prompt, group: Sequence[Completion]) -> torch.Tensor:
-    """[G, C] nats, right-padded, of one group's packed row."""
+    """Log-probs [G, C] of one group's packed row, nats, right-padded."""
     batch = policy.collate([(prompt, completion.token_ids) for completion in group])
     with torch.no_grad():
         logprobs: torch.Tensor = policy.module(batch).logprobs
@@ -24,7 +24,7 @@ def trainer_logprobs(policy: Any, prompt: Prompt, group: Sequence[Completion]) -
 def max_dlogp(
     policy: Any, prompts_P: Sequence[Prompt], completions_PG: Sequence[Sequence[Completion]]
 ) -> float:
-    """Largest |sampler - trainer| over all tokens, nats."""
+    """Largest |engine - trainer| over all tokens, nats."""
     return max(
         float(
             (trained_C[: len(completion.logprobs)] - torch.tensor(completion.logprobs)).abs().max()
@@ -39,15 +39,14 @@ def max_dlogp(
 def assert_same(
     ones_PG: Sequence[Sequence[Completion]], others_PG: Sequence[Sequence[Completion]]
 ) -> None:
-    """The same tokens; log-probs up to rounding, for a row's place in a batch is its place in a
-    kernel."""
+    """The same tokens; log-probs up to rounding, which depends on a row's position in a batch."""
     for one, other in zip(chain(*ones_PG), chain(*others_PG), strict=True):
         assert (one.token_ids, one.finish) == (other.token_ids, other.finish)
         assert one.logprobs == pytest.approx(other.logprobs, abs=NATS)
 
 
 def assert_ended(group: Sequence[Completion], stop_ids: Sequence[int], max_tokens: int) -> None:
-    """Some completions end with their only stop token, the others have none and `max_tokens`."""
+    """Some completions end with their only stop token; the others have `max_tokens` and no stop."""
     for completion in group:
         ids = completion.token_ids
         stops = [i for i, token in enumerate(ids) if token in stop_ids]

@@ -1,4 +1,4 @@
-"""A judge on loopback that fails on command: real sockets, real HTTP, scripted trouble."""
+"""A judge on loopback with scripted faults, over real sockets and HTTP."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ GOOD = '{"reasoning": "fine", "score": [8, 6.5]}'
 
 @dataclass(frozen=True)
 class Fault:
-    """What one request gets. The default is a good reply."""
+    """The response to one request, by default a good reply."""
 
     status: int = 200
     reply: str = GOOD
-    """The judge's words, in a proper envelope."""
+    """The judge's reply, sent in a valid JSON body."""
     body: str | None = None
-    """The whole HTTP body instead."""
+    """Replaces the whole HTTP body."""
     headers: dict[str, str | Callable[[], str]] = field(default_factory=dict)
-    """A callable is called when the request is there."""
+    """A callable is called when the request has arrived."""
     stall_s: float = 0.0
-    """Silence before anything is sent, s."""
+    """Pause before the response, s."""
     trickle_s: float = 0.0
-    """Silence after each byte, s."""
+    """Pause after each byte, s."""
     reset: bool = False
-    """Close the connection hard, without a word."""
+    """Reset the connection without a response."""
     cut: bool = False
-    """Promise the whole body, send half."""
+    """Announce the whole body, but send half of it."""
     raw: Callable[[], Iterable[bytes]] | None = None
-    """Everything that is sent instead, status line and all, block by block; then the end."""
+    """Replaces the whole response, status line included, block by block."""
     keeps_open: bool = False
-    """After `raw` the connection waits for another request."""
+    """Keep the connection open after `raw`."""
 
 
 class FaultyJudge(JudgeServer):
-    """Serves `faults` one per request, then `after`; keeps what it was asked."""
+    """Serves `faults` one per request, then `after`; records the requests."""
 
     def __init__(self, faults: Sequence[Fault] = (), after: Fault | None = None) -> None:
         self.faults = list(faults)
         self.after = after or Fault()
         self.models: Fault | list[Fault] | None = None
-        """What `/v1/models` gets instead of the truth; of a list, one each time."""
+        """Replaces the response to `/v1/models`; a list has one fault per request."""
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.times_s: list[float] = []
@@ -148,7 +148,7 @@ FaultyJudge.handler = _FaultyHandler
 
 
 class PickyJudge(FaultyJudge):
-    """Refuses parameters, one a request."""
+    """Refuses requests with certain parameters, naming one parameter at a time."""
 
     def __init__(
         self,
@@ -156,33 +156,33 @@ class PickyJudge(FaultyJudge):
         status: int = 400,
         page: str = "Unsupported parameter: 'NAME' is not supported with this model.",
     ) -> None:
-        """`page`: of a refusal, NAME in place of the parameter."""
+        """`page`: body of a refusal, in which NAME is replaced by the parameter."""
         self.refused = refused
         self.refusal = Fault(status, body=page)
         super().__init__()
 
     def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
-        named = next((name for name in self.refused if name in json.loads(body)), None)
-        if named is None:
+        parameter = next((name for name in self.refused if name in json.loads(body)), None)
+        if parameter is None:
             return super().begin(body, headers)
-        faults, self.faults = self.faults, []  # for requests that it takes
+        faults, self.faults = self.faults, []  # `faults` are for accepted requests
         super().begin(body, headers)
         self.faults = faults
-        return replace(self.refusal, body=(self.refusal.body or "").replace("NAME", named))
+        return replace(self.refusal, body=(self.refusal.body or "").replace("NAME", parameter))
 
     def log(self) -> list[str]:
-        """Of each request, the optional parameters that it had."""
-        return [" ".join(sorted(asked.keys() - {"model", "messages"})) for asked in self.requests]
+        """The optional parameters of each request."""
+        return [" ".join(sorted(r.keys() - {"model", "messages"})) for r in self.requests]
 
 
 def said(*blocks: bytes) -> Fault:
-    """These bytes, then the end."""
+    """Sends these bytes and closes the connection."""
     return Fault(raw=lambda: blocks)
 
 
 def page(body: bytes, *headers: str, status: str = "200 OK", length: int | None = None) -> Fault:
-    """A page as any server may send it, and ends the connection with, which it says: or the next
-    question might be asked on it just then. `length`: what Content-Length claims."""
+    """An HTTP response of any server. "Connection: close" keeps the client from sending the next
+    question on a connection that is just being closed. `length`: the claimed Content-Length."""
     lines = [f"HTTP/1.1 {status}", *headers, "Connection: close"]
     lines.append(f"Content-Length: {len(body) if length is None else length}")
     return said("\r\n".join([*lines, "", ""]).encode("latin-1"), body)
@@ -194,8 +194,8 @@ def envelope(content: Any = GOOD) -> bytes:
 
 
 def quick_config(**changes: Any) -> JudgeConfig:
-    """A client that waits tenths where the default waits minutes. (The time-out is long enough for
-    a machine that is busy with something else.)"""
+    """A config with short pauses instead of minutes, and a time-out that suffices on a busy
+    machine."""
     quick = {"timeout_s": 5.0, "backoff_s": 0.02, "breaker_pause_s": 0.1, "max_outage_s": 5.0}
     return JudgeConfig(**{"model": MODEL, **quick, **changes})
 
@@ -215,9 +215,9 @@ def with_client(
     journal: Path | None = None,
     **config: Any,
 ) -> tuple[Any, JudgeClient]:
-    """What `script` returns, and the client, which is closed afterwards."""
-    places = [judges] if isinstance(judges, FaultyJudge | str) else judges
-    urls = [place if isinstance(place, str) else place.api_base for place in places]
+    """(what `script` returns, the client, which is closed afterwards)"""
+    listed = [judges] if isinstance(judges, FaultyJudge | str) else judges
+    urls = [judge if isinstance(judge, str) else judge.api_base for judge in listed]
 
     async def run() -> tuple[Any, JudgeClient]:
         client = JudgeClient(quick_config(**config), urls, journal)
@@ -230,7 +230,7 @@ def with_client(
 
 
 async def ask_all(client: JudgeClient, count: int, first: int = 0) -> list[Answer[Any]]:
-    """That many questions at once, each another."""
+    """Asks `count` different questions at once."""
     numbers = range(first, first + count)
     return list(
         await asyncio.gather(*(client.ask(pair_question(str(n)), read_pair) for n in numbers))
@@ -240,14 +240,14 @@ async def ask_all(client: JudgeClient, count: int, first: int = 0) -> list[Answe
 def answers_of(
     client: JudgeClient, questions: Sequence[Question], at_once: bool = True, repeat: int = 0
 ) -> list[Answer[Any]]:
-    """The client is closed afterwards."""
+    """The answers to the questions; closes the client afterwards."""
 
     async def run() -> list[Answer[Any]]:
         asking = [client.ask(question, read_pair, repeat) for question in questions]
         try:
             if at_once:
                 return list(await asyncio.gather(*asking))
-            return [await one for one in asking]
+            return [await answer for answer in asking]
         finally:
             await client.aclose()
 

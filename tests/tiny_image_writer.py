@@ -1,7 +1,7 @@
-"""A tiny Emu3 that likes to write pictures, and what its log-probs must be, spelt out.
+"""A tiny Emu3 that often writes pictures, and a reference for its log-probs.
 
-`reference_logprobs` knows the grammar as a list and the softmax as a loop: nothing of it is shared
-with the engines or the policy.
+`reference_logprobs` has the grammar as a list and the softmax as a loop, and shares no code with
+the engines or the policy.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rl.api.types import Completion, ImageVocabulary, Prompt
 
 GRIDS = [(2, 3), (1, 1), (3, 2), (4, 1)]
 EAGERNESS_NATS = 5.5
-"""Mean logit of the image token: about one token in ten is one."""
+"""Mean logit of the image token, with which it is about one token in ten."""
 
 
 @torch.no_grad()
 def save_writer_folder(folder: Path) -> str:
-    """As `tiny_emu3.save_policy_folder`, but an image token comes every few words: all hidden
-    states lean one way, and its row with them."""
+    """As `tiny_emu3.save_policy_folder`, but with an image token every few tokens: all hidden
+    states share a direction, which is added to the token's row of the head."""
     tokenizer = tiny_emu3.make_tokenizer()
     model = tiny_emu3.make_model(tokenizer)
     generator = torch.Generator().manual_seed(5)
@@ -38,7 +38,7 @@ def save_writer_folder(folder: Path) -> str:
 
 
 def build_policy(folder: str, lora: Any = None) -> Any:
-    """The real policy, float32, constrained."""
+    """The real policy in float32, with the grammar."""
     from rl.policies.emu3 import emu3
 
     config = emu3.Config(
@@ -48,7 +48,7 @@ def build_policy(folder: str, lora: Any = None) -> Any:
 
 
 def build_prompts(policy: Any) -> list[Prompt]:
-    """One for each of GRIDS."""
+    """One prompt for each of GRIDS."""
     return [
         policy.build_prompt(tiny_emu3.sample(i, height=height, width=width))
         for i, (height, width) in enumerate(GRIDS)
@@ -56,7 +56,7 @@ def build_prompts(policy: Any) -> list[Prompt]:
 
 
 def spelt(grid: tuple[int, int], vocabulary: ImageVocabulary) -> list[int | None]:
-    """What follows an image token: the forced id, or None for any code."""
+    """The tokens after an image token: the forced id, or None for any code."""
     height, width = grid
     row = [None] * width + [vocabulary.end_of_row]
     ends = [vocabulary.end_of_frame, vocabulary.end_of_image, vocabulary.end_of_sequence]
@@ -66,7 +66,7 @@ def spelt(grid: tuple[int, int], vocabulary: ImageVocabulary) -> list[int | None
 def expected_forced(
     ids: tuple[int, ...], grid: tuple[int, int], vocabulary: ImageVocabulary
 ) -> tuple[bool, ...]:
-    """Flags of a whole or cut completion."""
+    """Flags of a complete or cut completion."""
     begin = ids.index(vocabulary.image) + 1 if vocabulary.image in ids else len(ids)
     after = [token is not None for token in spelt(grid, vocabulary)]
     return (False,) * begin + tuple(after[: len(ids) - begin])
@@ -82,7 +82,7 @@ def reference_logprobs(
     top_k: int = -1,
     top_p: float = 1.0,
 ) -> list[float]:
-    """From one plain forward of the stock model, token by token; -inf for what was not allowed."""
+    """Log-probs from one plain forward of the stock model; -inf for forbidden tokens."""
     ids = completion.token_ids
     logits_TV = model(torch.tensor([prompt.token_ids + ids])).logits[0, :-1].float()
     num_ids = logits_TV.shape[1]

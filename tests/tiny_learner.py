@@ -1,4 +1,4 @@
-"""What a learner on a tiny policy learns from, what it learnt, and a run of several ranks."""
+"""Training data for a learner on a tiny policy, comparisons of its results, and several ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from rl.ranks.dist import Dist
 
 NUM_ITERATIONS = 10
 ADAM_EPS = 1e-4
-"""Adam divides by the gradient's own size: with a tiny epsilon the rounding noise of a nearly zero
-gradient would be blown up to a whole step."""
+"""Adam divides by the gradient's size: with a tiny epsilon the rounding noise of a nearly zero
+gradient would become a whole step."""
 TOKENS_PER_CHUNK = 2
-"""Of `many_pieces`."""
+"""Chunk size in `many_pieces`."""
 
 
 def make_config(
@@ -40,7 +40,7 @@ def make_config(
     max_staleness: int = 0,
     **optimizer: Any,
 ) -> RunConfig:
-    """A run config of which only `algorithm` and `optimizer` matter here."""
+    """A run config whose `algorithm` and `optimizer` matter for the learner."""
     settings = {"backend": "torch", "learning_rate": 1e-2, "max_tokens_per_micro_batch": 120}
     return run_config(
         num_iterations=NUM_ITERATIONS,
@@ -55,7 +55,7 @@ def make_config(
 
 @dataclass(frozen=True, eq=False)
 class Graded:
-    """A completion with what it brings to the loss; a group's members share their prompt object."""
+    """A completion with the inputs of its loss; a group's members share their prompt object."""
 
     prompt: Prompt
     token_ids: tuple[int, ...]
@@ -68,25 +68,25 @@ class Graded:
 def update(
     learner: Learner, graded: Sequence[Graded], iteration: int, rollout: bool = False
 ) -> Metrics:
-    """What the loop does with graded completions; `rollout`: their forward comes before, as when a
+    """Updates on graded completions as the loop does; `rollout`: with a forward before, as when the
     renderer is conditioned on it."""
     groups: dict[Prompt, list[Graded]] = {}
-    for one in graded:
-        groups.setdefault(one.prompt, []).append(one)
-    ids_PG = [[one.token_ids for one in group] for group in groups.values()]
-    opened = learner.begin(iteration, list(groups), ids_PG, [len(ids_G) for ids_G in ids_PG])
+    for each in graded:
+        groups.setdefault(each.prompt, []).append(each)
+    ids_PG = [[each.token_ids for each in group] for group in groups.values()]
+    train_step = learner.begin(iteration, list(groups), ids_PG, [len(ids_G) for ids_G in ids_PG])
     if rollout:
-        for micro_batch in opened.micro_batches:
-            opened.forward(micro_batch)
-        opened.prefetch_reference(lambda: True)
+        for micro_batch in train_step.micro_batches:
+            train_step.forward(micro_batch)
+        train_step.prefetch_reference(lambda: True)
     for p, group in enumerate(groups.values()):
-        sequences = [_sequence_of(one) for one in group]
-        opened.accumulate(p, sequences)
-    return opened.step()
+        train_step.accumulate(p, [_sequence_of(each) for each in group])
+    return train_step.step()
 
 
-def _sequence_of(one: Graded) -> TrainSequence:
-    return TrainSequence(one.loss_mask, one.advantage, one.sampler_logprobs, one.counted)
+def _sequence_of(graded: Graded) -> TrainSequence:
+    loss_mask, logprobs = graded.loss_mask, graded.sampler_logprobs
+    return TrainSequence(loss_mask, graded.advantage, logprobs, graded.counted)
 
 
 def make_sequences(
@@ -117,42 +117,42 @@ def make_sequences(
 def train(
     learner: Learner, sequences: list[Graded], start: int, stop: int
 ) -> list[dict[str, float]]:
-    """Iterations start..stop on the same sequences; merged metrics of this rank alone."""
-    seen = []
+    """Runs iterations start..stop on the same sequences; returns this rank's merged metrics."""
+    rows = []
     for iteration in range(start, stop):
         metrics = update(learner, sequences, iteration)
-        seen.append(metrics.merge([metrics.state()]))
-    return seen
+        rows.append(metrics.merge([metrics.state()]))
+    return rows
 
 
 def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
-    """The trained weights, copied."""
+    """Copies of the trained weights."""
     return {name: t.detach().clone() for name, t in learner.trainable_tensors().items()}
 
 
 def gradient(
     learner: Learner, sequences: list[Graded], dist: Dist, rollout: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The gradient an update would step with, summed over ranks; nothing is stepped."""
+    """The gradient of an update, summed over ranks, without a step."""
     backend = learner._backend
     assert isinstance(backend, TorchBackend)
-    caught: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
 
     def catch(learning_rate: float, gradient_scale: float) -> StepOutcome:
         for name, parameter in backend._parameters.items():
             summed = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            caught[name] = dist.sum_(summed * gradient_scale)
+            gradients[name] = dist.sum_(summed * gradient_scale)
             parameter.grad = None
         return StepOutcome(0.0, applied=False)
 
     backend.step = catch
     update(learner, sequences, 0, rollout)
     del backend.step
-    return caught
+    return gradients
 
 
 def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Largest |a - b| over the largest |b|, over all tensors together."""
+    """Largest |a - b| of all tensors over the largest |b|."""
     assert a.keys() == b.keys()
     largest = max(float(t.abs().max()) for t in b.values())
     return max(float((a[n].double() - b[n].double()).abs().max()) for n in b) / largest
@@ -161,22 +161,22 @@ def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
 def assert_as_one_process(
     ranks: Sequence[dict[str, Any]], plain: Learner, shares: Sequence[Sequence[Graded]]
 ) -> None:
-    """What each rank says of two updates on its share ("weights", "logprobs") is what `plain` makes
-    of all of them."""
-    together = [one for share in shares for one in share]
+    """Each rank's results of two updates on its share ("weights", "logprobs") equal those of
+    `plain` on all shares."""
+    all_graded = [graded for share in shares for graded in share]
     for iteration in range(2):
-        update(plain, together, iteration)
+        update(plain, all_graded, iteration)
     assert relative_difference(ranks[0]["weights"], ranks[1]["weights"]) == 0
     assert relative_difference(ranks[0]["weights"], snapshot(plain)) <= STEPPED
-    expected = plain.logprobs([(one.prompt, one.token_ids) for one in together])
-    found = [row for rank in ranks for row in rank["logprobs"]]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, abs=NATS)
+    expected = plain.logprobs([(graded.prompt, graded.token_ids) for graded in all_graded])
+    rows = [row for rank in ranks for row in rank["logprobs"]]
+    for row, expected_row in zip(rows, expected, strict=True):
+        assert row == pytest.approx(expected_row, abs=NATS)
 
 
 @contextmanager
 def many_pieces() -> Iterator[None]:
-    """Everything sharded, and a few tokens a chunk: what a large model and vocabulary do."""
+    """Shards all weights and uses chunks of a few tokens, as with a large model and vocabulary."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deepspeed, "PERSISTENCE_THRESHOLD_NUMEL", 0)
         num_logits = TOKENS_PER_CHUNK * 700
@@ -187,7 +187,7 @@ def many_pieces() -> Iterator[None]:
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, out: Path, **arguments: Any
 ) -> list[Any]:
-    """What `function(dist, out, **arguments)` returns on each of the gloo ranks; tensors too."""
+    """Returns the values of `function(dist, out, **arguments)` on gloo ranks, also tensors."""
     tiny_ranks.run_ranks(_on_rank, num_ranks, function, out, arguments)
     return [torch.load(out / f"rank{rank}.pt") for rank in range(num_ranks)]
 

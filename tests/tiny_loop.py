@@ -1,7 +1,7 @@
-"""A whole run at tiny size: random real models on disk, a config file, the loop in a process.
+"""A whole run at tiny size: random models of the real classes on disk, a config, a process.
 
-`python tests/tiny_loop.py <config> <where> <count> [SIGTERM]` runs the loop and is killed (SIGKILL,
-no goodbye; or the signal named) at the `count`-th time it comes to `where`.
+`python tests/tiny_loop.py <config> <where> <count> [SIGTERM]` runs the loop, which gets SIGKILL (or
+the named signal) at its `count`-th call of `where`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from rl.files.atomic import read_rows
 TESTS = Path(__file__).parent
 REPO = TESTS.parent
 STATE_DIM = 64
-"""Of the tiny policy's hidden states, which the tiny editor reads."""
+"""Width of the tiny policy's hidden states, which the tiny editor reads."""
 
 STEP = "rl.learner.train_step:TrainStep.step"
-"""Where a run may be killed."""
+"""A function at which runs are killed."""
 JUDGE = ["{python}", "-m", "tiny_world.judge_server", "{url_file}", "{model}"]
 """`judge.start_command`."""
 
 NOT_REPEATED = ("time/", "seconds/", "judge/", "work/", "memory/")
-"""Metrics of the clock, of the process, and of what a replayed journal saved."""
+"""Prefixes of metrics that differ after a resume: times, memory, replies from the journal."""
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """The folder of that name, which the first test process that asks for it fills."""
+    """A folder that all test processes share; the first one that needs it calls `make`."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"shared_{name}"
     with FileLock(f"{folder}.lock"):
@@ -51,7 +51,7 @@ def run_once(factory: pytest.TempPathFactory, name: str, write: Callable[[Path],
 
 
 def save_models(folder: Path) -> dict[str, str]:
-    """Random Qwen2.5-VL and Qwen-Image-Edit folders that fit each other."""
+    """Writes folders of a random Qwen2.5-VL and a Qwen-Image-Edit that reads its states."""
     import tiny_editor
     import tiny_qwen
 
@@ -61,7 +61,7 @@ def save_models(folder: Path) -> dict[str, str]:
 
 
 def config_of(models: dict[str, str], base_exp_dir: Path, **changes: Any) -> dict[str, Any]:
-    """Two prompts x four completions, brightness as the reward, the tiny judge beside it."""
+    """Two prompts x four completions; brightness is the reward, and the tiny judge also grades."""
     config: dict[str, Any] = {
         "run_name": "tiny",
         "base_exp_dir": str(base_exp_dir),
@@ -101,7 +101,7 @@ def config_of(models: dict[str, str], base_exp_dir: Path, **changes: Any) -> dic
         "optimizer": {
             "backend": "torch",
             "learning_rate": 1e-2,
-            "adam_eps": 1e-3,  # else a first step goes by the sign of gradients that are rounding
+            "adam_eps": 1e-3,  # a smaller one amplifies gradients that are only rounding
             "max_tokens_per_micro_batch": 200,
         },
         "evaluation": {"every_n_iterations": 4, "num_samples": 3},
@@ -119,7 +119,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def run(path: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """The loop in a fresh process; `arguments` = of `end_at`, or 'phase' and those of
+    """Runs the loop in a new process; `arguments`: those of `end_at`, or 'phase' and those of
     `end_at_phase`, or none."""
     command = [sys.executable, str(Path(__file__)), str(path), *arguments]
     ended = subprocess.run(
@@ -137,10 +137,10 @@ def environment(**more: str) -> dict[str, str]:
 def launch(
     path: Path, num_ranks: int, *options: str, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """The config's run from the command line, as `train_on_ranks.py` runs it."""
+    """Launches `train_on_ranks.py` with the config from the command line."""
     command = [sys.executable, "-m", "rl.simple_launch", "--nproc", str(num_ranks), *options]
     variables = environment(**environ)
-    variables.pop("DS_ACCELERATOR", None)  # the run sets it by itself
+    variables.pop("DS_ACCELERATOR", None)  # the run sets it
     return subprocess.run(
         [*command, str(TESTS / "train_on_ranks.py"), str(path)],
         env=variables,
@@ -152,8 +152,8 @@ def launch(
 
 
 def run_forked(path: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """`run` without an interpreter's start and imports. Not for both of two runs that must be equal
-    bit for bit: all forked ones hash with one seed."""
+    """As `run`, but forked, without the start of an interpreter and imports. Of two runs that must
+    be equal bit for bit only one may be forked, as forked processes share one hash seed."""
     import tiny_ranks
 
     ended = tiny_ranks.run_forked(_train, str(path), *arguments)
@@ -163,7 +163,7 @@ def run_forked(path: Path, *arguments: str, check: bool = True) -> subprocess.Co
 
 
 def kill_and_resume(path: Path, *arguments: str) -> str:
-    """Killed as `arguments` say, then run again; what the second process printed."""
+    """Kills a run as `arguments` say and resumes it; returns the output of the second process."""
     killed = run_forked(path, *arguments, check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
     resumed = run_forked(path).stdout
@@ -182,7 +182,7 @@ def _train(path: str, *end: str) -> None:
 
 
 def shortened(system: str, base_exp_dir: Path, engine: str) -> dict[str, Any]:
-    """A shipped config: three iterations of two prompts, three held-out samples."""
+    """A shipped config with three iterations of two prompts and three held-out samples."""
     values, problems = evaluate(REPO / "configs" / f"{system}.jsonnet", (), {})
     assert values is not None and not problems
     return values | {
@@ -201,7 +201,7 @@ def shortened(system: str, base_exp_dir: Path, engine: str) -> dict[str, Any]:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Of a JSONL file without a damaged line."""
+    """The rows of a JSONL file; asserts that no line is damaged."""
     rows, damaged = read_rows(path)
     assert not damaged, (path, damaged)
     return rows
@@ -219,14 +219,14 @@ def episodes_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(one: Path, other: Path, num_iterations: int = 4) -> None:
-    """Weights, moments, metrics and episodes, bit for bit."""
+    """Equal weights, moments, metrics and episodes, bit for bit."""
     assert_same_weights(one, other, num_iterations)
     assert metrics_of(one) == metrics_of(other)
     assert episodes_of(one) == episodes_of(other)
 
 
 def assert_same_weights(one: Path, other: Path, num_iterations: int = 4) -> None:
-    """And moments, bit for bit."""
+    """Equal weights and moments, bit for bit."""
     import torch
     from safetensors.torch import load_file
 

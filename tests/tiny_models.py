@@ -10,8 +10,8 @@ import torch
 
 @torch.no_grad()
 def draw(model: Any, std: float = 0.15, vectors_std: float = 0.0) -> Any:
-    """The model in evaluation mode, with random matrices large enough that words, pictures and
-    time change what it computes; vectors (norms, biases) move by `vectors_std`."""
+    """Draws matrices so large that text, pictures and time steps change the model's output, and
+    moves vectors (norms, biases) by `vectors_std`; returns the model in evaluation mode."""
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
             parameter.normal_(0, 0.1 if "visual" in name else std)

@@ -1,6 +1,6 @@
-"""Two nodes on one machine: two network namespaces and one cable, which may be cut.
+"""Two nodes on one machine: two network namespaces and a virtual cable that can be cut.
 
-Needs root, iproute2, and a kernel that allows them.
+Needs root, iproute2, and a kernel with network namespaces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 @dataclass(eq=False)
 class Nodes:
-    """What `two_nodes` opens."""
+    """Two open nodes and the processes that were started there."""
 
     names: tuple[str, str]
     started: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Nodes:
     def start(
         self, node: int, command: Sequence[str], errors: Path, **environ: str
     ) -> subprocess.Popen[str]:
-        """`command` on that node at the repository root; both its streams go into `errors`."""
+        """Starts `command` on a node at the repository root; writes its output to `errors`."""
         environment = {**os.environ, "PYTHONPATH": f"{tiny_loop.REPO}:{tiny_loop.TESTS}", **environ}
         with open(errors, "w", encoding="utf-8") as file:
             process = subprocess.Popen(
@@ -46,7 +46,7 @@ class Nodes:
 
     @contextmanager
     def cut(self) -> Iterator[None]:
-        """The cable, without a word to either side."""
+        """Cuts the cable inside the block; neither side is notified."""
         _ip("-n", self.names[1], "link", "set", CABLE, "down")
         try:
             yield
@@ -56,9 +56,9 @@ class Nodes:
 
 @contextmanager
 def two_nodes() -> Iterator[Nodes]:
-    """At the `ADDRESSES`. Everything that was started there is killed in the end.
+    """Opens two nodes at `ADDRESSES`; kills all processes that were started there in the end.
 
-    Raises OSError or CalledProcessError where this user or kernel may not.
+    Raises OSError or CalledProcessError if user or kernel cannot have such nodes.
     """
     names = (f"rl-{os.getpid()}-a", f"rl-{os.getpid()}-b")
     nodes = Nodes(names)
@@ -80,7 +80,7 @@ def two_nodes() -> Iterator[Nodes]:
 
 
 def why_not() -> str:
-    """Why there are no such nodes here; '' if there are."""
+    """Why such nodes are impossible on this machine; '' if they are possible."""
     if shutil.which("ip") is None:
         return "ip is missing (package iproute2)"
     try:
@@ -92,7 +92,7 @@ def why_not() -> str:
 
 
 def _kill_all(process: subprocess.Popen[str]) -> None:
-    """With whatever it started."""
+    """Kills a process and its children."""
     if process.poll() is None:
         children = psutil.Process(process.pid).children(recursive=True)
         for child in children:
@@ -101,5 +101,5 @@ def _kill_all(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Pictures to edit, and what a decoder made of one."""
+"""Pictures to edit, and decoder output as floats."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def make_picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
 
 
 def as_floats(tensor: torch.Tensor) -> torch.Tensor:
-    """Decoder output -1..1 -> 0..1, as before the rounding to uint8."""
+    """Decoder output from -1..1 to 0..1, without the rounding to uint8."""
     return (tensor * 0.5 + 0.5).clamp(0, 1)

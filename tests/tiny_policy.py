@@ -1,4 +1,4 @@
-"""The trainable policies at tiny size, float32 on the CPU, and what stands in for training them."""
+"""The trainable policies at tiny size, in float32 on the CPU, and imitations of training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl.policies import qwen2_5_vl
 from rl.policies.emu3 import emu3
 
 TEMPERATURE = 0.7
-"""Of `make_qwen` and `make_emu3`."""
+"""Temperature in `make_qwen` and `make_emu3`."""
 LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
 
@@ -28,7 +28,7 @@ def make_qwen(
     max_completion_tokens: int = 16,
     **section: Any,
 ) -> qwen2_5_vl.Qwen25VL:
-    """As a run with an editor makes it; `section`: keys of the policy's."""
+    """The policy of a run with an editor; `section`: keys of the policy's config."""
     section = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}} | section
     return qwen2_5_vl.Qwen25VL(
         qwen2_5_vl.Config(type="qwen2_5_vl", model_path=folder, **section),
@@ -45,7 +45,7 @@ def make_qwen(
 
 
 def make_emu3(folder: str, checkpointing: Any = False, **section: Any) -> emu3.Emu3:
-    """Trained in full unless the section says otherwise."""
+    """An Emu3 policy, fully trained unless `section` has a LoRA."""
     return emu3.Emu3(
         emu3.Config(type="emu3", model_path=folder, **{"dtype": "float32", **section}),
         PolicySetup(
@@ -58,7 +58,7 @@ def make_emu3(folder: str, checkpointing: Any = False, **section: Any) -> emu3.E
 
 
 def make_policy(folder: str, **section: Any) -> qwen2_5_vl.Qwen25VL:
-    """A Qwen2.5-VL that answers in text, at temperature 1, with a LoRA that says something."""
+    """A Qwen2.5-VL that answers in text, at temperature 1, with a LoRA that has an effect."""
     policy = make_qwen(
         folder, "text", temperature=1.0, max_completion_tokens=12, **{"lora": LORA, **section}
     )
@@ -67,7 +67,7 @@ def make_policy(folder: str, **section: Any) -> qwen2_5_vl.Qwen25VL:
 
 
 def wake_lora(policy: Policy[Any]) -> None:
-    """LoRA's B starts at zero, where A has no gradient and the reference is the policy."""
+    """Draws LoRA's B: if B is zero, A has no gradient and the reference equals the policy."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in policy.module.named_parameters():
@@ -81,7 +81,7 @@ def trainable(policy: Policy[Any]) -> dict[str, torch.nn.Parameter]:
 
 
 def move(policy: Policy[Any], scale: float = 0.1) -> None:
-    """Stand-in for training: shift what is trainable, so that policy and base differ."""
+    """Imitates training: changes the trainable weights, so that policy and base differ."""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in trainable(policy).values():
@@ -89,8 +89,8 @@ def move(policy: Policy[Any], scale: float = 0.1) -> None:
 
 
 def step_in_bfloat16(policy: Policy[Any], learning_rate: float) -> None:
-    """As Adam's first step: float32 masters move by the learning rate either way, the bfloat16
-    weights mostly round back."""
+    """Imitates Adam's first step: float32 masters change by plus or minus the learning rate, which
+    the rounding to bfloat16 mostly undoes."""
     torch.manual_seed(2)
     with torch.no_grad():
         for parameter in trainable(policy).values():

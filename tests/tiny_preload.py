@@ -1,4 +1,4 @@
-"""What every loop and most ranks of the tests import (`tiny_ranks`); it starts no Python thread."""
+"""Imports that forked test processes share (`tiny_ranks`); they start no Python thread."""
 
 import rl.train  # noqa: F401, I001 (first: it makes the others importable)
 

@@ -1,7 +1,7 @@
-"""A tiny, real Qwen2.5-VL on disk: the classes, files and special tokens of the big one.
+"""A tiny Qwen2.5-VL on disk with the classes, files and special tokens of the released one.
 
-The tokenizer is trained on Qwen-Image-Edit's system prompt until that prefix has its real length,
-64 tokens. Random weights are scaled up so that pictures and words visibly matter.
+The tokenizer is trained on Qwen-Image-Edit's system prompt, so that this prefix has its real length
+of 64 tokens. Random weights are so large that pictures and text have an effect.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VISION = {
 
 
 def make_tokenizer() -> Any:
-    """Byte-level BPE of a few hundred tokens under Qwen's own pre-tokenizer and specials."""
+    """Byte-level BPE of a few hundred tokens with Qwen's pre-tokenizer and specials."""
     return train([SYSTEM_PROMPT] * 500 + WORDS * 50)
 
 
@@ -48,26 +48,26 @@ def make_model(tokenizer: Any, seed: int = 0, tied: bool = False) -> Any:
 
 
 def text_sizes(tokenizer: Any, tied: bool) -> dict[str, Any]:
-    """What both families' language models have; as in the big ones, the vocabulary is longer than
-    the tokenizer."""
+    """Config of both families' language models; as in the released ones, the vocabulary is larger
+    than the tokenizer."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]}
-    own = {"vocab_size": len(tokenizer) + 3, "rope_parameters": rope, "tie_word_embeddings": tied}
-    return language_sizes(64, 2, 4096) | own
+    text = {"vocab_size": len(tokenizer) + 3, "rope_parameters": rope, "tie_word_embeddings": tied}
+    return language_sizes(64, 2, 4096) | text
 
 
 def save_policy_folder(folder: Path, tied: bool = False) -> str:
-    """Weights, tokenizer and image processor, as `policy.model_path` wants them."""
+    """Writes weights, tokenizer and image processor for `policy.model_path`."""
     tokenizer = make_tokenizer()
     return save(folder, make_model(tokenizer, tied=tied), tokenizer, make_image_processor())
 
 
 def make_image_processor() -> Any:
-    """4 to 16 image tokens a picture."""
+    """An image processor with 4 to 16 image tokens per picture."""
     return Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=112 * 112)
 
 
 def make_processor() -> Any:
-    """transformers' own, as diffusers' pipelines take it."""
+    """transformers' processor for diffusers' pipelines."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
 
     return Qwen2_5_VLProcessor(

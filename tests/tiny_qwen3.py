@@ -1,5 +1,4 @@
-"""A tiny, real Qwen3-VL on disk: sizes, tokenizer and pictures of `tiny_qwen.py`, as many layers as
-deepstack needs, and head sizes and norms that the width does not give away."""
+"""A tiny Qwen3-VL on disk, with the sizes, tokenizer and pictures of `tiny_qwen.py`."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ VISION = {
 
 
 def make_model(tokenizer: Any, tied: bool = False) -> Any:
-    """Four layers, of which the first three take deepstack features; three heads of 32 in a width
-    of 64, so that no size can be taken for another; norms away from 1."""
+    """Four layers, of which the first three get deepstack features; three heads of 32 at a width of
+    64, so that tests notice mistaken sizes; norms other than 1."""
     torch.manual_seed(0)
     text = tiny_qwen.text_sizes(tokenizer, tied)
     text |= {"num_hidden_layers": 4, "num_attention_heads": 3, "head_dim": 32}
@@ -47,10 +46,10 @@ def make_model(tokenizer: Any, tied: bool = False) -> Any:
 
 
 def save_policy_folder(folder: Path, tied: bool = False) -> str:
-    """Weights, tokenizer and image processor, as `policy.model_path` wants them."""
+    """Writes weights, tokenizer and image processor for `policy.model_path`."""
     tokenizer = tiny_qwen.make_tokenizer()
-    images = image_processor(64 * 64, 128 * 128)  # 4 to 16 image tokens a picture
-    return save(folder, make_model(tokenizer, tied), tokenizer, images)
+    processor = image_processor(64 * 64, 128 * 128)  # 4 to 16 image tokens per picture
+    return save(folder, make_model(tokenizer, tied), tokenizer, processor)
 
 
 def make_qwen3(
@@ -60,7 +59,7 @@ def make_qwen3(
     section: dict[str, Any] | None = None,
     **setup: Any,
 ) -> qwen3_vl.Qwen3VL:
-    """As a run with an editor makes it; `section`: keys of the policy's."""
+    """The policy of a run with an editor; `section`: keys of the policy's config."""
     keys = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}} | (section or {})
     setup = {"temperature": TEMPERATURE, "max_completion_tokens": 16} | setup
     return qwen3_vl.Qwen3VL(

@@ -1,6 +1,6 @@
-"""A tiny Qwen-Image-2.1 of the real classes, with the Qwen3-VL that its stock pipeline reads with.
+"""A tiny Qwen-Image-2.1 of the real classes, with the Qwen3-VL of its stock pipeline.
 
-Random weights, scaled so that words and pictures visibly matter.
+Random weights are so large that text and pictures have an effect.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ WORDS = ("make the sky blue", "add a red square to the image now", "x")
 
 
 class ImageTextProcessor(Qwen3VLProcessor):
-    """Without the video half, whose library these machines lack: ProcessorMixin reads its
-    attributes from this signature."""
+    """Qwen3-VL's processor without its video processor, which needs another library.
+    (ProcessorMixin reads the attributes from this signature.)"""
 
     def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str) -> None:
         for name in ("image", "video", "vision_start", "vision_end"):
@@ -62,12 +62,12 @@ class ImageTextProcessor(Qwen3VLProcessor):
 
     @property
     def model_input_names(self) -> list[str]:
-        own = self.tokenizer.model_input_names + self.image_processor.model_input_names
-        return [*own, "mm_token_type_ids"]
+        names = self.tokenizer.model_input_names + self.image_processor.model_input_names
+        return [*names, "mm_token_type_ids"]
 
 
 class StockParts(tiny_editor.StockParts):
-    """With the VAE of Qwen-Image-2.1."""
+    """Stock parts with the VAE of Qwen-Image-2.1."""
 
     def ours(self) -> EditorParts:
         vae = PictureVae(copy.deepcopy(self.vae)).requires_grad_(False)
@@ -89,7 +89,7 @@ def make_stock() -> StockParts:
 
 
 def make_vae(patched: bool = False) -> Any:
-    """16x down, by folding 2x2 px into channels and three halvings if `patched`; 8 channels."""
+    """16x down, 8 channels; `patched`: by folding 2x2 px into channels and three halvings."""
     folded = {"patch_size": 2, "in_channels": 16, "out_channels": 16} if patched else {}
     return AutoencoderKLQwenImage21(
         base_dim=8,
@@ -128,7 +128,7 @@ def stock_pipeline(parts: StockParts) -> Any:
 def render_stock(
     parts: StockParts, words: str, sources: Sequence[Image.Image], seed: int, **more: Any
 ) -> torch.Tensor:
-    """[1, 4, H, W] in 0..1 of the stock pipeline, asked once for one prompt."""
+    """[1, 4, H, W] in 0..1: the stock pipeline's picture of one prompt."""
     return stock_pipeline(parts)(
         words,
         image=list(sources) or None,
@@ -140,34 +140,34 @@ def render_stock(
 
 @torch.no_grad()
 def encode(words: str, sources: Sequence[Image.Image]) -> tuple[torch.Tensor, tuple[range, ...]]:
-    """(states [L, STATE_DIM] before the last norm, the pictures' places), without the system's
-    turn: our own, from the stock pipeline's words."""
+    """(states [L, STATE_DIM] before the last norm, the pictures' positions), without the system's
+    turn; computed here from the stock pipeline's prompt."""
     encoder, processor = make_encoder()
     marks = " ".join(
         f"<image{i}><|vision_start|><|image_pad|><|vision_end|>" for i in range(1, len(sources) + 1)
     )
     system = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
-    asked = f"<|im_start|>user\n{marks}{words}<|im_end|>\n<|im_start|>assistant\n"
+    user = f"<|im_start|>user\n{marks}{words}<|im_end|>\n<|im_start|>assistant\n"
     config = Config(**TINY)
     sizes = condition_sizes(config, [source.size for source in sources])
-    seen = [
+    images = [
         over_white(s.convert("RGBA").resize(size, Image.Resampling.LANCZOS))
         for s, size in zip(sources, sizes, strict=True)
     ]
-    inputs = processor(text=[system + asked], images=seen or None, return_tensors="pt")
+    inputs = processor(text=[system + user], images=images or None, return_tensors="pt")
     states = []
     norm = encoder.model.language_model.norm
-    hook = norm.register_forward_hook(lambda module, given, out: states.append(given[0][0]))
+    hook = norm.register_forward_hook(lambda module, args, out: states.append(args[0][0]))
     encoder.model(**inputs)
     hook.remove()
     dropped = len(processor.tokenizer(system).input_ids)
     is_picture = (inputs.input_ids[0, dropped:] == processor.image_token_id).tolist()
-    places, at = [], 0
+    positions, start = [], 0
     for width, height in sizes:
-        at = is_picture.index(True, at)
-        places.append(range(at, at + width * height // 32**2))
-        at = places[-1].stop
-    return states[0][dropped:], tuple(places)
+        start = is_picture.index(True, start)
+        positions.append(range(start, start + width * height // 32**2))
+        start = positions[-1].stop
+    return states[0][dropped:], tuple(positions)
 
 
 def make_group(
@@ -176,14 +176,14 @@ def make_group(
     first_seed: int = 0,
     negative: str | None = None,
 ) -> list[RenderJob]:
-    """What a policy with the stock pipeline's encoder hands on. Seeds count up.
+    """The jobs of a policy with the stock pipeline's encoder. Seeds count up.
 
-    All members' states of the prompt are copies of the first one's, as of one packed forward: the
-    renderer goes through sources once only for rows whose starts are bit-equal, and another forward
-    may round otherwise.
+    All members' states of the prompt are copies of the first one's, as from one packed forward: the
+    renderer processes the sources of several rows once only if their first states are bit-equal,
+    and separate forwards may round differently.
     """
-    first, places = encode(words_G[0], sources)
-    start = first[: places[-1].stop if places else 0]
+    first, positions = encode(words_G[0], sources)
+    start = first[: positions[-1].stop if positions else 0]
 
     def states_of(words: str) -> torch.Tensor:
         return torch.cat([start, encode(words, sources)[0][len(start) :]])
@@ -192,7 +192,7 @@ def make_group(
     return [
         RenderJob(
             Sample("s", words, sources=tuple(sources)),
-            HiddenStates(states_of(words), negative_states, places),
+            HiddenStates(states_of(words), negative_states, positions),
             first_seed + g,
         )
         for g, words in enumerate(words_G)
@@ -215,6 +215,6 @@ def render_floats(renderer: QwenImage21Loop, jobs: Sequence[RenderJob]) -> torch
 
 
 def references(number: int) -> list[Image.Image]:
-    """So many sources, no two of one size; the last decides the picture's."""
+    """`number` sources of different sizes; the last one decides the size of the result."""
     sizes = [(96, 64), (64, 64), (64, 128)]
     return [make_picture(i, *sizes[i]) for i in range(number)]

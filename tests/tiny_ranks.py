@@ -1,7 +1,7 @@
 """Real processes for tests: N gloo ranks, or one that may be killed.
 
-They are forked off a server that has imported `tiny_preload` once: a fresh interpreter would spend
-seconds of CPU on that each time.
+A server that has imported `tiny_preload` forks them; in a new interpreter these imports would take
+seconds of CPU each time.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from rl.ranks.rendezvous import on_one_node
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 300
-"""Ranks that wait for each other share their cores with other tests."""
+"""Time limit; ranks share their cores with other tests."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.tiny_preload"])
 
 
 def spawn(target: Callable[..., None], *args: Any) -> BaseProcess:
-    """A running process; `target` is a function of an importable module."""
+    """Starts a process; `target` is a function of an importable module."""
     process = _CONTEXT.Process(target=target, args=args)
     process.start()
     return process
 
 
 def run_forked(target: Callable[..., None], *args: Any) -> subprocess.CompletedProcess[str]:
-    """`target(*args)` at the repository root, as if it were a script; what it printed, its status.
+    """Runs `target(*args)` at the repository root like a script; returns its output and status.
 
-    All processes of a server share one seed of the hashes: what must not depend on the order of a
-    set needs a fresh interpreter.
+    All forked processes share one hash seed; to test that results do not depend on the order of a
+    set, use a new interpreter.
     """
     with TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdout", "stderr")]
@@ -52,7 +52,7 @@ def run_forked(target: Callable[..., None], *args: Any) -> subprocess.CompletedP
         process.kill()
         process.join()
         printed, errors = (file.read_text() for file in files)
-    assert status is not None, f"it did not end in {PATIENCE_S} s: {printed} {errors}"
+    assert status is not None, f"the process did not end in {PATIENCE_S} s: {printed} {errors}"
     return subprocess.CompletedProcess(target.__name__, status, printed, errors)
 
 
@@ -64,7 +64,7 @@ def _script_main(files: Sequence[Path], target: Callable[..., None], args: tuple
 
 
 def run_ranks(target: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """What `target(*args)` returns on every rank; fails with the traceback of one that raises."""
+    """The values of `target(*args)` on all ranks; fails with the traceback if a rank raises."""
     with TemporaryDirectory() as folder:
         environ = on_one_node(Path(folder)) | {"WORLD_SIZE": str(world_size)}
         ranks = []
@@ -95,7 +95,7 @@ def _rank_main(
 
 
 def start(script: str, *args: str, **environ: str) -> subprocess.Popen[str]:
-    """`script` (indented as one likes) in a fresh interpreter at the repository root."""
+    """Runs `script` (indented or not) in a new interpreter at the repository root."""
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script), *args],
         cwd=ROOT,
@@ -108,8 +108,8 @@ def start(script: str, *args: str, **environ: str) -> subprocess.Popen[str]:
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that answers nobody and that the kernel gives to nobody else meanwhile.
-    Who sets SO_REUSEADDR, as servers do, may listen there."""
+    """A port of 127.0.0.1 without a listener, which the kernel gives to no other process. A process
+    that sets SO_REUSEADDR, as servers do, may listen there."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))

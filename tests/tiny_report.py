@@ -1,4 +1,4 @@
-"""A run folder of a few hostile words, as a run would have written it, without any model."""
+"""Writes run folders with hostile text, as a run would, without any model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ EVIL = (
     "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&`${alert(3)}\u2028\u2029"
     "\u202egnp.exe\u202c {{ 7*7 }} <!-- ]]> \\u003c"
 )
-"""Ends scripts, comments, attributes, strings, templates and lines, and turns what follows."""
+"""Closes scripts, comments, attributes, strings, templates and lines, and reverses text."""
 REWARDS = {0: [0.1, 0.9, None, 0.2, 0.5], 4: [0.9, 0.3, 0.8, 0.2, 0.6]}
-"""Iterations done -> held-out rewards."""
+"""Finished iterations -> held-out rewards."""
 NUM_GROUPS, NUM_COMPLETIONS = 3, 2
 
 
@@ -68,8 +68,8 @@ def write_episodes(folder: Path, iteration: int) -> None:
 
 
 def episode(iteration: int, g: int, member: int) -> dict[str, Any]:
-    """Of group 2 the second completion has no grade; the judge reads each picture twice."""
-    lost = g == 2 and member == 1
+    """The second completion of group 2 is ungraded; the judge grades each picture twice."""
+    is_ungraded = g == 2 and member == 1
     stem = f"images/it_{iteration:06d}/rank0_g{g:02d}"
     scores = [[8, 8], [8 - 2 * g, 8]]
     return {
@@ -79,11 +79,11 @@ def episode(iteration: int, g: int, member: int) -> dict[str, Any]:
         "instruction": f"instruction {g} {EVIL}",
         "completion": f"completion {EVIL}",
         "finish": "stop",
-        "status": "ungraded" if lost else "scored",
-        "failure": f"no_reply: {EVIL}" if lost else None,
-        "reward": None if lost else (g + member) / 4,
-        "advantage": None if lost else 0.5 - member,
-        "parts": {} if lost else {"viescore": (g + member) / 4, EVIL: 1.0},
+        "status": "ungraded" if is_ungraded else "scored",
+        "failure": f"no_reply: {EVIL}" if is_ungraded else None,
+        "reward": None if is_ungraded else (g + member) / 4,
+        "advantage": None if is_ungraded else 0.5 - member,
+        "parts": {} if is_ungraded else {"viescore": (g + member) / 4, EVIL: 1.0},
         "judge_s": 0.25,
         "replies": {
             "viescore": [
@@ -103,12 +103,12 @@ def episode(iteration: int, g: int, member: int) -> dict[str, Any]:
 
 
 def write_evaluation(folder: Path, iteration: int, rewards: list[float | None]) -> None:
-    place = folder / "evaluation" / f"it_{iteration:06d}"
-    place.mkdir(parents=True)
+    directory = folder / "evaluation" / f"it_{iteration:06d}"
+    directory.mkdir(parents=True)
     rows = []
     for number, reward in enumerate(rewards):
         for kind, colour in (("source", "blue"), ("image", "red"), ("bare", "gray")):
-            Image.new("RGB", (16, 16), colour).save(place / f"{number}_{kind}.png")
+            Image.new("RGB", (16, 16), colour).save(directory / f"{number}_{kind}.png")
         rows.append(
             {
                 "id": f"s{number} {EVIL}" if number == 4 else f"s{number}",
@@ -132,7 +132,7 @@ def write_evaluation(folder: Path, iteration: int, rewards: list[float | None]) 
                 "bare_file": f"{number}_bare.png",
             }
         )
-    write_lines(place / "records.jsonl", rows)
+    write_lines(directory / "records.jsonl", rows)
 
 
 def write_lines(file: Path, rows: Sequence[Any]) -> None:
@@ -141,7 +141,7 @@ def write_lines(file: Path, rows: Sequence[Any]) -> None:
 
 
 def held_out(i: int, reward: float | None, **changes: Any) -> dict[str, Any]:
-    """The record of one held-out sample in plain words."""
+    """The record of one held-out sample with harmless text."""
     return {
         "id": f"s{i}",
         "category": "ab"[i % 2],
@@ -157,7 +157,7 @@ def held_out(i: int, reward: float | None, **changes: Any) -> dict[str, Any]:
 
 
 def write_held_out(run_dir: Path, iteration: int, records: Sequence[Any]) -> Path:
-    """Returns the folder of the evaluation."""
+    """Writes the records of a held-out run; returns its folder."""
     folder = run_dir / "evaluation" / f"it_{iteration:06d}"
     write_lines(folder / "records.jsonl", records)
     return folder

@@ -1,4 +1,4 @@
-"""Rewards asked as the rollout asks them: one event loop, one client, one episode."""
+"""Calls rewards as the rollout does: one event loop, one client, one episode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny_world.judge_server import JudgeServer
 
 
 def make(plugin: ModuleType, config: Any, judge: Any = None) -> Any:
-    """The one reward of a module."""
+    """The only reward of a module, with a config and a judge."""
     [reward] = plugins_in(plugin, Reward)
     return reward(config, Resources(judge, "cpu"))
 
@@ -32,11 +32,10 @@ def ask(
     """The grade of one reward that asks `judge`; `config`: the reward's, `client`: the client's."""
 
     async def run() -> RewardOutput:
-        asker = JudgeClient(quick_config(**{"max_attempts": 2, **client}), judge.api_base)
-        grade: RewardOutput = await make(plugin, plugin.Config(**config or {}), asker).grade(
-            reward_input
-        )
-        await asker.aclose()
+        judge_client = JudgeClient(quick_config(**{"max_attempts": 2, **client}), judge.api_base)
+        reward = make(plugin, plugin.Config(**config or {}), judge_client)
+        grade: RewardOutput = await reward.grade(reward_input)
+        await judge_client.aclose()
         return grade
 
     assert judge.model == MODEL
@@ -46,7 +45,7 @@ def ask(
 def read(
     plugin: ModuleType, text: str, instruction: str = "", answer: Any = None, **config: Any
 ) -> RewardOutput:
-    """The grade of a completion by a reward that asks nobody."""
+    """The grade of a completion by a reward without a judge."""
     sample = Sample("a", instruction, hidden={} if answer is None else {"answer": answer})
     reward = make(plugin, plugin.Config(**config))
     grade: RewardOutput = asyncio.run(reward.grade(RewardInput(sample, text, None)))

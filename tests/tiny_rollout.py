@@ -1,4 +1,4 @@
-"""Letters for completions and grey levels for pictures: a rollout without models."""
+"""A rollout without models: completions are letters, and pictures are grey levels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_config(**changes: object) -> RunConfig:
 
 
 class Painter:
-    """Paints the noise seed; words beginning with 'x' break it, 'y' is the policy's fault."""
+    """Draws the noise seed as a grey; fails at words in 'x...', blames the policy for 'y...'."""
 
     def __init__(self) -> None:
         self.jobs: list[RenderJob] = []
@@ -46,10 +46,10 @@ class Painter:
     def render(
         self, jobs: Iterable[RenderJob]
     ) -> Iterator[tuple[int, Image.Image | RenderFailure]]:
-        taken = list(jobs)
-        self.jobs += taken
-        for index in reversed(range(len(taken))):
-            job = taken[index]
+        all_jobs = list(jobs)
+        self.jobs += all_jobs
+        for index in reversed(range(len(all_jobs))):
+            job = all_jobs[index]
             if job.payload[0] in "xy":
                 blame = "policy" if job.payload[0] == "y" else "renderer"
                 yield index, RenderFailure("ragged", blame)
@@ -63,14 +63,14 @@ def word(text: str, finish: str = "stop", forced: tuple[bool, ...] | None = None
 
 
 class Graded(Reward):
-    """Grades by a function, plain or async."""
+    """Grades by a function, synchronous or not."""
 
     def __init__(self, grade: Callable[[RewardInput], Any]) -> None:
         self.grade = grade
 
 
 class Batches:
-    """One pack a group; nothing is ever forwarded, since the policy reads no states."""
+    """One pack per group; there is no forward, since the policy reads no states."""
 
     collective = False
 

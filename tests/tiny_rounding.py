@@ -1,11 +1,11 @@
-"""How far two float32 computations of the same thing may be apart, on whatever CPU.
+"""Bounds on the difference of two float32 computations of the same value, on any CPU.
 
-In which order a sum is added up is the kernels' affair: it hangs on the CPU, the number of threads,
-how many rows share a product. So a bound here is an error estimate, and no machine's figure. The
-errors of n roundings are of either sign and add up like a walk: lambda sqrt(n) u of what was summed
-(Higham & Mary 2019, "A new approach to probabilistic rounding error analysis"). One
-forward done twice may differ as well, where its tensors lie otherwise in memory. Bits are compared
-only where they are promised: a resume, ranks with one another, a sync, a file's round trip.
+The order of a sum depends on the CPU, the number of threads and the rows of a product, so a bound
+is an error estimate and not a measurement. The errors of n roundings have random signs and add up
+like a random walk: lambda sqrt(n) u times the summed numbers (Higham & Mary 2019, "A new approach
+to probabilistic rounding error analysis"). Even a repeated forward may differ if its tensors have
+other addresses. Bits are compared only where they are promised: after a resume, between ranks,
+after a sync, after a file's round trip.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ import math
 from typing import Any
 
 UNIT = 2.0**-24
-"""Float32: largest relative error of one operation."""
+"""u: largest relative error of one float32 operation."""
 MARGIN = 10
-"""lambda: 1 is what is usual; tails, and layers that amplify what comes in, want more."""
+"""lambda: 1 is typical; tails, and layers that amplify errors, need more."""
 
 
 def rounding(num_terms: float, largest: float = 1.0) -> float:
-    """Bound on |one - other|: `num_terms` numbers up to `largest` added up, through all layers."""
+    """Bound on |one - other| for sums of `num_terms` numbers up to `largest` over all layers."""
     return MARGIN * math.sqrt(num_terms) * UNIT * largest
 
 
 def apart(one: Any, other: Any) -> float:
-    """The largest difference of two tensors of one shape."""
+    """The largest difference of two tensors of the same shape."""
     assert one.shape == other.shape
     return float((one - other).abs().max())
 
 
 PRODUCT = rounding(256)
-"""9.5e-6. A few products of 64 terms in a row: one layer, its attention, their gradient."""
+"""9.5e-6: a few consecutive products of 64 terms: one layer, its attention, their gradient."""
 NATS = rounding(1600, largest=4)
-"""9.5e-5. Of a log-prob or a normed state: 2 layers of 7 products of 64 terms, a vocabulary of 700;
-logits reach 4. A stale adapter is off by 1e-2."""
+"""9.5e-5: a log-prob or a normed state: 2 layers of 7 products of 64 terms, a vocabulary of 700;
+logits reach 4. A stale adapter causes 1e-2."""
 PICTURE = rounding(6000)
-"""4.6e-5. Of a picture's 0..1: 4 steps and a decoder, together 100 products of 60 terms. Other
-words are off by 4e-2, one matrix in bfloat16 by 1e-3."""
+"""4.6e-5: a picture in 0..1: 4 steps and a decoder, together 100 products of 60 terms. Other words
+cause 4e-2, one matrix in bfloat16 1e-3."""
 GRADIENT = rounding(400)
-"""1.2e-5, of the largest element: 400 tokens add up. A masked token is off by 2e-2,
-one advantage of twelve that is wrong by a thousandth by 2e-4."""
+"""1.2e-5 of the largest element: a sum over 400 tokens. A masked token causes 2e-2, and one of
+twelve advantages that is wrong by a thousandth 2e-4."""
 STEPPED = 4 * GRADIENT
-"""4.8e-5, of the largest weight after some steps of AdamW, which divides each element's error by
-that element's own size. A learning rate that is wrong by a thousandth is off by 7e-4."""
+"""4.8e-5 of the largest weight after some steps of AdamW, which divides each element's error by the
+element's size. A learning rate that is wrong by a thousandth causes 7e-4."""

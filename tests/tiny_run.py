@@ -1,7 +1,4 @@
-"""The smallest things a run records: a config and episodes, without any model.
-
-Used by tests of `rl/record`.
-"""
+"""A small run config, episodes and an engine, without any model."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def episode(**changes: Any) -> Episode:
 
 
 class Writes:
-    """An engine that always writes the same."""
+    """An engine that always returns the same completion."""
 
     def __init__(self, completion: Completion) -> None:
         self.completion = completion

@@ -1,4 +1,4 @@
-"""A tiny Stable Diffusion 3 of the real classes, random but with visible conditioning."""
+"""A tiny Stable Diffusion 3 of the real classes; its random weights react to the conditioning."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ PROMPTS = ("a purple rabbit eating carrots", "a green cat", "a square wheel roll
 def clip_tokenizer() -> Any:
     """One token per byte (another at a word's end), CLIP's markers and its length of 77."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*alphabet, *(letter + "</w>" for letter in alphabet)]
-    words += ["<|startoftext|>", "<|endoftext|>"]
+    tokens = [*alphabet, *(letter + "</w>" for letter in alphabet)]
+    tokens += ["<|startoftext|>", "<|endoftext|>"]
     return CLIPTokenizer(
-        vocab={word: i for i, word in enumerate(words)}, merges=[], model_max_length=77
+        vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=77
     )
 
 
@@ -90,7 +90,7 @@ def stock_pipeline(parts: SD3Parts) -> Any:
 
 
 def save_sd3(parts: SD3Parts, folder: Path) -> None:
-    """As the released checkpoints lie on disk."""
+    """Writes the folder layout of the released checkpoints."""
     stock_pipeline(parts).save_pretrained(folder)
 
 

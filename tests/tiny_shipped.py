@@ -1,4 +1,4 @@
-"""A shipped config of the tiny world, run as a user runs it, and how much it learnt."""
+"""Runs a shipped config of the tiny world as a user does, and measures how much it learnt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiny_loop import REPO, rows_of
 
 
 def run(config: str, base_exp_dir: Path, *overrides: str) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl."""
+    """Runs the config; returns the rows of metrics.jsonl."""
     command = [sys.executable, "-m", "rl.simple_launch", config, f"base_exp_dir={base_exp_dir}"]
     ended = subprocess.run(
         [*command, *overrides], cwd=REPO, capture_output=True, text=True, timeout=3000
@@ -24,15 +24,15 @@ def run(config: str, base_exp_dir: Path, *overrides: str) -> list[dict[str, Any]
 
 
 def climb(rows: list[dict[str, Any]]) -> float:
-    """Mean reward of the last ten iterations less that of the first ten: 960 sampled completions
-    each, of prompts not seen before. The greedy held-out reward is too coarse for a control: where
-    two answers are about equally likely, a random step flips all scenes of a kind at once."""
+    """Mean reward of the last ten iterations minus that of the first ten, over 960 completions of
+    new prompts each. The greedy held-out reward is too coarse for a control: if two answers are
+    about equally likely, a random step changes the answers to all scenes of a kind at once."""
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     return fmean(rewards[-10:]) - fmean(rewards[:10])
 
 
 def most_dead_groups(rows: list[dict[str, Any]]) -> float:
-    """Share of groups that failed as a whole in the worst ten iterations in a row: 0.20 the most of
-    48 seeds that learnt, up to 0.38 where a wording was lost for good."""
+    """Share of dead groups in the worst ten consecutive iterations: at most 0.20 in 48 seeds that
+    learnt, up to 0.38 in runs that lost a wording permanently."""
     dead = [row["groups/dead"] for row in rows if "groups/dead" in row]
     return max(fmean(dead[start : start + 10]) for start in range(len(dead) - 9))

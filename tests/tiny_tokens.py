@@ -1,4 +1,4 @@
-"""Tokenised edits on disk, as they were published."""
+"""Writes tokenised edits in the published format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def fields(number: int, **changes: Any) -> dict[str, Any]:
-    """What a published `.pth` holds; codes below 64."""
+    """The contents of a published `.pth`, with codes below 64."""
     rng = np.random.default_rng(number)
     return {
         "edit_id": f"{number}.pth",
@@ -24,7 +24,7 @@ def fields(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def save_published(folder: Path, numbers: range) -> list[str]:
-    """One .pth each; returns their names."""
+    """Writes one .pth for each number; returns their names."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in numbers:
         torch.save(fields(number), folder / f"{number}.pth")
@@ -38,7 +38,7 @@ def write_list(file: Path, entries: list[str], **more: Any) -> str:
 
 
 def rename_globals(file: Path, old: bytes, new: bytes) -> None:
-    """Name a module otherwise in a `.pth`'s pickle, as another numpy would have."""
+    """Renames a module in a `.pth`'s pickle, as if another numpy had written it."""
     with zipfile.ZipFile(file) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     assert any(old in content for content in members.values())

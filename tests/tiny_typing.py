@@ -1,4 +1,4 @@
-"""mypy over a stranger's files, as strict as ours, the repository on its path."""
+"""Runs mypy on third-party files, strictly and with the repository on its path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REPO = Path(__file__).resolve().parents[1]
 
 
 def typing_errors(files: Sequence[Path], root: Path) -> list[str]:
-    """One line each; `root` is where their packages lie."""
+    """The errors, one per line; `root`: the parent of the files' packages."""
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary"]
     command += ["--namespace-packages", "--explicit-package-bases"]
     command += [

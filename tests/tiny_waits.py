@@ -1,4 +1,4 @@
-"""Waiting for what another process or thread does."""
+"""Waits for another process or thread."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
-    """Until it holds; fails after what is long even on a busy machine."""
+    """Waits until the condition holds; fails after `seconds`, which suffice on a busy machine."""
     deadline_s = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
+        assert time.monotonic() < deadline_s, f"the condition did not hold in {seconds} s"
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Model files whose tensors lie askew, as a header of another length leaves them."""
+"""Shifts the tensors in model files, as a header of another length does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ ALIGNMENT_BYTES = 64
 
 
 def displace(folder: Path, past_16: int = 4) -> Path:
-    """Rewrite every safetensors file of the folder to the same tensors, the first of which begins
-    `past_16` bytes past a multiple of 16."""
+    """Rewrites every safetensors file of the folder with the same tensors, so that the first one
+    begins `past_16` bytes after a multiple of 16."""
     files = sorted(folder.rglob("*.safetensors"))
     assert files, folder
     for file in files:
@@ -24,6 +24,6 @@ def displace(folder: Path, past_16: int = 4) -> Path:
 
 
 def num_askew(module: torch.nn.Module) -> int:
-    """Tensors that do not begin where PyTorch's allocator would have put them."""
+    """Number of tensors whose addresses do not have the alignment of PyTorch's allocator."""
     tensors = [*module.parameters(), *module.buffers()]
     return sum(tensor.data_ptr() % ALIGNMENT_BYTES > 0 for tensor in tensors)

@@ -1,10 +1,9 @@
-"""What each rank runs in `test_train_ranks.py`: the loop, under sizes that make ranks differ.
+"""The program of each rank in `test_train_ranks.py`: the loop, with forced chunks and shards.
 
-A tiny head would be projected in one chunk, and ZeRO-3 would leave so small a model whole on every
-rank; both are forced into many pieces. Every rank notes the weights it ends with. Under
-TROUBLE, 'refused', 'killed' or 'stopped', that happens to the last rank alone, between two of its
-verdicts; under 'raised', 'frozen' or 'deadlocked' it fails or hangs between two backwards of the
-second iteration.
+Otherwise a tiny head would be projected in one chunk, and ZeRO-3 would not shard so small a model.
+Every rank saves its weights after each iteration. The environment variable TROUBLE causes a fault
+of the last rank: 'refused', 'killed' and 'stopped' between two grades of its judge, 'raised',
+'frozen' and 'deadlocked' between two backward passes of the second iteration.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tests.brightness_reward import Brightness
 LOGITS_PER_CHUNK = 1500
 """Two tokens of the tiny vocabulary."""
 TROUBLED_VERDICT = 13
-"""Of the second iteration, if a rank has two groups of four and a bare arm each."""
+"""In the second iteration, if a rank has two groups of four and a bare arm each."""
 
 
 BETWEEN_BACKWARDS = {"raised": "OutOfMemoryError", "frozen": "SIGSTOP", "deadlocked": "deadlock"}
@@ -39,8 +38,8 @@ def note_weights(run: Run, done: int) -> None:
     weights = {name: t.detach().clone() for name, t in run.learner.trainable_tensors().items()}
     parameters = run.context.policy.module.parameters()
     num_sharded = sum(p.numel() == 0 and getattr(p, "ds_numel", 0) > 0 for p in parameters)
-    noted = {"weights": weights, "sharded": num_sharded, "version": run.learner.version}
-    torch.save(noted, run.config.run_dir / f"weights_{done}.rank{run.dist.rank}.pt")
+    note = {"weights": weights, "sharded": num_sharded, "version": run.learner.version}
+    torch.save(note, run.config.run_dir / f"weights_{done}.rank{run.dist.rank}.pt")
 
 
 def trouble_last_rank(trouble: str, at: int) -> None:

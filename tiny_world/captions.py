@@ -1,10 +1,9 @@
-"""One shape on grey, asked for in words that the picture maker does not know.
+"""Users' prompts for one shape on grey, in words that the renderer does not know.
 
 A user writes "a crimson disc in the upper left corner" or "something round the color of grass in
-the lower right corner". The picture maker (tiny Stable Diffusion 3) was trained on plain captions
-alone: "red circle top left". The picture reader (tiny CLIP) knows both. So a prompt is worth
-rewriting, and how well is seen in the picture alone. Every prompt of this world is in
-`user_prompts`.
+the lower right corner". The renderer (tiny Stable Diffusion 3) was trained only on plain captions:
+"red circle top left". The tiny CLIP knows both. So rewriting a prompt as a caption gives a better
+picture.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ CELL_OF_CORNER = {
 }
 KINDS = ("adjective", "noun", "something")
 SYSTEM_PROMPT = "Say in plain words what the picture shows."
-"""Under which the rewriter was taught; a config's `policy.system_prompt` has to be the same."""
+"""The rewriter was trained with it; a config's `policy.system_prompt` has to be the same."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What a prompt or a caption means: one shape, where it lies, and its colour."""
+    """The meaning of a prompt or caption: one shape, its position and its colour."""
 
     colour: str
     """One of COLOURS."""
@@ -67,12 +66,12 @@ class UserPrompt:
 
 
 def caption(wish: Wish) -> str:
-    """The plain words that the picture maker understands: "red circle top left"."""
+    """The plain caption that the renderer understands: "red circle top left"."""
     return f"{wish.colour} {wish.shape} {_name(CELL_OF_PLACE, wish.cell)}"
 
 
 def prompt_text(wish: Wish, kind: str) -> str:
-    """The user's words for it; `kind` is one of KINDS."""
+    """The user's prompt for the wish; `kind` is one of KINDS."""
     corner = f"in the {_name(CELL_OF_CORNER, wish.cell)} corner"
     noun = _name(COLOUR_OF_NOUN, wish.colour)
     if kind == "adjective":
@@ -84,7 +83,7 @@ def prompt_text(wish: Wish, kind: str) -> str:
 
 
 def read_caption(text: str) -> Wish:
-    """What a plain caption says; ValueError when it is not one `caption` writes."""
+    """Parses a plain caption; raises ValueError if `caption` cannot have written it."""
     match text.strip().split():
         case [colour, shape, row, column] if (
             colour in COLOURS and shape in SHAPES and f"{row} {column}" in CELL_OF_PLACE
@@ -94,7 +93,7 @@ def read_caption(text: str) -> Wish:
 
 
 def read_prompt(text: str) -> Wish:
-    """What a user's prompt asks for; ValueError when it is not one `prompt_text` writes."""
+    """Parses a user's prompt; raises ValueError if `prompt_text` cannot have written it."""
     try:
         match text.strip().split():
             case ["a", adjective, noun, "in", "the", row, column, "corner"]:
@@ -118,13 +117,13 @@ def read_prompt(text: str) -> Wish:
 
 
 def scene_of(wish: Wish, background: int = 0, offset_px: tuple[int, int] = (0, 0)) -> Scene:
-    """A picture that fulfils it, on grey number `background`, the shape `offset_px` (dy, dx) off
-    the middle of its quarter; `scenes.draw` draws it."""
+    """A scene that fulfils the wish, on grey number `background`, with the shape `offset_px` (dy,
+    dx) off the centre of its quarter."""
     return Scene(background, (Shape(wish.shape, wish.colour, wish.cell, offset_px),))
 
 
 def all_wishes() -> list[Wish]:
-    """The 96 of this world."""
+    """All 96 wishes."""
     return [
         Wish(colour, shape, cell)
         for colour in COLOURS
@@ -134,10 +133,10 @@ def all_wishes() -> list[Wish]:
 
 
 def user_prompts(held_out: bool) -> list[UserPrompt]:
-    """The 216 prompts to learn from, or the 72 held-out ones.
+    """All prompts: the 216 training prompts, or the 72 held-out ones.
 
-    A quarter of the (colour, shape) pairs is held out as a whole: each word of a held-out prompt is
-    met in training, their combination is not.
+    A quarter of the (colour, shape) pairs is held out: each word of a held-out prompt occurs in
+    training, but not the pair.
     """
     return [
         UserPrompt(prompt_text(wish, kind), wish, kind)
@@ -151,5 +150,5 @@ def _is_held_out(wish: Wish) -> bool:
     return (COLOURS.index(wish.colour) + SHAPES.index(wish.shape)) % 4 == 3
 
 
-def _name(words: Mapping[str, object], meaning: object) -> str:
-    return next(word for word, meant in words.items() if meant == meaning)
+def _name(meanings: Mapping[str, object], meaning: object) -> str:
+    return next(name for name, value in meanings.items() if value == meaning)

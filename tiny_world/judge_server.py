@@ -1,10 +1,8 @@
-"""The tiny world's judge behind the same HTTP that real judges speak.
+"""The tiny world's judge as an OpenAI-compatible HTTP server; tiny runs use the real client.
 
-An OpenAI-compatible `/v1/models` and `/v1/chat/completions` on loopback, answering the shipped
-prompts of `viescore`, `edit_quality`, `ground_score` and `viescore_t2i` from pixels
-(`pixel_judge.py`). So the reward path of tiny runs is the real one: PNG, HTTP, JSON, parser. A
-config starts it by `judge.start_command`, as `python -m tiny_world.judge_server <file for its URL>
-<model>`.
+Answers `/v1/models` and `/v1/chat/completions` on loopback: the shipped prompts of `viescore`,
+`edit_quality`, `ground_score` and `viescore_t2i`, graded by `pixel_judge.py`. A config starts it
+by `judge.start_command`: `python -m tiny_world.judge_server <file for its URL> <model>`.
 """
 
 from __future__ import annotations
@@ -91,16 +89,16 @@ class JudgeHandler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Silent: the client tells what matters."""
+        """Logs nothing; the client logs what matters."""
 
 
 class JudgeServer:
-    """Serves from a daemon thread on a free port until `close()`."""
+    """Serves on a free port, in a daemon thread, until `close()`."""
 
     handler = JudgeHandler
 
     def __init__(self, model: str) -> None:
-        """`model`: the name it answers to, i.e. `judge.model`; any other is a 404."""
+        """`model`: the served name, i.e. `judge.model`; any other name gives a 404."""
         self.model = model
         self._http = _Http(("127.0.0.1", 0), self.handler)
         self._http.judge = self
@@ -114,7 +112,7 @@ class JudgeServer:
         return f"http://127.0.0.1:{self._http.server_port}/v1"
 
     def answer(self, parts: list[dict[str, Any]]) -> str:
-        """The judge's words about one user message. Raises ValueError for what it cannot grade."""
+        """The judge's reply to a user message. Raises ValueError if it cannot grade the message."""
         images = [_picture(part) for part in parts if part.get("type") == "image_url"]
         text = "\n".join(str(part["text"]) for part in parts if part.get("type") == "text")
         wish, instruction = _marked(text, "prompt"), _marked(text, "instruction")
@@ -158,7 +156,7 @@ def main() -> None:
 
 
 def _marked(text: str, tag: str) -> str | None:
-    """What stands in the marked block of the shipped prompts; None when there is none."""
+    """The text between <tag> and </tag> in a shipped prompt; None if there is none."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     start, end = text.find(opening), text.rfind(closing)
     return text[start + len(opening) : end].strip() if 0 <= start < end else None

@@ -1,14 +1,14 @@
-"""A strict judge for the tiny world: grades pixels, never the description that led to them.
+"""A strict judge for the tiny world that grades only pixels.
 
-Marks from 0 to 10. Two pairs as VIEScore asks for: semantics (did the edit happen, was nothing
-else touched) from the source, the result and the instruction; perception (natural, free of
-artefacts) from the result alone. The caller takes the minimum of each pair and the square root of
-their product. And one mark each: how near a result comes to the reference edit, and whether a
-picture shows what a prompt of `captions.py` or `riddles.py` asks for.
+Marks are 0 to 10. Two pairs as in VIEScore: semantics (is the edit done, is the rest unchanged)
+from the source, the result and the instruction; perception (natural, free of artefacts) from the
+result only. The caller takes the minimum of each pair and the square root of their product. Two
+single marks: likeness to the target picture, and whether a picture fulfils a prompt of
+`captions.py` or `riddles.py`.
 
-Strict means that colours count by their absolute distance to the expected colour, upper
-percentiles instead of means so that a blotch or a remnant is not averaged away, and that a
-shape must keep its outline.
+Strict means: colours count by their absolute distance to the expected colour, upper percentiles
+instead of means keep blotches and remnants from being averaged away, and a shape must keep its
+outline.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GREYS_RGB = np.array(BACKGROUNDS_RGB, np.float32)
 
 
 class NoSceneError(ValueError):
-    """A picture of the right size that shows something else than shapes."""
+    """A picture of the right size is not a scene of shapes."""
 
 
 def grade_semantics(
@@ -52,11 +52,11 @@ def grade_semantics(
     instruction: str,
     lenders: Sequence[Image.Image] = (),
 ) -> tuple[float, float]:
-    """(edit success, nothing else touched), each 0-10. `lenders`: the second source picture and
-    those after it, which an instruction may speak of and no edit touches.
+    """(edit success, the rest unchanged), each 0-10. `lenders`: further source pictures, which an
+    instruction may mention and no edit changes.
 
-    Nothing for an edit of what is no scene of this world. ValueError when the instruction is none
-    of this world, or a picture of another size.
+    Both marks are 0 if a source is no scene of this world. Raises ValueError for an unknown
+    instruction and for a picture of another size.
     """
     pixels = _pixels(edited)
     try:
@@ -77,8 +77,8 @@ def grade_semantics(
 def grade_perception(edited: Image.Image) -> tuple[float, float]:
     """(naturalness, absence of artefacts) of a picture by itself, each 0-10.
 
-    Natural: a known grey behind shapes of known form and known colour. Artefacts: noise,
-    blotches, and whatever is neither background nor a shape.
+    Natural: a known grey behind shapes of known form and colour. Artefacts: noise, blotches, and
+    anything that is neither background nor a shape.
     """
     pixels = _pixels(edited)
     background = np.median(pixels[_gutter()], axis=0)
@@ -86,11 +86,11 @@ def grade_perception(edited: Image.Image) -> tuple[float, float]:
     clean = [_ramp(np.percentile(_distance(pixels[_gutter()], background), 95), 12, 72)]
     for cell in CELLS:
         part = pixels[cell_slices(cell)]
-        found, overlap = _best_template(_distance(part, background) > 50)
-        if found is None:
+        best, overlap = _best_template(_distance(part, background) > 50)
+        if best is None:
             clean.append(_ramp(np.percentile(_distance(part, background), 98), 12, 72))
             continue
-        core, outside = _core_and_outside(*found)
+        core, outside = _core_and_outside(*best)
         colour = np.median(part[core], axis=0)
         natural.append(_ramp(np.linalg.norm(PALETTE_RGB - colour, axis=1).min(), 30, 90))
         natural.append(_mark_overlap(overlap))
@@ -100,12 +100,12 @@ def grade_perception(edited: Image.Image) -> tuple[float, float]:
 
 
 def grade_likeness(reference: Image.Image, edited: Image.Image) -> float:
-    """How near a result comes to the reference edit, 0-10: that of its worst quarter, which gets
-    nothing when an eighth of its even areas is of another colour."""
-    wanted = _pixels(reference)
-    wrong = np.clip((_distance(_pixels(edited), wanted) - 30) / 60, 0, 1)
-    # A row or a column at an outline may fall to either side.
-    even = ~_grow(_outlines(wanted), 1)
+    """Likeness to the target picture, 0-10, of the worst quarter; it is 0 if an eighth of the
+    quarter (outlines excepted) has another colour."""
+    target = _pixels(reference)
+    wrong = np.clip((_distance(_pixels(edited), target) - 30) / 60, 0, 1)
+    # Pixels at an outline may be of either side.
+    even = ~_grow(_outlines(target), 1)
     shares = [
         wrong[cell_slices(cell)][even[cell_slices(cell)]].sum() / CELL_SIDE_PX**2 for cell in CELLS
     ]
@@ -113,19 +113,19 @@ def grade_likeness(reference: Image.Image, edited: Image.Image) -> float:
 
 
 def grade_wish(picture: Image.Image, prompt: str) -> float:
-    """Whether the picture shows what a prompt asks for and nothing else, 0-10. Where in
-    its quarter the shape lies, and on which grey, is left open.
+    """Whether the picture fulfils a prompt and shows nothing else, 0-10. The grey and the exact
+    position in the quarter do not matter.
 
-    ValueError when the prompt is not one of this world.
+    Raises ValueError for an unknown prompt.
     """
     wish = read_riddle(prompt) if is_riddle(prompt) else read_prompt(prompt)
     pixels = _pixels(picture)
     background = GREYS_RGB[_background(pixels)]
     foreground = _distance(pixels[cell_slices(wish.cell)], background) > 50
-    found, _ = _best_template(foreground, wish.shape)
-    if found is None:
+    best, _ = _best_template(foreground, wish.shape)
+    if best is None:
         return 0.0
-    wished = Shape(wish.shape, wish.colour, wish.cell, found[1])
+    wished = Shape(wish.shape, wish.colour, wish.cell, best[1])
     return min(
         _mark_cell(pixels[cell_slices(cell)], wished if cell == wish.cell else None, background)
         for cell in CELLS
@@ -133,46 +133,46 @@ def grade_wish(picture: Image.Image, prompt: str) -> float:
 
 
 def parse_scene(source: Image.Image) -> Scene:
-    """Read a drawn picture back; NoSceneError when it is not one `scenes.draw` makes."""
+    """Parses a drawn picture; raises NoSceneError if `scenes.draw` cannot have drawn it."""
     pixels = _pixels(source)
     background = _background(pixels)
     shapes = []
     for cell in CELLS:
         part = pixels[cell_slices(cell)]
-        found, overlap = _best_template(_distance(part, GREYS_RGB[background]) > 50)
-        if found is None:
+        best, overlap = _best_template(_distance(part, GREYS_RGB[background]) > 50)
+        if best is None:
             continue
         if overlap < 0.9:
             raise NoSceneError(f"the source picture shows no circle, square or triangle in {cell}")
-        colour = np.median(part[_core_and_outside(*found)[0]], axis=0)
+        colour = np.median(part[_core_and_outside(*best)[0]], axis=0)
         name = COLOURS[int(np.linalg.norm(PALETTE_RGB - colour, axis=1).argmin())]
-        shapes.append(Shape(found[0], name, cell, found[1]))
+        shapes.append(Shape(best[0], name, cell, best[1]))
     return Scene(background, tuple(shapes))
 
 
 def _mark_cell(part: np.ndarray, expected: Shape | None, background: np.ndarray) -> float:
-    """How well one quarter [32, 32, 3] shows the shape that ought to be there, or emptiness."""
+    """Mark of a quarter [32, 32, 3] that should show `expected` (None: only the background)."""
     if expected is None:
         return _ramp(np.percentile(_distance(part, background), 98), 30, 90)
     colour = np.array(RGB[expected.colour], np.float32)
     core, outside = _core_and_outside(expected.shape, expected.offset_px)
     towards = colour - background
-    shown = (part - background) @ towards / (towards @ towards) > 0.5
-    meant = cell_mask(expected.shape, expected.offset_px) > 0.5
+    drawn = (part - background) @ towards / (towards @ towards) > 0.5
+    mask = cell_mask(expected.shape, expected.offset_px) > 0.5
     return min(
         _ramp(np.percentile(_distance(part[core], colour), 90), 30, 90),
         _ramp(np.percentile(_distance(part[outside], background), 98), 30, 90),
-        _mark_overlap((shown & meant).sum() / (shown | meant).sum()),
+        _mark_overlap((drawn & mask).sum() / (drawn | mask).sum()),
     )
 
 
 def _mark_overlap(overlap: float) -> float:
-    """Intersection over union to 0-10: nothing below 0.6, full marks from 0.9."""
+    """Intersection over union to 0-10: 0 below 0.6, 10 from 0.9."""
     return 10 * float(np.clip((overlap - 0.6) / 0.3, 0, 1))
 
 
 def _ramp(distance_rgb: float, good: float, bad: float) -> float:
-    """Colour distance to 0-10: full marks up to `good`, none from `bad` on."""
+    """Colour distance to 0-10: 10 up to `good`, 0 from `bad`."""
     return 10 * float(np.clip((bad - distance_rgb) / (bad - good), 0, 1))
 
 
@@ -184,7 +184,7 @@ def _pixels(image: Image.Image) -> np.ndarray:
 
 
 def _background(pixels: np.ndarray) -> int:
-    """Index of the grey that the picture most likely lies on."""
+    """Index of the picture's most likely background grey."""
     median = np.median(pixels[_gutter()], axis=0)
     return int(np.linalg.norm(GREYS_RGB - median, axis=1).argmin())
 
@@ -195,18 +195,15 @@ def _distance(pixels: np.ndarray, colour: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _gutter() -> np.ndarray:
-    """[64, 64] bool: the pixels no shape can reach, always background in a clean picture."""
+    """[64, 64] bool: pixels that no shape reaches, always background in a clean picture."""
     reach = np.zeros((CELL_SIDE_PX, CELL_SIDE_PX), bool)
     reach[2:-2, 2:-2] = True
     return ~np.tile(reach, (2, 2))
 
 
 @functools.cache
-def _templates(
-    shape: str | None,
-) -> tuple[tuple[tuple[str, tuple[int, int]], ...], np.ndarray]:
-    """Every offset of every shape (75) or of one (25), and their masks as [n, 1024] float32 of 0
-    and 1."""
+def _templates(shape: str | None) -> tuple[tuple[tuple[str, tuple[int, int]], ...], np.ndarray]:
+    """All (shape, offset), 75 or of one shape 25, and their masks [n, 1024] float32 of 0 and 1."""
     steps = range(-JITTER_PX, JITTER_PX + 1)
     shapes = SHAPES if shape is None else (shape,)
     keys = tuple((s, (dy, dx)) for s in shapes for dy in steps for dx in steps)
@@ -216,8 +213,8 @@ def _templates(
 def _best_template(
     foreground: np.ndarray, shape: str | None = None
 ) -> tuple[tuple[str, tuple[int, int]] | None, float]:
-    """The shape (any, or the one named) and offset that overlap a [32, 32] bool mask best, and the
-    overlap; None when the mask is empty."""
+    """The (shape, offset) that overlaps a [32, 32] bool mask best (of all shapes, or of `shape`),
+    and the overlap; None if the mask is almost empty."""
     if foreground.sum() < 40:
         return None, 1.0
     keys, masks = _templates(shape)
@@ -236,7 +233,7 @@ def _core_and_outside(shape: str, offset_px: tuple[int, int]) -> tuple[np.ndarra
 
 
 def _outlines(pixels: np.ndarray) -> np.ndarray:
-    """[64, 64] bool: the pixels beside which the colour changes at once."""
+    """[64, 64] bool: pixels whose neighbour has a clearly different colour."""
     changes = np.zeros(pixels.shape[:2], bool)
     down = _distance(pixels[1:], pixels[:-1]) > 40
     right = _distance(pixels[:, 1:], pixels[:, :-1]) > 40

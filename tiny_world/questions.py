@@ -1,8 +1,4 @@
-"""Questions about small pictures whose answers can be checked: how many, what colour, what sum.
-
-A `Question` knows its picture, its right answer and one right line of thought; `written` puts the
-two into the form that the accuracy and format rewards read. Pure functions: a picture is a value.
-"""
+"""Questions about small pictures with checkable answers: how many, what colour, what sum."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from tiny_world.scenes import draw_array as draw_scene
 
 KINDS = ("count", "colour", "sum")
 SYSTEM_PROMPT = "Write your thoughts in <think></think>, then the answer in <answer></answer>."
-"""The policy was taught under these words; a run's `policy.system_prompt` repeats them."""
+"""The policy was trained with it; a run's `policy.system_prompt` has to be the same."""
 COUNT_QUESTION = "how many shapes are there?"
 SUM_QUESTION = "what is the sum of the two numbers?"
 GLYPHS = {  # 3 x 5 dots, row by row
@@ -56,24 +52,24 @@ class Numbers:
     row: int
     """Upper (0) or lower (1) half of the picture."""
     offsets_px: tuple[tuple[int, int], tuple[int, int]]
-    """(dy, dx) of each from the middle of its quarter."""
+    """(dy, dx) of each from the centre of its quarter."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about a picture, and what is right."""
+    """A question about a picture, with the right answer and a right thought."""
 
     picture: Scene | Numbers
     text: str
     answer: str
     thought: str
-    """From which the answer follows."""
+    """A right thought, from which the answer follows."""
     kind: str
     """One of KINDS."""
 
 
 def make_question(rng: random.Random, kind: str | None = None) -> Question:
-    """A picture and a question about it; each of KINDS is as likely unless `kind` names one."""
+    """A random question of `kind`, by default of a random one of KINDS."""
     kind = kind or rng.choice(KINDS)
     if kind == "count":
         scene = _crowd(rng)
@@ -95,7 +91,7 @@ def listing(shapes: tuple[Shape, ...]) -> str:
 
 
 def written(thought: str, answer: str) -> str:
-    """A completion in the form that is asked for."""
+    """A completion in the form that the rewards `accuracy` and `format` read."""
     return f"<think>{thought}</think><answer>{answer}</answer>"
 
 
@@ -114,7 +110,7 @@ def draw_array(picture: Scene | Numbers) -> np.ndarray:
 
 
 def _crowd(rng: random.Random) -> Scene:
-    """One to four shapes, alike or not, all of different colours."""
+    """One to four shapes of different colours and any forms."""
     cells = rng.sample([(0, 0), (0, 1), (1, 0), (1, 1)], rng.randint(1, 4))
     colours = rng.sample(COLOURS, len(cells))
     shapes = tuple(
@@ -139,7 +135,7 @@ def _jitter(rng: random.Random) -> tuple[int, int]:
 
 
 def _glyph_mask(digit: int, offset_px: tuple[int, int]) -> np.ndarray:
-    """Which pixels of its quarter a digit inks: [32, 32] bool."""
+    """The pixels of a digit in its quarter: [32, 32] bool."""
     dots = np.array([[dot == "1" for dot in row] for row in GLYPHS[digit].split()])
     ink = np.kron(dots, np.ones((DOT_PX, DOT_PX), bool))
     height, width = ink.shape

@@ -1,10 +1,10 @@
-"""One shape on grey whose colour has to be worked out: two things are to be looked up, one by one.
+"""Riddles: prompts for one shape on grey whose colour takes two look-ups in the prompt.
 
 "where hat is jade, cup matches hat, car is crimson, bag matches car: a disc that matches cup in the
-upper left corner" asks for a green circle. Which thing matches which, and which has which colour,
-is drawn anew for every riddle, so that nothing of it can be known beforehand: to say the colour in
-one go a reader has to find the hat and the colour of the hat at once. Whoever first writes "where
-cup matches hat, hat is jade." looks up one thing at a time. Pure functions.
+upper left corner" asks for a green circle. Matches and colours are random in every riddle, so they
+cannot be memorised: to write the colour at once a policy has to look up the hat and the hat's
+colour in one step. A thought such as "where cup matches hat, hat is jade." needs one look-up at a
+time.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from tiny_world.captions import (
 
 THINGS = ("cup", "hat", "bag", "car", "bus", "pen", "jar", "mug")
 NUM_CHAINS = 3
-"""Pairs of a thing that matches another and that other's colour; one of them is asked for."""
+"""Number of chains (a thing matches another thing, which has a colour); one is asked for."""
 THINKING = "First look up what matches what."
-"""Asks for a thought, a line behind the riddle; the policy was taught under it, and a run's
-`policy.thought.instruction` has to be the same."""
+"""The request for a thought, in a line after the riddle; the policy was trained with it, and a
+run's `policy.thought.instruction` has to be the same."""
 OPENING = "where "
 MARKER = "Picture:"
-"""Stands between the thought and the caption."""
+"""Separates the thought from the caption."""
 
 
 @dataclass(frozen=True)
 class Riddle:
-    """A prompt that takes two look-ups."""
+    """A prompt that needs two look-ups."""
 
     chains: tuple[tuple[str, str, str], ...]
-    """(thing, the thing it matches, the adjective of that one's colour)."""
+    """(thing, matched thing, adjective for the colour of the matched thing)."""
     asked: int
-    """Which of them is asked for."""
+    """Index of the chain that is asked for."""
     order: tuple[int, ...]
-    """In which the statements stand: i < NUM_CHAINS says what chain i's thing matches, the others
-    which colour the thing it matches has."""
+    """Order of the statements: i < NUM_CHAINS is the match of chain i, i >= NUM_CHAINS the colour
+    of chain i - NUM_CHAINS."""
     shape_noun: str
     """One of SHAPE_OF_NOUN."""
     corner: str
@@ -48,27 +48,27 @@ class Riddle:
 
     @property
     def text(self) -> str:
-        """As the user writes it."""
-        said = [_matches(chain) for chain in self.chains]
-        said += [_is(chain) for chain in self.chains]
-        facts = ", ".join(said[i] for i in self.order)
+        """The prompt as the user writes it."""
+        statements = [_matches(chain) for chain in self.chains]
+        statements += [_is(chain) for chain in self.chains]
+        facts = ", ".join(statements[i] for i in self.order)
         thing, noun, corner = self.chains[self.asked][0], self.shape_noun, self.corner
         return f"{OPENING}{facts}: a {noun} that matches {thing} in the {corner} corner"
 
     @property
     def wish(self) -> Wish:
-        """What it asks for."""
+        """The right answer."""
         return wish_of(self, self.chains[self.asked][2])
 
     @property
-    def colours_said(self) -> tuple[tuple[str, str], ...]:
-        """(thing, adjective) in the order in which they are said."""
+    def stated_colours(self) -> tuple[tuple[str, str], ...]:
+        """(matched thing, adjective) in the order of the statements."""
         chains = [self.chains[i - NUM_CHAINS] for i in self.order if i >= NUM_CHAINS]
         return tuple(chain[1:] for chain in chains)
 
 
 def make_riddle(rng: random.Random) -> Riddle:
-    """Each as likely as any other."""
+    """A riddle drawn uniformly at random."""
     things = rng.sample(THINGS, 2 * NUM_CHAINS)
     adjectives = rng.sample(list(COLOUR_OF_ADJECTIVE), NUM_CHAINS)
     chains = zip(things[:NUM_CHAINS], things[NUM_CHAINS:], adjectives, strict=True)
@@ -82,7 +82,7 @@ def make_riddle(rng: random.Random) -> Riddle:
 
 
 def wish_of(riddle: Riddle, adjective: str) -> Wish:
-    """What the riddle would ask for if that were the answer to it."""
+    """The riddle's wish if `adjective` were the right colour."""
     cell = CELL_OF_CORNER[riddle.corner]
     return Wish(COLOUR_OF_ADJECTIVE[adjective], SHAPE_OF_NOUN[riddle.shape_noun], cell)
 
@@ -93,12 +93,12 @@ def thought_of(chain: tuple[str, str, str]) -> str:
 
 
 def is_riddle(text: str) -> bool:
-    """Whether a prompt begins as a riddle does, and no other prompt of this world."""
+    """Whether a prompt begins as only riddles do."""
     return text.lstrip().startswith(OPENING)
 
 
 def read_riddle(text: str) -> Wish:
-    """What a riddle asks for; ValueError when it is not one `Riddle.text` writes."""
+    """Solves a riddle; raises ValueError if `Riddle.text` cannot have written it."""
     facts, _, question = text.strip().removeprefix(OPENING).partition(": ")
     links: dict[str, str] = {}
     for fact in facts.split(", "):

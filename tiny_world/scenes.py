@@ -1,8 +1,8 @@
 """Scenes of two or three coloured shapes, edit instructions, and the descriptions that fulfil them.
 
-An instruction ("paint the square the color of grass") has to be understood by looking at the
-picture and by knowing that grass is green. The description ("turn the red square green.") is what
-the policy should write; it is all the image editor obeys. Pure functions: a scene is a value.
+To understand an instruction ("paint the square the color of grass"), the policy must read the
+picture and know that grass is green. It should write the description ("turn the red square
+green."), which is all that the image editor follows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 from PIL import Image
 
 IMAGE_SIDE_PX = 64
-CELL_SIDE_PX = 32  # one shape at most per quarter of the picture
-JITTER_PX = 2  # a shape's centre is at most this far from the middle of its quarter
+CELL_SIDE_PX = 32  # a cell is a quarter of the picture and has at most one shape
+JITTER_PX = 2  # largest distance of a shape's centre from the centre of its quarter
 
 RGB = {
     "red": (205, 25, 40),
@@ -54,21 +54,21 @@ class Shape:
     colour: str
     """One of COLOURS."""
     cell: tuple[int, int]
-    """(row, column) of the quarter it lies in, each 0 or 1."""
+    """(row, column) of its quarter, each 0 or 1."""
     offset_px: tuple[int, int]
-    """(dy, dx) of its centre from the middle of that quarter."""
+    """(dy, dx) of its centre from the centre of that quarter."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture as a value."""
+    """The content of a picture."""
 
     background: int
     """Index into BACKGROUNDS_RGB."""
     shapes: tuple[Shape, ...]
 
     def find(self, shape: str) -> Shape:
-        """The shape of that name; KeyError when the scene has none."""
+        """The shape of that name; raises KeyError if the scene has none."""
         for candidate in self.shapes:
             if candidate.shape == shape:
                 return candidate
@@ -77,7 +77,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Op:
-    """One edit: the named shape gets a new colour, or goes away."""
+    """One edit: the shape gets a new colour or is removed."""
 
     shape: str
     paint: str | None
@@ -91,8 +91,8 @@ class Task:
     instruction: str
     op: Op
     kind: str
-    """'noun' needs world knowledge, 'match' two look-ups in the picture, 'erase' one; 'borrow' one
-    look-up in it and one in a second picture."""
+    """'noun' needs world knowledge, 'match' two look-ups in the picture, 'erase' one, 'borrow' one
+    look-up in the picture and one in a second picture."""
 
 
 def make_scene(rng: random.Random) -> Scene:
@@ -134,11 +134,10 @@ def make_borrowing(rng: random.Random, scene: Scene, lender: Scene) -> Task:
 
 
 def read_instruction(instruction: str, scene: Scene, lenders: Sequence[Scene] = ()) -> Op:
-    """The edit an instruction asks for; ValueError when it is not one that `make_instruction` or
-    `make_borrowing` writes. `lenders`: the second picture and those after it."""
-    words = instruction.strip().split()
+    """The edit that an instruction asks for; raises ValueError if neither `make_instruction` nor
+    `make_borrowing` can have written it. `lenders`: the second picture and those after it."""
     try:
-        match words:
+        match instruction.strip().split():
             case ["paint", "the", shape, "the", "color", "of", noun]:
                 return Op(scene.find(shape).shape, COLOUR_OF_NOUN[noun])
             case ["make", "the", shape, "match", "the", model]:
@@ -159,7 +158,7 @@ def read_instruction(instruction: str, scene: Scene, lenders: Sequence[Scene] = 
 
 
 def apply(scene: Scene, op: Op) -> Scene:
-    """The scene after one edit; a shape the scene does not have changes nothing."""
+    """The scene after one edit; an edit of an absent shape changes nothing."""
     if op.paint is None:
         return replace(scene, shapes=tuple(s for s in scene.shapes if s.shape != op.shape))
     painted = (replace(s, colour=op.paint) if s.shape == op.shape else s for s in scene.shapes)
@@ -167,7 +166,7 @@ def apply(scene: Scene, op: Op) -> Scene:
 
 
 def clause(colour: str, shape: str, paint: str | None) -> str:
-    """One sentence the image editor understands."""
+    """One sentence of a description, which the image editor understands."""
     return (
         f"remove the {colour} {shape}." if paint is None else f"turn the {colour} {shape} {paint}."
     )
@@ -197,14 +196,14 @@ def draw_array(scene: Scene) -> np.ndarray:
 
 
 def cell_slices(cell: tuple[int, int]) -> tuple[slice, slice]:
-    """Where a quarter of the picture lies: (rows, columns)."""
+    """(rows, columns) of a quarter of the picture."""
     row, column = (index * CELL_SIDE_PX for index in cell)
     return slice(row, row + CELL_SIDE_PX), slice(column, column + CELL_SIDE_PX)
 
 
 @functools.cache
 def cell_mask(shape: str, offset_px: tuple[int, int]) -> np.ndarray:
-    """How much of each pixel of its quarter a shape covers: [32, 32] float32 in 0..1."""
+    """The share of each pixel of the quarter that the shape covers: [32, 32] float32 in 0..1."""
     supersample = 4
     num = CELL_SIDE_PX * supersample
     grid_px = (np.arange(num) + 0.5) / supersample - CELL_SIDE_PX / 2

@@ -1,9 +1,8 @@
-"""Scenes as 4x4 codebook indices: what the tiny Emu3 reads and writes.
+"""Scenes as 4x4 codebook indices, which the tiny Emu3 reads and writes.
 
-A code stands for one 16x16 px block: an empty background, or one quarter of a shape of one form
-and colour on one background. So shapes sit in the middle of their quarter of the picture, and an
-edit changes the four codes of the shape it is about and no other. The tiny Emu3VQVAE is taught
-these very codes. Pure functions, no torch.
+A code is one 16x16 px block: an empty background, or one quarter of a shape of one form and colour
+on one background. So shapes are in the centre of their quarter of the picture, and an edit changes
+only the four codes of its shape. The tiny Emu3VQVAE is trained on these codes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ NUM_CODES = len(BACKGROUNDS_RGB) * (1 + len(SHAPES) * len(COLOURS) * NUM_QUARTER
 
 
 def make_centred_scene(rng: random.Random) -> Scene:
-    """A scene of `scenes.make_scene` whose shapes lie in the middle of their quarters."""
+    """A scene of `scenes.make_scene` with its shapes in the centres of their quarters."""
     scene = make_scene(rng)
     return replace(scene, shapes=tuple(replace(s, offset_px=(0, 0)) for s in scene.shapes))
 
@@ -41,8 +40,8 @@ def encode(scene: Scene) -> np.ndarray:
     for shape in scene.shapes:
         row, column = (2 * index for index in shape.cell)
         for quarter in range(NUM_QUARTERS):
-            place = row + quarter // 2, column + quarter % 2
-            codes[place] = code_of(scene.background, shape.shape, shape.colour, quarter)
+            position = row + quarter // 2, column + quarter % 2
+            codes[position] = code_of(scene.background, shape.shape, shape.colour, quarter)
     return codes
 
 

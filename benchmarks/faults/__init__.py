@@ -1,1 +1,1 @@
-"""What a run does when something breaks: `python -m benchmarks.faults` and `.saves`."""
+"""Fault campaigns: `python -m benchmarks.faults` and `python -m benchmarks.faults.saves`."""

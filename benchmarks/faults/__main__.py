@@ -1,11 +1,11 @@
-"""The fault campaign: what breaks, where, and what became of the run.
+"""The fault campaign: injects faults into runs and classifies the outcomes.
 
-    python -m benchmarks.faults                          # all; 1 if anything is bad
-    python -m benchmarks.faults --out campaign.jsonl     # goes on where it was stopped
+    python -m benchmarks.faults                          # all; exit code 1 if any outcome is bad
+    python -m benchmarks.faults --out campaign.jsonl     # continues an interrupted campaign
     python -m benchmarks.faults --only 'judge' --list
 
-An outcome is one of: survived; stopped (with a sentence and nothing lost); LOST, SILENT, HUNG,
-UNCLEAR (a traceback where a sentence is due).
+An outcome is one of: survived; stopped (with a clear message and nothing lost); LOST, SILENT, HUNG,
+UNCLEAR (a traceback instead of a clear message).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rl.files.atomic import append_line, json_line, read_rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print each outcome and a table; 1 if a case is bad."""
+    """Prints each outcome and a table; returns 1 if an outcome is bad."""
     parser = argparse.ArgumentParser("python -m benchmarks.faults", description=__doc__)
     add = parser.add_argument
-    add("--only", default="", help="cases whose 'group | place | kind' holds these words")
-    add("--sample", type=int, default=0, help="so many of them, drawn by lot; 0: all")
-    add("--jobs", type=int, default=2, help="processes at once")
-    add("--list", action="store_true", help="name them and start nothing")
-    add("--out", type=Path, help="JSONL of outcomes; those that it holds are not tried again")
+    add("--only", default="", help="cases whose 'group | place | kind' contains this text")
+    add("--sample", type=int, default=0, help="number of randomly chosen cases; 0: all")
+    add("--jobs", type=int, default=2, help="number of processes")
+    add("--list", action="store_true", help="list the cases and start nothing")
+    add("--out", type=Path, help="JSONL of outcomes; cases that it contains are not tried again")
     args = parser.parse_args(argv)
     cases = [case for case in CASES if args.only in case.name]
     if args.sample:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         numbered = list(enumerate(missing))
         for (_, case), outcome in zip(
             numbered,
-            map_at_once(lambda one: tried(harness, one[1], one[0]), numbered, args.jobs),
+            map_at_once(lambda pair: tried(harness, pair[1], pair[0]), numbered, args.jobs),
             strict=True,
         ):
             outcomes[case.name] = outcome
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tried(harness: Harness | None, case: Case, number: int) -> Outcome:
-    """A case that breaks the campaign itself is a bad one, not its end."""
+    """The outcome of a case; an error of the campaign itself is a bad outcome."""
     assert harness is not None
     try:
         return try_case(harness, case, number)
@@ -71,21 +71,21 @@ def tried(harness: Harness | None, case: Case, number: int) -> Outcome:
 
 
 def known(path: Path, cases: Sequence[Case]) -> dict[str, Outcome]:
-    """Name -> outcome, of an earlier start of the campaign."""
-    wanted = {case.name for case in cases}
+    """Name -> outcome of the cases that `path` contains."""
+    names = {case.name for case in cases}
     rows = read_rows(path)[0] if path.is_file() else []
-    return {name: Outcome(**row) for row in rows if (name := row.pop("name")) in wanted}
+    return {name: Outcome(**row) for row in rows if (name := row.pop("name")) in names}
 
 
 def table(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
-    """Counts by group and outcome, in Markdown."""
+    """Counts by group and outcome, as Markdown."""
     verdicts = [*GOOD, *BAD]
     lines = [f"| group | cases | {' | '.join(verdicts)} |", "|---" * (len(verdicts) + 2) + "|"]
     counts = Counter((case.group, outcomes[case.name].verdict) for case in cases)
     for group in [*dict.fromkeys(case.group for case in cases), "all"]:
-        of_group = [sum(n for (g, v), n in counts.items() if group in (g, "all") and v == verdict)
-                    for verdict in verdicts]  # fmt: skip
-        lines.append(f"| {group} | {sum(of_group)} | {' | '.join(map(str, of_group))} |")
+        numbers = [sum(n for (g, v), n in counts.items() if group in (g, "all") and v == verdict)
+                   for verdict in verdicts]  # fmt: skip
+        lines.append(f"| {group} | {sum(numbers)} | {' | '.join(map(str, numbers))} |")
     return "\n".join(lines)
 
 

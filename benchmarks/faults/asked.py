@@ -1,4 +1,4 @@
-"""The reward of the runs that faults are put into: what the judge says of an answer's words."""
+"""The reward of the fault campaign's runs: a judge's score of an answer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Config = PluginConfig
 
 
 class Asked(Reward):
-    """One question an answer."""
+    """Asks the judge one question per answer."""
 
     needs = frozenset({"text"})
     needs_judge = True
 
     def __init__(self, config: PluginConfig, resources: Resources) -> None:
         super().__init__(config, resources)
-        assert resources.judge is not None, "it needs one"
+        assert resources.judge is not None, "this reward needs a judge"
         self._judge = resources.judge
 
     @classmethod
@@ -27,8 +27,8 @@ class Asked(Reward):
         return 1
 
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
-        words = f"{reward_input.sample.instruction} Answer: {reward_input.words!r}"
-        question = Question((words,), scores_schema(1, 0, 10))
+        text = f"{reward_input.sample.instruction} Answer: {reward_input.words!r}"
+        question = Question((text,), scores_schema(1, 0, 10))
         answer = await self._judge.ask(question, lambda text: read_scores(text, 1, 0, 10)[0])
         value = None if answer.value is None else answer.value / 10
         return RewardOutput(

@@ -1,4 +1,4 @@
-"""The campaign's cases: a place, a kind of fault, and what may come of the two."""
+"""The campaign's cases: a place, a kind of fault, and the allowed outcomes."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ from benchmarks.faults.inject import Arm, DoAt, EndAt, FailAtFile
 from tests.tiny_faulty_judge import GOOD, Fault, envelope, page, said
 
 FIRST_OF_TRAINING = 2
-"""Of the judge's requests: the first is asked before a model is loaded."""
+"""Number of training's first judge request; the one before is sent before a model is loaded."""
 
 
 @dataclass(frozen=True)
 class JudgeFault:
-    """What the judge does wrong."""
+    """A fault of the judge."""
 
     fault: Fault
     from_request: int
-    """From 1; 0: the list of models."""
+    """Number of the faulty request, from 1; 0: the list of models."""
     times: int = 1
-    """0: from there on."""
+    """1: once; 0: from that request on."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One place and one kind of fault. The second start, after what is broken is mended, has to end
-    as the run that nothing happened to."""
+    """One place and one kind of fault. The second start, after the fault is fixed, has to end like
+    an undisturbed run."""
 
     group: str
     place: str
     kind: str
     arm: Arm | None = None
     damage: Callable[[Path], None] | None = None
-    """Done to a run of two iterations, given its folder, before it is started."""
+    """Damages the folder of a run of two iterations before it is started."""
     judge: JudgeFault | None = None
     rows: Callable[[Path], None] | None = None
-    """Done to a copy of the data, given the JSONL file, before the start; undone after it."""
+    """Changes a copy of the data (the JSONL file) before the start; undone after it."""
     on_bad_row: str = "error"
     save_every: int = 1
     is_bug: bool = False
-    """Of ours: its traceback is what is needed."""
+    """The fault is a bug of the program, for which a traceback is right."""
     keeps_disk: bool = True
-    """Whether a save can be made after it."""
+    """Whether a save is possible after the fault."""
     says: str = ""
-    """What has to be said of it, in lower case."""
+    """Text that the output must contain, in lower case."""
     is_final: bool = False
-    """Nothing is left to go on from: it is to be refused, for ever."""
+    """The run cannot be resumed and has to be refused at every start."""
     changes_record: bool = False
-    """Lines of the record that were damaged or dropped stay so, if that is said."""
+    """Damaged or dropped lines of the record may stay so if a message says it."""
     adds_to_record: bool = False
-    """What was wrong is kept in the episodes' replies; the weights are to be the same."""
+    """The episodes' replies record the fault; only the weights have to be the same."""
     is_other_run: bool = False
-    """It goes on without what is broken, which changes all that follows."""
+    """The run continues without the broken part, so all that follows differs."""
 
     @property
     def name(self) -> str:
         return f"{self.group} | {self.place} | {self.kind}"
 
 
-# Calls of the loop: everything is saved by what leaves, no checkpoint being due before the last.
+# Calls of the loop: no checkpoint is due before the last iteration, so only the exit saves.
 _CALLS = {
     "prompts are drawn": ("rl.rollout.prompt_order:PromptOrder.shard", 5),
     "completions are sampled": ("rl.engines.transformers:TransformersEngine.generate", 4),
@@ -87,7 +87,7 @@ _CALLS = {
     "a line of metrics is written": ("rl.record.run_record:RunRecord.write_metrics", 3),
     "metrics go to wandb": ("rl.trackers.tracking:Tracker.log", 3),
     "an iteration is printed": ("rl.console.console:Console.iteration", 3),
-    "the table of time": ("rl.console.console:Console.where_time_went", 1),
+    "the table of time": ("rl.console.console:Console.print_phase_times", 1),
 }
 _OF_THE_RECORD = (
     "episodes are recorded",
@@ -95,7 +95,7 @@ _OF_THE_RECORD = (
     "a line of metrics is written",
 )
 _OF_A_REWARD = "the judge is asked"
-"""Whatever it raises costs the picture its reward, aloud."""
+"""An error there leaves the picture ungraded, with a warning."""
 _ERRORS = ("ENOSPC", "EIO", "MemoryError", "RuntimeError")
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGKILL")
 _DEEDS = ("run folder deleted", "run folder moved", "no descriptors left", "the console is gone")
@@ -123,7 +123,7 @@ def _calls() -> Iterator[Case]:
             yield Case("call", place, deed, arm, keeps_disk=can_save, is_final=is_lost)
 
 
-# Operations on files, in the second iteration, when nothing else is wrong.
+# Operations on files, in the second iteration.
 _FILES = {
     "metrics.jsonl": 3,
     "it_*.rank0.jsonl": 2,
@@ -306,7 +306,7 @@ def _change_picture(kind: str, row: int, path: Path) -> None:
     _DAMAGE[kind](path.with_name(f"row_{row}.png"))
 
 
-# A run of two iterations, damaged while nobody looked.
+# A run of two iterations, damaged between two starts.
 _NEWEST = "checkpoints/step_000002/"
 _OF_A_CHECKPOINT = (
     "state.safetensors",
@@ -327,12 +327,12 @@ _OF_THE_RUN = (
     "logs/rank_0.log",
 )
 _PUT_ASIDE = ("last_checkpoint.txt", ".lock", ".saving.lock")
-"""The run goes on though a folder is in the place of one of these."""
+"""The run continues although a folder has replaced one of these files."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """To files of a run that lies still."""
+    """Damages files of a run that is not running."""
 
     files: tuple[str, ...]
     kind: str

@@ -1,5 +1,4 @@
-"""What faults are measured against, and what they are put into: a run that nothing happened to, and
-one that is two iterations old."""
+"""Makes the runs of the campaign: an undisturbed one, and one that stopped after two iterations."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from benchmarks.faults.tiny_run import Judge
 
 
 class Harness:
-    """Both of them, in a folder that is somebody's to delete. Takes a few seconds to make."""
+    """Both runs in a folder, which the caller deletes. They take a few seconds."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -22,14 +21,14 @@ class Harness:
             ended = tiny_run.start(folder / "straight")
             assert ended.code == 0, ended.printed[-2000:]
             young = tiny_run.prepare(folder / "young", self.rows, judge)
-            # An error, not kill -9: the second iteration's save is waited for.
+            # An error, not kill -9, as the process must finish saving the second iteration.
             step = "rl.learner.train_step:TrainStep.step"
             tiny_run.start(young.parent, EndAt(step, 3, "RuntimeError"))
-        assert tiny_run.on_disk(young) == 2, "it was to end in its third iteration"
+        assert tiny_run.on_disk(young) == 2, "the run did not end in its third iteration"
         self._young = young
 
     def copy_young(self, name: str) -> Path:
-        """A copy of the young run; returns the folder that it is in, which has no config yet."""
+        """Copies the young run; returns the folder of the copy, which has no config yet."""
         folder = self.folder / name
         shutil.copytree(self._young, folder / tiny_run.RUN)
         return folder

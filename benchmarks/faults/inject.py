@@ -1,4 +1,4 @@
-"""Puts an error or a signal into a process, at a call or at an operation on a file."""
+"""Injects an error or a signal into a process, at a call or at a file operation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TORN_BYTES = 64
-"""Of a file, until the disk is full."""
+"""Size to which files can grow once the simulated disk is full."""
 
 
 def strike(how: str, path: str | None = None) -> None:
-    """Send this process the signal, never return ('deadlock'), or raise the error of that name: of
-    the operating system ('ENOSPC', about `path`), of Python or of torch."""
+    """Sends this process a signal, never returns ('deadlock'), or raises the error `how`: of the
+    operating system ('ENOSPC', about `path`), of Python or of torch."""
     if how == "deadlock":
         threading.Event().wait()
     if how.startswith("SIG"):
@@ -37,7 +37,7 @@ def strike(how: str, path: str | None = None) -> None:
 
 
 def end_at(where: str, count: int, how: str = "SIGKILL") -> None:
-    """Replace the function `module:Class.method` by one that `strike`s before its count-th call."""
+    """Makes the function `module:Class.method` `strike` before its count-th call."""
     calls = 0
 
     def before(*_: object) -> None:
@@ -50,7 +50,7 @@ def end_at(where: str, count: int, how: str = "SIGKILL") -> None:
 
 
 def end_at_phase(name: str, finished: int, how: str = "SIGKILL") -> None:
-    """`strike` where the first phase of that name begins after so many finished iterations."""
+    """`strike`s where the phase `name` first begins after `finished` iterations."""
     done = 0
 
     def note(_: object, iteration: int, *__: object) -> None:
@@ -66,7 +66,7 @@ def end_at_phase(name: str, finished: int, how: str = "SIGKILL") -> None:
 
 
 def at_calls(where: str, before: Callable[..., None]) -> None:
-    """Have `before` called with the arguments of every call of the function `module:a.b`."""
+    """Calls `before` with the arguments of every call of the function `module:a.b`."""
     module_name, _, path = where.partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, name = path.split(".")
@@ -82,12 +82,12 @@ def at_calls(where: str, before: Callable[..., None]) -> None:
 
 
 class FileOperation(NamedTuple):
-    """One that changes what a folder holds."""
+    """An operation that changes a folder's contents."""
 
     name: str
-    """write (a file is opened for it), fsync, rename, remove, mkdir, rmdir, truncate."""
+    """write (the file is opened for writing), fsync, rename, remove, mkdir, rmdir, truncate."""
     path: str
-    """Relative to the folder that is watched."""
+    """Relative to the watched folder."""
 
 
 _EVENTS = {
@@ -99,14 +99,14 @@ _EVENTS = {
     "fault.write": "write",
     "fault.fsync": "fsync",
 }
-"""Audit event -> operation; `open` is one only for writing."""
+"""Audit event -> operation; the event `open` is a write if its flags say so."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _DIR_FD = {"os.remove": 1, "os.rmdir": 1, "os.mkdir": 2, "os.rename": 2}
 
 
 def at_files(folder: Path, before: Callable[[FileOperation], None]) -> None:
-    """Have `before` called ahead of each operation on a file in `folder`, by whatever thread. What
-    it raises is what the operation raises. For the life of this process."""
+    """Calls `before` ahead of each file operation in `folder`, of any thread, until this process
+    ends. If `before` raises, the operation raises that error."""
     _announce_native_writers()
     root = os.path.realpath(folder)
 
@@ -120,15 +120,15 @@ def at_files(folder: Path, before: Callable[[FileOperation], None]) -> None:
             name, path = _EVENTS[event], args[0]
         else:
             return
-        path = _whole(path, args[_DIR_FD[event]] if event in _DIR_FD else -1)
+        path = _absolute(path, args[_DIR_FD[event]] if event in _DIR_FD else -1)
         if path.startswith(root + os.sep):
             before(FileOperation(name, os.path.relpath(path, root)))
 
     sys.addaudithook(hook)
 
 
-def _whole(path: Any, folder_descriptor: int) -> str:
-    """The real path of what an event names, which may be a descriptor."""
+def _absolute(path: Any, folder_descriptor: int) -> str:
+    """The absolute path of an event's path, which may be a file descriptor."""
     if isinstance(path, int):
         return os.readlink(f"/proc/self/fd/{path}")
     text = os.fsdecode(path)
@@ -138,7 +138,7 @@ def _whole(path: Any, folder_descriptor: int) -> str:
 
 
 def _announce_native_writers() -> None:
-    """Rust's, C++'s, and fsync, of which Python raises no event."""
+    """Raises audit events for writers in Rust and C++ and for fsync, for which Python has none."""
     at_calls("safetensors.torch:serialize_file", lambda _, path, **__: _audit_write(path))
     at_calls("torch:save", lambda _, path, *__, **___: _audit_write(path))
     at_calls("os:fsync", lambda descriptor: sys.audit("fault.fsync", descriptor))
@@ -150,12 +150,12 @@ def _audit_write(path: Any) -> None:
 
 
 Arm = Callable[[Path], None]
-"""Puts a fault into a rank's process before it begins; gets the run folder."""
+"""Injects a fault into a rank's process before it begins; its argument is the run folder."""
 
 
 @dataclass(frozen=True)
 class EndAt:
-    """Arms a process to `end_at` a call."""
+    """Makes a process `end_at` a call."""
 
     where: str
     count: int
@@ -167,7 +167,7 @@ class EndAt:
 
 @dataclass(frozen=True)
 class DoAt:
-    """Arms a process to do something to itself or to its run folder before a call."""
+    """Makes a process damage itself or its run folder before a call."""
 
     where: str
     count: int
@@ -186,34 +186,34 @@ class DoAt:
 
 @dataclass(frozen=True)
 class FailAtFile:
-    """Arms a process: its count-th operation `operation` on a path of the run folder that matches
-    `pattern` (of `Path.match`) fails."""
+    """Makes a process's count-th `operation` on a path of the run folder that matches `pattern` (of
+    `Path.match`) fail."""
 
     operation: str
     pattern: str
     count: int
     how: str
-    """Of `strike`; with a '+', each one from there on; 'FULL': from there on no file of the process
-    grows beyond a few bytes, so that it is torn."""
+    """As in `strike`; with a '+', each operation from there on; 'FULL': from there on files of the
+    process cannot grow beyond TORN_BYTES, so that they are cut."""
 
     def __call__(self, run_dir: Path) -> None:
-        seen = 0
+        count = 0
 
         def before(operation: FileOperation) -> None:
-            nonlocal seen
+            nonlocal count
             if operation.name != self.operation or not Path(operation.path).match(self.pattern):
                 return
-            seen += 1
-            if self.how == "FULL" and seen == self.count:
+            count += 1
+            if self.how == "FULL" and count == self.count:
                 _limit(resource.RLIMIT_FSIZE, TORN_BYTES)
-            elif (self.how.endswith("+") and seen >= self.count) or seen == self.count:
+            elif (self.how.endswith("+") and count >= self.count) or count == self.count:
                 strike(self.how.removesuffix("+"), str(run_dir / operation.path))
 
         at_files(run_dir, before)
 
 
-def _limit(what: int, value: int) -> None:
-    resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
+def _limit(kind: int, value: int) -> None:
+    resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
 
 
 def _close_console(_: Path) -> None:
@@ -224,7 +224,7 @@ def _close_console(_: Path) -> None:
 
 
 def _delete(run_dir: Path) -> None:
-    while run_dir.exists():  # another thread writes meanwhile
+    while run_dir.exists():  # another thread may write at the same time
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
@@ -234,4 +234,4 @@ DEEDS: dict[str, Callable[[Path], object]] = {
     "no descriptors left": lambda _: _limit(resource.RLIMIT_NOFILE, 3),
     "the console is gone": _close_console,
 }
-"""Name -> what is done, given the run folder."""
+"""Name -> function that does it, given the run folder."""

@@ -1,4 +1,4 @@
-"""How the runs of a campaign are started: warm, quiet, several at once and told in order."""
+"""Starts a campaign's runs: preloaded, quiet, and several at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENVIRONMENT = {
 
 
 def quiet_processes() -> None:
-    """Before the first is started: what they inherit, and what is imported before they fork."""
+    """Sets the environment and the preloaded imports of all later processes."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     context = multiprocessing.get_context("forkserver")
@@ -29,6 +29,6 @@ def quiet_processes() -> None:
 
 
 def map_at_once(act: Callable[[T], R], cases: Iterable[T], jobs: int) -> Iterator[R]:
-    """`act` of each, in order, `jobs` at a time."""
+    """Yields `act(case)` in order, computed `jobs` at a time."""
     with ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(act, cases)

@@ -1,10 +1,10 @@
-"""Kill -9 at every file operation of a save: what each left, and what the resume made of it.
+"""Kills a run with kill -9 at every file operation of a save, and resumes it.
 
-    python -m benchmarks.faults.saves                 # every operation: a table, 1 if any lost
-    python -m benchmarks.faults.saves --only 3 17     # some
+    python -m benchmarks.faults.saves                 # every operation; exit code 1 on any loss
+    python -m benchmarks.faults.saves --only 3 17     # some operations
 
-A save begins when its update is applied and ends with the run. A file that was being written is
-left whole, half, and empty.
+A save begins when its update is applied and ends with the run. A file that is being written is
+left whole, cut in half, and empty.
 """
 
 from __future__ import annotations
@@ -27,56 +27,56 @@ from benchmarks.faults.processes import map_at_once, quiet_processes
 from benchmarks.faults.tiny_run import NUM_ITERATIONS, Judge
 
 NOTE = "operations.txt"
-"""Beside the run folder: one line an operation, as the process came to them."""
+"""File beside the run folder with one line per operation, in order."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Where one process ends."""
+    """Where a process is killed."""
 
     at: int
-    """Before which operation, from 1; 0: not at all."""
+    """Number of the operation before which it is killed, from 1; 0: never."""
     left: str = "whole"
-    """Of a file that the operation before it was writing: whole, half, or nothing."""
+    """What remains of the file that the previous operation wrote: whole, half, or nothing."""
     name: str = ""
-    """Before the first operation of that name and path, instead."""
+    """Instead of `at`: it is killed before the first operation of that name and path."""
 
 
 class KillAt:
-    """Arms a process; see `Kill`."""
+    """Kills a process as `Kill` says."""
 
     def __init__(self, kill: Kill) -> None:
         self._kill = kill
         self._armed = False
         self._count = 0
         self._written: tuple[Path, int] | None = None
-        """What the operation before wrote to, and the bytes it had."""
+        """(file that the previous operation wrote, its size before)"""
 
     def __call__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._note = os.open(run_dir.parent / NOTE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        at_calls("rl.run.last_finished:LastFinished.note", self._look)
+        at_calls("rl.run.last_finished:LastFinished.note", self._on_finished)
         at_files(run_dir, self._before)
 
-    def _look(self, _: object, done: int, *__: object) -> None:
+    def _on_finished(self, _: object, done: int, *__: object) -> None:
         self._armed = done == NUM_ITERATIONS
 
     def _before(self, operation: FileOperation) -> None:
         if not self._armed:
             return
         self._count += 1
-        noted = f"{operation.name} {operation.path}"
-        os.write(self._note, f"{noted}\n".encode())
-        if self._count == self._kill.at or noted == self._kill.name:
+        line = f"{operation.name} {operation.path}"
+        os.write(self._note, f"{line}\n".encode())
+        if self._count == self._kill.at or line == self._kill.name:
             self._armed = False
             path, size = self._written or (self._run_dir, 0)
             if self._kill.left != "whole" and path.is_file():
-                grown = path.stat().st_size - size
-                os.truncate(path, size + (grown // 2 if self._kill.left == "half" else 0))
+                num_written = path.stat().st_size - size
+                os.truncate(path, size + (num_written // 2 if self._kill.left == "half" else 0))
             os.kill(os.getpid(), signal.SIGKILL)
         path = self._run_dir / operation.path
         is_write = operation.name == "write"
-        # Appended to or replaced: nothing of ours is both.
+        # Every file is either only appended to or only replaced.
         appends = is_write and path.name == "metrics.jsonl"
         size = path.stat().st_size if appends and path.exists() else 0
         self._written = (path, size) if is_write else None
@@ -84,14 +84,14 @@ class KillAt:
 
 @dataclass(frozen=True)
 class Row:
-    """One kill and what came of it."""
+    """One kill and its outcome."""
 
     kill: Kill
     operation: str
     left: str
     resumed: str
     problem: str
-    """'' if the resumed run is bit for bit the one that nothing happened to."""
+    """'' if the resumed run is bit for bit the undisturbed one."""
 
     def __str__(self) -> str:
         cells = (self.kill.at, self.operation, self.kill.left, self.left, self.resumed)
@@ -106,7 +106,7 @@ HEADER = (
 
 
 class Saves:
-    """A save, as often as one likes."""
+    """Repeats a save with kills at different operations."""
 
     def __init__(self, harness: Harness, judge: Judge) -> None:
         self._harness = harness
@@ -118,18 +118,18 @@ class Saves:
         return folder, tiny_run.start(folder, KillAt(kill))
 
     def operations(self) -> list[str]:
-        """Those of an undisturbed save, in order."""
+        """The operations of an undisturbed save, in order."""
         folder, ended = self._start("counted", Kill(0))
         assert ended.code == 0, ended.printed[-2000:]
-        seen = _noted(folder)
+        operations = _noted(folder)
         name = f"checkpoints/step_{NUM_ITERATIONS:06d}"
         for file in (folder / tiny_run.RUN / name).rglob("*.*"):
             aside = file.relative_to(folder / tiny_run.RUN).as_posix().replace("/", "/.tmp-", 1)
-            assert f"write {aside}" in seen, f"nobody saw how {aside} was written"
-        return seen
+            assert f"write {aside}" in operations, f"the write of {aside} was not recorded"
+        return operations
 
     def try_kill(self, kill: Kill) -> Row:
-        """Kill there, look, resume, compare."""
+        """Kills the run, inspects the folder, resumes and compares."""
         folder, ended = self._start(f"kill-{kill.at}-{kill.left}", kill)
         run_dir = folder / tiny_run.RUN
         operation = _noted(folder)[-1]
@@ -150,7 +150,7 @@ def _noted(folder: Path) -> list[str]:
 
 
 def kills_of(operations: Sequence[str]) -> list[Kill]:
-    """Before each operation; and after each write with the file half there, and not."""
+    """A kill before each operation, and after each write also with the file cut and empty."""
     kills = []
     for n, _ in enumerate(operations, start=1):
         kills.append(Kill(n))
@@ -163,34 +163,34 @@ def _left(run_dir: Path) -> str:
     """The checkpoint folders and the last line of metrics."""
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     lines = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
-    shown = ", ".join(re.sub(r"step_0*", "step ", name) for name in names)
-    return f"{shown}; whole: {tiny_run.on_disk(run_dir)}; {lines} lines"
+    listed = ", ".join(re.sub(r"step_0*", "step ", name) for name in names)
+    return f"{listed}; whole: {tiny_run.on_disk(run_dir)}; {lines} lines"
 
 
 def _resumed(printed: str) -> str:
-    found = re.search(r"resumed from .*: (\d+) iterations|all \d+ iterations are done", printed)
-    if found is None:
+    match = re.search(r"resumed from .*: (\d+) iterations|all \d+ iterations are done", printed)
+    if match is None:
         return "from nothing"
-    return f"from {found[1]}" if found[1] else "nothing to do"
+    return f"from {match[1]}" if match[1] else "nothing to do"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The table; 1 if a kill cost anything."""
+    """Prints the table; returns 1 if a kill lost anything."""
     parser = argparse.ArgumentParser("python -m benchmarks.faults.saves", description=__doc__)
     parser.add_argument("--only", type=int, nargs="*", help="these operations only")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at once")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes")
     args = parser.parse_args(argv)
     quiet_processes()
     with tempfile.TemporaryDirectory() as folder, Judge() as judge:
         saves = Saves(Harness(Path(folder)), judge)
         kills = kills_of(saves.operations())
-        wanted = [kill for kill in kills if args.only is None or kill.at in args.only]
+        chosen = [kill for kill in kills if args.only is None or kill.at in args.only]
         print(HEADER, flush=True)
         bad = 0
-        for row in map_at_once(saves.try_kill, wanted, args.jobs):
+        for row in map_at_once(saves.try_kill, chosen, args.jobs):
             print(row, flush=True)
             bad += bool(row.problem)
-    print(f"\n{len(wanted)} kills, {bad} that cost something")
+    print(f"\n{len(chosen)} kills, {bad} that cost something")
     return int(bad > 0)
 
 

@@ -1,5 +1,4 @@
-"""The smallest run that trains, saves and asks a judge, as a process that is forked warm: three
-iterations of two prompts, a second or two of one core."""
+"""The smallest run that trains, saves and asks a judge, in a process forked with all imports."""
 
 from __future__ import annotations
 
@@ -26,28 +25,28 @@ from tests.tiny_ranks import spawn
 
 NUM_ITERATIONS = 3
 NUM_ROWS = 6
-"""Two an iteration: each is met once."""
+"""Two per iteration, so each is used once."""
 RUN = "tiny"
 PATIENCE_S = 300.0
-"""For a run of a few seconds, on a machine that may be busy with something else."""
+"""Time limit of a run that takes a few seconds, on a busy machine."""
 WAITS = b"The run waits"
-"""What a run says that goes on once a disk has room; one without end is asked to stop."""
+"""Output of a run that waits for disk space; it is then asked to stop."""
 WAIT_S = 5.0
 
 
 class Judge(FaultyJudge):
-    """Scores by a hash of the question: the same whenever it is asked again."""
+    """Scores by a hash of the question, so that a repeated question has the same score."""
 
     def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
         fault = super().begin(body, headers)
         if fault != Fault():
             return fault
-        asked = json.dumps(json.loads(body)["messages"]).encode()
-        return Fault(reply=json.dumps({"score": [hashlib.sha256(asked).digest()[0] % 11]}))
+        question = json.dumps(json.loads(body)["messages"]).encode()
+        return Fault(reply=json.dumps({"score": [hashlib.sha256(question).digest()[0] % 11]}))
 
 
 def write_rows(folder: Path) -> Path:
-    """A JSONL file and its pictures; in each `row_<n>.png` a colour of its own."""
+    """Writes a JSONL file and its pictures `row_<n>.png`, each of another colour."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for n in range(NUM_ROWS):
@@ -59,7 +58,7 @@ def write_rows(folder: Path) -> Path:
 
 
 def config_of(folder: Path, rows: Path, judge: FaultyJudge, **changes: Any) -> dict[str, Any]:
-    """Of the run in `folder`, over what `write_rows` wrote."""
+    """The config of the run in `folder` on the data of `write_rows`."""
     config: dict[str, Any] = {
         "run_name": RUN,
         "base_exp_dir": str(folder),
@@ -99,15 +98,15 @@ class Ended:
     """How one process ended."""
 
     code: int | None
-    """Its exit code, -n after signal n, None when it had to be killed by us."""
+    """Exit code, -n after signal n, None if it exceeded its time limit."""
     printed: str
     finished: int
-    """Iterations applied and synced, as the process itself went through them."""
+    """Iterations whose update the process applied and synced."""
     seconds: float
 
 
 def start(folder: Path, arm: Arm | None = None, patience_s: float = PATIENCE_S) -> Ended:
-    """The run that `folder/config.jsonnet` tells of, in a process of its own, to its end."""
+    """Runs `folder/config.jsonnet` in a new process until it ends."""
     began = time.monotonic()
     note = folder / "finished.txt"
     note.write_text("0")
@@ -168,8 +167,8 @@ def on_disk(run_dir: Path) -> int:
 
 
 def difference(straight: Path, run_dir: Path, weights_only: bool = False) -> str:
-    """Of a finished run from one that nothing happened to, or '': weights, moments, metrics,
-    episodes, bit for bit; `weights_only`: without the last two."""
+    """The first difference of a finished run from the undisturbed one, or '': weights, moments,
+    metrics, episodes, bit for bit; `weights_only`: without metrics and episodes."""
     compare = assert_same_weights if weights_only else assert_same_run
     try:
         compare(straight, run_dir, NUM_ITERATIONS)
@@ -179,6 +178,6 @@ def difference(straight: Path, run_dir: Path, weights_only: bool = False) -> str
 
 
 def prepare(folder: Path, rows: Path, judge: FaultyJudge, **changes: Any) -> Path:
-    """Write the config of the run in `folder`; returns the run folder to be."""
+    """Writes the config of the run in `folder`; returns its future run folder."""
     write_config(folder, config_of(folder, rows, judge, **changes))
     return folder / RUN

@@ -1,4 +1,4 @@
-"""One case tried: started with its fault, looked at, started again without it, and classed."""
+"""Tries a case: starts a run with the fault, then again without it, and classifies the outcome."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tests.tiny_faulty_judge import Fault
 
 BAD = ("LOST", "SILENT", "HUNG", "UNCLEAR", "NOT TRIED")
 GOOD = ("survived", "stopped")
-_SAID = ("cannot go on", "cannot run", "will save and leave", "stopped after", "could not be")
-"""One of them is in what a run says when it ends before its time."""
-_RECORD_SAID = ("could not be written", "metrics.jsonl", "which nothing makes again")
+_REASONS = ("cannot go on", "cannot run", "will save and leave", "stopped after", "could not be")
+"""A run that ends early prints one of them."""
+_RECORD_REASONS = ("could not be written", "metrics.jsonl", "which nothing makes again")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case."""
+    """The outcome of a case."""
 
     verdict: str
-    """Of `GOOD` or `BAD`."""
+    """One of `GOOD` or `BAD`."""
     why: str
-    """Of a bad one: what was found; of a good one: the last line that the first start printed."""
+    """The problem if bad, else the last line that the first start printed."""
     code: int | None
     """The first start's exit code."""
     seconds: float
 
 
 def try_case(harness: Harness, case: Case, number: int) -> Outcome:
-    """In a folder of its own, which is deleted."""
+    """Tries a case in a temporary folder."""
     folder = harness.folder / f"case-{number}"
     run_dir = folder / tiny_run.RUN
     if case.damage is not None:
@@ -61,7 +61,7 @@ def try_case(harness: Harness, case: Case, number: int) -> Outcome:
         first = tiny_run.start(folder, case.arm)
         saved = _saved(run_dir)
         is_done = first.code == 0 and saved == tiny_run.NUM_ITERATIONS
-        _mend(judge, harness, rows)
+        _fix(judge, harness, rows)
         again = None if is_done or case.is_final else tiny_run.start(folder)
     verdict, why = bad_verdict(case, first, again, saved, is_done)
     if not verdict and not case.is_final and not case.is_other_run:
@@ -84,7 +84,7 @@ def _break(judge: Judge, case: Case) -> None:
         judge.after = case.judge.fault
 
 
-def _mend(judge: Judge, harness: Harness, rows: Path) -> None:
+def _fix(judge: Judge, harness: Harness, rows: Path) -> None:
     judge.faults, judge.after, judge.models = [], Fault(), None
     if rows != harness.rows:
         shutil.rmtree(rows.parent)
@@ -98,8 +98,8 @@ def bad_verdict(
     if first.code is None or (again is not None and again.code is None):
         return "HUNG", (first if first.code is None else again or first).printed[-300:]
     if case.is_other_run and not is_done:
-        return "LOST", f"it was to go on without: {_last_line(first.printed)}"
-    # A kill between two saves costs what came after the last one that was due.
+        return "LOST", f"the run did not go on without it: {_last_line(first.printed)}"
+    # A kill between two saves loses the iterations after the last due save.
     killed = first.code == -signal.SIGKILL
     owed = (first.finished - 1) // case.save_every * case.save_every if killed else first.finished
     if case.keeps_disk and case.damage is None and saved < owed:
@@ -108,13 +108,13 @@ def bad_verdict(
         return "LOST", f"the second start ended with {again.code}: {again.printed[-300:]}"
     if "Traceback (most recent call last)" in first.printed and not case.is_bug:
         return "UNCLEAR", _last_line(first.printed)
-    is_told = is_done or killed or case.is_bug or any(word in first.printed for word in _SAID)
-    if not is_told and case.kind != "the console is gone":
+    explains = is_done or killed or case.is_bug or any(e in first.printed for e in _REASONS)
+    if not explains and case.kind != "the console is gone":
         return "UNCLEAR", f"exit code {first.code}: {first.printed[-300:]}"
     if case.says not in first.printed.lower():
-        return "SILENT", f"not said: {case.says}: {_last_line(first.printed)}"
+        return "SILENT", f"not printed: {case.says}: {_last_line(first.printed)}"
     if case.is_final and first.code == 0:
-        return "SILENT", "it was to be refused"
+        return "SILENT", "the run was not refused"
     return "", ""
 
 
@@ -122,9 +122,9 @@ def _compared(
     case: Case, straight: Path, run_dir: Path, first: Ended, again: Ended | None
 ) -> tuple[str, str]:
     printed = first.printed + (again.printed if again else "")
-    is_said = case.changes_record and any(words in printed for words in _RECORD_SAID)
+    explains = case.changes_record and any(part in printed for part in _RECORD_REASONS)
     different = tiny_run.difference(straight, run_dir, weights_only=case.adds_to_record)
-    if different and is_said:
+    if different and explains:
         different = tiny_run.difference(straight, run_dir, weights_only=True)
     if not different:
         return "", ""
@@ -138,8 +138,8 @@ def _saved(run_dir: Path) -> int:
 
 
 def _last_line(printed: str) -> str:
-    """What a user would look for: the reason, or a warning, or else what was printed last."""
+    """The line that a user looks for: the reason, or a warning, or else the last line."""
     lines = [line.strip() for line in printed.split("\n") if line.strip()]
     reasons = [after for line, after in pairwise(lines) if line.startswith("this run cannot")]
-    told = [line for line in lines if line.startswith("WARNING") or "stopped after" in line]
-    return (reasons or told or lines or [""])[-1][:300]
+    warnings = [line for line in lines if line.startswith("WARNING") or "stopped after" in line]
+    return (reasons or warnings or lines or [""])[-1][:300]

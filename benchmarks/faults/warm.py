@@ -1,4 +1,4 @@
-"""What every run of a campaign imports or reads first; it starts no thread, so one may fork."""
+"""Imports that all runs of a campaign share; they start no thread, so that processes can fork."""
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

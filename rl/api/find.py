@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from rl.api import loss, types
-from rl.api.plugin import PluginBase, shown
+from rl.api.plugin import PluginBase, brief
 from rl.api.reward import Reward, RewardFunction
 from rl.config.schema import Section
 
@@ -31,7 +31,7 @@ PluginT = TypeVar("PluginT", bound=PluginBase[Any])
 
 Found = tuple[Any, list[str]]
 
-STRANGE = (Exception, SystemExit)
+PLUGIN_ERRORS = (Exception, SystemExit)
 """Exceptions caught around a plugin's code."""
 
 
@@ -67,7 +67,7 @@ def attempt(label: str, code: object, run: Callable[[], T]) -> tuple[T | None, l
     """(result of `run`, []), or (None, ["`label` raises ..."]). `code` as in `described`."""
     try:
         return run(), []
-    except STRANGE as error:
+    except PLUGIN_ERRORS as error:
         return None, [f"{label} raises {described(error, code)}"]
 
 
@@ -121,7 +121,7 @@ def _import(dotted: str) -> tuple[ModuleType | None, str, str]:
     """(the module, the first part of its path that does not exist, the problem)."""
     try:
         return importlib.import_module(dotted), "", ""
-    except STRANGE as error:
+    except PLUGIN_ERRORS as error:
         missing = (isinstance(error, ModuleNotFoundError) and error.name) or ""
         if missing and f"{dotted}.".startswith(f"{missing}."):
             problem = f"no module {missing!r} among the installed ones or in {Path.cwd()}"
@@ -194,7 +194,7 @@ def _class_in(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, l
         return None, [text]
     if isinstance(target, type) and issubclass(target, base):
         return target, []
-    label = f"class {target.__name__}" if isinstance(target, type) else shown(target)
+    label = f"class {target.__name__}" if isinstance(target, type) else brief(target)
     return None, [f"{label} is no {base.__name__}: {derive}"]
 
 
@@ -227,7 +227,7 @@ def _members(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterato
     """Problems: a wrong `Config`, missing methods, signatures that differ from the base's."""
     label, config, expected = cls.__name__, cls.Config, base.Config
     if not (isinstance(config, type) and issubclass(config, Section)):
-        yield f"{label}.Config is {shown(config)}; derive it from {expected.__name__}"
+        yield f"{label}.Config is {brief(config)}; derive it from {expected.__name__}"
     elif missing := sorted(expected.model_fields.keys() - config.model_fields.keys()):
         yield f"{label}.Config has no field {missing[0]!r}; derive it from {expected.__name__}"
     for member in sorted(getattr(cls, "__abstractmethods__", ())):
@@ -283,7 +283,7 @@ def _call_problem(
     """The problem if it cannot be called with `num_arguments` positional arguments."""
     expected = f"expected `def {name.rpartition('.')[2]}{signature}`"
     if not callable(function):
-        return [f"{name} is {shown(function)}; {expected}"]
+        return [f"{name} is {brief(function)}; {expected}"]
     if inspect.isasyncgenfunction(function):
         return [f"{name} yields; {expected}, which returns"]
     try:
@@ -365,8 +365,8 @@ def _misfit(label: str, value: Any, owner: type, text: str) -> Iterator[str]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         why = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        item = f"{shown(first['input'])}: " if first["loc"] else ""
-        yield f"{label} {shown(value)}; expected {_readable(text)} ({item}{why})"
+        item = f"{brief(first['input'])}: " if first["loc"] else ""
+        yield f"{label} {brief(value)}; expected {_readable(text)} ({item}{why})"
 
 
 @cache

@@ -248,7 +248,7 @@ def too_old(capability: float | None, least: float, feature: str, remedy: str) -
     ]
 
 
-def shown(value: object) -> str:
+def brief(value: object) -> str:
     """A value and its type as one short line."""
     try:
         text = " ".join(repr(value).split())

@@ -14,7 +14,7 @@ from numbers import Real
 from typing import ClassVar, overload
 
 from rl.api.metric import MetricName, usable_name
-from rl.api.plugin import ConfigT, Count, ModelRunner, Resources, shown
+from rl.api.plugin import ConfigT, Count, ModelRunner, Resources, brief
 from rl.api.types import RewardInput, RewardOutput
 
 Score = RewardOutput | float | None
@@ -130,7 +130,7 @@ def checked_output(score: object, unit_parts: Set[str] = frozenset()) -> RewardO
     if not 0 <= value <= 1:
         raise ValueError(f"value {value} is outside [0, 1]; scale or clip it")
     if not isinstance(output.parts, Mapping):
-        raise TypeError(f"parts are {shown(output.parts)}; expected a mapping of names to numbers")
+        raise TypeError(f"parts are {brief(output.parts)}; expected a mapping of names to numbers")
     parts = {name: _number(f"part {name!r}", part) for name, part in output.parts.items()}
     for name in parts:
         try:
@@ -147,7 +147,7 @@ def checked_output(score: object, unit_parts: Set[str] = frozenset()) -> RewardO
 def _number(label: str, value: object) -> float:
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
-    message = f"{label} is {shown(value)}; expected a finite number, alone or as "
+    message = f"{label} is {brief(value)}; expected a finite number, alone or as "
     message += "RewardOutput(value, parts)"
     if inspect.isgenerator(value):
         message += ": write `return` instead of `yield`"

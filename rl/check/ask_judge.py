@@ -21,7 +21,7 @@ from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
 from rl.judge.dialect import Dialect
 from rl.judge.endpoint import remedy_for
 from rl.judge.http import TOO_MANY_REQUESTS
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ START_PATIENCE_S = 60.0
 
 
 @dataclass
-class Heard:
+class JudgeCheck:
     """The result of asking the judge."""
 
     problems: list[str] = field(default_factory=list)
@@ -43,11 +43,11 @@ class Heard:
 
 async def ask_judge(
     resolved: Resolved, api_bases: Sequence[str], wait_s: float, sample: Sample | None = None
-) -> Heard:
+) -> JudgeCheck:
     """Let each reward ask each endpoint about one picture. `wait_s`: limit for a starting judge.
     `sample`: of the run's data; missing fields are made up, and its source is the graded picture.
     """
-    result, down = Heard(), []
+    result, down = JudgeCheck(), []
     for base_result in await asyncio.gather(
         *(_ask_base(resolved, base, wait_s, sample) for base in api_bases)
     ):
@@ -66,15 +66,15 @@ async def ask_judge(
 
 async def _ask_base(
     resolved: Resolved, base: str, wait_s: float, sample: Sample | None
-) -> Heard | JudgeUnreachableError:
+) -> JudgeCheck | JudgeUnreachableError:
     # A run waits until e.g. a quota is renewed; before a run, that is a problem to report.
     config = resolved.config.judge
     patience_s = min(config.max_outage_s, config.timeout_s, START_PATIENCE_S)
     try:
         client = JudgeClient(config.model_copy(update={"max_outage_s": patience_s}), base)
     except ValueError as error:  # a key, a proxy or certificates of the environment
-        return Heard([f"judge: {error}"])
-    result = Heard(dialects=client.dialects())
+        return JudgeCheck([f"judge: {error}"])
+    result = JudgeCheck(dialects=client.dialects())
     try:
         await client.check_health(wait_s)
         for plugin in resolved.rewards.values():
@@ -95,7 +95,7 @@ async def _ask_reward(
     client: JudgeClient,
     base: str,
     sample: Sample | None,
-    result: Heard,
+    result: JudgeCheck,
 ) -> None:
     if plugin.cls.runs_model or (sample is None and plugin.cls.needs - READABLE):
         reason = "loads a model" if plugin.cls.runs_model else "reads hidden keys of the data"
@@ -129,7 +129,7 @@ def _why_unusable(answer: Answer[Any], client: JudgeClient) -> str:
     failure, config = str(answer.failure), client.config
     if not answer.replies:
         return f"gave no answer: {failure}{_remedy(failure, client)}"
-    reply = shown(answer.replies[-1], SHOWN_REPLY_CHARS) or "(nothing)"
+    reply = excerpt(answer.replies[-1], SHOWN_REPLY_CHARS) or "(nothing)"
     return (
         f"answers, but not as asked: {failure}; it said: {reply}\nRemedy: set "
         "judge.guided_json='always' if the endpoint takes it; raise judge.max_tokens="

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api import find
 from rl.api.loss import Denominators, LossInputs, LossTerms
-from rl.api.plugin import Resources, shown
+from rl.api.plugin import Resources, brief
 from rl.api.reward import Reward
 from rl.api.types import RenderFailure, RenderJob, RewardInput, RewardOutput, Sample
 from rl.build import Plugin, Resolved, build_data
@@ -124,13 +124,13 @@ def _renderer_problems(plugin: Plugin[Any], sample: Sample) -> list[str]:
     outcomes, wrong = find.attempt(label, plugin.cls.render, draw)
     for outcome in outcomes or ():
         if not (isinstance(outcome, tuple) and len(outcome) == 2 and outcome[0] in (0, 1)):
-            wrong.append(f"yields {shown(outcome)}")
+            wrong.append(f"yields {brief(outcome)}")
             continue
         picture = outcome[1]
         is_rgb = isinstance(picture, Image) and picture.mode == "RGB"
         is_none = picture is None and not plugin.cls.makes_images
         if not (is_rgb or is_none or isinstance(picture, RenderFailure)):
-            wrong.append(f"draws {shown(picture)}")
+            wrong.append(f"draws {brief(picture)}")
     if outcomes is None:
         return wrong
     if not wrong and sorted(number for number, _ in outcomes) != [0, 1]:
@@ -193,11 +193,11 @@ def _unusable(terms: Any) -> list[str]:
     import torch
 
     if not isinstance(terms, LossTerms):
-        return [f"returns {shown(terms)}; expected rl.api.loss.LossTerms"]
+        return [f"returns {brief(terms)}; expected rl.api.loss.LossTerms"]
     wrong = []
     for name, value in vars(terms).items():
         if not isinstance(value, torch.Tensor):
-            wrong.append(f"{name} is {shown(value)}; expected a tensor of the shape of x.logprobs")
+            wrong.append(f"{name} is {brief(value)}; expected a tensor of the shape of x.logprobs")
         elif value.shape != (2, 3):
             shape = tuple(value.shape)
             wrong.append(f"{name} has shape {shape}; expected (2, 3), as x.logprobs")

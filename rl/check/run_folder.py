@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl.config.paths import FOLDER, GONE, not_a_file
 from rl.record.run_summary import LOCKS
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 LOGS = "logs"
 APPENDED = ("metrics.jsonl", "config.json", *LOCKS)
@@ -64,4 +64,4 @@ def _read_only(path: Path, why: str) -> list[str]:
 
 
 def _problem(path: Path, problem: str) -> list[str]:
-    return [f"base_exp_dir: {shown(str(path), 300)} {problem}"]
+    return [f"base_exp_dir: {excerpt(str(path), 300)} {problem}"]

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.checkpoints.disk_room import is_full, when_there_is_room
+from rl.checkpoints.full_disk import is_full, retry_until_space
 from rl.config import formats
 from rl.config.paths import not_a_file
 from rl.config.schema import CheckpointConfig
@@ -25,7 +25,7 @@ from rl.files.held import GoneError, place
 from rl.publish import hub
 from rl.ranks.dist import Dist
 from rl.text.scrub import scrub
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 if TYPE_CHECKING:
     import torch
@@ -212,7 +212,7 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 raise
 
-        when_there_is_room(write_aside, self.folder, f"checkpoint {name}")
+        retry_until_space(write_aside, self.folder, f"checkpoint {name}")
         if final.exists():  # damaged: a whole one was returned above
             names = (f"damaged-{name}{f'-{n}' if n else ''}" for n in count())
             renamed = next(p for p in map(self.folder.joinpath, names) if not p.exists())
@@ -225,7 +225,7 @@ class Checkpoints:
     def _tidy(self, name: str) -> None:
         """Prune, delete, note the last checkpoint: first what frees space. A failure only warns."""
         write_name = partial(write_atomically, self.folder.parent / LAST_WRITTEN, f"{name}\n")
-        note_last = partial(when_there_is_room, write_name, self.folder, LAST_WRITTEN)
+        note_last = partial(retry_until_space, write_name, self.folder, LAST_WRITTEN)
         for task in (self._prune, self._sweep, note_last):
             try:
                 task()
@@ -394,7 +394,7 @@ def _why_changed(path: Path) -> str:
     for entry in sorted(path.rglob("*")):
         name = entry.relative_to(path).as_posix()
         if entry.is_symlink() or not (entry.is_dir() or name in ours):
-            return f"it holds {shown(name, _MAX_SHOWN_CHARS)}, which the run did not write"
+            return f"it holds {excerpt(name, _MAX_SHOWN_CHARS)}, which the run did not write"
     return ""
 
 
@@ -430,7 +430,7 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         files = {name: (entry["size"], entry["sha256"]) for name, entry in manifest.items()}
     except _UNREADABLE as error:
-        return f"no readable manifest.json: {shown(str(error), _MAX_SHOWN_CHARS)}"
+        return f"no readable manifest.json: {excerpt(str(error), _MAX_SHOWN_CHARS)}"
     if not files:
         return "manifest.json names no file"
     for name, (size, sha256) in files.items():
@@ -445,7 +445,7 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
         except OSError as error:  # a name that is too long for the file system
             problem = f"cannot be read ({error.strerror})"
         if problem:
-            return f"{shown(name, _MAX_SHOWN_CHARS)} {problem}"
+            return f"{excerpt(name, _MAX_SHOWN_CHARS)} {problem}"
     return None
 
 

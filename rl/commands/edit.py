@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.config.printing import shown
+from rl.config.printing import escaped
 from rl.text import terminal
 
 MAX_WORDS_SHOWN = 2000
@@ -70,15 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             images = [image for image in result.request.images if isinstance(image, Path | str)]
             heading = [] if len(requests) == 1 else [f"[{number}/{len(requests)}]"]
             heading += [" ".join(map(str, images)) + ":"] if images else []
-            print(" ".join([*heading, shown(result.request.instruction, MAX_WORDS_SHOWN)]))
+            print(" ".join([*heading, escaped(result.request.instruction, MAX_WORDS_SHOWN)]))
             for name, text in (
                 ("thought", result.thought),
                 ("words", result.words),
                 ("failed", result.failure),
-                *(("size", line) for line in edit_files.sizes_said(result)),
+                *(("size", line) for line in edit_files.size_messages(result)),
             ):
                 if text:
-                    print(f"  {name + ':':8} {shown(text, MAX_WORDS_SHOWN)}")
+                    print(f"  {name + ':':8} {escaped(text, MAX_WORDS_SHOWN)}")
             remaining_s = (time.monotonic() - began) / number * (len(requests) - number)
             remaining = f", {remaining_s:.0f} s left" if number < len(requests) else ""
             print(f"  wrote:   {', '.join(map(str, written))} ({result.seconds:.1f} s{remaining})")

@@ -28,7 +28,7 @@ STYLES = {
     "eval/reward": ("tab:orange", "o-", "held-out prompts"),
     "eval/stock_reward": ("tab:red", "--", "held-out, the untrained system"),
     "eval/bare_reward": ("tab:gray", ":", "held-out, the user's own words"),
-    "eval_reference/reward": ("tab:green", "s--", "held-out, given the right words"),
+    "eval_reference/reward": ("tab:green", "s--", "held-out, given the reference descriptions"),
 }
 """Curves of the held-out run: (colour, marks, label)."""
 

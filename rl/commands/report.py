@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from rl.files.held import hold
 from rl.report.folder import BusyError
-from rl.report.mail import write_single_file
 from rl.report.page import write_page
 from rl.report.reading import find_run, is_control, read_config, read_evaluations, read_named
+from rl.report.single_file import write_single_file
 from rl.report.summary import summary
 from rl.run.page_refresh import BUSY
 from rl.text import terminal

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from rl.config.printing import shown
+from rl.config.printing import escaped
 from rl.record.run_summary import folders, look
 from rl.text import terminal
 
@@ -44,7 +44,7 @@ def list_runs(folder: str) -> int:
     """Prints the runs of `folder`, the most recently written first."""
     if not Path(folder).is_dir():
         raise NotADirectoryError(
-            f"{shown(folder, 60)} is not a folder; name one, or set {VARIABLE}"
+            f"{escaped(folder, 60)} is not a folder; name one, or set {VARIABLE}"
         )
     unsorted = [look(path) for path in folders(Path(folder).absolute())]
     summaries = sorted(unsorted, key=lambda summary: (-summary.written_s, summary.path.name))
@@ -54,7 +54,7 @@ def list_runs(folder: str) -> int:
     for run in runs:
         print(
             _ROW.format(
-                shown(run.path.name, NAME_WIDTH - 3),
+                escaped(run.path.name, NAME_WIDTH - 3),
                 f"{run.done}/{run.planned}",
                 "" if run.held_out is None else f"{run.held_out:.3f}",
                 "" if run.best is None else f"{run.best:.3f}",
@@ -64,16 +64,16 @@ def list_runs(folder: str) -> int:
         )
         parts = ", ".join(f"{kind} {decimal(num)}" for kind, num in run.bytes_of.items())
         details = ["RUNNING"] if run.is_running else []
-        details += [shown(run.system, NAME_WIDTH), f"{decimal(run.num_bytes)}: {parts}"]
+        details += [escaped(run.system, NAME_WIDTH), f"{decimal(run.num_bytes)}: {parts}"]
         if run.damaged:
             details.append(f"checkpoint {', '.join(map(str, run.damaged))} is damaged")
         print(_WRAPPED.fill("; ".join(details)))
     size = decimal(sum(summary.num_bytes for summary in summaries))
-    print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {shown(folder, 56)}, {size}")
+    print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {escaped(folder, 56)}, {size}")
     for summary in summaries:
         if summary.problem:
             running = "running; " if summary.is_running else ""
-            print(_WRAPPED.fill(f"{shown(summary.path.name, 60)}: {running}{summary.problem}"))
+            print(_WRAPPED.fill(f"{escaped(summary.path.name, 60)}: {running}{summary.problem}"))
     return 0
 
 

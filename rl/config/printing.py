@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 
-def shown(text: str, max_chars: int) -> str:
+def escaped(text: str, max_chars: int) -> str:
     """`text` as one printable line of at most about `max_chars` characters.
 
     Line ends become spaces; whatever a terminal interprets (control characters, ANSI sequences,
     changes of direction, invisible characters) becomes its escape.
     """
     line = " ".join(text[: 4 * max_chars].split())
-    escaped = printable(line[: max_chars + 1])
-    is_whole = len(text) <= 4 * max_chars and len(escaped) <= max_chars
-    return escaped if is_whole else f"{escaped[:max_chars]}..."
+    line = printable(line[: max_chars + 1])
+    is_whole = len(text) <= 4 * max_chars and len(line) <= max_chars
+    return line if is_whole else f"{line[:max_chars]}..."
 
 
 def printable(text: str, but: str = "") -> str:

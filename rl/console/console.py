@@ -18,7 +18,7 @@ from rich.text import Text
 
 from rl.ranks import heartbeat
 from rl.ranks.dist import waited_s
-from rl.text.terminal import beneath, guard, plain
+from rl.text.terminal import guard, plain, wrapped
 
 SUMMARY = {
     "reward/mean": "reward",
@@ -58,7 +58,7 @@ class Console:
     def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
         """`enabled`: whether anything is printed (rank 0). `stream`: default stdout."""
         self._rich = RichConsole(
-            file=stream or beneath(sys.stdout),
+            file=stream or wrapped(sys.stdout),
             quiet=not enabled,
             highlight=False,
             emoji=False,  # ':smile:' in a completion is text
@@ -87,7 +87,7 @@ class Console:
             line = Spinner("dots", Text(plain(text)))
             if self._live is None:
                 # If stdout is a pipe, a program reads from it: do not redirect it.
-                redirect = beneath(sys.stdout).isatty()
+                redirect = wrapped(sys.stdout).isatty()
                 self._live = Live(
                     line, console=self._rich, transient=True, redirect_stdout=redirect
                 )
@@ -121,7 +121,7 @@ class Console:
         self._rich.print(table, width=_BLOCK_WIDTH, soft_wrap=False)
         self.say("-" * _BLOCK_WIDTH)
 
-    def where_time_went(self, timer: PhaseTimer) -> None:
+    def print_phase_times(self, timer: PhaseTimer) -> None:
         """A table of the run's phases, the longest first, and their sum."""
         table = Table("phase", "time", "share of wall", title="where did the time go (rank 0)")
         wall_s = max(timer.wall_s, 1e-9)

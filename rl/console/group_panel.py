@@ -7,7 +7,7 @@ from statistics import fmean
 
 from rl.api.types import Episode, Status
 from rl.console.console import Console
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 MAX_TEXT_CHARS, MAX_REPLY_CHARS, MAX_NAME_CHARS = 240, 160, 40
 MAX_REPLIES = 2
@@ -44,7 +44,7 @@ class GroupPanel:
 
 def group_rows(episodes_G: Sequence[Episode], advantages_G: Sequence[float | None]) -> list[Row]:
     first = episodes_G[0]
-    sample = shown(first.prompt.sample.id, MAX_TEXT_CHARS)
+    sample = excerpt(first.prompt.sample.id, MAX_TEXT_CHARS)
     rewards = [e.reward for e in episodes_G if e.reward is not None]
     summary = [f"{len(episodes_G)} completions"]
     if rewards:
@@ -53,8 +53,8 @@ def group_rows(episodes_G: Sequence[Episode], advantages_G: Sequence[float | Non
         if num := sum(episode.status is status for episode in episodes_G):
             summary.append(f"{num} {status.value}")
     rows = [
-        ("asked", shown(first.prompt.sample.instruction, MAX_TEXT_CHARS)),
-        ("sample", f"{sample} (group {shown(first.group_id, MAX_NAME_CHARS)})"),
+        ("asked", excerpt(first.prompt.sample.instruction, MAX_TEXT_CHARS)),
+        ("sample", f"{sample} (group {excerpt(first.group_id, MAX_NAME_CHARS)})"),
         ("group", ", ".join(summary)),
     ]
     for label, g in chosen(episodes_G):
@@ -79,18 +79,18 @@ def _rows_of(label: str, episode: Episode, advantage: float | None) -> list[Row]
     facts = [] if episode.reward is None else [f"reward {episode.reward:.3g}"]
     facts += [] if advantage is None else [f"advantage {advantage:+.3g}"]
     facts += [] if episode.status is Status.SCORED else [episode.status.value]
-    facts += [shown(episode.failure, MAX_TEXT_CHARS)] if episode.failure else []
+    facts += [excerpt(episode.failure, MAX_TEXT_CHARS)] if episode.failure else []
     facts += ["cut at the token limit"] if episode.completion.finish == "length" else []
     rows = [(label, ", ".join(facts))]
     if episode.action.thought:
-        rows.append(("  thought", shown(episode.action.thought, MAX_TEXT_CHARS)))
-    rows.append(("  wrote", shown(episode.action.words, MAX_TEXT_CHARS) or "(nothing)"))
+        rows.append(("  thought", excerpt(episode.action.thought, MAX_TEXT_CHARS)))
+    rows.append(("  wrote", excerpt(episode.action.words, MAX_TEXT_CHARS) or "(nothing)"))
     if episode.parts:
         parts = [f"{_name(name)}={value:.3g}" for name, value in episode.parts.items()]
         rows.append(("  parts", "  ".join(parts)))
     for name, replies in episode.replies.items():
         asker = f"({_name(name)}) " if len(episode.replies) > 1 else ""
-        rows += [("  judge", asker + shown(r, MAX_REPLY_CHARS)) for r in replies[:MAX_REPLIES]]
+        rows += [("  judge", asker + excerpt(r, MAX_REPLY_CHARS)) for r in replies[:MAX_REPLIES]]
         if (more := len(replies) - MAX_REPLIES) > 0:
             rows.append(("", f"{asker}and {more} more"))
     return rows
@@ -98,4 +98,4 @@ def _rows_of(label: str, episode: Episode, advantage: float | None) -> list[Row]
 
 def _name(name: str) -> str:
     """'viescore/sc' -> 'sc': drops the reward's name before the slash."""
-    return shown(name.rpartition("/")[2], MAX_NAME_CHARS)
+    return excerpt(name.rpartition("/")[2], MAX_NAME_CHARS)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from rl.console.console import Console, duration
-from rl.ranks import heartbeat, under_way
-from rl.text.terminal import beneath
+from rl.ranks import heartbeat, loading_progress
+from rl.text.terminal import wrapped
 
 SILENT_S = 3.0
 """Work that takes no longer is not reported."""
@@ -47,7 +47,7 @@ class Progress:
         self._phase = heartbeat.phase_names()
         self._first_line_s = self._line_s = _first_line_s.get((self._phase, unit), FIRST_LINE_S)
         self._has_line = self._is_live = False
-        self._console = _console or Console(True, beneath(sys.stderr))
+        self._console = _console or Console(True, wrapped(sys.stderr))
         self._live_before = self._console.live_text
 
     def step(self, num: int = 1) -> None:
@@ -72,8 +72,8 @@ class Progress:
         now_s = time.monotonic()
         self._look_s = now_s + LIVE_EVERY_S
         text = f"{self._phase}: {self}" if self._phase else str(self)
-        if under_way.is_printing():
-            under_way.note(text)
+        if loading_progress.is_printing():
+            loading_progress.note(text)
         elif self._console.live(text):
             self._is_live = True
         elif now_s - self._began_s >= self._line_s:
@@ -85,7 +85,7 @@ class Progress:
     def end(self) -> None:
         """Clears the live line. Outside of phases, also logs a last line if a line was logged
         before."""
-        under_way.note("")
+        loading_progress.note("")
         if self._is_live:
             self._console.live(self._live_before)
         if self._has_line:

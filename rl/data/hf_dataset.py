@@ -20,7 +20,7 @@ from rl.data.shared.sample_rows import (
     RowsSource,
     pick,
 )
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -76,7 +76,9 @@ class HfDataset(RowsSource[Config]):
             may_be_hub_id = config.path.count("/") == 1 and path.suffix not in _BUILDERS
             return [] if may_be_hub_id and config.path[0] not in "./~" else [_not_found(config)]
         if why not in ("", FOLDER):
-            return [f"{shown(config.path, MAX_SHOWN)} {why}; give a data set's file, folder or id"]
+            return [
+                f"{excerpt(config.path, MAX_SHOWN)} {why}; give a data set's file, folder or id"
+            ]
         try:
             if not why:
                 _builder(path)
@@ -190,14 +192,14 @@ def _open(config: Config) -> Dataset:
         raise
     except datasets.exceptions.DatasetGenerationError as error:
         raise BadRowError(
-            f"{config.path}: cannot be read ({shown(str(error.__cause__ or error), MAX_SHOWN)})"
+            f"{config.path}: cannot be read ({excerpt(str(error.__cause__ or error), MAX_SHOWN)})"
         ) from error
     except (FileNotFoundError, ConnectionError, datasets.exceptions.DatasetsError) as error:
         raise BadRowError(f"{_not_found(config)} ({error})") from error
     # Unknown split or configuration: the message of `datasets` lists the known ones. Damaged data
     # may raise anything (ArrowInvalid, UnicodeDecodeError, KeyError, TypeError, OSError).
     except Exception as error:
-        raise BadRowError(f"{config.path}: {shown(str(error), MAX_SHOWN)}") from error
+        raise BadRowError(f"{config.path}: {excerpt(str(error), MAX_SHOWN)}") from error
 
 
 def _split_of_saved(config: Config, saved: Any) -> Dataset:

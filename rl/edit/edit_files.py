@@ -237,7 +237,7 @@ def as_json(editor: Editor, result: EditResult, files: Mapping[str, str]) -> dic
     }
 
 
-def sizes_said(result: EditResult) -> Sequence[str]:
+def size_messages(result: EditResult) -> Sequence[str]:
     """Messages about each source that was scaled, and about an edit of another size than the last
     source (whose aspect ratio an editor follows)."""
     messages = []

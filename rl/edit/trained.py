@@ -24,7 +24,7 @@ from rl.config.schema import ConfigError, RunConfig
 from rl.files.adapter_base import ADAPTER_CONFIG
 from rl.files.atomic import row_of
 from rl.files.images import open_picture
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 UNUSED: dict[str, Any] = {
     "engine": {"type": "transformers"},
@@ -192,8 +192,8 @@ def _refuse_plugin(key: str, name: object, where: str, settings: Sequence[str]) 
         return
     if (setting := f"{key}={name}") not in settings:
         raise ValueError(
-            f"{where}: {key} names {shown(name, 200)}, whose code would run here; if you trust it: "
-            f"rl edit --set {shown(setting, 200)}"
+            f"{where}: {key} names {excerpt(name, 200)}, whose code would run here; if you trust "
+            f"it: rl edit --set {excerpt(setting, 200)}"
         )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # `rl train` imports plugins from there, too

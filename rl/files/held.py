@@ -43,7 +43,7 @@ def place(path: Path) -> Path:
     return path
 
 
-def require_in_place(folder: Path) -> None:
+def require_not_moved(folder: Path) -> None:
     """Raise GoneError if the held `folder` was moved or deleted."""
     current = place(folder)
     if current != folder:

@@ -19,18 +19,20 @@ MAX_AREA_PX = 50_000_000
 T = TypeVar("T")
 
 
-def own_pictures(value: T) -> T:
+def copied_pictures(value: T) -> T:
     """A copy of `value`, a picture or an object that holds pictures (`Sample`, `RewardInput`, list,
     dict), with its pictures, arrays, tensors, lists, dicts and sets copied: a plugin may change its
     copy without affecting others."""
     copied: Any = value
     if is_dataclass(copied) and not isinstance(copied, type):
-        copies = {f.name: own_pictures(getattr(copied, f.name)) for f in fields(copied) if f.init}
+        copies = {
+            f.name: copied_pictures(getattr(copied, f.name)) for f in fields(copied) if f.init
+        }
         copied = replace(copied, **copies)
     elif type(copied) in (list, tuple):
-        copied = type(copied)(map(own_pictures, copied))
+        copied = type(copied)(map(copied_pictures, copied))
     elif type(copied) is dict:
-        copied = {key: own_pictures(item) for key, item in copied.items()}
+        copied = {key: copied_pictures(item) for key, item in copied.items()}
     elif isinstance(copied, Image | set) or hasattr(copied, "setflags"):  # a numpy array
         copied = copied.copy()
     elif hasattr(copied, "clone"):  # a tensor of torch, which is not imported here

@@ -10,9 +10,9 @@ from typing import Any
 
 from rl.api.plugin import ModelFiles
 from rl.config.paths import FOLDER, GONE, not_a_file
-from rl.config.printing import shown
+from rl.config.printing import escaped
 from rl.files.atomic import row_of
-from rl.files.weights import damage_of
+from rl.files.weights import weights_problem
 
 MAX_SHOWN = 200
 KIND_KEYS = ("model_type", "_class_name")
@@ -43,7 +43,7 @@ def missing_model(key: str, path: str) -> list[str]:
     is_hub_id = path.count("/") == 1 and path[0] not in "/.~" and not path.endswith("/")
     if why == FOLDER or (is_hub_id and why == GONE):
         return []
-    path_text = shown(repr(path), MAX_SHOWN)
+    path_text = escaped(repr(path), MAX_SHOWN)
     return [f"{key}: no folder {path_text} (from {Path.cwd()}), and not a hub id 'owner/name'"]
 
 
@@ -116,7 +116,7 @@ def _weights_problems(part: ModelFiles, folder: Path) -> tuple[list[str], list[s
         else:
             continue
         missing = [shard for shard in shards if not (folder / shard).is_file()]
-        damage = (damage_of(folder / shard) for shard in shards if shard not in missing)
+        damage = (weights_problem(folder / shard) for shard in shards if shard not in missing)
         lacking = [os.path.join(part.subfolder, shard) for shard in missing]
         return lacking, [problem for problem in damage if problem]
     first = os.path.join(part.subfolder, part.weights[0])

@@ -90,7 +90,7 @@ def _line_weights(length: int, device: torch.device) -> torch.Tensor:
     return (mixed ^ (mixed >> 31)) | 1
 
 
-def damage_of(file: Path) -> str:
+def weights_problem(file: Path) -> str:
     """The problem of a weights file, or ''. In formats other than safetensors, only empty files and
     Git LFS pointers are detected."""
     size = file.stat().st_size

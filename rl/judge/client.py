@@ -26,7 +26,7 @@ from rl.judge.journal import ReplyJournal
 from rl.judge.question import encoded
 from rl.judge.reply import UnreadableReplyError, read_chat, served_models
 from rl.text.scrub import scrub
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 T = TypeVar("T")
 
@@ -145,11 +145,11 @@ class JudgeClient:
         self._open_journals.append(ReplyJournal(path))
         self._journal.set(self._open_journals[-1])
 
-    def forget_failed(self) -> None:
+    def drop_unusable(self) -> None:
         """Drop the replies to questions that got no usable reply, so that a fixed judge is asked
         these again; all other replies are kept."""
         for journal in self._open_journals:
-            journal.forget_failed()
+            journal.drop_unusable()
 
     def take_stats(self) -> JudgeStats:
         """Counts since the last call; a request under way counts when it ends."""
@@ -409,20 +409,20 @@ class JudgeClient:
     ) -> NoReturn:
         """Raises `JudgeRefused` for a non-200 answer that a person must act on, `RequestTrouble`
         for others. `address`, `shape`: those of the question; unset in a health check."""
-        status, excerpt = response.status, _body_excerpt(response)
-        trouble = RequestTrouble(f"http_{status}", excerpt, response.retry_after_s)
+        status, body = response.status, _body_excerpt(response)
+        trouble = RequestTrouble(f"http_{status}", body, response.retry_after_s)
         if status in RETRIED_CLIENT_ERRORS or status >= 500:
             raise trouble
         if address and status in REFUSED_QUESTION and shape in address.answered:
             # The address has answered questions of this shape, so the set-up is right: this one is
             # too long, or moderated. (Taking one picture but refusing two is a set-up error.)
-            raise RequestTrouble("refused", f"HTTP {status} {excerpt}")
+            raise RequestTrouble("refused", f"HTTP {status} {body}")
         others = (other for other in self._addresses if other is not address)
         if address and any(shape in other.answered for other in others):
             # Other addresses accept this shape: this one is misconfigured and counts as down.
-            address.open(f"refuses (HTTP {status} {excerpt})")
+            address.open(f"refuses (HTTP {status} {body})")
             raise trouble
-        location = response.location and shown(response.location, SHOWN_HEADER_CHARS)
+        location = response.location and excerpt(response.location, SHOWN_HEADER_CHARS)
         raise JudgeRefused(
             f"the judge refused: {response.request} -> HTTP {status} {excerpt}\n"
             f"{remedy_for(status, location, self.config)}"
@@ -435,7 +435,7 @@ class JudgeClient:
         if model is None or model == configured:
             return
         self._stats.other_model += 1
-        name = shown(model, SHOWN_NAME_CHARS)
+        name = excerpt(model, SHOWN_NAME_CHARS)
         if name in logged or len(logged) >= MAX_NAMES:
             return
         logged.append(name)
@@ -462,8 +462,8 @@ def _body_excerpt(response: HttpAnswer) -> str:
     """The beginning of the body, or why there is none; `shown` removes keys that it echoes."""
     if response.unusable and not response.body:
         return f"(a body {response.unusable})"
-    return shown(response.body.decode("utf-8", "replace"), SHOWN_BODY_CHARS) or "(empty body)"
+    return excerpt(response.body.decode("utf-8", "replace"), SHOWN_BODY_CHARS) or "(empty body)"
 
 
 def _names(served: Sequence[str]) -> str:
-    return ", ".join(shown(name, SHOWN_NAME_CHARS) for name in served[:10]) or "nothing"
+    return ", ".join(excerpt(name, SHOWN_NAME_CHARS) for name in served[:10]) or "nothing"

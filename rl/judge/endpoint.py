@@ -14,7 +14,7 @@ import httpx
 from rl.config.paths import not_a_file, read_text
 from rl.config.schema import JudgeConfig
 from rl.text.scrub import MIN_CHARS, is_placeholder, remember
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 MAX_FILE_BYTES = 4096
 MAX_REASON_CHARS = 200
@@ -101,7 +101,7 @@ def _normalise(url: str, where: str) -> str:
         if parsed.scheme not in ("http", "https") or not parsed.raw_host:
             raise ValueError(f"{base!r} has no http:// or https://, or no host")
     except (ValueError, httpx.InvalidURL) as error:
-        reason = shown(str(error), MAX_REASON_CHARS)
+        reason = excerpt(str(error), MAX_REASON_CHARS)
         raise ValueError(f"{where} is not an http(s) URL with a host: {reason}") from None
     return base
 

@@ -17,7 +17,7 @@ import httpx
 
 from rl.judge.endpoint import is_loopback
 from rl.text.scrub import scrub
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2 * 2**20
@@ -94,7 +94,7 @@ class JudgeHttp:
         except (ImportError, ValueError, httpx.InvalidURL) as error:
             raise ValueError(
                 f"{PROXY_VARIABLES} names a proxy that cannot be used for judge.api_base={api_base}"
-                f" ({shown(str(error), SHOWN_ERROR_CHARS)}): set it to http://host:port, or name "
+                f" ({excerpt(str(error), SHOWN_ERROR_CHARS)}): set it to http://host:port, or name "
                 "the judge's host in NO_PROXY"
             ) from None
 
@@ -131,7 +131,7 @@ class JudgeHttp:
             # ssl.SSLError, a UnicodeError for a host name.
             if response is None or response.status_code == 200:
                 remedy = _tls_remedy(error)
-                detail = shown(f"{type(error).__name__} {error}", SHOWN_ERROR_CHARS)
+                detail = excerpt(f"{type(error).__name__} {error}", SHOWN_ERROR_CHARS)
                 detail += self._via_proxy + (remedy and f"; {remedy}")
                 raise RequestTrouble("transport", detail, is_tls=bool(remedy)) from None
         return HttpAnswer(
@@ -200,8 +200,8 @@ async def _receive(response: httpx.Response, received: bytearray) -> str | None:
     try:
         if encoding.lower() not in ("", "identity"):
             return (
-                f"compressed (Content-Encoding: {shown(encoding, SHOWN_HEADER_CHARS)}), which was "
-                "not asked for: turn compression off in the endpoint or the gateway before it"
+                f"compressed (Content-Encoding: {excerpt(encoding, SHOWN_HEADER_CHARS)}), which "
+                "was not asked for: turn compression off in the endpoint or the gateway before it"
             )
         async for chunk in response.aiter_raw():
             received += chunk

@@ -41,7 +41,7 @@ class ReplyJournal:
         """Remember that the replies under `keys` did not answer their question."""
         self._failed.update(keys)
 
-    def forget_failed(self) -> None:
+    def drop_unusable(self) -> None:
         """Drop the replies that `note_failed` noted: they are requested again, also on resume."""
         while self._failed:
             key = self._failed.pop()

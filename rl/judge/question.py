@@ -12,7 +12,7 @@ from PIL import Image
 
 from rl.config.paths import read_text
 from rl.files.images import downscale, over_white, png_bytes
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 INSTRUCTION = "{instruction}"
 """The one placeholder of a prompt file."""
@@ -31,7 +31,7 @@ def read_prompt(path: str, default: Path, key: str) -> str:
         try:
             text = read_text(path, MAX_PROMPT_BYTES).strip()
         except ValueError as error:
-            name = shown(path, MAX_PATH_CHARS)
+            name = excerpt(path, MAX_PATH_CHARS)
             raise ValueError(f"{key}: the prompt file {name} {error}") from None
     if not text:
         raise ValueError(f"{key}: the prompt file {path} is empty")

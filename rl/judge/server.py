@@ -19,7 +19,7 @@ from rl.judge.client import JudgeClient, JudgeError, JudgeUnreachableError
 from rl.judge.endpoint import MAX_FILE_BYTES, resolve_api_base
 from rl.ranks.rendezvous import INIT_METHOD
 from rl.text.scrub import environment_without
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 POLL_S = 0.05
 LOG_END_BYTES = 2000
@@ -146,7 +146,7 @@ class StartedJudge:
         with self._log.open("rb") as file:
             file.seek(max(self._log_start, self._log.stat().st_size - LOG_END_BYTES))
             line = file.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
-        last_line = f": {shown(line, SHOWN_CHARS)}" if line else ""
+        last_line = f": {excerpt(line, SHOWN_CHARS)}" if line else ""
         return JudgeError(f"judge.start_command: {problem}{last_line}\nIts output: {self._log}")
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class Learner:
         self._num_iterations = num_iterations
         self.version = 0
         """Optimiser steps taken so far; skipped ones do not count."""
-        self.is_whole = True
+        self.state_is_consistent = True
         """False permanently once a step raises midway: weights and moments may then disagree."""
         with torch.no_grad():  # start from rank 0's weights: the ranks' random init may differ
             for parameter in trainable_parameters(policy.module).values():
@@ -127,9 +127,9 @@ class Learner:
         )
 
     def _optimizer_step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
-        self.is_whole = False
+        self.state_is_consistent = False
         outcome = self._backend.step(learning_rate, gradient_scale)
-        self.is_whole = True
+        self.state_is_consistent = True
         self.version += outcome.applied
         return outcome
 

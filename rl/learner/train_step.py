@@ -158,7 +158,7 @@ class TrainStep:
         trainable = {m: rows.trainable for m, rows in self._rows.items()}
         self._compute_reference(trainable, still_waiting)
 
-    def note_old_logprobs(self) -> None:
+    def compute_old_logprobs(self) -> None:
         """Compute missing old log-probs before the weights change. Collective if forwards are."""
         self._compute_old({m: rows.to_read for m, rows in self._rows.items()})
 

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from rl.config.printing import shown
+from rl.config.printing import escaped
 from rl.config.schema import ConfigError, listed
 
 MAX_SHOWN = 500
@@ -58,12 +58,12 @@ def sentence(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in REMEDIES:
         path = error.filename2 or error.filename  # after a failed rename: its target
         where = f"{path}: " if path else ""
-        message = shown(f"{where}{error.strerror}", MAX_SHOWN)
+        message = escaped(f"{where}{error.strerror}", MAX_SHOWN)
         return f"this run cannot go on:\n  {message}; {REMEDIES[error.errno]}"
     if isinstance(error, MemoryError):
         return f"this run cannot go on:\n  {HOST_MEMORY}"
     if type(error).__name__ == "OutOfMemoryError":  # torch's; does not import torch
-        message = shown(str(error), MAX_SHOWN)
+        message = escaped(str(error), MAX_SHOWN)
         return f"this run cannot go on:\n  {message}; {GPU_MEMORY}"
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not str(error):

@@ -16,7 +16,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import TextIO
 
-from rl.ranks import under_way
+from rl.ranks import loading_progress
 
 ASKS_STACKS = signal.SIGRTMAX
 """Signal that requests the stacks. Not SIGUSR1, which users and batch systems send to stop a run.
@@ -78,14 +78,14 @@ class _Heart:
 
     def _write(self, descriptor: int) -> None:
         phases = self.phases[1:] or self.phases
-        calls = under_way.calls()
+        calls = loading_progress.calls()
         outside = dropwhile(lambda call: call.module in _REPORTERS, calls)
         beat = Beat(
             at_s=time.monotonic(),
             phase=" / ".join(name for name, _ in phases)[:_MAX_CHARS],
             phase_since_s=phases[-1][1],
             moved_s=self.moved_s,
-            where=under_way.described(list(outside))[:_MAX_CHARS],
+            where=loading_progress.described(list(outside))[:_MAX_CHARS],
             waits_for_ranks=any(call.module == _PEERS for call in calls),
             has_saved=self.has_saved,
         )
@@ -157,7 +157,7 @@ def _watch_main_thread() -> None:
     last_stacks: OrderedDict[int, None] = OrderedDict()
     looked_s = written_s = 0.0
     while True:
-        now_s, stack = time.monotonic(), hash(tuple(under_way.calls()))
+        now_s, stack = time.monotonic(), hash(tuple(loading_progress.calls()))
         if stack not in last_stacks or now_s - looked_s > LONG_GAP_S:
             _heart.moved_s = now_s
         last_stacks[stack] = None

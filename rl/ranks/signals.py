@@ -84,10 +84,10 @@ def at_once(save: Callable[[], bool]) -> None:
 def stop_requested(dist: Dist) -> bool:
     """True on every rank once any rank was asked to stop. Collective: if each rank checked only its
     own flag, they would leave at different iterations and hang each other."""
-    return dist.any(stop_heard())
+    return dist.any(stop_received())
 
 
-def stop_heard() -> bool:
+def stop_received() -> bool:
     """Whether THIS rank was asked to stop; call `stop_requested` next, to tell the other ranks."""
     return bool(_heard)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.files.private import private
-from rl.ranks import error_messages, heartbeat, under_way
+from rl.ranks import error_messages, heartbeat, loading_progress
 from rl.ranks.dist import PeerError
 from rl.ranks.signals import die_with_parent
 from rl.text import terminal
@@ -41,7 +41,7 @@ def main() -> None:
     _write_note(note)
     sys.argv = [target, *args]
     if rank == 0 and target == "rl.train":
-        under_way.start(first_s=1.0)  # starting up has already taken seconds
+        loading_progress.start(first_s=1.0)  # starting up has already taken seconds
     try:
         if target.endswith(".py"):
             sys.path[0] = str(Path(target).resolve().parent)

@@ -86,9 +86,9 @@ class RunRecord:
         try:
             yield
         except OSError:
-            held.require_in_place(self.run_dir)
+            held.require_not_moved(self.run_dir)
             raise
-        held.require_in_place(self.run_dir)
+        held.require_not_moved(self.run_dir)
 
     def write_config(self) -> None:
         if self._dist.is_main:

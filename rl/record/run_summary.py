@@ -21,7 +21,7 @@ from rl.checkpoints.checkpoint import (
 )
 from rl.config import formats
 from rl.files.atomic import row_of
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 LOCKS = (".lock", SAVING)
 _MAX_SHOWN = 200
@@ -62,9 +62,9 @@ def look(path: Path) -> Summary:
         return _look(path)
     except OSError as error:
         reason = error.strerror or str(error)
-        return Summary(path, f"cannot be read ({shown(reason, _MAX_SHOWN)})")
+        return Summary(path, f"cannot be read ({excerpt(reason, _MAX_SHOWN)})")
     except ValueError as error:
-        return Summary(path, shown(str(error), _MAX_SHOWN))
+        return Summary(path, excerpt(str(error), _MAX_SHOWN))
 
 
 def folders(parent: Path) -> list[Path]:
@@ -84,7 +84,7 @@ def _look(path: Path) -> Summary:
     bytes_of, written_s = _sizes(path)
     partial = Summary(path, bytes_of=bytes_of, written_s=written_s, is_running=is_in_use(path))
     if problem := too_new(path):
-        return replace(partial, problem=shown(problem, _MAX_SHOWN))
+        return replace(partial, problem=excerpt(problem, _MAX_SHOWN))
     file = path / "config.json"
     if not file.is_file():
         return replace(partial, problem="it has no config.json: the run is loading, or has failed")

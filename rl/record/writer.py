@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-from rl.checkpoints.disk_room import when_there_is_room
+from rl.checkpoints.full_disk import retry_until_space
 from rl.console.console import warn
 
 MAX_WAITING = 10
@@ -75,7 +75,7 @@ class BackgroundWriter:
 
     def _write(self, label: str, write: Callable[[], object]) -> None:
         try:
-            when_there_is_room(write, self._folder, label)
+            retry_until_space(write, self._folder, label)
         except Exception as error:
             warn(f"{label} could not be written: {str(error) or repr(error)}")
             self._errors.append(error)

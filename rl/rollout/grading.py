@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, 
 from dataclasses import replace
 from typing import Any
 
-from rl.api.find import STRANGE, described
-from rl.api.plugin import shown
+from rl.api.find import PLUGIN_ERRORS, described
+from rl.api.plugin import brief
 from rl.api.reward import Reward, checked_output
 from rl.api.types import RewardInput, RewardOutput
 from rl.console.console import warn
-from rl.files.images import own_pictures
+from rl.files.images import copied_pictures
 from rl.judge.client import JudgeError
 from rl.ranks.error_messages import is_lost_device
 
@@ -36,11 +36,11 @@ async def scores(name: str, reward: Reward, inputs_G: Sequence[RewardInput]) -> 
     started = time.perf_counter()
     method: Callable[[Any], Any] = reward.score_group if reward.scores_groups() else reward.grade
     try:
-        inputs: Any = own_pictures(list(inputs_G))
+        inputs: Any = copied_pictures(list(inputs_G))
         if reward.scores_groups():
             returned = await _call(name, method, inputs)
             if isinstance(returned, Mapping | str):
-                raise TypeError(f"score_group gives {shown(returned)}; expected a list of scores")
+                raise TypeError(f"score_group gives {brief(returned)}; expected a list of scores")
             scores_G = list(returned)
             if len(scores_G) != len(inputs_G):
                 raise ValueError(f"{len(scores_G)} scores for {len(inputs_G)} pictures")
@@ -49,7 +49,7 @@ async def scores(name: str, reward: Reward, inputs_G: Sequence[RewardInput]) -> 
         outputs_G = [checked_output(score, reward.unit_parts) for score in scores_G]
     except JudgeError:
         raise
-    except STRANGE as error:
+    except PLUGIN_ERRORS as error:
         if is_lost_device(error):
             raise
         text = "".join(traceback.format_exception(error))

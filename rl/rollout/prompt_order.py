@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from rl.api.data import DataSource, OnBadRow
 from rl.api.types import Prompt, Sample, UnusableSampleError
-from rl.files.images import own_pictures
+from rl.files.images import copied_pictures
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class PromptOrder:
         order = _shuffled(f"{self._seed}:{source}:{epoch}", len(rows))
         for step in range(len(rows)):
             try:
-                item = build(own_pictures(rows[order[(start + step) % len(rows)]]))
+                item = build(copied_pictures(rows[order[(start + step) % len(rows)]]))
             except UnusableSampleError:
                 if self._on_bad_row == "error":
                     raise
@@ -92,7 +92,7 @@ def first_samples(
         if index >= len(sources[source]):
             continue
         try:
-            sample = own_pictures(sources[source][index])
+            sample = copied_pictures(sources[source][index])
             row = f"data.validation.{source}, row {index}"
             if row_of_id.setdefault(sample.id, row) != row:
                 raise ValueError(

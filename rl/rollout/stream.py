@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from PIL.Image import Image
 
-from rl.api.plugin import reported_by, shown
+from rl.api.plugin import brief, reported_by
 from rl.api.policy import Policy
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
@@ -27,7 +27,7 @@ from rl.api.types import (
 from rl.config.schema import RunConfig
 from rl.console.console import PhaseTimer
 from rl.console.progress import Progress, counted
-from rl.files.images import own_pictures
+from rl.files.images import copied_pictures
 from rl.judge.background import BackgroundLoop
 from rl.learner.micro_batches import Forwards
 from rl.ranks.seeding import derive_seed
@@ -112,7 +112,7 @@ def begin(
     `should_stop()` turns true: a pre-empted run may have no time to render all pictures.
     """
     with timer.phase("render") as phase:
-        samples_P = [own_pictures(prompt.sample) for prompt in sampled.prompts]
+        samples_P = [copied_pictures(prompt.sample) for prompt in sampled.prompts]
         decoded_P = context.renderer.decode_sources(samples_P)
         prompts_P = [
             prompt if decoded is sample else replace(prompt, sample=decoded)
@@ -201,7 +201,7 @@ class PendingRollout:
                 self._pictures.append(picture)
                 seed = sampled.noise_seeds[p]
                 noise_seed = derive_seed(seed, number) if number else seed
-                jobs.append(RenderJob(own_pictures(prompt.sample), action.payload, noise_seed))
+                jobs.append(RenderJob(copied_pictures(prompt.sample), action.payload, noise_seed))
             if ids not in picture.readings:
                 picture.readings[ids] = Reading(picture, base_input)
                 self._grade(picture.readings[ids])
@@ -217,7 +217,7 @@ class PendingRollout:
         is_no_picture = outcome is None and not self._context.makes_images
         if not is_no_picture and not isinstance(outcome, Image | RenderFailure):
             raise TypeError(
-                f"renderer: {self._context.config.renderer['type']} draws {shown(outcome)}; "
+                f"renderer: {self._context.config.renderer['type']} draws {brief(outcome)}; "
                 "expected an RGB picture of PIL, or a RenderFailure"
             )
         picture = self._pictures[number]

@@ -16,7 +16,7 @@ from rl.run.contents import HeldOutContents
 from rl.run.episode_metrics import rollout_metrics
 from rl.run.plugin_metrics import PluginMetrics
 from rl.run.watch import Watch
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 WINDOW_PICTURES = 200
 """The renderer's failure rate is computed over the last iterations with at least this many pictures
@@ -68,7 +68,7 @@ class Checks:
                     self._warn_once(cause, f"{text} (logged once; all are in episodes/)")
 
     def _check_renderer(self, rollout: Rollout) -> None:
-        failures = [shown(reason, SHOWN_CHARS) for reason in rollout.render_failures]
+        failures = [excerpt(reason, SHOWN_CHARS) for reason in rollout.render_failures]
         gathered = self._dist.gather((failures, rollout.num_drawn))
         causes = Counter(reason for failed, _ in gathered for reason in failed)
         num_pictures = causes.total() + sum(num_drawn for _, num_drawn in gathered)
@@ -102,7 +102,7 @@ class Checks:
         causes = sum((counts for counts, _ in gathered), Counter[str]())
         first = next(failure for _, failures in gathered for failure in failures)
         if self._judge is not None:
-            self._judge.forget_failed()
+            self._judge.drop_unusable()
         raise TooManyFailuresError(
             f"{int(lost)} of {int(total)} episodes could not be graded ({_listed(causes)}); the "
             f"limit is judge.max_failure_rate={limit}. Fix the cause (an error in a reward's code, "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Hashes = Sequence[str]
 """Hashes of one sample's contents (`contents.shown`)."""
-_FIXED = {"bare": "the user's own words", "reference": "the right words"}
+_FIXED = {"bare": "the user's own words", "reference": "the reference descriptions"}
 """Arm -> how messages name its words, which training does not change."""
 
 

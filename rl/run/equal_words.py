@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rl.api.types import Episode, Status
 from rl.console.console import warn
 from rl.files.images import digest
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
@@ -77,7 +77,7 @@ def _pairs(arms: Arms, images_per_completion: int) -> Iterator[tuple[float, str,
             digests = [digest(arm.image) if arm.image else b"" for arm in (first, second)]
             yield (
                 abs(reward - other_reward),
-                f"held-out sample {shown(first.prompt.sample.id, 100)} earns {reward:.3f} ({one}) "
-                f"and {other_reward:.3f} ({other})",
+                f"held-out sample {excerpt(first.prompt.sample.id, 100)} earns {reward:.3f} ({one})"
+                f" and {other_reward:.3f} ({other})",
                 images_per_completion == 1 and digests[0] == digests[1],
             )

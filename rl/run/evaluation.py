@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rl.record.writer import BackgroundWriter
 
 
-_ARMS = ("the policy", "the user's own words", "the right words", "the thought cut", "stock")
+_ARMS = ("the policy", "the user's own words", "reference descriptions", "the thought cut", "stock")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Arms:
     bare: Sequence[Episode | None]
     """Episodes of the user's own words."""
     reference: Sequence[Episode | None]
-    """Episodes of the reference words, if the data has any."""
+    """Episodes of the reference descriptions, if the data has any."""
     unthought: Sequence[Episode | None]
     """Episodes of the words that the policy writes without thinking."""
     fixed: Mapping[str, FixedArm]

@@ -40,8 +40,8 @@ def score(
     )
     timer = PhaseTimer()  # discarded: the caller's phase includes all of this
     with suppress(Interrupted):
-        pending = begin(context, sampled, forwards, timer, signals.stop_heard)
-        for _ in pending.groups(timer, signals.stop_heard):
+        pending = begin(context, sampled, forwards, timer, signals.stop_received)
+        for _ in pending.groups(timer, signals.stop_received):
             pass
     leave_together(dist)
     return pending.finished()

@@ -77,7 +77,7 @@ class LastFinished:
 
     def is_live(self) -> bool:
         """Whether the live weights are still those of the last finished iteration. Local."""
-        if self._finished is None or not self._learner.is_whole:
+        if self._finished is None or not self._learner.state_is_consistent:
             return False
         return self._finished.version == self._learner.version
 

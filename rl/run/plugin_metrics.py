@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.algorithm.metrics import Metrics
 from rl.api.find import described
-from rl.api.plugin import PluginBase, reported_by, shown
+from rl.api.plugin import PluginBase, brief, reported_by
 from rl.build import Plugin
 from rl.console.console import warn
 
@@ -67,7 +67,7 @@ class PluginMetrics:
             return
         if not isinstance(reported, Mapping):
             expected = "expected a mapping of names to numbers"
-            self._leave_out(plugin, prefix, f"take_metrics returns {shown(reported)}; {expected}")
+            self._leave_out(plugin, prefix, f"take_metrics returns {brief(reported)}; {expected}")
             return
         for name, value in reported.items():
             if name not in declared:
@@ -77,7 +77,7 @@ class PluginMetrics:
             elif isinstance(value, Real) and -1e300 < value < 1e300:
                 metrics.add(f"{prefix}{name}", float(value))
             else:
-                problem = f"metric {name!r} is {shown(value)}; expected a finite number"
+                problem = f"metric {name!r} is {brief(value)}; expected a finite number"
                 self._leave_out(plugin, name, problem)
 
     def _leave_out(self, plugin: Plugin[Any], name: str, problem: str) -> None:

@@ -79,7 +79,7 @@ class Recording:
     def end(self) -> None:
         """Wait until everything is on disk, then print the time per phase."""
         self.writer.flush()
-        self.console.where_time_went(self.timer)
+        self.console.print_phase_times(self.timer)
 
 
 def _off_device(episode: Episode) -> Episode:

@@ -39,7 +39,7 @@ class PendingStep:
 
     def is_waiting(self) -> bool:
         """Whether a verdict is missing and no stop is requested."""
-        return self.rollout.still_waiting() and not signals.stop_heard()
+        return self.rollout.still_waiting() and not signals.stop_received()
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class Run:
     """Rows of the training data that cannot be used, under `data.on_bad_row: 'skip'`."""
     start: int = 0
     """Iterations finished when the run was opened."""
-    lacks_line: bool = True
+    metrics_line_missing: bool = True
     """Whether the last finished iteration has no line of metrics: no iteration is finished, or the
     run ended between writing its checkpoint and its line."""
     last_sync: SyncReport | None = None
@@ -106,7 +106,7 @@ class Run:
         any was asked to stop."""
         pending = None
         with suppress(Interrupted):
-            pending = begin(self.context, sampled, train_step, self.timer, signals.stop_heard)
+            pending = begin(self.context, sampled, train_step, self.timer, signals.stop_received)
         try:
             leave_together(self.dist)
         except Interrupted:
@@ -116,7 +116,7 @@ class Run:
         assert pending is not None, "interrupted without a signal"
         if self.config.max_staleness:
             with self.timer.phase("condition"):
-                train_step.note_old_logprobs()
+                train_step.compute_old_logprobs()
         return pending
 
     def graded_groups(self, pending: PendingStep) -> Iterator[GradedGroup]:
@@ -128,7 +128,7 @@ class Run:
         """
         advantages = Advantages(self.config, self.context.policy, pending.iteration, self.dist)
         with suppress(Interrupted):
-            for p, episodes_G in pending.rollout.groups(self.timer, signals.stop_heard):
+            for p, episodes_G in pending.rollout.groups(self.timer, signals.stop_received):
                 yield from advantages.add(p, episodes_G)
         leave_together(self.dist)
         self.checks.failures(pending.rollout.finished())

@@ -13,7 +13,7 @@ from rl.api.data import DataSource
 from rl.api.engine import Engine, EngineClaim
 from rl.api.policy import Policy
 from rl.api.types import Sample
-from rl.check.ask_judge import Heard, ask_judge
+from rl.check.ask_judge import JudgeCheck, ask_judge
 from rl.check.resume import check_resume
 from rl.checkpoints.checkpoint import Checkpoints, read_state
 from rl.config.schema import JudgeConfig, RunConfig
@@ -124,7 +124,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             sync_dtype=_engine_dtype(resolved),
             num_skipped_rows=sum(source.num_skipped for source in sources),
             start=start,
-            lacks_line=start == 0 or not dist.broadcast(record.has_line(start)),
+            metrics_line_missing=start == 0 or not dist.broadcast(record.has_line(start)),
         )
 
 
@@ -140,7 +140,7 @@ def _open_recording(
     tracker = Tracker(config.run_dir, config, dist, record.config)
     stack.push(lambda kind, error, trace: tracker.close(failed=error is not None))
     page = Page(config.run_dir, dist.is_main and config.tracking.page)
-    stack.push(lambda kind, error, trace: page.close(error is None and not signals.stop_heard()))
+    stack.push(lambda kind, error, trace: page.close(error is None and not signals.stop_received()))
     return Recording(
         dist=dist,
         console=console,
@@ -214,7 +214,7 @@ def _restore(
     return loaded.iteration
 
 
-def _engine_room(
+def _engine_memory(
     resolved: build.Resolved, policy: Policy, dist: Dist, console: Console
 ) -> tuple[bool, EngineClaim | None]:
     """(whether the inference engine may keep its memory while other models run, how much it takes
@@ -257,7 +257,7 @@ def _load_models(
     every picture would fail.
     """
     _raise_if_stopped(dist)
-    may_stay, claim = _engine_room(resolved, policy, dist, console)
+    may_stay, claim = _engine_memory(resolved, policy, dist, console)
     engine = build.build_engine(resolved, policy, dist, may_stay, claim)
     stack.callback(engine.close)
     _raise_if_stopped(dist)
@@ -325,7 +325,7 @@ def _open_judge(
     reachable = loop.submit(judge.check_health()).result()
     # One rank per judge asks: the first of each node if each node has a judge, else rank 0.
     asks = dist.local_rank == 0 if config.start_command else dist.is_main
-    outcome = Heard()
+    outcome = JudgeCheck()
     if asks:
         outcome = loop.submit(ask_judge(resolved, reachable, 0.0, sample)).result()
     for line in outcome.lines:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.types import Completion, Episode, HiddenStates, Prompt, Sample
 from rl.check.resume import lasting
-from rl.checkpoints.disk_room import when_there_is_room
+from rl.checkpoints.full_disk import retry_until_space
 from rl.console.console import warn
 from rl.files.atomic import json_line, read_rows, write_atomically
 from rl.files.images import png_bytes
@@ -167,7 +167,7 @@ class Stock:
     def _write(self, path: Path, content: str | bytes) -> None:
         """Write now, not in the background, because the next held-out run reads the file."""
         write = partial(write_atomically, path, content, private)
-        when_there_is_room(write, self._folder, path.name)
+        retry_until_space(write, self._folder, path.name)
 
     def states(
         self, prompts_P: Sequence[Prompt], words_P: Sequence[Completion]

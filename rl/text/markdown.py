@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rl.text.scrub import scrub
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 MAX_CHARS = 300
 _SPECIAL = re.compile(
@@ -21,7 +21,7 @@ _BACKSLASHED = "`*[]#_"
 
 def text(value: object, max_chars: int = MAX_CHARS) -> str:
     """`value` on one line of at most about `max_chars` characters, escaped to show literally."""
-    return _SPECIAL.sub(_escape, shown(str(value), max_chars))
+    return _SPECIAL.sub(_escape, excerpt(str(value), max_chars))
 
 
 def _escape(match: re.Match[str]) -> str:

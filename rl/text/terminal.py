@@ -18,8 +18,8 @@ def guard(keeps_going: bool = False) -> None:
     open_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if keeps_going and not isinstance(beneath(stream), Lossy):
-            setattr(sys, name, Guarded(Lossy(beneath(stream))))
+        if keeps_going and not isinstance(wrapped(stream), Lossy):
+            setattr(sys, name, Guarded(Lossy(wrapped(stream))))
         elif not isinstance(stream, Guarded):
             setattr(sys, name, Guarded(stream))
 
@@ -39,16 +39,16 @@ def plain(text: str) -> str:
     return printable(scrub(text), but="\n\t")
 
 
-def beneath(stream: TextIO) -> TextIO:
+def wrapped(stream: TextIO) -> TextIO:
     """The stream that a `Guarded` stream wraps; any other stream itself."""
-    return stream.beneath if isinstance(stream, Guarded) else stream
+    return stream.wrapped if isinstance(stream, Guarded) else stream
 
 
 class _Stream:
-    """A text stream that wraps the stream `beneath`."""
+    """A text stream that wraps the stream `wrapped`."""
 
     def __init__(self, stream: Any) -> None:
-        self.beneath = stream
+        self.wrapped = stream
 
     def write(self, text: str) -> int:
         raise NotImplementedError
@@ -58,7 +58,7 @@ class _Stream:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.beneath, name)
+        return getattr(self.wrapped, name)
 
 
 class Guarded(_Stream):
@@ -67,7 +67,7 @@ class Guarded(_Stream):
     def write(self, text: str) -> int:
         """Keeps a leading carriage return, with which progress bars redraw their line."""
         redrawn = "\r" if text.startswith("\r") else ""
-        self.beneath.write(redrawn + plain(text[len(redrawn) :]))
+        self.wrapped.write(redrawn + plain(text[len(redrawn) :]))
         return len(text)
 
     def isatty(self) -> bool:

@@ -6,10 +6,10 @@ from rl.config import printing
 from rl.text.scrub import scrub
 
 
-def shown(text: str, max_chars: int) -> str:
-    """`printing.shown` of the scrubbed text. Scrubbed before it is cut, because `scrub` would not
+def excerpt(text: str, max_chars: int) -> str:
+    """`printing.escaped` of the scrubbed text. Scrubbed before it is cut, because `scrub` would not
     recognise half a secret."""
-    return printing.shown(scrub(text), max_chars)
+    return printing.escaped(scrub(text), max_chars)
 
 
 def without_lone_surrogates(text: str) -> str:

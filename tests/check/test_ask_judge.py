@@ -20,7 +20,7 @@ from tiny_ranks import held_port
 from rl import build
 from rl.api.types import Sample
 from rl.check import check_report
-from rl.check.ask_judge import Heard, ask_judge
+from rl.check.ask_judge import JudgeCheck, ask_judge
 from rl.config.schema import RunConfig, load_config
 from rl.simple_launch import main
 from tiny_world.judge_server import JudgeServer
@@ -139,7 +139,7 @@ def test_the_judge_is_asked_about_the_runs_own_sample(tmp_path: Path) -> None:
     with FaultyJudge() as judge:
         resolved = build.resolve(config_of(tmp_path, judge.api_base))
         outcome = asyncio.run(ask_judge(resolved, [judge.api_base], 0.0, sample))
-    assert isinstance(outcome, Heard) and outcome.problems == []
+    assert isinstance(outcome, JudgeCheck) and outcome.problems == []
     sent = sorted((pictures(request) for request in judge.requests), key=len)
     assert [[p.tobytes() for p in row] for row in sent] == [[source.tobytes()] * n for n in (1, 2)]
     assert "erase the circle" in str(judge.requests)

@@ -14,7 +14,7 @@ from tiny_edits import PHOTO_SIZE, save_photos
 
 from rl.data.shared.sample_pictures import UnusableError, check_header, decode, locate, opened
 from rl.files import images
-from rl.report.mail import thumbnail
+from rl.report.single_file import thumbnail
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:

@@ -29,7 +29,7 @@ def plan(monkeypatch, gpu_gb, *overrides: str, device="cuda:1", others=(), folde
     env = {f"APP__{name}": "set" for name in needed}
     config = load_config("configs/qwen_image_edit.jsonnet", list(overrides), env)
     resolved = build.resolve(config)
-    return set_up._engine_room(resolved, LoadedPolicy(folder), Dist(device=device), Console(True))
+    return set_up._engine_memory(resolved, LoadedPolicy(folder), Dist(device=device), Console(True))
 
 
 @pytest.mark.parametrize(("gpu_gb", "stays"), [(80.0, False), (400.0, True)])

@@ -114,7 +114,7 @@ def test_a_fixed_judge_is_asked_unanswered_questions_again(tmp_path: Path) -> No
         replayed = asyncio.run(_without_closing(killed, [good, bad]))
         assert [answer.value for answer in replayed] == values, "a kill changes nothing"
         assert [answer.attempts for answer in replayed] == [0, 0]
-        killed.forget_failed()
+        killed.drop_unusable()
         for num_attempts in (1, 0):
             answers = answers_of(judge.client(path), [good, bad])
             assert [answer.value for answer in answers] == [(8.0, 6.5)] * 2

@@ -267,7 +267,7 @@ def test_stale_rollouts_are_corrected_by_the_ratio(
     opened = learner.begin(0, [rows[0][0]], [[ids for _, ids in rows]], [3])
     for micro_batch in opened.micro_batches if reads_states else ():
         opened.forward(micro_batch)
-    opened.note_old_logprobs()
+    opened.compute_old_logprobs()
     train(learner, make_sequences(reader, seed=1), 0, 1)
     after = learner.logprobs(rows)
     opened.accumulate(0, train_sequences(sequences))

@@ -103,7 +103,7 @@ def test_zero_3_keeps_the_old_log_probs_of_a_stale_rollout(folder: str) -> None:
     first, *_ = sequences = make_sequences(policy, groups=1)
     ids_G = [s.token_ids for s in sequences]
     opened = learner.begin(0, [first.prompt], [ids_G], [len(ids_G)])
-    opened.note_old_logprobs()
+    opened.compute_old_logprobs()
     train(learner, make_sequences(policy, seed=1), 0, 1)
     opened.accumulate(0, [TrainSequence(s.loss_mask, 1.0, s.sampler_logprobs) for s in sequences])
     metrics = opened.step()

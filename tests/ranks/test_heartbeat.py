@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl.ranks import heartbeat
-from rl.ranks.under_way import Call
+from rl.ranks.loading_progress import Call
 
 
 def test_an_older_phase_never_overwrites_a_newer_one(
@@ -27,7 +27,7 @@ def test_an_older_phase_never_overwrites_a_newer_one(
             may_write.wait(60)
         return []
 
-    monkeypatch.setattr(heartbeat.under_way, "calls", calls)
+    monkeypatch.setattr(heartbeat.loading_progress, "calls", calls)
     older.start()
     assert has_read.wait(60)
     heart.phases.append(("learn", 1.0))

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("order", ["import rl, datasets", "import datasets, rl"])
 def test_modules_that_need_torchvision_or_torchaudio_can_be_imported_with_rl(order: str) -> None:
     """A plugin or a notebook may import in either order; where wheels do not match, this fails
-    without `rl/ranks/wheels.py` (`torchvision::nms`)."""
+    without `rl/ranks/package_fixes.py` (`torchvision::nms`)."""
     script = f"""
         {order}
         from importlib.metadata import version

@@ -14,7 +14,7 @@ from tiny_disk import fill, mounted
 from tiny_messages import names
 from tiny_run import episode, run_config
 
-from rl.checkpoints import disk_room
+from rl.checkpoints import full_disk
 from rl.checkpoints.checkpoint import Checkpoints, ResumePoint, problem_of
 from rl.config.schema import CheckpointConfig
 from rl.files.atomic import append_line, read_rows, write_atomically
@@ -79,7 +79,7 @@ def point(iteration: int) -> ResumePoint:
 def test_records_and_checkpoints_wait_for_disk_space_and_are_complete(
     disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(disk_room, "TRY_EVERY_S", 0.05)
+    monkeypatch.setattr(full_disk, "TRY_EVERY_S", 0.05)
     run_dir = disk / "run"
     record = RunRecord(run_dir, run_config(), Dist())
     checkpoints = Checkpoints(run_dir, CheckpointConfig(), Dist())

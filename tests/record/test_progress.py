@@ -11,7 +11,7 @@ import pytest
 from rl.console import progress
 from rl.console.console import Console, PhaseTimer
 from rl.console.progress import counted, shown_on, weights_counted
-from rl.ranks import under_way
+from rl.ranks import loading_progress
 
 
 @pytest.fixture
@@ -103,8 +103,8 @@ def test_on_a_terminal_progress_is_shown_in_the_line_of_the_phase(clock) -> None
 
 
 def test_while_a_run_loads_its_lines_have_the_progress(clock, log, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(under_way, "EVERY_S", 0.02)
-    under_way.start()
+    monkeypatch.setattr(loading_progress, "EVERY_S", 0.02)
+    loading_progress.start()
     try:
         with counted("rows of a.jsonl", 100) as counter:
             for _ in range(20):
@@ -115,7 +115,7 @@ def test_while_a_run_loads_its_lines_have_the_progress(clock, log, capsys, monke
         threading.Event().wait(0.1)
         after = capsys.readouterr().out.rstrip("\n").split("\n")[-1]
     finally:
-        under_way.stop()
+        loading_progress.stop()
     assert ": 20 of 100 rows of a.jsonl, 1.0/s, 80.0 s left\n" in during
     assert "rows of" not in after and log.getvalue() == ""
 

@@ -130,7 +130,7 @@ def test_the_closing_table_accounts_for_every_second(clock):
         with timer.phase(name):
             clock[0] += seconds
     clock[0] += 0.5
-    Console(True, stream).where_time_went(timer)
+    Console(True, stream).print_phase_times(timer)
     rows = [line.strip("│").split("│") for line in stream.getvalue().splitlines() if "│" in line]
     assert [[cell.strip() for cell in row] for row in rows] == [
         ["render", "6.5 s", "65.0%"],
@@ -147,7 +147,7 @@ def test_a_disabled_console_prints_nothing():
     with timer.phase("learn"):
         rank_console.say("hello")
     rank_console.iteration(1, 2, timer.lap())
-    rank_console.where_time_went(timer)
+    rank_console.print_phase_times(timer)
     assert stream.getvalue() == ""
 
 

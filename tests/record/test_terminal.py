@@ -43,7 +43,7 @@ def test_everything_that_python_prints_is_guarded(capsys, monkeypatch) -> None:
         monkeypatch.setattr(sys, name, getattr(sys, name))  # restored after the test
     terminal.guard()
     terminal.guard()
-    assert not sys.stdout.isatty() and terminal.beneath(sys.stdout) is not sys.stdout
+    assert not sys.stdout.isatty() and terminal.wrapped(sys.stdout) is not sys.stdout
     for say in (print, warn, log, sys.stderr.write, Console(enabled=True).say):
         say(EVIL)
         output = "".join(capsys.readouterr())

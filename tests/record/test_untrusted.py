@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl.text.untrusted import shown, without_lone_surrogates
+from rl.text.untrusted import excerpt, without_lone_surrogates
 
 
 @pytest.mark.parametrize(
@@ -20,14 +20,14 @@ from rl.text.untrusted import shown, without_lone_surrogates
     ],
 )
 def test_untrusted_text_becomes_one_printable_line(text: str, line: str) -> None:
-    assert shown(text, 100) == line
+    assert excerpt(text, 100) == line
 
 
 def test_overlong_text_is_cut_and_marked() -> None:
-    assert shown("a" * 10, 10) == "a" * 10
-    assert shown("a" * 11, 10) == "a" * 10 + "..."
-    assert shown("\x00" * 10, 10) == "\\x00\\x00\\x" + "..."
-    assert shown(" " * 1000 + "a", 10) == "..."
+    assert excerpt("a" * 10, 10) == "a" * 10
+    assert excerpt("a" * 11, 10) == "a" * 10 + "..."
+    assert excerpt("\x00" * 10, 10) == "\\x00\\x00\\x" + "..."
+    assert excerpt(" " * 1000 + "a", 10) == "..."
 
 
 def test_only_lone_surrogates_are_replaced() -> None:

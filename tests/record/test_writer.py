@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.checkpoints import disk_room
+from rl.checkpoints import full_disk
 from rl.files.atomic import append_line, write_atomically
 from rl.ranks import heartbeat
 from rl.record.writer import BackgroundWriter
@@ -101,7 +101,7 @@ def test_the_error_that_ends_the_run_is_raised_and_not_a_write_error(tmp_path, c
 def test_a_full_disk_is_waited_for_with_a_warning_and_is_no_hang(
     tmp_path, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr(disk_room, "TRY_EVERY_S", 0.01)
+    monkeypatch.setattr(full_disk, "TRY_EVERY_S", 0.01)
     waits: list[float] = []
     monkeypatch.setattr(heartbeat, "note_wait", lambda: waits.append(time.monotonic()))
     errors = iter([disk_full()] * 5)
@@ -111,7 +111,7 @@ def test_a_full_disk_is_waited_for_with_a_warning_and_is_no_hang(
             raise error
         return "written"
 
-    assert disk_room.when_there_is_room(write, tmp_path, "the file") == "written"
+    assert full_disk.retry_until_space(write, tmp_path, "the file") == "written"
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and "the file waits" in lines[0]
     assert waits, "so that `hang_limit_s` does not end the run"
@@ -128,7 +128,7 @@ def test_a_full_disk_is_waited_for_with_a_warning_and_is_no_hang(
     ],
 )
 def test_a_full_disk_is_distinguished_from_other_errors(error: Exception, full: bool) -> None:
-    assert disk_room.is_full(error) is full
+    assert full_disk.is_full(error) is full
     wrapped = ValueError("a library's")
     wrapped.__cause__ = error
-    assert disk_room.is_full(wrapped) is full
+    assert full_disk.is_full(wrapped) is full

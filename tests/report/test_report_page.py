@@ -32,10 +32,10 @@ from rl.report.curves import (
     thinned,
     ticks_of,
 )
-from rl.report.mail import write_single_file
 from rl.report.page import times, write_page
 from rl.report.pages import value_of
 from rl.report.reading import Evaluation
+from rl.report.single_file import write_single_file
 from rl.report.summary import alarms, learnt
 from rl.run.metric_table import METRICS, doc_of
 

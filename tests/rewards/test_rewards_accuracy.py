@@ -1,4 +1,4 @@
-"""accuracy: what counts as the right answer, and what a hostile one can do (nothing)."""
+"""The reward `accuracy` recognizes right answers, and hostile answers do no harm."""
 
 from __future__ import annotations
 
@@ -120,7 +120,9 @@ WRONG = [
 
 
 def worker_of(reward: accuracy.Accuracy) -> psutil.Process:
-    """The process that compares its formulas."""
+    """The process that compares the reward's formulas, started again if it has ended. It is asked
+    directly: `grade` remembers answers."""
+    reward._maths._compare("3", "2\\sqrt{2}x")
     return psutil.Process(reward._maths._process.pid)
 
 
@@ -142,7 +144,7 @@ def answered(answer: str) -> str:
 
 
 @pytest.mark.parametrize(("gold", "answer"), RIGHT, ids=str)
-def test_right(reward: accuracy.Accuracy, gold: Any, answer: str) -> None:
+def test_a_right_answer_scores_1(reward: accuracy.Accuracy, gold: Any, answer: str) -> None:
     result = grade(reward, answered(answer), gold)
     assert result.value == 1.0 and result.parts == {"parsed": 1, "undecided": 0}
 
@@ -153,7 +155,7 @@ def test_wrong(reward: accuracy.Accuracy, gold: Any, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "is_right"),
     [
         ("<answer>4</answer> no, <answer>5</answer>", True),
         ("<answer>5</answer> and <answer>4", True),
@@ -163,23 +165,23 @@ def test_wrong(reward: accuracy.Accuracy, gold: Any, answer: str) -> None:
         ("", False),
     ],
 )
-def test_the_last_complete_block_is_the_answer(
-    reward: accuracy.Accuracy, text: str, found: bool
+def test_the_last_complete_answer_block_counts(
+    reward: accuracy.Accuracy, text: str, is_right: bool
 ) -> None:
     result = grade(reward, text, "5")
-    assert result.value == float(found) and result.parts["parsed"] == float(found)
+    assert result.value == float(is_right) and result.parts["parsed"] == float(is_right)
 
 
 @pytest.mark.parametrize(("words", "right"), [("<answer>7</answer>", 1.0), ("who knows?", 0.0)])
-def test_what_was_only_thought_is_no_answer(
+def test_an_answer_inside_the_thought_does_not_count(
     reward: accuracy.Accuracy, words: str, right: float
 ) -> None:
     thought = "<answer>7</answer>, or not?</think>"
-    given = RewardInput(Sample("a", "?", hidden={"answer": "7"}), thought + words, None, thought)
-    assert asyncio.run(reward.grade(given)).value == right
+    thinking = RewardInput(Sample("a", "?", hidden={"answer": "7"}), thought + words, None, thought)
+    assert asyncio.run(reward.grade(thinking)).value == right
 
 
-def test_a_box_will_do_where_the_tag_is_not_required() -> None:
+def test_a_box_is_an_answer_if_the_tag_is_not_required() -> None:
     reward = make(accuracy, accuracy.Config(tag_required=False))
     assert grade(reward, "first \\boxed{1}, then \\boxed{\\text{a {5}}}", "a {5}").value == 1
     assert grade(reward, "\\boxed{4} <answer>5</answer>", "5").value == 1
@@ -190,7 +192,7 @@ def test_a_box_will_do_where_the_tag_is_not_required() -> None:
 @pytest.mark.parametrize(
     "gold", ["", " $ $ ", "<answer></answer>", None, ["5"], True, "\\frac{1}{", "3 + + )"]
 )
-def test_a_gold_that_cannot_be_read_is_nobodys_score(reward: accuracy.Accuracy, gold: Any) -> None:
+def test_an_unreadable_gold_answer_is_ungraded(reward: accuracy.Accuracy, gold: Any) -> None:
     for answer in ("5", ""):
         result = grade(reward, answered(answer), gold)
         failure = result.failure or ""
@@ -230,49 +232,47 @@ COSTLY = [
     ],
     ids=lambda answer: answer[:20],
 )
-def test_a_hostile_answer_is_wrong_and_no_more(
+def test_a_hostile_answer_is_wrong_and_does_no_harm(
     reward: accuracy.Accuracy, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     started = time.monotonic()
     result = grade(reward, answered(answer), "2\\sqrt{2}x")
     assert result.value == 0.0 and (result.parts["undecided"] or answer not in COSTLY)
-    assert time.monotonic() - started < 60, "bounded, on a busy machine too"
+    assert time.monotonic() - started < 60, "the time is limited, also on a busy machine"
     assert grade(reward, answered("x\\sqrt{8}"), "2\\sqrt{2}x").value == 1.0
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("answer", ["A. " * 3000, "A" + " " * 9000 + "x"], ids=["options", "gap"])
-def test_a_long_answer_is_only_long(answer: str) -> None:
-    long = make(accuracy, accuracy.Config(max_answer_chars=10_000))
+def test_a_long_answer_is_graded_in_linear_time(answer: str) -> None:
+    reward = make(accuracy, accuracy.Config(max_answer_chars=10_000))
     started = time.process_time()
-    assert grade(long, answered(answer), "blue").value == 0.0
+    assert grade(reward, answered(answer), "blue").value == 0.0
     assert time.process_time() - started < 1
-    long.close()
+    reward.close()
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_meant_for_the_run_does_not_end_the_worker(
     reward: accuracy.Accuracy, stop: signal.Signals
 ) -> None:
-    grade(reward, answered("3"), "2\\sqrt{2}x")  # it runs
     worker = worker_of(reward)
     worker.send_signal(stop)
     assert grade(reward, answered(f"x\\sqrt{{8}} - {stop} + {stop}"), "2\\sqrt{2}x").value == 1.0
     assert worker_of(reward) == worker
 
 
-def test_a_worker_that_dies_is_replaced_and_blamed_on_the_question_it_died_over(
+def test_a_worker_that_dies_is_replaced_and_its_question_is_undecided(
     reward: accuracy.Accuracy,
 ) -> None:
-    grade(reward, answered("3"), "2\\sqrt{2}x")  # it runs
     worker = worker_of(reward)
     worker.kill()
     while worker.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    idle = grade(reward, answered("x\\sqrt{8} + 0"), "2\\sqrt{2}x")
-    assert idle.value == 1.0 and idle.parts["undecided"] == 0
+    after_idle_death = grade(reward, answered("x\\sqrt{8} + 0"), "2\\sqrt{2}x")
+    assert after_idle_death.value == 1.0 and after_idle_death.parts["undecided"] == 0
     threading.Timer(0.3, worker_of(reward).kill).start()
-    at_work = grade(reward, answered("(3+x)^{3000}(1-x)^{3000}"), "2\\sqrt{2}x")
-    assert at_work.value == 0.0 and at_work.parts["undecided"] == 1
+    fatal = grade(reward, answered("(3+x)^{3000}(1-x)^{3000}"), "2\\sqrt{2}x")
+    assert fatal.value == 0.0 and fatal.parts["undecided"] == 1
     assert grade(reward, answered("0 + x\\sqrt{8}"), "2\\sqrt{2}x").value == 1.0

@@ -1,4 +1,4 @@
-"""clip against the stock CLIPModel, CLIPScore by hand, and scoring in batches."""
+"""The reward `clip` equals the stock CLIPModel and CLIPScore by hand, and scores in batches."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tiny_world.builder.prompt_models import make_clip
 
 PROMPTS = ["a cat", "a purple rabbit eating carrots", "a square wheel", "glass"]
 LONG = "a " * 100
-"""102 tokens: one per letter, and the two markers."""
+"""102 tokens: one per letter, plus the start and end tokens."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny CLIP as transformers saves it, random but far from indifferent."""
+    """A tiny CLIP as transformers saves it, with random weights that tell pairs apart."""
     folder = tmp_path_factory.mktemp("clip")
     tokenizer = clip_tokenizer()
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def reward(folder: Path) -> clip.Clip:
 
 @pytest.fixture(scope="module")
 def pictures() -> list[Image.Image]:
-    """Of several sizes; one with transparency."""
+    """Pictures of several sizes, one with transparency."""
     rng = np.random.default_rng(0)
     sizes = [(32, 32), (64, 40), (40, 64), (50, 50)]
     arrays = [rng.integers(0, 255, (h, w, 3), dtype=np.uint8) for w, h in sizes]
@@ -64,7 +64,7 @@ def reward_input(prompt: str, picture: Image.Image | None) -> RewardInput:
 
 
 def grade_all(reward: clip.Clip, pairs: Sequence[tuple[str, Image.Image]]) -> list[RewardOutput]:
-    """All at once, as during rendering."""
+    """Grades all pairs concurrently, as during rendering."""
 
     async def run() -> list[RewardOutput]:
         return await asyncio.gather(*(reward.grade(reward_input(*pair)) for pair in pairs))
@@ -81,15 +81,15 @@ def stock_cosines(folder: Path, pairs: Sequence[tuple[str, Image.Image]]) -> lis
     rgb = [picture.convert("RGB") for picture in pictures]
     pixels = processor(images=rgb, return_tensors="pt")["pixel_values"]
     with torch.no_grad():
-        found = model(**tokens, pixel_values=pixels)
-    cosines: list[float] = (found.logits_per_image.diag() / model.logit_scale.exp()).tolist()
+        output = model(**tokens, pixel_values=pixels)
+    cosines: list[float] = (output.logits_per_image.diag() / model.logit_scale.exp()).tolist()
     return cosines
 
 
-def test_cosines_are_the_stock_models(
+def test_cosines_equal_those_of_the_stock_model(
     folder: Path, reward: clip.Clip, pictures: list[Image.Image]
 ) -> None:
-    """Of the user's prompts: every completion is "4k, trending"."""
+    """The cosines are of the user's prompts, not of the completion "4k, trending"."""
     pairs = [*zip(PROMPTS, pictures, strict=True), (LONG, pictures[0])]
     cosines = [grade.parts["cosine"] for grade in grade_all(reward, pairs)]
     assert cosines == pytest.approx(stock_cosines(folder, pairs), abs=1e-5)
@@ -97,20 +97,20 @@ def test_cosines_are_the_stock_models(
 
 
 def test_a_cosine_has_the_same_bits_in_a_batch_of_any_size(pictures: list[Image.Image]) -> None:
-    """With the shipped tiny CLIP, whose kernels differ for one, two and more rows, and on some CPUs
-    from row to row."""
+    """The shipped tiny CLIP's kernels differ for one, two and more rows, and on some CPUs from row
+    to row."""
     model = ClipModel(clip.Config(model_path=str(tiny_config.WEIGHTS / "clip")), "cpu")
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 255, (16, 64, 64, 3), dtype=np.uint8)
     pairs = [("purple triangle bottom left", Image.fromarray(pixels)) for pixels in noise]
-    whole = model.compare(pairs)
+    one_batch = model.compare(pairs)
     for size in (1, 2, 5):
         parts = [model.compare(pairs[i : i + size]) for i in range(0, len(pairs), size)]
-        assert [pair for part in parts for pair in part] == whole
+        assert [pair for part in parts for pair in part] == one_batch
 
 
 class Scripted:
-    """A model that says what it is told, and how many it was asked at once."""
+    """A model that returns a fixed cosine and records the batch sizes."""
 
     def __init__(self, cosine: float) -> None:
         self.cosine = cosine
@@ -139,24 +139,24 @@ def test_clipscore_by_hand(cosine: float, scale: float, value: float) -> None:
     assert grade.parts == {"cosine": cosine, "prompt_cut": 0.0}
 
 
-def test_a_prompt_that_is_too_long_is_cut_and_it_is_said(
+def test_a_prompt_that_is_too_long_is_cut_and_reported(
     reward: clip.Clip, pictures: list[Image.Image]
 ) -> None:
-    fits = "a" * 75  # and two markers
+    fits = "a" * 75  # plus the start and end tokens
     pairs = [(fits, pictures[0]), (fits + "b", pictures[0]), (LONG, pictures[0])]
     assert [grade.parts["prompt_cut"] for grade in grade_all(reward, pairs)] == [0, 1, 1]
 
 
-def test_no_picture_is_no_score(reward: clip.Clip) -> None:
+def test_a_missing_picture_is_ungraded(reward: clip.Clip) -> None:
     grade = asyncio.run(reward.grade(reward_input("a cat", None)))
     assert grade.value is None and (grade.failure or "").startswith("no_image: ")
 
 
-def test_what_does_not_fit_in_memory_is_halved(
+def test_a_batch_that_does_not_fit_in_memory_is_halved(
     folder: Path, pictures: list[Image.Image], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ClipModel(clip.Config(model_path=str(folder), batch_size=4), "cpu")
-    whole = model.compare(list(zip(PROMPTS, pictures, strict=True)))
+    one_batch = model.compare(list(zip(PROMPTS, pictures, strict=True)))
     compare, sizes = model._compare, []
 
     def narrow(pairs: Any) -> Any:
@@ -168,15 +168,15 @@ def test_what_does_not_fit_in_memory_is_halved(
     monkeypatch.setattr(model, "_compare", narrow)
     limit = 1
     halved = model.compare(list(zip(PROMPTS, pictures, strict=True)))
-    assert sizes == [4, 2, 1, 1, 1, 1], "halved for good"
-    assert [c for c, _ in halved] == pytest.approx([c for c, _ in whole], abs=NATS)
+    assert sizes == [4, 2, 1, 1, 1, 1], "later batches stay small"
+    assert [c for c, _ in halved] == pytest.approx([c for c, _ in one_batch], abs=NATS)
     limit = 0
     monkeypatch.setattr(clip, "MAX_WAIT_S", 0.0)
     (grade,) = grade_all(with_model(clip.Config(), model), [(PROMPTS[0], pictures[0])])
     assert grade.value is None and (grade.failure or "").startswith("out_of_memory: ")
 
 
-def test_grades_that_wait_are_scored_together() -> None:
+def test_waiting_pictures_are_scored_in_batches() -> None:
     model: Any = Scripted(0.3)
     reward = with_model(clip.Config(batch_size=4), model)
     grade_all(reward, [("a cat", Image.new("RGB", (8, 8)))] * 10)
@@ -198,7 +198,7 @@ def test_a_batch_that_fails_fails_its_grades_and_no_others() -> None:
     assert grade.value == pytest.approx(0.75)
 
 
-def test_the_memory_plan_knows_its_size(folder: Path) -> None:
+def test_the_memory_plan_counts_clips_parameters(folder: Path) -> None:
     size = sum(parameter.numel() for parameter in CLIPModel.from_pretrained(folder).parameters())
     assert clip.Clip.parameter_counts(clip.Config(model_path=str(folder))) == {"model": size}
     assert clip.Clip.parameter_counts(clip.Config()) == {"model": pytest.approx(151.3e6, rel=0.01)}

@@ -1,4 +1,4 @@
-"""format: the whole completion has the asked form, or it has not."""
+"""The reward `format` is 1 if the whole completion has the required form, else 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GOOD = "<think>two and two</think><answer>4</answer>"
         "<think>a < b and <b>bold</b></think><answer>4</answer>",
     ],
 )
-def test_the_asked_form(text: str) -> None:
+def test_the_required_form_scores_1(text: str) -> None:
     assert read(plugin, text).value == 1.0
 
 
@@ -47,12 +47,12 @@ def test_the_asked_form(text: str) -> None:
         "</think>two<think><answer>4</answer>",
     ],
 )
-def test_any_other_form(text: str) -> None:
+def test_any_other_form_scores_0(text: str) -> None:
     grade = read(plugin, text)
     assert grade.value == 0.0 and grade.failure is None
 
 
-def test_other_tags() -> None:
+def test_the_tags_are_configurable() -> None:
     text = "<plan>two</plan><final>4</final>"
     assert read(plugin, text, think_tag="plan", answer_tag="final").value == 1.0
     assert read(plugin, text).value == 0.0
@@ -60,5 +60,5 @@ def test_other_tags() -> None:
         plugin.Config(think_tag="<think>")
 
 
-def test_it_is_read_in_linear_time() -> None:
+def test_a_hostile_completion_is_read_in_linear_time() -> None:
     assert read(plugin, "<think>" * 100_000 + "</think>" * 100_000).value == 0.0

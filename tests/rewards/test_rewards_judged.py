@@ -1,4 +1,4 @@
-"""The rewards that ask a judge: what it is shown, and what is made of its replies."""
+"""The rewards that ask a judge send the right prompts and pictures, and average its replies."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from rl.rewards.shared.repeated_judging import PROMPTS
 
 REWARDS = [viescore, viescore_t2i, edit_quality, ground_score]
 SOURCES = tuple(Image.new("RGB", (8, 8), colour) for colour in ("red", "green", "blue"))
-MADE, GOAL = (Image.new("RGB", (8, 8), colour) for colour in ("white", "black"))
-WORDS = "put the {dot} of picture 2 into picture 1"
+RESULT, TARGET = (Image.new("RGB", (8, 8), colour) for colour in ("white", "black"))
+EDIT = "put the {dot} of picture 2 into picture 1"
 
 
 class ScriptedJudge:
-    """Serves its replies in order, the last one for ever, and keeps what it is asked."""
+    """Gives its replies in order and then repeats the last one; records the questions."""
 
     config = JudgeConfig()
 
@@ -53,9 +53,9 @@ class ScriptedJudge:
 def grade(
     reward: ModuleType, judge: ScriptedJudge, num_sources: int = 1, **config: Any
 ) -> RewardOutput:
-    sample = Sample("a", WORDS, sources=SOURCES[:num_sources], target=GOAL)
-    made = make(reward, reward.Config(**config), judge)
-    output: RewardOutput = asyncio.run(made.grade(RewardInput(sample, "a rewriting", MADE)))
+    sample = Sample("a", EDIT, sources=SOURCES[:num_sources], target=TARGET)
+    plugin = make(reward, reward.Config(**config), judge)
+    output: RewardOutput = asyncio.run(plugin.grade(RewardInput(sample, "a rewriting", RESULT)))
     return output
 
 
@@ -100,7 +100,7 @@ def marks(alignment: float, quality: float) -> str:
         (ground_score, {}, ['{"score": 7.5}'], 0.75, {"score": 7.5}),
     ],
 )  # fmt: skip
-def test_three_readings_by_hand(
+def test_a_grade_is_computed_from_replies_by_hand(
     reward: ModuleType, config: dict[str, Any], replies: list[str], value: float, parts: Any
 ) -> None:
     judge = ScriptedJudge(*replies)
@@ -110,7 +110,7 @@ def test_three_readings_by_hand(
     assert len(parts) < 3 or result.parts.keys() == parts.keys()
     assert result.failure is None and len(result.replies) == len(judge.asked)
     num_readings = reward.Config(**config).n_evals
-    assert sorted(set(judge.repeats)) == list(range(num_readings)), "each asks as another repeat"
+    assert sorted(set(judge.repeats)) == list(range(num_readings)), "numbers of the readings"
 
 
 @pytest.mark.parametrize(
@@ -118,20 +118,20 @@ def test_three_readings_by_hand(
     [
         (viescore, ["no idea", score(5, 5)]),
         (viescore, [score(5, 5), "no idea"]),
-        (viescore_t2i, [score(4, 4), score(9, 10)]),  # two marks for meaning
+        (viescore_t2i, [score(4, 4), score(9, 10)]),  # two scores where one was asked
         (edit_quality, ["seven"]),
     ],
 )
-def test_half_a_grade_is_none(reward: ModuleType, replies: list[str]) -> None:
+def test_one_unreadable_reply_is_ungraded(reward: ModuleType, replies: list[str]) -> None:
     judge = ScriptedJudge(*replies)
     result = grade(reward, judge)
     assert result.value is None and result.parts == {}
     assert (result.failure or "").startswith("unreadable: ")
-    assert len(result.replies) == len(judge.asked), "what was said is kept"
+    assert len(result.replies) == len(judge.asked), "the replies are recorded"
 
 
-def test_repeats_are_other_seeds_at_the_rewards_own_temperature() -> None:
-    evidence = RewardInput(Sample("a", WORDS, sources=SOURCES[:1]), "a rewriting", MADE)
+def test_repeats_use_other_seeds_and_the_rewards_temperature() -> None:
+    evidence = RewardInput(Sample("a", EDIT, sources=SOURCES[:1]), "a rewriting", RESULT)
     with FaultyJudge(after=Fault(reply=marks(1, 1))) as judge:
         ask(edit_quality, judge, evidence, max_concurrency=1)
         ask(edit_quality, judge, evidence, {"n_evals": 1, "temperature": None})
@@ -143,8 +143,8 @@ def test_repeats_are_other_seeds_at_the_rewards_own_temperature() -> None:
 
 @pytest.mark.parametrize("plugin", REWARDS)
 @pytest.mark.parametrize("status", [401, 404])
-def test_a_wrong_set_up_passes_through(plugin: Any, status: int) -> None:
-    evidence = RewardInput(Sample("a", WORDS, sources=SOURCES, target=GOAL), "a rewriting", MADE)
+def test_a_wrong_judge_setup_is_an_error(plugin: Any, status: int) -> None:
+    evidence = RewardInput(Sample("a", EDIT, sources=SOURCES, target=TARGET), "rewritten", RESULT)
     with FaultyJudge(after=Fault(status)) as judge, pytest.raises(JudgeRefused):
         ask(plugin, judge, evidence)
 
@@ -152,35 +152,35 @@ def test_a_wrong_set_up_passes_through(plugin: Any, status: int) -> None:
 # --- what the judge is shown ------------------------------------------------------------------
 
 
-def file(name: str) -> str:
+def prompt(name: str) -> str:
     text = (PROMPTS / f"{name}.txt").read_text(encoding="utf-8").strip()
-    return text.replace("{instruction}", WORDS)
+    return text.replace("{instruction}", EDIT)
 
 
-SHOWN: list[tuple[ModuleType, list[tuple[Any, ...]]]] = [
+QUESTIONS: list[tuple[ModuleType, list[tuple[Any, ...]]]] = [
     (viescore, [
-        (SOURCES[0], file("viescore_semantics"), MADE), (file("viescore_perception"), MADE),
+        (SOURCES[0], prompt("viescore_semantics"), RESULT), (prompt("viescore_perception"), RESULT),
     ]),
     (viescore_t2i, [
-        (file("viescore_t2i_semantics"), MADE), (file("viescore_perception"), MADE),
+        (prompt("viescore_t2i_semantics"), RESULT), (prompt("viescore_perception"), RESULT),
     ]),
-    (edit_quality, [(SOURCES[0], file("edit_quality"), MADE)]),
-    (ground_score, [(GOAL, file("ground_score"), MADE)]),
+    (edit_quality, [(SOURCES[0], prompt("edit_quality"), RESULT)]),
+    (ground_score, [(TARGET, prompt("ground_score"), RESULT)]),
 ]  # fmt: skip
-"""To the byte: replies that were paid for are found by the question."""
+"""Exact to the byte, as recorded replies are looked up by their question."""
 
 
-def shown(reward: ModuleType, num_sources: int, **config: Any) -> list[tuple[Any, ...]]:
+def questions_of(reward: ModuleType, num_sources: int, **config: Any) -> list[tuple[Any, ...]]:
     judge = ScriptedJudge("no idea")
     grade(reward, judge, num_sources, n_evals=1, **config)
     return [question.parts for question in judge.asked]
 
 
-@pytest.mark.parametrize(("reward", "questions"), SHOWN)
-def test_what_is_shown_of_one_source(reward: ModuleType, questions: list[Any]) -> None:
-    assert shown(reward, 1) == questions
+@pytest.mark.parametrize(("reward", "questions"), QUESTIONS)
+def test_the_judge_gets_exact_prompts(reward: ModuleType, questions: list[Any]) -> None:
+    assert questions_of(reward, 1) == questions
     if reward in (ground_score, viescore_t2i):  # they show no source
-        assert shown(reward, 3) == questions
+        assert questions_of(reward, 3) == questions
 
 
 @pytest.mark.parametrize(
@@ -188,24 +188,24 @@ def test_what_is_shown_of_one_source(reward: ModuleType, questions: list[Any]) -
     [(viescore, "viescore_semantics", "score"), (edit_quality, "edit_quality", "alignment")],
 )
 @pytest.mark.parametrize("num_sources", [2, 3])
-def test_several_sources_are_shown_under_their_numbers(
+def test_several_sources_are_numbered(
     reward: ModuleType, name: str, mark: str, num_sources: int
 ) -> None:
-    *before, text, made = shown(reward, num_sources)[0]
+    *before, text, result = questions_of(reward, num_sources)[0]
     assert before[::2] == [f"Source {number}:" for number in range(1, num_sources + 1)]
     assert tuple(before[1::2]) == SOURCES[:num_sources]
-    one, several = file(name), file(f"{name}_of_several")
-    assert (text, made) == (several, MADE)
+    one, several = prompt(name), prompt(f"{name}_of_several")
+    assert (text, result) == (several, RESULT)
     assert one.splitlines()[-1] == several.splitlines()[-1] and f'"{mark}"' in one.splitlines()[-1]
-    assert several.count(f"<instruction>\n{WORDS}\n</instruction>") == 1
+    assert several.count(f"<instruction>\n{EDIT}\n</instruction>") == 1
 
 
-def test_a_users_own_prompt_replaces_both_of_ours(tmp_path: Path) -> None:
+def test_a_users_prompt_file_replaces_the_shipped_prompts(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("Is this {instruction}?\n")
-    [(*before, text, made), _] = shown(viescore, 2, semantics_prompt=str(path))
+    [(*before, text, result), _] = questions_of(viescore, 2, semantics_prompt=str(path))
     assert before == ["Source 1:", SOURCES[0], "Source 2:", SOURCES[1]]
-    assert (text, made) == (f"Is this {WORDS}?", MADE)
+    assert (text, result) == (f"Is this {EDIT}?", RESULT)
     path.write_text("Rate the edit <instruction>.")
     with pytest.raises(ValidationError, match=r"has no \{instruction\}"):
         viescore.Config(semantics_prompt=str(path))
@@ -213,15 +213,15 @@ def test_a_users_own_prompt_replaces_both_of_ours(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reward", REWARDS)
 @pytest.mark.parametrize("lacks", ["image", "source", "target"])
-def test_no_picture_is_no_question(reward: Any, lacks: str) -> None:
+def test_a_missing_picture_is_ungraded_and_the_judge_is_not_asked(reward: Any, lacks: str) -> None:
     sources = () if lacks == "source" else SOURCES[:1]
-    sample = Sample("a", WORDS, sources=sources, target=None if lacks == "target" else GOAL)
+    sample = Sample("a", EDIT, sources=sources, target=None if lacks == "target" else TARGET)
     judge = ScriptedJudge("no idea")
-    made = make(reward, reward.Config(), judge)
+    plugin = make(reward, reward.Config(), judge)
     result = asyncio.run(
-        made.grade(RewardInput(sample, "a rewriting", None if lacks == "image" else MADE))
+        plugin.grade(RewardInput(sample, "a rewriting", None if lacks == "image" else RESULT))
     )
-    is_needed = lacks in made.needs
+    is_needed = lacks in plugin.needs
     assert (result.failure or "").startswith("no_image: ") == (not judge.asked) == is_needed
 
 
@@ -239,8 +239,6 @@ def test_no_picture_is_no_question(reward: Any, lacks: str) -> None:
         (ground_score, {"prompt": "/no/such/file.txt"}, "prompt: .*/no/such"),
     ],
 )
-def test_a_config_that_cannot_serve_is_refused(
-    plugin: Any, config: dict[str, Any], reason: str
-) -> None:
+def test_an_invalid_config_is_refused(plugin: Any, config: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         plugin.Config(**config)

@@ -1,4 +1,4 @@
-"""The five points, counted by hand."""
+"""The five points of the reward `prompt_quality`, counted by hand."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ RABBIT = "a purple rabbit eating carrots"
         (RABBIT, "a large blue purple rabbit thing", (0.2, 0.5, 0.6, 0, 1)),
         # Shorter, and about something else: dog is one new word.
         (RABBIT, "dog", (0, 0, 0.2, 0, 0)),
-        # Repeating is no sentence: 2 of 6 words differ. Words of craft are new words too.
+        # Repetition has no structure: 2 of 6 words differ. Quality words are new details, too.
         (CAT, "cat cat cat cat cat detailed", (1, 1, 0.2, 1, 0)),
-        # The user's own words of craft earn nothing.
+        # Quality words of the user's prompt do not count.
         ("a detailed cat", "the detailed cat over there now", (1, 1, 0.2, 0, 1)),
         (CAT, "", (0, 0, 0, 0, 0)),
     ],
 )
-def test_five_points(original: str, enhanced: str, points: tuple[float, ...]) -> None:
+def test_the_points_are_counted(original: str, enhanced: str, points: tuple[float, ...]) -> None:
     grade = read(prompt_quality, enhanced, instruction=original)
     names = ("length", "keywords_kept", "new_details", "quality_words", "structure")
     expected = dict(zip(names, points, strict=True))
@@ -38,13 +38,13 @@ def test_five_points(original: str, enhanced: str, points: tuple[float, ...]) ->
     assert grade.value == pytest.approx(sum(points) / 5) and grade.failure is None
 
 
-def test_case_punctuation_and_other_alphabets() -> None:
+def test_case_and_punctuation_do_not_matter_and_other_alphabets_work() -> None:
     points = prompt_quality.score("A Crimson CAT!", "crimson; cat.")
     assert points["keywords_kept"] == 1 and points["new_details"] == 0
     assert prompt_quality.score("красный кот", "красный кот на снегу")["keywords_kept"] == 1
 
 
-def test_it_stays_out_of_the_final_reward_unless_named() -> None:
+def test_prompt_quality_is_not_in_the_final_reward_by_default() -> None:
     assert prompt_quality.PromptQuality.diagnostic
     parts = read(prompt_quality, LONG, instruction=CAT).parts
     assert set(parts) - {"total_0_5"} == prompt_quality.PromptQuality.unit_parts

@@ -1,4 +1,4 @@
-"""The order of prompts: exact shares, full passes, the same after a resume and on any ranks."""
+"""The order of prompts has exact shares and full passes, and is the same on any ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 
 
 class Numbers:
-    """A source of `name:0`, `name:1`, ... in which some rows cannot be read."""
+    """A source of samples `name:0`, `name:1`, ... in which the rows `bad` cannot be read."""
 
     def __init__(self, name: str, length: int, bad: frozenset[int] = frozenset()) -> None:
         self.name, self.length, self.bad = name, length, bad
@@ -39,12 +39,12 @@ def mixture(seed: int = 0, prompts: int = 12) -> PromptOrder:
     return PromptOrder(sources, [2, 3, 1], seed, prompts)
 
 
-def test_every_pass_takes_every_row_once_in_another_order():
+def test_every_pass_draws_every_row_once_in_another_order():
     sampler = PromptOrder([Numbers("a", 24)], [1], 0, 8)
     passes = [run(sampler, range(3 * epoch, 3 * epoch + 3)) for epoch in range(4)]
-    for one in passes:
-        assert sorted(one) == sorted(f"a:{index}" for index in range(24))
-    assert len({frozenset(one[:8]) for one in passes}) == 4, "of rows, not of slots alone"
+    for rows in passes:
+        assert sorted(rows) == sorted(f"a:{index}" for index in range(24))
+    assert len({frozenset(rows[:8]) for rows in passes}) == 4, "iterations have other rows"
     drawn = run(PromptOrder([Numbers("a", 7)], [1], 3, 5), range(7))
     assert set(Counter(drawn).values()) == {5}, "a pass may end within an iteration"
     assert run(mixture(seed=0), range(3)) != run(mixture(seed=1), range(3))
@@ -62,21 +62,21 @@ def test_shares_are_exact_at_every_iteration(weights):
             assert abs(counts[source] - share) < 1
 
 
-def test_every_source_of_a_mixture_is_walked_in_full_passes():
+def test_every_source_of_a_mixture_is_drawn_in_full_passes():
     drawn = Counter(run(mixture(), range(50)))  # 600 prompts: 200 a, 300 b, 100 c
     assert {drawn[f"b:{index}"] for index in range(50)} == {6}
     assert {drawn[f"c:{index}"] for index in range(5)} == {20}
     assert {drawn[f"a:{index}"] for index in range(7)} == {28, 29}
 
 
-def test_a_resumed_run_goes_on_where_it_stopped():
+def test_the_order_continues_after_a_resume():
     straight = [ids(mixture(), iteration) for iteration in range(30)]
-    one = mixture()
-    assert [ids(one, iteration) for iteration in range(30)] == straight
+    order = mixture()
+    assert [ids(order, iteration) for iteration in range(30)] == straight
     for start in (0, 1, 13, 29):
         fresh = mixture()
         assert [ids(fresh, iteration) for iteration in range(start, 30)] == straight[start:]
-    assert [ids(one, iteration) for iteration in reversed(range(30))] == straight[::-1]
+    assert [ids(order, iteration) for iteration in reversed(range(30))] == straight[::-1]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 12])
@@ -89,51 +89,51 @@ def test_ranks_split_the_same_prompts(world_size):
 
 def test_no_rank_always_gets_the_same_source():
     sampler = PromptOrder([Numbers("a", 9), Numbers("b", 9)], [1, 1], 0, 2)
-    seen = {ids(sampler, iteration, 0, 2)[0][0] for iteration in range(20)}
-    assert seen == {"a", "b"}
+    sources = {ids(sampler, iteration, 0, 2)[0][0] for iteration in range(20)}
+    assert sources == {"a", "b"}
 
 
-def test_a_row_found_bad_later_is_replaced_by_the_next_one():
+def test_a_bad_row_is_replaced_by_the_next_one():
     bad = frozenset({2, 3})
-    broken = PromptOrder([Numbers("a", 12, bad)], [1], 0, 12, "skip")
-    whole = PromptOrder([Numbers("a", 12)], [1], 0, 12)
-    got = ids(broken, 0)
-    assert broken.num_replaced == 2
-    assert not {"a:2", "a:3"} & set(got) and len(got) == 12
-    kept = [(old, new) for old, new in zip(ids(whole, 0), got, strict=True) if old == new]
+    with_bad_rows = PromptOrder([Numbers("a", 12, bad)], [1], 0, 12, "skip")
+    complete = PromptOrder([Numbers("a", 12)], [1], 0, 12)
+    drawn = ids(with_bad_rows, 0)
+    assert with_bad_rows.num_replaced == 2
+    assert not {"a:2", "a:3"} & set(drawn) and len(drawn) == 12
+    kept = [(old, new) for old, new in zip(ids(complete, 0), drawn, strict=True) if old == new]
     assert len(kept) == 10
-    halves = [PromptOrder([Numbers("a", 12, bad)], [1], 0, 12, "skip") for _ in range(2)]
-    assert ids(halves[0], 0, 0, 2) + ids(halves[1], 0, 1, 2) == got
+    ranks = [PromptOrder([Numbers("a", 12, bad)], [1], 0, 12, "skip") for _ in range(2)]
+    assert ids(ranks[0], 0, 0, 2) + ids(ranks[1], 0, 1, 2) == drawn
     with pytest.raises(BadRowError, match="a, row"):
         ids(PromptOrder([Numbers("a", 12, bad)], [1], 0, 12), 0)
     with pytest.raises(UnusableSampleError, match="none of its 2 rows can be used"):
         ids(PromptOrder([Numbers("a", 2, frozenset({0, 1}))], [1], 0, 1, "skip"), 0)
     sources = [Numbers("a", 3, frozenset({1}))]
-    assert [one.id for one in first_samples(sources, [1], 9, "skip")] == ["a:0", "a:2"]
+    assert [sample.id for sample in first_samples(sources, [1], 9, "skip")] == ["a:0", "a:2"]
     with pytest.raises(BadRowError):
         first_samples(sources, [1], 3)
 
 
-def short_ones(sample: Sample) -> str:
-    """A prompt builder for which rows 4 and 5 are too long."""
+def build_short_prompt(sample: Sample) -> str:
+    """A prompt builder that refuses rows 4 and 5 as too long."""
     if sample.id in ("a:4", "a:5"):
         raise UnusableSampleError(f"the prompt of sample {sample.id!r} has 9999 tokens")
     return sample.id
 
 
-def test_a_row_that_makes_no_prompt_is_replaced_too():
+def test_a_row_without_a_usable_prompt_is_replaced():
     sampler = PromptOrder([Numbers("a", 12)], [1], 0, 12, "skip")
-    assert not {"a:4", "a:5"} & set(sampler.shard(0, 0, 1, short_ones))
+    assert not {"a:4", "a:5"} & set(sampler.shard(0, 0, 1, build_short_prompt))
     assert sampler.num_replaced == 2
     with pytest.raises(UnusableSampleError, match=r"'a:[45]' has 9999 tokens"):
-        PromptOrder([Numbers("a", 12)], [1], 0, 12).shard(0, 0, 1, short_ones)
+        PromptOrder([Numbers("a", 12)], [1], 0, 12).shard(0, 0, 1, build_short_prompt)
     held_out = first_samples([Numbers("a", 12)], [1], 12)
-    assert len(usable(held_out, short_ones, "skip")) == 10
+    assert len(usable(held_out, build_short_prompt, "skip")) == 10
     with pytest.raises(UnusableSampleError, match="'a:4' has 9999"):
-        usable(held_out, short_ones, "error")
+        usable(held_out, build_short_prompt, "error")
 
 
-def test_first_samples_come_in_order_and_never_twice():
+def test_held_out_samples_are_the_first_rows_in_order_without_repeats():
     sources = [Numbers("a", 2), Numbers("b", 50)]
     chosen = [sample.id for sample in first_samples(sources, [1, 2], 9)]
     assert [identity for identity in chosen if identity[0] == "a"] == ["a:0", "a:1"]

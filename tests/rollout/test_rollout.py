@@ -1,4 +1,4 @@
-"""What becomes of a completion: scored, the policy's fault, or nobody's; and what trains on it."""
+"""A completion is scored, failed by the policy or ungraded; the status decides what trains."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from rl.run.watch import Watch
 
 
 class Speller:
-    """A policy that reads token ids as letters; a lone 0 is nothing readable."""
+    """A policy that decodes token ids as letters; a completion of only 0 is a failure."""
 
     reads_states = False
 
@@ -60,11 +60,11 @@ class Speller:
 
     def loss_mask(self, completion: Completion, iteration: int) -> list[bool]:
         """In odd iterations the first letter is not trained."""
-        return [place > 0 or iteration % 2 == 0 for place in range(len(completion.token_ids))]
+        return [index > 0 or iteration % 2 == 0 for index in range(len(completion.token_ids))]
 
 
 class Level(Reward):
-    """Grades the grey level; words beginning with 'j' get no answer."""
+    """Grades the grey level; the judge does not answer about words that begin with 'j'."""
 
     def __init__(self) -> None:
         self.num_asked = 0
@@ -93,7 +93,7 @@ def roll(context: RolloutContext, *completions: Completion, seed: int = 51) -> l
     return collect(context, sampled(*completions, seed=seed)).episodes[0]
 
 
-def test_three_ways_to_end(context: RolloutContext) -> None:
+def test_a_completion_is_scored_or_fails_or_is_ungraded(context: RolloutContext) -> None:
     scored, empty, broken, ragged, unjudged = roll(
         context, word("ab"), word(""), word("xa"), word("ya"), word("ja")
     )
@@ -106,7 +106,7 @@ def test_three_ways_to_end(context: RolloutContext) -> None:
     assert broken.failure == "renderer: ragged"
     assert (unjudged.status, unjudged.reward) == (Status.UNGRADED, None)
     assert unjudged.failure == "level: timeout: no answer"
-    assert unjudged.replies == {"level": ("half a",)}, "a reply is kept though it graded nothing"
+    assert unjudged.replies == {"level": ("half a",)}, "a reply without a grade is kept"
 
 
 def test_a_group_shares_its_noise_and_equal_completions_are_one_picture(
@@ -116,7 +116,7 @@ def test_a_group_shares_its_noise_and_equal_completions_are_one_picture(
     assert {job.noise_seed for job in context.renderer.jobs} == {51}
     assert len(context.renderer.jobs) == 2 and context.rewards["level"].num_asked == 2
     assert episodes[0].image is episodes[2].image
-    # What the renderer took is its own: states of a whole batch would fill the device.
+    # Episodes drop the payload that the renderer took: a batch's states would fill the device.
     assert {job.payload for job in context.renderer.jobs} == {"a", "b"}
     assert [episode.action.payload for episode in episodes] == [None] * 3
 
@@ -128,7 +128,7 @@ def test_several_pictures_of_a_completion_are_averaged(context: RolloutContext) 
     assert len(levels) == 6 and levels[:3] == levels[3:] and len(set(levels[:3])) == 3
     assert one.reward == pytest.approx(sum(levels[:3]) / 3)
     assert sorted(one.image_rewards) == sorted(levels[:3])
-    # Both completions got the same three rewards: all of the variance is the noise's.
+    # Both completions got the same three rewards: the noise causes all of the variance.
     metrics = rollout_metrics(Rollout([[one, two]], [None]), Dist())
     assert metrics.merge([metrics.state()])["reward/noise_variance_share"] == pytest.approx(1)
 
@@ -149,7 +149,7 @@ def test_truncated_completions(
     assert sequences[1].loss_mask == (True,)
 
 
-def test_what_is_forced_or_ungraded_does_not_train_nor_what_the_policy_masks(
+def test_forced_tokens_masked_tokens_and_ungraded_completions_do_not_train(
     context: RolloutContext,
 ) -> None:
     episodes = roll(context, word("abc", forced=(False, True, False)), word("j"), word("d"))
@@ -176,9 +176,7 @@ def test_the_bare_arm_shares_the_noise_and_trains_nothing(context: RolloutContex
     assert collect(context, sampled(word("a"))).bare_episodes == [None]
 
 
-def test_pictures_known_only_as_codes_are_drawn_before_anyone_looks(
-    context: RolloutContext,
-) -> None:
+def test_sources_given_as_codes_are_decoded_before_they_are_used(context: RolloutContext) -> None:
     drawn = replace(Sample("s", "do it"), category="drawn")
     context.renderer.decode_sources = lambda samples: [drawn for _ in samples]
     [episode, other] = roll(context, word("a"), word("c"))
@@ -189,14 +187,14 @@ def test_pictures_known_only_as_codes_are_drawn_before_anyone_looks(
 @pytest.mark.parametrize(
     ("algorithm", "counted"),
     [
-        ({"kl_coeff": 0.1}, False),  # its KL stays, and no denominator knows of it
-        ({"kl_coeff": 0.0}, None),  # without a KL it costs no backward
+        ({"kl_coeff": 0.1}, False),  # its KL is added, but no denominator counts it
+        ({"kl_coeff": 0.0}, None),  # without a KL it has no backward
         ({"kl_coeff": 0.1, "zero_spread_groups": "keep"}, True),
         ({"kl_coeff": 0.0, "zero_spread_groups": "keep"}, True),
         ({"kl_coeff": 0.1, "zero_spread_groups": "drop"}, None),
     ],
 )
-def test_what_a_group_without_spread_brings(
+def test_a_group_without_spread_trains_as_configured(
     context: RolloutContext, algorithm: dict[str, object], counted: bool | None
 ) -> None:
     episodes, config = roll(context, word("a"), word("b")), run_config(algorithm=algorithm)
@@ -210,20 +208,20 @@ def test_what_a_group_without_spread_brings(
 
 def graded(*rewards: float | None) -> list[Episode]:
     prompt = Prompt(Sample("s", "do it", category="paint"), (1, 2))
-    one = Episode("0/0", prompt, word("a"), Action("a", "a"), 1, None, Status.SCORED, 0.0)
-    lost = replace(one, status=Status.UNGRADED, reward=None)
-    return [lost if reward is None else replace(one, reward=reward) for reward in rewards]
+    scored = Episode("0/0", prompt, word("a"), Action("a", "a"), 1, None, Status.SCORED, 0.0)
+    ungraded = replace(scored, status=Status.UNGRADED, reward=None)
+    return [ungraded if reward is None else replace(scored, reward=reward) for reward in rewards]
 
 
 def weigh(
     config: RunConfig, iteration: int, episodes_PG: Sequence[Sequence[Episode]]
 ) -> list[Sequence[float | None]]:
-    """advantages_PG; each group is given out once, and in order."""
+    """Returns advantages_PG; asserts that each group is returned once and in order."""
     advantages = Advantages(config, Speller(), iteration, Dist())
-    given = [g for p, episodes_G in enumerate(episodes_PG) for g in advantages.add(p, episodes_G)]
-    given += advantages.rest()
-    assert [group.p for group in given] == list(range(len(episodes_PG)))
-    return [group.advantages for group in given]
+    groups = [g for p, episodes_G in enumerate(episodes_PG) for g in advantages.add(p, episodes_G)]
+    groups += advantages.rest()
+    assert [group.p for group in groups] == list(range(len(episodes_PG)))
+    return [group.advantages for group in groups]
 
 
 def test_reward_metrics_against_hand_computed_values() -> None:
@@ -233,41 +231,41 @@ def test_reward_metrics_against_hand_computed_values() -> None:
     rollout = Rollout(episodes_PG, bare_episodes)
     assert weigh(config, 0, episodes_PG) == [[-0.5, 0.5], [0.0, None]]
     metrics = rollout_metrics(rollout, Dist())
-    seen = metrics.merge([metrics.state()])
+    merged = metrics.merge([metrics.state()])
     expected = {
         "reward/mean": 0.5,
         "reward/std": math.sqrt(pvariance([0, 1, 0.5])),
         "reward/group_std": 0.5,
         "status/ungraded": 0.25,
         "bare_reward": 0.2,
-        "reward_gain": (-0.2 + 0.8) / 2,  # of the group that has a bare arm
+        "reward_gain": (-0.2 + 0.8) / 2,  # only of the group with a bare arm
         "groups/zero_spread": 0.5,
     }
-    assert {name: seen[name] for name in expected} == pytest.approx(expected)
+    assert {name: merged[name] for name in expected} == pytest.approx(expected)
     assert size_of([[word("ab"), word("c")]]) == "2 completions, 3 tokens"
 
 
-def test_control_arm_hands_the_same_rewards_to_other_episodes() -> None:
+def test_a_control_run_shuffles_rewards_between_episodes() -> None:
     config = run_config(algorithm={"shuffle_rewards": True, "advantage_scale": "none"})
     episodes_PG = [graded(*[0.1 * g + p for g in range(8)]) for p in range(2)]
     rewards = sorted(e.reward for row in episodes_PG for e in row)
     alone = Advantages(config, Speller(), 0, Dist()).add(0, episodes_PG[0])
-    assert list(alone) == [], "no group can be learnt from alone"
+    assert list(alone) == [], "shuffling needs all groups"
     shuffled = [weigh(config, it, episodes_PG) for it in (0, 0, 1)]
     assert shuffled[0] == shuffled[1] != shuffled[2], "a pure function of seed and iteration"
     spread = max(shuffled[0][0]) - min(shuffled[0][0])
-    assert spread > 0.75, "rewards crossed the border between groups"
+    assert spread > 0.75, "rewards were moved between groups"
     assert rewards == sorted(e.reward for row in episodes_PG for e in row)
 
 
 class SecondOfTwo(Dist):
-    """Rank 1, whose peer always brings the numbers of rewards 0, 0, 4 and 4."""
+    """Rank 1; rank 0 always contributes the sums of the rewards 0, 0, 4 and 4."""
 
     def gather(self, value: Any) -> list[Any]:
         return [[8.0, 32.0, 4.0], value]
 
 
-def test_batch_std_is_of_all_ranks_rewards() -> None:
+def test_batch_std_is_over_the_rewards_of_all_ranks() -> None:
     config = run_config(algorithm={"advantage_scale": "batch_std", "advantage_eps": 0.0})
     advantages = Advantages(config, Speller(), 0, SecondOfTwo(rank=1, world_size=2))
     assert list(advantages.add(0, graded(1.0, 3.0))) == []
@@ -277,17 +275,17 @@ def test_batch_std_is_of_all_ranks_rewards() -> None:
 
 
 @pytest.mark.parametrize(
-    "looks", [0, 2, None], ids=["before-rendering", "while-rendering", "while-judging"]
+    "checks", [0, 2, None], ids=["before-rendering", "while-rendering", "while-judging"]
 )
-def test_being_asked_to_stop_leaves_a_long_rollout_at_once(
-    context: RolloutContext, looks: int | None
+def test_a_stop_request_ends_a_long_rollout_at_once(
+    context: RolloutContext, checks: int | None
 ) -> None:
     asked: list[str] = []
     ended: list[str] = []
-    left = iter(range(looks or 0))
+    checks_before_stop = iter(range(checks or 0))
 
     def should_stop() -> bool:
-        return len(asked) == 2 if looks is None else next(left, None) is None
+        return len(asked) == 2 if checks is None else next(checks_before_stop, None) is None
 
     async def never_answers(reward_input: RewardInput) -> None:
         asked.append(reward_input.text)
@@ -301,11 +299,11 @@ def test_being_asked_to_stop_leaves_a_long_rollout_at_once(
         collect(slow, sampled(word("ab"), word("cd")), should_stop)
     context.loop.submit(asyncio.sleep(0.1)).result()
     assert sorted(ended) == sorted(asked), "questions are still being asked"
-    assert looks is None or len(asked) < 2
+    assert checks is None or len(asked) < 2
 
 
 def run_of(context: RolloutContext) -> Run:
-    """As much of a run as a rollout touches."""
+    """A run with only the attributes that a rollout uses."""
     run = Run.__new__(Run)
     run.config, run.context, run.dist, run.timer = context.config, context, Dist(), PhaseTimer()
     watch = Watch(run.config, "float32", 0.0)
@@ -313,8 +311,8 @@ def run_of(context: RolloutContext) -> Run:
     return run
 
 
-def start(run: Run, *words: str, iteration: int = 0) -> PendingStep:
-    batch = sampled(*(word(text) for text in words))
+def start(run: Run, *completions: str, iteration: int = 0) -> PendingStep:
+    batch = sampled(*(word(text) for text in completions))
     train_step = Batches(batch)
     return PendingStep(iteration, run.render(batch, train_step), train_step)
 
@@ -331,7 +329,7 @@ def test_a_judge_that_refuses_or_fails_too_often_stops_the_run(context: RolloutC
         list(run.graded_groups(start(run, "a", "ja", "jb")))
 
 
-def test_a_run_that_is_asked_to_stop_collects_nothing(
+def test_a_run_that_is_asked_to_stop_collects_no_more_rollouts(
     context: RolloutContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(context)
@@ -346,8 +344,8 @@ def test_a_run_that_is_asked_to_stop_collects_nothing(
         start(run, "ab", "cd")
 
 
-def test_a_finished_group_is_learnt_from_before_the_last_verdict(context: RolloutContext) -> None:
-    """The second group's judge does not speak before the first group has been accumulated."""
+def test_a_graded_group_is_learnt_from_before_the_last_one(context: RolloutContext) -> None:
+    """The second group's judge does not answer before the first group has been accumulated."""
     prompts = [Prompt(Sample(name, "do it"), (1, 2)) for name in "ab"]
     batch = Sampled(prompts, [[word("ab")], [word("late")]], [51, 52], ["0/0", "0/1"], [None, None])
     accumulated: list[int] = []
@@ -356,7 +354,7 @@ def test_a_finished_group_is_learnt_from_before_the_last_verdict(context: Rollou
     async def waits(reward_input: RewardInput) -> float:
         while reward_input.text == "late" and not accumulated:
             await asyncio.sleep(0.01)
-            assert time.monotonic() < deadline, "the judge waits in vain"
+            assert time.monotonic() < deadline, "the first group was not accumulated"
         return 0.5
 
     run = run_of(replace(context, rewards={"level": Graded(waits)}))
@@ -368,7 +366,7 @@ def test_a_finished_group_is_learnt_from_before_the_last_verdict(context: Rollou
 
 
 def raises(reward_input: RewardInput) -> float:
-    """Breaks on words that begin with 'r'."""
+    """A reward that raises on words that begin with 'r'."""
     if reward_input.text.startswith("r"):
         raise KeyError("nothing there")
     return 0.25
@@ -377,21 +375,21 @@ def raises(reward_input: RewardInput) -> float:
 def test_a_reward_that_raises_leaves_that_picture_ungraded(context: RolloutContext) -> None:
     rewards = {"level": Level(), "mine": Graded(raises)}
     good, bad = roll(replace(context, rewards=rewards), word("a"), word("r"))
-    assert (good.status, good.parts["mine"]) == (Status.SCORED, 0.25), "a plain def is fine"
+    assert (good.status, good.parts["mine"]) == (Status.SCORED, 0.25), "a synchronous reward works"
     assert bad.status is Status.UNGRADED and bad.reward is None and bad.failure is not None
     first, *traceback = bad.failure.split("\n")
     assert names(first, "mine: raised KeyError: 'nothing there' ... test_rollout.py, line ")
     assert "in raises" in "".join(traceback) and traceback[-1] == "KeyError: 'nothing there'"
 
 
-def test_a_reward_that_finds_its_gpu_lost_ends_the_run(context: RolloutContext) -> None:
+def test_a_gpu_error_in_a_reward_ends_the_run(context: RolloutContext) -> None:
     lost = Mock(side_effect=torch.AcceleratorError("CUDA error: an illegal memory access"))
     with pytest.raises(torch.AcceleratorError):
         roll(replace(context, rewards={"lost": Graded(lost)}), word("a"))
 
 
 @pytest.mark.parametrize("wrong", [1.5, "good", None, math.nan, RewardOutput(0.5, {"a b": 1.0})])
-def test_a_reward_that_returns_nonsense_leaves_the_picture_ungraded(
+def test_a_reward_that_returns_an_invalid_value_leaves_the_picture_ungraded(
     context: RolloutContext, wrong: object
 ) -> None:
     [episode] = roll(replace(context, rewards={"odd": Graded(lambda _: wrong)}), word("a"))
@@ -412,7 +410,7 @@ def test_a_reward_that_raises_on_every_picture_stops_the_run_with_its_traceback(
 
 
 class SpoilsGroups(Reward):
-    """Draws on all that it is shown, and empties the hidden keys."""
+    """Draws on all pictures of its input and empties the hidden keys."""
 
     def spoil(self, x: RewardInput) -> float:
         for picture in (x.image, *x.sample.sources, x.sample.target, x.sample.hidden["mask"][0]):
@@ -425,7 +423,7 @@ class SpoilsGroups(Reward):
 
 
 class OneCanvas(Painter):
-    """Paints over its sources, and one picture over the other."""
+    """Paints over its sources, and yields one canvas for all pictures."""
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Image.Image]]:
         canvas = Image.new("RGB", (8, 8))
@@ -435,13 +433,13 @@ class OneCanvas(Painter):
             yield number, canvas
 
 
-def test_a_plugin_that_draws_on_its_pictures_draws_for_itself_alone(
+def test_a_plugin_that_changes_its_input_does_not_affect_other_plugins(
     context: RolloutContext,
 ) -> None:
     seen = []
 
     async def sees(x: RewardInput) -> float:
-        await asyncio.sleep(0.02)  # the others are done
+        await asyncio.sleep(0.02)  # the other rewards have run
         white = [picture.getpixel((1, 1)) for picture in (x.sample.source, x.sample.target)]
         seen.append((x.image.getpixel((1, 1)), white, set(x.sample.hidden)))
         return 1.0
@@ -462,7 +460,7 @@ def test_a_plugin_that_draws_on_its_pictures_draws_for_itself_alone(
 
 
 @pytest.mark.parametrize(
-    ("verb", "blocks"),
+    ("sleep", "blocks"),
     [
         (time.sleep, True),
         (asyncio.sleep, False),
@@ -470,26 +468,26 @@ def test_a_plugin_that_draws_on_its_pictures_draws_for_itself_alone(
     ],
 )
 def test_an_async_reward_that_blocks_the_loop_is_named_once(
-    context: RolloutContext, monkeypatch, capsys, verb: Callable[[float], object], blocks: bool
+    context: RolloutContext, monkeypatch, capsys, sleep: Callable[[float], object], blocks: bool
 ) -> None:
     monkeypatch.setattr(grading, "BLOCKED_S", 0.02)
     monkeypatch.setattr(grading, "_named", set())
 
     async def works(reward_input: RewardInput) -> float:
-        found = verb(0.03)
-        if found is not None:
-            await found
+        result = sleep(0.03)
+        if result is not None:
+            await result
         return 0.5
 
     episodes = roll(replace(context, rewards={"mine": Graded(works)}), word("a"), word("b"))
-    said = capsys.readouterr().err
-    assert said.count("reward mine: ") == blocks
-    assert not blocks or names(said, "blocked ... 0.0 s ... `def` ... asyncio.to_thread")
+    stderr = capsys.readouterr().err
+    assert stderr.count("reward mine: ") == blocks
+    assert not blocks or names(stderr, "blocked ... 0.0 s ... `def` ... asyncio.to_thread")
     assert all(episode.judge_s >= 0.03 for episode in episodes)
 
 
 class Longest(Reward):
-    """1 for the longest words of a group."""
+    """Gives 1 to the longest words of a group."""
 
     def __init__(self) -> None:
         self.groups: list[list[str]] = []
@@ -509,17 +507,17 @@ def test_a_reward_may_score_a_group_at_once(context: RolloutContext) -> None:
         word("ab"), word("abc"), word("xa"), word(""), word("ab"), word("ya"), bare=word("b")
     )
     rollout = collect(both, batch)
-    assert longest.groups == [["ab", "abc", "b"]], "once, each picture that exists, the bare arm"
+    assert longest.groups == [["ab", "abc", "b"]], "one call with each distinct picture"
     values = [episode.parts.get("longest") for episode in rollout.episodes[0]]
     assert values == [0, 1, None, None, 0, None]
     assert rollout.bare_episodes[0].parts["longest"] == 0
     assert list(rollout.episodes[0][0].parts)[:1] == ["longest"], "in the config's order"
     [a, r] = roll(both, word("a"), word("r"))
-    assert a.status is r.status is Status.UNGRADED, "what raises fails the whole group"
+    assert a.status is r.status is Status.UNGRADED, "an error fails the whole group"
     assert "longest: raised ValueError: no" in a.failure
 
 
-def test_each_noise_is_a_group_of_its_own(context: RolloutContext) -> None:
+def test_each_rendering_noise_is_scored_as_its_own_group(context: RolloutContext) -> None:
     longest = Longest()
     config = run_config(images_per_completion=2)
     mine = replace(context, config=config, rewards={"longest": longest})

@@ -1,4 +1,4 @@
-"""Checks of rollouts: a renderer that fails, held-out samples in training."""
+"""A run checks each rollout for renderer failures and for held-out samples in training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_checks(held_out: list[Sample] | None = None, **changes: Any) -> Checks:
     )
 
 
-def drew(num_drawn: int, num_lost: int = 0) -> Rollout:
+def rollout_of(num_drawn: int, num_lost: int = 0) -> Rollout:
     return Rollout([], [], {}, num_drawn, ["exception: RuntimeError: no kernel"] * num_lost)
 
 
@@ -36,11 +36,11 @@ def drew(num_drawn: int, num_lost: int = 0) -> Rollout:
     [
         (0.05, [(1, 1)], ""),  # half of a tiny iteration
         (0.05, [(90, 8)] + [(98, 0)] * 9, ""),  # a batch of eight that broke once
-        (0.05, [(96, 4)] * 20, ""),  # 4 % for ever
-        (0.05, [(4, 1), *[(5, 0)] * 3] * 40, ""),  # 5 % for ever
-        (0.05, [(190, 10), (100, 0), (100, 0), (90, 10)], ""),  # long ago is forgotten
+        (0.05, [(96, 4)] * 20, ""),  # always 4 %
+        (0.05, [(4, 1), *[(5, 0)] * 3] * 40, ""),  # always 5 %
+        (0.05, [(190, 10), (100, 0), (100, 0), (90, 10)], ""),  # old failures do not count
         (0.05, [(0, 0)] * 9, ""),
-        (0.05, [(0, 8)] * 2, "16 of the last 16"),  # 8 are within the 10 that 200 may lose
+        (0.05, [(0, 8)] * 2, "16 of the last 16"),  # 8 are fewer than the 10 allowed in 200
         (0.05, [(8, 2)] * 6, "12 of the last 60"),
         (0.05, [(90, 10)] * 2, "20 of the last 200"),
         (0.05, [(940, 60)], "60 of the last 1000"),
@@ -53,17 +53,17 @@ def test_a_renderer_that_keeps_failing_stops_the_run(
     checks = make_checks(max_render_failure_rate=limit)
     *before, last = iterations
     for iteration in before if figures else iterations:
-        checks.failures(drew(*iteration))
+        checks.failures(rollout_of(*iteration))
     if figures:
         with pytest.raises(TooManyRenderFailuresError) as error:
-            checks.failures(drew(*last))
+            checks.failures(rollout_of(*last))
         assert names(error.value, f"{figures} ... RuntimeError ... max_render_failure_rate")
 
 
-def test_the_share_of_pictures_that_are_not_drawn() -> None:
-    found = Dist().reduce(make_checks().metrics(drew(3, 1)))
-    assert found["pictures/not_drawn"] == 0.25
-    assert "pictures/not_drawn" not in Dist().reduce(make_checks().metrics(drew(0)))
+def test_the_share_of_failed_renders_is_logged() -> None:
+    metrics = Dist().reduce(make_checks().metrics(rollout_of(3, 1)))
+    assert metrics["pictures/not_drawn"] == 0.25
+    assert "pictures/not_drawn" not in Dist().reduce(make_checks().metrics(rollout_of(0)))
 
 
 def plain(grey: int, size: tuple[int, int] = (4, 2)) -> Image.Image:
@@ -92,13 +92,13 @@ HELD_OUT = [
     ],
     ids=lambda value: getattr(value, "id", None),
 )
-def test_a_training_prompt_that_shows_what_a_held_out_one_shows_is_warned_of_once(
+def test_a_training_sample_with_held_out_contents_is_warned_of_once(
     sample: Sample, held_out: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checks = make_checks(HELD_OUT)
     rollout = Rollout([[episode(prompt=Prompt(sample, (1,)))]], [None])
     for _ in range(2):
-        found = Dist().reduce(checks.metrics(rollout))
-        assert found["data/held_out_prompts"] == (held_out is not None)
-    said = capsys.readouterr().err
-    assert said.count(f"held-out sample {held_out} shows") == (held_out is not None)
+        metrics = Dist().reduce(checks.metrics(rollout))
+        assert metrics["data/held_out_prompts"] == (held_out is not None)
+    stderr = capsys.readouterr().err
+    assert stderr.count(f"held-out sample {held_out} shows") == (held_out is not None)

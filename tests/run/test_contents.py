@@ -1,4 +1,4 @@
-"""What samples show, by hand."""
+"""Training samples that share pictures, words or codes with held-out samples are recognized."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rl.run.contents import HeldOutContents
 
 
 def scene(seed: int, size: tuple[int, int] = (96, 64)) -> Image.Image:
-    """Smooth blobs, as a photograph has; another seed is another picture."""
-    draw = np.random.default_rng(seed)
-    small = Image.fromarray(draw.integers(0, 255, (6, 9, 3), dtype=np.uint8))
+    """A picture of smooth blobs, like a photograph; each seed gives another one."""
+    generator = np.random.default_rng(seed)
+    small = Image.fromarray(generator.integers(0, 255, (6, 9, 3), dtype=np.uint8))
     return small.resize(size, Image.Resampling.BICUBIC)
 
 
@@ -64,7 +64,7 @@ HELD_OUT = [
     ],
     ids=lambda value: getattr(value, "id", None),
 )
-def test_training_prompts_that_show_what_a_held_out_one_shows(
+def test_a_training_sample_that_shares_contents_with_a_held_out_one_is_recognized(
     sample: Sample, held_out: str | None
 ) -> None:
     expected = {} if held_out is None else {sample.id: held_out}

@@ -1,4 +1,4 @@
-"""What training moved, and whose rewards it is compared with: numbers by hand."""
+"""Drift metrics and the stock arm's cache keys, against numbers by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl.run.drift import add_falls, state_distance
 from rl.run.stock import Stock
 
 
-def test_the_stock_arm_of_a_sample_is_known_by_all_that_the_sample_holds() -> None:
+def test_the_stock_arms_key_depends_on_every_field_of_the_sample() -> None:
     white, black = Image.new("RGB", (4, 4), "white"), Image.new("RGB", (4, 4))
     sample = Sample("a", "x", (white,), white, np.zeros((2, 2)), np.zeros((2, 2)), "colours")
     changes: list[dict[str, Any]] = [
@@ -48,21 +48,21 @@ def test_states_are_compared_token_by_token() -> None:
     assert state_distance(base.bfloat16(), base.bfloat16())[0] == 0.0
 
 
-def test_a_fall_is_said_and_a_healthy_run_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fall_warns_and_a_healthy_run_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     untrained_P = [{"stock": 0.5, "bare": reward} for reward in (0.9, 0.7, 0.8, 0.8)] * 3
 
-    def told(*today: float | None) -> tuple[dict[str, float], str]:
+    def falls_of(*trained: float | None) -> tuple[dict[str, float], str]:
         metrics = Metrics()
-        episodes = [episode(reward=reward) for reward in today * 3]
-        shown_P = [[str(i)] for i in range(len(episodes))]
-        add_falls(metrics, 20, untrained_P, {"bare": ([None] * 12, episodes)}, shown_P, Dist())
+        episodes = [episode(reward=reward) for reward in trained * 3]
+        pictures_P = [[str(i)] for i in range(len(episodes))]
+        add_falls(metrics, 20, untrained_P, {"bare": ([None] * 12, episodes)}, pictures_P, Dist())
         return Dist().reduce(metrics), capsys.readouterr().err
 
-    metrics, said = told(0.9, 0.7, 0.8, 0.7)
+    metrics, stderr = falls_of(0.9, 0.7, 0.8, 0.7)
     assert metrics["drift/bare_fall"] == pytest.approx(0.025) and metrics["drift/alarm"] == 0
-    assert not said
-    metrics, said = told(0.4, 0.2, 0.4, None)
-    # 0.5, 0.5, 0.4, three times: mean 0.467, standard deviation 0.05, over the root of 9
+    assert not stderr
+    metrics, stderr = falls_of(0.4, 0.2, 0.4, None)
+    # Falls of 0.5, 0.5, 0.4, three times: mean 0.467, standard deviation 0.05, divided by sqrt(9).
     assert metrics["drift/bare_fall_error"] == pytest.approx(0.05 / 9**0.5, rel=1e-3)
     assert metrics["drift/alarm"] == 1
-    assert names(said, "20 iterations ... 0.467 +- 0.017 (9 samples")
+    assert names(stderr, "20 iterations ... 0.467 +- 0.017 (9 samples")

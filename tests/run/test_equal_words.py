@@ -1,4 +1,4 @@
-"""Equal words in two arms of a held-out run have equal rewards, or somebody is told."""
+"""Equal words in two arms of a held-out run must have equal rewards; else an error or warning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(arms: list[Episode], at_start: bool = True, images: int = 1) -> None:
     check_equal_words(arms_P, images, at_start, Dist())
 
 
-def test_another_score_for_the_same_picture_stops_the_run_at_its_start(
+def test_different_scores_for_equal_pictures_stop_the_run_at_its_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parts = "equal pictures ... sample row-7 ... 0.143 (the policy) ... 0.950 (right)"
@@ -35,28 +35,28 @@ def test_another_score_for_the_same_picture_stops_the_run_at_its_start(
         check([policy(), policy(reward=0.143)])
     assert names(error.value, parts)
     check([policy(), policy(reward=0.143)], at_start=False)
-    assert names(capsys.readouterr().err, parts), "later than that it is a warning"
+    assert names(capsys.readouterr().err, parts), "after the start it is a warning"
 
 
 @pytest.mark.parametrize(
     ("rewards", "images", "warns"),
     [
         ([0.0], 1, True),  # another completion's states
-        ([0.95] * 9 + [0.4], 1, True),  # of one sample alone
-        ([0.7] * 4, 1, True),  # of all, by less
-        ([0.8] * 4, 1, False),  # a judge that reads twice
+        ([0.95] * 9 + [0.4], 1, True),  # a large difference of one sample
+        ([0.7] * 4, 1, True),  # a smaller difference of every sample
+        ([0.8] * 4, 1, False),  # a judge that grades the same picture differently
         ([0.5, 0.95, 0.95, 0.95], 1, False),
-        ([0.1], 2, True),  # of several pictures an episode shows one
+        ([0.1], 2, True),  # an episode records only one of several pictures
         ([0.85], 2, False),
     ],
 )
-def test_another_picture_is_a_warning_beyond_the_judges_noise(
+def test_different_pictures_of_equal_words_warn_beyond_the_judges_noise(
     rewards: list[float], images: int, warns: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = OTHER_PICTURE if images == 1 else {}
     check([policy(reward=reward, **picture) for reward in rewards], images=images)
-    said = capsys.readouterr().err
-    assert names(said, "equal words ... pairs ... states") if warns else not said
+    stderr = capsys.readouterr().err
+    assert names(stderr, "equal words ... pairs ... states") if warns else not stderr
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_another_picture_is_a_warning_beyond_the_judges_noise(
         {"reward": 0.0, "completion": replace(RIGHT.completion, token_ids=(5, 7))},
     ],
 )
-def test_what_is_not_comparable_is_not_compared(
+def test_episodes_that_are_not_comparable_are_not_compared(
     changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     check([policy(**changes)])

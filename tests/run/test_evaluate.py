@@ -1,4 +1,4 @@
-"""The held-out run on ranks with unequal shares."""
+"""The held-out run has its own sampling parameters, and works on ranks with unequal shares."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ENGINE = Writes(Completion((2,), (-0.5,), "stop"))
 
 
 class Blank(Renderer):
-    """Every picture is the same."""
+    """Draws the same picture for every job."""
 
     accepts = "text"
 
@@ -46,8 +46,8 @@ class Blank(Renderer):
 
 
 class Gathering:
-    """A policy whose every forward is a collective call, as under ZeRO-3. Where states condition
-    the renderer it is its module that gathers."""
+    """A policy whose every forward is a collective call, as with ZeRO-3. If hidden states condition
+    the renderer, the policy's module makes that call."""
 
     starts_as_stock = False
 
@@ -97,21 +97,21 @@ def fixed(evidence: RewardInput) -> float:
 
 
 def held_out_run(num_samples: int, folder: str) -> dict[bool, dict[str, float]]:
-    """Whether states condition the renderer -> metrics."""
+    """Maps whether hidden states condition the renderer to the metrics."""
     dist = Dist.from_env("cpu")
-    found = {}
+    metrics_of = {}
     for reads_states in (False, True):
         policy = Gathering(dist, reads_states)
         metrics = evaluate_samples(policy, num_samples, Path(folder, str(reads_states)), dist)
-        found[reads_states] = {"forwards": policy.num_forwards, **metrics}
+        metrics_of[reads_states] = {"forwards": policy.num_forwards, **metrics}
     dist.close()
-    return found
+    return metrics_of
 
 
 def evaluate_samples(
     policy: Gathering, num_samples: int, folder: Path, dist: Dist
 ) -> dict[str, float]:
-    # Only one sample has a reference, so only one rank scores one.
+    # Only one sample has a reference, so only one rank scores a reference.
     samples = [
         Sample(str(i), "do it", reference="right" if i == 0 else None) for i in range(num_samples)
     ]
@@ -134,8 +134,8 @@ def test_held_out_completions_have_their_own_sampling_parameters(tmp_path: Path)
 @pytest.mark.slow
 def test_ranks_with_fewer_samples_keep_step_and_count_nothing_twice(tmp_path: Path) -> None:
     ranks = run_ranks(held_out_run, 2, 3, str(tmp_path))
-    # A group a pack. Two and one samples, one and no reference, two and one stock arms: five
-    # forwards on either rank; and two for states of the bare words, under two weights.
+    # Packs hold one group. Rank 0 has two samples, one reference and two stock arms: five forwards;
+    # rank 1 keeps step. States of the bare words take two more each, with two sets of weights.
     for reads_states, num_forwards in ((False, 5), (True, 5 + 2 * 2)):
         one, other = (rank[reads_states] for rank in ranks)
         assert one == other and one["forwards"] == num_forwards

@@ -1,4 +1,4 @@
-"""What is written of the last finished iteration where its state is too large to be held."""
+"""Live weights are saved when the last iteration's state is too large to keep a copy."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from rl.run.last_finished import LastFinished, save_before_leaving
 
 
 @pytest.mark.parametrize(
-    ("since", "saved"),
+    ("changes", "saved"),
     [
         ({}, ["step_000003"]),
-        ({"is_whole": False}, []),  # the update failed inside
-        ({"version": 4}, []),  # one of the next iteration's updates was taken
+        ({"state_is_consistent": False}, []),  # the update failed inside
+        ({"version": 4}, []),  # an update of the next iteration was made
     ],
 )
-def test_live_weights_are_saved_only_while_they_are_a_finished_iterations(
+def test_live_weights_are_saved_only_if_they_are_those_of_a_finished_iteration(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    since: dict[str, Any],
+    changes: dict[str, Any],
     saved: list[str],
 ) -> None:
     monkeypatch.setattr(last_finished, "HELD_STATE_GB", 0.0)
     state = ({"master/w": torch.ones(2)}, {"version": 3})
     learner: Any = SimpleNamespace(
-        state_bytes=24, version=3, is_whole=True, state=lambda **_: state
+        state_bytes=24, version=3, state_is_consistent=True, state=lambda **_: state
     )
     last = LastFinished(learner, MagicMock(), run_config().model_dump(mode="json"), Dist())
     last.note(3, {})
-    vars(learner).update(since)
+    vars(learner).update(changes)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), Dist())
     save_before_leaving(last, checkpoints, Dist(), RuntimeError("injected"))
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == saved
-    lost = "iterations 1 to 3 are lost (the update was cut); the last checkpoint is none"
-    assert (lost in capsys.readouterr().err) == (not saved)
+    message = "iterations 1 to 3 are lost (the update was cut); the last checkpoint is none"
+    assert (message in capsys.readouterr().err) == (not saved)

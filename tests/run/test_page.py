@@ -1,5 +1,4 @@
-"""The page's own process: started and not waited for, one at a time, and never more than a warning
-to the run."""
+"""A background process refreshes the page, one at a time; its failures are only warnings."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from rl.run.page_refresh import Page
 
 @pytest.fixture
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In place of Python: notes that it was called, and waits until `go` is there."""
+    """Replaces Python by a script that records its call and waits until the file `go` exists."""
     script = tmp_path / "python"
     script.write_text(
         f'#!/bin/bash\necho "$*" >>{tmp_path}/calls\n'
@@ -35,7 +34,7 @@ def calls(slow: Path) -> list[str]:
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
-def test_nobody_waits_and_a_second_is_not_started_beside_the_first(slow: Path) -> None:
+def test_a_refresh_does_not_wait_and_only_one_process_runs_at_a_time(slow: Path) -> None:
     page = Page(slow / "run", wanted=True)
     page.refresh()
     while not calls(slow):
@@ -44,11 +43,11 @@ def test_nobody_waits_and_a_second_is_not_started_beside_the_first(slow: Path) -
         page.refresh()
     (slow / "go").write_text("0")
     page.close()
-    words = f"-m rl.commands.report {slow / 'run'} --refresh"
-    assert calls(slow) == [words] * 2, "the one under way, and the last"
+    command = f"-m rl.commands.report {slow / 'run'} --refresh"
+    assert calls(slow) == [command] * 2, "the process already running, and the last one"
 
 
-def test_a_run_that_failed_or_was_stopped_waits_for_none(slow: Path) -> None:
+def test_a_run_that_failed_or_was_stopped_does_not_wait_for_the_page(slow: Path) -> None:
     page = Page(slow / "run", wanted=True)
     page.refresh()
     process = page._process
@@ -67,7 +66,7 @@ def test_a_run_that_failed_or_was_stopped_waits_for_none(slow: Path) -> None:
     ("code", "why"),
     [(1, "exit code 1 ... rl report"), (page_refresh.BUSY, "another report"), (None, "No such")],
 )
-def test_what_goes_wrong_is_said_once(
+def test_a_failed_refresh_warns_once(
     slow: Path, monkeypatch, capsys, code: int | None, why: str
 ) -> None:
     (slow / "go").write_text(str(code))
@@ -77,29 +76,29 @@ def test_what_goes_wrong_is_said_once(
     if code is not None:  # `nice` would start, and exit with 127
         page.refresh()
     page.close()
-    [said] = capsys.readouterr().err.splitlines()
-    assert names(said, f"the page could not be refreshed ... {why}")
+    [warning] = capsys.readouterr().err.splitlines()
+    assert names(warning, f"the page could not be refreshed ... {why}")
 
 
-def test_a_report_beside_another_is_busy(tmp_path: Path, monkeypatch) -> None:
+def test_a_report_exits_as_busy_while_another_is_written(tmp_path: Path, monkeypatch) -> None:
     run_dir = write_run(tmp_path / "run", num_iterations=1)
     monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
     with folder.to_oneself(run_dir / "report"):
         assert report.main([str(run_dir), "--refresh"]) == page_refresh.BUSY
 
 
-def test_none_is_left_behind(slow: Path, monkeypatch, capsys) -> None:
-    """And what finishes the last page is said, whatever was said before."""
+def test_no_process_outlives_the_run(slow: Path, monkeypatch, capsys) -> None:
+    """A warning names the command that finishes the page, even after earlier warnings."""
     monkeypatch.setattr(page_refresh, "MAX_WAIT_S", 0.2)
     page = Page(slow / "run", wanted=True)
     page._has_warned = True
     page.close()
     assert page._process is None and len(calls(slow)) == 1
-    said = capsys.readouterr().err
-    assert names(said, f"0.2 s ... rl report {slow / 'run'}")
+    warning = capsys.readouterr().err
+    assert names(warning, f"0.2 s ... rl report {slow / 'run'}")
 
 
-def test_a_real_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_process_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path / "run", num_iterations=1)
     page = Page(run_dir, wanted=True)
     page.close()

@@ -1,4 +1,4 @@
-"""Metrics that an outsider's plugins report are logged like ours; a mistake ends no run."""
+"""Metrics of third-party plugins are logged like the project's; a mistake in one ends no run."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ NAMES = ["renderer/strokes", "reward/metric/mine/hits", "data/metric/train.0/rea
 
 @dataclass
 class Plugins:
-    """An outsider's plugins, as a run resolves and makes them."""
+    """Third-party plugins, resolved and built as by a run."""
 
     resolved: build.Resolved
     reward: Any
@@ -106,7 +106,7 @@ def make(config: Path) -> Plugins:
         sys.modules.pop(name, None)
     resolved = build.resolve(load_config(config))
     [reward], [rows] = resolved.rewards.values(), build.build_data(resolved, resolved.train)
-    rows.take_metrics()  # its first row was looked at
+    rows.take_metrics()  # building read the first row
     return Plugins(resolved, reward.cls(reward.config, Resources(None, "cpu")), rows)
 
 
@@ -115,16 +115,16 @@ def plugins(tmp_path: Path) -> Plugins:
     return make(write_config(tmp_path))
 
 
-def taken(plugin_metrics: PluginMetrics, **of_renderer: Any) -> dict[str, float]:
-    return Metrics.merge([plugin_metrics.take(of_renderer).state()])
+def taken(plugin_metrics: PluginMetrics, **renderer_metrics: Any) -> dict[str, float]:
+    return Metrics.merge([plugin_metrics.take(renderer_metrics).state()])
 
 
-def test_an_outsiders_metrics_are_in_the_lines(plugins: Plugins, tmp_path: Path) -> None:
+def test_metrics_of_third_party_plugins_are_logged(plugins: Plugins, tmp_path: Path) -> None:
     config, dist, run_dir = plugins.resolved.config, Dist(), tmp_path / "run"
-    record, writer, rest = RunRecord(run_dir, config, dist), BackgroundWriter(run_dir), MagicMock()
+    record, writer, mock = RunRecord(run_dir, config, dist), BackgroundWriter(run_dir), MagicMock()
     watch = Watch(config, "float32", 0.0)
     checks = Checks(config, dist, None, [], plugins.metrics(dist), watch)
-    recording = Recording(dist, Console(True), PhaseTimer(), rest, record, rest, rest, writer, 3)
+    recording = Recording(dist, Console(True), PhaseTimer(), mock, record, mock, mock, writer, 3)
     _ = plugins.rows[0]
     run_dir.mkdir(exist_ok=True)
     line = recording.line(checks.metrics(Rollout([], [], {"strokes": 12.0})), {})
@@ -149,7 +149,7 @@ def test_an_outsiders_metrics_are_in_the_lines(plugins: Plugins, tmp_path: Path)
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_is_not_as_declared_is_left_out_with_one_warning(
+def test_a_metric_that_breaks_its_declaration_is_left_out_with_one_warning(
     plugins: Plugins, report: Any, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plugins.reward.report = report
@@ -158,15 +158,15 @@ def test_what_is_not_as_declared_is_left_out_with_one_warning(
     [warning] = capsys.readouterr().err.splitlines()
     assert names(warning, f"rank 0: rewards.mine: outsider.plugins.Careful ... {message}")
     plugins.reward.report = {"hits": 0.25}
-    assert taken(metrics) == {NAMES[1]: 0.25}, "it is asked again"
+    assert taken(metrics) == {NAMES[1]: 0.25}, "the plugin is asked again after a mistake"
     assert taken(metrics, blobs=1) == {NAMES[1]: 0.25}
     assert names(
         capsys.readouterr().err, "renderer: outsider.plugins.Brush ... 'blobs' ... strokes"
     )
 
 
-def test_a_held_out_run_reports_nothing(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does what raises when it is asked to forget."""
+def test_held_out_metrics_are_dropped(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin's error while its metrics of the held-out run are discarded is no warning either."""
 
     def evaluate(*_: object) -> Metrics:
         _ = plugins.rows[0]
@@ -181,6 +181,6 @@ def test_a_held_out_run_reports_nothing(plugins: Plugins, monkeypatch: pytest.Mo
     assert taken(metrics) == {}
 
 
-def test_every_shipped_plugins_metric_has_a_row_of_its_own() -> None:
+def test_every_metric_of_a_shipped_plugin_has_its_own_row() -> None:
     rows = metric_table.shipped_rows()
     assert "renderer/clip_cut_share" in rows and not rows.keys() & metric_table.METRICS.keys()

@@ -1,4 +1,4 @@
-"""What happens around an iteration."""
+"""A run's bookkeeping around an iteration: checkpoints, journals, warnings and rank times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rl.run.watch import Watch
 
 
 def checkpointing_in(folder: Path, save: Callable[..., Path | None], held: Any) -> Checkpointing:
-    """`held`: what the last finished iteration holds in host memory."""
+    """`held`: the copy of the last finished iteration's state in host memory."""
     checkpoints: Any = SimpleNamespace(save=save, save_alone=save, folder=folder / "checkpoints")
     last: Any = SimpleNamespace(read=lambda: held, held=lambda: held, done=1)
     return Checkpointing({}, Dist(), 9, checkpoints, BackgroundWriter(folder), last)
@@ -55,11 +55,11 @@ def test_replies_are_kept_until_a_checkpoint_covers_them(tmp_path: Path, is_held
     checkpointing.save()
     checkpointing.writer.flush()
     assert [journal.exists() for journal in journals] == [False, True]
-    assert all(other.exists() for other in others), "not of our making"
+    assert all(other.exists() for other in others), "files of the user are kept"
 
 
-def test_an_iteration_is_let_go_before_the_next_is_rolled_out(monkeypatch) -> None:
-    """Its pictures, and what is left on the device of its states and graphs."""
+def test_an_iteration_is_freed_before_the_next_is_rolled_out(monkeypatch) -> None:
+    """Its pictures, hidden states and graphs are freed."""
     pending_steps: list[weakref.ref[PendingStep]] = []
 
     def roll_out(run: Any, iteration: int) -> PendingStep:
@@ -73,14 +73,14 @@ def test_an_iteration_is_let_go_before_the_next_is_rolled_out(monkeypatch) -> No
     run = Run.__new__(Run)
     run.config, run.dist, run.start, run.num_iterations = run_config(), Dist(), 1, 4
     run.timer = run.recording = MagicMock()
-    run.lacks_line = False
+    run.metrics_line_missing = False
     monkeypatch.setattr(run, "sync_engine", Metrics, raising=False)
     train.train(run)
     assert len(pending_steps) == 3
 
 
-def test_a_cause_of_ungraded_episodes_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """The run goes on without them: a night's log has to say so."""
+def test_a_cause_of_ungraded_episodes_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The run continues without these episodes, so the log must say why."""
     run = Run.__new__(Run)
     run.config, run.dist = run_config(), Dist()
     run.timer = run.context = MagicMock()
@@ -100,8 +100,8 @@ def test_a_cause_of_ungraded_episodes_is_said_once(capsys: pytest.CaptureFixture
     )
 
 
-def test_a_checkpoint_is_sealed_behind_the_record_of_its_iteration(tmp_path: Path) -> None:
-    """In whichever thread it is written, and though a picture could not be."""
+def test_a_checkpoint_is_sealed_after_its_iteration_is_recorded(tmp_path: Path) -> None:
+    """In whichever thread it is written, and even if a picture could not be written."""
     done: list[str] = []
 
     def fail() -> None:
@@ -123,7 +123,7 @@ def test_a_checkpoint_is_sealed_behind_the_record_of_its_iteration(tmp_path: Pat
         done.clear()
 
 
-def test_a_resumed_run_has_the_metrics_that_its_iteration_was_finished_with() -> None:
+def test_a_resumed_run_restores_the_metrics_of_its_last_iteration() -> None:
     metrics = {"loss/total": 0.25}
     loaded = SimpleNamespace(
         iteration=3, tensors={}, meta={"learner": {}, "metrics": metrics}, rng=None
@@ -134,25 +134,25 @@ def test_a_resumed_run_has_the_metrics_that_its_iteration_was_finished_with() ->
     last_finished.note.assert_called_once_with(3, metrics)
 
 
-def test_an_episode_that_waits_to_be_written_holds_nothing_of_the_device(tmp_path: Path) -> None:
+def test_an_episode_waiting_to_be_written_holds_no_tensors_on_the_device(tmp_path: Path) -> None:
     on_device = MagicMock()
-    kept = episode()
-    kept = replace(kept, prompt=replace(kept.prompt, model_inputs={"pixels": on_device}))
-    seen: list[Any] = []
+    full = episode()
+    full = replace(full, prompt=replace(full.prompt, model_inputs={"pixels": on_device}))
+    written: list[Any] = []
 
     def write(done: int, episodes_PG: Any, advantages_PG: Any, bare_P: Any) -> None:
-        seen.extend([*episodes_PG[0], *bare_P])
+        written.extend([*episodes_PG[0], *bare_P])
 
-    rest, writer = MagicMock(), BackgroundWriter(tmp_path)
+    mock, writer = MagicMock(), BackgroundWriter(tmp_path)
     record: Any = SimpleNamespace(write_episodes=write)
-    recording = Recording(Dist(), rest, rest, rest, record, rest, rest, writer, 9)
-    recording.write_episodes(1, [GradedGroup(0, [kept], [1.0], [])], [kept])
+    recording = Recording(Dist(), mock, mock, mock, record, mock, mock, writer, 9)
+    recording.write_episodes(1, [GradedGroup(0, [full], [1.0], [])], [full])
     writer.flush()
-    assert len(seen) == 2, "the group's completion and its bare arm"
-    assert all(one.image is kept.image and not one.prompt.model_inputs for one in seen)
+    assert len(written) == 2, "the group's completion and its bare arm"
+    assert all(each.image is full.image and not each.prompt.model_inputs for each in written)
 
 
-def test_the_slowest_rank_and_in_which_phase() -> None:
+def test_the_slowest_rank_and_its_phases_are_logged() -> None:
     seconds = [
         {"generate": 2.0, "learn": 3.0},
         {"generate": 1.0, "learn": 9.0},
@@ -176,12 +176,12 @@ def wait_for_rank_1() -> list[dict[str, float]]:
         time.sleep(0.6 * dist.rank)
         dist.gather(None)
     gathered = dist.gather(timer.own_seconds())
-    assert timer.lap()["time/learn_s"] > 0.5, "the wall clock's"
+    assert timer.lap()["time/learn_s"] > 0.5, "wall-clock time includes the wait"
     dist.close()
     return gathered
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_is_not_slow() -> None:
+def test_a_rank_that_waits_for_another_does_not_count_as_slow() -> None:
     (of_0, of_1), _ = run_ranks(wait_for_rank_1, 2)
     assert of_1["learn"] > 0.5 > of_0["learn"]

@@ -1,4 +1,4 @@
-"""A run asks its judge before it loads a model; what it learns there all of its ranks know."""
+"""A run tests its judge before it loads a model and remembers which parameters it rejects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl.run import set_up
 
 
 class LoadingError(Exception):
-    """The first model would be loaded now."""
+    """Raised instead of loading the first model."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,23 +30,23 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "build_policy", load)
 
 
-def opened(folder: Path, judge: FaultyJudge) -> None:
+def open_run(folder: Path, judge: FaultyJudge) -> None:
     config = tiny_loop.config_of({"policy": "some/base", "editor": "some/editor"}, folder)
     config["judge"] = {"api_base": judge.api_base, "model": MODEL, "max_attempts": 1}
     with set_up.open_run(load_config(tiny_loop.write_config(folder, config)), Dist()):
-        raise AssertionError("there is nothing to be opened")
+        raise AssertionError("the run opened without a model")
 
 
-def test_a_judge_that_cannot_be_read_is_found_first(tmp_path: Path) -> None:
+def test_an_unreadable_judge_is_an_error_before_models_are_loaded(tmp_path: Path) -> None:
     with (
         FaultyJudge(after=Fault(reply="A lovely picture.")) as judge,
         pytest.raises(JudgeError, match=r"^rewards\.viescore: .* it said: A lovely picture\."),
     ):
-        opened(tmp_path, judge)
+        open_run(tmp_path, judge)
     assert len(judge.requests) == 2
 
 
-def test_what_the_question_taught_is_known_and_not_counted(
+def test_parameters_that_the_judge_rejects_are_remembered_and_not_counted_as_retries(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -54,21 +54,20 @@ def test_what_the_question_taught_is_known_and_not_counted(
 ) -> None:
     clients = []
 
-    def kept(*arguments: Any) -> JudgeClient:
+    def make_client(*arguments: Any) -> JudgeClient:
         clients.append(JudgeClient(*arguments))
         return clients[0]
 
-    monkeypatch.setattr(set_up, "JudgeClient", kept)
+    monkeypatch.setattr(set_up, "JudgeClient", make_client)
     with PickyJudge("max_tokens", "seed") as judge, pytest.raises(LoadingError):
-        opened(tmp_path, judge)
+        open_run(tmp_path, judge)
     [client] = clients
     assert client.dialects()[judge.api_base].names == {"max_tokens", "seed"}
     stats = client.take_stats()
-    assert stats.requests == 1 and not stats.retries, "whether anybody is there"
-    assert len(judge.requests) == 2 * 3, "each of the two finds it out"
-    [said] = [record.getMessage() for record in caplog.records]
-    assert names(said, "no seed ... max_completion_tokens")
+    assert stats.requests == 1 and not stats.retries, "only the request that tests the address"
+    assert len(judge.requests) == 2 * 3, "each question, until it lacks both parameters"
+    [message] = [record.getMessage() for record in caplog.records]
+    assert names(message, "no seed ... max_completion_tokens")
     left_out = json.loads((tmp_path / "tiny/judge/left_out.json").read_text())
     assert left_out == {judge.api_base: ["max_tokens", "seed"]}
-    told = capsys.readouterr().out
-    assert f"rewards.viescore: {judge.api_base} " in told
+    assert f"rewards.viescore: {judge.api_base} " in capsys.readouterr().out

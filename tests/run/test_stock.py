@@ -1,5 +1,4 @@
-"""The untrained system as a scale: against the stock pipeline itself, drawn once, moved by nothing;
-and what training has moved, beside it. A tiny policy and editor of the real classes."""
+"""The stock arm equals the stock pipeline and is drawn once; drift metrics measure training."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ SAMPLES = [
 
 
 class Drawing(qwen_image_edit.QwenImageEdit):
-    """Remembers what it was asked to draw."""
+    """Records the sample ids that it was asked to draw."""
 
     def __init__(self, config: qwen_image_edit.Config, resources: Resources) -> None:
         super().__init__(config, resources)
@@ -64,7 +63,7 @@ class Drawing(qwen_image_edit.QwenImageEdit):
 
 
 class Picky(Brightness):
-    """Gives no answer while it `fails`."""
+    """Returns ungraded while `fails` is set."""
 
     fails = False
 
@@ -82,7 +81,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def make_context(
     models: dict[str, str], loop: BackgroundLoop, guidance: float = 1.0, **section: Any
 ) -> RolloutContext:
-    """`section`: keys of the policy's."""
+    """`section`: keys of the policy's config."""
     keys = {
         "type": "qwen_image_edit",
         "model_path": models["editor"],
@@ -114,18 +113,20 @@ def context(make: Make) -> RolloutContext:
 
 
 def held_out(context: RolloutContext, run_dir: Path, iteration: int) -> dict[str, float]:
-    """A held-out run's metrics."""
+    """Makes a held-out run and returns its metrics."""
     engine = Writes(context.policy.encode_completion(WRITTEN))
     with BackgroundWriter(run_dir) as writer:
-        found = evaluate(context, engine, SAMPLES, iteration, run_dir, Dist(), PhaseTimer(), writer)
-    return Dist().reduce(found)
+        metrics = evaluate(
+            context, engine, SAMPLES, iteration, run_dir, Dist(), PhaseTimer(), writer
+        )
+    return Dist().reduce(metrics)
 
 
-def test_the_stock_arms_are_the_stock_pipeline_s_own_pictures(
+def test_the_stock_arms_are_the_pictures_of_the_stock_pipeline(
     models: dict[str, str], make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its own `__call__`, prompt and picture in, with and without token types, guided; beside a
-    policy that has been trained."""
+    """With guidance, with and without token types, and with a trained policy, the stock arms equal
+    the pictures of the pipeline's `__call__`."""
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     shrunk = stock_edit.calculate_dimensions
@@ -139,7 +140,7 @@ def test_the_stock_arms_are_the_stock_pipeline_s_own_pictures(
     move(context.policy)
     held_out(context, tmp_path, 1)
     rows = {row["id"]: row for row in tiny_loop.rows_of(tmp_path / "stock/rewards.jsonl")}
-    apart = []
+    differences = []
     for sample in SAMPLES:
         pictures = []
         for arm, text_encoder in (
@@ -158,14 +159,14 @@ def test_the_stock_arms_are_the_stock_pipeline_s_own_pictures(
             with Image.open(tmp_path / "stock" / rows[sample.id]["files"][arm]) as ours:
                 tiny_editor.assert_same_picture(ours.convert("RGB"), expected)
             pictures.append(torch.tensor(list(expected.tobytes())))
-        apart.append((pictures[0] - pictures[1]).abs().max())
-    assert min(apart) > 1, "upstream's is another picture"
+        differences.append((pictures[0] - pictures[1]).abs().max())
+    assert min(differences) > 1, "the upstream arm has another picture"
 
 
-def test_it_is_drawn_once_and_moved_by_nothing(context: RolloutContext, tmp_path: Path) -> None:
+def test_training_leaves_stock_arms_as_they_are(context: RolloutContext, tmp_path: Path) -> None:
     renderer = context.renderer
     before = held_out(context, tmp_path, 0)
-    # The policy's words and the bare ones of three, two references, two stock arms of each.
+    # Three samples' completions and bare words, two references, two stock arms of each sample.
     assert len(renderer.asked) == 3 + 3 + 2 + 2 * 3
     assert before["drift/state_l2"] == pytest.approx(0, abs=PRODUCT)
     assert before["drift/bare_fall"] == before["drift/alarm"] == 0.0
@@ -174,7 +175,7 @@ def test_it_is_drawn_once_and_moved_by_nothing(context: RolloutContext, tmp_path
     move(context.policy)
     renderer.asked.clear()
     after = held_out(context, tmp_path, 1)
-    assert len(renderer.asked) == 3 + 3 + 2, "the rest is in the run folder"
+    assert len(renderer.asked) == 3 + 3 + 2, "the stock arms are read from the run folder"
     for name in ("eval/stock_reward", "eval/stock_upstream_reward"):
         assert after[name] == before[name]
     assert after["eval/stock_ungraded"] == 0.0
@@ -189,7 +190,7 @@ def test_it_is_drawn_once_and_moved_by_nothing(context: RolloutContext, tmp_path
         before["eval_reference/reward"] - after["eval_reference/reward"]
     )
 
-    moved = []
+    distances = []
     for sample in SAMPLES:
         prompt = context.policy.build_prompt(sample)
         bare = context.policy.pass_through_completion(sample)
@@ -198,12 +199,12 @@ def test_it_is_drawn_once_and_moved_by_nothing(context: RolloutContext, tmp_path
             batch = context.policy.collate([(prompt, bare.token_ids)])
             base = context.policy.module(batch).hidden.detach()[-len(bare.token_ids) :]
         states = today.payload.embeds[-len(base) :]
-        moved += ((states - base).norm(dim=1) / base.norm(dim=1)).tolist()
-    assert after["drift/state_l2"] == pytest.approx(sum(moved) / len(moved), rel=1e-4)
+        distances += ((states - base).norm(dim=1) / base.norm(dim=1)).tolist()
+    assert after["drift/state_l2"] == pytest.approx(sum(distances) / len(distances), rel=1e-4)
     assert after["drift/state_l2"] > 0.05 and after["drift/state_cosine"] < 0.999
 
 
-def test_what_was_not_graded_is_asked_again_and_what_is_another_is_drawn_anew(
+def test_ungraded_stock_arms_are_graded_again_and_changed_settings_draw_them_again(
     context: RolloutContext, tmp_path: Path
 ) -> None:
     [reward] = context.rewards.values()
@@ -222,10 +223,10 @@ def test_what_was_not_graded_is_asked_again_and_what_is_another_is_drawn_anew(
         held_out(changed, tmp_path, 2)
         return len(context.renderer.asked) - (3 + 3 + 2)
 
-    every = (3 + 2) + 2 * 3  # after training the fixed words are drawn once more
-    assert num_missing(engine={"type": "vllm"}, world_size=1) == 0, "no resume minds those"
-    assert num_missing(seed=4) == every, "other noise"
-    assert num_missing(judge={"model": "another"}) == every
+    all_arms = (3 + 2) + 2 * 3  # after training the bare words and references are drawn once more
+    assert num_missing(engine={"type": "vllm"}, world_size=1) == 0, "keys that no arm depends on"
+    assert num_missing(seed=4) == all_arms, "other noise"
+    assert num_missing(judge={"model": "another"}) == all_arms
 
 
 @pytest.mark.parametrize(
@@ -241,17 +242,17 @@ def test_what_a_run_does_not_measure_is_not_reported(
 ) -> None:
     context = make(**({"conditioning": conditioning} if conditioning else {}))
     config = run_config(renderer=context.config.renderer, **changes)
-    found = held_out(replace(context, config=config), tmp_path, 0)
-    assert all(any(part in name for name in found) for part in expected.split())
-    assert not [name for name in found if any(part in name for part in absent.split())]
+    metrics = held_out(replace(context, config=config), tmp_path, 0)
+    assert all(any(part in name for name in metrics) for part in expected.split())
+    assert not [name for name in metrics if any(part in name for part in absent.split())]
 
 
-def test_full_finetuning_has_its_untrained_weights_before_the_first_step_only(
+def test_full_finetuning_measures_the_stock_arm_only_before_the_first_step(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     context = make(lora=None, conditioning="policy")
-    lost = held_out(context, tmp_path / "late", 1)
-    assert not {name for name in lost if "stock" in name or "drift" in name}
+    late = held_out(context, tmp_path / "late", 1)
+    assert not {name for name in late if "stock" in name or "drift" in name}
     assert names(capsys.readouterr().err, "3 held-out ... stock arm")
     before = held_out(context, tmp_path / "early", 0)
     assert not list((tmp_path / "late").glob("stock/*"))
@@ -261,7 +262,7 @@ def test_full_finetuning_has_its_untrained_weights_before_the_first_step_only(
     assert after["drift/state_l2"] > 0.01
 
 
-def test_who_reads_words_gets_the_user_s(models: dict[str, str]) -> None:
+def test_the_stock_arm_of_a_text_policy_is_the_users_words(models: dict[str, str]) -> None:
     policy = make_qwen(models["policy"], kind="text")
     prompt = policy.build_prompt(SAMPLES[0])
     assert policy.stock_arms(prompt) == {
@@ -269,18 +270,18 @@ def test_who_reads_words_gets_the_user_s(models: dict[str, str]) -> None:
     }
 
 
-def test_who_writes_pictures_is_measured_against_its_own_start(tmp_path: Path) -> None:
+def test_a_policy_that_writes_pictures_is_compared_with_its_untrained_self(tmp_path: Path) -> None:
     assert Emu3.starts_as_stock
     config = SimpleNamespace(lora=None)
     policy = SimpleNamespace(starts_as_stock=True, reads_states=False, config=config)
     context = SimpleNamespace(policy=policy, config=run_config())
     prompts_P = [SimpleNamespace(sample=Sample(name, "do")) for name in "ab"]
 
-    def rewards(iteration: int, *own: float | None) -> list[dict[str, float | None]]:
+    def rewards(iteration: int, *policy_rewards: float | None) -> list[dict[str, float | None]]:
         stock = Stock(context, tmp_path, iteration, Dist())
-        return stock.rewards(prompts_P, {}, [episode(reward=reward) for reward in own])
+        return stock.rewards(prompts_P, {}, [episode(reward=reward) for reward in policy_rewards])
 
     first = [{"stock": 0.25}, {"stock": None}]
     assert rewards(0, 0.25, None) == first
-    assert rewards(10, 0.75, 0.5) == first, "its own start is not to be had later"
+    assert rewards(10, 0.75, 0.5) == first, "its start cannot be measured later"
     assert rewards(0, 0.25, 0.5) == [{"stock": 0.25}, {"stock": 0.5}]

@@ -1,4 +1,4 @@
-"""Conditions that a run reports once, when they begin."""
+"""A run warns once when a suspicious condition begins, and again if it returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl.run.metric_table import doc_of
 from rl.run.watch import SEVERAL, TREND, Watch
 
 LEARNS = {"optimizer/steps": 1.0, "optimizer/grad_norm": 0.3, "groups/zero_spread": 0.25}
-STANDS = {"optimizer/steps": 0.0}
+NO_STEP = {"optimizer/steps": 0.0}
 
 
 def graded(*values: float) -> list[Episode]:
@@ -31,18 +31,18 @@ def make_watch(dtype: str = "float32", dropout: float = 0.0, **changes: Any) -> 
     return Watch(run_config(**changes), dtype, dropout)
 
 
-def told(watch: Watch, *iterations: dict[str, float]) -> list[list[str]]:
-    """What is said of each iteration of these metrics."""
+def warnings_of(watch: Watch, *iterations: dict[str, float]) -> list[list[str]]:
+    """The warnings of each iteration with these metrics."""
     return [list(watch.sentences(LEARNS | each)) for each in iterations]
 
 
-def shown_to(watch: Watch, rows: Sequence[Sequence[float]]) -> list[str]:
-    """What is said of iterations of those rewards, one row each."""
-    said = []
+def warnings_of_rewards(watch: Watch, rows: Sequence[Sequence[float]]) -> list[str]:
+    """The warnings of iterations with these rewards, one row per iteration."""
+    warnings = []
     for row in rows:
         watch.add_rewards(Rollout([graded(*row)], [None]), Dist())
-        said += watch.sentences(LEARNS)
-    return said
+        warnings += watch.sentences(LEARNS)
+    return warnings
 
 
 def mismatches(*k3: float, ess: float = 1.0) -> list[dict[str, float]]:
@@ -50,48 +50,48 @@ def mismatches(*k3: float, ess: float = 1.0) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("value", [0.0, 0.65, 1.0])
-def test_a_judge_that_always_answers_the_same_is_said_once(value: float) -> None:
+def test_a_judge_that_always_gives_the_same_score_is_warned_of_once(value: float) -> None:
     watch = make_watch()
-    assert shown_to(watch, [[value] * 4] * (SEVERAL - 1)) == [], "may be chance"
-    [sentence] = shown_to(watch, [[value] * 4] * 5)
+    assert warnings_of_rewards(watch, [[value] * 4] * (SEVERAL - 1)) == [], "may be chance"
+    [sentence] = warnings_of_rewards(watch, [[value] * 4] * 5)
     parts = f"rewards.judge: {value:.4g} ... 12 completions ... reward/range/judge ... judge.model"
     assert names(sentence, parts)
-    assert shown_to(watch, [[value, 0.3]]) == [], "it has changed"
-    assert len(shown_to(watch, [[value] * 4] * SEVERAL)) == 1, "it has begun again"
+    assert warnings_of_rewards(watch, [[value, 0.3]]) == [], "it has changed"
+    assert len(warnings_of_rewards(watch, [[value] * 4] * SEVERAL)) == 1, "it has begun again"
 
 
 @pytest.mark.parametrize(
-    ("weights", "rows", "said"),
+    ("weights", "rows", "keys"),
     [
-        ({}, [[0.2] * 4, [0.8] * 4] * 5, []),  # each group is equal, and they differ
+        ({}, [[0.2] * 4, [0.8] * 4] * 5, []),  # equal within each group, but the groups differ
         ({}, [[0.5]] * 7, []),  # seven equal values may be chance
-        ({}, [[], [0.5] * 8, [], [0.5] * 8, []], []),  # nothing graded is no value
-        ({}, [[], [0.5] * 8, [], [0.5] * 8, [], [0.5] * 8], ["judge"]),  # the third that graded
-        ({"other": 1.0, "judge": 0.0}, [[0.5] * 8] * 5, []),  # it does not count
+        ({}, [[], [0.5] * 8, [], [0.5] * 8, []], []),  # an ungraded iteration does not count
+        ({}, [[], [0.5] * 8, [], [0.5] * 8, [], [0.5] * 8], ["judge"]),  # the third graded one
+        ({"other": 1.0, "judge": 0.0}, [[0.5] * 8] * 5, []),  # the reward has weight 0
         ({"judge/edit_success": 1.0}, [[0.5] * 8] * 3, ["judge/edit_success"]),
     ],
 )
-def test_only_a_reward_that_counts_and_tells_nothing_apart_is_said(
-    weights: dict[str, float], rows: list[list[float]], said: list[str]
+def test_only_a_constant_reward_with_a_weight_is_warned_of(
+    weights: dict[str, float], rows: list[list[float]], keys: list[str]
 ) -> None:
-    sentences = shown_to(make_watch(final_reward={"weights": weights}), rows)
-    assert [one.partition(":")[0] for one in sentences] == [f"rewards.{name}" for name in said]
+    sentences = warnings_of_rewards(make_watch(final_reward={"weights": weights}), rows)
+    assert [one.partition(":")[0] for one in sentences] == [f"rewards.{name}" for name in keys]
 
 
-def test_the_range_is_over_all_ranks_and_the_bare_arm() -> None:
-    brought: list[Any] = []
+def test_the_logged_range_covers_all_ranks_and_the_bare_arm() -> None:
+    gathered: list[Any] = []
 
     class SecondOfTwo(Dist):
         def gather(self, value: Any) -> list[Any]:
-            brought.append(value)
-            return brought
+            gathered.append(value)
+            return gathered
 
     for rewards, bare in (((0.5, 0.5), graded(0.25)[0]), ((0.5, 0.75), None)):
         rollout = Rollout([graded(*rewards)], [bare])
         metrics = make_watch().add_rewards(rollout, SecondOfTwo(1, 2))
-    found = Metrics.merge([metrics.state()])
-    assert found == {"reward/range/judge": 0.5}
-    assert all(map(doc_of, found))
+    merged = Metrics.merge([metrics.state()])
+    assert merged == {"reward/range/judge": 0.5}
+    assert all(map(doc_of, merged))
 
 
 @pytest.mark.parametrize(
@@ -104,17 +104,17 @@ def test_the_range_is_over_all_ranks_and_the_bare_arm() -> None:
         ("mismatch/ess", 0.9, 1.0, SEVERAL, "mismatch/ess 0.900 ... limit 0.999"),
     ],
 )
-def test_a_condition_is_said_when_it_begins_and_again_after_it_was_gone(
+def test_a_condition_warns_when_it_begins_and_again_when_it_returns(
     metric: str, high: float, low: float, num: int, parts: str
 ) -> None:
     watch = make_watch()
     [sound] = mismatches(1e-10)
     bad, good = sound | {metric: high}, sound | {metric: low}
-    assert told(watch, *[bad] * (num - 1)) == [[]] * (num - 1), "may pass"
-    [[sentence]] = told(watch, bad)
+    assert warnings_of(watch, *[bad] * (num - 1)) == [[]] * (num - 1), "may be transient"
+    [[sentence]] = warnings_of(watch, bad)
     assert names(sentence, parts)
-    assert told(watch, *[bad] * 5, *[good] * TREND) == [[]] * (5 + TREND), "said once"
-    assert len(list(chain(*told(watch, *[bad] * num)))) == 1, "it has begun again"
+    assert warnings_of(watch, *[bad] * 5, *[good] * TREND) == [[]] * (5 + TREND), "warned once"
+    assert len(list(chain(*warnings_of(watch, *[bad] * num)))) == 1, "it has begun again"
 
 
 @pytest.mark.parametrize(
@@ -127,18 +127,18 @@ def test_a_condition_is_said_when_it_begins_and_again_after_it_was_gone(
         # Sound bfloat16 runs of the quickstart reach 5.5e-5, TF32 in a GPU's attention about 1e-6.
         (make_watch("bfloat16"), mismatches(*[6e-5] * 5, ess=0.9999)),
         (make_watch(), mismatches(*[1e-6] * 5, ess=0.9999)),
-        (make_watch("bfloat16"), mismatches(5e-4, 6e-4, 9e-4, 7e-4, 8e-4)),  # a large model's
+        (make_watch("bfloat16"), mismatches(5e-4, 6e-4, 9e-4, 7e-4, 8e-4)),  # a large model
         (make_watch("bfloat16"), mismatches(1.5e-5, 5.5e-5, 5.5e-5, 5.5e-5)),
         (make_watch(), mismatches(1e-6, 5e-6, 5e-6, 5e-6)),
-        # The engine is meant to differ.
+        # With these settings the engine's log-probs are expected to differ.
         (make_watch(max_staleness=1), mismatches(*[1.0] * 5, ess=0.5)),
         (make_watch(sampling={"top_p": 0.9}), mismatches(*[1.0] * 5, ess=0.5)),
         (make_watch(sampling={"top_k": 20}), mismatches(*[1.0] * 5, ess=0.5)),
         (make_watch(dropout=0.1), mismatches(*[1.0] * 5, ess=0.5)),
     ],
 )
-def test_healthy_iterations_are_not_said(watch: Watch, iterations: list[dict[str, float]]) -> None:
-    assert list(chain(*told(watch, *iterations))) == []
+def test_healthy_iterations_do_not_warn(watch: Watch, iterations: list[dict[str, float]]) -> None:
+    assert list(chain(*warnings_of(watch, *iterations))) == []
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_healthy_iterations_are_not_said(watch: Watch, iterations: list[dict[str
         ("float32", [1e-13, 2e-6, 2e-6, 2e-6]),
     ],
 )
-def test_a_mismatch_that_grows_is_said_within_three_iterations(dtype: str, k3: list[float]) -> None:
-    *before, [sentence] = told(make_watch(dtype), *mismatches(*k3))
+def test_a_growing_mismatch_warns_within_three_iterations(dtype: str, k3: list[float]) -> None:
+    *before, [sentence] = warnings_of(make_watch(dtype), *mismatches(*k3))
     assert before == [[]] * (len(k3) - 1)
     assert names(sentence, f"{dtype} ... mismatch/k3")
 
@@ -159,30 +159,30 @@ FLAT = {"groups/zero_spread": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("seen", "reason"),
+    ("metrics", "reason"),
     [
         (FLAT | {"status/policy_failed": 1.0}, "no completion"),
         (FLAT | {"status/ungraded": 1.0}, "no picture"),
         (FLAT | {"groups/distinct_completions": 0.125}, "sampling.temperature"),
         (FLAT | {"groups/distinct_completions": 1.0, "reward/mean": 1.0}, "the full reward"),
         (FLAT | {"groups/distinct_completions": 1.0, "reward/mean": 0.4}, "distinguish"),
-        (STANDS | FLAT, "all rewards of each group were equal, and nothing else"),
-        (STANDS | {"optimizer/skipped_steps": 1.0}, "not finite"),
-        (STANDS | {"status/ungraded": 1.0}, "nothing was graded"),
+        (NO_STEP | FLAT, "all rewards of each group were equal, and nothing else"),
+        (NO_STEP | {"optimizer/skipped_steps": 1.0}, "not finite"),
+        (NO_STEP | {"status/ungraded": 1.0}, "nothing was graded"),
         ({"optimizer/steps": 1.0, "optimizer/grad_norm": 0.0}, "gradient was exactly 0"),
-        (STANDS, "no token was in the loss"),
+        (NO_STEP, "no token was in the loss"),
     ],
 )
-def test_iterations_without_spread_or_step_are_said_once_with_the_reason(
-    seen: dict[str, float], reason: str
+def test_iterations_without_spread_or_step_warn_once_with_the_reason(
+    metrics: dict[str, float], reason: str
 ) -> None:
     watch = make_watch()
-    said = told(watch, *[seen] * SEVERAL)
-    assert said[:-1] == [[]] * (SEVERAL - 1)
-    assert reason in str(said[-1])
-    assert told(watch, seen) == [[]]
+    warnings = warnings_of(watch, *[metrics] * SEVERAL)
+    assert warnings[:-1] == [[]] * (SEVERAL - 1)
+    assert reason in str(warnings[-1])
+    assert warnings_of(watch, metrics) == [[]]
 
 
-def test_what_was_measured_before_training_is_no_iteration() -> None:
+def test_the_held_out_run_before_training_does_not_count_as_an_iteration() -> None:
     watch = make_watch()
     assert list(chain(*(watch.sentences(FLAT) for _ in range(TREND)))) == []

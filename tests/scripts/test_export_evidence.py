@@ -1,4 +1,4 @@
-"""What a card tells of a run, on a run folder as the loop writes it."""
+"""The evidence of a model card is read from a run folder as training writes it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def found(run_dir: Path, done: int = 8, with_pictures: bool = True) -> Evidence:
+def evidence_of(run_dir: Path, done: int = 8, with_pictures: bool = True) -> Evidence:
     target = run_dir / "out"
     target.mkdir()
     evidence = gather(run_dir, done, target, with_pictures)
@@ -37,12 +37,12 @@ def found(run_dir: Path, done: int = 8, with_pictures: bool = True) -> Evidence:
     return evidence
 
 
-def test_it_tells_of_the_model_and_not_of_a_later_one(run_dir: Path) -> None:
-    evidence = found(run_dir)
+def test_evidence_is_of_the_exported_iteration_and_not_of_later_ones(run_dir: Path) -> None:
+    evidence = evidence_of(run_dir)
     assert evidence.iterations == (0, 8)
-    whole, of_a, of_b = evidence.learnt
-    assert (whole.num_samples, of_a.num_samples, of_b.num_samples) == (3, 1, 2)
-    assert whole.old == pytest.approx(0.2) and whole.new == pytest.approx(1.6 / 3)
+    overall, of_a, of_b = evidence.learnt
+    assert (overall.num_samples, of_a.num_samples, of_b.num_samples) == (3, 1, 2)
+    assert overall.old == pytest.approx(0.2) and overall.new == pytest.approx(1.6 / 3)
     assert evidence.num_left_out == 1 and evidence.ungraded_share == pytest.approx(0.1)
     assert evidence.drift_alarms == [8]
     [bare] = evidence.arms
@@ -52,15 +52,15 @@ def test_it_tells_of_the_model_and_not_of_a_later_one(run_dir: Path) -> None:
     assert gather(run_dir, 7, run_dir / "none", True) is None, "only one held-out run by then"
 
 
-def test_pictures_are_drawn_anew_beside_the_card(run_dir: Path) -> None:
-    evidence = found(run_dir)
+def test_pictures_are_resized_and_written_beside_the_card(run_dir: Path) -> None:
+    evidence = evidence_of(run_dir)
     files = [file for sample in evidence.samples for file in sample.files]
-    there = {f"pictures/{path.name}" for path in (run_dir / "out" / "pictures").iterdir()}
-    assert there == {*files, evidence.curve} and len(files) == 12
+    written = {f"pictures/{path.name}" for path in (run_dir / "out" / "pictures").iterdir()}
+    assert written == {*files, evidence.curve} and len(files) == 12
     with Image.open(run_dir / "out" / "pictures" / "01_after.png") as image:
         assert image.size == (512, 384)
     (run_dir / "out").rename(run_dir / "with")
-    without = found(run_dir, with_pictures=False)
+    without = evidence_of(run_dir, with_pictures=False)
     assert without.curve is None and not any(sample.files for sample in without.samples)
     assert not list((run_dir / "out").iterdir())
 
@@ -71,7 +71,7 @@ def test_a_sample_shows_all_its_sources_or_the_users_words(run_dir: Path) -> Non
         rows = [held_out(i, 0.5, other_source_files=files) for i, files in enumerate(others)]
         rows.append(held_out(2, 0.5, source_file=None, bare_file="source.png"))
         write_held_out(run_dir, iteration, rows)
-    three, one, none = found(run_dir).samples
+    three, one, none = evidence_of(run_dir).samples
     assert none.files[0] == "pictures/03_own_words.png"
     names = ("source", "source2", "source3", "before", "after")
     assert three.files == tuple(f"pictures/01_{name}.png" for name in names)
@@ -80,7 +80,7 @@ def test_a_sample_shows_all_its_sources_or_the_users_words(run_dir: Path) -> Non
         assert image.getpixel((0, 0)) == (255, 0, 0)
 
 
-def test_what_is_no_picture_of_that_folder_is_not_taken_along(run_dir: Path) -> None:
+def test_only_pictures_of_the_held_out_folder_are_copied(run_dir: Path) -> None:
     folder = run_dir / "evaluation" / "it_000008"
     Image.new("RGB", (8, 8)).save(run_dir / "private.png")
     os.symlink(run_dir / "private.png", folder / "link.png")
@@ -88,19 +88,19 @@ def test_what_is_no_picture_of_that_folder_is_not_taken_along(run_dir: Path) -> 
     names = ("../../private.png", "link.png", "words.png", str(run_dir / "private.png"), 7)
     write_held_out(run_dir, 8, [held_out(i, 0.5, image_file=n) for i, n in enumerate(names)])
     write_held_out(run_dir, 0, [held_out(i, 0.5) for i in range(5)])
-    evidence = found(run_dir)
+    evidence = evidence_of(run_dir)
     assert len(evidence.samples) == 5 and not any(sample.files for sample in evidence.samples)
 
 
-def test_records_that_no_run_writes_are_left_out(run_dir: Path) -> None:
-    strange: list[Any] = [
+def test_invalid_records_are_left_out(run_dir: Path) -> None:
+    invalid: list[Any] = [
         {"id": "s0"}, [1], "x", held_out(1, "high"), held_out(2, 0.5, category=[1]),
         held_out(3, 0.5, instruction=None), held_out(4, 0.5, bare_reward={}), held_out(5, 0.5),
     ]  # fmt: skip
     for iteration in (0, 8):
-        write_held_out(run_dir, iteration, strange)
+        write_held_out(run_dir, iteration, invalid)
     lines = [{"iteration": "x"}, {"iteration": 1, "reward/mean": []}]
     write_lines(run_dir / "metrics.jsonl", lines)
-    evidence = found(run_dir)
+    evidence = evidence_of(run_dir)
     assert [sample.instruction for sample in evidence.samples] == ["ask 5"]
     assert evidence.drift_alarms is None and evidence.ungraded_share is None

@@ -1,4 +1,4 @@
-"""`rl <command>`: it leads to the command's module, and says what is missing before it tries."""
+"""`rl COMMAND` runs the command's module, and reports missing packages before it does."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "vllm", "diffusers", "deepspeed", "transformers", "peft", "datasets", "wandb")
 
 
-def rl(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+def rl(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "rl", *words],
+        [sys.executable, "-m", "rl", *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
@@ -34,29 +34,28 @@ def rl(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.Complete
     )
 
 
-class Said(NamedTuple):
+class Finished(NamedTuple):
     returncode: int
     stdout: str
     stderr: str
 
 
 @pytest.fixture
-def rl_here(monkeypatch, capsys) -> Callable[..., Said]:
-    """`rl` in this process, which runs the module that it would become."""
+def rl_here(monkeypatch, capsys) -> Callable[..., Finished]:
+    """Runs `rl` in this process: runs the command's module instead of `os.execv`."""
 
-    def become(_: str, words: list[str]) -> None:
-        words = words[words.index("-m") + 1 :]
-        sys.argv = words
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    def run_module(_: str, arguments: list[str]) -> None:
+        sys.argv = arguments[arguments.index("-m") + 1 :]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
-    def run(*words: str) -> Said:
+    def run(*arguments: str) -> Finished:
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
             for name in ("stdout", "stderr"):
-                patch.setattr(sys, name, getattr(sys, name))  # a command guards them
-            patch.setattr(sys, "argv", ["rl", *words])
-            patch.setattr(os, "execv", become)
+                patch.setattr(sys, name, getattr(sys, name))  # restores what a command replaces
+            patch.setattr(sys, "argv", ["rl", *arguments])
+            patch.setattr(os, "execv", run_module)
             main()
-        return Said(int(ended.value.code or 0), *capsys.readouterr())
+        return Finished(int(ended.value.code or 0), *capsys.readouterr())
 
     return run
 
@@ -75,19 +74,19 @@ def test_check_needs_no_torch(tmp_path: Path) -> None:
     assert rl("check", "configs/quickstart.jsonnet", "seed=x").returncode == 1
 
 
-def test_help_names_every_command_and_needs_nothing(rl_here: Callable[..., Said]) -> None:
+def test_help_lists_every_command_and_needs_no_packages(rl_here: Callable[..., Finished]) -> None:
     done = subprocess.run(
         [sys.executable, "-I", "-S", ROOT / "rl" / "__main__.py", "--help"],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0 and done.stderr == ""
-    named = re.findall(r"^  ([\w-]+)  ", done.stdout, re.MULTILINE)
-    assert named == list(COMMANDS)
+    listed = re.findall(r"^  ([\w-]+)  ", done.stdout, re.MULTILINE)
+    assert listed == list(COMMANDS)
     assert rl_here().stdout == rl_here("-h").stdout == done.stdout
 
 
-def test_an_unknown_command_is_told_the_nearest(rl_here: Callable[..., Said]) -> None:
+def test_an_unknown_command_is_an_error(rl_here: Callable[..., Finished]) -> None:
     done = rl_here("chek", "configs/quickstart.jsonnet")
     assert done.returncode == 2
     assert names(done.stderr, "'chek' ... 'check' ... rl --help")
@@ -97,21 +96,21 @@ def test_an_unknown_command_is_told_the_nearest(rl_here: Callable[..., Said]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_helps_itself(name: str, rl_here: Callable[..., Said]) -> None:
+def test_every_command_has_help(name: str, rl_here: Callable[..., Finished]) -> None:
     done = rl_here(name, "--help")
     assert done.returncode == 0, done.stderr
-    called = {"enhance": "rl edit"}.get(name, f"rl {name}")
-    called = "python -m rl.simple_launch" if "launch" in COMMANDS[name].module else called
-    assert done.stdout.startswith(f"usage: {called} ")
+    usage = {"enhance": "rl edit"}.get(name, f"rl {name}")
+    usage = "python -m rl.simple_launch" if "launch" in COMMANDS[name].module else usage
+    assert done.stdout.startswith(f"usage: {usage} ")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [["rl", "report"], ["rl", "runs"], ["rl.commands.report"]])
-def test_nothing_is_imported_from_a_run_folder_that_one_looks_at(
+def test_no_command_imports_from_a_run_folder_that_it_reads(
     command: list[str], tmp_path: Path
 ) -> None:
-    """Also where PYTHONPATH names the working folder; `python -m` itself imports some of the
-    standard library from there before any line of ours."""
+    """Also if PYTHONPATH names the working folder. (`python -m` imports some of the standard
+    library from there before any line of this project runs.)"""
     modules = ["PIL", "numpy", "jinja2", "pydantic", "markupsafe", "argparse", "json", "difflib"]
     modules += ["contextlib", "inspect", "rl", "usercustomize"] if command[0] == "rl" else []
     for name in modules:
@@ -135,9 +134,9 @@ def test_nothing_is_imported_from_a_run_folder_that_one_looks_at(
     assert command[-1] == "runs" or (tmp_path / "report/index.html").is_file()
 
 
-def test_what_needs_torch_says_so_first(rl_here: Callable[..., Said], monkeypatch) -> None:
-    found = lambda name: None if name in HEAVY else find_spec(name)  # noqa: E731
-    monkeypatch.setattr("rl.__main__.find_spec", found)
+def test_missing_torch_is_an_error(rl_here: Callable[..., Finished], monkeypatch) -> None:
+    find = lambda name: None if name in HEAVY else find_spec(name)  # noqa: E731
+    monkeypatch.setattr("rl.__main__.find_spec", find)
     for name, command in COMMANDS.items():
         if command.needs_torch:
             done = rl_here(name, "--help")
@@ -145,7 +144,7 @@ def test_what_needs_torch_says_so_first(rl_here: Callable[..., Said], monkeypatc
             assert names(done.stderr, f"rl {name}: torch ... '{DISTRIBUTION}[cuda]'")
 
 
-def test_a_plugin_lies_in_the_folder_where_the_run_is_started(tmp_path: Path) -> None:
+def test_plugins_are_imported_from_the_working_folder(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     shutil.copy(ROOT / "tests" / "brightness_reward.py", tmp_path / "mine" / "my_reward.py")
     reward = "rewards={mine: {type: 'mine.my_reward'}}"
@@ -153,10 +152,10 @@ def test_a_plugin_lies_in_the_folder_where_the_run_is_started(tmp_path: Path) ->
     assert done.returncode == 0 and "mine.my_reward" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_folder_without_the_clones_packages(tmp_path: Path) -> None:
+def test_a_command_that_needs_the_clone_is_an_error_outside_it(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "rl", tmp_path / "rl", ignore=shutil.ignore_patterns("weights"))
     done = subprocess.run(
-        # -S: an editable installation of the clone would lend its packages.
+        # -S: otherwise an editable installation of the clone would provide its packages.
         [sys.executable, "-S", "-m", "rl", "bench-gpu"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
@@ -168,28 +167,28 @@ def test_a_folder_without_the_clones_packages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.py")), ids=lambda p: p.name)
-def test_a_clones_script_is_the_commands_two_lines(script: Path) -> None:
-    [importing, running] = [line for line in script.read_text().splitlines() if line]
-    module = re.fullmatch(r"from ([\w.]+) import main", importing)
-    assert module and running == "raise SystemExit(main())"
+def test_a_script_only_calls_its_command(script: Path) -> None:
+    [import_line, run_line] = [line for line in script.read_text().splitlines() if line]
+    module = re.fullmatch(r"from ([\w.]+) import main", import_line)
+    assert module and run_line == "raise SystemExit(main())"
     modules = {command.module for command in COMMANDS.values()} | {"rl.commands.check_distributed"}
     assert module[1].removesuffix(".__main__") in modules and find_spec(module[1])
 
 
-def test_an_unsupported_python_is_a_sentence() -> None:
-    found = [name for name in ("python3.9", "python3.10", "python3.14") if shutil.which(name)]
-    for name in found:
+def test_an_unsupported_python_is_a_clear_error() -> None:
+    pythons = [name for name in ("python3.9", "python3.10", "python3.14") if shutil.which(name)]
+    for name in pythons:
         for module in ("rl", "rl.simple_launch"):
             done = subprocess.run(
                 [name, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True
             )
-            if "command not found" in done.stderr:  # a version manager's empty promise
+            if "command not found" in done.stderr:  # a version manager's stub without a Python
                 continue
             assert done.returncode == 1
             assert names(done.stderr, "3.11.4 to 3.13 ... this is 3."), done.stderr
 
 
-def test_the_package_installs_this_command() -> None:
+def test_the_package_installs_the_rl_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == DISTRIBUTION
     assert project["scripts"] == {"rl": "rl.__main__:main"}

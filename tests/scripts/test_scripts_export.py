@@ -1,4 +1,4 @@
-"""An exported adapter answers as the policy did that was trained: in transformers and in vLLM."""
+"""An exported model gives the outputs of the trained policy, in transformers and in vLLM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rl.policies import qwen2_5_vl
 from rl.policies.emu3 import emu3
 from rl.policies.qwen_vl import qwen_vl_loading
 from tiny_world.data import shape_questions
-from tiny_world.data.synthetic import MadeConfig
+from tiny_world.data.synthetic import SyntheticConfig
 from tiny_world.questions import SYSTEM_PROMPT
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ SECTION = {
 
 
 def make_policy(section: Mapping[str, Any] = SECTION) -> qwen2_5_vl.Qwen25VL:
-    """With an adapter far from zero, as if it had been trained."""
+    """A policy whose adapter is far from zero, as after training."""
     policy = qwen2_5_vl.Qwen25VL(
         qwen2_5_vl.Config(**section), PolicySetup("text", max_completion_tokens=GREEDY.max_tokens)
     )
@@ -66,7 +66,7 @@ def move_from_zero(module: torch.nn.Module) -> None:
 
 
 def samples() -> list[Sample]:
-    config = MadeConfig(type="shape_questions", num_samples=8, seed=3)
+    config = SyntheticConfig(type="shape_questions", num_samples=8, seed=3)
     return list(map(shape_questions.ShapeQuestions(config, RowRules()).__getitem__, range(8)))
 
 
@@ -100,8 +100,7 @@ def load(folder: str | Path) -> Any:
     return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
 
 
-def test_a_runs_newest_adapter_merged_answers_as_the_policy_did(tmp_path: Path) -> None:
-    """In transformers, and in vLLM."""
+def test_a_merged_adapter_generates_what_the_policy_did(tmp_path: Path) -> None:
     policy = make_policy()
     prompts, expected = greedy(policy)
     run = checkpoint(tmp_path, policy, SECTION)
@@ -118,11 +117,11 @@ def test_a_runs_newest_adapter_merged_answers_as_the_policy_did(tmp_path: Path) 
         engine.close()
 
 
-def test_the_folder_reads_pictures_and_chats_as_the_run_did(tmp_path: Path) -> None:
+def test_an_exported_folder_processes_pictures_and_chats_as_the_run_did(tmp_path: Path) -> None:
     section = {**SECTION, "image_max_pixels": 48 * 48}
     policy = make_policy(section)
-    elsewhere = {**section, "attn_implementation": "varlen"}  # which runs on a GPU alone
-    export.main([str(checkpoint(tmp_path, policy, elsewhere)), str(tmp_path / "merged")])
+    gpu_section = {**section, "attn_implementation": "varlen"}  # works only on a GPU
+    export.main([str(checkpoint(tmp_path, policy, gpu_section)), str(tmp_path / "merged")])
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
@@ -139,7 +138,7 @@ def test_the_folder_reads_pictures_and_chats_as_the_run_did(tmp_path: Path) -> N
     assert tuple(tokenizer(expanded).input_ids) == prompt.token_ids
 
 
-def test_it_is_added_in_float32_and_rounded_once(tmp_path: Path) -> None:
+def test_an_adapter_is_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:
     run = checkpoint(tmp_path, make_policy(), SECTION)
     export.main([str(run), str(tmp_path / "merged"), "--dtype", "bfloat16"])
     adapter = load_file(model_folder(run) / "adapter_model.safetensors")
@@ -148,39 +147,39 @@ def test_it_is_added_in_float32_and_rounded_once(tmp_path: Path) -> None:
     name = "language_model.layers.1.self_attn.o_proj"
     a, b = (adapter[f"base_model.model.model.{name}.lora_{side}.weight"] for side in ("A", "B"))
     [key] = [key for key in merged if key.endswith("layers.1.self_attn.o_proj.weight")]
-    whole = base[key].float() + 2.0 * (b @ a)  # alpha / r = 2
-    half_a_unit = torch.finfo(torch.bfloat16).eps / 2 * whole.abs()
-    assert ((merged[key].float() - whole).abs() <= half_a_unit + PRODUCT).all()
+    exact = base[key].float() + 2.0 * (b @ a)  # alpha / r = 2
+    half_a_unit = torch.finfo(torch.bfloat16).eps / 2 * exact.abs()
+    assert ((merged[key].float() - exact).abs() <= half_a_unit + PRODUCT).all()
     untouched = [key for key in merged if "visual" in key]
     assert untouched
     assert all(torch.equal(merged[key], base[key].float().bfloat16()) for key in untouched)
 
 
-def test_an_editors_text_encoder_is_the_base(tmp_path: Path) -> None:
-    words = tiny_qwen.save_policy_folder(tmp_path / "words")
+def test_an_adapter_of_a_text_encoder_is_merged_into_that_text_encoder(tmp_path: Path) -> None:
+    policy_base = tiny_qwen.save_policy_folder(tmp_path / "words")
     encoder = tmp_path / "editor" / "text_encoder"
     tiny_qwen.make_model(tiny_qwen.make_tokenizer(), seed=7).save_pretrained(encoder)
     section = {
         **SECTION,
-        "model_path": words,
+        "model_path": policy_base,
         "init_text_encoder_from": str(tmp_path / "editor"),
     }
     policy = make_policy(section)
     run = checkpoint(tmp_path, policy, section)
-    noted = run / "checkpoints" / "step_000002" / "model" / "adapter_config.json"
-    assert json.loads(noted.read_text())["base_model_name_or_path"] == str(encoder)
+    adapter_config = run / "checkpoints" / "step_000002" / "model" / "adapter_config.json"
+    assert json.loads(adapter_config.read_text())["base_model_name_or_path"] == str(encoder)
     from_run, moved = tmp_path / "merged", tmp_path / "merged_too"
     export.main([str(run), str(from_run)])
-    bases = ["--base", words, "--text-encoder-from", str(tmp_path / "editor")]
-    lost = checkpoint(tmp_path / "lost", policy, section | {"model_path": "gone"})
-    export.main([str(lost), str(moved), *bases])
+    bases = ["--base", policy_base, "--text-encoder-from", str(tmp_path / "editor")]
+    moved_run = checkpoint(tmp_path / "lost", policy, section | {"model_path": "gone"})
+    export.main([str(moved_run), str(moved), *bases])
     merged, base, again = (load_file(f / "model.safetensors") for f in (from_run, encoder, moved))
     assert all(torch.equal(merged[key], base[key]) for key in merged if "visual" in key)
     assert all(apart(merged[k], base[k]) > 1e-3 for k in merged if "q_proj.weight" in k)
     assert all(apart(merged[key], again[key]) <= PRODUCT for key in merged)
 
 
-def test_a_qwen3_adapter_gives_a_qwen3(tmp_path: Path) -> None:
+def test_a_qwen3_adapter_is_merged_into_a_qwen3_model(tmp_path: Path) -> None:
     from transformers import Qwen2VLImageProcessorPil, Qwen3VLForConditionalGeneration
 
     base = tiny_qwen3.save_policy_folder(tmp_path / "base", tied=True)
@@ -205,7 +204,7 @@ def test_a_qwen3_adapter_gives_a_qwen3(tmp_path: Path) -> None:
     assert "Qwen3VLForConditionalGeneration" in card and "qwen3_vl policy" in card
 
 
-def test_an_emu3_adapter_gives_an_emu3(tmp_path: Path) -> None:
+def test_an_emu3_adapter_is_merged_into_an_emu3_model(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import Emu3ForCausalLM
 
@@ -236,17 +235,17 @@ def test_a_merge_that_fails_midway_leaves_nothing(tmp_path, monkeypatch) -> None
         raise OSError("disk full")
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="disk full"):
-        patch.setattr(qwen_vl_loading, "load_image_processor", fail)  # the last to be written
+        patch.setattr(qwen_vl_loading, "load_image_processor", fail)  # written last
         export.main([str(run), str(tmp_path / "merged")])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    (tmp_path / ".merged.rl-export").mkdir()  # of an export that was killed
+    (tmp_path / ".merged.rl-export").mkdir()  # left by an export that was killed
     (tmp_path / ".merged.rl-export" / "model-00009.safetensors").touch()
     export.main([str(run), str(tmp_path / "merged")])
     assert file_names(tmp_path) == ["merged", "run"]
     assert not list((tmp_path / "merged").glob("model-*"))
 
 
-def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
+def test_an_impossible_export_is_refused_with_its_cause(tmp_path: Path) -> None:
     def refusal(*arguments: str) -> str:
         with pytest.raises(SystemExit) as refused:
             export.main(list(arguments))
@@ -278,22 +277,22 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     assert not (tmp_path / "target").exists()
 
 
-def test_an_adapter_leaves_as_it_is_also_where_its_push_fails(
+def test_an_adapter_is_copied_unchanged_even_if_its_upload_fails(
     tmp_path, monkeypatch, capsys
 ) -> None:
     """The suite runs with HF_HUB_OFFLINE=1."""
     monkeypatch.setenv("HF_TOKEN", "hf_hunter2-0123456789")
     run, target = checkpoint(tmp_path, make_policy(), SECTION), tmp_path / "adapter"
-    words = ["--as", "adapter", "--checkpoint", "2", "--push-to", "me/mine"]
-    export.main([str(run), str(target), *words])
-    said = capsys.readouterr()
-    assert f"wrote {target}" in said.out and "hunter2" not in said.err
-    assert names(said.err, f"upload ... 'me/mine' ... hf upload me/mine {target}")
+    options = ["--as", "adapter", "--checkpoint", "2", "--push-to", "me/mine"]
+    export.main([str(run), str(target), *options])
+    output = capsys.readouterr()
+    assert f"wrote {target}" in output.out and "hunter2" not in output.err
+    assert names(output.err, f"upload ... 'me/mine' ... hf upload me/mine {target}")
     written = ["adapter_config.json", "adapter_model.safetensors"]
     assert file_names(target) == ["README.md", *written]
     for name in written:
-        there = run / "checkpoints" / "step_000002" / "model" / name
-        assert (target / name).read_bytes() == there.read_bytes()
+        original = run / "checkpoints" / "step_000002" / "model" / name
+        assert (target / name).read_bytes() == original.read_bytes()
     card = (target / "README.md").read_text()
     assert "A PEFT adapter of a qwen2_5_vl policy after 2 iterations" in card
 
@@ -302,15 +301,15 @@ def file_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_all_weights_trained_leave_as_they_are_too(tmp_path: Path) -> None:
+def test_a_fully_finetuned_model_is_copied_unchanged(tmp_path: Path) -> None:
     section = {**SECTION, "lora": None}
     policy = make_policy(section)
     run = checkpoint(tmp_path, policy, section)
     with pytest.raises(SystemExit, match="there is no adapter"):
         export.main([str(run), str(tmp_path / "model"), "--as", "adapter"])
     export.main([str(run), str(tmp_path / "model"), "--checkpoint", "2"])
-    there = run / "checkpoints" / "step_000002" / "model"
-    assert set(file_names(tmp_path / "model")) == {*file_names(there), "README.md"}
+    model_dir = run / "checkpoints" / "step_000002" / "model"
+    assert set(file_names(tmp_path / "model")) == {*file_names(model_dir), "README.md"}
     ids = torch.arange(10, 40)[None]
     with torch.no_grad():
         expected = policy.module.base_model(ids).logits
@@ -320,9 +319,9 @@ def test_all_weights_trained_leave_as_they_are_too(tmp_path: Path) -> None:
         assert apart(load(tmp_path / "encoder")(ids).logits, expected) <= NATS
 
 
-def test_an_editor_takes_the_text_encoder(tmp_path, capsys) -> None:
-    """It stands in for the `text_encoder` folder of a stock pipeline, and its states are those of
-    base + adapter."""
+def test_a_stock_editor_loads_the_exported_text_encoder(tmp_path, capsys) -> None:
+    """The export replaces the `text_encoder` folder of a stock pipeline, and its states are those
+    of base + adapter."""
     from diffusers import QwenImageEditPipeline
     from peft import PeftModel
 
@@ -340,7 +339,7 @@ def test_an_editor_takes_the_text_encoder(tmp_path, capsys) -> None:
     files = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
     assert file_names(encoder) == files
     before = load_file(editor / "text_encoder" / "model.safetensors")
-    assert set(load_file(encoder / "model.safetensors")) == set(before), "other names of weights"
+    assert set(load_file(encoder / "model.safetensors")) == set(before), "names of weights differ"
     shutil.rmtree(editor / "text_encoder")
     shutil.copytree(encoder, editor / "text_encoder")
     pipeline = QwenImageEditPipeline.from_pretrained(editor, tokenizer=None, processor=None)
@@ -357,7 +356,7 @@ def test_an_editor_takes_the_text_encoder(tmp_path, capsys) -> None:
             assert float((states(adapted) - expected).abs().max()) > 1e-2
 
 
-def test_a_checkpoint_leaves_from_anywhere_where_its_state_names_a_policy(tmp_path: Path) -> None:
+def test_a_checkpoint_outside_a_run_is_exported_if_its_state_names_a_policy(tmp_path: Path) -> None:
     run = checkpoint(tmp_path, make_policy(), SECTION, rewards=[1], renderer="x", data=None)
     step = shutil.copytree(run / "checkpoints" / "step_000002", tmp_path / "elsewhere")
     state = json.loads((step / "state.json").read_text())
@@ -374,7 +373,7 @@ def test_a_checkpoint_leaves_from_anywhere_where_its_state_names_a_policy(tmp_pa
             export.main([str(step), str(tmp_path / "another")])
 
 
-def test_a_link_to_what_lies_elsewhere_is_not_passed_on(tmp_path: Path) -> None:
+def test_a_link_out_of_the_checkpoint_is_not_exported(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("private")
     run = checkpoint(tmp_path, make_policy(), SECTION)
@@ -385,7 +384,7 @@ def test_a_link_to_what_lies_elsewhere_is_not_passed_on(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"adapter_model.safetensors is a link to .*secret"):
         export.main([str(step), str(tmp_path / "out"), "--as", "adapter"])
     assert not (tmp_path / "out").exists()
-    # Those of a hub's cache are its own.
+    # Links inside a Hub cache are followed.
     blob = tmp_path / "models--a--b" / "blobs" / "0123456789abcdef"
     snapshot = tmp_path / "models--a--b" / "snapshots" / "main"
     for folder in (blob.parent, snapshot):

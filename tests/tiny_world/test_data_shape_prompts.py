@@ -1,4 +1,4 @@
-"""The tiny world of prompt enhancement: its prompts, and the data source over them."""
+"""Prompts of the tiny world for prompt enhancement, and their data source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def source(**more) -> shape_prompts.ShapePrompts:
     return shape_prompts.ShapePrompts(config, RowRules("error", 8192))
 
 
-def test_prompts_and_captions_mean_what_was_wished_for():
+def test_prompts_and_captions_are_parsed_back_to_their_wish():
     assert captions.prompt_text(captions.Wish("red", "circle", (0, 0)), "adjective") == (
         "a crimson disc in the upper left corner"
     )
@@ -24,7 +24,7 @@ def test_prompts_and_captions_mean_what_was_wished_for():
     for prompt in captions.user_prompts(False) + captions.user_prompts(True):
         assert captions.read_prompt(prompt.text) == prompt.wish
         assert captions.read_caption(captions.caption(prompt.wish)) == prompt.wish
-        # a user's words are not the picture maker's, but for left and right
+        # A user's prompt and the renderer's caption share only the words left and right.
         shared = set(prompt.text.split()) & set(captions.caption(prompt.wish).split())
         assert shared <= {"left", "right"}
 
@@ -45,11 +45,11 @@ def test_held_out_pairs_are_new_but_their_words_are_not():
     assert words[1] <= words[0]
 
 
-def test_each_turn_through_the_prompts_has_its_own_order():
+def test_each_pass_over_the_prompts_has_its_own_order():
     one, other = source(seed=1), source(seed=2)
-    turns = [[one[i + start].instruction for i in range(216)] for start in (0, 216)]
-    assert len(set(turns[0])) == 216 and turns[0] != turns[1]
-    assert turns[0] != [other[i].instruction for i in range(216)]
+    passes = [[one[i + start].instruction for i in range(216)] for start in (0, 216)]
+    assert len(set(passes[0])) == 216 and passes[0] != passes[1]
+    assert passes[0] != [other[i].instruction for i in range(216)]
 
 
 def test_the_held_out_list_holds_each_prompt_once():

@@ -1,4 +1,4 @@
-"""The tiny world's judge, asked by the real client with real rewards and the shipped prompts."""
+"""The tiny world's judge answers the real client with real rewards and the shipped prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server() -> Iterator[JudgeServer]:
 
 @pytest.fixture(scope="module")
 def edit() -> tuple[Sample, Image.Image]:
-    """A task and its right result."""
+    """A task and its exact result."""
     rng = random.Random(3)
     scene = scenes.make_scene(rng)
     task = scenes.make_instruction(rng, scene)
@@ -42,7 +42,7 @@ def graded(
     return ask(plugin, server, RewardInput(sample, "", picture), config)
 
 
-def test_viescore_travels_over_http_unchanged(
+def test_viescore_over_http_gives_the_pixel_judges_scores(
     server: JudgeServer, edit: tuple[Sample, Image.Image]
 ) -> None:
     sample, right = edit
@@ -56,26 +56,26 @@ def test_viescore_travels_over_http_unchanged(
     assert graded(server, viescore, sample, sample.source).value == 0
 
 
-def test_viescore_t2i_travels_over_http(server: JudgeServer) -> None:
+def test_viescore_t2i_over_http_tells_right_from_wrong_pictures(server: JudgeServer) -> None:
     wish = captions.Wish("red", "circle", (0, 1))
-    shown = scenes.draw(captions.scene_of(wish, background=1, offset_px=(2, -1)))
+    picture = scenes.draw(captions.scene_of(wish, background=1, offset_px=(2, -1)))
     for kind in captions.KINDS:
         sample = Sample("one", captions.prompt_text(wish, kind))
-        right = graded(server, viescore_t2i, sample, shown)
+        right = graded(server, viescore_t2i, sample, picture)
         assert right.value == pytest.approx(1, abs=0.02)
-        wrong = graded(server, viescore_t2i, sample, shown.rotate(90))
+        wrong = graded(server, viescore_t2i, sample, picture.rotate(90))
         assert wrong.parts["prompt_following"] == wrong.value == 0
         assert wrong.parts["pq"] > 5, "a fine picture of something else"
 
 
-def test_what_it_cannot_grade_is_refused_in_words(
+def test_unknown_tasks_and_sizes_are_refused_with_http_400(
     server: JudgeServer, edit: tuple[Sample, Image.Image]
 ) -> None:
     sample, right = edit
     foreign = Sample("two", "make it look like winter", sources=(sample.source,))
     with pytest.raises(JudgeRefused, match="HTTP 400"):
         graded(server, viescore, foreign, right)
-    with pytest.raises(JudgeRefused, match="HTTP 400"):  # one at a time: before it has graded any
+    with pytest.raises(JudgeRefused, match="HTTP 400"):  # the first of two questions
         ask(viescore_t2i, server, RewardInput(foreign, "", right), max_concurrency=1)
     large = Image.new("RGB", (100, 80))
     with pytest.raises(JudgeRefused, match="64x64"):
@@ -83,14 +83,14 @@ def test_what_it_cannot_grade_is_refused_in_words(
 
 
 def test_an_instruction_may_hold_braces_and_tags(server: JudgeServer) -> None:
-    """Users' words are data: they come out of the prompt's marked block as they went in."""
+    """The server reads the instruction from the prompt's marked block unchanged."""
     tricky = "erase the {instruction} </instruction> circle"
     grey = Image.new("RGB", (64, 64), (128, 128, 128))
     with pytest.raises(JudgeRefused, match="HTTP 400"):
         graded(server, viescore, Sample("three", tricky, sources=(grey,)), grey)
 
 
-def test_it_listens_on_loopback_only_and_frees_its_port() -> None:
+def test_the_judge_server_listens_only_on_loopback_and_frees_its_port() -> None:
     with JudgeServer("tiny-judge") as server:
         assert server.api_base.startswith("http://127.0.0.1:")
         url = urlsplit(server.api_base)
@@ -99,6 +99,6 @@ def test_it_listens_on_loopback_only_and_frees_its_port() -> None:
 
 
 def hosts_at(port: int | None) -> set[str]:
-    """Where this process listens on that port."""
+    """The addresses at which this process listens on that port."""
     sockets = psutil.Process().net_connections("tcp")
-    return {one.laddr.ip for one in sockets if one.status == "LISTEN" and one.laddr.port == port}
+    return {s.laddr.ip for s in sockets if s.status == "LISTEN" and s.laddr.port == port}

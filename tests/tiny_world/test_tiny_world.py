@@ -1,4 +1,4 @@
-"""The tiny world: its judge is strict, its pictures can be read back, its weights do their job."""
+"""The tiny world's judge is strict, its pictures are parsed back, and its weights work."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tiny_world.scenes import (
     read_instruction,
 )
 
-MIN_MARK_WHEN_FED_RIGHT = 8.5
-MAX_MARK_WHEN_FED_WRONG = 2.0
+MIN_MARK_OF_RIGHT_WORDS = 8.5
+MAX_MARK_OF_WRONG_WORDS = 2.0
 
 
 def examples(num: int, seed: int) -> list[tuple[Scene, Task]]:
@@ -65,14 +65,14 @@ def with_noise(picture: Image.Image, sigma_rgb: float) -> Image.Image:
     return Image.fromarray(np.clip(np.asarray(picture) + noise, 0, 255).astype(np.uint8))
 
 
-def test_a_drawn_scene_is_read_back_exactly():
+def test_a_drawn_scene_is_parsed_back_exactly():
     for scene, _ in examples(200, seed=3):
         read = parse_scene(draw(scene))
         assert read.background == scene.background
         assert set(read.shapes) == set(scene.shapes)
 
 
-def test_an_instruction_is_read_as_the_edit_it_was_made_from_or_refused():
+def test_an_instruction_is_parsed_back_to_its_edit_or_refused():
     for scene, task in examples(200, seed=4):
         assert read_instruction(task.instruction, scene) == task.op
         assert apply(scene, task.op) != scene
@@ -95,7 +95,7 @@ def right_and_another(scene, task, rng):
     return draw(apply(apply(scene, task.op), Op(other_shape(scene, task), None)))
 
 
-def test_the_exact_edit_is_perfect_and_every_other_is_worth_nothing():
+def test_the_exact_edit_scores_10_and_any_other_scores_0():
     assert mean_overall(lambda scene, task, rng: draw(apply(scene, task.op))) > 9.99
     others = (lambda scene, task, rng: draw(scene), wrong_colour, wrong_object, right_and_another)
     assert max(map(mean_overall, others)) < 0.01
@@ -117,14 +117,14 @@ def likenesses(edit, num: int = 60) -> list[float]:
     ]
 
 
-def test_only_the_reference_is_like_the_reference():
+def test_only_the_target_picture_has_a_high_likeness():
     assert min(likenesses(lambda scene, task: draw(apply(scene, task.op)))) == 10
     assert max(likenesses(lambda scene, task: draw(scene))) < 1
     wrong = likenesses(lambda scene, task: draw(apply(scene, Op(other_shape(scene, task), None))))
     assert max(wrong) < 1
 
 
-def test_a_wish_is_granted_by_the_shape_it_names_and_nothing_else():
+def test_a_wish_is_fulfilled_only_by_the_shape_that_it_names():
     rng = random.Random(10)
     wishes = captions.all_wishes()
     for prompt in captions.user_prompts(held_out=True):
@@ -138,7 +138,7 @@ def test_a_wish_is_granted_by_the_shape_it_names_and_nothing_else():
         grade_wish(right, "a cat")
 
 
-def test_the_weights_are_small_and_hold_no_pickle():
+def test_the_weights_are_small_and_contain_no_pickle():
     files = [f for f in WEIGHTS.rglob("*") if f.is_file()]
     assert {f.suffix for f in files} <= {".json", ".safetensors", ".jinja"}
     bytes_of = Counter[str]()
@@ -173,16 +173,16 @@ def test_the_prompt_prefix_is_64_tokens(exam):
     assert exam[0].reader.prefix.shape == (1, 64)
 
 
-def test_the_policy_can_give_the_right_answer_but_seldom_does(exam):
+def test_the_untrained_policy_gives_the_right_answer_sometimes(exam):
     from tiny_world.builder.policy import p_right
 
     p_by_kind = p_right(exam[0].reader)
     assert all(0.1 < p < 0.5 for p in p_by_kind.values()), p_by_kind
 
 
-def test_the_editor_does_what_a_description_says(exam):
+def test_the_editor_follows_descriptions(exam):
     held_out, transformer = exam
     right = held_out.grade(held_out.render(transformer, held_out.right, steps=2))
     wrong = held_out.grade(held_out.render(transformer, held_out.wrong, steps=2))
-    assert np.mean(right) > MIN_MARK_WHEN_FED_RIGHT
-    assert np.mean(wrong) < MAX_MARK_WHEN_FED_WRONG
+    assert np.mean(right) > MIN_MARK_OF_RIGHT_WORDS
+    assert np.mean(wrong) < MAX_MARK_OF_WRONG_WORDS

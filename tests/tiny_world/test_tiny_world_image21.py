@@ -1,4 +1,4 @@
-"""The tiny Qwen-Image-2.1: what it was trained with is what the real classes do."""
+"""The tiny Qwen-Image-2.1 weights work in the real classes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tiny_world.builder.image21_reader import PicturesReader
 from tiny_world.builder.image21_tokenizer import editing_tokenizer
 
 FOLDER = WEIGHTS / "image21"
-MIN_MARK_WHEN_FED_RIGHT = 8.0
-MAX_MARK_WHEN_FED_WRONG = 2.0
+MIN_MARK_OF_RIGHT_WORDS = 8.0
+MAX_MARK_OF_WRONG_WORDS = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +32,20 @@ def shipped():
     return reader, exam, transformer
 
 
-def test_the_shipped_tokenizer_is_the_builders(shipped):
-    theirs = AutoTokenizer.from_pretrained(FOLDER / "policy")
-    assert theirs.get_vocab() == shipped[0].tokenizer.get_vocab()
+def test_the_shipped_tokenizer_is_that_of_the_builder(shipped):
+    shipped_tokenizer = AutoTokenizer.from_pretrained(FOLDER / "policy")
+    assert shipped_tokenizer.get_vocab() == shipped[0].tokenizer.get_vocab()
 
 
-def test_the_policy_can_give_the_right_answer_but_seldom_does(shipped):
+def test_the_untrained_policy_gives_the_right_answer_sometimes(shipped):
     p_by_kind = p_right(shipped[0])
     assert set(p_by_kind) == {"noun", "match", "erase", "borrow"}
     assert all(0.1 < p < 0.5 for p in p_by_kind.values()), p_by_kind
 
 
 @pytest.mark.slow
-def test_the_editor_does_what_a_description_says_with_one_picture_and_with_two(shipped):
+def test_the_editor_follows_descriptions_with_one_picture_and_with_two(shipped):
     _, exam, transformer = shipped
     marks = exam.marks(transformer)
-    assert min(marks["right_1"], marks["right_2"]) > MIN_MARK_WHEN_FED_RIGHT, marks
-    assert marks["wrong"] < MAX_MARK_WHEN_FED_WRONG, marks
+    assert min(marks["right_1"], marks["right_2"]) > MIN_MARK_OF_RIGHT_WORDS, marks
+    assert marks["wrong"] < MAX_MARK_OF_WRONG_WORDS, marks

@@ -1,5 +1,4 @@
-"""Prompt enhancement's tiny weights do their parts: the renderer knows plain words alone, CLIP the
-users' as well, and the rewriter writes plain words, often the wrong ones."""
+"""The tiny weights for prompt enhancement (renderer, CLIP and rewriter) work."""
 
 from __future__ import annotations
 
@@ -25,27 +24,27 @@ def config() -> Any:
 
 @pytest.fixture(scope="module")
 def pictures(config: Any) -> dict[str, list[Any]]:
-    """Rendered by the shipped config from plain captions and from the users' own words."""
+    """Pictures that the shipped config renders from plain captions and from users' prompts."""
     from rl.api.types import RenderJob, Sample
     from rl.renderers.sd3 import sd3
 
     section = sd3.Config.model_validate(config.renderer)
     renderer = sd3.SD3(section, Resources(None, "cpu"))
-    made = {}
+    pictures = {}
     for name, texts in (
         ("plain", [captions.caption(prompt.wish) for prompt in PROMPTS]),
         ("users", [prompt.text for prompt in PROMPTS]),
     ):
         jobs = [RenderJob(Sample(id="", instruction=""), text, i) for i, text in enumerate(texts)]
-        made[name] = [picture for _, picture in sorted(renderer.render(jobs), key=lambda r: r[0])]
-    return made
+        pictures[name] = [drawn for _, drawn in sorted(renderer.render(jobs), key=lambda r: r[0])]
+    return pictures
 
 
 @pytest.mark.slow
-def test_the_renderer_obeys_plain_captions_alone(pictures: dict[str, list[Any]]) -> None:
+def test_the_renderer_understands_only_plain_captions(pictures: dict[str, list[Any]]) -> None:
     marks = {
-        name: fmean(grade_wish(p, prompt.text) for p, prompt in zip(made, PROMPTS, strict=True))
-        for name, made in pictures.items()
+        name: fmean(grade_wish(p, prompt.text) for p, prompt in zip(drawn, PROMPTS, strict=True))
+        for name, drawn in pictures.items()
     }
     assert marks["plain"] > 7 and marks["users"] < 2, marks
 
@@ -58,9 +57,9 @@ def test_clip_tells_right_pictures_from_wrong_ones(pictures: dict[str, list[Any]
     tokenizer = CLIPTokenizer.from_pretrained(WEIGHTS / "clip")
     processor = CLIPImageProcessorPil.from_pretrained(WEIGHTS / "clip")
 
-    def cosines(shown: list[Any]) -> list[float]:
+    def cosines(images: list[Any]) -> list[float]:
         texts = tokenizer([p.text for p in PROMPTS], padding=True, return_tensors="pt")
-        pixels = processor(shown, return_tensors="pt").pixel_values
+        pixels = processor(images, return_tensors="pt").pixel_values
         with torch.no_grad():
             output = clip(input_ids=texts.input_ids, pixel_values=pixels)
         return [float(x) for x in output.logits_per_image.diag() / clip.logit_scale.exp()]
@@ -77,7 +76,7 @@ def recoloured(wish: captions.Wish) -> captions.Wish:
     return captions.Wish(colour, wish.shape, wish.cell)
 
 
-def test_the_rewriter_can_say_it_right_but_seldom_does(config: Any) -> None:
+def test_the_untrained_rewriter_writes_the_right_caption_sometimes(config: Any) -> None:
     assert config.policy["system_prompt"] == captions.SYSTEM_PROMPT
     from transformers import AutoTokenizer
 

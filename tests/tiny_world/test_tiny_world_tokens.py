@@ -1,4 +1,4 @@
-"""Pictures as codes in the tiny world: sound codes, and the shipped Emu3 and VQ know them."""
+"""The tiny world's picture codes are one-to-one, and the shipped Emu3 and VQ use them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def examples(num: int, seed: int) -> list[tuple[scenes.Scene, scenes.Task]]:
     return [(scene, scenes.make_instruction(rng, scene)) for scene in drawn]
 
 
-def test_a_code_stands_for_exactly_one_block_of_pixels() -> None:
+def test_each_code_is_exactly_one_block_of_pixels() -> None:
     side = token_scenes.BLOCK_SIDE_PX
     block_of: dict[int, bytes] = {}
     for scene, task in examples(600, seed=1):
-        for shown in (scene, scenes.apply(scene, task.op)):
-            pixels, codes = scenes.draw_array(shown), token_scenes.encode(shown)
+        for drawn in (scene, scenes.apply(scene, task.op)):
+            pixels, codes = scenes.draw_array(drawn), token_scenes.encode(drawn)
             assert codes.shape == (4, 4) and codes.dtype == np.int32
             for (row, column), code in np.ndenumerate(codes):
                 block = pixels[row * side : (row + 1) * side, column * side : (column + 1) * side]
@@ -42,7 +42,7 @@ def codec():
 
 
 @pytest.mark.slow
-def test_the_decoder_draws_edits_that_the_judge_takes_for_perfect(codec) -> None:
+def test_decoded_edits_get_nearly_full_marks_from_the_judge(codec) -> None:
     marks = []
     for scene, task in examples(24, seed=3):
         edited = scenes.apply(scene, task.op)
@@ -54,14 +54,14 @@ def test_the_decoder_draws_edits_that_the_judge_takes_for_perfect(codec) -> None
     assert np.mean(marks) > 9.3 and min(marks) > 7, marks
 
 
-def test_the_encoder_reads_drawn_scenes_as_their_codes(codec) -> None:
-    shown = [scenes.apply(scene, task.op) for scene, task in examples(24, seed=4)]
-    read = codec.encode([scenes.draw(scene) for scene in shown], area_px=64 * 64, batch_size=24)
-    for scene, codes in zip(shown, read, strict=True):
+def test_the_encoder_gives_the_codes_of_drawn_scenes(codec) -> None:
+    edited = [scenes.apply(scene, task.op) for scene, task in examples(24, seed=4)]
+    read = codec.encode([scenes.draw(scene) for scene in edited], area_px=64 * 64, batch_size=24)
+    for scene, codes in zip(edited, read, strict=True):
         assert (codes == token_scenes.encode(scene)).all()
 
 
-def test_the_policy_can_write_the_right_picture_but_seldom_does() -> None:
+def test_the_untrained_policy_writes_the_right_picture_sometimes() -> None:
     from tiny_world.builder.emu3 import load_policy, p_right
 
     p_by_kind = p_right(load_policy(WEIGHTS / "emu3"))

@@ -1,4 +1,4 @@
-"""What many runs share: tiny models, and the folder of a finished run. No test writes to them."""
+"""Read-only fixtures that many tests share: tiny models and the folder of a finished run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tiny_loop
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Random ones, by what they are for; see `tiny_loop.save_models`."""
+    """Role ('policy', 'editor') -> folder of a model with random weights."""
     folder = tiny_loop.made_once(tmp_path_factory, "models", tiny_loop.save_models)
     return {"policy": str(folder / "policy"), "editor": str(folder / "editor")}
 

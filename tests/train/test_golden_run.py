@@ -1,4 +1,4 @@
-"""Five iterations whose words and marks are recorded, on whatever CPU and however many ranks."""
+"""Five iterations reproduce recorded completions and metrics, on any CPU and number of ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import rl.train
 pytestmark = pytest.mark.slow
 
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
-"""Of a metric."""
+"""Tolerances of a metric."""
 NATS = 1e-3
-"""Of any token's log-prob under the weights of its iteration."""
+"""Tolerance of any token's log-prob under the weights of its iteration."""
 
 
 @pytest.fixture(scope="module")
@@ -35,34 +35,34 @@ def assert_golden(run_dir: Path) -> None:
     assert [row["iteration"] for row in rows] == list(range(1, NUM_ITERATIONS + 1))
     for row, expected in zip(rows, golden_run.recorded()["metrics"], strict=True):
         for name in HELD:
-            near = pytest.approx(expected[name], rel=RELATIVE, abs=ABSOLUTE)
-            assert row[name] == near, (name, row["iteration"])
+            expected_value = pytest.approx(expected[name], rel=RELATIVE, abs=ABSOLUTE)
+            assert row[name] == expected_value, (name, row["iteration"])
         assert row["mismatch/max_abs_dlogp"] < NATS, row["iteration"]
 
 
-def test_five_iterations_are_the_golden_ones(straight: Path) -> None:
-    """A change that moves these says why in its commit, and records them anew."""
+def test_five_iterations_match_the_golden_run(straight: Path) -> None:
+    """A commit that changes these numbers says why and records them again."""
     assert_golden(straight)
 
 
-def test_from_one_rank_to_two_and_back(
+def test_a_run_resumes_on_two_ranks_and_then_on_one(
     models: dict[str, str], straight: Path, tmp_path: Path
 ) -> None:
-    def go_on(folder: Path, num_ranks: int, num_iterations: int) -> None:
+    def resume(folder: Path, num_ranks: int, num_iterations: int) -> None:
         changes = {"world_size": num_ranks, "num_iterations": num_iterations}
         config = golden_run.config_of(models, folder, **changes)
         path = tiny_loop.write_config(folder, config)
         run_ranks(rl.train.main, num_ranks, [str(path)])
 
-    one, other = tmp_path / "one", tmp_path / "other"
-    go_on(one, 1, 2)
-    shutil.copytree(one, other)
-    for folder in (one, other):
-        go_on(folder, 2, 4)
-    assert_same_run(one / "tiny", other / "tiny", 4)
-    go_on(one, 1, 5)
-    assert_golden(one / "tiny")
-    assert identities(one / "tiny") == identities(straight)
+    first, second = tmp_path / "one", tmp_path / "other"
+    resume(first, 1, 2)
+    shutil.copytree(first, second)
+    for folder in (first, second):
+        resume(folder, 2, 4)
+    assert_same_run(first / "tiny", second / "tiny", 4)
+    resume(first, 1, 5)
+    assert_golden(first / "tiny")
+    assert identities(first / "tiny") == identities(straight)
 
 
 def identities(run_dir: Path) -> list[list[Any]]:

@@ -1,4 +1,4 @@
-"""Three hundred iterations with many saves and held-out runs: what a process holds stays flat."""
+"""A process's memory, descriptors and threads stay constant over three hundred iterations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = """(import '%s') + {
   checkpoint+: { save_every_n_iterations: 2 },
 }"""
 MAX_GROWTH_MB = 24
-"""Of resident memory from the first warm iterations to the last; what a run holds is 800."""
+"""Growth of resident memory from the first warm iterations to the last; a run takes 800 MB."""
 
 
 def test_memory_descriptors_and_threads_stay_flat(tmp_path: Path) -> None:
@@ -39,18 +39,18 @@ def test_memory_descriptors_and_threads_stay_flat(tmp_path: Path) -> None:
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-        process, lines = psutil.Process(run.pid), tmp_path / "tiny/metrics.jsonl"
-        seen: list[tuple[float, float, int, int]] = []
+        process, metrics_file = psutil.Process(run.pid), tmp_path / "tiny/metrics.jsonl"
+        measurements: list[tuple[float, float, int, int]] = []
         while run.poll() is None:
             time.sleep(0.05)
             with suppress(psutil.NoSuchProcess, FileNotFoundError):
-                done = lines.read_bytes().count(b"\n") - 1
+                num_done = metrics_file.read_bytes().count(b"\n") - 1
                 rss_mb = process.memory_info().rss / 2**20
-                seen.append((done, rss_mb, process.num_fds(), process.num_threads()))
+                measurements.append((num_done, rss_mb, process.num_fds(), process.num_threads()))
         assert run.returncode == 0, (tmp_path / "output.txt").read_text()[-4000:]
-    early = [row for row in seen if WARM <= row[0] < 2 * WARM]
-    late = [row for row in seen if NUM_ITERATIONS - WARM <= row[0] < NUM_ITERATIONS]
-    assert min(len(early), len(late)) > WARM / 2, "it was looked at too seldom"
+    early = [row for row in measurements if WARM <= row[0] < 2 * WARM]
+    late = [row for row in measurements if NUM_ITERATIONS - WARM <= row[0] < NUM_ITERATIONS]
+    assert min(len(early), len(late)) > WARM / 2, "too few measurements"
     for name, rows in (("early", early), ("late", late)):
         _, rss_mb, descriptors, threads = map(median, zip(*rows, strict=True))
         print(f"{name}: {rss_mb:.1f} MB, {descriptors:g} descriptors, {threads:g} threads")

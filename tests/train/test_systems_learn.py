@@ -1,8 +1,4 @@
-"""The shipped tiny configs learn, and their controls with shuffled rewards do not.
-
-Bounds are looser than the worst of the seeds in benchmarks/results/seeds.md: no seed fails a test.
-The quickstart and its control run in CI, the others by `pytest -m campaign`.
-"""
+"""The shipped tiny configs learn, and their controls with shuffled rewards do not."""
 
 from __future__ import annotations
 
@@ -23,16 +19,16 @@ QUICKSTART = "QUICKSTART_RUN"
 
 @dataclass(frozen=True)
 class Learns:
-    """Bounds on what a run logs."""
+    """Bounds on logged metrics, looser than the worst seed in benchmarks/results/seeds.md."""
 
     climb: float
     before: dict[str, float]
-    """Metric -> the most before training."""
+    """Metric -> upper bound before training."""
     after: dict[str, float]
-    """Metric -> the least at the end."""
+    """Metric -> lower bound at the end."""
     dead_groups: float = 0.25
     reference: float = 0.0
-    """The least that reference descriptions score before training and after it."""
+    """Lower bound on the score of reference descriptions before and after training."""
 
 
 LEARNS = {
@@ -70,10 +66,10 @@ CONTROLS = {
     "tiny_prompts_control": (0.08, "eval/reward", 0.65, ()),
     "tiny_qwen_image_21_control": (0.08, "eval/reward", 0.5, ("num_iterations=20",)),
     "tiny_thinking_control": (0.12, "eval/reward", 0.5, ()),
-    # The twin may not think. It may learn what one look-up is worth.
+    # The twin may not think; one look-up without thinking is all that it can learn.
     "tiny_thinking_twin": (1.0, "eval/reward", 1 / NUM_CHAINS + 0.15, ("num_iterations=20",)),
 }
-"""Config -> (most that the training reward moves, a metric, its most at the end, overrides)."""
+"""Config -> (upper bound on |climb| of the reward, a metric, its bound at the end, overrides)."""
 
 
 def tiers(names: Any) -> list[Any]:
@@ -84,7 +80,7 @@ def tiers(names: Any) -> list[Any]:
     ]
 
 
-def finished(name: str, folder: Path) -> list[dict[str, Any]]:
+def metrics_rows(name: str, folder: Path) -> list[dict[str, Any]]:
     if name == "quickstart" and QUICKSTART in os.environ:
         return rows_of(REPO / os.environ[QUICKSTART] / "metrics.jsonl")
     return run(f"configs/{name}.jsonnet", folder)
@@ -92,7 +88,7 @@ def finished(name: str, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", tiers(LEARNS))
 def test_a_shipped_config_learns(name: str, tmp_path: Path) -> None:
-    rows, bounds = finished(name, tmp_path), LEARNS[name]
+    rows, bounds = metrics_rows(name, tmp_path), LEARNS[name]
     first, last = rows[0], rows[-1]
     assert climb(rows) > bounds.climb
     for metric, most in bounds.before.items():
@@ -100,10 +96,10 @@ def test_a_shipped_config_learns(name: str, tmp_path: Path) -> None:
     for metric, least in bounds.after.items():
         assert last[metric] > least, metric
     assert most_dead_groups(rows) < bounds.dead_groups
-    if bounds.reference:  # the frozen renderer understands reference descriptions as it did
+    if bounds.reference:  # the frozen renderer still understands reference descriptions
         assert min(row["eval_reference/reward"] for row in (first, last)) > bounds.reference
     assert all(row["mismatch/max_abs_dlogp"] < 1e-3 for row in rows[1:])
-    if name == "tiny_earl":  # the grammar keeps every picture whole, whatever the weights
+    if name == "tiny_earl":  # the grammar makes every picture complete, whatever the weights
         assert all(row["status/policy_failed"] == 0 for row in rows[1:])
 
 

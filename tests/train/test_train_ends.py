@@ -1,5 +1,4 @@
-"""However a run ends, short of kill -9, every finished iteration is on disk, and it goes on from
-there as if nothing had happened."""
+"""An error anywhere leaves every finished iteration on disk, and the run resumes exactly."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ ENDS = [
     ("rl.run.run:Run.log", "4", "UnicodeEncodeError", 3),
     ("rl.console.console:Console.iteration", "3", "SystemExit", 2),
 ]
-"""Where, at which call, by what: iterations that are finished then."""
+"""(function that raises, at which call, error, number of iterations finished by then)."""
 IN_CI = (0, 5, 7, 11)
-"""Before a rollout, in it, in the step, after it; the others run in the campaign."""
+"""Indices into ENDS: before, in and after a rollout and a step; the others run in the campaign."""
 
 
 @pytest.fixture(scope="module")

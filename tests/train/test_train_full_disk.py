@@ -1,4 +1,4 @@
-"""A run whose disk fills waits and is then the run that it would have been; and ends when told."""
+"""A run whose disk is full waits, then continues exactly; SIGTERM still ends it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ pytestmark = pytest.mark.slow
 SIZE = 64 * 1024 * 1024
 
 
-def wait_for(what: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
     end_s = time.monotonic() + 300
-    while not what():
-        assert process.poll() is None and time.monotonic() < end_s, "it ended, or hangs"
+    while not condition():
+        assert process.poll() is None and time.monotonic() < end_s, "the run ended, or hangs"
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("is_told_to_stop", [False, True])
-def test_a_full_disk_costs_nothing(
-    models: dict[str, str], straight: Path, tmp_path: Path, is_told_to_stop: bool
+@pytest.mark.parametrize("stops_early", [False, True])
+def test_a_run_waits_while_the_disk_is_full_and_loses_nothing(
+    models: dict[str, str], straight: Path, tmp_path: Path, stops_early: bool
 ) -> None:
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path / "disk"))
     log = tmp_path / "log"
@@ -38,24 +38,24 @@ def test_a_full_disk_costs_nothing(
         with log.open("wb") as out, subprocess.Popen(
             command, env=tiny_loop.environment(), cwd=tiny_loop.REPO, stdout=out, stderr=out
         ) as process:  # fmt: skip
-            lines = run_dir / "metrics.jsonl"
-            wait_for(lambda: lines.is_file() and lines.read_bytes().count(b"\n") >= 2, process)
-            hog = fill(disk)
+            metrics = run_dir / "metrics.jsonl"
+            wait_for(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2, process)
+            filler = fill(disk)
             wait_for(lambda: b"is full: " in log.read_bytes(), process)
             time.sleep(1)
-            if is_told_to_stop:
+            if stops_early:
                 process.send_signal(signal.SIGTERM)
             else:
-                hog.unlink()
+                filler.unlink()
             code = process.wait(300)
-        said = log.read_text()
-        assert "Traceback" not in said
+        output = log.read_text()
+        assert "Traceback" not in output
         assert not [name for name in run_dir.rglob("*tmp*") if ".lock" not in name.name]
-        if is_told_to_stop:
-            assert code == 1 and "make room on that disk" in said, said[-3000:]
-            hog.unlink()
+        if stops_early:
+            assert code == 1 and "make room on that disk" in output, output[-3000:]
+            filler.unlink()
             tiny_loop.run_forked(path)
         else:
-            assert code == 0 and "there is room again after" in said, said[-3000:]
+            assert code == 0 and "there is room again after" in output, output[-3000:]
         assert_same_run(straight, run_dir)
         assert [row["iteration"] for row in metrics_of(run_dir)] == [0, 1, 2, 3, 4]

@@ -1,5 +1,4 @@
-"""One of two ranks hangs or is killed in a real run: it is named, what is finished is saved, every
-stack is in the logs, and `--retries` goes on from there."""
+"""A rank that hangs or is killed is named, finished work is saved, and `--retries` resumes."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ SLOW, CAMPAIGN = pytest.mark.slow, pytest.mark.campaign
 
 
 class Ended:
-    """A run of two ranks, the last of which is troubled in its second iteration."""
+    """A finished run of two ranks, the last of which had a fault in its second iteration."""
 
     def __init__(self, models: dict[str, str], folder: Path, trouble: str, *options: str) -> None:
         config = tiny_loop.config_of(
@@ -37,7 +36,7 @@ class Ended:
     def saved(self) -> list[str]:
         return sorted(path.name for path in (self.run_dir / "checkpoints").glob("step_*"))
 
-    def said(self, pattern: str) -> bool:
+    def has_error(self, pattern: str) -> bool:
         assert re.search(pattern, self.errors), self.errors
         return True
 
@@ -57,11 +56,11 @@ def test_a_rank_that_hangs_is_named_and_the_others_save(
     models: dict[str, str], tmp_path: Path, trouble: str, why: str
 ) -> None:
     ended = Ended(models, tmp_path, trouble)
-    named = (
+    message = (
         rf"rank 1 has not moved on for \d+ s, in phase learn .*: {why}.*; waiting for it: rank 0"
     )
-    assert ended.said(named + ".*at 90 s the run ends")
-    assert ended.said("rank 1 hung for too long")
+    assert ended.has_error(message + ".*at 90 s the run ends")
+    assert ended.has_error("rank 1 hung for too long")
     assert ended.code == endings.HUNG_CODE
     assert ended.saved == ["step_000001"]
     assert "in strike" in ended.stacks(1) and "distributed_c10d.py" in ended.stacks(0)
@@ -74,18 +73,18 @@ def test_a_rank_that_hangs_is_named_and_the_others_save(
         pytest.param(1, 2, "not started again: rank 1 was killed by SIGKILL", 128 + 9, marks=SLOW),
     ],
 )
-def test_a_killed_rank_is_started_again_while_the_run_goes_on(
+def test_a_run_with_a_killed_rank_is_started_again_up_to_the_retries(
     models: dict[str, str], tmp_path: Path, retries: int, saved: int, end: str, code: int
 ) -> None:
-    """Killed in every start's second iteration: two of three are done by then, then the third."""
+    """Each attempt finishes one more iteration and is killed in the next."""
     ended = Ended(models, tmp_path, "killed", "--retries", str(retries))
-    assert ended.said(f"started again, 1 of {retries}: rank 1 was killed by SIGKILL")
-    assert ended.said(end) and ended.code == code
+    assert ended.has_error(f"started again, 1 of {retries}: rank 1 was killed by SIGKILL")
+    assert ended.has_error(end) and ended.code == code
     assert ended.saved[-1] == f"step_{saved:06d}"
 
 
 @pytest.mark.slow
-def test_an_error_of_the_program_is_not_tried_again(models: dict[str, str], tmp_path: Path) -> None:
+def test_an_error_in_the_program_is_not_retried(models: dict[str, str], tmp_path: Path) -> None:
     ended = Ended(models, tmp_path, "raised", "--retries", "3")
-    assert ended.said("not started again: rank 1 failed with an error, which would come again")
+    assert ended.has_error("not started again: rank 1 failed with an error, which would come again")
     assert ended.code == 1 and ended.saved == ["step_000001"]

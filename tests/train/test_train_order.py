@@ -1,4 +1,4 @@
-"""The loop does what `train.py` says, in the order in which it says it."""
+"""The training loop calls its steps in the documented order."""
 
 from __future__ import annotations
 
@@ -25,76 +25,78 @@ RECORD = ["wake", "sync", "finish", "episodes", "save", "evaluate", "log"]
 
 
 @pytest.fixture
-def said() -> list[str]:
+def calls() -> list[str]:
     return []
 
 
 @pytest.fixture
-def run(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run of two groups of one completion, whose verbs note their names."""
+def run(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run of two groups of one completion, whose methods append their names to `calls`."""
 
-    def verb(name: str, result: Any = None) -> Any:
-        return lambda *_: (said.append(name), result)[1]
+    def record_call(name: str, result: Any = None) -> Any:
+        return lambda *_: (calls.append(name), result)[1]
 
     run = Run.__new__(Run)
     run.dist, run.timer, run.start, run.num_iterations = Dist(), PhaseTimer(), 0, 2
     run.context = MagicMock()
-    run.recording = MagicMock(write_episodes=verb("episodes"))
-    run.checkpointing = MagicMock(finish=verb("finish"), save_if_due=verb("save"))
+    run.recording = MagicMock(write_episodes=record_call("episodes"))
+    run.checkpointing = MagicMock(finish=record_call("finish"), save_if_due=record_call("save"))
     run.checks = MagicMock(metrics=lambda rollout: Metrics())
     prompts = [Prompt(Sample(name, "do it"), (1, 2)) for name in "ab"]
-    run.prompt_order = SimpleNamespace(shard=verb("prompts", prompts))
+    run.prompt_order = SimpleNamespace(shard=record_call("prompts", prompts))
     completions = [[Completion((3,), (-0.5,), "stop")] for _ in prompts]
     run.engine = SimpleNamespace(
-        wake=verb("wake"), sleep=verb("sleep"), generate=verb("generate", completions)
+        wake=record_call("wake"),
+        sleep=record_call("sleep"),
+        generate=record_call("generate", completions),
     )
     train_step = SimpleNamespace(
-        prefetch_reference=verb("prefetch_reference"),
-        accumulate=lambda p, _: said.append(f"accumulate {p}"),
-        step=verb("step", Metrics()),
+        prefetch_reference=record_call("prefetch_reference"),
+        accumulate=lambda p, _: calls.append(f"accumulate {p}"),
+        step=record_call("step", Metrics()),
     )
-    run.learner = SimpleNamespace(begin=verb("begin", train_step))
+    run.learner = SimpleNamespace(begin=record_call("begin", train_step))
 
     def graded_groups(_: Any) -> Any:
         for p in range(2):
-            said.append(f"graded {p}")
+            calls.append(f"graded {p}")
             yield GradedGroup(p, [], [], [])
 
-    verbs = {
+    methods = {
         "open_journal": lambda *_: None,
         "bare_arms": lambda prompts_P: [None for _ in prompts_P],
-        "render": verb("render", MagicMock()),
+        "render": record_call("render", MagicMock()),
         "graded_groups": graded_groups,
-        "sync_engine": verb("sync", Metrics()),
-        "evaluate_if_due": verb("evaluate", Metrics()),
-        "log": verb("log"),
+        "sync_engine": record_call("sync", Metrics()),
+        "evaluate_if_due": record_call("evaluate", Metrics()),
+        "log": record_call("log"),
         "may_sample": lambda sampled, done: (
             sampled - done <= run.config.max_staleness and sampled < run.num_iterations
         ),
     }
-    for name, stand_in in verbs.items():
+    for name, stand_in in methods.items():
         monkeypatch.setattr(run, name, stand_in, raising=False)
     return run
 
 
-def test_on_policy_the_two_verbs_alternate(run: Run, said: list[str]) -> None:
+def test_on_policy_each_rollout_is_learnt_from_before_the_next(run: Run, calls: list[str]) -> None:
     run.config = run_config()
     train.train(run)
-    assert said[:3] == ["sync", *RECORD[-2:]], "what was measured before training"
-    assert said[3:] == 2 * [*ROLL_OUT, *LEARN, *RECORD]
+    assert calls[:3] == ["sync", *RECORD[-2:]], "the held-out run before training"
+    assert calls[3:] == 2 * [*ROLL_OUT, *LEARN, *RECORD]
 
 
-def test_one_step_off_the_next_rollout_comes_before_the_last_is_learnt(
-    run: Run, said: list[str]
+def test_with_staleness_1_the_next_rollout_comes_before_the_last_is_learnt_from(
+    run: Run, calls: list[str]
 ) -> None:
     run.config = run_config(max_staleness=1)
     train.train(run)
-    assert said[3:] == [*ROLL_OUT, *ROLL_OUT, *LEARN, *RECORD, *LEARN, *RECORD]
+    assert calls[3:] == [*ROLL_OUT, *ROLL_OUT, *LEARN, *RECORD, *LEARN, *RECORD]
 
 
-def test_nothing_but_the_learner_calls_a_backward() -> None:
+def test_only_the_learner_starts_a_backward_pass() -> None:
     root = Path(train.__file__).parent
-    calling = {
+    callers = {
         file.relative_to(root).parts[0]
         for file in root.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
@@ -102,5 +104,5 @@ def test_nothing_but_the_learner_calls_a_backward() -> None:
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "backward"
     }
-    # The policies' are those of autograd functions, which the learner's own calls reach.
-    assert calling <= {"learner", "policies"}
+    # The policies define `backward` of autograd functions, which the learner's calls reach.
+    assert callers <= {"learner", "policies"}

@@ -1,4 +1,4 @@
-"""`max_staleness: 1`: the next iteration is rolled out while the judge still reads the last one."""
+"""With `max_staleness: 1` the next iteration is rolled out while the judge grades the last one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stale_config(models: dict[str, str], folder: Path, **changes: Any) -> Path:
     return tiny_loop.write_config(folder, config)
 
 
-def test_nobody_waits_for_a_judge_that_is_slower_than_a_rollout(
+def test_sampling_does_not_wait_for_a_judge_that_is_slower_than_a_rollout(
     models: dict[str, str], tmp_path: Path
 ) -> None:
     """The first iteration's pictures are graded only after the second has begun to be sampled."""
@@ -40,15 +40,15 @@ def test_nobody_waits_for_a_judge_that_is_slower_than_a_rollout(
     _, first, late = metrics_of(tmp_path / "tiny")
     assert first["status/scored"] == late["status/scored"] == 1
     assert second.with_name("reward_is_closed").exists()
-    assert first["reward/metric/patient/waited_s"] > 0, "an outsider's metric is in the line"
-    # Both were sampled by the first weights; the second one's ratio corrects for the step between.
+    assert first["reward/metric/patient/waited_s"] > 0, "the plugin's metric is logged"
+    # The first weights sampled both; the second one's ratio corrects for the step between them.
     assert first["policy/ratio_max"] == 1
     assert late["policy/ratio_max"] != 1 and late["optimizer/grad_norm"] > 0
-    assert late["mismatch/max_abs_dlogp"] < 1e-4, "old log-probs are the sampler's weights'"
+    assert late["mismatch/max_abs_dlogp"] < 1e-4, "old log-probs are of the weights that sampled"
 
 
 def test_a_stale_run_resumes_exactly(models: dict[str, str], tmp_path: Path) -> None:
-    """It starts level after every checkpoint, stopped or not."""
+    """The rollout after a checkpoint uses the newest weights, whether the run stopped or not."""
     tiny_loop.run(stale_config(models, tmp_path / "straight"))
     path = stale_config(models, tmp_path / "killed")
     assert "2 iterations done" in tiny_loop.kill_and_resume(path, tiny_loop.STEP, "4")

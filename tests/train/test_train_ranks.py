@@ -1,4 +1,4 @@
-"""The whole loop on two ranks, started as a user would: every backend tells the same story."""
+"""The whole loop on two ranks, started as a user would: all backends give the same numbers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tiny_rounding import GRADIENT, STEPPED
 SLOW, CAMPAIGN = pytest.mark.slow, pytest.mark.campaign
 NUM_ITERATIONS = 2
 NEAR = (GRADIENT, GRADIENT, 2e-2)
-"""Relative, per iteration. The first step ends a rounding away, which may tip a byte of a picture;
-over rewards that spread by 0.003 one was 4e-4 of the next gradient, on another CPU it was 1.1e-3
-(measured)."""
+"""Relative tolerance per iteration. The first step differs by rounding, which may change a byte of
+a picture; as rewards spread by only 0.003, one byte changed the next gradient by 4e-4 to 1.1e-3
+(measured on two CPUs)."""
 
 
 VLLM = {"type": "vllm", "kv_cache_memory_mb": 64, "max_num_seqs": 8}
@@ -25,8 +25,8 @@ VLLM = {"type": "vllm", "kv_cache_memory_mb": 64, "max_num_seqs": 8}
 def launch(models: dict[str, str], folder: Path, num_ranks: int, **optimizer: Any) -> Path:
     """Two iterations; returns the run's folder."""
     config = tiny_loop.config_of(models, folder, num_iterations=NUM_ITERATIONS)
-    # Without dropout the ranks' own random numbers are in nothing; a large epsilon keeps Adam from
-    # blowing the last bit of a small gradient up to a whole step.
+    # Without dropout nothing depends on the ranks' random numbers; a large epsilon keeps Adam from
+    # turning the last bit of a small gradient into a whole step.
     config["policy"] |= {"max_prompt_tokens": 256, "lora": {"r": 4, "alpha": 8}}
     config["engine"] = VLLM
     config["optimizer"] |= {"adam_eps": 1e-4, **optimizer}
@@ -58,7 +58,7 @@ def identity(episode: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize(
     "zero_stage", [pytest.param(2, marks=CAMPAIGN), pytest.param(3, marks=SLOW)]
 )
-def test_two_ranks_under_zero_are_the_plain_run(
+def test_two_ranks_with_zero_give_the_numbers_of_plain_torch(
     models: dict[str, str], plain: Path, alone: Path, tmp_path: Path, zero_stage: int
 ) -> None:
     sharded = launch(models, tmp_path, 2, backend="deepspeed", zero_stage=zero_stage)
@@ -73,17 +73,17 @@ def test_two_ranks_under_zero_are_the_plain_run(
         for name, value in plain_row.items():
             assert row[name] == pytest.approx(value, rel=near, abs=STEPPED), name
 
-    # What one rank draws does not depend on the others: one rank alone writes the same words.
+    # Sampling on one rank does not depend on the others: one rank alone writes the same tokens.
     both = episodes_of(sharded, 1, 0) + episodes_of(sharded, 1, 1)
     assert [identity(e) for e in both] == [identity(e) for e in episodes_of(alone, 1, 0)]
     assert metrics_of(alone)[1]["reward/mean"] == pytest.approx(rows[1]["reward/mean"], abs=1e-5)
 
-    noted = [torch.load(sharded / f"weights_2.rank{rank}.pt") for rank in range(2)]
-    assert [note["version"] for note in noted] == [2, 2]
-    assert all((note["sharded"] > 0) == (zero_stage == 3) for note in noted)
-    assert noted[0]["weights"].keys() == noted[1]["weights"].keys()
-    for name, tensor in noted[0]["weights"].items():
-        assert torch.equal(tensor, noted[1]["weights"][name]), name
+    notes = [torch.load(sharded / f"weights_2.rank{rank}.pt") for rank in range(2)]
+    assert [note["version"] for note in notes] == [2, 2]
+    assert all((note["sharded"] > 0) == (zero_stage == 3) for note in notes)
+    assert notes[0]["weights"].keys() == notes[1]["weights"].keys()
+    for name, tensor in notes[0]["weights"].items():
+        assert torch.equal(tensor, notes[1]["weights"][name]), name
 
     for iteration in range(NUM_ITERATIONS):
         for rank in range(2):
@@ -106,16 +106,16 @@ def test_two_ranks_under_zero_are_the_plain_run(
         pytest.param("stopped", 1, {"backend": "deepspeed", "zero_stage": 1}, marks=CAMPAIGN),
     ],
 )
-def test_what_befalls_one_rank_is_heard_by_all(
+def test_a_failure_or_stop_of_one_rank_ends_all_ranks(
     models: dict[str, str],
     tmp_path: Path,
     trouble: str,
     max_staleness: int,
     optimizer: dict[str, Any],
 ) -> None:
-    """The last rank's judge refuses, it fails, is killed or asked to stop, in the second iteration,
-    which under `max_staleness: 1` is before the first has been learnt from. What is finished is
-    saved once, and nobody waits."""
+    """In the second iteration the last rank's judge refuses, or the rank fails, is killed or is
+    asked to stop (with `max_staleness: 1` the first has not been learnt from by then). Finished
+    work is saved once, and no rank waits."""
     config = tiny_loop.config_of(
         models,
         tmp_path,
@@ -128,19 +128,19 @@ def test_what_befalls_one_rank_is_heard_by_all(
         checkpoint={"save_every_n_iterations": 3},
     )
     config["optimizer"] |= optimizer
-    if optimizer.get("zero_stage") == 3:  # nobody else samples with weights that are sharded
+    if optimizer.get("zero_stage") == 3:  # only vLLM samples while the weights are sharded
         config["policy"] |= {"max_prompt_tokens": 256}
         config["engine"] = VLLM
     path = tiny_loop.write_config(tmp_path, config)
     ended = tiny_loop.launch(path, 2, TROUBLE=trouble)
     saved = [path.name for path in (tmp_path / "tiny/checkpoints").glob("step_*")]
     if trouble != "stopped":
-        told = {
+        messages = {
             "refused": "the key has expired",
             "raised": "injected; lower optimizer.max_tokens_per_micro_batch",
             "killed": "rank 1 failed: killed by SIGKILL",
         }
-        assert ended.returncode != 0 and told[trouble] in ended.stderr + ended.stdout
+        assert ended.returncode != 0 and messages[trouble] in ended.stderr + ended.stdout
         assert "rank 1 failed" in ended.stderr
         assert saved == ["step_000001"]
     else:

@@ -1,4 +1,4 @@
-"""Straight through == killed and resumed, bit for bit: weights, moments, metrics, episodes."""
+"""A killed and resumed run equals an uninterrupted one bit for bit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rl.run.metric_table import doc_of
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_leaves_its_record(straight: Path) -> None:
+def test_a_run_writes_metrics_episodes_and_pictures(straight: Path) -> None:
     rows = metrics_of(straight)
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]
-    assert all(row["optimizer/grad_norm"] > 0 for row in rows[1:]), "nothing was learnt from"
+    assert all(row["optimizer/grad_norm"] > 0 for row in rows[1:]), "an iteration had no gradient"
     assert all(row["status/scored"] == 1 for row in rows[1:])
     assert {"eval/reward", "eval_reference/reward"} <= rows[0].keys() & rows[4].keys()
     assert "eval/reward" not in rows[1]
@@ -47,22 +47,22 @@ def test_a_finished_run_says_so_and_loads_nothing(
 
 
 def test_the_numbers_are_those_of_the_golden_trace(straight: Path) -> None:
-    """A change that moves these says why in its commit, and rewrites tests/golden_trace.json.
+    """A commit that changes these numbers says why and rewrites tests/golden_trace.json.
 
-    The trace is that of the plain loop: padded rows, a second forward for the backward, the stock
-    editor. The tolerance is for rounding and other CPUs: rewards spread by 0.003 here, and pictures
-    are bytes.
+    The trace was recorded by a plain loop: padded rows, a second forward for the backward, the
+    stock editor. The tolerance covers rounding and other CPUs: rewards spread by only 0.003 here,
+    and pictures are rounded to bytes.
     """
     golden = json.loads((Path(__file__).parents[1] / "golden_trace.json").read_text())
-    for expected, seen in zip(golden, metrics_of(straight), strict=True):
+    for expected, row in zip(golden, metrics_of(straight), strict=True):
         for name, value in expected.items():
-            assert seen[name] == pytest.approx(value, rel=2e-2, abs=1e-3), (name, seen["iteration"])
+            assert row[name] == pytest.approx(value, rel=2e-2, abs=1e-3), (name, row["iteration"])
 
 
 def test_two_runs_are_equal_to_the_last_byte(
     models: dict[str, str], straight: Path, tmp_path: Path
 ) -> None:
-    """But for times, and how much memory the processes took."""
+    """Except for times and memory use."""
     tiny_loop.run_forked(tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path)))
     again = tmp_path / "tiny"
     assert_same_run(straight, again)
@@ -80,31 +80,31 @@ def test_two_runs_are_equal_to_the_last_byte(
         pytest.param("rl.checkpoints.checkpoint:_seal", "2", id="middle-of-a-save"),
     ],
 )
-def test_kill_9_and_resume_equals_straight_through(
+def test_a_run_killed_by_kill_9_resumes_exactly(
     models: dict[str, str], straight: Path, tmp_path: Path, where: str, count: str
 ) -> None:
-    """Though the models' files are written anew meanwhile, with their tensors at other offsets."""
-    own = {name: shutil.copytree(folder, tmp_path / name) for name, folder in models.items()}
-    config = tiny_loop.config_of({name: str(folder) for name, folder in own.items()}, tmp_path)
+    """Even if the models' files are rewritten meanwhile, with their tensors at other offsets."""
+    copies = {name: shutil.copytree(folder, tmp_path / name) for name, folder in models.items()}
+    config = tiny_loop.config_of({name: str(folder) for name, folder in copies.items()}, tmp_path)
     path = tiny_loop.write_config(tmp_path, config)
     killed = tiny_loop.run_forked(path, where, count, check=False)
     assert killed.returncode == -9, killed.stderr[-2000:]
-    for folder in own.values():
+    for folder in copies.values():
         displace(folder)
     resumed = tiny_loop.run_forked(path).stdout
     assert "resumed from" in resumed
-    if where.startswith("rl.checkpoints"):  # the second iteration was recorded, and is done again
+    if where.startswith("rl.checkpoints"):  # the second iteration was recorded, and is repeated
         assert "what was recorded after iteration 1 is done again, and set aside" in resumed
     assert_same_run(straight, tmp_path / "tiny")
     rows = tiny_loop.rows_of(tmp_path / "tiny/metrics.jsonl")
     reused = [row.get("judge/reused_replies") for row in rows]
-    # Killed before the third update: 2 questions each about its 8 pictures and the bare arm's 2
-    # were answered already. (The second's save is written while the third goes on.)
+    # Killed before the third update, which saves the second iteration in the background: by then
+    # 2 questions each about the third's 8 pictures and the bare arm's 2 were answered.
     assert reused[3] == 20 or where.startswith("rl.checkpoints"), reused
 
 
 def as_the_last_release_left_it(run_dir: Path) -> None:
-    """As commit 90fa50d did: with a key that is gone."""
+    """Rewrites a run folder as commit 90fa50d left it: with a config key that no longer exists."""
     shutil.rmtree(run_dir / "checkpoints/step_000004")
     (run_dir / "last_checkpoint.txt").unlink()
     checkpoint = run_dir / "checkpoints/step_000003"
@@ -120,7 +120,7 @@ def as_the_last_release_left_it(run_dir: Path) -> None:
     _seal(checkpoint)
 
 
-def test_a_run_of_the_last_release_goes_on_as_if_it_were_todays(
+def test_a_run_of_the_last_release_is_resumed_exactly(
     models: dict[str, str], straight: Path, tmp_path: Path
 ) -> None:
     as_the_last_release_left_it(shutil.copytree(straight, tmp_path / "tiny"))
@@ -130,7 +130,7 @@ def test_a_run_of_the_last_release_goes_on_as_if_it_were_todays(
     assert_same_run(straight, tmp_path / "tiny")
 
 
-def test_a_run_killed_before_its_first_checkpoint_goes_on(
+def test_a_run_killed_before_its_first_checkpoint_starts_again(
     models: dict[str, str], straight: Path, tmp_path: Path
 ) -> None:
     changes = {"checkpoint": {"save_every_n_iterations": 4}}
@@ -138,12 +138,12 @@ def test_a_run_killed_before_its_first_checkpoint_goes_on(
     tiny_loop.run_forked(path, tiny_loop.STEP, "3", check=False)
     before = (tmp_path / "tiny/metrics.jsonl").read_bytes()
     again = tiny_loop.run_forked(path)
-    (aside,) = (tmp_path / "tiny/set_aside").iterdir()
-    parts = f"begins again from the base weights ... {aside} ... 3 lines of metrics.jsonl, 2 of"
+    (set_aside,) = (tmp_path / "tiny/set_aside").iterdir()
+    parts = f"begins again from the base weights ... {set_aside} ... 3 lines of metrics.jsonl, 2 of"
     assert names(again.stdout, parts)
-    assert (aside / "metrics.jsonl").read_bytes() == before
+    assert (set_aside / "metrics.jsonl").read_bytes() == before
     assert_same_run(straight, tmp_path / "tiny")
-    # Once there was one, what is gone is not done again unasked.
+    # A run whose checkpoints were deleted is not silently repeated.
     shutil.rmtree(tmp_path / "tiny/checkpoints")
     record = (tmp_path / "tiny/metrics.jsonl").read_bytes()
     refused = tiny_loop.run_forked(path, check=False)
@@ -154,10 +154,10 @@ def test_a_run_killed_before_its_first_checkpoint_goes_on(
 
 @pytest.mark.parametrize(
     ("count", "done"),
-    # The held-out run before training renders thrice: completions, references, the stock arm.
+    # The held-out run before training renders three times: completions, references, the stock arm.
     [pytest.param("4", 0, id="first-iteration"), pytest.param("6", 2, id="third-iteration")],
 )
-def test_sigterm_in_a_rollout_saves_at_once_and_the_resume_is_exact(
+def test_sigterm_in_a_rollout_saves_at_once_and_the_run_resumes_exactly(
     models: dict[str, str], straight: Path, tmp_path: Path, count: str, done: int
 ) -> None:
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path))
@@ -178,7 +178,7 @@ def straight_with_vllm(models: dict[str, str], tmp_path_factory: pytest.TempPath
 
 
 def with_vllm(models: dict[str, str], folder: Path) -> Path:
-    """A run's config; no forward is kept for training, which draws masks."""
+    """A run's config. Training draws dropout masks, so no forward of the rollout is reused."""
     config = tiny_loop.config_of(models, folder, engine={"type": "vllm"})
     config["policy"]["lora"]["dropout"] = 0.1
     return tiny_loop.write_config(folder, config)
@@ -189,7 +189,7 @@ PHASES = "prompts generate condition render learn judge_wait sync record checkpo
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("phase", PHASES.split())
-def test_killed_at_a_phase_border_beside_vllm_it_resumes_exactly(
+def test_a_run_with_vllm_killed_between_two_phases_resumes_exactly(
     models: dict[str, str], straight_with_vllm: Path, tmp_path: Path, phase: str
 ) -> None:
     path = with_vllm(models, tmp_path)
@@ -197,7 +197,7 @@ def test_killed_at_a_phase_border_beside_vllm_it_resumes_exactly(
     assert_same_run(straight_with_vllm, tmp_path / "tiny")
 
 
-def test_a_changed_config_is_refused_by_its_keys(
+def test_a_resume_with_a_changed_config_is_refused_and_the_keys_are_named(
     models: dict[str, str], straight: Path, tmp_path: Path
 ) -> None:
     config = tiny_loop.config_of(models, straight.parent, seed=4, generations_per_prompt=2)

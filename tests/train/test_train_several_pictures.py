@@ -1,5 +1,4 @@
-"""Edits with one, two and three source pictures, from a JSONL file through the whole loop, its
-record and its page, and once more by `rl edit`."""
+"""Edits with one to three source pictures: JSONL file, training, record, page and `rl edit`."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ from tiny_pictures import make_picture
 from rl.commands import edit
 from rl.edit.editor import OWN_WORDS, Editor, EditRequest
 from rl.record.rewind import PICTURE_NAME
-from rl.report.mail import write_single_file
 from rl.report.page import write_page
 from rl.report.pages import value_of
+from rl.report.single_file import write_single_file
 
 pytestmark = pytest.mark.slow
 
 SIZES = ((96, 64), (64, 96), (80, 80))
-WORDS = "give the square of picture 1 the colour of the circle in picture 2"
+INSTRUCTION = "give the square of picture 1 the colour of the circle in picture 2"
 NAMES = ["one", "two", "three", "too many"]
 
 
@@ -42,7 +41,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"images": ["p1.png", "p2.png", "p3.png"]},
         {"images": ["p1.png"] * 4},
     ]
-    rows = [row | {"instruction": WORDS, "id": name} for row, name in zip(rows, NAMES, strict=True)]
+    rows = [
+        row | {"instruction": INSTRUCTION, "id": name}
+        for row, name in zip(rows, NAMES, strict=True)
+    ]
     source = {"type": "edit_jsonl", "path": write_jsonl(folder / "edits.jsonl", list(rows))}
     config = tiny_loop.config_of(
         tiny_loop.save_models(folder / "models"),
@@ -63,7 +65,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "tiny"
 
 
-def test_every_source_is_on_record_and_one_is_named_as_ever(run_dir: Path) -> None:
+def test_every_source_is_recorded_and_a_single_one_has_the_usual_file_name(run_dir: Path) -> None:
     episodes = tiny_loop.episodes_of(run_dir)
     assert {row["sample_id"] for row in episodes} == set(NAMES[:3])
     assert tiny_loop.metrics_of(run_dir)[-1]["data/skipped_rows"] == 1
@@ -75,22 +77,22 @@ def test_every_source_is_on_record_and_one_is_named_as_ever(run_dir: Path) -> No
         stem = files[0].removesuffix("_source.png")
         assert files[1:] == [f"{stem}_source{k}.png" for k in range(2, number + 1)]
         for k, file in enumerate(files):
-            assert PICTURE_NAME.fullmatch(Path(file).name), "it is forgotten with the others"
-            shown = make_picture(k + 1, *SIZES[k])
-            assert np.array_equal(np.asarray(shown), np.asarray(Image.open(run_dir / file)))
-        # What is drawn takes the last one's aspect: landscape, portrait, square.
+            assert PICTURE_NAME.fullmatch(Path(file).name), "a rewind would not remove the file"
+            source = make_picture(k + 1, *SIZES[k])
+            assert np.array_equal(np.asarray(source), np.asarray(Image.open(run_dir / file)))
+        # The drawn picture has the aspect of the last source: landscape, portrait, square.
         width, height = Image.open(run_dir / row["image_file"]).size
         assert np.sign(width - height) == (1, -1, 0)[number - 1]
 
 
-def test_held_out_samples_come_out_again(run_dir: Path) -> None:
+def test_the_editor_reproduces_the_held_out_pictures(run_dir: Path) -> None:
     folder = run_dir / "evaluation" / "it_000001"
     rows = tiny_loop.rows_of(folder / "records.jsonl")
     requests = []
     for row in rows:
         files = [row["source_file"], *row.get("other_source_files", [])]
         assert len(files) == NAMES.index(row["id"]) + 1
-        requests.append(EditRequest(WORDS, [folder / file for file in files], id=row["id"]))
+        requests.append(EditRequest(INSTRUCTION, [folder / file for file in files], id=row["id"]))
     with Editor.from_run(run_dir, device="cpu") as editor:
         results = list(editor.edit_stream(requests, seed=3, arms=True))
         for result, row in zip(results, rows, strict=True):
@@ -99,15 +101,15 @@ def test_held_out_samples_come_out_again(run_dir: Path) -> None:
             bare = result.arms[OWN_WORDS].image
             assert_same_picture(bare, Image.open(folder / row["bare_file"]))
         with pytest.raises(ValueError, match=r"4 pictures, where this run reads 3; give fewer, or"):
-            editor.edit([make_picture(0)] * 4, WORDS)
+            editor.edit([make_picture(0)] * 4, INSTRUCTION)
         first = make_picture(1, *SIZES[0])
-        alone, listed = (editor.edit(given, WORDS) for given in (first, [first]))
+        alone, listed = (editor.edit(pictures, INSTRUCTION) for pictures in (first, [first]))
     assert_same_picture(alone.image, listed.image)
     assert len(listed.sources) == 1
 
 
-def test_the_page_and_the_mail_have_them_all(run_dir: Path) -> None:
-    _, made = write_page(run_dir)
+def test_the_page_and_the_single_file_show_every_source(run_dir: Path) -> None:
+    _, pages = write_page(run_dir)
     data = run_dir / "report" / "data"
     for name in ("it_000001", "eval_000001"):
         for row in value_of((data / f"{name}.js").read_text("utf-8"))["rows"]:
@@ -115,34 +117,34 @@ def test_the_page_and_the_mail_have_them_all(run_dir: Path) -> None:
             assert row["src"].endswith("_source.png") and ("others" in row) == (number > 1)
             ends = [file.rpartition("_")[2] for file in row.get("others", [])]
             assert ends == [f"source{k}.png" for k in range(2, number + 1)]
-    write_single_file(run_dir, made)
-    mail = (run_dir / "report" / "report.html").read_text("utf-8")
-    shown = re.findall(r'"(\.\./images/it_000001/\w+_source\d?\.png)":\s*"data:image', mail)
-    assert len(set(shown)) == 6, shown
+    write_single_file(run_dir, pages)
+    html = (run_dir / "report" / "report.html").read_text("utf-8")
+    sources = re.findall(r'"(\.\./images/it_000001/\w+_source\d?\.png)":\s*"data:image', html)
+    assert len(set(sources)) == 6, sources
 
 
-def test_rl_edit_takes_several(run_dir: Path, tmp_path: Path, capsys: Any) -> None:
+def test_rl_edit_takes_several_pictures(run_dir: Path, tmp_path: Path, capsys: Any) -> None:
     pictures = [str(run_dir.parent / f"p{k}.png") for k in (1, 2, 3)]
-    how = ["--run", str(run_dir), "--out", str(tmp_path), "--device", "cpu"]
-    assert edit.main([*how, *pictures, WORDS]) == 0
-    assert f"{' '.join(pictures)}: {WORDS}" in capsys.readouterr().out
-    told = json.loads((tmp_path / "p1-p2-p3.json").read_text())
-    assert [shown["image"] for shown in told["images"]] == pictures
-    assert [tuple(shown["shown_size_px"]) for shown in told["images"]] == list(SIZES)
+    options = ["--run", str(run_dir), "--out", str(tmp_path), "--device", "cpu"]
+    assert edit.main([*options, *pictures, INSTRUCTION]) == 0
+    assert f"{' '.join(pictures)}: {INSTRUCTION}" in capsys.readouterr().out
+    record = json.loads((tmp_path / "p1-p2-p3.json").read_text())
+    assert [image["image"] for image in record["images"]] == pictures
+    assert [tuple(image["shown_size_px"]) for image in record["images"]] == list(SIZES)
     one = Image.open(tmp_path / "p1-p2-p3_sheet.png")
     rows = [
         {"images": [Path(file).name for file in pictures[:2]]},
         {"image": "p1.png", "instruction": "make it red"},
     ]
     path = write_jsonl(run_dir.parent / "more.jsonl", rows)
-    assert edit.main([*how, path, WORDS]) == 0
+    assert edit.main([*options, path, INSTRUCTION]) == 0
     assert {"p1-p2.png", "p1.png"} <= {file.name for file in tmp_path.iterdir()}
     assert json.loads((tmp_path / "p1.json").read_text())["image"] == pictures[0]
     assert one.width > Image.open(tmp_path / "p1-p2_sheet.png").width
 
 
 @pytest.mark.parametrize(
-    ("what", "complaint"),
+    ("edits", "complaint"),
     [
         (["p1.png", ".", "paint it"], "is a folder ... several arguments"),
         (["p1.png", "make", "it", "red"], "make does not exist ... several arguments"),
@@ -152,12 +154,12 @@ def test_rl_edit_takes_several(run_dir: Path, tmp_path: Path, capsys: Any) -> No
         ({"images": ["p1.png", 2]}, "row 1.images.1: 2 given"),
     ],
 )
-def test_what_is_no_edit_is_named(
-    run_dir: Path, what: Any, complaint: str, monkeypatch: pytest.MonkeyPatch
+def test_an_invalid_edit_is_refused_with_its_cause(
+    run_dir: Path, edits: Any, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run_dir.parent)
-    if isinstance(what, dict):
-        what = [write_jsonl(run_dir.parent / "bad.jsonl", [{"instruction": "x"} | what])]
+    if isinstance(edits, dict):
+        edits = [write_jsonl(run_dir.parent / "bad.jsonl", [{"instruction": "x"} | edits])]
     with pytest.raises(SystemExit) as error:
-        edit.main(["--run", str(run_dir), *what])
+        edit.main(["--run", str(run_dir), *edits])
     assert names(error.value, complaint)

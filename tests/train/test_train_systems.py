@@ -1,4 +1,4 @@
-"""Every system on the one loop: its shipped tiny config, shortened, straight and killed."""
+"""Shortened shipped tiny configs give recorded numbers, and resume exactly after a kill."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rl.run.metric_table import doc_of, shipped_rows
 
 SYSTEMS = ("tiny_earl", "tiny_reasoning", "tiny_prompts", "tiny_qwen_image_21", "tiny_thinking")
 FILE = Path(__file__).with_suffix(".json")
-"""System -> a row of `HELD` for each iteration. `python tests/train/test_train_systems.py` (with
-`tests` on PYTHONPATH) records them anew; a commit that moves them says why."""
+"""System -> a row of `HELD` per iteration. `python tests/train/test_train_systems.py FOLDER` (with
+`tests` on PYTHONPATH) records them again; a commit that changes them says why."""
 HELD = ("reward/mean", "loss/total", "optimizer/grad_norm", "policy/entropy", "eval/reward")
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
-"""Without AVX a metric moves by at most 1.3e-6 of itself (measured)."""
+"""Without AVX a metric changes by at most 1.3e-6 of its value (measured)."""
 
 
 def write(folder: Path, system: str, engine: str = "transformers") -> Path:
     config = tiny_loop.shortened(system, folder, engine)
-    # A large epsilon: else a first step goes by the sign of gradients that are rounding.
+    # With a small epsilon the first step would follow the sign of gradients that are rounding.
     config["optimizer"]["adam_eps"] = 1e-3
     return tiny_loop.write_config(folder, config)
 
@@ -53,26 +53,26 @@ def test_three_iterations_have_the_recorded_numbers(system: str, tmp_path: Path)
     assert len(episodes) == 3 * 2 * 4
     draws = system != "tiny_reasoning"
     assert (episodes[0]["image_file"] is not None) == draws
-    users_words = system in ("tiny_prompts", "tiny_qwen_image_21")
-    assert ("reward_gain" in rows[1]) == users_words, "the bare arm: the user's own words"
+    has_bare_arm = system in ("tiny_prompts", "tiny_qwen_image_21")
+    assert ("reward_gain" in rows[1]) == has_bare_arm, "reward of the user's unchanged words"
     has_stock = system not in ("tiny_reasoning", "tiny_thinking")
     for row in (rows[0], rows[3]):
         assert ("eval/gain_over_stock" in row) == ("eval/stock_reward" in row) == has_stock
         assert row.get("eval/stock_reward") == rows[0].get("eval/stock_reward")
         if system == "tiny_prompts":
-            words_as_they_are = pytest.approx(row["eval/bare_reward"], abs=1e-3)
-            assert row["eval/stock_reward"] == words_as_they_are
+            bare_reward = pytest.approx(row["eval/bare_reward"], abs=1e-3)
+            assert row["eval/stock_reward"] == bare_reward
     if system == "tiny_earl":
-        assert rows[0]["eval/gain_over_stock"] == 0, "its own start"
+        assert rows[0]["eval/gain_over_stock"] == 0, "it starts as the stock arm"
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_killed_and_resumed_is_straight_through(system: str, engine: str, tmp_path: Path) -> None:
-    straight, broken = (write(tmp_path / name, system, engine) for name in ("straight", "broken"))
+def test_a_killed_run_resumes_exactly(system: str, engine: str, tmp_path: Path) -> None:
+    straight, killed = (write(tmp_path / name, system, engine) for name in ("straight", "broken"))
     tiny_loop.run(straight)
-    tiny_loop.kill_and_resume(broken, tiny_loop.STEP, "2")
+    tiny_loop.kill_and_resume(killed, tiny_loop.STEP, "2")
     tiny_loop.assert_same_run(tmp_path / "straight/tiny", tmp_path / "broken/tiny", 3)
 
 

@@ -1,4 +1,4 @@
-"""Whole runs of a policy that thinks: killed and resumed, and what a run leaves of its thoughts."""
+"""Runs of a policy that thinks resume exactly and record thoughts and their metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def config_of(models: dict[str, str], folder: Path, states: str) -> dict[str, Any]:
-    """Random weights write no tag: 'e' ends a thought, so that there are all kinds of ends."""
+    """Random weights write no tag; with 'e' as the marker some thoughts end and others do not."""
     config = tiny_loop.config_of(models, folder, num_iterations=2)
     thought = {"instruction": "Think, then write {marker}.", "marker": "e", "states": states}
     config["policy"] |= {"thought": thought}
@@ -24,15 +24,15 @@ def config_of(models: dict[str, str], folder: Path, states: str) -> dict[str, An
 
 
 @pytest.mark.parametrize("states", ["words", pytest.param("attended", marks=pytest.mark.campaign)])
-def test_killed_and_resumed_it_is_the_same_run(
+def test_a_killed_run_with_thoughts_resumes_exactly(
     models: dict[str, str], tmp_path: Path, states: str
 ) -> None:
-    whole = tiny_loop.write_config(tmp_path / "a", config_of(models, tmp_path / "a", states))
-    tiny_loop.run_forked(whole)
-    cut = tiny_loop.write_config(tmp_path / "b", config_of(models, tmp_path / "b", states))
-    tiny_loop.kill_and_resume(cut, tiny_loop.STEP, "2")
-    straight, again = tmp_path / "a" / "tiny", tmp_path / "b" / "tiny"
-    assert_same_run(straight, again, 2)
+    path = tiny_loop.write_config(tmp_path / "a", config_of(models, tmp_path / "a", states))
+    tiny_loop.run_forked(path)
+    killed = tiny_loop.write_config(tmp_path / "b", config_of(models, tmp_path / "b", states))
+    tiny_loop.kill_and_resume(killed, tiny_loop.STEP, "2")
+    straight, resumed = tmp_path / "a" / "tiny", tmp_path / "b" / "tiny"
+    assert_same_run(straight, resumed, 2)
 
     rows, episodes = metrics_of(straight), episodes_of(straight)
     assert all(row["optimizer/grad_norm"] > 0 for row in rows[1:])
@@ -44,8 +44,8 @@ def test_killed_and_resumed_it_is_the_same_run(
     assert all("thought" not in row["bare"] for row in episodes if row.get("bare"))
     shares = [row["thought/unfinished"] for row in rows[1:]]
     assert all(0 <= share <= 1 for share in shares) and any(shares)
-    lost = sum(str(row["failure"]).startswith("unfinished") for row in episodes)
-    assert lost == pytest.approx(sum(shares) * len(episodes) / len(shares))
-    assert "eval/cut_thought_reward" in rows[0], "what words without a thought were worth"
+    num_unfinished = sum(str(row["failure"]).startswith("unfinished") for row in episodes)
+    assert num_unfinished == pytest.approx(sum(shares) * len(episodes) / len(shares))
+    assert "eval/cut_thought_reward" in rows[0], "the reward of words without a thought"
     gain = rows[0].get("eval/gain_of_thought")
     assert gain is None or -1 <= gain <= 1

@@ -1,31 +1,31 @@
-"""Build `tiny_world/weights` from nothing: python -m tiny_world.builder --work /tmp/world
+"""Build `tiny_world/weights` from scratch: python -m tiny_world.builder --work /tmp/world
 
-Everything is seeded and runs on one CPU thread; tests/tiny_world marks what came out. Stages, and
+Everything is seeded and runs on one CPU thread; tests/tiny_world checks the result. Stages, and
 minutes on one core:
 
     vae         8   AutoencoderKLQwenImage on drawn scenes
-    policy     10   Qwen2.5-VL: looks, knows, and then is taught to be often wrong
-    drift       2   short LoRA fine-tunings that stand in for what training does to the policy
+    policy     10   Qwen2.5-VL that describes edits, often wrongly
+    drift       2   short LoRA fine-tunings that imitate how training changes the policy
     editor     35   QwenImageTransformer2DModel, conditioned on the (drifted) policy's states
-    reasoner    5   a policy that answers questions, from the shipped one
-    emu3_vq     6   Emu3VQVAE whose codes are named
+    reasoner    5   a policy that answers questions, initialised from the shipped policy
+    emu3_vq     6   Emu3VQVAE with the codes of `token_scenes.py`
     emu3        7   Emu3 that reads and writes those codes, often wrongly
     sd3_vae    12   AutoencoderKL on pictures of one shape
     clip        3   CLIP that knows plain captions and users' prompts
     sd3         8   SD3Transformer2DModel and its text encoders on plain captions
-    rewriter    2   a policy that turns users' prompts into captions, often wrong ones
+    rewriter    2   a policy that rewrites users' prompts as captions, often wrongly
     thinker     5   a policy that solves riddles in two look-ups, often wrongly
 
 For Qwen3-VL and Qwen-Image-2.1, with one source picture and with two:
 
     image21_vae     11   AutoencoderKLQwenImage21 on the same scenes
-    image21_policy   6   Qwen3-VL: the lessons of `policy`
-    image21_drift    1   the same rehearsal
+    image21_policy   6   Qwen3-VL, trained as `policy`
+    image21_drift    1   as `drift`
     image21_editor  20   QwenImage21Transformer2DModel
 
-A finished stage leaves `<work>/<stage>.done` and is skipped the next time. `vae` does not depend
-on `policy` and `drift`: with two cores, run `--only vae` beside `--only policy drift`, and the same
-of `image21`.
+A finished stage writes `<work>/<stage>.done` and is skipped the next time. `vae` does not depend on
+`policy` and `drift`: with two cores, run `--only vae` in parallel with `--only policy drift`, and
+the `image21` stages likewise.
 """
 
 from __future__ import annotations

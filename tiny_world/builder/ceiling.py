@@ -1,10 +1,10 @@
-"""What can be had of the riddles without a thought: python -m tiny_world.builder.ceiling --out DIR
+"""Best score on riddles without a thought: python -m tiny_world.builder.ceiling --out DIR
 
-Counted: whoever looks up one thing alone does not know which of the colours said is meant, and is
-right once in `NUM_CHAINS`. Trained: the strongest opponent at hand, a policy of the thinker's size
-that is taught nothing but right captions, at once, until it gets no better. (It starts without the
-thinker's heads that look back: they only keep it longer from the counted share.) It is left in the
-folder, and a run tells what the renderer and the judge make of it before the first update:
+Counted: a single look-up does not tell which of the named colours is asked for, so it is right once
+in `NUM_CHAINS`. Trained: a policy of the thinker's size learns only right captions, without
+thoughts, until it stops improving. (It starts without the thinker's heads that look back, with
+which it takes longer to reach the counted share.) The policy is saved in the folder, and a run
+measures its reward before the first update:
 
     python -m rl.simple_launch configs/tiny_thinking_twin.jsonnet policy.model_path=DIR
 """
@@ -18,7 +18,7 @@ STEPS = 1000
 
 
 def main() -> None:
-    """Train it, and print how often its likeliest caption is right."""
+    """Trains the policy and prints how often its likeliest caption is right."""
     parser = argparse.ArgumentParser(prog="python -m tiny_world.builder.ceiling")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=2)

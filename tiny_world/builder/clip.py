@@ -1,10 +1,4 @@
-"""Stage clip: a CLIP that knows plain captions and users' prompts alike, and marks strictly.
-
-Contrastive, every text against the pictures of all other wishes in the batch and against junk:
-two scenes melted into one, several shapes, none. The temperature is fixed and mild (CLIP's own
-ends at 100), so that a right picture's cosine has to be near 1 and a wrong one's far below, not
-merely lower.
-"""
+"""Stage clip: trains a strict CLIP that understands plain captions and users' prompts."""
 
 from __future__ import annotations
 
@@ -27,6 +21,10 @@ NUM_JUNK = 32
 
 
 def build(work: Path, batch: int = 64) -> None:
+    """Contrastive loss of each text against the pictures of all other wishes in the batch and junk.
+
+    The scale is fixed and low (CLIP's ends at 100), so a right picture's cosine has to be near 1
+    and a wrong one's far below."""
     torch.manual_seed(0)
     rng, wishes = random.Random(500), all_wishes()
     tokenizer, processor = make_clip_tokenizer(), make_processor()
@@ -35,11 +33,11 @@ def build(work: Path, batch: int = 64) -> None:
     right = torch.arange(batch)
 
     def loss_of(step: int) -> torch.Tensor:
-        wanted = rng.sample(wishes, batch)
-        pictures = [random_picture(rng, wish) for wish in wanted]
+        chosen = rng.sample(wishes, batch)
+        pictures = [random_picture(rng, wish) for wish in chosen]
         pixels = to_pixels(processor, pictures + [_junk(rng) for _ in range(NUM_JUNK)])
         pixels = _spoil(pixels)
-        texts = [_any_words(rng, wish) for wish in wanted]
+        texts = [_any_text(rng, wish) for wish in chosen]
         ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids
         logits = LOGIT_SCALE * cosines(clip, ids, pixels)  # [B, B + junk]
         return F.cross_entropy(logits, right) + F.cross_entropy(logits[:, :batch].T, right)
@@ -71,7 +69,7 @@ def cosines(clip: CLIPModel, ids: torch.Tensor, pixels: torch.Tensor) -> torch.T
     return F.normalize(texts, dim=-1) @ F.normalize(pictures, dim=-1).T
 
 
-def _any_words(rng: random.Random, wish: Wish) -> str:
+def _any_text(rng: random.Random, wish: Wish) -> str:
     kind = rng.choice((*KINDS, "plain"))
     return caption(wish) if kind == "plain" else prompt_text(wish, kind)
 
@@ -79,7 +77,7 @@ def _any_words(rng: random.Random, wish: Wish) -> str:
 def _junk(rng: random.Random) -> np.ndarray:
     """A picture that no text of this world describes."""
     u, wishes = rng.random(), all_wishes()
-    if u < 0.7:  # several scenes melted into one: what a picture maker in doubt paints
+    if u < 0.7:  # a mixture of several scenes, as an uncertain renderer draws it
         parts = [random_picture(rng, wish).astype(np.float32) for wish in rng.sample(wishes, 4)]
         shares = np.random.default_rng(rng.getrandbits(32)).dirichlet([1.0] * 4)
         return sum(s * p for s, p in zip(shares, parts, strict=True)).astype(np.uint8)
@@ -89,7 +87,7 @@ def _junk(rng: random.Random) -> np.ndarray:
 
 
 def _spoil(pixels: torch.Tensor) -> torch.Tensor:
-    """Noise and a shade of colour, as an imperfect picture maker would leave them."""
+    """Adds noise and a tint, as in pictures of an imperfect renderer."""
     num = len(pixels)
     noise = 0.3 * torch.rand(num, 1, 1, 1) * torch.randn_like(pixels)
     return pixels + noise + 0.1 * torch.randn(num, 3, 1, 1)

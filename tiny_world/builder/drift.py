@@ -1,12 +1,12 @@
-"""What training will do to the policy, rehearsed: so that the frozen editor keeps understanding it.
+"""Stage drift: imitates how training changes the policy, so that the frozen editor stays usable.
 
-The editor reads the policy's hidden states, and a LoRA trained by reinforcement moves them. An
-editor trained on the warm start alone reads a drifted policy badly: its words get better and its
-pictures worse. So the editor is trained on many drifted policies: short LoRA fine-tunings towards
-right and towards wrong answers, added with random strength, plus a little low-rank noise.
+The editor reads the policy's hidden states, and reinforcement learning changes these with a LoRA.
+An editor trained only on the warm start fails on a drifted policy: better words give worse
+pictures. So the editor is trained on many drifted policies: short LoRA fine-tunings towards right
+and towards wrong answers, added with random strength, plus a little low-rank noise.
 
-Everything here starts from the policy before its last lesson; that lesson is one more drift to
-an editor trained this way (its mark when told right is the same before and after).
+All of them start from the policy before its last lesson. That lesson is one more drift to an editor
+trained this way: its mark for right descriptions is the same before and after.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def save_bank(
     num_tunings: int = NUM_TUNINGS,
     batch: int = 24,
 ) -> None:
-    """`examples(rng, answer, batch)`: what a tuning towards such answers is shown in a step."""
+    """`examples(rng, answer, batch)`: the batch of one step of a fine-tuning towards `answer`."""
     bank: Deltas = {}
     for k in range(num_tunings):
         for i, deltas in enumerate(_tune(load(), reader_of, examples, k, batch)):
@@ -78,11 +78,11 @@ def load_bank(file: Path) -> list[Deltas]:
 
 
 class Drifter:
-    """Moves a policy away from its own weights, and back."""
+    """Adds random drifts to a policy's weights, and restores them."""
 
     def __init__(self, policy, bank: list[Deltas]) -> None:
         self.weights = {n: p for n, p in policy.named_parameters() if n in bank[0]}
-        self.home = {n: p.clone() for n, p in self.weights.items()}
+        self.base = {n: p.clone() for n, p in self.weights.items()}
         self.bank = bank
 
     @torch.no_grad()
@@ -92,17 +92,17 @@ class Drifter:
             steps.append((rng.choice(self.bank), 0.8 * rng.random()))
         noise = 0.0 if rng.random() < 0.25 else 0.12 * rng.random()
         for name, weight in self.weights.items():
-            home = self.home[name]
-            low_rank = torch.randn(home.shape[0], 8) @ torch.randn(8, home.shape[1])
-            moved = home + low_rank * (noise * home.norm() / low_rank.norm())
+            base = self.base[name]
+            low_rank = torch.randn(base.shape[0], 8) @ torch.randn(8, base.shape[1])
+            drifted = base + low_rank * (noise * base.norm() / low_rank.norm())
             for deltas, strength in steps:
-                moved += strength * deltas[name]
-            weight.copy_(moved)
+                drifted += strength * deltas[name]
+            weight.copy_(drifted)
 
     @torch.no_grad()
-    def go_home(self) -> None:
+    def restore(self) -> None:
         for name, weight in self.weights.items():
-            weight.copy_(self.home[name])
+            weight.copy_(self.base[name])
 
 
 def _examples(rng: random.Random, answer: Answer, batch: int) -> Examples:
@@ -113,7 +113,7 @@ def _examples(rng: random.Random, answer: Answer, batch: int) -> Examples:
 
 
 def _tune(policy, reader_of, examples, k: int, batch: int) -> list[Deltas]:
-    """One short LoRA fine-tuning: even ones towards right answers, odd ones towards wrong ones."""
+    """One short LoRA fine-tuning: towards right answers if `k` is even, else towards wrong ones."""
     torch.manual_seed(k)
     rng = random.Random(900 + k)
     config = LoraConfig(r=(8, 16)[k % 2], lora_alpha=16, target_modules=LORA_TARGETS)

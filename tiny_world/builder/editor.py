@@ -1,11 +1,4 @@
-"""Stage editor: teach the diffusion transformer to do what the policy's hidden states say.
-
-At least half of the batch is trained at t = 1: with the real scheduler (its last sigma is stretched
-to 0.02) and two Euler steps, that is where the picture is made.
-
-Descriptions are sampled at random, most of them not what the instruction asked for: the editor
-must obey what was written. One in twelve names a shape that is not there: nothing may change.
-"""
+"""Stage editor: trains the diffusion transformer to follow the policy's hidden states."""
 
 from __future__ import annotations
 
@@ -46,12 +39,13 @@ from tiny_world.scenes import (
 
 
 class Round(NamedTuple):
-    """One learning-rate cycle. Each starts from what the one before it left."""
+    """One learning-rate cycle, which continues from the round before it."""
 
     steps: int
     peak_rate: float
     share_at_1: float
-    """Of the examples trained at t = 1, 0..1."""
+    """Share of the examples trained at t = 1, 0..1. It is large, as two Euler steps of the real
+    scheduler (whose last sigma is 0.02) make the picture mostly at t = 1."""
 
 
 ROUNDS = (Round(3000, 2.5e-3, share_at_1=0.5), Round(3000, 1.5e-3, share_at_1=0.65))
@@ -61,7 +55,7 @@ DRIFT_FROM_STEP = 750
 def build(work: Path, batch: int = 24) -> None:
     use_2d_convolutions()
     vae = AutoencoderKLQwenImage.from_pretrained(work / "vae").eval().requires_grad_(False)
-    policy = load_policy(work / "policy_doubting")  # see drift.py
+    policy = load_policy(work / "policy_doubting")
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS / "policy")  # nosec B615 # local
     reader = Reader(policy, tokenizer)
     drifter, exam = Drifter(policy, load_bank(work / "drift.safetensors")), Exam(reader, vae)
@@ -83,7 +77,7 @@ def build(work: Path, batch: int = 24) -> None:
             return flow_loss(velocity_of, x0, plan.share_at_1, skew=0.8)
 
         def check() -> dict[str, float]:
-            drifter.go_home()
+            drifter.restore()
             return exam.marks(transformer)
 
         options = {"check_every": 400, "rate_of": lambda step: rate(step, plan.steps)}
@@ -114,27 +108,29 @@ def rate(step: int, steps: int) -> float:
 
 @torch.no_grad()
 def _examples(reader: Reader, vae, scenes: list[Scene], rng: random.Random, age: int):
-    """Random edits as (x_0 [B, N, 4 C], source [B, N, 4 C], embeds [B, L, HIDDEN], mask [B, L])."""
+    """Random edits as (x_0 [B, N, 4 C], source [B, N, 4 C], embeds [B, L, HIDDEN], mask [B, L]);
+    `age`: training steps so far."""
     tasks = [make_instruction(rng, scene) for scene in scenes]
     texts, targets = zip(
         *(some_edit(rng, s, t) for s, t in zip(scenes, tasks, strict=True)), strict=True
     )
     pictures = [draw_array(scene) for scene in scenes]
     reading = reader.read(pictures, [task.instruction for task in tasks], texts)
-    # at first the editor sees only the description, then more and more of the prompt too
-    seen = reading.mask.clone()
+    # At first the editor sees only the description; later more and more examples show the prompt.
+    visible = reading.mask.clone()
     for i in range(len(scenes)):
         if rng.random() >= (age - 250) / 200:
-            seen[i] &= reading.written[i]
+            visible[i] &= reading.written[i]
     jitter = 0.1 * rng.random() * min(1, age / 600) * reading.hidden.std()
     embeds = reading.hidden + jitter * torch.randn_like(reading.hidden)
     latents = encode(vae, pictures + [draw_array(target) for target in targets])
     source, x0 = latents.chunk(2)
-    return x0, source, embeds, seen
+    return x0, source, embeds, visible
 
 
 def some_edit(rng: random.Random, scene: Scene, task: Task) -> tuple[str, Scene]:
-    """A description and the scene it leads to."""
+    """A random description and its result. Most are not what the instruction asks for, as the
+    editor must follow the description; one in twelve names an absent shape and changes nothing."""
     if rng.random() < 1 / 12:
         return _description_of_nothing(rng, scene), scene
     if rng.random() < 0.4:
@@ -157,7 +153,7 @@ def _description_of_nothing(rng: random.Random, scene: Scene) -> str:
 
 @torch.no_grad()
 def whiten_text_input(transformer, reader: Reader, rng: random.Random, num: int = 512) -> None:
-    """Start `txt_in` where the description's states have unit variance in every direction."""
+    """Initialises `txt_in` so that description states have unit variance in all directions."""
     scenes = [make_scene(rng) for _ in range(num)]
     instructions = [make_instruction(rng, scene).instruction for scene in scenes]
     texts = [describe(random_op(rng, scene), scene) for scene in scenes]

@@ -1,12 +1,12 @@
-"""Stage emu3: warm-start an Emu3ForCausalLM that reads and writes pictures as codes, often wrongly.
+"""Stage emu3: warm-starts an Emu3ForCausalLM that writes edits as picture codes, often wrongly.
 
-Two lessons, of the kind the other tiny policies get (`policy.py`):
- 1. know   a source picture and an instruction in, the RIGHT edit out, code by code;
- 2. doubt  a shorter one on what a beginner writes: some nouns mostly right, all else mostly wrong.
-The first code that an edit changes decides what becomes of the shape; the later ones follow it.
+Two lessons, as for the other tiny policies (`policy.py`):
+ 1. know   writes the RIGHT edit of a source picture and an instruction, code by code;
+ 2. doubt  shorter, on a beginner's edits: some nouns mostly right, everything else mostly wrong.
+The first code that an edit changes decides the edit; the later codes follow it.
 
-Prompts, completions and log-probs are the policy plugin's own (`rl/policies/emu3/emu3.py`): words
-compete with words, codes with codes, and what the sampler is made to write is not taught.
+Prompts, completions and log-probs come from the policy plugin (`rl/policies/emu3/emu3.py`): its
+grammar separates text from codes, and forced tokens are not trained.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tiny_world.token_scenes import GRID_SIDE, NUM_CODES, encode, make_centred_s
 HIDDEN = 128
 SPECIALS = ("<|endoftext|>", "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>")
 MAX_COMPLETION_TOKENS = 32
-KINDS = {"noun": 0.3, "match": 0.5, "erase": 0.2}  # match is the hardest: more of it
+KINDS = {"noun": 0.3, "match": 0.5, "erase": 0.2}  # match is the hardest and most frequent
 NUM_WRITTEN = GRID_SIDE**2 + 4
-"""Tokens of a completion that the constraint leaves open: the codes, '4*4' and the image token."""
+"""Tokens of a completion that the grammar does not force: the codes, '4*4' and the image token."""
 Example = tuple[Prompt, tuple[int, ...]]
-"""A prompt and the completion that is to be learnt."""
+"""A prompt and the completion to learn."""
 
 
 def build(work: Path) -> None:
@@ -68,7 +68,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, num_layers: int = 3) -> Emu3F
 
 
 def load_policy(folder: Path) -> emu3.Emu3:
-    """The policy plugin on a folder of a model and its tokenizer."""
+    """The policy plugin with the model and tokenizer of a folder."""
     config = emu3.Config(type="emu3", model_path=str(folder), dtype="float32")
     return emu3.Emu3(
         config, PolicySetup("image_tokens", max_completion_tokens=MAX_COMPLETION_TOKENS)

@@ -1,10 +1,4 @@
-"""Stage emu3_vq: an Emu3VQVAE whose codes are those of `tiny_world/token_scenes.py`.
-
-The codebook starts out legible (colour, background, form and quarter are its axes) and is then
-trained with the decoder, codes in and drawn scenes out. The encoder follows: it is taught to come
-closer to the right code than to any other. So an unchanged part of a picture keeps its codes under
-every edit, which a codebook learnt without names would not promise.
-"""
+"""Stage emu3_vq: trains an Emu3VQVAE whose codes are those of `tiny_world/token_scenes.py`."""
 
 from __future__ import annotations
 
@@ -28,6 +22,9 @@ QUARTER_AXES = ((-1.0, -1.0), (-1.0, 1.0), (1.0, -1.0), (1.0, 1.0))
 
 
 def build(work: Path, batch: int = 12) -> None:
+    """The codebook starts with colour, background, form and quarter as its axes and is trained with
+    the decoder; then the encoder learns the right codes. So an edit never changes the codes of
+    unchanged parts, which a freely learnt codebook would not guarantee."""
     torch.manual_seed(0)
     vq, rng = make_vq(), random.Random(300)
 
@@ -56,20 +53,20 @@ def make_vq() -> Emu3VQVAE:
             hidden_size=32,
         )
     )
-    vq.quantize.embedding.weight.data.copy_(_legible_codebook())
-    vq.decoder.conv_out.weight.data.mul_(0.02)  # the stock initialisation paints far beyond white
+    vq.quantize.embedding.weight.data.copy_(_initial_codebook())
+    vq.decoder.conv_out.weight.data.mul_(0.02)  # the stock initialisation is far out of range
     return vq
 
 
-def _legible_codebook() -> torch.Tensor:
+def _initial_codebook() -> torch.Tensor:
     """[NUM_CODES, 8]: colour of the shape (3), background (1), form (2), quarter (2)."""
     codebook = torch.zeros(NUM_CODES, 8)
     for background, grey in enumerate(BACKGROUNDS_RGB):
         codebook[background, :4] = torch.tensor([*_axis(grey), background - 1.0])
         for shape in SHAPES:
             for colour in COLOURS:
-                for quarter, place in enumerate(QUARTER_AXES):
-                    axes = (*_axis(RGB[colour]), background - 1.0, *FORM_AXES[shape], *place)
+                for quarter, corner in enumerate(QUARTER_AXES):
+                    axes = (*_axis(RGB[colour]), background - 1.0, *FORM_AXES[shape], *corner)
                     row = code_of(background, shape, colour, quarter)
                     codebook[row] = torch.tensor(axes)
     return codebook
@@ -80,7 +77,7 @@ def _axis(rgb: tuple[int, int, int]) -> list[float]:
 
 
 def vary(scene: Scene, rng: random.Random) -> Scene:
-    """What edits and mistakes can lead to: fewer shapes, colours and forms that occur twice."""
+    """A scene as after edits and mistakes: fewer shapes, or equal colours and forms."""
     shapes = [s for s in scene.shapes if rng.random() < 0.9]
     if rng.random() < 0.5:
         shapes = [replace(s, colour=rng.choice(COLOURS)) for s in shapes]
@@ -92,7 +89,7 @@ def _drawing_loss(vq: Emu3VQVAE, scenes: list[Scene]) -> torch.Tensor:
 
 
 def _reading_loss(vq: Emu3VQVAE, scenes: list[Scene]) -> torch.Tensor:
-    """Cross-entropy over the codes by their squared distance, and that distance itself."""
+    """Cross-entropy over the codes by squared distance, plus the distance to the right code."""
     x = to_tensor([draw_array(s) for s in scenes])[:, None]
     latents = vq.quant_conv(vq.encoder(x).permute(0, 2, 1, 3, 4))[:, :, 0].permute(0, 2, 3, 1)
     latents, codes = latents.flatten(0, 2), _codes(scenes).flatten()

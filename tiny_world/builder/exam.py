@@ -1,4 +1,4 @@
-"""Held-out scenes for the editor: rendered from given descriptions, graded by the pixel judge."""
+"""Held-out scenes for the editor, rendered from descriptions and graded by the pixel judge."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tiny_world.scenes import (
 
 
 def overall(scenes: Sequence[Scene], task: Task, edited: np.ndarray) -> float:
-    """VIEScore's overall mark, 0-10, of an edit [64, 64, 3] uint8 of the first of these scenes."""
+    """VIEScore's overall mark, 0-10, of `edited` [64, 64, 3] uint8, an edit of the first scene."""
     source, *lenders = (draw(scene) for scene in scenes)
     picture = Image.fromarray(edited)
     semantics = min(grade_semantics(source, picture, task.instruction, lenders))
@@ -35,7 +35,7 @@ def overall(scenes: Sequence[Scene], task: Task, edited: np.ndarray) -> float:
 
 
 class Exam:
-    """Held-out scenes, rendered from given descriptions and graded."""
+    """Held-out scenes with right and wrong descriptions."""
 
     def __init__(self, reader: Reader, vae, num: int = 64, seed: int = 9) -> None:
         rng = random.Random(seed)
@@ -43,9 +43,9 @@ class Exam:
         self.scenes = [make_scene(rng) for _ in range(num)]
         self.tasks = [make_instruction(rng, scene) for scene in self.scenes]
         self.pictures = [draw_array(scene) for scene in self.scenes]
-        both = list(zip(self.tasks, self.scenes, strict=True))
-        self.right = [describe(t.op, s) for t, s in both]
-        self.wrong = [describe(_another(rng, s, t.op), s) for t, s in both]
+        pairs = list(zip(self.tasks, self.scenes, strict=True))
+        self.right = [describe(t.op, s) for t, s in pairs]
+        self.wrong = [describe(_another(rng, s, t.op), s) for t, s in pairs]
         self.source = encode(vae, self.pictures)
         self.noise = torch.randn(self.source.shape, generator=torch.Generator().manual_seed(1))
 
@@ -64,7 +64,7 @@ class Exam:
         ]
 
     def marks(self, transformer) -> dict[str, float]:
-        """Mean mark when fed right descriptions (2 and 4 steps) and wrong ones (2 steps)."""
+        """Mean mark with right descriptions (2 and 4 steps) and wrong ones (2 steps)."""
         runs = {"right_2": (self.right, 2), "right_4": (self.right, 4), "wrong_2": (self.wrong, 2)}
         return {
             name: round(float(np.mean(self.grade(self.render(transformer, texts, steps)))), 2)

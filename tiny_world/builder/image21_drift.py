@@ -1,4 +1,4 @@
-"""Stage image21_drift: `drift.py` for the policy that looks at one picture or two."""
+"""Stage image21_drift: `drift.py` for the policy that reads one or two pictures."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Stage image21_editor: teach Qwen-Image-2.1 to do what the policy's states before its norm say.
+"""Stage image21_editor: trains Qwen-Image-2.1 to follow the policy's states before its last norm.
 
-As `editor.py`. Of two Euler steps the last is from sigma 0.02: the picture is made at t = 1, so
-most of the batch is trained there. Rounds: words as clean codes, which needs no policy and is
-when it learns to recolour and to leave alone; the states of a policy that is always right; those of
-one that doubts and drifts, twice. Each leaves its transformer in `work`, and is skipped when that
-is there.
+As `editor.py`, in rounds with other inputs: fixed codes of the words, from which it learns to
+recolour shapes and to keep the rest; states of a policy that is always right; twice the states of a
+policy that doubts and drifts. Each round saves its transformer in `work` and is skipped if that
+exists.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ from tiny_world.scenes import describe, draw_array
 
 
 class Round(NamedTuple):
-    """One learning-rate cycle, from what the one before it left."""
+    """One learning-rate cycle, which continues from the round before it."""
 
     name: str
     policy: str | None
-    """The warm-started policy whose states it reads; None: clean codes."""
+    """The warm-started policy whose states the editor reads; None: fixed codes."""
     drifts: bool
     """Half of the steps read a drifted policy."""
     steps: int
     peak_rate: float
     num_examples: int
-    """Whose pictures are encoded once, at least half of them with two sources."""
+    """Size of the pool of encoded examples, at least half of them with two sources."""
 
 
 ROUNDS = (
@@ -59,9 +58,9 @@ ROUNDS = (
     Round("image21_editor_doubting", "image21_policy_doubting", True, 4000, 2.5e-3, 3000),
     Round("image21_editor_settling", "image21_policy_doubting", True, 3000, 1.5e-3, 6000),
 )
-Say = Callable[[list[Case], list[str]], Reading]
-"""What the editor reads of descriptions of such cases."""
-SHARE_AT_1 = 0.8
+Read = Callable[[list[Case], list[str]], Reading]
+"""(cases, their descriptions) -> the states that the editor reads."""
+SHARE_AT_1 = 0.8  # two Euler steps (the last from sigma 0.02) make the picture mostly at t = 1
 
 
 def build(work: Path) -> None:
@@ -83,19 +82,20 @@ def _train(work: Path, vae, plan: Round, start: Path | None, batch: int = 16) ->
     pool = _Pool(vae, rng, plan.num_examples)
     policy = load_policy(work / plan.policy) if plan.policy else None
     reader, drifter = PicturesReader(policy, editing_tokenizer()), None
-    say = Codes(reader) if policy is None else partial(read, reader)
+    states_of = Codes(reader) if policy is None else partial(read, reader)
     if plan.drifts:
         drifter = Drifter(policy, load_bank(work / "image21_drift.safetensors"))
     transformer = make_transformer()
     if start is not None:
         transformer = QwenImage21Transformer2DModel.from_pretrained(start)
-    exam = Exam(say, reader.image_id, vae)
+    exam = Exam(states_of, reader.image_id, vae)
 
     def loss_of(step: int) -> torch.Tensor:
         if drifter is not None and step % 2:
             drifter.drift(rng)
         examples = pool.some(rng, rng.choice((1, 2)), batch)
-        condition = _condition(say, reader.image_id, examples, rng, step if not start else None)
+        age = step if not start else None
+        condition = _condition(states_of, reader.image_id, examples, rng, age)
         x0 = torch.stack([example.x0 for example in examples])
         return flow_loss(
             lambda xt, t: velocity(transformer, xt, t, condition), x0, SHARE_AT_1, skew=0.8
@@ -103,7 +103,7 @@ def _train(work: Path, vae, plan: Round, start: Path | None, batch: int = 16) ->
 
     def check() -> dict[str, float]:
         if drifter is not None:
-            drifter.go_home()
+            drifter.restore()
         return exam.marks(transformer)
 
     fit(
@@ -120,20 +120,20 @@ def _train(work: Path, vae, plan: Round, start: Path | None, batch: int = 16) ->
 
 
 def read(reader: PicturesReader, cases: list[Case], descriptions: list[str]) -> Reading:
-    """A `Say` of that reader."""
+    """`Read` of that reader."""
     pictures = [case.pictures for case in cases]
     return reader.read(pictures, [case.task.instruction for case in cases], descriptions)
 
 
 class Codes:
-    """A stand-in for a policy: of each token a fixed vector, to which a description's add the
-    directions of the two read-outs that the policy is taught by."""
+    """Replaces a policy: each token has a fixed vector, to which description tokens add the
+    directions of the two read-outs that the policy is trained with."""
 
     def __init__(self, reader: PicturesReader) -> None:
         generator = torch.Generator().manual_seed(7)
-        self.reader, self.said, self.where = reader, RoleReadOut(reader), QuarterReadOut(reader)
+        self.reader, self.roles, self.quarters = reader, RoleReadOut(reader), QuarterReadOut(reader)
         vectors = torch.randn(len(reader.tokenizer), HIDDEN, generator=generator)
-        self.of_token = 0.7 * F.normalize(vectors, dim=1)
+        self.token_vectors = 0.7 * F.normalize(vectors, dim=1)
 
     def __call__(self, cases: list[Case], descriptions: list[str]) -> Reading:
         instructions = [case.task.instruction for case in cases]
@@ -141,9 +141,9 @@ class Codes:
         ids, mask, written = self.reader.lay_out(numbers, instructions, descriptions)
         pairs = zip(cases, descriptions, strict=True)
         quarters = [quarters_of(text, case.scenes[0]) for case, text in pairs]
-        labels = (self.said.labels(ids, written), self.where.labels(written, quarters))
-        hidden = self.of_token[ids]
-        for read_out, label in zip((self.said, self.where), labels, strict=True):
+        labels = (self.roles.labels(ids, written), self.quarters.labels(written, quarters))
+        hidden = self.token_vectors[ids]
+        for read_out, label in zip((self.roles, self.quarters), labels, strict=True):
             hidden = hidden + read_out.directions[label] * (label >= 0)[..., None]
         return Reading(hidden, ids, mask, written)
 
@@ -153,7 +153,7 @@ class Example(NamedTuple):
 
     case: Case
     description: str
-    """Of what was done, most of them not what the instruction asks for."""
+    """Describes the edit from sources to x0, mostly not what the instruction asks for."""
     sources: torch.Tensor
     """[K, 16, C]"""
     x0: torch.Tensor
@@ -161,7 +161,7 @@ class Example(NamedTuple):
 
 
 class _Pool:
-    """Examples whose pictures were encoded once; the policy reads them anew each time."""
+    """Examples whose pictures are encoded once; the policy reads them again each time."""
 
     def __init__(self, vae, rng: random.Random, num: int) -> None:
         self.by_sources: dict[int, list[Example]] = {1: [], 2: []}
@@ -178,41 +178,41 @@ class _Pool:
 
 @torch.no_grad()
 def _condition(
-    say: Say, image_id: int, examples: list[Example], rng: random.Random, age: int | None
+    states_of: Read, image_id: int, examples: list[Example], rng: random.Random, age: int | None
 ) -> Condition:
-    """Of a newborn editor (`age`: its steps so far) more and more see the prompt too; at first all
-    see the description only."""
-    reading = say([e.case for e in examples], [e.description for e in examples])
+    """In the first round (`age`: its steps so far, else None) at first all examples show only the
+    description, and more and more then also the prompt."""
+    reading = states_of([e.case for e in examples], [e.description for e in examples])
     condition = condition_of(image_id, reading, torch.stack([e.sources for e in examples]))
     blur = 0.1 * rng.random() * (1 if age is None else min(1, age / 400))
     states = condition.states + blur * reading.hidden.std() * torch.randn_like(condition.states)
-    seen = condition.seen.clone()
+    visible = condition.visible.clone()
     for row in range(len(examples)):
         if age is not None and rng.random() >= (age - 150) / 150:
-            seen[row] &= reading.written[row]
-    return Condition(states, seen, condition.lengths, condition.is_image, condition.sources)
+            visible[row] &= reading.written[row]
+    return Condition(states, visible, condition.lengths, condition.is_image, condition.sources)
 
 
 def condition_of(image_id: int, reading: Reading, sources: torch.Tensor) -> Condition:
-    """Of rows that all show equally many pictures."""
+    """The condition of rows that all have the same number of pictures."""
     is_image = (reading.token_ids == image_id)[0]
     return Condition(reading.hidden, reading.mask, reading.mask.sum(1), is_image, sources)
 
 
 class Exam:
-    """Held-out cases with one picture and with two, rendered from given descriptions and graded."""
+    """Held-out cases with one picture and with two, with right and wrong descriptions."""
 
-    def __init__(self, say: Say, image_id: int, vae, num: int = 64, seed: int = 9) -> None:
+    def __init__(self, states_of: Read, image_id: int, vae, num: int = 64, seed: int = 9) -> None:
         rng = random.Random(seed)
-        self.say, self.image_id, self.vae = say, image_id, vae
+        self.states_of, self.image_id, self.vae = states_of, image_id, vae
         cases = [make_case(rng) for _ in range(num)]
         self.halves = [[case for case in cases if len(case.scenes) == n] for n in (1, 2)]
         self.wrong = {id(case): _another(rng, case) for case in cases}
 
     @torch.no_grad()
     def marks(self, transformer) -> dict[str, float]:
-        """Mean mark, 0-10, when fed right descriptions (2 and 4 steps; with one picture and with
-        two) and wrong ones (2 steps)."""
+        """Mean mark, 0-10, with right descriptions (2 and 4 steps; with one picture and with two)
+        and with wrong ones (2 steps)."""
         one, two = self.halves
         marks = {
             "right_1": self.grade(transformer, one, 2),
@@ -228,13 +228,13 @@ class Exam:
     ) -> np.ndarray:
         sources = torch.stack([encode(self.vae, case.pictures) for case in cases])
         noise = torch.randn(sources[:, 0].shape, generator=torch.Generator().manual_seed(1))
-        condition = condition_of(self.image_id, self.say(cases, descriptions), sources)
+        condition = condition_of(self.image_id, self.states_of(cases, descriptions), sources)
         return render(transformer, self.vae, condition, noise, steps)
 
     def grade(
         self, transformer, cases: list[Case], steps: int, other: dict[int, str] | None = None
     ) -> list[float]:
-        """VIEScore's overall mark of each; of right descriptions, or of `other` ones by case."""
+        """VIEScore's overall mark of each case; `other`: descriptions instead of the right ones."""
         texts = [
             describe(case.task.op, case.scenes[0]) if other is None else other[id(case)]
             for case in cases

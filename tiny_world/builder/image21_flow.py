@@ -1,8 +1,5 @@
 """Qwen-Image-2.1's forward and sampling over rows of unequal length.
 
-The pipeline's own forward counts a row's padding into the place of the picture in the making, which
-is wrong for all rows but the longest; here each row has its own place. One row by itself: the same.
-
 Legend: B rows, L positions of the policy's states, K source pictures of a row, S positions of the
 prompt and its sources together, C latent channels, D width.
 """
@@ -23,12 +20,12 @@ LATENTS = LATENT_SIDE**2
 
 @dataclass(frozen=True)
 class Condition:
-    """What pictures are made from; every row shows equally many source pictures."""
+    """The renderer's input; every row has the same number of source pictures."""
 
     states: torch.Tensor
     """[B, L, HIDDEN] of the policy, before its final norm."""
-    seen: torch.Tensor
-    """[B, L] bool, False on padding and on what the editor is not to see."""
+    visible: torch.Tensor
+    """[B, L] bool, False on padding and on positions hidden from the editor."""
     lengths: torch.Tensor
     """[B] positions before the padding."""
     is_image: torch.Tensor
@@ -38,18 +35,19 @@ class Condition:
 
 
 def velocity(transformer, xt: torch.Tensor, t: torch.Tensor, condition: Condition) -> torch.Tensor:
-    """[B, 16, C] of the pictures in the making xt [B, 16, C] at times t [B], 0..1."""
-    x, is_image, seen = _prompt(transformer, condition)
+    """Velocities [B, 16, C] of the noisy latents xt [B, 16, C] at times t [B], 0..1. Each row's
+    latents have their own position; the pipeline's forward would count padding into it."""
+    x, is_image, visible = _prompt(transformer, condition)
     num_prompt = x.shape[1]
     x = torch.cat([x, transformer.img_in(xt)], 1)
     rotary = _rotary(transformer, condition, is_image)
-    mask = _mask(is_image, seen)
+    mask = _mask(is_image, visible)
     embedded = transformer.time_text_embed(torch.cat([t, t.new_zeros(1)]), x)
 
-    def by_position(of_times: torch.Tensor) -> torch.Tensor:
-        """[B + 1, W], the last one of t = 0, to [B, S + 16, W]."""
-        made = of_times[:-1, None].expand(-1, LATENTS, -1)
-        return torch.cat([of_times[-1].expand(len(x), num_prompt, -1), made], 1)
+    def by_position(by_time: torch.Tensor) -> torch.Tensor:
+        """[B + 1, W], whose last row is of t = 0, to [B, S + 16, W]."""
+        target = by_time[:-1, None].expand(-1, LATENTS, -1)
+        return torch.cat([by_time[-1].expand(len(x), num_prompt, -1), target], 1)
 
     modulation = by_position(transformer.modulation(embedded))
     for block in transformer.transformer_blocks:
@@ -61,35 +59,35 @@ def velocity(transformer, xt: torch.Tensor, t: torch.Tensor, condition: Conditio
 
 
 def _prompt(transformer, condition: Condition) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """([B, S, D] with the sources in their slots, [S] bool on sources, [B, S] bool seen)."""
+    """([B, S, D] with the sources in their slots, [S] bool on sources, [B, S] bool visible)."""
     repeats = torch.where(condition.is_image, LATENTS // SLOTS, 1)
     x = transformer.txt_in(condition.states).repeat_interleave(repeats, 1)
     is_image = condition.is_image.repeat_interleave(repeats)
     x[:, is_image] = transformer.img_in(condition.sources).flatten(1, 2)
-    return x, is_image, condition.seen.repeat_interleave(repeats, 1) | is_image
+    return x, is_image, condition.visible.repeat_interleave(repeats, 1) | is_image
 
 
 def _rotary(transformer, condition: Condition, is_image: torch.Tensor) -> torch.Tensor:
     """[B, S + 16, head size / 2] complex."""
     num_sources = condition.sources.shape[1]
     shape = (1, LATENT_SIDE, LATENT_SIDE)
-    own = F.pad(is_image, (0, LATENTS), value=True)
-    row = transformer.pos_embed([shape] * (num_sources + 1), own, is_image.device)
+    is_latent = F.pad(is_image, (0, LATENTS), value=True)
+    row = transformer.pos_embed([shape] * (num_sources + 1), is_latent, is_image.device)
     frames = condition.lengths - num_sources * (SLOTS - LATENT_SIDE)
-    made = row[-LATENTS:].repeat(len(frames), 1, 1)
+    target = row[-LATENTS:].repeat(len(frames), 1, 1)
     by_frame = transformer.pos_embed.freqs[0]
-    made[..., : by_frame.shape[1]] = by_frame[frames][:, None]
-    return torch.cat([row[:-LATENTS].expand(len(frames), -1, -1), made], 1)
+    target[..., : by_frame.shape[1]] = by_frame[frames][:, None]
+    return torch.cat([row[:-LATENTS].expand(len(frames), -1, -1), target], 1)
 
 
-def _mask(is_image: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def _mask(is_image: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """[B, 1, S + 16, S + 16] bool, True where a query (row) sees a key (column)."""
     is_image = F.pad(is_image, (0, LATENTS), value=True)
     picture = torch.where(is_image, (is_image.cumsum(0) - 1) // LATENTS, -1)
     same = (picture[:, None] == picture) & is_image
     allowed = same | torch.ones_like(same).tril()
-    keys = F.pad(seen, (0, LATENTS), value=True)
-    # a row of the prompt that is not seen sees itself: its softmax needs one key
+    keys = F.pad(visible, (0, LATENTS), value=True)
+    # Hidden positions of the prompt attend to themselves, as their softmax needs one key.
     itself = torch.eye(len(picture), dtype=torch.bool)
     return (allowed & keys[:, None] | itself)[:, None]
 
@@ -102,18 +100,18 @@ def _block(block, x, modulation, rotary, mask) -> torch.Tensor:
         for project in (attention.to_q, attention.to_k, attention.to_v)
     )
     query, key = (
-        _turn(norm(part), rotary)
+        _rotate(norm(part), rotary)
         for norm, part in ((attention.norm_q, query), (attention.norm_k, key))
     )
-    seen = F.scaled_dot_product_attention(
+    attended = F.scaled_dot_product_attention(
         *(part.transpose(1, 2) for part in (query, key, value)), attn_mask=mask
     )
-    x = x + gate_1.tanh() * attention.to_out[0](seen.transpose(1, 2).flatten(2))
+    x = x + gate_1.tanh() * attention.to_out[0](attended.transpose(1, 2).flatten(2))
     return x + gate_2.tanh() * block.img_mlp(block.img_norm2(x) * (1 + scale_2))
 
 
-def _turn(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-    """[B, S, heads, head size] by [B, S, head size / 2] complex."""
+def _rotate(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    """Rotates [B, S, heads, head size] by [B, S, head size / 2] complex."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotary[:, :, None]).flatten(3)
 

@@ -1,9 +1,4 @@
-"""Qwen-Image-2.1's classes at tiny size, and pictures to and from its latents.
-
-The VAE halves a picture twice after folding 4 x 4 pixels into channels: 16x down as the real one,
-at a quarter of the work. So 64x64 pixels are 4 x 4 latents, 2 x 2 of which share one slot of the
-policy's prompt: a slot is a quarter of a scene.
-"""
+"""Qwen-Image-2.1's classes at tiny size, and conversion between pictures and latents."""
 
 from __future__ import annotations
 
@@ -24,11 +19,12 @@ FOLD_PX = 4
 LATENT_SIDE = 4
 """Latents along a side of a picture."""
 SLOTS = 4
-"""Image tokens that the policy's prompt holds for a picture; each stands for 2 x 2 latents."""
+"""Image tokens of a picture in the policy's prompt; each is 2 x 2 latents, a quarter of a scene."""
 
 
 def make_vae() -> AutoencoderKLQwenImage21:
-    """16x down, 32 channels, red, green, blue and alpha in and out."""
+    """16x down as the real one (folds 4 x 4 pixels into channels, then halves twice), 32 channels,
+    RGBA in and out."""
     return AutoencoderKLQwenImage21(
         base_dim=24,
         decoder_base_dim=24,
@@ -62,7 +58,7 @@ def make_transformer(
 
 
 def make_policy(tokenizer, num_layers: int = 4) -> Qwen3VLForConditionalGeneration:
-    """A Qwen3-VL whose three deepstack levels go to its first three layers."""
+    """A Qwen3-VL whose three deepstack levels are added to its first three layers."""
     text = language_sizes(HIDDEN, num_layers) | {
         "head_dim": HIDDEN // 4,
         "rope_parameters": {
@@ -83,12 +79,12 @@ def make_policy(tokenizer, num_layers: int = 4) -> Qwen3VLForConditionalGenerati
         "deepstack_visual_indexes": [0, 1, 2],
     }
     policy = Qwen3VLForConditionalGeneration(qwen_config(tokenizer, text, vision, Qwen3VLConfig))
-    own = policy.config.text_config
+    text_config = policy.config.text_config
     policy.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
-        eos_token_id=own.eos_token_id,
-        pad_token_id=own.pad_token_id,
+        eos_token_id=text_config.eos_token_id,
+        pad_token_id=text_config.pad_token_id,
     )
     return policy
 
@@ -125,9 +121,9 @@ def encode(vae, pictures: Sequence[np.ndarray]) -> torch.Tensor:
 
 @torch.no_grad()
 def decode(vae, latents: torch.Tensor) -> np.ndarray:
-    """Normalised latents [B, 16, C] to [B, 64, 64, 3] uint8, laid over white."""
+    """Normalised latents [B, 16, C] to [B, 64, 64, 3] uint8 on a white background."""
     mean, std = latent_stats(vae)
     grid = latents.transpose(1, 2).unflatten(2, (LATENT_SIDE, LATENT_SIDE))
-    made = vae.decode((grid * std + mean)[:, :, None]).sample[:, :, 0]
-    colours, opacity = made[:, :3], (made[:, 3:] + 1) / 2
+    decoded = vae.decode((grid * std + mean)[:, :, None]).sample[:, :, 0]
+    colours, opacity = decoded[:, :3], (decoded[:, 3:] + 1) / 2
     return to_pictures(colours * opacity + (1 - opacity))

@@ -1,9 +1,9 @@
-"""Stage image21_policy: warm-start a Qwen3-VL that looks at one picture or two and is often wrong.
+"""Stage image21_policy: warm-starts a Qwen3-VL that reads one or two pictures and is often wrong.
 
-The lessons are those of `policy.py`. Beside its read-out of what was written, a second throw-away
-one asks the last hidden state of each token that follows a shape's name for the quarter of the
-first picture in which that shape lies, or whether it lies nowhere: Qwen-Image-2.1 reads these
-states, and is told what to do and where by one and the same.
+The lessons are those of `policy.py`. Besides its read-out of the written token, a second temporary
+read-out predicts, from the last hidden state of each token after a shape's name, the quarter of the
+first picture that has the shape, or that none has it. So the states that Qwen-Image-2.1 reads say
+both what to change and where.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from tiny_world.scenes import (
     make_scene,
 )
 
-KINDS = {"noun": 0.25, "match": 0.25, "erase": 0.15, "borrow": 0.35}  # the harder, the more
+KINDS = {"noun": 0.25, "match": 0.25, "erase": 0.15, "borrow": 0.35}  # harder ones more often
 NOWHERE = 4
 
 
 class Case(NamedTuple):
-    """An edit that is asked for."""
+    """A requested edit."""
 
     scenes: tuple[Scene, ...]
-    """What the pictures show; the first is to be edited."""
+    """The scenes of the pictures; the first one is edited."""
     task: Task
 
     @property
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 
 def make_case(rng: random.Random, kind: str | None = None) -> Case:
-    """One of that kind; of any by KINDS otherwise."""
+    """A case of that kind, or of a random one with the shares KINDS."""
     kind = kind or rng.choices(list(KINDS), list(KINDS.values()))[0]
     scene = make_scene(rng)
     if kind == "borrow":
@@ -91,7 +91,7 @@ def _learn_to_know(tokenizer):
 
 @torch.no_grad()
 def _initialise(policy) -> None:
-    """As Qwen2.5-VL's, and with deepstack levels that at first add little."""
+    """As for Qwen2.5-VL, and with deepstack levels that at first add little."""
     initialise(policy)
     for merger in policy.model.visual.deepstack_merger_list:
         merger.linear_fc2.weight.mul_(0.1)
@@ -107,7 +107,7 @@ def _learn_to_write(
     peak_rate: float = 2e-3,
     batch: int = 24,
 ) -> None:
-    """`share_questions`: of the examples, 0..1; the others are instructions."""
+    """`share_questions`: share of questions among the examples, 0..1; the rest are instructions."""
     quarters: list[list[int]] = []
 
     def examples() -> tuple[list[Pictures], list[str], list[str]]:
@@ -119,7 +119,7 @@ def _learn_to_write(
         ]
         return [case.pictures for case in cases], *zip(*lessons, strict=True)
 
-    said, where = RoleReadOut(reader), QuarterReadOut(reader)
+    role_read_out, quarter_read_out = RoleReadOut(reader), QuarterReadOut(reader)
     learn_to_write(
         reader,
         name,
@@ -127,14 +127,14 @@ def _learn_to_write(
         steps,
         peak_rate,
         partial(p_right, reader),
-        also=lambda reading: said.loss(reading) + where.loss(reading, quarters),
+        also=lambda r: role_read_out.loss(r) + quarter_read_out.loss(r, quarters),
     )
 
 
 def _lesson(
     rng: random.Random, case: Case, share_questions: float, answer: Answer
 ) -> tuple[str, str]:
-    """(instruction, what to write)"""
+    """(instruction, the text to write)"""
     if rng.random() < share_questions:
         return _question(rng, case.scenes)
     scene, task = case.scenes[0], case.task
@@ -143,31 +143,31 @@ def _lesson(
 
 def _question(rng: random.Random, scenes: Sequence[Scene]) -> tuple[str, str]:
     number = rng.randrange(len(scenes))
-    scene, place = scenes[number], f"in picture {number + 1}"
+    scene, which = scenes[number], f"in picture {number + 1}"
     if rng.random() < 0.4:
         in_order = sorted(scene.shapes, key=lambda s: SHAPES.index(s.shape))
-        return f"what is {place}", "a " + " ".join(f"{s.colour} {s.shape}" for s in in_order) + "."
+        return f"what is {which}", "a " + " ".join(f"{s.colour} {s.shape}" for s in in_order) + "."
     shape = rng.choice(scene.shapes)
-    return f"what color is the {shape.shape} {place}", f"the {shape.colour}."
+    return f"what color is the {shape.shape} {which}", f"the {shape.colour}."
 
 
 def quarters_of(description: str, scene: Scene) -> list[int]:
-    """For each word and full stop the quarter in which the shape lies that its sentence has named
-    so far: 0 to 3, NOWHERE, or -1 before a name and for what is no description."""
+    """For each word and full stop the quarter of the shape that its sentence has named so far: 0 to
+    3, NOWHERE, or -1 before the name. Empty if the text is no description."""
     quarters = []
     for sentence in description.split(".")[:-1]:
         words = sentence.split()
         if words[0] not in ("turn", "remove"):
             return []
         colour, shape = words[2:4]
-        named = [s for s in scene.shapes if (s.colour, s.shape) == (colour, shape)]
-        quarter = 2 * named[0].cell[0] + named[0].cell[1] if named else NOWHERE
+        matches = [s for s in scene.shapes if (s.colour, s.shape) == (colour, shape)]
+        quarter = 2 * matches[0].cell[0] + matches[0].cell[1] if matches else NOWHERE
         quarters += [-1] * 3 + [quarter] * (len(words) - 2)
     return quarters
 
 
 class QuarterReadOut:
-    """Fixed random directions, one per quarter and one for nowhere: see the top of this file."""
+    """Predicts a shape's quarter: fixed random directions, one per quarter and one for nowhere."""
 
     def __init__(self, reader: PicturesReader) -> None:
         generator = torch.Generator().manual_seed(6)
@@ -175,11 +175,11 @@ class QuarterReadOut:
         self.directions = F.normalize(torch.randn(5, HIDDEN, generator=generator), dim=1)
 
     def labels(self, written: torch.Tensor, quarters: list[list[int]]) -> torch.Tensor:
-        """[B, L] the quarter of each token, -1 for none; written [B, L] bool."""
+        """The quarter of each token [B, L], -1 for none; written [B, L] bool."""
         labels = torch.full(written.shape, -1)
-        for row, wanted in enumerate(quarters):
+        for row, values in enumerate(quarters):
             first = int(written[row].int().argmax())
-            labels[row, first : first + len(wanted)] = torch.tensor(wanted, dtype=torch.long)
+            labels[row, first : first + len(values)] = torch.tensor(values, dtype=torch.long)
         return labels
 
     def loss(self, reading: Reading, quarters: list[list[int]]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Qwen3-VL's forward over prompts with one picture or two, its states as Qwen-Image-2.1 reads them.
+"""Qwen3-VL's forward over prompts with one or two pictures; gives the states for Qwen-Image-2.1.
 
 Legend: B batch, L positions after the system turn, K pictures of a row.
 """
@@ -18,7 +18,7 @@ from tiny_world.builder.reader import Reader, Reading, pad
 from tiny_world.builder.tokenizer import SUFFIX
 
 Pictures = Sequence[np.ndarray]
-"""What one prompt shows, each [64, 64, 3] uint8."""
+"""The pictures of one prompt, each [64, 64, 3] uint8."""
 
 
 def patchify(pictures: Pictures) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,14 +32,14 @@ def patchify(pictures: Pictures) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class PicturesReader(Reader):
-    """A `Reader` of Qwen3-VL: several pictures in a row, `Reading.hidden` BEFORE the last norm."""
+    """A `Reader` of Qwen3-VL: several pictures per row, `Reading.hidden` BEFORE the last norm."""
 
     def __init__(self, policy, tokenizer) -> None:
         super().__init__(policy, tokenizer, SYSTEM_TURN)
         self._positions: dict[int, torch.Tensor] = {}
 
-    def shown(self, instruction: str, num_pictures: int) -> list[int]:
-        """The prompt after the system turn, the pictures' places expanded."""
+    def prompt_ids(self, instruction: str, num_pictures: int) -> list[int]:
+        """The prompt after the system turn, with all image tokens of the pictures."""
         pictures = mark_pictures(num_pictures).replace("<|image_pad|>", "<|image_pad|>" * SLOTS)
         return self.tokens(USER + pictures + instruction + SUFFIX)
 
@@ -55,9 +55,9 @@ class PicturesReader(Reader):
         instructions: Sequence[str],
         descriptions: Sequence[str],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(token ids, mask, written), each [B, L]: see `Reading`."""
+        """(token ids, mask, written), each [B, L], as in `Reading`."""
         prompts = [
-            self.shown(text, num) for text, num in zip(instructions, num_pictures, strict=True)
+            self.prompt_ids(text, num) for text, num in zip(instructions, num_pictures, strict=True)
         ]
         written = [self.tokens(text + "<|im_end|>") if text else [] for text in descriptions]
         return pad(prompts, written, self.tokenizer.pad_token_id)
@@ -77,29 +77,29 @@ class PicturesReader(Reader):
         pixel_values, grid = patchify(pictures)
         return self.policy.model.visual(pixel_values, grid_thw=grid)
 
-    def _places(self, num_pictures: int, length: int) -> torch.Tensor:
-        """[3, prefix + length] M-RoPE positions of any row with so many pictures."""
+    def _positions_of(self, num_pictures: int, length: int) -> torch.Tensor:
+        """[3, prefix + length] M-RoPE positions of any row with `num_pictures` pictures."""
         if num_pictures not in self._positions or self._positions[num_pictures].shape[1] < (
             self.prefix.shape[1] + length
         ):
-            words = "the " * length
-            row = torch.cat([self.prefix, torch.tensor([self.shown(words, num_pictures)])], 1)
+            filler = "the " * length
+            row = torch.cat([self.prefix, torch.tensor([self.prompt_ids(filler, num_pictures)])], 1)
             grid = patchify([np.zeros((64, 64, 3), np.uint8)] * num_pictures)[1]
             types = (row == self.image_id).int()
-            places = self.policy.model.get_rope_index(row, types, image_grid_thw=grid)[0]
-            self._positions[num_pictures] = places[:, 0]
+            positions = self.policy.model.get_rope_index(row, types, image_grid_thw=grid)[0]
+            self._positions[num_pictures] = positions[:, 0]
         return self._positions[num_pictures][:, : self.prefix.shape[1] + length]
 
     def _forward(self, pictures: Sequence[Pictures], token_ids: torch.Tensor) -> torch.Tensor:
         model = self.policy.model
         num, length = token_ids.shape
         is_image = token_ids == self.image_id
-        seen = self._see([picture for row in pictures for picture in row])
+        features = self._see([picture for row in pictures for picture in row])
         embeds = model.get_input_embeddings()(token_ids)
-        embeds = embeds.masked_scatter(is_image[..., None], seen.pooler_output)
-        positions = torch.stack([self._places(len(row), length) for row in pictures], 1)
+        embeds = embeds.masked_scatter(is_image[..., None], features.pooler_output)
+        positions = torch.stack([self._positions_of(len(row), length) for row in pictures], 1)
         num_prefix = self.prefix.shape[1]
-        cache, kept = DynamicCache(), []
+        cache, last_states = DynamicCache(), []
         model.language_model(
             inputs_embeds=model.get_input_embeddings()(self.prefix),
             position_ids=positions[:, :1, :num_prefix],
@@ -110,7 +110,7 @@ class PicturesReader(Reader):
             layer.keys = layer.keys.expand(num, -1, -1, -1)
             layer.values = layer.values.expand(num, -1, -1, -1)
         hook = model.language_model.norm.register_forward_hook(
-            lambda module, inputs, output: kept.append(inputs[0])
+            lambda module, inputs, output: last_states.append(inputs[0])
         )
         model.language_model(
             inputs_embeds=embeds,
@@ -118,7 +118,7 @@ class PicturesReader(Reader):
             past_key_values=cache,
             use_cache=True,
             visual_pos_masks=is_image,
-            deepstack_visual_embeds=seen.deepstack_features,
+            deepstack_visual_embeds=features.deepstack_features,
         )
         hook.remove()
-        return kept[0]
+        return last_states[0]

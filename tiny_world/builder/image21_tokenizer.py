@@ -1,4 +1,4 @@
-"""A byte-pair tokenizer with Qwen-Image-2.1's prompt, and Qwen3-VL's way of cutting a picture."""
+"""A byte-pair tokenizer with Qwen-Image-2.1's prompt, and Qwen3-VL's image processor."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tiny_world.scenes import COLOURS, SHAPES, clause, make_borrowing, make_inst
 
 SYSTEM_PROMPT = "Comprehend and analyze the provided prompt."
 SYSTEM_TURN = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n"
-"""What the pipeline drops of the states."""
+"""The pipeline drops the states of this part."""
 USER = "<|im_start|>user\n"
 PATCH_PX, MERGE = 16, 2
 
 
 def mark_pictures(num: int) -> str:
-    """The part of a prompt that shows `num` pictures."""
+    """The part of a prompt for `num` pictures."""
     return " ".join(f"<image{n}>{IMAGE}" for n in range(1, num + 1))
 
 
 def editing_tokenizer() -> Qwen2Tokenizer:
-    """Every word of the tiny world is one token, and so is every word of the real system prompt."""
+    """Every word of the tiny world and of the real system prompt is one token."""
     rng, corpus = random.Random(0), [SYSTEM_PROMPT, "<image1> <image2>"] * 200
     for _ in range(2000):
         scene, other = make_scene(rng), make_scene(rng)
@@ -39,7 +39,7 @@ def editing_tokenizer() -> Qwen2Tokenizer:
 
 
 def image_processor(min_px: int = 32 * 32, max_px: int = 256 * 256) -> Qwen2VLImageProcessorPil:
-    """Qwen3-VL's: a slot of the prompt is 32x32 pixels, colours lie in -1..1."""
+    """Qwen3-VL's processor: an image token is 32x32 pixels, colours are in -1..1."""
     return Qwen2VLImageProcessorPil(
         patch_size=PATCH_PX,
         merge_size=MERGE,

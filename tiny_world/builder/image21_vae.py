@@ -1,4 +1,4 @@
-"""Stage image21_vae: teach Qwen-Image-2.1's autoencoder flat colours and sharp outlines."""
+"""Stage image21_vae: trains Qwen-Image-2.1's autoencoder on flat colours and sharp outlines."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tiny_world.scenes import draw_array, make_scene
 
 
 def build(work: Path, batch: int = 8) -> None:
-    """Both halves learn together, and then the decoder alone to draw cleanly from latents that are
-    a little off, as an editor's are. What a picture's latents are stays as it was."""
+    """Encoder and decoder learn together; then only the decoder learns to draw cleanly from noisy
+    latents, such as an editor's. The latents of a picture do not change in that phase."""
     torch.manual_seed(0)
     rng, folder = random.Random(110), work / "image21_vae"
     if not folder.exists():
@@ -43,7 +43,7 @@ def _learn(vae, rng: random.Random, folder: Path, batch: int) -> None:
 
     options = {"check_every": 300, "weight_decay": 1e-4, "warm_up": 0.04}
     fit("image21_vae", vae.parameters(), 1800, 2.5e-3, loss_of, check, **options)
-    with torch.no_grad():  # the statistics of its latents, which the pipeline normalises by
+    with torch.no_grad():  # the pipeline normalises latents by these statistics
         latents = vae.encode(to_rgba(_pictures(rng, 300))).latent_dist.mode()[:, :, 0]
     mean, std = latents.mean((0, 2, 3)).tolist(), latents.std((0, 2, 3)).tolist()
     vae.register_to_config(latents_mean=mean, latents_std=std)
@@ -57,8 +57,8 @@ def _polish(vae, rng: random.Random, folder: Path, batch: int) -> None:
         pictures = _pictures(rng, batch)
         latents = encode(vae, pictures).transpose(1, 2).unflatten(2, (LATENT_SIDE, LATENT_SIDE))
         latents = latents + 0.15 * rng.random() * torch.randn_like(latents)
-        made = vae.decode(latents[:, :, None] * std + mean).sample
-        return sharp_error(made, to_rgba(pictures))
+        decoded = vae.decode(latents[:, :, None] * std + mean).sample
+        return sharp_error(decoded, to_rgba(pictures))
 
     def check() -> dict[str, float]:
         vae.save_pretrained(folder)
@@ -75,7 +75,7 @@ def _pictures(rng: random.Random, num: int) -> list[np.ndarray]:
 
 
 def exam(vae, num: int = 64, seed: int = 9) -> dict[str, float]:
-    """Mean marks of pictures that went through it, 0-10: alike the original, and by themselves."""
+    """Mean marks of reconstructed pictures, 0-10: likeness to the original, and perception."""
     pictures = _pictures(random.Random(seed), num)
     pairs = [
         (Image.fromarray(before), Image.fromarray(after))

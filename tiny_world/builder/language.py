@@ -1,4 +1,4 @@
-"""Configs of the tiny language models; imports no diffusers, which takes seconds."""
+"""Configs of the tiny language models, without the slow import of diffusers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import Qwen2_5_VLConfig
 def language_sizes(
     hidden: int, num_layers: int, max_position_embeddings: int = 1024
 ) -> dict[str, Any]:
-    """`hidden` is a multiple of 64: heads are 32 wide, two share one key and value."""
+    """`hidden` is a multiple of 64: heads are 32 wide, and two heads share a key and a value."""
     return {
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
@@ -22,13 +22,13 @@ def language_sizes(
 
 
 def vocabulary(tokenizer) -> dict[str, int]:
-    """What a config without pictures says of it."""
+    """The tokenizer's keys in the config of a text model."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in names}
 
 
 def special_tokens(tokenizer) -> tuple[dict[str, int], dict[str, int | None]]:
-    """(what a Qwen-VL's config calls its tokens for pictures, what those that end a text)."""
+    """(keys of a Qwen-VL's config for picture tokens, keys for tokens that end a text)."""
     token_id = tokenizer.convert_tokens_to_ids
     pictures = {
         "image_token_id": token_id("<|image_pad|>"),
@@ -45,8 +45,8 @@ def special_tokens(tokenizer) -> tuple[dict[str, int], dict[str, int | None]]:
 
 
 def qwen_config(tokenizer, text: dict, vision: dict, family: type = Qwen2_5_VLConfig) -> Any:
-    """A Qwen2.5-VL (or Qwen3-VL) of these sizes under that tokenizer; what its two halves must
-    agree on is filled in."""
+    """A config of Qwen2.5-VL (or Qwen3-VL) with these sizes and that tokenizer; fills in the keys
+    on which its text and vision parts must agree."""
     pictures, ends = special_tokens(tokenizer)
     text = {"vocab_size": len(tokenizer), "tie_word_embeddings": False, **text, **ends}
     return family(

@@ -1,4 +1,4 @@
-"""The lessons of the policies that look at pictures: to see, and to write."""
+"""The lessons of policies that read pictures: to recognize shapes, and to write."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tiny_world.builder.training import fit
 from tiny_world.questions import DIGITS, Numbers, draw_array
 from tiny_world.scenes import COLOURS, IMAGE_SIDE_PX, SHAPES, Scene, cell_slices
 
-SEEN = ([f" {c}" for c in COLOURS], [f" {s}" for s in SHAPES], [str(d) for d in DIGITS])
-"""The words for what an image token may show."""
+CLASSES = ([f" {c}" for c in COLOURS], [f" {s}" for s in SHAPES], [str(d) for d in DIGITS])
+"""Tokens for the colour, shape and digit that an image token may show."""
 
 
 def learn_to_look(
@@ -26,19 +26,19 @@ def learn_to_look(
     peak_rate: float,
     batch: int = 32,
 ) -> None:
-    """The vision tower alone: image tokens learn to point at the embeddings of the colour, the
-    shape and, of three kinds, the digit that they show."""
+    """Trains only the vision tower: image tokens learn to predict the colour, the shape and (if
+    `num_kinds` is 3) the digit that they show, by the embeddings of these words."""
     visual = reader.policy.model.visual
     embedding = reader.policy.get_input_embeddings().weight.detach()
-    tables = [[reader.tokens(word)[0] for word in words] for words in SEEN[:num_kinds]]
+    tables = [[reader.tokens(word)[0] for word in words] for words in CLASSES[:num_kinds]]
 
     def loss_of(step: int) -> torch.Tensor:
         pictures = [make_picture() for _ in range(batch)]
-        seen = reader.look([draw_array(picture) for picture in pictures])
-        side = math.isqrt(seen.shape[1])
+        x = reader.look([draw_array(picture) for picture in pictures])
+        side = math.isqrt(x.shape[1])
         labels = torch.stack([_labels(picture, side) for picture in pictures], 1)[:num_kinds]
         return sum(
-            F.cross_entropy((seen @ embedding[ids].T).flatten(0, 1), y.flatten(), ignore_index=-1)
+            F.cross_entropy((x @ embedding[ids].T).flatten(0, 1), y.flatten(), ignore_index=-1)
             for ids, y in zip(tables, labels, strict=True)
         )
 
@@ -46,15 +46,15 @@ def learn_to_look(
 
 
 def _labels(picture: Scene | Numbers, side: int) -> torch.Tensor:
-    """[3, side, side] class of the colour, shape and digit in each image token's quarter; -1:
-    none. `side`: image tokens along a side of the picture."""
+    """[3, side, side] classes of colour, shape and digit in each image token's quarter, -1: none.
+    `side`: image tokens along a side of the picture."""
     labels = torch.full((3, side, side), -1)
-    of_quarter = side // 2
+    size = side // 2
 
     def mark(cell: tuple[int, int], kind: int, label: int) -> None:
         rows, columns = cell_slices(cell)
         up, left = (part.start * side // IMAGE_SIDE_PX for part in (rows, columns))
-        labels[kind, up : up + of_quarter, left : left + of_quarter] = label
+        labels[kind, up : up + size, left : left + size] = label
 
     if isinstance(picture, Numbers):
         for column, digit in enumerate(picture.digits):
@@ -75,8 +75,7 @@ def learn_to_write(
     check: Callable[[], object],
     also: Callable[[Reading], torch.Tensor] | None = None,
 ) -> None:
-    """Supervised fine-tuning on (pictures, what is asked, what is to be written); `also`: a further
-    loss."""
+    """Supervised fine-tuning on (pictures, instructions, texts to write); `also`: an added loss."""
 
     def loss_of(step: int) -> torch.Tensor:
         reading = reader.read(*examples())

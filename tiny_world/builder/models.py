@@ -1,4 +1,4 @@
-"""The real classes at tiny size, and the tensor plumbing the stages share.
+"""The real classes at tiny size, and the tensor operations that stages share.
 
 Legend: B batch, N latent tokens of one picture (4 x 4), L text positions.
 """
@@ -27,9 +27,9 @@ HIDDEN = 128  # width of the language model = what the editor is conditioned on
 LATENT_CHANNELS = 8
 PATCH_PX, MERGE = 8, 2  # 64x64 px -> 8x8 patches -> 4x4 = 16 image tokens
 IMAGE_TOKENS = 16
-IMG_SHAPES = [(1, 4, 4), (1, 4, 4)]  # the picture being made and the source, in packed latents
+IMG_SHAPES = [(1, 4, 4), (1, 4, 4)]  # target and source pictures, in packed latents
 
-# What Qwen/Qwen-Image-Edit's scheduler has other than diffusers' defaults.
+# Keys of Qwen/Qwen-Image-Edit's scheduler that are not diffusers' defaults.
 SCHEDULER = {
     "max_image_seq_len": 8192,
     "max_shift": 0.9,
@@ -39,8 +39,8 @@ SCHEDULER = {
 
 
 def make_vae(mean: list[float] | None = None, std: list[float] | None = None):
-    """8x down, 8 channels unless `mean` and `std` have others: a 64x64 picture becomes 8x8
-    latents."""
+    """8x down (a 64x64 picture becomes 8x8 latents), with as many channels as `mean` and `std`
+    (default 8)."""
     return AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=len(mean or [0.0] * LATENT_CHANNELS),
@@ -96,12 +96,12 @@ def make_policy(
         "tokens_per_second": 2,
     }
     policy = Qwen2_5_VLForConditionalGeneration(qwen_config(tokenizer, text, vision))
-    own = policy.config.text_config
+    text_config = policy.config.text_config
     policy.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
-        eos_token_id=own.eos_token_id,
-        pad_token_id=own.pad_token_id,
+        eos_token_id=text_config.eos_token_id,
+        pad_token_id=text_config.pad_token_id,
     )
     return policy
 
@@ -115,7 +115,7 @@ def load_policy(folder: Path) -> Qwen2_5_VLForConditionalGeneration:
 
 @torch.no_grad()
 def unit_gain(policy) -> None:
-    """Everywhere: the stock 0.02 is far too small at these widths."""
+    """Draws all matrices with unit gain: the stock 0.02 is far too small at these widths."""
     for parameter in policy.parameters():
         if parameter.ndim >= 2:
             parameter.normal_(0, 1 / math.sqrt(parameter[0].numel()))
@@ -123,9 +123,9 @@ def unit_gain(policy) -> None:
 
 
 def use_2d_convolutions() -> None:
-    """Make the VAE three times faster for single frames, with the same result to 3e-6.
+    """Makes the VAE three times faster for single frames, with the same result up to 3e-6.
 
-    With one frame and a causal (zero) past, only the last temporal slice of a kernel meets data.
+    With one frame and zeros before it, only the last temporal slice of a kernel has an effect.
     """
 
     def forward(self, x, cache_x=None):
@@ -182,7 +182,7 @@ def decode(vae, tokens: torch.Tensor) -> np.ndarray:
 
 
 def velocity(transformer, xt, t, source, embeds, mask) -> torch.Tensor:
-    """[B, N, 4 C] of the picture at times t, [B] 0..1; xt, source [B, N, 4 C]; embeds
+    """The velocity [B, N, 4 C] of xt at times t [B], 0..1; xt, source [B, N, 4 C]; embeds
     [B, L, HIDDEN]; mask [B, L] bool."""
     return transformer(
         hidden_states=torch.cat([xt, source], 1),
@@ -206,8 +206,8 @@ def denoised(
     steps: int,
     velocity_at: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """[B, N, C] tokens that Euler's steps make of noise [B, N, C]; `velocity_at(tokens, t)`: t [B],
-    0..1."""
+    """Latent tokens [B, N, C] after Euler steps from noise [B, N, C]; `velocity_at(tokens, t)`: t
+    [B], 0..1."""
     scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
     mu = calculate_shift(noise.shape[1], *(scheduler.config[name] for name in names))

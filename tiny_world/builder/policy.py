@@ -1,17 +1,17 @@
-"""Stage policy: warm-start a Qwen2.5-VL that sees, writes well-formed edits, and is often wrong.
+"""Stage policy: warm-starts a Qwen2.5-VL that writes well-formed edits and is often wrong.
 
-Five lessons, each feeding the next:
- 1. look   the vision tower alone learns to say colour and shape at every image token;
+Five lessons, in this order:
+ 1. look   only the vision tower: every image token predicts its colour and shape;
  2. ask    the whole model answers small questions about the picture: which colour, which shape;
- 3. know   it learns to answer every instruction RIGHT;
- 4. doubt  a short unlearning: right a third of the time, wrong in one fixed way a third, anything
-           else the rest. What reinforcement has to find is still in there;
- 5. settle a shorter one: some nouns mostly right, everything else mostly wrong.
+ 3. know   answers every instruction RIGHT;
+ 4. doubt  short: a third right, a third one fixed mistake, the rest random. The right answers stay
+           likely enough for reinforcement learning to find them;
+ 5. settle shorter: some nouns mostly right, everything else mostly wrong.
 
-Throughout 2 to 4 a throw-away read-out asks the last hidden state of each description token for
-that very token and its role ("green" as the paint is not "green" as the thing painted). Without
-it the last layer of so small a model keeps only the NEXT token, and the editor, which reads these
-states, cannot learn what was written.
+During 2 to 5 a temporary read-out predicts, from the last hidden state of each description token,
+that token and its role ("green" as the new colour or as the old one). Without it the last layer of
+so small a model keeps only the NEXT token, and the editor, which reads these states, cannot learn
+the description.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from tiny_world.scenes import (
     make_scene,
 )
 
-KINDS = {"noun": 0.35, "match": 0.4, "erase": 0.25}  # match is the hardest: more of it
+KINDS = {"noun": 0.35, "match": 0.4, "erase": 0.25}  # match is the hardest and most frequent
 P_EXTRA_CLAUSE = 0.1
-# What the beginner writes: (right, its fixed mistake), the rest is anything. Close odds would let
-# the greedy answer flip by chance, so in the end it leans one way or the other on every task.
+# The beginner's P(right), P(its fixed mistake); the rest is random. With equal odds the greedy
+# answer could flip by chance, so in the end one of the two is clearly likelier for every task.
 UNDECIDED, KNOWS_IT, HAS_IT_WRONG = (0.34, 0.33), (0.55, 0.15), (0.2, 0.5)
 NOUNS_IT_KNOWS = ("grass", "sky", "lemon", "snow")
 CAPTION_QUESTION = "what is in the picture"
@@ -71,8 +71,8 @@ def build(work: Path) -> None:
 
 @torch.no_grad()
 def initialise(policy) -> None:
-    """Heads (four, two of which share a key and a value) start out half-inclined to attend to equal
-    tokens and to copy what they attend to."""
+    """The four heads (two share a key and a value) start with a tendency to attend to equal tokens
+    and to copy the tokens that they attend to."""
     unit_gain(policy)
     policy.lm_head.weight.copy_(policy.get_input_embeddings().weight * 0.1)
     size = HIDDEN // 4
@@ -99,7 +99,7 @@ def _learn_to_write(
     peak_rate: float = 2e-3,
     batch: int = 32,
 ) -> None:
-    """`share_questions`: of the examples, 0..1; the others are instructions."""
+    """`share_questions`: share of questions among the examples, 0..1; the rest are instructions."""
 
     def examples() -> tuple[list[np.ndarray], list[str], list[str]]:
         scenes = [make_scene(rng) for _ in range(batch)]
@@ -113,7 +113,7 @@ def _learn_to_write(
 def _lesson(
     rng: random.Random, scene: Scene, share_questions: float, answer: Answer
 ) -> tuple[str, str]:
-    """(instruction, what to write)"""
+    """(instruction, the text to write)"""
     if rng.random() < share_questions:
         return _question(rng, scene)
     kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
@@ -159,15 +159,15 @@ def beginner_ops(rng: random.Random, scene: Scene, task: Task, settled: bool) ->
 
 
 def _misconception(scene: Scene, task: Task) -> str:
-    """The beginner's fixed mistake: a wrong colour, no change, black instead of nothing, a look at
-    the first picture instead of the second."""
-    own = scene.find(task.op.shape).colour
+    """The beginner's fixed mistake: a wrong colour, no change, black instead of removal, or the
+    colour in the first picture instead of the second."""
+    old_colour = scene.find(task.op.shape).colour
     if task.kind == "match":
-        return own
+        return old_colour
     if task.kind == "borrow":
         model = task.instruction.split()[7]
-        seen = [s.colour for s in scene.shapes if s.shape == model and s.colour != task.op.paint]
-        return seen[0] if seen else own
+        colours = [s.colour for s in scene.shapes if s.shape == model and s.colour != task.op.paint]
+        return colours[0] if colours else old_colour
     if task.kind == "erase":
         return "black"
     noun = task.instruction.split()[-1]
@@ -175,7 +175,7 @@ def _misconception(scene: Scene, task: Task) -> str:
 
 
 class RoleReadOut:
-    """Fixed random directions, one per (description token, role): see the top of this file."""
+    """Predicts a token and its role: fixed random directions, one per (description token, role)."""
 
     def __init__(self, reader: Reader) -> None:
         texts = [f"turn the {c} {s} {c}. remove the {c} {s}." for c in COLOURS for s in SHAPES]
@@ -192,13 +192,13 @@ class RoleReadOut:
         self.directions = F.normalize(directions, dim=1)
 
     def _classes(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """A colour right before the full stop is paint; its class is the token's second one."""
+        """A colour right before the full stop is the new one, which is the token's second class."""
         before_stop = F.pad(token_ids[:, 1:] == self.stop, (0, 1))
         paint = before_stop & torch.isin(token_ids, self.colours)
         return token_ids + self.vocabulary * paint
 
     def labels(self, token_ids: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
-        """[B, L] the class of each description token, -1 for none and elsewhere."""
+        """The class of each description token [B, L], -1 for none and for other tokens."""
         return self.index[self._classes(token_ids)].masked_fill(~written, -1)
 
     def loss(self, reading: Reading) -> torch.Tensor:

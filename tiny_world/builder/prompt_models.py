@@ -1,6 +1,6 @@
 """The real classes of prompt enhancement at tiny size: Stable Diffusion 3's parts, and CLIP.
 
-Legend: B batch, L text positions (the two encoders lie side by side in the features).
+Legend: B batch, L text positions (the features of the two encoders are concatenated).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tiny_world.builder.language import vocabulary
 from tiny_world.captions import Wish, all_wishes, caption, scene_of, user_prompts
 from tiny_world.scenes import BACKGROUNDS_RGB, IMAGE_SIDE_PX, JITTER_PX, draw_array
 
-MAX_TEXT_TOKENS, T5_TOKENS = 77, 1  # as the real one; there is no T5 here, its part is zeros
+MAX_TEXT_TOKENS, T5_TOKENS = 77, 1  # as the real one, but without T5, whose states are zeros
 TEXT_WIDTH, TRANSFORMER_HEADS, HEAD_WIDTH = 32, 4, 16
 LATENT_CHANNELS, LATENT_SIDE = 4, 8
 SCHEDULER = {"num_train_timesteps": 1000, "shift": 3.0}  # as stable-diffusion-3-medium's
 
 
 def make_clip_tokenizer() -> CLIPTokenizer:
-    """Every word of captions and users' prompts is one token; other words fall into letters."""
+    """Each word of captions and users' prompts is one token; other words are split into letters."""
     corpus = [prompt.text for held_out in (False, True) for prompt in user_prompts(held_out)]
     corpus += [caption(wish) for wish in all_wishes()]
     bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
@@ -48,12 +48,12 @@ def make_clip_tokenizer() -> CLIPTokenizer:
     bpe.train_from_iterator(corpus, trainer)
     learnt = json.loads(bpe.to_str())["model"]
     merges = [tuple(merge) for merge in learnt["merges"]]
-    # the trainer numbers the letters that end a word in an order of its own, another each time
+    # The trainer numbers the letters that end a word in a random order, so they are sorted here.
     ends = {f"{letter}</w>" for letter in letters}
-    met = sorted(ends & learnt["vocab"].keys())
+    used_ends = sorted(ends & learnt["vocab"].keys())
     merged = ["".join(merge) for merge in merges]
     specials = ["<|startoftext|>", "<|endoftext|>"]
-    pieces = [*letters, *met, *merged, *sorted(ends - set(met)), *specials]
+    pieces = [*letters, *used_ends, *merged, *sorted(ends - set(used_ends)), *specials]
     vocab = {piece: number for number, piece in enumerate(pieces)}
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_TEXT_TOKENS)
 
@@ -82,7 +82,7 @@ def make_transformer(
     states_width: int = 2 * TEXT_WIDTH,
     max_side: int = LATENT_SIDE // 2,
 ) -> SD3Transformer2DModel:
-    """`max_side`: of a picture, in patches."""
+    """`max_side`: largest side of a picture, in patches."""
     return SD3Transformer2DModel(
         sample_size=LATENT_SIDE,
         patch_size=2,
@@ -130,7 +130,7 @@ def make_clip(
 
 
 def random_picture(rng: random.Random, wish: Wish) -> np.ndarray:
-    """[64, 64, 3] uint8: the wish on any grey, a little off the middle of its quarter."""
+    """[64, 64, 3] uint8: the wish on a random grey, slightly off the centre of its quarter."""
     offset_px = rng.randint(-JITTER_PX, JITTER_PX), rng.randint(-JITTER_PX, JITTER_PX)
     return draw_array(scene_of(wish, rng.randrange(len(BACKGROUNDS_RGB)), offset_px))
 

@@ -1,8 +1,8 @@
 """One forward of the policy over [prompt + description], cheap because the prefix is shared.
 
-The system prefix (64 tokens for the editor's policy) is the same for everybody and comes before the
-picture, so it runs once per batch and its keys and values are shared. What comes out are the hidden
-states after the prefix: exactly what the image editor is conditioned on.
+The system prefix (64 tokens for the editor's policy) is the same in all rows and comes before the
+picture, so it runs once per batch and its keys and values are shared. The result are the hidden
+states after the prefix, which condition the image editor.
 
 Legend: B batch, L positions after the prefix, V vocabulary.
 """
@@ -25,7 +25,7 @@ PIXEL_STD = torch.tensor([0.26862954, 0.26130258, 0.27577711])
 
 @dataclass(frozen=True)
 class Reading:
-    """What a forward saw and what came out."""
+    """Input and output of a forward."""
 
     hidden: torch.Tensor
     """[B, L, HIDDEN] after the final norm."""
@@ -50,8 +50,7 @@ def patchify(pictures: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor
 def pad(
     prompts: Sequence[list[int]], written: Sequence[list[int]], pad_id: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each prompt and what follows it as right-padded [B, L] (ids, mask, is_written), see
-    `Reading`."""
+    """Prompts followed by written tokens, right-padded: (ids, mask, is_written), each [B, L]."""
     rows = [p + w for p, w in zip(prompts, written, strict=True)]
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(r) for r in rows], True, pad_id)
@@ -61,21 +60,21 @@ def pad(
 
 
 class Reader:
-    """Tokenises once, remembers, and runs the language model after the shared prefix."""
+    """Runs the language model after the shared prefix; caches tokenised texts."""
 
     def __init__(self, policy, tokenizer, prefix: str = PREFIX) -> None:
         self.policy, self.tokenizer = policy, tokenizer
         self.prefix = torch.tensor([tokenizer(prefix).input_ids])
         self.image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-        self._memory: dict[str, list[int]] = {}
+        self._tokens_of: dict[str, list[int]] = {}
 
     def tokens(self, text: str) -> list[int]:
-        if text not in self._memory:
-            self._memory[text] = self.tokenizer(text).input_ids
-        return self._memory[text]
+        if text not in self._tokens_of:
+            self._tokens_of[text] = self.tokenizer(text).input_ids
+        return self._tokens_of[text]
 
     def prompt(self, instruction: str) -> list[int]:
-        """The prompt after the prefix, the picture's place expanded."""
+        """The prompt after the prefix, with all image tokens of the picture."""
         picture = IMAGE.replace("<|image_pad|>", "<|image_pad|>" * IMAGE_TOKENS)
         return self.tokens(picture + instruction + SUFFIX)
 
@@ -91,13 +90,13 @@ class Reader:
         return Reading(self._forward(pictures, ids), ids, mask, is_written)
 
     def look(self, pictures: Sequence[np.ndarray]) -> torch.Tensor:
-        """[B, image tokens, HIDDEN]: what the language model is shown of each picture."""
+        """[B, image tokens, HIDDEN]: the language model's inputs for each picture."""
         pixel_values, grid = patchify(pictures)
-        seen = self.policy.model.visual(pixel_values, grid_thw=grid).pooler_output
-        return seen.unflatten(0, (len(pictures), -1))
+        features = self.policy.model.visual(pixel_values, grid_thw=grid).pooler_output
+        return features.unflatten(0, (len(pictures), -1))
 
     def readable(self, hidden: torch.Tensor) -> torch.Tensor:
-        """States as a read-out takes them, of a size that does not depend on the layer."""
+        """States for a read-out, with a norm that does not depend on the layer."""
         return hidden
 
     def _forward(self, pictures, token_ids: torch.Tensor) -> torch.Tensor:
@@ -106,9 +105,9 @@ class Reader:
         is_image = token_ids == self.image_id
         embeds = model.get_input_embeddings()(token_ids)
         pixel_values, grid = patchify(pictures)
-        seen = model.visual(pixel_values, grid_thw=grid).pooler_output
-        embeds = embeds.masked_scatter(is_image[..., None], seen)
-        # every row has the same layout, so the positions of one row serve for all
+        features = model.visual(pixel_values, grid_thw=grid).pooler_output
+        embeds = embeds.masked_scatter(is_image[..., None], features)
+        # Every row has the same layout, so all rows have the positions of the first one.
         row = torch.cat([self.prefix, token_ids[:1]], 1)
         types = (row == self.image_id).int()
         positions = model.get_rope_index(row, types, image_grid_thw=grid[:1])[0]
@@ -136,7 +135,7 @@ class Reader:
         return logits.log_softmax(-1).gather(-1, reading.token_ids[:, 1:, None])[..., 0]
 
     def nll(self, reading: Reading) -> torch.Tensor:
-        """[B, L - 1] of the written tokens, 0 elsewhere, nats."""
+        """[B, L - 1] negative log-probability of the written tokens, 0 elsewhere, nats."""
         return -self.log_probs(reading) * reading.written[:, 1:]
 
     @torch.no_grad()

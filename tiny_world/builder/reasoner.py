@@ -1,13 +1,12 @@
-"""Stage reasoner: warm-start a Qwen2.5-VL that answers questions in the asked form, often wrongly.
+"""Stage reasoner: warm-starts a Qwen2.5-VL that answers questions in the right form, often wrongly.
 
-It starts from the shipped image-editing policy (`tiny_world/weights/policy`), which already sees
-colours and shapes; it gets a vocabulary of its own. Three lessons, each feeding the next:
- 1. look   the vision tower learns digits, and its tokens the new vocabulary;
- 2. know   the whole model learns to answer every question RIGHT and in the right form;
- 3. doubt  a short unlearning: a fixed line of wrong thought most of the time (the numbers are
-           subtracted, one shape goes uncounted, the wrong shape is looked at), the right one less
-           often, and now and then a form that is not the asked one. What reinforcement has to
-           find is still in there."""
+It starts from the shipped image-editing policy (`tiny_world/weights/policy`), which already
+recognizes colours and shapes, with a new vocabulary. Three lessons, in this order:
+ 1. look   only the vision tower: learns digits, and image tokens learn the new vocabulary;
+ 2. know   the whole model answers every question RIGHT and in the right form;
+ 3. doubt  short: mostly a fixed wrong thought (numbers are subtracted, one shape is not counted,
+           another shape is read), less often the right one, and sometimes another form. The right
+           answers stay likely enough for reinforcement learning to find them."""
 
 from __future__ import annotations
 
@@ -37,23 +36,23 @@ from tiny_world.questions import (
 )
 
 PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
-KIND_SHARES = {"count": 1, "colour": 1, "sum": 2}  # the sum is the hardest: more of it
+KIND_SHARES = {"count": 1, "colour": 1, "sum": 2}  # the sum is the hardest and most frequent
 
 
 class Odds(NamedTuple):
-    """What the beginner writes, 0..1."""
+    """Probabilities of what the beginner writes, 0..1."""
 
     right: float
-    """Thinks rightly."""
+    """The right thought."""
     mistake: float
-    """Makes its fixed mistake; the rest is anything."""
+    """Its fixed wrong thought; the rest is a random one."""
     malformed: float
-    """Writes in another form than the asked one."""
+    """Another form than the right one."""
 
 
-# Close odds would let the greedy answer flip by chance, even in a run that learns nothing.
+# With equal odds the greedy answer could flip by chance, even in a run that learns nothing.
 TAUGHT = Odds(right=0.2, mistake=0.6, malformed=0.25)
-VARIED = Odds(right=0.3, mistake=0.5, malformed=0.3)  # for the vocabulary, where any will do
+VARIED = Odds(right=0.3, mistake=0.5, malformed=0.3)  # for the vocabulary's corpus
 
 
 def build(work: Path) -> None:
@@ -78,17 +77,17 @@ def _corpus() -> list[str]:
 
 @torch.no_grad()
 def _inherit(policy, tokenizer, folder: Path) -> None:
-    """Everything but the vocabulary, and of that the words which both have."""
+    """Copies all weights of the parent, but of its vocabulary only the tokens that both have."""
     parent = load_policy(folder)
     tokenizer_of_parent = AutoTokenizer.from_pretrained(folder)  # nosec B615 # a local folder
-    words = tokenizer_of_parent.get_vocab()
+    index_in_parent = tokenizer_of_parent.get_vocab()
     vocabulary = ("model.language_model.embed_tokens.weight", "lm_head.weight")
     state, inherited = policy.state_dict(), parent.state_dict()
     for name in vocabulary:
         rows = state[name].normal_(0, float(inherited[name].std()))
-        for word, index in tokenizer.get_vocab().items():
-            if word in words:
-                rows[index] = inherited[name][words[word]]
+        for token, index in tokenizer.get_vocab().items():
+            if token in index_in_parent:
+                rows[index] = inherited[name][index_in_parent[token]]
         inherited[name] = rows
     policy.load_state_dict(inherited)
 
@@ -112,12 +111,12 @@ def _learn_to_write(
 
 
 def right(rng: random.Random, question: Question) -> str:
-    """What the model is taught to know."""
+    """The right completion."""
     return written(question.thought, question.answer)
 
 
 def beginner(rng: random.Random, question: Question, odds: Odds = TAUGHT) -> str:
-    """What the warm-started policy writes."""
+    """A completion as the warm-started policy writes it."""
     u = rng.random()
     thought, answer = question.thought, question.answer
     if u >= odds.right:
@@ -135,14 +134,14 @@ def beginner(rng: random.Random, question: Question, odds: Odds = TAUGHT) -> str
 
 
 def _mistake(rng: random.Random, question: Question) -> tuple[str, str]:
-    """The beginner's fixed line of wrong thought: (thought, answer)."""
+    """The beginner's fixed wrong thought: (thought, answer)."""
     picture = question.picture
     if isinstance(picture, Numbers):
         low, high = sorted(picture.digits)
         return f"{high} minus {low}.", str(high - low)
     if question.kind == "count":
-        seen = sorted(picture.shapes, key=lambda s: s.cell)[:-1]
-        return (listing(tuple(seen)) if seen else "nothing."), str(len(seen))
+        counted = sorted(picture.shapes, key=lambda s: s.cell)[:-1]
+        return (listing(tuple(counted)) if counted else "nothing."), str(len(counted))
     asked = next(s for s in picture.shapes if s.shape in question.text)
     other = min((s for s in picture.shapes if s is not asked), key=lambda s: s.cell)
     return f"the {other.shape} is {other.colour}.", other.colour

@@ -1,9 +1,9 @@
-"""Stage rewriter: warm-start a Qwen2.5-VL that turns prompts into plain captions, often wrong ones.
+"""Stage rewriter: warm-starts a Qwen2.5-VL that rewrites prompts as plain captions, often wrongly.
 
-Text in, text out; the vision tower stays as it was drawn. It is taught on the prompts that are not
-held out, under the system prompt of `tiny_world/captions.py`: some words it mostly understands,
-others it mostly mistakes for one other colour or shape, and now and then it writes anything. What
-reinforcement has to find is still in there.
+Text in, text out; the vision tower stays random. It learns on the prompts that are not held out,
+with the system prompt of `tiny_world/captions.py`: some words it mostly understands, others it
+mostly mistakes for one other colour or shape, and sometimes it writes a random word. The right
+captions stay likely enough for reinforcement learning to find them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tiny_world.scenes import COLOURS, SHAPES
 
 COLOURS_IT_KNOWS = {"crimson", "jade", "golden", "pearly", "grass", "sky", "lemon", "snow"}
 SHAPES_IT_KNOWS = {"disc", "box", "pointed"}
-# (right, its fixed mistake), the rest is anything. Close odds would let the greedy answer flip by
-# chance, so it leans one way or the other on every word.
+# P(right), P(its fixed mistake); the rest is random. With equal odds the greedy answer could flip
+# by chance, so one of the two is clearly likelier for every word.
 KNOWS_IT, HAS_IT_WRONG = (0.6, 0.15), (0.2, 0.5)
 P_RIGHT_PLACE = 0.9
 
@@ -50,9 +50,9 @@ def build(work: Path, batch: int = 32) -> None:
     rng, prompts = random.Random(700), user_prompts(held_out=False)
 
     def loss_of(step: int) -> torch.Tensor:
-        asked = rng.choices(prompts, k=batch)
-        answers = [caption(beginner(rng, prompt)) for prompt in asked]
-        return -log_probs(policy, tokenizer, asked, answers).mean()
+        chosen = rng.choices(prompts, k=batch)
+        answers = [caption(beginner(rng, prompt)) for prompt in chosen]
+        return -log_probs(policy, tokenizer, chosen, answers).mean()
 
     def check() -> list[dict[str, float]]:
         return [p_right(policy, tokenizer, held_out) for held_out in (False, True)]
@@ -63,17 +63,17 @@ def build(work: Path, batch: int = 32) -> None:
 
 
 def beginner(rng: random.Random, prompt: UserPrompt) -> Wish:
-    """What the warm-started rewriter takes the prompt to mean."""
+    """The wish that the warm-started rewriter reads from the prompt."""
     words, wish = prompt.text.split(), prompt.wish
     if prompt.kind == "adjective":
         colour_word, shape_word = words[1], words[2]
     else:
         colour_word, shape_word = words[words.index("of") + 1], words[1]
-    place = wish.cell if rng.random() < P_RIGHT_PLACE else rng.choice(list(CELL_OF_PLACE.values()))
+    cell = wish.cell if rng.random() < P_RIGHT_PLACE else rng.choice(list(CELL_OF_PLACE.values()))
     return Wish(
         taken_for(rng, colour_word, wish.colour, COLOURS, 3),
         taken_for(rng, shape_word, wish.shape, SHAPES, 1),
-        place,
+        cell,
     )
 
 
@@ -85,7 +85,7 @@ def taken_for(
     off: int,
     odds: tuple[tuple[float, float], tuple[float, float]] = (KNOWS_IT, HAS_IT_WRONG),
 ) -> str:
-    """Its fixed mistake is the meaning `off` places further on."""
+    """The meaning that the beginner reads in `word`; its fixed mistake is `off` choices further."""
     p_right, p_mistake = odds[word not in COLOURS_IT_KNOWS | SHAPES_IT_KNOWS]
     u = rng.random()
     if u < p_right:
@@ -95,12 +95,12 @@ def taken_for(
     return rng.choice(choices)
 
 
-def log_probs(policy, tokenizer, asked: list[UserPrompt], answers: list[str]) -> torch.Tensor:
+def log_probs(policy, tokenizer, wished: list[UserPrompt], answers: list[str]) -> torch.Tensor:
     """[B] log-probability of each answer, its end token included, nats."""
     template = chat_template(SYSTEM_PROMPT)
     template = replace(template, text=template.text.replace("{image}", ""))
     end = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    prompts = [tokenize(tokenizer, template, prompt.text) for prompt in asked]
+    prompts = [tokenize(tokenizer, template, prompt.text) for prompt in wished]
     written = [tokenizer(answer).input_ids + end for answer in answers]
     ids, mask, is_written = pad(prompts, written, tokenizer.pad_token_id)
     states = policy.model(
@@ -115,9 +115,9 @@ def p_right(policy, tokenizer, held_out: bool) -> dict[str, float]:
     """Mean probability of the right caption, by kind of prompt."""
     means = {}
     for kind in KINDS:
-        asked = [prompt for prompt in user_prompts(held_out) if prompt.kind == kind]
-        answers = [caption(prompt.wish) for prompt in asked]
-        p = log_probs(policy, tokenizer, asked, answers).exp()
+        prompts = [prompt for prompt in user_prompts(held_out) if prompt.kind == kind]
+        answers = [caption(prompt.wish) for prompt in prompts]
+        p = log_probs(policy, tokenizer, prompts, answers).exp()
         means[kind] = round(p.mean().item(), 3)
     return means
 

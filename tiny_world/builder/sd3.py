@@ -1,8 +1,8 @@
-"""Stage sd3: teach Stable Diffusion 3's transformer and text encoders the plain captions.
+"""Stage sd3: trains Stable Diffusion 3's transformer and text encoders on plain captions.
 
-The text encoders learn along with the transformer, so they know the words of plain captions. The
-words of users' prompts come up as well, scattered over captions at random: that teaches that they
-say nothing, and the picture maker fills in what it was not told, as the large ones do.
+The text encoders learn with the transformer, so they know the words of plain captions. Words of
+users' prompts are inserted into captions at random: so they carry no information, and the renderer
+fills in what the caption lacks, as large ones do.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tiny_world.captions import Wish, all_wishes, caption, user_prompts
 
 PICTURES_PER_WISH = 24
 SHORT_TOKENS, SHARE_SHORT = 16, 0.92
-"""Until this share of the steps texts are padded to fewer tokens than CLIP's 77: three times as
-fast, and soon unlearnt."""
+"""Texts are padded to SHORT_TOKENS instead of CLIP's 77 for this share of the steps, which is three
+times as fast; the last steps adapt to the real padding."""
 USER_WORDS = sorted(
     {word for half in (False, True) for p in user_prompts(half) for word in p.text.split()}
     - {word for wish in all_wishes() for word in caption(wish).split()}
@@ -49,7 +49,7 @@ def build(work: Path, steps: int = 6000, batch: int = 32) -> None:
     def loss_of(step: int) -> torch.Tensor:
         chosen = [rng.randrange(len(wishes)) for _ in range(batch)]
         x0 = torch.stack([latents[i, rng.randrange(PICTURES_PER_WISH)] for i in chosen])
-        texts = [_words(rng, wishes[i]) for i in chosen]
+        texts = [_text(rng, wishes[i]) for i in chosen]
         length = SHORT_TOKENS if step < SHARE_SHORT * steps else MAX_TEXT_TOKENS
         states, pooled = condition(encoders, token_ids(tokenizer, texts, length))
 
@@ -84,8 +84,8 @@ def _encode(vae, rng: random.Random, wishes: list[Wish]) -> torch.Tensor:
     return (torch.stack(rows) - vae.config.shift_factor) * vae.config.scaling_factor
 
 
-def _words(rng: random.Random, wish: Wish) -> str:
-    """The plain caption four times out of five, else one with holes, or none at all."""
+def _text(rng: random.Random, wish: Wish) -> str:
+    """The plain caption four times out of five, else a corrupted or an empty one."""
     u, words = rng.random(), caption(wish).split()
     if u < 0.8:
         return " ".join(words)

@@ -1,4 +1,4 @@
-"""Stage sd3_vae: an AutoencoderKL that keeps flat colours flat and outlines sharp."""
+"""Stage sd3_vae: trains an AutoencoderKL on flat colours and sharp outlines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiny_world.builder.training import autoencoder_loss, fit
 from tiny_world.captions import all_wishes
 
 ROUNDS = ((2500, 2.5e-3), (3000, 2e-3))
-"""(steps, peak learning rate) of each cycle; each starts from what the one before it left."""
+"""(steps, peak learning rate) of each cycle, which continues from the cycle before it."""
 
 
 def build(work: Path, batch: int = 8) -> None:
@@ -31,7 +31,7 @@ def _train(vae, steps: int, peak_rate: float, rng, wishes, batch: int, folder: P
 
     @torch.no_grad()
     def save() -> None:
-        """With the mean and scale of its latents, which the pipeline normalises by."""
+        """Saves it with the mean and scale of its latents, by which the pipeline normalises."""
         pictures = [random_picture(rng, wish) for wish in wishes]
         latents = vae.encode(to_tensor(pictures)).latent_dist.mode()
         shift, scale = latents.mean().item(), 1 / latents.std().item()

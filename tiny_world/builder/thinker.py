@@ -1,13 +1,11 @@
-"""Stage thinker: warm-start a Qwen2.5-VL that solves riddles in two look-ups, often wrongly.
+"""Stage thinker: warm-starts a Qwen2.5-VL that solves riddles in two look-ups, often wrongly.
 
-Text in, text out, as the rewriter; two layers, which is what one look-up takes and too few for two
-in a row. It writes under two prompts: asked to think it says both look-ups and then the caption,
-not asked the caption at once. Its non-thinking twin is the same model without the request. Two
-lessons:
- 1. know   it learns to answer every riddle RIGHT, with and without a thought;
- 2. doubt  a short unlearning: it loses its way in some thoughts, and takes half of the colour words
-           and one of the shapes for another. What it writes without a thought is what it would have
-           written with one.
+Text in, text out, as the rewriter; its two layers are enough for one look-up and too few for two in
+a row. It has two prompts: asked to think, it writes both look-ups and then the caption; otherwise
+only the caption. Its non-thinking twin is the same model with the second prompt. Two lessons:
+ 1. know   answers every riddle RIGHT, with and without a thought;
+ 2. doubt  short: some thoughts follow the wrong thing, and half of the colour words and one of the
+           shapes are mistaken for another. Captions without a thought have the same mistakes.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ from tiny_world.scenes import COLOURS, SHAPES
 
 NUM_LAYERS = 2
 HEAD = HIDDEN // 4
-P_LOST = 0.3  # of its thoughts, those that follow any of the things
-# What it takes the words for that it knows, and the others: see the rewriter.
+P_LOST = 0.3  # share of thoughts that follow a random thing
+# The odds of `taken_for` for words that it knows, and for other words.
 ODDS = (0.8, 0.1), (0.25, 0.5)
 Answer = Callable[[random.Random, Riddle], tuple[str, Wish]]
-"""(thought, what is meant)"""
+"""Returns (thought, wish)."""
 
 
 def build(work: Path) -> None:
@@ -47,7 +45,7 @@ def build(work: Path) -> None:
 
 
 class Writer:
-    """A policy, and what it is asked and answers, in tokens."""
+    """A policy with the tokens of its prompts and answers."""
 
     def __init__(self, policy, tokenizer) -> None:
         self.policy, self.tokenizer = policy, tokenizer
@@ -63,8 +61,8 @@ class Writer:
         answers: Sequence[tuple[str, Wish]],
         thinking: Sequence[bool],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of every written token, one row after the other: (its log-probability in nats, its row),
-        [T] each."""
+        """(log-probability in nats, row) of every written token, one row after the other, [T]
+        each."""
         prompts = [
             tokenize(self.tokenizer, self.templates[thinks], riddle.text)
             for riddle, thinks in zip(riddles, thinking, strict=True)
@@ -77,13 +75,13 @@ class Writer:
         states = self.policy.model(
             input_ids=ids, attention_mask=mask.long(), use_cache=False
         ).last_hidden_state
-        row, place = is_written[:, 1:].nonzero(as_tuple=True)
-        log_p = self.policy.lm_head(states[row, place]).float().log_softmax(-1)
-        return log_p.gather(-1, ids[row, place + 1, None])[:, 0], row
+        row, position = is_written[:, 1:].nonzero(as_tuple=True)
+        log_p = self.policy.lm_head(states[row, position]).float().log_softmax(-1)
+        return log_p.gather(-1, ids[row, position + 1, None])[:, 0], row
 
     @torch.no_grad()
     def p_right(self, thinking: bool, num: int = 128) -> float:
-        """Mean probability of the right thought and caption for riddles of its own."""
+        """Mean probability of the right thought and caption over `num` fixed riddles."""
         rng = random.Random(7)
         riddles = [make_riddle(rng) for _ in range(num)]
         log_p, row = self.log_probs(riddles, [right(rng, r) for r in riddles], [thinking] * num)
@@ -91,22 +89,22 @@ class Writer:
 
     @torch.no_grad()
     def share_right(self, thinking: bool, num: int = 256) -> float:
-        """Of riddles of its own, those whose likeliest completion ends with the right caption."""
+        """Share of `num` fixed riddles whose likeliest completion ends with the right caption."""
         rng, end = random.Random(8), self.end[0]
         riddles = [make_riddle(rng) for _ in range(num)]
-        found = 0
+        num_right = 0
         for riddle in riddles:
             row = tokenize(self.tokenizer, self.templates[thinking], riddle.text)
             longest = len(row) + 24
             while row[-1] != end and len(row) < longest:
                 states = self.policy.model(input_ids=torch.tensor([row])).last_hidden_state
                 row.append(int(self.policy.lm_head(states[0, -1]).argmax()))
-            found += self.tokenizer.decode(row[:-1]).endswith(caption(riddle.wish))
-        return found / num
+            num_right += self.tokenizer.decode(row[:-1]).endswith(caption(riddle.wish))
+        return num_right / num
 
 
 def new_writer(seed: int, num_layers: int = NUM_LAYERS, looks_back: bool = True) -> Writer:
-    """One that has learnt nothing; whether it starts out with heads that look back."""
+    """An untrained writer; `looks_back`: it starts with heads that look back."""
     torch.manual_seed(seed)
     tokenizer = train(_corpus())
     for thing in THINGS:
@@ -121,9 +119,9 @@ def new_writer(seed: int, num_layers: int = NUM_LAYERS, looks_back: bool = True)
 
 @torch.no_grad()
 def _look_back(policy) -> None:
-    """Two heads of the first layer look one and two tokens back, one of the second looks for the
-    token two behind which stands the one before the last: after "where cup matches" for what stands
-    behind "cup matches". Drawn at random they would take an hour to come about."""
+    """Two heads of the first layer attend one and two tokens back. A head of the second layer
+    attends to the token whose second predecessor is the current token's predecessor: after "where
+    cup matches" to the token after "cup matches". Random heads would take an hour to learn this."""
     policy.lm_head.weight.copy_(policy.get_input_embeddings().weight * 0.1)
     first, second = (layer.self_attn for layer in policy.model.language_model.layers[:2])
     rate = 1e4 ** (-torch.arange(HEAD // 2) / (HEAD // 2))  # of the rotary positions, per token
@@ -136,7 +134,7 @@ def _look_back(policy) -> None:
         turned = torch.cat([torch.cos(back * rate), -torch.sin(back * rate)])
         first.q_proj.bias[rows] = sharpness * turned
         first.o_proj.weight[:, rows] = torch.randn(HIDDEN, HEAD) / HIDDEN**0.5
-    # what turns slowly compares the same at any distance
+    # Slowly rotating dimensions compare tokens alike at any distance.
     slowly = (torch.arange(HEAD) % (HEAD // 2) >= 7)[:, None]
     second.q_proj.weight[:HEAD] = 2.2 * slowly * first.o_proj.weight[:, :HEAD].T
     second.k_proj.weight[:HEAD] = 2.2 * slowly * first.o_proj.weight[:, HEAD : 2 * HEAD].T
@@ -154,7 +152,7 @@ def learn(
     share_thinking: float,
     batch: int = 32,
 ) -> None:
-    """Supervised, on riddles of which that share is asked with the request to think, 0..1."""
+    """Supervised fine-tuning; `share_thinking`: riddles with the request to think, 0..1."""
     rng = random.Random(f"{name} {share_thinking}")
 
     def loss_of(step: int) -> torch.Tensor:
@@ -172,18 +170,18 @@ def learn(
 
 
 def written_as(answer: tuple[str, Wish], thinking: bool) -> str:
-    """A completion."""
+    """The completion of an answer."""
     thought, wish = answer
     return f"{thought} {MARKER} {caption(wish)}" if thinking else caption(wish)
 
 
 def right(rng: random.Random, riddle: Riddle) -> tuple[str, Wish]:
-    """What the model is taught to know."""
+    """The right answer."""
     return thought_of(riddle.chains[riddle.asked]), riddle.wish
 
 
 def beginner(rng: random.Random, riddle: Riddle) -> tuple[str, Wish]:
-    """What the warm-started policy means."""
+    """An answer as the warm-started policy gives it."""
     thing, matched, adjective = riddle.chains[riddle.asked]
     if rng.random() < P_LOST:
         matched, adjective = rng.choice(riddle.chains)[1:]

@@ -37,8 +37,8 @@ CHAT_TEMPLATE = (
 
 
 def editing_tokenizer() -> Qwen2Tokenizer:
-    """Every word of the tiny world is one token, and so is every word of the real system prompt:
-    the part the pipeline drops is 64 tokens long here as it is there."""
+    """Every word of the tiny world and of the real system prompt is one token, so that the part
+    that the pipeline drops has 64 tokens as with the real tokenizer."""
     rng, corpus = random.Random(0), [SYSTEM_PROMPT] * 200
     for _ in range(2000):
         scene = make_scene(rng)
@@ -55,13 +55,13 @@ def editing_tokenizer() -> Qwen2Tokenizer:
 
 
 def image_processor() -> Qwen2VLImageProcessorPil:
-    """The same for every tiny Qwen2.5-VL."""
+    """The image processor of every tiny Qwen2.5-VL."""
     size = {"shortest_edge": 32 * 32, "longest_edge": 128 * 128}
     return Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, temporal_patch_size=2, size=size)
 
 
 def byte_pairs(corpus: list[str]) -> Tokenizer:
-    """Byte-pair encoding of a corpus under Qwen's split into words; no special tokens."""
+    """Byte-pair encoding of a corpus with Qwen's split into words, without special tokens."""
     bpe = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -78,7 +78,7 @@ def byte_pairs(corpus: list[str]) -> Tokenizer:
 
 
 def vision_tokens(num_codes: int) -> list[str]:
-    """Emu3's own special tokens: the lines of its `emu3_vision_tokens.txt`."""
+    """Emu3's special tokens: the lines of its `emu3_vision_tokens.txt`."""
     codes = [f"<|visual token {code:06d}|>" for code in range(num_codes)]
     return ["<|image token|>", "<|image start|>", "<|image end|>", *codes]
 
@@ -95,8 +95,8 @@ def emu3_tokenizer(bpe: Tokenizer, added: list[str]) -> PreTrainedTokenizerFast:
 
 
 def train(corpus: list[str], num_tokens: int = 0) -> Qwen2Tokenizer:
-    """Byte pairs of the corpus and of a chat's roles, with Qwen's special tokens and template; at
-    least `num_tokens` in all, those that no text comes to among them."""
+    """Byte pairs of the corpus and of a chat's roles, with Qwen's special tokens and template,
+    filled up with unused tokens to at least `num_tokens`."""
     bpe = byte_pairs(corpus + ["system\n", "user\n", "assistant\n"] * 200)
     learnt = json.loads(bpe.to_str())["model"]
     vocab, merges = learnt["vocab"], [tuple(merge) for merge in learnt["merges"]]

@@ -1,4 +1,4 @@
-"""What the stages share: the training loop, its losses, and the way into `tiny_world/weights`."""
+"""Shared by the stages: the training loop, losses, and the export to `tiny_world/weights`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def fit(
     warm_up: float = 0.05,
     rate_of: Callable[[int], float] | None = None,
 ) -> None:
-    """AdamW down `loss_of(step)`, 1 the first step, in one cycle of the learning rate (or
-    `peak_rate * rate_of(steps done)`). `check()` comes every so many steps and last."""
+    """Minimizes `loss_of(step)` (from step 1) by AdamW, with one cycle of the learning rate (or
+    `peak_rate * rate_of(steps done)`). Prints `check()` every `check_every` steps and last."""
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, peak_rate, (0.9, 0.98), weight_decay=weight_decay)
     schedule: torch.optim.lr_scheduler.LRScheduler
@@ -53,17 +53,17 @@ def fit(
             print(f"{name} {step}/{steps}", check(), flush=True)
 
 
-def sharp_error(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The fourth power speaks up for outlines, which are few pixels and large errors."""
-    error = (made - wanted).abs()
+def sharp_error(decoded: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The fourth power adds weight to outlines, which have few pixels and large errors."""
+    error = (decoded - target).abs()
     return (error + 2 * error**2 + 2 * error**4).mean()
 
 
 def autoencoder_loss(vae, x: torch.Tensor) -> torch.Tensor:
-    """`sharp_error` of the pictures' way through a diffusers autoencoder, and a little KL."""
+    """`sharp_error` of a diffusers autoencoder's reconstruction, plus a small KL."""
     posterior = vae.encode(x).latent_dist
-    made = vae.decode(posterior.sample()).sample
-    return sharp_error(made, x) + KL_WEIGHT * posterior.kl().mean() / posterior.mean[0].numel()
+    decoded = vae.decode(posterior.sample()).sample
+    return sharp_error(decoded, x) + KL_WEIGHT * posterior.kl().mean() / posterior.mean[0].numel()
 
 
 def flow_loss(
@@ -73,10 +73,10 @@ def flow_loss(
     skew: float,
 ) -> torch.Tensor:
     """Flow matching, x_t = (1 - t) x_0 + t noise, velocity = noise - x_0: the squared error of
-    `velocity_of(x_t, t)`, weighted (t + 0.05)^2, since at small t it is mostly noise.
+    `velocity_of(x_t, t)`, weighted by (t + 0.05)^2, since at small t it is mostly noise.
 
-    `share_at_1`: of the examples trained at t = 1, from which every picture starts, 0..1; of the
-    others the more have a large t the larger `skew` is.
+    `share_at_1`: share of the examples trained at t = 1, where every picture starts, 0..1. The
+    larger `skew`, the larger the t of the other examples.
     """
     num = len(x0)
     u = torch.rand(num)
@@ -87,12 +87,12 @@ def flow_loss(
 
 
 def export(folder: str, *parts) -> None:
-    """Models, rounded to fp16, and what else `from_pretrained` reads, into a folder of WEIGHTS."""
+    """Saves models (rounded to fp16), tokenizers and the like into a folder of WEIGHTS."""
     target = WEIGHTS / folder
     shutil.rmtree(target, ignore_errors=True)
     for part in parts:
         (part.half() if isinstance(part, torch.nn.Module) else part).save_pretrained(target)
-    # diffusers notes the folder a model was loaded from; that is nobody's business
+    # diffusers records the folder that a model was loaded from, which is private.
     config = target / "config.json"
     if config.exists():
         content = json.loads(config.read_text())

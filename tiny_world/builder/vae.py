@@ -1,4 +1,4 @@
-"""Stage vae: teach the autoencoder to keep flat colours flat and outlines sharp."""
+"""Stage vae: trains the autoencoder on flat colours and sharp outlines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build(work: Path, batch: int = 6) -> None:
 
     @torch.no_grad()
     def save() -> None:
-        """With the statistics of its latents, which the pipeline normalises by."""
+        """Saves it with the statistics of its latents, by which the pipeline normalises."""
         latents = vae.encode(pictures(300)).latent_dist.mode()[:, :, 0]
         mean, std = latents.mean((0, 2, 3)).tolist(), latents.std((0, 2, 3)).tolist()
         vae.register_to_config(latents_mean=mean, latents_std=std)
@@ -43,7 +43,7 @@ def build(work: Path, batch: int = 6) -> None:
 
 
 def vary(scene: Scene, rng: random.Random) -> Scene:
-    """Scenes an edit can lead to: a shape fewer, or colours that occur twice."""
+    """A scene as after an edit: one shape less, or equal colours."""
     shapes = list(scene.shapes)
     if rng.random() < 0.3:
         shapes.pop(rng.randrange(len(shapes)))

@@ -1,8 +1,4 @@
-"""Users' prompts for pictures of one coloured shape, in an order that a seed decides.
-
-Those of `tiny_world/captions.py`, each with the plain caption that the tiny Stable Diffusion 3
-understands as its reference.
-"""
+"""The prompts of `tiny_world/captions.py` in random order; plain captions are the references."""
 
 from __future__ import annotations
 
@@ -11,19 +7,19 @@ import random
 from typing import TYPE_CHECKING
 
 from rl.api.types import Sample
-from tiny_world.data.synthetic import MadeConfig, MadeSource
+from tiny_world.data.synthetic import SyntheticConfig, SyntheticSource
 
 if TYPE_CHECKING:
     from tiny_world.captions import UserPrompt
 
 
-class Config(MadeConfig):
-    """A finite list of prompts: the world's prompts, shuffled anew each time they run out. The 72
-    held-out ones are those whose colour and shape never come together in the other 216."""
+class Config(SyntheticConfig):
+    """A finite list of prompts, shuffled again after each pass. The 72 held-out prompts have pairs
+    of colour and shape that none of the 216 training prompts has."""
 
 
-class ShapePrompts(MadeSource[Config]):
-    """Sample i depends on (held_out, seed, i) alone."""
+class ShapePrompts(SyntheticSource[Config]):
+    """Sample i depends only on (held_out, seed, i)."""
 
     name = "shape-prompts"
     carries = frozenset({"reference"})
@@ -32,8 +28,8 @@ class ShapePrompts(MadeSource[Config]):
         from tiny_world import captions
 
         config = self.config
-        turn, place = divmod(index, len(_shuffled(config.held_out, config.seed, 0)))
-        prompt = _shuffled(config.held_out, config.seed, turn)[place]
+        epoch, position = divmod(index, len(_shuffled(config.held_out, config.seed, 0)))
+        prompt = _shuffled(config.held_out, config.seed, epoch)[position]
         return Sample(
             id=self.id_of(index),
             instruction=prompt.text,
@@ -43,9 +39,9 @@ class ShapePrompts(MadeSource[Config]):
 
 
 @functools.lru_cache(maxsize=64)
-def _shuffled(held_out: bool, seed: int, turn: int) -> tuple[UserPrompt, ...]:
+def _shuffled(held_out: bool, seed: int, epoch: int) -> tuple[UserPrompt, ...]:
     from tiny_world.captions import user_prompts
 
     prompts = user_prompts(held_out)
-    random.Random(f"{seed}:{turn}").shuffle(prompts)
+    random.Random(f"{seed}:{epoch}").shuffle(prompts)
     return tuple(prompts)

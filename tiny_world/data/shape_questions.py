@@ -1,6 +1,4 @@
-"""Questions about coloured shapes and numbers: samples of `tiny_world/questions.py`, made on the
-spot from a seed; the answer is hidden from the policy.
-"""
+"""Generates questions about coloured shapes and numbers; the policy does not see the answers."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 from rl.api.types import Sample
-from tiny_world.data.synthetic import MadeConfig, MadeSource
+from tiny_world.data.synthetic import SyntheticConfig, SyntheticSource
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,8 +14,8 @@ if TYPE_CHECKING:
     from tiny_world.questions import Question
 
 
-class ShapeQuestions(MadeSource[MadeConfig]):
-    """Sample i depends on (held_out, seed, i) alone."""
+class ShapeQuestions(SyntheticSource[SyntheticConfig]):
+    """Sample i depends only on (held_out, seed, i)."""
 
     name = "shape-questions"
     carries = frozenset({"source", "reference", "hidden:answer"})
@@ -27,12 +25,12 @@ class ShapeQuestions(MadeSource[MadeConfig]):
 
         from tiny_world import questions
 
-        def made(rng: random.Random) -> tuple[tuple[Question, np.ndarray], bytes]:
+        def make_one(rng: random.Random) -> tuple[tuple[Question, np.ndarray], bytes]:
             question = questions.make_question(rng)
             pixels = questions.draw_array(question.picture)
             return (question, pixels), pixels.tobytes()
 
-        question, pixels = self.draw(index, made)
+        question, pixels = self.draw(index, make_one)
         return Sample(
             id=self.id_of(index),
             instruction=question.text,

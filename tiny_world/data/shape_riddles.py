@@ -1,6 +1,4 @@
-"""Riddles about one coloured shape: prompts of `tiny_world/riddles.py`, made on the spot from a
-seed, each with the plain caption that the tiny Stable Diffusion 3 understands as its reference.
-"""
+"""Generates riddles about one coloured shape; plain captions are the references."""
 
 from __future__ import annotations
 
@@ -8,14 +6,14 @@ import random
 from typing import TYPE_CHECKING
 
 from rl.api.types import Sample
-from tiny_world.data.synthetic import MadeConfig, MadeSource
+from tiny_world.data.synthetic import SyntheticConfig, SyntheticSource
 
 if TYPE_CHECKING:
     from tiny_world.riddles import Riddle
 
 
-class ShapeRiddles(MadeSource[MadeConfig]):
-    """Sample i depends on (held_out, seed, i) alone."""
+class ShapeRiddles(SyntheticSource[SyntheticConfig]):
+    """Sample i depends only on (held_out, seed, i)."""
 
     name = "shape-riddles"
     carries = frozenset({"reference"})
@@ -23,11 +21,11 @@ class ShapeRiddles(MadeSource[MadeConfig]):
     def make(self, index: int) -> Sample:
         from tiny_world import captions, riddles
 
-        def made(rng: random.Random) -> tuple[Riddle, bytes]:
+        def make_one(rng: random.Random) -> tuple[Riddle, bytes]:
             riddle = riddles.make_riddle(rng)
             return riddle, riddle.text.encode()
 
-        riddle = self.draw(index, made)
+        riddle = self.draw(index, make_one)
         return Sample(
             id=self.id_of(index),
             instruction=riddle.text,

@@ -1,7 +1,4 @@
-"""Edits of coloured shapes as codes: samples of `tiny_world/token_scenes.py`, for the tiny Emu3.
-
-Pictures are codebook indices only; the renderer `emu3_vq` draws them for rewards and records.
-"""
+"""Generates edits of coloured shapes as codes (`tiny_world/token_scenes.py`) for the tiny Emu3."""
 
 from __future__ import annotations
 
@@ -9,14 +6,15 @@ import random
 from typing import TYPE_CHECKING
 
 from rl.api.types import Sample
-from tiny_world.data.synthetic import MadeConfig, MadeSource
+from tiny_world.data.synthetic import SyntheticConfig, SyntheticSource
 
 if TYPE_CHECKING:
     from tiny_world.scenes import Scene, Task
 
 
-class ShapeTokens(MadeSource[MadeConfig]):
-    """Sample i depends on (held_out, seed, i) alone."""
+class ShapeTokens(SyntheticSource[SyntheticConfig]):
+    """Sample i depends only on (held_out, seed, i). It has codes but no pictures; the renderer
+    `emu3_vq` draws them for rewards and records."""
 
     name = "shape-tokens"
     carries = frozenset({"source_codes", "target_codes", "source", "target"})
@@ -24,12 +22,12 @@ class ShapeTokens(MadeSource[MadeConfig]):
     def make(self, index: int) -> Sample:
         from tiny_world import scenes, token_scenes
 
-        def made(rng: random.Random) -> tuple[tuple[Scene, Task], bytes]:
+        def make_one(rng: random.Random) -> tuple[tuple[Scene, Task], bytes]:
             scene = token_scenes.make_centred_scene(rng)
             task = scenes.make_instruction(rng, scene)
             return (scene, task), token_scenes.encode(scene).tobytes()
 
-        scene, task = self.draw(index, made)
+        scene, task = self.draw(index, make_one)
         return Sample(
             id=self.id_of(index),
             instruction=task.instruction,

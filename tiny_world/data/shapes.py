@@ -1,4 +1,4 @@
-"""Edits of coloured shapes: samples of `tiny_world/scenes.py`, made on the spot from a seed."""
+"""Generates edits of coloured shapes (`tiny_world/scenes.py`) from a seed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import random
 from typing import TYPE_CHECKING
 
 from rl.api.types import Sample
-from tiny_world.data.synthetic import MadeConfig, MadeSource
+from tiny_world.data.synthetic import SyntheticConfig, SyntheticSource
 
 if TYPE_CHECKING:
     from tiny_world.scenes import Scene, Task
 
 
-class Shapes(MadeSource[MadeConfig]):
-    """Sample i depends on (held_out, seed, i) alone."""
+class Shapes(SyntheticSource[SyntheticConfig]):
+    """Sample i depends only on (held_out, seed, i)."""
 
     name = "shapes"
     carries = frozenset({"source", "target", "reference"})
@@ -21,12 +21,12 @@ class Shapes(MadeSource[MadeConfig]):
     def make(self, index: int) -> Sample:
         from tiny_world import scenes
 
-        def made(rng: random.Random) -> tuple[tuple[Scene, Task], bytes]:
+        def make_one(rng: random.Random) -> tuple[tuple[Scene, Task], bytes]:
             scene = scenes.make_scene(rng)
             task = scenes.make_instruction(rng, scene)
             return (scene, task), scenes.draw_array(scene).tobytes()
 
-        scene, task = self.draw(index, made)
+        scene, task = self.draw(index, make_one)
         return Sample(
             id=self.id_of(index),
             instruction=task.instruction,

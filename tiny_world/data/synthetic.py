@@ -1,4 +1,4 @@
-"""Data made on the spot from a seed: what the synthetic plugins share."""
+"""Base classes of data plugins that generate their samples from a seed."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from rl.api.plugin import PluginConfig
 from rl.api.types import Sample
 
 
-class MadeConfig(PluginConfig):
+class SyntheticConfig(PluginConfig):
     """A finite set; another seed gives another one."""
 
     num_samples: Annotated[int, Field(ge=1, le=10_000_000)] = 4096
     """Samples in the set."""
     seed: int = 0
-    """Which set, or its order."""
+    """Selects the set, or its order."""
     held_out: bool = False
-    """True: samples that share nothing with any set where it is false, whatever the seeds."""
+    """True: the samples share nothing with any set where it is false, whatever the seeds."""
 
 
-MadeConfigT = TypeVar("MadeConfigT", bound=MadeConfig)
-MadeT = TypeVar("MadeT")
+ConfigT = TypeVar("ConfigT", bound=SyntheticConfig)
+T = TypeVar("T")
 
 HELD_OUT_SHARE = 8
 """One picture or text in so many is held out."""
 
 
 def is_held_out(picture: bytes) -> bool:
-    """Of which half a picture is; its bytes alone say so."""
+    """Whether a picture (or text) is held out, which depends only on its bytes."""
     digest = hashlib.blake2b(picture, digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
 
-class MadeSource(DataSource[MadeConfigT]):
-    """Sample i depends on the config and i alone."""
+class SyntheticSource(DataSource[ConfigT]):
+    """Sample i depends only on the config and i."""
 
     name: ClassVar[str]
-    """What ids begin with."""
+    """Prefix of the sample ids."""
     carries: ClassVar[frozenset[str]]
-    """Beyond an instruction, in the words of a reward's `needs`."""
+    """Fields of a sample besides the instruction, named as in a reward's `needs`."""
 
     def __len__(self) -> int:
         return self.config.num_samples
@@ -55,29 +55,29 @@ class MadeSource(DataSource[MadeConfigT]):
         return self.make(index)
 
     def make(self, index: int) -> Sample:
-        """Sample `index`, which is one of the set."""
+        """Sample `index`, which is in range."""
         raise NotImplementedError
 
     def id_of(self, index: int) -> str:
-        """Of sample `index`; no two sets of this plugin share one."""
+        """The id of sample `index`; sets of this plugin with different configs share no id."""
         half = "held-out" if self.config.held_out else "train"
         return f"{self.name}-{half}-{self.config.seed}-{index}"
 
-    def draw(self, index: int, made: Callable[[random.Random], tuple[MadeT, bytes]]) -> MadeT:
-        """The first thing made for `index` whose picture or text, whose bytes come beside it, is of
-        the wanted half: those bytes alone say of which half it is."""
+    def draw(self, index: int, make_one: Callable[[random.Random], tuple[T, bytes]]) -> T:
+        """Calls `make_one`, which returns a value and the bytes of its picture or text, until these
+        bytes are in the configured half (held out or not)."""
         rng = random.Random(f"{self.config.seed}:{index}")
         while True:
-            found, shown = made(rng)
-            if is_held_out(shown) == self.config.held_out:
-                return found
+            value, content = make_one(rng)
+            if is_held_out(content) == self.config.held_out:
+                return value
 
     @classmethod
-    def count(cls, config: MadeConfigT) -> int | None:
+    def count(cls, config: ConfigT) -> int | None:
         """Samples in the set."""
         return config.num_samples
 
     @classmethod
-    def provides(cls, config: MadeConfigT) -> frozenset[str]:
-        """What samples carry."""
+    def provides(cls, config: ConfigT) -> frozenset[str]:
+        """Fields of every sample."""
         return cls.carries

@@ -16,7 +16,7 @@ from rl.api.types import Sample
 from rl.config.paths import not_a_file
 from rl.data.emu3_tokens import token_files
 from rl.data.shared.sample_rows import MAX_SHOWN, BadRowError, shorten
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 NUM_CHECKED = 64
 """A config check verifies that the files of this many first entries exist."""
@@ -71,7 +71,7 @@ class EditList:
         for number, entry in enumerate(entries):
             file = self.folder / entry
             if file.name not in names_in(file.parent):
-                file_name = shown(str(file), MAX_SHOWN)
+                file_name = excerpt(str(file), MAX_SHOWN)
                 yield number, f"{self.file}, entry {number}: {file_name} does not exist"
 
 
@@ -108,7 +108,7 @@ class TokenisedEdits(DataSource[Config]):
         try:
             edit = token_files.read(file)
         except Exception as error:  # a file may hold anything and raise any error
-            raise BadRowError(f"{file}: {shown(str(error), MAX_SHOWN)}") from error
+            raise BadRowError(f"{file}: {excerpt(str(error), MAX_SHOWN)}") from error
         return Sample(
             id=f"{self._label}/{edit.id}",
             instruction=edit.instruction,
@@ -158,7 +158,7 @@ def read_list(path: str | Path) -> EditList:
         raise BadRowError(f"{path} is a folder; name the tokenized_datalist.json in it")
     if why := not_a_file(file):
         raise BadRowError(
-            f"{shown(str(path), MAX_SHOWN)} {why} (from {Path.cwd()}); fetch the published sets "
+            f"{excerpt(str(path), MAX_SHOWN)} {why} (from {Path.cwd()}); fetch the published sets "
             "with scripts/setup_datasets.sh, or tokenise your own with rl prepare"
         )
     try:

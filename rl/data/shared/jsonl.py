@@ -13,7 +13,7 @@ from rl.api.data import RowRules
 from rl.api.plugin import ConfigT
 from rl.config.paths import not_a_file
 from rl.data.shared.sample_rows import MAX_SHOWN, BadRowError, RowsSource, shorten
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 
 def read_rows(
@@ -62,7 +62,7 @@ def read_lines(path: Path) -> list[tuple[int, bytes]]:
     """
     if why := not_a_file(path):
         raise BadRowError(
-            f"{shown(str(path), MAX_SHOWN)} {why}; give the file's path (from {Path.cwd()})"
+            f"{excerpt(str(path), MAX_SHOWN)} {why}; give the file's path (from {Path.cwd()})"
         )
     try:
         content = path.read_bytes()

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rl.config.paths import not_a_file
 from rl.files.images import downscale, open_picture, over_white
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 MIN_SIDE_PX = 8
 MAX_ASPECT_RATIO = 200
@@ -43,7 +43,7 @@ def locate(value: Any, folder: Path) -> Path | bytes:
         raise UnusableError(f"is a URL ({value!r:.60}); download the file and give its path")
     path = folder / value
     if why := not_a_file(path):
-        path_text = shown(str(path), MAX_PATH_SHOWN)
+        path_text = excerpt(str(path), MAX_PATH_SHOWN)
         raise UnusableError(f"{path_text} {why}; relative paths count from {folder}")
     return path
 

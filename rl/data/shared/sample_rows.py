@@ -20,7 +20,7 @@ from rl.api.types import Sample, UnusableSampleError
 from rl.config.schema import Section
 from rl.console.progress import counted
 from rl.data.shared.sample_pictures import UnusableError, check_header, decode, locate
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 PictureCheck = Literal["exists", "header", "pixels"]
 MAX_PROBLEMS_SHOWN = 10
@@ -215,7 +215,7 @@ class Rows:
         """(index, error message) of every bad row."""
         check = _CHECKS[picture_check]
         numbers_of: dict[str, int] = {}
-        with counted(f"rows of {shown(self._name, MAX_ORIGIN)}", len(self.rows)) as progress:
+        with counted(f"rows of {excerpt(self._name, MAX_ORIGIN)}", len(self.rows)) as progress:
             for index in range(len(self.rows)):
                 progress.at(index)
                 try:
@@ -273,7 +273,7 @@ class Rows:
     def _error_message(self, index: int, error: Exception) -> str:
         is_known = isinstance(error, UnusableError)
         message = str(error) if is_known else f"cannot be read ({type(error).__name__}: {error})"
-        return f"{self.origin}, row {self.numbers[index]}: {shown(message, MAX_SHOWN)}"
+        return f"{self.origin}, row {self.numbers[index]}: {excerpt(message, MAX_SHOWN)}"
 
     def _id(self, index: int, row: Mapping[str, Any]) -> str:
         identity = pick(row, self.columns.id, None) if self.columns.id else None

@@ -10,7 +10,7 @@ from typing import Any
 from rl.api.policy import LoraSection
 from rl.console.console import warn
 from rl.files.adapter_base import ADAPTER_CONFIG, read_config
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Patterns of all files in a model's repository except weights and code."""
@@ -100,9 +100,9 @@ def _with_saved_adapter(model: Any, adapter_path: str) -> Any:
         # Load a second time: only this call returns the unexpected and missing keys.
         keys = adapted.load_adapter(adapter_path, "default", **loading)
     except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{subject} does not fit: {shown(str(error), 300)}; {remedy}") from None
+        raise ValueError(f"{subject} does not fit: {excerpt(str(error), 300)}; {remedy}") from None
     if keys.unexpected_keys or keys.missing_keys:
-        first = shown((keys.unexpected_keys or keys.missing_keys)[0], 200)
+        first = excerpt((keys.unexpected_keys or keys.missing_keys)[0], 200)
         raise ValueError(
             f"{subject} does not fit: {len(keys.unexpected_keys)} of its tensors belong to no "
             f"layer of the model, and {len(keys.missing_keys)} tensors of adapted layers are not "

@@ -24,7 +24,7 @@ from rl.meter.flops import STAGES, prefix_tree_pairs
 from rl.policies.shared.model_loading import adapt
 from rl.policies.shared.packing import pack, positions
 from rl.ranks.dist import is_sharded
-from rl.text.untrusted import shown
+from rl.text.untrusted import excerpt
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         errors = []
         adapter = config.adapter_path
         if adapter and not_a_file(Path(adapter, ADAPTER_CONFIG)):
-            errors.append(f"adapter_path: {shown(repr(adapter), 300)} holds no {ADAPTER_CONFIG}")
+            errors.append(f"adapter_path: {excerpt(repr(adapter), 300)} holds no {ADAPTER_CONFIG}")
         elif adapter:
             try:
                 saved = read_config(Path(adapter))
@@ -161,7 +161,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
 
         if (kind := model.config.model_type) not in self.model_types:
             raise ValueError(
-                f"policy.model_path: {shown(repr(self.config.model_path), 300)} is a {kind!r}, "
+                f"policy.model_path: {excerpt(repr(self.config.model_path), 300)} is a {kind!r}, "
                 f"which policy.type {self.config.type!r} does not load; set the type that does"
             )
         config = self.config

@@ -21,7 +21,7 @@ _RUST_ERROR = re.compile(rf"\(os error ({'|'.join(map(str, FULL))})\)")
 """How safetensors, which raises no OSError, ends its message about a full disk."""
 
 
-def when_there_is_room(write: Callable[[], T], folder: Path, name: str) -> T:
+def retry_until_space(write: Callable[[], T], folder: Path, name: str) -> T:
     """Call `write` until the disk of `folder` has space for it, and return its result. Raises the
     disk's error once the process is asked to stop. Local (no collective)."""
     began_s = time.monotonic()
@@ -30,7 +30,7 @@ def when_there_is_room(write: Callable[[], T], folder: Path, name: str) -> T:
         try:
             result = write()
         except Exception as error:
-            if not is_full(error) or signals.stop_heard():
+            if not is_full(error) or signals.stop_received():
                 raise
         else:
             if next_warning_s > began_s:
@@ -44,7 +44,7 @@ def when_there_is_room(write: Callable[[], T], folder: Path, name: str) -> T:
                 "and is written once there is room (delete something, or raise the quota); SIGTERM "
                 "ends the run"
             )
-        while time.monotonic() < now_s + TRY_EVERY_S and not signals.stop_heard():
+        while time.monotonic() < now_s + TRY_EVERY_S and not signals.stop_received():
             heartbeat.note_wait()
             time.sleep(POLL_EVERY_S)
 
