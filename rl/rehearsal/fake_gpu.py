@@ -325,5 +325,6 @@ def fake_gpu() -> Iterator[FakeGpu]:
         stack.enter_context(patch(torch.nn.Module, "_apply", moving))
         stack.enter_context(patch(torch.nn.functional, "scaled_dot_product_attention", _flash))
         stack.enter_context(patch(FakeTensor, "tolist", one_wait))
+        stack.enter_context(patch(torch.Tensor, "pin_memory", lambda tensor: tensor))
         stack.enter_context(gpu)
         yield gpu

@@ -123,7 +123,8 @@ def _iteration(
     ]
     makes_images = resolved.renderer.cls.makes_images
     bare_P = [
-        policy.pass_through_completion(prompt.sample)
+        # The words that fill the prompt would fill the bare arm's completion as well.
+        policy.pass_through_completion(replace(prompt.sample, instruction="a"))
         if makes_images and config.bare_arm == "always"
         else None
         for prompt in prompts_P

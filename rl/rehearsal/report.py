@@ -10,13 +10,13 @@ from rl.rehearsal.rehearsal import Rehearsed
 from rl.rehearsal.tally import Line
 
 PLANNED = {
-    "condition": "render",
+    "condition": "condition",
     "render": "render",
     "learn_reference": "reference",
     "learn_backward": "learn",
     "learn_step": "step",
 }
-"""Phase of a rehearsal -> the plan's phase that contains it."""
+"""Phase of a rehearsal -> the same phase of the plan."""
 NAMES = {
     "picture": "a picture's first forward",
     "condition": "condition",

@@ -64,6 +64,10 @@ class Tally:
         self.flops: Counter[str] = Counter()
         """Phase -> floating-point operations of matrix products, convolutions and attention."""
         self.num_ops = 0
+        self.live: Counter[str] = Counter()
+        """Line of the project -> bytes on the GPU that it allocated and that still exist."""
+        self.held: dict[str, Counter[str]] = {}
+        """Phase -> `live` when it last ended."""
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @contextmanager
@@ -75,6 +79,7 @@ class Tally:
         try:
             yield
         finally:
+            self.held[phase] = +self.live
             self.phase = before
             self._note_peak("cuda")
 
@@ -92,10 +97,13 @@ class Tally:
         self._seen[storage] = size
         self.now[device] += size
         self._note_peak(device)
-        weakref.finalize(storage, self._freed, device, size)
+        line = str(calling_line()) if device == "cuda" else ""
+        self.live[line] += size
+        weakref.finalize(storage, self._freed, device, size, line)
 
-    def _freed(self, device: str, size: int) -> None:
+    def _freed(self, device: str, size: int, line: str) -> None:
         self.now[device] -= size
+        self.live[line] -= size
 
     def _note_peak(self, device: str) -> None:
         key = self.phase, device
