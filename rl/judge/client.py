@@ -424,7 +424,7 @@ class JudgeClient:
             raise trouble
         location = response.location and excerpt(response.location, SHOWN_HEADER_CHARS)
         raise JudgeRefused(
-            f"the judge refused: {response.request} -> HTTP {status} {excerpt}\n"
+            f"the judge refused: {response.request} -> HTTP {status} {body}\n"
             f"{remedy_for(status, location, self.config)}"
         )
 

@@ -22,7 +22,7 @@ SAME_ASPECT = 0.03
 """Copies differ in width / height by less than this share: resizing rounds the sides."""
 
 
-def shown(sample: Sample) -> tuple[str, ...]:
+def contents_of(sample: Sample) -> tuple[str, ...]:
     """A hash per source picture; without sources, one of the instruction, ignoring letter case."""
     if sample.source_codes is not None:
         contents = [repr(sample.source_codes.tolist()).encode()]
@@ -38,7 +38,7 @@ class HeldOutContents:
 
     def __init__(self, held_out: Sequence[Sample]) -> None:
         """Reads the held-out samples' pictures once."""
-        self._ids = {key: sample.id for sample in held_out for key in shown(sample)}
+        self._ids = {key: sample.id for sample in held_out for key in contents_of(sample)}
         self._owners = [sample.id for sample in held_out for _ in sample.sources]
         views = [_view(picture) for sample in held_out for picture in sample.sources]
         self._views, self._contrasts, self._aspects = (
@@ -50,7 +50,7 @@ class HeldOutContents:
         has a copy of its picture, of any size or file format; without pictures, its instruction."""
         held_out_of = {}
         for sample in training:
-            keys = [key for key in shown(sample) if key in self._ids]
+            keys = [key for key in contents_of(sample) if key in self._ids]
             copied_ids = (self._copied(picture) for picture in sample.sources)
             held_out_id = self._ids[keys[0]] if keys else next(filter(None, copied_ids), None)
             if held_out_id is not None:

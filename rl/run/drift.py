@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl.ranks.dist import Dist
 
 Hashes = Sequence[str]
-"""Hashes of one sample's contents (`contents.shown`)."""
+"""Hashes of one sample's contents (`contents_of`)."""
 _FIXED = {"bare": "the user's own words", "reference": "the reference descriptions"}
 """Arm -> how messages name its words, which training does not change."""
 

@@ -20,7 +20,7 @@ from rl.files.private import private
 from rl.ranks.seeding import derive_seed
 from rl.record.run_record import named_sources, provenance, source_files
 from rl.rollout.stream import RolloutContext
-from rl.run.contents import shown
+from rl.run.contents import contents_of
 from rl.run.drift import add_falls, add_gain_of_thought, add_state_drift, add_stock_arm
 from rl.run.episode_metrics import add_bare_arm, add_thought
 from rl.run.equal_words import check_equal_words
@@ -68,7 +68,7 @@ def evaluate(
     records and pictures."""
     config, metrics = context.config, Metrics()
     rank_samples = list(samples)[dist.rank :: dist.world_size]
-    hashes_P = [shown(sample) for sample in rank_samples]
+    hashes_P = [contents_of(sample) for sample in rank_samples]
     # A reward that compares the pictures of a group cannot grade a picture outside of a group.
     compares_pictures = any(reward.scores_groups() for reward in context.rewards.values())
     untrained_P: Sequence[Rewards] = [{} for _ in rank_samples]
@@ -262,7 +262,7 @@ def _record(
         "id": sample.id,
         **record,
         "reference": sample.reference,
-        "shown": shown(sample),
+        "shown": contents_of(sample),
         "bare_reward": None if bare is None else bare.reward,
         "stock_reward": untrained.get("stock"),
         **without_thought,

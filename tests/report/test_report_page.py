@@ -21,7 +21,7 @@ from tiny_report import EVIL, write_run
 
 from rl.commands import report
 from rl.files.atomic import json_line
-from rl.report import folder, mail
+from rl.report import folder, single_file
 from rl.report.curves import (
     CURVES,
     MAX_POINTS,
@@ -235,7 +235,7 @@ def embedded_data(page: str) -> Iterator[str]:
 
 
 def test_the_single_file_holds_what_fits_its_size_limit(run_dir: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(mail, "MAX_BYTES", 1_000_000)
+    monkeypatch.setattr(single_file, "MAX_BYTES", 1_000_000)
     draw = np.random.default_rng(0)
     noise = Image.fromarray(draw.integers(0, 255, (160, 160, 3), dtype=np.uint8))
     for path in [*run_dir.glob("images/*/*"), *run_dir.glob("evaluation/*/*.png")]:
