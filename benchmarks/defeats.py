@@ -1,4 +1,4 @@
-"""This project's savings, and how each is disabled in an opened run, its config or its shape."""
+"""Computations that this project does once, and how an ablation makes a run repeat each of them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 def _nothing(run: Run, folder: Path) -> None:
-    """For savings that the config or the shape disables."""
+    """Does nothing; for savings that `overrides` or `shape` disables."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """One kind of work that is not repeated."""
+    """One computation that is not repeated, and how to make a run repeat it."""
 
     title: str
     defeat: Callable[[Run, Path], None] = _nothing
-    """Makes an opened run repeat the work; the folder has the toy's models."""
+    """Patches a `Run` so that it repeats the work; the folder has the toy's models."""
     overrides: Sequence[str] = ()
-    """`key=value` of the config that disable the saving."""
+    """Config overrides (`key=value`) that disable the saving."""
     shape: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of the shape after which the work is that of a run without the saving."""
+    """Fields of `toy.Shape`, with values for which a run works as much as without the saving."""
 
 
 def _prompt_per_completion(run: Run, folder: Path) -> None:
@@ -38,7 +38,7 @@ def _prompt_per_completion(run: Run, folder: Path) -> None:
     policy.collate = lambda rows: collate([(replace(prompt), ids) for prompt, ids in rows])
 
 
-def _tower_per_look(run: Run, folder: Path) -> None:
+def _tower_per_read(run: Run, folder: Path) -> None:
     """A picture gets a new cache key whenever it is read."""
     features: Any = run.context.policy.module._features
     original, numbers = features.of, itertools.count()
@@ -50,10 +50,20 @@ def _tower_per_look(run: Run, folder: Path) -> None:
 
 
 def _source_per_picture(run: Run, folder: Path) -> None:
-    """Copies of a source are encoded again, as sources are cached by object identity."""
+    """Each row's source is encoded again."""
+    import torch
+
     loop: Any = run.context.renderer.loop
     encode = loop._source_latents
-    loop._source_latents = lambda pictures_B, size: encode([p.copy() for p in pictures_B], size)
+
+    def source_latents(pictures_B: Sequence[Any], size: Any) -> Any:
+        latents = []
+        for picture in pictures_B:
+            loop._cache.clear()
+            latents.append(encode([picture], size))
+        return torch.cat(latents)
+
+    loop._source_latents = source_latents
 
 
 def _negative_per_completion(run: Run, folder: Path) -> None:
@@ -91,7 +101,7 @@ def _stock_denoiser(run: Run, folder: Path) -> None:
 SAVINGS: Mapping[str, Saving] = {
     "prompt": Saving("prompt forwarded once per group", _prompt_per_completion),
     "padding": Saving("packed, not padded", shape={"ragged": False}),
-    "tower": Saving("vision tower once per picture", _tower_per_look),
+    "tower": Saving("vision tower once per picture", _tower_per_read),
     "graph": Saving(
         "one forward for conditioning, log-probs and backward",
         overrides=["optimizer.max_kept_tokens=0"],
@@ -100,8 +110,8 @@ SAVINGS: Mapping[str, Saving] = {
     "negative": Saving("negative prompt once per picture", _negative_per_completion),
     "vae": Saving("VAE as 2-D convolutions", _stock_vae),
     "denoiser": Saving(
-        "DiT: modulation table, dead tokens, unpadded words, text projected once", _stock_denoiser
+        "DiT: modulation table, no unused tokens, no padding, text projected once", _stock_denoiser
     ),
     "equal": Saving("equal completions rendered and judged once", shape={"num_equal": 1}),
 }
-"""In the order in which they are stacked."""
+"""In the order in which `experiments.savings` adds one after the other."""

@@ -1,4 +1,4 @@
-"""This project's side: the unmodified `rl.train` on the toy with fixed completions."""
+"""This project's side of the comparison with TRL: `rl.train` on the toy, with fixed completions."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def run(
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """A worker; trains without weight sync, bare arm, evaluations, checkpoints. `runs`: parent of
-    the run folder; `samples`: also sample, for its cost; `without`: names in `defeats.SAVINGS`;
-    `overrides`: `key=value` of the config; `environment`: which rank this is."""
+    """A worker process: trains without weight sync, bare arm, evaluations and checkpoints. `runs`:
+    parent of the run folder; `samples`: also pay for sampling (its tokens are not used); `without`:
+    savings to disable; `overrides`: of the config (`key=value`); `environment`: rank variables."""
     warnings.filterwarnings("ignore")
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -132,7 +132,7 @@ def _watch(post: Post) -> None:
 
 
 def _num_bytes(*tensors: Any, **_: Any) -> dict[str, int]:
-    """Bytes that this rank sends in a collective: its last tensor, as a gather has a list first."""
+    """Bytes that this rank sends in a collective: those of its last tensor argument."""
     sent = next(t for t in reversed(tensors) if isinstance(t, torch.Tensor))
     return {"bytes to other ranks": sent.numel() * sent.element_size()}
 
@@ -178,7 +178,7 @@ class ScriptedEngine(Engine):
 
 
 def completions_of(policy: Any, prompt: Prompt, shape: Shape) -> list[Completion]:
-    """_G, the toy's completions of a prompt."""
+    """The toy's completions of a prompt, one for each member of the group."""
     texts = toy.make_completions(prompt.sample.instruction, shape)
     ids_G = [policy.encode_completion(text).token_ids for text in texts]
     return [Completion(ids, (SAMPLER_LOGPROB,) * len(ids), "stop") for ids in ids_G]

@@ -48,8 +48,8 @@ def plant(fault: dict[str, Any], tests: Path, folder: Path) -> None:
     file.write_text(text.replace(fault["old"], fault["new"]), encoding="utf-8")
 
 
-def chosen(fault: dict[str, Any], tests: Path) -> list[str]:
-    """Test files that import the module, then the others of their directories and of its own."""
+def test_files_of(fault: dict[str, Any], tests: Path) -> list[str]:
+    """Test files that import the faulty module, then the others of their and of its directories."""
     module = fault["file"].removesuffix(".py").replace("/", ".")
     package, _, name = module.rpartition(".")
     imports = re.compile(
@@ -70,12 +70,12 @@ def chosen(fault: dict[str, Any], tests: Path) -> list[str]:
     return [str(file.relative_to(tests.parent)) for file in dict.fromkeys([*direct, *others])]
 
 
-def tried(fault: dict[str, Any], tests: Path, tiers: tuple[str, ...]) -> Outcome:
+def run_tests(fault: dict[str, Any], tests: Path, tiers: tuple[str, ...]) -> Outcome:
     started = time.monotonic()
     with TemporaryDirectory() as name:
         folder = Path(name)
         plant(fault, tests, folder)
-        files = chosen(fault, folder / "tests")
+        files = test_files_of(fault, folder / "tests")
         for tier in tiers:
             command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-m", tier, *files]
             try:
@@ -105,10 +105,10 @@ def main() -> None:
     faults = [fault for fault in FAULTS if not args.ids or fault["id"] in args.ids]
     for fault in faults:
         if (ROOT / fault["file"]).read_text(encoding="utf-8").count(fault["old"]) != 1:
-            raise SystemExit(f"{fault['id']}: {fault['file']} must hold its text exactly once")
+            raise SystemExit(f"{fault['id']}: {fault['file']} must contain its 'old' text once")
     print("| fault | in | caught by | s |\n|---|---|---|---|")
     with ThreadPoolExecutor(args.jobs) as pool:
-        for fault, caught, seconds in pool.map(lambda f: tried(f, tests, tiers), faults):
+        for fault, caught, seconds in pool.map(lambda f: run_tests(f, tests, tiers), faults):
             where = fault["file"].removeprefix("rl/")
             caught = f"`{caught.removeprefix('tests/')}`" if caught else "**nothing**"
             print(

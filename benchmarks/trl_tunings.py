@@ -17,7 +17,7 @@ import torch
 from cachetools import LRUCache
 
 EQUAL = 1e-4
-"""Tolerance for float32 sums in another order: nats, or units of states or gradients of order 1."""
+"""Tolerance for float32 sums in another order, of log-probs (nats), hidden states and gradients."""
 PICTURES_REMEMBERED = 8
 
 
@@ -26,12 +26,12 @@ class Tuning:
     """The tunings of a TRL side."""
 
     tuned: bool = True
-    """False: a user's first version of a reward function."""
+    """False: TRL as first set up (one completion per micro-batch, diffusers' pipeline)."""
     remembers_tower: bool = False
     """The tower encodes a picture once per iteration, not once per completion and pass."""
     prompt_once: Literal["never", "without gradients", "always"] = "never"
-    """Passes in which completions read their prompt's keys and values instead of forwarding it
-    again: never, only conditioning and reference, or the trained forward, too."""
+    """Passes that forward a prompt once for all of its completions, which read its keys and values:
+    none, those without gradients (conditioning, reference), or also the trained forward."""
 
 
 def remember_tower(body: Any) -> None:
@@ -80,7 +80,7 @@ def prompt_once(
 
 
 def trainer_class(trained: bool) -> type:
-    """A `GRPOTrainer` with one method overridden. `trained`: also in passes with gradients."""
+    """A `GRPOTrainer` that forwards a prompt once; `trained`: also in passes with gradients."""
     from trl import GRPOTrainer
 
     class PromptOnce(GRPOTrainer):
@@ -171,4 +171,4 @@ def _prove_equal(ours: torch.Tensor, theirs: torch.Tensor, trained: Any | None) 
 def assert_equal(ours: torch.Tensor, theirs: torch.Tensor, scale: float = 1.0) -> None:
     """Asserts equality up to `EQUAL` times the larger of `scale` and 1."""
     worst = float((ours - theirs).detach().abs().max())
-    assert worst <= EQUAL * max(1.0, scale), f"{worst} beside the plain path's {scale}"
+    assert worst <= EQUAL * max(1.0, scale), f"differs by {worst} from plain TRL, of scale {scale}"

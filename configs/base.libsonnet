@@ -41,7 +41,7 @@
   hang_limit_s: 1800,
   // GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): --check plans for
   // it, and a file may derive other keys from it. A start plans for the GPUs it finds. `--gpu-gb
-  // 80` is `gpu_gb=80`, and a start is held to it.
+  // 80` sets `gpu_gb=80`, and a start then also plans for 80 GB.
   gpu_gb: 141,
   // A plugin of rl/policies.
   // policy: (required)
@@ -62,7 +62,7 @@
   },
 
   // Where samples come from. Each mixture entry is a plugin section plus `weight` (default 1) or
-  // `coefficient` (weight = coefficient x number of its rows; 1 for all: rows equally likely).
+  // `coefficient` (weight = coefficient x its rows; if all are 1, all rows are equally likely).
   data: {
     // Weighted mixture: entry i is drawn with probability weight_i / sum.
     // train: (required)
@@ -108,7 +108,7 @@
     kl_estimator: 'k3',
     // loss: added to the loss; reward: subtracted from the advantage, token by token.
     kl_placement: 'loss',
-    // Truncated importance weight pi_trainer / pi_sampler against sampler mismatch.
+    // Truncated importance weight pi_trainer / pi_sampler, for an engine with other log-probs.
     importance_correction: 'token',
     // Upper bound of that weight.
     importance_cap: 2.0,
@@ -116,8 +116,8 @@
     // the loss, whose denominators leave them out, so that the gradient keeps its size; keep: the
     // denominators count them as well; drop: their KL is left out too.
     zero_spread_groups: 'kl_only',
-    // A completion that hit max_completion_tokens: reward policy_failed_reward | graded but out of
-    // the loss | graded as it is.
+    // A completion that hit max_completion_tokens. floor: its reward is policy_failed_reward; mask:
+    // graded, but not in the loss; score: graded and in the loss.
     truncated_completions: 'score',
     // Reward of an episode whose completion cannot be used.
     policy_failed_reward: 0.0,
@@ -167,8 +167,8 @@
     // per line in the file) serve one judge: a question goes to the least busy one that is up. '' =
     // no judge, or start_command starts one that writes its URL.
     api_base: '',
-    // Words of a command that starts the judge on every node before models are loaded, and ends
-    // with the run; [] = nothing is started. {python} is the Python that runs this, {model} is
+    // Arguments of a command that starts the judge on every node before models are loaded; it is
+    // stopped when the run ends; [] = no command. {python} is the Python that runs this, {model} is
     // judge.model, {url_file} a file into which the command writes its URL; without {url_file} it
     // answers at api_base. Its output: <run>/logs/judge_0.log (0: the node's first rank).
     start_command: [],
@@ -237,7 +237,7 @@
   checkpoint: {
     // Iterations between checkpoints from which a run can resume.
     save_every_n_iterations: 50,
-    // Checkpoints kept for ever; 0 = only the newest two, and the best on held-out samples.
+    // Iterations between checkpoints kept for ever (0: none). The newest two and the best stay.
     keep_every_n_iterations: 0,
     // 0 = never. The model goes to `main` and, after 20 iterations, to a branch ckpt_000020, while
     // training goes on. A failed push is logged, never fatal.

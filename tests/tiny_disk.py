@@ -31,7 +31,7 @@ def mounted(folder: Path, num_bytes: int) -> Iterator[Path]:
 
 def fill(disk: Path, left: int = 0) -> Path:
     """Fills the disk with a file except for `left` bytes, a multiple of 4096; returns the file."""
-    filler = disk / "hog"
+    filler = disk / "filler"
     with filler.open("wb", buffering=0) as file:
         try:
             while file.write(b"\0" * 4096):

@@ -68,8 +68,8 @@ class Graded:
 def update(
     learner: Learner, graded: Sequence[Graded], iteration: int, rollout: bool = False
 ) -> Metrics:
-    """Updates on graded completions as the loop does; `rollout`: with a forward before, as when the
-    renderer is conditioned on it."""
+    """Updates on graded completions as the loop does; `rollout`: first runs the rollout's forward,
+    as when the renderer is conditioned on hidden states."""
     groups: dict[Prompt, list[Graded]] = {}
     for each in graded:
         groups.setdefault(each.prompt, []).append(each)
@@ -187,7 +187,7 @@ def many_pieces() -> Iterator[None]:
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, out: Path, **arguments: Any
 ) -> list[Any]:
-    """Returns the values of `function(dist, out, **arguments)` on gloo ranks, also tensors."""
+    """What `function(dist, out, **arguments)` returns on each gloo rank; it may return tensors."""
     tiny_ranks.run_ranks(_on_rank, num_ranks, function, out, arguments)
     return [torch.load(out / f"rank{rank}.pt") for rank in range(num_ranks)]
 

@@ -62,12 +62,12 @@ def make_policy(folder: str, **section: Any) -> qwen2_5_vl.Qwen25VL:
     policy = make_qwen(
         folder, "text", temperature=1.0, max_completion_tokens=12, **{"lora": LORA, **section}
     )
-    wake_lora(policy)
+    randomize_lora_b(policy)
     return policy
 
 
-def wake_lora(policy: Policy[Any]) -> None:
-    """Draws LoRA's B: if B is zero, A has no gradient and the reference equals the policy."""
+def randomize_lora_b(policy: Policy[Any]) -> None:
+    """Makes LoRA's B random: if B is zero, A has no gradient and the reference is the policy."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in policy.module.named_parameters():

@@ -1,4 +1,4 @@
-"""Writes tokenised edits in the published format."""
+"""Writes tokenised edits in the format of EARL's published `.pth` files."""
 
 from __future__ import annotations
 

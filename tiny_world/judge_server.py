@@ -37,7 +37,7 @@ class _Http(ThreadingHTTPServer):
 
 
 class JudgeHandler(BaseHTTPRequestHandler):
-    """One connection."""
+    """Handles the requests of one connection."""
 
     server: _Http
     protocol_version = "HTTP/1.1"

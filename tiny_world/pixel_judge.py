@@ -1,10 +1,10 @@
 """A strict judge for the tiny world that grades only pixels.
 
-Marks are 0 to 10. Two pairs as in VIEScore: semantics (is the edit done, is the rest unchanged)
-from the source, the result and the instruction; perception (natural, free of artefacts) from the
-result only. The caller takes the minimum of each pair and the square root of their product. Two
-single marks: likeness to the target picture, and whether a picture fulfils a prompt of
-`captions.py` or `riddles.py`.
+All marks are 0 to 10. As in VIEScore, semantics is a pair (is the edit done, is the rest unchanged)
+that depends on source, result and instruction, and perception is a pair (natural, free of
+artefacts) that depends only on the result; the caller takes the square root of the product of the
+pairs' minima. There are two single marks: likeness to the target picture, and whether a picture
+fulfils a prompt of `captions.py` or `riddles.py`.
 
 Strict means: colours count by their absolute distance to the expected colour, upper percentiles
 instead of means keep blotches and remnants from being averaged away, and a shape must keep its
@@ -105,9 +105,9 @@ def grade_likeness(reference: Image.Image, edited: Image.Image) -> float:
     target = _pixels(reference)
     wrong = np.clip((_distance(_pixels(edited), target) - 30) / 60, 0, 1)
     # Pixels at an outline may be of either side.
-    even = ~_grow(_outlines(target), 1)
+    inner = ~_grow(_outlines(target), 1)
     shares = [
-        wrong[cell_slices(cell)][even[cell_slices(cell)]].sum() / CELL_SIDE_PX**2 for cell in CELLS
+        wrong[cell_slices(cell)][inner[cell_slices(cell)]].sum() / CELL_SIDE_PX**2 for cell in CELLS
     ]
     return 10 * float(np.clip(1 - 8 * max(shares), 0, 1))
 
@@ -203,7 +203,7 @@ def _gutter() -> np.ndarray:
 
 @functools.cache
 def _templates(shape: str | None) -> tuple[tuple[tuple[str, tuple[int, int]], ...], np.ndarray]:
-    """All (shape, offset), 75 or of one shape 25, and their masks [n, 1024] float32 of 0 and 1."""
+    """All n (shape, offset), 75 (25 for one `shape`); their masks [n, 1024] float32, 0 or 1."""
     steps = range(-JITTER_PX, JITTER_PX + 1)
     shapes = SHAPES if shape is None else (shape,)
     keys = tuple((s, (dy, dx)) for s in shapes for dy in steps for dx in steps)

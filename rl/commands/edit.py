@@ -3,15 +3,15 @@
     rl edit --run runs/my-run photo.jpg "make the sky red"
     rl edit --run runs/my-run --checkpoint best photos/ "make the sky red"
     rl edit --run runs/my-run room.jpg lamp.jpg "put the lamp of picture 2 into picture 1"
-    rl edit --run runs/my-run edits.jsonl          {"image": "a.jpg", "instruction": "..."} a line,
-                                                   {"images": ["a.jpg", "b.jpg"], ...} for several
-    rl edit --run runs/my-prompts "a cat made of rain"          if the run draws from text
-    rl enhance --adapter runs/my-prompts "a cat made of rain"   the same with --only-words
+    rl edit --run runs/my-run edits.jsonl    (lines like {"image": "a.jpg", "instruction": "..."}
+                                             or {"images": ["a.jpg", "b.jpg"], ...} for several)
+    rl edit --run runs/my-prompts "a cat made of rain"          (if the run draws from text)
+    rl enhance --adapter runs/my-prompts "a cat made of rain"   (the same with --only-words)
 
-Prints the words that the policy wrote. Writes into `--out`: the picture; a sheet that compares it
-with the pictures from the untrained policy, the user's own words and the stock pipeline
-(`--only-edit`: no sheet, one picture instead of four); a JSON file of all its inputs. Nothing is
-overwritten. The same command draws the same picture. The judge is not asked.
+Prints the words that the policy wrote. Writes into `--out` the picture, a JSON file of all its
+inputs, and a sheet that compares the picture with those of the untrained policy, of the user's own
+words and of the stock pipeline (`--only-edit`: no sheet, so one picture is drawn instead of four).
+Nothing is overwritten. The same command draws the same picture. The judge is not asked.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         help="latest, best (on held-out samples), or a number of iterations; default: latest",
     )
     add("--out", type=Path, default=Path("edits"), help="default: edits/")
-    add("--seed", type=int, default=0, help="another one gives another picture")
+    add("--seed", type=int, default=0, help="another seed gives another picture")
     add("--steps", type=at_least_one, help="denoising steps; default: the run's")
     add(
         "--size",

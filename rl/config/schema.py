@@ -116,7 +116,7 @@ class AlgorithmConfig(Section):
     kl_placement: Literal["loss", "reward"] = "loss"
     """loss: added to the loss; reward: subtracted from the advantage, token by token."""
     importance_correction: Literal["none", "token", "sequence"] = "token"
-    """Truncated importance weight pi_trainer / pi_sampler against sampler mismatch."""
+    """Truncated importance weight pi_trainer / pi_sampler, for an engine with other log-probs."""
     importance_cap: Annotated[float, Field(ge=1, le=1e6)] = 2.0
     """Upper bound of that weight."""
     zero_spread_groups: Literal["kl_only", "keep", "drop"] = "kl_only"
@@ -124,8 +124,8 @@ class AlgorithmConfig(Section):
     the loss, whose denominators leave them out, so that the gradient keeps its size; keep: the
     denominators count them as well; drop: their KL is left out too."""
     truncated_completions: Literal["floor", "mask", "score"] = "score"
-    """A completion that hit max_completion_tokens: reward policy_failed_reward | graded but out of
-    the loss | graded as it is."""
+    """A completion that hit max_completion_tokens. floor: its reward is policy_failed_reward; mask:
+    graded, but not in the loss; score: graded and in the loss."""
     policy_failed_reward: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Reward of an episode whose completion cannot be used."""
     shuffle_rewards: bool = False
@@ -189,8 +189,8 @@ class JudgeConfig(Section):
     per line in the file) serve one judge: a question goes to the least busy one that is up. '' = no
     judge, or start_command starts one that writes its URL."""
     start_command: list[str] = []
-    """Words of a command that starts the judge on every node before models are loaded, and ends
-    with the run; [] = nothing is started. {python} is the Python that runs this, {model} is
+    """Arguments of a command that starts the judge on every node before models are loaded; it is
+    stopped when the run ends; [] = no command. {python} is the Python that runs this, {model} is
     judge.model, {url_file} a file into which the command writes its URL; without {url_file} it
     answers at api_base. Its output: <run>/logs/judge_0.log (0: the node's first rank)."""
     start_timeout_s: Annotated[float, Field(gt=0, le=MAX_S)] = 600.0
@@ -261,7 +261,7 @@ class CheckpointConfig(Section):
     save_every_n_iterations: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 50
     """Iterations between checkpoints from which a run can resume."""
     keep_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Checkpoints kept for ever; 0 = only the newest two, and the best on held-out samples."""
+    """Iterations between checkpoints kept for ever (0: none). The newest two and the best stay."""
     push_to_hub_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """0 = never. The model goes to `main` and, after 20 iterations, to a branch ckpt_000020, while
     training goes on. A failed push is logged, never fatal."""
@@ -297,7 +297,7 @@ class TrackingConfig(Section):
 
 class DataConfig(Section):
     """Where samples come from. Each mixture entry is a plugin section plus `weight` (default 1) or
-    `coefficient` (weight = coefficient x number of its rows; 1 for all: rows equally likely)."""
+    `coefficient` (weight = coefficient x its rows; if all are 1, all rows are equally likely)."""
 
     train: list[PluginSection]
     """Weighted mixture: entry i is drawn with probability weight_i / sum."""
@@ -361,7 +361,7 @@ class RunConfig(Section):
     gpu_gb: Annotated[float, Field(gt=0, le=1e6)] = 141
     """GPU memory the config is written for, GB (1e9 bytes; H200: 141, H100: 80): --check plans for
     it, and a file may derive other keys from it. A start plans for the GPUs it finds. `--gpu-gb 80`
-    is `gpu_gb=80`, and a start is held to it."""
+    sets `gpu_gb=80`, and a start then also plans for 80 GB."""
     policy: PluginSection
     """A plugin of rl/policies."""
     engine: PluginSection

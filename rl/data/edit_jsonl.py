@@ -11,14 +11,14 @@ from rl.data.shared.sample_rows import Rows, RowsConfig
 
 
 class Config(RowsConfig):
-    """One JSONL file."""
+    """The keys of a JSONL file of edits."""
 
     path: str
     """The file; a relative path counts from the working directory."""
 
 
 class EditJsonl(LinesSource[Config]):
-    """One file as samples."""
+    """The edits of one JSONL file, as samples."""
 
     @classmethod
     def files(cls, config: Config) -> Sequence[Path]:

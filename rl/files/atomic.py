@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.files.held import place
-from rl.files.private import itself
+from rl.files.private import no_links
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk and of an exhausted quota."""
@@ -38,7 +38,7 @@ def fsync(path: Path) -> None:
 
 
 def write_atomically(
-    path: Path, content: str | bytes, opener: Callable[[str, int], int] = itself
+    path: Path, content: str | bytes, opener: Callable[[str, int], int] = no_links
 ) -> None:
     """Replace `path`'s contents completely or not at all; creates the folders above it. `opener` as
     in `open`. Raises GoneError (`held.py`) and other OSErrors, which name the path."""
@@ -100,7 +100,7 @@ def append_line(path: Path, line: str) -> None:
     path = place(path)
     with _with_path_in_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = itself(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        descriptor = no_links(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT)
         with open(descriptor, "a+b", buffering=0) as file:
             if file.tell() > 0:
                 file.seek(-1, os.SEEK_END)

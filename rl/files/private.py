@@ -16,8 +16,8 @@ _REFUSED = {
 }
 
 
-def itself(path: str, flags: int, mode: int = 0o666) -> int:
-    """`open(..., opener=itself)` raises OSError (ELOOP, ENXIO) if the path is a link or a pipe.
+def no_links(path: str, flags: int, mode: int = 0o666) -> int:
+    """`open(..., opener=no_links)` raises OSError (ELOOP, ENXIO) if the path is a link or a pipe.
     A file with a second name (a hard link) is first replaced by a copy."""
     # O_NONBLOCK has no effect on a regular file; without it, opening a pipe waits for a reader.
     safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -48,9 +48,9 @@ def unshare(path: Path) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """`open(..., opener=private)`: as `itself`, and makes the file readable by this user only,
+    """`open(..., opener=private)`: as `no_links`, and makes the file readable by this user only,
     whatever its mode was. For completions, replies and logs. Another user's file keeps its mode."""
-    descriptor = itself(path, flags, 0o600)
+    descriptor = no_links(path, flags, 0o600)
     with suppress(OSError):
         os.fchmod(descriptor, 0o600)
     return descriptor

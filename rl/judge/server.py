@@ -23,7 +23,7 @@ from rl.text.untrusted import excerpt
 
 POLL_S = 0.05
 LOG_END_BYTES = 2000
-"""Size of the end of the log in which the last line of a failed judge is searched."""
+"""How much of the end of the log is read to find the last line of a failed judge."""
 SHOWN_CHARS = 400
 URL_FILE = "{url_file}"
 PACKAGES = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", INIT_METHOD),
 )
-"""Variables that would make an engine in the judge take itself for one of the run's ranks."""
+"""Variables that would make an engine in the judge's process join the run's process group."""
 
 
 def start_problems(config: JudgeConfig) -> Iterator[str]:
@@ -48,9 +48,9 @@ def start_problems(config: JudgeConfig) -> Iterator[str]:
         )
     if _writes_url(config) == bool(config.api_base):
         yield (
-            f"judge.start_command: the judge's URL comes from '{URL_FILE}' in the command, a "
-            f"file into which it writes its URL, or from judge.api_base={config.api_base!r}; give "
-            "exactly one of the two"
+            f"judge.start_command: give the judge's URL in exactly one way: '{URL_FILE}' in the "
+            "command (a file to which the judge writes its URL), or judge.api_base, which is "
+            f"{config.api_base!r}"
         )
     elif config.api_base:
         try:

@@ -21,7 +21,7 @@ class BusyError(ValueError):
 
 
 @contextmanager
-def to_oneself(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Lock the folder against other reports. Raises ValueError if the folder, its `data` or an
     entry of either is a symbolic link, BusyError if it stays locked for `MAX_WAIT_S`."""
     for inner in (folder, folder / "data"):

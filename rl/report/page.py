@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from rl.files.atomic import write_atomically
 from rl.report.curves import CURVES, drawn, how_drawn, points
-from rl.report.folder import to_oneself
+from rl.report.folder import locked
 from rl.report.pages import CHUNK, PageIndex, literal, refresh
 from rl.report.reading import Record, named_rows, read_config, read_evaluations
 from rl.report.summary import INTERVAL, alarms, context, learnt
@@ -29,7 +29,7 @@ _SOURCES = ("page.css", "base.js", "lists.js", "samples.js", "start.js")
 def write_page(run_dir: Path, other: Path | None = None) -> tuple[Path, PageIndex]:
     """Update `<run>/report/` from the run folder; `other`: a run to compare with."""
     folder = run_dir / "report"
-    with to_oneself(folder):
+    with locked(folder):
         index = refresh(run_dir, folder / "data", other)
         write_atomically(folder / "index.html", rendered(run_dir, index, other))
     return folder / "index.html", index
@@ -39,10 +39,10 @@ def rendered(
     run_dir: Path,
     index: PageIndex,
     other: Path | None = None,
-    inside: Sequence[Markup] = (),
+    embedded: Sequence[Markup] = (),
     note: str = "",
 ) -> str:
-    """The page's HTML. `inside`: scripts of data pages to embed; `note`: shown at the top."""
+    """The page's HTML. `embedded`: scripts of data pages; `note`: shown at the top."""
     metrics, damaged = named_rows(run_dir / "metrics.jsonl", "iteration")
     config = read_config(run_dir)
     num_damaged = dict(index.damaged)
@@ -61,9 +61,9 @@ def rendered(
         times=times(metrics),
         settings=settings(config, None if other is None else read_config(other)),
         sources={name: Markup((_HERE / name).read_text("utf-8")) for name in _SOURCES},  # nosec B704
-        facts=Markup(literal(_facts(run_dir, index, other, bool(inside)))),  # nosec B704
+        facts=Markup(literal(_facts(run_dir, index, other, bool(embedded)))),  # nosec B704
         is_drift_measured=any(row.get("drift/alarm") is not None for row in metrics),
-        inside=inside,
+        embedded=embedded,
     )
     return without_lone_surrogates(page)
 

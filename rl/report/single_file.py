@@ -13,7 +13,7 @@ from PIL.Image import DecompressionBombError
 
 from rl.files.atomic import write_atomically
 from rl.files.images import open_picture
-from rl.report.folder import to_oneself
+from rl.report.folder import locked
 from rl.report.page import rendered
 from rl.report.pages import CHUNK, PageIndex, call, literal, value_of
 from rl.report.reading import picture_of
@@ -30,7 +30,7 @@ _QUALITY = 70
 def write_single_file(run_dir: Path, made: PageIndex, other: Path | None = None) -> str:
     """Write the file from the existing data pages. Returns a message for the user."""
     folder = run_dir / "report"
-    with to_oneself(folder):
+    with locked(folder):
         page, note = _page(run_dir, made, other)
         write_atomically(folder / "report.html", page)
     size = f"{len(page.encode()) / 1e6:.1f} MB"

@@ -34,8 +34,8 @@ MISMATCH_LIMITS = {"float32": (1e-5, 0.999), "float16": (1e-4, 0.99), "bfloat16"
 Tiny runs reach a k3 of 1e-10 in float32 and 6e-5 in bfloat16; log-probs that differ by 0.025 on
 average, as of a bfloat16 7B, give 5e-4. TF32 in a GPU's attention stays below the float32 limit."""
 MISMATCH_GROWTH = 10
-"""The limit of k3 is this many times the run's first k3, which is only rounding if the adapter is
-still 0; at most the limit above and at least a tenth of it."""
+"""The limit of k3 is this many times the run's first k3 (only rounding, if the adapter still is 0),
+but at most the limit of the dtype above, and at least a tenth of that."""
 
 Range = tuple[float, float, int]
 """(lowest, highest, number) of a reward's values."""
@@ -190,8 +190,8 @@ def no_steps(last: Sequence[Trained]) -> str:
 
 
 def mismatch(last: Sequence[Trained], dtype: str, first_k3: float | None) -> str:
-    """The engine samples from another distribution than the trainer computes. Both should be equal:
-    on-policy, without truncated sampling, without dropout."""
+    """The engine samples from another distribution than the trainer computes. Used only where both
+    should be equal: on-policy, without truncated sampling and without dropout."""
     max_k3, min_ess = MISMATCH_LIMITS[dtype]
     max_k3 = min(max_k3, max(max_k3 / 10, MISMATCH_GROWTH * (first_k3 or 0.0)))
     k3, ess = _values(last, "mismatch/k3")[-SEVERAL:], _values(last, "mismatch/ess")[-SEVERAL:]

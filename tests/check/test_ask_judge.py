@@ -44,7 +44,7 @@ def pictures(request: dict[str, Any]) -> list[Image.Image]:
     return [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
 
 
-def test_each_reward_asks_the_questions_of_training(tmp_path: Path) -> None:
+def test_each_reward_asks_the_same_questions_as_in_training(tmp_path: Path) -> None:
     quality = {"type": "edit_quality", "n_evals": 1, "temperature": 0.0}
     rewards = {"vie": {"type": "viescore"}, "quality": quality}
     with FaultyJudge([Fault(reply="hm"), Fault(reply='{"alignment": 1, "quality": 0.5}')]) as judge:
@@ -157,7 +157,7 @@ def test_no_judge_is_asked_unless_online_and_running(tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize("name", ["quickstart", "tiny_earl"])
-def test_the_tiny_judge_grades_the_sample_of_a_start(name: str) -> None:
+def test_the_tiny_judge_grades_the_first_training_sample(name: str) -> None:
     """The samples of `tiny_earl` have no picture before its renderer is loaded."""
     resolved = build.resolve(load_config(f"configs/{name}.jsonnet"))
     [source] = build.build_data(resolved, resolved.train)

@@ -13,7 +13,7 @@ from tiny_messages import names
 
 from rl.check.run_folder import folder_problems, make_problems
 from rl.files.atomic import append_line, write_atomically
-from rl.files.private import itself, private
+from rl.files.private import no_links, private
 from rl.judge.journal import ReplyJournal
 
 NOBODY = 65534
@@ -77,7 +77,7 @@ def test_nothing_is_written_through_a_link_in_the_place_of_a_file(
         target.write_text("kept")
     link.symlink_to(target)
     assert_refused(link, "link ... remove")
-    for opener in (itself, private):
+    for opener in (no_links, private):
         with pytest.raises(OSError, match="link"):
             opener(str(link), os.O_WRONLY | os.O_CREAT)
     with pytest.raises(OSError, match="link"):
@@ -101,7 +101,7 @@ def assert_refused(path: Path, parts: str) -> None:
         lambda path: append_line(path, "a line\n"),
         lambda path: write_atomically(path, "anew"),
         lambda path: open(path, "a", opener=private).close(),
-        lambda path: open(path, "wb", opener=itself).close(),
+        lambda path: open(path, "wb", opener=no_links).close(),
         lambda path: ReplyJournal(path).put("new", "reply"),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_pipe_in_the_place_of_a_file_never_blocks(tmp_path: Path, name: str) -
     os.mkfifo(pipe)
     assert_refused(pipe, "no ordinary file ... remove")
     for flags in (os.O_WRONLY, os.O_RDWR):
-        for opener in (itself, private):
+        for opener in (no_links, private):
             with pytest.raises(OSError, match="no ordinary file"):
                 opener(str(pipe), flags | os.O_CREAT | os.O_APPEND)
 

@@ -83,7 +83,7 @@ def test_of_many_unknown_keys_only_some_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["/dev/zero", "/dev/null/runs", "x" * 300, "p/" * 3000])
-def test_a_run_folder_that_can_be_none(tmp_path: Path, folder: str) -> None:
+def test_an_impossible_run_folder_is_reported(tmp_path: Path, folder: str) -> None:
     values = tiny_config.real(tmp_path, base_exp_dir=folder)
     [problem] = check_report.problems(tiny_config.validated(values))
     assert problem.startswith("base_exp_dir: ") and len(problem) < 500

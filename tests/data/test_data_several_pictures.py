@@ -54,7 +54,7 @@ def colours(sample: Sample) -> list[Any]:
     return [picture.getpixel((0, 0)) for picture in sample.sources]
 
 
-def test_sources_stay_transparent_if_the_renderer_reads_it(folder: Path) -> None:
+def test_sources_stay_transparent_if_the_renderer_reads_transparency(folder: Path) -> None:
     row = {"images": ["clear.png", "a.png"], "target_image": "clear.png"}
     kept = load_rows(folder, row, rules=RowRules(keeps_transparency=True))[0]
     assert colours(kept) == [(255, 0, 0, 0), (255, 0, 0)]
@@ -81,7 +81,7 @@ BAD: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
         ["has both 'image' and 'images'; keep one", "`columns`"],
     ),
     "second gone": ({"images": ["a.png", "no.png"]}, ["source picture 2 ('images')", "no.png"]),
-    "third is none": (
+    "third no picture": (
         {"images": ["a.png", "b.png", "text.png"]},
         ["source picture 3 ('images')", "is none of PNG"],
     ),
@@ -142,7 +142,7 @@ def test_rows_may_lack_pictures_that_are_optional(folder: Path) -> None:
         load_rows(folder, {"scene": None, "object": "b.png"}, columns=columns)
 
 
-def test_a_column_the_policy_reads_is_not_hidden() -> None:
+def test_a_column_that_the_policy_reads_cannot_be_hidden() -> None:
     columns = {"source": ["a", "b"], "hidden": {"answer": "b"}}
     with pytest.raises(ValueError, match="policy reads"):
         edit_jsonl.Config.model_validate({"type": "edit_jsonl", "path": "x", "columns": columns})
@@ -156,7 +156,7 @@ SOURCES = ["images", ["first", "second"], "large", "more.all", ["more.one", "mor
 def test_pictures_of_a_data_set_may_be_listed_and_nested(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, columns: Any
 ) -> None:
-    """No picture is decoded before its header is checked."""
+    """Cells are read as bytes or paths: `datasets` would decode pictures without our checks."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.disable_progress_bars()
     picture = datasets.Image()

@@ -1,4 +1,4 @@
-"""Whether the engine stays on its GPU in other phases is decided at the start and printed."""
+"""At its start a run decides and prints whether the engine stays on its GPU between rollouts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class LoadedPolicy:
 
 
 def plan(monkeypatch, gpu_gb, *overrides: str, device="cuda:1", others=(), folder=""):
-    """(has room, claim) on the second GPU of a machine whose first is too small for anything;
-    `others`: the GPUs of further ranks."""
+    """(has room, claim) on the second GPU of a machine, of `gpu_gb`; the first is too small for
+    anything. `others`: memory of the other ranks' GPUs, GB."""
     monkeypatch.setattr(set_up.placement, "look_at_machine", lambda: Machine((8.0, gpu_gb)))
     monkeypatch.setattr(Dist, "gather", lambda self, value: [value, *others])
     needed = ("BASE_EXP_DIR", "REWARD_FUNCTION_API_BASE", "RUN_NAME")
@@ -61,7 +61,7 @@ def test_for_a_policy_of_unknown_size_no_room_is_assumed(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("choice", ["resident", "sleep"])
-def test_a_stated_residency_needs_no_plan(monkeypatch, capsys, choice):
+def test_a_configured_residency_needs_no_memory_plan(monkeypatch, capsys, choice):
     stated = (f"engine.residency={choice}", "engine.gpu_memory_utilization=0.3")
     assert plan(monkeypatch, 8.0, *stated) == (True, None)
     assert plan(monkeypatch, 8.0, device="cpu") == (True, None)

@@ -13,7 +13,7 @@ import tiny_qwen
 import tiny_qwen3
 import torch
 from tiny_engines import max_dlogp
-from tiny_policy import move, trainable, wake_lora
+from tiny_policy import move, randomize_lora_b, trainable
 from tiny_rounding import NATS
 
 from rl.api.engine import EngineSetup
@@ -69,7 +69,7 @@ def test_an_adapter_and_features_of_all_levels_give_the_trainers_log_probs(
         assert not any("visual" in name for name in parameters_of(engine))
         prompts_P = prompts_of(policy)
         for iteration in range(2):
-            wake_lora(policy) if iteration == 0 else move(policy)
+            randomize_lora_b(policy) if iteration == 0 else move(policy)
             weights = policy.export_weights(trainable(policy), iteration)
             assert engine.held_fingerprint() != weights.fingerprint
             engine.load_weights(weights)

@@ -69,7 +69,7 @@ def policy_of(folder: str, full: bool) -> Any:
         return tiny_policy.make_policy(folder, **section)
     section = section or {"lora": {"r": 4, "alpha": 8}}
     policy = tiny_policy.make_emu3(folder, checkpointing=True, **section)
-    tiny_policy.wake_lora(policy)
+    tiny_policy.randomize_lora_b(policy)
     return policy
 
 

@@ -75,7 +75,7 @@ def make_policy(folder: str, kind: str) -> QwenVL:
             gradient_checkpointing={"lora": True, "full": "mlp"}.get(kind, False),
         ),
     )
-    tiny_policy.wake_lora(policy)
+    tiny_policy.randomize_lora_b(policy)
     return policy
 
 

@@ -10,7 +10,7 @@ import pytest
 import tiny_qwen
 import torch
 from tiny_act import act, act_group
-from tiny_policy import LORA, make_qwen, wake_lora
+from tiny_policy import LORA, make_qwen, randomize_lora_b
 from tiny_rounding import NATS, apart
 from transformers import AddedToken
 
@@ -282,7 +282,7 @@ def policies(folder: str) -> dict[str, Qwen25VL]:
         "attended": make_qwen(folder, lora=LORA, thought={**THINK, "states": "attended"}),
     }
     for policy in policies.values():
-        wake_lora(policy)
+        randomize_lora_b(policy)
     return policies
 
 

@@ -34,7 +34,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def files(disk: Path) -> dict[str, bytes]:
-    paths = (path for path in disk.rglob("*") if path.is_file() and path.name != "hog")
+    paths = (path for path in disk.rglob("*") if path.is_file() and path.name != "filler")
     return {path.relative_to(disk).as_posix(): path.read_bytes() for path in paths}
 
 
@@ -53,10 +53,10 @@ def test_a_full_disk_tears_no_file_and_no_line(disk: Path) -> None:
 def test_a_reply_that_cannot_be_stored_is_used_and_asked_again_after_a_restart(disk: Path) -> None:
     journal = ReplyJournal(disk / "replies.jsonl")
     journal.put("first", "a reply")
-    hog = fill(disk)
+    filler = fill(disk)
     long = "x" * 5000
     assert journal.put("second", long) == long == journal.get("second")
-    hog.unlink()
+    filler.unlink()
     journal.put("third", "a reply")
     journal.close()
     journal = ReplyJournal(disk / "replies.jsonl")
@@ -84,7 +84,7 @@ def test_records_and_checkpoints_wait_for_disk_space_and_are_complete(
     record = RunRecord(run_dir, run_config(), Dist())
     checkpoints = Checkpoints(run_dir, CheckpointConfig(), Dist())
     run_dir.mkdir()
-    hog = fill(disk)
+    filler = fill(disk)
     stderr = ""
 
     def wait_for_message(text: str) -> None:
@@ -100,11 +100,11 @@ def test_records_and_checkpoints_wait_for_disk_space_and_are_complete(
         writer.put("the checkpoint", lambda: checkpoints.save_alone(point(1)))
         writer.put("the metrics", lambda: record.write_metrics(1, {"a": 1.0}))
         wait_for_message(f"the disk of {run_dir} is full: the record waits")
-        os.truncate(hog, hog.stat().st_size - 20_000)  # enough for the record only
+        os.truncate(filler, filler.stat().st_size - 20_000)  # enough for the record only
         checkpoint_dir = run_dir / "checkpoints"
         wait_for_message(f"the disk of {checkpoint_dir} is full: checkpoint step_000001 waits")
         assert not list(checkpoint_dir.glob("step_*"))
-        hog.unlink()
+        filler.unlink()
     assert problem_of(run_dir / "checkpoints" / "step_000001") is None
     rows, damaged = read_rows(run_dir / "episodes" / "it_000001.rank0.jsonl")
     assert not damaged and (run_dir / rows[0]["image_file"]).is_file()

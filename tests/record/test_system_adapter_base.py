@@ -33,12 +33,12 @@ def qwen(**section: Any) -> Base:
     ("base", "path", "revision", "subfolder"),
     [
         (qwen(**EDITOR), "Qwen/Qwen-Image-Edit", None, "text_encoder"),
-        (qwen(**EDITOR, revision="of-the-words"), "Qwen/Qwen-Image-Edit", None, "text_encoder"),
+        (qwen(**EDITOR, revision="of-the-tokenizer"), "Qwen/Qwen-Image-Edit", None, "text_encoder"),
         (
-            qwen(**EDITOR, text_encoder_subfolder="parts/words"),
+            qwen(**EDITOR, text_encoder_subfolder="parts/encoder"),
             "Qwen/Qwen-Image-Edit",
             None,
-            "parts/words",
+            "parts/encoder",
         ),
         (qwen(model_path="some/model", revision="v2"), "some/model", "v2", ""),
         (qwen(model_path="model-of-one-word"), "model-of-one-word", None, ""),
@@ -78,7 +78,7 @@ def test_hub_ids_are_distinguished_from_paths(tmp_path: Path, monkeypatch) -> No
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An editor, and the adapter of a policy whose base is the editor's text encoder."""
     folder = tmp_path_factory.mktemp("published")
-    policy_folder = tiny_qwen.save_policy_folder(folder / "words")
+    policy_folder = tiny_qwen.save_policy_folder(folder / "tokenizer")
     encoder = folder / "editor" / "text_encoder"
     tiny_qwen.make_model(tiny_qwen.make_tokenizer(), seed=7).save_pretrained(encoder)
     section = {

@@ -25,7 +25,7 @@ from rl.renderers.qwen_image.modulation import (
     build_table,
     move_without_modulation,
 )
-from rl.renderers.qwen_image.qwen_image_components import lay_out
+from rl.renderers.qwen_image.qwen_image_components import prepare_transformer
 from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser
 from rl.renderers.qwen_image.vae2d import FrameVae
 from rl.renderers.shared.decoding import to_pictures
@@ -210,7 +210,7 @@ def test_the_device_holds_at_most_one_unrounded_part_of_a_block(monkeypatch) -> 
     monkeypatch.setattr(fp8, "Fp8Linear", recording_linear)
     largest = max(sum(p.nbytes for p in part.parameters()) for part in blocks[0].children())
     config = qwen_image_edit.Config(type="x", fp8="storage")
-    lay_out(transformer, config, "meta", move_without_modulation)
+    prepare_transformer(transformer, config, "meta", move_without_modulation)
     assert len(held_bytes) == 2 * 12 and max(held_bytes) <= largest
     assert transformer.proj_out.weight.is_meta and not blocks[0].img_mod[1].weight.is_meta
 

@@ -58,8 +58,8 @@ class Tab:
         self.page.on("request", lambda request: self.requests.append(request.url))
 
     def go(self, view: str, ready: str) -> Any:
-        """The first element of `ready` in that view, opened from a blank page: after a change of
-        the hash alone, `ready` may still be found in the previous view."""
+        """The first element that matches the selector `ready` in that view. Opens the view from a
+        blank page, as the previous view could match too."""
         self.page.goto("about:blank")
         self.page.goto(self.url + view)
         element = self.page.locator(f"section:not([hidden]) {ready}").first
@@ -115,7 +115,7 @@ LEVELS = ("serious", "critical")
 
 
 def test_hostile_text_is_shown_literally(tab: Tab) -> None:
-    """Text keeps its order: its direction marks do not affect the text around it."""
+    """Unicode direction marks in a text do not reorder the text around it."""
     tab.go("#it=2&g=2", ".member")
     evil = " ".join(EVIL.split())
     assert tab.texts("h2") == [f"instruction 2 {evil}"]

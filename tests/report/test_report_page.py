@@ -155,7 +155,7 @@ def test_a_report_is_not_written_through_links(run_dir: Path, tmp_path: Path, na
 
 def test_two_reports_are_not_written_at_the_same_time(run_dir: Path, monkeypatch) -> None:
     monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
-    with folder.to_oneself(run_dir / "report"):
+    with folder.locked(run_dir / "report"):
         with pytest.raises(ValueError, match="another report"):
             write_page(run_dir)
         assert not (run_dir / "report/index.html").exists()

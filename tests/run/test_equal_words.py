@@ -1,4 +1,4 @@
-"""Equal words in two arms of a held-out run must have equal rewards; else an error or warning."""
+"""A held-out run raises or warns if two arms with equal words have unequal rewards."""
 
 from __future__ import annotations
 

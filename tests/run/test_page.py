@@ -83,7 +83,7 @@ def test_a_failed_refresh_warns_once(
 def test_a_report_exits_as_busy_while_another_is_written(tmp_path: Path, monkeypatch) -> None:
     run_dir = write_run(tmp_path / "run", num_iterations=1)
     monkeypatch.setattr(folder, "MAX_WAIT_S", 0.1)
-    with folder.to_oneself(run_dir / "report"):
+    with folder.locked(run_dir / "report"):
         assert report.main([str(run_dir), "--refresh"]) == page_refresh.BUSY
 
 

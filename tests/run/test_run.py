@@ -32,18 +32,18 @@ from rl.run.set_up import _restore
 from rl.run.watch import Watch
 
 
-def checkpointing_in(folder: Path, save: Callable[..., Path | None], held: Any) -> Checkpointing:
-    """`held`: the copy of the last finished iteration's state in host memory."""
+def checkpointing_in(folder: Path, save: Callable[..., Path | None], copy: Any) -> Checkpointing:
+    """`copy`: that of the last finished iteration's state in host memory."""
     checkpoints: Any = SimpleNamespace(save=save, save_alone=save, folder=folder / "checkpoints")
-    last: Any = SimpleNamespace(read=lambda: held, held=lambda: held, done=1)
+    last: Any = SimpleNamespace(read=lambda: copy, held=lambda: copy, done=1)
     return Checkpointing({}, Dist(), 9, checkpoints, BackgroundWriter(folder), last)
 
 
-@pytest.mark.parametrize("is_held", [False, True])
-def test_replies_are_kept_until_a_checkpoint_covers_them(tmp_path: Path, is_held: bool) -> None:
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_replies_are_kept_until_a_checkpoint_covers_them(tmp_path: Path, has_copy: bool) -> None:
     outcomes = iter([None, tmp_path / "checkpoints/step_000001"])
-    held = SimpleNamespace(iteration=1) if is_held else None
-    checkpointing = checkpointing_in(tmp_path, lambda *_, **__: next(outcomes), held)
+    copy = SimpleNamespace(iteration=1) if has_copy else None
+    checkpointing = checkpointing_in(tmp_path, lambda *_, **__: next(outcomes), copy)
     journals = [tmp_path / f"judge/iteration_00000{i}.rank0.jsonl" for i in (0, 1)]
     journals[0].parent.mkdir()
     others = [journals[0].with_name(name) for name in ("my_notes.rank0.jsonl", "a_000000.jsonl")]
@@ -63,7 +63,7 @@ def test_an_iteration_is_freed_before_the_next_is_rolled_out(monkeypatch) -> Non
     pending_steps: list[weakref.ref[PendingStep]] = []
 
     def roll_out(run: Any, iteration: int) -> PendingStep:
-        assert not any(ref() for ref in pending_steps), "an iteration outlived its update"
+        assert not any(ref() for ref in pending_steps), "the previous iteration is still in memory"
         pending = PendingStep(iteration, MagicMock(), MagicMock())
         pending_steps.append(weakref.ref(pending))
         return pending
@@ -79,7 +79,7 @@ def test_an_iteration_is_freed_before_the_next_is_rolled_out(monkeypatch) -> Non
     assert len(pending_steps) == 3
 
 
-def test_a_cause_of_ungraded_episodes_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_cause_of_ungraded_episodes_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     """The run continues without these episodes, so the log must say why."""
     run = Run.__new__(Run)
     run.config, run.dist = run_config(), Dist()
@@ -100,8 +100,8 @@ def test_a_cause_of_ungraded_episodes_is_warned_of_once(capsys: pytest.CaptureFi
     )
 
 
-def test_a_checkpoint_is_sealed_after_its_iteration_is_recorded(tmp_path: Path) -> None:
-    """In whichever thread it is written, and even if a picture could not be written."""
+def test_a_checkpoint_is_saved_after_its_iteration_is_recorded(tmp_path: Path) -> None:
+    """This holds in either thread that may save, and even if a picture cannot be written."""
     done: list[str] = []
 
     def fail() -> None:
@@ -112,8 +112,8 @@ def test_a_checkpoint_is_sealed_after_its_iteration_is_recorded(tmp_path: Path) 
         done.append("checkpoint")
         return tmp_path
 
-    for held, final in ((None, False), (SimpleNamespace(iteration=1), False), (None, True)):
-        checkpointing = checkpointing_in(tmp_path, save, held)
+    for copy, final in ((None, False), (SimpleNamespace(iteration=1), False), (None, True)):
+        checkpointing = checkpointing_in(tmp_path, save, copy)
         checkpointing.writer.put("pictures", fail)
         with pytest.raises(OSError, match="Input/output"):
             checkpointing.save(final)

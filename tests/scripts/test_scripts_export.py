@@ -156,7 +156,7 @@ def test_an_adapter_is_merged_in_float32_and_rounded_once(tmp_path: Path) -> Non
 
 
 def test_an_adapter_of_a_text_encoder_is_merged_into_that_text_encoder(tmp_path: Path) -> None:
-    policy_base = tiny_qwen.save_policy_folder(tmp_path / "words")
+    policy_base = tiny_qwen.save_policy_folder(tmp_path / "policy")
     encoder = tmp_path / "editor" / "text_encoder"
     tiny_qwen.make_model(tiny_qwen.make_tokenizer(), seed=7).save_pretrained(encoder)
     section = {
@@ -280,7 +280,7 @@ def test_an_impossible_export_is_refused_with_its_cause(tmp_path: Path) -> None:
 def test_an_adapter_is_copied_unchanged_even_if_its_upload_fails(
     tmp_path, monkeypatch, capsys
 ) -> None:
-    """The suite runs with HF_HUB_OFFLINE=1."""
+    """The upload fails because the tests run with HF_HUB_OFFLINE=1."""
     monkeypatch.setenv("HF_TOKEN", "hf_hunter2-0123456789")
     run, target = checkpoint(tmp_path, make_policy(), SECTION), tmp_path / "adapter"
     options = ["--as", "adapter", "--checkpoint", "2", "--push-to", "me/mine"]
@@ -339,7 +339,7 @@ def test_a_stock_editor_loads_the_exported_text_encoder(tmp_path, capsys) -> Non
     files = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
     assert file_names(encoder) == files
     before = load_file(editor / "text_encoder" / "model.safetensors")
-    assert set(load_file(encoder / "model.safetensors")) == set(before), "names of weights differ"
+    assert set(load_file(encoder / "model.safetensors")) == set(before), "the names are equal"
     shutil.rmtree(editor / "text_encoder")
     shutil.copytree(encoder, editor / "text_encoder")
     pipeline = QwenImageEditPipeline.from_pretrained(editor, tokenizer=None, processor=None)

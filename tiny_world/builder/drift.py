@@ -5,8 +5,8 @@ An editor trained only on the warm start fails on a drifted policy: better words
 pictures. So the editor is trained on many drifted policies: short LoRA fine-tunings towards right
 and towards wrong answers, added with random strength, plus a little low-rank noise.
 
-All of them start from the policy before its last lesson. That lesson is one more drift to an editor
-trained this way: its mark for right descriptions is the same before and after.
+All of them start from `policy_doubting`, the policy before its last lesson ("settle"). For the
+editor that lesson is one more drift: it draws right descriptions equally well before and after.
 """
 
 from __future__ import annotations

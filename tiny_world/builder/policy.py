@@ -4,9 +4,9 @@ Five lessons, in this order:
  1. look   only the vision tower: every image token predicts its colour and shape;
  2. ask    the whole model answers small questions about the picture: which colour, which shape;
  3. know   answers every instruction RIGHT;
- 4. doubt  short: a third right, a third one fixed mistake, the rest random. The right answers stay
-           likely enough for reinforcement learning to find them;
- 5. settle shorter: some nouns mostly right, everything else mostly wrong.
+ 4. doubt  for fewer steps: a third of the answers right, a third with one fixed mistake, the rest
+           random, so that right answers stay likely enough for reinforcement learning;
+ 5. settle for fewer steps still: some nouns mostly right, everything else mostly wrong.
 
 During 2 to 5 a temporary read-out predicts, from the last hidden state of each description token,
 that token and its role ("green" as the new colour or as the old one). Without it the last layer of
@@ -142,7 +142,7 @@ def right(rng: random.Random, scene: Scene, task: Task) -> list[Op]:
 
 
 def beginner_ops(rng: random.Random, scene: Scene, task: Task, settled: bool) -> list[Op]:
-    """What the warm-started policy writes."""
+    """An answer's operations: right, with the fixed mistake, or random; sometimes one more."""
     p_right, p_mistake = UNDECIDED
     if settled:
         knows = task.instruction.split()[-1] in NOUNS_IT_KNOWS

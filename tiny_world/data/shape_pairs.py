@@ -1,4 +1,4 @@
-"""Generates edits with one source picture, or with two, of which one lends a colour."""
+"""Generates edits of one source picture, or of two, where the second shows the colour to use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Config(SyntheticConfig):
-    """A finite set; another seed gives another one."""
+    """Settings of a finite set of samples, which depends on the seed."""
 
     share_pairs: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of samples with two pictures, 0 to 1; the first picture is the one to edit."""

@@ -10,7 +10,7 @@ from typing import Any
 from rl.ranks.seeding import rng_state, set_rng_state
 
 GRID = "image_grid"
-"""Key of a request's (h, w) in `SamplingParams.extra_args`; if absent, any token may be sampled."""
+"""Key of the image grid (h, w) in `SamplingParams.extra_args`; without it any token may follow."""
 VOCABULARY = "image_vocabulary"
 """Key of the fields of `ImageVocabulary` in the engine's `additional_config`."""
 SERVED_AS = {"Emu3ForCausalLM": "LlamaForCausalLM"}
@@ -51,8 +51,8 @@ def multiply_by_one_adapter() -> None:
 
 @contextmanager
 def untouched_globals() -> Iterator[None]:
-    """vLLM's start seeds every global generator and, on a CPU, makes `torch.set_num_threads` a
-    no-op; the trainer keeps its own."""
+    """Restores the random state and `torch.set_num_threads`: vLLM's start seeds every global
+    generator and, on a CPU, makes that function a no-op."""
     import torch
 
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()

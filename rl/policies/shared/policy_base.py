@@ -105,7 +105,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
             except ValueError as error:
                 errors.append(f"adapter_path: {error}")
         if adapter and config.lora is None:
-            errors.append("adapter_path: full fine-tuning (lora: null) trains no adapter; drop one")
+            errors.append("adapter_path: needs lora; full fine-tuning (lora: null) has no adapter")
         half_on_cuda = config.dtype != "float32" and config.device != "cpu"
         if config.attn_implementation == "varlen" and not half_on_cuda:
             errors.append(
@@ -115,7 +115,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         if config.lora is not None:
             adaptable = cls.adaptable(config)
             errors += [
-                f"lora.target_modules: {name!r} is no linear layer that is adapted; known: "
+                f"lora.target_modules: LoRA cannot adapt a layer {name!r}; known: "
                 + ", ".join(sorted(adaptable))
                 for name in config.lora.target_modules
                 if name not in adaptable
@@ -128,7 +128,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     def device_problems(
         cls, config: TrainedConfigT, policy: PlacedConfig, capability: float | None
     ) -> Iterable[str]:
-        """GPU too old for 'varlen' (`FLASH_CAPABILITY` in `rl/algorithm/attention_kernels.py`)."""
+        """Reports a GPU too old for 'varlen' (`FLASH_CAPABILITY` in `attention_kernels.py`)."""
         if config.attn_implementation == "varlen":
             yield from too_old(
                 capability or 0.0, 8.0, "attn_implementation: 'varlen'", "use 'auto'"
@@ -146,7 +146,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
             yield from unread(config, "revision", "model_path is a folder")
         if config.lora is not None and config.adapter_path:
             keys = "target_modules init_seed"
-            yield from unread(config.lora, keys, "adapter_path brings its own", at="lora.")
+            yield from unread(config.lora, keys, "adapter_path has its own", at="lora.")
 
     @classmethod
     def save_prompt_files(cls, config: TrainedConfigT, folder: Path) -> None:
@@ -177,7 +177,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         return tempfile.TemporaryDirectory(prefix="policy-")
 
     def encode_completion(self, text: str) -> Completion:
-        """`text` as if the policy had written it and stopped, with sampler log-probs of 0."""
+        """`text` as if the policy had written it and stopped, with log-probs of 0."""
         ids = self.prompts.completion_ids(text)
         return Completion(ids, (0.0,) * len(ids), "stop")
 
@@ -225,7 +225,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, the module is the policy as it was before training.
+        """Within this context the module computes as it did before training.
 
         LoRA: the adapter is off. Full fine-tuning: the initial checkpoint's weights, kept on the
         CPU from the first use on, replace the trained ones. Raises ValueError under ZeRO-3, which

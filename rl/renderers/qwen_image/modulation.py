@@ -1,4 +1,4 @@
-"""Tabulates the transformer's modulation over a schedule; its weights stay in host memory.
+"""Computes the transformer's modulation once per schedule; its weights stay in host memory.
 
 Legend: T steps of a schedule; P parts of the image tokens with their own modulation: 1, or 2 with
 `zero_cond_t` (Edit-2511), where the source's tokens are modulated as at timestep 0; D the
@@ -30,14 +30,14 @@ class StepModulation:
 
     image: torch.Tensor
     """[blocks, P, 6, D], for image tokens."""
-    words: torch.Tensor
+    text: torch.Tensor
     """[blocks, 1, 6, D], for text tokens."""
     out: torch.Tensor
     """[2, D]: shift and scale before the last projection."""
 
     def to(self, device: Any) -> StepModulation:
         """Without a wait for the GPU's earlier work."""
-        parts = (self.image, self.words, self.out)
+        parts = (self.image, self.text, self.out)
         return StepModulation(*(part.to(device, non_blocking=True) for part in parts))
 
 
@@ -74,7 +74,7 @@ def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulat
     activated = F.silu(embedding)
 
     def run(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """Apply a modulation's linear layer: [T, 6, D], with `zero_cond_t` one row more."""
+        """Apply a block's linear layer: [T, 6, D], with `zero_cond_t` one row more; scales + 1."""
         rows = F.linear(activated, weight, bias).unflatten(-1, (6, -1))
         rows[:, 1] += 1  # the scales; indexing by a list would make the host wait
         rows[:, 4] += 1
@@ -92,10 +92,10 @@ def build_table(transformer: Any, timesteps_T: torch.Tensor) -> list[StepModulat
     weights = on_device([part for layer in layers for part in (layer.weight, layer.bias)], device)
     rows = [run(weight, bias) for weight, bias in zip(weights, weights, strict=True)]
     image = torch.stack([by_part(of_block) for of_block in rows[::2]], dim=1)
-    words = torch.stack([of_block[:num_steps, None] for of_block in rows[1::2]], dim=1)
+    text = torch.stack([of_block[:num_steps, None] for of_block in rows[1::2]], dim=1)
     scale, shift = transformer.norm_out.linear(activated[:num_steps]).chunk(2, dim=-1)
     out = torch.stack([shift, 1 + scale], dim=1)
-    return [StepModulation(*step) for step in zip(image.cpu(), words.cpu(), out.cpu(), strict=True)]
+    return [StepModulation(*step) for step in zip(image.cpu(), text.cpu(), out.cpu(), strict=True)]
 
 
 def on_device(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:

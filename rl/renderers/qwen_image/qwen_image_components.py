@@ -58,7 +58,7 @@ def load_modules(
         "device_map": {"": "cpu"},
     }
     transformer = transformer_class.from_pretrained(subfolder="transformer", **origin, **weights)
-    lay_out(transformer, config, device, move)
+    prepare_transformer(transformer, config, device, move)
     vae = vae_class.from_pretrained(subfolder="vae", **origin, **weights).to(device)
     align_weights(transformer, device)
     align_weights(vae, device)
@@ -76,7 +76,7 @@ def origin_of(config: DenoisingConfig) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": config.model_path, "revision": config.revision}
 
 
-def lay_out(
+def prepare_transformer(
     transformer: Any, config: DenoisingConfig, device: str, move: Callable[[Any, str], object]
 ) -> None:
     """Fuse the adapter, round to 8 bits if `config.fp8` asks for it, and `move` the transformer.

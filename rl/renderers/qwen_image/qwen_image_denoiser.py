@@ -122,7 +122,7 @@ class Denoiser:
         words = cond.words
         last = len(self._streams) - 1
         for index, (image_stream, word_stream) in enumerate(self._streams):
-            image_mod, word_mod = modulation.image[index], modulation.words[index]
+            image_mod, word_mod = modulation.image[index], modulation.text[index]
             num_queries = (num_targets, 0) if index == last else (image.shape[1], len(words))
             image_heads = before_attention(
                 image_stream, image, image_mod, cond.image_rotary, num_targets, num_queries[0]

@@ -52,7 +52,7 @@ class DiffusionRenderer(Renderer[ConfigT]):
         sides = {key: getattr(config, key) for key in ("height_px", "width_px")}
         unit = cls.side_multiple_px
         return [
-            f"{key}: {side} is not a unit of {unit}; try {round(side / unit) * unit}"
+            f"{key}: {side} is not a multiple of {unit}; try {round(side / unit) * unit}"
             for key, side in sides.items()
             if side is not None and side % unit
         ]

@@ -29,7 +29,7 @@ class VieScoreConfig(RepeatsConfig):
     """The judge's prompts, and how often each question is asked."""
 
     perception_prompt: str = ""
-    """File with the question about the picture alone, which follows it; '' = the built-in one."""
+    """File with the question about the picture alone (picture sent last); '' = the built-in one."""
     semantics_prompt: str = ""
     """File with the question about meaning, with `{instruction}`; '' = the built-in one."""
 
