@@ -403,8 +403,9 @@ def _state_rows(sizes: Sizes) -> list[Row]:
     step_bytes = 4 * trained / (ranks if stage >= 1 else 1)
     if stage == 3:
         step_bytes = 8 * min(trained / ranks, SUBGROUP_PARAMS)
-    # Unless ranks have to run backwards together, they already run while the judge is grading.
-    backward = ("learn", "step") if ranks > 1 and stage >= 2 else (*TRAINER, "step")
+    # Unless ranks have to run backwards together, they already run while the judge is grading, and
+    # so do reference passes.
+    backward = ("learn", "step") if ranks > 1 and stage >= 2 else ("reference", "learn", "step")
     rows = [
         Row("policy weights", sizes.weights_gb / (ranks if stage == 3 else 1), PHASES),
         Row("optimiser state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),

@@ -108,6 +108,7 @@ def _iteration(
     renderer = build.build_renderer(resolved, dist)
     weights["renderer"] = tally.now["cuda"] - weights["policy"]
     learner = Learner(policy, config, dist, num_iterations=100)
+    learner._backend.step(0.0, 1.0)  # Adam's moments are there, as after the first iteration
     prompts_P = [
         _longest_prompt(resolved, policy, number) for number in range(config.prompts_per_iteration)
     ]
@@ -153,7 +154,10 @@ def _iteration(
         step.step()
     with tally.within("export"):
         learner.export_weights()
-    sizes = sizes and _of_that_depth(sizes, policy, weights["renderer"], depth)
+    if sizes is not None:
+        # Models of rewards are not rehearsed: CLIP runs in a thread of its own.
+        sizes = replace(sizes, frozen=[m for m in sizes.frozen if m.name == "renderer"])
+        sizes = _of_that_depth(sizes, policy, weights["renderer"], depth)
     return Rehearsed(
         tally=tally,
         plan=None if sizes is None else memory_plan.plan(replace(sizes, engine=None), 1e3),

@@ -21,6 +21,7 @@ NAMES = {
     "picture": "a picture's first forward",
     "condition": "condition",
     "render": "render",
+    "reference": "reference and forwards ahead",
     "learn_reference": "reference",
     "learn_forward": "forward of the learner",
     "learn_backward": "backward",
@@ -87,11 +88,17 @@ def _work(done: Rehearsed) -> Iterator[str]:
             yield f"  {name:<32}{flops / 1e12:>9.1f}"
 
 
-def _waits(done: Rehearsed, every_wait: bool) -> Iterator[str]:
+def waits_by_phase(done: Rehearsed) -> dict[str, Counter[tuple[str, Line]]]:
+    """Phase -> (kind of wait, line) -> number, over all groups; loading is left out."""
     by_phase: dict[str, Counter[tuple[str, Line]]] = {name: Counter() for name in NAMES}
     for (phase, kind, line), number in done.tally.waits.items():
         if phase in by_phase:
             by_phase[phase][kind, line] += number
+    return by_phase
+
+
+def _waits(done: Rehearsed, every_wait: bool) -> Iterator[str]:
+    by_phase = waits_by_phase(done)
     yield f"the host waits for the GPU, in {done.num_groups} groups, {done.num_pictures} pictures"
     for phase, name in NAMES.items():
         if found := by_phase[phase]:

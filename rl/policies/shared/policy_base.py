@@ -245,7 +245,8 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         trained_data = {name: parameter.data for name, parameter in trained.items()}
         try:
             for name, parameter in trained.items():
-                parameter.data = base[name.removeprefix(WRAPPER)].to(parameter)
+                weight = base[name.removeprefix(WRAPPER)]
+                parameter.data = weight.to(parameter, non_blocking=True)
             yield
         finally:
             for name, parameter in trained.items():
