@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,11 +17,13 @@ from rl.memory.memory_plan import PHASES, InferenceEngine, Plan
 
 SHARE = "engine.gpu_memory_utilization"
 CACHE = "engine.kv_cache_memory_mb"
+SAMPLE_WITH_TRAINER = {"type": "transformers"}
+"""The section of an engine that has no weights of its own."""
 MIN_SAVING_GB = 0.05
 """A change that saves less is not suggested."""
 
 Changes = Mapping[str, Any]
-"""Config key -> value, as on the command line."""
+"""Config key, or a section's name -> value, as on the command line."""
 
 
 def memory_problems(
@@ -103,7 +106,8 @@ def _hints(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes) -> tu
         saved_gb = max(plan.total_gb(phase) - smaller.total_gb(phase) for phase in full)
         moved_gb = sum(smaller.elsewhere.values()) - sum(plan.elsewhere.values())
         if saved_gb > MIN_SAVING_GB and moved_gb <= gpu_gb:
-            hints.pop(key, None)
+            replaced = {key} | {name for name in hints if name.startswith(f"{key}.")}
+            hints = {name: hints[name] for name in hints if name not in replaced}
             hints[key], plan = value, smaller
     for key in list(hints) if plan.peak_gb <= gpu_gb else ():
         # A large saving may make earlier changes needless.
@@ -115,7 +119,8 @@ def _hints(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes) -> tu
 
 
 def _remedies(resolved: Resolved) -> list[tuple[str, Any]]:
-    """(key, value) pairs in the order in which they are tried: the least loss of speed first.
+    """(key, value) pairs in the order in which they are tried, the cheapest for the user first:
+    less speed in training, then a slow engine, then other pictures, then one more GPU per rank.
     `_hints` skips those that the config rejects or that save nothing."""
     sizes = footprint.gpu_sizes(resolved)
     assert sizes is not None, "no remedy is tried if the sizes are unknown"
@@ -137,6 +142,9 @@ def _remedies(resolved: Resolved) -> list[tuple[str, Any]]:
         ("optimizer.max_tokens_per_micro_batch", shortest),
         *((key, saving.value) for key, saving in savings if saving.exact),
         *(("optimizer.zero_stage", stage) for stage in stages),
+        # Sampling takes minutes instead of seconds. The section as a whole, because vLLM's other
+        # keys mean nothing to this engine.
+        ("engine", SAMPLE_WITH_TRAINER),
         *((key, saving.value) for key, saving in savings if not saving.exact),
         *([("renderer.device", f"cuda:+{ranks}")] if 2 * ranks <= RANKS_OF_A_NODE else []),
     ]
@@ -163,5 +171,6 @@ def _planned(resolved: Resolved, changes: Changes, gpu_gb: float) -> Plan | None
 
 
 def _written(key: str, value: Any) -> str:
-    """The change as an argument of the command line."""
-    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+    """The change as an argument of the command line, quoted for the shell."""
+    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    return shlex.quote(f"{key}={text}")

@@ -283,7 +283,8 @@ def unfit(config: RunConfig, gpu_gb: float) -> list[str]:
 
 def remedies(problems: list[str]) -> list[str]:
     """The `key=value` overrides that the messages suggest, as a user would copy them."""
-    return [word for text in problems for word in re.findall(r"[\w.]+\.\w+=[^\s),]+", text)]
+    pattern = r"'(engine={.+?})'|([\w.]+\.\w+=[^\s),]+)"
+    return [a or b for text in problems for a, b in re.findall(pattern, text)]
 
 
 @pytest.mark.parametrize("name", tiny_config.SHIPPED)
@@ -292,6 +293,8 @@ def test_every_shipped_config_fits_the_gpus_it_is_made_for(name: str) -> None:
     base = shipped(name)
     smaller = {"sft", "vlm", "prompt"} & {name.partition("_")[0]}
     expected = 80 if smaller or name.startswith("qwen_image_21") else 141
+    if name.startswith("one_gpu"):
+        expected = int(name.removeprefix("one_gpu_").removesuffix("gb"))
     assert base.gpu_gb == expected
     if stated := re.search(r"(\d+) x (\d+) GB", readme_row(name)):
         num_gpus = 3 if name == "prompt_enhancement" else base.world_size  # 1 process, 3 GPUs
@@ -310,6 +313,9 @@ def test_every_shipped_config_fits_the_gpus_it_is_made_for(name: str) -> None:
 
 
 ROWS = {
+    "one_gpu_24gb",
+    "one_gpu_48gb",
+    "one_gpu_80gb",
     "prompt_enhancement",
     "qwen_image_21",
     "qwen_image_21_fewstep",
@@ -331,7 +337,8 @@ def readme_row(stem: str) -> str:
 @pytest.mark.parametrize("gpu_gb", [80, 48, 24, 12])
 @pytest.mark.parametrize("override", ["seed=1", "optimizer.gradient_checkpointing=false"])
 @pytest.mark.parametrize(
-    "name", ["qwen_image_edit", "qwen_image_edit_plus", "sft_s__rl_sc", "vlm_reasoning"]
+    "name",
+    ["qwen_image_edit", "qwen_image_edit_plus", "sft_s__rl_sc", "vlm_reasoning", "one_gpu_48gb"],
 )
 def test_the_suggested_overrides_make_a_config_fit(name: str, override: str, gpu_gb: float) -> None:
     """Configs are left out whose message says that no override is enough."""
@@ -340,6 +347,52 @@ def test_the_suggested_overrides_make_a_config_fit(name: str, override: str, gpu
     if problems and not no_way:
         assert remedies(problems)
         assert unfit(shipped(name, override, *remedies(problems)), gpu_gb) == []
+
+
+ENGINE = 'engine={"type":"transformers"}'
+
+
+@pytest.mark.parametrize("gpu_gb", [24, 48, 80])
+def test_a_config_for_one_gpu_needs_no_more(gpu_gb: float) -> None:
+    config = shipped(f"one_gpu_{gpu_gb}gb")
+    text, code = check_report.report(config, gpu_gb)
+    assert code == 0 and text.endswith("nothing is wrong") and config.world_size == 1
+    assert names(text, "fits with ... GB to spare") and "no effect" not in text
+    planned = footprint.footprint(build.resolve(config), gpu_gb)
+    assert planned is not None and not planned.elsewhere, "no second GPU"
+
+
+def test_sampling_with_the_policy_frees_the_engines_copy() -> None:
+    name, recompute = "qwen_image_21_fewstep", "optimizer.gradient_checkpointing=true"
+    problems = unfit(shipped(name, "world_size=1"), 48)
+    assert remedies(problems) == [recompute, ENGINE]
+    config = shipped(name, "world_size=1", recompute, ENGINE)
+    assert check_report.report(config, 48)[1] == 0
+    planned = footprint.footprint(build.resolve(config), 48)
+    assert planned is not None and planned.engine is None
+    # 32 completions of 768 + 256 tokens, keys and values of 36 layers and 8 heads of 128, 2 bytes.
+    [cache_gb] = [row.gb for row in planned.rows if row.part == "key-value cache"]
+    assert cache_gb == pytest.approx(32 * 1024 * 2 * 36 * 8 * 128 * 2 / 1e9)
+    # Not suggested where these caches need more than vLLM's, or where ZeRO-3 shards the weights.
+    for other, gb in (("one_gpu_24gb", 12), ("vlm_reasoning", 12)):
+        assert ENGINE not in remedies(unfit(shipped(other), gb))
+    # docs/gpu.md prints this one.
+    less = ["gpu_gb=48", "prompts_per_iteration=8", "renderer.fp8=storage", ENGINE]
+    assert check_report.report(shipped("one_gpu_80gb", *less), 48)[1] == 0
+
+
+def test_sd3_without_t5_saves_its_weights() -> None:
+    overrides = ["gpu_gb=32", "renderer.device=auto"]
+    assert remedies(unfit(shipped("one_gpu_48gb", *overrides), 32)) == ["renderer.use_t5=false"]
+    t5 = build.resolve(shipped("one_gpu_48gb", *overrides))
+    none = build.resolve(shipped("one_gpu_48gb", *overrides, "renderer.use_t5=false"))
+    before, after = (footprint.footprint(resolved, 32) for resolved in (t5, none))
+    assert before is not None and after is not None and after.peak_gb <= 32
+    # 4.762 B parameters of 2 bytes.
+    assert before.total_gb("render") - after.total_gb("render") == pytest.approx(4.762 * 2)
+    # On a GPU of its own, SD3 takes nothing from the policy's.
+    alone = shipped("one_gpu_48gb", "gpu_gb=12", "renderer.device=cuda:1")
+    assert "renderer.use_t5=false" not in remedies(unfit(alone, 12))
 
 
 SHARE = "engine.gpu_memory_utilization:"
@@ -371,7 +424,7 @@ def test_a_gpu_share_that_is_too_small_is_refused() -> None:
          "memory: ... 30.2 GB ... 110.2 GB of 80 ... 'generate' ... "
          "engine.gpu_memory_utilization=auto"),
         (["engine.residency=resident", "engine.gpu_memory_utilization=0.25", "world_size=4"], 80,
-         "memory: ... 8.0 GB ... 88.0 GB of 80 ... 'render' ... this fits: engine.residency=sleep"),
+         "memory: ... 4.6 GB ... 84.6 GB of 80 ... 'render' ... this fits: engine.residency=sleep"),
         (MORE_GPUS, 34, "renderer.device: ... 37.2 GB of cuda:1 ... 34 ... batch_size ... GPU"),
         # Smaller batches are tried first, but the ZeRO stage alone is enough.
         (["optimizer.zero_stage=1"], 80,
@@ -397,7 +450,7 @@ def test_no_key_is_enough_on_a_small_gpu() -> None:
     least += ["policy.device=auto"]
     [problem] = unfit(shipped("quickstart", *least, "renderer.batch_size=1"), 1)
     assert names(
-        problem, "memory: ... 1.8 GB ... 2.8 GB of 1 ... 'render' ... no key ... larger GPUs"
+        problem, "memory: ... 1.8 GB ... 2.8 GB of 1 ... 'learn' ... no key ... larger GPUs"
     )
 
 

@@ -50,7 +50,8 @@ def vllm_starts(model: PolicyModel, longest_tokens: int, cache_bytes: int) -> tu
 
 @pytest.mark.parametrize("gpu_gb", [80, 141])
 @pytest.mark.parametrize(
-    "name", ["qwen_image_edit", "sft_s__rl_sc", "vlm_reasoning", "prompt_enhancement"]
+    "name",
+    ["qwen_image_edit", "sft_s__rl_sc", "vlm_reasoning", "prompt_enhancement", "one_gpu_80gb"],
 )
 def test_the_plan_equals_vllms_own_arithmetic(name: str, gpu_gb: int) -> None:
     config = load_config(f"configs/{name}.jsonnet", [f"gpu_gb={gpu_gb}"], ENVIRONMENT)

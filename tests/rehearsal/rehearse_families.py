@@ -11,6 +11,7 @@ from unittest import mock
 from rl.rehearsal import cuda_guard
 
 SMALL = ["prompts_per_iteration=1", "world_size=1", "generations_per_prompt=3"]
+FULL_BATCH = "renderer.batch_size=4"  # three completions and the bare arm
 DEPTH = 2
 
 
@@ -25,8 +26,10 @@ def main(configs: list[str], fault: str) -> None:
     results = {}
     with tempfile.TemporaryDirectory() as folder, planted(fault, torch):
         for name in configs:
-            here = [f"base_exp_dir={folder}", "run_name=rehearsed"]
-            config = load_config(f"configs/{name}.jsonnet", [*SMALL, *here])
+            changes = [*SMALL, f"base_exp_dir={folder}", "run_name=rehearsed"]
+            if name != "vlm_reasoning":
+                changes.append(FULL_BATCH)
+            config = load_config(f"configs/{name}.jsonnet", changes)
             try:
                 done = rehearse(config, DEPTH)
             except RuntimeError as error:

@@ -24,10 +24,11 @@ FAMILIES = {
     "qwen_image_21": {"condition": 53, "reference": 53, "learn": 53, "step": 33},
     "prompt_enhancement": {"render": 38, "reference": 33, "learn": 34, "step": 32},
     "vlm_reasoning": {"learn": 74, "step": 8},
-    "sft_s__rl_s": {"render": 140, "reference": 170, "learn": 167, "step": 188},
+    "sft_s__rl_s": {"render": 140, "learn": 167, "step": 188},
 }
 """Config -> phase -> its peak at real depth, GB. Qwen-Image-2.1 keeps keys of its sources in every
-layer, so its `render` is compared at real depth only (benchmarks/results/rehearsals.md)."""
+layer, so its `render` is compared at real depth only (benchmarks/results/rehearsals.md). The plan
+of a full fine-tune counts gradients in `reference`, where a late verdict may bring them."""
 SHARE = 0.05
 MAX_WAITS = {"picture": 5, "condition": 5, "learn": 5, "learn_backward": 0, "reference": 5}
 """Of one group."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from rl.api.metric import Metric
-from rl.api.plugin import SAFETENSORS, ModelFiles, unread
+from rl.api.plugin import SAFETENSORS, ModelFiles, Saving, unread
 from rl.renderers.sd3.sd3_config import PATCH_PX, Config
 from rl.renderers.shared.diffusion_renderer import DiffusionRenderer
 
@@ -89,3 +89,9 @@ class SD3(DiffusionRenderer[Config]):
         num_tokens = area_px / PATCH_PX**2 + TEXT_TOKENS_CLIP + config.max_t5_tokens
         decoded_px = max(area_px, min(config.batch_size * area_px, 1024 * 1024))
         return {"transformer": 14 * 1536 * rows * num_tokens, "vae": 8 * 128 * decoded_px}
+
+    @classmethod
+    def savings(cls, config: Config) -> Sequence[Saving]:
+        """First fewer pictures at once, then no T5."""
+        without_t5 = [Saving("use_t5", False, exact=False)] if config.use_t5 else []
+        return [*super().savings(config), *without_t5]
