@@ -202,7 +202,8 @@ def _plain_backward(
 @lru_cache(maxsize=16)
 def _cumulative(lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """[runs + 1] int32: where each run starts, and the end. Cached: every layer needs the same."""
-    return torch.tensor((0, *lens), dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    bounds = torch.tensor((0, *lens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return bounds.to(device, non_blocking=True)
 
 
 def _bounds(runs: Runs, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:

@@ -17,7 +17,7 @@ import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -243,14 +243,12 @@ def importance_weights(
     return weight.expand_as(sampler_logprobs).masked_fill(~mask, 1.0)
 
 
-@dataclass(frozen=True)
-class Mismatch:
+class Mismatch(NamedTuple):
     """Sampler-trainer mismatch, summed over tokens; `d` = log pi_old - log pi_sampler, nats.
 
-    For means: add up over micro-batches and ranks first, then divide by `num_tokens`.
+    For means: add up over micro-batches and ranks first, then divide by the number of tokens.
     """
 
-    num_tokens: float
     k1: float
     """Sum of -d: k1 estimate of KL(sampler || trainer); the sampler drew the tokens."""
     k3: float
@@ -263,17 +261,12 @@ class Mismatch:
     """Sum of w^2."""
 
 
-def mismatch(
-    old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, mask: torch.Tensor
-) -> Mismatch:
-    """Sums over the masked tokens of [B, C] log-probs (nats); computed in float64."""
-    d = (old_logprobs.detach().double() - sampler_logprobs.double())[mask]
-    if d.numel() == 0:
-        return Mismatch(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+def mismatch(old_logprobs_N: torch.Tensor, sampler_logprobs_N: torch.Tensor) -> torch.Tensor:
+    """[5] float64, the numbers of a `Mismatch`, over the log-probs (nats) of N >= 1 tokens."""
+    d = old_logprobs_N.detach().double() - sampler_logprobs_N.double()
     weight = d.exp()
     k3 = (torch.expm1(d) - d).sum()
-    numbers = torch.stack([-d.sum(), k3, d.abs().max(), weight.sum(), (weight * weight).sum()])
-    return Mismatch(d.numel(), *numbers.tolist())
+    return torch.stack([-d.sum(), k3, d.abs().max(), weight.sum(), (weight * weight).sum()])
 
 
 def effective_sample_share(num_tokens: float, weight: float, weight_squared: float) -> float:

@@ -261,12 +261,14 @@ def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str])
 
 def _table(planned: Plan) -> list[str]:
     """A line for each part, a column for each phase, and the sums."""
-    lines = [f"{'GB':<28}" + "".join(f"{phase:>10}" for phase in planned.phases)]
+    widths = {phase: max(len(phase) + 1, 7) for phase in planned.phases}
+    lines = [f"{'GB':<29}" + "".join(f"{phase:>{n}}" for phase, n in widths.items())]
     for row in planned.rows:
-        cells = (f"{row.gb:10.2f}" if p in row.phases else " " * 10 for p in planned.phases)
-        lines.append(f"{row.part:<28}" + "".join(cells))
-    totals = "".join(f"{planned.total_gb(phase):>10.2f}" for phase in planned.phases)
-    return [*lines, f"{'sum':<28}{totals}"]
+        gb = f"{row.gb:.2f}"
+        cells = (f"{gb if phase in row.phases else '':>{n}}" for phase, n in widths.items())
+        lines.append(f"{row.part:<29}" + "".join(cells))
+    totals = "".join(f"{planned.total_gb(phase):>{n}.2f}" for phase, n in widths.items())
+    return [*lines, f"{'sum':<29}{totals}"]
 
 
 def _resume(config: RunConfig) -> tuple[str, list[str]]:

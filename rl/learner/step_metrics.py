@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from rl.algorithm.grpo import Objective, effective_sample_share, kl_per_token, mismatch
+from rl.algorithm.grpo import (
+    Mismatch,
+    Objective,
+    effective_sample_share,
+    kl_per_token,
+    mismatch,
+)
 from rl.algorithm.metrics import Metrics
 from rl.api.loss import LossInputs
 from rl.ranks.dist import Dist
+
+
+def on_device(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor on the device of `like`, without a wait for the GPU's earlier work."""
+    return tensor.to(like.device, non_blocking=True)
 
 
 @dataclass
@@ -26,6 +37,8 @@ class LearnerMetrics:
     seconds: dict[str, float] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
     """Losses of the current step, still divided by the planned denominators."""
+    _measured: list[tuple[list[str], int, torch.Tensor]] = field(default_factory=list)
+    """Per micro-batch: names, number of tokens, values (float64, on the device)."""
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -40,40 +53,79 @@ class LearnerMetrics:
         reference: torch.Tensor | None,
         entropy: torch.Tensor,
         importance_cap: float,
+        masks_B: Sequence[Sequence[bool]],
     ) -> None:
-        """Add one micro-batch; `reference`, `entropy`: [B, C] float32, nats."""
-        losses = {"total": loss.total, "policy": loss.policy_loss, "kl": loss.kl_loss}
-        for name, value in losses.items():
-            self.losses[name] = self.losses.get(name, 0.0) + float(value.detach())
-        if not inputs.mask.any():
-            return
-        add, mask = self.metrics.add, inputs.mask
-        ratio = loss.policy.ratio[mask]
-        clipped = loss.policy.clipped[mask].float()
-        means = torch.stack([entropy[mask].mean(), clipped.mean(), ratio.mean()])
-        names = ("entropy", "clip_fraction", "ratio_mean")
-        for name, mean in zip(names, means.tolist(), strict=True):
-            add(f"policy/{name}", mean, ratio.numel())
-        self.metrics.maximum("policy/ratio_max", float(ratio.max()))
-        self.metrics.total("tokens/trained", ratio.numel())
-        sums = mismatch(inputs.old_logprobs, inputs.sampler_logprobs, mask)
-        self.num_tokens += sums.num_tokens
-        self.weight += sums.weight
-        self.weight_squared += sums.weight_squared
-        importance = loss.importance[mask]
-        capped = (importance >= importance_cap).float()
-        add("mismatch/k1", sums.k1 / sums.num_tokens, sums.num_tokens)
-        add("mismatch/k3", sums.k3 / sums.num_tokens, sums.num_tokens)
-        add("mismatch/weight_mean", float(importance.mean()), sums.num_tokens)
-        add("mismatch/weight_capped", float(capped.mean()), sums.num_tokens)
-        self.metrics.maximum("mismatch/max_abs_dlogp", sums.max_abs_dlogp)
+        """Add one micro-batch; `reference`, `entropy`: [B, C] float32, nats; `masks_B`: its loss
+        masks. The values stay on the device, so that the host waits for it once per step only."""
+        values = {
+            "loss/total": loss.total, "loss/policy": loss.policy_loss, "loss/kl": loss.kl_loss
+        }  # fmt: skip
+        tokens_2N = [
+            (b, c) for b, mask in enumerate(masks_B) for c, is_in in enumerate(mask) if is_in
+        ]
+        if tokens_2N:
+            values |= self._token_values(
+                inputs, loss, reference, entropy, importance_cap, tokens_2N
+            )
+        vector = torch.stack([value.detach().double() for value in values.values()])
+        self._measured.append((list(values), len(tokens_2N), vector))
+
+    @staticmethod
+    def _token_values(
+        inputs: LossInputs,
+        loss: Objective,
+        reference: torch.Tensor | None,
+        entropy: torch.Tensor,
+        importance_cap: float,
+        tokens_2N: Sequence[tuple[int, int]],
+    ) -> dict[str, torch.Tensor]:
+        """Metric or sum -> its value over the tokens that carry loss, given as (row, column)."""
+        rows, columns = on_device(torch.tensor(tokens_2N).T.contiguous(), entropy)
+        ratio = loss.policy.ratio[rows, columns]
+        importance = loss.importance[rows, columns]
+        old, sampler = (x[rows, columns] for x in (inputs.old_logprobs, inputs.sampler_logprobs))
+        values = {
+            "policy/entropy": entropy[rows, columns].mean(),
+            "policy/clip_fraction": loss.policy.clipped[rows, columns].float().mean(),
+            "policy/ratio_mean": ratio.mean(),
+            "policy/ratio_max": ratio.max(),
+            **dict(zip(Mismatch._fields, mismatch(old, sampler), strict=True)),
+            "mismatch/weight_mean": importance.mean(),
+            "mismatch/weight_capped": (importance >= importance_cap).float().mean(),
+        }
         if reference is not None:
+            logprobs = inputs.logprobs.detach()
             for estimator in ("k1", "k3"):
-                kl = kl_per_token(inputs.logprobs.detach(), reference, estimator)[mask]
-                add(f"kl/reference_{estimator}", float(kl.mean()), kl.numel())
+                kl = kl_per_token(logprobs, reference, estimator)[rows, columns]
+                values[f"kl/reference_{estimator}"] = kl.mean()
+        return values
+
+    def _fetch(self) -> None:
+        """Add what was measured since the last call to the metrics: one copy to the host."""
+        if not self._measured:
+            return
+        fetched = iter(torch.cat([vector for *_, vector in self._measured]).tolist())
+        for names, num_tokens, _ in self._measured:
+            values = dict(zip(names, fetched))  # noqa: B905 - the next micro-batch's follow
+            for name in ("total", "policy", "kl"):
+                self.losses[name] = self.losses.get(name, 0.0) + values.pop(f"loss/{name}")
+            if not num_tokens:
+                continue
+            self.metrics.total("tokens/trained", num_tokens)
+            self.num_tokens += num_tokens
+            self.metrics.maximum("policy/ratio_max", values.pop("policy/ratio_max"))
+            self.metrics.maximum("mismatch/max_abs_dlogp", values.pop("max_abs_dlogp"))
+            self.weight += values.pop("weight")
+            self.weight_squared += values.pop("weight_squared")
+            for estimator in ("k1", "k3"):
+                values[f"mismatch/{estimator}"] = values.pop(estimator) / num_tokens
+            for name, value in values.items():
+                self.metrics.add(name, value, num_tokens)
+        self._measured.clear()
 
     def close_step(self, gradient_scale: float, num_steps: int) -> None:
         """Add the step's losses, rescaled to true denominators and divided by `num_steps`."""
+        self._fetch()
         for name, value in self.losses.items():
             self.metrics.total(f"loss/{name}", value * gradient_scale / num_steps)
         self.losses.clear()

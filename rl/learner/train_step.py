@@ -22,7 +22,7 @@ from rl.api.types import TokenBatch, TokenOutputs, TrainSequence
 from rl.config.schema import AlgorithmConfig, RunConfig
 from rl.learner.backends import Backend, StepOutcome
 from rl.learner.micro_batches import FILLER, Member, MicroBatch, by_member
-from rl.learner.step_metrics import LearnerMetrics
+from rl.learner.step_metrics import LearnerMetrics, on_device
 from rl.ranks.dist import Dist
 
 log = logging.getLogger(__name__)
@@ -302,9 +302,10 @@ class TrainStep:
             rows = [logprobs.get(member, []) for member in kept.members]
             return pad(rows, torch.float32, kept.logprobs)
 
+        sequences_B = [self._sequences.get(member) for member in kept.members]
         inputs = loss_inputs(
             algorithm,
-            [self._sequences.get(member) for member in kept.members],
+            sequences_B,
             kept.logprobs,
             in_order(self._old) if self._rows[micro_batch].is_stale else None,
             minibatch.planned,
@@ -316,7 +317,12 @@ class TrainStep:
         with self._learner_metrics.clock("learn_backward"):
             self.backend.backward(loss.total)
         self._learner_metrics.measure(
-            inputs, loss, reference, kept.entropy, algorithm.importance_cap
+            inputs,
+            loss,
+            reference,
+            kept.entropy,
+            algorithm.importance_cap,
+            [s.loss_mask if s else () for s in sequences_B],
         )
 
     def _optimizer_step(self, gradient_scale: float) -> None:
@@ -356,7 +362,7 @@ def loss_inputs(
         logprobs=logprobs,
         old_logprobs=logprobs.detach() if old is None else old.masked_fill(~mask, 0.0),
         sampler_logprobs=sampler_logprobs,
-        advantages=torch.tensor(advantages, dtype=torch.float32, device=logprobs.device),
+        advantages=on_device(torch.tensor(advantages, dtype=torch.float32), logprobs),
         mask=mask,
         denominators=planned,
         clip_low=config.clip_low,
@@ -367,4 +373,4 @@ def loss_inputs(
 def pad(rows_B: Sequence[Sequence[float]], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """[B, C] on the device of `like` [B, C], zeros after each row's end."""
     padded = [[*row, *[0] * (like.shape[1] - len(row))] for row in rows_B]
-    return torch.tensor(padded, dtype=dtype, device=like.device).reshape(like.shape)
+    return on_device(torch.tensor(padded, dtype=dtype).reshape(like.shape), like)

@@ -20,9 +20,9 @@ FREE_SHARE = 0.1
 """Share of the GPU that the plan leaves free."""
 AWAKE = "generate"
 """The only phase in which a non-resident engine is awake."""
-PHASES = (AWAKE, "render", "reference", "learn", "step")
-TRAINER = ("render", "reference", "learn")
-"""Phases in which the policy runs forwards; `render` needs one for its first picture."""
+PHASES = (AWAKE, "condition", "render", "reference", "learn", "step")
+TRAINER = ("condition", "render", "reference", "learn")
+"""Phases in which the forwards of an iteration are kept."""
 BUCKET_PARAMS = 5e8
 """Most gradients that DeepSpeed reduces at once."""
 SUBGROUP_PARAMS = 1e9
@@ -367,7 +367,8 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
         if model.device == "auto":
             gb = model.bytes_per_value / 1e9
             rows += [Row(f"{model.name} {n}", x * gb, PHASES) for n, x in model.weights.items()]
-            for part, count in model.activations.items():
+            if model.activations:  # its parts run one after the other
+                part, count = max(model.activations.items(), key=lambda item: item[1])
                 rows.append(Row(f"{model.name} {part}, working", count * gb, ("render",)))
             continue
         values = sum(model.weights.values()) + sum(model.activations.values())
@@ -412,8 +413,9 @@ def _state_rows(sizes: Sizes) -> list[Row]:
         step_bytes = 8 * min(trained / ranks, SUBGROUP_PARAMS)
     weights_gb = sizes.weights_gb / (ranks if stage == 3 else 1)
     weights_gb -= sizes.engine.shared_gb if sizes.engine else 0
-    # Unless ranks have to run backwards together, they already run while the judge is grading.
-    backward = ("learn", "step") if ranks > 1 and stage >= 2 else (*TRAINER, "step")
+    # Unless ranks have to run backwards together, they already run while the judge is grading, and
+    # so do reference passes.
+    backward = ("learn", "step") if ranks > 1 and stage >= 2 else ("reference", "learn", "step")
     rows = [
         Row("policy weights", weights_gb, PHASES),
         Row("optimiser state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),
@@ -437,9 +439,9 @@ def _forward_rows(sizes: Sizes) -> list[Row]:
     backward_gb = model.working_bytes(adapted, per_value, sizes.checkpointing) / 1e9
     rows = [
         Row("activations, kept", sizes.kept_tokens * kept_gb, TRAINER),
-        Row("a forward, working", sizes.forward_tokens * forward_gb, ("render", "reference")),
+        Row("a forward, working", sizes.forward_tokens * forward_gb, ("condition", "reference")),
         Row("a backward, working", sizes.forward_tokens * backward_gb, ("learn",)),
-        Row("logits, one chunk", LOGITS_GB, TRAINER),
+        Row("logits, one chunk", LOGITS_GB, ("condition", "reference", "learn")),
     ]
     if not sizes.all_kept:
         rows.append(Row("activations, one forward", sizes.forward_tokens * kept_gb, ("learn",)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl.policies.qwen_vl.qwen_vl_loading import Config
@@ -20,6 +20,19 @@ class DeepstackTower(Tower):
     its own merger. A picture's features are [N_img, D (1 + levels)], the last layer's first."""
 
     linear_layers = frozenset({"qkv", "proj", "linear_fc1", "linear_fc2"})
+
+    def geometry(self, grid: torch.Tensor, visual: Any) -> Mapping[str, torch.Tensor]:
+        from transformers import vision_utils
+
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=visual.num_grid_per_side,
+            mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners,
+            spatial_merge_size=visual.config.spatial_merge_size,
+        )
+        positions = vision_utils.get_vision_position_ids(grid, visual.spatial_merge_size)
+        return {"position_ids": positions, "interp_indices": indices, "interp_weights": weights}
 
     def features(self, encoded: Any) -> Sequence[torch.Tensor]:
         import torch

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rl.algorithm.grpo import (
+    Mismatch,
     effective_sample_share,
     importance_weights,
     kl_per_token,
@@ -171,10 +172,8 @@ def test_importance_weights_by_hand(correction: str, cap: float, expected: list[
 
 
 def test_mismatch_sums_by_hand() -> None:
-    old, sampler = tensor([[-1.0, -2.0, -7.0]]), tensor([[-1.2, -1.5, -1.0]])
-    sums = mismatch(old, sampler, torch.tensor([[True, True, False]]))
+    sums = Mismatch(*mismatch(tensor([-1.0, -2.0]), tensor([-1.2, -1.5])).tolist())
     weights = (math.exp(0.2), math.exp(-0.5))
-    assert sums.num_tokens == 2
     assert sums.k1 == pytest.approx(0.3, abs=1e-12)
     assert sums.k3 == pytest.approx(weights[0] - 1.2 + weights[1] - 0.5, abs=1e-12)
     assert sums.max_abs_dlogp == pytest.approx(0.5, abs=1e-12)

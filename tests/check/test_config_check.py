@@ -434,7 +434,7 @@ def test_a_gpu_share_that_is_too_small_is_refused() -> None:
          "memory: ... 30.2 GB ... 110.2 GB of 80 ... 'generate' ... "
          "engine.gpu_memory_utilization=auto"),
         (["engine.residency=resident", "engine.gpu_memory_utilization=0.25", "world_size=4"], 80,
-         "memory: ... 8.0 GB ... 88.0 GB of 80 ... 'render' ... this fits: engine.residency=sleep"),
+         "memory: ... 4.6 GB ... 84.6 GB of 80 ... 'render' ... this fits: engine.residency=sleep"),
         (MORE_GPUS, 34, "renderer.device: ... 37.2 GB of cuda:1 ... 34 ... batch_size ... GPU"),
         # Smaller batches are tried first, but the ZeRO stage alone is enough.
         (["optimizer.zero_stage=1"], 80,
@@ -460,7 +460,7 @@ def test_no_key_is_enough_on_a_small_gpu() -> None:
     least += ["policy.device=auto"]
     [problem] = unfit(shipped("quickstart", *least, "renderer.batch_size=1"), 1)
     assert names(
-        problem, "memory: ... 1.8 GB ... 2.8 GB of 1 ... 'render' ... no key ... larger GPUs"
+        problem, "memory: ... 1.8 GB ... 2.8 GB of 1 ... 'learn' ... no key ... larger GPUs"
     )
 
 

@@ -150,7 +150,7 @@ class Emu3(TrainedPolicy[Config]):
         return prompt
 
     def _model_inputs(self, rows: Sequence[Row], prompts: Sequence[Prompt]) -> Mapping[str, Any]:
-        """If constrained: `forced` [B, C] bool, True for tokens that had no alternative."""
+        """If constrained: `forced` [B, C] bool on the CPU, True for tokens without a choice."""
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
@@ -164,7 +164,7 @@ class Emu3(TrainedPolicy[Config]):
             for prompt, ids in rows
             if prompt.grid is not None
         ]
-        return {"forced": pad_sequence(forced_B, batch_first=True).to(self.device)}
+        return {"forced": pad_sequence(forced_B, batch_first=True)}
 
     def loss_mask(self, completion: Completion, iteration: int) -> Sequence[bool]:
         """[T] True for the tokens (visual codes, or text: all others) that the schedule trains."""

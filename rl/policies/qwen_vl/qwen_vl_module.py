@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,12 @@ class QwenModule(TrainedModule):
         """`policy`: a `QwenVL`."""
         super().__init__(model, policy)
         tower_trained = any(p.requires_grad for p in self.base_model.model.visual.parameters())
+        # transformers' own make the host wait for the GPU: one compares the number of picture
+        # tokens with the features', which the prompt guarantees; one indexes by booleans.
+        vl_model = self.base_model.model
+        vl_model.get_placeholder_mask = partial(_placeholder_masks, vl_model.config)
+        if hasattr(vl_model.language_model, "_deepstack_process"):
+            vl_model.language_model._deepstack_process = _add_at_pictures
         self._tower: Tower = policy.tower
         max_kept = policy.config.max_kept_pictures
         self._features = PictureFeatures(policy.tower, tower_trained, max_kept)
@@ -60,3 +67,20 @@ class QwenModule(TrainedModule):
             image_grid_thw=prompt.model_inputs.get("image_grid_thw"),
         )
         return positions[:, 0]
+
+
+def _placeholder_masks(
+    config: Any, input_ids: torch.Tensor, inputs_embeds: torch.Tensor, **features: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, S, 1] bool: where tokens of pictures, and of videos, are."""
+    ids_BS1 = input_ids[..., None]
+    return ids_BS1 == config.image_token_id, ids_BS1 == config.video_token_id
+
+
+def _add_at_pictures(
+    hidden_BSD: torch.Tensor, mask_BS: torch.Tensor, features_ND: torch.Tensor
+) -> torch.Tensor:
+    """Deepstack: the picture tokens' hidden states plus their features of one tower layer."""
+    features_ND = features_ND.to(hidden_BSD.dtype)
+    zeros_BSD = torch.zeros_like(hidden_BSD)
+    return hidden_BSD + zeros_BSD.masked_scatter(mask_BS[..., None], features_ND)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,6 +32,24 @@ class Tower:
 
     linear_layers: ClassVar[Set[str]] = frozenset({"qkv", "proj"})
     """Names of the tower's linear layers; `lora` may name them if the tower is trained."""
+
+    def geometry(self, grid: torch.Tensor, visual: Any) -> Mapping[str, torch.Tensor]:
+        """What transformers' `visual` derives from `grid` [n, 3], under its names, on the CPU: from
+        a grid on the GPU each of its layers would make the host wait."""
+        from transformers import vision_utils
+
+        window_index, cu_window_seqlens = vision_utils.get_vision_window_index(
+            grid,
+            spatial_merge_size=visual.spatial_merge_size,
+            window_size=visual.window_size,
+            patch_size=visual.patch_size,
+        )
+        positions = vision_utils.get_vision_position_ids(grid, visual.spatial_merge_size)
+        return {
+            "position_ids": positions,
+            "window_index": window_index,
+            "cu_window_seqlens": cu_window_seqlens,
+        }
 
     def features(self, encoded: Any) -> Sequence[torch.Tensor]:
         """[N_img, W] of each picture, from the tower's output for all pictures; W as in an
@@ -93,10 +111,17 @@ class PictureFeatures:
         import torch
 
         device = vl_model.device
-        pixel_values = torch.cat([picture.pixel_values.to(device) for picture in pictures])
-        grid = torch.cat([picture.grid for picture in pictures]).to(device)
+        pixel_values = torch.cat([picture.pixel_values for picture in pictures])
+        pixel_values = pixel_values.to(device, non_blocking=True)
+        grid = torch.cat([picture.grid for picture in pictures])
+        geometry = {
+            # Lengths of attention's runs are read on the host.
+            f"image_{name}": value if "seqlens" in name else value.to(device, non_blocking=True)
+            for name, value in self._tower.geometry(grid, vl_model.model.visual).items()
+        }
         with torch.set_grad_enabled(self._trained and torch.is_grad_enabled()):
-            encoded = vl_model.model.get_image_features(pixel_values, grid, return_dict=True)
+            encode = vl_model.model.get_image_features
+            encoded = encode(pixel_values, grid, return_dict=True, **geometry)
             return list(self._tower.features(encoded))
 
 

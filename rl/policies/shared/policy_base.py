@@ -188,10 +188,10 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         ids, groups, prompts = pack(rows)
         packed = positions(groups, [self._positions(prompt) for prompt in prompts])
         return TokenBatch(
-            input_ids=torch.tensor(ids, device=self.device),
+            input_ids=torch.tensor(ids).to(self.device, non_blocking=True),
             groups=groups,
             model_inputs={
-                "position_ids": packed.to(self.device),
+                "position_ids": packed.to(self.device, non_blocking=True),
                 **self._model_inputs(rows, prompts),
             },
         )
@@ -252,7 +252,8 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         trained_data = {name: parameter.data for name, parameter in trained.items()}
         try:
             for name, parameter in trained.items():
-                parameter.data = base[name.removeprefix(WRAPPER)].to(parameter)
+                weight = base[name.removeprefix(WRAPPER)]
+                parameter.data = weight.to(parameter, non_blocking=True)
             yield
         finally:
             for name, parameter in trained.items():

@@ -51,9 +51,10 @@ class TrainedModule(nn.Module):
         tokens attend to forced tokens."""
         post_SD, hidden_SD = self.states(batch)
         lens_B = [length for group in batch.groups for length in group.completion_lens]
-        tokens_4N = completion_tokens(batch.groups).to(hidden_SD.device)
+        tokens_4N = completion_tokens(batch.groups)
         if "forced" in batch.model_inputs:
             tokens_4N = tokens_4N[:, ~batch.model_inputs["forced"][tokens_4N[0], tokens_4N[1]]]
+        tokens_4N = tokens_4N.to(hidden_SD.device, non_blocking=True)
         rows_N, columns_N, positions_N, predictors_N = tokens_4N
         logprobs_N, entropy_N = self.logprobs(post_SD[predictors_N], batch.input_ids[positions_N])
         zeros_BC = torch.zeros(len(lens_B), max(lens_B), device=hidden_SD.device)
@@ -91,5 +92,6 @@ class TrainedModule(nn.Module):
         if self.vocabulary_slices:
             bounds = self.vocabulary_slices
             return sliced_logprobs(hidden_ND, head, token_ids_N, self.temperature, bounds)
-        banned = torch.tensor(self.banned_token_ids, device=hidden_ND.device, dtype=torch.int64)
+        banned = torch.tensor(self.banned_token_ids, dtype=torch.int64)
+        banned = banned.to(hidden_ND.device, non_blocking=True)
         return token_logprobs(hidden_ND, head, token_ids_N, self.temperature, banned)

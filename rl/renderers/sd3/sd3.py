@@ -81,14 +81,14 @@ class SD3(DiffusionRenderer[Config]):
     def activation_counts(cls, config: Config) -> dict[str, float]:
         """Values alive at the peak of a forward, per part, for a memory plan.
 
-        About 20 tensors of [tokens, 1536] in the transformer, 8 feature maps of 128 channels in the
+        About 14 tensors of [tokens, 1536] in the transformer, 8 feature maps of 128 channels in the
         VAE, one 1024^2 picture (or as many smaller ones) at once.
         """
         rows = config.batch_size * (2 if config.guidance_scale > 1 else 1)
         area_px = config.height_px * config.width_px
         num_tokens = area_px / PATCH_PX**2 + TEXT_TOKENS_CLIP + config.max_t5_tokens
         decoded_px = max(area_px, min(config.batch_size * area_px, 1024 * 1024))
-        return {"transformer": 20 * 1536 * rows * num_tokens, "vae": 8 * 128 * decoded_px}
+        return {"transformer": 14 * 1536 * rows * num_tokens, "vae": 8 * 128 * decoded_px}
 
     @classmethod
     def savings(cls, config: Config) -> Sequence[Saving]:

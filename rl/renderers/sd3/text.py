@@ -67,7 +67,7 @@ class PromptEncoder:
         states, pooled, num_cut = [], [], 0
         for tokenizer, encoder in zip(parts.tokenizers, parts.encoders, strict=True):
             ids, cut = _tokenize(tokenizer, prompt, self._max_clip_tokens)
-            output = encoder(ids.to(encoder.device), output_hidden_states=True)
+            output = encoder(ids.to(encoder.device, non_blocking=True), output_hidden_states=True)
             states.append(output.hidden_states[-2])
             pooled.append(output.text_embeds)
             num_cut = max(num_cut, cut)
@@ -77,7 +77,7 @@ class PromptEncoder:
         if parts.encoder_3 is not None:
             # Padding is attended to, as in training.
             ids, num_t5_cut = _tokenize(parts.tokenizer_3, prompt, self._max_t5_tokens)
-            t5 = parts.encoder_3(ids.to(parts.encoder_3.device))[0]
+            t5 = parts.encoder_3(ids.to(parts.encoder_3.device, non_blocking=True))[0]
         self._warn(prompt, num_cut, num_t5_cut)
         return TextStates(
             torch.cat([clip, t5], dim=-2), torch.cat(pooled, dim=-1), num_cut, num_t5_cut

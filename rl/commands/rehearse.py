@@ -1,0 +1,69 @@
+"""Runs one iteration of a config at real size on a GPU that is not there.
+
+    rl rehearse configs/qwen_image_edit.jsonnet
+    rl rehearse configs/qwen_image_21.jsonnet renderer.batch_size=2
+
+Policy, renderer, loss, backward, optimizer step and export run through the project's own code, on
+tensors that have shapes and dtypes but no values. It reports tensors of different devices or
+dtypes, peak memory beside `rl check`'s plan, operations, and the lines where the host waits for
+the GPU. It needs the CPU build of PyTorch and g++, no weights, no judge and no data; a few
+minutes. It samples nothing and cannot see kernels, their speed, NCCL or vLLM: `rl check-gpu` does.
+The exit code is 1 where tensors do not go together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+
+from rl.config.schema import ConfigError, load_config
+from rl.rehearsal import cuda_guard
+from rl.text import terminal
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0 done, 1 an error in the rehearsed code, 2 nothing could be rehearsed."""
+    terminal.guard()
+    assert __doc__ is not None
+    first, _, rest = __doc__.partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="rl rehearse",
+        description=first,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="a Jsonnet file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of its keys")
+    parser.add_argument(
+        "--depth", type=int, metavar="N", help="N layers in every model, at their real widths"
+    )
+    parser.add_argument("--all", action="store_true", help="list every line that waits")
+    args = parser.parse_args(argv)
+    try:
+        config = load_config(args.config, args.overrides)
+        cuda_guard.load()
+    except (ConfigError, cuda_guard.CannotRehearseError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    from rl.rehearsal import report
+    from rl.rehearsal.rehearsal import rehearse
+
+    try:
+        done = rehearse(config, args.depth)
+    except (ConfigError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (RuntimeError, NotImplementedError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in frames if "/rl/" in frame.filename]
+        where = f"{ours[-1].filename}, line {ours[-1].lineno}" if ours else "PyTorch"
+        print(f"{where}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    for line in report.lines(done, args.all):
+        print(line)
+    return int(bool(done.tally.wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,373 @@
+"""One iteration of a config at real size on a GPU that is not there: conditioning, rendering, loss,
+backward, optimizer step and export run through the project's own code, without values.
+
+Axes: `_P` prompts on this rank, `_G` completions in a group.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from PIL import Image
+
+from rl import build
+from rl.algorithm import image_grammar
+from rl.api.policy import Policy
+from rl.api.reward import Reward
+from rl.api.types import Prompt, RewardInput, RewardOutput, Sample, UnusableSampleError
+from rl.config.schema import RunConfig
+from rl.console.console import Phase, PhaseTimer
+from rl.judge.background import BackgroundLoop
+from rl.learner.learner import Learner
+from rl.learner.step_metrics import LearnerMetrics
+from rl.memory import footprint, memory_plan
+from rl.ranks.dist import Dist
+from rl.rehearsal.fake_gpu import FakeGpu, fake_gpu
+from rl.rehearsal.skeletons import model_folder
+from rl.rehearsal.tally import Tally
+from rl.rollout.graded_groups import train_sequences
+from rl.rollout.stream import RolloutContext, Sampled, begin
+
+MODEL_KEYS = ("model_path", "tokenizer_path", "init_text_encoder_from")
+"""Keys of plugins' sections that name a model."""
+DEPTH_KEYS = ("num_hidden_layers", "num_layers")
+"""Keys of models' configs that hold their number of layers."""
+MAX_GROUPS = 2
+"""Groups of an iteration that are rehearsed; the others are computed alike."""
+RENDER_STEPS = 2
+"""Denoising steps that are run; the operations of the others are the same."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What one iteration did."""
+
+    tally: Tally
+    plan: memory_plan.Plan | None
+    """The plan of the same run: one rank, no DeepSpeed, no inference engine."""
+    num_groups: int
+    num_prompt_tokens: int
+    num_pictures: int
+    weights_bytes: dict[str, int]
+    """'policy', 'renderer' -> bytes on the GPU."""
+    seconds: float
+
+
+def one_rank(config: RunConfig) -> RunConfig:
+    """The config of rank 0 alone: its prompts, plain PyTorch, every model on one GPU."""
+    values = config.model_dump()
+    values["world_size"] = 1
+    groups = config.prompts_per_iteration // config.world_size
+    values["prompts_per_iteration"] = min(groups, MAX_GROUPS)
+    values["optimizer"] |= {"backend": "torch", "zero_stage": 0}
+    for section in (values["policy"], values["renderer"], *values["rewards"].values()):
+        section.pop("device", None)
+        section.pop("max_memory_gb", None)
+    values["renderer"].pop("lora_path", None)
+    return RunConfig.model_validate(values)
+
+
+def rehearse(config: RunConfig, depth: int | None = None) -> Rehearsed:
+    """Run one iteration. `depth`: layers of every model instead of their own; widths stay real.
+
+    Raises ValueError for a model whose sizes are not known.
+    """
+    started = time.monotonic()
+    resolved = build.resolve(one_rank(config))
+    sizes = footprint.sizes(resolved)
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as work, ExitStack() as stack:
+        resolved = _with_skeletons(resolved, Path(work))
+        gpu = stack.enter_context(fake_gpu())
+        stack.enter_context(_models_without_weights(gpu, depth))
+        stack.enter_context(_phases_of_learning(gpu.tally))
+        loop = stack.enter_context(BackgroundLoop("judge"))
+        return _iteration(resolved, sizes, gpu, loop, depth, started)
+
+
+def _iteration(
+    resolved: build.Resolved,
+    sizes: memory_plan.Sizes | None,
+    gpu: FakeGpu,
+    loop: BackgroundLoop,
+    depth: int | None,
+    started: float,
+) -> Rehearsed:
+    config, tally, dist = resolved.config, gpu.tally, Dist(device="cuda:0")
+    policy = build.build_policy(resolved, dist)
+    weights = {"policy": tally.now["cuda"]}
+    renderer = build.build_renderer(resolved, dist)
+    weights["renderer"] = tally.now["cuda"] - weights["policy"]
+    learner = Learner(policy, config, dist, num_iterations=100)
+    learner._backend.step(0.0, 1.0)  # Adam's moments are there, as after the first iteration
+    prompts_P = [
+        _longest_prompt(resolved, policy, number) for number in range(config.prompts_per_iteration)
+    ]
+    with tally.within("picture"):
+        policy.picture_features(prompts_P)
+    rng = random.Random(0)
+    completions_PG = [
+        [
+            _completion(policy, prompt, config.sampling.max_completion_tokens, rng)
+            for _ in range(config.generations_per_prompt)
+        ]
+        for prompt in prompts_P
+    ]
+    makes_images = resolved.renderer.cls.makes_images
+    bare_P = [
+        # The words that fill the prompt would fill the bare arm's completion as well.
+        policy.pass_through_completion(replace(prompt.sample, instruction="a"))
+        if makes_images and config.bare_arm == "always"
+        else None
+        for prompt in prompts_P
+    ]
+    sampled = Sampled(
+        prompts_P,
+        completions_PG,
+        list(range(len(prompts_P))),
+        [str(number) for number in range(len(prompts_P))],
+        bare_P,
+    )
+    sizes_P = [len(completions_G) for completions_G in completions_PG]
+    step = learner.begin(0, prompts_P, sampled.token_ids, sizes_P)
+    rewards = {name: _StubReward(_parts_of(config, name)) for name in resolved.rewards}
+    context = RolloutContext(config, policy, renderer, rewards, makes_images, loop)
+    timer = _Timer(tally)
+    pending = begin(context, sampled, step, timer, lambda: False)
+    with tally.within("reference"):
+        step.prefetch_reference(lambda: True)
+    with tally.within("learn"):
+        for p, episodes_G in pending.groups(timer, lambda: False):
+            if failures := [episode.failure for episode in episodes_G if episode.failure]:
+                raise RuntimeError(f"a picture cannot be drawn: {failures[0]}")
+            advantages_G = [1.0 if g % 2 else -1.0 for g in range(len(episodes_G))]
+            step.accumulate(p, train_sequences(config, policy, 0, episodes_G, advantages_G))
+        step.step()
+    with tally.within("export"):
+        learner.export_weights()
+    if sizes is not None:
+        # Models of rewards are not rehearsed: CLIP runs in a thread of its own.
+        sizes = replace(sizes, frozen=[m for m in sizes.frozen if m.name == "renderer"])
+        sizes = _of_that_depth(sizes, policy, weights["renderer"], depth)
+    return Rehearsed(
+        tally=tally,
+        plan=None if sizes is None else memory_plan.plan(replace(sizes, engine=None), 1e3),
+        num_groups=len(prompts_P),
+        num_prompt_tokens=len(prompts_P[0].token_ids),
+        num_pictures=pending.num_pictures,
+        weights_bytes=weights,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _of_that_depth(
+    sizes: memory_plan.Sizes, policy: Policy, renderer_bytes: int, depth: int | None
+) -> memory_plan.Sizes:
+    """The plan's sizes with as many layers; weights are those that were built."""
+    if depth is None:
+        return sizes
+    named = policy.module.named_parameters()
+    params = sum(weight.numel() for name, weight in named if "lora_" not in name)
+    frozen = [
+        replace(model, weights={"weights": renderer_bytes / model.bytes_per_value})
+        if model.name == "renderer" and model.weights
+        else model
+        for model in sizes.frozen
+    ]
+    model = replace(sizes.model, num_layers=depth, params=params)
+    return replace(sizes, model=model, frozen=frozen)
+
+
+# Models
+
+
+def _with_skeletons(resolved: build.Resolved, work: Path) -> build.Resolved:
+    """The same plugins on folders that hold their models' config files."""
+
+    def changed(plugin: Any) -> Any:
+        section = plugin.config
+        update = {
+            key: model_folder(getattr(section, key), getattr(section, "revision", None), work)
+            for key in MODEL_KEYS
+            if getattr(section, key, None)
+        }
+        return replace(plugin, config=section.model_copy(update=update))
+
+    steps = {"num_steps": RENDER_STEPS} if hasattr(resolved.renderer.config, "num_steps") else {}
+    renderer = changed(resolved.renderer)
+    renderer = replace(renderer, config=renderer.config.model_copy(update=steps))
+    return replace(resolved, policy=changed(resolved.policy), renderer=renderer)
+
+
+@contextmanager
+def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
+    """Inside, `from_pretrained` reads a config file and makes weights without values."""
+    from diffusers import ModelMixin
+    from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+    from rl.files import weights
+    from rl.renderers.emu3_vq import codec
+
+    def shortened(config: Any) -> Any:
+        for part in (config, getattr(config, "text_config", None)):
+            for key in DEPTH_KEYS if depth and part is not None else ():
+                if isinstance(getattr(part, key, None), int):
+                    setattr(part, key, depth)
+                    if types := getattr(part, "layer_types", None):
+                        setattr(part, "layer_types", types[:depth])  # noqa: B010 - any config
+        return config
+
+    def of_transformers(cls: Any, /, path: str, subfolder: str = "", **options: Any) -> Any:
+        config = options.get("config")
+        if config is None:
+            reader = getattr(cls, "config_class", None) or AutoConfig
+            config = reader.from_pretrained(path, subfolder=subfolder)
+        make = cls.from_config if cls is AutoModelForImageTextToText else cls._from_config
+        known = {k: options[k] for k in ("dtype", "attn_implementation") if k in options}
+        with gpu.loading():
+            model = make(shortened(config), **known)
+        place = options.get("device_map", {}).get("", "cpu")
+        model = model.eval().to(place) if place != "cpu" else model.eval()
+        return (model, {"missing_keys": []}) if options.get("output_loading_info") else model
+
+    def of_diffusers(cls: Any, /, path: str = "", subfolder: str = "", **options: Any) -> Any:
+        path = options.get("pretrained_model_name_or_path", path)
+        config = cls.load_config(path, subfolder=subfolder)
+        if depth and "num_layers" in cls._get_init_keys(cls):
+            config = {**config, "num_layers": depth}
+        with gpu.loading():
+            model = cls.from_config(config).to(options["torch_dtype"])
+        place = options.get("device_map", {}).get("", "cpu")
+        return model.to(place) if place != "cpu" else model
+
+    def of_emu3_vq(path: str, revision: str | None, original: bool, device: str) -> Any:
+        from transformers import Emu3VQVAE, Emu3VQVAEConfig
+
+        with gpu.loading():
+            config = Emu3VQVAEConfig.from_pretrained(path)
+            tensors = Emu3VQVAE(config).state_dict()
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+    patch = mock.patch.object
+    with ExitStack() as stack:
+        for owner in (PreTrainedModel, AutoModelForImageTextToText):
+            stack.enter_context(patch(owner, "from_pretrained", classmethod(of_transformers)))
+        stack.enter_context(patch(ModelMixin, "from_pretrained", classmethod(of_diffusers)))
+        stack.enter_context(patch(codec, "_read_tensors", of_emu3_vq))
+        stack.enter_context(patch(weights, "require_finite", lambda named, owner: None))
+        yield
+
+
+# The iteration's inputs
+
+
+def _sample(
+    resolved: build.Resolved, policy: Policy, number: int, words: int, num_pictures: int
+) -> Sample:
+    """A sample of pictures of the renderer's output size, and of so many words."""
+    instruction = " ".join(["a"] * words + [str(number)])
+    rng = np.random.default_rng(number)
+    if policy.image_vocabulary is not None:
+        codes = rng.integers(0, 1000, (32, 32))
+        return Sample(str(number), instruction, source_codes=codes, target_codes=codes)
+    area = getattr(resolved.renderer.config, "output_area_px", None) or 1024 * 1024
+    side = round(area**0.5)
+    pictures = [
+        Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8))
+        for _ in range(num_pictures)
+    ]
+    return Sample(str(number), instruction, sources=tuple(pictures))
+
+
+def _longest_prompt(resolved: build.Resolved, policy: Policy, number: int) -> Prompt:
+    """A prompt of `policy.max_prompt_tokens`, or as near to it as words reach, with as many
+    pictures as it has room for."""
+    most = int(resolved.policy.config.max_prompt_tokens)
+    template = resolved.renderer.cls.prompt_template(resolved.renderer.config)
+    most_pictures = min(1, policy.own_max_pictures) if template is None else template.max_pictures
+    for num_pictures in range(most_pictures, -1, -1):
+        with suppress(UnusableSampleError):
+            prompt = policy.build_prompt(_sample(resolved, policy, number, 0, num_pictures))
+            words = most - len(prompt.token_ids)
+            while words > 0:
+                with suppress(UnusableSampleError):
+                    return policy.build_prompt(
+                        _sample(resolved, policy, number, words, num_pictures)
+                    )
+                words = words * 9 // 10
+            return prompt
+    raise ValueError(
+        f"policy.max_prompt_tokens = {most} has no room for one picture of the renderer's size"
+    )
+
+
+def _completion(policy: Policy, prompt: Prompt, num_tokens: int, rng: random.Random) -> Any:
+    """A completion of that length; a picture where the policy writes pictures."""
+    text = " ".join(rng.choice("abcdefgh") for _ in range(num_tokens))
+    completion = policy.encode_completion(text)
+    ids = (*completion.token_ids[: num_tokens - 1], completion.token_ids[-1])
+    vocabulary = policy.image_vocabulary
+    if vocabulary is not None and prompt.grid is not None:
+        height, width = (torch.tensor([side]) for side in prompt.grid)
+        picture = [vocabulary.image]
+        while picture[-1] != vocabulary.end_of_sequence:
+            after = torch.tensor([len(picture) - 1])
+            kind = int(image_grammar.grammar_ids(after, height, width, vocabulary))
+            code = rng.randrange(vocabulary.visual_start, vocabulary.visual_end)
+            picture.append(code if kind == image_grammar.VISUAL else kind)
+        words = num_tokens - len(picture)
+        ids = (*ids[: min(words, 8)], *picture)
+    return replace(completion, token_ids=tuple(ids), logprobs=(0.0,) * len(ids))
+
+
+class _StubReward(Reward):
+    """Half of the best grade for everything, in every part that the config weighs."""
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        self._parts = parts
+
+    def grade(self, reward_input: RewardInput) -> RewardOutput:
+        return RewardOutput(0.5, parts=dict.fromkeys(self._parts, 0.5))
+
+
+def _parts_of(config: RunConfig, name: str) -> list[str]:
+    weights = config.final_reward.weights or {}
+    return [key.partition("/")[2] for key in weights if key.startswith(f"{name}/")]
+
+
+# Phases
+
+
+class _Timer(PhaseTimer):
+    """Phases of the rollout are phases of the tally."""
+
+    def __init__(self, tally: Tally) -> None:
+        super().__init__()
+        self._tally = tally
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        with self._tally.within(name), super().phase(name) as phase:
+            yield phase
+
+
+@contextmanager
+def _phases_of_learning(tally: Tally) -> Iterator[None]:
+    """What the learner times is a phase of the tally."""
+
+    @contextmanager
+    def clock(self: LearnerMetrics, phase: str) -> Iterator[None]:
+        with tally.within(phase):
+            yield
+
+    with mock.patch.object(LearnerMetrics, "clock", clock):
+        yield

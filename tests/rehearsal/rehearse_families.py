@@ -1,0 +1,72 @@
+"""Rehearses each family at its real widths with two layers, and prints the result as JSON; a script
+of its own, because the fake GPU has to be loaded before torch is."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from unittest import mock
+
+from rl.rehearsal import cuda_guard
+
+SMALL = ["prompts_per_iteration=1", "world_size=1", "generations_per_prompt=3"]
+FULL_BATCH = "renderer.batch_size=4"  # three completions and the bare arm
+DEPTH = 2
+
+
+def main(configs: list[str], fault: str) -> None:
+    cuda_guard.load()
+    import torch
+
+    from rl.config.schema import load_config
+    from rl.rehearsal.rehearsal import rehearse
+    from rl.rehearsal.report import lines, peaks_gb, waits_by_phase
+
+    results = {}
+    with tempfile.TemporaryDirectory() as folder, planted(fault, torch):
+        for name in configs:
+            changes = [*SMALL, f"base_exp_dir={folder}", "run_name=rehearsed"]
+            if name != "vlm_reasoning":
+                changes.append(FULL_BATCH)
+            config = load_config(f"configs/{name}.jsonnet", changes)
+            try:
+                done = rehearse(config, DEPTH)
+            except RuntimeError as error:
+                results[name] = {"error": str(error)}
+                continue
+            assert done.plan is not None
+            results[name] = {
+                "rehearsed": peaks_gb(done),
+                "planned": {phase: done.plan.total_gb(phase) for phase in done.plan.phases},
+                "weights": {owner: size / 1e9 for owner, size in done.weights_bytes.items()},
+                "waits": {phase: found.total() for phase, found in waits_by_phase(done).items()},
+                "wrong": [what for what, _ in done.tally.wrong],
+                "tflop": {phase: count / 1e12 for phase, count in done.tally.flops.items()},
+                "text": list(lines(done)),
+            }
+    print(json.dumps(results))
+
+
+def planted(fault: str, torch: object) -> mock._patch[object]:
+    """A fault in the render loop of Qwen-Image-Edit; '': none."""
+    from rl.renderers.qwen_image import modulation, qwen_image_loop
+
+    predict = qwen_image_loop.QwenImageLoop._predict
+
+    def waits(self, latents, conditioning, step):  # type: ignore[no-untyped-def]
+        float(latents.abs().max())
+        return predict(self, latents, conditioning, step)
+
+    def float32(self, latents, conditioning, step):  # type: ignore[no-untyped-def]
+        return predict(self, latents.float(), conditioning, step)
+
+    patch = mock.patch.object
+    if fault == "on the CPU":
+        return patch(modulation.StepModulation, "to", lambda self, device: self)
+    changed = {"waits in each step": waits, "float32": float32}.get(fault, predict)
+    return patch(qwen_image_loop.QwenImageLoop, "_predict", changed)
+
+
+if __name__ == "__main__":
+    main(sys.argv[2:], sys.argv[1])
