@@ -50,6 +50,7 @@ COMMANDS = {
     "check-gpu": Command(
         "check that this machine's GPUs run everything, in ten minutes", "rl.commands.check_gpu"
     ),
+    "rehearse": Command("run one iteration at real size without a GPU", "rl.commands.rehearse"),
     "bench-gpu": Command("measure real-size models on this GPU", "benchmarks.bench_gpu"),
 }
 

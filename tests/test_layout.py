@@ -53,7 +53,7 @@ FLOORS = [
     {"memory"},
     {"check"},
     {"run"},
-    {"check_gpu", "edit", "report"},
+    {"check_gpu", "edit", "rehearsal", "report"},
     {"train"},
     {"commands", "simple_launch"},
     {"__main__", "test_distributed_env"},
@@ -66,7 +66,7 @@ ENTRY = "rl.ranks.worker"
 FENCES = {
     "vllm": r"rl/engines/vllm/\w+\.py",
     "deepspeed": r"rl/learner/deepspeed\.py",
-    "diffusers": r"rl/renderers/[\w/]+\.py",
+    "diffusers": r"rl/(renderers/[\w/]+|rehearsal/rehearsal)\.py",
     "httpx": r"rl/judge/(http|endpoint)\.py",
     "wandb": r"rl/trackers/wandb_page\.py",
     "tensorboard": r"rl/trackers/tensorboard_page\.py",

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, cuda_guard.CannotRehearseError) as error:
         print(error, file=sys.stderr)
         return 2
-    from rl.rehearsal import report
+    from rl.rehearsal import rehearsal_report
     from rl.rehearsal.rehearsal import rehearse
 
     try:
@@ -58,9 +58,10 @@ def main(argv: list[str] | None = None) -> int:
         frames = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in frames if "/rl/" in frame.filename]
         where = f"{ours[-1].filename}, line {ours[-1].lineno}" if ours else "PyTorch"
-        print(f"{where}: {str(error).splitlines()[0]}", file=sys.stderr)
+        first_line, _, _ = str(error).partition("\n")
+        print(f"{where}: {first_line}", file=sys.stderr)
         return 1
-    for line in report.lines(done, args.all):
+    for line in rehearsal_report.lines(done, args.all):
         print(line)
     return int(bool(done.tally.wrong))
 

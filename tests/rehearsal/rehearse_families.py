@@ -21,7 +21,7 @@ def main(configs: list[str], fault: str) -> None:
 
     from rl.config.schema import load_config
     from rl.rehearsal.rehearsal import rehearse
-    from rl.rehearsal.report import lines, peaks_gb, waits_by_phase
+    from rl.rehearsal.rehearsal_report import lines, peaks_gb, waits_by_phase
 
     results = {}
     with tempfile.TemporaryDirectory() as folder, planted(fault, torch):

@@ -115,7 +115,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         if config.lora is not None:
             adaptable = cls.adaptable(config)
             errors += [
-                f"lora.target_modules: LoRA cannot adapt a layer {name!r}; known: "
+                f"lora.target_modules: {name!r} is not a layer that LoRA can adapt; known: "
                 + ", ".join(sorted(adaptable))
                 for name in config.lora.target_modules
                 if name not in adaptable
