@@ -422,6 +422,9 @@ def _state_rows(sizes: Sizes) -> list[Row]:
         Row("gradients", gradient_gb, backward),
         Row("the step, working", step_bytes / 1e9, ("step",)),
     ]
+    if full and stage == 0 and sizes.bytes_per_weight != 4:  # summed in float32 after each backward
+        once_gb = trained * sizes.bytes_per_weight / 1e9
+        rows.append(Row("gradients, one backward", once_gb, ("learn",)))
     if stage >= 1:
         bucket_gb = min(trained, BUCKET_PARAMS) * (4 if not full else sizes.bytes_per_weight) / 1e9
         rows.append(Row("gradient bucket", bucket_gb, ("learn",)))

@@ -245,7 +245,8 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
         if depth and "num_layers" in cls._get_init_keys(cls):
             config = {**config, "num_layers": depth}
         with gpu.loading():
-            model = cls.from_config(config).to(options["torch_dtype"])
+            model = cls.from_config(config)
+            torch.nn.Module.to(model, options["torch_dtype"])  # diffusers' own warns
         place = options.get("device_map", {}).get("", "cpu")
         return model.to(place) if place != "cpu" else model
 
