@@ -88,7 +88,7 @@ def test_the_modulation_table_equals_what_each_block_computes(stock: StockParts)
         embedding = transformer.time_text_embed(times, torch.empty(0))
         for index, block in enumerate(transformer.transformer_blocks):
             image, words = block.img_mod(embedding), block.txt_mod(embedding[:1])
-            for rows, ours in ((image, entry.image[index]), (words, entry.words[index])):
+            for rows, ours in ((image, entry.image[index]), (words, entry.text[index])):
                 expected = rows.reshape(len(rows), 6, -1) + torch.tensor([0, 1, 0] * 2)[:, None]
                 torch.testing.assert_close(ours, expected, atol=PRODUCT, rtol=PRODUCT)
         tokens = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
