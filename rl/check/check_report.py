@@ -262,6 +262,7 @@ def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str])
 def _table(planned: Plan) -> list[str]:
     """A line for each part, a column for each phase, and the sums."""
     widths = {phase: max(len(phase) + 1, 7) for phase in planned.phases}
+    widths[planned.phases[0]] -= 1  # names end in a space; 80 columns with the indent
     lines = [f"{'GB':<29}" + "".join(f"{phase:>{n}}" for phase, n in widths.items())]
     for row in planned.rows:
         gb = f"{row.gb:.2f}"

@@ -45,9 +45,9 @@ def test_the_memory_plan_decides_and_prints_why(monkeypatch, capsys, gpu_gb, sta
 
 
 def test_an_engine_that_shares_weights_stays(monkeypatch, capsys):
-    """Beside everything else, 72 GB have room for one completion at once."""
+    """Beside everything else, 72 GB have room for all 16 completions at once."""
     has_room, claim = plan(monkeypatch, 80.0, "engine.share_base_weights=true")
-    assert has_room and claim.cache_bytes == (2304 + 16) * 57_344
+    assert has_room and claim.cache_bytes == (16 * 2304 + 16) * 57_344
     assert "sleep" not in capsys.readouterr().out
 
 
