@@ -58,7 +58,7 @@ FIXES = {
     r"No space left": "make room on that disk, or set TMPDIR to a folder on a larger one",
     r"NCCL": "NCCL_DEBUG=INFO tells more; NCCL_P2P_DISABLE=1 rules out peer access",
     r"SIGKILL": "host memory may be used up (dmesg | tail): end other processes",
-    r"SIGBUS": "/dev/shm or a disk may be full: df -h shows it",
+    r"SIGBUS": "/dev/shm or a disk may be full: df -h shows it",  # nosec B108 # a message
 }
 """What the last words contain -> the fix."""
 

@@ -254,7 +254,7 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
         from transformers import Emu3VQVAE, Emu3VQVAEConfig
 
         with gpu.loading():
-            config = Emu3VQVAEConfig.from_pretrained(path)
+            config = Emu3VQVAEConfig.from_pretrained(path)  # nosec B615 # a local folder
             tensors = Emu3VQVAE(config).state_dict()
         return {name: tensor.to(device) for name, tensor in tensors.items()}
 
