@@ -55,7 +55,7 @@ def resolve_api_base(value: str | Sequence[str]) -> str:
 
 def _addresses_in(entry: str) -> list[tuple[str, str]]:
     """(address, origin for messages) of each address in `entry`: an address, or a file of them."""
-    if "://" in entry or _HOST_AND_PORT.fullmatch(entry):
+    if _is_address(entry):
         return [(entry, f"judge.api_base={entry!r}")]
     if not_a_file(entry):
         raise ValueError(
@@ -71,12 +71,18 @@ def _addresses_in(entry: str) -> list[tuple[str, str]]:
     lines = [line.split() for line in text.split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{where} is empty; write the judge's URL into it")
-    # A comment may follow the first address; later lines of several words are ignored.
-    addresses = [parts[0] for parts in lines if parts is lines[0] or len(parts) == 1]
+    # A comment may follow an address; later lines of several words are comments.
+    addresses = [
+        parts[0] for parts in lines if parts is lines[0] or len(parts) == 1 or _is_address(parts[0])
+    ]
     for address in addresses:
-        if "://" not in address and not _HOST_AND_PORT.fullmatch(address):
+        if not _is_address(address):
             raise ValueError(f"{where}: {address[:80]!r} is neither a URL nor host:port")
     return [(address, where) for address in addresses]
+
+
+def _is_address(text: str) -> bool:
+    return "://" in text or _HOST_AND_PORT.fullmatch(text) is not None
 
 
 def _normalise(url: str, where: str) -> str:

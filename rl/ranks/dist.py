@@ -201,7 +201,10 @@ def _read_env(environ: Mapping[str, str]) -> tuple[int, int, int]:
             f"WORLD_SIZE={world_size} but {', '.join(sorted(missing))} is not set: start several "
             "ranks with `python -m rl.simple_launch --nproc N`, or unset WORLD_SIZE"
         )
-    return int(environ["RANK"]), world_size, int(environ["LOCAL_RANK"])
+    rank = int(environ["RANK"])
+    if not 0 <= rank < world_size:
+        raise ValueError(f"RANK={rank}, but WORLD_SIZE={world_size}: ranks count from 0")
+    return rank, world_size, int(environ["LOCAL_RANK"])
 
 
 def _resolve_device(device: str, local_rank: int) -> str:

@@ -1,0 +1,66 @@
+"""The bytes that ZeRO leaves on each of two ranks, measured, beside those of the memory plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_policy
+import tiny_qwen
+from tiny_learner import NUM_ITERATIONS, make_config, make_sequences, run_ranks, update
+
+from rl.learner import deepspeed
+from rl.learner.learner import Learner
+from rl.memory.memory_plan import PolicyModel, Sizes, plan
+from rl.ranks.dist import Dist
+
+pytestmark = pytest.mark.slow
+
+NUM_RANKS = 2
+PADDING = 0.02
+"""Partitions are padded to equal lengths."""
+
+
+def held_bytes(dist: Dist, out: Path, folder: str, stage: int) -> dict[str, int]:
+    """Of a fully trained bfloat16 policy after an iteration: masters and moments, and weights."""
+    deepspeed.PERSISTENCE_THRESHOLD_NUMEL = 0  # ZeRO-3 shards even this small model
+    policy = tiny_policy.make_policy(folder, lora=None, dtype="bfloat16")
+    config = make_config(backend="deepspeed", zero_stage=stage)
+    learner = Learner(policy, config, dist, NUM_ITERATIONS)
+    update(learner, make_sequences(policy), 0)
+    backend: Any = learner._backend
+    moments = [
+        tensor
+        for parts in backend._adamw.state.values()
+        for tensor in parts.values()
+        if tensor.numel() > 1
+    ]
+    parameters = [p for p in policy.module.parameters() if p.requires_grad]
+    return {
+        "trained": sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+        "state": sum(t.nbytes for t in (*moments, *backend._flat_masters())),
+        "weights": sum(getattr(p, "ds_tensor", p).nbytes for p in parameters),
+    }
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_each_rank_holds_the_bytes_of_the_plan(tmp_path: Path, stage: int) -> None:
+    folder = tiny_qwen.save_policy_folder(tmp_path / "policy")
+    ranks = run_ranks(held_bytes, NUM_RANKS, tmp_path, folder=folder, stage=stage)
+    for held in ranks:
+        planned = rows(held["trained"], stage)
+        assert held["state"] == pytest.approx(planned["optimiser state"] * 1e9, rel=PADDING)
+        assert held["weights"] == pytest.approx(planned["policy weights"] * 1e9, rel=PADDING)
+
+
+def rows(num_params: int, stage: int) -> dict[str, float]:
+    """Part -> GB of the plan for that many trained bfloat16 parameters."""
+    model = PolicyModel(1, 8, 8, 1, 1, 8, float(num_params))
+    sizes = Sizes(
+        model=model, bytes_per_weight=2, lora_rank=None, lora_modules=(), zero_stage=stage,
+        world_size=NUM_RANKS, forward_tokens=1, kept_tokens=0, all_kept=True, prompt_tokens=1,
+        completion_tokens=1, num_completions=1, checkpointing=False, engine=None,
+        reads_reference=False, frozen=(),
+    )  # fmt: skip
+    return {row.part: row.gb for row in plan(sizes, gpu_gb=80).rows}
