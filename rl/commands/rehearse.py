@@ -36,10 +36,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", help="a Jsonnet file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of its keys")
     parser.add_argument(
-        "--depth", type=int, metavar="N", help="N layers in every model, at their real widths"
+        "--depth",
+        type=int,
+        metavar="N",
+        help="N layers (at least 1) in every model, at their real widths",
     )
-    parser.add_argument("--all", action="store_true", help="list every line that waits")
+    parser.add_argument(
+        "--all", action="store_true", help="list every line that waits or holds memory"
+    )
     args = parser.parse_args(argv)
+    if args.depth is not None and args.depth < 1:
+        parser.error(f"--depth {args.depth}: a model needs at least 1 layer")
     try:
         config = load_config(args.config, args.overrides)
         cuda_guard.load()

@@ -32,13 +32,19 @@ NAMES = {
 MAX_LINES = 30
 
 
-def lines(done: Rehearsed, every_wait: bool = False) -> Iterator[str]:
+def lines(done: Rehearsed, every_line: bool = False) -> Iterator[str]:
     """The report, at most 80 columns wide where paths allow it."""
+    yield (
+        f"one rank, {done.num_groups} groups, {done.num_prompt_tokens} prompt tokens, "
+        f"{done.num_pictures} pictures, {done.seconds:.0f} s"
+    )
     yield from _memory(done)
+    if every_line:
+        yield from _owners(done)
     yield ""
     yield from _work(done)
     yield ""
-    yield from _waits(done, every_wait)
+    yield from _waits(done, every_line)
     yield ""
     wrong = done.tally.wrong
     yield "mixed dtypes: none" if not wrong else "mixed dtypes, which a GPU refuses:"
@@ -48,12 +54,12 @@ def lines(done: Rehearsed, every_wait: bool = False) -> Iterator[str]:
 
 def peaks_gb(done: Rehearsed) -> dict[str, float]:
     """The plan's phase -> the most GPU memory in it, GB, without CUDA's own."""
-    peaks: dict[str, float] = {}
-    for (phase, device), num_bytes in done.tally.peak.items():
-        if device == "cuda" and phase in PLANNED:
-            planned = PLANNED[phase]
-            peaks[planned] = max(peaks.get(planned, 0.0), num_bytes / 1e9)
-    return peaks
+    peak = done.tally.peak
+    return {
+        planned: peak[phase, "cuda"] / 1e9
+        for phase, planned in PLANNED.items()
+        if (phase, "cuda") in peak
+    }
 
 
 def _memory(done: Rehearsed) -> Iterator[str]:
@@ -73,6 +79,16 @@ def _memory(done: Rehearsed) -> Iterator[str]:
         yield _row(f"peak of {phase!r}", gb, planned_gb)
     if done.plan is None:
         yield "  no plan: the sizes of the policy's model are not known to rl check"
+
+
+def _owners(done: Rehearsed) -> Iterator[str]:
+    """Which lines allocated what exists at the end of each phase; those of 0.1 GB and more."""
+    for phase in PLANNED:
+        if held := done.tally.held.get(phase):
+            yield f"  held at the end of {NAMES[phase]}, by the line that allocated it"
+            for line, num_bytes in held.most_common():
+                if num_bytes >= 1e8:
+                    yield f"    {num_bytes / 1e9:>7.2f}  {line or '(backward)'}"
 
 
 def _row(name: str, gb: float, planned_gb: float | None) -> str:

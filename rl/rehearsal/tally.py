@@ -55,8 +55,6 @@ class Tally:
         """Device type -> bytes that exist."""
         self.peak: dict[tuple[str, str], int] = {}
         """(Phase, device type) -> most bytes that existed at once in that phase."""
-        self.at_start: dict[str, int] = {}
-        """Phase -> bytes on the GPU when it was first entered."""
         self.waits: Counter[tuple[str, str, Line]] = Counter()
         """(Phase, kind of wait, line) -> number."""
         self.wrong: Counter[tuple[str, Line]] = Counter()
@@ -74,7 +72,6 @@ class Tally:
     def within(self, phase: str) -> Iterator[None]:
         """Count what happens inside as part of `phase`; phases may be nested and repeated."""
         before, self.phase = self.phase, phase
-        self.at_start.setdefault(phase, self.now["cuda"])
         self._note_peak("cuda")
         try:
             yield
