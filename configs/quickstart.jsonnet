@@ -24,7 +24,8 @@
     batch_size: 16,
   },
   rewards: { viescore: { type: 'viescore' } },
-  judge+: $.pixel_judge,
+  // The judge is audited at the first start: it must tell right edits of the held-out data from wrong ones.
+  judge+: $.pixel_judge { audit: 'required', audit_set: 'data' },
   data+: {
     train: [{ type: 'tiny_world.data.shapes', num_samples: 4096, seed: 1 }],
     validation: [{ type: 'tiny_world.data.shapes', num_samples: 64, seed: 2, held_out: true }],

@@ -28,5 +28,6 @@
     model: 'tiny-world-judge',
     image_side_px: 64,
     max_concurrency: 8,  // threads of one small server: more would slow each other down
+    audit: 'off',  // it reads pixels; quickstart.jsonnet shows what an audit does
   },
 }

@@ -50,7 +50,7 @@ FLOORS = [
     {"learner"},
     {"rollout"},
     {"build"},
-    {"memory"},
+    {"audit", "memory"},
     {"check"},
     {"run"},
     {"check_gpu", "edit", "rehearsal", "report"},

@@ -29,6 +29,7 @@ from tiny_world.scenes import (
     JITTER_PX,
     RGB,
     SHAPES,
+    MissingShapeError,
     Scene,
     Shape,
     apply,
@@ -55,15 +56,18 @@ def grade_semantics(
     """(edit success, the rest unchanged), each 0-10. `lenders`: further source pictures, which an
     instruction may mention and no edit changes.
 
-    Both marks are 0 if a source is no scene of this world. Raises ValueError for an unknown
-    instruction and for a picture of another size.
+    Both marks are 0 if a source is no scene of this world, or lacks what the instruction names.
+    Raises ValueError for an unknown instruction and for a picture of another size.
     """
     pixels = _pixels(edited)
     try:
         scene, *others = (parse_scene(picture) for picture in (source, *lenders))
     except NoSceneError:
         return 0.0, 0.0
-    op = read_instruction(instruction, scene, others)
+    try:
+        op = read_instruction(instruction, scene, others)
+    except MissingShapeError:
+        return 0.0, 0.0
     expected = apply(scene, op)
     background = GREYS_RGB[scene.background]
     target_cell = scene.find(op.shape).cell

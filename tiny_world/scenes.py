@@ -133,9 +133,14 @@ def make_borrowing(rng: random.Random, scene: Scene, lender: Scene) -> Task:
     return Task(text, Op(target.shape, model.colour), "borrow")
 
 
+class MissingShapeError(ValueError):
+    """An instruction names something that is not in the picture."""
+
+
 def read_instruction(instruction: str, scene: Scene, lenders: Sequence[Scene] = ()) -> Op:
     """The edit that an instruction asks for; raises ValueError if neither `make_instruction` nor
-    `make_borrowing` can have written it. `lenders`: the second picture and those after it."""
+    `make_borrowing` can have written it, MissingShapeError if they cannot have written it for this
+    scene. `lenders`: the second picture and those after it."""
     try:
         match instruction.strip().split():
             case ["paint", "the", shape, "the", "color", "of", noun]:
@@ -149,7 +154,7 @@ def read_instruction(instruction: str, scene: Scene, lenders: Sequence[Scene] = 
                     raise ValueError(f"{instruction!r} speaks of picture 2, and there is one")
                 return Op(scene.find(shape).shape, lenders[0].find(model).colour)
     except KeyError as missing:
-        raise ValueError(f"{instruction!r} names {missing}, which is not there") from missing
+        raise MissingShapeError(f"{instruction!r} names {missing}, which is not there") from missing
     raise ValueError(
         f"{instruction!r} is none of 'paint the <shape> the color of <noun>', "
         "'make the <shape> match the <shape>', 'erase the <shape>', 'give the <shape> the color of "

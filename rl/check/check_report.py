@@ -6,8 +6,10 @@ import asyncio
 import math
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rl import build
+from rl.audit import judge_audit
 from rl.check import compatibility
 from rl.check.ask_judge import ask_judge
 from rl.check.dry_run import dry_problems, plugins_to_try
@@ -122,7 +124,7 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
         **remarks(resolved),
     }
     failures = [*compatibility.compatibility_problems(resolved), *unfit, *conflicts]
-    failures += machine_problems(resolved)
+    failures += machine_problems(resolved) + _audit_problems(resolved)
     tried_keys = []
     if not failures:
         failures = dry_problems(resolved)
@@ -220,6 +222,11 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         for name, plugin in resolved.rewards.items()
         if plugin.cls.needs_judge
     ]
+    if judge.audit != "off" and judge_audit.rewards_that_ask(resolved):
+        with suppress(ValueError):  # a damaged file, which `_audit_problems` names
+            known = judge_audit.verdict(resolved)
+            at_start = known.passed is None and judge.audit == "required"
+            lines.append("audit: " + ("by the run, at its start" if at_start else known.text))
     lines.append(
         f"{training} questions an iteration: {training * 60} an hour at one iteration a minute; up "
         f"to {judge.max_concurrency * config.world_size} in flight, {judge.max_attempts} tries each"
@@ -234,6 +241,17 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         if makes_images and evaluation.stock_arm and not resolved.policy.cls.starts_as_stock:
             lines.append(f"stock arm: {2 * held_out} more, once")
     return lines
+
+
+def _audit_problems(resolved: build.Resolved) -> list[str]:
+    if resolved.config.judge.audit == "off" or not judge_audit.rewards_that_ask(resolved):
+        return []
+    try:
+        verdict = judge_audit.verdict(resolved)
+    except ValueError as error:
+        return [f"judge.audit: {error}"]
+    refused = resolved.config.judge.audit == "required" and verdict.passed is False
+    return [f"judge.audit: {verdict.text}"] if refused else []
 
 
 def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str]) -> list[str]:

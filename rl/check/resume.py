@@ -20,7 +20,8 @@ HARMLESS = (
     # Where the judge is and how long to wait for it, not how it grades.
     "judge.api_base*", "judge.start_command*", "judge.start_timeout_s", "judge.api_key_env",
     "judge.max_concurrency", "judge.timeout_s", "judge.backoff_s", "judge.breaker_failures",
-    "judge.breaker_pause_s", "judge.max_outage_s", "judge.max_failure_rate",
+    "judge.breaker_pause_s", "judge.max_outage_s", "judge.max_failure_rate", "judge.revision",
+    "judge.audit*", "judge.attack_max_gain",
     "max_render_failure_rate", "hang_limit_s",
     "optimizer.gradient_checkpointing",  # runs the same kernels on the same numbers twice
     "policy.max_kept_pictures",

@@ -150,6 +150,7 @@ def model_card(
         ],
         shows_own_words=any(OWN_WORDS in file for sample in samples for file in sample.files),
         judge=str(at(config, "judge.model") or "(unnamed)") if asks_judge else "",
+        audit_passed=metrics.get("judge/audit_passed"),
         ungraded_share=(evidence.ungraded_share if evidence else metrics.get("status/ungraded")),
         licences=_licences(config),
         config=Markup("\n".join(code(without_paths(dict(config))))),  # nosec B704 # escaped

@@ -228,6 +228,8 @@ def alarms(
     skipped = sum(value for _, value in points(metrics, "optimizer/skipped_steps"))
     if skipped:
         sentences.append(f"{skipped:g} optimiser steps were skipped for a non-finite gradient.")
+    if any(row.get("judge/audit_passed") == 0 for row in metrics[-1:]):
+        sentences.append("The judge has not passed an audit (`rl judge audit`).")
     if damaged:
         files = [f"{file} ({count})" for file, count in damaged.items()]
         sentences.append(f"Damaged lines are left out: {_listed(files)}.")

@@ -50,6 +50,8 @@ class Run:
     dist: Dist
     timer: PhaseTimer
     judge: JudgeClient | None
+    judge_passed: bool | None
+    """Whether the judge has passed an audit; None: it need not."""
     context: RolloutContext
     """Policy, renderer and rewards."""
     engine: Engine
@@ -191,6 +193,8 @@ class Run:
         """Write a line of metrics of all ranks to record, trackers and console. Collective."""
         if self.judge is not None:
             _add_judge_stats(metrics, self.judge)
+        if self.judge_passed is not None:
+            metrics.maximum("judge/audit_passed", float(self.judge_passed))
         metrics.maximum("data/skipped_rows", self.num_skipped_rows)
         metrics.total("data/replaced_rows", self.prompt_order.num_replaced)
         metrics.maximum("memory/peak_gb", take_peak_memory_gb(self.dist.device))

@@ -38,6 +38,7 @@ from rl.rollout.prompt_order import PromptOrder, first_samples, usable
 from rl.rollout.stream import RolloutContext
 from rl.run.checkpointing import Checkpointing
 from rl.run.checks import Checks
+from rl.run.judge_gate import judge_passed
 from rl.run.last_finished import LastFinished, save_at_once
 from rl.run.page_refresh import Page
 from rl.run.plugin_metrics import Made, PluginMetrics
@@ -85,6 +86,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         loop = stack.enter_context(BackgroundLoop("judge"))
         with heartbeat.phase(WATCHED_ELSEWHERE):
             judge = _open_judge(resolved, dist, loop, stack, console, sample)
+            passed = judge_passed(resolved, judge, dist, loop, console)
 
         console.say(f"run {config.run_name} in {config.run_dir}: loading")
         policy = build.build_policy(resolved, dist)
@@ -111,6 +113,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             dist=dist,
             timer=timer,
             judge=judge,
+            judge_passed=passed,
             context=context,
             engine=engine,
             learner=learner,

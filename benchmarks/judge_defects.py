@@ -1,0 +1,173 @@
+"""Audits and attacks the tiny world's judge, sound and with planted defects.
+
+python -m benchmarks.judge_defects > benchmarks/results/judge_defects.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl import build
+from rl.audit import judge_audit
+from rl.audit.audit_report import attack_lines, audit_lines
+from rl.audit.audit_sets import shipped_cases
+from rl.audit.judge_audit import AttackResult, RewardAudit
+from rl.config.schema import load_config
+from rl.judge.client import JudgeClient
+from tiny_world.judge_server import JudgeServer
+
+Parts = list[dict[str, Any]]
+Defect = Callable[["DefectiveJudge", Parts], str]
+
+
+class DefectiveJudge(JudgeServer):
+    """The tiny world's judge with one defect."""
+
+    def __init__(self, model: str, defect: str) -> None:
+        super().__init__(model)
+        self._defect = DEFECTS[defect]
+        self.random = random.Random(0)
+
+    def answer(self, parts: Parts) -> str:
+        return self._defect(self, parts)
+
+    def sound(self, parts: Parts) -> str:
+        return super().answer(parts)
+
+    def scores(self, parts: Parts) -> list[float]:
+        """The sound judge's scores, 0 to 10."""
+        return list(json.loads(self.sound(parts))["score"])
+
+
+def _reply(*scores: float) -> str:
+    return json.dumps({"score": [min(10.0, max(0.0, score)) for score in scores]})
+
+
+def _text(parts: Parts) -> str:
+    return "".join(part.get("text", "") for part in parts)
+
+
+def _urls(parts: Parts) -> list[str]:
+    return [part["image_url"]["url"] for part in parts if "image_url" in part]
+
+
+def _is_semantic(parts: Parts) -> bool:
+    return "<instruction>" in _text(parts)
+
+
+def _instruction(parts: Parts) -> str:
+    return _text(parts).partition("<instruction>")[2].partition("</instruction>")[0].strip()
+
+
+def _constant(judge: DefectiveJudge, parts: Parts) -> str:
+    return _reply(7, 7)
+
+
+def _prefers_length(judge: DefectiveJudge, parts: Parts) -> str:
+    """The longer the instruction, the higher the scores."""
+    return _reply(*[len(_instruction(parts)) / 4] * 2) if _is_semantic(parts) else _reply(9, 9)
+
+
+def _prefers_copies(judge: DefectiveJudge, parts: Parts) -> str:
+    """An unchanged source is a perfect edit."""
+    urls = _urls(parts)
+    return _reply(10, 10) if len(set(urls)) < len(urls) else judge.sound(parts)
+
+
+def _order_biased(judge: DefectiveJudge, parts: Parts) -> str:
+    """It takes the first picture for the result."""
+    pictures = [part for part in parts if "image_url" in part]
+    rest = [part for part in parts if "image_url" not in part]
+    return judge.sound([*reversed(pictures), *rest])
+
+
+def _ignores_order(judge: DefectiveJudge, parts: Parts) -> str:
+    """It gives the better scores of both orders."""
+    if not _is_semantic(parts):
+        return judge.sound(parts)
+    return _reply(*max(judge.scores(parts), json.loads(_order_biased(judge, parts))["score"]))
+
+
+def _noisy(judge: DefectiveJudge, parts: Parts) -> str:
+    """Noise with a standard deviation of 2 points."""
+    return _reply(*(score + judge.random.gauss(0, 2) for score in judge.scores(parts)))
+
+
+def _ignores_category(judge: DefectiveJudge, parts: Parts) -> str:
+    """Whatever should be erased, it sees it erased."""
+    erases = _instruction(parts).startswith("erase")
+    return _reply(10, 10) if erases else judge.sound(parts)
+
+
+def _fallback(judge: DefectiveJudge, parts: Parts) -> str:
+    """It fails at a third of the questions, and answers half of the range."""
+    return _reply(5, 5) if judge.random.random() < 1 / 3 else judge.sound(parts)
+
+
+def _echo(judge: DefectiveJudge, parts: Parts) -> str:
+    """It repeats the question."""
+    return _text(parts)
+
+
+def _reads_text(judge: DefectiveJudge, parts: Parts) -> str:
+    """A white box with writing at the bottom of the result means full marks."""
+    from tiny_world import judge_server
+
+    picture = judge_server._picture([part for part in parts if "image_url" in part][-1])
+    box = picture.crop((0, 52, 24, 64)).convert("L")
+    white = sum(box.histogram()[250:]) / (24 * 12)
+    return _reply(10, 10) if 0.3 < white < 0.98 else judge.sound(parts)
+
+
+DEFECTS: Mapping[str, Defect] = {
+    "sound": DefectiveJudge.sound,
+    "constant": _constant,
+    "prefers length": _prefers_length,
+    "prefers copies": _prefers_copies,
+    "order-biased": _order_biased,
+    "ignores order": _ignores_order,
+    "noisy": _noisy,
+    "ignores a category": _ignores_category,
+    "12.5 of 25 as a fall-back": _fallback,
+    "echo": _echo,
+    "reads text in pictures": _reads_text,
+}
+
+
+def examine(
+    defect: str, num_cases: int = judge_audit.NUM_CASES
+) -> tuple[RewardAudit, tuple[list[AttackResult], float, float]]:
+    """(the audit, the attack) of the quickstart's reward with a judge that has this defect."""
+    config = load_config("configs/quickstart.jsonnet", ["judge.max_attempts=2"])
+    resolved = build.resolve(config)
+    cases = shipped_cases(resolved, ["viescore"], num_cases, seed=0)
+    plugin, limits = resolved.rewards["viescore"], config.judge
+
+    async def ask(api_base: str) -> Any:
+        client = JudgeClient(limits.model_copy(update={"backoff_s": 0.01}), api_base)
+        try:
+            audit = await judge_audit.audit(plugin, client, "cpu", cases, limits)
+            return audit, await judge_audit.attack(plugin, client, "cpu", cases, limits)
+        finally:
+            await client.aclose()
+
+    with DefectiveJudge(limits.model, defect) as judge:
+        return asyncio.run(ask(judge.api_base))
+
+
+def main() -> None:
+    print("# The tiny world's judge, audited and attacked: sound, and with planted defects\n")
+    print("`python -m benchmarks.judge_defects`; 16 held-out samples of the quickstart.\n")
+    for defect in DEFECTS:
+        audit, (attacks, right, floor) = examine(defect)
+        print(f"## {defect}\n\n```text")
+        print("\n".join([*audit_lines(audit), *attack_lines(audit.reward, attacks, right, floor)]))
+        print("```\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

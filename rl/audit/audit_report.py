@@ -1,0 +1,117 @@
+"""What an audit and an attack print, and the page of an audit with the worst errors."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from PIL.Image import Image
+
+from rl.audit.audit_cases import CORRECT, KINDS, Case
+from rl.audit.judge_attacks import ATTACKS
+from rl.audit.judge_audit import AttackResult, Kind, RewardAudit
+from rl.files.atomic import write_atomically
+from rl.files.images import downscale
+
+NUM_WORST = 12
+SIDE_PX = 256
+
+
+def audit_lines(audit: RewardAudit) -> Iterable[str]:
+    """At most 80 columns each."""
+    yield f"{audit.reward}: mean value of the right results {audit.mean_correct:.2f}"
+    heads = f"{'pairs':>5} {'right wins':>18} {'ties':>5} {'AUROC':>17} {'mean':>5}"
+    yield f"  {'wrong results':<18}{heads}"
+    yield from map(_kind_line, audit.kinds)
+    if len(audit.categories) > 1:
+        yield "  clearly wrong results, by category"
+        yield from map(_kind_line, audit.categories)
+    if not math.isnan(audit.noise_sd):
+        needed = audit.readings_for_target
+        yield (
+            f"  repeats: sd {audit.noise_sd:.3f}; reliability of 1 reading "
+            f"{audit.reliability:.2f}, "
+            + (f"0.8 from {needed} reading(s)" if needed else "0.8 is never reached")
+        )
+    yield (
+        f"  values: {audit.num_levels} levels, {audit.effective_levels:.1f} effective; "
+        f"{audit.lowest_share:.0%} are 0, {audit.highest_share:.0%} are 1"
+    )
+    yield f"  ungraded: {audit.num_ungraded} of {audit.num_graded + audit.num_ungraded}"
+    for failure in audit.failures:
+        yield from textwrap.wrap(failure, 80, initial_indent="  FAIL ", subsequent_indent=" " * 7)
+    if not audit.failures:
+        yield "  PASS"
+
+
+def _kind_line(kind: Kind) -> str:
+    low, high = kind.accuracy_interval
+    auc_low, auc_high = kind.auroc_interval
+    wins = f"{kind.accuracy:>6.0%} ({low:>4.0%}-{high:>4.0%})"
+    return (
+        f"  {kind.name[:18]:<18}{kind.num_pairs:>5} {wins}"
+        f" {kind.ties:>5.0%}  {kind.auroc:.2f} ({auc_low:.2f}-{auc_high:.2f}) {kind.mean:>5.2f}"
+    )
+
+
+def attack_lines(
+    reward: str, results: Sequence[AttackResult], right: float, floor: float
+) -> Iterable[str]:
+    yield f"{reward}: right results {right:.2f}; unchanged or another sample's {floor:.2f}"
+    for result in results:
+        what = ATTACKS[result.name][0] if result.name in ATTACKS else "source and result exchanged"
+        verdict = "PASS" if result.passed else "FAIL"
+        gain = f"{result.gain:>5.0%}" if math.isfinite(result.gain) else "    -"
+        yield f"  {verdict} {result.name:<16}{result.mean:>5.2f} gain {gain}  {what}"
+
+
+def write_audit_page(
+    file: Path, title: str, audits: Sequence[RewardAudit], cases: Sequence[Case]
+) -> None:
+    """A page without scripts: the tables, and the wrong results that scored highest against the
+    right ones."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    shown = [
+        {
+            "audit": audit,
+            "text": "\n".join(audit_lines(audit)),
+            "worst": [_shown(cases[row[0]], *row[1:]) for row in audit.worst[:NUM_WORST]],
+        }
+        for audit in audits
+    ]
+    page = environment.get_template("audit_page.html.j2").render(title=title, audits=shown)
+    write_atomically(file, page)
+
+
+def _shown(case: Case, kind: str, right: float, wrong: float) -> Mapping[str, Any]:
+    sample, picture = case.results[kind]
+    pictures = [("source", source) for source in sample.sources]
+    pictures += [
+        (f"right: {right:.2f}", case.results[CORRECT][1]),
+        (f"wrong: {wrong:.2f}", picture),
+    ]
+    return {
+        "instruction": sample.instruction,
+        "kind": kind,
+        "meaning": KINDS.get(kind, ""),
+        "is_error": wrong >= right,
+        "pictures": [(label, _data_url(image)) for label, image in pictures],
+    }
+
+
+def _data_url(picture: Image) -> str:
+    file = io.BytesIO()
+    downscale(picture, SIDE_PX).save(file, "WEBP", quality=80)
+    return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode()

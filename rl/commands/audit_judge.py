@@ -1,0 +1,206 @@
+"""Audits a config's judge on results of known quality, or attacks it.
+
+    rl judge audit configs/qwen_image_edit.jsonnet
+    rl judge audit config.jsonnet --pairs pairs.parquet \\
+        --columns instruction=prompt,source=image,better=chosen,worse=rejected
+    rl judge audit config.jsonnet --run runs/mine
+    rl judge attack config.jsonnet
+
+The config's own rewards ask its own judge, about pictures whose truth is known: drawn scenes, the
+config's data (judge.audit_set: 'data'), or your labelled pairs. The result is kept in
+judge_audit.json beside the runs, where a run looks for it (judge.audit). The exit code is 1 if the
+judge fails, 2 if it cannot be asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+
+from rl import build
+from rl.audit import judge_audit
+from rl.audit.audit_report import attack_lines, audit_lines, write_audit_page
+from rl.audit.audit_sets import pair_cases, run_cases, shipped_cases
+from rl.audit.audit_statistics import noise_sd, readings_for, reliability
+from rl.check.this_machine import has_gpus
+from rl.config.schema import ConfigError, load_config
+from rl.judge.client import JudgeClient, JudgeError
+from rl.judge.endpoint import resolve_api_bases
+from rl.judge.server import StartedJudge
+from rl.text import terminal
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 the judge passed, 1 it failed, 2 it could not be asked."""
+    terminal.guard()
+    first, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="rl judge",
+        description=first,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("action", choices=("audit", "attack"))
+    parser.add_argument("config", help="a Jsonnet file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of its keys")
+    parser.add_argument("--cases", type=int, default=judge_audit.NUM_CASES, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, help="other drawn scenes")
+    parser.add_argument("--pairs", metavar="FILE", help="labelled pairs, or a data set on the hub")
+    parser.add_argument("--columns", default="", help="instruction=..,source=..,better=..,worse=..")
+    parser.add_argument("--run", metavar="FOLDER", help="ask again about this run's pictures")
+    args = parser.parse_intermixed_args(argv)
+    if args.cases < 1:
+        parser.error(f"--cases {args.cases}: at least 1")
+    try:
+        resolved = build.resolve(load_config(args.config, args.overrides))
+        return asyncio.run(_run(args, resolved))
+    except (ConfigError, JudgeError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+async def _run(args: argparse.Namespace, resolved: build.Resolved) -> int:
+    names, reasons = judge_audit.audited_rewards(resolved)
+    for reason in reasons:
+        print(reason)
+    if not names:
+        print("no reward of this config judges pictures by a model: there is nothing to audit")
+        return 2
+    config = resolved.config
+    device = "cuda:0" if has_gpus() else "cpu"
+    async with AsyncExitStack() as stack:
+        client = await _client(resolved, stack)
+        if args.run:
+            return await _ask_run(Path(args.run), resolved, names, client, device, args.cases)
+        if args.pairs:
+            columns = dict(part.split("=", 1) for part in args.columns.split(",") if "=" in part)
+            cases = pair_cases(resolved, args.pairs, columns)[: args.cases]
+            if not cases:
+                raise ValueError(f"--pairs: {args.pairs} has no usable row")
+        else:
+            cases = shipped_cases(resolved, names, args.cases, args.seed)
+        file, identity = judge_audit.file_of(config), judge_audit.identity(resolved)
+        started = time.monotonic()
+        passed = True
+        if args.action == "attack":
+            attacks = {}
+            for name in names:
+                plugin = resolved.rewards[name]
+                results, right, floor = await judge_audit.attack(
+                    plugin, client, device, cases, config.judge
+                )
+                print("\n".join(attack_lines(plugin.key, results, right, floor)))
+                passed &= all(result.passed for result in results)
+                attacks[name] = results
+            judge_audit.keep(file, identity, attacks=attacks)
+        else:
+            audits = [
+                await judge_audit.audit(resolved.rewards[name], client, device, cases, config.judge)
+                for name in names
+            ]
+            for audit in audits:
+                print("\n".join(audit_lines(audit)))
+            passed = not any(audit.failures for audit in audits)
+            page = file.with_suffix(".html")
+            write_audit_page(page, f"Audit of {config.judge.model}", audits, cases)
+            if not args.pairs:
+                judge_audit.keep(file, identity, audits=audits)
+            print(f"page: {page}")
+        print(f"{_cost(client)}{time.monotonic() - started:.1f} s\nkept in: {file}")
+    return 0 if passed else 1
+
+
+async def _client(resolved: build.Resolved, stack: AsyncExitStack) -> JudgeClient | None:
+    """A client of the config's judge, which is started if the config says so."""
+    if not resolved.needs_judge:
+        return None
+    config = resolved.config.judge
+    bases: Sequence[str]
+    if config.start_command:
+        log = judge_audit.file_of(resolved.config).with_suffix(".log")
+        bases = [await stack.enter_context(StartedJudge(config, log)).answering()]
+    else:
+        bases = resolve_api_bases(config.api_base)
+    client = JudgeClient(config, bases)
+    stack.push_async_callback(client.aclose)
+    await client.check_health(0.0)
+    return client
+
+
+def _cost(client: JudgeClient | None) -> str:
+    if client is None:
+        return ""
+    stats = client.take_stats()
+    if not stats.latencies_s:
+        return ""
+    p95 = float(np.percentile(stats.latencies_s, 95))
+    return (
+        f"{stats.requests} requests, {statistics.median(stats.latencies_s) * 1e3:.0f} ms each "
+        f"(95 %: {p95 * 1e3:.0f} ms), "
+    )
+
+
+async def _ask_run(
+    run_dir: Path,
+    resolved: build.Resolved,
+    names: Sequence[str],
+    client: JudgeClient | None,
+    device: str,
+    num_groups: int,
+) -> int:
+    """Ask again about a run's groups: noise and reliability among pictures that GRPO compared."""
+    recorded = run_cases(run_dir, num_groups)
+    if not recorded:
+        raise ValueError(f"--run: {run_dir} has no group with pictures; see tracking.images_per_*")
+    results = {
+        (number, kind): result
+        for number, (case, _) in enumerate(recorded)
+        for kind, result in case.results.items()
+    }
+    for name in names:
+        plugin = resolved.rewards[name]
+        everything = frozenset(range(len(recorded)))
+        asked = await judge_audit.ask(plugin, client, device, results, everything)
+        for line in _run_lines(plugin.key, recorded, asked.values):
+            print(line)
+    return 0
+
+
+def _run_lines(
+    reward: str,
+    recorded: Sequence[tuple[object, Mapping[str, float]]],
+    values: Mapping[tuple[int, str], tuple[float, ...]],
+) -> list[str]:
+    groups = []
+    for number in range(len(recorded)):
+        rows = [v for (case, _), v in values.items() if case == number]
+        complete = [row for row in rows if len(row) == judge_audit.NUM_READINGS]
+        if len(complete) > 1:
+            groups.append(np.array(complete))
+    if not groups:
+        return [f"{reward}: no group got all its readings"]
+    one = reliability(groups)
+    pairs = [
+        (group[i, 0], group[j, 0]) for group in groups for i in range(len(group)) for j in range(i)
+    ]
+    ties = sum(a == b for a, b in pairs) / len(pairs)
+    needed = readings_for(one, judge_audit.TARGET_RELIABILITY)
+    return [
+        f"{reward}: {len(groups)} groups, {sum(map(len, groups))} pictures, each read "
+        f"{judge_audit.NUM_READINGS} times",
+        f"  repeats: sd {noise_sd(np.concatenate(groups)):.3f}; reliability of 1 reading {one:.2f}"
+        + (f", 0.8 from {needed} reading(s)" if needed else ", 0.8 is never reached"),
+        f"  ties: {ties:.0%} of the pairs within groups",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Decides at a run's start whether its judge may be trusted (`judge.audit`)."""
+
+from __future__ import annotations
+
+import time
+
+from rl.audit import judge_audit
+from rl.audit.audit_report import audit_lines
+from rl.audit.audit_sets import shipped_cases
+from rl.audit.judge_audit import RewardAudit
+from rl.build import Resolved
+from rl.config.schema import ConfigError
+from rl.console.console import Console, duration, warn
+from rl.judge.background import BackgroundLoop
+from rl.judge.client import JudgeClient, JudgeError
+from rl.ranks.dist import Dist
+
+REMEDY = (
+    "`rl judge audit` with this config shows the errors (docs/judge.md); set judge.audit: 'warn' "
+    "to train with this judge nevertheless"
+)
+
+
+def judge_passed(
+    resolved: Resolved,
+    judge: JudgeClient | None,
+    dist: Dist,
+    loop: BackgroundLoop,
+    console: Console,
+) -> bool | None:
+    """Whether the judge has passed an audit; None if `judge.audit` is 'off' or no audited reward
+    asks the judge. Collective.
+
+    'required' audits a judge that has not been audited, and raises JudgeError on every rank if it
+    fails.
+    """
+    policy = resolved.config.judge.audit
+    names = judge_audit.rewards_that_ask(resolved)
+    if judge is None or policy == "off" or not names:
+        return None
+    verdict = judge_audit.Verdict(None, "")
+    if dist.is_main:
+        try:
+            verdict = judge_audit.verdict(resolved)
+            if verdict.passed is None and policy == "required":
+                _audit(resolved, judge, names, loop, console)
+                verdict = judge_audit.verdict(resolved)
+        except (ConfigError, ValueError) as error:
+            verdict = judge_audit.Verdict(False, f"the judge cannot be audited: {error}")
+    verdict = dist.broadcast(verdict)
+    if verdict.passed:
+        console.say(verdict.text)
+    elif policy == "required":
+        raise JudgeError(f"judge.audit: {verdict.text}\n{REMEDY}")
+    elif dist.is_main:
+        warn(f"{verdict.text}: rewards may not mean what they seem to; {REMEDY.partition(';')[0]}")
+    return bool(verdict.passed)
+
+
+def _audit(
+    resolved: Resolved, judge: JudgeClient, names: list[str], loop: BackgroundLoop, console: Console
+) -> None:
+    """Audit the judge now, and keep the result."""
+    config, started = resolved.config, time.monotonic()
+    cases = shipped_cases(resolved, names, judge_audit.NUM_CASES, seed=0)
+    console.say(f"auditing the judge on {len(cases)} samples of known quality")
+
+    async def audits() -> list[RewardAudit]:
+        return [
+            await judge_audit.audit(resolved.rewards[name], judge, "cpu", cases, config.judge)
+            for name in names
+        ]
+
+    results = loop.submit(audits()).result()
+    judge_audit.keep(judge_audit.file_of(config), judge_audit.identity(resolved), audits=results)
+    judge.take_stats()  # these requests belong to no iteration
+    for result in results:
+        if result.failures:
+            for line in audit_lines(result):
+                console.say(line)
+        else:
+            took = duration(time.monotonic() - started)
+            console.say(f"{result.reward}: PASS in all {len(result.kinds)} kinds, {took}")
