@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.post import Measured, Order
+from benchmarks.link import Measured, Order
 
 SHOWN_CHARS = 3000
 """The last characters of a dead worker's output that an error shows."""

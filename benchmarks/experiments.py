@@ -16,7 +16,7 @@ from benchmarks import our_side, toy, trl_side
 from benchmarks.contest import Contestant, interleave
 from benchmarks.defeats import SAVINGS
 from benchmarks.judge_stub import judge_process
-from benchmarks.post import POLICY_PARTS, TOWER, Measured
+from benchmarks.link import POLICY_PARTS, TOWER, Measured
 from benchmarks.toy import Shape
 from benchmarks.trl_tunings import Tuning
 from rl.files.atomic import read_rows

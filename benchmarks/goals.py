@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from benchmarks.experiments import ONE_STEP_OFF, OURS, STOCK, TUNED, Record
-from benchmarks.post import JUDGE_WAIT, POLICY_PARTS, TAIL
+from benchmarks.link import JUDGE_WAIT, POLICY_PARTS, TAIL
 from benchmarks.report import (
     WHOLE,
     cpu_s,

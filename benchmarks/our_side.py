@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import defeats, toy
-from benchmarks.post import (
+from benchmarks.link import (
     JUDGE_WAIT,
     POLICY,
     RENDER,
@@ -23,7 +23,7 @@ from benchmarks.post import (
     TOWER,
     VAE_DECODE,
     VAE_ENCODE,
-    Post,
+    Link,
     watch_models,
 )
 from benchmarks.toy import Shape, renderer_section
@@ -67,17 +67,17 @@ def run(
     from rl.algorithm.metrics import Metrics
     from rl.run.run import Run
 
-    post = Post(connection, PART_OF_PHASE)
-    _watch(post)
+    link = Link(connection, PART_OF_PHASE)
+    _watch(link)
     sampler = toy.StockSampler(folder) if samples else None
     build.build_engine = lambda resolved, policy, *rest: ScriptedEngine(
-        post, policy, shape, sampler
+        link, policy, shape, sampler
     )
     setattr(Run, "sync_engine", lambda self: Metrics())  # noqa: B010 (mypy sees no method replaced)
     loop = train.train
 
     def train_without(opened: Run) -> None:
-        post.flush = opened.checkpointing.writer.flush
+        link.flush = opened.checkpointing.writer.flush
         for saving in without:
             defeats.SAVINGS[saving].defeat(opened, folder)
         loop(opened)
@@ -119,10 +119,10 @@ def config_of(folder: Path, shape: Shape, api_base: str, runs: Path) -> dict[str
     }
 
 
-def _watch(post: Post) -> None:
+def _watch(link: Link) -> None:
     from rl.learner.train_step import TrainStep
 
-    meter = post.meter
+    meter = link.meter
     watch_models(meter)
     meter.watch_phases()
     meter.watch(TrainStep, "prefetch_reference", TAIL)
@@ -141,9 +141,9 @@ class ScriptedEngine(Engine):
     """Returns fixed completions; every call of `generate` begins an iteration."""
 
     def __init__(
-        self, post: Post, policy: Any, shape: Shape, sampler: toy.StockSampler | None
+        self, link: Link, policy: Any, shape: Shape, sampler: toy.StockSampler | None
     ) -> None:
-        self._post = post
+        self._link = link
         self._policy = policy
         self._shape = shape
         self._sampler = sampler
@@ -154,10 +154,10 @@ class ScriptedEngine(Engine):
     ) -> list[list[Completion]]:
         """The toy's completions."""
         if self._begun:
-            self._post.end()
+            self._link.end()
         self._begun = True
-        self._post.begin()
-        with self._post.meter.span(SAMPLING):
+        self._link.begin()
+        with self._link.meter.span(SAMPLING):
             if self._sampler is not None:
                 for prompt in prompts_P:
                     self._sampler.sample(self._inputs(prompt), self._shape)

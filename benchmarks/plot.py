@@ -17,7 +17,7 @@ from benchmarks.experiments import (
     TUNED,
     Record,
 )
-from benchmarks.post import JUDGE_WAIT, PARTS, POLICY_PARTS
+from benchmarks.link import JUDGE_WAIT, PARTS, POLICY_PARTS
 from benchmarks.report import cpu_s, gflop, median_s
 
 COLOURS = {

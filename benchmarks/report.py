@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.defeats import SAVINGS
 from benchmarks.experiments import OURS, TUNED, Record
-from benchmarks.post import JUDGE_WAIT, PARTS, POLICY_PARTS
+from benchmarks.link import JUDGE_WAIT, PARTS, POLICY_PARTS
 
 WHOLE = tuple(PARTS)
 COUNTS = (

@@ -1,7 +1,7 @@
 """Measures the size of a long run's page, and the time to write and to open it.
 
-`python -m benchmarks.report_page FOLDER [iterations] [groups] [completions]` makes up a run there,
-and writes its page twice: from scratch, and after one new iteration.
+`python -m benchmarks.report_page FOLDER [iterations groups completions]` writes a run of random
+data to FOLDER, and its page twice: from scratch, and after one new iteration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rl.report.page import write_page
 
 WORDS = ("turn", "the large", "red", "square", "in the upper left", "into", "a", "blue circle")
 NUM_TOKENS = 160
-EVERY = 25
+EVALUATE_EVERY = 25
 """Iterations between two evaluations."""
 NUM_HELD_OUT = 64
 
@@ -40,7 +40,7 @@ def write_run(folder: Path, iterations: range, num_groups: int, num_completions:
         line |= {f"{name}/mean": rng.random() for name in ("reward", "other", "third")}
         line |= {"policy/entropy": rng.random(), "kl/reference_k3": rng.random() / 100}
         line |= {"groups/zero_spread": rng.random(), "tokens/completion_mean": 150 * rng.random()}
-        if iteration % EVERY == 0:
+        if iteration % EVALUATE_EVERY == 0:
             line["eval/reward"] = rng.random()
             evaluation(rng, folder, iteration)
         with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
@@ -94,7 +94,7 @@ def evaluation(rng: random.Random, folder: Path, iteration: int) -> None:
 
 
 def measure(run_dir: Path) -> None:
-    """Writes the page, and prints its size and the seconds."""
+    """Writes the page; prints its size and how long that took."""
     began_s = time.perf_counter()
     page, pages = write_page(run_dir)
     seconds = time.perf_counter() - began_s

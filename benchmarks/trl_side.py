@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 
 from benchmarks import toy
+from benchmarks.link import JUDGE_WAIT, PARTS, POLICY, RENDER, REST, SAMPLING, Link, watch_models
 from benchmarks.our_side import SAMPLER_LOGPROB
-from benchmarks.post import JUDGE_WAIT, PARTS, POLICY, RENDER, REST, SAMPLING, Post, watch_models
 from benchmarks.toy import Shape, renderer_section
 from benchmarks.trl_tunings import (
     Tuning,
@@ -52,21 +52,21 @@ def run(
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     assert shape.true_cfg_scale == 1.0, "the peer has no guidance"
-    post = Post(connection, {part: part for part in PARTS})
-    Peer(folder, shape, api_base, tuning, samples, post).train()
+    link = Link(connection, {part: part for part in PARTS})
+    Peer(folder, shape, api_base, tuning, samples, link).train()
 
 
 class Peer:
     """A trainer and its reward function."""
 
     def __init__(
-        self, folder: Path, shape: Shape, api_base: str, tuning: Tuning, samples: bool, post: Post
+        self, folder: Path, shape: Shape, api_base: str, tuning: Tuning, samples: bool, link: Link
     ) -> None:
         from transformers import Qwen2_5_VLForConditionalGeneration
 
         self._shape = shape
         self._tuning = tuning
-        self._post = post
+        self._link = link
         self._processor = make_processor(folder / "policy")
         self._tokenizer = self._processor.tokenizer
         self._sampler = toy.StockSampler(folder) if samples else None
@@ -152,7 +152,7 @@ class Peer:
         return trainer
 
     def _watch(self) -> None:
-        meter, trainer = self._post.meter, self._trainer
+        meter, trainer = self._link.meter, self._trainer
         watch_models(meter)
         meter.watch(trainer, "training_step", POLICY)
         meter.watch(trainer, "_generate_and_score_completions", REST)
@@ -163,15 +163,15 @@ class Peer:
         """Runs ordered iterations until there are no more orders or rows."""
         from transformers import TrainerCallback
 
-        post = self._post
+        link = self._link
 
         class Steps(TrainerCallback):
             def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-                post.end()
-                post.begin()
+                link.end()
+                link.begin()
 
         self._trainer.add_callback(Steps())
-        post.begin()
+        link.begin()
         self._trainer.train()
 
     # The rollout
@@ -181,7 +181,7 @@ class Peer:
         prompt_ids, ids, logprobs = [], [], []
         for first in range(0, len(prompts), self._shape.group):
             row = self._sample_of[_words(prompts[first])]
-            with self._post.meter.span(SAMPLING):
+            with self._link.meter.span(SAMPLING):
                 inputs = self._inputs([row.source], [self._prompt_text(row)])
                 if self._sampler is not None:
                     self._sampler.sample(inputs, self._shape)
@@ -207,7 +207,7 @@ class Peer:
         self, prompts: Any, completions: Any, image: list[Image.Image], **_: Any
     ) -> list[float]:
         """Renders one completion after another, then asks the judge."""
-        span = self._post.meter.span
+        span = self._link.meter.span
         evidence = []
         for prompt, completion, source in zip(prompts, completions, image, strict=True):
             row = self._sample_of[_words(prompt)]
@@ -241,7 +241,7 @@ class Peer:
         self, prompts: Any, completions: Any, image: list[Image.Image], **_: Any
     ) -> list[float]:
         """Renders a group at a time; pictures are judged while later groups are rendered."""
-        span, group = self._post.meter.span, self._shape.group
+        span, group = self._link.meter.span, self._shape.group
         grading: list[Any] = []
         for first in range(0, len(prompts), group):
             row = self._sample_of[_words(prompts[first])]

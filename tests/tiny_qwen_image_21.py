@@ -89,7 +89,7 @@ def make_stock() -> StockParts:
 
 
 def make_vae(patched: bool = False) -> Any:
-    """16x down, 8 channels; `patched`: by folding 2x2 px into channels and three halvings."""
+    """Downsamples 16x to 8 channels; `patched`: folds 2x2 px into channels, then halves 3 times."""
     folded = {"patch_size": 2, "in_channels": 16, "out_channels": 16} if patched else {}
     return AutoencoderKLQwenImage21(
         base_dim=8,

@@ -113,7 +113,7 @@ class Saves:
         self._judge = judge
 
     def _start(self, name: str, kill: Kill) -> tuple[Path, tiny_run.Ended]:
-        folder = self._harness.copy_young(name)
+        folder = self._harness.copy_stopped(name)
         tiny_run.prepare(folder, self._harness.rows, self._judge)
         return folder, tiny_run.start(folder, KillAt(kill))
 

@@ -40,7 +40,7 @@ def try_case(harness: Harness, case: Case, number: int) -> Outcome:
     folder = harness.folder / f"case-{number}"
     run_dir = folder / tiny_run.RUN
     if case.damage is not None:
-        harness.copy_young(folder.name)
+        harness.copy_stopped(folder.name)
         case.damage(run_dir)
     rows = harness.rows
     if case.rows is not None:
@@ -67,7 +67,7 @@ def try_case(harness: Harness, case: Case, number: int) -> Outcome:
     if not verdict and not case.is_final and not case.is_other_run:
         verdict, why = _compared(case, harness.straight, run_dir, first, again)
     if not verdict:
-        verdict, why = "survived" if is_done else "stopped", _last_line(first.printed)
+        verdict, why = "survived" if is_done else "stopped", _main_line(first.printed)
     shutil.rmtree(folder)
     seconds = first.seconds + (again.seconds if again else 0.0)
     return Outcome(verdict, why, first.code, round(seconds, 1))
@@ -98,21 +98,21 @@ def bad_verdict(
     if first.code is None or (again is not None and again.code is None):
         return "HUNG", (first if first.code is None else again or first).printed[-300:]
     if case.is_other_run and not is_done:
-        return "LOST", f"the run did not go on without it: {_last_line(first.printed)}"
+        return "LOST", f"the run did not go on without the broken part: {_main_line(first.printed)}"
     # A kill between two saves loses the iterations after the last due save.
     killed = first.code == -signal.SIGKILL
     owed = (first.finished - 1) // case.save_every * case.save_every if killed else first.finished
     if case.keeps_disk and case.damage is None and saved < owed:
-        return "LOST", f"{first.finished} finished, {saved} on disk: {_last_line(first.printed)}"
+        return "LOST", f"{first.finished} finished, {saved} on disk: {_main_line(first.printed)}"
     if again is not None and again.code != 0:
         return "LOST", f"the second start ended with {again.code}: {again.printed[-300:]}"
     if "Traceback (most recent call last)" in first.printed and not case.is_bug:
-        return "UNCLEAR", _last_line(first.printed)
+        return "UNCLEAR", _main_line(first.printed)
     explains = is_done or killed or case.is_bug or any(e in first.printed for e in _REASONS)
     if not explains and case.kind != "the console is gone":
         return "UNCLEAR", f"exit code {first.code}: {first.printed[-300:]}"
     if case.says not in first.printed.lower():
-        return "SILENT", f"not printed: {case.says}: {_last_line(first.printed)}"
+        return "SILENT", f"not printed: {case.says}: {_main_line(first.printed)}"
     if case.is_final and first.code == 0:
         return "SILENT", "the run was not refused"
     return "", ""
@@ -128,7 +128,7 @@ def _compared(
         different = tiny_run.difference(straight, run_dir, weights_only=True)
     if not different:
         return "", ""
-    return ("LOST" if first.code else "SILENT"), f"another run: {different}"
+    return ("LOST" if first.code else "SILENT"), f"differs from the undisturbed run: {different}"
 
 
 def _saved(run_dir: Path) -> int:
@@ -137,7 +137,7 @@ def _saved(run_dir: Path) -> int:
     return 0
 
 
-def _last_line(printed: str) -> str:
+def _main_line(printed: str) -> str:
     """The line that a user looks for: the reason, or a warning, or else the last line."""
     lines = [line.strip() for line in printed.split("\n") if line.strip()]
     reasons = [after for line, after in pairwise(lines) if line.startswith("this run cannot")]

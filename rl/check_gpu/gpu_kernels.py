@@ -16,10 +16,10 @@ from rl.check_gpu.lines import Asked, Line, result
 from rl.policies.shared.packed_attention import Packing, attention
 
 LARGEST_ERROR = {"bfloat16": 0.02, "float32": 1e-5}
-"""Relative, of attention: a bfloat16 kernel rounds its weights to 8 bits of mantissa. One key too
-many or too few among the short runs below is ten times that."""
+"""Limit of the relative error; a bfloat16 kernel rounds attention weights to 8 bits of mantissa.
+One key too many or too few in the short segments below causes an error ten times as large."""
 LARGEST_BIAS = {"bfloat16": 2e-3, "float32": 1e-5}
-"""Of the size alone: rounding goes both ways, a wrong scale does not."""
+"""Limit of the error in scale: rounding errors average out, a wrong scale does not."""
 LAYOUTS: dict[str, list[tuple[int, tuple[int, ...]]]] = {
     "a group": [(65, (33, 1, 17, 8, 2, 30, 5, 9))],
     "groups of all kinds": [(40, (7,)), (3, (12, 0, 5)), (129, (64, 64))],
@@ -31,14 +31,14 @@ TINY_HEADS = {"Qwen2.5-VL": (4, 2, 16), "Qwen3-VL and Emu3": (4, 2, 32)}
 """(query heads, key heads, width)."""
 
 
-def relative_error(found: torch.Tensor, true: torch.Tensor) -> float:
-    """|found - true| / |true|, Euclidean."""
+def relative_error(actual: torch.Tensor, true: torch.Tensor) -> float:
+    """|actual - true| / |true|, Euclidean."""
     true = true.detach().double()
-    return float((found.detach().to(true) - true).norm() / true.norm())
+    return float((actual.detach().to(true) - true).norm() / true.norm())
 
 
 def groups_of(layout: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[PackedGroup, ...]:
-    """One behind the other."""
+    """The groups of a packed row, one after the other."""
     groups, start = [], 0
     for prompt_len, completion_lens in layout:
         groups.append(PackedGroup(start, prompt_len, completion_lens))
@@ -47,17 +47,17 @@ def groups_of(layout: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[PackedGrou
 
 
 def visible(groups: Sequence[PackedGroup]) -> torch.Tensor:
-    """[S, S] bool, token by token from the definition: earlier tokens of one's own run, and all of
-    one's group's prompt."""
-    runs = []
+    """[S, S] bool: whether token i sees token j, by definition: earlier tokens of its own segment
+    (prompt or completion), and its group's prompt."""
+    segments = []
     for number, group in enumerate(groups):
-        runs += [(number, 0)] * group.prompt_len
+        segments += [(number, 0)] * group.prompt_len
         for g, length in enumerate(group.completion_lens, start=1):
-            runs += [(number, g)] * length
-    group_S, run_S = torch.tensor(runs).unbind(1)
+            segments += [(number, g)] * length
+    group_S, segment_S = torch.tensor(segments).unbind(1)
     together = group_S[:, None] == group_S
-    earlier = torch.ones(len(runs), len(runs), dtype=torch.bool).tril()
-    own_or_prompt = (run_S[:, None] == run_S) | (run_S == 0)
+    earlier = torch.ones(len(segments), len(segments), dtype=torch.bool).tril()
+    own_or_prompt = (segment_S[:, None] == segment_S) | (segment_S == 0)
     return together & earlier & own_or_prompt
 
 
@@ -69,7 +69,7 @@ def attention_errors(
     dtype: str,
 ) -> tuple[dict[str, float], list[str]]:
     """(relative errors of the result and the three gradients against float64 with a dense mask,
-    what is wrong with them). `heads`: (of queries, of keys, width)."""
+    a message per problem). `heads`: (of queries, of keys, width)."""
     num_heads, num_key_heads, width = heads
     generator = torch.Generator(device).manual_seed(0)
     mask_SS = visible(groups).to(device)
@@ -82,7 +82,7 @@ def attention_errors(
     grad_out = drawn(num_heads).transpose(1, 2)
     query, key, value = inputs
     out, _ = attention(None, query, key, value, None, packing=Packing(groups, kernel))
-    found = [out, *torch.autograd.grad(out, inputs, grad_out)]
+    actual = [out, *torch.autograd.grad(out, inputs, grad_out)]
 
     doubles = [tensor.detach().double().requires_grad_() for tensor in inputs]
     query, key, value = doubles
@@ -93,27 +93,27 @@ def attention_errors(
     true = [dense, *torch.autograd.grad(dense, doubles, grad_out.double())]
     names = ("result", "query's gradient", "key's gradient", "value's gradient")
     errors, problems = {}, []
-    for name, a, b in zip(names, found, true, strict=True):
+    for name, a, b in zip(names, actual, true, strict=True):
         errors[name], b = relative_error(a, b), b.detach()
         scale = float((a.detach().double() * b).sum() / (b * b).sum())
         if not (errors[name] <= LARGEST_ERROR[dtype] and abs(scale - 1) <= LARGEST_BIAS[dtype]):
-            problems.append(f"{name} is off by {errors[name]:.2g} of its size, scaled {scale:.4f}")
+            problems.append(f"{name} has a relative error of {errors[name]:.2g}, scale {scale:.4f}")
     return errors, problems
 
 
 def kernels(asked: Asked) -> Iterator[Line]:
-    """What `policy.attn_implementation` chooses from, for each policy's heads."""
+    """Checks each kernel of `policy.attn_implementation` with the heads of each policy."""
     layouts = LAYOUTS | {"a long group": [(400, (64,) * 8)]}
     auto = attention_kernels.choose_kernel("auto", asked.device, getattr(torch, asked.dtype))
     for name, kernel in (("auto", auto), ("sdpa", attention_kernels.PLAIN)):
         for policy, heads in (TINY_HEADS if asked.tiny else HEADS).items():
             worst, wrong = 0.0, []
-            for place, layout in layouts.items():
-                found = groups_of(layout)
-                errors, problems = attention_errors(kernel, found, heads, asked.device, asked.dtype)
+            for row, layout in layouts.items():
+                groups = groups_of(layout)
+                errors, faults = attention_errors(kernel, groups, heads, asked.device, asked.dtype)
                 worst = max(worst, *errors.values())
-                wrong += [f"in {place} the {problem}" for problem in problems]
+                wrong += [f"in {row} the {fault}" for fault in faults]
             key, other = "policy.attn_implementation", "sdpa" if name == "auto" else "auto"
-            note = (wrong or [f"error {worst:.0e} of {LARGEST_ERROR[asked.dtype]:g}"])[0]
+            note = (wrong or [f"error {worst:.0e}, limit {LARGEST_ERROR[asked.dtype]:g}"])[0]
             what = f"packed attention ({name}) of {policy}"
             yield result(what, not wrong, note, f"set {key}={other}", {key: other})

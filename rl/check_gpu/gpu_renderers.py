@@ -106,7 +106,7 @@ def renderers(asked: Asked) -> Iterator[Line]:
         errors[f"denoiser of {name}"] = relative_error(found.cpu(), true)
     for what, error in errors.items():
         fix = "install requirements.lock into a new .venv; report it with an issue"
-        yield result(what, error <= limit, f"error {error:.0e} of {limit:g}", fix)
+        yield result(what, error <= limit, f"error {error:.0e}, limit {limit:g}", fix)
     # The device rounds to 8 bits as the CPU does, bit for bit.
     layer = torch.nn.Linear(256, 64, dtype=getattr(torch, asked.dtype))
     expected = Fp8Linear(copy.deepcopy(layer)).weight.view(torch.uint8)
@@ -114,7 +114,7 @@ def renderers(asked: Asked) -> Iterator[Line]:
     same = torch.equal(rounded.weight.cpu().view(torch.uint8), expected)
     tokens = drawn(layer.weight, 32, 256)
     error = relative_error(rounded(tokens), layer(tokens))
-    note = f"{'' if same else 'not '}the CPU's bits, error {error:.0e} of 0.04"
+    note = f"bits {'as' if same else 'not as'} on the CPU, error {error:.0e}, limit 0.04"
     keys = {"renderer.fp8": "off"}
     yield result("fp8 storage", same and error <= 0.04, note, "set renderer.fp8=off", keys)
 

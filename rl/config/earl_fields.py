@@ -183,7 +183,7 @@ def _convert(fields: Converted, run: Values) -> list[str]:
     if fields.emu3_use_logit_processor != fields.separate_language_and_vision_vocabs:
         problems.append(
             "emu3_use_logit_processor, separate_language_and_vision_vocabs: one is true and one "
-            "false, so that the trainer would not train what was sampled; set both alike"
+            "false, so that the trainer would not train what was sampled; set both to one value"
         )
 
     final = fields.reward_final_reward

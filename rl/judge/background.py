@@ -14,7 +14,7 @@ JOIN_TIMEOUT_S = 10.0
 
 
 class BackgroundLoop:
-    """Runs coroutines until `close()`. One per process: an httpx pool is bound to one loop."""
+    """Runs coroutines until `close()`. Use one per process: an httpx pool works in one loop."""
 
     def __init__(self, name: str = "background-loop") -> None:
         self._loop = asyncio.new_event_loop()
@@ -32,7 +32,7 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(coro, self._loop)
 
     def close(self) -> None:
-        """Cancel what still runs, wait until it ends, and stop the thread. May be called twice."""
+        """Cancel all coroutines, wait for them, and stop the thread. Does nothing a second time."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(JOIN_TIMEOUT_S)

@@ -451,8 +451,8 @@ class JudgeClient:
                 "grades differently."
             )
         log.warning(
-            "%s: its full name is fine, but a different model grades differently; if it is a "
-            "different one, set judge.model to the intended model, or turn the gateway's fallback "
+            "%s: this is fine if both names mean the same model. A different model grades "
+            "differently: set judge.model to the intended model, or turn the gateway's fallback "
             "off (judge/other_model_replies counts such replies)",
             difference,
         )

@@ -1,4 +1,4 @@
-"""Collects the metrics of one iteration's learning over micro-batches."""
+"""Collects the metrics of one iteration's updates over their micro-batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rl.ranks.dist import Dist
 
 
 def on_device(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor on the device of `like`, without a wait for the GPU's earlier work."""
+    """Copy a CPU tensor to the device of `like` without waiting for the GPU's earlier work."""
     return tensor.to(like.device, non_blocking=True)
 
 
@@ -56,19 +56,19 @@ class LearnerMetrics:
         masks_B: Sequence[Sequence[bool]],
     ) -> None:
         """Add one micro-batch; `reference`, `entropy`: [B, C] float32, nats; `masks_B`: its loss
-        masks. The values stay on the device, so that the host waits for it once per step only."""
+        masks. The values stay on the device; the host waits for them once per step."""
         values = {
             "loss/total": loss.total, "loss/policy": loss.policy_loss, "loss/kl": loss.kl_loss
         }  # fmt: skip
-        tokens_2N = [
+        tokens_N2 = [
             (b, c) for b, mask in enumerate(masks_B) for c, is_in in enumerate(mask) if is_in
         ]
-        if tokens_2N:
+        if tokens_N2:
             values |= self._token_values(
-                inputs, loss, reference, entropy, importance_cap, tokens_2N
+                inputs, loss, reference, entropy, importance_cap, tokens_N2
             )
         vector = torch.stack([value.detach().double() for value in values.values()])
-        self._measured.append((list(values), len(tokens_2N), vector))
+        self._measured.append((list(values), len(tokens_N2), vector))
 
     @staticmethod
     def _token_values(
@@ -77,10 +77,10 @@ class LearnerMetrics:
         reference: torch.Tensor | None,
         entropy: torch.Tensor,
         importance_cap: float,
-        tokens_2N: Sequence[tuple[int, int]],
+        tokens_N2: Sequence[tuple[int, int]],
     ) -> dict[str, torch.Tensor]:
         """Metric or sum -> its value over the tokens that carry loss, given as (row, column)."""
-        rows, columns = on_device(torch.tensor(tokens_2N).T.contiguous(), entropy)
+        rows, columns = on_device(torch.tensor(tokens_N2).T.contiguous(), entropy)
         ratio = loss.policy.ratio[rows, columns]
         importance = loss.importance[rows, columns]
         old, sampler = (x[rows, columns] for x in (inputs.old_logprobs, inputs.sampler_logprobs))
@@ -101,12 +101,12 @@ class LearnerMetrics:
         return values
 
     def _fetch(self) -> None:
-        """Add what was measured since the last call to the metrics: one copy to the host."""
+        """Fetch the values measured since the last call in one copy; add them to `metrics`."""
         if not self._measured:
             return
         fetched = iter(torch.cat([vector for *_, vector in self._measured]).tolist())
         for names, num_tokens, _ in self._measured:
-            values = dict(zip(names, fetched))  # noqa: B905 - the next micro-batch's follow
+            values = dict(zip(names, fetched))  # noqa: B905 - values of later micro-batches follow
             for name in ("total", "policy", "kl"):
                 self.losses[name] = self.losses.get(name, 0.0) + values.pop(f"loss/{name}")
             if not num_tokens:

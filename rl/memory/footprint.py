@@ -83,7 +83,7 @@ def iteration_tokens(resolved: Resolved) -> int:
 
 
 def kept_tokens(resolved: Resolved) -> tuple[int, str]:
-    """(tokens per iteration and rank whose forward graphs are kept, why not all; '' if all)."""
+    """(tokens per iteration and rank whose graphs are kept, the setting that limits them or '')."""
     config, optimizer = resolved.config, resolved.config.optimizer
     lora = resolved.policy.config.lora
     if config.max_staleness:
@@ -148,7 +148,7 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
     if memory is None:
         return None
     num_bytes = BYTES[memory.dtype or policy.config.dtype]
-    # The engine loads no tower if the policy's, frozen and unsharded, computes features for it.
+    # A frozen, unsharded vision tower of the policy encodes pictures for the engine, too.
     without_tower = policy.cls.has_frozen_tower(policy.config) and _zero_stage(resolved) < 3
     tower = 0 if without_tower else model.tower_params
     params = model.params - model.tower_params + tower
@@ -171,7 +171,7 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
 def _frozen(plugin: Plugin[ModelRunner], policys_device: str) -> FrozenModel:
     """The plugin's model; its sizes are empty if it runs no model of its own."""
     config = plugin.config if isinstance(plugin.config, PlacedConfig) else PlacedConfig()
-    # As seen from rank 0.
+    # 'auto' is the rank's own GPU; for rank 0 that is cuda:0.
     policy_gpu = "cuda:0" if policys_device == "auto" else policys_device
     beside_policy = config.device in ("auto", "cuda:+0", policy_gpu)
     return FrozenModel(
@@ -186,8 +186,8 @@ def _frozen(plugin: Plugin[ModelRunner], policys_device: str) -> FrozenModel:
 
 
 def _policy_model(resolved: Resolved, folder: str = "") -> PolicyModel | None:
-    """Shape by hub id, or from a local folder's config.json and safetensors headers: from the first
-    of the policy's paths that gives it; None if none does."""
+    """The model's sizes, by hub id or from a local folder's config.json and safetensors headers.
+    Tries the policy's paths in order; None if no path has them."""
     for path in (*resolved.policy.cls.reads_from(resolved.policy.config), folder):
         file = Path(path) / "config.json"
         if not path or not file.is_file():

@@ -37,7 +37,7 @@ class Pusher:
         self._thread: threading.Thread | None = None
 
     def push(self, folder: Path, iteration: int) -> None:
-        """Upload `folder` soon. Returns at once."""
+        """Queue `folder` for upload. Returns at once."""
         staging = self._staging_folder(iteration)
         try:
             with self._lock:
@@ -46,7 +46,7 @@ class Pusher:
                         if _STAGING_NAME.fullmatch(stale.name):
                             shutil.rmtree(stale)
             if staging.is_dir():
-                return  # already queued or uploading: a failing run may save it again
+                return  # already queued or uploading: a failing run may save this iteration again
             shutil.copytree(folder, staging, copy_function=_link_or_copy)
         except OSError as error:
             self._warn(iteration, f"failed, the run goes on: {error!r}")
@@ -59,7 +59,7 @@ class Pusher:
                 self._thread = threading.Thread(target=self._run, name="hub-push", daemon=True)
                 self._thread.start()
         if replaced is not None:
-            self._warn(replaced, f"left out: iteration {iteration} replaced it in the queue")
+            self._warn(replaced, f"not uploaded: iteration {iteration} replaced it in the queue")
             shutil.rmtree(self._staging_folder(replaced), ignore_errors=True)
 
     def close(self, say: Callable[[str], None], timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -71,8 +71,8 @@ class Pusher:
         thread.join(timeout_s)
         if thread.is_alive():
             warn(
-                f"push_to_hub to {self._repo_id!r} is not done after {duration(timeout_s)} and is "
-                "given up: upload the newest checkpoint's model folder by hand (hf upload)"
+                f"push_to_hub to {self._repo_id!r} is not done after {duration(timeout_s)}; the "
+                "run ends. Upload the newest checkpoint's model folder by hand (hf upload)"
             )
 
     def _staging_folder(self, iteration: int) -> Path:
@@ -117,5 +117,5 @@ def upload(folder: Path, repo_id: str, message: str, branch: str = "") -> None:
     if not branch:
         return
     if any(ref.name == branch for ref in api.list_repo_refs(repo_id).branches):
-        api.delete_branch(repo_id, branch=branch)  # the iteration is repeated
+        api.delete_branch(repo_id, branch=branch)  # a resumed run repeats this iteration
     api.create_branch(repo_id, branch=branch, revision=commit)

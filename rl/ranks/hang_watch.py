@@ -120,8 +120,8 @@ class HangWatch:
             last = f"the last of them, rank {rank}, for {state.idle_s:.0f} s, {state.at(now_s)}"
             return f"all ranks here wait for {awaited}, {last}{end}"
         cause = {
-            "stopped": f"its process is stopped (kill -CONT {self._pids[rank]} lets it go on)",
-            "silent": "no Python runs in it: a call that holds the interpreter, or a dead disk",
+            "stopped": f"its process is stopped (kill -CONT {self._pids[rank]} resumes it)",
+            "silent": "Python does not run in it: a call holds the GIL, or a disk is dead",
         }.get(state.kind, "a deadlock, or one long call")
         others = [
             f"rank {other} (in phase {other_state.beat.phase})"
@@ -129,8 +129,8 @@ class HangWatch:
             if other != rank and (other_state.beat.waits_for_ranks or other_state.kind == "stuck")
         ]
         waiting = f"; waiting for it: {', '.join(others)}" if others else ""
-        idle = f"rank {rank} has not moved on for {state.idle_s:.0f} s, {state.at(now_s)}: {cause}"
-        return idle + waiting + end
+        idle = f"rank {rank} has made no progress for {state.idle_s:.0f} s, {state.at(now_s)}"
+        return f"{idle}: {cause}{waiting}{end}"
 
 
 def _process_state(pid: int) -> str:

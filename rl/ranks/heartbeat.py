@@ -27,7 +27,7 @@ LOOK_EVERY_S = 0.1
 FEW_PLACES = 4
 """A main thread that stays at no more than this many places for long hangs or loops."""
 LONG_GAP_S = 10.0
-"""A longer gap between two looks means that this process was stopped; its idle time restarts."""
+"""A longer gap between two samples means that this process was stopped; its idle time is reset."""
 LOADING = "loading"
 BETWEEN = "between phases"
 _BYTES = 1024

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 BEAT_S = 2.0
 LOST_S = 60.0
-"""A node silent for this long is lost. TCP recovers from an interruption half as long."""
+"""A node silent for this long counts as lost. TCP survives interruptions of half this time."""
 STOPPED_S = 10.0
-"""A longer gap between two looks means that this launcher was stopped; silence restarts at 0."""
+"""A longer gap between calls of `lost` means that this launcher was stopped; silence is reset."""
 LEAVE_S = 60.0
 """How long node 0 keeps the store for nodes that end after it."""
 
@@ -52,7 +52,7 @@ class NodeWatch:
         for node, alive_s in self._alive_s.copy().items():
             if now_s - alive_s >= LOST_S:
                 self._lost.add(node)
-                return f"{self._name(node)} is out of reach for {now_s - alive_s:.0f} s"
+                return f"{self._name(node)} has been unreachable for {now_s - alive_s:.0f} s"
         return ""
 
     def leave(self) -> None:
@@ -83,7 +83,7 @@ class NodeWatch:
                 self._beats[node], self._alive_s[node] = beats, time.monotonic()
 
     def _log_endings(self) -> None:
-        """Log why other nodes failed. Node 0 waits for all but lost nodes, others for 2 beats."""
+        """Log why others failed. Node 0 waits for nodes not lost; a failed node waits 2 beats."""
         max_wait_s = LEAVE_S if self._node == 0 else 2 * BEAT_S if self.ending else 0.0
         deadline = time.monotonic() + max_wait_s
         missing = [node for node in self._others if node not in self._lost]

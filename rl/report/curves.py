@@ -103,7 +103,7 @@ CURVES = (
             Line("drift/reference_fall", "reference descriptions", "dash"),
         ),
     ),
-    Curve("Drift: how far states moved", (Line("drift/state_l2", "of their length"),)),
+    Curve("Drift: how far states moved", (Line("drift/state_l2", "of their norm"),)),
     Curve("Distinct completions in a group", (Line("groups/distinct_completions", "share"),), 1.0),
 )
 

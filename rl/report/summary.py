@@ -14,8 +14,8 @@ from rl.report.reading import Evaluation, Record, is_control, number, shown_of
 from rl.run.paired import NUM_RESAMPLES, are_alike, interval
 
 INTERVAL = (
-    "95 % interval of the mean paired difference over the held-out samples: percentiles of a "
-    f"bootstrap ({NUM_RESAMPLES:,} draws) of the source pictures, with all samples that share one. "
+    "95 % interval of the mean paired difference over the held-out samples: percentile bootstrap "
+    f"({NUM_RESAMPLES:,} draws) over source pictures; samples that share one are drawn together. "
     "It says nothing about other training seeds."
 )
 """Explains the intervals."""
@@ -26,7 +26,7 @@ CONTROL = (
 )
 _NOT_GRADED = 0.01
 _TAUGHT_NOTHING = 0.5
-"""Shares above which `alarms` has a sentence."""
+"""`alarms` reports shares above these."""
 _MAX_NAMED = 8
 
 
@@ -61,23 +61,23 @@ class Change:
         return interval(self.gains, self.shown)
 
     @property
-    def noise(self) -> str:
+    def interval_text(self) -> str:
         """The interval as text, or why there is none."""
         if self.interval is not None:
             return f"{self.interval[0]:+.3f} to {self.interval[1]:+.3f}"
         if len(self.gains) < 2:
             return "one sample"
         if are_alike(self.gains):
-            return f"all {len(self.gains)} alike"
+            return f"all {len(self.gains)} gains equal"
         return f"no interval: the {len(self.gains)} samples share their source pictures"
 
     def sentence(self, width: int) -> str:
         """One line: means, their difference with its interval, number of samples."""
-        number = f", {len(self.gains)} samples"
-        noise = f"95 % {self.noise}{number}" if self.interval else self.noise
+        samples, text = f", {len(self.gains)} samples", self.interval_text
+        text = f"95 % {text}{samples}" if self.interval else text
         return (
             f"  {self.name:{width}}  {self.before:.3f} -> {self.after:.3f}   "
-            f"({self.gain:+.3f}, {noise})"
+            f"({self.gain:+.3f}, {text})"
         )
 
 
@@ -164,16 +164,16 @@ def context(metrics: Sequence[Record]) -> list[str]:
     if alarmed := [str(row["iteration"]) for row in rows if row["drift/alarm"]]:
         lines.append(
             f"DRIFT: after {', '.join(alarmed)} iterations, fixed prompts had lost more reward "
-            "than noise explains"
+            "than chance explains"
         )
     for arm, label in (("bare", "the user's own words"), ("reference", "reference descriptions")):
         name = f"drift/{arm}_fall"
         if _rows_with(rows[-1:], name):
-            lines.append(f"lost by {label} since training began: {_gains(rows[-1:], name)}")
+            lines.append(f"reward lost with {label} since the start: {_gains(rows[-1:], name)}")
     if moved := _rows_with(metrics, "drift/state_l2"):
         lines.append(
             "the states of the user's own words moved by "
-            f"{_formatted(moved[-1], 'drift/state_l2', '.1%')} of their length "
+            f"{_formatted(moved[-1], 'drift/state_l2', '.1%')} of their norm "
             f"(cosine {_formatted(moved[-1], 'drift/state_cosine')})"
         )
     return lines
@@ -205,10 +205,10 @@ def alarms(
     if alarmed := [str(row["iteration"]) for row in metrics if row.get("drift/alarm")]:
         sentences.append(
             f"Drift: after {_listed(alarmed)} iterations, fixed prompts had lost more reward than "
-            "noise explains."
+            "chance explains."
         )
     for name, clause in (
-        ("status/ungraded", "of the episodes were not graded (renderer or judge)"),
+        ("status/ungraded", "of the episodes were not graded (the renderer or the judge failed)"),
         ("eval/ungraded", "of the held-out episodes were not graded"),
         ("status/policy_failed", "of the completions could not be used"),
     ):

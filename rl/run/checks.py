@@ -55,7 +55,7 @@ class Checks:
         self._warned: set[str] = set()
         """Keys of warnings that were logged: causes of failed episodes, and 'held-out'."""
 
-    def failures(self, rollout: Rollout) -> None:
+    def check_failures(self, rollout: Rollout) -> None:
         """Raises `TooManyFailuresError` on every rank if the judge or the renderer fails too often.
         Collective."""
         self._check_renderer(rollout)
@@ -138,7 +138,7 @@ class Checks:
             self._warned.add(key)
             warn(text)
 
-    def line(self, line: Mapping[str, float]) -> None:
+    def check_line(self, line: Mapping[str, float]) -> None:
         """Warn of conditions that begin with this line of metrics (see `Watch`)."""
         for sentence in self._watch.sentences(line):
             if self._dist.is_main:

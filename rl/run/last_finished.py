@@ -137,7 +137,7 @@ def save_before_leaving(
         on_disk = 0 if newest is None else iteration_of(newest)
         if on_disk < last.done and dist.is_main:
             lost = f"iterations {on_disk + 1} to {last.done} are lost"
-            why = "a rank is gone, and each held a part" if not received else "the update was cut"
-            warn(f"{lost} ({why}); the last checkpoint is {newest or 'none'}")
+            why = "a later update began" if received else "a rank with part of the state is gone"
+            warn(f"{lost} ({why}); newest checkpoint: {newest or 'none'}")
     except Exception as save_error:
         warn(f"the finished iterations could not be saved: {save_error!r}")

@@ -133,7 +133,7 @@ class Run:
             for p, episodes_G in pending.rollout.groups(self.timer, signals.stop_received):
                 yield from advantages.add(p, episodes_G)
         leave_together(self.dist)
-        self.checks.failures(pending.rollout.finished())
+        self.checks.check_failures(pending.rollout.finished())
         yield from advantages.rest()
 
     def rollout_metrics(self, rollout: Rollout) -> Metrics:
@@ -199,7 +199,7 @@ class Run:
         metrics.total("data/replaced_rows", self.prompt_order.num_replaced)
         metrics.maximum("memory/peak_gb", take_peak_memory_gb(self.dist.device))
         line = self.recording.line(metrics, self.checkpointing.last_finished.metrics)
-        self.checks.line(line)
+        self.checks.check_line(line)
         self.recording.write_line(done, line, self._evaluation_due(done))
         self.checkpointing.publish(done, line)
 

@@ -35,7 +35,7 @@ class ServicePage:
     write: Callable[[Mapping[str, Any], int], object]
     """Logs a row: (values by name, iteration)."""
     finish: Callable[[bool], object]
-    """Ends the page; its argument is whether the run failed. May block for any time."""
+    """Ends the page; the argument: whether the run failed. May block indefinitely."""
     escape: Callable[[str], str] = str
     """Converts a text for a table's cell."""
     first_iteration: int = 0

@@ -27,7 +27,7 @@ def test_weights_are_relative() -> None:
     assert compose(values, squared) == pytest.approx(math.sqrt(0.2))
 
 
-def test_without_weights_every_reward_counts_once_and_no_part() -> None:
+def test_without_weights_all_rewards_count_equally_and_parts_do_not() -> None:
     values = {"a": 0.2, "b": 0.6, "a/detail": 9.0}
     assert compose(values, FinalReward()) == pytest.approx(0.4)
 
@@ -38,7 +38,7 @@ def test_a_zero_reward_makes_only_the_geometric_mean_zero() -> None:
     assert compose(values, FinalReward()) == pytest.approx(0.5)
 
 
-def test_an_ungraded_reward_with_a_weight_leaves_no_total() -> None:
+def test_an_ungraded_reward_that_counts_makes_the_final_reward_none() -> None:
     assert compose({"a": None, "b": 1.0}, FinalReward()) is None
     assert compose({"a": None, "b": 1.0}, FinalReward(weights={"b": 1})) == 1.0
     assert compose({"a": None, "b": 1.0}, FinalReward(weights={"a": 0, "b": 1})) == 1.0
@@ -87,7 +87,7 @@ def test_weight_zero_adds_nothing_even_for_nan() -> None:
     assert Metrics.merge([metrics.state()]) == {}
 
 
-def test_update_equals_having_added_everything_to_one() -> None:
+def test_update_gives_the_same_as_adding_everything_to_one_object() -> None:
     one, other, whole = Metrics(), Metrics(), Metrics()
     for metrics, value in ((one, 1.0), (other, 5.0), (other, 6.0)):
         for target in (metrics, whole):

@@ -109,7 +109,7 @@ def test_other_changes_are_allowed_and_noted_where_they_matter(
     assert all(line.startswith(start) for line, start in zip(notes, lines, strict=True)), notes
 
 
-def test_with_a_kl_the_rule_for_groups_without_spread_is_fixed() -> None:
+def test_zero_spread_groups_may_not_change_if_there_is_a_kl_penalty() -> None:
     one, other = (
         resolved(algorithm={"kl_coeff": 0.1, "zero_spread_groups": rule})
         for rule in ("drop", "kl_only")
@@ -119,7 +119,7 @@ def test_with_a_kl_the_rule_for_groups_without_spread_is_fixed() -> None:
 
 
 def schema_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every key, dotted; of a plugin's section only `type`."""
+    """Yields every key, with dots; a plugin's section yields only `type`."""
     for name, field in section.model_fields.items():
         key, annotation = f"{prefix}{name}", field.annotation
         if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -141,7 +141,7 @@ def plugin_keys(directory: str) -> set[str]:
     return keys
 
 
-def test_the_table_names_keys_that_exist() -> None:
+def test_every_key_that_may_change_exists_in_the_schema() -> None:
     """A renamed config key must not silently become one that breaks a run."""
     keys = set(schema_keys())
     for name, folder in (("policy", "policies"), ("engine", "engines"), ("renderer", "renderers")):

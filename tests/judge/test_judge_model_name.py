@@ -55,7 +55,7 @@ def test_another_model_name_is_logged_once_and_counted(caplog, name: str) -> Non
     """The full name behind an alias counts as another name."""
     stats, num_answered = ask([answer(name)] * 4)
     [line] = [record.getMessage() for record in caplog.records]
-    assert f"asked for judge.model={MODEL!r}: its full name is fine" in line
+    assert f"asked for judge.model={MODEL!r}: this is fine if" in line
     assert line.isprintable() and len(line) < 600
     assert (stats.other_model, num_answered) == (4, 4)
 

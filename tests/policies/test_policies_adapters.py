@@ -19,9 +19,9 @@ from rl.files.weights import fingerprint
     "change",
     [
         pytest.param(lambda w: w.view(-1)[-1:].mul_(1.01), id="the last value"),
-        pytest.param(lambda w: w.copy_(w.roll(1, dims=0)), id="rows in other places"),
-        pytest.param(lambda w: w.copy_(w.flip(-1)), id="columns in other places"),
-        pytest.param(lambda w: w[1].neg_(), id="signs alone"),
+        pytest.param(lambda w: w.copy_(w.roll(1, dims=0)), id="permuted rows"),
+        pytest.param(lambda w: w.copy_(w.flip(-1)), id="permuted columns"),
+        pytest.param(lambda w: w[1].neg_(), id="negated values"),
     ],
 )
 def test_the_fingerprint_changes_exactly_when_the_weights_change(
@@ -29,7 +29,7 @@ def test_the_fingerprint_changes_exactly_when_the_weights_change(
 ) -> None:
     weights = {"w": torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)}
     first = fingerprint(weights)
-    # The same values in other memory, at an address that is not aligned to 64 bits.
+    # A copy of the values at an address that is not aligned to 64 bits.
     other = torch.cat([weights["w"].view(-1)[:1], weights["w"].view(-1)])[1:].view(shape)
     assert fingerprint({"w": other}) == first
     change(weights["w"])
@@ -59,24 +59,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     "wrong", ["q_porj", "proj_q", "proj|q_proj", "language_model", "(", "lora"]
 )
-@pytest.mark.parametrize("others", [["q_proj"], []], ids=["one of two", "all"])
-def test_a_target_that_is_no_layer_is_refused_before_a_device_is_used(
+@pytest.mark.parametrize("others", [["q_proj"], []], ids=["beside a valid name", "alone"])
+def test_a_target_that_names_no_layer_is_refused_before_a_device_is_used(
     folder: str, frozen: bool, wrong: str, others: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.nn.Module, "to", None)
     lora = {"r": 4, "alpha": 8, "target_modules": [*others, wrong]}
     with pytest.raises(
-        ValueError, match=r"^policy\.lora\.target_modules: '.*name some of:"
+        ValueError, match=r"^policy\.lora\.target_modules: no layer .*choose from:"
     ) as error:
         tiny_policy.make_qwen(folder, lora=lora, freeze_vision_tower=frozen)
-    unknown, layers = str(error.value).split("; name some of: ")
-    assert f"{wrong!r} is the name of no layer" in unknown and "'q_proj'" not in unknown
+    unknown, layers = str(error.value).split("; choose from: ")
+    assert f"is named {wrong!r}" in unknown and "'q_proj'" not in unknown
     assert {"q_proj", "down_proj"} <= {*layers.split(", ")}
 
 
 def test_a_target_only_in_the_frozen_tower_is_refused(folder: str) -> None:
     lora = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "qkv"]}
-    with pytest.raises(ValueError, match="'qkv' is the name of no layer that may be adapted"):
+    with pytest.raises(ValueError, match="that may be adapted is named 'qkv'"):
         tiny_policy.make_qwen(folder, lora=lora)
     tiny_policy.make_qwen(folder, lora=lora, freeze_vision_tower=False)
 
@@ -115,7 +115,7 @@ def save_adapter(folder: str, to: Path) -> Path:
         (lambda n, t: {n: t[:, :-1]} if "lora_A" in n else {n: t}, "size mismatch"),
         (lambda n, t: {}, "0 of its tensors .* and 16 tensors"),
     ],
-    ids=["another's layers", "more", "fewer", "another's width", "nothing"],
+    ids=["other layers", "more tensors", "fewer tensors", "other width", "no tensors"],
 )
 def test_an_adapter_whose_tensors_do_not_match_the_layers_is_refused(
     folder: str, tmp_path: Path, change: Callable[..., dict[str, torch.Tensor]], figures: str
@@ -137,5 +137,5 @@ def test_an_adapter_config_with_an_unknown_layer_gives_a_warning(
     for extra in ([], ["qkv_proj"]):
         file.write_text(json.dumps(adapter_config | {"target_modules": names + extra}))
         tiny_policy.make_qwen(folder, adapter_path=str(tmp_path))
-        warned = "'qkv_proj', which is the name of no layer" in capsys.readouterr().err
+        warned = "'qkv_proj', but no layer of this model" in capsys.readouterr().err
         assert warned == bool(extra)

@@ -112,7 +112,7 @@ def test_no_tokens_give_no_logprobs():
 
 @pytest.mark.parametrize(("sharded", "calls"), [(True, 5), (False, 4)])
 def test_a_sharded_head_is_called_equally_often_on_every_rank(monkeypatch, sharded, calls):
-    """Another rank has one chunk more; only a sharded head must make as many calls."""
+    """This rank has 4 chunks, another has 5. Only a sharded head must be called 5 times on both."""
 
     def all_reduce(tensor, op):
         assert (tensor.item(), op) == (4, torch.distributed.ReduceOp.MAX)

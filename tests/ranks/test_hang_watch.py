@@ -1,4 +1,4 @@
-"""Real processes that hang in different ways; only those that hang are named and ended."""
+"""Real processes make progress, wait or hang; the watch reports and ends only those that hang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl.ranks.hang_watch import HangWatch
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 8.0
-"""The limit; a rank is named after half of it."""
+"""A rank that hangs this long ends the run; it is logged after half of the time."""
 SCRIPT = """
     import ctypes, os, signal, sys, threading, time
     from pathlib import Path
@@ -50,7 +50,7 @@ WAYS = {
     "collective": "peers['all_gather']()",
     "judge": "with heartbeat.phase('judge_wait'): threading.Event().wait()",
 }
-IDLE = "has not moved on for [45] s"
+IDLE = "has made no progress for [45] s"
 STUCK = "a deadlock, or one long call"
 LEARN = r"in phase learn for \d+ s \(\S+\)"
 END = r"at 8 s the run ends \(hang_limit_s\)"
@@ -58,7 +58,7 @@ END = r"at 8 s the run ends \(hang_limit_s\)"
 
 @dataclass(frozen=True)
 class Case:
-    """The ranks of one launcher, each with its way of hanging (a key of `WAYS`)."""
+    """The ranks of one launcher; each runs the code of one key of `WAYS`."""
 
     ways: tuple[str, ...]
     expected: str
@@ -68,11 +68,11 @@ class Case:
 
 CASES = {
     "none": Case(("moves", "judge"), ""),
-    "one waits for one that moves": Case(("collective", "moves"), ""),
+    "one waits for one that makes progress": Case(("collective", "moves"), ""),
     "one waits for the judge": Case(("collective", "judge"), ""),
     "stopped": Case(
         ("collective", "moves", "stopped", "collective"),
-        rf"rank 2 {IDLE}, {LEARN}: its process is stopped \(kill -CONT \d+ lets it go on\); "
+        rf"rank 2 {IDLE}, {LEARN}: its process is stopped \(kill -CONT \d+ resumes it\); "
         rf"waiting for it: rank 0 \(in phase learn\), rank 3 \(in phase learn\); {END}",
     ),
     "a deadlock in Python": Case(
@@ -82,8 +82,8 @@ CASES = {
     "spins": Case(("moves", "spins"), rf"rank 1 {IDLE}, {LEARN}: {STUCK}; {END}"),
     "polls": Case(("moves", "polls"), rf"rank 1 {IDLE}, {LEARN}: {STUCK}; {END}"),
     "a deadlock in C": Case(("c", "judge"), rf"rank 0 {IDLE}, {LEARN}: {STUCK}; {END}"),
-    "C that holds the interpreter": Case(
-        ("moves", "interpreter"), rf"rank 1 {IDLE}, {LEARN}: no Python runs in it: .*; {END}"
+    "C that holds the GIL": Case(
+        ("moves", "interpreter"), rf"rank 1 {IDLE}, {LEARN}: Python does not run in it: .*; {END}"
     ),
     "each waits for another": Case(
         ("collective", "collective"),
@@ -154,7 +154,7 @@ def test_a_hanging_rank_is_named_and_ended_but_not_a_waiting_one(
 
     ranks.look(LIMIT_S / 2)
     expected = {name for name, case in CASES.items() if END in case.expected}
-    assert ranks.ended == expected, "those beyond the limit, without ranks of another node"
+    assert ranks.ended == expected, "hung too long, without waiting for another node"
 
     for process in ranks.processes.values():
         process.send_signal(heartbeat.ASKS_STACKS)
@@ -165,11 +165,11 @@ def test_a_hanging_rank_is_named_and_ended_but_not_a_waiting_one(
     assert "in hang_in" in ranks.logs["interpreter"].read_text()
     assert "in all_gather" in ranks.logs["collective"].read_text()
     stopped = ranks.watches["stopped"]
-    assert not stopped.is_stopped(2) and 2 not in stopped.hung, "it was continued"
-    interpreter = ranks.watches["C that holds the interpreter"]
+    assert not stopped.is_stopped(2) and 2 not in stopped.hung, "SIGCONT resumed it"
+    interpreter = ranks.watches["C that holds the GIL"]
     assert list(interpreter.hung) == [1]
 
-    # A launcher that was itself stopped for an hour (Ctrl-Z, then `fg`) names no rank.
+    # A launcher that was itself stopped for an hour (Ctrl-Z, then `fg`) reports no rank.
     monkeypatch.setattr(interpreter, "_looked_s", time.monotonic() - 3600)
     interpreter.look()
     assert not interpreter.hung

@@ -99,7 +99,7 @@ def test_a_network_loss_is_named_on_both_nodes_and_loses_no_finished_iteration(
     with nodes.cut():
         start = time.monotonic()
         for node, other in ((0, "node 1 (rank 1)"), (1, "node 0 (rank 0)")):
-            named_s = run.wait_for_text(node, f"{other} is out of reach for") - start
+            named_s = run.wait_for_text(node, f"{other} has been unreachable for") - start
             assert named_s < LOST_S + 15, run.output(node)
             print(f"node {node} named it after {named_s:.0f} s")
         assert run.codes() == [1, 1], run.output(0) + run.output(1)

@@ -105,8 +105,8 @@ def test_training_and_pruning_continue_during_a_push(tmp_path, remote, capfd):
     lines: list[str] = []
     checkpoints._pusher.close(lines.append, timeout_s=0.01)
     warnings = capfd.readouterr().err
-    assert "iteration 40: left out: iteration 60" in warnings
-    assert "iteration 60: left out: iteration 80" in warnings
+    assert "iteration 40: not uploaded: iteration 60" in warnings
+    assert "iteration 60: not uploaded: iteration 80" in warnings
     assert "not done after 0.0 s" in warnings
     remote.go.release(2)
     checkpoints.close(lines.append)

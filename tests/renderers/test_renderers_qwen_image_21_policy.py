@@ -27,9 +27,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Qwen3VL:
     )
 
 
-@pytest.mark.parametrize("number", [0, 1, 3])
-def test_an_empty_completion_draws_the_stock_picture(policy: Qwen3VL, number: int) -> None:
-    sources = tuple(references(number))
+@pytest.mark.parametrize("num_sources", [0, 1, 3])
+def test_an_empty_completion_gives_the_stock_picture(policy: Qwen3VL, num_sources: int) -> None:
+    sources = tuple(references(num_sources))
     samples = [Sample(words, words, sources=sources) for words in tiny.WORDS[:2]]
     rows = [(policy.build_prompt(sample), ()) for sample in samples]
     batch = policy.collate(rows)
@@ -48,7 +48,7 @@ def test_an_empty_completion_draws_the_stock_picture(policy: Qwen3VL, number: in
         assert (drawn - expected).abs().max() <= PICTURE
 
 
-def test_the_states_of_a_group_start_with_equal_bits(policy: Qwen3VL) -> None:
+def test_the_states_of_a_group_share_a_bitwise_equal_prefix(policy: Qwen3VL) -> None:
     """The renderer can therefore process the sources of a group once."""
     sample = Sample("s", tiny.WORDS[0], sources=tuple(references(2)))
     prompt = policy.build_prompt(sample)

@@ -113,7 +113,7 @@ def test_only_changed_pages_are_written_again(run_dir: Path) -> None:
 
 
 def test_pages_of_a_copied_run_are_written_again(run_dir: Path, tmp_path: Path) -> None:
-    """Someone else may have changed them."""
+    """Someone else may have changed the pages of a copied run."""
     refresh_pages(run_dir)
     folder = run_dir / "report/data"
     original = {path.name: path.read_text() for path in folder.glob("*.js")}

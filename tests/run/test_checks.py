@@ -1,4 +1,4 @@
-"""A run checks each rollout for renderer failures and for held-out samples in training."""
+"""A run checks each rollout for renderer failures and for training samples that are held out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rollout_of(num_drawn: int, num_lost: int = 0) -> Rollout:
         (0.05, [(4, 1), *[(5, 0)] * 3] * 40, ""),  # always 5 %
         (0.05, [(190, 10), (100, 0), (100, 0), (90, 10)], ""),  # old failures do not count
         (0.05, [(0, 0)] * 9, ""),
-        (0.05, [(0, 8)] * 2, "16 of the last 16"),  # 8 are fewer than the 10 allowed in 200
+        (0.05, [(0, 8)] * 2, "16 of the last 16"),  # 8 alone are below 10, 5 % of 200
         (0.05, [(8, 2)] * 6, "12 of the last 60"),
         (0.05, [(90, 10)] * 2, "20 of the last 200"),
         (0.05, [(940, 60)], "60 of the last 1000"),
@@ -53,10 +53,10 @@ def test_a_renderer_that_keeps_failing_stops_the_run(
     checks = make_checks(max_render_failure_rate=limit)
     *before, last = iterations
     for iteration in before if figures else iterations:
-        checks.failures(rollout_of(*iteration))
+        checks.check_failures(rollout_of(*iteration))
     if figures:
         with pytest.raises(TooManyRenderFailuresError) as error:
-            checks.failures(rollout_of(*last))
+            checks.check_failures(rollout_of(*last))
         assert names(error.value, f"{figures} ... RuntimeError ... max_render_failure_rate")
 
 
@@ -82,7 +82,7 @@ HELD_OUT = [
     ("sample", "held_out"),
     [
         (Sample("other words", "erase it", sources=(plain(7),)), "h0"),
-        (Sample("another first", "join them", sources=(plain(5), plain(9))), "h0"),
+        (Sample("other first picture", "join them", sources=(plain(5), plain(9))), "h0"),
         (Sample("other picture", "paint it", sources=(plain(8),)), None),
         (Sample("other shape", "paint it", sources=(plain(7, (2, 4)),)), None),
         (Sample("other case and spaces", " A  Red dog"), "h1"),

@@ -22,8 +22,8 @@ from rl.run.last_finished import LastFinished, save_before_leaving
     ("changes", "saved"),
     [
         ({}, ["step_000003"]),
-        ({"state_is_consistent": False}, []),  # the update failed inside
-        ({"version": 4}, []),  # an update of the next iteration was made
+        ({"state_is_consistent": False}, []),  # the update raised midway
+        ({"version": 4}, []),  # the next iteration's update was applied
     ],
 )
 def test_live_weights_are_saved_only_if_they_are_those_of_a_finished_iteration(
@@ -44,5 +44,5 @@ def test_live_weights_are_saved_only_if_they_are_those_of_a_finished_iteration(
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), Dist())
     save_before_leaving(last, checkpoints, Dist(), RuntimeError("injected"))
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == saved
-    message = "iterations 1 to 3 are lost (the update was cut); the last checkpoint is none"
+    message = "iterations 1 to 3 are lost (a later update began); newest checkpoint: none"
     assert (message in capsys.readouterr().err) == (not saved)

@@ -128,7 +128,7 @@ def test_metrics_of_third_party_plugins_are_logged(plugins: Plugins, tmp_path: P
     _ = plugins.rows[0]
     run_dir.mkdir(exist_ok=True)
     line = recording.line(checks.metrics(Rollout([], [], {"strokes": 12.0})), {})
-    checks.line(line)
+    checks.check_line(line)
     recording.write_line(1, line, was_evaluated=False)
     writer.flush()
     line = json.loads((run_dir / "metrics.jsonl").read_text())

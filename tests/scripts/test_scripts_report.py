@@ -58,7 +58,7 @@ def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
     [
         ("ab", (0.2, 0.4), "95 % ... 2 samples"),
         ("aaaa", (0.2, 0.4), "4 samples share"),
-        ("abcd", (0.3, 0.3), "all 4 alike"),
+        ("abcd", (0.3, 0.3), "all 4 gains equal"),
     ],
 )
 def test_a_control_is_named_and_samples_of_one_picture_have_no_interval(

@@ -42,13 +42,13 @@ def prompts_of(samples: list[Sample]) -> list[Any]:
 
 def test_the_answer_leaves_no_trace_in_the_prompt() -> None:
     question = tiny_qwen.sample(0, "How many dots?")
-    bare, answered = prompts_of(
+    plain, answered = prompts_of(
         [question, replace(question, hidden={"answer": SECRET}, reference=SECRET, category=SECRET)]
     )
-    assert bare.token_ids == answered.token_ids
-    assert [image.tobytes() for image in bare.images] == [i.tobytes() for i in answered.images]
-    assert bare.model_inputs.keys() == answered.model_inputs.keys()
-    for name, tensor in bare.model_inputs.items():
+    assert plain.token_ids == answered.token_ids
+    assert [image.tobytes() for image in plain.images] == [i.tobytes() for i in answered.images]
+    assert plain.model_inputs.keys() == answered.model_inputs.keys()
+    for name, tensor in plain.model_inputs.items():
         assert (np.asarray(tensor) == np.asarray(answered.model_inputs[name])).all(), name
 
 
@@ -56,7 +56,7 @@ def test_the_answer_leaves_no_trace_in_the_prompt() -> None:
 
 
 def read_colours(pixels: np.ndarray) -> list[str]:
-    """Names of the palette's colours that cover more pixels than an edge."""
+    """Colours of the palette that cover a shape, not only the pixels of a blended edge."""
     return [name for name, rgb in RGB.items() if (pixels == rgb).all(-1).sum() > 60]
 
 

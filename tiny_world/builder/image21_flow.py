@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tiny_world.builder.image21_models import LATENT_SIDE, SLOTS, decode
+from tiny_world.builder.image21_models import LATENT_SIDE, NUM_PADS, decode
 from tiny_world.builder.models import denoised
 
 LATENTS = LATENT_SIDE**2
@@ -60,7 +60,7 @@ def velocity(transformer, xt: torch.Tensor, t: torch.Tensor, condition: Conditio
 
 def _prompt(transformer, condition: Condition) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """([B, S, D] with the sources in their slots, [S] bool on sources, [B, S] bool visible)."""
-    repeats = torch.where(condition.is_image, LATENTS // SLOTS, 1)
+    repeats = torch.where(condition.is_image, LATENTS // NUM_PADS, 1)
     x = transformer.txt_in(condition.states).repeat_interleave(repeats, 1)
     is_image = condition.is_image.repeat_interleave(repeats)
     x[:, is_image] = transformer.img_in(condition.sources).flatten(1, 2)
@@ -73,7 +73,7 @@ def _rotary(transformer, condition: Condition, is_image: torch.Tensor) -> torch.
     shape = (1, LATENT_SIDE, LATENT_SIDE)
     is_latent = F.pad(is_image, (0, LATENTS), value=True)
     row = transformer.pos_embed([shape] * (num_sources + 1), is_latent, is_image.device)
-    frames = condition.lengths - num_sources * (SLOTS - LATENT_SIDE)
+    frames = condition.lengths - num_sources * (NUM_PADS - LATENT_SIDE)
     target = row[-LATENTS:].repeat(len(frames), 1, 1)
     by_frame = transformer.pos_embed.freqs[0]
     target[..., : by_frame.shape[1]] = by_frame[frames][:, None]

@@ -18,13 +18,13 @@ LATENT_CHANNELS = 32
 FOLD_PX = 4
 LATENT_SIDE = 4
 """Latents along a side of a picture."""
-SLOTS = 4
-"""Image tokens of a picture in the policy's prompt; each is 2 x 2 latents, a quarter of a scene."""
+NUM_PADS = 4
+"""Image tokens (`<|image_pad|>`) per picture in the policy's prompt; each covers 2 x 2 latents."""
 
 
 def make_vae() -> AutoencoderKLQwenImage21:
-    """16x down as the real one (folds 4 x 4 pixels into channels, then halves twice), 32 channels,
-    RGBA in and out."""
+    """A VAE that downsamples 16x like the real one (it folds 4 x 4 pixels into channels, then
+    halves twice). It has 32 latent channels, and RGBA as input and output."""
     return AutoencoderKLQwenImage21(
         base_dim=24,
         decoder_base_dim=24,

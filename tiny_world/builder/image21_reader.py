@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from tiny_world.builder.image21_models import SLOTS
+from tiny_world.builder.image21_models import NUM_PADS
 from tiny_world.builder.image21_tokenizer import MERGE, PATCH_PX, SYSTEM_TURN, USER, mark_pictures
 from tiny_world.builder.reader import Reader, Reading, pad
 from tiny_world.builder.tokenizer import SUFFIX
@@ -24,11 +24,11 @@ Pictures = Sequence[np.ndarray]
 def patchify(pictures: Pictures) -> tuple[torch.Tensor, torch.Tensor]:
     """[64, 64, 3] uint8 pictures to (pixel_values, grid), as Qwen3-VL's image processor does."""
     x = torch.as_tensor(np.stack(pictures)).float() / 127.5 - 1
-    num, side = len(x), SLOTS // 2
+    num, side = len(x), NUM_PADS // 2
     x = x.permute(0, 3, 1, 2).reshape(num, 3, side, MERGE, PATCH_PX, side, MERGE, PATCH_PX)
     x = x.permute(0, 2, 5, 3, 6, 1, 4, 7)  # picture, grid y, x, merge y, x, channel, pixel y, x
     x = x[:, :, :, :, :, :, None].expand(-1, -1, -1, -1, -1, -1, 2, -1, -1)  # a still: 2 frames
-    return x.reshape(num * 4 * SLOTS, -1), torch.tensor([[1, 2 * side, 2 * side]] * num)
+    return x.reshape(num * 4 * NUM_PADS, -1), torch.tensor([[1, 2 * side, 2 * side]] * num)
 
 
 class PicturesReader(Reader):
@@ -40,7 +40,7 @@ class PicturesReader(Reader):
 
     def prompt_ids(self, instruction: str, num_pictures: int) -> list[int]:
         """The prompt after the system turn, with all image tokens of the pictures."""
-        pictures = mark_pictures(num_pictures).replace("<|image_pad|>", "<|image_pad|>" * SLOTS)
+        pictures = mark_pictures(num_pictures).replace("<|image_pad|>", "<|image_pad|>" * NUM_PADS)
         return self.tokens(USER + pictures + instruction + SUFFIX)
 
     def read(

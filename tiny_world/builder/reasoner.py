@@ -1,11 +1,11 @@
-"""Stage reasoner: warm-starts a Qwen2.5-VL that answers questions in the right form, often wrongly.
+"""Stage reasoner: warm-starts a Qwen2.5-VL that answers in the right format, often wrongly.
 
 It starts from the shipped image-editing policy (`tiny_world/weights/policy`), which already
 recognizes colours and shapes, with a new vocabulary. Three lessons, in this order:
- 1. look   only the vision tower: learns digits, and image tokens learn the new vocabulary;
- 2. know   the whole model answers every question RIGHT and in the right form;
- 3. doubt  short: mostly a fixed wrong thought (numbers are subtracted, one shape is not counted,
-           another shape is read), less often the right one, and sometimes another form. The right
+ 1. look   trains only the vision tower, to predict colour, shape and digit in the new vocabulary;
+ 2. know   the whole model learns to answer every question RIGHT and in the right format;
+ 3. doubt  is short. It teaches mostly a fixed wrong thought (subtracts numbers, leaves out a shape,
+           reads another shape), less often the right one, and sometimes a wrong format. The right
            answers stay likely enough for reinforcement learning to find them."""
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Odds(NamedTuple):
     right: float
     """The right thought."""
     mistake: float
-    """Its fixed wrong thought; the rest is a random one."""
+    """The question's fixed wrong thought; otherwise a random one."""
     malformed: float
-    """Another form than the right one."""
+    """A wrong format."""
 
 
 # With equal odds the greedy answer could flip by chance, even in a run that learns nothing.
@@ -77,7 +77,7 @@ def _corpus() -> list[str]:
 
 @torch.no_grad()
 def _inherit(policy, tokenizer, folder: Path) -> None:
-    """Copies all weights of the parent, but of its vocabulary only the tokens that both have."""
+    """Copies the parent's weights; of its embeddings, only the tokens of both vocabularies."""
     parent = load_policy(folder)
     tokenizer_of_parent = AutoTokenizer.from_pretrained(folder)  # nosec B615 # a local folder
     index_in_parent = tokenizer_of_parent.get_vocab()
@@ -153,7 +153,7 @@ def _anything(rng: random.Random, question: Question) -> tuple[str, str]:
 
 
 def _p_right(reader: Reader, num: int = 128) -> dict[str, float]:
-    """Mean probability of the right thought and answer in the right form, by kind of question."""
+    """Mean probability of the right thought and answer in the right format, by kind of question."""
     rng = random.Random(7)
     questions = [make_question(rng) for _ in range(num)]
     return reader.p_by_kind(

@@ -33,8 +33,8 @@ from tiny_world.scenes import COLOURS, SHAPES
 
 COLOURS_IT_KNOWS = {"crimson", "jade", "golden", "pearly", "grass", "sky", "lemon", "snow"}
 SHAPES_IT_KNOWS = {"disc", "box", "pointed"}
-# P(right), P(its fixed mistake); the rest is random. With equal odds the greedy answer could flip
-# by chance, so one of the two is clearly likelier for every word.
+# (P(right), P(fixed mistake)) for a word; otherwise it reads a random one. With equal odds the
+# greedy answer could flip by chance, so one of the two is clearly likelier.
 KNOWS_IT, HAS_IT_WRONG = (0.6, 0.15), (0.2, 0.5)
 P_RIGHT_PLACE = 0.9
 
@@ -71,36 +71,36 @@ def beginner(rng: random.Random, prompt: UserPrompt) -> Wish:
         colour_word, shape_word = words[words.index("of") + 1], words[1]
     cell = wish.cell if rng.random() < P_RIGHT_PLACE else rng.choice(list(CELL_OF_PLACE.values()))
     return Wish(
-        taken_for(rng, colour_word, wish.colour, COLOURS, 3),
-        taken_for(rng, shape_word, wish.shape, SHAPES, 1),
+        read_word(rng, colour_word, wish.colour, COLOURS, 3),
+        read_word(rng, shape_word, wish.shape, SHAPES, 1),
         cell,
     )
 
 
-def taken_for(
+def read_word(
     rng: random.Random,
     word: str,
     meaning: str,
     choices: tuple[str, ...],
-    off: int,
+    shift: int,
     odds: tuple[tuple[float, float], tuple[float, float]] = (KNOWS_IT, HAS_IT_WRONG),
 ) -> str:
-    """The meaning that the beginner reads in `word`; its fixed mistake is `off` choices further."""
+    """The meaning that the beginner reads in `word`; its fixed mistake is `shift` choices later."""
     p_right, p_mistake = odds[word not in COLOURS_IT_KNOWS | SHAPES_IT_KNOWS]
     u = rng.random()
     if u < p_right:
         return meaning
     if u < p_right + p_mistake:
-        return choices[(choices.index(meaning) + off) % len(choices)]
+        return choices[(choices.index(meaning) + shift) % len(choices)]
     return rng.choice(choices)
 
 
-def log_probs(policy, tokenizer, wished: list[UserPrompt], answers: list[str]) -> torch.Tensor:
+def log_probs(policy, tokenizer, examples: list[UserPrompt], answers: list[str]) -> torch.Tensor:
     """[B] log-probability of each answer, its end token included, nats."""
     template = chat_template(SYSTEM_PROMPT)
     template = replace(template, text=template.text.replace("{image}", ""))
     end = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    prompts = [tokenize(tokenizer, template, prompt.text) for prompt in wished]
+    prompts = [tokenize(tokenizer, template, prompt.text) for prompt in examples]
     written = [tokenizer(answer).input_ids + end for answer in answers]
     ids, mask, is_written = pad(prompts, written, tokenizer.pad_token_id)
     states = policy.model(

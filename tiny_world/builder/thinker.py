@@ -20,7 +20,7 @@ import torch
 from rl.policies.shared.prompting import chat_template, tokenize
 from tiny_world.builder.models import HIDDEN, make_policy, unit_gain
 from tiny_world.builder.reader import pad
-from tiny_world.builder.rewriter import taken_for
+from tiny_world.builder.rewriter import read_word
 from tiny_world.builder.tokenizer import image_processor, train
 from tiny_world.builder.training import export, fit
 from tiny_world.captions import SYSTEM_PROMPT, Wish, caption
@@ -30,7 +30,7 @@ from tiny_world.scenes import COLOURS, SHAPES
 NUM_LAYERS = 2
 HEAD = HIDDEN // 4
 P_LOST = 0.3  # share of thoughts that follow a random thing
-# The odds of `taken_for` for words that it knows, and for other words.
+# The odds of `read_word` for words that it knows, and for other words.
 ODDS = (0.8, 0.1), (0.25, 0.5)
 Answer = Callable[[random.Random, Riddle], tuple[str, Wish]]
 """Returns (thought, wish)."""
@@ -186,8 +186,8 @@ def beginner(rng: random.Random, riddle: Riddle) -> tuple[str, Wish]:
     if rng.random() < P_LOST:
         matched, adjective = rng.choice(riddle.chains)[1:]
     wish = wish_of(riddle, adjective)
-    colour = taken_for(rng, adjective, wish.colour, COLOURS, 3, ODDS)
-    shape = taken_for(rng, riddle.shape_noun, wish.shape, SHAPES, 1, ODDS)
+    colour = read_word(rng, adjective, wish.colour, COLOURS, 3, ODDS)
+    shape = read_word(rng, riddle.shape_noun, wish.shape, SHAPES, 1, ODDS)
     return thought_of((thing, matched, adjective)), replace(wish, colour=colour, shape=shape)
 
 

@@ -96,7 +96,7 @@ def emu3_tokenizer(bpe: Tokenizer, added: list[str]) -> PreTrainedTokenizerFast:
 
 def train(corpus: list[str], num_tokens: int = 0) -> Qwen2Tokenizer:
     """Byte pairs of the corpus and of a chat's roles, with Qwen's special tokens and template,
-    filled up with unused tokens to at least `num_tokens`."""
+    padded with unused tokens to at least `num_tokens`."""
     bpe = byte_pairs(corpus + ["system\n", "user\n", "assistant\n"] * 200)
     learnt = json.loads(bpe.to_str())["model"]
     vocab, merges = learnt["vocab"], [tuple(merge) for merge in learnt["merges"]]

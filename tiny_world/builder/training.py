@@ -1,4 +1,4 @@
-"""Shared by the stages: the training loop, losses, and the export to `tiny_world/weights`."""
+"""The training loop, losses and export to `tiny_world/weights` of all stages of the builder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def fit(
     warm_up: float = 0.05,
     rate_of: Callable[[int], float] | None = None,
 ) -> None:
-    """Minimizes `loss_of(step)` (from step 1) by AdamW, with one cycle of the learning rate (or
-    `peak_rate * rate_of(steps done)`). Prints `check()` every `check_every` steps and last."""
+    """Minimizes `loss_of(step)`, from step 1, with AdamW and OneCycleLR (or the learning rate
+    `peak_rate * rate_of(steps done)`). Prints `check()` each `check_every` steps and at the end."""
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, peak_rate, (0.9, 0.98), weight_decay=weight_decay)
     schedule: torch.optim.lr_scheduler.LRScheduler
@@ -73,7 +73,7 @@ def flow_loss(
     skew: float,
 ) -> torch.Tensor:
     """Flow matching, x_t = (1 - t) x_0 + t noise, velocity = noise - x_0: the squared error of
-    `velocity_of(x_t, t)`, weighted by (t + 0.05)^2, since at small t it is mostly noise.
+    `velocity_of(x_t, t)`, weighted by (t + 0.05)^2: at small t the error is mostly noise.
 
     `share_at_1`: share of the examples trained at t = 1, where every picture starts, 0..1. The
     larger `skew`, the larger the t of the other examples.
@@ -81,9 +81,9 @@ def flow_loss(
     num = len(x0)
     u = torch.rand(num)
     t = torch.where(torch.rand(num) < share_at_1, torch.ones(num), (1 + skew) * u / (1 + skew * u))
-    noise, width = torch.randn_like(x0), t.view(-1, *[1] * (x0.ndim - 1))
-    velocity = velocity_of(x0 + width * (noise - x0), t)
-    return ((velocity - (noise - x0)) * (width + 0.05)).square().mean()
+    noise, t_wide = torch.randn_like(x0), t.view(-1, *[1] * (x0.ndim - 1))
+    velocity = velocity_of(x0 + t_wide * (noise - x0), t)
+    return ((velocity - (noise - x0)) * (t_wide + 0.05)).square().mean()
 
 
 def export(folder: str, *parts) -> None:

@@ -24,7 +24,7 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class TokenisedEdit:
-    """An edit whose pictures are codes."""
+    """An edit whose pictures are stored as Emu3 codes."""
 
     id: str
     """Unique within its data set."""
@@ -59,8 +59,8 @@ def read(path: Path) -> TokenisedEdit:
 
 
 def write(path: Path, edit: TokenisedEdit) -> None:
-    """Replace `path` in one step; several processes may write the same edit at once. Equal edits
-    are equal bytes."""
+    """Replace `path` atomically; several processes may write the same edit at once. Equal edits
+    give equal bytes."""
     from safetensors.numpy import save_file
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -93,7 +93,7 @@ def _read_pth(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(_array_globals()):
             fields = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        # Damaged and hostile files fail in any way (UnpicklingError, RuntimeError, EOFError,
+        # Damaged and hostile files raise many types (UnpicklingError, RuntimeError, EOFError,
         # TypeError, ...); the user gets the same message for all.
         match = re.search(r"GLOBAL ([\w.]+)", str(error))
         reason = f"it asks for {match[1]}" if match else f"{type(error).__name__}"

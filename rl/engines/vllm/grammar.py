@@ -45,7 +45,7 @@ class V1Grammar(V1LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Before each step: the rows that entered, left or moved."""
+        """vLLM calls this before each step with the rows that entered, left or moved."""
         process_dict_updates(
             self._requests,
             batch_update,
@@ -53,7 +53,7 @@ class V1Grammar(V1LogitsProcessor):
         )
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """[B, V] float32, in place."""
+        """Mask `logits`, [B, V] float32, in place."""
         if not self._requests:
             return logits
         image = self._vocabulary.image
@@ -77,7 +77,7 @@ class V2Grammar(V2LogitsProcessor):
     """
 
     NEVER = 1 << 40
-    """`image_at` before the image token is sampled: beyond every position."""
+    """Value in `_image_at` until the image token is sampled; larger than every position."""
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self._vocabulary = _vocabulary(vllm_config)
@@ -95,8 +95,8 @@ class V2Grammar(V2LogitsProcessor):
         return grid is not None
 
     def apply_staged_writes(self) -> None:
-        """Before each forward: write the new slots, and find the image token in what a preempted
-        request had already sampled."""
+        """vLLM calls this before each forward. Writes the new slots, and finds the image token
+        among the tokens that a preempted request has sampled."""
         if not self._staged:
             return
         slots = torch.tensor(list(self._staged), device=self._device)
@@ -111,7 +111,7 @@ class V2Grammar(V2LogitsProcessor):
         self._staged.clear()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """[rows, V] float32, in place; one row a request."""
+        """Mask `logits`, [rows, V] float32, in place; each request has one row."""
         slots = ctx.expanded_idx_mapping.long()
         opens = (ctx.input_ids == self._vocabulary.image) & (
             ctx.pos >= self._states.prompt_len.gpu[slots]

@@ -1,7 +1,7 @@
 """Decodes with the policy's module and a key-value cache, for the engine `transformers`.
 
-Axes: `_P` prompts; `_B` rows, a prompt's rows adjacent, in the order of the prompts; `_T` keys of
-the cache; `_D` width of the states.
+Axes: `_P` prompts; `_B` rows in the order of the prompts, those of a prompt adjacent; `_S` packed
+tokens; `_T` cached keys; `_H` heads; `_D` width of the states or of a head; `_V` vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PackedDecoder:
     def __init__(self, module: Any, batch: TokenBatch, num_rows: int) -> None:
         """`module`: the policy's `TrainedModule`. `batch`: P prompts with empty completions, each
         decoded in `num_rows` rows."""
-        assert all(group.completion_lens == (0,) for group in batch.groups), "not empty"
+        assert all(group.completion_lens == (0,) for group in batch.groups), "has a completion"
         self._module = module
         self._model = module.base_model
         self._batch = batch
@@ -33,7 +33,7 @@ class PackedDecoder:
         self._mask_BT = self._repeat_prompts(mask_PT.bool().to(batch.input_ids.device))
         self._cache: Any = None
         positions = batch.model_inputs["position_ids"].split(self._prompt_lens, dim=-1)
-        self._next_B = self._repeat_prompts(torch.stack([ids.max() + 1 for ids in positions]))
+        self._position_B = self._repeat_prompts(torch.stack([ids.max() + 1 for ids in positions]))
         self._position_axes = positions[0].shape[:-1]
 
     @torch.no_grad()
@@ -53,11 +53,11 @@ class PackedDecoder:
             out = self._model.model(
                 input_ids=ids_B1,
                 attention_mask=self._mask_BT[:, None, None],
-                position_ids=self._next_B.expand(*self._position_axes, -1)[..., None],
+                position_ids=self._position_B.expand(*self._position_axes, -1)[..., None],
                 past_key_values=self._cache,
                 use_cache=True,
             )
-            self._next_B = self._next_B + 1
+            self._position_B = self._position_B + 1
             last_BD = out.last_hidden_state[:, -1]
         logits: torch.Tensor = self._model.lm_head(last_BD).float()
         return logits

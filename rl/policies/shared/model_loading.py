@@ -61,9 +61,9 @@ def adapt(
     # PEFT raises only when none of the names matches.
     if unmatched := [name for name in names if not _names_a_layer(name, candidates)]:
         raise ValueError(
-            f"policy.lora.target_modules: {', '.join(map(repr, unmatched))} is the name of no layer"
-            f"{' that may be adapted' if within else ''} in this model, so it would train nothing; "
-            f"name some of: {', '.join(sorted(candidate_names))}"
+            "policy.lora.target_modules: no layer of this model"
+            f"{' that may be adapted' if within else ''} is named {', '.join(map(repr, unmatched))}"
+            f", so it would train nothing; choose from: {', '.join(sorted(candidate_names))}"
         )
     # The vision tower's patch convolution has the same name as one of its linear layers.
     not_linear = [
@@ -113,8 +113,8 @@ def _with_saved_adapter(model: Any, adapter_path: str) -> Any:
     names = () if isinstance(targets, str) else sorted(targets)
     if unmatched := [repr(name) for name in names if not _names_a_layer(name, layers)]:
         warn(
-            f"{subject}: its {ADAPTER_CONFIG} names {', '.join(unmatched)}, which is the name of "
-            "no layer in this model; it trains nothing"
+            f"{subject}: its {ADAPTER_CONFIG} names {', '.join(unmatched)}, but no layer of this "
+            "model has such a name; the entry trains nothing"
         )
     return adapted
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Emu3Codec:
-    """The frozen tokenizer, in evaluation mode, with its pixel statistics.
+    """Emu3's frozen picture tokenizer, in evaluation mode, with its image processor.
 
     The model is made for videos: the stock `encode` runs the 2-D encoder on four copies of a
     picture, and the stock `decode` decodes four frames and returns the first. This class runs
@@ -118,10 +118,10 @@ class Emu3Codec:
 
 
 def fit(picture: Image.Image, area_px: int, patch_px: int) -> Image.Image:
-    """Scale the picture (bicubic) to about `area_px`, keeping its aspect, sides in whole patches.
+    """Scale the picture (bicubic) to about `area_px`; its sides become multiples of `patch_px`.
 
-    The published data sets have the same grids, but cropped up to one patch on the right and
-    bottom after scaling. This function crops nothing: it changes the aspect by up to one patch.
+    The grids are as large as in the published data sets. Those crop up to one patch on the right
+    and bottom after scaling; this function instead changes the aspect ratio by up to one patch.
     """
     scale = math.sqrt(area_px / (picture.width * picture.height))
     sides = (max(round(side * scale) // patch_px, 1) * patch_px for side in picture.size)
@@ -130,7 +130,7 @@ def fit(picture: Image.Image, area_px: int, patch_px: int) -> Image.Image:
 
 
 def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -> Emu3Codec:
-    """Load the tokenizer of a hub id or folder, which is of one of the kinds in `vq_checkpoint.py`.
+    """Load the tokenizer of a hub id or folder; `vq_checkpoint.py` lists the supported checkpoints.
 
     Raises OSError if a file is missing, ValueError if the checkpoint holds no Emu3 tokenizer.
     """
@@ -161,7 +161,7 @@ def load_codec(model_path: str, revision: str | None, dtype: str, device: str) -
 def _read_tensors(
     model_path: str, revision: str | None, original: bool, device: str
 ) -> dict[str, torch.Tensor]:
-    """The tokenizer's tensors under transformers' names; downloads only files that hold some."""
+    """The tokenizer's tensors under transformers' names; downloads only files that hold them."""
     from safetensors import safe_open
 
     files = [WEIGHTS]
@@ -176,7 +176,7 @@ def _read_tensors(
             for stored_name in stored.keys():  # noqa: SIM118 - not a mapping
                 if name := tensor_name(stored_name, original):
                     tensor = stored.get_tensor(stored_name)
-                    # The original's attention has 1x1 convolutions, transformers' linear layers.
+                    # The original attention has 1x1 convolutions; transformers has linear layers.
                     linear = name.endswith("_proj.weight")
                     tensors[name] = tensor.flatten(1) if linear else tensor
     return tensors

@@ -28,7 +28,7 @@ class QwenImage(DiffusionRenderer[ConfigT]):
     transformer_class: ClassVar[str]
     vae_class: ClassVar[str]
     state_dim_key: ClassVar[str]
-    """Key in the transformer's config of the width of the conditioning states."""
+    """Key of the transformer's config.json that holds the width of the conditioning states."""
     hub_state_dim: ClassVar[int]
 
     @classmethod
@@ -74,7 +74,7 @@ class QwenImage(DiffusionRenderer[ConfigT]):
 
     @classmethod
     def parameter_counts(cls, config: ConfigT) -> dict[str, float]:
-        """Counts in weights of `config.dtype`: an 8-bit weight counts as 1/2 of a 16-bit one."""
+        """Counted as weights of `config.dtype`; an fp8 weight is 1/2 (float32: 1/4) of one."""
         counts = super().parameter_counts(config)
         if config.fp8 != "off" and counts:
             counts["transformer"] /= 4 if config.dtype == "float32" else 2
@@ -82,14 +82,14 @@ class QwenImage(DiffusionRenderer[ConfigT]):
 
     @classmethod
     def state_dim_of(cls, config: ConfigT) -> int | None:
-        """From the transformer config in a local folder, or from a table for known hub ids."""
+        """Width of the conditioning states, for a local folder or a known hub id; else None."""
         width = transformer_value(config, cls.state_dim_key)
         is_known = width is None and config.model_path in cls.hub_parameters
         return cls.hub_state_dim if is_known else width
 
     @classmethod
     def savings(cls, config: ConfigT) -> Sequence[Saving]:
-        """First fewer pictures at once, then weights in 8 bits."""
+        """Suggests a batch size of 1 first, then fp8 weights."""
         fp8 = [Saving("fp8", "storage", exact=False)] if config.fp8 == "off" else []
         return [*super().savings(config), *fp8]
 
@@ -100,7 +100,7 @@ def output_area_px(config: DenoisingConfig) -> int:
 
 
 def transformer_value(config: DenoisingConfig, name: str) -> int | None:
-    """An integer from a local folder's transformer config; None if it has none under `name`."""
+    """An integer from a local folder's transformer config; None if there is no such integer."""
     file = Path(config.model_path, "transformer", "config.json")
     if not file.is_file():
         return None

@@ -13,7 +13,7 @@ from torch import nn
 
 
 class FrameConv(nn.Conv2d):
-    """A causal 3-D convolution on one first frame: [B, C, 1, H, W] -> [B, C', 1, H', W']"""
+    """A causal 3-D convolution for a single frame: [B, C, 1, H, W] -> [B, C', 1, H', W']"""
 
     def __init__(self, conv: Any) -> None:
         left, _, top, *_ = conv._padding
@@ -33,7 +33,7 @@ class FrameConv(nn.Conv2d):
 
 
 class FrameNorm(nn.Module):
-    """A QwenImageRMS_norm with its scale in the weight, which saves two passes over features."""
+    """A QwenImageRMS_norm with the scale folded into the weight: saves two passes over features."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class FrameNorm(nn.Module):
 class FrameVae(nn.Module):
     """Pictures to normalised latents and back. Replaces layers inside the `vae` passed to it.
 
-    Of a causal kernel, only the last time step multiplies a single frame; the earlier ones multiply
+    A causal kernel multiplies a single frame by its last time step only; the earlier ones meet
     zero padding. Equals the stock VAE up to rounding (1e-6 relative in float32), with a third of
     its FLOPs.
     """

@@ -20,8 +20,8 @@ THINNEST = 14.3
 
 
 def areas_px(config: Config) -> tuple[int, int]:
-    """Smallest and largest area of a source of any aspect, after each side is rounded to a multiple
-    of 32, at least 32."""
+    """Smallest and largest area of a source of any aspect ratio. Each side is rounded to a
+    multiple of 32, at least 32."""
     area, multiple = config.condition_area_px, SIZE_MULTIPLE_PX
     sides = int(THINNEST * area**0.5)
     return max(multiple**2, area - multiple // 2 * sides), area + multiple * sides + multiple**2
@@ -37,7 +37,7 @@ def problems(config: Config, run: RunConfig) -> list[str]:
         return [
             f"policy_image_area_px: {config.policy_image_area_px}, but condition_area_px is "
             f"{config.condition_area_px}: the VAE's latents replace the policy's image tokens one "
-            "to one; set both alike"
+            "to one; set both to one value"
         ]
     smallest, largest = areas_px(config)
     low, high = _processor_bounds(run.policy)
@@ -51,15 +51,15 @@ def problems(config: Config, run: RunConfig) -> list[str]:
         if isinstance(bound, int) and resizes(bound):
             whose = f"policy.{key} is" if configured is not None else f"the policy's own {key} is"
             messages.append(
-                f"condition_area_px: {config.condition_area_px}, but {whose} {bound}, and the "
-                "policy would see some sources in another size than the VAE; set "
+                f"condition_area_px: {config.condition_area_px}, but {whose} {bound}, so the "
+                "policy would see some sources at another size than the VAE; set "
                 f"policy.{key}: {fix}"
             )
     return messages
 
 
 def _processor_bounds(policy: Mapping[str, Any]) -> tuple[int, int]:
-    """Area bounds of a local folder's image processor, else of the released ones."""
+    """Area bounds of the image processor in a local folder, or else the released models' bounds."""
     model = policy.get("model_path")
     file = Path(located(model), "preprocessor_config.json") if isinstance(model, str) else None
     if file is None or not_a_file(file):

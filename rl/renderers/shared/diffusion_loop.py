@@ -38,8 +38,8 @@ class DiffusionLoop(ABC, Generic[ConfigT, BucketT]):
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         """Yield `(number of the job, picture or failure)`, batch by batch, as batches fill.
 
-        Pictures are RGB, over white where they are transparent. A failing batch fails its own jobs
-        only; one that does not fit in memory is halved until it does.
+        Pictures are RGB; transparent parts become white. An exception in a batch fails only the
+        jobs of this batch. A batch that does not fit in memory is halved until it fits.
         """
         return render_in_batches(
             jobs,

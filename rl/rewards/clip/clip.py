@@ -27,9 +27,9 @@ NUM_PARAMETERS = {
     "openai/clip-vit-large-patch14-336": 427.94e6,
 }
 MAX_WAIT_S = 0.005
-"""The pictures of one rendered batch arrive within this time."""
+"""How long an incomplete batch waits for more pictures of the same rendered batch."""
 
-Cosine = tuple[float, bool] | None
+Compared = tuple[float, bool] | None
 """(cosine in -1..1, whether the prompt was cut); None: out of memory."""
 
 
@@ -41,8 +41,8 @@ class Config(FrozenModelConfig):
     dtype: Dtype = "float32"
     """Data type of weights and activations; cosines are computed in float32."""
     batch_size: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16
-    """Pictures scored at once; best equal to the renderer's batch size. On a GPU, a smaller batch
-    is filled up and takes as long as a full one; a CPU scores each picture alone."""
+    """Pictures scored at once; set it to the renderer's batch size. On a GPU, a smaller batch is
+    padded and takes as long as a full one; a CPU scores each picture alone."""
     scale: Annotated[float, Field(gt=0, le=1e6)] = 2.5
     """The value is the cosine times this, clipped to [0, 1]."""
 
@@ -62,7 +62,7 @@ class Clip(Reward[Config]):
 
         super().__init__(config, resources)
         self._model = ClipModel(config, resolve_device(config.device, resources.device))
-        self._waiting: deque[tuple[tuple[str, Image], Future[Cosine]]] = deque()
+        self._waiting: deque[tuple[tuple[str, Image], Future[Compared]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="clip")
 
     def close(self) -> None:
@@ -100,10 +100,10 @@ class Clip(Reward[Config]):
         if reward_input.image is None:
             return RewardOutput(None, failure="no_image: clip needs a rendered picture")
         started = time.monotonic()
-        cosine_of: Future[Cosine] = Future()
-        self._waiting.append(((reward_input.sample.instruction, reward_input.image), cosine_of))
+        future: Future[Compared] = Future()
+        self._waiting.append(((reward_input.sample.instruction, reward_input.image), future))
         self._thread.submit(self._compare_batch)
-        scored = await asyncio.wrap_future(cosine_of)
+        scored = await asyncio.wrap_future(future)
         if scored is None:
             return RewardOutput(
                 None, failure="out_of_memory: no room for one picture on CLIP's device"
@@ -126,8 +126,8 @@ class Clip(Reward[Config]):
         try:
             cosines = self._model.compare([pair for pair, _ in batch])
         except BaseException as error:
-            for _, cosine_of in batch:
-                cosine_of.set_exception(error)
+            for _, future in batch:
+                future.set_exception(error)
             return
-        for (_, cosine_of), cosine in zip(batch, cosines, strict=True):
-            cosine_of.set_result(cosine)
+        for (_, future), cosine in zip(batch, cosines, strict=True):
+            future.set_result(cosine)

@@ -26,7 +26,7 @@ class ClipModel:
 
     A cosine depends only on its pair, so that a resumed run gets the same bits, although timing
     decides which pictures share a batch. Kernels of different batch sizes differ in the last bits,
-    so every batch is filled up to the same number of rows by repeating a picture. On a CPU also the
+    so every batch is padded to the same number of rows by repeating a picture. On a CPU also the
     index of a row matters (MKL sums the last rows of a product in another order than the first), so
     there each picture is forwarded alone.
     """

@@ -1,4 +1,4 @@
-"""A worker's end of the connection: waits for an order of one iteration, reports its cost."""
+"""A worker's end of the connection: waits for an order to run an iteration, reports its cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VAE_DECODE = "VAE decode"
 RENDER = "DiT"
 """The DiT and the rest of the render loop."""
 SAMPLING = "sampling"
-"""transformers' `generate`, the same on both sides."""
+"""transformers' `generate`, the same on both sides (this project and TRL)."""
 JUDGE_WAIT = "judge wait"
 REST = "rest"
 """The trainer's bookkeeping, records and logs."""
@@ -65,8 +65,8 @@ class Measured:
     """Peak resident memory so far, minus that before the first iteration, 1e6 B."""
 
 
-class Post:
-    """A worker's measurements, sent by `connection`; spans are added to its meter."""
+class Link:
+    """Measures the iterations of a worker with a meter and sends the results over `connection`."""
 
     def __init__(self, connection: Connection, names: Mapping[str, str]) -> None:
         """`names`: label of a span -> one of `PARTS`; other labels are `REST`."""
@@ -88,7 +88,7 @@ class Post:
         order: Order = self._connection.recv()
         if self._baseline_mb is None:
             self._baseline_mb = resident_mb()
-            forget_peak()
+            reset_peak()
         if order.flops:
             self._counter = self._counting.enter_context(flop_counter())
         self._process_s = time.process_time()
@@ -112,21 +112,21 @@ class Post:
 
 
 def resident_mb(key: str = "VmRSS") -> float:
-    """Resident memory, 1e6 B; key 'VmHWM': the peak since `forget_peak`. Linux only."""
+    """Resident memory, 1e6 B; key 'VmHWM': the peak since `reset_peak`. Linux only."""
     status = Path("/proc/self/status").read_text()
     match = re.search(rf"{key}:\s+(\d+) kB", status)
     assert match, f"/proc/self/status has no {key}"
     return int(match[1]) * 1024 / 1e6
 
 
-def forget_peak() -> None:
+def reset_peak() -> None:
     """Resets VmHWM to the current resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def watch_models(meter: Meter) -> None:
-    """Adds the same spans (tower, VAE) and counts on both sides: to methods of transformers' and
-    diffusers' classes and of this project's replacements. Sampling is left out."""
+    """Wraps methods of transformers, diffusers and this project's replacements, so that both sides
+    get the same spans (tower, VAE) and counts. Calls inside sampling are ignored."""
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import Qwen2VLImageProcessorPil
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
