@@ -55,7 +55,7 @@ def grade_semantics(
     """(edit success, the rest unchanged), each 0-10. `lenders`: further source pictures, which an
     instruction may mention and no edit changes.
 
-    Both marks are 0 if a source is no scene of this world. Raises ValueError for an unknown
+    Both marks are 0 if a source is not a scene of this world. Raises ValueError for an unknown
     instruction and for a picture of another size.
     """
     pixels = _pixels(edited)

@@ -20,15 +20,15 @@ class Harness:
             self.straight = tiny_run.prepare(folder / "straight", self.rows, judge)
             ended = tiny_run.start(folder / "straight")
             assert ended.code == 0, ended.printed[-2000:]
-            young = tiny_run.prepare(folder / "young", self.rows, judge)
+            interrupted = tiny_run.prepare(folder / "interrupted", self.rows, judge)
             # An error, not kill -9, as the process must finish saving the second iteration.
             step = "rl.learner.train_step:TrainStep.step"
-            tiny_run.start(young.parent, EndAt(step, 3, "RuntimeError"))
-        assert tiny_run.on_disk(young) == 2, "the run did not end in its third iteration"
-        self._young = young
+            tiny_run.start(interrupted.parent, EndAt(step, 3, "RuntimeError"))
+        assert tiny_run.on_disk(interrupted) == 2, "the run did not end in its third iteration"
+        self._interrupted = interrupted
 
-    def copy_young(self, name: str) -> Path:
-        """Copies the young run; returns the folder of the copy, which has no config yet."""
+    def copy_interrupted(self, name: str) -> Path:
+        """Copies the interrupted run; returns the folder of the copy, which has no config yet."""
         folder = self.folder / name
-        shutil.copytree(self._young, folder / tiny_run.RUN)
+        shutil.copytree(self._interrupted, folder / tiny_run.RUN)
         return folder

@@ -40,7 +40,7 @@ def try_case(harness: Harness, case: Case, number: int) -> Outcome:
     folder = harness.folder / f"case-{number}"
     run_dir = folder / tiny_run.RUN
     if case.damage is not None:
-        harness.copy_young(folder.name)
+        harness.copy_interrupted(folder.name)
         case.damage(run_dir)
     rows = harness.rows
     if case.rows is not None:

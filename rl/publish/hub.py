@@ -59,7 +59,7 @@ class Pusher:
                 self._thread = threading.Thread(target=self._run, name="hub-push", daemon=True)
                 self._thread.start()
         if replaced is not None:
-            self._warn(replaced, f"left out: iteration {iteration} replaced it in the queue")
+            self._warn(replaced, f"not pushed: iteration {iteration} replaced it in the queue")
             shutil.rmtree(self._staging_folder(replaced), ignore_errors=True)
 
     def close(self, say: Callable[[str], None], timeout_s: float = CLOSE_TIMEOUT_S) -> None:

@@ -105,8 +105,8 @@ def test_training_and_pruning_continue_during_a_push(tmp_path, remote, capfd):
     lines: list[str] = []
     checkpoints._pusher.close(lines.append, timeout_s=0.01)
     warnings = capfd.readouterr().err
-    assert "iteration 40: left out: iteration 60" in warnings
-    assert "iteration 60: left out: iteration 80" in warnings
+    assert "iteration 40: not pushed: iteration 60" in warnings
+    assert "iteration 60: not pushed: iteration 80" in warnings
     assert "not done after 0.0 s" in warnings
     remote.go.release(2)
     checkpoints.close(lines.append)
@@ -116,7 +116,7 @@ def test_training_and_pruning_continue_during_a_push(tmp_path, remote, capfd):
     assert kept == ["step_000060", "step_000080"]
 
 
-def test_a_push_that_fails_is_one_warning(tmp_path, monkeypatch, capfd):
+def test_a_failed_push_logs_one_warning(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
     # Uses the real client; the tests run with HF_HUB_OFFLINE=1.
     checkpoints = checkpoints_in(tmp_path)
