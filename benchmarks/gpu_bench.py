@@ -33,7 +33,7 @@ class Timing:
     """Median of the rounds."""
     num_rounds: int
     peak_gb: float
-    """Most memory that torch held in a round, weights included; on a CPU, the process so far."""
+    """Peak memory that torch held in a round, weights included; on a CPU, the process so far."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class Spent:
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """Of this thread or of the whole process, depending on the meter's clock."""
+    """CPU time of this thread or of the whole process, depending on the meter's clock."""
     flops: float = 0.0
     """Multiply-adds count as two; 0 without a counter."""
 

@@ -53,7 +53,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def lead(record: Record) -> str:
-    """A sentence on the lead over the nearest peer, and over the others."""
+    """A sentence on how much less we compute than the nearest peer and than the others."""
     sides = dict(record["sides"])
     ours = sides.pop(OURS)
     over = {
@@ -61,10 +61,10 @@ def lead(record: Record) -> str:
     }
     nearest = min(over, key=over.__getitem__)
     others = ", ".join(
-        f"{over[name]:.1f}x than {name}" for name in sorted(over, key=over.__getitem__)[1:]
+        f"{over[name]:.1f}x fewer than {name}" for name in sorted(over, key=over.__getitem__)[1:]
     )
     return (
-        f"Beside {nearest}, the policy side takes {over[nearest]:.1f}x fewer FLOPs and "
+        f"Compared with {nearest}, the policy side takes {over[nearest]:.1f}x fewer FLOPs and "
         f"{cpu_ratio(sides[nearest], ours)} fewer CPU seconds. (FLOPs: {others}.)"
     )
 
@@ -116,12 +116,12 @@ _PART_ROWS: Sequence[tuple[str, Sequence[str]]] = (
     ("policy side", POLICY_PARTS),
     *((part, (part,)) for part in PARTS if part not in POLICY_PARTS),
     ("whole iteration", WHOLE),
-    ("whole iteration but the sampling", [part for part in PARTS if part != "sampling"]),
+    ("whole iteration without sampling", [part for part in PARTS if part != "sampling"]),
 )
 
 
 def sweep(records: Mapping[str, Record]) -> str:
-    """One row per shape: the policy side, each peer over ours. The cell of a peer without a
+    """One row per shape: the policy side, each peer divided by ours. The cell of a peer without a
     measurement is empty."""
     peers = list(dict.fromkeys(p for record in records.values() for p in record["sides"]))
     peers.remove(OURS)
@@ -202,7 +202,7 @@ def savings(records: Mapping[str, Record]) -> str:
 
 
 def ranks(record: Record) -> str:
-    """One rank and two: differences of the metrics, and bytes sent."""
+    """One rank compared with two: differences of the metrics, and bytes sent."""
     one, two = record["1"], record["2"]
     sent = [counts.get("bytes to other ranks", 0) for counts in two["counts"]]
     difference = f"{metric_difference(record):.1e}"
@@ -210,8 +210,8 @@ def ranks(record: Record) -> str:
     rows = [
         ["largest relative difference of any metric of an iteration", difference],
         ["bytes of the trained weights (float32)", f"{record['trained_bytes']:,}"],
-        ["bytes a rank brings per step, gradients and numbers", f"{max(sent):,}"],
-        ["over the trained bytes", f"{max(sent) / record['trained_bytes']:.3f}"],
+        ["bytes a rank sends per step, gradients and numbers", f"{max(sent):,}"],
+        ["the same divided by the trained bytes", f"{max(sent) / record['trained_bytes']:.3f}"],
         ["token positions of each rank", ", ".join(map(str, positions))],
         ["token positions of one rank alone", str(one["counts"][0]["token positions"])],
     ]

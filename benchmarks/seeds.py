@@ -41,9 +41,9 @@ class Seed:
 
     seed: int
     held_out: Sequence[float]
-    """The metric of each held-out run, first the one before training."""
+    """The metric of each evaluation, first the one before training."""
     reference: Sequence[float]
-    """REFERENCE of each held-out run; empty without reference descriptions."""
+    """REFERENCE of each evaluation; empty without reference descriptions."""
     sampled: tuple[float, float]
     """Means of the training metric over the first and over the last iterations."""
     dead_groups: float
@@ -51,7 +51,7 @@ class Seed:
     most_dead_groups: float
     """Largest mean share over SPAN consecutive iterations."""
     drift: Sequence[float]
-    """DRIFT of each held-out run; empty if the renderer reads no states."""
+    """DRIFT of each evaluation; empty if the renderer reads no states."""
     seconds: float
     """Duration of all iterations."""
     error: float | None

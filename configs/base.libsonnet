@@ -12,7 +12,7 @@
   // base_exp_dir: (required)
   // Everything random derives from it (Jsonnet numbers are exact below 2^53).
   seed: 0,
-  // Iterations (one batch of rollouts each); exactly one of this and num_epochs.
+  // Iterations (one batch of rollouts each); set either this or num_epochs.
   num_iterations: null,
   // Passes over the training mixture.
   num_epochs: null,
@@ -21,8 +21,8 @@
   // G, completions per prompt (a group).
   // generations_per_prompt: (required)
   // Weight updates that rollouts may lag behind. 0: strictly on-policy. 1: the next iteration is
-  // sampled and rendered while the judge reads, which hides its latency; the ratio corrects for the
-  // one update between (approximately: see `policy/ratio_mean`, `policy/clip_fraction`).
+  // sampled and rendered while the judge grades this one, which hides the judge's latency; the
+  // policy ratio approximately corrects for that (`policy/ratio_mean`, `policy/clip_fraction`).
   max_staleness: 0,
   // Pictures rendered per completion (different noise); their rewards are averaged.
   images_per_completion: 1,
@@ -30,7 +30,7 @@
   // last 200 pictures.
   max_render_failure_rate: 0.05,
   // Also render and grade the user's own words under the same noise, one picture per prompt:
-  // `reward_gain` is the policy's reward minus its reward. always: in training and on held-out
+  // `reward_gain` is the policy's reward minus that picture's. always: in training and on held-out
   // data; evaluation: on held-out data only. Never trained on.
   bare_arm: 'always',
   // Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless given --nproc.
@@ -52,7 +52,7 @@
   // renderer: (required)
   // Name -> a plugin of rl/rewards.
   // rewards: (required)
-  // How rewards' values become the one number in [0, 1].
+  // How the values of the rewards are combined into the final reward, in [0, 1].
   final_reward: {
     // weighted_sum: sum(w x) / sum(w); geometric_mean: prod(x^w)^(1/sum(w)).
     op: 'weighted_sum',
@@ -74,7 +74,7 @@
     max_image_side_px: 8192,
   },
 
-  // How completions are drawn. Unmodified sampling (top_p 1, top_k -1) keeps GRPO on-policy.
+  // How completions are sampled. Unmodified sampling (top_p 1, top_k -1) keeps GRPO on-policy.
   sampling: {
     // Softmax temperature; the trainer divides its logits by the same number.
     temperature: 1.0,
@@ -92,7 +92,7 @@
     advantage_scale: 'group_std',
     // Added to that standard deviation, in reward units (0..1).
     advantage_eps: 1e-4,
-    // A shipped one, or the dotted path of your own function (docs/plugins.md has one). grpo:
+    // A shipped loss, or the dotted path of your own function (example: docs/plugins.md). grpo:
     // clipped ratio, mean over each completion's tokens, then over completions; dapo: mean over all
     // tokens of the step; dr_grpo: sum over tokens / (completions x max_completion_tokens); gspo:
     // grpo with one ratio per completion; cispo: importance weight, detached and bounded above,
@@ -108,7 +108,7 @@
     kl_estimator: 'k3',
     // loss: added to the loss; reward: subtracted from the advantage, token by token.
     kl_placement: 'loss',
-    // Truncated importance weight pi_trainer / pi_sampler, for an engine with other log-probs.
+    // Truncated importance weight pi_trainer / pi_engine, since their log-probs differ slightly.
     importance_correction: 'token',
     // Upper bound of that weight.
     importance_cap: 2.0,
@@ -147,7 +147,7 @@
     weight_decay: 0.0,
     // Global gradient-norm clip.
     max_grad_norm: 1.0,
-    // Most tokens of one forward/backward on a rank: whole groups, each prompt counted once. A
+    // Token limit of one forward/backward on a rank: whole groups, each prompt counted once. A
     // longer group is split between completions; each part then repeats the prompt.
     max_tokens_per_micro_batch: 8192,
     // Tokens whose rollout forward is kept for the backward, which saves a second forward (only
@@ -163,12 +163,12 @@
 
   // The OpenAI-compatible endpoint that rewards ask.
   judge: {
-    // URL with or without /v1, or a file that holds one. Several (a list, comma-separated, or one
-    // per line in the file) serve one judge: a question goes to the least busy one that is up. '' =
+    // URL with or without /v1, or a file that holds one. Several URLs (a list, comma-separated, or
+    // one per line in the file) serve one judge: a question goes to the least busy that is up. '' =
     // no judge, or start_command starts one that writes its URL.
     api_base: '',
     // Arguments of a command that starts the judge on every node before models are loaded; it is
-    // stopped when the run ends; [] = no command. {python} is the Python that runs this, {model} is
+    // stopped when the run ends; [] = no command. {python} is the trainer's Python, {model} is
     // judge.model, {url_file} a file into which the command writes its URL; without {url_file} it
     // answers at api_base. Its output: <run>/logs/judge_0.log (0: the node's first rank).
     start_command: [],
@@ -184,10 +184,10 @@
     api_key_env: '',
     // Requests in flight per rank, over all of api_base together.
     max_concurrency: 32,
-    // Per request, s.
+    // Timeout of one request, s.
     timeout_s: 120.0,
-    // Most tries per question. Transport errors and unreadable replies count as tries; an answer
-    // that asks to wait (HTTP 429, or any Retry-After) does not.
+    // Limit of tries per question. Transport errors and unreadable replies count; an answer that
+    // asks to wait (HTTP 429, or any Retry-After) does not.
     max_attempts: 6,
     // Pause before the first retry; doubles per try, with jitter, up to 30 s; obeys Retry-After.
     backoff_s: 1.0,
@@ -202,7 +202,7 @@
     // Images are downscaled so that their longer side is at most this.
     image_side_px: 768,
     // When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
-    // reply; for endpoints that take it (vLLM and OpenAI do).
+    // reply; for endpoints that support it (vLLM and OpenAI do).
     guided_json: 'never',
     // How long an open breaker, or a judge that asks to wait (HTTP 429, Retry-After), may hold
     // questions back before they are given up as UNGRADED, s.
@@ -234,7 +234,7 @@
     attack_max_gain: 0.25,
   },
 
-  // The held-out run: the same rollout with one completion per sample, greedy by default.
+  // The held-out evaluation: one completion per sample, greedy by default.
   evaluation: {
     // 0 = never; else before the first iteration, every n, and after the last.
     every_n_iterations: 0,
@@ -248,8 +248,8 @@
     // Also score the reference completions where the data has them: separates renderer drift from
     // the policy's own mistakes.
     reference_drift: true,
-    // Also draw and grade, once a run, what the untrained system makes of the user's words. Each
-    // held-out run then reports the gain over that, and how far training has moved the renderer's
+    // Once a run, also draw and grade the untrained system's pictures of these samples. Each
+    // evaluation then reports the gain over these, and how far training has moved the renderer's
     // input. Skipped where a reward compares a group's pictures (`score_group`).
     stock_arm: true,
     // Also draw and grade what the policy writes without its thought: the gain of thinking
@@ -258,11 +258,11 @@
     thought_gain: false,
   },
 
-  // What is written, how often, and what stays.
+  // When checkpoints are written, kept and pushed.
   checkpoint: {
     // Iterations between checkpoints from which a run can resume.
     save_every_n_iterations: 50,
-    // Iterations between checkpoints kept for ever (0: none). The newest two and the best stay.
+    // Iterations between checkpoints kept for ever (0: none) beside the newest two and the best.
     keep_every_n_iterations: 0,
     // 0 = never. The model goes to `main` and, after 20 iterations, to a branch ckpt_000020, while
     // training goes on. A failed push is logged, never fatal.
@@ -281,18 +281,18 @@
     tensorboard: false,
     // trackio's files in <run>/trackio; nothing is uploaded. `rl check` says how to install it.
     trackio: false,
-    // Hub Space where trackio keeps them instead, e.g. 'me/my-runs'; a new one is private.
+    // Hub Space that gets trackio's files instead, e.g. 'me/my-runs'; a new one is private.
     trackio_space: '',
-    // Episode records (text, parts, replies, images); 0 = never.
+    // Iterations between episode records (text, reward parts, replies, images); 0 = never.
     log_episodes_every_n_iterations: 1,
     // Pictures written per logged iteration, over all ranks.
     images_per_iteration: 16,
     // Training pictures of older iterations are deleted, their records kept; 0 = all are kept.
     keep_images_of_last_n_iterations: 0,
-    // One group on the console: the instruction, its best, worst and a middle completion, their
-    // parts, the judge's words; 0 = never.
+    // Print one group on the console: the instruction, its best, worst and a middle completion,
+    // their reward parts, the judge's replies; 0 = never.
     show_group_every_n_iterations: 10,
-    // Refresh <run>/report/index.html at held-out runs and at the end, in a separate process.
+    // Refresh <run>/report/index.html at evaluations and at the end, in a separate process.
     page: true,
   },
 }

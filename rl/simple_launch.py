@@ -148,7 +148,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.online and not args.check:
         parser.error("--online needs --check; a start asks the judge anyway")
     if args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf:
-        parser.error(f"--gpu-gb {args.gpu_gb} is no size in GB")
+        parser.error(f"--gpu-gb {args.gpu_gb} is not a size in GB")
     arguments = [_local_path(argument) for argument in args.arguments]
     has_script = arguments[0] == "rl.train" or arguments[0].endswith(".py")
     args.script = arguments.pop(0) if has_script else "rl.train"
@@ -240,7 +240,7 @@ def _run_ranks(
 ) -> endings.Ending:
     """Start the ranks, watch them and end them together; `nodes` gets the reason if they fail. A
     signal that asks this process to stop is forwarded to them; it then waits for them to end."""
-    with signals.noted() as stop_signals:
+    with signals.collect_stop_signals() as stop_signals:
         processes = _start_ranks(args, num_ranks, log_dir, notes, rdzv_env)
         beats = {rank: notes / heartbeat.file_name(rank) for rank in processes}
         pids = {rank: process.pid for rank, process in processes.items()}

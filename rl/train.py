@@ -122,7 +122,7 @@ def learn_from(run: Run, pending: PendingStep) -> None:
 
 
 def measure(run: Run, done: int, metrics: Metrics) -> None:
-    """Do the held-out run if it is due, write the metrics line, and publish both."""
+    """Run the evaluation if it is due, write the metrics line, and publish both."""
     metrics.update(run.evaluate_if_due(done))
     run.log(done, metrics)
 

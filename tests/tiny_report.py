@@ -157,7 +157,7 @@ def held_out(i: int, reward: float | None, **changes: Any) -> dict[str, Any]:
 
 
 def write_held_out(run_dir: Path, iteration: int, records: Sequence[Any]) -> Path:
-    """Writes the records of a held-out run; returns its folder."""
+    """Writes the records of an evaluation; returns its folder."""
     folder = run_dir / "evaluation" / f"it_{iteration:06d}"
     write_lines(folder / "records.jsonl", records)
     return folder

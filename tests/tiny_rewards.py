@@ -42,7 +42,7 @@ def ask(
     return asyncio.run(run())
 
 
-def read(
+def grade_of(
     plugin: ModuleType, text: str, instruction: str = "", answer: Any = None, **config: Any
 ) -> RewardOutput:
     """The grade of a completion by a reward without a judge."""

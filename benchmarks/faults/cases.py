@@ -82,7 +82,7 @@ _CALLS = {
     "episodes are recorded": ("rl.run.recording:Recording.write_episodes", 2),
     "episodes are written": ("rl.record.run_record:RunRecord.write_episodes", 2),
     "a checkpoint is begun": ("rl.run.checkpointing:Checkpointing.save_if_due", 2),
-    "a checkpoint is written": ("rl.checkpoints.checkpoint:_seal", 1),
+    "a checkpoint is written": ("rl.checkpoints.checkpoint:_write_manifest", 1),
     "metrics are logged": ("rl.run.run:Run.log", 3),
     "a line of metrics is written": ("rl.record.run_record:RunRecord.write_metrics", 3),
     "metrics go to wandb": ("rl.trackers.tracking:Tracker.log", 3),

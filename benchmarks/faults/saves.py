@@ -4,7 +4,7 @@
     python -m benchmarks.faults.saves --only 3 17     # some operations
 
 A save begins when its update is applied and ends with the run. A file that is being written is
-left whole, cut in half, and empty.
+tried in three states: complete, cut in half, and empty.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Kill:
     left: str = "whole"
     """What remains of the file that the previous operation wrote: whole, half, or nothing."""
     name: str = ""
-    """Instead of `at`: it is killed before the first operation of that name and path."""
+    """Instead of `at`: the name and path of the operation before which it is killed."""
 
 
 class KillAt:
-    """Kills a process as `Kill` says."""
+    """Kills a process at the point that `Kill` defines."""
 
     def __init__(self, kill: Kill) -> None:
         self._kill = kill
@@ -88,19 +88,19 @@ class Row:
 
     kill: Kill
     operation: str
-    left: str
+    disk: str
     resumed: str
     problem: str
     """'' if the resumed run is bit for bit the undisturbed one."""
 
     def __str__(self) -> str:
-        cells = (self.kill.at, self.operation, self.kill.left, self.left, self.resumed)
+        cells = (self.kill.at, self.operation, self.kill.left, self.disk, self.resumed)
         outcome = self.problem or "the same run"
         return "| " + " | ".join([*map(str, cells), outcome.replace("\n", " ")]) + " |"
 
 
 HEADER = (
-    "| n | killed before | the file before it | left on disk | resume | outcome |\n"
+    "| n | killed before | last written file | left on disk | resume | outcome |\n"
     "|---|---|---|---|---|---|"
 )
 
@@ -135,14 +135,14 @@ class Saves:
         operation = _noted(folder)[-1]
         if ended.code != -signal.SIGKILL:
             return Row(kill, operation, "", "", f"NOT KILLED: exit code {ended.code}")
-        left = _left(run_dir)
+        disk = _disk(run_dir)
         problem = "" if tiny_run.on_disk(run_dir) >= NUM_ITERATIONS - 1 else "LOST a checkpoint"
         again = tiny_run.start(folder)
         if again.code != 0:
             problem = f"NOT RESUMED ({again.code}): {again.printed[-300:]}"
         problem = problem or tiny_run.difference(self._harness.straight, run_dir)
         shutil.rmtree(folder)
-        return Row(kill, operation, left, _resumed(again.printed), problem)
+        return Row(kill, operation, disk, _resumed(again.printed), problem)
 
 
 def _noted(folder: Path) -> list[str]:
@@ -150,7 +150,7 @@ def _noted(folder: Path) -> list[str]:
 
 
 def kills_of(operations: Sequence[str]) -> list[Kill]:
-    """A kill before each operation, and after each write also with the file cut and empty."""
+    """A kill before each operation; after a write, two more, with the file cut and empty."""
     kills = []
     for n, _ in enumerate(operations, start=1):
         kills.append(Kill(n))
@@ -159,7 +159,7 @@ def kills_of(operations: Sequence[str]) -> list[Kill]:
     return kills
 
 
-def _left(run_dir: Path) -> str:
+def _disk(run_dir: Path) -> str:
     """The checkpoint folders and the last line of metrics."""
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     lines = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in map_at_once(saves.try_kill, chosen, args.jobs):
             print(row, flush=True)
             bad += bool(row.problem)
-    print(f"\n{len(chosen)} kills, {bad} that cost something")
+    print(f"\n{len(chosen)} kills, {bad} with a loss")
     return int(bad > 0)
 
 

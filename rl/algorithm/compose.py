@@ -17,8 +17,8 @@ def compose(values: Mapping[str, float | None], final: FinalReward) -> float | N
         final: the config's `final_reward`; no weights = every reward, weight 1.
 
     Returns: a number in [0, 1], or None when a reward of weight > 0 could not be graded.
-    Raises ValueError for a name that no reward reports, a value outside [0, 1] or weights that
-    cannot be averaged.
+    Raises ValueError for a name that no reward reports, a value outside [0, 1], a negative weight,
+    or no positive weight.
     """
     weights = final.weights or {name: 1.0 for name in values if "/" not in name}
     needed = {name: weight for name, weight in weights.items() if weight != 0}

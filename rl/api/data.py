@@ -76,7 +76,7 @@ class DataSource(PluginBase[ConfigT]):
 
     @classmethod
     def most_pictures(cls, config: ConfigT) -> Count | None:
-        """Most source pictures of a sample; None if the source must be opened."""
+        """Limit of source pictures of a sample; None if the source must be opened."""
         return None
 
     @classmethod

@@ -195,7 +195,7 @@ def _class_in(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, l
     if isinstance(target, type) and issubclass(target, base):
         return target, []
     label = f"class {target.__name__}" if isinstance(target, type) else brief(target)
-    return None, [f"{label} is no {base.__name__}: {derive}"]
+    return None, [f"{label} is not a {base.__name__}: {derive}"]
 
 
 def _functions_of(module: ModuleType) -> str:
@@ -246,7 +246,7 @@ def _members(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterato
         is_class_method = isinstance(base_member, classmethod)
         is_async = inspect.iscoroutinefunction(own_member) or inspect.isasyncgenfunction(own_member)
         if is_class_method and not is_bound:
-            yield f"{name} is no classmethod; expected `@classmethod def {member}{signature}`"
+            yield f"{name} is not a classmethod; expected `@classmethod def {member}{signature}`"
         elif is_async and member not in ("grade", "score_group"):
             yield f"{name} is async; expected `def {member}{signature}`"
         else:

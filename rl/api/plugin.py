@@ -109,7 +109,7 @@ class PluginBase(ABC, Generic[ConfigT]):
         a name without a value. Report a single picture's value as a part of its `RewardOutput`.
 
         Called once an iteration, after its last reward (a renderer's: its last picture). Metrics
-        of a held-out run are discarded. Under `max_staleness` 1 the means may include part of the
+        of an evaluation are discarded. Under `max_staleness` 1 the means may include part of the
         next iteration. The log has the mean over the ranks that report a name.
 
         If this raises, or reports an undeclared name or a value that is not finite, that report is

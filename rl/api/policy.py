@@ -150,13 +150,13 @@ class Policy(RunPlugin[PolicyConfigT]):
     image_pixel_bounds: tuple[int, int] | None = None
     """(smallest, largest) area of a prompt's picture, px; None: engines get no pictures."""
     max_pictures: int = 1
-    """Most pictures in one prompt, if prompts have any."""
+    """Limit of pictures in one prompt, if prompts have any."""
     adapts_vision_tower: bool = False
     """Whether its adapter also adapts layers outside the language model."""
     reads_states: bool = False
     """Whether `decode_actions` needs the outputs of the module's forward."""
     own_max_pictures: ClassVar[int] = 1
-    """Most source pictures of a sample if the renderer has no prompt template."""
+    """Limit of source pictures of a sample if the renderer has no prompt template."""
     starts_as_stock: ClassVar[bool] = False
     """Whether its completions before training are the stock arm of held-out samples, as for
     policies that write pictures and have no stock pipeline."""

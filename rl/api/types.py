@@ -112,7 +112,7 @@ class PromptTemplate:
     between_pictures: str = ""
     """Text between two pictures."""
     max_pictures: int = 1
-    """Most pictures a prompt may show; a sample with more is refused."""
+    """Limit of pictures in a prompt; a sample with more is refused."""
     min_pictures: int = 1
     """Fewest pictures if `text` has `{image}`; 0: a sample without one gets a text-only prompt."""
 

@@ -44,7 +44,7 @@ class JudgeCheck:
 async def ask_judge(
     resolved: Resolved, api_bases: Sequence[str], wait_s: float, sample: Sample | None = None
 ) -> JudgeCheck:
-    """Let each reward ask each endpoint about one picture. `wait_s`: limit for a starting judge.
+    """Let each reward ask each endpoint about one picture. `wait_s`: limit for a judge to start.
     `sample`: of the run's data; missing fields are made up, and its source is the graded picture.
     """
     result, down = JudgeCheck(), []
@@ -72,7 +72,7 @@ async def _ask_base(
     patience_s = min(config.max_outage_s, config.timeout_s, START_PATIENCE_S)
     try:
         client = JudgeClient(config.model_copy(update={"max_outage_s": patience_s}), base)
-    except ValueError as error:  # a key, a proxy or certificates of the environment
+    except ValueError as error:  # a bad key, proxy or certificate in the environment
         return JudgeCheck([f"judge: {error}"])
     result = JudgeCheck(dialects=client.dialects())
     try:
@@ -131,10 +131,10 @@ def _why_unusable(answer: Answer[Any], client: JudgeClient) -> str:
         return f"gave no answer: {failure}{_remedy(failure, client)}"
     reply = excerpt(answer.replies[-1], SHOWN_REPLY_CHARS) or "(nothing)"
     return (
-        f"answers, but not as asked: {failure}; it said: {reply}\nRemedy: set "
-        "judge.guided_json='always' if the endpoint takes it; raise judge.max_tokens="
-        f"{config.max_tokens} if the reply is cut or empty (a model that thinks first spends it on "
-        f"that); else another judge.model={config.model!r}."
+        f"gives unusable answers: {failure}; its reply: {reply}\nRemedy: set "
+        "judge.guided_json='always' if the endpoint supports it; raise judge.max_tokens="
+        f"{config.max_tokens} if the reply is cut or empty (a reasoning model also spends it on "
+        f"reasoning); else choose another judge.model={config.model!r}."
     )
 
 
@@ -166,7 +166,7 @@ class _RecordingJudge:
 
 def _reward_input(resolved: Resolved, sample: Sample | None) -> RewardInput:
     """The input to grade. Without a `sample`: as many sources as any row has, all of noise in the
-    largest size that the judge gets, because its PNG has about as many bytes as a photo's."""
+    largest size that the judge gets, because noise takes about as many PNG bytes as a photo."""
     from PIL import Image
 
     side_px = resolved.config.judge.image_side_px

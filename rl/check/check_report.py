@@ -82,7 +82,7 @@ def smallest_gpu_gb(
     resolved: build.Resolved, machine: placement.Machine, num_ranks: int, device: str = "auto"
 ) -> float | None:
     """Memory in GB of the smallest GPU of `machine` that `device` resolves to on any rank ('auto':
-    the policy's GPU); None if `device` is no GPU."""
+    the policy's GPU); None if `device` is not a GPU."""
     stated = footprint.policy_device(resolved)
     rank_devices = [f"cuda:{rank}" if stated == "auto" else stated for rank in range(num_ranks)]
     devices = {placement.resolve_device(device, rank_device) for rank_device in rank_devices}
@@ -237,7 +237,7 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         arms = 1 + evaluation.reference_drift + cuts_thoughts
         arms += makes_images and config.bare_arm != "never"
         held_out = evaluation.num_samples * per_sample
-        lines.append(f"held-out run: up to {held_out * arms} more every {every} iterations")
+        lines.append(f"evaluation: up to {held_out * arms} more every {every} iterations")
         if makes_images and evaluation.stock_arm and not resolved.policy.cls.starts_as_stock:
             lines.append(f"stock arm: {2 * held_out} more, once")
     return lines

@@ -237,7 +237,7 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
         yield "data.train: empty; give at least one source (EARL's fields: train_paths_file)"
     if resolved.config.evaluation.every_n_iterations and not resolved.validation:
         yield (
-            "data.validation: empty, and evaluation.every_n_iterations asks for a held-out run; "
+            "data.validation: empty, and evaluation.every_n_iterations asks for an evaluation; "
             "give a source or set that key to 0"
         )
     template = renderer.cls.prompt_template(renderer.config)

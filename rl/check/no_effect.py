@@ -54,7 +54,7 @@ def _rules(resolved: Resolved) -> Iterator[str]:
         if getattr(section, gate_key) == value:
             yield from unread(section, keys or None, f"{gate_key} is {value!r}", f"{name}.")
     if config.data.validation and not config.evaluation.every_n_iterations:
-        yield "data.validation: evaluation.every_n_iterations is 0, and no held-out run is made"
+        yield "data.validation: evaluation.every_n_iterations is 0, and no evaluation is made"
     one_update = optimizer.updates_per_iteration == 1 and config.max_staleness == 0
     if one_update and not (lora and lora.dropout) and algorithm.loss in SHIPPED_LOSSES:
         why = "one update an iteration and max_staleness 0: the ratio is 1"

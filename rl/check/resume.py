@@ -35,7 +35,7 @@ LEVEL = (
     "evaluation.every_n_iterations", "data.validation",  # the whole key: the list is empty
 )  # fmt: skip
 """Looked up before `HARMLESS`: harmless on-policy. Under `max_staleness: 1` no rollout runs ahead
-over a checkpoint or held-out run, so these keys decide which iterations learn from stale
+over a checkpoint or evaluation, so these keys decide which iterations learn from stale
 completions."""
 
 LENGTH = ("num_iterations", "num_epochs")

@@ -36,7 +36,7 @@ def folder_problems(run_dir: Path) -> list[str]:
         if path.is_symlink() and not path.is_dir():
             return _problem(path, "is a link, and a run does not write through links; remove it")
         if path.exists() and not (path.is_file() or path.is_dir()):
-            return _problem(path, "is no ordinary file; remove it")
+            return _problem(path, "is not an ordinary file; remove it")
     entries = [entry for entry in run_dir.iterdir() if entry.is_dir() or entry.name in APPENDED]
     for path in (run_dir, *sorted(entries), *(run_dir / LOGS).glob("*.log")):
         mode = os.W_OK | (os.X_OK if path.is_dir() else 0)

@@ -21,7 +21,7 @@ from rl.config.paths import not_a_file
 from rl.config.schema import CheckpointConfig
 from rl.console.console import warn
 from rl.files.atomic import fsync, read_rows, row_of, write_atomically
-from rl.files.held import GoneError, place
+from rl.files.held import GoneError, current_path
 from rl.publish import hub
 from rl.ranks.dist import Dist
 from rl.text.scrub import scrub
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 MODEL_FOLDER = "model"
 MODEL_CARD = "README.md"
-"""In the model's folder; not in the manifest: it is rewritten after a held-out evaluation."""
+"""The manifest leaves this file out, because a held-out evaluation rewrites it."""
 LAST_WRITTEN = "last_checkpoint.txt"
-SAVING = ".saving.lock"
-"""Held by the process that writes a checkpoint."""
+SAVE_LOCK = ".saving.lock"
+"""Lock file of the process that writes a checkpoint."""
 _NUM_NEWEST_KEPT = 2
 _MAX_SHOWN_CHARS = 300
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _STEP_NAME = re.compile(r"step_(\d{6,})")
-_ASIDE_PREFIX = ".tmp-"
-_ASIDE_NAME = re.compile(r"\.tmp-(?:pruned-)?step_\d{6,}")
+_TEMPORARY_PREFIX = ".tmp-"
+_TEMPORARY_NAME = re.compile(r"\.tmp-(?:pruned-)?step_\d{6,}")
 
 
 class SaveError(RuntimeError):
@@ -68,7 +68,7 @@ class Loaded:
     """Number of finished iterations; the run resumes with the next."""
     tensors: dict[str, torch.Tensor]
     meta: dict[str, Any]
-    """The JSON that `save` got."""
+    """`ResumePoint.meta` of the saved checkpoint."""
     rng: dict[str, Any] | None
     """This rank's generators for `set_rng_state`; None when the world size has changed since."""
 
@@ -98,7 +98,7 @@ class Checkpoints:
     @property
     def folder(self) -> Path:
         """The checkpoint folder, even if the run folder moved. Raises GoneError if it is gone."""
-        return place(self._run_dir / "checkpoints")
+        return current_path(self._run_dir / "checkpoints")
 
     def due(self, iteration: int) -> bool:
         """Whether to save once `iteration` iterations are complete. Local."""
@@ -106,9 +106,9 @@ class Checkpoints:
         return saved or self._push_due(iteration, final=False)
 
     def latest(self) -> Path | None:
-        """The newest checkpoint whose sizes and sha256 are all right, or None before the first.
-        Warns of newer ones that are damaged or gone. Raises ValueError when there are or were
-        checkpoints and none is whole: a run never restarts silently from the base weights."""
+        """The newest checkpoint whose files match its manifest, or None before the first. Warns of
+        newer ones that are damaged or gone. Raises ValueError if checkpoints were written and none
+        is intact: a run never restarts silently from the base weights."""
         newest = find(self.folder.parent) if self._dist.is_main else Found()
         for remark in newest.remarks:
             warn(remark)
@@ -177,18 +177,18 @@ class Checkpoints:
         name = f"step_{point.iteration:06d}"
         try:
             # Ranks that save alone may save at the same time.
-            lock = FileLock(self.folder.parent / SAVING, fallback_to_soft=False)
+            lock = FileLock(self.folder.parent / SAVE_LOCK, fallback_to_soft=False)
             with ExitStack() as stack:
                 with suppress(OSError):  # a file system without locks: save without one
                     stack.enter_context(lock)
-                final = self._write(point, name)
+                path = self._write(point, name)
                 self._tidy(name)
-                return final, ""
+                return path, ""
         # Any library may fail in any way on a full or vanished disk; training goes on.
         except Exception as error:
             problem = f"checkpoint {name} could not be written: {error!r}"
             try:
-                place(self._run_dir)
+                current_path(self._run_dir)
             except GoneError as gone:
                 warn(f"checkpoint {name} is not written: {gone}")
                 return None, str(gone)
@@ -198,43 +198,43 @@ class Checkpoints:
             return None, problem
 
     def _write(self, point: ResumePoint, name: str) -> Path:
-        final, aside = self.folder / name, self.folder / f"{_ASIDE_PREFIX}{name}"
-        if final.is_dir() and problem_of(final) is None:
-            return final  # already saved: the last iteration may also be due by cadence
+        path, temporary = self.folder / name, self.folder / f"{_TEMPORARY_PREFIX}{name}"
+        if path.is_dir() and problem_of(path) is None:
+            return path  # already saved: the last iteration may also be due by cadence
 
-        def write_aside() -> None:
+        def write_temporary() -> None:
             self._sweep()
-            aside.mkdir(parents=True)
+            temporary.mkdir(parents=True)
             try:
-                _write_files(point, aside)
-                _seal(aside)
+                _write_files(point, temporary)
+                _write_manifest(temporary)
             except Exception:
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(temporary, ignore_errors=True)
                 raise
 
-        retry_until_space(write_aside, self.folder, f"checkpoint {name}")
-        if final.exists():  # damaged: a whole one was returned above
+        retry_until_space(write_temporary, self.folder, f"checkpoint {name}")
+        if path.exists():  # damaged: an intact one was returned above
             names = (f"damaged-{name}{f'-{n}' if n else ''}" for n in count())
             renamed = next(p for p in map(self.folder.joinpath, names) if not p.exists())
-            final.rename(renamed)
-            warn(f"the damaged {name} is {renamed} now; delete it if nothing in it is yours")
-        aside.rename(final)
+            path.rename(renamed)
+            warn(f"the damaged {name} was renamed to {renamed}; delete it if you do not need it")
+        temporary.rename(path)
         fsync(self.folder)
-        return final
+        return path
 
     def _tidy(self, name: str) -> None:
-        """Prune, delete, note the last checkpoint: first what frees space. A failure only warns."""
+        """Free space (prune, sweep), then write `LAST_WRITTEN`. A failure only logs a warning."""
         write_name = partial(write_atomically, self.folder.parent / LAST_WRITTEN, f"{name}\n")
         note_last = partial(retry_until_space, write_name, self.folder, LAST_WRITTEN)
         for task in (self._prune, self._sweep, note_last):
             try:
                 task()
             except Exception as error:
-                warn(f"checkpoint {name} is written; after it: {error}")
+                warn(f"checkpoint {name} is written, but the cleanup after it failed: {error}")
 
     def _prune(self) -> None:
-        """Rename old checkpoints, which `_sweep` then deletes. Kept: the newest two whole ones, the
-        best on held-out samples, any that may be the best, those kept for ever, changed ones."""
+        """Rename old checkpoints; `_sweep` then deletes them. Keeps the newest two intact ones, the
+        best on held-out samples, any that may be the best, every n-th, and any with changes."""
         steps, rewards = steps_of(self.folder.parent), held_out_rewards(self.folder.parent)
         whole = {iteration_of(path) for path in steps if problem_of(path, hashes=False) is None}
         every = self._config.keep_every_n_iterations
@@ -245,19 +245,19 @@ class Checkpoints:
             if iteration in kept:
                 continue
             if iteration in whole - rewards.keys():
-                why = "metrics.jsonl has no readable line of it: it may be the best"
+                why = "metrics.jsonl has no readable line for it, so it may be the best"
             else:
-                why = _why_changed(path)
+                why = _changes_in(path)
             if not why:
-                path.rename(self.folder / f"{_ASIDE_PREFIX}pruned-{path.name}")
+                path.rename(self.folder / f"{_TEMPORARY_PREFIX}pruned-{path.name}")
             elif path not in self._reported:
-                warn(f"the old checkpoint {path.name} stays: {why}")
+                warn(f"the old checkpoint {path.name} is not pruned: {why}")
                 self._reported.add(path)
 
     def _sweep(self) -> None:
         """Delete the temporary folders that pruning, a kill or a failed save left."""
-        for path in sorted(self.folder.glob(f"{_ASIDE_PREFIX}*")):
-            is_ours = _ASIDE_NAME.fullmatch(path.name) and path.is_dir()
+        for path in sorted(self.folder.glob(f"{_TEMPORARY_PREFIX}*")):
+            is_ours = _TEMPORARY_NAME.fullmatch(path.name) and path.is_dir()
             if is_ours and not path.is_symlink():
                 shutil.rmtree(path)
 
@@ -296,23 +296,23 @@ class Found:
     remarks: tuple[str, ...] = ()
     """Warnings about newer checkpoints that are damaged or gone."""
     problem: str = ""
-    """Why the run may not start, or ''."""
+    """Why the run cannot start; '' if it can."""
 
 
 def find(run_dir: Path, hashes: bool = True) -> Found:
-    """Find the checkpoint to resume from. `hashes` as in `problem_of`."""
+    """Find the checkpoint to resume from. `hashes`: verify the sha256 of its files, too."""
     folder, candidates = run_dir / "checkpoints", steps_of(run_dir)
     written = run_dir / LAST_WRITTEN
     last = written.read_bytes().decode(errors="replace").strip() if written.is_file() else ""
     remarks: list[str] = []
-    problem = too_new(run_dir)
+    problem = format_problem(run_dir)
     is_name = _STEP_NAME.fullmatch(last) is not None
     if is_name and candidates and iteration_of(Path(last)) > iteration_of(candidates[-1]):
         remarks.append(
-            f"checkpoint {last} was the last to be written and is gone: going on from an older one"
+            f"checkpoint {last}, the last one written, is gone: resuming from an older one"
         )
     for path in [] if problem else reversed(candidates):
-        if problem := too_new(path):
+        if problem := format_problem(path):
             break
         if (damage := problem_of(path, hashes)) is None:
             return Found(path, tuple(remarks))
@@ -320,30 +320,29 @@ def find(run_dir: Path, hashes: bool = True) -> Found:
             f"checkpoint {path.name} is damaged ({damage}): falling back to an older one"
         )
     if not problem and candidates:
-        problem = f"none of the {len(candidates)} checkpoints in {folder} is whole: restore one"
+        problem = f"none of the {len(candidates)} checkpoints in {folder} is intact: restore one"
     elif not problem and last:
         problem = f"{folder} holds no checkpoint, though {last} was written there: restore it"
     if problem:
         problem += (
-            ", or choose another run_name to start from the base weights, or move "
-            f"{run_dir} away to start from them under this one"
+            f", or choose another run_name or move {run_dir} away, to start from the base weights"
         )
     return Found(None, tuple(remarks), problem)
 
 
 def checkpoint_of(run_dir: Path, which: str) -> Path:
-    """A checkpoint of a run: `which` is 'latest' (the newest whole one), 'best' (on held-out
+    """A checkpoint of a run: `which` is 'latest' (the newest intact one), 'best' (on held-out
     samples) or a number of iterations. Raises ValueError, which lists the existing ones."""
     by_iteration = {iteration_of(step): step for step in steps_of(run_dir)}
     path: Path | None = None
-    problem = f"checkpoint {which!r}: say latest, best, or a number of iterations"
+    problem = f"checkpoint {which!r}: write latest, best, or a number of iterations"
     if which == "latest":
         newest = find(run_dir)
         path, problem = newest.path, newest.problem or "there is no checkpoint yet"
     elif which == "best":
         path = by_iteration.get(best_of(list(by_iteration), held_out_rewards(run_dir)) or 0)
         problem = (
-            "no existing checkpoint was measured by a held-out run (that needs a multiple of both "
+            "no existing checkpoint was measured by an evaluation (that needs a multiple of both "
             "checkpoint.save_every_n_iterations and evaluation.every_n_iterations)"
         )
     elif which.isdecimal():
@@ -358,7 +357,7 @@ def checkpoint_of(run_dir: Path, which: str) -> Path:
 
 
 def steps_of(run_dir: Path) -> list[Path]:
-    """Checkpoint folders of a run, oldest first, whole or not."""
+    """Checkpoint folders of a run, oldest first, damaged ones included."""
     entries = (run_dir / "checkpoints").glob("step_*")
     steps = (path for path in entries if _STEP_NAME.fullmatch(path.name) and path.is_dir())
     return sorted(steps, key=iteration_of)
@@ -383,7 +382,7 @@ def best_of(iterations: Sequence[int], rewards: dict[int, float | None]) -> int 
     return min(measured)[1] if measured else None
 
 
-def _why_changed(path: Path) -> str:
+def _changes_in(path: Path) -> str:
     """How a checkpoint differs from what `save` wrote, or ''. Compares sizes, not hashes."""
     if path.is_symlink():
         return "it is a link"
@@ -399,23 +398,23 @@ def _why_changed(path: Path) -> str:
 
 
 def model_folder(path: Path) -> Path:
-    """The model's folder in a run (its newest whole checkpoint), a checkpoint, or `path` itself.
-    Raises ValueError if no checkpoint is whole, or if a newer version wrote it."""
+    """The model's folder in a run (its newest intact checkpoint), a checkpoint, or `path` itself.
+    Raises ValueError if no checkpoint is intact, or if its format differs from this version's."""
     steps = steps_of(path)
-    if problem := next(filter(None, map(too_new, [path, *steps[-1:]])), ""):
+    if problem := next(filter(None, map(format_problem, [path, *steps[-1:]])), ""):
         raise ValueError(problem)
     folder = next((step for step in reversed(steps) if problem_of(step) is None), path)
     if steps and folder == path:
-        raise ValueError(f"{path}: none of its {len(steps)} checkpoints is whole")
+        raise ValueError(f"{path}: none of its {len(steps)} checkpoints is intact")
     return folder / MODEL_FOLDER if (folder / MODEL_FOLDER).is_dir() else folder
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """The state.json of a checkpoint, with the run's config in it.
 
-    Raises ValueError if another version wrote it.
+    Raises ValueError if it has another format.
     """
-    if problem := too_new(path):
+    if problem := format_problem(path):
         raise ValueError(problem)
     state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
     if "config" in state["meta"]:
@@ -424,7 +423,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def problem_of(path: Path, hashes: bool = True) -> str | None:
-    """Why the checkpoint at `path` is not whole, or None. Compares every file's size with the
+    """Why the checkpoint at `path` is not intact, or None. Compares every file's size with the
     manifest, and with `hashes` its sha256 (about 1 GB/s)."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
@@ -449,8 +448,8 @@ def problem_of(path: Path, hashes: bool = True) -> str | None:
     return None
 
 
-def too_new(folder: Path) -> str:
-    """Why this version may not read that run folder or checkpoint, or ''."""
+def format_problem(folder: Path) -> str:
+    """Why this version cannot read the format of that run folder or checkpoint; '' if it can."""
     for file, known in (("config.json", formats.CONFIG), ("state.json", formats.CHECKPOINT)):
         row = (row_of((folder / file).read_bytes()) if (folder / file).is_file() else None) or {}
         if problem := formats.refusal(str(folder), formats.number_of(row), known, known):
@@ -458,7 +457,7 @@ def too_new(folder: Path) -> str:
     return ""
 
 
-def _seal(folder: Path) -> None:
+def _write_manifest(folder: Path) -> None:
     manifest = {}
     for path in sorted(folder.rglob("*")):
         fsync(path)

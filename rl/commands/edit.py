@@ -123,14 +123,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
 
 
 def _size(text: str) -> tuple[int, ...]:
     sides = text.lower().split("x")
     if len(sides) > 2 or not all(side.isdecimal() and int(side) > 0 for side in sides):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 1024x768, or 1024")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 1024x768, or 1024")
     return tuple(map(int, sides))
 
 

@@ -152,8 +152,8 @@ def refuse_without_text_encoder(trained: Trained) -> None:
     is_read = renderer in PIPELINES or renderer not in build.plugins_of("renderers")
     if not is_read or "hidden_states" not in policy_class(trained).emits:
         raise ValueError(
-            f"a {at(trained.config, 'policy.type')} with renderer {renderer!r} is no editor's text "
-            "encoder; export it --as model"
+            f"a {at(trained.config, 'policy.type')} with renderer {renderer!r} is not the text "
+            "encoder of an editor; export it --as model"
         )
 
 

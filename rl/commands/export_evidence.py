@@ -30,12 +30,12 @@ STYLES = {
     "eval/bare_reward": ("tab:gray", ":", "held-out, the user's own words"),
     "eval_reference/reward": ("tab:green", "s--", "held-out, given the reference descriptions"),
 }
-"""Curves of the held-out run: (colour, marks, label)."""
+"""Curves of the evaluation: (colour, marks, label)."""
 
 
 def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evidence | None:
-    """Evidence about the model after `done` iterations, from the last held-out run up to then;
-    writes pictures into `target`. None if there were fewer than two held-out runs by then."""
+    """Evidence about the model after `done` iterations, from the last evaluation up to then;
+    writes pictures into `target`. None if there were fewer than two evaluations by then."""
     metrics = [
         row
         for row in reading.read_named(run_dir / "metrics.jsonl", "iteration")
@@ -152,7 +152,7 @@ def _sample(
 
 
 def _picture(folder: Path, file: object) -> Image | None:
-    """The picture; None if `file` is no readable picture directly in `folder`."""
+    """The picture; None if `file` is not a readable picture directly in `folder`."""
     name = reading.picture(folder, file)
     if name is None or "/" in name:
         return None

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from rl.config.printing import escaped
-from rl.record.run_summary import folders, look
+from rl.record.run_summary import folders, summarise
 from rl.text import terminal
 
 VARIABLE = "APP__BASE_EXP_DIR"
@@ -46,7 +46,7 @@ def list_runs(folder: str) -> int:
         raise NotADirectoryError(
             f"{escaped(folder, 60)} is not a folder; name one, or set {VARIABLE}"
         )
-    unsorted = [look(path) for path in folders(Path(folder).absolute())]
+    unsorted = [summarise(path) for path in folders(Path(folder).absolute())]
     summaries = sorted(unsorted, key=lambda summary: (-summary.written_s, summary.path.name))
     runs = [summary for summary in summaries if not summary.problem]
     if runs:

@@ -37,7 +37,7 @@ FIXED: Values = {
     "evaluation": {"every_n_iterations": 100, "temperature": 1.0, "top_k": 2048},
     "tracking": {"wandb": "online"},
 }
-"""Constants of EARL's code. EARL had no held-out run; the one here uses its val set."""
+"""Constants of EARL's code. EARL had no held-out evaluation; the one here uses its val set."""
 
 MOVED: Mapping[str, str] = {
     "random_seed": "seed",

@@ -18,7 +18,7 @@ from rl.config.shipped import configs_folder
 MAX_S = 60.0
 """Time limit for a config; usually it takes a fifth of a second."""
 MAX_MISSING = 100
-"""Most missing variables to report: a file could name endlessly many."""
+"""Limit of missing variables to report: a file could name endlessly many."""
 
 _SET = """
 local set(x, path, value, key) =

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 M = TypeVar("M", bound=BaseModel)
 MAX_PROBLEMS = 100
-"""Most problems reported per section: finding the nearest known key takes milliseconds each."""
+"""Limit of problems per section: finding the nearest known key takes milliseconds each."""
 MAX_SHOWN = 60
 _ALTERNATIVES = ("str", "list[str]")
 """What pydantic adds to the `loc` of an error inside a union."""

@@ -19,7 +19,7 @@ def not_a_file(path: str | Path) -> str:
     except OSError as error:
         return f"cannot be reached ({error.strerror})"
     except ValueError:  # a NUL or a lone surrogate
-        return "is no name that a file can have"
+        return "is not a name that a file can have"
     if stat.S_ISDIR(mode):
         return FOLDER
     return "" if stat.S_ISREG(mode) else "is a device or a pipe, not a file"
@@ -33,7 +33,7 @@ def is_folder(path: str | Path) -> bool:
 def read_text(path: str | Path, max_bytes: int) -> str:
     """The text of a UTF-8 file.
 
-    Raises ValueError if it is no regular file, cannot be read, is longer than `max_bytes` or is
+    Raises ValueError if it is not a regular file, cannot be read, is longer than `max_bytes` or is
     not UTF-8; the message is worded to follow the file's name.
     """
     if why := not_a_file(path):

@@ -23,7 +23,7 @@ SHIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo")
 MAX_COUNT = 10**9
 """Upper limit of every count."""
 MAX_EPISODES = 10**6
-"""Most prompts per iteration, and completions per prompt: all are in memory at once."""
+"""Upper limit of prompts per iteration and of completions per prompt; all are in memory."""
 MAX_TOKENS = 10**7
 """The longest completion or reply."""
 MAX_SIDE_PX = 100_000
@@ -38,7 +38,7 @@ def _zero_or_at_least(temperature: float) -> float:
 
 
 MIN_TEMPERATURE = 1e-3
-"""A smaller one makes logits infinite."""
+"""A smaller temperature makes logits infinite."""
 Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_zero_or_at_least)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -47,8 +47,8 @@ PluginSection = dict[str, Any]
 
 
 class Section(BaseModel):
-    """Base of every config section, plugins' included: frozen, unknown keys refused, and any path
-    may be `pkg://package/path/inside`, a file of an installed package."""
+    """Base of every config section, plugins' included. It is frozen and refuses unknown keys; a
+    path may be `pkg://package/path/inside`, a file of an installed package."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -64,12 +64,12 @@ class Section(BaseModel):
         if not isinstance(value, str):
             return value
         if "\0" in value:
-            raise ValueError("holds a NUL, which no path, name or command may have; drop it")
+            raise ValueError("contains a NUL, which no path, name or command may have; remove it")
         return located(value)
 
 
 def changed(section: BaseModel, keys: Iterable[str] | None = None) -> list[str]:
-    """Those of `keys` (None: of all) whose values are not their defaults."""
+    """The keys among `keys` (None: all keys) whose values differ from the defaults."""
     fields = type(section).model_fields
     return [
         key
@@ -80,7 +80,7 @@ def changed(section: BaseModel, keys: Iterable[str] | None = None) -> list[str]:
 
 
 class SamplingConfig(Section):
-    """How completions are drawn. Unmodified sampling (top_p 1, top_k -1) keeps GRPO on-policy."""
+    """How completions are sampled. Unmodified sampling (top_p 1, top_k -1) keeps GRPO on-policy."""
 
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=100)] = 1.0
     """Softmax temperature; the trainer divides its logits by the same number."""
@@ -100,7 +100,7 @@ class AlgorithmConfig(Section):
     advantage_eps: Annotated[float, Field(ge=0, le=1e6)] = 1e-4
     """Added to that standard deviation, in reward units (0..1)."""
     loss: str = "dapo"
-    """A shipped one, or the dotted path of your own function (docs/plugins.md has one).
+    """A shipped loss, or the dotted path of your own function (example: docs/plugins.md).
     grpo: clipped ratio, mean over each completion's tokens, then over completions; dapo: mean over
     all tokens of the step; dr_grpo: sum over tokens / (completions x max_completion_tokens); gspo:
     grpo with one ratio per completion; cispo: importance weight, detached and bounded above, times
@@ -116,7 +116,7 @@ class AlgorithmConfig(Section):
     kl_placement: Literal["loss", "reward"] = "loss"
     """loss: added to the loss; reward: subtracted from the advantage, token by token."""
     importance_correction: Literal["none", "token", "sequence"] = "token"
-    """Truncated importance weight pi_trainer / pi_sampler, for an engine with other log-probs."""
+    """Truncated importance weight pi_trainer / pi_engine, since their log-probs differ slightly."""
     importance_cap: Annotated[float, Field(ge=1, le=1e6)] = 2.0
     """Upper bound of that weight."""
     zero_spread_groups: Literal["kl_only", "keep", "drop"] = "kl_only"
@@ -168,7 +168,7 @@ class OptimizerConfig(Section):
     max_grad_norm: Annotated[float, Field(ge=1e-12, le=1e12)] = 1.0
     """Global gradient-norm clip."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 8192
-    """Most tokens of one forward/backward on a rank: whole groups, each prompt counted once. A
+    """Token limit of one forward/backward on a rank: whole groups, each prompt counted once. A
     longer group is split between completions; each part then repeats the prompt."""
     max_kept_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     """Tokens whose rollout forward is kept for the backward, which saves a second forward (only
@@ -185,12 +185,12 @@ class JudgeConfig(Section):
     """The OpenAI-compatible endpoint that rewards ask."""
 
     api_base: str | list[str] = ""
-    """URL with or without /v1, or a file that holds one. Several (a list, comma-separated, or one
-    per line in the file) serve one judge: a question goes to the least busy one that is up. '' = no
+    """URL with or without /v1, or a file that holds one. Several URLs (a list, comma-separated, or
+    one per line in the file) serve one judge: a question goes to the least busy that is up. '' = no
     judge, or start_command starts one that writes its URL."""
     start_command: list[str] = []
     """Arguments of a command that starts the judge on every node before models are loaded; it is
-    stopped when the run ends; [] = no command. {python} is the Python that runs this, {model} is
+    stopped when the run ends; [] = no command. {python} is the trainer's Python, {model} is
     judge.model, {url_file} a file into which the command writes its URL; without {url_file} it
     answers at api_base. Its output: <run>/logs/judge_0.log (0: the node's first rank)."""
     start_timeout_s: Annotated[float, Field(gt=0, le=MAX_S)] = 600.0
@@ -206,10 +206,10 @@ class JudgeConfig(Section):
     max_concurrency: Annotated[int, Field(ge=1, le=100_000)] = 32
     """Requests in flight per rank, over all of api_base together."""
     timeout_s: Annotated[float, Field(gt=0, le=MAX_S)] = 120.0
-    """Per request, s."""
+    """Timeout of one request, s."""
     max_attempts: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 6
-    """Most tries per question. Transport errors and unreadable replies count as tries; an answer
-    that asks to wait (HTTP 429, or any Retry-After) does not."""
+    """Limit of tries per question. Transport errors and unreadable replies count; an answer that
+    asks to wait (HTTP 429, or any Retry-After) does not."""
     backoff_s: Annotated[float, Field(gt=0, le=MAX_S)] = 1.0
     """Pause before the first retry; doubles per try, with jitter, up to 30 s; obeys Retry-After."""
     breaker_failures: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 20
@@ -224,7 +224,7 @@ class JudgeConfig(Section):
     """Images are downscaled so that their longer side is at most this."""
     guided_json: Literal["never", "on_retry", "always"] = "never"
     """When the reply's JSON schema is sent as `response_format`. on_retry: after an unreadable
-    reply; for endpoints that take it (vLLM and OpenAI do)."""
+    reply; for endpoints that support it (vLLM and OpenAI do)."""
     max_outage_s: Annotated[float, Field(gt=0, le=MAX_S)] = 600.0
     """How long an open breaker, or a judge that asks to wait (HTTP 429, Retry-After), may hold
     questions back before they are given up as UNGRADED, s."""
@@ -256,7 +256,7 @@ class JudgeConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """The held-out run: the same rollout with one completion per sample, greedy by default."""
+    """The held-out evaluation: one completion per sample, greedy by default."""
 
     every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """0 = never; else before the first iteration, every n, and after the last."""
@@ -271,8 +271,8 @@ class EvaluationConfig(Section):
     """Also score the reference completions where the data has them: separates renderer drift from
     the policy's own mistakes."""
     stock_arm: bool = True
-    """Also draw and grade, once a run, what the untrained system makes of the user's words. Each
-    held-out run then reports the gain over that, and how far training has moved the renderer's
+    """Once a run, also draw and grade the untrained system's pictures of these samples. Each
+    evaluation then reports the gain over these, and how far training has moved the renderer's
     input. Skipped where a reward compares a group's pictures (`score_group`)."""
     thought_gain: bool = False
     """Also draw and grade what the policy writes without its thought: the gain of thinking
@@ -281,12 +281,12 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is written, how often, and what stays."""
+    """When checkpoints are written, kept and pushed."""
 
     save_every_n_iterations: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 50
     """Iterations between checkpoints from which a run can resume."""
     keep_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Iterations between checkpoints kept for ever (0: none). The newest two and the best stay."""
+    """Iterations between checkpoints kept for ever (0: none) beside the newest two and the best."""
     push_to_hub_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """0 = never. The model goes to `main` and, after 20 iterations, to a branch ckpt_000020, while
     training goes on. A failed push is logged, never fatal."""
@@ -306,18 +306,18 @@ class TrackingConfig(Section):
     trackio: bool = False
     """trackio's files in <run>/trackio; nothing is uploaded. `rl check` says how to install it."""
     trackio_space: str = ""
-    """Hub Space where trackio keeps them instead, e.g. 'me/my-runs'; a new one is private."""
+    """Hub Space that gets trackio's files instead, e.g. 'me/my-runs'; a new one is private."""
     log_episodes_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 1
-    """Episode records (text, parts, replies, images); 0 = never."""
+    """Iterations between episode records (text, reward parts, replies, images); 0 = never."""
     images_per_iteration: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 16
     """Pictures written per logged iteration, over all ranks."""
     keep_images_of_last_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Training pictures of older iterations are deleted, their records kept; 0 = all are kept."""
     show_group_every_n_iterations: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 10
-    """One group on the console: the instruction, its best, worst and a middle completion, their
-    parts, the judge's words; 0 = never."""
+    """Print one group on the console: the instruction, its best, worst and a middle completion,
+    their reward parts, the judge's replies; 0 = never."""
     page: bool = True
-    """Refresh <run>/report/index.html at held-out runs and at the end, in a separate process."""
+    """Refresh <run>/report/index.html at evaluations and at the end, in a separate process."""
 
 
 class DataConfig(Section):
@@ -335,7 +335,7 @@ class DataConfig(Section):
 
 
 class FinalReward(Section):
-    """How rewards' values become the one number in [0, 1]."""
+    """How the values of the rewards are combined into the final reward, in [0, 1]."""
 
     op: Literal["weighted_sum", "geometric_mean"] = "weighted_sum"
     """weighted_sum: sum(w x) / sum(w); geometric_mean: prod(x^w)^(1/sum(w))."""
@@ -357,7 +357,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**53)] = 0
     """Everything random derives from it (Jsonnet numbers are exact below 2^53)."""
     num_iterations: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
-    """Iterations (one batch of rollouts each); exactly one of this and num_epochs."""
+    """Iterations (one batch of rollouts each); set either this or num_epochs."""
     num_epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Passes over the training mixture."""
     prompts_per_iteration: Annotated[int, Field(ge=1, le=MAX_EPISODES)]
@@ -366,8 +366,8 @@ class RunConfig(Section):
     """G, completions per prompt (a group)."""
     max_staleness: Literal[0, 1] = 0
     """Weight updates that rollouts may lag behind. 0: strictly on-policy. 1: the next iteration is
-    sampled and rendered while the judge reads, which hides its latency; the ratio corrects for the
-    one update between (approximately: see `policy/ratio_mean`, `policy/clip_fraction`)."""
+    sampled and rendered while the judge grades this one, which hides the judge's latency; the
+    policy ratio approximately corrects for that (`policy/ratio_mean`, `policy/clip_fraction`)."""
     images_per_completion: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Pictures rendered per completion (different noise); their rewards are averaged."""
     max_render_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.05
@@ -375,8 +375,8 @@ class RunConfig(Section):
     last 200 pictures."""
     bare_arm: Literal["always", "evaluation", "never"] = "always"
     """Also render and grade the user's own words under the same noise, one picture per prompt:
-    `reward_gain` is the policy's reward minus its reward. always: in training and on held-out data;
-    evaluation: on held-out data only. Never trained on."""
+    `reward_gain` is the policy's reward minus that picture's. always: in training and on held-out
+    data; evaluation: on held-out data only. Never trained on."""
     world_size: Annotated[int, Field(ge=1, le=100_000)] = 1
     """Ranks (processes, GPUs) over all nodes; simple_launch starts as many unless given --nproc."""
     hang_limit_s: Annotated[float, Field(ge=1, le=1e6)] = 1800
@@ -423,7 +423,7 @@ class ConfigError(ValueError):
 def listed(problems: Sequence[str]) -> str:
     """A bullet per problem, its further lines indented; control characters are escaped."""
     return "\n".join(
-        "  - " + printable(problem, but="\n").replace("\n", "\n    ") for problem in problems
+        "  - " + printable(problem, keep="\n").replace("\n", "\n    ") for problem in problems
     )
 
 
@@ -435,7 +435,7 @@ def load_config(
     `std.extVar('APP__X')` reads the environment variable of that name; only names that begin with
     APP__ are visible. Each override is `key.sub=value` (a list's entries by number:
     `data.train.0.path=...`); the value is Jsonnet, text that is not Jsonnet is a string.
-    Overrides act inside Jsonnet, so keys that the file derives from `$.run_name` follow.
+    Overrides act inside Jsonnet, so keys that the file derives from `$.run_name` change too.
 
     Raises:
         ConfigError: with every problem found, not only the first.

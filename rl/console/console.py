@@ -29,7 +29,7 @@ SUMMARY = {
     "optimizer/grad_norm": "grad",
     "memory/peak_gb": "peak GB",
 }
-LOST = {"status/ungraded": "ungraded", "eval/ungraded": "held-out ungraded"}
+UNGRADED = {"status/ungraded": "ungraded", "eval/ungraded": "held-out ungraded"}
 """Shares that the summary line shows only if they are not 0."""
 _ETA_WINDOW = 20
 """Number of latest iterations that the time per iteration is averaged over."""
@@ -38,12 +38,12 @@ _BLOCK_WIDTH = 80
 
 
 def warn(text: str) -> None:
-    """One line on stderr that begins with WARNING. The caller decides which rank warns."""
+    """Print one line that begins with WARNING on stderr. The caller decides which rank warns."""
     print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:
-    """'8.2 s', '4 min 05 s', '3 h 07 min'."""
+    """Format as '8.2 s', '4 min 05 s' or '3 h 07 min'."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     minutes, remaining_s = divmod(round(seconds), 60)
@@ -76,7 +76,7 @@ class Console:
 
     def live(self, text: str) -> bool:
         """Show `text` on a line that is redrawn in place ('' removes the line). Returns False if
-        the stream is no terminal."""
+        the stream is not a terminal."""
         if not self._has_terminal:
             return False
         self.live_text = text
@@ -101,7 +101,7 @@ class Console:
         """The line of a finished iteration; `iteration` counts from 1."""
         parts = [f"[{iteration}/{num_iterations}]"]
         parts += [f"{SUMMARY[name]} {metrics[name]:.4g}" for name in SUMMARY if name in metrics]
-        parts += [f"{LOST[name]} {metrics[name]:.1%}" for name in LOST if metrics.get(name)]
+        parts += [f"{UNGRADED[name]} {metrics[name]:.1%}" for name in UNGRADED if metrics.get(name)]
         parts += ["DRIFT"] * bool(metrics.get("drift/alarm"))
         parts += ["NO STEP"] * (metrics.get("optimizer/steps") == 0)
         if "time/iteration_s" in metrics:
@@ -139,7 +139,7 @@ class Phase:
     text: str = ""
 
     def note(self, text: str) -> None:
-        """Set the text that is printed with the seconds; the last text counts."""
+        """Set the text printed beside the phase's seconds; a later call replaces it."""
         self.text = text
         self.show()
 
@@ -151,17 +151,17 @@ class Phase:
 class PhaseTimer:
     """This rank's wall seconds per phase, in this iteration and in the whole run. An inner phase
     pauses the outer one, so that phases add up to the wall time. When the outermost phase ends, a
-    line is printed for each. Code that must count as one phase needs its own timer."""
+    line is printed for each. To time nested phases as a single one, give them another timer."""
 
     def __init__(self, console: Console | None = None, flops_per_s: float | None = None) -> None:
-        """`console`: None prints nothing. `flops_per_s`: the device's matrix-product rate; if
-        None, `work/mfu` is not reported."""
+        """`console`: None prints nothing. `flops_per_s`: the device's FLOP/s in matrix products;
+        if None, `work/mfu` is not reported."""
         self._console = console
         self._flops_per_s = flops_per_s
         self.model_flops = 0.0
         """FLOPs of the policy's training passes since the last lap."""
-        self._start_s = self._lap_s = self._settled_s = time.perf_counter()
-        self._settled_waited_s = waited_s()
+        self._start_s = self._lap_s = self._charged_s = time.perf_counter()
+        self._charged_waited_s = waited_s()
         self._this_iteration: defaultdict[str, float] = defaultdict(float)
         self._waited: defaultdict[str, float] = defaultdict(float)
         """Seconds of this iteration in collectives, where faster ranks wait for slower ones."""
@@ -178,7 +178,7 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
         """Time a block; a phase entered several times in an iteration adds up."""
-        self._settle()
+        self._charge()
         phase = Phase(name, self._console, self._notes.get(name, ""))
         self._under_way.append(phase)
         try:
@@ -186,7 +186,7 @@ class PhaseTimer:
                 phase.show()
                 yield phase
         finally:
-            self._settle()
+            self._charge()
             self._under_way.pop()
             self._notes[name] = phase.text
             if self._under_way:
@@ -200,15 +200,15 @@ class PhaseTimer:
                         line = f"  {ended:<14} {duration(seconds):>12}  {notes[ended]}"
                         self._console.say(line.rstrip())
 
-    def _settle(self) -> None:
+    def _charge(self) -> None:
         """Add the time since the last call to the innermost phase that is running."""
         now_s, now_waited_s = time.perf_counter(), waited_s()
         if self._under_way:
             name = self._under_way[-1].name
-            self._waited[name] += now_waited_s - self._settled_waited_s
+            self._waited[name] += now_waited_s - self._charged_waited_s
             for totals in (self._this_iteration, self._unprinted, self.total):
-                totals[name] += now_s - self._settled_s
-        self._settled_s, self._settled_waited_s = now_s, now_waited_s
+                totals[name] += now_s - self._charged_s
+        self._charged_s, self._charged_waited_s = now_s, now_waited_s
 
     def own_seconds(self) -> dict[str, float]:
         """Seconds of each phase since the last lap, without waits for other ranks."""

@@ -11,7 +11,7 @@ from rl.text.untrusted import excerpt
 
 MAX_TEXT_CHARS, MAX_REPLY_CHARS, MAX_NAME_CHARS = 240, 160, 40
 MAX_REPLIES = 2
-"""Most replies shown per reward and completion."""
+"""Limit of replies shown per reward and completion."""
 Row = tuple[str, str]
 """(label, text)."""
 

@@ -88,7 +88,7 @@ class HfDataset(RowsSource[Config]):
                 _require_columns(config, pyarrow.parquet.read_schema(path).names)
         except (BadRowError, OSError) as error:
             return [str(error)]
-        except ValueError as error:  # pyarrow's complaint about a file that is no parquet
+        except ValueError as error:  # pyarrow's complaint about a file that is not parquet
             return [f"{path}: {error}"]
         return []
 
@@ -150,7 +150,7 @@ def _column(config: Config, dataset: Dataset, column: str) -> Sequence[Mapping[s
     top = column if column in dataset.column_names else column.split(".")[0]
     try:
         return list(dataset.select_columns([top]))
-    except Exception as error:  # a cell that is no UTF-8, a damaged page
+    except Exception as error:  # a cell that is not UTF-8, a damaged page
         raise BadRowError(f"{config.path}: column {top!r} cannot be read ({error})") from error
 
 

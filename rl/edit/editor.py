@@ -29,8 +29,8 @@ from rl.rollout.stream import RolloutContext
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Weights = Callable[[], AbstractContextManager[None]]
-"""Context manager that sets the weights with which a policy's hidden states are computed."""
+SetWeights = Callable[[], AbstractContextManager[None]]
+"""Makes a context in which a policy computes its hidden states with certain weights."""
 ImageOrPath = Union["Image", Path, str]
 """A picture, or its file."""
 Size = tuple[int, int]
@@ -50,7 +50,7 @@ class EditRequest:
     """The picture, or several, which the instruction may number in this order; None: draw from the
     instruction alone."""
     id: str = "edit"
-    """Seeds sampling and noise, together with `seed`: requests of one id share their noise."""
+    """Seeds sampling and noise, together with `seed`: requests with equal ids share their noise."""
 
     @property
     def images(self) -> tuple[ImageOrPath, ...]:
@@ -62,7 +62,7 @@ class EditRequest:
 
 @dataclass(frozen=True, eq=False)
 class Arm:
-    """The result of the edit or of another arm."""
+    """The edit, or one of the `arms` drawn for comparison with it."""
 
     words: str
     """The text without the thought."""
@@ -82,7 +82,7 @@ class EditResult:
     original_sizes_px: tuple[Size | None, ...]
     """Size of each picture before it was scaled down; None: it was not scaled."""
     words: str
-    """What the policy wrote for the renderer, or its answer."""
+    """What the policy wrote for the renderer or, if the run has none, its answer."""
     thought: str
     """What the policy wrote before `words`."""
     image: Image | None
@@ -90,7 +90,7 @@ class EditResult:
     failure: str | None
     """Why the edit failed; None if it did not, or if the run's renderer draws nothing."""
     arms: Mapping[str, Arm] = field(default_factory=dict)
-    """Keys: `OWN_WORDS`, `UNTRAINED`, `STOCK`, if this system has the arm; all share the noise."""
+    """Keys: `OWN_WORDS`, `UNTRAINED`, `STOCK`, if the run has that arm; all share the noise."""
     seed: int = 0
     noise_seed: int = 0
     token_ids: tuple[int, ...] = ()
@@ -139,7 +139,7 @@ class Editor:
             device: 'auto' = CUDA, else the CPU.
             trained: the checkpoint that the weights come from.
             base_policy: the config section of the untrained policy.
-            size_px: size of a picture that is read as codes; (): that of the run's pictures.
+            size_px: size at which a VQ encoder reads a source; (): that of the run's pictures.
             only_words: load no renderer and draw nothing.
 
         Raises ValueError for problems that the user can fix.
@@ -153,7 +153,7 @@ class Editor:
         self._writer = Writer(config, self._dist)
         self.policy = self._writer.policy
         if only_words and "source_codes" in self.policy.needs:
-            raise ValueError("this run's policy writes the picture itself: it has no --only-words")
+            raise ValueError("--only-words: this run's policy writes the picture itself, not words")
         resolved = build.resolve(config)
         self._rules = build.row_rules(resolved)
         self._loop = BackgroundLoop("edit")
@@ -208,8 +208,8 @@ class Editor:
         arms: bool = False,
     ) -> EditResult:
         """Make one edit of one picture or of several. Raises ValueError if a picture cannot be read
-        or the request is invalid; a failure of the policy or the renderer is the result's
-        `failure`. For many requests: `edit_stream`."""
+        or the request is invalid; the result's `failure` reports a failure of the policy or the
+        renderer. For many requests, use `edit_stream`."""
         request = EditRequest(instruction, image)
         self._sample(request)
         [result] = self.edit_stream([request], seed=seed, arms=arms)
@@ -292,7 +292,7 @@ class Editor:
         rules = self._rules
         if rules.max_pictures is not None and len(images) > rules.max_pictures:
             raise ValueError(
-                f"{len(images)} pictures, where this run reads {rules.max_pictures}; "
+                f"{len(images)} pictures, but this run accepts {rules.max_pictures}; "
                 f"{rules.pictures_remedy}"
             )
         try:
@@ -306,7 +306,7 @@ class Editor:
 
     @cached_property
     def _area_px(self) -> int:
-        """Area of a picture that is read as codes, px^2."""
+        """Area at which a VQ encoder reads a source picture, px^2."""
         if self._size_px:
             return self._size_px[0] * self._size_px[-1]
         return self.trained.source_area_px() if self.trained else 512 * 512
@@ -342,7 +342,7 @@ class Editor:
         return list(zip(edits_B, arms_B, strict=True))
 
     @cached_property
-    def _untrained(self) -> tuple[Writer, Weights]:
+    def _untrained(self) -> tuple[Writer, SetWeights]:
         """The untrained policy and a context that sets its weights: the same policy without its
         adapter or, after full fine-tuning, a second policy."""
         if self.policy.config.lora is not None or self._base_policy is None:
@@ -368,7 +368,7 @@ class Editor:
         bare_B: Sequence[Completion | None],
         seed: int,
         writer: Writer,
-        weights: Weights = nullcontext,
+        weights: SetWeights = nullcontext,
     ) -> tuple[list[Episode], list[Episode | None]]:
         """Ungraded episodes of (the completions, the bare arm), each _B."""
         from rl.run.held_out import score
@@ -381,6 +381,6 @@ class Editor:
 
     def _arm(self, episode: Episode) -> Arm:
         words = episode.action.words.strip()
-        # Nothing is graded here, so UNGRADED is no failure.
+        # Nothing is graded here, so UNGRADED is not a failure.
         failed = episode.status is Status.POLICY_FAILED or (self.draws and episode.image is None)
         return Arm(words, episode.image, episode.failure if failed else None)

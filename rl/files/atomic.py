@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from rl.files.held import place
+from rl.files.held import current_path
 from rl.files.private import no_links
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -42,7 +42,7 @@ def write_atomically(
 ) -> None:
     """Replace `path`'s contents completely or not at all; creates the folders above it. `opener` as
     in `open`. Raises GoneError (`held.py`) and other OSErrors, which name the path."""
-    path = place(path)
+    path = current_path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     with _with_path_in_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def json_line(value: Mapping[str, Any]) -> str:
 def append_line(path: Path, line: str) -> None:
     """Append a line, after a line feed if the file ends in an incomplete line. A failed write does
     not change the file. Raises the same errors as `write_atomically`."""
-    path = place(path)
+    path = current_path(path)
     with _with_path_in_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = no_links(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT)

@@ -14,7 +14,7 @@ class GoneError(FileNotFoundError):
 
 
 def hold(folder: Path) -> None:
-    """Until `release`, `place` follows this folder wherever it is moved."""
+    """Until `release`, `current_path` follows this folder wherever it is moved."""
     release(folder)
     _held[folder] = os.open(folder, os.O_PATH | os.O_DIRECTORY)
 
@@ -24,7 +24,7 @@ def release(folder: Path) -> None:
         os.close(descriptor)
 
 
-def place(path: Path) -> Path:
+def current_path(path: Path) -> Path:
     """The path to write to instead of `path`: below a held folder that was moved, the path in the
     moved folder. Raises GoneError if that folder was deleted."""
     for folder, descriptor in _held.items():
@@ -37,7 +37,7 @@ def place(path: Path) -> Path:
         raise GoneError(
             f"{folder} is gone: it was deleted, or moved to another disk, while the run was using "
             "it. Nothing more is written, and what had not been written yet is lost. With a copy "
-            "in its place, the same command goes on from its last checkpoint; without one it "
+            "in its place, the same command resumes from its last checkpoint; without one it "
             "starts from the beginning"
         )
     return path
@@ -45,10 +45,10 @@ def place(path: Path) -> Path:
 
 def require_not_moved(folder: Path) -> None:
     """Raise GoneError if the held `folder` was moved or deleted."""
-    current = place(folder)
+    current = current_path(folder)
     if current != folder:
         move = f"remove what is at {folder} now, move" if folder.exists() else "move"
         raise GoneError(
             f"{folder} is gone: it was moved to {current} while the run was using it. The finished "
-            f"iterations are saved there: {move} it back, and the same command goes on"
+            f"iterations are saved there: {move} it back, and the same command resumes"
         )

@@ -14,7 +14,7 @@ from cachetools import LRUCache, cached
 from PIL.Image import Image, Resampling, alpha_composite, new
 
 MAX_AREA_PX = 50_000_000
-"""Most pixels of a picture: a file of 1 KB can decode to any number, at up to 20 bytes each."""
+"""Limit of pixels of a picture: a file of 1 KB can decode to any number, at up to 20 bytes each."""
 
 T = TypeVar("T")
 

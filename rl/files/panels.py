@@ -42,7 +42,7 @@ def panel(axes: Axes, image: Image | None, title: str, text: str | None) -> None
     below = image is not None
     num_chars, num_lines = (PICTURE_CHARS, PICTURE_LINES) if below else (WORDS_CHARS, WORDS_LINES)
     lines = textwrap.wrap(
-        printable(text, but="\n\t"), num_chars, max_lines=num_lines, placeholder=" ..."
+        printable(text, keep="\n\t"), num_chars, max_lines=num_lines, placeholder=" ..."
     )
     # `parse_math`: a dollar sign in a user's instruction must not start a formula.
     axes.text(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 _REFUSED = {
     errno.ELOOP: "it is a link, and a run does not write through links; remove it",
-    errno.ENXIO: "it is no ordinary file; remove it",
+    errno.ENXIO: "it is not an ordinary file; remove it",
 }
 
 

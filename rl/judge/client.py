@@ -39,7 +39,7 @@ SEEDS_PER_REPEAT = 1000
 SHOWN_BODY_CHARS = 600
 SHOWN_NAME_CHARS = 100
 MAX_NAMES = 8
-"""Most model names logged per address; some servers send a different name with each reply."""
+"""Limit of model names logged per address; some servers send a different name with each reply."""
 REFUSED_QUESTION = frozenset({400, 413, 415, 422})
 RETRIED_CLIENT_ERRORS = frozenset({408, 425, 429})
 FROM_A_WORKING_ADDRESS = frozenset({"http_408", "http_425", "http_429", "refused", "unreadable"})

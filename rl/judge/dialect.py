@@ -37,7 +37,7 @@ _VALUE_REFUSAL = re.compile(
     # A model with one fixed sampling setting; a range without the value that is 'off' elsewhere.
     r"only .*\b(?:is|are) (?:allowed|supported)|must be (?:strictly|> ?0|in range \(0)"
 )
-"""Not applied to `LENGTHS`: a length above the context limit is no refusal of the parameter."""
+"""Not applied to `LENGTHS`: a length above the context limit is not a refusal of the parameter."""
 _SENTENCE_END = re.compile(r"[.!;]\s|\n|\}\s*,\s*\{")
 
 

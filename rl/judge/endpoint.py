@@ -24,7 +24,7 @@ _VERSION = re.compile(r"v\d[a-z0-9]*")
 
 
 def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
-    """The base URLs in `judge.api_base`, such as 'http://host:4877/v1', each once.
+    """The base URLs in `judge.api_base`, such as 'http://host:4877/v1', without duplicates.
 
     Accepts, in a list or separated by commas: a URL with or without '/v1' and trailing slash,
     'host:port', or a file with one such address per line. Raises ValueError naming the key and
@@ -36,7 +36,7 @@ def resolve_api_bases(value: str | Sequence[str]) -> tuple[str, ...]:
     if not entries:
         raise ValueError(
             "judge.api_base is empty, and a reward needs a judge: set it to the endpoint's URL, to "
-            "a file that holds it, or have the run start one by judge.start_command"
+            "a file that contains it, or have the run start a judge (judge.start_command)"
         )
     addresses = (address for entry in entries for address in _addresses_in(entry))
     return tuple(dict.fromkeys(_normalise(*address) for address in addresses))
@@ -47,20 +47,20 @@ def resolve_api_base(value: str | Sequence[str]) -> str:
     bases = resolve_api_bases(value)
     if len(bases) > 1:
         raise ValueError(
-            f"judge.api_base names {len(bases)} places, but the judge that judge.start_command "
+            f"judge.api_base names {len(bases)} addresses, but the judge that judge.start_command "
             "starts has one address: drop start_command, or all addresses but one"
         )
     return bases[0]
 
 
 def _addresses_in(entry: str) -> list[tuple[str, str]]:
-    """(address, origin for messages) of each address in `entry`: an address, or a file of them."""
+    """(address, its origin for messages); `entry` is an address, or a file with addresses."""
     if _is_address(entry):
         return [(entry, f"judge.api_base={entry!r}")]
     if not_a_file(entry):
         raise ValueError(
             f"judge.api_base={entry!r} is neither a URL (http://host:4877), nor host:port, nor a "
-            "file that exists; a judge that the run itself is to start is named by "
+            "file that exists; to have the run start a judge itself, set "
             "judge.start_command"
         )
     where = f"judge.api_base: the file {Path(entry)}"
@@ -71,7 +71,7 @@ def _addresses_in(entry: str) -> list[tuple[str, str]]:
     lines = [line.split() for line in text.split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{where} is empty; write the judge's URL into it")
-    # A comment may follow an address; later lines of several words are comments.
+    # A comment may follow an address; a later line of several words without one is a comment.
     addresses = [
         parts[0] for parts in lines if parts is lines[0] or len(parts) == 1 or _is_address(parts[0])
     ]
@@ -137,21 +137,21 @@ def auth_header(api_key_env: str) -> dict[str, str]:
         )
     if not (key.isascii() and key.isprintable()):
         raise ValueError(
-            f"judge.api_key_env names {api_key_env}, whose value no HTTP header takes: it holds a "
-            f"line end or a character beyond ASCII. Copy the key anew into {api_key_env}"
+            f"judge.api_key_env names {api_key_env}, whose value is not valid in an HTTP header: "
+            f"it has a line end or a non-ASCII character. Copy the key again into {api_key_env}"
         )
     if len(key) < MIN_CHARS and not is_placeholder(key):
         raise ValueError(
             f"judge.api_key_env names {api_key_env}, whose value has {len(key)} characters: a "
             f"key of fewer than {MIN_CHARS} cannot be removed from the logs safely, since ordinary "
-            f"words may hold it. Copy the key whole into {api_key_env}; for a keyless judge set "
+            f"words may contain it. Copy the whole key into {api_key_env}; for a keyless judge set "
             f"judge.api_key_env: '', or {api_key_env}=EMPTY"
         )
     return {"Authorization": f"Bearer {key}"}
 
 
 def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
-    """What a person can do about a refusal. `location`: target of a redirect."""
+    """What the user can do about an HTTP refusal. `location`: target of a redirect."""
     if status in (401, 403):
         setting = f"it names {config.api_key_env}" if config.api_key_env else "it is ''"
         return (
@@ -159,21 +159,21 @@ def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
             f"({setting})."
         )
     if status == 407:
-        return "Remedy: the proxy wants a user and a password in the URL of HTTP_PROXY (ALL_PROXY)."
+        return "Remedy: put the proxy's user and password into the URL of HTTP_PROXY (ALL_PROXY)."
     if status == 429:
         return (
             f"Remedy: fewer requests at once (judge.max_concurrency={config.max_concurrency}, on "
-            "each rank), or a higher quota; a used-up quota returns with time or payment."
+            "each rank), or a higher quota; wait, or pay, if the quota is used up."
         )
     if status == 404:
         return f"Remedy: check the path in judge.api_base and judge.model={config.model!r}."
     if location is not None:
         return f"Remedy: set judge.api_base to where it points ({location})."
     return (
-        "Remedy: this endpoint does not take the question. It needs a vision-language model "
-        f"(judge.model={config.model!r}) that takes the source pictures and the result together "
+        "Remedy: this endpoint does not accept the request. It needs a vision-language model "
+        f"(judge.model={config.model!r}) that accepts the source pictures and the result together "
         "(vllm serve --limit-mm-per-prompt '{\"image\": 2}', JUDGE_IMAGES of "
-        "scripts/serve_judge.sh), and a context for them and the reply (--max-model-len, "
+        "scripts/serve_judge.sh), and a context window for them and the reply (--max-model-len, "
         f"JUDGE_MAX_LEN; or lower judge.image_side_px={config.image_side_px}, "
         f"judge.max_tokens={config.max_tokens}); or set judge.guided_json: 'never'."
     )

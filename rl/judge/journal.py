@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rl.files.atomic import append, lines_of, row_of
-from rl.files.held import place
+from rl.files.held import current_path
 from rl.files.private import private
 from rl.text.scrub import scrub
 
@@ -19,7 +19,7 @@ class ReplyJournal:
     """Key -> raw reply; the first reply under a key is kept."""
 
     def __init__(self, path: Path) -> None:
-        path = place(path)
+        path = current_path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._replies = _load(path)
         self._path = path
@@ -83,5 +83,5 @@ def _load(path: Path) -> dict[str, str]:
             case {"key": str(key), "reply": None}:
                 replies.pop(key, None)
             case _:
-                log.warning("%s line %d is no journal entry; it will be asked again", path, number)
+                log.warning("%s line %d is not a journal entry; it is asked again", path, number)
     return replies

@@ -159,7 +159,7 @@ def _engine(resolved: Resolved, model: PolicyModel, longest: int) -> InferenceEn
         own_gb=memory.own_gb + (0 if policy.config.lora is None else memory.adapter_gb),
         weights_gb=params * num_bytes / 1e9,
         shared_gb=(model.params - model.tower_params) * num_bytes / 1e9 if shares else 0.0,
-        kv_bytes=model.num_cached * num_bytes,
+        kv_bytes=model.cached_values_per_token * num_bytes,
         step_bytes=model.mlp_bytes(num_bytes)
         + (2 + model.deepstack_levels) * model.width * num_bytes,
         longest_tokens=memory.max_model_len or longest,

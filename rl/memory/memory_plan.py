@@ -24,17 +24,17 @@ PHASES = (AWAKE, "condition", "render", "reference", "learn", "step")
 TRAINER = ("condition", "render", "reference", "learn")
 """Phases in which the forwards of an iteration are kept."""
 BUCKET_PARAMS = 5e8
-"""Most gradients that DeepSpeed reduces at once."""
+"""Largest number of gradients that DeepSpeed reduces at once."""
 SUBGROUP_PARAMS = 1e9
-"""Most parameters that ZeRO-3 steps at once."""
+"""Largest number of parameters that ZeRO-3 updates at once."""
 ENGINE_STEP_TOKENS = 16384
-"""Most tokens that vLLM computes at once on a GPU of 70 GiB or more; half of it on others."""
+"""Tokens that vLLM computes at once, at most, on a GPU of 70 GiB or more; half on others."""
 LARGE_GPU_GB = 70 * 2**30 / 1e9
 CACHE_BLOCK = 16
 """Tokens per block of vLLM's cache on CUDA."""
 
 HOST_PHASES = ("start", "run", "save")
-"""Models are moved to the GPU; iterations; a checkpoint is gathered while the engine sleeps."""
+"""start: moves models to the GPU; run: iterations; save: gathers a checkpoint, engine asleep."""
 PROCESS_GB = 4.0
 """Python, torch, vLLM and CUDA of one rank; assumed."""
 HELD_STATE_GB = 4.0
@@ -94,7 +94,7 @@ class PolicyModel(ModelShape):
         return 3 * self.mlp_width * bytes_per_value
 
     def _layer_bytes(self, adapted: Sequence[str] | None, bytes_per_value: int) -> tuple[int, int]:
-        """(around the MLP, inside it): bytes per token that a layer keeps (measured, see the test).
+        """(around the MLP, inside it): bytes per token that a layer keeps (tests measure them).
 
         Kept are the inputs of both norms; attention's queries, keys, values and output, and the
         inputs of the head norms; the MLP's gate, up and activation; and the input of each trained
@@ -157,7 +157,7 @@ class InferenceEngine:
     residency: Residency
     """Whether it keeps its memory while others use the GPU; auto: if the GPU has room for both."""
     shared_gb: float = 0.0
-    """Its weights that are the policy's too, once it has started."""
+    """Weights that it shares with the policy once it has started."""
 
     @property
     def completion_blocks(self) -> int:
@@ -251,7 +251,7 @@ class Sizes:
     forward_tokens: int
     """Tokens of the longest packed row."""
     kept_tokens: int
-    """Most tokens whose forwards are kept for the backward."""
+    """Largest number of tokens whose forwards are kept for the backward."""
     all_kept: bool
     """Whether all forwards are kept, so that the learner runs no forward of its own."""
     prompt_tokens: int
@@ -330,10 +330,10 @@ def residency_line(planned: Plan, gpu_gb: float) -> str:
     """A line for users: the result of `residency`, and why."""
     everything = f"everything at once is {planned.with_engine(PHASES).peak_gb:.1f} GB of {gpu_gb:g}"
     if planned.inference and planned.inference.shared_gb:
-        return f"the engine stays, because it shares its weights: {everything}"
+        return f"the engine stays resident, because it shares its weights: {everything}"
     if residency(planned, gpu_gb) == "resident":
-        return f"the engine may stay while others work: {everything}"
-    return f"the engine has to sleep while others work: {everything}, and a tenth should stay free"
+        return f"the engine can stay resident: {everything}"
+    return f"the engine has to sleep while others run: {everything}, and a tenth should stay free"
 
 
 def engine_claim(planned: Plan, gpu_gb: float) -> EngineClaim | None:
@@ -377,10 +377,10 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
     engine = sizes.engine
     if engine is None:
         num_tokens = sizes.num_completions * (sizes.prompt_tokens + sizes.completion_tokens)
-        cache_gb = sizes.model.num_cached * sizes.bytes_per_weight * num_tokens / 1e9
+        cache_gb = sizes.model.cached_values_per_token * sizes.bytes_per_weight * num_tokens / 1e9
         rows.append(Row("key-value cache", cache_gb, (AWAKE,)))
         return Plan(rows, elsewhere=dict(per_device))
-    # Until the engine has started there are two copies of what it shares, and no other model.
+    # Until the engine has started, the shared weights exist twice, and no other model is loaded.
     start_gb = CONTEXT_GB + sizes.weights_gb - Plan(rows).total_gb(AWAKE)
     if engine.shared_gb and start_gb > 0:
         rows.append(Row("two copies at the start", start_gb, (AWAKE,)))
@@ -413,8 +413,8 @@ def _state_rows(sizes: Sizes) -> list[Row]:
         step_bytes = 8 * min(trained / ranks, SUBGROUP_PARAMS)
     weights_gb = sizes.weights_gb / (ranks if stage == 3 else 1)
     weights_gb -= sizes.engine.shared_gb if sizes.engine else 0
-    # Unless ranks have to run backwards together, they already run while the judge is grading, and
-    # so do reference passes.
+    # Reference passes, and backward passes that need no other rank, run while the judge is still
+    # grading.
     backward = ("learn", "step") if ranks > 1 and stage >= 2 else ("reference", "learn", "step")
     rows = [
         Row("policy weights", weights_gb, PHASES),
@@ -494,13 +494,13 @@ def host_problems(planned: Plan | None, num_ranks: int, available_gb: float | No
     phase = max(HOST_PHASES, key=planned.total_gb)
     rows = sorted((row for row in planned.rows if phase in row.phases), key=lambda row: -row.gb)
     parts = ", ".join(f"{row.part} {row.gb:.1f}" for row in rows)
-    remedy = "take fewer ranks, or a machine with more"
+    remedy = "use fewer ranks, or a machine with more memory"
     if "engine asleep" in parts:
         remedy += (
-            f"; PYTORCH_ALLOC_CONF={UNROUNDED}:1 pins no more than the engine's weights, but anew "
+            f"; PYTORCH_ALLOC_CONF={UNROUNDED}:1 pins no more than the engine's weights, but again "
             "at every sleep; engine.residency=resident pins nothing, where the GPU has room"
         )
     return [
-        f"host memory: {planned.peak_gb:.1f} GB in phase {phase!r} of {num_ranks} ranks on a "
-        f"machine, or in a container, of {available_gb:.1f} ({parts}); {remedy}"
+        f"host memory: {planned.peak_gb:.1f} GB in phase {phase!r} for {num_ranks} ranks "
+        f"({parts}), but this machine or container has {available_gb:.1f}; {remedy}"
     ]

@@ -1,4 +1,4 @@
-"""Closed formulas for the operations of a language model's passes (gated MLPs, grouped heads)."""
+"""Closed-form FLOPs of a language model's passes (gated MLPs, grouped-query attention)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 Recompute = bool | Literal["mlp"]
 """`optimizer.gradient_checkpointing`: recompute nothing, whole layers or the MLPs."""
 STAGES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-"""A layer's matrices in the order in which a token passes them; attention follows the first."""
+"""A layer's matrices in the order of the forward; attention comes after the first stage."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ModelShape:
         }
 
     def shape(self, matrix: str) -> tuple[int, int]:
-        """(values in, values out) of one of `STAGES`' matrices."""
+        """(input features, output features) of one of `STAGES`' matrices."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
             "q_proj": (self.width, queries),
@@ -50,14 +50,14 @@ class ModelShape:
         }[matrix]
 
     @property
-    def num_cached(self) -> int:
-        """Values that the cache of keys and values holds per token."""
+    def cached_values_per_token(self) -> int:
+        """Values per token in the key-value cache."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class LanguageModel(ModelShape):
-    """The sizes that determine the cost of a pass. A multiply-add is two operations; a pair is one
+    """The sizes that determine the cost of a pass. A multiply-add is two FLOPs; a pair is one
     query that attends to one key. Norms, activations and rotary embeddings are left out: they are
     below 1% at real sizes."""
 
@@ -78,12 +78,12 @@ class LanguageModel(ModelShape):
         )
 
     def forward_flops(self, num_tokens: int, num_pairs: int) -> float:
-        """Operations of all layers, without the head."""
+        """FLOPs of all layers, without the head."""
         per_layer = sum(self._matrix_flops(name) for stage in STAGES for name in stage)
         return self.num_layers * (per_layer * num_tokens + self._attention_flops(num_pairs))
 
     def backward_flops(self, num_tokens: int, num_pairs: int) -> float:
-        """Operations of all layers, without the head and without recomputation. Each matrix needs
+        """FLOPs of all layers, without the head and without recomputation. Each matrix needs
         the gradients of its input and, if trained, of its weights; attention has five products (two
         in the forward). (The first layer of a LoRA computes a little less.)"""
         names = [name for stage in STAGES for name in stage]
@@ -92,25 +92,25 @@ class LanguageModel(ModelShape):
         return self.num_layers * (per_layer * num_tokens + attention)
 
     def head_flops(self, num_tokens: int) -> float:
-        """Operations of the logits of `num_tokens` tokens."""
+        """FLOPs of the logits of `num_tokens` tokens."""
         return 2.0 * self.width * self.vocabulary * num_tokens
 
     def _matrix_flops(self, name: str) -> float:
-        """Operations of one token's forward through a matrix and its adapter; the gradient of the
+        """FLOPs of one token's forward through a matrix and its adapter; the gradient of the
         input takes as many."""
         values_in, values_out = self.shape(name)
         adapter = self.lora_rank * (values_in + values_out) * (name in self.lora_targets)
         return 2.0 * (values_in * values_out + adapter)
 
     def _weight_gradient_flops(self, name: str) -> float:
-        """Operations of one token's gradient of the matrix or, with LoRA, of its adapter."""
+        """FLOPs of one token's gradient of the matrix or, with LoRA, of its adapter."""
         values_in, values_out = self.shape(name)
         if self.lora_rank == 0:
             return 2.0 * values_in * values_out
         return 2.0 * self.lora_rank * (values_in + values_out) * (name in self.lora_targets)
 
     def _attention_flops(self, num_pairs: int) -> float:
-        """Operations of one layer's attention scores and weighted values."""
+        """FLOPs of one layer's attention scores and weighted values."""
         return 4.0 * self.num_heads * self.head_dim * num_pairs
 
 

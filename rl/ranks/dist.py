@@ -95,7 +95,7 @@ class Dist:
         Raises ValueError if the ranks disagree on the length."""
         rows = self.gather([float(value) for value in values])
         if len({len(row) for row in rows}) != 1:
-            raise ValueError(f"ranks brought {[len(row) for row in rows]} numbers to one sum")
+            raise ValueError(f"ranks sum different numbers of values: {[len(row) for row in rows]}")
         return [math.fsum(column) for column in zip(*rows, strict=True)]
 
     def max_int(self, value: int) -> int:
@@ -119,21 +119,21 @@ class Dist:
                 raise PeerError(f"rank {rank} cannot go on: {received}")
         return values
 
-    def tell(self, trouble: BaseException, patience_s: float) -> bool:
+    def report_error(self, error: BaseException, timeout_s: float) -> bool:
         """Report that this rank cannot go on: other ranks raise `PeerError` in their next gather.
-        Returns whether all received it within `patience_s`. Other ranks need not call it."""
-        if self.world_size == 1 or isinstance(trouble, PeerError):
+        Returns whether all received it within `timeout_s`. Other ranks need not call it."""
+        if self.world_size == 1 or isinstance(error, PeerError):
             return True
         received = threading.Event()
 
         def send() -> None:
             with suppress(Exception):  # a rank is gone
-                self._exchange(PeerError(repr(trouble)))
+                self._exchange(PeerError(repr(error)))
                 received.set()
 
         sender = threading.Thread(target=send, daemon=True)
         sender.start()
-        sender.join(patience_s)
+        sender.join(timeout_s)
         return received.is_set()
 
     def _exchange(self, value: Any) -> list[Any]:
@@ -149,7 +149,7 @@ class Dist:
         return type(metrics).merge(self.gather(metrics.state()))
 
     def close(self) -> None:
-        """Leave the process group; the last call of a run that ended well."""
+        """Leave the process group; the last call of a run that succeeded."""
         if self.world_size > 1:
             import torch.distributed as td
 
@@ -162,7 +162,7 @@ def is_sharded(module: torch.nn.Module) -> bool:
 
 
 def calls_in_step(num_calls: int, module: torch.nn.Module) -> int:
-    """How often to call the module: `num_calls`; if it is sharded, the largest of all ranks."""
+    """Number of calls of the module: `num_calls`; if it is sharded, the largest of all ranks."""
     if not is_sharded(module):
         return num_calls
     import torch
@@ -219,7 +219,7 @@ def _resolve_device(device: str, local_rank: int) -> str:
     index = int(device.partition(":")[2]) if ":" in device else local_rank
     if index >= num_devices:
         raise ValueError(
-            f"rank with LOCAL_RANK={local_rank} wants cuda:{index} but this machine shows "
+            f"rank with LOCAL_RANK={local_rank} needs cuda:{index}, but this machine has "
             f"{num_devices} CUDA devices: start fewer ranks (--nproc), or use device 'cpu'"
         )
     return f"cuda:{index}"

@@ -111,7 +111,7 @@ class Ranks:
             "finished work is saved, and the run ends"
         )
         for process in self._processes.values():
-            process.send_signal(heartbeat.ASKS_STACKS)
+            process.send_signal(heartbeat.STACKS_SIGNAL)
         can_wake = all(map(self._watch.is_stopped, self._watch.hung))
         self.leave([signal.SIGTERM], GRACE_S if can_wake else HUNG_GRACE_S)
         return Ending(HUNG_CODE, f"{hung} hung", by_machine=True)

@@ -13,13 +13,13 @@ from rl.config.schema import ConfigError, listed
 
 MAX_SHOWN = 500
 REMEDIES = {
-    errno.EACCES: "give this user the right to it, or name another (a run's folder: base_exp_dir)",
-    errno.EPERM: "give this user the right to it, or name another (a run's folder: base_exp_dir)",
+    errno.EACCES: "give this user access to it, or choose another path (the run's: base_exp_dir)",
+    errno.EPERM: "give this user access to it, or choose another path (the run's: base_exp_dir)",
     errno.EROFS: "the disk is mounted read-only; name another folder (base_exp_dir)",
-    errno.ENOSPC: "make room on that disk; the same command then goes on",
-    errno.EDQUOT: "make room within this user's quota; the same command then goes on",
+    errno.ENOSPC: "make room on that disk; the same command then resumes",
+    errno.EDQUOT: "make room within this user's quota; the same command then resumes",
     errno.EFBIG: "the file has reached the largest size allowed here; raise it (ulimit -f)",
-    errno.EIO: "the disk fails; name a folder on another one (base_exp_dir)",
+    errno.EIO: "the disk is failing; choose a folder on another one (base_exp_dir)",
     errno.ESTALE: "the network disk has lost this file; mount it again, and start the same command",
     errno.EISDIR: "a folder is where a file belongs; move it away, and start the same command",
     errno.ENAMETOOLONG: "choose a shorter name",
@@ -41,12 +41,12 @@ _BY_PROGRAM = (
     "ncclInvalidArgument",
 )
 HOST_MEMORY = (
-    "this machine has no memory left for it; end what else runs here, or lower "
-    "prompts_per_iteration or world_size; the same command then goes on"
+    "this machine has no memory left for the run; end other programs here, or lower "
+    "prompts_per_iteration or world_size; the same command then resumes"
 )
 GPU_MEMORY = (
     "lower optimizer.max_tokens_per_micro_batch, or set gpu_gb to the GPU's memory and run --check "
-    "to see what fits; the same command then goes on"
+    "to see what fits; the same command then resumes"
 )
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -78,7 +78,7 @@ def sentence(error: BaseException) -> str | None:
     return "\n  ".join(["this run cannot go on:", *str(error).split("\n")])
 
 
-def is_machines(error: BaseException) -> bool:
+def is_machine_error(error: BaseException) -> bool:
     """Whether a device or a connection failed (CUDA, NCCL, gloo), so that a retry may help; False
     for a lack of memory, and for errors that the program itself caused."""
     text = str(error)

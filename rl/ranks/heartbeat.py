@@ -18,7 +18,7 @@ from typing import TextIO
 
 from rl.ranks import loading_progress
 
-ASKS_STACKS = signal.SIGRTMAX
+STACKS_SIGNAL = signal.SIGRTMAX
 """Signal that requests the stacks. Not SIGUSR1, which users and batch systems send to stop a run.
 faulthandler answers in C, even while the main thread never returns to Python."""
 EVERY_S = 1.0
@@ -139,7 +139,7 @@ def start(file: Path, log: TextIO) -> None:
     """Write heartbeats to `file` until this process ends; stacks, also of a crash, go to `log`,
     which must stay open. Call it once, early."""
     faulthandler.enable(log)
-    faulthandler.register(ASKS_STACKS, log)
+    faulthandler.register(STACKS_SIGNAL, log)
     _heart.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
     _heart.beat()
     os.register_at_fork(after_in_child=_heart.end)

@@ -60,7 +60,7 @@ def problems(
     """All problems of the models' placement, each with its key and remedy. `defaults`: the ranks'
     devices on one machine; `machine`: None if its GPUs are unknown."""
     if unknown := [claim for claim in claims if not _FORM.fullmatch(claim.device)]:
-        return [f"{c.key}.device: {c.device!r} is no device; give {DEVICES}" for c in unknown]
+        return [f"{c.key}.device: {c.device!r} is not a device; give {DEVICES}" for c in unknown]
     cpu = [default for default in defaults if not default.startswith("cuda:")]
     if cpu and (relative := [claim for claim in claims if "+" in claim.device]):
         return [

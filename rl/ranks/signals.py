@@ -14,22 +14,22 @@ from types import FrameType
 from rl.ranks import heartbeat
 from rl.ranks.dist import Dist
 
-_KEPT = "KILL STOP CONT TSTP TTIN TTOU CHLD URG WINCH PIPE XFSZ ILL TRAP ABRT BUS FPE SEGV SYS"
+_UNHANDLED = "KILL STOP CONT TSTP TTIN TTOU CHLD URG WINCH PIPE XFSZ ILL TRAP ABRT BUS FPE SEGV SYS"
 """Signals that cannot be caught, that end no process by default (Python ignores PIPE and XFSZ), or
 that report a crash of native code."""
-_OTHERS = {heartbeat.ASKS_STACKS, *(getattr(signal, f"SIG{name}") for name in _KEPT.split())}
+_OTHERS = {heartbeat.STACKS_SIGNAL, *(getattr(signal, f"SIG{name}") for name in _UNHANDLED.split())}
 STOP_SIGNALS = tuple(sorted(signal.valid_signals() - _OTHERS))
 """Signals that by default end the process and lose unsaved work: TERM, INT, HUP, QUIT
 (Ctrl-\\), a batch system's notice (USR1, USR2, XCPU), timers, real-time signals."""
-INSISTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""One of these sent twice ends a process at once. (The kernel repeats XCPU by itself.)"""
+END_IF_REPEATED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a process at once when sent twice. (The kernel repeats XCPU by itself.)"""
 ECHO_S = 3.0
 """Ctrl-C reaches a rank twice within milliseconds, from the terminal and from the launcher; only a
 later repetition is a request to end at once."""
 _PR_SET_PDEATHSIG = 1
 
-_heard: dict[int, float] = {}
-"""Stop signal that this process received -> when it first came, `time.monotonic`."""
+_received_s: dict[int, float] = {}
+"""Stop signal that this process received -> time of the first one, `time.monotonic`."""
 
 
 def name_of(signum: int) -> str:
@@ -41,16 +41,16 @@ def name_of(signum: int) -> str:
 
 
 def install() -> None:
-    """Handle the stop signals, and request one if the launcher dies. Main thread, once, early.
-    The first one sets the flag; an `INSISTS` signal sent again after `ECHO_S` ends the process."""
+    """Call this once, in the main thread. The first signal sets the flag; one of `END_IF_REPEATED`,
+    sent again after `ECHO_S`, ends the process. If the launcher dies, Linux sends SIGTERM."""
     for signum in _ours():
         signal.signal(signum, _handle)
     die_with_parent()
 
 
 @contextmanager
-def noted() -> Iterator[list[int]]:
-    """Inside, stop signals are only appended to the list that this yields. Main thread."""
+def collect_stop_signals() -> Iterator[list[int]]:
+    """Within the block, stop signals only append to the yielded list. Use in the main thread."""
     received: list[int] = []
     before = {signum: signal.getsignal(signum) for signum in _ours()}
     if before.get(signal.SIGHUP) is signal.SIG_IGN:  # under nohup it stays ignored
@@ -89,7 +89,7 @@ def stop_requested(dist: Dist) -> bool:
 
 def stop_received() -> bool:
     """Whether THIS rank was asked to stop; call `stop_requested` next, to tell the other ranks."""
-    return bool(_heard)
+    return bool(_received_s)
 
 
 def die_with_parent() -> None:
@@ -106,13 +106,13 @@ def _ours() -> list[int]:
 
 
 def _handle(signum: int, _: FrameType | None) -> None:
-    is_first, now_s = not _heard, time.monotonic()
-    since_s = now_s - _heard.setdefault(signum, now_s)
+    is_first, now_s = not _received_s, time.monotonic()
+    since_s = now_s - _received_s.setdefault(signum, now_s)
     if is_first:
         # os.write: print is not re-entrant, and the signal may have interrupted one.
-        hint = "; once more to leave at once" if signum in INSISTS else ""
+        hint = "; send it again to exit at once" if signum in END_IF_REPEATED else ""
         with suppress(OSError):
             os.write(2, f"\n{name_of(signum)}: will save and leave{hint}\n".encode())
-    elif signum in INSISTS and since_s > ECHO_S:
+    elif signum in END_IF_REPEATED and since_s > ECHO_S:
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)

@@ -63,7 +63,7 @@ def main() -> None:
             ended_ns=time.time_ns(),
             reason=text or trace,
             only_heard=isinstance(error, PeerError),
-            by_machine=error_messages.is_machines(error),
+            by_machine=error_messages.is_machine_error(error),
         )
         if text is not None:
             with suppress(OSError), open(log, "a", encoding="utf-8", opener=private) as file:

@@ -39,7 +39,7 @@ class RunRecord:
                                              `..._target.png`: the group's sources and target
     <run>/set_aside/                         records of iterations that were repeated (`rewind.py`)
 
-    Iterations count from 1; iteration 0 is the measurement before training.
+    Iterations count from 1; iteration 0 is the evaluation before training.
     """
 
     def __init__(self, run_dir: Path, config: RunConfig, dist: Dist) -> None:
@@ -53,8 +53,8 @@ class RunRecord:
         self._lock = FileLock(run_dir / ".lock", fallback_to_soft=False, thread_local=False)
 
     def claim(self, wait_s: float = 30.0) -> None:
-        """Lock the run folder, because two runs would corrupt each other's files. Waits for a
-        predecessor that is still saving; raises ValueError after `wait_s`. Collective."""
+        """Lock the run folder, because two runs would corrupt each other's files. Waits for an
+        earlier process that is still saving; raises ValueError after `wait_s`. Collective."""
         problem = ""
         if self._dist.is_main:
             self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class RunRecord:
         self._lock.release()
 
     @contextmanager
-    def _in_place(self) -> Iterator[None]:
+    def _require_not_moved(self) -> Iterator[None]:
         """Raise GoneError once the block ends if the run folder was moved or deleted meanwhile."""
         try:
             yield
@@ -96,8 +96,8 @@ class RunRecord:
             write_atomically(self.run_dir / "config.json", text)
 
     def rewind(self, iteration: int) -> list[str]:
-        """Set aside the records after `iteration` (-1: all), which the run repeats (rank 0).
-        Returns messages for the user."""
+        """On rank 0, move the records of later iterations than `iteration` (-1: of all) to
+        set_aside/, because the run repeats them. Returns messages for the user."""
         return rewind(self.run_dir, iteration) if self._dist.is_main else []
 
     def has_line(self, iteration: int) -> bool:
@@ -109,7 +109,7 @@ class RunRecord:
         """Append one line, flushed (rank 0). NaN and infinities are written as null."""
         if not self._dist.is_main:
             return
-        with self._in_place():
+        with self._require_not_moved():
             line = json_line({"iteration": iteration, **metrics})
             append_line(self.run_dir / "metrics.jsonl", line)
 
@@ -121,13 +121,13 @@ class RunRecord:
         bare_P: Sequence[Episode | None] = (),
     ) -> None:
         """Write this rank's episodes, with the bare arms (`bare_P`) in their groups' first lines,
-        and its share of the run's first `images_per_iteration` pictures, whole groups first; then
+        and its share of the iteration's `images_per_iteration` pictures, group by group; then
         delete old pictures (`keep_images_of_last_n_iterations`). Does nothing on iterations that
         `log_episodes_every_n_iterations` leaves out."""
         every = self._tracking.log_episodes_every_n_iterations
         if every == 0 or iteration % every != 0:
             return
-        with self._in_place():
+        with self._require_not_moved():
             bare_P = bare_P or [None] * len(episodes_PG)
             self._write_lines(iteration, episodes_PG, advantages_PG, bare_P)
             if num_kept := self._tracking.keep_images_of_last_n_iterations:

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from rl.checkpoints.checkpoint import (
-    SAVING,
+    SAVE_LOCK,
     find,
+    format_problem,
     held_out_rewards,
     iteration_of,
     steps_of,
-    too_new,
 )
 from rl.config import formats
 from rl.files.atomic import row_of
 from rl.text.untrusted import excerpt
 
-LOCKS = (".lock", SAVING)
+LOCKS = (".lock", SAVE_LOCK)
 _MAX_SHOWN = 200
 _MAX = 10**9
 _PICTURES = ("images", "evaluation", "stock", "report")
@@ -56,7 +56,7 @@ class Summary:
         return sum(self.bytes_of.values())
 
 
-def look(path: Path) -> Summary:
+def summarise(path: Path) -> Summary:
     """Summarise a folder that may be a run's. Changes nothing and never raises."""
     try:
         return _look(path)
@@ -83,7 +83,7 @@ def _look(path: Path) -> Summary:
         return Summary(path, "no run")
     bytes_of, written_s = _sizes(path)
     partial = Summary(path, bytes_of=bytes_of, written_s=written_s, is_running=is_in_use(path))
-    if problem := too_new(path):
+    if problem := format_problem(path):
         return replace(partial, problem=excerpt(problem, _MAX_SHOWN))
     file = path / "config.json"
     if not file.is_file():
@@ -143,7 +143,7 @@ def _sizes(path: Path) -> tuple[dict[str, int], float]:
         is_picture = top in _PICTURES and file.suffix == ".png"
         kind = "checkpoints" if top == "checkpoints" else "pictures" if is_picture else "rest"
         bytes_of[kind] += status.st_size
-        # Listing runs or writing a report is no activity of the run.
+        # Listing runs or writing a report is not an activity of the run.
         if top != "report" and str(file.relative_to(path)) not in LOCKS:
             newest_s = max(newest_s, status.st_mtime)
     return bytes_of, newest_s or written_s

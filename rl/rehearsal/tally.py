@@ -54,7 +54,7 @@ class Tally:
         self.now: Counter[str] = Counter()
         """Device type -> bytes that exist."""
         self.peak: dict[tuple[str, str], int] = {}
-        """(Phase, device type) -> most bytes that existed at once in that phase."""
+        """(Phase, device type) -> peak of the bytes that existed in that phase."""
         self.waits: Counter[tuple[str, str, Line]] = Counter()
         """(Phase, kind of wait, line) -> number."""
         self.wrong: Counter[tuple[str, Line]] = Counter()

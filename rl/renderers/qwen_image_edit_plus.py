@@ -19,7 +19,7 @@ class Config(DenoisingConfig):
     policy_image_area_px: Annotated[int, Field(ge=32 * 32, le=MAX_COUNT)] = 384 * 384
     """Area of each source as the policy reads it, px^2."""
     max_pictures: Annotated[int, Field(ge=1, le=16)] = 1
-    """Most source pictures per sample; memory is planned for that many. The model was trained on 1
+    """Limit of source pictures per sample, for which memory is planned. The model was trained on 1
     to 3. The output has the aspect ratio of the last source picture."""
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.checkpoints.checkpoint import too_new
+from rl.checkpoints.checkpoint import format_problem
 from rl.config.schema import load_config
 from rl.files.atomic import read_rows, row_of
 
@@ -42,7 +42,7 @@ def find_run(run: str, overrides: Sequence[str] = ()) -> Path:
     run_dir = path if path.is_dir() else load_config(run, list(overrides)).run_dir
     if not (run_dir / "metrics.jsonl").is_file():
         raise FileNotFoundError(f"{run_dir} has no metrics.jsonl: it is not a run folder")
-    if problem := too_new(run_dir):
+    if problem := format_problem(run_dir):
         raise ValueError(problem)
     return run_dir
 

@@ -33,7 +33,7 @@ class Checkpointing:
     """Writes everything about an iteration in the background, in order."""
     last_finished: LastFinished
     last_save: Future[None] | None = None
-    """The last checkpoint that was queued for the writer."""
+    """The write of the last checkpoint that was queued for the writer."""
 
     def finish(self, done: int, metrics: Metrics) -> None:
         """Note that iteration `done` is applied and synced, so that it can be saved. Collective."""
@@ -49,14 +49,14 @@ class Checkpointing:
     def save(self, final: bool = False) -> None:
         """Write the checkpoint of the last finished iteration, after that iteration's records.
         Unless `final`, a state held in memory is written while training continues. Collective."""
-        held = self.last_finished.held()
+        held = self.last_finished.in_memory()
         if held is not None and not final:
             if not self.dist.is_main:
                 return
             if self.last_save is not None:
                 self.last_save.result()  # at most two states in memory, plus one being copied
             label = f"the checkpoint of iteration {held.iteration}"
-            self.last_save = self.writer.put(label, partial(self._save_held, held))
+            self.last_save = self.writer.put(label, partial(self._save_from_memory, held))
             return
         self.writer.drain()
         point = self.last_finished.read()
@@ -64,7 +64,7 @@ class Checkpointing:
             self._delete_journals(self.last_finished.done)
         self.writer.flush()  # last, so that an earlier error does not prevent the save
 
-    def _save_held(self, point: ResumePoint) -> None:
+    def _save_from_memory(self, point: ResumePoint) -> None:
         if self.checkpoints.save_alone(point) is not None:
             self._delete_journals(point.iteration)
 

@@ -1,4 +1,4 @@
-"""Compares a held-out run with the untrained system: gains, losses and hidden-state drift.
+"""Compares an evaluation with the untrained system: gains, losses and hidden-state drift.
 
 Axes: `_P` held-out samples of this rank, `_T` tokens.
 """
@@ -130,7 +130,7 @@ def add_falls(
         )
     if alarms and dist.is_main:
         warn(
-            f"held-out run after {iteration} iterations: rewards fell, {' and '.join(alarms)}: the "
+            f"evaluation after {iteration} iterations: rewards fell, {' and '.join(alarms)}: the "
             "hidden states that the renderer reads have drifted. Start again with a lower "
             "optimizer.learning_rate or a higher algorithm.kl_coeff, or continue from this adapter "
             "(policy.adapter_path) with policy.conditioning 'base'"

@@ -1,4 +1,4 @@
-"""Checks that equal words have equal rewards in all arms of a held-out run."""
+"""Checks that equal words have equal rewards in all arms of an evaluation."""
 
 from __future__ import annotations
 

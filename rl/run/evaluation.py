@@ -41,7 +41,7 @@ _ARMS = ("the policy", "the user's own words", "reference descriptions", "the th
 
 @dataclass(frozen=True, eq=False)
 class Arms:
-    """One held-out run's episodes, _P per arm; None where a sample does not have the arm."""
+    """One evaluation's episodes, _P per arm; None where a sample does not have the arm."""
 
     policy: Sequence[Episode]
     bare: Sequence[Episode | None]
@@ -224,7 +224,7 @@ def _write_records(
             lines = "".join(map(json_line, scrubbed(gathered)))
             write_atomically(folder / "records.jsonl", lines, private)
 
-    writer.put("the held-out run's record", write)
+    writer.put("the evaluation's record", write)
 
 
 def _record(

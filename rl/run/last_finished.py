@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     State = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
-PATIENCE_S = 30.0
-"""Limit for telling the other ranks that this rank ends, if it has saved alone."""
-LONG_PATIENCE_S = 1800.0
+TIMEOUT_S = 30.0
+"""Limit for reporting to the other ranks that this rank ends, if it has saved alone."""
+LONG_TIMEOUT_S = 1800.0
 """The same limit if the save needs all ranks, which may be waiting for judge verdicts."""
 
 
@@ -50,7 +50,7 @@ class LastFinished:
         self._policy = policy
         self._config = config
         self._dist = dist
-        self._held = learner.state_bytes <= HELD_STATE_GB * 1e9
+        self._keeps_state = learner.state_bytes <= HELD_STATE_GB * 1e9
         self._finished: _Finished | None = None
 
     @property
@@ -64,12 +64,12 @@ class LastFinished:
     def note(self, done: int, metrics: Mapping[str, float]) -> None:
         """Note that `done` iterations are applied and synced. Collective."""
         rng_by_rank = self._dist.gather(rng_state())
-        state = self._learner.state(on_all_ranks=True) if self._held else None
+        state = self._learner.state(on_all_ranks=True) if self._keeps_state else None
         # A single assignment, because the signal handler's thread may read it at any time.
         self._finished = _Finished(done, self._learner.version, rng_by_rank, metrics, state)
 
-    def held(self) -> ResumePoint | None:
-        """What this rank can save alone; None before the first one or if it is too large. Local."""
+    def in_memory(self) -> ResumePoint | None:
+        """The state in host memory; None before the first iteration, or if too large. Local."""
         finished = self._finished
         if finished is None or finished.state is None:
             return None
@@ -82,11 +82,11 @@ class LastFinished:
         return self._finished.version == self._learner.version
 
     def read(self) -> ResumePoint | None:
-        """As `held`, for any size, but on rank 0 only, else None. Needs `is_live`. Collective."""
+        """The state, of any size, on rank 0; None on others. Requires `is_live`. Collective."""
         assert self._finished is not None
-        if (point := self.held()) is not None:
+        if (point := self.in_memory()) is not None:
             return point if self._dist.is_main else None
-        assert self.is_live(), "the weights are no finished iteration's any more"
+        assert self.is_live(), "the weights no longer belong to a finished iteration"
         state = self._learner.state()
         return self._point(self._finished, state) if self._dist.is_main else None
 
@@ -108,7 +108,7 @@ def save_at_once(last: LastFinished, checkpoints: Checkpoints) -> bool:
     """Save the last finished iteration alone, on a signal, outside the main thread. Returns whether
     all finished iterations are on disk."""
     try:
-        held = last.held() if last.done else None
+        held = last.in_memory() if last.done else None
         return not last.done or (held is not None and checkpoints.save_alone(held) is not None)
     except Exception as error:
         warn(f"the finished iterations could not be saved at once: {error!r}")
@@ -122,10 +122,10 @@ def save_before_leaving(
     together if all respond. Saves nothing before the first one is finished, because a checkpoint
     would forbid config changes. Never raises: the user must see the error that ended the run."""
     try:
-        held = last.held() if last.done else None
+        held = last.in_memory() if last.done else None
         if held is not None:
             checkpoints.save_alone(held)
-        received = dist.tell(error, PATIENCE_S if held else LONG_PATIENCE_S)
+        received = dist.report_error(error, TIMEOUT_S if held else LONG_TIMEOUT_S)
         if held is not None or not last.done:
             return
         if received and dist.gather(last.is_live()) == [True] * dist.world_size:

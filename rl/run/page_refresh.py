@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.console.console import warn
-from rl.files.held import place
+from rl.files.held import current_path
 from rl.files.private import private
 from rl.text.scrub import environment_without
 
@@ -57,7 +57,7 @@ class Page:
     def _start(self, prefix: Sequence[str] = ()) -> None:
         program = [sys.executable, "-m", "rl.commands.report"]
         try:
-            command = [*prefix, *program, str(place(self._run_dir)), "--refresh"]
+            command = [*prefix, *program, str(current_path(self._run_dir)), "--refresh"]
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with open(self._log, "wb", opener=private) as log:
                 # Own session, so that Ctrl-C does not end this process, for which the run waits.
@@ -74,7 +74,7 @@ class Page:
 
     @property
     def _log(self) -> Path:
-        return place(self._run_dir) / "logs" / "report.log"
+        return current_path(self._run_dir) / "logs" / "report.log"
 
     def _end(self) -> None:
         if self._is_running() and self._process is not None:

@@ -150,7 +150,7 @@ class Run:
     def may_sample(self, sampled: int, done: int) -> bool:
         """Whether iteration `sampled` may be rolled out when `done` iterations are applied.
 
-        At most `max_staleness` ahead, and not across a checkpoint or a held-out run: a resumed run
+        At most `max_staleness` ahead, and not across a checkpoint or an evaluation: a resumed run
         has no pending rollout there, so an uninterrupted run must not have one either.
         """
         if sampled == done:
@@ -209,7 +209,7 @@ class Run:
         self.checkpointing.save(final=True)
         self.checkpointing.publish(done, self.recording.last_metrics, final=True)
         console = self.recording.console
-        console.say(f"stopped after {done} iterations; the same command goes on from here")
+        console.say(f"stopped after {done} iterations; the same command resumes from here")
 
     def save_before_leaving(self, error: BaseException) -> None:
         """Save the last finished iteration when an error ends the run."""

@@ -33,7 +33,7 @@ Rewards = Mapping[str, float | None]
 """Arm ('stock', its variants, and arms of fixed words) -> reward; None if it is not graded yet."""
 FixedArm = tuple[Sequence[Completion | None], Sequence[Episode | None]]
 """(words that training does not change, their episodes under the current weights), _P each."""
-Weights = Callable[[], AbstractContextManager[None]]
+SetWeights = Callable[[], AbstractContextManager[None]]
 
 NUM_FIXED_SAMPLES = 8
 """Number of held-out samples, over all ranks, whose words' states are compared. Each takes two
@@ -66,7 +66,7 @@ class Stock:
             self._settings += f" {sampling}"
 
     @property
-    def _untrained(self) -> Weights | None:
+    def _untrained(self) -> SetWeights | None:
         """The weights before training; None if they are gone. Full fine-tuning has them only before
         its first step: later they need a second model in memory, which ZeRO-3 has no space for."""
         policy = self._context.policy
@@ -165,7 +165,7 @@ class Stock:
         return {"key": key, "id": sample.id, "rewards": rewards, "files": files}
 
     def _write(self, path: Path, content: str | bytes) -> None:
-        """Write now, not in the background, because the next held-out run reads the file."""
+        """Write now, not in the background, because the next evaluation reads the file."""
         write = partial(write_atomically, path, content, private)
         retry_until_space(write, self._folder, path.name)
 
@@ -211,7 +211,7 @@ def word_states(
     prompts_P: Sequence[Prompt],
     words_P: Sequence[Completion],
     dist: Dist,
-    weights: Weights = nullcontext,
+    weights: SetWeights = nullcontext,
 ) -> list[torch.Tensor | None]:
     """_P of [T, D] on the CPU, in the policy's dtype: the states that the renderer would read at
     the tokens of `words_P`; None if it would read none. Collective."""

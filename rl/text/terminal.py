@@ -36,7 +36,7 @@ def open_closed_streams() -> None:
 
 def plain(text: str) -> str:
     """`text` without secrets and terminal control sequences; newlines and tabs stay."""
-    return printable(scrub(text), but="\n\t")
+    return printable(scrub(text), keep="\n\t")
 
 
 def wrapped(stream: TextIO) -> TextIO:

@@ -71,8 +71,8 @@ def test_ratios_are_medians_of_the_ratios_of_each_round() -> None:
     assert f"| {OURS} | 1.00 |  | 4.0 |  |" in table
     assert "| policy side | 9.00 / 30.0 | 4.00 / 6.0 | 1.00 / 4.0 |" in table
     assert report.lead(record) == (
-        f"Beside {PREFIXES}, the policy side takes 1.5x fewer FLOPs and 4.0x (2.0 to 4.0) fewer "
-        f"CPU seconds. (FLOPs: 7.5x than {STOCK}.)"
+        f"Compared with {PREFIXES}, the policy side takes 1.5x fewer FLOPs and 4.0x (2.0 to 4.0) "
+        f"fewer CPU seconds. (FLOPs: 7.5x fewer than {STOCK}.)"
     )
 
 

@@ -145,7 +145,7 @@ def test_a_kill_in_the_middle_of_a_save(harness: Harness) -> None:
     with Judge() as judge:
         row = saves.Saves(harness, judge).try_kill(saves.Kill(0, "half", SEAL))
     assert not row.problem, row
-    assert row.operation == SEAL and ".tmp-step 3" in row.left, row
+    assert row.operation == SEAL and ".tmp-step 3" in row.disk, row
     assert row.resumed == "from 2"
 
 

@@ -272,7 +272,7 @@ def test_shared_base_weights_are_counted_once() -> None:
     assert two is not None and one is not None
     assert gb(one, "policy weights") == pytest.approx(0.68 * 2)
     assert two.peak_gb - one.peak_gb == pytest.approx((8.29 - 0.68) * 2) == pytest.approx(15.22)
-    assert "the engine stays" in residency_line(one, 80)
+    assert "the engine stays resident" in residency_line(one, 80)
     # At the start there are two copies and no renderer: 2 + 6 + half of the GPU.
     engine = replace(ENGINE, shared_gb=6, residency="resident")
     alone = plan(replace(SIZES, frozen=(), engine=engine), 100)

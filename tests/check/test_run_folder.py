@@ -132,10 +132,10 @@ def test_a_pipe_in_the_place_of_a_file_never_blocks(tmp_path: Path, name: str) -
     pipe = tmp_path / "run" / name
     pipe.parent.mkdir(parents=True)
     os.mkfifo(pipe)
-    assert_refused(pipe, "no ordinary file ... remove")
+    assert_refused(pipe, "not an ordinary file ... remove")
     for flags in (os.O_WRONLY, os.O_RDWR):
         for opener in (no_links, private):
-            with pytest.raises(OSError, match="no ordinary file"):
+            with pytest.raises(OSError, match="not an ordinary file"):
                 opener(str(pipe), flags | os.O_CREAT | os.O_APPEND)
 
 

@@ -38,7 +38,7 @@ def test_the_built_in_set_is_large_and_balanced() -> None:
         assert prompts.Prompts.count(config(split=split)) == len(part) == 8 * per_category
         assert prompts.Prompts.problems(config(split=split), RULES) == []
         assert set(Counter(sample.category for sample in part).values()) == {per_category}
-        # The first 8 have one prompt of each category, so a short held-out run is balanced.
+        # The first 8 have one prompt of each category, so a short evaluation is balanced.
         assert {sample.category for sample in part[:8]} == categories
         assert all(sample.source is None and sample.reference is None for sample in part)
     assert prompts.Prompts.provides(config()) == frozenset()

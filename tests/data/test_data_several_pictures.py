@@ -93,7 +93,7 @@ BAD: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "empty": ({"images": []}, ["source picture ('images'): holds [], not a picture"]),
     "null": ({"images": None}, ["source picture ('images'): holds None, not a picture"]),
     "none": ({}, ["has no 'image'; it has"]),
-    "four": ({"images": ["a.png"] * 4}, ["has 4 source pictures, where this run reads 3", "drop"]),
+    "four": ({"images": ["a.png"] * 4}, ["has 4 source pictures, but this run accepts 3", "drop"]),
 }
 
 
@@ -183,5 +183,5 @@ def test_pictures_of_a_data_set_may_be_listed_and_nested(
     )
     assert hf_dataset.HfDataset.problems(config, RowRules()) == []
     assert colours(hf_dataset.HfDataset(config, RowRules())[0]) == [COLOURS["b"], COLOURS["c"]]
-    with pytest.raises(BadRowError, match="2 source pictures, where this run reads 1"):
+    with pytest.raises(BadRowError, match="2 source pictures, but this run accepts 1"):
         hf_dataset.HfDataset(config, RowRules(max_pictures=1))

@@ -233,7 +233,7 @@ def test_only_words_equal_the_words_of_a_whole_edit(
         note, other = (json.loads(file.read_text()) for file in (whole, out / "words" / whole.name))
         assert other["words"] == note["words"] and other["failure"] is None
         assert [file.name for file in (out / "words").iterdir()] == [whole.name]
-    with pytest.raises(SystemExit, match="no --only-words"):
+    with pytest.raises(SystemExit, match="picture itself, not words"):
         edit.main(["--run", str(runs("tiny_earl")), "--only-words", "--out", str(tmp_path), "red"])
 
 

@@ -37,7 +37,7 @@ def test_the_memory_plan_decides_and_prints_why(monkeypatch, capsys, gpu_gb, sta
     has_room, claim = plan(monkeypatch, gpu_gb)
     assert has_room == stays
     printed = capsys.readouterr().out
-    assert ("may stay" if stays else "has to sleep") in printed and f"of {gpu_gb:g}" in printed
+    assert ("can stay" if stays else "has to sleep") in printed and f"of {gpu_gb:g}" in printed
     # 16 completions of 2304 tokens of 57 344 B, and one block.
     assert claim.cache_bytes == (16 * 2304 + 16) * 57_344
     assert claim.share == pytest.approx(21.63 / gpu_gb, abs=1e-3)

@@ -51,7 +51,7 @@ def test_several_addresses_as_list_text_or_file(value: str | list[str], tmp_path
     items = [value] if isinstance(value, str) else value
     items = [item.replace("FILE", str(file)) for item in items]
     assert resolve_api_bases(items[0] if isinstance(value, str) else items) == (A, B)
-    with pytest.raises(ValueError, match=r"2 places.* drop start_command"):
+    with pytest.raises(ValueError, match=r"2 addresses.* drop start_command"):
         resolve_api_base(items[0] if isinstance(value, str) else items)
 
 
@@ -119,8 +119,8 @@ def test_a_file_without_an_address_is_refused(content: str, reason: str, tmp_pat
     ("key", "reason"),
     [
         ("", "export MY_JUDGE="),
-        ("sk-one\nsk-two", "whose value no HTTP header takes"),
-        ("sk-\u201cquoted\u201d", "whose value no HTTP header takes"),
+        ("sk-one\nsk-two", "not valid in an HTTP header"),
+        ("sk-\u201cquoted\u201d", "not valid in an HTTP header"),
         ("abc", "fewer than 8"),
         ("sk-1234", "fewer than 8"),
     ],

@@ -1,4 +1,4 @@
-"""ZeRO-3 on two ranks with different work: results equal one process; a hang times out."""
+"""ZeRO-3 on two ranks with unequal work gives the results of one process, without a hang."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rl.ranks.dist import Dist
 pytestmark = pytest.mark.slow
 
 SHORT, LONG = 3, 40
-"""Tokens per completion; a micro-batch has three: 5 chunks on one rank and 60 on the other."""
+"""Tokens per completion; three completions have 5 chunks on one rank and 60 on the other."""
 ONE_GROUP = 250
 """A token budget that fits one group."""
 
@@ -74,7 +74,7 @@ def policy_of(folder: str, full: bool) -> Any:
 
 
 def learner_of(policy: Any, dist: Dist, full: bool, **optimizer: Any) -> Learner:
-    """Trains LoRA with a reference, or all weights, the head included."""
+    """A learner of LoRA with a KL term or, if `full`, of all weights, the head included."""
     settings = {"max_tokens_per_micro_batch": ONE_GROUP, "adam_eps": ADAM_EPS, **optimizer}
     config = make_config({} if full else {"kl_coeff": 0.1}, **settings)
     return Learner(policy, config, dist, NUM_ITERATIONS)

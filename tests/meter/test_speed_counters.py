@@ -69,13 +69,13 @@ def pictures_prepared(processor: Any) -> list[int]:
 def negative_prompts(policy: Any) -> list[Any]:
     """A list that receives every negative prompt that the policy builds from now on."""
     prompts: list[Any] = []
-    build = policy.prompts.other_words
+    build = policy.prompts.with_instruction
 
     def recording_build(*arguments: Any) -> Any:
         prompts.append(build(*arguments))
         return prompts[-1]
 
-    policy.prompts.other_words = recording_build
+    policy.prompts.with_instruction = recording_build
     return prompts
 
 

@@ -73,7 +73,7 @@ def test_negatives_and_base_states_are_pre_norm_too(folder: str) -> None:
     [expected] = act(untrained, rows)
     assert apart(action.payload.embeds, expected.payload.embeds) <= NATS
     with policy.reference(), torch.no_grad():
-        negative = policy.prompts.other_words(rows[0][0], " ")
+        negative = policy.prompts.with_instruction(rows[0][0], " ")
         states, _ = padded_reference.qwen_row(policy, negative, ())
     kept = states[negative.num_dropped_tokens :]
     assert (action.payload.negative_embeds - kept).norm() <= 1e-6 * kept.norm()

@@ -14,7 +14,7 @@ import torch
 from rl import simple_launch
 from rl.ranks import endings
 from rl.ranks.endings import Ending, Failure
-from rl.ranks.error_messages import is_machines
+from rl.ranks.error_messages import is_machine_error
 
 KILLED = Ending(137, "rank 1 was killed by SIGKILL", True, ("rank 1 failed: killed by SIGKILL",))
 HUNG = Ending(124, "rank 1 hung", True)
@@ -42,7 +42,7 @@ STOPPED = Ending(143, "", True, ("stopped by SIGTERM",), asked=True)
 def test_errors_of_the_machine_are_distinguished_from_errors_of_the_program(
     error: Exception, by_machine: bool
 ) -> None:
-    assert is_machines(error) == by_machine
+    assert is_machine_error(error) == by_machine
 
 
 def write_notes(folder: Path, notes: dict[int, dict[str, object]]) -> Path:

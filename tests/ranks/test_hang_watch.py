@@ -157,7 +157,7 @@ def test_a_hanging_rank_is_named_and_ended_but_not_a_waiting_one(
     assert ranks.ended == expected, "hung too long, without waiting for another node"
 
     for process in ranks.processes.values():
-        process.send_signal(heartbeat.ASKS_STACKS)
+        process.send_signal(heartbeat.STACKS_SIGNAL)
         process.send_signal(signal.SIGCONT)
     ranks.look(2.0)
     for way, log in ranks.logs.items():

@@ -55,7 +55,7 @@ def test_two_ranks_get_the_same_results():
         "broadcast": {"from": 0},
         "gather": ["r0", "r1"],
         "reduce": {"a": (4.0 + 3 * 1.0) / 4, "b": 1.0},
-        "ragged": "ranks brought [1, 2] numbers to one sum",
+        "ragged": "ranks sum different numbers of values: [1, 2]",
     }
 
 
@@ -108,6 +108,6 @@ def test_a_missing_cuda_device_is_named(monkeypatch, num_devices):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
-    message = rf"cuda:1 but this machine shows {num_devices} CUDA devices"
+    message = rf"cuda:1, but this machine has {num_devices} CUDA devices"
     with pytest.raises(ValueError, match=message):
         Dist.from_env("cuda:1")

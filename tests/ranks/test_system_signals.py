@@ -57,7 +57,7 @@ def ends_by_default(signum: int) -> bool:
 def test_every_signal_that_ends_a_process_lets_a_run_save_except_crashes():
     pausing = {signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
     ending = set(filter(ends_by_default, signal.valid_signals() - pausing - {signal.SIGKILL}))
-    others = CRASHES | IGNORED_BY_PYTHON | {heartbeat.ASKS_STACKS}
+    others = CRASHES | IGNORED_BY_PYTHON | {heartbeat.STACKS_SIGNAL}
     assert set(signals.STOP_SIGNALS) == ending - others
 
 
@@ -66,7 +66,7 @@ def test_a_signal_lets_the_run_save_and_exit(signum):
     process = start_rank(echo_s=0, save_s=0.2)
     process.send_signal(signum)
     assert process.stdout.readline() == "saving\n"
-    if signum not in signals.INSISTS:
+    if signum not in signals.END_IF_REPEATED:
         process.send_signal(signum)  # the kernel repeats SIGXCPU every second
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stdout) == (0, "saved\n")

@@ -118,7 +118,7 @@ def test_a_stop_while_the_disk_is_full_keeps_the_older_checkpoints(
     checkpoints = Checkpoints(disk / "run", CheckpointConfig(), Dist())
     assert checkpoints.save_alone(point(1)) is not None
     fill(disk)
-    threading.Timer(0.3, lambda: monkeypatch.setitem(signals._heard, 15, 1.0)).start()
+    threading.Timer(0.3, lambda: monkeypatch.setitem(signals._received_s, 15, 1.0)).start()
     assert checkpoints.save_alone(point(2)) is None
     assert [path.name for path in (disk / "run/checkpoints").iterdir()] == ["step_000001"]
     message = capsys.readouterr().err.splitlines()[-1]

@@ -207,7 +207,7 @@ def test_files_that_a_user_put_into_a_checkpoint_are_never_deleted(tmp_path, cap
     messages = capfd.readouterr().err
     kept = [f"step_{n:06d}" for n in (*range(1, len(changes) + 1), 10, 11)]
     assert names_in(tmp_path) == kept
-    assert all(messages.count(f"{name} stays: ") == 1 for name in kept[:-2])
+    assert all(messages.count(f"{name} is not pruned: ") == 1 for name in kept[:-2])
     # Also if the iteration is repeated.
     mine = folder / "step_000001/model/notes.txt"
     _lose_manifest(mine.parents[1])
@@ -293,7 +293,7 @@ def die_in_a_save(folder: Path, stage: str) -> None:
     checkpoints = checkpoints_in(folder)
     save(checkpoints, 1)
     if stage == "manifest":
-        checkpoint._seal = die
+        checkpoint._write_manifest = die
     elif stage == "rename":
         Path.rename = die
     save(checkpoints, 2, write_model=die if stage == "model" else None)

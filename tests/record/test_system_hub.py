@@ -116,7 +116,7 @@ def test_training_and_pruning_continue_during_a_push(tmp_path, remote, capfd):
     assert kept == ["step_000060", "step_000080"]
 
 
-def test_a_push_that_fails_is_one_warning(tmp_path, monkeypatch, capfd):
+def test_a_failed_push_logs_one_warning(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
     # Uses the real client; the tests run with HF_HUB_OFFLINE=1.
     checkpoints = checkpoints_in(tmp_path)

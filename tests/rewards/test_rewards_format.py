@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pydantic import ValidationError
-from tiny_rewards import read
+from tiny_rewards import grade_of
 
 from rl.rewards import format as plugin
 
@@ -20,7 +20,7 @@ GOOD = "<think>two and two</think><answer>4</answer>"
     ],
 )
 def test_the_required_form_scores_1(text: str) -> None:
-    assert read(plugin, text).value == 1.0
+    assert grade_of(plugin, text).value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -48,17 +48,17 @@ def test_the_required_form_scores_1(text: str) -> None:
     ],
 )
 def test_any_other_form_scores_0(text: str) -> None:
-    grade = read(plugin, text)
+    grade = grade_of(plugin, text)
     assert grade.value == 0.0 and grade.failure is None
 
 
 def test_the_tags_are_configurable() -> None:
     text = "<plan>two</plan><final>4</final>"
-    assert read(plugin, text, think_tag="plan", answer_tag="final").value == 1.0
-    assert read(plugin, text).value == 0.0
+    assert grade_of(plugin, text, think_tag="plan", answer_tag="final").value == 1.0
+    assert grade_of(plugin, text).value == 0.0
     with pytest.raises(ValidationError, match="think_tag"):
         plugin.Config(think_tag="<think>")
 
 
 def test_a_hostile_completion_is_read_in_linear_time() -> None:
-    assert read(plugin, "<think>" * 100_000 + "</think>" * 100_000).value == 0.0
+    assert grade_of(plugin, "<think>" * 100_000 + "</think>" * 100_000).value == 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny_rewards import read
+from tiny_rewards import grade_of
 
 from rl.rewards import prompt_quality
 
@@ -31,7 +31,7 @@ RABBIT = "a purple rabbit eating carrots"
     ],
 )
 def test_the_points_are_counted(original: str, enhanced: str, points: tuple[float, ...]) -> None:
-    grade = read(prompt_quality, enhanced, instruction=original)
+    grade = grade_of(prompt_quality, enhanced, instruction=original)
     names = ("length", "keywords_kept", "new_details", "quality_words", "structure")
     expected = dict(zip(names, points, strict=True))
     assert grade.parts == pytest.approx({**expected, "total_0_5": sum(points)})
@@ -46,5 +46,5 @@ def test_case_and_punctuation_do_not_matter_and_other_alphabets_work() -> None:
 
 def test_prompt_quality_is_not_in_the_final_reward_by_default() -> None:
     assert prompt_quality.PromptQuality.diagnostic
-    parts = read(prompt_quality, LONG, instruction=CAT).parts
+    parts = grade_of(prompt_quality, LONG, instruction=CAT).parts
     assert set(parts) - {"total_0_5"} == prompt_quality.PromptQuality.unit_parts

@@ -337,7 +337,7 @@ def test_a_run_that_is_asked_to_stop_collects_no_more_rollouts(
     assert [e.status for e in group.episodes] == [Status.SCORED, Status.UNGRADED]
     assert group.sequences == [None, None], "one graded, no spread"
     late = start(run, "ab", "cd")
-    monkeypatch.setitem(signals._heard, 15, 0.0)
+    monkeypatch.setitem(signals._received_s, 15, 0.0)
     with pytest.raises(Interrupted):
         list(run.graded_groups(late))
     with pytest.raises(Interrupted):

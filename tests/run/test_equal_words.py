@@ -1,4 +1,4 @@
-"""A held-out run raises or warns if two arms with equal words have unequal rewards."""
+"""An evaluation raises or warns if two arms with equal words have unequal rewards."""
 
 from __future__ import annotations
 

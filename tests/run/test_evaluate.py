@@ -1,4 +1,4 @@
-"""The held-out run has its own sampling parameters, and works on ranks with unequal shares."""
+"""The evaluation has its own sampling parameters, and works on ranks with unequal shares."""
 
 from __future__ import annotations
 

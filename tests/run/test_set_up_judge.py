@@ -40,7 +40,7 @@ def open_run(folder: Path, judge: FaultyJudge) -> None:
 def test_an_unreadable_judge_is_an_error_before_models_are_loaded(tmp_path: Path) -> None:
     with (
         FaultyJudge(after=Fault(reply="A lovely picture.")) as judge,
-        pytest.raises(JudgeError, match=r"^rewards\.viescore: .* it said: A lovely picture\."),
+        pytest.raises(JudgeError, match=r"^rewards\.viescore: .* its reply: A lovely picture\."),
     ):
         open_run(tmp_path, judge)
     assert len(judge.requests) == 2

@@ -113,7 +113,7 @@ def context(make: Make) -> RolloutContext:
 
 
 def held_out(context: RolloutContext, run_dir: Path, iteration: int) -> dict[str, float]:
-    """Makes a held-out run and returns its metrics."""
+    """Makes an evaluation and returns its metrics."""
     engine = Writes(context.policy.encode_completion(WRITTEN))
     with BackgroundWriter(run_dir) as writer:
         metrics = evaluate(

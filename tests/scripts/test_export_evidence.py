@@ -49,7 +49,7 @@ def test_evidence_is_of_the_exported_iteration_and_not_of_later_ones(run_dir: Pa
     assert bare.num_samples == 4 and bare.old == 0.25 and bare.new == pytest.approx(0.6)
     assert [sample.instruction for sample in evidence.samples] == [f"ask {i}" for i in range(4)]
     assert evidence.samples[2].rewards == (None, 0.8)
-    assert gather(run_dir, 7, run_dir / "none", True) is None, "only one held-out run by then"
+    assert gather(run_dir, 7, run_dir / "none", True) is None, "only one evaluation by then"
 
 
 def test_pictures_are_resized_and_written_beside_the_card(run_dir: Path) -> None:

@@ -23,7 +23,7 @@ from rl.api.engine import EngineSetup
 from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import Prompt, Sample, SamplingParams
-from rl.checkpoints.checkpoint import _seal, model_folder
+from rl.checkpoints.checkpoint import _write_manifest, model_folder
 from rl.commands import export
 from rl.engines.transformers import TransformersEngine
 from rl.engines.vllm import vllm as vllm_engine
@@ -88,7 +88,7 @@ def checkpoint(folder: Path, policy: Any, section: Mapping[str, Any], **config: 
     policy.save_pretrained(str(step / "model"), trained(policy))
     state = {"iteration": 2, "meta": {"config": {"policy": dict(section), **config}}}
     (step / "state.json").write_text(json.dumps(state))
-    _seal(step)
+    _write_manifest(step)
     damaged = shutil.copytree(step, step.parent / "step_000004")
     next((damaged / "model").glob("*config.json")).unlink()
     return folder / "run"
@@ -117,7 +117,7 @@ def test_a_merged_adapter_generates_what_the_policy_did(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_an_exported_folder_processes_pictures_and_chats_as_the_run_did(tmp_path: Path) -> None:
+def test_an_exported_folder_has_the_processor_and_chat_template_of_the_run(tmp_path: Path) -> None:
     section = {**SECTION, "image_max_pixels": 48 * 48}
     policy = make_policy(section)
     gpu_section = {**section, "attn_implementation": "varlen"}  # works only on a GPU
@@ -265,7 +265,7 @@ def test_an_impossible_export_is_refused_with_its_cause(tmp_path: Path) -> None:
     ):
         assert names(refusal(str(run), target, "--checkpoint", which), why)
     for renderer, keys, why in (
-        ({"type": "sd3"}, {}, "renderer 'sd3' is no editor's"),
+        ({"type": "sd3"}, {}, "renderer 'sd3' is not"),
         ({"type": "qwen_image_edit"}, {"conditioning": "base"}, "untrained states"),
     ):
         section = {**SECTION, **keys}

@@ -24,7 +24,7 @@ from rl.config.schema import CheckpointConfig
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import rng_state
 from rl.record.run_record import RunRecord
-from rl.record.run_summary import LOCKS, look
+from rl.record.run_summary import LOCKS, summarise
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,18 +96,18 @@ def test_runs_are_listed_newest_first_with_progress_rewards_and_sizes(
     assert "1 run in " in capsys.readouterr().out
     (run / "elsewhere").symlink_to("/usr")
     files = [path for path in run.rglob("*") if path.is_file() and not path.is_symlink()]
-    assert look(run).num_bytes == sum(path.stat().st_size for path in files)
+    assert summarise(run).num_bytes == sum(path.stat().st_size for path in files)
 
 
 def test_a_run_that_trains_or_saves_is_listed_as_running(tmp_path: Path, capsys) -> None:
     for name, lock in (("loops", ".lock"), ("saves", ".saving.lock"), ("idle", "other.lock")):
         held = FileLock(make_run(tmp_path / name) / lock)
         held.acquire()
-        assert look(tmp_path / name).is_running == (name != "idle")
+        assert summarise(tmp_path / name).is_running == (name != "idle")
         main([str(tmp_path)])
         assert ("RUNNING; sd3" in capsys.readouterr().out) == (name != "idle")
         held.release()
-        assert not look(tmp_path / name).is_running
+        assert not summarise(tmp_path / name).is_running
 
 
 def test_damaged_runs_newer_formats_and_other_folders_are_named(tmp_path: Path, capsys) -> None:
@@ -169,8 +169,8 @@ def test_listing_runs_needs_no_training_packages(tmp_path: Path) -> None:
 
 def test_reports_and_locks_do_not_change_the_time_of_the_last_write(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", age_h=50)
-    before_s = look(run_dir).written_s
+    before_s = summarise(run_dir).written_s
     (run_dir / "report/data").mkdir(parents=True)
     for name in ("report/data/it_000001.js", *LOCKS):
         (run_dir / name).touch()
-    assert look(run_dir).written_s == before_s
+    assert summarise(run_dir).written_s == before_s

@@ -1,4 +1,4 @@
-"""The tiny world's picture codes are one-to-one, and the shipped Emu3 and VQ use them."""
+"""Each picture code of the tiny world is one block of pixels, also for its Emu3 and VQ weights."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def codec():
 
 
 @pytest.mark.slow
-def test_decoded_edits_get_nearly_full_marks_from_the_judge(codec) -> None:
-    marks = []
+def test_decoded_edits_get_nearly_the_best_score_from_the_judge(codec) -> None:
+    scores = []
     for scene, task in examples(24, seed=3):
         edited = scenes.apply(scene, task.op)
         grids = np.stack([token_scenes.encode(s) for s in (scene, edited)])
         pixels = codec.decode_tensor(torch.as_tensor(grids).long())
         before, after = codec.to_pictures(pixels)
         semantics = min(grade_semantics(before, after, task.instruction))
-        marks.append(math.sqrt(semantics * min(grade_perception(after))))
-    assert np.mean(marks) > 9.3 and min(marks) > 7, marks
+        scores.append(math.sqrt(semantics * min(grade_perception(after))))
+    assert np.mean(scores) > 9.3 and min(scores) > 7, scores
 
 
 def test_the_encoder_gives_the_codes_of_drawn_scenes(codec) -> None:

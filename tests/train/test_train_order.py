@@ -82,7 +82,7 @@ def run(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_on_policy_each_rollout_is_learnt_from_before_the_next(run: Run, calls: list[str]) -> None:
     run.config = run_config()
     train.train(run)
-    assert calls[:3] == ["sync", *RECORD[-2:]], "the held-out run before training"
+    assert calls[:3] == ["sync", *RECORD[-2:]], "the evaluation before training"
     assert calls[3:] == 2 * [*ROLL_OUT, *LEARN, *RECORD]
 
 

@@ -13,7 +13,7 @@ from tiny_loop import assert_same_run, episodes_of, metrics_of
 from tiny_messages import names
 from tiny_weight_files import displace
 
-from rl.checkpoints.checkpoint import _seal
+from rl.checkpoints.checkpoint import _write_manifest
 from rl.run.metric_table import doc_of
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def test_two_runs_are_equal_to_the_last_byte(
     ("where", "count"),
     [
         pytest.param(tiny_loop.STEP, "3", id="middle-of-an-iteration"),
-        pytest.param("rl.checkpoints.checkpoint:_seal", "2", id="middle-of-a-save"),
+        pytest.param("rl.checkpoints.checkpoint:_write_manifest", "2", id="middle-of-a-save"),
     ],
 )
 def test_a_run_killed_by_kill_9_resumes_exactly(
@@ -117,7 +117,7 @@ def as_the_last_release_left_it(run_dir: Path) -> None:
     (checkpoint / "state.json").write_text(json.dumps(state))
     (run_dir / "config.json").write_text(json.dumps(written))
     (checkpoint / "manifest.json").unlink()
-    _seal(checkpoint)
+    _write_manifest(checkpoint)
 
 
 def test_a_run_of_the_last_release_is_resumed_exactly(
@@ -154,7 +154,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(
 
 @pytest.mark.parametrize(
     ("count", "done"),
-    # The held-out run before training renders three times: completions, references, the stock arm.
+    # The evaluation before training renders three times: completions, references, the stock arm.
     [pytest.param("4", 0, id="first-iteration"), pytest.param("6", 2, id="third-iteration")],
 )
 def test_sigterm_in_a_rollout_saves_at_once_and_the_run_resumes_exactly(

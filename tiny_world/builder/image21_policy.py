@@ -153,7 +153,7 @@ def _question(rng: random.Random, scenes: Sequence[Scene]) -> tuple[str, str]:
 
 def quarters_of(description: str, scene: Scene) -> list[int]:
     """For each word and full stop the quarter of the shape that its sentence has named so far: 0 to
-    3, NOWHERE, or -1 before the name. Empty if the text is no description."""
+    3, NOWHERE, or -1 before the name. Empty if the text is not a description."""
     quarters = []
     for sentence in description.split(".")[:-1]:
         words = sentence.split()

@@ -49,7 +49,7 @@ def locate(value: Any, folder: Path) -> Path | bytes:
 
 
 def check_header(located: Path | bytes, max_side_px: int) -> None:
-    """Raise UnusableError for a file that is no picture or has an absurd size, without decoding it.
+    """Raise UnusableError for a file that is not a picture or has an absurd size; decode nothing.
 
     Takes about 0.3 ms. A truncated or corrupt body passes; `decode` finds it.
     """

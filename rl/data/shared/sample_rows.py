@@ -25,9 +25,9 @@ from rl.text.untrusted import excerpt
 PictureCheck = Literal["exists", "header", "pixels"]
 MAX_PROBLEMS_SHOWN = 10
 MAX_SHOWN = 500
-"""Most characters of one problem's message: it may quote a path or key of any length."""
+"""Limit of characters of one problem's message: it may quote a path or key of any length."""
 MAX_ORIGIN = 40
-"""Most characters of the rows' origin on a line of progress."""
+"""Limit of characters of the rows' origin on a line of progress."""
 UsePicture = Callable[[Path | bytes, int], Any]
 """(a picture's path or bytes, largest side in px) -> the decoded picture; None from a check."""
 _CHECKS: dict[PictureCheck, UsePicture] = {
@@ -243,7 +243,7 @@ class Rows:
         max_pictures = self.rules.max_pictures
         if max_pictures is not None and len(cells) > max_pictures:
             raise UnusableError(
-                f"has {len(cells)} source pictures, where this run reads {max_pictures or 'none'}; "
+                f"has {len(cells)} source pictures, but this run accepts {max_pictures or 'none'}; "
                 f"{self.rules.pictures_remedy}"
             )
 

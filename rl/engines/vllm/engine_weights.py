@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 ADAPTER_ID = 1
 """vLLM's number for the policy's adapter, the only one."""
 MAX_NAMED = 8
-"""Most names that a message lists."""
+"""Limit of names that a message lists."""
 
 Lora = Mapping[str, "tuple[torch.Tensor, torch.Tensor]"]
 """Layer name -> (A [r, in], B [out, r] times alpha / r), in the engine's dtype, on its device."""

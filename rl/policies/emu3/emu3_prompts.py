@@ -188,7 +188,7 @@ def read_picture(
             rows.append([])
         else:
             rows[-1].append(token_id)
-    if not rows[-1]:  # nothing after the last end-of-row is no row
+    if not rows[-1]:  # an empty rest after the last end-of-row
         rows.pop()
     failure = _failure(rows, grid, vocabulary, cut=end is None)
     before, after = ids[: start - 1], [] if end is None else ids[end:]
@@ -204,12 +204,12 @@ def _failure(
     vocabulary: ImageVocabulary,
     cut: bool,
 ) -> str | None:
-    """Why `rows` are no picture of size `grid`; the first word is stable, for counting."""
+    """Why `rows` are not a picture of size `grid`; the first word is stable, for counting."""
     height, width = grid
     start, end = vocabulary.visual_start, vocabulary.visual_end
     num_strangers = sum(not start <= token_id < end for row in rows for token_id in row)
     if num_strangers:
-        return f"strangers: {num_strangers} tokens among the rows are no visual tokens"
+        return f"strangers: {num_strangers} tokens among the rows are not visual tokens"
     if cut and (len(rows) < height or len(rows[-1]) < width):
         return f"cut off: the completion ends in row {max(len(rows), 1)} of {height}"
     ragged = sorted({len(row) for row in rows})

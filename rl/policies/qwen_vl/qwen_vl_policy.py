@@ -306,7 +306,7 @@ class QwenVL(TrainedPolicy[Config]):
         if is_sharded(self.module):
             batches = [missing or list(prompt_of)[:1]]
         for keys in batches:
-            rows = [(self.prompts.other_words(prompt_of[key], instruction), ()) for key in keys]
+            rows = [(self.prompts.with_instruction(prompt_of[k], instruction), ()) for k in keys]
             batch, outputs = self._base_forward(rows)
             states_of |= zip(keys, self._states(rows, batch, outputs.hidden), strict=True)
         self._negatives.update(states_of)

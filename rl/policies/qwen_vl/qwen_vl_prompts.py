@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 STOP_TOKENS = ["<|im_end|>", "<|endoftext|>"]
 THINNEST = 14.3
-"""(width + height) / sqrt(area) at 200:1; the processor refuses thinner pictures."""
+"""(width + height) / sqrt(area) at an aspect of 200:1, the processor's limit."""
 
 
 class QwenPrompts:
@@ -83,7 +83,7 @@ class QwenPrompts:
         grids = inputs["image_grid_thw"].tolist() if inputs else []
         return [math.prod(grid) // merged for grid in grids]
 
-    def other_words(self, prompt: Prompt, instruction: str) -> Prompt:
+    def with_instruction(self, prompt: Prompt, instruction: str) -> Prompt:
         """The same prompt with another instruction; its pictures are not processed again."""
         return self._tokenized(prompt.sample, instruction, prompt.images, prompt.model_inputs)
 
@@ -150,9 +150,9 @@ class QwenPrompts:
             sides = THINNEST * area**0.5
             # The template may round a thin side up to a whole multiple; the processor's rounding
             # adds at most half a multiple to a side.
-            slot = self.image_processor.patch_size * self.image_processor.merge_size
-            longer = self._template.image_multiple_px + slot // 2
-            largest = min(largest, int(area + longer * sides + longer**2))
+            token_px = self.image_processor.patch_size * self.image_processor.merge_size
+            added_px = self._template.image_multiple_px + token_px // 2
+            largest = min(largest, int(area + added_px * sides + added_px**2))
         return smallest, largest
 
     def num_tokens_after(self, prompt: Prompt) -> int:

@@ -36,7 +36,7 @@ class Written:
     """The start of `text` up to the marker and the white space after it; '' without a thought."""
     num_thought_tokens: int
     """Number of tokens before the first one that holds part of the words; all of them if there
-    is no marker."""
+    is not a marker."""
     word_ids: tuple[int, ...]
     """Ids of the words and the stop token, as `Thinking._words_after` gives them."""
     failure: str | None

@@ -61,7 +61,7 @@ class DenoisingConfig(FrozenModelConfig):
     lora_weight_name: str | None = None
     """File name inside lora_path when that is a folder or hub id with several."""
     scheduler_overrides: SchedulerOverrides = SchedulerOverrides()
-    """Replaced keys of the checkpoint's scheduler config, for few-step adapters."""
+    """Values that replace keys of the checkpoint's scheduler config, for few-step adapters."""
 
 
 def fit_area(area_px: int, source_size: Size) -> Size:

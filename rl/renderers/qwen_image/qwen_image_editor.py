@@ -61,7 +61,7 @@ class QwenImageEditor(QwenImage[ConfigT]):
 
     @classmethod
     def max_pictures(cls, config: ConfigT) -> int:
-        """Most source pictures per sample."""
+        """Limit of source pictures per sample."""
         return 1
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The keys of `renderer: { type: 'qwen_image_21' }`; picture sizes and noise levels from them."""
+"""Config keys of renderer `qwen_image_21`; computes picture sizes and noise levels from them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rl.renderers.qwen_image.denoising_config import DenoisingConfig, Size, fit_
 TOKENS_PER_SLOT = 4
 """Latent tokens that replace one image token of the text encoder: 2x2 latents, 32x32 px."""
 NUM_POSITIONS = 8192
-"""Size of the rotary table: a token of text takes one, a picture as many as its longer side has
-tokens."""
+"""Size of the rotary table: a text token takes one entry, a picture as many as its longer side
+has tokens."""
 MAX_PICTURES = 100
 """The prompt numbers the pictures up to `<image100>`; no model was trained on more."""
 INDEX, SIGMAS = "model_index.json", "sample_sigmas"
@@ -29,7 +29,7 @@ class Config(DenoisingConfig):
     """Hub id, or a local folder with `transformer/`, `vae/` and `scheduler/` (safetensors)."""
     num_steps: Annotated[int, Field(ge=1, le=10_000)] = 40
     """Denoising steps, transformer forwards per picture (twice that with guidance). Fewer than the
-    checkpoint expects are an approximation: the tiny one's pictures (0..1) change by 0.0007 on
+    checkpoint expects are an approximation: the tiny model's pictures (0..1) change by 0.0007 on
     average and 0.02 at most from 20 steps to 8, by 0.0018 and 0.07 from 20 to 4."""
     sigmas: tuple[Annotated[float, Field(gt=0, le=1)], ...] | None = None
     """Noise level of each step before the shift, decreasing, without the final 0; null = those of
@@ -41,11 +41,11 @@ class Config(DenoisingConfig):
     width_px: Annotated[int, Field(ge=32, le=4096)] | None = None
     """Fixed picture width, px, multiple of 32; None = from output_area_px."""
     max_pictures: Annotated[int, Field(ge=1, le=MAX_PICTURES)] = 10
-    """Most sources per sample, and most whose keys and values a batch keeps: 2.1 GB each at
-    1024 x 1024 px. A batch with more is drawn in parts; a group's sources count once."""
+    """Limit of sources per sample, and of sources whose keys and values a batch keeps: 2.1 GB
+    each at 1024 x 1024 px. A batch with more is drawn in parts; a group's sources count once."""
 
     @model_validator(mode="after")
-    def _sigmas_fall(self) -> Config:
+    def _sigmas_decrease(self) -> Config:
         levels = self.sigmas
         if levels is not None and (not levels or list(levels) != sorted(set(levels), reverse=True)):
             raise ValueError("sigmas: at least one, each lower than the one before")
@@ -76,13 +76,13 @@ def sigmas_of_index(index: Mapping[str, Any]) -> Sequence[float] | None:
     if not isinstance(levels, list) or not all(
         isinstance(level, int | float) and 0 < level <= 1 for level in levels
     ):
-        raise ValueError(f"{INDEX}: {SIGMAS} is no list of numbers in (0, 1]")
+        raise ValueError(f"{INDEX}: {SIGMAS} is not a list of numbers in (0, 1]")
     return tuple(float(level) for level in levels)
 
 
 def wrong_steps(config: Config, sigmas: Sequence[float] | None) -> str:
     """A message if `num_steps` differs from the number of noise levels; else ''."""
-    if sigmas is None or len(sigmas) == config.num_steps:
+    if sigmas is None or (number := len(sigmas)) == config.num_steps:
         return ""
-    whose = "sigmas are" if config.sigmas is not None else f"the checkpoint's {SIGMAS} are"
-    return f"num_steps: {config.num_steps}, but {whose} {len(sigmas)}; set num_steps: {len(sigmas)}"
+    name = "sigmas" if config.sigmas is not None else f"{SIGMAS} in the checkpoint"
+    return f"num_steps: {config.num_steps}, but there are {number} {name}; set num_steps: {number}"

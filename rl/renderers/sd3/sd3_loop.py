@@ -79,8 +79,8 @@ def load_parts(config: Config, device: str) -> SD3Parts:
 
 
 class SD3Loop(DiffusionLoop[Config, str]):
-    """At stock settings equals `StableDiffusion3Pipeline` up to rounding. A job's payload is its
-    prompt. In float32 the other jobs of a batch change a picture (0..1) by 2e-6 to 4e-6."""
+    """Draws `StableDiffusion3Pipeline`'s pictures at stock settings up to rounding. A job's payload
+    is its prompt. In float32 the other jobs of a batch change a picture (0..1) by 2e-6 to 4e-6."""
 
     def __init__(self, config: Config, parts: SD3Parts) -> None:
         patch_px = LATENT_PX * parts.transformer.config.patch_size

@@ -104,7 +104,7 @@ def _compare_choices(gold: str, answer: str) -> bool | None:
         return gold_letter.upper() == letter.upper() and same_text
     if gold_letter and gold_letter.isupper():
         return bool(gold_text) and compare(gold_text, answer) is True
-    if text and not _choice(text)[0]:  # recurse once: a long 'A. A. A. ...' is no option
+    if text and not _choice(text)[0]:  # recurse once: a long 'A. A. A. ...' is not an option
         return compare(gold, text)
     return None
 
@@ -124,7 +124,7 @@ def is_formula(text: str) -> bool:
 
 
 def _has_words(text: str) -> bool:
-    """Words are no formula: a parser reads `blue` as the product b l u e, which equals `lube`."""
+    """Words are not a formula: a parser reads `blue` as the product b l u e, equal to `lube`."""
     without_names = _FUNCTION.sub(" ", _COMMAND.sub(" ", _AND.sub(" ", text)))
     return "$" in text or bool(_WORD.search(without_names))
 

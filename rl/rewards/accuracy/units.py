@@ -44,7 +44,7 @@ _POWERS = {"square ": "^2", "sq ": "^2", "sq. ": "^2", "cubic ": "^3"}
 _NO_UNITS = frozenset(
     ("hundred", "thousand", "million", "billion", "dozen", "half", "third", "quarter")
 ).union(("and", "plus", "minus", "times", "over", "not", "squared", "cubed"))
-"""Words that change the number and are no units."""
+"""Words that change the number and are not units."""
 
 _NUMBER = re.compile(
     r"""(?P<currency>[$€£¥])?\s*(?P<sign>[+-])?\s*(?P<currency2>[$€£¥])?\s*
@@ -92,7 +92,7 @@ def _number(match: re.Match[str]) -> Fraction | None:
 
 
 def _unit(text: str, has_space: bool) -> str | None:
-    """A unit in its standard form; None if the text after the number is no unit, such as `x` in
+    """A unit in its standard form; None if the text after the number is not a unit, such as `x` in
     `5x`. A unit of a single letter or of words (at most three) needs a space before it."""
     unit = text.strip().rstrip(".").replace("²", "^2").replace("³", "^3")
     unit = unit.replace("{", "").replace("}", "")

@@ -24,7 +24,7 @@ from tiny_run import run_config
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import RenderJob
 from rl.files.model_files import model_problems
-from rl.policies.shared.prompting import PICTURE as BRACKET
+from rl.policies.shared.prompting import PICTURE as PICTURE_TOKENS
 from rl.policies.shared.prompting import for_pictures
 from rl.renderers import none
 from rl.renderers.qwen_image import denoising_config
@@ -100,9 +100,9 @@ def test_editors_use_the_prompts_of_their_stock_pipelines(
     stock = tiny_editor.stock_pipeline(tiny_editor.make_stock(), pipeline)
     template = plugin.prompt_template(plugin.Config(type="x"))
     text = for_pictures(template, num_pictures).text
-    ours = text.replace("{image}", BRACKET).replace("{instruction}", "make it blue")
+    ours = text.replace("{image}", PICTURE_TOKENS).replace("{instruction}", "make it blue")
     # `_get_qwen_prompt_embeds` of Edit-Plus puts this label before every picture.
-    labels = [f"Picture {number}: {BRACKET}" for number in range(1, num_pictures + 1)]
+    labels = [f"Picture {number}: {PICTURE_TOKENS}" for number in range(1, num_pictures + 1)]
     instruction = "make it blue" if plugin is QwenImageEdit else "".join(labels) + "make it blue"
     assert ours == stock.prompt_template_encode.format(instruction)
     assert template.image_area_px == area_px
@@ -147,7 +147,7 @@ def test_a_fixed_size_overrides_the_area() -> None:
         (IMAGE_21, {"policy_image_area_px": 1024}, {}, "policy_image_area_px: 1024 ... condition"),
         (IMAGE_21, {}, {"image_max_pixels": 4096}, "policy.image_max_pixels is 4096"),
         (IMAGE_21, {}, {"image_min_pixels": None}, "65536 ... policy.image_min_pixels: 1024"),
-        (IMAGE_21, {"sigmas": (1.0, 0.5)}, {}, "num_steps: 4 ... sigmas are 2 ... num_steps: 2"),
+        (IMAGE_21, {"sigmas": (1.0, 0.5)}, {}, "num_steps: 4 ... 2 sigmas ... num_steps: 2"),
         ("sd3", {"height_px": 500}, {}, "height_px: 500 ... 16; try 496"),
         ("sd3", {"width_px": 1000}, {}, "width_px: 1000 ... 16; try 992"),
     ],
@@ -234,7 +234,7 @@ def test_sd3_activations_grow_with_guidance_and_batch_size() -> None:
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_a_loaded_checkpoint_draws_the_same_picture_as_its_parts(
+def test_a_loaded_checkpoint_draws_the_same_picture_as_the_saved_model(
     folders: dict[str, Path], name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     capfd.readouterr()
@@ -280,12 +280,12 @@ def test_a_picture_depends_only_on_its_job(name: str, guidance: dict[str, object
     alone = torch.cat([draw(name, loop, job) for job in jobs])
     assert apart(together, alone) <= PICTURE
     assert torch.equal(parts.scheduler.sigmas, sigmas_before)
-    assert apart(together[0], together[1]) > 1e-2, "other words"
-    assert apart(together[0], together[3]) > 1e-2, "other noise"
+    assert apart(together[0], together[1]) > 1e-2, "another prompt"
+    assert apart(together[0], together[3]) > 1e-2, "another noise"
 
 
 @pytest.mark.parametrize("name", [EDIT, "sd3"])
-def test_a_configured_device_overrides_the_ranks(folders: dict[str, Path], name: str) -> None:
+def test_a_device_in_the_config_overrides_the_default(folders: dict[str, Path], name: str) -> None:
     for device, expected in (("auto", "cpu"), ("meta", "meta")):
         parts = load(config_of(name, folders[name], device=device)).parts
         modules = [parts.transformer]

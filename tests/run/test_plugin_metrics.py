@@ -166,7 +166,7 @@ def test_a_metric_that_breaks_its_declaration_is_left_out_with_one_warning(
 
 
 def test_held_out_metrics_are_dropped(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plugin's error while its metrics of the held-out run are discarded is no warning either."""
+    """A plugin's error while its metrics of the evaluation are discarded is not a warning."""
 
     def evaluate(*_: object) -> Metrics:
         _ = plugins.rows[0]

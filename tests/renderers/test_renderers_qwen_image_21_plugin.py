@@ -13,7 +13,7 @@ from tiny_qwen_image_21 import references
 from tiny_run import run_config
 
 from rl.api.plugin import Resources
-from rl.policies.shared.prompting import PICTURE as BRACKET
+from rl.policies.shared.prompting import PICTURE as PICTURE_TOKENS
 from rl.policies.shared.prompting import for_pictures
 from rl.renderers.qwen_image_21.qwen_image_21 import QwenImage21
 from rl.renderers.qwen_image_21.qwen_image_21_config import Config, condition_sizes, drawn_size
@@ -57,7 +57,7 @@ def test_the_prompt_equals_that_of_the_stock_pipeline(monkeypatch, number: int) 
     pipeline._get_qwen_prompt_embeds("make it blue", references(number) or None)
     template = QwenImage21.prompt_template(make_config("x"))
     text = for_pictures(template, number).text
-    ours = text.replace("{image}", BRACKET).replace("{instruction}", "make it blue")
+    ours = text.replace("{image}", PICTURE_TOKENS).replace("{instruction}", "make it blue")
     assert [ours] == stock_prompts
     tokenizer = tiny.make_encoder()[1].tokenizer
     assert len(tokenizer(template.drop_prefix).input_ids) == pipeline._drop_idx
@@ -96,7 +96,7 @@ def test_the_memory_plan_counts_the_keys_of_the_sources() -> None:
     assert bytes_of(max_pictures=3) - bytes_of(max_pictures=2) == keys + forward
     guided = bytes_of(max_pictures=1, true_cfg_scale=2.0)
     text_keys = 512 * 32 * 2 * 4096 * 2
-    # Two rows have as many picture tokens as two passes have source tokens.
+    # Guidance doubles the rows and the sources' tokens, so that the forward doubles, too.
     assert guided - bytes_of(max_pictures=1) == keys + text_keys + forward
 
 
@@ -115,7 +115,7 @@ def test_a_few_step_checkpoint_contains_its_sigmas(folder: Path, tmp_path: Path)
     index = {"_class_name": "QwenImage21Pipeline", "sample_sigmas": levels}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     (problem,) = problems(make_config(tmp_path))
-    assert names(problem, "num_steps: 4 ... sample_sigmas are 3 ... num_steps: 3")
+    assert names(problem, "num_steps: 4 ... 3 sample_sigmas ... num_steps: 3")
     with pytest.raises(ValueError, match=r"renderer\.num_steps: 4"):
         load(make_config(tmp_path))
     assert load(make_config(tmp_path, num_steps=3)).parts.sigmas == tuple(levels)
