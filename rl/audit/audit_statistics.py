@@ -70,13 +70,9 @@ def reliability(groups: Sequence[np.ndarray]) -> float:
     return (between - within) / total if total > 1e-12 else math.nan
 
 
-def reliability_of_mean(one: float, num_readings: int) -> float:
-    """Reliability of the mean of n readings (Spearman and Brown 1910)."""
-    return num_readings * one / (1 + (num_readings - 1) * one)
-
-
 def readings_for(one: float, wanted: float) -> int | None:
-    """Fewest readings whose mean has the `wanted` reliability; None if no number has it."""
+    """Fewest readings whose mean has the `wanted` reliability, if one has the reliability `one`
+    (Spearman and Brown 1910: n = wanted (1 - one) / (one (1 - wanted))); None if no number has."""
     if not one > 0:
         return None
     return max(1, math.ceil(wanted * (1 - one) / (one * (1 - wanted)) - 1e-9))

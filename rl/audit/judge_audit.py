@@ -66,6 +66,8 @@ class RewardAudit:
     reward: str
     num_graded: int
     num_ungraded: int
+    first_failure: str
+    """Why the first of them was not graded."""
     mean_correct: float
     kinds: Sequence[Kind]
     categories: Sequence[Kind]
@@ -100,12 +102,12 @@ class AttackResult:
 
 @dataclass(frozen=True)
 class Asked:
-    """Values of all readings, with the judge's costs."""
+    """All readings of some results by one reward."""
 
     values: Mapping[tuple[int, str], tuple[float, ...]]
     """(case, kind) -> the graded readings, 0 to 1."""
-    num_ungraded: int
-    failures: Mapping[tuple[int, str], str]
+    failures: Sequence[str]
+    """Why the others were not graded."""
 
 
 def audited_rewards(resolved: Resolved) -> tuple[list[str], list[str]]:
@@ -167,12 +169,12 @@ async def ask(
             await asyncio.to_thread(reward.close)
         for key, [output] in zip(keys, outputs, strict=True):
             readings[key].append(output)
-    failed = {k: o.failure or "" for k, outputs in readings.items() for o in outputs if o.failure}
     values = {
         key: tuple(output.value for output in outputs if output.value is not None)
         for key, outputs in readings.items()
     }
-    return Asked(values, sum(o.value is None for os in readings.values() for o in os), failed)
+    everything = (output for outputs in readings.values() for output in outputs)
+    return Asked(values, [str(output.failure) for output in everything if output.value is None])
 
 
 async def audit(
@@ -221,7 +223,8 @@ def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConf
     result = RewardAudit(
         reward,
         num_graded=sum(map(len, asked.values.values())),
-        num_ungraded=asked.num_ungraded,
+        num_ungraded=len(asked.failures),
+        first_failure=next(iter(asked.failures), ""),
         mean_correct=float(np.mean(right)) if right else math.nan,
         kinds=kinds,
         categories=[_kind(name, pairs) for name, pairs in sorted(by_category.items())],
@@ -303,7 +306,8 @@ def failures(result: RewardAudit, limits: JudgeConfig) -> list[str]:
     if ungraded > limits.audit_max_ungraded or not result.num_graded:
         problems.append(
             f"{result.num_ungraded} of {num_asked} results got no usable reply, above "
-            f"judge.audit_max_ungraded={limits.audit_max_ungraded:g}"
+            f"judge.audit_max_ungraded={limits.audit_max_ungraded:g}; the first: "
+            f"{result.first_failure}"
         )
     return problems
 

@@ -61,8 +61,8 @@ def test_reliability_of_simulated_readings() -> None:
     assert statistics.reliability(groups) == pytest.approx(0.5, abs=0.03)
 
 
-def test_spearman_brown_and_its_inverse() -> None:
-    assert statistics.reliability_of_mean(0.5, 4) == pytest.approx(0.8)
+def test_readings_for_a_reliability_by_hand() -> None:
+    """The mean of 4 readings of reliability 0.5 has 4 * 0.5 / (1 + 3 * 0.5) = 0.8."""
     assert statistics.readings_for(0.5, 0.8) == 4
     assert statistics.readings_for(0.95, 0.8) == 1
     assert statistics.readings_for(0.0, 0.8) is None

@@ -1,0 +1,91 @@
+"""`judge.audit`: what a start does about its judge's audit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.judge_defects import DefectiveJudge
+from rl import build
+from rl.audit import judge_audit
+from rl.check import check_report
+from rl.config.schema import load_config
+from rl.console.console import Console
+from rl.judge.background import BackgroundLoop
+from rl.judge.client import JudgeClient, JudgeError
+from rl.publish.model_card import model_card
+from rl.ranks.dist import Dist
+from rl.report.summary import alarms
+from rl.run.judge_gate import judge_passed
+
+
+@contextmanager
+def gate(folder: Path, defect: str) -> Iterator[tuple[DefectiveJudge, object]]:
+    """A judge, and a function that passes the gate of a run which asks it."""
+    with DefectiveJudge("tiny-world-judge", defect) as judge, BackgroundLoop() as loop:
+
+        def passes(*changes: str) -> bool | None:
+            overrides = [f"base_exp_dir={folder}", "judge.max_attempts=1", *changes]
+            config = load_config("configs/quickstart.jsonnet", overrides)
+            client = JudgeClient(config.judge, judge.api_base)
+            try:
+                resolved = build.resolve(config)
+                return judge_passed(resolved, client, Dist(), loop, Console(True))
+            finally:
+                loop.submit(client.aclose()).result()
+
+        yield judge, passes
+
+
+@pytest.fixture(autouse=True)
+def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_audit, "NUM_CASES", 8)
+    monkeypatch.setattr(judge_audit, "NUM_REPEATED", 1)
+
+
+def test_required_audits_an_unknown_judge_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with gate(tmp_path, "sound") as (judge, passes):
+        assert passes("judge.audit=warn") is False
+        assert "has not been audited" in capsys.readouterr().err
+        assert passes("judge.audit=off") is None
+        assert passes() is True
+        assert "auditing the judge on 8 samples" in capsys.readouterr().out
+        judge.sound = None  # type: ignore[assignment, method-assign] # it is not asked again
+        assert passes() is True
+        assert passes("judge.audit=warn") is True
+        printed = capsys.readouterr()
+        assert "passed its audit" in printed.out and printed.err == ""
+
+
+def test_a_judge_that_fails_is_refused_or_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with gate(tmp_path, "constant") as (_, passes):
+        with pytest.raises(JudgeError, match=r"AUROC below judge\.audit_min_auroc") as refused:
+            passes()
+        assert "judge.audit: 'warn'" in str(refused.value)
+        assert passes("judge.audit=warn") is False
+        assert "failed its audit" in capsys.readouterr().err
+    config = load_config(
+        "configs/quickstart.jsonnet", [f"base_exp_dir={tmp_path}", "judge.max_attempts=1"]
+    )
+    text, code = check_report.report(config, gpu_gb=80)
+    assert code == 1 and "judge.audit: the judge failed its audit" in text
+    (tmp_path / judge_audit.FILE).write_text("{")
+    text, code = check_report.report(config, gpu_gb=80)
+    assert code == 1 and "is damaged" in text
+
+
+def test_page_and_card_say_whether_the_judge_passed() -> None:
+    for passed in (0.0, 1.0):
+        line = {"iteration": 3, "judge/audit_passed": passed}
+        assert any("audit" in text for text in alarms([line], {}, {})) == (not passed)
+        card = model_card({"run_name": "x"}, 3, line)
+        assert ("has NOT passed an audit" in card) == (not passed)
+        assert ("The judge passed an audit" in card) == bool(passed)
+    assert "audit" not in model_card({"run_name": "x"}, 3, {})
