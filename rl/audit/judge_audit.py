@@ -177,6 +177,18 @@ async def ask(
     return Asked(values, [str(output.failure) for output in everything if output.value is None])
 
 
+async def audit_all(
+    resolved: Resolved,
+    names: Sequence[str],
+    judge: Judge | None,
+    device: str,
+    cases: Sequence[Case],
+) -> list[RewardAudit]:
+    """Audit the rewards called `names`, one after the other."""
+    limits = resolved.config.judge
+    return [await audit(resolved.rewards[name], judge, device, cases, limits) for name in names]
+
+
 async def audit(
     plugin: Plugin[Reward],
     judge: Judge | None,
@@ -276,6 +288,9 @@ def _repeats(asked: Asked) -> tuple[float, float]:
 def failures(result: RewardAudit, limits: JudgeConfig) -> list[str]:
     """What is below the thresholds of `judge.audit_*`; [] if the judge passes."""
     problems = []
+    most = max((kind.num_pairs for kind in result.kinds), default=0)
+    if result.num_graded and most < MIN_PAIRS:
+        problems.append(f"at most {most} pairs of a kind, and {MIN_PAIRS} are needed to decide")
     weak = [
         k for k in result.kinds if k.num_pairs >= MIN_PAIRS and k.auroc < limits.audit_min_auroc
     ]
@@ -387,10 +402,10 @@ def entries(file: Path) -> dict[str, Any]:
     return found
 
 
-def keep(file: Path, judge_identity: Mapping[str, Any], **results: Any) -> None:
-    """Add results to the judge's entry, e.g. `audits` or `attacks`."""
-    known = entries(file)
-    key = key_of(judge_identity)
+def keep(resolved: Resolved, **results: Any) -> None:
+    """Add results to the entry of the config's judge: `audits`, `pairs` or `attacks`."""
+    file, judge_identity = file_of(resolved.config), identity(resolved)
+    known, key = entries(file), key_of(judge_identity)
     entry = {**known.get(key, {}), "judge": judge_identity, **results}
     entry["date"] = time.strftime("%Y-%m-%d %H:%M:%S%z")
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -87,7 +87,7 @@ async def _run(args: argparse.Namespace, resolved: build.Resolved) -> int:
                 raise ValueError(f"--pairs: {args.pairs} has no usable row")
         else:
             cases = shipped_cases(resolved, names, args.cases, args.seed)
-        file, identity = judge_audit.file_of(config), judge_audit.identity(resolved)
+        file = judge_audit.file_of(config)
         started = time.monotonic()
         passed = True
         if args.action == "attack":
@@ -100,19 +100,15 @@ async def _run(args: argparse.Namespace, resolved: build.Resolved) -> int:
                 print("\n".join(attack_lines(plugin.key, results, right, floor)))
                 passed &= all(result.passed for result in results)
                 attacks[name] = results
-            judge_audit.keep(file, identity, attacks=attacks)
+            judge_audit.keep(resolved, attacks=attacks)
         else:
-            audits = [
-                await judge_audit.audit(resolved.rewards[name], client, device, cases, config.judge)
-                for name in names
-            ]
+            audits = await judge_audit.audit_all(resolved, names, client, device, cases)
+            judge_audit.keep(resolved, **{"pairs" if args.pairs else "audits": audits})
             for audit in audits:
                 print("\n".join(audit_lines(audit)))
             passed = not any(audit.failures for audit in audits)
             page = file.with_suffix(".html")
             write_audit_page(page, f"Audit of {config.judge.model}", audits, cases)
-            if not args.pairs:
-                judge_audit.keep(file, identity, audits=audits)
             print(f"page: {page}")
         print(f"{_cost(client)}{time.monotonic() - started:.1f} s\nkept in: {file}")
     return 0 if passed else 1

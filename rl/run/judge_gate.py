@@ -7,7 +7,6 @@ import time
 from rl.audit import judge_audit
 from rl.audit.audit_report import audit_lines
 from rl.audit.audit_sets import shipped_cases
-from rl.audit.judge_audit import RewardAudit
 from rl.build import Resolved
 from rl.config.schema import ConfigError
 from rl.console.console import Console, duration, warn
@@ -61,18 +60,13 @@ def _audit(
     resolved: Resolved, judge: JudgeClient, names: list[str], loop: BackgroundLoop, console: Console
 ) -> None:
     """Audit the judge now, and keep the result."""
-    config, started = resolved.config, time.monotonic()
+    started = time.monotonic()
     cases = shipped_cases(resolved, names, judge_audit.NUM_CASES, seed=0)
     console.say(f"auditing the judge on {len(cases)} samples of known quality")
 
-    async def audits() -> list[RewardAudit]:
-        return [
-            await judge_audit.audit(resolved.rewards[name], judge, "cpu", cases, config.judge)
-            for name in names
-        ]
-
-    results = loop.submit(audits()).result()
-    judge_audit.keep(judge_audit.file_of(config), judge_audit.identity(resolved), audits=results)
+    audits = judge_audit.audit_all(resolved, names, judge, "cpu", cases)
+    results = loop.submit(audits).result()
+    judge_audit.keep(resolved, audits=results)
     judge.take_stats()  # these requests belong to no iteration
     for result in results:
         if result.failures:

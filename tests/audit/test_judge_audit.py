@@ -74,11 +74,14 @@ def test_attacks_find_a_judge_that_believes_writing() -> None:
 
 
 def test_the_command_keeps_its_result_by_the_judges_identity(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(judge_audit, "NUM_REPEATED", 1)
     with DefectiveJudge(MODEL, "sound") as judge:
         arguments = quickstart(tmp_path, judge.api_base)
-        assert command.main(["audit", *arguments, "--cases", "3"]) == 0
+        assert command.main(["audit", *arguments, "--cases", "2"]) == 1
+        assert "at most 2 pairs of a kind" in capsys.readouterr().out
+        assert command.main(["audit", *arguments, "--cases", "8"]) == 0
         assert command.main(["attack", *arguments, "--cases", "1"]) == 0
     printed = capsys.readouterr().out
     assert "PASS" in printed and "requests" in printed
@@ -123,7 +126,9 @@ def test_the_command_reads_labelled_pairs(
         assert "--columns: nothing for better, worse" in capsys.readouterr().err
         assert command.main([*arguments, "--columns", named.replace("bad", "nil")]) == 2
         assert "nil" in capsys.readouterr().err
-    assert not (tmp_path / "runs/judge_audit.json").exists()
+    # The gate asks for the audit, which labelled pairs do not replace.
+    [entry] = json.loads((tmp_path / "runs/judge_audit.json").read_text()).values()
+    assert "pairs" in entry and "audits" not in entry
 
 
 def test_the_command_names_what_it_cannot_audit(
