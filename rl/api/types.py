@@ -233,6 +233,15 @@ class RewardInput:
 
 
 @dataclass(frozen=True)
+class Region:
+    """A part of the rendered picture that a reward names."""
+
+    label: str
+    box: tuple[float, float, float, float]
+    """Left, top, right, bottom as shares of the picture's width and height, 0..1."""
+
+
+@dataclass(frozen=True)
 class RewardOutput:
     """One reward's result for one episode."""
 
@@ -242,6 +251,8 @@ class RewardOutput:
     """Every number behind the value, under stable names (e.g. `edit_success` 0-10)."""
     replies: tuple[str, ...] = ()
     """Raw judge replies, kept verbatim with the episode."""
+    regions: tuple[Region, ...] = ()
+    """Where the judge looked; recorded with the episode and drawn on the run's page."""
     failure: str | None = None
     """Why `value` is None; starts with a short stable word (`timeout: ...`), for counting."""
     seconds: float = 0.0
@@ -267,6 +278,8 @@ class Episode:
     parts: Mapping[str, float] = field(default_factory=dict)
     """`<reward>/<part>` -> number, over all rewards."""
     replies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    regions: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)
+    """Reward -> the regions of `image` that it names; rewards without regions are left out."""
     failure: str | None = None
     judge_s: float = 0.0
     image_rewards: tuple[float, ...] = ()

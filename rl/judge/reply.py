@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from rl.text.scrub import scrub
 from rl.text.untrusted import without_lone_surrogates
 
 MAX_REPLY_CHARS = 100_000
+
+Ranges = Mapping[str, tuple[float, float]]
+"""Name of a score -> its lowest and highest value."""
 
 
 class UnreadableReplyError(ValueError):
@@ -22,7 +25,7 @@ def read_chat(body: bytes) -> tuple[str, str | None]:
     A reply above `MAX_REPLY_CHARS` is cut to one character more, which `read_scores` still refuses.
     Raises `UnreadableReplyError`.
     """
-    completion = _parsed(body)
+    completion = parsed(body)
     if isinstance(completion, dict) and completion.get("error"):
         raise UnreadableReplyError("an error beside the reply")
     try:
@@ -39,7 +42,7 @@ def read_chat(body: bytes) -> tuple[str, str | None]:
 def served_models(body: bytes) -> list[str] | None:
     """The ids in an answer to `/models`; None if it is not such a list."""
     try:
-        names = [model["id"] for model in _parsed(body)["data"]]
+        names = [model["id"] for model in parsed(body)["data"]]
     except (UnreadableReplyError, LookupError, TypeError):
         return None
     return [scrub(name) for name in names] if all(isinstance(n, str) for n in names) else None
@@ -55,19 +58,19 @@ def read_scores(text: str, count: int, low: float, high: float) -> tuple[float, 
         raise UnreadableReplyError('no list under "score"')
     if len(scores) != count:
         raise UnreadableReplyError(f'{len(scores)} numbers under "score", {count} asked for')
-    return tuple(_number(score, "score", low, high) for score in scores)
+    return tuple(number_in(score, "score", low, high) for score in scores)
 
 
-def read_fields(text: str, names: Sequence[str], low: float, high: float) -> tuple[float, ...]:
-    """The numbers under `names`, in that order, each in [low, high].
+def read_fields(text: str, ranges: Ranges) -> tuple[float, ...]:
+    """The numbers under the names in `ranges`, in that order, each in its range.
 
     Raises `UnreadableReplyError`.
     """
     fields = json_object(text)
-    missing = [name for name in names if name not in fields]
+    missing = [name for name in ranges if name not in fields]
     if missing:
         raise UnreadableReplyError(f"nothing under {', '.join(missing)}")
-    return tuple(_number(fields[name], name, low, high) for name in names)
+    return tuple(number_in(fields[name], name, *ranges[name]) for name in ranges)
 
 
 def scores_schema(count: int, low: float, high: float) -> Mapping[str, Any]:
@@ -77,15 +80,23 @@ def scores_schema(count: int, low: float, high: float) -> Mapping[str, Any]:
     return _object_schema({"score": scores})
 
 
-def fields_schema(names: Sequence[str], low: float, high: float) -> Mapping[str, Any]:
+def fields_schema(ranges: Ranges) -> Mapping[str, Any]:
     """JSON schema of what `read_fields` reads."""
-    number = {"type": "number", "minimum": low, "maximum": high}
-    return _object_schema(dict.fromkeys(names, number))
+    return _object_schema(
+        {
+            name: {"type": "number", "minimum": low, "maximum": high}
+            for name, (low, high) in ranges.items()
+        }
+    )
 
 
 def _object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
     # Reasoning first, so that the judge bases its numbers on it.
-    properties = {"reasoning": {"type": "string"}, **properties}
+    return object_schema({"reasoning": {"type": "string"}, **properties})
+
+
+def object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
+    """JSON schema of an object with exactly these keys, which the judge writes in this order."""
     return {
         "type": "object",
         "properties": properties,
@@ -94,7 +105,7 @@ def _object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _parsed(body: bytes) -> Any:
+def parsed(body: bytes) -> Any:
     """Parse a body as JSON in UTF-8 (RFC 8259), whatever charset the headers claim."""
     try:
         return json.loads(body.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
@@ -144,7 +155,8 @@ def _refuse_constant(name: str) -> NoReturn:
     raise UnreadableReplyError(f"{name} is not a number")
 
 
-def _number(value: Any, name: str, low: float, high: float) -> float:
+def number_in(value: Any, name: str, low: float, high: float) -> float:
+    """`value`, which must be a number in [low, high]. Raises `UnreadableReplyError`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UnreadableReplyError(f'{type(value).__name__} under "{name}" instead of a number')
     if not low <= value <= high:

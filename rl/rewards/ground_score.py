@@ -24,7 +24,8 @@ class GroundScore(JudgedReward[Config]):
 
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         [prompt] = self.prompts_for(pictures)
-        return [self.asked_for(["score"], 10, *pictures["target"], prompt, *pictures["image"])]
+        parts = *pictures["target"], prompt, *pictures["image"]
+        return [self.asked_for({"score": (0, 10)}, *parts)]
 
     def reading(self, marks: Sequence[float]) -> Mapping[str, float]:
         return {"score": marks[0]}

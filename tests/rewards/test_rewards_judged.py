@@ -3,60 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from PIL import Image
 from pydantic import ValidationError
 from tiny_faulty_judge import Fault, FaultyJudge
-from tiny_rewards import ask, make
+from tiny_rewards import EDIT, RESULT, SOURCES, TARGET, ScriptedJudge, ask, grade, make
 
-from rl.api.judge import Answer, Question
-from rl.api.types import RewardInput, RewardOutput, Sample
-from rl.config.schema import JudgeConfig
+from rl.api.types import RewardInput, Sample
 from rl.judge.client import JudgeRefused
-from rl.judge.reply import UnreadableReplyError
 from rl.rewards import edit_quality, ground_score, viescore, viescore_t2i
 from rl.rewards.shared.repeated_judging import PROMPTS
 
 REWARDS = [viescore, viescore_t2i, edit_quality, ground_score]
-SOURCES = tuple(Image.new("RGB", (8, 8), colour) for colour in ("red", "green", "blue"))
-RESULT, TARGET = (Image.new("RGB", (8, 8), colour) for colour in ("white", "black"))
-EDIT = "put the {dot} of picture 2 into picture 1"
-
-
-class ScriptedJudge:
-    """Gives its replies in order and then repeats the last one; records the questions."""
-
-    config = JudgeConfig()
-
-    def __init__(self, *replies: str) -> None:
-        self.replies = list(replies)
-        self.asked: list[Question] = []
-        self.repeats: list[int] = []
-
-    async def ask(
-        self, question: Question, parse: Callable[[str], Any], repeat: int = 0
-    ) -> Answer[Any]:
-        self.asked.append(question)
-        self.repeats.append(repeat)
-        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
-        try:
-            return Answer(parse(reply), (reply,), None, 1, 0.1)
-        except UnreadableReplyError as error:
-            return Answer(None, (reply,), f"unreadable: {error}", 1, 0.1)
-
-
-def grade(
-    reward: ModuleType, judge: ScriptedJudge, num_sources: int = 1, **config: Any
-) -> RewardOutput:
-    sample = Sample("a", EDIT, sources=SOURCES[:num_sources], target=TARGET)
-    plugin = make(reward, reward.Config(**config), judge)
-    output: RewardOutput = asyncio.run(plugin.grade(RewardInput(sample, "a rewriting", RESULT)))
-    return output
 
 
 def score(*numbers: float) -> str:

@@ -1,4 +1,4 @@
-"""Base class of rewards that ask the judge, optionally several times, and average the scores."""
+"""Base classes of rewards that ask the judge once, or several times and average the scores."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pydantic import Field, model_validator
 from rl.api.judge import Answer, Question
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.reward import Reward
-from rl.api.types import RewardInput, RewardOutput
+from rl.api.types import Region, RewardInput, RewardOutput
 from rl.config.schema import RunConfig
 from rl.judge.question import read_prompt
-from rl.judge.reply import fields_schema, read_fields
+from rl.judge.reply import Ranges, fields_schema, read_fields
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
 
@@ -29,13 +29,32 @@ Asked = tuple[Question, Callable[[str], Any]]
 """A question, and the function that parses its reply."""
 
 
-class RepeatsConfig(PluginConfig):
-    """How often the judge is asked, at which temperature, and with which prompts."""
+class PromptsConfig(PluginConfig):
+    """With which prompts the judge is asked."""
 
-    own_prompts: ClassVar[Mapping[str, str]] = {}
-    """Config key of a prompt file -> the file in `prompts/` that is used if the key is ''."""
+    own_prompts: ClassVar[Mapping[str, str | None]] = {}
+    """Config key of a prompt file -> the file in `prompts/` that is used if the key is ''; None:
+    the key must name a file."""
     own_prompts_of_several: ClassVar[Mapping[str, str]] = {}
     """Overrides of `own_prompts` for samples with several source pictures."""
+
+    @model_validator(mode="after")
+    def _prompts_can_be_read(self) -> Self:
+        self.read_prompts()
+        return self
+
+    def read_prompts(self, of_several: bool = False) -> list[str]:
+        """The prompt of each of `own_prompts`. Raises ValueError that names the key."""
+        files = {**self.own_prompts, **(self.own_prompts_of_several if of_several else {})}
+        return [
+            read_prompt(getattr(self, key), PROMPTS / file if file else None, key)
+            for key, file in files.items()
+        ]
+
+
+class RepeatsConfig(PromptsConfig):
+    """How often the judge is asked, at which temperature, and with which prompts."""
+
     n_evals: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Times each picture is graded; the readings that succeed are averaged."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -45,16 +64,7 @@ class RepeatsConfig(PluginConfig):
     def _can_be_asked(self) -> Self:
         if self.temperature is not None:
             self.temperature_with(self.temperature)
-        self.read_prompts()
         return self
-
-    def read_prompts(self, of_several: bool = False) -> list[str]:
-        """The prompt of each of `own_prompts`. Raises ValueError that names the key."""
-        overrides = self.own_prompts_of_several if of_several else {}
-        return [
-            read_prompt(getattr(self, key), PROMPTS / overrides.get(key, file), key)
-            for key, file in self.own_prompts.items()
-        ]
 
     def temperature_with(self, judge_temperature: float) -> float:
         """The temperature to ask at. Raises ValueError if it is 0 and makes all repeats equal."""
@@ -74,45 +84,38 @@ def numbered(sources: Sequence[Image]) -> list[str | Image]:
     return [part for n, source in enumerate(sources, 1) for part in (f"Source {n}:", source)]
 
 
+PromptsT = TypeVar("PromptsT", bound=PromptsConfig)
 RepeatsT = TypeVar("RepeatsT", bound=RepeatsConfig)
 
 
-class JudgedReward(Reward[RepeatsT]):
-    """Asks the judge its questions about each picture, `n_evals` times concurrently."""
+class AskedReward(Reward[PromptsT]):
+    """Asks the judge its questions about each picture."""
 
     needs_judge = True
     reads_thoughts = False
     questions_per_reading: ClassVar[int] = 1
+    num_readings = 1
+    temperature: float | None = None
 
-    def __init__(self, config: RepeatsT, resources: Resources) -> None:
-        """Raises ValueError if the judge's temperature makes all repeats equal."""
+    def __init__(self, config: PromptsT, resources: Resources) -> None:
         super().__init__(config, resources)
         assert resources.judge is not None, "needs_judge is True"
         self.judge = resources.judge
-        self.temperature = config.temperature_with(self.judge.config.temperature)
         self._prompts = config.read_prompts()
         self._prompts_of_several = config.read_prompts(of_several=True)
 
     @classmethod
-    def num_questions(cls, config: RepeatsT) -> int:
-        return cls.questions_per_reading * config.n_evals
-
-    @classmethod
-    def problems(cls, config: RepeatsT, run: RunConfig) -> Iterable[str]:
-        """Reports repeats at temperature 0, which would all get the same answer."""
-        try:
-            config.temperature_with(run.judge.temperature)
-        except ValueError as error:
-            yield f"n_evals: {error}"
+    def num_questions(cls, config: PromptsT) -> int:
+        return cls.questions_per_reading
 
     @abstractmethod
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         """The questions of one reading; `pictures` has at least those that the reward `needs`."""
 
-    def asked_for(self, names: Sequence[str], high: float, *parts: str | Image) -> Asked:
-        """A question of these parts; its reply has a number in [0, high] for each of `names`."""
-        question = Question(parts, fields_schema(names, 0, high), self.temperature)
-        return question, partial(read_fields, names=names, low=0, high=high)
+    def asked_for(self, ranges: Ranges, *parts: str | Image) -> Asked:
+        """A question of these parts; its reply has a number for each name in `ranges`."""
+        question = Question(parts, fields_schema(ranges), self.temperature)
+        return question, partial(read_fields, ranges=ranges)
 
     def prompts_for(self, pictures: Pictures) -> list[str]:
         """The prompt of each of the config's `own_prompts`, for one or several sources."""
@@ -127,6 +130,10 @@ class JudgedReward(Reward[RepeatsT]):
     def value_of(self, parts: Mapping[str, float]) -> float:
         """The value in [0, 1], from the parts' means over the readings."""
 
+    def regions(self, *values: Any) -> tuple[Region, ...]:
+        """Where the judge looked, from the parsed reply to each question."""
+        return ()
+
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Returns a RewardOutput without value if the judge fails; raises only `JudgeRefused`, if
         the judge is set up wrongly."""
@@ -135,23 +142,47 @@ class JudgedReward(Reward[RepeatsT]):
         for name, picture in (("target", sample.target), ("image", reward_input.image)):
             if picture is not None:
                 pictures[name] = (picture,)
-        if missing := self.needs - pictures.keys():
+        if missing := self.needs_with(self.config) - pictures.keys():
             return RewardOutput(None, failure=f"no_image: there is no {', '.join(sorted(missing))}")
         questions = self.questions(sample.instruction, pictures)
         answers: list[Answer[Any]] = await asyncio.gather(
             *(
                 self.judge.ask(question, parse, repeat)
-                for repeat in range(self.config.n_evals)
+                for repeat in range(self.num_readings)
                 for question, parse in questions
             )
         )
         values = [answer.value for answer in answers]
         rows = [values[i : i + len(questions)] for i in range(0, len(values), len(questions))]
-        readings = [self.reading(*row) for row in rows if None not in row]
+        complete = [row for row in rows if None not in row]
+        readings = [self.reading(*row) for row in complete]
         replies = tuple(reply for answer in answers for reply in answer.replies)
         seconds = max(answer.seconds for answer in answers)
         if not readings:
             failure = next(answer.failure for answer in answers if answer.failure)
             return RewardOutput(None, replies=replies, failure=failure, seconds=seconds)
         parts = {name: fmean(reading[name] for reading in readings) for name in readings[0]}
-        return RewardOutput(self.value_of(parts), parts, replies, seconds=seconds)
+        regions = self.regions(*complete[0])
+        return RewardOutput(self.value_of(parts), parts, replies, regions, seconds=seconds)
+
+
+class JudgedReward(AskedReward[RepeatsT]):
+    """Asks the judge its questions about each picture, `n_evals` times concurrently."""
+
+    def __init__(self, config: RepeatsT, resources: Resources) -> None:
+        """Raises ValueError if the judge's temperature makes all repeats equal."""
+        super().__init__(config, resources)
+        self.temperature = config.temperature_with(self.judge.config.temperature)
+        self.num_readings = config.n_evals
+
+    @classmethod
+    def num_questions(cls, config: RepeatsT) -> int:
+        return cls.questions_per_reading * config.n_evals
+
+    @classmethod
+    def problems(cls, config: RepeatsT, run: RunConfig) -> Iterable[str]:
+        """Reports repeats at temperature 0, which would all get the same answer."""
+        try:
+            config.temperature_with(run.judge.temperature)
+        except ValueError as error:
+            yield f"n_evals: {error}"
