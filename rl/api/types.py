@@ -251,14 +251,14 @@ class RewardOutput:
     """Every number behind the value, under stable names (e.g. `edit_success` 0-10)."""
     replies: tuple[str, ...] = ()
     """Raw judge replies, kept verbatim with the episode."""
-    regions: tuple[Region, ...] = ()
-    """Where the judge looked; recorded with the episode and drawn on the run's page."""
     failure: str | None = None
     """Why `value` is None; starts with a short stable word (`timeout: ...`), for counting."""
     seconds: float = 0.0
     """Wall time from request to result, s."""
     traceback: str = ""
     """Traceback of the reward's exception; set by the rollout, never by a reward."""
+    regions: tuple[Region, ...] = ()
+    """Where the judge looked; recorded with the episode and drawn on the run's page."""
 
 
 @dataclass(frozen=True, eq=False)

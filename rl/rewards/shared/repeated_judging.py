@@ -163,7 +163,8 @@ class AskedReward(Reward[PromptsT]):
             return RewardOutput(None, replies=replies, failure=failure, seconds=seconds)
         parts = {name: fmean(reading[name] for reading in readings) for name in readings[0]}
         regions = self.regions(*complete[0])
-        return RewardOutput(self.value_of(parts), parts, replies, regions, seconds=seconds)
+        value = self.value_of(parts)
+        return RewardOutput(value, parts, replies, seconds=seconds, regions=regions)
 
 
 class JudgedReward(AskedReward[RepeatsT]):
