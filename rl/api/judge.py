@@ -27,7 +27,7 @@ class Question:
     """Judge sampling temperature; None: `judge.temperature`."""
     labels: tuple[str, ...] = ()
     """If set, the judge writes one token, and the reply that `parse` gets is the JSON of the
-    log-probs of these labels (`rl.judge.labels.read_label_chat`). `temperature` and `reply_schema`
+    log-probs of these labels (`rl.judge.reply.read_chat`). `temperature` and `reply_schema`
     are then unused, and an unreadable reply is final, since a repeat would be the same."""
 
 

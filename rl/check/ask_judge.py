@@ -137,10 +137,7 @@ def _why_unusable(answer: Answer[Any], client: JudgeClient) -> str:
         f"that); else another judge.model={config.model!r}."
     )
     if "min_legal_mass" in failure:
-        remedy = (
-            "this judge does not begin its answer with a label. Use a model or chat template that "
-            "does not think first, the reward's other kind of labels, or a prompt of your own."
-        )
+        remedy = "use a model that does not think first, other labels, or a prompt of your own."
     return f"answers, but not as asked: {failure}; it said: {reply}\nRemedy: {remedy}"
 
 

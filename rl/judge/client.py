@@ -24,9 +24,14 @@ from rl.judge.dialect import CONTENT, Dialect, Request, in_words, refused_parame
 from rl.judge.endpoint import LOGPROBS_REMEDY, remedy_for
 from rl.judge.http import SHOWN_HEADER_CHARS, HttpAnswer, RequestTrouble
 from rl.judge.journal import ReplyJournal
-from rl.judge.labels import TOP_LOGPROBS, NoLogprobsError, read_label_chat, read_token_ids
 from rl.judge.question import encoded
-from rl.judge.reply import UnreadableReplyError, read_chat, served_models
+from rl.judge.reply import (
+    NoLogprobsError,
+    UnreadableReplyError,
+    read_chat,
+    served_models,
+    token_ids,
+)
 from rl.text.scrub import scrub
 from rl.text.untrusted import excerpt
 
@@ -40,6 +45,8 @@ RETRY_TEMPERATURE_STEP = 0.3
 SEEDS_PER_REPEAT = 1000
 TOKENIZE = "/../tokenize"
 """vLLM serves it beside /v1, not below; httpx resolves the dots."""
+TOP_LOGPROBS = 20
+"""The most that OpenAI, and vLLM without `--max-logprobs`, return."""
 SHOWN_BODY_CHARS = 600
 SHOWN_NAME_CHARS = 100
 MAX_NAMES = 8
@@ -359,10 +366,7 @@ class JudgeClient:
             if response.status != 200:
                 self._raise_for(response, address, asking)
             try:
-                if labels:
-                    reply, model = read_label_chat(response.body, labels)
-                else:
-                    reply, model = read_chat(response.body)
+                reply, model = read_chat(response.body, labels)
             except UnreadableReplyError as error:
                 if isinstance(error, NoLogprobsError) and asking.shape not in address.answered:
                     raise JudgeRefused(
@@ -399,7 +403,7 @@ class JudgeClient:
                 body = {"model": self.config.model, "prompt": label, "add_special_tokens": False}
                 sent = json.dumps(body).encode()
                 response = await self._exchange(address, "POST", TOKENIZE, sent, HEALTH_TIMEOUT_S)
-                tokens = read_token_ids(response.body) if response.status == 200 else None
+                tokens = token_ids(response.body) if response.status == 200 else None
                 if tokens is None:
                     ids = []
                     break
@@ -452,10 +456,7 @@ class JudgeClient:
             address.num_in_flight -= 1
 
     def _raise_for(
-        self,
-        response: HttpAnswer,
-        address: Address | None = None,
-        asking: _Asking | None = None,
+        self, response: HttpAnswer, address: Address | None = None, asking: _Asking | None = None
     ) -> NoReturn:
         """Raises `JudgeRefused` for a non-200 answer that a person must act on, `RequestTrouble`
         for others. `address`, `asking`: unset in a health check."""

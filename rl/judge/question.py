@@ -28,8 +28,6 @@ def read_prompt(path: str, default: Path | None, key: str) -> str:
     `default` has. A prompt without default must have it.
     """
     text = default_text = default.read_text(encoding="utf-8").strip() if default else INSTRUCTION
-    if not path and not default:
-        raise ValueError(f"{key}: '' given; name the file with the question to the judge")
     if path:
         try:
             text = read_text(path, MAX_PROMPT_BYTES).strip()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from rl.text.scrub import scrub
 from rl.text.untrusted import without_lone_surrogates
 
 MAX_REPLY_CHARS = 100_000
+MAX_TOKEN_CHARS = 40
+LOWEST_LOGPROB = -9999.0
+"""What servers send for a probability of 0."""
+LOGPROB_ROUNDING = 1e-3
+"""How far a server's rounding may lift a log-prob above 0, nats."""
 
 Ranges = Mapping[str, tuple[float, float]]
 """Name of a score -> its lowest and highest value."""
@@ -19,33 +24,74 @@ class UnreadableReplyError(ValueError):
     """The reply is not what was asked for; the message does not quote the reply."""
 
 
-def read_chat(body: bytes) -> tuple[str, str | None]:
+class NoLogprobsError(UnreadableReplyError):
+    """A chat completion without log-probs: the endpoint ignores the request for them."""
+
+
+def read_chat(body: bytes, labels: Sequence[str] = ()) -> tuple[str, str | None]:
     """(the judge's reply in a chat completion, maybe ''; the model that the completion names).
 
     A reply above `MAX_REPLY_CHARS` is cut to one character more, which `read_scores` still refuses.
+    With `labels`, the reply is JSON of the first token, and of the labels' log-probs in its place,
+    nats: `{"token": "7", "logprobs": {"6": -1.5, "7": -0.3}}`.
+
     Raises `UnreadableReplyError`.
     """
-    completion = parsed(body)
+    completion = _parsed(body)
     if isinstance(completion, dict) and completion.get("error"):
         raise UnreadableReplyError("an error beside the reply")
     try:
-        content = completion["choices"][0]["message"]["content"]
+        choice = completion["choices"][0]
+        content = choice["message"]["content"]
     except (LookupError, TypeError):
         raise UnreadableReplyError("no choices[0].message.content") from None
     if not isinstance(content, str | None):
         raise UnreadableReplyError(f"{type(content).__name__} under content instead of a text")
+    reply = _label_reply(choice, labels) if labels else content or ""
     model = completion.get("model")
     model_name = model if isinstance(model, str) and model else None
-    return without_lone_surrogates((content or "")[: MAX_REPLY_CHARS + 1]), model_name
+    return without_lone_surrogates(reply[: MAX_REPLY_CHARS + 1]), model_name
+
+
+def _label_reply(choice: Any, labels: Sequence[str]) -> str:
+    try:
+        first = choice["logprobs"]["content"][0]
+        entries = [first, *(first["top_logprobs"] or [])]
+        pairs = [(entry["token"], entry["logprob"]) for entry in entries]
+    except (LookupError, TypeError):
+        raise NoLogprobsError("no log-probs of the first token") from None
+    logprobs: dict[str, float] = {}
+    for token, value in pairs:
+        if token in labels and logprobs.setdefault(token, value) != value:
+            raise UnreadableReplyError(f'two log-probs of the label "{token}"')
+    kept = {label: logprob_in(logprobs[label]) for label in labels if label in logprobs}
+    return json.dumps({"token": str(first["token"])[:MAX_TOKEN_CHARS], "logprobs": kept})
+
+
+def logprob_in(value: Any) -> float:
+    """`value`, which must be at most 0, nats. Raises `UnreadableReplyError`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not value <= LOGPROB_ROUNDING:  # also NaN
+        raise UnreadableReplyError("a log-prob that is no number of at most 0")
+    return max(float(value), LOWEST_LOGPROB)
 
 
 def served_models(body: bytes) -> list[str] | None:
     """The ids in an answer to `/models`; None if it is not such a list."""
     try:
-        names = [model["id"] for model in parsed(body)["data"]]
+        names = [model["id"] for model in _parsed(body)["data"]]
     except (UnreadableReplyError, LookupError, TypeError):
         return None
     return [scrub(name) for name in names] if all(isinstance(n, str) for n in names) else None
+
+
+def token_ids(body: bytes) -> list[int] | None:
+    """The ids in an answer to vLLM's `/tokenize`; None if it is not such an answer."""
+    try:
+        ids = _parsed(body)["tokens"]
+    except (UnreadableReplyError, LookupError, TypeError):
+        return None
+    return ids if isinstance(ids, list) and all(type(each) is int for each in ids) else None
 
 
 def read_scores(text: str, count: int, low: float, high: float) -> tuple[float, ...]:
@@ -75,19 +121,19 @@ def read_fields(text: str, ranges: Ranges) -> tuple[float, ...]:
 
 def scores_schema(count: int, low: float, high: float) -> Mapping[str, Any]:
     """JSON schema of what `read_scores` reads."""
+    return _object_schema({"score": numbers_schema(count, low, high)})
+
+
+def numbers_schema(count: int, low: float, high: float) -> Mapping[str, Any]:
+    """JSON schema of a list of `count` numbers."""
     number = {"type": "number", "minimum": low, "maximum": high}
-    scores = {"type": "array", "items": number, "minItems": count, "maxItems": count}
-    return _object_schema({"score": scores})
+    return {"type": "array", "items": number, "minItems": count, "maxItems": count}
 
 
 def fields_schema(ranges: Ranges) -> Mapping[str, Any]:
     """JSON schema of what `read_fields` reads."""
-    return _object_schema(
-        {
-            name: {"type": "number", "minimum": low, "maximum": high}
-            for name, (low, high) in ranges.items()
-        }
-    )
+    numbers = {n: {"type": "number", "minimum": r[0], "maximum": r[1]} for n, r in ranges.items()}
+    return _object_schema(numbers)
 
 
 def _object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -105,7 +151,7 @@ def object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def parsed(body: bytes) -> Any:
+def _parsed(body: bytes) -> Any:
     """Parse a body as JSON in UTF-8 (RFC 8259), whatever charset the headers claim."""
     try:
         return json.loads(body.decode("utf-8-sig"), object_pairs_hook=_unique_keys)

@@ -185,7 +185,7 @@ def _regions(by_reward: object) -> list[list[Any]]:
     rows = []
     for region in (each for regions in named if isinstance(regions, list) for each in regions):
         match region:
-            case {"label": str(label), "box": [*corners]} if len(corners) == 4:
+            case {"label": str(label), "box": [_, _, _, _] as corners}:
                 box = [short(corner) for corner in corners]
                 if all(corner is not None and 0 <= corner <= 1 for corner in box):
                     rows.append([text(label, 200), *box])

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rl.api.judge import Question
 from rl.judge.labels import LABELS, Distribution, expected_minimum, read_distribution
 from rl.judge.question import fill_prompt
-from rl.rewards.shared.repeated_judging import Asked, AskedReward, Pictures, PromptsConfig, numbered
+from rl.rewards.shared.repeated_judging import (
+    Asked,
+    JudgedReward,
+    Pictures,
+    RepeatsConfig,
+    numbered,
+)
 
 ANSWERS = {
     "digits": "one digit from 0 (worst) to 9 (best)",
@@ -19,9 +25,8 @@ ANSWERS = {
 }
 
 
-class Config(PromptsConfig):
-    """The two questions, and the labels with which the judge answers. The judge needs no
-    temperature and no repeats: one answer has the probabilities of all labels."""
+class Config(RepeatsConfig):
+    """The two questions, and the labels with which the judge answers."""
 
     own_prompts = {
         "success_prompt": "expected_success.txt",
@@ -39,8 +44,14 @@ class Config(PromptsConfig):
     """A reply with less probability on all labels together is unreadable: the judge wanted to write
     something else."""
 
+    @model_validator(mode="after")
+    def _asks_once(self) -> Self:
+        if self.n_evals > 1 or self.temperature is not None:
+            raise ValueError("n_evals, temperature: the probabilities depend on neither; drop them")
+        return self
 
-class ExpectedScore(AskedReward[Config]):
+
+class ExpectedScore(JudgedReward[Config]):
     """Grades one edit: value = E[min(success, restraint)] / best score, with both scores
     independent. `success` and `restraint` are expected scores scaled to 0..1, `..._entropy` their
     entropies in nats, `legal_mass` the smaller probability of both questions' labels."""
@@ -50,19 +61,21 @@ class ExpectedScore(AskedReward[Config]):
     questions_per_reading = 2
 
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
-        labels = LABELS[self.config.labels]
+        name, mass = self.config.labels, self.config.min_legal_mass
         shown = (*numbered(pictures["source"]), *pictures["image"])
-        read = partial(read_distribution, labels=labels, min_legal_mass=self.config.min_legal_mass)
-        texts = (fill_prompt(prompt, instruction) for prompt in self.prompts_for(pictures))
-        answer = f"\n\nAnswer with {ANSWERS[self.config.labels]} and nothing else."
-        return [(Question((*shown, text + answer), {}, labels=labels), read) for text in texts]
+        read = partial(read_distribution, labels=LABELS[name], min_legal_mass=mass)
+        texts = (
+            f"{fill_prompt(prompt, instruction)}\n\nAnswer with {ANSWERS[name]} and nothing else."
+            for prompt in self.prompts_for(pictures)
+        )
+        return [(Question((*shown, text), {}, labels=LABELS[name]), read) for text in texts]
 
     def reading(self, success: Distribution, restraint: Distribution) -> Mapping[str, float]:
         best = len(success.probs) - 1
         return {
-            "success": success.mean / best,
-            "restraint": restraint.mean / best,
-            "expected_minimum": expected_minimum([success, restraint]) / best,
+            "success": expected_minimum(success) / best,
+            "restraint": expected_minimum(restraint) / best,
+            "expected_minimum": expected_minimum(success, restraint) / best,
             "success_entropy": success.entropy,
             "restraint_entropy": restraint.entropy,
             "legal_mass": min(success.legal_mass, restraint.legal_mass),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Annotated, Literal, Self
 
@@ -21,8 +22,6 @@ from rl.rewards.shared.repeated_judging import (
 )
 
 Bound = Annotated[float, Field(ge=-1e6, le=1e6)]
-RESERVED = frozenset({"reasoning", "overall"})
-
 REPLY = (
     "Answer with exactly one JSON object and nothing else. Keep the reasoning under 60 words, "
     "without line breaks or curly braces. After it comes a number for each score, in its range:"
@@ -52,7 +51,7 @@ class Config(RepeatsConfig):
     """The question, its scores, the pictures that the judge sees, and how often it is asked."""
 
     own_prompts = {"prompt": None}
-    prompt: str
+    prompt: Annotated[str, Field(min_length=1)]
     """File with the question; the instruction replaces `{instruction}`. A sentence that asks for a
     JSON object with these scores and their ranges is appended to it."""
     scores: dict[MetricName, Score]
@@ -66,18 +65,15 @@ class Config(RepeatsConfig):
 
     @model_validator(mode="after")
     def _can_be_combined(self) -> Self:
-        if reserved := RESERVED & self.scores.keys():
+        scores, shown = self.scores.values(), set(self.shows)
+        if reserved := {"reasoning", "overall"} & self.scores.keys():
             raise ValueError(f"scores.{min(reserved)}: this name is used already; choose another")
-        if not self.scores:
-            raise ValueError("scores: empty; give at least one, e.g. { success: { high: 5 } }")
-        if self.combine == "weighted" and not any(each.weight for each in self.scores.values()):
-            raise ValueError("scores: all weights are 0; raise one")
-        groups = {each.group for each in self.scores.values()}
+        if not any(each.weight for each in scores):
+            raise ValueError("scores: give at least one, with a weight, e.g. { success: {} }")
+        groups = sorted({each.group for each in scores})
         if self.combine == "sqrt_min" and len(groups) != 2:
-            names = ", ".join(map(repr, sorted(groups)))
-            raise ValueError(f"scores: sqrt_min joins two groups, but `group` is {names} here")
-        lacking = {"prompt", "image"} - set(self.shows)
-        if lacking or len(set(self.shows)) < len(self.shows):
+            raise ValueError(f"scores: sqrt_min joins two groups, but `group` is {groups} here")
+        if not {"prompt", "image"} <= shown or len(shown) < len(self.shows):
             raise ValueError(f"shows: {self.shows}; needs 'prompt' and 'image', each name once")
         return self
 
@@ -95,42 +91,36 @@ class Rubric(JudgedReward[Config]):
     @classmethod
     def no_effect(cls, config: Config) -> Iterable[str]:
         for name, score in config.scores.items():
-            if config.combine != "weighted":
-                why = f"combine is {config.combine!r}"
-                yield from unread(score, "weight", why, f"scores.{name}.")
-            if config.combine != "sqrt_min":
-                yield from unread(score, "group", "only sqrt_min has groups", f"scores.{name}.")
+            ignored = {"weighted": "group", "min": "weight group", "sqrt_min": "weight"}
+            why = f"combine is {config.combine!r}"
+            yield from unread(score, ignored[config.combine], why, f"scores.{name}.")
 
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         [prompt] = self.prompts_for(pictures)
-        scores = self.config.scores
-        ranges = {name: (score.low, score.high) for name, score in scores.items()}
+        ranges = {name: (score.low, score.high) for name, score in self.config.scores.items()}
         keys = [f'"{name}": <{low:g} to {high:g}>' for name, (low, high) in ranges.items()]
         example = "{" + ", ".join(['"reasoning": "..."', *keys]) + "}"
-        text = f"{fill_prompt(prompt, instruction)}\n\n{REPLY}\n{example}"
-        parts: list[str | Image] = []
-        for name in self.config.shows:
-            shown = [text] if name == "prompt" else pictures[name]
-            parts += numbered(pictures["source"]) if name == "source" else shown
-        return [self.asked_for(ranges, *parts)]
+        shown: dict[str, Sequence[str | Image]] = {
+            **pictures,
+            "source": numbered(pictures.get("source", ())),
+            "prompt": [f"{fill_prompt(prompt, instruction)}\n\n{REPLY}\n{example}"],
+        }
+        return [self.asked_for(ranges, *(p for name in self.config.shows for p in shown[name]))]
 
     def reading(self, marks: Sequence[float]) -> Mapping[str, float]:
-        scores = self.config.scores
-        units = [
-            (mark - score.low) / (score.high - score.low)
-            for mark, score in zip(marks, scores.values(), strict=True)
-        ]
-        minima: dict[str, float] = {}
-        for unit, score in zip(units, scores.values(), strict=True):
-            minima[score.group] = min(unit, minima.get(score.group, 1.0))
-        overall = min(units)
-        if self.config.combine == "sqrt_min":
-            first, second = minima.values()
-            overall = (first * second) ** 0.5
-        elif self.config.combine == "weighted":
-            weights = [score.weight for score in scores.values()]
-            overall = sum(w * u for w, u in zip(weights, units, strict=True)) / sum(weights)
-        return {**dict(zip(scores, marks, strict=True)), "overall": overall}
+        scores, combine = self.config.scores, self.config.combine
+        units: dict[str, list[float]] = {}
+        weighted_sum = 0.0
+        for mark, score in zip(marks, scores.values(), strict=True):
+            unit = (mark - score.low) / (score.high - score.low)
+            units.setdefault(score.group, []).append(unit)
+            weighted_sum += score.weight * unit
+        minima = [min(group) for group in units.values()]
+        if combine == "weighted":
+            overall = weighted_sum / sum(score.weight for score in scores.values())
+        else:
+            overall = min(minima) if combine == "min" else math.prod(minima) ** 0.5
+        return {**dict(zip(scores, marks, strict=True)), "overall": min(1.0, overall)}
 
     def value_of(self, parts: Mapping[str, float]) -> float:
         return parts["overall"]

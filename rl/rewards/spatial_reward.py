@@ -2,54 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
+
+from PIL.Image import Image
 
 from rl.api.judge import Question
 from rl.api.types import Region
+from rl.judge import reply
 from rl.judge.question import fill_prompt
-from rl.judge.reply import (
-    UnreadableReplyError,
-    json_object,
-    number_in,
-    object_schema,
-    read_scores,
-    scores_schema,
-)
-from rl.rewards.shared.repeated_judging import Asked, JudgedReward, Pictures
-from rl.rewards.shared.viescore_base import PERCEPTION_MARKS, VieScoreConfig
+from rl.judge.reply import UnreadableReplyError
+from rl.rewards.shared.repeated_judging import Asked, Pictures
+from rl.rewards.shared.viescore_base import Marks, PairedQuestions, VieScoreConfig
 
 MAX_SCORE = 25
 MAX_COORDINATE = 1000
 MAX_REGIONS = 32
 MAX_LABEL_CHARS = 200
-MARKS = ("edit_success", "over_edit", *PERCEPTION_MARKS)
 
-_BOX = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": MAX_COORDINATE},
-    "minItems": 4,
-    "maxItems": 4,
-}
+_SCORES = reply.scores_schema(2, 0, MAX_SCORE)
+_BOX = reply.numbers_schema(4, 0, MAX_COORDINATE)
 _REGION = {"id": {"type": "integer"}, "label": {"type": "string"}, "bbox_2d": _BOX}
-_GROUNDED_SCHEMA = object_schema(
-    {
-        "edit_region": {
-            "type": "array",
-            "items": object_schema(_REGION),
-            "maxItems": MAX_REGIONS,
-        },
-        **scores_schema(2, 0, MAX_SCORE)["properties"],
-    }
-)
+_REGIONS = {"type": "array", "items": reply.object_schema(_REGION), "maxItems": MAX_REGIONS}
+_GROUNDED = reply.object_schema({"edit_region": _REGIONS, **_SCORES["properties"]})
 
-Grounded = tuple[tuple[float, ...], tuple[Region, ...]]
-"""(edit success and restraint, each 0 to 25; the regions)."""
+
+class Grounded(Marks):
+    """Edit success and restraint, each 0 to 25, and where the judge saw the edit."""
+
+    regions: tuple[Region, ...] = ()
 
 
 class Config(VieScoreConfig):
     """The judge's prompts, and how often it is asked. Pictures precede the text: the sources and
-    the edit in the question about meaning, the edit alone in the question about quality."""
+    the edit in the question about meaning, the edit alone in the question about quality. A model
+    that was trained on one wording (SpatialReward-8B) does best with files that hold it."""
 
     own_prompts = {
         "semantics_prompt": "spatial_semantics.txt",
@@ -57,8 +45,8 @@ class Config(VieScoreConfig):
     }
 
 
-class SpatialReward(JudgedReward[Config]):
-    """Grades one edit in the format that SpatialReward's models are trained on. Scores are 0 to 25.
+class SpatialReward(PairedQuestions[Config]):
+    """Grades one edit in the format that SpatialReward's models are trained on, scores 0 to 25.
 
     sc = (0.6 edit_success + 0.4 over_edit) / 2.5, pq = (naturalness + artifacts) / 5, both 0 to 10;
     overall = sc^0.8 pq^0.2; value = overall / 10. (Weights instead of VIEScore's minima: fewer ties
@@ -66,42 +54,26 @@ class SpatialReward(JudgedReward[Config]):
     """
 
     needs = frozenset({"source", "image"})
-    unit_parts = frozenset({"sc_01", "pq_01"})
-    questions_per_reading = 2
+    semantic_marks = ("edit_success", "over_edit")
 
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         semantics, perception = self.prompts_for(pictures)
-        image = pictures["image"]
-        meaning = (*pictures["source"], *image, fill_prompt(semantics, instruction))
-        quality = (*image, perception)
-        return [
-            (Question(meaning, _GROUNDED_SCHEMA, self.temperature), read_grounded),
-            (Question(quality, scores_schema(2, 0, MAX_SCORE), self.temperature), _read_pair),
-        ]
+        text, [image] = fill_prompt(semantics, instruction), pictures["image"]
+        shown: list[str | Image] = [*pictures["source"], image, text]
+        meaning = Question(tuple(shown), _GROUNDED, self.temperature)
+        quality = Question((image, perception), _SCORES, self.temperature)
+        return [(meaning, read_grounded), (quality, _read_marks)]
 
-    def reading(self, grounded: Grounded, perception: Sequence[float]) -> Mapping[str, float]:
-        marks = dict(zip(MARKS, (*grounded[0], *perception), strict=True))
-        sc = (0.6 * marks["edit_success"] + 0.4 * marks["over_edit"]) / 2.5
-        pq = (marks["naturalness"] + marks["artifacts"]) / 5
-        overall = sc**0.8 * pq**0.2
-        return {
-            **marks,
-            "sc": sc,
-            "pq": pq,
-            "overall": overall,
-            "sc_01": sc / 10,
-            "pq_01": pq / 10,
-        }
+    def joined(self, semantics: Marks, perception: Marks) -> tuple[float, float, float]:
+        sc = (0.6 * semantics[0] + 0.4 * semantics[1]) / 2.5
+        pq = sum(perception) / 5
+        return sc, pq, min(10.0, sc**0.8 * pq**0.2)
 
-    def value_of(self, parts: Mapping[str, float]) -> float:
-        return min(1.0, parts["overall"] / 10)
-
-    def regions(self, grounded: Grounded, perception: Sequence[float]) -> tuple[Region, ...]:
-        return grounded[1]
+    def regions(self, grounded: Grounded, perception: Marks) -> tuple[Region, ...]:
+        return grounded.regions
 
 
-def _read_pair(text: str) -> tuple[float, ...]:
-    return read_scores(text, 2, 0, MAX_SCORE)
+_read_marks = partial(reply.read_scores, count=2, low=0, high=MAX_SCORE)
 
 
 def read_grounded(text: str) -> Grounded:
@@ -110,24 +82,21 @@ def read_grounded(text: str) -> Grounded:
 
     Raises `UnreadableReplyError`, also for a region without area.
     """
-    scores = _read_pair(text)
-    regions = json_object(text).get("edit_region")
-    if not isinstance(regions, list):
-        raise UnreadableReplyError('no list under "edit_region"')
-    if len(regions) > MAX_REGIONS:
-        raise UnreadableReplyError(f'more than {MAX_REGIONS} regions under "edit_region"')
-    return scores, tuple(_region(each) for each in regions)
+    grounded = Grounded(_read_marks(text))
+    regions = reply.json_object(text).get("edit_region")
+    if not isinstance(regions, list) or len(regions) > MAX_REGIONS:
+        raise UnreadableReplyError(f'no list of at most {MAX_REGIONS} under "edit_region"')
+    grounded.regions = tuple(map(_region, regions))
+    return grounded
 
 
 def _region(value: Any) -> Region:
     match value:
-        case {"label": str(label), "bbox_2d": [left, top, right, bottom]}:
-            corners = (left, top, right, bottom)
+        case {"label": str(label), "bbox_2d": [_, _, _, _] as corners}:
+            box = [reply.number_in(each, "bbox_2d", 0, MAX_COORDINATE) for each in corners]
         case _:
             raise UnreadableReplyError('a region without "label" and four numbers under "bbox_2d"')
-    x1, y1, x2, y2 = (
-        number_in(corner, "bbox_2d", 0, MAX_COORDINATE) / MAX_COORDINATE for corner in corners
-    )
-    if x1 >= x2 or y1 >= y2:
+    left, top, right, bottom = (each / MAX_COORDINATE for each in box)
+    if left >= right or top >= bottom:
         raise UnreadableReplyError('"bbox_2d" without area, or with its corners swapped')
-    return Region(label[:MAX_LABEL_CHARS], (x1, y1, x2, y2))
+    return Region(label[:MAX_LABEL_CHARS], (left, top, right, bottom))

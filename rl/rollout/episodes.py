@@ -108,7 +108,7 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
     def episode(status: Status, reward: float | None, failure: str | None, **more: Any) -> Episode:
         return Episode(
             group_id, arm.prompt, arm.completion, arm.action, noise_seed,
-            drawn and drawn.image, status, reward,
+            None if drawn is None else drawn.image, status, reward,
             failure=failure, **more,
         )  # fmt: skip
 

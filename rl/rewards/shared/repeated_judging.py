@@ -1,4 +1,4 @@
-"""Base classes of rewards that ask the judge once, or several times and average the scores."""
+"""Base class of rewards that ask the judge, optionally several times, and average the scores."""
 
 from __future__ import annotations
 
@@ -29,17 +29,23 @@ Asked = tuple[Question, Callable[[str], Any]]
 """A question, and the function that parses its reply."""
 
 
-class PromptsConfig(PluginConfig):
-    """With which prompts the judge is asked."""
+class RepeatsConfig(PluginConfig):
+    """How often the judge is asked, at which temperature, and with which prompts."""
 
     own_prompts: ClassVar[Mapping[str, str | None]] = {}
     """Config key of a prompt file -> the file in `prompts/` that is used if the key is ''; None:
     the key must name a file."""
     own_prompts_of_several: ClassVar[Mapping[str, str]] = {}
     """Overrides of `own_prompts` for samples with several source pictures."""
+    n_evals: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """Times each picture is graded; the readings that succeed are averaged."""
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Judge sampling temperature for this reward; null = judge.temperature."""
 
     @model_validator(mode="after")
-    def _prompts_can_be_read(self) -> Self:
+    def _can_be_asked(self) -> Self:
+        if self.temperature is not None:
+            self.temperature_with(self.temperature)
         self.read_prompts()
         return self
 
@@ -50,21 +56,6 @@ class PromptsConfig(PluginConfig):
             read_prompt(getattr(self, key), PROMPTS / file if file else None, key)
             for key, file in files.items()
         ]
-
-
-class RepeatsConfig(PromptsConfig):
-    """How often the judge is asked, at which temperature, and with which prompts."""
-
-    n_evals: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Times each picture is graded; the readings that succeed are averaged."""
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    """Judge sampling temperature for this reward; null = judge.temperature."""
-
-    @model_validator(mode="after")
-    def _can_be_asked(self) -> Self:
-        if self.temperature is not None:
-            self.temperature_with(self.temperature)
-        return self
 
     def temperature_with(self, judge_temperature: float) -> float:
         """The temperature to ask at. Raises ValueError if it is 0 and makes all repeats equal."""
@@ -84,29 +75,36 @@ def numbered(sources: Sequence[Image]) -> list[str | Image]:
     return [part for n, source in enumerate(sources, 1) for part in (f"Source {n}:", source)]
 
 
-PromptsT = TypeVar("PromptsT", bound=PromptsConfig)
 RepeatsT = TypeVar("RepeatsT", bound=RepeatsConfig)
 
 
-class AskedReward(Reward[PromptsT]):
-    """Asks the judge its questions about each picture."""
+class JudgedReward(Reward[RepeatsT]):
+    """Asks the judge its questions about each picture, `n_evals` times concurrently."""
 
     needs_judge = True
     reads_thoughts = False
     questions_per_reading: ClassVar[int] = 1
-    num_readings = 1
-    temperature: float | None = None
 
-    def __init__(self, config: PromptsT, resources: Resources) -> None:
+    def __init__(self, config: RepeatsT, resources: Resources) -> None:
+        """Raises ValueError if the judge's temperature makes all repeats equal."""
         super().__init__(config, resources)
         assert resources.judge is not None, "needs_judge is True"
         self.judge = resources.judge
+        self.temperature = config.temperature_with(self.judge.config.temperature)
         self._prompts = config.read_prompts()
         self._prompts_of_several = config.read_prompts(of_several=True)
 
     @classmethod
-    def num_questions(cls, config: PromptsT) -> int:
-        return cls.questions_per_reading
+    def num_questions(cls, config: RepeatsT) -> int:
+        return cls.questions_per_reading * config.n_evals
+
+    @classmethod
+    def problems(cls, config: RepeatsT, run: RunConfig) -> Iterable[str]:
+        """Reports repeats at temperature 0, which would all get the same answer."""
+        try:
+            config.temperature_with(run.judge.temperature)
+        except ValueError as error:
+            yield f"n_evals: {error}"
 
     @abstractmethod
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
@@ -148,7 +146,7 @@ class AskedReward(Reward[PromptsT]):
         answers: list[Answer[Any]] = await asyncio.gather(
             *(
                 self.judge.ask(question, parse, repeat)
-                for repeat in range(self.num_readings)
+                for repeat in range(self.config.n_evals)
                 for question, parse in questions
             )
         )
@@ -165,25 +163,3 @@ class AskedReward(Reward[PromptsT]):
         regions = self.regions(*complete[0])
         value = self.value_of(parts)
         return RewardOutput(value, parts, replies, seconds=seconds, regions=regions)
-
-
-class JudgedReward(AskedReward[RepeatsT]):
-    """Asks the judge its questions about each picture, `n_evals` times concurrently."""
-
-    def __init__(self, config: RepeatsT, resources: Resources) -> None:
-        """Raises ValueError if the judge's temperature makes all repeats equal."""
-        super().__init__(config, resources)
-        self.temperature = config.temperature_with(self.judge.config.temperature)
-        self.num_readings = config.n_evals
-
-    @classmethod
-    def num_questions(cls, config: RepeatsT) -> int:
-        return cls.questions_per_reading * config.n_evals
-
-    @classmethod
-    def problems(cls, config: RepeatsT, run: RunConfig) -> Iterable[str]:
-        """Reports repeats at temperature 0, which would all get the same answer."""
-        try:
-            config.temperature_with(run.judge.temperature)
-        except ValueError as error:
-            yield f"n_evals: {error}"
