@@ -73,7 +73,7 @@ def logprob_in(value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not value <= LOGPROB_ROUNDING:  # also NaN
         raise UnreadableReplyError("a log-prob that is no number of at most 0")
-    return max(float(value), LOWEST_LOGPROB)
+    return float(max(value, LOWEST_LOGPROB))  # an int may be too large for a float
 
 
 def served_models(body: bytes) -> list[str] | None:

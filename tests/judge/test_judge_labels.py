@@ -51,6 +51,7 @@ def test_the_expected_minimum_is_the_sum_over_all_pairs(both: tuple[list[float],
 UNREADABLE = {
     "mass below the threshold": (first_token(("I", -0.05), ("7", -3.0)), "less than min_legal"),
     "no label at all": (first_token(("<think>", -0.01), (" 7", -5.0)), "0 of the first token's"),
+    "an integer of 400 digits": (first_token(("7", -(10**400))), "0 of the first token's"),
     "a positive log-prob": (first_token(("7", 4.2)), "at most 0"),
     "raw logits": (first_token(("7", -0.1), ("8", -0.2)), "sum to more than 1"),
     "NaN": (first_token(("7", float("nan"))), "two log-probs"),  # NaN differs from itself
