@@ -84,7 +84,7 @@ def folder() -> Iterator[Path]:
 def test_a_judges_reply_is_numbers_in_range_or_unreadable(text: str, count: int) -> None:
     readers: list[Callable[[], tuple[float, ...]]] = [
         lambda: reply.read_scores(text, count, 0, 10),
-        lambda: reply.read_fields(text, ["score"], 0, 10),
+        lambda: reply.read_fields(text, {"score": (0, 10)}),
     ]
     for read in readers:
         try:

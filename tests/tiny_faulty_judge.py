@@ -59,6 +59,8 @@ class FaultyJudge(JudgeServer):
         self.after = after or Fault()
         self.models: Fault | list[Fault] | None = None
         """Replaces the response to `/v1/models`; a list has one fault per request."""
+        self.token_ids: dict[str, list[int]] | None = None
+        """The response to `/tokenize`, by prompt; None: there is no such path."""
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.times_s: list[float] = []
@@ -97,6 +99,14 @@ class _FaultyHandler(JudgeHandler):
         with suppress(BrokenPipeError, ConnectionResetError):
             self._play(fault)
         self.close_connection = True
+
+    def do_POST(self) -> None:
+        judge = self.server.judge
+        assert isinstance(judge, FaultyJudge)
+        if self.path != "/tokenize" or judge.token_ids is None:
+            return super().do_POST()
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        return self.send(200, {"tokens": judge.token_ids[request["prompt"]]})
 
     def complete(self, body: bytes) -> None:
         judge = self.server.judge
@@ -191,6 +201,14 @@ def page(body: bytes, *headers: str, status: str = "200 OK", length: int | None 
 def envelope(content: Any = GOOD) -> bytes:
     """A chat completion."""
     return json.dumps({"choices": [{"message": {"content": content}}]}).encode()
+
+
+def first_token(*logprobs: tuple[str, Any]) -> str:
+    """A chat completion of the first of these tokens, with the log-probs of all."""
+    entries = [{"token": token, "logprob": logprob} for token, logprob in logprobs]
+    content = [{**entries[0], "top_logprobs": entries}]
+    message = {"role": "assistant", "content": entries[0]["token"]}
+    return json.dumps({"choices": [{"message": message, "logprobs": {"content": content}}]})
 
 
 def quick_config(**changes: Any) -> JudgeConfig:

@@ -18,6 +18,15 @@ EVIL = (
 """Closes scripts, comments, attributes, strings, templates and lines, and reverses text."""
 REWARDS = {0: [0.1, 0.9, None, 0.2, 0.5], 4: [0.9, 0.3, 0.8, 0.2, 0.6]}
 """Finished iterations -> held-out rewards."""
+REGIONS = {
+    "viescore": [
+        {"label": f"hat {EVIL}", "box": [0.25, 0.5, 0.75, 1.0]},
+        *({"label": "hat", "box": box} for box in (None, [0, 0, 1], [0, 0, 2, 1], [0, "0", 1, 1])),
+        {"box": [0, 0, 1, 1]},
+    ],
+    EVIL: EVIL,
+}
+"""Only the first is well-formed."""
 NUM_GROUPS, NUM_COMPLETIONS = 3, 2
 
 
@@ -90,6 +99,7 @@ def episode(iteration: int, g: int, member: int) -> dict[str, Any]:
                 json.dumps({"reasoning": f"because {EVIL}", "score": score}) for score in scores
             ]
         },
+        **({"regions": REGIONS} if g == 1 else {}),
         "noise_seed": 77,
         "token_ids": [302, 258, 312],
         "sampler_logprobs": [-0.25, -6.0, -0.001],

@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from PIL import Image
 from tiny_faulty_judge import MODEL, quick_config
 
 from rl.api.find import plugins_in
+from rl.api.judge import Answer, Question
 from rl.api.plugin import Resources
 from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput, Sample
+from rl.config.schema import JudgeConfig
 from rl.judge.client import JudgeClient
+from rl.judge.reply import UnreadableReplyError
 from tiny_world.judge_server import JudgeServer
+
+SOURCES = tuple(Image.new("RGB", (8, 8), colour) for colour in ("red", "green", "blue"))
+RESULT, TARGET = (Image.new("RGB", (8, 8), colour) for colour in ("white", "black"))
+EDIT = "put the {dot} of picture 2 into picture 1"
+
+
+class ScriptedJudge:
+    """Gives its replies in order and then repeats the last one; records the questions."""
+
+    config = JudgeConfig()
+
+    def __init__(self, *replies: str) -> None:
+        self.replies = list(replies)
+        self.asked: list[Question] = []
+        self.repeats: list[int] = []
+
+    async def ask(
+        self, question: Question, parse: Callable[[str], Any], repeat: int = 0
+    ) -> Answer[Any]:
+        self.asked.append(question)
+        self.repeats.append(repeat)
+        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        try:
+            return Answer(parse(reply), (reply,), None, 1, 0.1)
+        except UnreadableReplyError as error:
+            return Answer(None, (reply,), f"unreadable: {error}", 1, 0.1)
 
 
 def make(plugin: ModuleType, config: Any, judge: Any = None) -> Any:
@@ -50,3 +81,12 @@ def grade_of(
     reward = make(plugin, plugin.Config(**config))
     grade: RewardOutput = asyncio.run(reward.grade(RewardInput(sample, text, None)))
     return grade
+
+
+def grade(
+    reward: ModuleType, judge: ScriptedJudge, num_sources: int = 1, **config: Any
+) -> RewardOutput:
+    sample = Sample("a", EDIT, sources=SOURCES[:num_sources], target=TARGET)
+    plugin = make(reward, reward.Config(**config), judge)
+    output: RewardOutput = asyncio.run(plugin.grade(RewardInput(sample, "a rewriting", RESULT)))
+    return output

@@ -25,6 +25,10 @@ class Question:
     """JSON schema of the reply, sent when `judge.guided_json` says so."""
     temperature: float | None = None
     """Judge sampling temperature; None: `judge.temperature`."""
+    labels: tuple[str, ...] = ()
+    """If set, the judge writes one token, and the reply that `parse` gets is the JSON of the
+    log-probs of these labels (`rl.judge.reply.read_chat`). `temperature` and `reply_schema`
+    are then unused, and an unreadable reply is final, since a repeat would be the same."""
 
 
 @dataclass(frozen=True)

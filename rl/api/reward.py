@@ -47,6 +47,11 @@ class Reward(ModelRunner[ConfigT]):
         self.config = config
 
     @classmethod
+    def needs_with(cls, config: ConfigT) -> Set[str]:
+        """`needs`, where they depend on the config."""
+        return cls.needs
+
+    @classmethod
     def num_questions(cls, config: ConfigT) -> Count:
         """Requests to the judge per picture, at least 1 when it `needs_judge`."""
         return 0

@@ -233,6 +233,15 @@ class RewardInput:
 
 
 @dataclass(frozen=True)
+class Region:
+    """A part of the rendered picture that a reward names."""
+
+    label: str
+    box: tuple[float, float, float, float]
+    """Left, top, right, bottom as shares of the picture's width and height, 0..1."""
+
+
+@dataclass(frozen=True)
 class RewardOutput:
     """One reward's result for one episode."""
 
@@ -248,6 +257,8 @@ class RewardOutput:
     """Wall time from request to result, s."""
     traceback: str = ""
     """Traceback of the reward's exception; set by the rollout, never by a reward."""
+    regions: tuple[Region, ...] = ()
+    """Where the judge looked; recorded with the episode and drawn on the run's page."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,6 +278,8 @@ class Episode:
     parts: Mapping[str, float] = field(default_factory=dict)
     """`<reward>/<part>` -> number, over all rewards."""
     replies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    regions: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)
+    """Reward -> the regions of `image` that it names; rewards without regions are left out."""
     failure: str | None = None
     judge_s: float = 0.0
     image_rewards: tuple[float, ...] = ()

@@ -114,10 +114,10 @@ def audited_rewards(resolved: Resolved) -> tuple[list[str], list[str]]:
     """(the names of the rewards that judge pictures; why the others are not audited)."""
     names, reasons = [], []
     for name, plugin in resolved.rewards.items():
-        cls = plugin.cls
-        if "image" not in cls.needs or not (cls.needs_judge or cls.runs_model):
+        cls, needs = plugin.cls, plugin.cls.needs_with(plugin.config)
+        if "image" not in needs or not (cls.needs_judge or cls.runs_model):
             reasons.append(f"{name}: not audited, because it judges no picture by a model")
-        elif cls.scores_groups() or cls.needs - PICTURES:
+        elif cls.scores_groups() or needs - PICTURES:
             reasons.append(f"{name}: not audited, because it reads more than one sample's pictures")
         else:
             names.append(name)
@@ -197,8 +197,8 @@ async def audit(
     limits: JudgeConfig,
 ) -> RewardAudit:
     """Ask one reward about all results of all cases. `limits`: the thresholds of `judge.audit`."""
-    sees_instruction = "target" not in plugin.cls.needs
-    sees_source = "source" in plugin.cls.needs
+    needs = plugin.cls.needs_with(plugin.config)
+    sees_instruction, sees_source = "target" not in needs, "source" in needs
     results = {
         (number, kind): result
         for number, case in enumerate(cases)

@@ -97,7 +97,8 @@ async def _ask_reward(
     sample: Sample | None,
     result: JudgeCheck,
 ) -> None:
-    if plugin.cls.runs_model or (sample is None and plugin.cls.needs - READABLE):
+    needs = plugin.cls.needs_with(plugin.config)
+    if plugin.cls.runs_model or (sample is None and needs - READABLE):
         reason = "loads a model" if plugin.cls.runs_model else "reads hidden keys of the data"
         result.lines.append(f"{plugin.key}: not asked, since it {reason}")
         return
@@ -130,12 +131,14 @@ def _why_unusable(answer: Answer[Any], client: JudgeClient) -> str:
     if not answer.replies:
         return f"gave no answer: {failure}{_remedy(failure, client)}"
     reply = excerpt(answer.replies[-1], SHOWN_REPLY_CHARS) or "(nothing)"
-    return (
-        f"gives unusable answers: {failure}; its reply: {reply}\nRemedy: set "
-        "judge.guided_json='always' if the endpoint supports it; raise judge.max_tokens="
+    remedy = (
+        "set judge.guided_json='always' if the endpoint supports it; raise judge.max_tokens="
         f"{config.max_tokens} if the reply is cut or empty (a reasoning model also spends it on "
         f"reasoning); else choose another judge.model={config.model!r}."
     )
+    if "min_legal_mass" in failure:
+        remedy = "use a model that does not think first, other labels, or a prompt of your own."
+    return f"gives unusable answers: {failure}; its reply: {reply}\nRemedy: {remedy}"
 
 
 def _remedy(failure: str, client: JudgeClient) -> str:

@@ -120,10 +120,11 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
     known = set(resolved.rewards)
     for name, plugin in resolved.rewards.items():
         known |= {f"{name}/{part}" for part in plugin.cls.unit_parts}
-        if "image" in plugin.cls.needs and not resolved.renderer.cls.makes_images:
+        needs = plugin.cls.needs_with(plugin.config)
+        if "image" in needs and not resolved.renderer.cls.makes_images:
             no_pictures = f"renderer {resolved.renderer.name} makes none"
             yield f"{plugin.key}: needs pictures, and {no_pictures}; drop it or render"
-        for need in sorted(plugin.cls.needs - {"text", "image"}):
+        for need in sorted(needs - {"text", "image"}):
             provided = need if need in READABLE else f"hidden:{need}"
             if lacking := _sources_without(resolved, provided):
                 match = "".join(get_close_matches(need, sorted(READABLE - {need}), n=1))

@@ -34,7 +34,8 @@ def plugins_to_try(resolved: Resolved) -> list[Plugin[Any]]:
         *(
             plugin
             for plugin in resolved.rewards.values()
-            if not (plugin.cls.needs_judge or plugin.cls.runs_model or plugin.cls.needs - READABLE)
+            if not (plugin.cls.needs_judge or plugin.cls.runs_model)
+            and not plugin.cls.needs_with(plugin.config) - READABLE
         ),
         *(p for p in (*resolved.train, *resolved.validation) if not p.cls.reads_much),
         *([] if skips_renderer else [resolved.renderer]),

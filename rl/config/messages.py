@@ -97,5 +97,7 @@ def _section_of(field: FieldInfo | None) -> type[BaseModel] | None:
 def _field_at(model: type[BaseModel], loc: Sequence[str]) -> FieldInfo | None:
     """The innermost declared field on the way to `loc` (it ends at a list index or dict key)."""
     field = model.model_fields.get(loc[0]) if loc else None
-    section = _section_of(field) if len(loc) > 1 else None
-    return _field_at(section, loc[1:]) if section else field
+    is_dict = field is not None and typing.get_origin(field.annotation) is dict
+    inside = loc[2 if is_dict else 1 :]  # behind the dict's own key
+    section = _section_of(field) if inside else None
+    return _field_at(section, inside) if section else field

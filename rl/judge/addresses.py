@@ -35,8 +35,8 @@ class Address:
         self.url = url
         self.http = JudgeHttp(url, auth_header(config.api_key_env), config.max_concurrency)
         self.dialect = Dialect()
-        self.answered: set[tuple[bool, ...]] = set()
-        """Kinds of question that got an answer, by their parts (True: text, False: picture)."""
+        self.answered: set[tuple[tuple[str, ...], tuple[bool, ...]]] = set()
+        """Kinds of question that got an answer: (labels, for each part whether it is text)."""
         self.num_in_flight = 0
         self.rests_until = 0.0
         """End of the pause that its last Retry-After asked for, `time.monotonic`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import random
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakValueDictionary
@@ -20,11 +21,17 @@ from rl.api.judge import Answer, Question
 from rl.config.schema import JudgeConfig
 from rl.judge.addresses import Address, Addresses, OutageError
 from rl.judge.dialect import CONTENT, Dialect, Request, in_words, refused_parameters
-from rl.judge.endpoint import remedy_for
+from rl.judge.endpoint import LOGPROBS_REMEDY, remedy_for
 from rl.judge.http import SHOWN_HEADER_CHARS, HttpAnswer, RequestTrouble
 from rl.judge.journal import ReplyJournal
 from rl.judge.question import encoded
-from rl.judge.reply import UnreadableReplyError, read_chat, served_models
+from rl.judge.reply import (
+    NoLogprobsError,
+    UnreadableReplyError,
+    read_chat,
+    served_models,
+    token_ids,
+)
 from rl.text.scrub import scrub
 from rl.text.untrusted import excerpt
 
@@ -36,6 +43,10 @@ HEALTH_TIMEOUT_S = 10.0
 BACKOFF_CAP_S = 30.0
 RETRY_TEMPERATURE_STEP = 0.3
 SEEDS_PER_REPEAT = 1000
+TOKENIZE = "/../tokenize"
+"""vLLM serves it beside /v1, not below; httpx resolves the dots."""
+TOP_LOGPROBS = 20
+"""The most that OpenAI, and vLLM without `--max-logprobs`, return."""
 SHOWN_BODY_CHARS = 600
 SHOWN_NAME_CHARS = 100
 MAX_NAMES = 8
@@ -76,8 +87,8 @@ class _Asking:
     question: Question
     content: Sequence[bytes]
     repeat: int
-    shape: tuple[bool, ...]
-    """For each part of the question: True if it is text, False if it is a picture."""
+    shape: tuple[tuple[str, ...], tuple[bool, ...]]
+    """(the question's labels, for each part whether it is text)."""
     replies: list[str] = field(default_factory=list)
     """All replies so far: the unreadable ones, then the last one."""
     keys: list[str] = field(default_factory=list)
@@ -233,8 +244,8 @@ class JudgeClient:
         started = time.monotonic()
         async with self._slots:
             content = [await encoded(p, self.config.image_side_px) for p in question.parts]
-            shape = tuple(isinstance(part, str) for part in question.parts)
-            asking = _Asking(question, content, repeat, shape)
+            is_text = tuple(isinstance(part, str) for part in question.parts)
+            asking = _Asking(question, content, repeat, (question.labels, is_text))
             value, failure = await self._ask(asking, parse)
         seconds = time.monotonic() - started
         return Answer(value, tuple(asking.replies), failure, asking.num_sent, seconds)
@@ -269,7 +280,8 @@ class JudgeClient:
                 # and `max_outage_s` ends the waiting.
                 elif not self._is_down(asking.address, cause, num_tries + 1):
                     num_tries += 1
-            if num_tries >= self.config.max_attempts:
+            is_final = bool(asking.question.labels and asking.replies)
+            if is_final or num_tries >= self.config.max_attempts:
                 if (journal := self._journal.get()) is not None:
                     journal.note_failed(asking.keys)
                 return None, f"{failure} ({num_tries} tries)"
@@ -303,21 +315,24 @@ class JudgeClient:
 
     def _request(self, asking: _Asking) -> Request:
         """The next request: each unreadable reply changes the seed and raises the temperature."""
-        num_unreadable = len(asking.replies)
-        temperature = asking.question.temperature
+        num_unreadable, labels = len(asking.replies), asking.question.labels
+        # Some servers divide the logits by the temperature before they take log-probs.
+        temperature = 1.0 if labels else asking.question.temperature
         if temperature is None:
             temperature = self.config.temperature
         parameters: dict[str, Any] = {
             "model": self.config.model,
             "messages": [{"role": "user", "content": [CONTENT]}],
-            "max_tokens": self.config.max_tokens,
+            "max_tokens": 1 if labels else self.config.max_tokens,
             "temperature": round(temperature + RETRY_TEMPERATURE_STEP * min(num_unreadable, 3), 3),
             # Some models' own defaults (top_p 0.001) would make temperature and seed do nothing.
             "top_p": 1.0,
             "seed": SEEDS_PER_REPEAT * asking.repeat + num_unreadable,
         }
         guided = self.config.guided_json
-        if guided == "always" or (guided == "on_retry" and num_unreadable > 0):
+        if labels:  # without a schema: under one, all of the probability would be on the labels
+            parameters |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
+        elif guided == "always" or (guided == "on_retry" and num_unreadable > 0):
             schema = {"name": "grade", "schema": asking.question.reply_schema}
             parameters["response_format"] = {"type": "json_schema", "json_schema": schema}
         return Request(parameters, asking.content)
@@ -343,13 +358,21 @@ class JudgeClient:
 
     async def _send(self, asking: _Asking, request: Request) -> str:
         address = asking.address = await self._addresses.admit(asking.tried)
+        labels = asking.question.labels
         try:
+            if labels:
+                request = replace(request, label_ids=await self._label_ids(address, labels))
             response = await self._post(address, asking, request)
             if response.status != 200:
-                self._raise_for(response, address, asking.shape)
+                self._raise_for(response, address, asking)
             try:
-                reply, model = read_chat(response.body)
+                reply, model = read_chat(response.body, labels)
             except UnreadableReplyError as error:
+                if isinstance(error, NoLogprobsError) and asking.shape not in address.answered:
+                    raise JudgeRefused(
+                        f"{address.url} answers, with {error}: {_body_excerpt(response)}\n"
+                        f"{LOGPROBS_REMEDY}"
+                    ) from None
                 detail = f"HTTP 200 without a reply ({error}): {_body_excerpt(response)}"
                 raise RequestTrouble("unreadable", detail) from None
         except RequestTrouble as trouble:
@@ -366,6 +389,34 @@ class JudgeClient:
         self._addresses.answered()
         await self._check_name(address, model)
         return scrub(reply)
+
+    async def _label_ids(self, address: Address, labels: tuple[str, ...]) -> tuple[int, ...]:
+        """The labels' token ids by the address's `/tokenize`; () if it has none, and then the
+        labels are found by their text among the likeliest tokens. Raises `JudgeRefused` if a label
+        is not one token, or two labels are the same token."""
+        known = address.dialect.label_ids
+        async with self._request_locks.setdefault(f"{labels} {address.url}", asyncio.Lock()):
+            if labels in known:
+                return known[labels]
+            ids: list[int] = []
+            for label in labels:
+                body = {"model": self.config.model, "prompt": label, "add_special_tokens": False}
+                sent = json.dumps(body).encode()
+                response = await self._exchange(address, "POST", TOKENIZE, sent, HEALTH_TIMEOUT_S)
+                tokens = token_ids(response.body) if response.status == 200 else None
+                if tokens is None:
+                    ids = []
+                    break
+                if len(tokens) != 1 or tokens[0] in ids:
+                    raise JudgeRefused(
+                        f"the tokenizer of judge.model={self.config.model!r} writes the label "
+                        f"{label!r} as the tokens {tokens}; each label must be one token of its "
+                        "own. Remedy: set the reward's labels to the other kind ('digits', "
+                        "'letters'), or use another judge.model."
+                    )
+                ids += tokens
+            known[labels] = tuple(ids)
+            return known[labels]
 
     async def _post(self, address: Address, asking: _Asking, request: Request) -> HttpAnswer:
         """The answer to `request`. If the address refuses a parameter, the request is sent again
@@ -405,10 +456,11 @@ class JudgeClient:
             address.num_in_flight -= 1
 
     def _raise_for(
-        self, response: HttpAnswer, address: Address | None = None, shape: tuple[bool, ...] = ()
+        self, response: HttpAnswer, address: Address | None = None, asking: _Asking | None = None
     ) -> NoReturn:
         """Raises `JudgeRefused` for a non-200 answer that a person must act on, `RequestTrouble`
-        for others. `address`, `shape`: those of the question; unset in a health check."""
+        for others. `address`, `asking`: unset in a health check."""
+        shape = asking and asking.shape
         status, body = response.status, _body_excerpt(response)
         trouble = RequestTrouble(f"http_{status}", body, response.retry_after_s)
         if status in RETRIED_CLIENT_ERRORS or status >= 500:
@@ -423,9 +475,11 @@ class JudgeClient:
             address.open(f"refuses (HTTP {status} {body})")
             raise trouble
         location = response.location and excerpt(response.location, SHOWN_HEADER_CHARS)
+        remedy = remedy_for(status, location, self.config)
+        if asking and asking.question.labels and "logprob" in body.lower():
+            remedy = LOGPROBS_REMEDY
         raise JudgeRefused(
-            f"the judge refused: {response.request} -> HTTP {status} {body}\n"
-            f"{remedy_for(status, location, self.config)}"
+            f"the judge refused: {response.request} -> HTTP {status} {body}\n{remedy}"
         )
 
     async def _check_name(self, address: Address, model: str | None) -> None:

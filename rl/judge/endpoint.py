@@ -150,6 +150,14 @@ def auth_header(api_key_env: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+LOGPROBS_REMEDY = (
+    "Remedy: this reward reads the log-probs of the judge's first token (logprobs, top_logprobs), "
+    "which vLLM's server returns and some hosted models do not, above all those that think first. "
+    "Serve judge.model with vLLM, choose another, or use a reward that reads written scores "
+    "('viescore', 'rubric')."
+)
+
+
 def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
     """What the user can do about an HTTP refusal. `location`: target of a redirect."""
     if status in (401, 403):

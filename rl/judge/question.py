@@ -21,12 +21,13 @@ MAX_PROMPT_BYTES = 100_000
 MAX_PATH_CHARS = 300
 
 
-def read_prompt(path: str, default: Path, key: str) -> str:
+def read_prompt(path: str, default: Path | None, key: str) -> str:
     """The text of the prompt file `path`, or of the file `default` if `path` is ''.
 
-    Raises ValueError naming `key` if `path` cannot be used, or lacks `default`'s `{instruction}`.
+    Raises ValueError naming `key` if `path` cannot be used, or lacks the `{instruction}` that
+    `default` has. A prompt without default must have it.
     """
-    text = default_text = default.read_text(encoding="utf-8").strip()
+    text = default_text = default.read_text(encoding="utf-8").strip() if default else INSTRUCTION
     if path:
         try:
             text = read_text(path, MAX_PROMPT_BYTES).strip()

@@ -10,30 +10,70 @@ from rl.text.scrub import scrub
 from rl.text.untrusted import without_lone_surrogates
 
 MAX_REPLY_CHARS = 100_000
+MAX_TOKEN_CHARS = 40
+LOWEST_LOGPROB = -9999.0
+"""What servers send for a probability of 0."""
+LOGPROB_ROUNDING = 1e-3
+"""How far a server's rounding may lift a log-prob above 0, nats."""
+
+Ranges = Mapping[str, tuple[float, float]]
+"""Name of a score -> its lowest and highest value."""
 
 
 class UnreadableReplyError(ValueError):
     """The reply is not what was asked for; the message does not quote the reply."""
 
 
-def read_chat(body: bytes) -> tuple[str, str | None]:
+class NoLogprobsError(UnreadableReplyError):
+    """A chat completion without log-probs: the endpoint ignores the request for them."""
+
+
+def read_chat(body: bytes, labels: Sequence[str] = ()) -> tuple[str, str | None]:
     """(the judge's reply in a chat completion, maybe ''; the model that the completion names).
 
     A reply above `MAX_REPLY_CHARS` is cut to one character more, which `read_scores` still refuses.
+    With `labels`, the reply is JSON of the first token, and of the labels' log-probs in its place,
+    nats: `{"token": "7", "logprobs": {"6": -1.5, "7": -0.3}}`.
+
     Raises `UnreadableReplyError`.
     """
     completion = _parsed(body)
     if isinstance(completion, dict) and completion.get("error"):
         raise UnreadableReplyError("an error beside the reply")
     try:
-        content = completion["choices"][0]["message"]["content"]
+        choice = completion["choices"][0]
+        content = choice["message"]["content"]
     except (LookupError, TypeError):
         raise UnreadableReplyError("no choices[0].message.content") from None
     if not isinstance(content, str | None):
         raise UnreadableReplyError(f"{type(content).__name__} under content instead of a text")
+    reply = _label_reply(choice, labels) if labels else content or ""
     model = completion.get("model")
     model_name = model if isinstance(model, str) and model else None
-    return without_lone_surrogates((content or "")[: MAX_REPLY_CHARS + 1]), model_name
+    return without_lone_surrogates(reply[: MAX_REPLY_CHARS + 1]), model_name
+
+
+def _label_reply(choice: Any, labels: Sequence[str]) -> str:
+    try:
+        first = choice["logprobs"]["content"][0]
+        entries = [first, *(first["top_logprobs"] or [])]
+        pairs = [(entry["token"], entry["logprob"]) for entry in entries]
+    except (LookupError, TypeError):
+        raise NoLogprobsError("no log-probs of the first token") from None
+    logprobs: dict[str, float] = {}
+    for token, value in pairs:
+        if token in labels and logprobs.setdefault(token, value) != value:
+            raise UnreadableReplyError(f'two log-probs of the label "{token}"')
+    kept = {label: logprob_in(logprobs[label]) for label in labels if label in logprobs}
+    return json.dumps({"token": str(first["token"])[:MAX_TOKEN_CHARS], "logprobs": kept})
+
+
+def logprob_in(value: Any) -> float:
+    """`value`, which must be at most 0, nats. Raises `UnreadableReplyError`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not value <= LOGPROB_ROUNDING:  # also NaN
+        raise UnreadableReplyError("a log-prob that is no number of at most 0")
+    return float(max(value, LOWEST_LOGPROB))  # an int may be too large for a float
 
 
 def served_models(body: bytes) -> list[str] | None:
@@ -43,6 +83,15 @@ def served_models(body: bytes) -> list[str] | None:
     except (UnreadableReplyError, LookupError, TypeError):
         return None
     return [scrub(name) for name in names] if all(isinstance(n, str) for n in names) else None
+
+
+def token_ids(body: bytes) -> list[int] | None:
+    """The ids in an answer to vLLM's `/tokenize`; None if it is not such an answer."""
+    try:
+        ids = _parsed(body)["tokens"]
+    except (UnreadableReplyError, LookupError, TypeError):
+        return None
+    return ids if isinstance(ids, list) and all(type(each) is int for each in ids) else None
 
 
 def read_scores(text: str, count: int, low: float, high: float) -> tuple[float, ...]:
@@ -55,37 +104,45 @@ def read_scores(text: str, count: int, low: float, high: float) -> tuple[float, 
         raise UnreadableReplyError('no list under "score"')
     if len(scores) != count:
         raise UnreadableReplyError(f'{len(scores)} numbers under "score", {count} asked for')
-    return tuple(_number(score, "score", low, high) for score in scores)
+    return tuple(number_in(score, "score", low, high) for score in scores)
 
 
-def read_fields(text: str, names: Sequence[str], low: float, high: float) -> tuple[float, ...]:
-    """The numbers under `names`, in that order, each in [low, high].
+def read_fields(text: str, ranges: Ranges) -> tuple[float, ...]:
+    """The numbers under the names in `ranges`, in that order, each in its range.
 
     Raises `UnreadableReplyError`.
     """
     fields = json_object(text)
-    missing = [name for name in names if name not in fields]
+    missing = [name for name in ranges if name not in fields]
     if missing:
         raise UnreadableReplyError(f"nothing under {', '.join(missing)}")
-    return tuple(_number(fields[name], name, low, high) for name in names)
+    return tuple(number_in(fields[name], name, *ranges[name]) for name in ranges)
 
 
 def scores_schema(count: int, low: float, high: float) -> Mapping[str, Any]:
     """JSON schema of what `read_scores` reads."""
+    return _object_schema({"score": numbers_schema(count, low, high)})
+
+
+def numbers_schema(count: int, low: float, high: float) -> Mapping[str, Any]:
+    """JSON schema of a list of `count` numbers."""
     number = {"type": "number", "minimum": low, "maximum": high}
-    scores = {"type": "array", "items": number, "minItems": count, "maxItems": count}
-    return _object_schema({"score": scores})
+    return {"type": "array", "items": number, "minItems": count, "maxItems": count}
 
 
-def fields_schema(names: Sequence[str], low: float, high: float) -> Mapping[str, Any]:
+def fields_schema(ranges: Ranges) -> Mapping[str, Any]:
     """JSON schema of what `read_fields` reads."""
-    number = {"type": "number", "minimum": low, "maximum": high}
-    return _object_schema(dict.fromkeys(names, number))
+    numbers = {n: {"type": "number", "minimum": r[0], "maximum": r[1]} for n, r in ranges.items()}
+    return _object_schema(numbers)
 
 
 def _object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
     # Reasoning first, so that the judge bases its numbers on it.
-    properties = {"reasoning": {"type": "string"}, **properties}
+    return object_schema({"reasoning": {"type": "string"}, **properties})
+
+
+def object_schema(properties: Mapping[str, Any]) -> Mapping[str, Any]:
+    """JSON schema of an object with exactly these keys, which the judge writes in this order."""
     return {
         "type": "object",
         "properties": properties,
@@ -144,7 +201,8 @@ def _refuse_constant(name: str) -> NoReturn:
     raise UnreadableReplyError(f"{name} is not a number")
 
 
-def _number(value: Any, name: str, low: float, high: float) -> float:
+def number_in(value: Any, name: str, low: float, high: float) -> float:
+    """`value`, which must be a number in [low, high]. Raises `UnreadableReplyError`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UnreadableReplyError(f'{type(value).__name__} under "{name}" instead of a number')
     if not low <= value <= high:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,6 +213,7 @@ def provenance(episode: Episode, advantage: float | None) -> dict[str, Any]:
     """Everything needed to trace one reward, from the instruction to the judge's replies.
     `advantage` is None if the episode is UNGRADED."""
     sample, completion, action = episode.prompt.sample, episode.completion, episode.action
+    regions = {name: [asdict(each) for each in named] for name, named in episode.regions.items()}
     return {
         "sample_id": sample.id,
         "group_id": episode.group_id,
@@ -227,6 +229,7 @@ def provenance(episode: Episode, advantage: float | None) -> dict[str, Any]:
         "parts": dict(episode.parts),
         "judge_s": episode.judge_s,
         "replies": {name: list(replies) for name, replies in episode.replies.items()},
+        **({"regions": regions} if regions else {}),
         "noise_seed": episode.noise_seed,
         "token_ids": list(completion.token_ids),
         "sampler_logprobs": [round(logprob, _LOGPROB_DIGITS) for logprob in completion.logprobs],

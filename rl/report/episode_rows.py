@@ -175,7 +175,21 @@ def _member(
             if isinstance(texts, Sequence) and not isinstance(texts, str)
         },
     }
-    return member | _tokens(row, pieces, limits)
+    regions = _regions(row.get("regions"))
+    return member | ({"regions": regions} if regions else {}) | _tokens(row, pieces, limits)
+
+
+def _regions(by_reward: object) -> list[list[Any]]:
+    """[label, left, top, right, bottom] of each region, in shares of the picture's sides."""
+    named = by_reward.values() if isinstance(by_reward, Mapping) else ()
+    rows = []
+    for region in (each for regions in named if isinstance(regions, list) for each in regions):
+        match region:
+            case {"label": str(label), "box": [_, _, _, _] as corners}:
+                box = [short(corner) for corner in corners]
+                if all(corner is not None and 0 <= corner <= 1 for corner in box):
+                    rows.append([text(label, 200), *box])
+    return rows
 
 
 def _tokens(row: Record, pieces: Pieces, limits: Limits) -> dict[str, Any]:

@@ -52,7 +52,8 @@ class EditQuality(JudgedReward[Config]):
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         text = fill_prompt(self.prompts_for(pictures)[0], instruction)
         sources = numbered(pictures["source"])
-        return [self.asked_for(FIELDS, 1, *sources, text, *pictures["image"])]
+        ranges = dict.fromkeys(FIELDS, (0.0, 1.0))
+        return [self.asked_for(ranges, *sources, text, *pictures["image"])]
 
     def reading(self, marks: Sequence[float]) -> Mapping[str, float]:
         return dict(zip(FIELDS, marks, strict=True))

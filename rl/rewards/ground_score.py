@@ -24,7 +24,8 @@ class GroundScore(JudgedReward[Config]):
 
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         [prompt] = self.prompts_for(pictures)
-        return [self.asked_for(["score"], 10, *pictures["target"], prompt, *pictures["image"])]
+        ranges = {"score": (0.0, 10.0)}
+        return [self.asked_for(ranges, *pictures["target"], prompt, *pictures["image"])]
 
     def reading(self, marks: Sequence[float]) -> Mapping[str, float]:
         return {"score": marks[0]}

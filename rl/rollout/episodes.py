@@ -103,11 +103,12 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
     """Build a completion's episode when all its verdicts are known. Its reward and parts are means
     over its pictures."""
     verdicts = [reading.verdict for reading in arm.readings if reading.verdict is not None]
+    drawn = next((verdict for verdict in verdicts if verdict.image is not None), None)
 
     def episode(status: Status, reward: float | None, failure: str | None, **more: Any) -> Episode:
-        image = next((v.image for v in verdicts if v.image is not None), None)
         return Episode(
-            group_id, arm.prompt, arm.completion, arm.action, noise_seed, image, status, reward,
+            group_id, arm.prompt, arm.completion, arm.action, noise_seed,
+            None if drawn is None else drawn.image, status, reward,
             failure=failure, **more,
         )  # fmt: skip
 
@@ -143,6 +144,11 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
     fields: dict[str, Any] = {
         "parts": {name: fmean(values) for name, values in parts.items()},
         "replies": replies,
+        "regions": {
+            name: grade.regions
+            for name, grade in (drawn.grades if drawn else {}).items()
+            if grade.regions
+        },
         "judge_s": judge_s,
     }
     if not rewards:

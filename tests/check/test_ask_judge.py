@@ -13,7 +13,7 @@ import pytest
 import tiny_config
 import tiny_loop
 from PIL import Image
-from tiny_faulty_judge import MODEL, Fault, FaultyJudge, PickyJudge
+from tiny_faulty_judge import MODEL, Fault, FaultyJudge, PickyJudge, first_token
 from tiny_messages import names
 from tiny_ranks import held_port
 
@@ -84,6 +84,24 @@ def test_a_judge_that_cannot_grade_is_reported_with_a_fix(name: str, tmp_path, m
         changes = {"api_key_env": "MY_JUDGE", "max_attempts": 2}
         text, code = report_online(tmp_path, judge.api_base, judge=changes)
     assert code == 1 and names(text, parts) and KEY not in text, text
+
+
+@pytest.mark.parametrize(
+    ("fault", "parts"),
+    [
+        (Fault(body=first_token(("<think>", -0.01), ("7", -9.0))),
+         "rewards.score: ... less than min_legal_mass=0.9 ... its reply: ... <think> ... Remedy: "
+         "... does not think first"),
+        (Fault(reply="7"), "judge: ... no log-probs of the first token ... Remedy: ... vLLM"),
+        (Fault(403, body="You are not allowed to request logprobs from this model"),
+         "HTTP 403 ... Remedy: ... 'rubric'"),
+    ],
+)  # fmt: skip
+def test_a_judge_whose_first_token_cannot_be_read_is_reported(tmp_path, fault, parts) -> None:
+    rewards = {"score": {"type": "expected_score"}}
+    with FaultyJudge(after=fault) as judge:
+        text, code = report_online(tmp_path, judge.api_base, rewards=rewards)
+    assert code == 1 and names(text, parts), text
 
 
 def test_a_wrong_model_or_a_judge_that_is_down_is_reported(tmp_path: Path) -> None:

@@ -142,6 +142,17 @@ def test_what_a_reward_needs_must_be_in_the_data(tmp_path, monkeypatch) -> None:
         assert names(problem, f"rewards.one: ... {need!r} ... data.train.0 ... column")
 
 
+def test_a_rubrics_pictures_must_be_in_the_data(tmp_path: Path) -> None:
+    question = tmp_path / "question.txt"
+    question.write_text("Was {instruction} done?")
+    section = {"type": "rubric", "prompt": str(question), "scores": {"success": {}}}
+    judge = {"api_base": "http://127.0.0.1:4877"}
+    assert problems_of(tmp_path, rewards={"mine": section}, judge=judge) == []
+    section["shows"] = ["target", "prompt", "image"]
+    [problem] = problems_of(tmp_path, rewards={"mine": section}, judge=judge)
+    assert names(problem, "rewards.mine: ... 'target' ... data.train.0 ... column")
+
+
 def test_a_renderer_that_edits_needs_sources(tmp_path: Path) -> None:
     source = tiny_config.real(tmp_path)["data"]["train"][0] | {"columns": {"source": ""}}
     problems = problems_of(tmp_path, data={"train": [source]})

@@ -72,8 +72,8 @@ def test_an_unreadable_reply_is_refused_with_the_reason(text: str, reason: str) 
 
 
 def test_named_numbers_come_in_the_requested_order() -> None:
-    text = '{"reasoning": "x", "quality": 1, "alignment": 0.25}'
-    assert read_fields(text, ("alignment", "quality"), 0, 1) == (0.25, 1.0)
+    text = '{"reasoning": "x", "quality": 8, "alignment": 0.25}'
+    assert read_fields(text, {"alignment": (0, 1), "quality": (0, 10)}) == (0.25, 8.0)
 
 
 @pytest.mark.parametrize(
@@ -87,4 +87,4 @@ def test_named_numbers_come_in_the_requested_order() -> None:
 )
 def test_unreadable_named_numbers_are_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(UnreadableReplyError, match=reason):
-        read_fields(text, ("alignment", "quality"), 0, 1)
+        read_fields(text, {"alignment": (0, 1), "quality": (0, 1)})

@@ -17,12 +17,12 @@ from tiny_messages import names
 from tiny_ranks import spawn
 from tiny_run import episode, run_config
 
-from rl.api.types import Action, Completion, Status
+from rl.api.types import Action, Completion, Region, Status
 from rl.files.atomic import json_line, read_rows, write_atomically
 from rl.files.held import GoneError
 from rl.judge.journal import ReplyJournal
 from rl.ranks.dist import Dist
-from rl.record.run_record import RunRecord
+from rl.record.run_record import RunRecord, provenance
 from rl.record.writer import MAX_WAITING
 from rl.run.page_refresh import Page
 
@@ -55,6 +55,10 @@ def test_the_line_of_an_episode_has_all_its_values(tmp_path):
     ungraded = episode(status=Status.UNGRADED, reward=None, failure="judge: timeout")
     record.write_episodes(12, [[episode(), failed], [ungraded]], [[1.0, -1.0], [None]])
     scored, broken, lost = lines_of(tmp_path / "episodes" / "it_000012.rank0.jsonl")
+    named = provenance(episode(regions={"judge": (Region("hat", (0.1, 0.0, 0.5, 1.0)),)}), 1.0)
+    assert json.loads(json_line(named["regions"])) == {
+        "judge": [{"label": "hat", "box": [0.1, 0.0, 0.5, 1.0]}]
+    }
     assert scored == {
         "sample_id": "row-7",
         "group_id": "it12/row-7",

@@ -149,6 +149,19 @@ def test_a_group_shows_all_data_of_its_completions(tab: Tab) -> None:
     tab.page.wait_for_function(f"{crisp} == 'pixelated'")
 
 
+def test_the_judges_regions_are_drawn_over_the_picture(tab: Tab) -> None:
+    """The pictures have 16 x 16 pixels."""
+    tab.go("#it=2&g=1", ".member svg.regions text")
+    member = tab.page.locator(".member").first
+    frame = "r => ['x', 'y', 'width', 'height'].map(side => r.getAttribute(side))"
+    assert member.locator("rect").last.evaluate(frame) == ["4", "8", "8", "8"]
+    image, overlay = (member.locator(f".boxed {tag}").bounding_box() for tag in ("img", "svg"))
+    assert image == overlay
+    assert tab.texts(".member:first-child ol.regions li") == [f"hat {' '.join(EVIL.split())}"]
+    tab.go("#it=2&g=2", ".member")
+    assert tab.page.locator(".member .regions").count() == 0
+
+
 def test_a_held_out_sample_shows_its_arms_and_checkpoints(tab: Tab) -> None:
     tab.go("#eval=4&id=s0", ".across .pic:nth-child(4)")
     tops = tab.texts(".tops figcaption")

@@ -48,6 +48,8 @@ def test_the_page_of_a_group_has_all_data_of_its_episodes(run_dir: Path) -> None
     assert json.loads(scored["said"]["viescore"][1])["score"] == [4, 8]
     assert scored["lp"] == [-25, -600, 0] and scored["forced"] == [0, 0, 1]
     assert (lost["r"], lost["st"], lost["why"]) == (None, "ungraded", f"no_reply: {EVIL}")
+    assert page["rows"][1]["of"][0]["regions"] == [[f"hat {EVIL}", 0.25, 0.5, 0.75, 1.0]]
+    assert "regions" not in scored
     bare = group["bare"]
     assert (bare["text"], bare["r"]) == (f"own words {EVIL}", 0.125)
     assert bare["img"] == "images/it_000002/rank0_g02_bare.png"

@@ -3,60 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from PIL import Image
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from tiny_faulty_judge import Fault, FaultyJudge
-from tiny_rewards import ask, make
+from tiny_messages import names
+from tiny_rewards import EDIT, RESULT, SOURCES, TARGET, ScriptedJudge, ask, grade, make
 
-from rl.api.judge import Answer, Question
-from rl.api.types import RewardInput, RewardOutput, Sample
-from rl.config.schema import JudgeConfig
+from rl.api.types import Region, RewardInput, Sample
+from rl.config.messages import validate
 from rl.judge.client import JudgeRefused
 from rl.judge.reply import UnreadableReplyError
-from rl.rewards import edit_quality, ground_score, viescore, viescore_t2i
+from rl.rewards import (
+    edit_quality,
+    expected_score,
+    ground_score,
+    rubric,
+    spatial_reward,
+    viescore,
+    viescore_t2i,
+)
 from rl.rewards.shared.repeated_judging import PROMPTS
 
-REWARDS = [viescore, viescore_t2i, edit_quality, ground_score]
-SOURCES = tuple(Image.new("RGB", (8, 8), colour) for colour in ("red", "green", "blue"))
-RESULT, TARGET = (Image.new("RGB", (8, 8), colour) for colour in ("white", "black"))
-EDIT = "put the {dot} of picture 2 into picture 1"
-
-
-class ScriptedJudge:
-    """Gives its replies in order and then repeats the last one; records the questions."""
-
-    config = JudgeConfig()
-
-    def __init__(self, *replies: str) -> None:
-        self.replies = list(replies)
-        self.asked: list[Question] = []
-        self.repeats: list[int] = []
-
-    async def ask(
-        self, question: Question, parse: Callable[[str], Any], repeat: int = 0
-    ) -> Answer[Any]:
-        self.asked.append(question)
-        self.repeats.append(repeat)
-        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
-        try:
-            return Answer(parse(reply), (reply,), None, 1, 0.1)
-        except UnreadableReplyError as error:
-            return Answer(None, (reply,), f"unreadable: {error}", 1, 0.1)
-
-
-def grade(
-    reward: ModuleType, judge: ScriptedJudge, num_sources: int = 1, **config: Any
-) -> RewardOutput:
-    sample = Sample("a", EDIT, sources=SOURCES[:num_sources], target=TARGET)
-    plugin = make(reward, reward.Config(**config), judge)
-    output: RewardOutput = asyncio.run(plugin.grade(RewardInput(sample, "a rewriting", RESULT)))
-    return output
+REWARDS = [viescore, viescore_t2i, edit_quality, ground_score, spatial_reward, expected_score]
 
 
 def score(*numbers: float) -> str:
@@ -65,6 +41,27 @@ def score(*numbers: float) -> str:
 
 def marks(alignment: float, quality: float) -> str:
     return f'{{"alignment": {alignment}, "quality": {quality}}}'
+
+
+def box(*corners: Any, label: Any = "the hat") -> dict[str, Any]:
+    return {"id": 0, "label": label, "bbox_2d": list(corners)}
+
+
+def grounded(*regions: Any, score: Any = (20, 10)) -> str:
+    return json.dumps({"edit_region": regions, "reasoning": "<|bbox_0|> r", "score": score})
+
+
+def labelled(**probs: float) -> str:
+    """A reply to a question with labels, with these probabilities."""
+    return json.dumps({"token": "K", "logprobs": {k: math.log(p) for k, p in probs.items()}})
+
+
+LETTERS: dict[str, Any] = {"labels": "letters"}
+RUBRIC: dict[str, Any] = {
+    "prompt": str(PROMPTS / "viescore_semantics.txt"),
+    "scores": {"success": {"high": 5, "weight": 3}, "identity": {"low": -1, "high": 1}},
+}
+RATED = '{"reasoning": "r", "identity": 0, "success": 4, "keeps": 3}'
 
 
 # --- the arithmetic, by hand ------------------------------------------------------------------
@@ -98,6 +95,26 @@ def marks(alignment: float, quality: float) -> str:
         (edit_quality, {"n_evals": 1, "alignment_weight": 3, "quality_weight": 1},
          [marks(0.5, 1)], 0.625, {"alignment": 0.5}),
         (ground_score, {}, ['{"score": 7.5}'], 0.75, {"score": 7.5}),
+        # SC = (.6 * 20 + .4 * 10) / 2.5 = 6.4, PQ = (15 + 20) / 5 = 7, overall = 6.4^.8 * 7^.2.
+        (spatial_reward, {}, [grounded(), score(15, 20)], 0.6515738, {
+            "edit_success": 20, "over_edit": 10, "naturalness": 15, "artifacts": 20,
+            "sc": 6.4, "pq": 7, "overall": 6.515738, "sc_01": 0.64, "pq_01": 0.7,
+        }),
+        (spatial_reward, {}, [grounded(score=(25, 25)), score(25, 25)], 1.0, {}),
+        # P(success = 10) = .6/.95 = .63158; restraint is 10 or 5: E[min] = .63158 * 7.5.
+        # Entropies: -.63158 ln .63158 - .36842 ln .36842 = .65811, and ln 2.
+        (expected_score, LETTERS, [labelled(K=0.6, A=0.35), labelled(K=0.5, F=0.5)], 0.4736842, {
+            "success": 0.6315789, "restraint": 0.75, "expected_minimum": 0.4736842,
+            "success_entropy": 0.6581100, "restraint_entropy": 0.6931472, "legal_mass": 0.95,
+        }),
+        (expected_score, LETTERS | {"min_legal_mass": 0.8}, [labelled(A=0.4, K=0.4)], 0.25, {}),
+        # success 4/5 = .8, identity (0 + 1)/2 = .5; (3 * .8 + .5) / 4 = .725.
+        (rubric, RUBRIC, [RATED], 0.725, {"success": 4, "identity": 0, "overall": 0.725}),
+        (rubric, RUBRIC | {"combine": "min"}, [RATED], 0.5, {"success": 4}),
+        # sqrt(min(.8, .3) * .5)
+        (rubric, RUBRIC | {"combine": "sqrt_min", "scores": {
+            "success": {"high": 5, "group": "a"}, "keeps": {"group": "a"},
+            "identity": {"low": -1, "high": 1}}}, [RATED], 0.3872983, {"overall": 0.3872983}),
     ],
 )  # fmt: skip
 def test_a_grade_is_computed_from_replies_by_hand(
@@ -113,6 +130,29 @@ def test_a_grade_is_computed_from_replies_by_hand(
     assert sorted(set(judge.repeats)) == list(range(num_readings)), "numbers of the readings"
 
 
+UNGROUNDED = [
+    "I see an edit at [100, 200, 300, 400] and say 20 and 10.",
+    '{"edit_region": [{"id": 0, "label": "hat", "bbox_2d": [100, 200, 300',
+    json.dumps({"edit_region": [box(1, 2, 3, 4)]}),
+    json.dumps({"reasoning": "r", "score": [20, 10]}),
+    json.dumps({"edit_region": box(1, 2, 3, 4), "score": [20, 10]}),
+    grounded(box(1, 2, 3, 4), score=(100, 200, 300, 400)),
+    grounded(box(1, 2, 3, 4), score=(20, 200)),
+    grounded([1, 2, 3, 4]),
+    grounded({"id": 0, "bbox_2d": [1, 2, 3, 4]}),
+    grounded(box(1, 2, 3, 4, label=5)),
+    grounded(box(1, 2, 3, 4, 5)),
+    grounded(box("1", "2", "3", "4")),
+    grounded(box(0, 0, True, True)),
+    grounded(box(1, 2, 3, 4), box(1, 2, 3, 1001)),
+    grounded(box(300, 2, 1, 4)),
+    grounded(box(1, 2, 1, 4)),
+    grounded(*[box(1, 2, 3, 4)] * 33),
+    '{"edit_region": [], "score": [1, 1], "score": [25, 25]}',
+]
+"""A coordinate never becomes a score, and a malformed box makes the whole reply unreadable."""
+
+
 @pytest.mark.parametrize(
     ("reward", "replies"),
     [
@@ -120,14 +160,31 @@ def test_a_grade_is_computed_from_replies_by_hand(
         (viescore, [score(5, 5), "no idea"]),
         (viescore_t2i, [score(4, 4), score(9, 10)]),  # two scores where one was asked
         (edit_quality, ["seven"]),
+        (expected_score, [labelled(**{"7": 0.5}), labelled(**{"7": 0.95})]),
+        *((spatial_reward, [reply, score(5, 5)]) for reply in UNGROUNDED),
     ],
 )
 def test_one_unreadable_reply_is_ungraded(reward: ModuleType, replies: list[str]) -> None:
     judge = ScriptedJudge(*replies)
     result = grade(reward, judge)
-    assert result.value is None and result.parts == {}
+    assert result.value is None and result.parts == {} and result.regions == ()
     assert (result.failure or "").startswith("unreadable: ")
     assert len(result.replies) == len(judge.asked), "the replies are recorded"
+
+
+numbers = st.one_of(st.integers(-5, 1100), st.floats(), st.booleans(), st.none(), st.text())
+
+
+@given(st.lists(st.lists(numbers, max_size=5), max_size=3), st.lists(numbers, max_size=3))
+def test_only_two_numbers_under_score_become_scores(corners: Any, marks: Any) -> None:
+    try:
+        read = spatial_reward.read_grounded(grounded(*(box(*c) for c in corners), score=marks))
+    except UnreadableReplyError:
+        return
+    assert list(read) == marks and all(0 <= mark <= 25 for mark in read)
+    for region in read.regions:
+        left, top, right, bottom = region.box
+        assert 0 <= left < right <= 1 and 0 <= top < bottom <= 1
 
 
 def test_repeats_use_other_seeds_and_the_rewards_temperature() -> None:
@@ -166,6 +223,13 @@ QUESTIONS: list[tuple[ModuleType, list[tuple[Any, ...]]]] = [
     ]),
     (edit_quality, [(SOURCES[0], prompt("edit_quality"), RESULT)]),
     (ground_score, [(TARGET, prompt("ground_score"), RESULT)]),
+    (spatial_reward, [
+        (SOURCES[0], RESULT, prompt("spatial_semantics")), (RESULT, prompt("spatial_perception")),
+    ]),
+    (expected_score, [
+        (SOURCES[0], RESULT, prompt(name) + "\n\nAnswer with one digit from 0 (worst) to 9 (best) "
+         "and nothing else.") for name in ("expected_success", "expected_restraint")
+    ]),
 ]  # fmt: skip
 """Exact to the byte, as recorded replies are looked up by their question."""
 
@@ -198,6 +262,26 @@ def test_several_sources_are_numbered(
     assert (text, result) == (several, RESULT)
     assert one.splitlines()[-1] == several.splitlines()[-1] and f'"{mark}"' in one.splitlines()[-1]
     assert several.count(f"<instruction>\n{EDIT}\n</instruction>") == 1
+
+
+def test_a_rubric_shows_what_the_config_says() -> None:
+    judge = ScriptedJudge(RATED)
+    result = grade(rubric, judge, 2, **RUBRIC, shows=["target", "image", "prompt", "source"])
+    assert result.value == pytest.approx(0.725)
+    target, image, text, *sources = judge.asked[0].parts
+    assert (target, image) == (TARGET, RESULT)
+    assert sources == ["Source 1:", SOURCES[0], "Source 2:", SOURCES[1]]
+    assert str(text).startswith(f"{prompt('viescore_semantics')}\n\nAnswer with exactly one JSON")
+    assert str(text).endswith('{"reasoning": "...", "success": <0 to 5>, "identity": <-1 to 1>}')
+    assert judge.asked[0].reply_schema["required"] == ["reasoning", "success", "identity"]
+
+
+def test_the_regions_of_the_first_reading_are_kept() -> None:
+    judge = ScriptedJudge(grounded(box(100, 250, 500, 1000)), score(5, 5))
+    result = grade(spatial_reward, judge, 2)
+    assert result.regions == (Region("the hat", (0.1, 0.25, 0.5, 1.0)),)
+    assert judge.asked[0].parts[:3] == (*SOURCES[:2], RESULT)
+    assert list(judge.asked[0].reply_schema["properties"]) == ["edit_region", "reasoning", "score"]
 
 
 def test_a_users_prompt_file_replaces_the_shipped_prompts(tmp_path: Path) -> None:
@@ -237,8 +321,29 @@ def test_a_missing_picture_is_ungraded_and_the_judge_is_not_asked(reward: Any, l
         (edit_quality, {"temperature": 0}, "n_evals=3 .*temperature 0"),
         (edit_quality, {"alignment_weight": 0, "quality_weight": 0}, "both 0"),
         (ground_score, {"prompt": "/no/such/file.txt"}, "prompt: .*/no/such"),
+        (expected_score, {"n_evals": 3, "temperature": 1}, "n_evals, temperature"),
+        (rubric, {"prompt": ""}, "(?s)prompt.*at least 1 character"),
+        (rubric, {"prompt": "/no/such/file.txt"}, "prompt: .*/no/such"),
+        (rubric, {"prompt": str(PROMPTS / "viescore_perception.txt")}, r"no \{instruction\}"),
+        (rubric, {"scores": {}}, "scores: give at least one"),
+        (rubric, {"scores": {"a b": {}}}, "not usable in a metric name"),
+        (rubric, {"scores": {"reasoning": {}}}, "scores.reasoning: "),
+        (rubric, {"scores": {"a": {"low": 3, "high": 3}}}, r"(?s)scores.a.*low=3 must be below"),
+        (rubric, {"scores": {"a": {"weight": 0}}}, "scores: .* with a weight"),
+        (rubric, {"combine": "sqrt_min"}, "sqrt_min joins two groups"),
+        (rubric, {"shows": ["prompt", "source"]}, "shows: .*'image'"),
+        (rubric, {"shows": ["image", "prompt", "image"]}, "shows: .*once"),
     ],
 )
 def test_an_invalid_config_is_refused(plugin: Any, config: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
-        plugin.Config(**config)
+        plugin.Config(**((RUBRIC if plugin is rubric else {}) | config))
+
+
+def test_a_misspelt_key_of_a_score_is_named_and_an_unused_one_reported() -> None:
+    scores = {"a": {"hgih": 3}, "b": {"low": "0"}}
+    _, problems = validate(rubric.Config, RUBRIC | {"scores": scores}, "rewards.mine")
+    assert names(problems[0], "rewards.mine.scores.a.hgih: ... 'high'")
+    assert names(problems[1], 'rewards.mine.scores.b.low: "0" given ... Worst value')
+    [line] = rubric.Rubric.no_effect(rubric.Config(**RUBRIC, combine="min"))
+    assert line.startswith("scores.success.weight: ")

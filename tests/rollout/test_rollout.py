@@ -23,6 +23,7 @@ from rl.api.types import (
     Completion,
     Episode,
     Prompt,
+    Region,
     RenderJob,
     RewardInput,
     RewardOutput,
@@ -75,7 +76,8 @@ class Level(Reward):
             return RewardOutput(None, failure="timeout: no answer", replies=("half a",))
         assert reward_input.image is not None
         level = reward_input.image.getpixel((0, 0)) / 255
-        return RewardOutput(level, parts={"raw": level * 10}, replies=(f"{level}",), seconds=0.5)
+        parts, regions = {"raw": level * 10}, (Region(f"{level}", (0, 0, 1, 1)),)
+        return RewardOutput(level, parts, replies=(f"{level}",), seconds=0.5, regions=regions)
 
 
 @pytest.fixture
@@ -128,6 +130,8 @@ def test_several_pictures_of_a_completion_are_averaged(context: RolloutContext) 
     assert len(levels) == 6 and levels[:3] == levels[3:] and len(set(levels[:3])) == 3
     assert one.reward == pytest.approx(sum(levels[:3]) / 3)
     assert sorted(one.image_rewards) == sorted(levels[:3])
+    recorded = one.image.getpixel((0, 0)) / 255
+    assert one.regions == {"level": (Region(f"{recorded}", (0, 0, 1, 1)),)}
     # Both completions got the same three rewards: the noise causes all of the variance.
     metrics = rollout_metrics(Rollout([[one, two]], [None]), Dist())
     assert metrics.merge([metrics.state()])["reward/noise_variance_share"] == pytest.approx(1)

@@ -65,6 +65,35 @@ page.image = (src, alt) => {
 page.figure = (src, alt, ...caption) =>
   page.el("figure", {class: "pic"}, page.image(src, alt), page.el("figcaption", {}, ...caption));
 
+// Draws numbered boxes over a figure's picture, if there are any, and lists their labels below it.
+// `regions`: [label, left, top, right, bottom], in shares of the picture's sides.
+page.withRegions = (figure, regions) => {
+  const image = figure.querySelector("img");
+  if (!image || !regions) return figure;
+  const shape = (tag, attributes, ...children) => {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    node.append(...children);
+    return node;
+  };
+  const overlay = shape("svg", {class: "regions", "aria-hidden": "true"});
+  image.addEventListener("load", () => {
+    const [width, height] = [image.naturalWidth, image.naturalHeight];
+    const size = Math.max(width, height) / 12;
+    overlay.setAttribute("viewBox", `0 0 ${width} ${height}`); // fits as the picture does
+    overlay.replaceChildren(...regions.flatMap(([, left, top, right, bottom], at) => {
+      const box = {x: left * width, y: top * height, width: (right - left) * width, height: (bottom - top) * height};
+      return [shape("rect", {...box, class: "halo"}), shape("rect", box),
+        shape("text", {x: box.x + size / 4, y: box.y + size, "font-size": size}, `${at + 1}`)];
+    }));
+  });
+  image.before(page.el("div", {class: "boxed"}));
+  figure.querySelector(".boxed").append(image, overlay);
+  figure.append(page.el("ol", {class: "regions fine", "aria-label": "regions that the judge named"},
+    regions.map(([label]) => page.isolated(label || "(no label)", "li"))));
+  return figure;
+};
+
 page.at = (base, file) => (file ? base + file : null);
 
 // All source pictures of a group or sample, numbered if there are several.

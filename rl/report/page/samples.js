@@ -73,7 +73,7 @@
   const member = (one, at, group, names) => el("article", {class: "member", "aria-label": `completion ${at + 1}`},
     el("h3", {}, page.reward(one), el("span", {class: "soft"}, "advantage ", page.signed(one.adv, 2)),
       one.end && one.end !== "stop" ? el("span", {class: "bad"}, one.end) : null),
-    one.img ? page.figure(page.at("../", one.img), group.say, `completion ${at + 1}`) : null,
+    one.img ? page.withRegions(page.figure(page.at("../", one.img), group.say, `completion ${at + 1}`), one.regions) : null,
     thought(one), page.isolated(one.text || "(no words)", "p"),
     one.why ? el("p", {class: "said"}, el("span", {class: "bad"}, `${one.st}: `), isolated(one.why)) : null,
     replies(one.said), partsTable(names, one.parts), tokens(one), provenance(one));
@@ -81,7 +81,7 @@
   // The bare arm: the user's own words, rendered under the group's noise; it is not trained on.
   const bareArm = (one, group, names) => el("article", {class: "member", "aria-label": "the bare arm"},
     el("h3", {}, page.reward(one), el("span", {class: "soft"}, "bare arm, the user's own words")),
-    one.img ? page.figure(page.at("../", one.img), group.say, "picture of the bare arm") : null,
+    one.img ? page.withRegions(page.figure(page.at("../", one.img), group.say, "picture of the bare arm"), one.regions) : null,
     one.why ? el("p", {class: "said"}, el("span", {class: "bad"}, `${one.st}: `), isolated(one.why)) : null,
     replies(one.said), partsTable(names, one.parts), provenance(one));
 
@@ -154,7 +154,7 @@
         ", ", isolated(page.setName(set))),
       shortened(evaluation.cut),
       el("div", {class: "tops"}, page.sources(set.base, row),
-        row.img ? page.figure(page.at(set.base, row.img), row.say, "now: ", page.reward(row)) : null,
+        row.img ? page.withRegions(page.figure(page.at(set.base, row.img), row.say, "now: ", page.reward(row)), row.regions) : null,
         arm(row.bimg, set.base, "bare arm, the user's own words", row.bare),
         arm(row.simg, set.stock, "stock arm, the untrained system", row.stock)),
       thought(row),

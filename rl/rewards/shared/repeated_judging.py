@@ -16,10 +16,10 @@ from pydantic import Field, model_validator
 from rl.api.judge import Answer, Question
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.reward import Reward
-from rl.api.types import RewardInput, RewardOutput
+from rl.api.types import Region, RewardInput, RewardOutput
 from rl.config.schema import RunConfig
 from rl.judge.question import read_prompt
-from rl.judge.reply import fields_schema, read_fields
+from rl.judge.reply import Ranges, fields_schema, read_fields
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
 
@@ -32,8 +32,9 @@ Asked = tuple[Question, Callable[[str], Any]]
 class RepeatsConfig(PluginConfig):
     """How often the judge is asked, at which temperature, and with which prompts."""
 
-    own_prompts: ClassVar[Mapping[str, str]] = {}
-    """Config key of a prompt file -> the file in `prompts/` that is used if the key is ''."""
+    own_prompts: ClassVar[Mapping[str, str | None]] = {}
+    """Config key of a prompt file -> the file in `prompts/` that is used if the key is ''; None:
+    the key must name a file."""
     own_prompts_of_several: ClassVar[Mapping[str, str]] = {}
     """Overrides of `own_prompts` for samples with several source pictures."""
     n_evals: Annotated[int, Field(ge=1, le=10_000)] = 1
@@ -50,10 +51,10 @@ class RepeatsConfig(PluginConfig):
 
     def read_prompts(self, of_several: bool = False) -> list[str]:
         """The prompt of each of `own_prompts`. Raises ValueError that names the key."""
-        overrides = self.own_prompts_of_several if of_several else {}
+        files = {**self.own_prompts, **(self.own_prompts_of_several if of_several else {})}
         return [
-            read_prompt(getattr(self, key), PROMPTS / overrides.get(key, file), key)
-            for key, file in self.own_prompts.items()
+            read_prompt(getattr(self, key), PROMPTS / file if file else None, key)
+            for key, file in files.items()
         ]
 
     def temperature_with(self, judge_temperature: float) -> float:
@@ -109,10 +110,10 @@ class JudgedReward(Reward[RepeatsT]):
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
         """The questions of one reading; `pictures` has at least those that the reward `needs`."""
 
-    def asked_for(self, names: Sequence[str], high: float, *parts: str | Image) -> Asked:
-        """A question of these parts; its reply has a number in [0, high] for each of `names`."""
-        question = Question(parts, fields_schema(names, 0, high), self.temperature)
-        return question, partial(read_fields, names=names, low=0, high=high)
+    def asked_for(self, ranges: Ranges, *parts: str | Image) -> Asked:
+        """A question of these parts; its reply has a number for each name in `ranges`."""
+        question = Question(parts, fields_schema(ranges), self.temperature)
+        return question, partial(read_fields, ranges=ranges)
 
     def prompts_for(self, pictures: Pictures) -> list[str]:
         """The prompt of each of the config's `own_prompts`, for one or several sources."""
@@ -127,6 +128,10 @@ class JudgedReward(Reward[RepeatsT]):
     def value_of(self, parts: Mapping[str, float]) -> float:
         """The value in [0, 1], from the parts' means over the readings."""
 
+    def regions(self, *values: Any) -> tuple[Region, ...]:
+        """Where the judge looked, from the parsed reply to each question."""
+        return ()
+
     async def grade(self, reward_input: RewardInput) -> RewardOutput:
         """Returns a RewardOutput without value if the judge fails; raises only `JudgeRefused`, if
         the judge is set up wrongly."""
@@ -135,7 +140,7 @@ class JudgedReward(Reward[RepeatsT]):
         for name, picture in (("target", sample.target), ("image", reward_input.image)):
             if picture is not None:
                 pictures[name] = (picture,)
-        if missing := self.needs - pictures.keys():
+        if missing := self.needs_with(self.config) - pictures.keys():
             return RewardOutput(None, failure=f"no_image: there is no {', '.join(sorted(missing))}")
         questions = self.questions(sample.instruction, pictures)
         answers: list[Answer[Any]] = await asyncio.gather(
@@ -147,11 +152,14 @@ class JudgedReward(Reward[RepeatsT]):
         )
         values = [answer.value for answer in answers]
         rows = [values[i : i + len(questions)] for i in range(0, len(values), len(questions))]
-        readings = [self.reading(*row) for row in rows if None not in row]
+        complete = [row for row in rows if None not in row]
+        readings = [self.reading(*row) for row in complete]
         replies = tuple(reply for answer in answers for reply in answer.replies)
         seconds = max(answer.seconds for answer in answers)
         if not readings:
             failure = next(answer.failure for answer in answers if answer.failure)
             return RewardOutput(None, replies=replies, failure=failure, seconds=seconds)
         parts = {name: fmean(reading[name] for reading in readings) for name in readings[0]}
-        return RewardOutput(self.value_of(parts), parts, replies, seconds=seconds)
+        regions = self.regions(*complete[0])
+        value = self.value_of(parts)
+        return RewardOutput(value, parts, replies, seconds=seconds, regions=regions)

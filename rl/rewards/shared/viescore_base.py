@@ -62,16 +62,21 @@ class PairedQuestions(JudgedReward[VieScoreT]):
         return question, partial(read_scores, count=len(marks), low=0, high=10)
 
     def reading(self, semantics: Marks, perception: Marks) -> Mapping[str, float]:
-        sc, pq = min(semantics), min(perception)
+        sc, pq, overall = self.joined(semantics, perception)
         return {
             **dict(zip(self.semantic_marks, semantics, strict=True)),
             **dict(zip(PERCEPTION_MARKS, perception, strict=True)),
             "sc": sc,
             "pq": pq,
-            "overall": (sc * pq) ** 0.5,
+            "overall": overall,
             "sc_01": sc / 10,
             "pq_01": pq / 10,
         }
+
+    def joined(self, semantics: Marks, perception: Marks) -> tuple[float, float, float]:
+        """(SC, PQ, overall), each 0-10, from the scores of both questions."""
+        sc, pq = min(semantics), min(perception)
+        return sc, pq, (sc * pq) ** 0.5
 
     def value_of(self, parts: Mapping[str, float]) -> float:
         return parts["overall"] / 10

@@ -1,0 +1,144 @@
+"""Every reward's question to vLLM's own chat server, which serves the tiny policy on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tiny_config
+from tiny_ranks import held_port
+from tiny_rewards import EDIT, RESULT, SOURCES, make
+from tokenizers import Tokenizer
+
+from rl.api.types import RewardInput, RewardOutput, Sample
+from rl.config.schema import JudgeConfig
+from rl.judge.client import JudgeClient
+from rl.judge.http import JudgeHttp
+from rl.judge.labels import LABELS
+from rl.rewards import edit_quality, expected_score, rubric, spatial_reward, viescore
+
+pytestmark = pytest.mark.slow
+
+MODEL = "tiny"
+WEIGHTS = tiny_config.WEIGHTS / "policy"
+START_S = 400
+EVIDENCE = RewardInput(Sample("a", EDIT, sources=SOURCES[:2]), "words", RESULT)
+COMMAND = [
+    sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(WEIGHTS),
+    "--served-model-name", MODEL, "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager",
+    "--max-model-len", "4096", "--max-num-seqs", "8", "--max-logprobs", "-1",
+    "--limit-mm-per-prompt", '{"image": 3, "video": 0}',
+]  # fmt: skip
+ENVIRONMENT = {
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("vllm")
+    # vLLM's processes need `rl`'s fixes of CUDA wheels before they import torchvision.
+    (folder / "sitecustomize.py").write_text("import rl\n")
+    path = {"PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}
+    with held_port() as port, (folder / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [*COMMAND, "--port", str(port)],
+            env=os.environ | ENVIRONMENT | path,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        url = f"http://127.0.0.1:{port}/v1"
+        try:
+            asyncio.run(JudgeClient(JudgeConfig(model=MODEL), url).check_health(START_S))
+            yield url
+        finally:
+            print((folder / "log").read_text(errors="replace")[-3000:])
+            os.killpg(server.pid, signal.SIGTERM)
+            server.wait(60)
+
+
+def graded(
+    url: str, plugin: Any, guided: Any = "never", unknown: tuple[str, ...] = (), **config: Any
+) -> tuple[RewardOutput, JudgeClient]:
+    """(the grade of `EVIDENCE`, the client that asked). `unknown`: labels without token ids, as at
+    an endpoint without `/tokenize`."""
+    settings = JudgeConfig(
+        model=MODEL, max_attempts=1, max_tokens=32, timeout_s=120, guided_json=guided
+    )
+
+    async def run() -> tuple[RewardOutput, JudgeClient]:
+        client = JudgeClient(settings, url)
+        if unknown:
+            client.dialects()[url].label_ids[unknown] = ()
+        output = await make(plugin, plugin.Config(**config), client).grade(EVIDENCE)
+        await client.aclose()
+        return output, client
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("guided", ["never", "always"])
+@pytest.mark.parametrize(
+    ("plugin", "count"), [(viescore, 2), (edit_quality, 3), (rubric, 1), (spatial_reward, 2)]
+)
+def test_questions_for_written_scores_are_accepted(
+    url: str, tmp_path: Path, plugin: Any, count: int, guided: str
+) -> None:
+    """This model writes other words; under a schema it writes white space until it is cut."""
+    config: dict[str, Any] = {}
+    if plugin is rubric:
+        (tmp_path / "mine.txt").write_text("Was {instruction} done?")
+        config = {"prompt": str(tmp_path / "mine.txt"), "scores": {"success": {"high": 5}}}
+    output, client = graded(url, plugin, guided=guided, **config)
+    assert output.value is None and (output.failure or "").startswith("unreadable: ")
+    assert client.dialects()[url].names == set(), "every parameter was accepted"
+    assert [reply.startswith("{") for reply in output.replies] == [guided == "always"] * count
+
+
+@pytest.mark.parametrize("labels", ["digits", "letters"])
+def test_legal_mass_is_a_share_of_the_whole_vocabulary(
+    url: str, labels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiny policy was never trained to write a label. The reference is the same server's
+    distribution over all tokens, which sums to 1."""
+    bodies, request = [], JudgeHttp.request
+
+    async def noting(http: JudgeHttp, method: str, path: str, body: Any, timeout_s: float) -> Any:
+        if path == "/chat/completions":
+            bodies.append(json.loads(body))
+        return await request(http, method, path, body, timeout_s)
+
+    monkeypatch.setattr(JudgeHttp, "request", noting)
+    output, client = graded(url, expected_score, labels=labels, min_legal_mass=1e-12)
+    ids = client.dialects()[url].label_ids[LABELS[labels]]
+    tokenizer = Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
+    assert [[each] for each in ids] == [tokenizer.encode(each).ids for each in LABELS[labels]]
+    assert [body["logprob_token_ids"] for body in bodies] == [list(ids)] * 2
+    masses = []
+    for body in bodies:
+        every = body | {"top_logprobs": -1, "logprob_token_ids": None}
+        answer = httpx.post(f"{url}/chat/completions", json=every, timeout=120).json()
+        [first] = answer["choices"][0]["logprobs"]["content"]
+        found = [(each["token"], math.exp(each["logprob"])) for each in first["top_logprobs"]]
+        assert math.fsum(prob for _, prob in found) == pytest.approx(1, abs=1e-4)
+        masses.append(math.fsum(prob for token, prob in found if token in LABELS[labels]))
+    assert 0 < output.parts["legal_mass"] == pytest.approx(min(masses), rel=1e-3)
+    assert output.value is not None and 0 < output.value < 1
+
+
+def test_without_token_ids_a_label_that_is_not_returned_counts_as_0(url: str) -> None:
+    output, _ = graded(url, expected_score, unknown=LABELS["digits"])
+    assert (output.failure or "").startswith("unreadable: 0 of the first token's probability")
+    assert [json.loads(reply)["logprobs"] for reply in output.replies] == [{}, {}]
