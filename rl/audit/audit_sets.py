@@ -28,8 +28,8 @@ def shipped_cases(
 ) -> list[Case]:
     """Cases of `judge.audit_set`. Raises ConfigError if the data has no usable target."""
     if resolved.config.judge.audit_set == "scenes":
-        plugins = [resolved.rewards[name] for name in rewards]
-        with_sources = any("source" in each.cls.needs_with(each.config) for each in plugins)
+        asking = [resolved.rewards[name] for name in rewards]
+        with_sources = any("source" in each.cls.needs_with(each.config) for each in asking)
         return scene_cases(num_cases, seed, with_sources)
     plugins = resolved.validation or resolved.train
     sources = build.build_data(resolved, plugins)
