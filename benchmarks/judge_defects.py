@@ -93,8 +93,8 @@ def _ignores_order(judge: DefectiveJudge, parts: Parts) -> str:
 
 
 def _noisy(judge: DefectiveJudge, parts: Parts) -> str:
-    """Noise with a standard deviation of 2 points."""
-    return _reply(*(score + judge.random.gauss(0, 2) for score in judge.scores(parts)))
+    """Noise with a standard deviation of 3 points."""
+    return _reply(*(score + judge.random.gauss(0, 3) for score in judge.scores(parts)))
 
 
 def _ignores_category(judge: DefectiveJudge, parts: Parts) -> str:
@@ -105,7 +105,8 @@ def _ignores_category(judge: DefectiveJudge, parts: Parts) -> str:
 
 def _fallback(judge: DefectiveJudge, parts: Parts) -> str:
     """It fails at a third of the questions, and answers half of the range."""
-    return _reply(5, 5) if judge.random.random() < 1 / 3 else judge.sound(parts)
+    fails = random.Random(json.dumps(parts)).random() < 1 / 3
+    return _reply(5, 5) if fails else judge.sound(parts)
 
 
 def _echo(judge: DefectiveJudge, parts: Parts) -> str:

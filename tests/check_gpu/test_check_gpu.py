@@ -114,7 +114,7 @@ def test_too_little_host_memory_for_the_configs_plan(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(this_machine, "host_memory_gb", lambda: 48.0)
     asked = Asked(".", num_gpus=8, gpu_gb=80.0, config="configs/qwen_image_edit.jsonnet")
     [line] = gpu_machine.config_lines(asked)
-    assert names(told(line), "FAIL ... config: host memory ... of 48.0 ... fix: ")
+    assert names(told(line), "FAIL ... config: host memory ... has 48.0 ... fix: ")
     monkeypatch.setattr(this_machine, "host_memory_gb", lambda: 2000.0)
     assert names(told(*gpu_machine.config_lines(asked)), "PASS ... config: fits")
     [line] = gpu_machine.config_lines(replace(asked, config="configs/nothing.jsonnet"))

@@ -131,7 +131,7 @@ def test_a_judge_that_accepts_one_picture_and_refuses_two_stops_the_run() -> Non
 
 def test_a_short_outage_loses_no_answer_and_sends_few_requests() -> None:
     """Down for 6 time-outs (12 minutes at the default 120 s), then back: all 24 are answered."""
-    outage_s = 1.2
+    outage_s = 2.4
 
     async def script(client: JudgeClient) -> tuple[list[Answer[Any]], int, float]:
         started_s = time.monotonic()
@@ -141,8 +141,8 @@ def test_a_short_outage_loses_no_answer_and_sends_few_requests() -> None:
         judge.after = Fault()
         return await asking, sent_while_down, down_s
 
-    config = {"timeout_s": 0.2, "max_concurrency": 8, "breaker_failures": 8, "max_attempts": 3}
-    with FaultyJudge(after=Fault(stall_s=0.6)) as judge:
+    config = {"timeout_s": 0.4, "max_concurrency": 8, "breaker_failures": 8, "max_attempts": 3}
+    with FaultyJudge(after=Fault(stall_s=1.2)) as judge:
         (answers, sent_while_down, down_s), client = with_client(judge, script, **config)
     stats = client.take_stats()
     print(f"\n| stalls for {outage_s} s | {sent_while_down} while down | {stats} |", end="")

@@ -35,7 +35,7 @@ from rl.run.watch import Watch
 def checkpointing_in(folder: Path, save: Callable[..., Path | None], copy: Any) -> Checkpointing:
     """`copy`: that of the last finished iteration's state in host memory."""
     checkpoints: Any = SimpleNamespace(save=save, save_alone=save, folder=folder / "checkpoints")
-    last: Any = SimpleNamespace(read=lambda: copy, held=lambda: copy, done=1)
+    last: Any = SimpleNamespace(read=lambda: copy, in_memory=lambda: copy, done=1)
     return Checkpointing({}, Dist(), 9, checkpoints, BackgroundWriter(folder), last)
 
 
