@@ -26,11 +26,12 @@ from rl.api.policy import Policy
 from rl.api.reward import Reward
 from rl.api.types import Prompt, RewardInput, RewardOutput, Sample, UnusableSampleError
 from rl.config.schema import RunConfig
-from rl.console.console import Phase, PhaseTimer
+from rl.console.console import PhaseTimer
 from rl.judge.background import BackgroundLoop
 from rl.learner.learner import Learner
 from rl.learner.step_metrics import LearnerMetrics
 from rl.memory import footprint, memory_plan
+from rl.ranks import heartbeat
 from rl.ranks.dist import Dist
 from rl.rehearsal.fake_gpu import FakeGpu, fake_gpu
 from rl.rehearsal.skeletons import model_folder
@@ -89,7 +90,10 @@ def rehearse(config: RunConfig, depth: int | None = None) -> Rehearsed:
         resolved = _with_skeletons(resolved, Path(work))
         gpu = stack.enter_context(fake_gpu())
         stack.enter_context(_models_without_weights(gpu, depth))
-        stack.enter_context(_phases_of_learning(gpu.tally))
+        # Phases of the rollout and of the learner are phases of the tally.
+        within, patch = gpu.tally.within, mock.patch.object
+        stack.enter_context(patch(heartbeat, "phase", within))
+        stack.enter_context(patch(LearnerMetrics, "clock", lambda _, phase: within(phase)))
         loop = stack.enter_context(BackgroundLoop("judge"))
         return _iteration(resolved, sizes, gpu, loop, depth, started)
 
@@ -141,7 +145,7 @@ def _iteration(
     step = learner.begin(0, prompts_P, sampled.token_ids, sizes_P)
     rewards = {name: _StubReward(_parts_of(config, name)) for name in resolved.rewards}
     context = RolloutContext(config, policy, renderer, rewards, makes_images, loop)
-    timer = _Timer(tally)
+    timer = PhaseTimer()
     pending = begin(context, sampled, step, timer, lambda: False)
     with tally.within("reference"):
         step.prefetch_reference(lambda: True)
@@ -343,32 +347,3 @@ class _StubReward(Reward):
 def _parts_of(config: RunConfig, name: str) -> list[str]:
     weights = config.final_reward.weights or {}
     return [key.partition("/")[2] for key in weights if key.startswith(f"{name}/")]
-
-
-# Phases
-
-
-class _Timer(PhaseTimer):
-    """Phases of the rollout are phases of the tally."""
-
-    def __init__(self, tally: Tally) -> None:
-        super().__init__()
-        self._tally = tally
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[Phase]:
-        with self._tally.within(name), super().phase(name) as phase:
-            yield phase
-
-
-@contextmanager
-def _phases_of_learning(tally: Tally) -> Iterator[None]:
-    """What the learner times is a phase of the tally."""
-
-    @contextmanager
-    def clock(self: LearnerMetrics, phase: str) -> Iterator[None]:
-        with tally.within(phase):
-            yield
-
-    with mock.patch.object(LearnerMetrics, "clock", clock):
-        yield
