@@ -55,7 +55,7 @@ class Rehearsed:
 
     tally: Tally
     plan: memory_plan.Plan | None
-    """The plan of the same run: one rank, no DeepSpeed, no inference engine."""
+    """The plan of the same run: one rank, no DeepSpeed, no inference engine, no judge."""
     num_groups: int
     num_prompt_tokens: int
     num_pictures: int
@@ -112,7 +112,10 @@ def _iteration(
     renderer = build.build_renderer(resolved, dist)
     weights["renderer"] = tally.now["cuda"] - weights["policy"]
     learner = Learner(policy, config, dist, num_iterations=100)
-    learner._backend.step(0.0, 1.0)  # Adam's moments are there, as after the first iteration
+    with tally.within("first step"):  # Adam's moments are there from now on, as after a resume
+        learner._backend.step(0.0, 1.0)
+    with tally.within("load"):  # with the moments
+        pass
     prompts_P = [
         _longest_prompt(resolved, policy, number) for number in range(config.prompts_per_iteration)
     ]
@@ -160,11 +163,12 @@ def _iteration(
         learner.export_weights()
     if sizes is not None:
         # Models of rewards are not rehearsed: CLIP runs in a thread of its own.
-        sizes = replace(sizes, frozen=[m for m in sizes.frozen if m.name == "renderer"])
+        renderers = [model for model in sizes.frozen if model.name == "renderer"]
+        sizes = replace(sizes, frozen=renderers, engine=None, judge_share=0.0)
         sizes = _of_that_depth(sizes, policy, weights["renderer"], depth)
     return Rehearsed(
         tally=tally,
-        plan=None if sizes is None else memory_plan.plan(replace(sizes, engine=None), 1e3),
+        plan=None if sizes is None else memory_plan.plan(sizes, 1e3),
         num_groups=len(prompts_P),
         num_prompt_tokens=len(prompts_P[0].token_ids),
         num_pictures=pending.num_pictures,
@@ -227,7 +231,7 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
                 if isinstance(getattr(part, key, None), int):
                     setattr(part, key, depth)
                     if types := getattr(part, "layer_types", None):
-                        setattr(part, "layer_types", types[:depth])  # noqa: B010 - any config
+                        part.layer_types = types[:depth]
         return config
 
     def of_transformers(cls: Any, /, path: str, subfolder: str = "", **options: Any) -> Any:
@@ -275,39 +279,34 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
 # The iteration's inputs
 
 
-def _sample(
-    resolved: build.Resolved, policy: Policy, number: int, words: int, num_pictures: int
-) -> Sample:
-    """A sample of pictures of the renderer's output size, and of so many words."""
-    instruction = " ".join(["a"] * words + [str(number)])
-    rng = np.random.default_rng(number)
-    if policy.image_vocabulary is not None:
-        codes = rng.integers(0, 1000, (32, 32))
-        return Sample(str(number), instruction, source_codes=codes, target_codes=codes)
-    area = getattr(resolved.renderer.config, "output_area_px", None) or 1024 * 1024
-    side = round(area**0.5)
-    pictures = [
-        Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8))
-        for _ in range(num_pictures)
-    ]
-    return Sample(str(number), instruction, sources=tuple(pictures))
-
-
 def _longest_prompt(resolved: build.Resolved, policy: Policy, number: int) -> Prompt:
     """A prompt of `policy.max_prompt_tokens`, or as near to it as words reach, with as many
-    pictures as it has room for."""
+    pictures of the renderer's output size as it has room for."""
     most = int(resolved.policy.config.max_prompt_tokens)
     template = resolved.renderer.cls.prompt_template(resolved.renderer.config)
     most_pictures = min(1, policy.own_max_pictures) if template is None else template.max_pictures
-    for num_pictures in range(most_pictures, -1, -1):
+    area_px = getattr(resolved.renderer.config, "output_area_px", None) or 1024 * 1024
+    rng, side = np.random.default_rng(number), round(area_px**0.5)
+    has_codes = policy.image_vocabulary is not None
+    codes = rng.integers(0, 1000, (32, 32)) if has_codes else None
+    pictures = tuple(
+        Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8))
+        for _ in range(0 if has_codes else most_pictures)
+    )
+
+    def prompt_of(num_words: int, num_pictures: int) -> Prompt | None:
+        words, sources = " ".join(["a"] * num_words + [str(number)]), pictures[:num_pictures]
+        sample = Sample(str(number), words, sources, source_codes=codes, target_codes=codes)
         with suppress(UnusableSampleError):
-            prompt = policy.build_prompt(_sample(resolved, policy, number, 0, num_pictures))
+            return policy.build_prompt(sample)
+        return None
+
+    for num_pictures in range(most_pictures, -1, -1):
+        if prompt := prompt_of(0, num_pictures):
             words = most - len(prompt.token_ids)
             while words > 0:
-                with suppress(UnusableSampleError):
-                    return policy.build_prompt(
-                        _sample(resolved, policy, number, words, num_pictures)
-                    )
+                if longer := prompt_of(words, num_pictures):
+                    return longer
                 words = words * 9 // 10
             return prompt
     raise ValueError(

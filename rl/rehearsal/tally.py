@@ -7,6 +7,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -19,19 +20,27 @@ BLOCK_BYTES = 512
 """PyTorch's allocator on CUDA rounds every allocation up to this."""
 
 
+@cache
+def _place(path: str) -> tuple[str, str]:
+    """(place of a source file in this project, its place in a library), '' where it is in none."""
+    file = Path(path)
+    if file.is_relative_to(ROOT):
+        return str(file.relative_to(ROOT.parent)) * (file.parent != Path(__file__).parent), ""
+    _, found, library = path.partition("/site-packages/")
+    return "", library * (bool(found) and "/torch/" not in path)
+
+
 def calling_line() -> str:
     """'rl/file.py:12 (library/file.py:34)': the project's innermost line, and the library's that it
     called; '(backward)' where autograd calls by itself."""
     frame: FrameType | None = sys._getframe(1)
     library = ""
     while frame is not None:
-        file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(ROOT):
-            if file.parent != Path(__file__).parent:
-                return f"{file.relative_to(ROOT.parent)}:{frame.f_lineno}{library}"
-        elif not library and "site-packages" in file.parts and "torch" not in file.parts:
-            path = "/".join(file.parts[file.parts.index("site-packages") + 1 :])
-            library = f" ({path}:{frame.f_lineno})"
+        ours, theirs = _place(frame.f_code.co_filename)
+        if ours:
+            return f"{ours}:{frame.f_lineno}{library}"
+        if theirs and not library:
+            library = f" ({theirs}:{frame.f_lineno})"
         frame = frame.f_back
     return f"(backward){library}"
 

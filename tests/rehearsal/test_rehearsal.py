@@ -20,11 +20,18 @@ from rl.rehearsal import cuda_guard
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("rehearse_families.py")
 FAMILIES = {
-    "qwen_image_edit": {"condition": 53, "render": 62, "reference": 54, "learn": 55, "step": 45},
-    "qwen_image_21": {"condition": 53, "reference": 53, "learn": 53, "step": 33},
-    "prompt_enhancement": {"render": 38, "reference": 33, "learn": 34, "step": 32},
-    "vlm_reasoning": {"learn": 74, "step": 8},
-    "sft_s__rl_s": {"render": 140, "learn": 167, "step": 188},
+    "qwen_image_edit": {
+        "load": 42,
+        "condition": 53,
+        "render": 62,
+        "reference": 54,
+        "learn": 55,
+        "step": 45,
+    },
+    "qwen_image_21": {"load": 33, "condition": 53, "reference": 53, "learn": 53, "step": 33},
+    "prompt_enhancement": {"condition": 32, "render": 34, "reference": 33, "learn": 34, "step": 32},
+    "vlm_reasoning": {"condition": 8, "reference": 74, "learn": 74, "step": 8},
+    "sft_s__rl_s": {"load": 120, "render": 140, "learn": 167, "step": 188},
 }
 """Config -> phase -> its peak at real depth, GB. Qwen-Image-2.1 keeps keys of its sources in every
 layer, so its `render` is compared at real depth only (benchmarks/results/rehearsals.md). The plan
