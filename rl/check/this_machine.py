@@ -77,7 +77,7 @@ def machine_lines(resolved: Resolved) -> list[str]:
 def busy_lines(resolved: Resolved) -> list[str]:
     """GPU memory that other processes hold: the run could run out of memory minutes later."""
     found = gpus()[0] if wants_gpu(resolved) else []
-    busy = [f"{gpu.used_gb:.1f} GB of GPU {gpu.index}" for gpu in found if gpu.used_gb > BUSY_GB]
+    busy = [f"{gpu.used_gb:.1f} GB of GPU {gpu.number}" for gpu in found if gpu.used_gb > BUSY_GB]
     remedy = "nvidia-smi names them; end them, or choose GPUs by CUDA_VISIBLE_DEVICES"
     return [f"other processes hold {', '.join(busy)}: {remedy}"] if busy else []
 
@@ -101,7 +101,7 @@ def _gpu_lines(resolved: Resolved) -> list[str]:
 class Gpu(NamedTuple):
     """A GPU as nvidia-smi describes it."""
 
-    index: str
+    number: str
     uuid: str
     name: str
     driver: str
@@ -119,14 +119,15 @@ def gpus() -> tuple[list[Gpu], str]:
     fields = "index,uuid,name,driver_version,compute_cap,memory.total,memory.used"
     rows, why = nvidia_smi(f"--query-gpu={fields}")
     found = []
-    for *words, capability, total_mb, used_mb in rows:
-        numbers = [
-            float(number) if number.replace(".", "").isdecimal() else default
-            for number, default in ((capability, math.inf), (total_mb, 0.0), (used_mb, 0.0))
-        ]
-        found.append(Gpu(*words, numbers[0], *(mb * 2**20 / 1e9 for mb in numbers[1:])))
+    for number, uuid, name, driver, *values in rows:
+        capability, total_mb, used_mb = (
+            float(value) if value.replace(".", "").isdecimal() else default
+            for value, default in zip(values, (math.inf, 0.0, 0.0), strict=True)
+        )
+        total_gb, used_gb = (mb * 2**20 / 1e9 for mb in (total_mb, used_mb))
+        found.append(Gpu(number, uuid, name, driver, capability, total_gb, used_gb))
     names = (visible or "").split(",")
-    chosen = [gpu for gpu in found if gpu.index in names or gpu.uuid in names]
+    chosen = [gpu for gpu in found if gpu.number in names or gpu.uuid in names]
     return chosen or found, why  # a part of a GPU (MIG) has a name of its own
 
 

@@ -61,10 +61,10 @@ def gpu_memory(gpu: Gpu) -> Line:
         fix = "use a GPU of 16 GB or more"
     elif gpu.used_gb > this_machine.BUSY_GB:
         query = "--query-compute-apps=pid"
-        rows, _ = this_machine.nvidia_smi(query, "-i", gpu.index)
+        rows, _ = this_machine.nvidia_smi(query, "-i", gpu.number)
         note += f" by processes {', '.join(row[0] for row in rows) or 'that it does not name'}"
         fix = "end them, or choose other GPUs by CUDA_VISIBLE_DEVICES"
-    return result(f"memory of GPU {gpu.index}", not fix, note, fix)
+    return result(f"memory of GPU {gpu.number}", not fix, note, fix)
 
 
 def pytorch(num_gpus: int) -> Iterator[Line]:

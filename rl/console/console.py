@@ -229,9 +229,10 @@ class PhaseTimer:
         if len(self._marks) == 1:
             unprinted, self._unprinted = self._unprinted, defaultdict(float)
             notes, self._notes = self._notes, {}
-            for ended, seconds in unprinted.items() if self._console is not None else ():
-                line = f"  {ended:<14} {duration(seconds):>12}  {notes[ended]}"
-                self._console.say(line.rstrip())
+            if self._console is not None:
+                for ended, seconds in unprinted.items():
+                    line = f"  {ended:<14} {duration(seconds):>12}  {notes[ended]}"
+                    self._console.say(line.rstrip())
 
     def own_seconds(self) -> dict[str, float]:
         """Seconds of each phase since the last lap, without waits for other ranks. No phase may be

@@ -73,7 +73,7 @@ class PolicyModel(ModelShape):
     def of(cls, config: Mapping[str, Any], **more: Any) -> PolicyModel:
         """From the values of a model's config.json; `more`: the fields that are not in it."""
         levels = config.get("vision_config", {}).get("deepstack_visual_indexes", ())
-        sizes = cls.sizes(config.get("text_config", config))
+        sizes: dict[str, Any] = cls.sizes(config.get("text_config", config))
         return cls(**sizes, **more, deepstack_levels=len(levels))
 
     def lora_params(self, rank: int, modules: Sequence[str]) -> int:

@@ -231,7 +231,7 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
                 if isinstance(getattr(part, key, None), int):
                     setattr(part, key, depth)
                     if types := getattr(part, "layer_types", None):
-                        part.layer_types = types[:depth]
+                        setattr(part, "layer_types", types[:depth])  # noqa: B010 - any config
         return config
 
     def of_transformers(cls: Any, /, path: str, subfolder: str = "", **options: Any) -> Any:

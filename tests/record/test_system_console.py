@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -85,55 +83,44 @@ def test_a_nested_phase_pauses_the_outer_one_and_has_one_line(clock):
     ]
 
 
-class Gpu:
-    """A GPU with one queue; its events are passed when it has done what was queued before them."""
+class Event:
+    """As `torch.cuda.Event` of a GPU with one queue; passed when that is done with earlier work."""
+
+    free_s, num_waits = 0.0, 0
 
     def __init__(self, clock: list[float]) -> None:
-        self.clock, self.free_s = clock, 0.0
-        self.num_waits = 0
+        self.clock = clock
 
-    def queue(self, seconds: float) -> None:
-        self.free_s = max(self.free_s, self.clock[0]) + seconds
+    def record(self, stream: object) -> None:
+        self.passed_s = max(Event.free_s, self.clock[0])
 
-    def event(self, enable_timing: bool) -> Any:
-        """As `torch.cuda.Event`."""
-        event = SimpleNamespace()
+    def query(self) -> bool:
+        return self.passed_s <= self.clock[0]
 
-        def record(stream: object) -> None:
-            event.passed_s = max(self.free_s, self.clock[0])
+    def synchronize(self) -> None:
+        Event.num_waits += not self.query()
+        self.clock[0] = max(self.clock[0], self.passed_s)
 
-        def synchronize() -> None:
-            self.num_waits += event.passed_s > self.clock[0]
-            self.clock[0] = max(self.clock[0], event.passed_s)
-
-        event.record, event.synchronize = record, synchronize
-        event.query = lambda: event.passed_s <= self.clock[0]
-        event.elapsed_time = lambda end: 1e3 * (end.passed_s - event.passed_s)
-        return event
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.passed_s - self.passed_s)
 
 
-@pytest.fixture
-def gpu(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    gpu = Gpu(clock)
-    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    return gpu
-
-
-def test_on_a_gpu_a_phase_lasts_as_long_as_its_work(clock: list[float], gpu: Gpu) -> None:
+def test_on_a_gpu_a_phase_lasts_as_long_as_its_work(clock: list[float], monkeypatch) -> None:
     """The host queues 'condition' and the backward in no time, and never waits inside a phase."""
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(clock))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     stream = io.StringIO()
     timer, learner = PhaseTimer(Console(True, stream), None, "cuda:0"), LearnerMetrics("cuda:0")
     with timer.phase("render"):
         with timer.phase("condition"):
-            gpu.queue(3.0)
-        gpu.queue(5.0)
+            Event.free_s = clock[0] + 3.0
+        Event.free_s += 5.0
         clock[0] += 8.0  # the host fetches the picture
     with timer.phase("learn"), learner.clock("learn_backward"):
-        gpu.queue(4.0)
+        Event.free_s = clock[0] + 4.0
     with timer.phase("record"):
         clock[0] += 1.0
-    assert gpu.num_waits == 0 and "learn" not in stream.getvalue()
+    assert Event.num_waits == 0 and "learn" not in stream.getvalue()
     assert timer.lap() == {
         "time/condition_s": 3.0,
         "time/render_s": 5.0,
@@ -143,8 +130,7 @@ def test_on_a_gpu_a_phase_lasts_as_long_as_its_work(clock: list[float], gpu: Gpu
     }
     printed = [line.split()[:2] for line in stream.getvalue().splitlines()]
     assert printed == [["render", "5.0"], ["condition", "3.0"], ["learn", "4.0"], ["record", "0.0"]]
-    metrics = Metrics.merge([learner.report(0.0, Dist()).state()])
-    assert metrics["seconds/learn_backward"] == 4.0
+    assert Metrics.merge([learner.report(0.0, Dist()).state()])["seconds/learn_backward"] == 4.0
 
 
 def test_the_summary_line_has_reward_speed_and_eta():
