@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl import build
 from rl.check import check_report, this_machine
-from rl.check.this_machine import Gpu
+from rl.check.this_machine import SHARED, Gpu
 from rl.check_gpu.lines import Asked, Line, result, skipped
 from rl.config.schema import ConfigError, load_config
 from rl.ranks.placement import Machine
@@ -29,7 +29,7 @@ def machine(asked: Asked) -> Iterator[Line]:
         yield from map(gpu_memory, gpus)
         yield from pytorch(len(gpus))
         yield from _lines("compiler and headers", this_machine.toolchain_problems())
-    yield from _lines("/dev/shm", this_machine.shared_memory_problems(asked.num_gpus))
+    yield from _lines(SHARED, this_machine.shared_memory_problems(asked.num_gpus))
     free_gb = this_machine.free_gb(Path(asked.folder))
     fix = "make room, or set TMPDIR to a folder on a larger disk"
     yield result("disk", free_gb >= MIN_DISK_GB, f"{free_gb:.3g} GB free in TMPDIR", fix)

@@ -40,7 +40,7 @@ def collectives(asked: Asked, script: Path = RANK_SCRIPT) -> Iterator[Line]:
         return
     command = [*LAUNCH, "--nproc", str(num_ranks), str(script)]
     done = subprocess.run(command, capture_output=True, text=True)
-    for line in done.stdout.splitlines():
+    for line in filter(None, done.stdout.split("\n")):
         what, _, why = line.partition(" skipped: ")
         yield skipped(f"sum by {what}", why) if why else result(f"{num_ranks} ranks", True, line)
     if done.returncode != 0:

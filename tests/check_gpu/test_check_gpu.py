@@ -68,7 +68,7 @@ def test_no_driver_is_one_line_that_says_what_to_type(
         (H100, "", "PASS ... driver ... H100 ... PASS ... GPU 0: 85.5 GB, 0.0 GB"),
         (H100.replace("9.0", "7.5"), "", "FAIL ... driver ... 7.5 ... fix: ... 8.0"),
         (H100.replace("81559", "8192"), "", "FAIL ... GPU 0: 8.6 GB ... fix: ... 16 GB"),
-        (H100.replace(" 12", " 42000"), "4711", "FAIL ... GPU 0 ... 44.0 GB ... 4711 ... fix: ..."),
+        (H100.replace(" 12", " 42000"), "4711", "FAIL ... GPU 0 ... 44.0 GB ... 4711 ... fix: end"),
     ],
 )
 def test_gpus_by_nvidia_smi(smi: Smi, gpu: str, processes: str, parts: str) -> None:
