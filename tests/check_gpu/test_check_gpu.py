@@ -127,7 +127,7 @@ def test_too_little_host_memory_for_the_configs_plan(monkeypatch: pytest.MonkeyP
 # Steps in child processes
 
 
-def lines_of(function: str, folder: Path, limit_s: float = 100.0, **more: object) -> list[Line]:
+def lines_of(function: str, folder: Path, limit_s: float = 600.0, **more: object) -> list[Line]:
     step = Step("planted", f"tiny_gpu_faults:{function}", limit_s, **more)  # type: ignore[arg-type]
     return list(run_step(step, Asked(str(folder), tiny=True)))
 
