@@ -168,7 +168,8 @@ def clone(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     (tmp_path / "bin").mkdir()
     driver = tmp_path / "bin/nvidia-smi"
-    driver.write_text("#!/bin/sh\nfor i in $(seq $GPUS); do echo NVIDIA H100; done\n")
+    gpu = "$i, GPU-$i, NVIDIA H100, 580.65, 9.0, 81559, 9"
+    driver.write_text(f"#!/bin/sh\nfor i in $(seq $GPUS); do echo {gpu}; done\n")
     driver.chmod(0o755)
     return tmp_path
 

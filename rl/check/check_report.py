@@ -279,15 +279,15 @@ def _memory_lines(resolved: build.Resolved, gpu_gb: float, unfit: Sequence[str])
 
 def _table(planned: Plan) -> list[str]:
     """A line for each part, a column for each phase, and the sums."""
-    widths = {phase: max(len(phase) + 1, 7) for phase in planned.phases}
-    widths[planned.phases[0]] -= 1  # names end in a space; 80 columns with the indent
-    lines = [f"{'GB':<29}" + "".join(f"{phase:>{n}}" for phase, n in widths.items())]
+    widths = {phase: max(len(phase) + 1, 6) for phase in planned.phases}
+    first = max(len(row.part) for row in planned.rows)
+    lines = [f"{'GB':<{first}}" + "".join(f"{phase:>{n}}" for phase, n in widths.items())]
     for row in planned.rows:
-        gb = f"{row.gb:.2f}"
+        gb = f"{row.gb:.1f}"
         cells = (f"{gb if phase in row.phases else '':>{n}}" for phase, n in widths.items())
-        lines.append(f"{row.part:<29}" + "".join(cells))
-    totals = "".join(f"{planned.total_gb(phase):>{n}.2f}" for phase, n in widths.items())
-    return [*lines, f"{'sum':<29}{totals}"]
+        lines.append(f"{row.part:<{first}}" + "".join(cells))
+    totals = "".join(f"{planned.total_gb(phase):>{n}.1f}" for phase, n in widths.items())
+    return [*lines, f"{'sum':<{first}}{totals}"]
 
 
 def _resume(config: RunConfig) -> tuple[str, list[str]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl import build
 from rl.build import Plugin, Resolved
@@ -35,15 +35,13 @@ STATE_BYTES = 12
 def machine_problems(resolved: Resolved, starts: bool = False) -> list[str]:
     """What this machine lacks, and what its devices cannot compute. `starts`: a run starts here,
     so without a GPU 'auto' means the CPU; --check may be about another machine."""
-    driver_version = driver() if wants_gpu(resolved) and _torch_build() != "cpu" else ""
-    if not driver_version:
+    found = gpus()[0] if wants_gpu(resolved) and _torch_build() != "cpu" else []
+    if not found:
         return _device_problems(resolved, "cpu" if starts else "", math.inf)
-    # Of the best GPU: CUDA_VISIBLE_DEVICES may hide the others from the run.
-    capabilities = [text for text in _of_each_gpu("compute_cap") if text[:1].isdecimal()]
-    capability = max(map(float, capabilities), default=math.inf)
+    capability = max(gpu.capability for gpu in found)
     return [
         *_device_problems(resolved, "cuda", capability),
-        *driver_problems(driver_version, capability),
+        *driver_problems(found[0].driver, capability),
         *_storage_problems(resolved),
         *([] if resolved.engine.cls.samples_with_trainer else toolchain_problems()),
     ]
@@ -78,9 +76,8 @@ def machine_lines(resolved: Resolved) -> list[str]:
 
 def busy_lines(resolved: Resolved) -> list[str]:
     """GPU memory that other processes hold: the run could run out of memory minutes later."""
-    values = _of_each_gpu("memory.used") if wants_gpu(resolved) and driver() else []
-    used_gb = [float(value) * 2**20 / 1e9 for value in values if value.isdecimal()]
-    busy = [f"{gb:.1f} GB of GPU {i}" for i, gb in enumerate(used_gb) if gb > BUSY_GB]
+    found = gpus()[0] if wants_gpu(resolved) else []
+    busy = [f"{gpu.used_gb:.1f} GB of GPU {gpu.number}" for gpu in found if gpu.used_gb > BUSY_GB]
     remedy = "nvidia-smi names them; end them, or choose GPUs by CUDA_VISIBLE_DEVICES"
     return [f"other processes hold {', '.join(busy)}: {remedy}"] if busy else []
 
@@ -91,31 +88,60 @@ def _gpu_lines(resolved: Resolved) -> list[str]:
     needs = f"an NVIDIA driver >= {MIN_DRIVER} (CUDA {CUDA})"
     if not resolved.engine.cls.samples_with_trainer:
         needs += ", a C compiler and Python's headers (apt install build-essential python3-dev)"
-    driver_version = driver()
-    if driver_version and _torch_build() == "cpu":
+    found, _ = gpus()
+    if found and _torch_build() == "cpu":
         return [f"PyTorch is installed for a CPU, and runs on it; on the GPU it needs {needs}"]
-    if driver_version:
-        return [f"NVIDIA driver {driver_version}; needed: {needs}"]
+    if found:
+        return [f"NVIDIA driver {found[0].driver}; needed: {needs}"]
     problems = _device_problems(resolved, "cuda", math.inf)
     refusals = [f"on a GPU it would be refused: {problem}" for problem in problems]
     return [f"no GPU is visible; the machine that trains needs {needs}", *refusals]
 
 
-def driver() -> str:
-    """Version of the NVIDIA driver; '' if no GPU is visible."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return ""
-    return next(iter(_of_each_gpu("driver_version")), "")
+class Gpu(NamedTuple):
+    """A GPU as nvidia-smi describes it."""
+
+    number: str
+    uuid: str
+    name: str
+    driver: str
+    capability: float
+    """Infinite if nvidia-smi does not know it."""
+    total_gb: float
+    used_gb: float
 
 
-def _of_each_gpu(field: str) -> list[str]:
-    """`field` of every GPU, from nvidia-smi; [] where nvidia-smi is missing or fails."""
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+def gpus() -> tuple[list[Gpu], str]:
+    """(the NVIDIA GPUs that CUDA_VISIBLE_DEVICES shows, '') or ([], why there are none)."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible in ("", "-1"):
+        return [], f"CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs"
+    fields = "index,uuid,name,driver_version,compute_cap,memory.total,memory.used"
+    rows, why = nvidia_smi(f"--query-gpu={fields}")
+    found = []
+    for number, uuid, name, driver, *values in rows:
+        capability, total_mb, used_mb = (
+            float(value) if value.replace(".", "").isdecimal() else default
+            for value, default in zip(values, (math.inf, 0.0, 0.0), strict=True)
+        )
+        total_gb, used_gb = (mb * 2**20 / 1e9 for mb in (total_mb, used_mb))
+        found.append(Gpu(number, uuid, name, driver, capability, total_gb, used_gb))
+    names = (visible or "").split(",")
+    chosen = [gpu for gpu in found if gpu.number in names or gpu.uuid in names]
+    return chosen or found, why  # a part of a GPU (MIG) has a name of its own
+
+
+def nvidia_smi(*options: str) -> tuple[list[list[str]], str]:
+    """(rows of its answer, '') or ([], why there is none)."""
+    command = ["nvidia-smi", *options, "--format=csv,noheader,nounits"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return result.stdout.split() if result.returncode == 0 else []
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], f"nvidia-smi gives no answer: {type(error).__name__}"
+    lines = [line for line in done.stdout.split("\n") if line.strip()]
+    if done.returncode != 0:
+        return [], f"nvidia-smi fails: {[*lines, *done.stderr.split(chr(10))][0].strip()}"
+    return [[word.strip() for word in line.split(",")] for line in lines], ""
 
 
 def has_gpus() -> bool:
@@ -186,7 +212,7 @@ def toolchain_problems() -> Iterable[str]:
     if not any(shutil.which(name) for name in ([chosen] if chosen else ["gcc", "clang"])):
         yield (
             f"this machine: there is no C compiler ({chosen or 'gcc, clang'}), and Triton compiles "
-            "a launcher for its kernels: apt install build-essential, or export CC=<compiler>"
+            "a launcher for its kernels; apt install build-essential, or export CC=<compiler>"
         )
     scheme = sysconfig.get_default_scheme()
     scheme = "posix_prefix" if scheme == "posix_local" else scheme
@@ -195,7 +221,7 @@ def toolchain_problems() -> Iterable[str]:
         python = f"python{sys.version_info.major}.{sys.version_info.minor}"
         yield (
             f"this machine: there is no {header}, and Triton compiles a launcher for its kernels "
-            f"with it: apt install {python}-dev, or use a Python that brings its headers"
+            f"with it; apt install {python}-dev, or use a Python that brings its headers"
         )
 
 
@@ -208,16 +234,20 @@ def _storage_problems(resolved: Resolved) -> Iterable[str]:
                 f"{key}: {path} is not in this machine's cache, and HF_HUB_OFFLINE forbids to "
                 "fetch it; unset that, or fetch it elsewhere (hf download) and copy the cache"
             )
-    if resolved.config.world_size > 1 and os.path.isdir(SHARED):
-        size_gb = shutil.disk_usage(SHARED).total / 1e9
-        if size_gb < MIN_SHARED_GB:
-            yield (
-                f"this machine: {SHARED} has {size_gb:.3f} GB, and NCCL wants {MIN_SHARED_GB:g} GB "
-                "for world_size > 1; start the container with --ipc=host or --shm-size=16g"
-            )
+    yield from shared_memory_problems(resolved.config.world_size)
     each_gb, count = checkpoints_gb(resolved)
     if each_gb is not None and count * each_gb > free_gb(Path(resolved.config.base_exp_dir)):
         yield f"base_exp_dir: too small a disk for {disk_line(resolved)}; name a larger one"
+
+
+def shared_memory_problems(num_ranks: int) -> Iterable[str]:
+    """Too little shared memory for NCCL; [] for one rank."""
+    size_gb = shutil.disk_usage(SHARED).total / 1e9 if os.path.isdir(SHARED) else math.inf
+    if num_ranks > 1 and size_gb < MIN_SHARED_GB:
+        yield (
+            f"this machine: {SHARED} has {size_gb:.3f} GB, and NCCL wants {MIN_SHARED_GB:g} GB for "
+            "several ranks; start the container with --ipc=host or --shm-size=16g"
+        )
 
 
 def disk_line(resolved: Resolved) -> str:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from rl.check_gpu.lines import Asked, Line, result, skipped
-from rl.check_gpu.steps import kill, last_words
+from rl.check_gpu.steps import FIXES, kill, last_words
 from rl.checkpoints.checkpoint import find, iteration_of
 from rl.files.atomic import read_rows
 
@@ -40,21 +40,13 @@ def collectives(asked: Asked, script: Path = RANK_SCRIPT) -> Iterator[Line]:
         return
     command = [*LAUNCH, "--nproc", str(num_ranks), str(script)]
     done = subprocess.run(command, capture_output=True, text=True)
-    for line in done.stdout.split("\n"):
+    for line in filter(None, done.stdout.split("\n")):
         what, _, why = line.partition(" skipped: ")
-        if why:
-            yield skipped(f"sum by {what}", why)
-        elif " is successful!" in line:
-            what, _, note = line.partition(" is successful!")
-            yield result(f"sum by {what}", True, f"{num_ranks} ranks")
-        elif " GB/s" in line:
-            what, _, note = line.partition(": ")
-            yield result(what, True, note)
+        yield skipped(f"sum by {what}", why) if why else result(f"{num_ranks} ranks", True, line)
     if done.returncode != 0:
-        said = [line for line in done.stderr.split("\n") if " rank" in f" {line}"] or [""]
-        note = (said[0] or last_words(done.stderr)).partition(";")[0].partition(" (")[0]
-        fix = "NCCL_DEBUG=INFO tells more; NCCL_P2P_DISABLE=1 rules out peer access"
-        yield result("sum over all ranks", False, note, fix)
+        lines = [line for line in done.stderr.split("\n") if " rank" in f" {line}"]
+        note = (lines or [last_words(done.stderr)])[0].partition(";")[0].partition(" (")[0]
+        yield result("sum over all ranks", False, note, FIXES["NCCL"])
 
 
 def loop(asked: Asked, name: str, *more: str) -> Iterator[Line]:

@@ -1,7 +1,12 @@
-"""The steps of `rl check-gpu` in order, and the parent's side of one: a child with a time limit."""
+"""The steps of `rl check-gpu` in order; each runs in a child process with a time limit.
+
+The child is `python -m rl.check_gpu.steps <module:function> <Asked as JSON>`.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import importlib
 import json
 import os
 import re
@@ -15,8 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rl.check_gpu.lines import NEEDS_CUDA, Asked, Line, shareable, skipped
+from rl.ranks import signals
+from rl.text import terminal
 
-_HERE = __package__
+_HERE = "rl.check_gpu"
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ def run_step(step: Step, asked: Asked) -> Iterator[Line]:
         return
     out, err = (Path(asked.folder, f"{step.name}.{end}") for end in ("jsonl", "log"))
     # Like `rl` itself, a step imports from the working folder only where that is the clone.
-    command = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", f"{_HERE}.step"]
+    command = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", f"{_HERE}.steps"]
     command += [step.function, json.dumps(asdict(replace(asked, limit_s=step.limit_s)))]
     with out.open("wb") as to_out, err.open("wb") as to_err:
         child = subprocess.Popen(
@@ -141,8 +148,26 @@ def last_words(log: str) -> str:
     return ([*lines[-1:], *errors[-1:]] or ["it printed nothing"])[-1][:300]
 
 
+def _child() -> None:
+    """Print each `Line` of a step as JSON; what libraries print goes to stderr."""
+    terminal.guard()
+    signals.die_with_parent()
+    asked = Asked(**json.loads(sys.argv[2]))
+    with os.fdopen(os.dup(1), "w") as results:
+        os.dup2(2, 1)
+        # Where it hangs, just before the parent ends it.
+        faulthandler.dump_traceback_later(asked.limit_s - 1, file=2)
+        module, _, function = sys.argv[1].partition(":")
+        for line in getattr(importlib.import_module(module), function)(asked):
+            print(json.dumps(asdict(line)), file=results, flush=True)
+
+
 def _place(log: str) -> str:
     """Where the main thread was, by the dump that a step writes just before its limit."""
     main = log.rpartition("Timeout (")[2].rpartition("most recent call first")[2]
     frame = re.search(r'File "([^"]+)", line (\d+) in (\S+)', main)
     return f", in {frame[3]} ({frame[1]}:{frame[2]})" if frame else ""
+
+
+if __name__ == "__main__":
+    _child()

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
-from rl.check_gpu.gpu_machine import gpus
+from rl.check.this_machine import gpus
 from rl.check_gpu.lines import Asked, Line, shareable, skipped
 from rl.check_gpu.steps import STEPS, Step, run_step
 from rl.text import terminal

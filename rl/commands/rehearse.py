@@ -25,51 +25,36 @@ from rl.text import terminal
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 an error in the rehearsed code, 2 nothing could be rehearsed."""
     terminal.guard()
-    assert __doc__ is not None
-    first, _, rest = __doc__.partition("\n")
     parser = argparse.ArgumentParser(
-        prog="rl rehearse",
-        description=first,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "rl rehearse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", help="a Jsonnet file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of its keys")
-    parser.add_argument(
-        "--depth",
-        type=int,
-        metavar="N",
-        help="N layers (at least 1) in every model, at their real widths",
-    )
-    parser.add_argument(
-        "--all", action="store_true", help="list every line that waits or holds memory"
-    )
+    depth = "N layers (at least 1) in every model, at their real widths"
+    parser.add_argument("--depth", type=int, metavar="N", help=depth)
+    every_line = "list every line that waits or holds memory"
+    parser.add_argument("--all", action="store_true", help=every_line)
     args = parser.parse_args(argv)
     if args.depth is not None and args.depth < 1:
         parser.error(f"--depth {args.depth}: a model needs at least 1 layer")
     try:
         config = load_config(args.config, args.overrides)
         cuda_guard.load()
-    except (ConfigError, cuda_guard.CannotRehearseError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    from rl.rehearsal import rehearsal_report
-    from rl.rehearsal.rehearsal import rehearse
+        # These import torch, after the guard.
+        from rl.rehearsal import rehearsal_report
+        from rl.rehearsal.rehearsal import rehearse
 
-    try:
         done = rehearse(config, args.depth)
-    except (ConfigError, ValueError) as error:
+    except (ConfigError, ValueError, cuda_guard.CannotRehearseError) as error:
         print(error, file=sys.stderr)
         return 2
     except (RuntimeError, NotImplementedError) as error:
         frames = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in frames if "/rl/" in frame.filename]
         where = f"{ours[-1].filename}, line {ours[-1].lineno}" if ours else "PyTorch"
-        first_line, _, _ = str(error).partition("\n")
-        print(f"{where}: {first_line}", file=sys.stderr)
+        print(f"{where}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
         return 1
-    for line in rehearsal_report.lines(done, args.all):
-        print(line)
+    print(*rehearsal_report.lines(done, args.all), sep="\n")
     return int(bool(done.tally.wrong))
 
 

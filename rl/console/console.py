@@ -16,6 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from rl.meter.device import has_passed, seconds_between, time_mark
 from rl.ranks import heartbeat
 from rl.ranks.dist import waited_s
 from rl.text.terminal import guard, plain, wrapped
@@ -151,17 +152,30 @@ class Phase:
 class PhaseTimer:
     """This rank's wall seconds per phase, in this iteration and in the whole run. An inner phase
     pauses the outer one, so that phases add up to the wall time. When the outermost phase ends, a
-    line is printed for each. To time nested phases as a single one, give them another timer."""
+    line is printed for each. Code that must count as one phase needs its own timer.
 
-    def __init__(self, console: Console | None = None, flops_per_s: float | None = None) -> None:
-        """`console`: None prints nothing. `flops_per_s`: the device's FLOP/s in matrix products;
-        if None, `work/mfu` is not reported."""
+    On a GPU, a phase lasts from the moment in which the GPU has finished the work of the phase
+    before until it has finished this phase's work: the host queues work far ahead. The host waits
+    for these moments in `lap` only; until the GPU has reached them, lines are not printed."""
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        flops_per_s: float | None = None,
+        device: str = "cpu",
+    ) -> None:
+        """`console`: None prints nothing. `flops_per_s`: the matrix-product rate of `device`; if
+        None, `work/mfu` is not reported."""
         self._console = console
         self._flops_per_s = flops_per_s
+        self._device = device
         self.model_flops = 0.0
         """FLOPs of the policy's training passes since the last lap."""
-        self._start_s = self._lap_s = self._charged_s = time.perf_counter()
+        self._start_s = self._lap_s = time.perf_counter()
         self._charged_waited_s = waited_s()
+        self._marks = deque([("", time_mark(device))])
+        """(the phase that ended or was paused, '' for none; when), as far as not yet counted; the
+        first is when the one before it ended."""
         self._this_iteration: defaultdict[str, float] = defaultdict(float)
         self._waited: defaultdict[str, float] = defaultdict(float)
         """Seconds of this iteration in collectives, where faster ranks wait for slower ones."""
@@ -192,31 +206,44 @@ class PhaseTimer:
             if self._under_way:
                 self._under_way[-1].show()
             else:
-                unprinted, self._unprinted = self._unprinted, defaultdict(float)
-                notes, self._notes = self._notes, {}
                 if self._console is not None:
                     self._console.live("")
-                    for ended, seconds in unprinted.items():
-                        line = f"  {ended:<14} {duration(seconds):>12}  {notes[ended]}"
-                        self._console.say(line.rstrip())
+                self._count()
 
     def _charge(self) -> None:
-        """Add the time since the last call to the innermost phase that is running."""
-        now_s, now_waited_s = time.perf_counter(), waited_s()
-        if self._under_way:
-            name = self._under_way[-1].name
+        """The time since the last call belongs to the innermost phase that is running."""
+        name, now_waited_s = self._under_way[-1].name if self._under_way else "", waited_s()
+        if name:
             self._waited[name] += now_waited_s - self._charged_waited_s
-            for totals in (self._this_iteration, self._unprinted, self.total):
-                totals[name] += now_s - self._charged_s
-        self._charged_s, self._charged_waited_s = now_s, now_waited_s
+        self._marks.append((name, time_mark(self._device)))
+        self._charged_waited_s = now_waited_s
+
+    def _count(self, wait: bool = False) -> None:
+        """Add up the time between the marks that the GPU has passed, or with `wait` between all.
+        Print a line for each phase once no mark is left."""
+        while len(self._marks) > 1 and (wait or has_passed(self._marks[1][1])):
+            _, start = self._marks.popleft()
+            name, end = self._marks[0]
+            for totals in (self._this_iteration, self._unprinted, self.total) if name else ():
+                totals[name] += seconds_between(start, end)
+        if len(self._marks) == 1:
+            unprinted, self._unprinted = self._unprinted, defaultdict(float)
+            notes, self._notes = self._notes, {}
+            if self._console is not None:
+                for ended, seconds in unprinted.items():
+                    line = f"  {ended:<14} {duration(seconds):>12}  {notes[ended]}"
+                    self._console.say(line.rstrip())
 
     def own_seconds(self) -> dict[str, float]:
-        """Seconds of each phase since the last lap, without waits for other ranks."""
+        """Seconds of each phase since the last lap, without waits for other ranks. No phase may be
+        under way."""
+        self._count(wait=True)
         return {name: s - self._waited[name] for name, s in self._this_iteration.items()}
 
     def lap(self) -> dict[str, float]:
         """`time/<phase>_s` since the last lap, `time/iteration_s` and `work/mfu`; starts the next
         lap."""
+        self._count(wait=True)
         now_s = time.perf_counter()
         metrics = {f"time/{name}_s": seconds for name, seconds in self._this_iteration.items()}
         metrics["time/iteration_s"] = iteration_s = now_s - self._lap_s

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from rl.algorithm.grpo import (
 )
 from rl.algorithm.metrics import Metrics
 from rl.api.loss import LossInputs
+from rl.meter.device import seconds_between, time_mark
 from rl.ranks.dist import Dist
 
 
@@ -28,13 +30,15 @@ def on_device(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class LearnerMetrics:
+    device: str = "cpu"
     metrics: Metrics = field(default_factory=Metrics)
     num_applied: int = 0
     num_skipped: int = 0
     num_tokens: float = 0.0
     weight: float = 0.0
     weight_squared: float = 0.0
-    seconds: dict[str, float] = field(default_factory=dict)
+    spans: dict[str, list[tuple[Any, Any]]] = field(default_factory=lambda: defaultdict(list))
+    """Phase -> the marks (`time_mark`) of its starts and ends."""
     losses: dict[str, float] = field(default_factory=dict)
     """Losses of the current step, still divided by the planned denominators."""
     _measured: list[tuple[list[str], int, torch.Tensor]] = field(default_factory=list)
@@ -42,9 +46,10 @@ class LearnerMetrics:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
+        """On a GPU: the time in which it does the work that is queued inside."""
+        start = time_mark(self.device)
         yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        self.spans[phase].append((start, time_mark(self.device)))
 
     def measure(
         self,
@@ -141,6 +146,6 @@ class LearnerMetrics:
             metrics.add("mismatch/ess", effective_sample_share(num_tokens, weight, squared))
         metrics.maximum("optimizer/steps", self.num_applied)
         metrics.maximum("optimizer/skipped_steps", self.num_skipped)
-        for phase, seconds in self.seconds.items():
-            metrics.maximum(f"seconds/{phase}", seconds)
+        for phase, spans in self.spans.items():
+            metrics.maximum(f"seconds/{phase}", sum(seconds_between(*span) for span in spans))
         return metrics

@@ -102,9 +102,9 @@ class TrainStep:
     _reference: dict[Member, list[float]] = field(default_factory=dict)
     _sequences: dict[Member, TrainSequence] = field(default_factory=dict)
     _accumulated: set[int] = field(default_factory=set)
-    _learner_metrics: LearnerMetrics = field(default_factory=LearnerMetrics)
 
     def __post_init__(self) -> None:
+        self._learner_metrics = LearnerMetrics(self.dist.device)
         limit = self.config.optimizer.max_kept_tokens
         self._max_kept_tokens = math.inf if limit is None else limit
         for minibatch in self.minibatches:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 from pathlib import Path
 
 from rl.api.plugin import ModelRunner, PlacedConfig
@@ -11,6 +14,7 @@ from rl.files.weights import num_parameters
 from rl.memory import memory_plan
 from rl.memory.memory_plan import (
     KNOWN,
+    Conditioning,
     FrozenModel,
     InferenceEngine,
     Plan,
@@ -21,6 +25,8 @@ from rl.memory.memory_plan import (
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHAPE = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"}
 """Keys that a model's config.json must have for its shape to be known."""
+VLLM_SHARE = 0.92
+"""Share of each of its GPUs that `vllm serve` takes without --gpu-memory-utilization."""
 
 
 def footprint(resolved: Resolved, gpu_gb: float, folder: str = "") -> Plan | None:
@@ -55,7 +61,28 @@ def unknowns(resolved: Resolved) -> list[str]:
         if on_gpu and not sum(plugin.cls.parameter_counts(plugin.config).values()):
             source = "".join(f" of {path!r}" for path in plugin.cls.reads_from(plugin.config)[:1])
             problems.append(f"{plugin.key}: {plugin.name} does not know the size{source}")
+    if policy_device(resolved) != "cpu" and judge_share(resolved) is None:
+        problems.append(
+            "judge.start_command: it does not say how much of the ranks' GPUs the judge takes; add "
+            "--gpu-memory-utilization, or begin it with 'env', 'CUDA_VISIBLE_DEVICES=<other GPUs>'"
+        )
     return problems
+
+
+def judge_share(resolved: Resolved) -> float | None:
+    """Share of a rank's GPU that the judge takes that the run starts, as its command says; 0 if
+    there is none, or none on the ranks' GPUs; None if the command says nothing."""
+    command = shlex.join(resolved.config.judge.start_command)
+    if not resolved.needs_judge or not command:
+        return 0.0
+    ranks = [str(number) for number in range(resolved.config.world_size)]
+    own = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(ranks)).split(",")[: len(ranks)]
+    stated = re.search(r"CUDA_VISIBLE_DEVICES=([\w,-]*)", command)
+    if stated and not set(stated[1].split(",")) & set(own):
+        return 0.0
+    share = re.search(r"gpu[-_]memory[-_]utilization[= ]([\d.]+)", command)
+    is_vllm = re.search(r"\bvllm\b|serve_judge\.sh", command)
+    return float(share[1]) if share else VLLM_SHARE if is_vllm else None
 
 
 def policy_weights(resolved: Resolved) -> str:
@@ -133,8 +160,19 @@ def sizes(resolved: Resolved, folder: str = "") -> Sizes | None:
         checkpointing=optimizer.gradient_checkpointing,
         engine=_engine(resolved, model, prompt + completion),
         reads_reference=lora is None and config.algorithm.kl_coeff > 0,
+        conditioning=_conditioning(resolved),
+        judge_share=judge_share(resolved) or 0.0,
         frozen=[_frozen(plugin, policy_device(resolved)) for plugin in resolved.model_runners],
     )
+
+
+def _conditioning(resolved: Resolved) -> Conditioning:
+    policy = resolved.policy.config
+    reads_states = resolved.renderer.cls.accepts == "hidden_states"
+    reads_again = policy.thought is not None and policy.thought.states == "words"
+    if reads_states and not reads_again and getattr(policy, "conditioning", "policy") == "policy":
+        return "kept forward"
+    return "forward" if reads_states or resolved.config.max_staleness else "none"
 
 
 def _zero_stage(resolved: Resolved) -> int:
@@ -195,15 +233,10 @@ def _policy_model(resolved: Resolved, folder: str = "") -> PolicyModel | None:
                 return KNOWN[path]
             continue
         values = json.loads(file.read_text(encoding="utf-8"))
-        text, vision = values.get("text_config", values), values.get("vision_config", {})
         params = num_parameters(path)
-        if params and text.keys() >= SHAPE:
+        if params and values.get("text_config", values).keys() >= SHAPE:
+            tower = num_parameters(path, lambda name: "visual" in name.split("."))
             norms = num_parameters(path, lambda name: name.endswith("q_norm.weight"))
-            return PolicyModel(
-                **PolicyModel.sizes(text),
-                params=params,
-                tower_params=num_parameters(path, lambda name: "visual" in name.split(".")),
-                head_norms=norms > 0,
-                deepstack_levels=len(vision.get("deepstack_visual_indexes", ())),
-            )
+            more = {"params": params, "tower_params": tower, "head_norms": norms > 0}
+            return PolicyModel.of(values, **more)
     return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from rl.api.engine import EngineClaim, Residency
 from rl.meter.flops import STAGES, ModelShape, Recompute
@@ -18,11 +20,14 @@ LOGITS_GB = 0.8
 """A chunk of 2**26 float32 logits, its softmax and its gradient."""
 FREE_SHARE = 0.1
 """Share of the GPU that the plan leaves free."""
-AWAKE = "generate"
-"""The only phase in which a non-resident engine is awake."""
-PHASES = (AWAKE, "condition", "render", "reference", "learn", "step")
-TRAINER = ("condition", "render", "reference", "learn")
-"""Phases in which the forwards of an iteration are kept."""
+LOAD = "load"
+"""All models are loaded, and a checkpoint's optimizer state; the engine does not sleep yet."""
+AWAKE = (LOAD, "generate")
+"""The only phases in which a non-resident engine is awake."""
+PHASES = (*AWAKE, "condition", "render", "reference", "learn", "step")
+Conditioning = Literal["kept forward", "forward", "none"]
+"""What the policy computes while the renderer's input is made: the forward whose graph the backward
+uses, another forward, or nothing (the renderer reads text or tokens)."""
 BUCKET_PARAMS = 5e8
 """Largest number of gradients that DeepSpeed reduces at once."""
 SUBGROUP_PARAMS = 1e9
@@ -63,6 +68,13 @@ class PolicyModel(ModelShape):
     """Whether queries and keys are normalised per head (Qwen3)."""
     deepstack_levels: int = 0
     """Number of first layers that also read picture features, which an engine buffers."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], **more: Any) -> PolicyModel:
+        """From the values of a model's config.json; `more`: the fields that are not in it."""
+        levels = config.get("vision_config", {}).get("deepstack_visual_indexes", ())
+        sizes: dict[str, Any] = cls.sizes(config.get("text_config", config))
+        return cls(**sizes, **more, deepstack_levels=len(levels))
 
     def lora_params(self, rank: int, modules: Sequence[str]) -> int:
         """Parameters of the adapters on these linear layers; unknown names are ignored."""
@@ -111,28 +123,21 @@ class PolicyModel(ModelShape):
         return around * bytes_per_value, inside * bytes_per_value
 
 
-_QWEN3 = {
-    "2B": PolicyModel(28, 2048, 6144, 16, 8, 128, 2.13e9, 0.41e9, True, 3),
-    "4B": PolicyModel(36, 2560, 9728, 32, 8, 128, 4.44e9, 0.42e9, True, 3),
-    "8B": PolicyModel(36, 4096, 12288, 32, 8, 128, 8.77e9, 0.58e9, True, 3),
-}
-_EMU3 = PolicyModel(32, 4096, 14336, 32, 8, 128, 8.49e9)
-KNOWN: Mapping[str, PolicyModel] = {
-    "Qwen/Qwen2.5-VL-3B-Instruct": PolicyModel(36, 2048, 11008, 16, 2, 128, 3.75e9, 0.67e9),
-    "Qwen/Qwen2.5-VL-7B-Instruct": PolicyModel(28, 3584, 18944, 28, 4, 128, 8.29e9, 0.68e9),
-    "Qwen/Qwen2.5-VL-72B-Instruct": PolicyModel(80, 8192, 29568, 64, 8, 128, 73.4e9, 0.70e9),
-    **{
-        f"Qwen/Qwen3-VL-{size}-{kind}": model
-        for size, model in _QWEN3.items()
-        for kind in ("Instruct", "Thinking")
-    },
-    "BAAI/Emu3-Gen": _EMU3,
-    "BAAI/Emu3-Stage1": _EMU3,
-    "mair-lab/sft-simple": _EMU3,
-    "mair-lab/thinking-sft-simple": _EMU3,
-    "Image-Editing/Emu3-Base-SFT-without_cot-May06_mixed_gc_lr1e-4-checkpoint-4800": _EMU3,
-    "Image-Editing/Emu3-Base-SFT-without_cot-May07_mixed_gc_post_lr1e-4-checkpoint-1200": _EMU3,
-}
+MODELS: Mapping[str, Any] = json.loads(Path(__file__).with_name("models.json").read_text())
+"""`models`: hub id -> `like` (the tiny model whose layout it has), `folders` (more of these),
+`files`: JSON file -> keys that differ from the tiny model's; of policies also `params`,
+`tower_params` and `head_norms`, as in `PolicyModel`. The rest is for `rl rehearse`."""
+
+
+def _known() -> Iterator[tuple[str, PolicyModel]]:
+    for hub_id, named in MODELS["models"].items():
+        model = MODELS["models"][named.get("same_as", hub_id)]
+        if "params" in model:
+            more = {key: model[key] for key in ("params", "tower_params", "head_norms")}
+            yield hub_id, PolicyModel.of(model["files"]["config.json"], **more)
+
+
+KNOWN: Mapping[str, PolicyModel] = dict(_known())
 """Shapes of hub models that are usually not downloaded on the machine that checks a config."""
 
 
@@ -265,6 +270,9 @@ class Sizes:
     """Full fine-tuning with a KL term: the starting weights are copied to the GPU when needed."""
     frozen: Sequence[FrozenModel]
     """Renderer and reward models."""
+    conditioning: Conditioning = "kept forward"
+    judge_share: float = 0.0
+    """Share of the rank's GPU that the judge takes that the run starts."""
 
     @property
     def trained_params(self) -> float:
@@ -362,14 +370,16 @@ def engine_line(planned: Plan, gpu_gb: float) -> str:
 def plan(sizes: Sizes, gpu_gb: float) -> Plan:
     """Memory of a GPU that only one rank uses, with engine, renderer and learner."""
     rows = [Row("CUDA context", CONTEXT_GB, PHASES), *_state_rows(sizes)]
+    if sizes.judge_share:
+        rows.append(Row("judge", sizes.judge_share * gpu_gb, PHASES))
     per_device: dict[str, float] = defaultdict(float)
     for model in sizes.frozen:
         if model.device == "auto":
             gb = model.bytes_per_value / 1e9
             rows += [Row(f"{model.name} {n}", x * gb, PHASES) for n, x in model.weights.items()]
             if model.activations:  # its parts run one after the other
-                part, count = max(model.activations.items(), key=lambda item: item[1])
-                rows.append(Row(f"{model.name} {part}, working", count * gb, ("render",)))
+                working_gb = max(model.activations.values()) * gb
+                rows.append(Row(f"{model.name}, working", working_gb, ("render",)))
             continue
         values = sum(model.weights.values()) + sum(model.activations.values())
         per_device[model.device] += values * model.bytes_per_value / 1e9
@@ -378,17 +388,17 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
     if engine is None:
         num_tokens = sizes.num_completions * (sizes.prompt_tokens + sizes.completion_tokens)
         cache_gb = sizes.model.cached_values_per_token * sizes.bytes_per_weight * num_tokens / 1e9
-        rows.append(Row("key-value cache", cache_gb, (AWAKE,)))
+        rows.append(Row("key-value cache", cache_gb, ("generate",)))
         return Plan(rows, elsewhere=dict(per_device))
-    # Until the engine has started, the shared weights exist twice, and no other model is loaded.
-    start_gb = CONTEXT_GB + sizes.weights_gb - Plan(rows).total_gb(AWAKE)
+    # Until the engine has started there are two copies of what it shares, and no other model.
+    start_gb = CONTEXT_GB + sizes.weights_gb - Plan(rows).total_gb(LOAD)
     if engine.shared_gb and start_gb > 0:
-        rows.append(Row("two copies at the start", start_gb, (AWAKE,)))
+        rows.append(Row("two copies at the start", start_gb, (LOAD,)))
     others = Plan(rows)
-    beside_gb = others.peak_gb if engine.residency == "resident" else others.total_gb(AWAKE)
+    beside_gb = max(map(others.total_gb, PHASES if engine.residency == "resident" else AWAKE))
     available_gb = (1 - FREE_SHARE) * gpu_gb - beside_gb
     engine = engine.with_cache(sizes.num_completions, gpu_gb, available_gb)
-    row = Row("engine", engine.claimed_gb(gpu_gb) - engine.own_gb, (AWAKE,))
+    row = Row("engine", engine.claimed_gb(gpu_gb) - engine.own_gb, AWAKE)
     rows += [row, Row("engine's own, asleep too", engine.own_gb, PHASES)]
     planned = Plan(rows, row, engine, dict(per_device))
     choice = engine.residency
@@ -440,11 +450,13 @@ def _forward_rows(sizes: Sizes) -> list[Row]:
     kept_gb = model.kept_bytes(adapted, per_value, sizes.checkpointing) / 1e9
     forward_gb = model.mlp_bytes(per_value) / 1e9
     backward_gb = model.working_bytes(adapted, per_value, sizes.checkpointing) / 1e9
+    kept_early = ("condition", "render") if sizes.conditioning == "kept forward" else ()
+    forward = ("reference",) if sizes.conditioning == "none" else ("condition", "reference")
     rows = [
-        Row("activations, kept", sizes.kept_tokens * kept_gb, TRAINER),
-        Row("a forward, working", sizes.forward_tokens * forward_gb, ("condition", "reference")),
+        Row("activations, kept", sizes.kept_tokens * kept_gb, (*kept_early, "reference", "learn")),
+        Row("a forward, working", sizes.forward_tokens * forward_gb, forward),
         Row("a backward, working", sizes.forward_tokens * backward_gb, ("learn",)),
-        Row("logits, one chunk", LOGITS_GB, ("condition", "reference", "learn")),
+        Row("logits, one chunk", LOGITS_GB, (*forward, "learn")),
     ]
     if not sizes.all_kept:
         rows.append(Row("activations, one forward", sizes.forward_tokens * kept_gb, ("learn",)))
@@ -471,7 +483,7 @@ def host_plan(
     if sizes.lora_rank is None and sizes.zero_stage in (1, 2):
         # DeepSpeed makes one flat tensor of all weights, on the host if the GPU has no room for it.
         state_gb = sum(row.gb for row in on_gpu.rows if row.part == "optimiser state")
-        if gpu_gb - (on_gpu.total_gb(AWAKE) - state_gb) < sizes.weights_gb:
+        if gpu_gb - (on_gpu.total_gb(LOAD) - state_gb) < sizes.weights_gb:
             rows.append(Row("ZeRO's flat weights", num_ranks * 2 * sizes.weights_gb, ("start",)))
     if sizes.reads_reference:
         rows.append(Row("reference weights", num_ranks * sizes.weights_gb, after_start))

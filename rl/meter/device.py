@@ -1,10 +1,14 @@
-"""Measures how fast a device multiplies matrices, and a process's peak memory."""
+"""Measures time and peak memory on a device, and how fast it multiplies matrices."""
 
 from __future__ import annotations
 
 import resource
 import time
 from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _MATMUL_SIDES = (256, 512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH_S = 0.01
@@ -41,6 +45,32 @@ def measure_flops_per_s(device: str, dtype: str) -> float:
         del matrix
         torch.cuda.empty_cache()
     return 2 * side**3 / min(seconds)
+
+
+def time_mark(device: str) -> float | torch.cuda.Event:
+    """A moment: on a CUDA device that in which it finishes the work that is queued on the current
+    stream by now, elsewhere this one, in seconds. Waits for nothing."""
+    if not device.startswith("cuda"):
+        return time.perf_counter()
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def has_passed(mark: float | torch.cuda.Event) -> bool:
+    """Whether the device has reached the mark."""
+    return isinstance(mark, float) or mark.query()
+
+
+def seconds_between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    """Seconds from one mark to a later one of the same device; waits until `end` has passed."""
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float) and isinstance(end, float), "marks of different devices"
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def take_peak_memory_gb(device: str) -> float:

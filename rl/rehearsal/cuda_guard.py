@@ -34,8 +34,7 @@ def load() -> None:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise CannotRehearseError(
-            "a rehearsal compiles 35 lines of C++, and there is no g++: install it (Debian, "
-            "Ubuntu: apt install g++)"
+            "a rehearsal compiles 35 lines of C++, and there is no g++: apt install g++"
         )
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         library = Path(folder, "cuda_guard.so")

@@ -26,11 +26,12 @@ from rl.api.policy import Policy
 from rl.api.reward import Reward
 from rl.api.types import Prompt, RewardInput, RewardOutput, Sample, UnusableSampleError
 from rl.config.schema import RunConfig
-from rl.console.console import Phase, PhaseTimer
+from rl.console.console import PhaseTimer
 from rl.judge.background import BackgroundLoop
 from rl.learner.learner import Learner
 from rl.learner.step_metrics import LearnerMetrics
 from rl.memory import footprint, memory_plan
+from rl.ranks import heartbeat
 from rl.ranks.dist import Dist
 from rl.rehearsal.fake_gpu import FakeGpu, fake_gpu
 from rl.rehearsal.skeletons import model_folder
@@ -54,7 +55,7 @@ class Rehearsed:
 
     tally: Tally
     plan: memory_plan.Plan | None
-    """The plan of the same run: one rank, no DeepSpeed, no inference engine."""
+    """The plan of the same run: one rank, no DeepSpeed, no inference engine, no judge."""
     num_groups: int
     num_prompt_tokens: int
     num_pictures: int
@@ -89,7 +90,10 @@ def rehearse(config: RunConfig, depth: int | None = None) -> Rehearsed:
         resolved = _with_skeletons(resolved, Path(work))
         gpu = stack.enter_context(fake_gpu())
         stack.enter_context(_models_without_weights(gpu, depth))
-        stack.enter_context(_phases_of_learning(gpu.tally))
+        # Phases of the rollout and of the learner are phases of the tally.
+        within, patch = gpu.tally.within, mock.patch.object
+        stack.enter_context(patch(heartbeat, "phase", within))
+        stack.enter_context(patch(LearnerMetrics, "clock", lambda _, phase: within(phase)))
         loop = stack.enter_context(BackgroundLoop("judge"))
         return _iteration(resolved, sizes, gpu, loop, depth, started)
 
@@ -108,7 +112,10 @@ def _iteration(
     renderer = build.build_renderer(resolved, dist)
     weights["renderer"] = tally.now["cuda"] - weights["policy"]
     learner = Learner(policy, config, dist, num_iterations=100)
-    learner._backend.step(0.0, 1.0)  # Adam's moments are there, as after the first iteration
+    with tally.within("first step"):  # Adam's moments are there from now on, as after a resume
+        learner._backend.step(0.0, 1.0)
+    with tally.within("load"):  # with the moments
+        pass
     prompts_P = [
         _longest_prompt(resolved, policy, number) for number in range(config.prompts_per_iteration)
     ]
@@ -141,7 +148,7 @@ def _iteration(
     step = learner.begin(0, prompts_P, sampled.token_ids, sizes_P)
     rewards = {name: _StubReward(_parts_of(config, name)) for name in resolved.rewards}
     context = RolloutContext(config, policy, renderer, rewards, makes_images, loop)
-    timer = _Timer(tally)
+    timer = PhaseTimer()
     pending = begin(context, sampled, step, timer, lambda: False)
     with tally.within("reference"):
         step.prefetch_reference(lambda: True)
@@ -156,11 +163,12 @@ def _iteration(
         learner.export_weights()
     if sizes is not None:
         # Models of rewards are not rehearsed: CLIP runs in a thread of its own.
-        sizes = replace(sizes, frozen=[m for m in sizes.frozen if m.name == "renderer"])
+        renderers = [model for model in sizes.frozen if model.name == "renderer"]
+        sizes = replace(sizes, frozen=renderers, engine=None, judge_share=0.0)
         sizes = _of_that_depth(sizes, policy, weights["renderer"], depth)
     return Rehearsed(
         tally=tally,
-        plan=None if sizes is None else memory_plan.plan(replace(sizes, engine=None), 1e3),
+        plan=None if sizes is None else memory_plan.plan(sizes, 1e3),
         num_groups=len(prompts_P),
         num_prompt_tokens=len(prompts_P[0].token_ids),
         num_pictures=pending.num_pictures,
@@ -271,39 +279,34 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
 # The iteration's inputs
 
 
-def _sample(
-    resolved: build.Resolved, policy: Policy, number: int, words: int, num_pictures: int
-) -> Sample:
-    """A sample of pictures of the renderer's output size, and of so many words."""
-    instruction = " ".join(["a"] * words + [str(number)])
-    rng = np.random.default_rng(number)
-    if policy.image_vocabulary is not None:
-        codes = rng.integers(0, 1000, (32, 32))
-        return Sample(str(number), instruction, source_codes=codes, target_codes=codes)
-    area = getattr(resolved.renderer.config, "output_area_px", None) or 1024 * 1024
-    side = round(area**0.5)
-    pictures = [
-        Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8))
-        for _ in range(num_pictures)
-    ]
-    return Sample(str(number), instruction, sources=tuple(pictures))
-
-
 def _longest_prompt(resolved: build.Resolved, policy: Policy, number: int) -> Prompt:
     """A prompt of `policy.max_prompt_tokens`, or as near to it as words reach, with as many
-    pictures as it has room for."""
+    pictures of the renderer's output size as it has room for."""
     most = int(resolved.policy.config.max_prompt_tokens)
     template = resolved.renderer.cls.prompt_template(resolved.renderer.config)
     most_pictures = min(1, policy.own_max_pictures) if template is None else template.max_pictures
-    for num_pictures in range(most_pictures, -1, -1):
+    area_px = getattr(resolved.renderer.config, "output_area_px", None) or 1024 * 1024
+    rng, side = np.random.default_rng(number), round(area_px**0.5)
+    has_codes = policy.image_vocabulary is not None
+    codes = rng.integers(0, 1000, (32, 32)) if has_codes else None
+    pictures = tuple(
+        Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8))
+        for _ in range(0 if has_codes else most_pictures)
+    )
+
+    def prompt_of(num_words: int, num_pictures: int) -> Prompt | None:
+        words, sources = " ".join(["a"] * num_words + [str(number)]), pictures[:num_pictures]
+        sample = Sample(str(number), words, sources, source_codes=codes, target_codes=codes)
         with suppress(UnusableSampleError):
-            prompt = policy.build_prompt(_sample(resolved, policy, number, 0, num_pictures))
+            return policy.build_prompt(sample)
+        return None
+
+    for num_pictures in range(most_pictures, -1, -1):
+        if prompt := prompt_of(0, num_pictures):
             words = most - len(prompt.token_ids)
             while words > 0:
-                with suppress(UnusableSampleError):
-                    return policy.build_prompt(
-                        _sample(resolved, policy, number, words, num_pictures)
-                    )
+                if longer := prompt_of(words, num_pictures):
+                    return longer
                 words = words * 9 // 10
             return prompt
     raise ValueError(
@@ -343,32 +346,3 @@ class _StubReward(Reward):
 def _parts_of(config: RunConfig, name: str) -> list[str]:
     weights = config.final_reward.weights or {}
     return [key.partition("/")[2] for key in weights if key.startswith(f"{name}/")]
-
-
-# Phases
-
-
-class _Timer(PhaseTimer):
-    """Phases of the rollout are phases of the tally."""
-
-    def __init__(self, tally: Tally) -> None:
-        super().__init__()
-        self._tally = tally
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[Phase]:
-        with self._tally.within(name), super().phase(name) as phase:
-            yield phase
-
-
-@contextmanager
-def _phases_of_learning(tally: Tally) -> Iterator[None]:
-    """What the learner times is a phase of the tally."""
-
-    @contextmanager
-    def clock(self: LearnerMetrics, phase: str) -> Iterator[None]:
-        with tally.within(phase):
-            yield
-
-    with mock.patch.object(LearnerMetrics, "clock", clock):
-        yield

@@ -1,7 +1,7 @@
 """Folders with the config files of released models, so that they are built without their weights.
 
-A local folder, or a hub id in the local cache, is used as it is. Of other hub ids `models.json` has
-the sizes; their tokenizers are those of a tiny model, so that a prompt's ids differ from the real
+A local folder, or a hub id in the local cache, is used as it is. Of other hub ids `MODELS` has the
+sizes; their tokenizers are those of a tiny model, so that a prompt's ids differ from the real
 ones, but not its length.
 """
 
@@ -15,10 +15,8 @@ from typing import Any
 
 from rl.config.shipped import located
 from rl.files.model_files import cached
+from rl.memory.memory_plan import MODELS
 
-DATA: Mapping[str, Any] = json.loads(Path(__file__).with_name("models.json").read_text())
-"""`models`: hub id -> `like` (the tiny model whose layout it has), `folders` (more of these), and
-`files`: JSON file -> keys that differ from the tiny model's."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 Json = Mapping[str, Any]
@@ -31,25 +29,27 @@ def model_folder(path: str, revision: str | None, work: Path) -> str:
         return path
     if cached(path, "config.json", revision) or cached(path, "model_index.json", revision):
         return path
-    if path not in DATA["models"]:
+    if path not in MODELS["models"]:
         raise ValueError(
             f"the sizes of {path!r} are not known: fetch its config files first (hf download "
             f"{path} --exclude '*.safetensors'), or name a folder that holds them"
         )
     target = work / path.replace("/", "--")
     if not target.is_dir():
-        _write(DATA["models"][path], target)
+        _write(MODELS["models"][path], target)
     return str(target)
 
 
 def _write(model: Json, target: Path) -> None:
-    model = DATA["models"][model["same_as"]] if "same_as" in model else model
+    model = MODELS["models"][model["same_as"]] if "same_as" in model else model
     _copy(model["like"], target)
     for folder, tiny in model.get("folders", {}).items():
         _copy(tiny, target / folder)
     for name, sizes in model["files"].items():
         file = target / name
         file.parent.mkdir(exist_ok=True)
+        if isinstance(sizes, str):  # the text encoder is that policy
+            sizes = MODELS["models"][sizes]["files"]["config.json"]
         # A config that names its class is whole: its class's defaults fill the rest.
         is_whole = "_class_name" in sizes or "model_type" in sizes
         tiny = {} if is_whole else json.loads(file.read_text())
@@ -62,7 +62,7 @@ def _write(model: Json, target: Path) -> None:
 
 def _copy(tiny: str, target: Path) -> None:
     """All files of a tiny model but its weights."""
-    source = located(f"{DATA['tokenizers']}/{tiny}")
+    source = located(f"{MODELS['tokenizers']}/{tiny}")
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True)
 
 
@@ -80,11 +80,11 @@ def _fill_emu3_tokenizer(file: Path) -> None:
     tokenizer = json.loads(file.read_text())
     vocab = tokenizer["model"]["vocab"]
     specials = [token for token in tokenizer["added_tokens"] if "visual" not in token["content"]]
-    first_special = DATA["emu3_text_tokens"] - len(specials)
+    first_special = MODELS["emu3_text_tokens"] - len(specials)
     for number in range(len(vocab), first_special):
         vocab[f"<filler {number}>"] = number
     names = [token["content"] for token in specials]
-    names += [f"<|visual token {code:06d}|>" for code in range(DATA["emu3_codes"])]
+    names += [f"<|visual token {code:06d}|>" for code in range(MODELS["emu3_codes"])]
     tokenizer["added_tokens"] = [
         {**specials[0], "id": first_special + place, "content": name}
         for place, name in enumerate(names)

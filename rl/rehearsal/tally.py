@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -20,30 +20,29 @@ BLOCK_BYTES = 512
 """PyTorch's allocator on CUDA rounds every allocation up to this."""
 
 
-class Line(NamedTuple):
-    """Where something happened: the project's innermost line, and the library's that it called."""
+@cache
+def _place(path: str) -> tuple[str, str]:
+    """(place of a source file in this project, its place in a library), '' where it is in none."""
+    file = Path(path)
+    if file.is_relative_to(ROOT):
+        return str(file.relative_to(ROOT.parent)) * (file.parent != Path(__file__).parent), ""
+    _, found, library = path.partition("/site-packages/")
+    return "", library * (bool(found) and "/torch/" not in path)
 
-    ours: str
-    library: str
 
-    def __str__(self) -> str:
-        return f"{self.ours} ({self.library})" if self.library else self.ours
-
-
-def calling_line() -> Line:
-    """The line of the project that is running; '(backward)' where autograd calls by itself."""
+def calling_line() -> str:
+    """'rl/file.py:12 (library/file.py:34)': the project's innermost line, and the library's that it
+    called; '(backward)' where autograd calls by itself."""
     frame: FrameType | None = sys._getframe(1)
     library = ""
     while frame is not None:
-        file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(ROOT):
-            if file.parent != Path(__file__).parent:
-                return Line(f"{file.relative_to(ROOT.parent)}:{frame.f_lineno}", library)
-        elif not library and "site-packages" in file.parts and "torch" not in file.parts:
-            library = "/".join(file.parts[file.parts.index("site-packages") + 1 :])
-            library += f":{frame.f_lineno}"
+        ours, theirs = _place(frame.f_code.co_filename)
+        if ours:
+            return f"{ours}:{frame.f_lineno}{library}"
+        if theirs and not library:
+            library = f" ({theirs}:{frame.f_lineno})"
         frame = frame.f_back
-    return Line("(backward)", library)
+    return f"(backward){library}"
 
 
 class Tally:
@@ -53,15 +52,14 @@ class Tally:
         self.phase = "load"
         self.now: Counter[str] = Counter()
         """Device type -> bytes that exist."""
-        self.peak: dict[tuple[str, str], int] = {}
-        """(Phase, device type) -> peak of the bytes that existed in that phase."""
-        self.waits: Counter[tuple[str, str, Line]] = Counter()
-        """(Phase, kind of wait, line) -> number."""
-        self.wrong: Counter[tuple[str, Line]] = Counter()
-        """(What is wrong with an operation's inputs, line) -> number."""
+        self.peak: Counter[str] = Counter()
+        """Phase -> most bytes that existed at once on the GPU in that phase."""
+        self.waits: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """Phase -> 'kind of wait: line' -> number."""
+        self.wrong: Counter[str] = Counter()
+        """'what is wrong with an operation's inputs: line' -> number."""
         self.flops: Counter[str] = Counter()
         """Phase -> floating-point operations of matrix products, convolutions and attention."""
-        self.num_ops = 0
         self.live: Counter[str] = Counter()
         """Line of the project -> bytes on the GPU that it allocated and that still exist."""
         self.held: dict[str, Counter[str]] = {}
@@ -72,17 +70,17 @@ class Tally:
     def within(self, phase: str) -> Iterator[None]:
         """Count what happens inside as part of `phase`; phases may be nested and repeated."""
         before, self.phase = self.phase, phase
-        self._note_peak("cuda")
+        self._note_peak()
         try:
             yield
         finally:
             self.held[phase] = +self.live
             self.phase = before
-            self._note_peak("cuda")
+            self._note_peak()
 
     def wait(self, kind: str) -> None:
         """Note that the host waits for the GPU."""
-        self.waits[self.phase, kind, calling_line()] += 1
+        self.waits[self.phase][f"{kind}: {calling_line()}"] += 1
 
     def track(self, tensor: torch.Tensor) -> None:
         """Count the tensor's storage until it is freed."""
@@ -90,11 +88,10 @@ class Tally:
         if storage in self._seen:
             return
         device = tensor.device.type
-        size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
-        self._seen[storage] = size
+        self._seen[storage] = size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
         self.now[device] += size
-        self._note_peak(device)
-        line = str(calling_line()) if device == "cuda" else ""
+        self._note_peak()
+        line = calling_line() if device == "cuda" else ""
         self.live[line] += size
         weakref.finalize(storage, self._freed, device, size, line)
 
@@ -102,6 +99,5 @@ class Tally:
         self.now[device] -= size
         self.live[line] -= size
 
-    def _note_peak(self, device: str) -> None:
-        key = self.phase, device
-        self.peak[key] = max(self.peak.get(key, 0), self.now[device])
+    def _note_peak(self) -> None:
+        self.peak[self.phase] = max(self.peak[self.phase], self.now["cuda"])

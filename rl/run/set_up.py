@@ -103,7 +103,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         for sentence in record.rewind(start if start > 0 else -1):
             console.say(sentence)
         record.write_config()
-        timer = PhaseTimer(console, flops_per_s)
+        timer = PhaseTimer(console, flops_per_s, dist.device)
         recording = _open_recording(config, dist, console, timer, record, num_iterations, stack)
         checkpointing = Checkpointing(
             record.config, dist, num_iterations, checkpoints, recording.writer, last_finished

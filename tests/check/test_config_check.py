@@ -442,7 +442,7 @@ def test_a_gpu_share_that_is_too_small_is_refused() -> None:
         (["engine.gpu_memory_utilization=0.16"], 16,
          f"{SHARE} ... 2.6 GB ... 18.6 GB ... 15.2 GB ... larger GPU ... policy.model_path"),
         (["engine.gpu_memory_utilization=0.8"], 80,
-         "memory: ... 30.2 GB ... 110.2 GB of 80 ... 'generate' ... "
+         "memory: ... 30.2 GB ... 110.2 GB of 80 ... 'load' ... "
          "engine.gpu_memory_utilization=auto"),
         (["engine.residency=resident", "engine.gpu_memory_utilization=0.25", "world_size=4"], 80,
          "memory: ... 4.6 GB ... 84.6 GB of 80 ... 'render' ... this fits: engine.residency=sleep"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,11 +19,12 @@ from tiny_messages import names
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from vllm.config import CacheConfig
 
 from rl import build
 from rl.api.policy import PolicySetup
 from rl.check.this_machine import host_memory_gb
-from rl.memory.footprint import footprint
+from rl.memory.footprint import VLLM_SHARE, footprint, judge_share, unknowns
 from rl.memory.memory_plan import (
     CONTEXT_GB,
     HOST_PHASES,
@@ -276,8 +278,57 @@ def test_shared_base_weights_are_counted_once() -> None:
     # At the start there are two copies and no renderer: 2 + 6 + half of the GPU.
     engine = replace(ENGINE, shared_gb=6, residency="resident")
     alone = plan(replace(SIZES, frozen=(), engine=engine), 100)
-    assert alone.total_gb("generate") == pytest.approx(2 + 6 + 50)
+    assert alone.total_gb("load") == pytest.approx(2 + 6 + 50)
     assert alone.total_gb("step") == pytest.approx(2 + 50, abs=1e-4)
+    # With a renderer of 40 and a judge of a quarter, the engine loads and does not sleep yet.
+    loading = plan(replace(SIZES, judge_share=0.25), 100).total_gb("load")
+    assert loading == pytest.approx(2 + 6 + 40 + 50 + 25, abs=1e-4)
+
+
+EDIT = "qwen_image_edit"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "kept", "forward"),
+    [
+        (EDIT, [], "condition render reference learn", "condition reference"),
+        (EDIT, ["policy.conditioning=base"], "reference learn", "condition reference"),
+        (EDIT, ["policy.thought={}"], "reference learn", "condition reference"),
+        ("vlm_reasoning", [], "reference learn", "reference"),
+        ("vlm_reasoning", ["max_staleness=1"], "reference learn", "condition reference"),
+    ],
+)
+def test_only_hidden_states_need_a_forward_before_the_picture(
+    name: str, changes: list[str], kept: str, forward: str
+) -> None:
+    planned = footprint(build.resolve(shipped(name, *changes)), 141)
+    assert planned is not None
+    phases = {row.part: " ".join(row.phases) for row in planned.rows}
+    assert phases["activations, kept"] == kept and phases["a forward, working"] == forward
+
+
+@pytest.mark.parametrize(
+    ("command", "share"),
+    [
+        ("scripts/serve_judge.sh", VLLM_SHARE),
+        ("scripts/serve_judge.sh --gpu-memory-utilization 0.3", 0.3),
+        ("vllm serve some/judge --gpu-memory-utilization=0.25", 0.25),
+        ("env CUDA_VISIBLE_DEVICES=8,9 scripts/serve_judge.sh", 0.0),
+        ("env CUDA_VISIBLE_DEVICES=7,8 scripts/serve_judge.sh", VLLM_SHARE),
+        ("./my_judge", None),
+        ("", 0.0),
+    ],
+)
+def test_a_judge_that_the_run_starts_is_counted(
+    command: str, share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the ranks' GPUs, 0 to 7."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    words = [f"judge.start_command={json.dumps(command.split())}", "judge.api_base="]
+    resolved = build.resolve(shipped(EDIT, *words))
+    assert judge_share(resolved) == share
+    assert any("judge.start_command" in line for line in unknowns(resolved)) == (share is None)
+    assert CacheConfig().gpu_memory_utilization == VLLM_SHARE
 
 
 def test_zero_stages_under_full_fine_tuning() -> None:

@@ -40,12 +40,13 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
         smi_exit: str = "0",
         capability: str = "9.0",
         vllm: str = "cuda",
+        used_mb: tuple[int, int] = (9, 9),
     ) -> Path:
         for name in ("bin", "include"):
             shutil.rmtree(tmp_path / name, ignore_errors=True)
             (tmp_path / name).mkdir()
-        answer = f"case $1 in *compute_cap) echo {capability};; *) echo {driver};; esac"
-        script = f"#!/bin/sh\n{answer}\n{answer}\nexit {smi_exit}\n"
+        gpus = [f"{n}, GPU-{n}, H100, {driver}, {capability}, 81559, {used_mb[n]}" for n in (0, 1)]
+        script = "\n".join(["#!/bin/sh", *(f"echo '{gpu}'" for gpu in gpus), f"exit {smi_exit}"])
         for program in ("nvidia-smi", *programs):
             file = tmp_path / "bin" / program
             file.write_text(script)
@@ -100,7 +101,7 @@ def test_every_shipped_config_runs_on_a_gpu_machine(name: str, box: Box, monkeyp
     disk_of(monkeypatch, total=1e15)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert machine_problems(resolved, starts=True) == []
-    monkeypatch.setattr(this_machine, "_of_each_gpu", lambda field: ["7.5"])
+    box(capability="7.5")
     problems = machine_problems(resolved, starts=True)
     assert not problems if is_tiny else problems[0].startswith("engine.dtype: "), problems
 
@@ -144,10 +145,8 @@ def test_gpu_problems_are_reported_also_without_a_gpu(box: Box) -> None:
     assert names(*problems, "engine.type: ... 'cuda' ... 'cpu' ... transformers")
 
 
-def test_memory_in_use_by_another_job_is_reported(box: Box, monkeypatch) -> None:
-    box()
-    used = ["9", "MiB", "66000", "MiB"]  # as nvidia-smi writes it
-    monkeypatch.setattr(this_machine, "_of_each_gpu", lambda field: used)
+def test_memory_in_use_by_another_job_is_reported(box: Box) -> None:
+    box(used_mb=(9, 66000))
     lines = machine_lines(build.resolve(tiny_config.shipped("quickstart", *ON_GPU)))
     assert names(lines[1], "69.2 GB of GPU 1: ... CUDA_VISIBLE_DEVICES")
 

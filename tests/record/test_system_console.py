@@ -6,11 +6,15 @@ import io
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image, PngImagePlugin
 
+from rl.algorithm.metrics import Metrics
 from rl.console import console
 from rl.console.console import Console, PhaseTimer, duration
 from rl.files.images import downscale, png_bytes
+from rl.learner.step_metrics import LearnerMetrics
+from rl.ranks.dist import Dist
 from rl.run.metric_table import METRICS, doc_of, markdown_table
 
 
@@ -77,6 +81,56 @@ def test_a_nested_phase_pauses_the_outer_one_and_has_one_line(clock):
         ["render", "5.0", "s", "2", "pictures"],
         ["condition", "1.0", "s", "2", "groups"],
     ]
+
+
+class Event:
+    """As `torch.cuda.Event` of a GPU with one queue; passed when that is done with earlier work."""
+
+    free_s, num_waits = 0.0, 0
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+
+    def record(self, stream: object) -> None:
+        self.passed_s = max(Event.free_s, self.clock[0])
+
+    def query(self) -> bool:
+        return self.passed_s <= self.clock[0]
+
+    def synchronize(self) -> None:
+        Event.num_waits += not self.query()
+        self.clock[0] = max(self.clock[0], self.passed_s)
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.passed_s - self.passed_s)
+
+
+def test_on_a_gpu_a_phase_lasts_as_long_as_its_work(clock: list[float], monkeypatch) -> None:
+    """The host queues 'condition' and the backward in no time, and never waits inside a phase."""
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(clock))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    stream = io.StringIO()
+    timer, learner = PhaseTimer(Console(True, stream), None, "cuda:0"), LearnerMetrics("cuda:0")
+    with timer.phase("render"):
+        with timer.phase("condition"):
+            Event.free_s = clock[0] + 3.0
+        Event.free_s += 5.0
+        clock[0] += 8.0  # the host fetches the picture
+    with timer.phase("learn"), learner.clock("learn_backward"):
+        Event.free_s = clock[0] + 4.0
+    with timer.phase("record"):
+        clock[0] += 1.0
+    assert Event.num_waits == 0 and "learn" not in stream.getvalue()
+    assert timer.lap() == {
+        "time/condition_s": 3.0,
+        "time/render_s": 5.0,
+        "time/learn_s": 4.0,
+        "time/record_s": 0.0,
+        "time/iteration_s": 12.0,
+    }
+    printed = [line.split()[:2] for line in stream.getvalue().splitlines()]
+    assert printed == [["render", "5.0"], ["condition", "3.0"], ["learn", "4.0"], ["record", "0.0"]]
+    assert Metrics.merge([learner.report(0.0, Dist()).state()])["seconds/learn_backward"] == 4.0
 
 
 def test_the_summary_line_has_reward_speed_and_eta():

@@ -5,50 +5,48 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from unittest import mock
 
 from rl.rehearsal import cuda_guard
 
 SMALL = ["prompts_per_iteration=1", "world_size=1", "generations_per_prompt=3"]
 FULL_BATCH = "renderer.batch_size=4"  # three completions and the bare arm
-DEPTH = 2
+DEPTH = 2  # of a case with a planted fault: 1
 
 
-def main(configs: list[str], fault: str) -> None:
+def main(cases: list[str]) -> None:
+    """`cases`: 'config', or 'config, planted fault'."""
     cuda_guard.load()
-    import torch
-
     from rl.config.schema import load_config
     from rl.rehearsal.rehearsal import rehearse
-    from rl.rehearsal.rehearsal_report import lines, peaks_gb, waits_by_phase
+    from rl.rehearsal.rehearsal_report import NAMES, lines, peaks_gb
 
     results = {}
-    with tempfile.TemporaryDirectory() as folder, planted(fault, torch):
-        for name in configs:
-            changes = [*SMALL, f"base_exp_dir={folder}", "run_name=rehearsed"]
-            if name != "vlm_reasoning":
-                changes.append(FULL_BATCH)
-            config = load_config(f"configs/{name}.jsonnet", changes)
-            try:
-                done = rehearse(config, DEPTH)
-            except RuntimeError as error:
-                results[name] = {"error": str(error)}
-                continue
-            assert done.plan is not None
-            results[name] = {
-                "rehearsed": peaks_gb(done),
-                "planned": {phase: done.plan.total_gb(phase) for phase in done.plan.phases},
-                "weights": {owner: size / 1e9 for owner, size in done.weights_bytes.items()},
-                "waits": {phase: found.total() for phase, found in waits_by_phase(done).items()},
-                "wrong": [what for what, _ in done.tally.wrong],
-                "tflop": {phase: count / 1e12 for phase, count in done.tally.flops.items()},
-                "text": list(lines(done)),
-            }
+    for case in cases:
+        name, _, fault = case.partition(", ")
+        changes = [*SMALL, "base_exp_dir=nothing", "run_name=rehearsed"]
+        if name != "vlm_reasoning":
+            changes.append(FULL_BATCH)
+        try:
+            with planted(fault):
+                config = load_config(f"configs/{name}.jsonnet", changes)
+                done = rehearse(config, 1 if fault else DEPTH)
+        except RuntimeError as error:
+            results[case] = {"error": str(error)}
+            continue
+        assert done.plan is not None
+        results[case] = {
+            "rehearsed": peaks_gb(done),
+            "planned": {phase: done.plan.total_gb(phase) for phase in done.plan.phases},
+            "waits": {phase: done.tally.waits[phase].total() for phase in NAMES},
+            "wrong": list(done.tally.wrong),
+            "tflop": {phase: count / 1e12 for phase, count in done.tally.flops.items()},
+            "text": list(lines(done)),
+        }
     print(json.dumps(results))
 
 
-def planted(fault: str, torch: object) -> mock._patch[object]:
+def planted(fault: str) -> mock._patch[object]:
     """A fault in the render loop of Qwen-Image-Edit; '': none."""
     from rl.renderers.qwen_image import modulation, qwen_image_loop
 
@@ -69,4 +67,4 @@ def planted(fault: str, torch: object) -> mock._patch[object]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[2:], sys.argv[1])
+    main(sys.argv[1:])

@@ -99,16 +99,20 @@ def sliced_logprobs(
     Slice i holds the ids from `bounds[i]` (included) to `bounds[i + 1]` (excluded); the slices
     cover all tokens. Each token costs only its slice's logits. The head is called for every slice,
     in order, even for empty ones, so that the ranks of a sharded run make the same calls.
+    `token_ids_N` is on the CPU, so that the host need not wait for the slices' sizes.
     """
-    logprobs_N = torch.zeros(len(token_ids_N), device=hidden_ND.device)
+    device = hidden_ND.device
+    logprobs_N = torch.zeros(len(token_ids_N), device=device)
     entropy_N = torch.zeros_like(logprobs_N)
-    no_banned_ids = torch.empty(0, dtype=torch.int64, device=hidden_ND.device)
+    no_banned_ids = torch.empty(0, dtype=torch.int64, device=device)
     for start, end in pairwise(bounds):
         (members,) = ((start <= token_ids_N) & (token_ids_N < end)).nonzero(as_tuple=True)
+        ids = (token_ids_N[members] - start).to(device, non_blocking=True)
+        members = members.to(device, non_blocking=True)
         logprobs, entropy = token_logprobs(
             hidden_ND[members],
             head,
-            token_ids_N[members] - start,
+            ids,
             temperature,
             no_banned_ids,
             bounds=(start, end),

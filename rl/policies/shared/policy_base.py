@@ -191,6 +191,7 @@ class TrainedPolicy(Policy[TrainedConfigT]):
             input_ids=torch.tensor(ids).to(self.device, non_blocking=True),
             groups=groups,
             model_inputs={
+                "ids_on_host": torch.tensor(ids),
                 "position_ids": packed.to(self.device, non_blocking=True),
                 **self._model_inputs(rows, prompts),
             },

@@ -54,9 +54,10 @@ class TrainedModule(nn.Module):
         tokens_4N = completion_tokens(batch.groups)
         if "forced" in batch.model_inputs:
             tokens_4N = tokens_4N[:, ~batch.model_inputs["forced"][tokens_4N[0], tokens_4N[1]]]
+        ids_N = batch.model_inputs["ids_on_host"][tokens_4N[2]]
         tokens_4N = tokens_4N.to(hidden_SD.device, non_blocking=True)
-        rows_N, columns_N, positions_N, predictors_N = tokens_4N
-        logprobs_N, entropy_N = self.logprobs(post_SD[predictors_N], batch.input_ids[positions_N])
+        rows_N, columns_N, _, predictors_N = tokens_4N
+        logprobs_N, entropy_N = self.logprobs(post_SD[predictors_N], ids_N)
         zeros_BC = torch.zeros(len(lens_B), max(lens_B), device=hidden_SD.device)
         return TokenOutputs(
             logprobs=zeros_BC.index_put((rows_N, columns_N), logprobs_N),
@@ -87,11 +88,11 @@ class TrainedModule(nn.Module):
     def logprobs(
         self, hidden_ND: torch.Tensor, token_ids_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropy [N] of tokens, given the states that predict them."""
+        """Log-probs and entropy [N] of tokens (on the CPU), given the states that predict them."""
         head = self.base_model.lm_head
         if self.vocabulary_slices:
             bounds = self.vocabulary_slices
             return sliced_logprobs(hidden_ND, head, token_ids_N, self.temperature, bounds)
         banned = torch.tensor(self.banned_token_ids, dtype=torch.int64)
-        banned = banned.to(hidden_ND.device, non_blocking=True)
-        return token_logprobs(hidden_ND, head, token_ids_N, self.temperature, banned)
+        ids_N, banned = (x.to(hidden_ND.device, non_blocking=True) for x in (token_ids_N, banned))
+        return token_logprobs(hidden_ND, head, ids_N, self.temperature, banned)
