@@ -242,6 +242,8 @@ class RewardOutput:
     """Every number behind the value, under stable names (e.g. `edit_success` 0-10)."""
     replies: tuple[str, ...] = ()
     """Raw judge replies, kept verbatim with the episode."""
+    readings: tuple[float, ...] = ()
+    """The value of each reading, where the judge read the picture several times."""
     failure: str | None = None
     """Why `value` is None; starts with a short stable word (`timeout: ...`), for counting."""
     seconds: float = 0.0
@@ -271,6 +273,8 @@ class Episode:
     judge_s: float = 0.0
     image_rewards: tuple[float, ...] = ()
     """Final reward of each graded picture of this completion; `reward` is their mean."""
+    judge_variances: tuple[float | None, ...] = ()
+    """Variance of each of these between repeated judgements of the picture; None if unknown."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,7 +46,8 @@ class RunRecord:
         self.run_dir = run_dir
         self._dist = dist
         self._tracking = config.tracking
-        remember(config.judge.api_key_env)
+        for judge in config.judges:
+            remember(judge.api_key_env)
         self.config: dict[str, Any] = scrubbed(config.model_dump(mode="json"))
         """The resolved config, scrubbed, so that it may be published."""
         # Not thread-local: the writer thread checks whether the lock is held.
@@ -104,6 +105,17 @@ class RunRecord:
         path = self.run_dir / "metrics.jsonl"
         rows = read_rows(path)[0] if path.is_file() else []
         return any(row.get("iteration") == iteration for row in rows)
+
+    def lines_until(self, iteration: int) -> list[dict[str, Any]]:
+        """The lines of metrics up to `iteration`, without values that were NaN or infinite; [] on
+        other ranks than 0."""
+        path = self.run_dir / "metrics.jsonl"
+        rows = read_rows(path)[0] if self._dist.is_main and path.is_file() else []
+        return [
+            {name: value for name, value in row.items() if value is not None}
+            for row in rows
+            if row.get("iteration", iteration + 1) <= iteration
+        ]
 
     def write_metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Append one line, flushed (rank 0). NaN and infinities are written as null."""

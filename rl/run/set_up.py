@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rl.api.data import DataSource
 from rl.api.engine import Engine, EngineClaim
 from rl.api.policy import Policy
 from rl.api.types import Sample
-from rl.check.ask_judge import JudgeCheck, ask_judge
+from rl.check.ask_judge import START_PATIENCE_S, JudgeCheck, ask_judge
 from rl.check.resume import check_resume
 from rl.checkpoints.checkpoint import Checkpoints, read_state
 from rl.config.schema import JudgeConfig, RunConfig
@@ -43,6 +44,7 @@ from rl.run.page_refresh import Page
 from rl.run.plugin_metrics import Made, PluginMetrics
 from rl.run.recording import Recording
 from rl.run.run import Run
+from rl.run.second_judge import SecondJudge
 from rl.run.watch import Watch
 from rl.trackers.tracking import Tracker
 
@@ -86,6 +88,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         with heartbeat.phase(WATCHED_ELSEWHERE):
             judge = _open_judge(resolved, dist, loop, stack, console, sample)
 
+            second_client = _open_second_judge(resolved, dist, loop, stack, console, sample)
+
         console.say(f"run {config.run_name} in {config.run_dir}: loading")
         policy = build.build_policy(resolved, dist)
         stack.callback(policy.close)
@@ -95,6 +99,9 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         engine, context = _load_models(resolved, policy, dist, judge, loop, stack, console)
         learner = Learner(policy, config, dist, num_iterations)
         last_finished = LastFinished(learner, policy, record.config, dist)
+        second_judge = None
+        if second_client is not None:
+            second_judge = _make_second_judge(resolved, second_client, loop, dist, stack)
         start = _restore(checkpoints, newest, learner, last_finished, console)
         signals.at_once(partial(save_at_once, last_finished, checkpoints))
         # After a stop in the first iteration the checkpoint holds 0 iterations: measure 0 again.
@@ -106,6 +113,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         checkpointing = Checkpointing(
             record.config, dist, num_iterations, checkpoints, recording.writer, last_finished
         )
+        checks = _make_checks(resolved, context, engine, sources, held_out, judge, dist)
+        checks.replay(record.lines_until(start))
         yield Run(
             config=config,
             dist=dist,
@@ -117,9 +126,10 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             prompt_order=prompt_order,
             held_out=held_out,
             probe=probe,
-            checks=_make_checks(resolved, context, engine, sources, held_out, judge, dist),
+            checks=checks,
             recording=recording,
             checkpointing=checkpointing,
+            second_judge=second_judge,
             num_iterations=num_iterations,
             sync_dtype=_engine_dtype(resolved),
             num_skipped_rows=sum(source.num_skipped for source in sources),
@@ -340,6 +350,74 @@ def _open_judge(
         file = resolved.config.run_dir / "judge" / "left_out.json"
         write_atomically(file, json.dumps(left_out, indent=2) + "\n")
     return judge
+
+
+def _second(resolved: build.Resolved) -> build.Resolved | None:
+    """The run with `evaluation.judge` as its judge and only the rewards that ask a judge; None if
+    it has no second judge."""
+    second = resolved.config.evaluation.judge
+    if second is None or not (resolved.needs_judge and resolved.validation):
+        return None
+    asking = {name: plugin for name, plugin in resolved.rewards.items() if plugin.cls.needs_judge}
+    config = resolved.config.model_copy(update={"judge": second})
+    return replace(resolved, config=config, rewards=asking)
+
+
+def _open_second_judge(
+    resolved: build.Resolved,
+    dist: Dist,
+    loop: BackgroundLoop,
+    stack: ExitStack,
+    console: Console,
+    sample: Sample,
+) -> JudgeClient | None:
+    """Connect to `evaluation.judge` and ask it about `sample`; warns if it fails. None if there is
+    none, or if it could not be started. Collective."""
+    second = _second(resolved)
+    if second is None:
+        return None
+    config = second.config.judge
+    problems: list[str] = []
+    api_bases: Sequence[str] = []
+    console.say("checking the second judge (evaluation.judge)")
+    try:
+        if config.start_command:
+            log = resolved.config.run_dir / "logs" / f"second_judge_{dist.rank}.log"
+            api_bases = [_start_judge(config, log, dist, loop, stack)]
+        else:
+            api_bases = resolve_api_bases(config.api_base)
+    except JudgeError as error:
+        problems.append(f"{error}\nIt is not asked until the run is started again.")
+    outcome = JudgeCheck()
+    if dist.is_main and not problems:
+        outcome = loop.submit(ask_judge(second, api_bases, START_PATIENCE_S, sample)).result()
+    problems, dialects = dist.broadcast((problems + outcome.problems, outcome.dialects))
+    for line in outcome.lines:
+        console.say(f"second judge: {line}")
+    if problems and dist.is_main:
+        listed = "\n".join(problems)
+        warn(f"evaluation.judge: the second judge fails; training goes on without it: {listed}")
+    if not api_bases:
+        return None
+    client = JudgeClient(config, api_bases)
+    stack.callback(lambda: loop.submit(client.aclose()).result())
+    client.adopt(dialects)
+    return client
+
+
+def _make_second_judge(
+    resolved: build.Resolved,
+    client: JudgeClient,
+    loop: BackgroundLoop,
+    dist: Dist,
+    stack: ExitStack,
+) -> SecondJudge:
+    second = _second(resolved)
+    assert second is not None, "it has a client"
+    rewards = build.build_rewards(second, client, dist)
+    for reward in rewards.values():
+        stack.callback(reward.close)
+    return SecondJudge(resolved.config, client, rewards, loop, dist)
 
 
 def _start_judge(
