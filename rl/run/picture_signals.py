@@ -7,11 +7,11 @@ Axes: `_G` completions of a group, `_C` groups of all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import ImageFilter
 from PIL.Image import Resampling
 
 from rl.algorithm.metrics import Metrics
@@ -29,55 +29,72 @@ COPY_LEVEL = 1 / 8
 """A picture is a copy if no pixel of its thumbnail differs from the source's by more, in any
 channel (0..1). In small runs the largest difference is 0.07 to 0.12 for unchanged pictures, which a
 VAE has decoded, and above 0.35 for most edited ones."""
+CROP_PX = 512
+"""Sharpness is measured in at most this square in the middle, at full resolution."""
 PAID = 0.5
 """A copy with at least this reward (0..1) is rewarded without a visible change."""
 COMPARED = ("similarity", "sharpness", "saturation", "length")
 """Signals whose correlation with the reward is measured."""
-_LAPLACIAN = ImageFilter.Kernel((3, 3), (0, 1, 0, 1, -4, 1, 0, 1, 0), scale=8, offset=127)
-"""Its response to uint8 is at most 4 x 255 / 8 = 127.5, so hardly anything is clipped."""
 
 
-def signals(picture: Image, source: Image | None) -> dict[str, float]:
-    """Four numbers of one picture; without a source the first two are absent and the others
-    absolute.
+@dataclass(frozen=True)
+class View:
+    """What is compared of a picture."""
 
-    similarity: 1 - mean absolute difference to the source (0..1); copy: 1 or 0 (`COPY_LEVEL`);
-    sharpness: log2 of the variance of the luminance's Laplacian, minus the source's;
-    saturation: mean S of HSV (0..1), minus the source's.
-    """
-    found = {"sharpness": _sharpness(picture), "saturation": _saturation(picture)}
-    if source is None:
-        return found
-    resized = source.convert("RGB").resize(picture.size, Resampling.BICUBIC)
-    difference = np.abs(_thumbnail(picture) - _thumbnail(resized))
-    return {
-        "similarity": 1 - float(difference.mean()),
-        "copy": float(difference.max() <= COPY_LEVEL),
-        "sharpness": found["sharpness"] - _sharpness(resized),
-        "saturation": found["saturation"] - _saturation(resized),
-    }
+    thumbnail: np.ndarray
+    """[SIDE_PX, SIDE_PX, 3] float32, 0..1."""
+    sharpness: float
+    saturation: float
 
-
-def _thumbnail(picture: Image) -> np.ndarray:
-    small = picture.convert("RGB").resize((SIDE_PX, SIDE_PX), Resampling.BOX)
-    return np.asarray(small, dtype=np.float32) / 255
+    @classmethod
+    def of(cls, picture: Image) -> View:
+        small = picture.convert("RGB").resize((SIDE_PX, SIDE_PX), Resampling.BOX)
+        saturation = float(np.asarray(small.convert("HSV"))[..., 1].mean()) / 255
+        return cls(np.asarray(small, dtype=np.float32) / 255, _sharpness(picture), saturation)
 
 
 def _sharpness(picture: Image) -> float:
-    edges = np.asarray(picture.convert("L").filter(_LAPLACIAN), dtype=np.float32)[1:-1, 1:-1]
-    return float(np.log2(64 * edges.var() + 1))
+    if min(picture.size) < 3:
+        return 0.0
+    left, top = (max(0, (side - CROP_PX) // 2) for side in picture.size)
+    width, height = (min(side, CROP_PX) for side in picture.size)
+    middle = picture.crop((left, top, left + width, top + height))
+    light = np.asarray(middle.convert("L"), dtype=np.int16)
+    neighbours = light[:-2, 1:-1] + light[2:, 1:-1] + light[1:-1, :-2] + light[1:-1, 2:]
+    return float(np.log2((neighbours - 4 * light[1:-1, 1:-1]).var(dtype=np.float32) + 1))
 
 
-def _saturation(picture: Image) -> float:
-    return float(np.asarray(picture.convert("RGB").convert("HSV"))[..., 1].mean()) / 255
+def signals(picture: View, source: View | None) -> dict[str, float]:
+    """Four numbers of one picture; without a source the first two are absent and the others
+    absolute.
+
+    similarity: 1 - mean absolute difference to the source's thumbnail (0..1); copy: 1 or 0
+    (`COPY_LEVEL`); sharpness: log2(1 + variance of the luminance's Laplacian, levels of 0..255)
+    in the middle, minus the source's; saturation: mean S of HSV (0..1), minus the source's.
+    """
+    if source is None:
+        return {"sharpness": picture.sharpness, "saturation": picture.saturation}
+    difference = np.abs(picture.thumbnail - source.thumbnail)
+    return {
+        "similarity": 1 - float(difference.mean()),
+        "copy": float(difference.max() <= COPY_LEVEL),
+        "sharpness": picture.sharpness - source.sharpness,
+        "saturation": picture.saturation - source.saturation,
+    }
 
 
 def _signals_of_group(episodes_G: Sequence[Episode]) -> list[dict[str, float]]:
     """_G, `signals` of each completion's first picture, and its length in tokens."""
+    sources: dict[tuple[int, int], View | None] = {}
     known: dict[int, dict[str, float]] = {}  # equal completions share one picture
     for episode in episodes_G:
-        if episode.image is not None and id(episode.image) not in known:
-            known[id(episode.image)] = signals(episode.image, episode.prompt.sample.source)
+        picture, source = episode.image, episode.prompt.sample.source
+        if picture is None or id(picture) in known:
+            continue
+        if picture.size not in sources:
+            resized = source and source.convert("RGB").resize(picture.size, Resampling.BICUBIC)
+            sources[picture.size] = resized and View.of(resized)
+        known[id(picture)] = signals(View.of(picture), sources[picture.size])
     return [
         {**known.get(id(e.image), {}), "length": float(len(e.completion.token_ids))}
         for e in episodes_G
