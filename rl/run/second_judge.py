@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 Rewards = tuple[float, float]
 """One picture's rewards by the judge of training and by the second judge, 0..1 each."""
+LEAST_GAP = 0.05
+"""Smallest gap (0..1) worth an alarm. If the second judge reaches its highest marks before the
+judge does, even a sound policy makes a small gap."""
 FEWEST = 8
 """Fewer samples cannot relate one judge's rewards to the other's."""
 
@@ -190,7 +193,7 @@ class SecondJudge:
         if result is None:
             return
         gap, gain = result
-        is_alarming = gap.is_alarming and gain >= 0
+        is_alarming = gap.is_alarming and gap.mean > LEAST_GAP and gain >= 0
         metrics.maximum("eval/judge_gap", gap.mean)
         if gap.error is not None:
             metrics.maximum("eval/judge_gap_error", gap.error)
