@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,19 @@ from rl.api.reward import Reward
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.judge.client import JudgeClient
 from tiny_world.judge_server import JudgeServer
+
+
+class Ranks(Reward):
+    """Asks the judge to compare the pictures of a group."""
+
+    needs_judge = True
+
+    @classmethod
+    def num_questions(cls, config: object) -> int:
+        return 1
+
+    async def score_group(self, inputs_G: Sequence[RewardInput]) -> list[float]:
+        return [0.5 for _ in inputs_G]
 
 
 def make(plugin: ModuleType, config: Any, judge: Any = None) -> Any:

@@ -242,14 +242,14 @@ class RewardOutput:
     """Every number behind the value, under stable names (e.g. `edit_success` 0-10)."""
     replies: tuple[str, ...] = ()
     """Raw judge replies, kept verbatim with the episode."""
-    readings: tuple[float, ...] = ()
-    """The value of each reading, where the judge read the picture several times."""
     failure: str | None = None
     """Why `value` is None; starts with a short stable word (`timeout: ...`), for counting."""
     seconds: float = 0.0
     """Wall time from request to result, s."""
     traceback: str = ""
     """Traceback of the reward's exception; set by the rollout, never by a reward."""
+    readings: tuple[float, ...] = ()
+    """The value of each reading, where the judge read the picture several times."""
 
 
 @dataclass(frozen=True, eq=False)

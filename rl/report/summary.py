@@ -215,7 +215,7 @@ def alarms(
         )
     watch = ExploitWatch()
     for row in metrics:
-        line = {name: value for name, value in row.items() if value is not None}
+        line = {key: value for key in row if (value := number(row[key])) is not None}
         sentences += [f"Iteration {row['iteration']}: {text}." for text in watch.sentences(line)]
     for name, clause in (
         ("status/ungraded", "of the episodes were not graded (renderer or judge)"),
