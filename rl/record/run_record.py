@@ -102,20 +102,12 @@ class RunRecord:
         return rewind(self.run_dir, iteration) if self._dist.is_main else []
 
     def has_line(self, iteration: int) -> bool:
-        path = self.run_dir / "metrics.jsonl"
-        rows = read_rows(path)[0] if path.is_file() else []
-        return any(row.get("iteration") == iteration for row in rows)
+        return any(row.get("iteration") == iteration for row in self.lines())
 
-    def lines_until(self, iteration: int) -> list[dict[str, Any]]:
-        """The lines of metrics up to `iteration`, without values that were NaN or infinite; [] on
-        other ranks than 0."""
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; damaged ones are left out."""
         path = self.run_dir / "metrics.jsonl"
-        rows = read_rows(path)[0] if self._dist.is_main and path.is_file() else []
-        return [
-            {name: value for name, value in row.items() if value is not None}
-            for row in rows
-            if row.get("iteration", iteration + 1) <= iteration
-        ]
+        return read_rows(path)[0] if path.is_file() else []
 
     def write_metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Append one line, flushed (rank 0). NaN and infinities are written as null."""

@@ -139,9 +139,9 @@ class Checks:
             warn(text)
 
     def replay(self, lines: Iterable[Mapping[str, float]]) -> None:
-        """Read the lines of an earlier process, whose warnings are logged already."""
+        """Read the lines of an earlier process, whose alarms for exploits are logged already."""
         for line in lines:
-            list(self._watch.sentences(line))
+            list(self._watch.exploits.sentences(line))
 
     def line(self, line: Mapping[str, float]) -> None:
         """Warn of conditions that begin with this line of metrics (see `Watch`)."""

@@ -92,8 +92,11 @@ def _signals_of_group(episodes_G: Sequence[Episode]) -> list[dict[str, float]]:
         if picture is None or id(picture) in known:
             continue
         if picture.size not in sources:
-            resized = source and source.convert("RGB").resize(picture.size, Resampling.BICUBIC)
-            sources[picture.size] = resized and View.of(resized)
+            sources[picture.size] = (
+                None
+                if source is None
+                else View.of(source.convert("RGB").resize(picture.size, Resampling.BICUBIC))
+            )
         known[id(picture)] = signals(View.of(picture), sources[picture.size])
     return [
         {**known.get(id(e.image), {}), "length": float(len(e.completion.token_ids))}

@@ -44,11 +44,9 @@ FEWEST = 8
 
 
 def slope_of(pairs_S: Sequence[Rewards]) -> tuple[float, float, float | None]:
-    """(slope of the second judge's rewards on the first's, its standard error, their correlation).
-
-    Least squares. The slope is 0 without error, and the correlation None, if either judge's rewards
-    are all equal or there are fewer than `FEWEST`; a negative slope counts as 0.
-    """
+    """(least-squares slope of the second judge's rewards on the judge's, its standard error, their
+    correlation). A negative slope counts as 0; (0, 0, None) for fewer than `FEWEST` samples, or if
+    either judge's rewards are all equal."""
     if len(pairs_S) < FEWEST:
         return 0.0, 0.0, None
     x, y = (values - values.mean() for values in np.array(pairs_S).T)
@@ -62,10 +60,9 @@ def slope_of(pairs_S: Sequence[Rewards]) -> tuple[float, float, float | None]:
 def gap_of(
     first: Mapping[str, Rewards], now: Mapping[str, Rewards], hashes: Mapping[str, Sequence[str]]
 ) -> tuple[Paired, float] | None:
-    """(how far the second judge's rewards stay behind what the judge's gain predicts, the mean of
-    that gain), over the samples that both evaluations have; None if there are none.
+    """(mean over samples of slope x (judge's gain) - (second judge's gain), mean of the judge's
+    gain), over the samples that both evaluations have; None if there are none.
 
-    Per sample: slope x (judge's gain) - (second judge's gain), in the second judge's rewards.
     `slope_of` the first evaluation translates between the judges' scales, and its error is added.
     A slope is too small by the judge's unreliability, so noise of either judge makes no gap.
     """

@@ -88,7 +88,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         with heartbeat.phase(WATCHED_ELSEWHERE):
             judge = _open_judge(resolved, dist, loop, stack, console, sample)
 
-            second_client = _open_second_judge(resolved, dist, loop, stack, console, sample)
+            second_judge = _open_second_judge(resolved, dist, loop, stack, console, sample)
 
         console.say(f"run {config.run_name} in {config.run_dir}: loading")
         policy = build.build_policy(resolved, dist)
@@ -99,9 +99,6 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         engine, context = _load_models(resolved, policy, dist, judge, loop, stack, console)
         learner = Learner(policy, config, dist, num_iterations)
         last_finished = LastFinished(learner, policy, record.config, dist)
-        second_judge = None
-        if second_client is not None:
-            second_judge = _make_second_judge(resolved, second_client, loop, dist, stack)
         start = _restore(checkpoints, newest, learner, last_finished, console)
         signals.at_once(partial(save_at_once, last_finished, checkpoints))
         # After a stop in the first iteration the checkpoint holds 0 iterations: measure 0 again.
@@ -114,7 +111,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             record.config, dist, num_iterations, checkpoints, recording.writer, last_finished
         )
         checks = _make_checks(resolved, context, engine, sources, held_out, judge, dist)
-        checks.replay(record.lines_until(start))
+        checks.replay(record.lines())
         yield Run(
             config=config,
             dist=dist,
@@ -352,17 +349,6 @@ def _open_judge(
     return judge
 
 
-def _second(resolved: build.Resolved) -> build.Resolved | None:
-    """The run with `evaluation.judge` as its judge and only the rewards that ask a judge; None if
-    it has no second judge."""
-    second = resolved.config.evaluation.judge
-    if second is None or not (resolved.needs_judge and resolved.validation):
-        return None
-    asking = {name: plugin for name, plugin in resolved.rewards.items() if plugin.cls.needs_judge}
-    config = resolved.config.model_copy(update={"judge": second})
-    return replace(resolved, config=config, rewards=asking)
-
-
 def _open_second_judge(
     resolved: build.Resolved,
     dist: Dist,
@@ -370,50 +356,38 @@ def _open_second_judge(
     stack: ExitStack,
     console: Console,
     sample: Sample,
-) -> JudgeClient | None:
+) -> SecondJudge | None:
     """Connect to `evaluation.judge` and ask it about `sample`; warns if it fails. None if there is
     none, or if it could not be started. Collective."""
-    second = _second(resolved)
-    if second is None:
+    config = resolved.config.evaluation.judge
+    if config is None or not (resolved.needs_judge and resolved.validation):
         return None
-    config = second.config.judge
-    problems: list[str] = []
-    api_bases: Sequence[str] = []
+    asking = {name: plugin for name, plugin in resolved.rewards.items() if plugin.cls.needs_judge}
+    with_judge = resolved.config.model_copy(update={"judge": config})
+    second = replace(resolved, config=with_judge, rewards=asking)
     console.say("checking the second judge (evaluation.judge)")
+    outcome, api_bases = JudgeCheck(), []
     try:
         if config.start_command:
             log = resolved.config.run_dir / "logs" / f"second_judge_{dist.rank}.log"
             api_bases = [_start_judge(config, log, dist, loop, stack)]
         else:
-            api_bases = resolve_api_bases(config.api_base)
-    except JudgeError as error:
-        problems.append(f"{error}\nIt is not asked until the run is started again.")
-    outcome = JudgeCheck()
-    if dist.is_main and not problems:
-        outcome = loop.submit(ask_judge(second, api_bases, START_PATIENCE_S, sample)).result()
-    problems, dialects = dist.broadcast((problems + outcome.problems, outcome.dialects))
+            api_bases = [*resolve_api_bases(config.api_base)]
+        if dist.is_main:
+            outcome = loop.submit(ask_judge(second, api_bases, START_PATIENCE_S, sample)).result()
+    except JudgeError as error:  # on every rank: it could not be started
+        outcome.problems.append(f"{error}\nIt is not asked until the run is started again.")
+    outcome = dist.broadcast(outcome)
     for line in outcome.lines:
         console.say(f"second judge: {line}")
-    if problems and dist.is_main:
-        listed = "\n".join(problems)
+    if outcome.problems and dist.is_main:
+        listed = "\n".join(outcome.problems)
         warn(f"evaluation.judge: the second judge fails; training goes on without it: {listed}")
     if not api_bases:
         return None
     client = JudgeClient(config, api_bases)
     stack.callback(lambda: loop.submit(client.aclose()).result())
-    client.adopt(dialects)
-    return client
-
-
-def _make_second_judge(
-    resolved: build.Resolved,
-    client: JudgeClient,
-    loop: BackgroundLoop,
-    dist: Dist,
-    stack: ExitStack,
-) -> SecondJudge:
-    second = _second(resolved)
-    assert second is not None, "it has a client"
+    client.adopt(outcome.dialects)
     rewards = build.build_rewards(second, client, dist)
     for reward in rewards.values():
         stack.callback(reward.close)

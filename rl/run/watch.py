@@ -66,7 +66,7 @@ class Watch:
         self._iterations: deque[Trained] = deque(maxlen=TREND)
         self._active: set[str] = set()
         self._first_k3: float | None = None
-        self._exploits = ExploitWatch()
+        self.exploits = ExploitWatch()
         self._rules: dict[str, Rule] = {
             **{name: partial(constant_reward, name=name) for name in self._counted},
             "dead": dead_groups,
@@ -103,7 +103,7 @@ class Watch:
         new = sentences.keys() - self._active
         self._active = set(sentences)
         yield from (sentence for name, sentence in sentences.items() if name in new)
-        yield from self._exploits.sentences(metrics)
+        yield from self.exploits.sentences(metrics)
 
 
 def _values(last: Sequence[Trained], name: str) -> list[float]:
