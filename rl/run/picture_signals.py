@@ -129,7 +129,7 @@ def add_signals(metrics: Metrics, episodes_PG: Sequence[Sequence[Episode]], dist
     gathered = dist.gather(sums)
     for name in COMPARED:
         sums_C3 = np.array([sums_3 for of_rank in gathered for sums_3 in of_rank[name]])
-        correlation = within_groups(sums_C3)
+        correlation = within_groups(sums_C3.reshape(-1, 3))
         if correlation is not None:
             metrics.maximum(f"reward/correlation/{name}", correlation[0])
             metrics.maximum(f"reward/correlation/{name}_error", correlation[1])

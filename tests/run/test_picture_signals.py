@@ -93,6 +93,7 @@ def test_metrics_of_a_rollout_are_documented_and_leave_out_what_is_not_there() -
     correlation = (x @ y) / ((x @ x) * (y @ y)) ** 0.5
     assert found["reward/correlation/length"] == pytest.approx(correlation)
     assert all(map(doc_of, found))
+    assert metrics_of([]) == {}
     text_only = metrics_of([[member(1, 0.1, image=None), member(2, 0.2, image=None)]] * 2)
     assert set(text_only) == {"reward/correlation/length", "reward/correlation/length_error"}
     drawn = metrics_of([[member(1, 0.1, Sample("a", "a cat"))] * 2])
