@@ -256,6 +256,11 @@
     // (`eval/gain_of_thought`); doubles the pictures and the questions to the judge. A reward that
     // expects a thought (`format`) finds none. Used only where `policy.thought` is set.
     thought_gain: false,
+    // A second judge (keys as in `judge`), best a model of another family: it grades the same held-out
+    // pictures by the same rewards and trains nothing. `eval/judge_gap` says how far it stays behind
+    // what the judge's gain predicts, and the run warns if that is beyond noise. If it fails, training
+    // goes on; its `max_outage_s` limits the wait at each evaluation. null = none.
+    judge: null,
   },
 
   // When checkpoints are written, kept and pushed.

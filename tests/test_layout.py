@@ -364,11 +364,14 @@ def test_the_base_config_documents_every_key_with_its_default() -> None:
     for key, section in sections(RunConfig):
         values = written
         for part in key.split(".") if key else []:
-            values = values[part]
+            values = values.get(part)
+        if values is None:  # `evaluation.judge`, with the keys of `judge`
+            continue
         for name, field in section.model_fields.items():
             num_keys += 1
             assert name in commented, f"{key}.{name} has no comment in base.libsonnet"
-            if field.is_required() or name in dict(sections(RunConfig)):
+            is_section = name in dict(sections(RunConfig)) and field.default is not None
+            if field.is_required() or is_section:
                 continue
             default = json.loads(json.dumps(field.default))
             assert values.pop(name) == default, f"{key}.{name}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -45,6 +45,19 @@ class ScriptedJudge:
             return Answer(parse(reply), (reply,), None, 1, 0.1)
         except UnreadableReplyError as error:
             return Answer(None, (reply,), f"unreadable: {error}", 1, 0.1)
+
+
+class Ranks(Reward):
+    """Asks the judge to compare the pictures of a group."""
+
+    needs_judge = True
+
+    @classmethod
+    def num_questions(cls, config: object) -> int:
+        return 1
+
+    async def score_group(self, inputs_G: Sequence[RewardInput]) -> list[float]:
+        return [0.5 for _ in inputs_G]
 
 
 def make(plugin: ModuleType, config: Any, judge: Any = None) -> Any:

@@ -259,6 +259,8 @@ class RewardOutput:
     """Traceback of the reward's exception; set by the rollout, never by a reward."""
     regions: tuple[Region, ...] = ()
     """Where the judge looked; recorded with the episode and drawn on the run's page."""
+    readings: tuple[float, ...] = ()
+    """The value of each reading, where the judge read the picture several times."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,6 +286,8 @@ class Episode:
     judge_s: float = 0.0
     image_rewards: tuple[float, ...] = ()
     """Final reward of each graded picture of this completion; `reward` is their mean."""
+    judge_variances: tuple[float | None, ...] = ()
+    """Variance of each of these between repeated judgements of the picture; None if unknown."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -298,7 +298,8 @@ def _resume(config: RunConfig) -> tuple[str, list[str]]:
     if checkpoint.path is None:
         has_records = (config.run_dir / "metrics.jsonl").is_file()
         return "starts afresh" + (", and sets aside the old records" * has_records), []
-    remember(config.judge.api_key_env)
+    for judge in config.judges:
+        remember(judge.api_key_env)
     current = scrubbed(config.model_dump(mode="json"))
     text = "cannot go on"
     try:

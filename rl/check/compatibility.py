@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.data import RowRules
 from rl.build import ask_plugin, claims, row_rules
-from rl.config.schema import changed
+from rl.config.schema import JudgeConfig, changed
 from rl.judge.endpoint import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
 from rl.memory import footprint
@@ -147,9 +147,27 @@ def _reward_problems(resolved: Resolved) -> Iterable[str]:
 
 
 def _judge_problems(resolved: Resolved) -> Iterable[str]:
-    judge = resolved.config.judge
+    config = resolved.config
     if not resolved.needs_judge:
         return
+    yield from _endpoint_problems(config.judge)
+    if config.evaluation.judge is None:
+        return
+    yield from (f"evaluation.{text}" for text in _endpoint_problems(config.evaluation.judge))
+    asked = config.model_copy(update={"judge": config.evaluation.judge})
+    for plugin in resolved.rewards.values():
+        if not plugin.cls.needs_judge:
+            continue
+        if plugin.cls.scores_groups():
+            yield (
+                f"evaluation.judge: {plugin.key} compares the pictures of a group, and a held-out "
+                "sample has one; set evaluation.judge to null, or use a reward that grades single "
+                "pictures"
+            )
+        yield from (f"evaluation.judge: {text}" for text in _own_problems(plugin, asked))
+
+
+def _endpoint_problems(judge: JudgeConfig) -> Iterable[str]:
     try:
         if judge.start_command:
             yield from start_problems(judge)

@@ -48,6 +48,7 @@ def _rules(resolved: Resolved) -> Iterator[str]:
     thought, lora = policy.config.thought, policy.config.lora
     if not resolved.needs_judge:
         yield from unread(config.judge, None, "no reward asks a judge", "judge.")
+        yield from unread(config.evaluation, "judge", "no reward asks a judge", "evaluation.")
     for keys_path, (gate_key, value) in UNREAD.items():
         name, _, keys = keys_path.partition(".")
         section = getattr(config, name)
@@ -92,6 +93,12 @@ def doubtful(resolved: Resolved) -> list[str]:
         for key, cuts in cuts_tokens.items()
         if cuts
     ]
+    judge, second = resolved.config.judge, resolved.config.evaluation.judge
+    if second is not None and second.model == judge.model:
+        problems.append(
+            f"evaluation.judge.model: {second.model!r} is the judge itself, with the same blind "
+            "spots. Use a model of another family"
+        )
     if algorithm.loss == "dr_grpo" and algorithm.advantage_scale != "none":
         problems.append(
             f"algorithm.advantage_scale: {algorithm.advantage_scale!r} divides by a deviation, and "

@@ -278,6 +278,11 @@ class EvaluationConfig(Section):
     """Also draw and grade what the policy writes without its thought: the gain of thinking
     (`eval/gain_of_thought`); doubles the pictures and the questions to the judge. A reward that
     expects a thought (`format`) finds none. Used only where `policy.thought` is set."""
+    judge: JudgeConfig | None = None
+    """A second judge, best a model of another family: it grades the same held-out pictures by the
+    same rewards and trains nothing. `eval/judge_gap` says how far it stays behind what the judge's
+    gain predicts, and the run warns if that is beyond noise. If it fails, training goes on; its
+    `max_outage_s` limits the wait at each evaluation. null = none."""
 
 
 class CheckpointConfig(Section):
@@ -405,6 +410,12 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def judges(self) -> list[JudgeConfig]:
+        """The judge, and the second one if there is one."""
+        second = self.evaluation.judge
+        return [self.judge] if second is None else [self.judge, second]
 
     @property
     def run_dir(self) -> Path:

@@ -47,7 +47,8 @@ class RunRecord:
         self.run_dir = run_dir
         self._dist = dist
         self._tracking = config.tracking
-        remember(config.judge.api_key_env)
+        for judge in config.judges:
+            remember(judge.api_key_env)
         self.config: dict[str, Any] = scrubbed(config.model_dump(mode="json"))
         """The resolved config, scrubbed, so that it may be published."""
         # Not thread-local: the writer thread checks whether the lock is held.
@@ -102,9 +103,12 @@ class RunRecord:
         return rewind(self.run_dir, iteration) if self._dist.is_main else []
 
     def has_line(self, iteration: int) -> bool:
+        return any(row.get("iteration") == iteration for row in self.lines())
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; damaged ones are left out."""
         path = self.run_dir / "metrics.jsonl"
-        rows = read_rows(path)[0] if path.is_file() else []
-        return any(row.get("iteration") == iteration for row in rows)
+        return read_rows(path)[0] if path.is_file() else []
 
     def write_metrics(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Append one line, flushed (rank 0). NaN and infinities are written as null."""

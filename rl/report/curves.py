@@ -56,6 +56,13 @@ CURVES = (
         1.0,
     ),
     Curve(
+        "Second judge, on held-out prompts",
+        (
+            Line("eval/second_judge/reward", "reward"),
+            Line("eval/judge_gap", "behind what the judge's gain predicts", "dash"),
+        ),
+    ),
+    Curve(
         "Reward in training",
         (Line("reward/mean", "sampled"), Line("bare_reward", "the user's own words", "dot")),
         1.0,
@@ -102,6 +109,33 @@ CURVES = (
             Line("drift/bare_fall", "the user's own words"),
             Line("drift/reference_fall", "reference descriptions", "dash"),
         ),
+    ),
+    Curve(
+        "Pictures that equal their source",
+        (
+            Line("pictures/copies", "share"),
+            Line("pictures/rewarded_copies", "with a reward of at least 0.5", "dash"),
+        ),
+    ),
+    Curve("Similarity to the source", (Line("pictures/similarity", "mean"),)),
+    Curve("Sharpness against the source", (Line("pictures/sharpness", "mean"),)),
+    Curve("Saturation against the source", (Line("pictures/saturation", "mean"),)),
+    Curve(
+        "What the reward pays for (correlation within groups)",
+        (
+            Line("reward/correlation/similarity", "similarity"),
+            Line("reward/correlation/sharpness", "sharpness", "dash"),
+            Line("reward/correlation/saturation", "saturation", "dot"),
+            Line("reward/correlation/length", "length", "dashdot"),
+        ),
+    ),
+    Curve(
+        "Share of the reward's variance in a group",
+        (
+            Line("reward/noise_variance_share", "rendering and judge"),
+            Line("reward/judge_variance_share", "judge", "dash"),
+        ),
+        1.0,
     ),
     Curve("Drift: how far states moved", (Line("drift/state_l2", "of their norm"),)),
     Curve("Distinct completions in a group", (Line("groups/distinct_completions", "share"),), 1.0),

@@ -11,6 +11,7 @@ from typing import Any
 from rl.config.printing import printable
 from rl.report.curves import points
 from rl.report.reading import Evaluation, Record, is_control, number, shown_of
+from rl.run.exploits import ExploitWatch
 from rl.run.paired import NUM_RESAMPLES, are_alike, interval
 
 INTERVAL = (
@@ -207,6 +208,15 @@ def alarms(
             f"Drift: after {_listed(alarmed)} iterations, fixed prompts had lost more reward than "
             "chance explains."
         )
+    if alarmed := [str(row["iteration"]) for row in metrics if row.get("eval/judge_gap_alarm")]:
+        sentences.append(
+            f"Second judge: after {_listed(alarmed)} iterations its rewards had stayed behind what "
+            "the judge's gain predicts by more than noise; the policy may exploit the judge."
+        )
+    watch = ExploitWatch()
+    for row in metrics:
+        line = {key: value for key in row if (value := number(row[key])) is not None}
+        sentences += [f"Iteration {row['iteration']}: {text}." for text in watch.sentences(line)]
     for name, clause in (
         ("status/ungraded", "of the episodes were not graded (the renderer or the judge failed)"),
         ("eval/ungraded", "of the held-out episodes were not graded"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 from PIL.Image import Image
@@ -21,7 +21,7 @@ from rl.api.types import (
     RewardOutput,
     Status,
 )
-from rl.config.schema import RunConfig
+from rl.config.schema import FinalReward, RunConfig
 
 Grades = Mapping[str, RewardOutput]
 """Reward name -> its output."""
@@ -123,6 +123,7 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
     replies: dict[str, tuple[str, ...]] = {}
     causes: list[str] = []
     rewards: list[float] = []
+    variances: list[float | None] = []
     judge_s = 0.0
     for verdict in verdicts:
         if verdict.failure is not None:
@@ -133,7 +134,7 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
             judge_s = max(judge_s, grade.seconds)
             if grade.value is None:
                 causes.append(f"{name}: {grade.failure}" + f"\n{grade.traceback}".rstrip())
-        values = _values(verdict.grades)
+        values = values_of(verdict.grades)
         for part, value in values.items():
             if value is not None:
                 parts.setdefault(part, []).append(value)
@@ -141,6 +142,7 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
         reward = compose(values, config.final_reward) if verdict.grades else None
         if reward is not None:
             rewards.append(reward)
+            variances.append(judge_variance(verdict.grades, config.final_reward))
     fields: dict[str, Any] = {
         "parts": {name: fmean(values) for name, values in parts.items()},
         "replies": replies,
@@ -153,11 +155,32 @@ def episode_of(config: RunConfig, arm: Arm, group_id: str, noise_seed: int) -> E
     }
     if not rewards:
         return episode(Status.UNGRADED, None, "; ".join(causes) or "no reward", **fields)
-    fields["image_rewards"] = tuple(rewards)
+    fields |= {"image_rewards": tuple(rewards), "judge_variances": tuple(variances)}
     return episode(Status.SCORED, fmean(rewards), "; ".join(causes) or None, **fields)
 
 
-def _values(grades: Mapping[str, RewardOutput]) -> dict[str, float | None]:
+def judge_variance(grades: Grades, final: FinalReward) -> float | None:
+    """Variance of a picture's final reward between repeated judgements: the sum over the judge's
+    rewards of (weight / sum of weights)^2 x variance of its readings / their number.
+
+    None where it is unknown: no judge, a single reading, or a final reward that is not a weighted
+    sum of whole rewards.
+    """
+    weights = final.weights or dict.fromkeys(grades, 1.0)
+    counted = {name: weight for name, weight in weights.items() if weight}
+    judged = [name for name in counted if name in grades and grades[name].replies]
+    is_sum = final.op == "weighted_sum" or len(counted) == 1
+    has_readings = all(len(grades[name].readings) > 1 for name in judged)
+    if not (judged and is_sum and has_readings and counted.keys() <= grades.keys()):
+        return None
+    shares = {name: counted[name] / sum(counted.values()) for name in judged}
+    return sum(
+        share**2 * variance(grades[name].readings) / len(grades[name].readings)
+        for name, share in shares.items()
+    )
+
+
+def values_of(grades: Mapping[str, RewardOutput]) -> dict[str, float | None]:
     """Values that `final_reward` may use: each reward's, and its parts' as `<reward>/<part>`."""
     values: dict[str, float | None] = {}
     for name, grade in grades.items():

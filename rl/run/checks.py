@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Episode, Sample, Status
@@ -137,6 +137,11 @@ class Checks:
         if key not in self._warned:
             self._warned.add(key)
             warn(text)
+
+    def replay(self, lines: Iterable[Mapping[str, float]]) -> None:
+        """Read the lines of an earlier process, whose alarms for exploits are logged already."""
+        for line in lines:
+            list(self._watch.exploits.sentences(line))
 
     def check_line(self, line: Mapping[str, float]) -> None:
         """Warn of conditions that begin with this line of metrics (see `Watch`)."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rl.algorithm.grpo import SPREAD_TOLERANCE, RewardMoments, reward_moments
 from rl.algorithm.metrics import Metrics
 from rl.api.types import NO_MARKER, UNFINISHED_THOUGHT, Completion, Episode, Status
+from rl.run.picture_signals import add_signals
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
@@ -31,14 +32,20 @@ def rollout_metrics(rollout: Rollout, dist: Dist) -> Metrics:
     for episodes_G, bare in zip(rollout.episodes, rollout.bare_episodes, strict=True):
         _add_group(metrics, episodes_G)
         add_bare_arm(metrics, "", episodes_G, bare)
+    add_signals(metrics, rollout.episodes, dist)
     local = reward_moments([[e.reward for e in episodes_G] for episodes_G in rollout.episodes])
-    within, between = _variances(rollout.episodes)
-    *moments, within, between = dist.sum_floats(
-        [local.total, local.total_of_squares, local.count, within, between]
+    *moments, within, between, judge, total = dist.sum_floats(
+        [
+            *(local.total, local.total_of_squares, local.count),
+            *_variances(rollout.episodes),
+            *_judge_variances(rollout.episodes),
+        ]
     )
     metrics.maximum("reward/std", RewardMoments(*moments).std)
     if within + between > 0:
         metrics.maximum("reward/noise_variance_share", within / (within + max(between, 0.0)))
+    if total > 0:
+        metrics.maximum("reward/judge_variance_share", min(1.0, judge / total))
     return metrics
 
 
@@ -106,13 +113,33 @@ def _variances(episodes_PG: Sequence[Sequence[Episode]]) -> tuple[float, float]:
     sum_within = sum_between = 0.0
     for episodes_G in episodes_PG:
         rows = [e.image_rewards for e in episodes_G if len(e.image_rewards) > 1]
-        if len(rows) < 2:
-            continue
-        num_values, degrees = sum(map(len, rows)), len(rows) - 1
-        grand_mean = sum(map(sum, rows)) / num_values
-        within = sum((len(row) - 1) * variance(row) for row in rows) / (num_values - len(rows))
-        between = sum(len(row) * (fmean(row) - grand_mean) ** 2 for row in rows) / degrees
-        per_row = (num_values - sum(len(row) ** 2 for row in rows) / num_values) / degrees
-        sum_within += within
-        sum_between += (between - within) / per_row
+        if len(rows) > 1:
+            within, between = _components(rows)
+            sum_within += within
+            sum_between += between
     return sum_within, sum_between
+
+
+def _components(rows: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """(variance within, variance between) two or more rows; 0 within if each has one value."""
+    num_values, degrees = sum(map(len, rows)), len(rows) - 1
+    grand_mean = sum(map(sum, rows)) / num_values
+    squares = sum((len(row) - 1) * variance(row) for row in rows if len(row) > 1)
+    within = squares / max(1, num_values - len(rows))
+    between = sum(len(row) * (fmean(row) - grand_mean) ** 2 for row in rows) / degrees
+    per_row = (num_values - sum(len(row) ** 2 for row in rows) / num_values) / degrees
+    return within, (between - within) / per_row
+
+
+def _judge_variances(episodes_PG: Sequence[Sequence[Episode]]) -> tuple[float, float]:
+    """(the judge's variance, the whole variance) of a picture's reward, summed over the groups in
+    which two or more distinct completions have repeated judgements."""
+    sum_judge = sum_total = 0.0
+    for episodes_G in episodes_PG:
+        distinct = {e.completion.token_ids: e for e in episodes_G if None not in e.judge_variances}
+        rated = [episode for episode in distinct.values() if episode.image_rewards]
+        if len(rated) > 1:
+            within, between = _components([episode.image_rewards for episode in rated])
+            sum_judge += fmean(v for e in rated for v in e.judge_variances if v is not None)
+            sum_total += within + max(between, 0.0)
+    return sum_judge, sum_total

@@ -7,6 +7,7 @@ from itertools import combinations
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from rl.algorithm.metrics import Metrics
 from rl.api.types import Episode, Status
 from rl.console.console import warn
 from rl.files.images import digest
@@ -30,15 +31,23 @@ class UnequalRewardsError(RuntimeError):
 
 
 def check_equal_words(
-    arms_P: Sequence[Arms], images_per_completion: int, at_start: bool, dist: Dist
+    metrics: Metrics,
+    arms_P: Sequence[Arms],
+    images_per_completion: int,
+    at_start: bool,
+    dist: Dist,
 ) -> None:
-    """If two arms have equal words, bit-equal pictures and unequal rewards, raise
+    """Add `eval/equal_words_std`, if any pictures of equal words are not bit-equal, so that the
+    judge has graded both. If two arms have equal words, equal pictures and unequal rewards, raise
     `UnequalRewardsError` on every rank `at_start`, and warn later. If the pictures are not
     bit-equal, warn if the rewards differ by more than a judge's noise. Collective."""
     local_pairs = [pair for arms in arms_P for pair in _pairs(arms, images_per_completion)]
     pairs = [pair for rank_pairs in dist.gather(local_pairs) for pair in rank_pairs]
     exact = max(((gap, text) for gap, text, same in pairs if same), default=(0.0, ""))
     others = [(gap, text) for gap, text, same in pairs if not same]
+    if others:
+        variance = fmean(gap**2 / 2 for gap, _ in others)
+        metrics.maximum("eval/equal_words_std", variance**0.5)
     most, mean = max(others, default=(0.0, "")), fmean([gap for gap, _ in others] or [0.0])
     if exact[0] > ROUNDING:
         sentence = (

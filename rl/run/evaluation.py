@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rl.console.console import PhaseTimer
     from rl.ranks.dist import Dist
     from rl.record.writer import BackgroundWriter
+    from rl.run.second_judge import SecondJudge
 
 
 _ARMS = ("the policy", "the user's own words", "reference descriptions", "the thought cut", "stock")
@@ -63,6 +64,7 @@ def evaluate(
     dist: Dist,
     timer: PhaseTimer,
     writer: BackgroundWriter,
+    second_judge: SecondJudge | None = None,
 ) -> Metrics:
     """Metrics `eval/*` of all ranks' samples; every rank passes the same list. `writer` writes
     records and pictures."""
@@ -72,12 +74,14 @@ def evaluate(
     # A reward that compares the pictures of a group cannot grade a picture outside of a group.
     compares_pictures = any(reward.scores_groups() for reward in context.rewards.values())
     untrained_P: Sequence[Rewards] = [{} for _ in rank_samples]
+    second_P: Sequence[float | None] = [None] * len(rank_samples)
     with timer.phase("evaluate"):
         prompts_P = [context.policy.build_prompt(sample) for sample in rank_samples]
         completions_P1, cut_P = _write(context, engine, prompts_P)
         engine.sleep()
         arms = _draw(context, prompts_P, completions_P1, cut_P, dist)
         _measure_arms(metrics, arms)
+        calls_P = second_judge.ask(iteration, arms.policy) if second_judge else []
         if config.evaluation.thought_gain:
             add_gain_of_thought(metrics, arms.policy, arms.unthought, hashes_P, dist)
         if config.evaluation.stock_arm and context.makes_images and not compares_pictures:
@@ -89,14 +93,19 @@ def evaluate(
                 num = len(range(dist.rank, NUM_FIXED_SAMPLES, dist.world_size))
                 bare_P, _ = arms.fixed["bare"]
                 add_state_drift(metrics, context, stock, prompts_P[:num], bare_P[:num], dist)
+        if second_judge:
+            second_P = second_judge.grades(calls_P, arms.policy)
+            second_judge.add_metrics(metrics, iteration, arms.policy, second_P, hashes_P)
         engine.wake()
     folder = run_dir / "evaluation" / f"it_{iteration:06d}"
-    _write_records(folder, arms, untrained_P, dist, writer)
+    model = second_judge.model if second_judge else ""
+    verdicts_P = [None if r is None else {"model": model, "reward": r} for r in second_P]
+    _write_records(folder, arms, untrained_P, verdicts_P, dist, writer)
     if not compares_pictures:
         stock_P = map(partial(_as_stock, context), arms.bare, untrained_P)
         rows = zip(arms.policy, arms.bare, arms.reference, arms.unthought, stock_P, strict=True)
         arms_P = [dict(zip(_ARMS, row, strict=True)) for row in rows]
-        check_equal_words(arms_P, config.images_per_completion, iteration == 0, dist)
+        check_equal_words(metrics, arms_P, config.images_per_completion, iteration == 0, dist)
     return metrics
 
 
@@ -208,12 +217,13 @@ def _write_records(
     folder: Path,
     arms: Arms,
     untrained_P: Sequence[Rewards],
+    verdicts_P: Sequence[Mapping[str, Any] | None],
     dist: Dist,
     writer: BackgroundWriter,
 ) -> None:
     """Write a line per held-out sample of all ranks to one file, and the pictures beside it."""
     pictures: dict[Path, Image] = {}
-    rows = zip(arms.policy, arms.bare, untrained_P, arms.unthought, strict=True)
+    rows = zip(arms.policy, arms.bare, untrained_P, arms.unthought, verdicts_P, strict=True)
     records = [_record(folder, pictures, *row) for row in rows]
     gathered = [record for rank in dist.gather(records) for record in rank]
 
@@ -234,6 +244,7 @@ def _record(
     bare: Episode | None,
     untrained: Rewards,
     unthought: Episode | None,
+    second_judge: Mapping[str, Any] | None,
 ) -> Mapping[str, Any]:
     """A sample's record; adds path -> picture to `pictures` for its pictures."""
     sample = episode.prompt.sample
@@ -265,6 +276,7 @@ def _record(
         "shown": contents_of(sample),
         "bare_reward": None if bare is None else bare.reward,
         "stock_reward": untrained.get("stock"),
+        **({} if second_judge is None else {"second_judge": second_judge}),
         **without_thought,
         **files,
     }

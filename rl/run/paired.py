@@ -51,12 +51,16 @@ def paired(
         return None
     sums_C, sizes_C = _by_cluster(differences_S, names_S)
     num, num_clusters = len(differences_S), len(sums_C)
-    mean = float(sums_C.sum()) / num
-    error = None
-    if num_clusters > 1:
-        squares = float(((sums_C - mean * sizes_C) ** 2).sum())
-        error = (squares * num_clusters / (num_clusters - 1)) ** 0.5 / num
+    mean, error = ratio(sums_C, sizes_C) if num_clusters > 1 else (float(sums_C.sum()) / num, None)
     return Paired(mean, error, num, num_clusters)
+
+
+def ratio(sums_C: np.ndarray, sizes_C: np.ndarray) -> tuple[float, float]:
+    """(sum(sums) / sum(sizes), its cluster-robust standard error) over C >= 2 clusters."""
+    num, total = len(sums_C), float(sizes_C.sum())
+    mean = float(sums_C.sum()) / total
+    squares = float(((sums_C - mean * sizes_C) ** 2).sum())
+    return mean, (squares * num / (num - 1)) ** 0.5 / total
 
 
 def interval(

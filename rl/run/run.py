@@ -27,6 +27,7 @@ from rl.run.checks import Checks
 from rl.run.evaluation import evaluate
 from rl.run.last_finished import save_before_leaving
 from rl.run.recording import Recording
+from rl.run.second_judge import SecondJudge
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,8 @@ class Run:
     checks: Checks
     recording: Recording
     checkpointing: Checkpointing
+    second_judge: SecondJudge | None
+    """`evaluation.judge`; None without it, or if it could not be started."""
     num_iterations: int
     sync_dtype: str
     num_skipped_rows: int
@@ -173,6 +176,7 @@ class Run:
             self.dist,
             self.timer,
             self.checkpointing.writer,
+            self.second_judge,
         )
         self.checks.plugin_metrics.drop()
         return metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rl.api.data import DataSource
 from rl.api.engine import Engine, EngineClaim
 from rl.api.policy import Policy
 from rl.api.types import Sample
-from rl.check.ask_judge import JudgeCheck, ask_judge
+from rl.check.ask_judge import START_PATIENCE_S, JudgeCheck, ask_judge
 from rl.check.resume import check_resume
 from rl.checkpoints.checkpoint import Checkpoints, read_state
 from rl.config.schema import JudgeConfig, RunConfig
@@ -44,6 +45,7 @@ from rl.run.page_refresh import Page
 from rl.run.plugin_metrics import Made, PluginMetrics
 from rl.run.recording import Recording
 from rl.run.run import Run
+from rl.run.second_judge import SecondJudge
 from rl.run.watch import Watch
 from rl.trackers.tracking import Tracker
 
@@ -88,6 +90,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             judge = _open_judge(resolved, dist, loop, stack, console, sample)
             passed = judge_passed(resolved, judge, dist, loop, console)
 
+            second_judge = _open_second_judge(resolved, dist, loop, stack, console, sample)
+
         console.say(f"run {config.run_name} in {config.run_dir}: loading")
         policy = build.build_policy(resolved, dist)
         stack.callback(policy.close)
@@ -108,6 +112,8 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         checkpointing = Checkpointing(
             record.config, dist, num_iterations, checkpoints, recording.writer, last_finished
         )
+        checks = _make_checks(resolved, context, engine, sources, held_out, judge, dist)
+        checks.replay(record.lines())
         yield Run(
             config=config,
             dist=dist,
@@ -120,9 +126,10 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             prompt_order=prompt_order,
             held_out=held_out,
             probe=probe,
-            checks=_make_checks(resolved, context, engine, sources, held_out, judge, dist),
+            checks=checks,
             recording=recording,
             checkpointing=checkpointing,
+            second_judge=second_judge,
             num_iterations=num_iterations,
             sync_dtype=_engine_dtype(resolved),
             num_skipped_rows=sum(source.num_skipped for source in sources),
@@ -343,6 +350,51 @@ def _open_judge(
         file = resolved.config.run_dir / "judge" / "left_out.json"
         write_atomically(file, json.dumps(left_out, indent=2) + "\n")
     return judge
+
+
+def _open_second_judge(
+    resolved: build.Resolved,
+    dist: Dist,
+    loop: BackgroundLoop,
+    stack: ExitStack,
+    console: Console,
+    sample: Sample,
+) -> SecondJudge | None:
+    """Connect to `evaluation.judge` and ask it about `sample`; warns if it fails. None if there is
+    none, or if it could not be started. Collective."""
+    config = resolved.config.evaluation.judge
+    if config is None or not (resolved.needs_judge and resolved.validation):
+        return None
+    asking = {name: plugin for name, plugin in resolved.rewards.items() if plugin.cls.needs_judge}
+    with_judge = resolved.config.model_copy(update={"judge": config})
+    second = replace(resolved, config=with_judge, rewards=asking)
+    console.say("checking the second judge (evaluation.judge)")
+    outcome, api_bases = JudgeCheck(), []
+    try:
+        if config.start_command:
+            log = resolved.config.run_dir / "logs" / f"second_judge_{dist.rank}.log"
+            api_bases = [_start_judge(config, log, dist, loop, stack)]
+        else:
+            api_bases = [*resolve_api_bases(config.api_base)]
+        if dist.is_main:
+            outcome = loop.submit(ask_judge(second, api_bases, START_PATIENCE_S, sample)).result()
+    except JudgeError as error:  # on every rank: it could not be started
+        outcome.problems.append(f"{error}\nIt is not asked until the run is started again.")
+    outcome = dist.broadcast(outcome)
+    for line in outcome.lines:
+        console.say(f"second judge: {line}")
+    if outcome.problems and dist.is_main:
+        listed = "\n".join(outcome.problems)
+        warn(f"evaluation.judge: the second judge fails; training goes on without it: {listed}")
+    if not api_bases:
+        return None
+    client = JudgeClient(config, api_bases)
+    stack.callback(lambda: loop.submit(client.aclose()).result())
+    client.adopt(outcome.dialects)
+    rewards = build.build_rewards(second, client, dist)
+    for reward in rewards.values():
+        stack.callback(reward.close)
+    return SecondJudge(resolved.config, client, rewards, loop, dist)
 
 
 def _start_judge(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rl.algorithm.grpo import SPREAD_TOLERANCE
 from rl.algorithm.metrics import Metrics
 from rl.config.schema import RunConfig
+from rl.run.exploits import ExploitWatch
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
@@ -65,6 +66,7 @@ class Watch:
         self._iterations: deque[Trained] = deque(maxlen=TREND)
         self._active: set[str] = set()
         self._first_k3: float | None = None
+        self.exploits = ExploitWatch()
         self._rules: dict[str, Rule] = {
             **{name: partial(constant_reward, name=name) for name in self._counted},
             "dead": dead_groups,
@@ -101,6 +103,7 @@ class Watch:
         new = sentences.keys() - self._active
         self._active = set(sentences)
         yield from (sentence for name, sentence in sentences.items() if name in new)
+        yield from self.exploits.sentences(metrics)
 
 
 def _values(last: Sequence[Trained], name: str) -> list[float]:

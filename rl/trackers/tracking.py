@@ -33,7 +33,8 @@ class Tracker:
     ) -> None:
         """`config_as_written`: `RunRecord.config`, which has no secrets."""
         self._tracking = config.tracking
-        remember(config.judge.api_key_env)
+        for judge in config.judges:
+            remember(judge.api_key_env)
         self._pages: list[Page] = []
         if not dist.is_main:
             return

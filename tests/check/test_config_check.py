@@ -39,6 +39,7 @@ DROPS_OUT = {
 }
 QWEN = {"type": "qwen2_5_vl", "model_path": "a/b"}
 SHARES = {"type": "vllm", "share_base_weights": True}
+SECOND = {"judge": {"api_base": "http://h:2", "model": "other"}}
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"type": "vllm", "max_model_length": 64}},
      "engine.max_model_length: ... 'max_model_len'"),
@@ -61,6 +62,15 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "judge.api_base ... 'http://h:x' ... port"),
     ({"judge": {"api_base": "http://h:1", "api_key_env": "NO_SUCH_KEY_HERE"}},
      "judge.api_key_env ... NO_SUCH_KEY_HERE ... environment ... export"),
+    ({"evaluation": SECOND | {"judge": {"api_base": ""}}}, "evaluation.judge.api_base ... empty"),
+    ({"evaluation": SECOND | {"judge": {"start_command": ["no_such_judge", "{url_file}"]}}},
+     "evaluation.judge.start_command: ... 'no_such_judge' ... PATH"),
+    ({"evaluation": SECOND, "rewards": {"vie": RIGHT | {"n_evals": 2, "temperature": None}},
+      "judge": {"api_base": "http://h:1", "temperature": 0.5}},
+     "evaluation.judge: ... rewards.vie.n_evals: ... temperature 0"),
+    ({"evaluation": SECOND,
+      "rewards": {"vie": RIGHT, "ranks": {"type": "tests.tiny_rewards.Ranks"}}},
+     "evaluation.judge: ... rewards.ranks compares ... one ... null"),
     ({"renderer": {"type": "none"}}, "rewards.vie: ... pictures ... renderer none"),
     ({"renderer": {"type": "qwen_image_edit", "height_px": 512}},
      "renderer.height_px, width_px: ... both"),

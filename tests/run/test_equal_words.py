@@ -10,6 +10,7 @@ from PIL import Image
 from tiny_messages import names
 from tiny_run import episode
 
+from rl.algorithm.metrics import Metrics
 from rl.api.types import Episode, Status
 from rl.ranks.dist import Dist
 from rl.run.equal_words import UnequalRewardsError, check_equal_words
@@ -22,9 +23,10 @@ def policy(**changes: Any) -> Episode:
     return replace(RIGHT, **changes)
 
 
-def check(arms: list[Episode], at_start: bool = True, images: int = 1) -> None:
+def check(arms: list[Episode], at_start: bool = True, images: int = 1) -> dict[str, float]:
     arms_P = [{"the policy": arm, "bare": None, "right": RIGHT} for arm in arms]
-    check_equal_words(arms_P, images, at_start, Dist())
+    check_equal_words(metrics := Metrics(), arms_P, images, at_start, Dist())
+    return Metrics.merge([metrics.state()])
 
 
 def test_different_scores_for_equal_pictures_stop_the_run_at_its_start(
@@ -74,3 +76,12 @@ def test_episodes_that_are_not_comparable_are_not_compared(
 ) -> None:
     check([policy(**changes)])
     assert not capsys.readouterr().err
+
+
+def test_the_judges_noise_is_measured_on_pictures_that_are_not_bit_equal() -> None:
+    rewards = (0.95, 0.75, 0.85)
+    # The differences to 0.95 are 0, 0.2 and 0.1; each is of two gradings, with twice the variance.
+    expected = ((0.2**2 + 0.1**2) / 3 / 2) ** 0.5
+    found = check([policy(reward=reward, **OTHER_PICTURE) for reward in rewards])
+    assert found == {"eval/equal_words_std": pytest.approx(expected)}
+    assert check([policy()]) == {}, "the judge was asked once about equal pictures"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from tiny_loop import rows_of
+from tiny_messages import names
 from tiny_ranks import run_ranks
 from tiny_rollout import Graded
 from tiny_run import Writes, run_config
@@ -23,16 +24,22 @@ from rl.api.types import (
     HiddenStates,
     Prompt,
     RewardInput,
+    RewardOutput,
     Row,
     Sample,
 )
+from rl.config.schema import JudgeConfig
 from rl.console.console import PhaseTimer
 from rl.judge.background import BackgroundLoop
+from rl.judge.client import JudgeClient, JudgeRefused
 from rl.ranks.dist import Dist
 from rl.record.writer import BackgroundWriter
 from rl.rollout.stream import RolloutContext
 from rl.run.evaluation import evaluate
+from rl.run.metric_table import doc_of
+from rl.run.second_judge import SecondJudge
 
+Grades = Callable[[RewardInput], float | RewardOutput]
 ENGINE = Writes(Completion((2,), (-0.5,), "stop"))
 
 
@@ -109,17 +116,30 @@ def held_out_run(num_samples: int, folder: str) -> dict[bool, dict[str, float]]:
 
 
 def evaluate_samples(
-    policy: Gathering, num_samples: int, folder: Path, dist: Dist
+    policy: Gathering,
+    num_samples: int,
+    folder: Path,
+    dist: Dist,
+    iteration: int = 0,
+    second: Grades | None = None,
+    grade: Grades = lambda evidence: fixed(evidence),
 ) -> dict[str, float]:
     # Only one sample has a reference, so only one rank scores a reference.
     samples = [
-        Sample(str(i), "do it", reference="right" if i == 0 else None) for i in range(num_samples)
+        Sample(str(i), f"do it {i}", reference="right" if i == 0 else None)
+        for i in range(num_samples)
     ]
     config = run_config(optimizer={"max_tokens_per_micro_batch": 3})
     with BackgroundLoop() as loop, BackgroundWriter(folder) as writer:
-        renderer, rewards = Blank(PluginConfig(), Resources(None, "cpu")), {"judge": Graded(fixed)}
+        renderer, rewards = Blank(PluginConfig(), Resources(None, "cpu")), {"judge": Graded(grade)}
         context = RolloutContext(config, policy, renderer, rewards, True, loop)
-        metrics = evaluate(context, ENGINE, samples, 0, folder, dist, PhaseTimer(), writer)
+        judge = None
+        if second is not None:
+            placed = config.model_copy(update={"base_exp_dir": str(folder), "run_name": "."})
+            client = JudgeClient(JudgeConfig(model="second"), "http://127.0.0.1:9")
+            judge = SecondJudge(placed, client, {"judge": Graded(second)}, loop, dist)
+        timer = PhaseTimer()
+        metrics = evaluate(context, ENGINE, samples, iteration, folder, dist, timer, writer, judge)
     return dist.reduce(metrics)
 
 
@@ -147,3 +167,58 @@ def test_ranks_with_fewer_samples_keep_step_and_count_nothing_twice(tmp_path: Pa
             assert sorted(row["id"] for row in rows) == ["0", "1", "2"]
     assert one["drift/state_l2"] == one["drift/bare_fall"] == one["drift/reference_fall"] == 0.0
     assert "drift/alarm" not in ranks[0][False]
+
+
+def by_number(low: float, scale: float) -> Grades:
+    return lambda evidence: low + scale * int(evidence.sample.id) / 16
+
+
+def test_a_resumed_run_finds_the_second_judge_as_far_behind_as_its_records_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both judges rank alike at first; then the judge gives 0.4 more, and the second one does not.
+    Each evaluation has a new `SecondJudge`, as after a resume."""
+
+    def measured(iteration: int, grade: Grades) -> dict[str, float]:
+        policy, dist, second = Gathering(Dist()), Dist(), by_number(0.2, 0.3)
+        metrics = evaluate_samples(policy, 16, tmp_path, dist, iteration, second, grade)
+        return {
+            name: value
+            for name, value in metrics.items()
+            if name.startswith("eval/") and "judge" in name
+        }
+
+    first = measured(0, by_number(0.1, 0.5))
+    mean = sum(range(16)) / 16 / 16
+    assert first == {
+        "eval/part/judge": pytest.approx(0.1 + 0.5 * mean),
+        "eval/second_judge/ungraded": 0.0,
+        "eval/second_judge/reward": pytest.approx(0.2 + 0.3 * mean),
+        "eval/second_judge/correlation": pytest.approx(1.0),
+        "eval/judge_gap": 0.0,
+        "eval/judge_gap_error": 0.0,
+        "eval/judge_gap_alarm": 0.0,
+    }
+    assert all(map(doc_of, first)) and not capsys.readouterr().err
+    later = measured(5, by_number(0.5, 0.5))
+    assert later["eval/judge_gap"] == pytest.approx(0.6 * 0.4), "slope 0.3 / 0.5 x gain 0.4"
+    assert later["eval/judge_gap_alarm"] == 1.0
+    assert names(capsys.readouterr().err, "after 5 iterations ... +0.400 ... 'second' ... 0.240")
+    rows = rows_of(tmp_path / "evaluation/it_000005/records.jsonl")
+    assert rows[0]["second_judge"] == {"model": "second", "reward": pytest.approx(0.2)}
+
+
+@pytest.mark.parametrize("fails", ["refuses", "is unreadable"])
+def test_a_failing_second_judge_is_reported_and_stops_nothing(
+    fails: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def second(evidence: RewardInput) -> float | RewardOutput:
+        if fails == "refuses" and evidence.sample.id == "1":
+            raise JudgeRefused("wrong key")
+        return RewardOutput(None, failure="no score") if evidence.sample.id == "1" else 0.5
+
+    found = evaluate_samples(Gathering(Dist()), 2, tmp_path, Dist(), second=second)
+    assert found["eval/reward"] == 0.5 and found["eval/second_judge/reward"] == 0.5
+    assert found["eval/second_judge/ungraded"] == 0.5
+    cause = "wrong key" if fails == "refuses" else "judge: no score"
+    assert names(capsys.readouterr().err, f"evaluation.judge ... training goes on ... {cause}")

@@ -30,9 +30,10 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "build_policy", load)
 
 
-def open_run(folder: Path, judge: FaultyJudge) -> None:
+def open_run(folder: Path, judge: FaultyJudge, second: Any = None) -> None:
     config = tiny_loop.config_of({"policy": "some/base", "editor": "some/editor"}, folder)
     config["judge"] = {"api_base": judge.api_base, "model": MODEL, "max_attempts": 1}
+    config["evaluation"]["judge"] = second
     with set_up.open_run(load_config(tiny_loop.write_config(folder, config)), Dist()):
         raise AssertionError("the run opened without a model")
 
@@ -71,3 +72,26 @@ def test_parameters_that_the_judge_rejects_are_remembered_and_not_counted_as_ret
     left_out = json.loads((tmp_path / "tiny/judge/left_out.json").read_text())
     assert left_out == {judge.api_base: ["max_tokens", "seed"]}
     assert f"rewards.viescore: {judge.api_base} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("second", "parts"),
+    [
+        (
+            {"start_command": ["{python}", "-c", "raise SystemExit('no GPU')", "{url_file}"]},
+            "no GPU",
+        ),
+        ({"api_base": "http://127.0.0.1:9"}, "no judge at http://127.0.0.1:9"),
+    ],
+)
+def test_a_second_judge_that_fails_at_the_start_is_a_warning(
+    second: dict[str, Any],
+    parts: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(set_up, "START_PATIENCE_S", 0.0)
+    with FaultyJudge() as judge, pytest.raises(LoadingError):
+        open_run(tmp_path, judge, second)
+    assert names(capsys.readouterr().err, f"evaluation.judge ... training goes on ... {parts}")

@@ -161,6 +161,7 @@
       el("p", {class: "said"}, el("span", {class: "soft"}, "Words: "), isolated(row.text || "(no words)")),
       row.ref ? el("p", {class: "said"}, el("span", {class: "soft"}, "Reference description: "), isolated(row.ref)) : null,
       el("p", {}, "Reward ", page.reward(row), `, ${row.st}`,
+        row.second == null ? "" : `, by the second judge ${num(row.second, 2)}`,
         old ? [", ", page.signed(old.r === null || row.r === null ? null : row.r - old.r, 2), " against ", isolated(page.setName(other))] : null),
       row.why ? el("p", {class: "said"}, el("span", {class: "bad"}, "Cause: "), isolated(row.why)) : null,
       old && (old.img || row.img) ? el("div", {class: "beside-each"},

@@ -160,6 +160,12 @@ class JudgedReward(Reward[RepeatsT]):
             failure = next(answer.failure for answer in answers if answer.failure)
             return RewardOutput(None, replies=replies, failure=failure, seconds=seconds)
         parts = {name: fmean(reading[name] for reading in readings) for name in readings[0]}
-        regions = self.regions(*complete[0])
-        value = self.value_of(parts)
-        return RewardOutput(value, parts, replies, seconds=seconds, regions=regions)
+        values_K = tuple(map(self.value_of, readings)) if self.config.n_evals > 1 else ()
+        return RewardOutput(
+            self.value_of(parts),
+            parts,
+            replies,
+            seconds=seconds,
+            readings=values_K,
+            regions=self.regions(*complete[0]),
+        )
