@@ -42,7 +42,8 @@ def gate(folder: Path, defect: str) -> Iterator[tuple[DefectiveJudge, object]]:
 
 @pytest.fixture(autouse=True)
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_audit, "NUM_CASES", 8)
+    monkeypatch.setattr(judge_audit, "NUM_CASES", 3)
+    monkeypatch.setattr(judge_audit, "MIN_PAIRS", 3)
     monkeypatch.setattr(judge_audit, "NUM_REPEATED", 1)
 
 
@@ -54,7 +55,7 @@ def test_required_audits_an_unknown_judge_once(
         assert "has not been audited" in capsys.readouterr().err
         assert passes("judge.audit=off") is None
         assert passes() is True
-        assert "auditing the judge on 8 samples" in capsys.readouterr().out
+        assert "auditing the judge on 3 samples" in capsys.readouterr().out
         judge.sound = None  # type: ignore[assignment, method-assign] # it is not asked again
         assert passes() is True
         assert passes("judge.audit=warn") is True
