@@ -72,6 +72,7 @@ def sum_wrongly_on_rank_1() -> tuple[Any, str]:
     return 0, out.getvalue()
 
 
+@pytest.mark.slow
 def test_every_rank_fails_if_one_sums_wrongly_and_rank_0_reports_it():
     (reason, lines), (exit_code, output_of_1) = run_ranks(sum_wrongly_on_rank_1, 2)
     assert lines == "PyTorch GLOO is successful!\n" and output_of_1 == ""
