@@ -340,7 +340,8 @@ def checkpoint_of(run_dir: Path, which: str) -> Path:
         newest = find(run_dir)
         path, problem = newest.path, newest.problem or "there is no checkpoint yet"
     elif which == "best":
-        path = by_iteration.get(best_of(list(by_iteration), held_out_rewards(run_dir)) or 0)
+        best = best_of(list(by_iteration), held_out_rewards(run_dir))
+        path = None if best is None else by_iteration[best]
         problem = (
             "no existing checkpoint was measured by an evaluation (that needs a multiple of both "
             "checkpoint.save_every_n_iterations and evaluation.every_n_iterations)"

@@ -49,6 +49,7 @@ class Pusher:
                 return  # already queued or uploading: a failing run may save this iteration again
             shutil.copytree(folder, staging, copy_function=_link_or_copy)
         except OSError as error:
+            shutil.rmtree(staging, ignore_errors=True)  # a part would count as queued
             self._warn(iteration, f"failed, the run goes on: {error!r}")
             return
         with self._lock:

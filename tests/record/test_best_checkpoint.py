@@ -66,6 +66,13 @@ def test_an_invalid_reward_counts_as_none(tmp_path, reward):
     assert held_out_rewards(tmp_path) == {0: None, 3: None}
 
 
+def test_an_unmeasured_checkpoint_before_training_is_not_the_best(tmp_path):
+    save(checkpoints_in(tmp_path), 0, reward=None)
+    assert names_in(tmp_path) == ["step_000000"]
+    with pytest.raises(ValueError, match="was measured"):
+        checkpoint_of(tmp_path, "best")
+
+
 def test_a_missing_checkpoint_is_named_in_the_error(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     with pytest.raises(ValueError, match=r"no checkpoint .*: none"):

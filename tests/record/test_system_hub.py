@@ -116,6 +116,22 @@ def test_training_and_pruning_continue_during_a_push(tmp_path, remote, capfd):
     assert kept == ["step_000060", "step_000080"]
 
 
+def test_a_push_whose_copy_failed_is_repeated(tmp_path, remote, monkeypatch, capfd):
+    checkpoints = checkpoints_in(tmp_path)
+
+    def fill_disk(source: Path, target: Path, **options: Any) -> None:
+        target.mkdir()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr("rl.publish.hub.shutil.copytree", fill_disk)
+        save(checkpoints, 20)
+    assert "No space left" in capfd.readouterr().err
+    save(checkpoints, 20)
+    checkpoints.close(print)
+    assert remote.branches == {"ckpt_000020": model_of(20)}
+
+
 def test_a_failed_push_logs_one_warning(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
     # Uses the real client; the tests run with HF_HUB_OFFLINE=1.
