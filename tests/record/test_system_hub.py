@@ -123,13 +123,15 @@ def test_a_push_whose_copy_failed_is_repeated(tmp_path, remote, monkeypatch, cap
         target.mkdir()
         raise OSError(28, "No space left on device")
 
+    remote.go = threading.Semaphore(0)
     save(checkpoints, 20)
-    assert remote.starts.acquire(timeout=120)
+    assert remote.starts.acquire(timeout=120), "the upload is under way"
     with monkeypatch.context() as full:
         full.setattr("rl.publish.hub.shutil.copytree", fill_disk)
         save(checkpoints, 40)
     assert "No space left" in capfd.readouterr().err
     save(checkpoints, 40)
+    remote.go.release(2)
     checkpoints.close(print)
     assert remote.branches == {"ckpt_000020": model_of(20), "ckpt_000040": model_of(40)}
 
