@@ -155,6 +155,7 @@ def opened(
         "engine": {"type": "transformers"},
         "renderer": values["renderer"] | renderer,
         "data": values["data"] | {"validation": list(validation)},
+        "judge": values.get("judge", {}) | {"audit": "off"},  # two held-out samples are too few
     }
     with open_run(RunConfig.model_validate(values), Dist.from_env("cpu")) as run:
         generate = run.engine.generate
