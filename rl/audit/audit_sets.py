@@ -91,10 +91,10 @@ def _rows(source: DataSource) -> Iterator[Sample]:
             yield source[index]
 
 
-def run_cases(run_dir: Path, num_groups: int) -> list[tuple[Case, Mapping[str, float]]]:
-    """The last `num_groups` groups of a run whose pictures are on disk, each with the recorded
-    rewards. A member's kind is 'm0', 'm1', ...; none is known to be right."""
-    cases: list[tuple[Case, Mapping[str, float]]] = []
+def run_cases(run_dir: Path, num_groups: int) -> list[Case]:
+    """The last `num_groups` groups of a run whose pictures are on disk. A member's kind is 'm0',
+    'm1', ...; none is known to be right."""
+    cases: list[Case] = []
     for file in sorted((run_dir / "episodes").glob("it_*.jsonl"), reverse=True):
         groups: dict[Any, list[dict[str, Any]]] = {}
         for row in read_rows(file)[0]:
@@ -104,12 +104,10 @@ def run_cases(run_dir: Path, num_groups: int) -> list[tuple[Case, Mapping[str, f
             if len(rows) < 2 or len(cases) == num_groups:
                 continue
             sample = _recorded_sample(run_dir, rows[0])
-            results, rewards = {}, {}
-            for row in rows:
-                kind = f"m{row['member']}"
-                results[kind] = (sample, _picture(run_dir, row["image_file"]))
-                rewards[kind] = row["reward"]
-            cases.append((Case(sample, results), rewards))
+            results = {
+                f"m{row['member']}": (sample, _picture(run_dir, row["image_file"])) for row in rows
+            }
+            cases.append(Case(sample, results))
     return cases
 
 

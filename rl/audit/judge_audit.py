@@ -40,7 +40,6 @@ MIN_PAIRS = 8
 """A kind or category with fewer pairs decides nothing."""
 TARGET_RELIABILITY = 0.8
 PICTURES = frozenset({"source", "image", "target"})
-Question_ = tuple[Sample, Image]
 
 
 @dataclass(frozen=True)
@@ -418,6 +417,12 @@ def _plain(value: Any) -> Any:
     return asdict(value)
 
 
+def _restored(values: Mapping[str, Any]) -> RewardAudit:
+    """The audit that `_plain` has written."""
+    rows = {key: [Kind(**row) for row in values[key]] for key in ("kinds", "categories")}
+    return RewardAudit(**{**values, **rows})
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What is known about the judge of a config."""
@@ -428,12 +433,18 @@ class Verdict:
 
 
 def verdict(resolved: Resolved) -> Verdict:
-    """The statement of `judge_audit.json` about this config's judge."""
+    """The statement of `judge_audit.json` about this config's judge, by the config's thresholds.
+    Raises ValueError if the file is damaged."""
     file = file_of(resolved.config)
     entry = entries(file).get(key_of(identity(resolved)), {})
     if "audits" not in entry:
         return Verdict(None, f"the judge has not been audited (no entry in {file})")
-    problems = [f"{a['reward']}: {text}" for a in entry["audits"] for text in a["failures"]]
+    try:
+        audits = [_restored(values) for values in entry["audits"]]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged ({error}): delete it, and audit again") from None
+    limits = resolved.config.judge
+    problems = [f"{each.reward}: {text}" for each in audits for text in failures(each, limits)]
     if problems:
         listed = "; ".join(problems[:3]) + (f"; {len(problems) - 3} more" * (len(problems) > 3))
         return Verdict(False, f"the judge failed its audit of {entry['date'][:10]}: {listed}")

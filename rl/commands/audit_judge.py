@@ -27,6 +27,7 @@ import numpy as np
 
 from rl import build
 from rl.audit import judge_audit
+from rl.audit.audit_cases import Case
 from rl.audit.audit_report import attack_lines, audit_lines, write_audit_page
 from rl.audit.audit_sets import pair_cases, run_cases, shipped_cases
 from rl.audit.audit_statistics import noise_sd, readings_for, reliability
@@ -158,7 +159,7 @@ async def _ask_run(
         raise ValueError(f"--run: {run_dir} has no group with pictures; see tracking.images_per_*")
     results = {
         (number, kind): result
-        for number, (case, _) in enumerate(recorded)
+        for number, case in enumerate(recorded)
         for kind, result in case.results.items()
     }
     for name in names:
@@ -172,7 +173,7 @@ async def _ask_run(
 
 def _run_lines(
     reward: str,
-    recorded: Sequence[tuple[object, Mapping[str, float]]],
+    recorded: Sequence[Case],
     values: Mapping[tuple[int, str], tuple[float, ...]],
 ) -> list[str]:
     groups = []

@@ -44,7 +44,7 @@ def judge_passed(
             if verdict.passed is None and policy == "required":
                 _audit(resolved, judge, names, loop, console)
                 verdict = judge_audit.verdict(resolved)
-        except (ConfigError, ValueError) as error:
+        except (ConfigError, JudgeError, ValueError) as error:  # told to the other ranks below
             verdict = judge_audit.Verdict(False, f"the judge cannot be audited: {error}")
     verdict = dist.broadcast(verdict)
     if verdict.passed:

@@ -162,6 +162,6 @@ def test_a_runs_groups_are_read_back(tmp_path: Path) -> None:
     (tmp_path / "episodes").mkdir()
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "episodes/it_000001.rank0.jsonl").write_text(lines)
-    [(case, rewards)] = run_cases(tmp_path, 5)
-    assert rewards == {"m0": 0.0, "m1": 0.25}
+    [case] = run_cases(tmp_path, 5)
+    assert set(case.results) == {"m0", "m1"}, "the third has no picture"
     assert case.sample.instruction == "paint" and len(case.sample.sources) == 1
