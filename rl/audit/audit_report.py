@@ -14,8 +14,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL.Image import Image
 
 from rl.audit.audit_cases import CORRECT, KINDS, Case
+from rl.audit.audit_statistics import readings_for
 from rl.audit.judge_attacks import ATTACKS
-from rl.audit.judge_audit import AttackResult, Kind, RewardAudit
+from rl.audit.judge_audit import TARGET_RELIABILITY, AttackResult, Kind, RewardAudit
 from rl.files.atomic import write_atomically
 from rl.files.images import downscale
 
@@ -33,12 +34,7 @@ def audit_lines(audit: RewardAudit) -> Iterable[str]:
         yield "  clearly wrong results, by category"
         yield from map(_kind_line, audit.categories)
     if not math.isnan(audit.noise_sd):
-        needed = audit.readings_for_target
-        yield (
-            f"  repeats: sd {audit.noise_sd:.3f}; reliability of 1 reading "
-            f"{audit.reliability:.2f}, "
-            + (f"0.8 from {needed} reading(s)" if needed else "0.8 is never reached")
-        )
+        yield repeats_line(audit.noise_sd, audit.reliability)
     yield (
         f"  values: {audit.num_levels} levels, {audit.effective_levels:.1f} effective; "
         f"{audit.lowest_share:.0%} are 0, {audit.highest_share:.0%} are 1"
@@ -48,6 +44,16 @@ def audit_lines(audit: RewardAudit) -> Iterable[str]:
         yield from textwrap.wrap(failure, 80, initial_indent="  FAIL ", subsequent_indent=" " * 7)
     if not audit.failures:
         yield "  PASS"
+
+
+def repeats_line(sd: float, reliability: float) -> str:
+    """The noise of repeated readings, and how many readings make a reliable mean."""
+    needed = readings_for(reliability, TARGET_RELIABILITY)
+    return f"  repeats: sd {sd:.3f}; reliability of 1 reading {reliability:.2f}, " + (
+        f"{TARGET_RELIABILITY} from {needed} reading(s)"
+        if needed
+        else f"{TARGET_RELIABILITY} is never reached"
+    )
 
 
 def _kind_line(kind: Kind) -> str:

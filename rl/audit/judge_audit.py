@@ -39,6 +39,7 @@ NUM_REPEATED, NUM_READINGS = 4, 3
 MIN_PAIRS = 8
 """A kind or category with fewer pairs decides nothing."""
 TARGET_RELIABILITY = 0.8
+"""A report says how many readings reach it."""
 PICTURES = frozenset({"source", "image", "target"})
 
 
@@ -75,8 +76,6 @@ class RewardAudit:
     """Standard deviation of repeated readings of one result."""
     reliability: float
     """ICC of one reading within the results of one sample."""
-    readings_for_target: int | None
-    """Readings whose mean has a reliability of 0.8; None: no number has it."""
     num_levels: int
     effective_levels: float
     lowest_share: float
@@ -229,7 +228,8 @@ def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConf
     right = [value for (_, kind), value in first.items() if kind == CORRECT]
     wrong = [value for (_, kind), value in first.items() if kind in (*CLEARLY_WRONG, "worse")]
     fallback, share = statistics.common_value(right, wrong) if right else (math.nan, 0.0)
-    noise, icc = _repeats(asked)
+    groups = repeated(asked)
+    icc = statistics.reliability(groups) if groups else math.nan
     values = list(first.values())
     result = RewardAudit(
         reward,
@@ -239,9 +239,8 @@ def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConf
         mean_correct=float(np.mean(right)) if right else math.nan,
         kinds=kinds,
         categories=[_kind(name, pairs) for name, pairs in sorted(by_category.items())],
-        noise_sd=noise,
+        noise_sd=statistics.noise_sd(np.concatenate(groups)) if groups else math.nan,
         reliability=icc,
-        readings_for_target=statistics.readings_for(icc, TARGET_RELIABILITY),
         num_levels=len(set(values)),
         effective_levels=statistics.effective_levels(values) if values else 0.0,
         lowest_share=values.count(0.0) / max(len(values), 1),
@@ -272,16 +271,13 @@ def _kind(name: str, pairs: Sequence[tuple[float, float]]) -> Kind:
     )
 
 
-def _repeats(asked: Asked) -> tuple[float, float]:
-    """(standard deviation of repeated readings, reliability of one); nan without repeats."""
+def repeated(asked: Asked) -> list[np.ndarray]:
+    """[pictures, readings] of each case with at least two pictures that have all their readings."""
     by_case: dict[int, list[tuple[float, ...]]] = {}
     for (case, _), values in asked.values.items():
         if len(values) == NUM_READINGS:
             by_case.setdefault(case, []).append(values)
-    groups = [np.array(rows) for rows in by_case.values() if len(rows) > 1]
-    if not groups:
-        return math.nan, math.nan
-    return statistics.noise_sd(np.concatenate(groups)), statistics.reliability(groups)
+    return [np.array(rows) for rows in by_case.values() if len(rows) > 1]
 
 
 def failures(result: RewardAudit, limits: JudgeConfig) -> list[str]:

@@ -19,18 +19,18 @@ import asyncio
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 
 from rl import build
 from rl.audit import judge_audit
-from rl.audit.audit_cases import Case
-from rl.audit.audit_report import attack_lines, audit_lines, write_audit_page
+from rl.audit.audit_report import attack_lines, audit_lines, repeats_line, write_audit_page
 from rl.audit.audit_sets import pair_cases, run_cases, shipped_cases
-from rl.audit.audit_statistics import noise_sd, readings_for, reliability
+from rl.audit.audit_statistics import noise_sd, reliability
 from rl.check.this_machine import has_gpus
 from rl.config.schema import ConfigError, load_config
 from rl.judge.client import JudgeClient, JudgeError
@@ -156,7 +156,9 @@ async def _ask_run(
     """Ask again about a run's groups: noise and reliability among pictures that GRPO compared."""
     recorded = run_cases(run_dir, num_groups)
     if not recorded:
-        raise ValueError(f"--run: {run_dir} has no group with pictures; see tracking.images_per_*")
+        raise ValueError(
+            f"--run: {run_dir} has no group with pictures; see tracking.images_per_iteration"
+        )
     results = {
         (number, kind): result
         for number, case in enumerate(recorded)
@@ -166,37 +168,18 @@ async def _ask_run(
         plugin = resolved.rewards[name]
         everything = frozenset(range(len(recorded)))
         asked = await judge_audit.ask(plugin, client, device, results, everything)
-        for line in _run_lines(plugin.key, recorded, asked.values):
-            print(line)
+        groups = judge_audit.repeated(asked)
+        if not groups:
+            print(f"{plugin.key}: no group got all its readings")
+            continue
+        firsts = [pair for group in groups for pair in combinations(group[:, 0], 2)]
+        num_pictures = sum(map(len, groups))
+        readings = f"each read {judge_audit.NUM_READINGS} times"
+        print(f"{plugin.key}: {len(groups)} groups, {num_pictures} pictures, {readings}")
+        print(repeats_line(noise_sd(np.concatenate(groups)), reliability(groups)))
+        ties = sum(one == other for one, other in firsts) / len(firsts)
+        print(f"  ties: {ties:.0%} of the pairs within groups")
     return 0
-
-
-def _run_lines(
-    reward: str,
-    recorded: Sequence[Case],
-    values: Mapping[tuple[int, str], tuple[float, ...]],
-) -> list[str]:
-    groups = []
-    for number in range(len(recorded)):
-        rows = [v for (case, _), v in values.items() if case == number]
-        complete = [row for row in rows if len(row) == judge_audit.NUM_READINGS]
-        if len(complete) > 1:
-            groups.append(np.array(complete))
-    if not groups:
-        return [f"{reward}: no group got all its readings"]
-    one = reliability(groups)
-    pairs = [
-        (group[i, 0], group[j, 0]) for group in groups for i in range(len(group)) for j in range(i)
-    ]
-    ties = sum(a == b for a, b in pairs) / len(pairs)
-    needed = readings_for(one, judge_audit.TARGET_RELIABILITY)
-    return [
-        f"{reward}: {len(groups)} groups, {sum(map(len, groups))} pictures, each read "
-        f"{judge_audit.NUM_READINGS} times",
-        f"  repeats: sd {noise_sd(np.concatenate(groups)):.3f}; reliability of 1 reading {one:.2f}"
-        + (f", 0.8 from {needed} reading(s)" if needed else ", 0.8 is never reached"),
-        f"  ties: {ties:.0%} of the pairs within groups",
-    ]
 
 
 if __name__ == "__main__":

@@ -72,16 +72,15 @@ def test_a_judge_that_fails_is_refused_or_named(
         assert "judge.audit: 'warn'" in str(refused.value)
         assert passes("judge.audit=warn") is False
         assert "failed its audit" in capsys.readouterr().err
-        lower = ("auroc=0.4", "accuracy=0")
-        assert passes(*(f"judge.audit_min_{key}" for key in lower), "judge.audit_max_fallback=1")
+        limits = ("min_auroc=0.4", "min_accuracy=0", "max_fallback=1")
+        assert passes(*(f"judge.audit_{limit}" for limit in limits))
     config = load_config(
         "configs/quickstart.jsonnet", [f"base_exp_dir={tmp_path}", "judge.max_attempts=1"]
     )
     text, code = check_report.report(config, gpu_gb=80)
     assert code == 1 and "judge.audit: the judge failed its audit" in text
     file = tmp_path / judge_audit.FILE
-    written = file.read_text()
-    for damaged in ("{", written.replace('"auroc":', '"area":')):
+    for damaged in (file.read_text().replace('"auroc":', '"area":'), "{"):
         file.write_text(damaged)
         text, code = check_report.report(config, gpu_gb=80)
         assert code == 1 and "is damaged" in text
