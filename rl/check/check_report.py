@@ -11,7 +11,7 @@ from contextlib import suppress
 from rl import build
 from rl.audit import judge_audit
 from rl.check import compatibility
-from rl.check.ask_judge import ask_judge
+from rl.check.ask_judge import ask_judge, with_second_judge
 from rl.check.dry_run import dry_problems, plugins_to_try
 from rl.check.memory_remedies import memory_problems
 from rl.check.no_effect import doubtful, no_effect
@@ -134,16 +134,26 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
     if tried_keys:
         blocks[f"tried on made-up inputs, so that their code has run: {', '.join(tried_keys)}"] = []
     if online and not failures:
-        judge, lines = config.judge, ["no reward asks one"]
-        if resolved.needs_judge and judge.start_command:
-            lines = ["not asked now: the run starts the judge and then asks it"]
-        elif resolved.needs_judge:
-            check = asyncio.run(ask_judge(resolved, resolve_api_bases(judge.api_base), wait_s=0.0))
-            lines, failures = check.lines or ["none answered"], check.problems
+        lines, failures = (
+            _asked_now(resolved) if resolved.needs_judge else (["no reward asks one"], [])
+        )
         blocks["judge, asked now"] = lines
+        if second := with_second_judge(resolved):
+            lines, problems = _asked_now(second)
+            blocks["second judge (evaluation.judge), asked now"] = lines
+            failures = [*failures, *(f"evaluation.judge: {problem}" for problem in problems)]
     verdict, code = _verdict(failures, footprint.unknowns(resolved))
     lines = ["\n  ".join([title, *block]) for title, block in blocks.items()]
     return "\n".join([*lines, verdict]), code
+
+
+def _asked_now(resolved: build.Resolved) -> tuple[list[str], list[str]]:
+    """(what the judge's endpoints answered, problems)."""
+    judge = resolved.config.judge
+    if judge.start_command:
+        return ["not asked now: the run starts the judge and then asks it"], []
+    check = asyncio.run(ask_judge(resolved, resolve_api_bases(judge.api_base), wait_s=0.0))
+    return check.lines or ["none answered"], check.problems
 
 
 def _verdict(problems: list[str], unknowns: list[str]) -> tuple[str, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rl.api.data import DataSource
 from rl.api.engine import Engine, EngineClaim
 from rl.api.policy import Policy
 from rl.api.types import Sample
-from rl.check.ask_judge import START_PATIENCE_S, JudgeCheck, ask_judge
+from rl.check.ask_judge import START_PATIENCE_S, JudgeCheck, ask_judge, with_second_judge
 from rl.check.resume import check_resume
 from rl.checkpoints.checkpoint import Checkpoints, read_state
 from rl.config.schema import JudgeConfig, RunConfig
@@ -362,12 +361,10 @@ def _open_second_judge(
 ) -> SecondJudge | None:
     """Connect to `evaluation.judge` and ask it about `sample`; warns if it fails. None if there is
     none, or if it could not be started. Collective."""
-    config = resolved.config.evaluation.judge
-    if config is None or not (resolved.needs_judge and resolved.validation):
+    second = with_second_judge(resolved)
+    if second is None:
         return None
-    asking = {name: plugin for name, plugin in resolved.rewards.items() if plugin.cls.needs_judge}
-    with_judge = resolved.config.model_copy(update={"judge": config})
-    second = replace(resolved, config=with_judge, rewards=asking)
+    config = second.config.judge
     console.say("checking the second judge (evaluation.judge)")
     outcome, api_bases = JudgeCheck(), []
     try:
