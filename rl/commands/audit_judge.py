@@ -142,6 +142,10 @@ def _cost(client: JudgeClient | None) -> str:
     return (
         f"{stats.requests} requests, {statistics.median(stats.latencies_s) * 1e3:.0f} ms each "
         f"(95 %: {p95 * 1e3:.0f} ms), "
+        + (
+            f"{stats.prompt_tokens} + {stats.completion_tokens} tokens, "
+            * bool(stats.prompt_tokens)
+        )
     )
 
 

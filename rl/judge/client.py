@@ -121,6 +121,10 @@ class JudgeStats:
     """Requests that the judge asked to send later (HTTP 429, Retry-After)."""
     other_model: int = 0
     """Replies that name a model other than `judge.model`."""
+    prompt_tokens: int = 0
+    """Of requests and their pictures, as far as the endpoint reports them."""
+    completion_tokens: int = 0
+    """Of the replies to these requests."""
 
 
 class JudgeClient:
@@ -366,7 +370,7 @@ class JudgeClient:
             if response.status != 200:
                 self._raise_for(response, address, asking)
             try:
-                reply, model = read_chat(response.body, labels)
+                chat = read_chat(response.body, labels)
             except UnreadableReplyError as error:
                 if isinstance(error, NoLogprobsError) and asking.shape not in address.answered:
                     raise JudgeRefused(
@@ -387,8 +391,10 @@ class JudgeClient:
         address.succeeded()
         address.answered.add(asking.shape)
         self._addresses.answered()
-        await self._check_name(address, model)
-        return scrub(reply)
+        self._stats.prompt_tokens += chat.tokens[0]
+        self._stats.completion_tokens += chat.tokens[1]
+        await self._check_name(address, chat.model)
+        return scrub(chat.reply)
 
     async def _label_ids(self, address: Address, labels: tuple[str, ...]) -> tuple[int, ...]:
         """The labels' token ids by the address's `/tokenize`; () if it has none, and then the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from rl.text.scrub import scrub
 from rl.text.untrusted import without_lone_surrogates
@@ -28,8 +28,19 @@ class NoLogprobsError(UnreadableReplyError):
     """A chat completion without log-probs: the endpoint ignores the request for them."""
 
 
-def read_chat(body: bytes, labels: Sequence[str] = ()) -> tuple[str, str | None]:
-    """(the judge's reply in a chat completion, maybe ''; the model that the completion names).
+class Chat(NamedTuple):
+    """What a chat completion says."""
+
+    reply: str
+    """Maybe ''."""
+    model: str | None
+    """The model that the completion names."""
+    tokens: tuple[int, int]
+    """(of the prompt with its pictures, of the completion) under `usage`; 0 where it is missing."""
+
+
+def read_chat(body: bytes, labels: Sequence[str] = ()) -> Chat:
+    """Reads a chat completion.
 
     A reply above `MAX_REPLY_CHARS` is cut to one character more, which `read_scores` still refuses.
     With `labels`, the reply is JSON of the first token, and of the labels' log-probs in its place,
@@ -50,7 +61,17 @@ def read_chat(body: bytes, labels: Sequence[str] = ()) -> tuple[str, str | None]
     reply = _label_reply(choice, labels) if labels else content or ""
     model = completion.get("model")
     model_name = model if isinstance(model, str) and model else None
-    return without_lone_surrogates(reply[: MAX_REPLY_CHARS + 1]), model_name
+    return Chat(
+        without_lone_surrogates(reply[: MAX_REPLY_CHARS + 1]), model_name, _tokens(completion)
+    )
+
+
+def _tokens(completion: Mapping[str, Any]) -> tuple[int, int]:
+    usage = completion.get("usage")
+    found = usage if isinstance(usage, dict) else {}
+    counts = (found.get("prompt_tokens"), found.get("completion_tokens"))
+    prompt, written = (n if type(n) is int and 0 < n < 10**9 else 0 for n in counts)
+    return prompt, written
 
 
 def _label_reply(choice: Any, labels: Sequence[str]) -> str:

@@ -231,6 +231,8 @@ def _add_judge_stats(metrics: Metrics, judge: JudgeClient) -> None:
     metrics.total("judge/breaker_openings", stats.breaker_openings)
     metrics.total("judge/throttled_requests", stats.throttled)
     metrics.total("judge/other_model_replies", stats.other_model)
+    metrics.total("judge/prompt_tokens", stats.prompt_tokens)
+    metrics.total("judge/completion_tokens", stats.completion_tokens)
     if stats.latencies_s:
         ordered = sorted(stats.latencies_s)
         metrics.maximum("judge/latency_p50_s", ordered[len(ordered) // 2])

@@ -25,6 +25,16 @@ def answer(model: Any) -> Fault:
     return Fault(body=json.dumps({"model": model, "choices": [choice]}))
 
 
+def test_reported_tokens_are_summed() -> None:
+    def spent(usage: Any) -> Fault:
+        return Fault(body=json.dumps({"usage": usage, "choices": [{"message": {"content": GOOD}}]}))
+
+    usages = ({"prompt_tokens": 700, "completion_tokens": 20}, {"prompt_tokens": 5}, None, [1],
+              {"prompt_tokens": "9", "completion_tokens": -3}, {"prompt_tokens": 1.5})  # fmt: skip
+    stats, num_answered = ask([spent(usage) for usage in usages])
+    assert (stats.prompt_tokens, stats.completion_tokens, num_answered) == (705, 20, 6)
+
+
 def serving(*models: str) -> Fault:
     return Fault(body=json.dumps({"data": [{"id": model} for model in models]}))
 
