@@ -112,7 +112,7 @@ class HfDataset(RowsSource[Config]):
             names = list(dict.fromkeys(key for row in objects for key in row))
             if objects:
                 _require_columns(config, names)
-            indices = _matching(config, len(objects), lambda column: objects)
+            indices = _matching(config, len(objects), lambda column: objects) if objects else []
             # As in a table, every row has every column.
             rows = [{name: objects[k].get(name) for name in names} for k in indices]
             numbers = [numbers[k] for k in indices]

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
@@ -32,10 +33,12 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(coro, self._loop)
 
     def close(self) -> None:
-        """Cancel all coroutines, wait for them, and stop the thread. Does nothing a second time."""
+        """Cancel all coroutines, wait at most `JOIN_TIMEOUT_S` for them, and stop the thread. Does
+        nothing a second time."""
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(JOIN_TIMEOUT_S)
+        with suppress(TimeoutError):  # a coroutine that ignores its cancellation
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(JOIN_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(JOIN_TIMEOUT_S)
         self._loop.close()

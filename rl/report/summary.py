@@ -126,7 +126,8 @@ def summary(
         lines = ["Fewer than two held-out evaluations: nothing to compare."]
     else:
         width = max((len(change.name) for change in result.changes), default=0)
-        span = f"(0 to 1; before training -> after {result.after} iterations)"
+        since = f"after {result.before}" if result.before else "before training"
+        span = f"(0 to 1; {since} -> after {result.after} iterations)"
         title = "What changed in a control run" if control else "What was learnt"
         lines = [f"{title} {span}", *(change.sentence(width) for change in result.changes)]
         if result.num_left_out:

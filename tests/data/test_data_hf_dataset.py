@@ -134,6 +134,12 @@ def test_a_filter_that_keeps_no_row_lists_the_values(folder):
         build(folder / "edits.parquet", where={"complexity": "8"})
 
 
+def test_a_filter_does_not_hide_that_no_line_can_be_read(folder):
+    (folder / "bad.jsonl").write_text("{\n[1]\n")
+    with pytest.raises(BadRowError, match="JSON"):
+        build(folder / "bad.jsonl", where={"complexity": "8"})
+
+
 def test_a_missing_data_set_is_reported(folder):
     def problems(path) -> list[str]:
         return hf_dataset.HfDataset.problems(config(path), RULES)

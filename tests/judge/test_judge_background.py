@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import CancelledError
+from contextlib import suppress
 
 import pytest
 
+from rl.judge import background
 from rl.judge.background import BackgroundLoop
 
 
@@ -49,3 +51,15 @@ def test_close_cancels_running_tasks_and_lets_them_clean_up() -> None:
     assert "short-lived" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(RuntimeError, match="closed"):
         loop.submit(has_started())
+
+
+def test_close_does_not_wait_for_ever_for_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stubborn() -> None:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    monkeypatch.setattr(background, "JOIN_TIMEOUT_S", 0.1)
+    with BackgroundLoop("stubborn") as loop:
+        loop.submit(stubborn())
+    assert "stubborn" not in {thread.name for thread in threading.enumerate()}
