@@ -29,7 +29,7 @@ class Contestant:
         """`work(connection, *arguments, **options)` builds its side and runs ordered iterations."""
         os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.ready"])
+        context.set_forkserver_preload(["benchmarks.worker_imports"])
         self._connection, worker_end = context.Pipe()
         self._output = Path(tempfile.mkstemp(prefix="contestant-", suffix=".log")[1])
         self._process = context.Process(

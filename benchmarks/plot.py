@@ -1,4 +1,4 @@
-"""Plots the report's picture."""
+"""Plots the figure of the side-by-side report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COLOURS = {
 
 
 def plot(results: Record, path: Path) -> None:
-    """Plots policy side and memory over G, the iteration by part, and waits over judge latency."""
+    """Policy GFLOP and memory over group size, time by part, judge waits over judge latency."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 8), layout="constrained")
@@ -51,7 +51,7 @@ def _plot_growth(axis: Any, records: Mapping[str, Record]) -> None:
     sizes = [records[name]["shape"]["group"] for name in shapes]
     for side in records["G = 8"]["sides"]:
         if not all(side in records[name]["sides"] for name in shapes):
-            continue  # measured with other peers, at another time
+            continue  # not measured at every size
         work = [gflop(records[name]["sides"][side], POLICY_PARTS) for name in shapes]
         axis.plot(sizes, work, "o-", color=COLOURS[side], label=side)
     axis.set(title="policy side", xlabel="completions per prompt", ylabel="GFLOP", ylim=(0, None))

@@ -1,8 +1,8 @@
 """Runs one config with many seeds and prints all of them.
 
 python -m benchmarks.seeds quickstart tiny_earl --first 100 --count 24 --at-once 2
-python -m benchmarks.seeds quickstart --first 100 --count 24 --print     of existing runs
-python -m benchmarks.seeds quickstart --fresh 256     on held-out samples of another data seed
+python -m benchmarks.seeds quickstart --first 100 --count 24 --print     prints existing runs
+python -m benchmarks.seeds quickstart --fresh 256     holds out samples of another data seed
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DRIFT = "drift/state_l2"
 SPAN = 10
 """Number of iterations in an average."""
 FRESH_SEED = 7777
-"""Data seed of `--fresh`, which no shipped config has."""
+"""Data seed of `--fresh`; no shipped config uses it."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Seed:
     sampled: tuple[float, float]
     """Means of the training metric over the first and over the last iterations."""
     dead_groups: float
-    """Mean share over the last iterations."""
+    """Mean share of dead groups over the last SPAN iterations."""
     most_dead_groups: float
-    """Largest mean share over SPAN consecutive iterations."""
+    """Largest mean share of dead groups over SPAN consecutive iterations."""
     drift: Sequence[float]
     """DRIFT of each evaluation; empty if the renderer reads no states."""
     seconds: float
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("runs/seeds"))
     parser.add_argument("--fresh", type=int, default=0, metavar="N", help="fresh held-out samples")
-    parser.add_argument("--print", action="store_true", help="train nothing")
+    parser.add_argument("--print", action="store_true", help="print existing runs, train nothing")
     args = parser.parse_args(argv)
     runs = [(c, s) for c in args.configs for s in range(args.first, args.first + args.count)]
     if not args.print:
@@ -83,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def table(seeds: Sequence[Seed]) -> Iterable[str]:
     """Markdown: a row per seed, then mean, deviation, median and worst of the last values."""
     yield (
-        "| seed | held-out, before and at each evaluation | right words, last "
-        "| dead groups, last ten iterations | most in any ten | states moved, at most | s |"
+        "| seed | held-out, before and at each evaluation | reference words, last "
+        "| dead groups, last ten iterations | most in any ten | state drift, at most | s |"
     )
     yield "|---" * 7 + "|"
     for run in seeds:

@@ -1,5 +1,5 @@
 // Prompt enhancement: Qwen2.5-VL-7B rewrites a user's prompt, Stable Diffusion 3 draws it, and CLIP
-// compares the picture with the ORIGINAL prompt, never with the rewriting. The built-in prompts are
+// compares the picture with the ORIGINAL prompt, never with the rewritten one. The built-in prompts are
 // hard (unusual colours, impossible objects, abstract concepts, ...).
 //
 //   export APP__BASE_EXP_DIR=runs APP__RUN_NAME=my-run HF_TOKEN=...   (the SD3 weights are gated)

@@ -1,6 +1,6 @@
 // The main job: Qwen2.5-VL writes an edit description, its hidden states condition the frozen
 // Qwen-Image-Edit DiT, a 72B judge grades the picture. Meant for 8 GPUs of 141 GB (H200), or with
-// `gpu_gb=80` of 80 GB (H100), where the engine sleeps while others work; the judge
+// `gpu_gb=80` of 80 GB (H100), where the engine sleeps while other models run; the judge
 // (scripts/serve_judge.sh) runs elsewhere.
 //
 //   export APP__BASE_EXP_DIR=runs APP__RUN_NAME=my-run
@@ -60,7 +60,7 @@ local complex_edit(rows) = {
   algorithm+: { kl_coeff: 1e-3 },
   optimizer+: {
     zero_stage: 1,  // adapters: see base.libsonnet
-    max_tokens_per_micro_batch: 8192,  // two groups of 1543 + 8 x 256
+    max_tokens_per_micro_batch: 8192,  // two groups: 1543 prompt tokens + 8 x 256
     gradient_checkpointing: 'mlp',
   },
   evaluation+: { every_n_iterations: 25, num_samples: 32 },

@@ -1,6 +1,6 @@
-// As qwen_image_edit.jsonnet, at 8 steps, without guidance, 512 x 512: a picture costs about a
-// sixtieth. `lightning=true` on the command line fuses the adapter that was distilled for 8 steps;
-// without it 8 steps give a rough sketch of the picture of 50 steps.
+// As qwen_image_edit.jsonnet, at 8 steps, without guidance, 512 x 512: a picture costs about 1/60
+// as much. `lightning=true` on the command line fuses the adapter that was distilled for 8 steps;
+// without it, 8 steps give only a rough sketch of what 50 steps draw.
 (import 'qwen_image_edit.jsonnet') + {
   lightning:: false,
   prompts_per_iteration: 4 * $.world_size,

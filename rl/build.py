@@ -194,7 +194,7 @@ def _find_plugin(
     if issubclass(cls, RunPlugin):  # first: other class methods read these files
         models, wrong = ask_plugin(plugin, "models")
         wrong = wrong or [f"{key}.{problem}" for problem in model_problems(models)]
-    for method in find.questions(ROOMS[kind]) if not wrong else ():
+    for method in find.section_methods(ROOMS[kind]) if not wrong else ():
         wrong += ask_plugin(plugin, method)[1]
     if not wrong and issubclass(cls, Reward) and cls.needs_judge:
         num_questions = cls.num_questions(plugin.config)

@@ -187,7 +187,7 @@ def launch(
         ending = _one_start(args, num_ranks, log_dir, config)
         for line in ending.lines:
             _say(line)
-        if config is None or args.retries == 0 or ending.code == 0 or ending.asked:
+        if config is None or args.retries == 0 or ending.code == 0 or ending.stop_requested:
             break
         why_not = ""
         if not ending.by_machine:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.faults import tiny_run
-from benchmarks.faults.inject import Arm, DoAt, EndAt, FailAtFile
+from benchmarks.faults.inject import DoAt, EndAt, FailAtFile, Injection
 from tests.tiny_faulty_judge import GOOD, Fault, envelope, page, said
 
 FIRST_OF_TRAINING = 2
@@ -36,7 +36,7 @@ class Case:
     group: str
     place: str
     kind: str
-    arm: Arm | None = None
+    inject: Injection | None = None
     damage: Callable[[Path], None] | None = None
     """Damages the folder of a run of two iterations before it is started."""
     judge: JudgeFault | None = None
@@ -117,10 +117,10 @@ def _calls() -> Iterator[Case]:
             )
     for place in ("completions are sampled", "a checkpoint is begun", "metrics are logged"):
         for deed in _DEEDS:
-            arm = DoAt(*_CALLS[place], deed)
+            inject = DoAt(*_CALLS[place], deed)
             is_lost = deed.startswith("run folder")
             can_save = deed == "the console is gone"
-            yield Case("call", place, deed, arm, keeps_disk=can_save, is_final=is_lost)
+            yield Case("call", place, deed, inject, keeps_disk=can_save, is_final=is_lost)
 
 
 # Operations on files, in the second iteration.
@@ -160,13 +160,13 @@ def _files() -> Iterator[Case]:
 
 
 def _file(operation: str, pattern: str, count: int, kind: str) -> Case:
-    arm = FailAtFile(operation, pattern, count, kind)
+    inject = FailAtFile(operation, pattern, count, kind)
     for_good = kind.endswith("+") or kind == "FULL"
     return Case(
         "file",
         f"{operation} {pattern}",
         kind,
-        arm,
+        inject,
         keeps_disk=not for_good,
         changes_record=pattern in _RECORD or kind == "FULL",
     )

@@ -149,7 +149,7 @@ def _audit_write(path: Any) -> None:
         sys.audit("fault.write", path)
 
 
-Arm = Callable[[Path], None]
+Injection = Callable[[Path], None]
 """Injects a fault into a rank's process before it begins; its argument is the run folder."""
 
 

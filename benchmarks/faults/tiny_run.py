@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 
-from benchmarks.faults.inject import Arm, at_calls
+from benchmarks.faults.inject import Injection, at_calls
 from rl.checkpoints import checkpoint
 from rl.ranks.rendezvous import on_one_node
 from tests.tiny_faulty_judge import MODEL, Fault, FaultyJudge
@@ -30,7 +30,7 @@ RUN = "tiny"
 PATIENCE_S = 300.0
 """Time limit of a run that takes a few seconds, on a busy machine."""
 WAITS = b"The run waits"
-"""Output of a run that waits for disk space; it is then asked to stop."""
+"""Output of a run that waits for disk space; `start` then sends SIGTERM."""
 WAIT_S = 5.0
 
 
@@ -105,13 +105,13 @@ class Ended:
     seconds: float
 
 
-def start(folder: Path, arm: Arm | None = None, patience_s: float = PATIENCE_S) -> Ended:
+def start(folder: Path, inject: Injection | None = None, patience_s: float = PATIENCE_S) -> Ended:
     """Runs `folder/config.jsonnet` in a new process until it ends."""
     began = time.monotonic()
     note = folder / "finished.txt"
     note.write_text("0")
     receiver, sender = Pipe(duplex=False)
-    process = spawn(_rank, str(folder), arm, sender)
+    process = spawn(_rank, str(folder), inject, sender)
     sender.close()
     printed: list[bytes] = []
     reader = threading.Thread(target=_read, args=(receiver.fileno(), printed), daemon=True)
@@ -136,7 +136,7 @@ def _read(descriptor: int, blocks: list[bytes]) -> None:
         blocks.append(block)
 
 
-def _rank(folder_name: str, arm: Arm | None, console: Connection) -> None:
+def _rank(folder_name: str, inject: Injection | None, console: Connection) -> None:
     from rl.ranks import worker
 
     folder = Path(folder_name)
@@ -153,8 +153,8 @@ def _rank(folder_name: str, arm: Arm | None, console: Connection) -> None:
         "rl.run.last_finished:LastFinished.note",
         lambda _, done, *__: os.pwrite(note, str(done).encode(), 0),
     )
-    if arm is not None:
-        arm(folder / RUN)
+    if inject is not None:
+        inject(folder / RUN)
     logs = folder / RUN / "logs"
     sys.argv = ["worker", str(logs), str(notes), "rl.train", str(folder / "config.jsonnet")]
     worker.main()
@@ -167,8 +167,8 @@ def on_disk(run_dir: Path) -> int:
 
 
 def difference(straight: Path, run_dir: Path, weights_only: bool = False) -> str:
-    """The first difference of a finished run from the undisturbed one, or '': weights, moments,
-    metrics, episodes, bit for bit; `weights_only`: without metrics and episodes."""
+    """The first difference between a finished run and the undisturbed one, '' if there is none.
+    Compares weights, moments, metrics and episodes bitwise; `weights_only`: no records."""
     compare = assert_same_weights if weights_only else assert_same_run
     try:
         compare(straight, run_dir, NUM_ITERATIONS)

@@ -58,7 +58,7 @@ def try_case(harness: Harness, case: Case, number: int) -> Outcome:
                 "on_bad_row": case.on_bad_row,
             },
         )
-        first = tiny_run.start(folder, case.arm)
+        first = tiny_run.start(folder, case.inject)
         saved = _saved(run_dir)
         is_done = first.code == 0 and saved == tiny_run.NUM_ITERATIONS
         _fix(judge, harness, rows)

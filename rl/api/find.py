@@ -29,7 +29,7 @@ from rl.config.schema import Section
 T = TypeVar("T")
 PluginT = TypeVar("PluginT", bound=PluginBase[Any])
 
-Found = tuple[Any, list[str]]
+ValueAndProblems = tuple[Any, list[str]]
 
 PLUGIN_ERRORS = (Exception, SystemExit)
 """Exceptions caught around a plugin's code."""
@@ -83,7 +83,7 @@ def _remedies(error: BaseException) -> Iterator[str]:
     if "'NoneType' object has no attribute 'ask'" in text:
         yield "a reward that asks the judge sets `needs_judge = True`"
     if "has no attribute 'resources'" in text and isinstance(obj, PluginBase):
-        yield "__init__(self, config, resources) gets them; keep what it needs in an attribute"
+        yield "__init__(self, config, resources) receives them; store what you need in an attribute"
     if "'coroutine' object" in text:
         yield "write `async def`, and `await` what has to be awaited"
     if isinstance(obj, PluginBase) and "__init__" in vars(type(obj)) and "has no attribute" in text:
@@ -101,7 +101,7 @@ def is_dotted_path(name: str) -> bool:
     return "." in name and all(part.isidentifier() for part in name.split("."))
 
 
-def import_plugin(dotted: str) -> Found:
+def import_plugin(dotted: str) -> ValueAndProblems:
     """The module `dotted`, or the attribute of that name in its parent module."""
     path, _, name = dotted.rpartition(".")
     module, _, problem = _import(path)
@@ -124,7 +124,7 @@ def _import(dotted: str) -> tuple[ModuleType | None, str, str]:
     except PLUGIN_ERRORS as error:
         missing = (isinstance(error, ModuleNotFoundError) and error.name) or ""
         if missing and f"{dotted}.".startswith(f"{missing}."):
-            problem = f"no module {missing!r} among the installed ones or in {Path.cwd()}"
+            problem = f"no module {missing!r} is installed or in {Path.cwd()}"
             return None, missing, problem
         if missing and missing.partition(".")[0] not in sys.modules:
             return None, "", f"{dotted} imports {missing!r}, which is not installed"
@@ -185,10 +185,10 @@ def _class_in(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None, l
             return plugins[0], []
         if plugins:
             names = ", ".join(cls.__name__ for cls in plugins)
-            return None, [f"module {target.__name__} holds {names}; name one of them behind a dot"]
+            return None, [f"module {target.__name__} holds {names}; name one of them after a dot"]
         text = f"module {target.__name__} holds no {base.__name__}: {derive}"
         if base is Reward:
-            text += f", or name a function in it behind a dot{_functions_of(target)}"
+            text += f", or name a function in it after a dot{_functions_of(target)}"
         if modules := [part.name for part in pkgutil.iter_modules(getattr(target, "__path__", ()))]:
             text += f"; it is a package: name one of its modules, {', '.join(modules)}, after a dot"
         return None, [text]
@@ -209,7 +209,7 @@ def loss_problems(target: Any) -> list[str]:
     """The problems of `target`, the object that `algorithm.loss` names by a dotted path."""
     if isinstance(target, ModuleType):
         functions = _functions_of(target)
-        return [f"{target.__name__} is a module; name a function in it behind a dot{functions}"]
+        return [f"{target.__name__} is a module; name a function in it after a dot{functions}"]
     name = getattr(target, "__name__", "it")
     if inspect.iscoroutinefunction(target):
         return [f"{name} is async; expected `def {name}(x: LossInputs) -> LossTerms`"]
@@ -234,7 +234,7 @@ def _members(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterato
         yield f"{label} has no {member}; expected `def {member}{_signature(getattr(base, member))}`"
     if issubclass(cls, Reward) and cls.scores_groups() == (cls.grade is not Reward.grade):
         if cls.scores_groups():
-            yield f"{label} has grade and score_group; keep the one that is meant"
+            yield f"{label} has grade and score_group; keep only one"
         else:
             yield f"{label} has no grade; expected `async def grade{_GRADE}`, or score_group"
     for member in sorted(_methods(base)):
@@ -280,12 +280,12 @@ def _signature(function: Callable[..., Any]) -> str:
 def _call_problem(
     function: Callable[..., Any], name: str, num_arguments: int, signature: str
 ) -> list[str]:
-    """The problem if it cannot be called with `num_arguments` positional arguments."""
+    """[] if `function` can be called with `num_arguments` positional arguments, else [why not]."""
     expected = f"expected `def {name.rpartition('.')[2]}{signature}`"
     if not callable(function):
         return [f"{name} is {brief(function)}; {expected}"]
     if inspect.isasyncgenfunction(function):
-        return [f"{name} yields; {expected}, which returns"]
+        return [f"{name} is an async generator; {expected}, without `yield`"]
     try:
         actual = inspect.signature(function)
     except ValueError:  # a built-in without a signature
@@ -330,7 +330,7 @@ def misspelt(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterato
                     yield f"{owner.__name__}.{name}: nothing reads it; did you mean {near!r}?"
 
 
-def questions(base: type[PluginBase[Any]]) -> list[str]:
+def section_methods(base: type[PluginBase[Any]]) -> list[str]:
     """Names of the class methods whose only argument is the plugin's section."""
     methods = ((name, getattr(base, name)) for name in sorted(_methods(base)))
     return [
@@ -340,7 +340,7 @@ def questions(base: type[PluginBase[Any]]) -> list[str]:
     ]
 
 
-def ask(cls: type[PluginBase[Any]], member: str, *arguments: object) -> Found:
+def ask(cls: type[PluginBase[Any]], member: str, *arguments: object) -> ValueAndProblems:
     """(a class method's result, []) if it fits the base's return annotation, else (None, why)."""
     method = getattr(cls, member)
     bases = (one for one in _owners(cls) if one.__module__.startswith("rl.api."))

@@ -43,7 +43,7 @@ class LoraSection(Section):
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 64
     """The adapter's output is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapter's input while training; above 0, trainer and sampler differ."""
+    """Dropout on the adapter's input while training; above 0, trainer and engine differ."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Names of linear layers, in the language model only while the vision tower is frozen."""
     init_seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
@@ -62,7 +62,7 @@ class ThoughtSection(Section):
     marker: Annotated[str, Field(min_length=1, max_length=200)] = "</think>"
     """The text that ends a thought; its last occurrence in what the policy wrote counts."""
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    """Longest thought, marker included; a longer one fails. null = no limit of its own."""
+    """Longest thought, marker included; a longer one fails. null = only the completion's limit."""
     states: Literal["words", "attended"] = "words"
     """words: hidden states of the words when they follow the renderer's own prompt, without the
     thought (equal words give one picture); attended: states that attended to the thought."""
@@ -81,7 +81,7 @@ class PolicyConfig(PlacedConfig):
     max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 2048
     """Longest prompt, image tokens included; a longer one stops the run, naming its sample."""
     thought: ThoughtSection | None = None
-    """What it thinks before it writes; null = it writes at once."""
+    """The thought that the policy writes before its words; null = no thought."""
 
 
 PolicyConfigT = TypeVar("PolicyConfigT", bound=PolicyConfig, default=PolicyConfig)
@@ -114,7 +114,7 @@ class Decoder(Protocol):
     """Token-by-token decoding by the trainer's own module."""
 
     def step(self, tokens_B: Sequence[int] | None) -> torch.Tensor:
-        """[B, V] logits of the token after `tokens_B`, each row's last (None: after its prompt)."""
+        """[B, V] logits of the next token. `tokens_B`: each row's last; None: only its prompt."""
         ...
 
 
@@ -187,11 +187,11 @@ class Policy(RunPlugin[PolicyConfigT]):
 
     @abstractmethod
     def build_prompt(self, sample: Sample) -> Prompt:
-        """The sample's prompt. Raises ValueError naming the sample if it cannot be made one."""
+        """The sample's prompt. Raises ValueError naming the sample if it can have none."""
 
     @abstractmethod
     def encode_completion(self, text: str) -> Completion:
-        """`text` as if the policy had written it and stopped; its sampler log-probs are zeros."""
+        """`text` as if the policy had written it and stopped; its log-probs are zeros."""
 
     def pass_through_completion(self, sample: Sample) -> Completion | None:
         """The bare arm's completion: the user's own words with nothing added; None: no bare arm."""
@@ -254,8 +254,8 @@ class Policy(RunPlugin[PolicyConfigT]):
         return [None] * len(prompts_P)
 
     def frozen_weights(self) -> Mapping[str, torch.nn.Parameter]:
-        """Name in the base model's files -> parameter, of every untrained weight of the language
-        model: an engine may put its own, equal tensor in place of `parameter.data`. {}: it may
+        """Every untrained weight of the language model: its name in the base model's files ->
+        parameter. An engine may replace `parameter.data` by its own, equal tensor; {}: it may
         not."""
         return {}
 

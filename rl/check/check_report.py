@@ -64,7 +64,7 @@ def problems_here(
     `num_ranks` ranks start, or in its host memory of `host_gb` (None: unknown). Memory is not
     checked if the policy is on no GPU. Call `problems` first."""
     resolved = build.resolve(config)
-    if missing := machine_problems(resolved, starts=True):
+    if missing := machine_problems(resolved, is_start=True):
         return missing
     own_gb = smallest_gpu_gb(resolved, machine, num_ranks)
     if own_gb is None:

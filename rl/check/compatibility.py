@@ -186,8 +186,8 @@ def _placement_problems(resolved: Resolved) -> Iterable[str]:
     device = resolved.policy.config.device
     if "+" in device:
         return [
-            f"policy.device: {device!r} counts from the rank's own device, which is the policy's; "
-            "give 'auto', or the device itself"
+            f"policy.device: {device!r} is relative to the rank's own device, which is the "
+            "policy's; give 'auto', or the device itself"
         ]
     num_ranks = min(resolved.config.world_size, RANKS_OF_A_NODE)
     rank_devices = [f"cuda:{rank}" if device == "auto" else device for rank in range(num_ranks)]

@@ -32,12 +32,12 @@ STATE_BYTES = 12
 """Bytes per trained parameter in a checkpoint: float32 value and two optimizer moments."""
 
 
-def machine_problems(resolved: Resolved, starts: bool = False) -> list[str]:
-    """What this machine lacks, and what its devices cannot compute. `starts`: a run starts here,
+def machine_problems(resolved: Resolved, is_start: bool = False) -> list[str]:
+    """What this machine lacks, and what its devices cannot compute. `is_start`: a run starts here,
     so without a GPU 'auto' means the CPU; --check may be about another machine."""
     found = gpus()[0] if wants_gpu(resolved) and _torch_build() != "cpu" else []
     if not found:
-        return _device_problems(resolved, "cpu" if starts else "", math.inf)
+        return _device_problems(resolved, "cpu" if is_start else "", math.inf)
     capability = max(gpu.capability for gpu in found)
     return [
         *_device_problems(resolved, "cuda", capability),

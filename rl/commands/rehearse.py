@@ -1,4 +1,4 @@
-"""Runs one iteration of a config at real size on a GPU that is not there.
+"""Runs one iteration of a config at real size on a fake GPU.
 
     rl rehearse configs/qwen_image_edit.jsonnet
     rl rehearse configs/qwen_image_21.jsonnet renderer.batch_size=2

@@ -14,7 +14,7 @@ class Config(RowsConfig):
     """The keys of a JSONL file of edits."""
 
     path: str
-    """The file; a relative path counts from the working directory."""
+    """The file; a relative path starts at the working directory."""
 
 
 class EditJsonl(LinesSource[Config]):

@@ -39,7 +39,7 @@ class Config(RowsConfig):
 
     path: str
     """Hub id ('owner/name'), or a local file or folder (also one written by `save_to_disk`); a
-    local path wins if it exists. A relative path counts from the working directory."""
+    local path wins if it exists. A relative path starts at the working directory."""
     name: str = ""
     """The data set's configuration on the hub, '' = its only or default one."""
     revision: str = ""

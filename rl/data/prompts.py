@@ -24,7 +24,7 @@ class Config(FileConfig):
 
     path: str = ""
     """A .txt file with a prompt per line, or a .jsonl file with an object per line; relative paths
-    count from the working directory. '' = the built-in set."""
+    start at the working directory. '' = the built-in set."""
     split: Literal["train", "held_out", "all"] = "train"
     """Part of the built-in set: 192 prompts, the other 64, or all. A user's file is not split."""
     prompt_key: str = "prompt"

@@ -76,7 +76,7 @@ def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequ
     for path in paths:
         if why := not_a_file(path):
             raise ValueError(
-                f"{path} {why}; paths count from {Path.cwd()}, and several arguments are the "
+                f"{path} {why}; paths start at {Path.cwd()}, and several arguments are the "
                 "pictures of one edit, with the instruction last, in quotes"
             )
     return [EditRequest(instruction, tuple(paths))]

@@ -214,7 +214,7 @@ def _renderer_overrides(
     overrides: dict[str, Any] = {}
     if num_steps is not None:
         if "num_steps" not in keys:
-            raise ValueError(f"renderer {renderer.name!r} draws in one go: it takes no --steps")
+            raise ValueError(f"renderer {renderer.name!r} has no steps: --steps is invalid")
         overrides["num_steps"] = num_steps
     if len(size_px) == 1 and "output_area_px" in keys:
         overrides |= {"output_area_px": size_px[0] ** 2, "width_px": None, "height_px": None}

@@ -23,9 +23,9 @@ class ReplyJournal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._replies = _load(path)
         self._path = path
-        self._has_failed = False
+        self._has_warned = False
         self._failed: set[str] = set()
-        """Keys of all replies to questions that got no usable reply."""
+        """Keys of the replies to questions for which no reply was usable."""
         self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115 - `close`
 
     def get(self, key: str) -> str | None:
@@ -53,8 +53,8 @@ class ReplyJournal:
         try:
             append(self._file, (json.dumps({"key": key, "reply": reply}) + "\n").encode())
         except Exception as error:  # whatever the error, the reply is in memory
-            if not self._has_failed:
-                self._has_failed = True
+            if not self._has_warned:
+                self._has_warned = True
                 reason = getattr(error, "strerror", None) or repr(error)
                 log.warning(
                     "%s: %s; replies that are not saved will be asked for again after a restart",
@@ -83,5 +83,5 @@ def _load(path: Path) -> dict[str, str]:
             case {"key": str(key), "reply": None}:
                 replies.pop(key, None)
             case _:
-                log.warning("%s line %d is not a journal entry; it is asked again", path, number)
+                log.warning("%s line %d is not an entry; its question is asked again", path, number)
     return replies

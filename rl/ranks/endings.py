@@ -42,7 +42,7 @@ class Ending:
     by_machine: bool
     """The machine ended it: a signal, a device, a connection, a hang."""
     lines: tuple[str, ...] = ()
-    asked: bool = False
+    stop_requested: bool = False
     """The launcher was asked to stop: no restart."""
 
 

@@ -1,4 +1,4 @@
-"""Writes where each rank's main thread is every second, and its stacks on request."""
+"""Writes once a second where this rank's main thread is, and its stacks on request."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ EVERY_S = 1.0
 LOOK_EVERY_S = 0.1
 """10 Hz: cheap, and still notices that a thread leaves a call in which it spends 95 % of time."""
 FEW_PLACES = 4
-"""A main thread that stays at no more than this many places for long hangs or loops."""
+"""A main thread that visits only this many places for a long time hangs or loops."""
 LONG_GAP_S = 10.0
 """A longer gap between two samples means that this process was stopped; its idle time is reset."""
 LOADING = "loading"
 BETWEEN = "between phases"
 _BYTES = 1024
-"""Size of the file, which is overwritten in place: no full disk and no kill can damage it."""
+"""Size of the file, which is overwritten in place: a full disk or a kill cannot damage it."""
 _MAX_CHARS = 200
 _REPORTERS = (__name__, "contextlib", "rl.console.console")
 _PEERS = "torch.distributed.distributed_c10d"
@@ -49,7 +49,7 @@ class Beat:
     moved_s: float
     """When the main thread last reached a place that is not among its last few."""
     where: str
-    """'rl.engines.vllm.vllm, in torch'."""
+    """The main thread's place in the code, e.g. 'rl.engines.vllm.vllm, in torch'."""
     waits_for_ranks: bool
     has_saved: bool
     """The rank was asked to stop, and all its finished work is on disk."""
@@ -120,7 +120,7 @@ def phase_names() -> str:
 
 
 def note_wait() -> None:
-    """Record that this process waits for something expected: no hang, however long it takes."""
+    """Record that this process waits for something expected: a long wait is then no hang."""
     _heart.moved_s = time.monotonic()
 
 

@@ -49,7 +49,7 @@ def resolve_device(device: str, default: str) -> str:
         return device
     if not default.startswith("cuda:"):
         raise ValueError(
-            f"device {device!r} counts from the rank's own CUDA device, which is {default}"
+            f"device {device!r} is relative to the rank's CUDA device, but it runs on {default}"
         )
     return f"cuda:{int(default[5:]) + int(device[6:])}"
 
@@ -64,8 +64,8 @@ def problems(
     cpu = [default for default in defaults if not default.startswith("cuda:")]
     if cpu and (relative := [claim for claim in claims if "+" in claim.device]):
         return [
-            f"{claim.key}.device: {claim.device!r} counts from the rank's own CUDA device, which "
-            f"is {cpu[0]}; give 'auto', or the device itself"
+            f"{claim.key}.device: {claim.device!r} is relative to the rank's own CUDA device, "
+            f"but the rank runs on {cpu[0]}; give 'auto', or the device itself"
             for claim in relative
         ]
     if machine is not None and (missing := [*_missing(claims, defaults, machine)]):
@@ -82,11 +82,11 @@ def _missing(claims: Sequence[Claim], defaults: Sequence[str], machine: Machine)
                 stated = f"{claim.key}.device: {claim.device!r} given"
                 if claim.device not in (device, "auto"):
                     stated += f", which is {device} for one of the ranks"
-                yield f"{stated}, this machine shows {count} CUDA devices; give 'auto' or {devices}"
+                yield f"{stated}; this machine has {count} CUDA devices: give 'auto' or {devices}"
 
 
 def _shared(claims: Sequence[Claim], defaults: Sequence[str]) -> Iterator[str]:
-    """Two ranks on one CUDA device: each would load a copy there, not knowing of the other's."""
+    """Problems: two ranks would load models onto one CUDA device, unaware of each other."""
     for claim in claims:
         devices = [resolve_device(claim.device, default) for default in defaults]
         for device in dict.fromkeys(devices):
@@ -117,7 +117,7 @@ def _unlimited(claims: Sequence[Claim], default: str, machine: Machine | None) -
                 "can be enforced there; give all models there a limit, move one, or drop this key"
             )
         elif total > size:
-            yield f"{key}: {total:g} GB on {device} (all models there), which has {size:g}"
+            yield f"{key}: all limits on {device} add up to {total:g} GB; it has {size:g} GB"
 
 
 def _by_device(claims: Sequence[Claim], default: str) -> dict[str, list[Claim]]:
@@ -147,7 +147,7 @@ def look_at_machine() -> Machine:
     return Machine(tuple(sizes))
 
 
-def own_devices(default: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+def local_rank_devices(default: str, environ: Mapping[str, str] = os.environ) -> list[str]:
     """The devices of all ranks of this machine, from this rank's and torchrun's variables."""
     num_ranks = int(environ.get("LOCAL_WORLD_SIZE", "1"))
     if num_ranks == 1 or not default.startswith("cuda:"):
@@ -159,7 +159,7 @@ def enforce(claims: Sequence[Claim], default: str) -> None:
     """Raise ValueError with every placement problem, or set the memory limits. Call it before any
     model is loaded. A model beyond its limit gets `torch.OutOfMemoryError`."""
     machine = look_at_machine()
-    errors = problems(claims, own_devices(default), machine)
+    errors = problems(claims, local_rank_devices(default), machine)
     if errors:
         raise ValueError("\n".join(errors))
     for device, sharing in _by_device(claims, default).items():

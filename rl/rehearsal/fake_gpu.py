@@ -1,4 +1,4 @@
-"""A GPU that is not there: 'cuda' tensors have shapes, dtypes and bytes, but no values.
+"""A fake GPU: 'cuda' tensors have shapes, dtypes and bytes, but no values.
 
 CPU tensors stay real, except while models load (`host_is_fake`). What the host fetches from the GPU
 is zeros or True. Needs `cuda_guard.load()` before the first `import torch`.
@@ -96,8 +96,8 @@ class FakeGpu(TorchDispatchMode):
         if name in ONE_DTYPE:
             dtypes = {leaf.dtype for leaf in leaves if leaf.dtype.is_floating_point}
             if len(dtypes) > 1:
-                wrong = f"{name} of {' and '.join(sorted(map(str, dtypes)))}"
-                self.tally.wrong[f"{wrong}: {calling_line()}"] += 1
+                mix = f"{name} of {' and '.join(sorted(map(str, dtypes)))}"
+                self.tally.mixed_dtypes[f"{mix}: {calling_line()}"] += 1
         args, kwargs = tree_map(self._as_fake, (args, kwargs))
         with self._fake:
             out = func(*args, **kwargs)

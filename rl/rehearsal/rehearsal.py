@@ -1,5 +1,5 @@
-"""One iteration of a config at real size on a GPU that is not there: conditioning, rendering, loss,
-backward, optimizer step and export run through the project's own code, without values.
+"""Runs one iteration of a config at real size on a fake GPU: conditioning, rendering, loss,
+backward, optimizer step and export are the project's own code, on tensors without values.
 
 Axes: `_P` prompts on this rank, `_G` completions in a group.
 """
@@ -44,14 +44,14 @@ MODEL_KEYS = ("model_path", "tokenizer_path", "init_text_encoder_from")
 DEPTH_KEYS = ("num_hidden_layers", "num_layers")
 """Keys of models' configs that hold their number of layers."""
 MAX_GROUPS = 2
-"""Groups of an iteration that are rehearsed; the others are computed alike."""
+"""Limit of groups in the rehearsed iteration; more groups repeat the same work."""
 RENDER_STEPS = 2
 """Denoising steps that are run; the operations of the others are the same."""
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What one iteration did."""
+    """The measurements of one rehearsed iteration."""
 
     tally: Tally
     plan: memory_plan.Plan | None
@@ -90,7 +90,7 @@ def rehearse(config: RunConfig, depth: int | None = None) -> Rehearsed:
         resolved = _with_skeletons(resolved, Path(work))
         gpu = stack.enter_context(fake_gpu())
         stack.enter_context(_models_without_weights(gpu, depth))
-        # Phases of the rollout and of the learner are phases of the tally.
+        # The tally records the phases of rollout and learner as its own.
         within, patch = gpu.tally.within, mock.patch.object
         stack.enter_context(patch(heartbeat, "phase", within))
         stack.enter_context(patch(LearnerMetrics, "clock", lambda _, phase: within(phase)))
@@ -114,7 +114,7 @@ def _iteration(
     learner = Learner(policy, config, dist, num_iterations=100)
     with tally.within("first step"):  # Adam's moments are there from now on, as after a resume
         learner._backend.step(0.0, 1.0)
-    with tally.within("load"):  # with the moments
+    with tally.within("load"):  # sets the phase's peak: weights and moments
         pass
     prompts_P = [
         _longest_prompt(resolved, policy, number) for number in range(config.prompts_per_iteration)
@@ -165,7 +165,7 @@ def _iteration(
         # Models of rewards are not rehearsed: CLIP runs in a thread of its own.
         renderers = [model for model in sizes.frozen if model.name == "renderer"]
         sizes = replace(sizes, frozen=renderers, engine=None, judge_share=0.0)
-        sizes = _of_that_depth(sizes, policy, weights["renderer"], depth)
+        sizes = _with_depth(sizes, policy, weights["renderer"], depth)
     return Rehearsed(
         tally=tally,
         plan=None if sizes is None else memory_plan.plan(sizes, 1e3),
@@ -177,10 +177,10 @@ def _iteration(
     )
 
 
-def _of_that_depth(
+def _with_depth(
     sizes: memory_plan.Sizes, policy: Policy, renderer_bytes: int, depth: int | None
 ) -> memory_plan.Sizes:
-    """The plan's sizes with as many layers; weights are those that were built."""
+    """`sizes` with `depth` layers and with the weights that were built for this depth."""
     if depth is None:
         return sizes
     named = policy.module.named_parameters()
@@ -199,7 +199,7 @@ def _of_that_depth(
 
 
 def _with_skeletons(resolved: build.Resolved, work: Path) -> build.Resolved:
-    """The same plugins on folders that hold their models' config files."""
+    """The same plugins, each model path replaced by a folder with only the model's config files."""
 
     def changed(plugin: Any) -> Any:
         section = plugin.config
@@ -254,7 +254,7 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
             config = {**config, "num_layers": depth}
         with gpu.loading():
             model = cls.from_config(config)
-            torch.nn.Module.to(model, options["torch_dtype"])  # diffusers' own warns
+            torch.nn.Module.to(model, options["torch_dtype"])  # diffusers' own `to` warns
         place = options.get("device_map", {}).get("", "cpu")
         return model.to(place) if place != "cpu" else model
 
@@ -280,18 +280,18 @@ def _models_without_weights(gpu: FakeGpu, depth: int | None) -> Iterator[None]:
 
 
 def _longest_prompt(resolved: build.Resolved, policy: Policy, number: int) -> Prompt:
-    """A prompt of `policy.max_prompt_tokens`, or as near to it as words reach, with as many
-    pictures of the renderer's output size as it has room for."""
-    most = int(resolved.policy.config.max_prompt_tokens)
+    """A prompt of `policy.max_prompt_tokens` or slightly fewer tokens, with as many pictures of
+    the renderer's output size as fit."""
+    limit = int(resolved.policy.config.max_prompt_tokens)
     template = resolved.renderer.cls.prompt_template(resolved.renderer.config)
-    most_pictures = min(1, policy.own_max_pictures) if template is None else template.max_pictures
+    max_pictures = min(1, policy.own_max_pictures) if template is None else template.max_pictures
     area_px = getattr(resolved.renderer.config, "output_area_px", None) or 1024 * 1024
     rng, side = np.random.default_rng(number), round(area_px**0.5)
     has_codes = policy.image_vocabulary is not None
     codes = rng.integers(0, 1000, (32, 32)) if has_codes else None
     pictures = tuple(
         Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8))
-        for _ in range(0 if has_codes else most_pictures)
+        for _ in range(0 if has_codes else max_pictures)
     )
 
     def prompt_of(num_words: int, num_pictures: int) -> Prompt | None:
@@ -301,21 +301,21 @@ def _longest_prompt(resolved: build.Resolved, policy: Policy, number: int) -> Pr
             return policy.build_prompt(sample)
         return None
 
-    for num_pictures in range(most_pictures, -1, -1):
+    for num_pictures in range(max_pictures, -1, -1):
         if prompt := prompt_of(0, num_pictures):
-            words = most - len(prompt.token_ids)
-            while words > 0:
-                if longer := prompt_of(words, num_pictures):
+            num_words = limit - len(prompt.token_ids)
+            while num_words > 0:
+                if longer := prompt_of(num_words, num_pictures):
                     return longer
-                words = words * 9 // 10
+                num_words = num_words * 9 // 10
             return prompt
     raise ValueError(
-        f"policy.max_prompt_tokens = {most} has no room for one picture of the renderer's size"
+        f"policy.max_prompt_tokens = {limit} has no room for one picture of the renderer's size"
     )
 
 
 def _completion(policy: Policy, prompt: Prompt, num_tokens: int, rng: random.Random) -> Any:
-    """A completion of that length; a picture where the policy writes pictures."""
+    """A completion of `num_tokens` tokens; a few words and an image if the policy writes images."""
     text = " ".join(rng.choice("abcdefgh") for _ in range(num_tokens))
     completion = policy.encode_completion(text)
     ids = (*completion.token_ids[: num_tokens - 1], completion.token_ids[-1])
@@ -334,7 +334,7 @@ def _completion(policy: Policy, prompt: Prompt, num_tokens: int, rng: random.Ran
 
 
 class _StubReward(Reward):
-    """Half of the best grade for everything, in every part that the config weighs."""
+    """Grades everything 0.5, in total and in every part that the config weights."""
 
     def __init__(self, parts: Sequence[str]) -> None:
         self._parts = parts

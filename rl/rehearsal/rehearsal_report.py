@@ -15,12 +15,12 @@ PLANNED = {
     "learn": ("learn_forward", "learn_backward"),
     "step": ("learn_step",),
 }
-"""Phase of the plan -> the same in a rehearsal."""
+"""Phase of the memory plan -> its phases in a rehearsal."""
 NAMES = {
     "picture": "a picture's first forward",
     "condition": "condition",
     "render": "render",
-    "reference": "reference and forwards ahead",
+    "reference": "prefetched reference, forwards",
     "learn_reference": "reference",
     "learn_forward": "forward of the learner",
     "learn_backward": "backward",
@@ -42,7 +42,7 @@ def lines(done: Rehearsed, every_line: bool = False) -> Iterator[str]:
     yield from _memory(done)
     for phase, name in NAMES.items() if every_line else ():
         if phase in tally.held:
-            yield f"  held at the end of {name}, by the line that allocated it"
+            yield f"  GB in use at the end of {name}, by the line that allocated them"
             for line, num_bytes in tally.held[phase].most_common():
                 if num_bytes >= 1e8:
                     yield f"    {num_bytes / 1e9:>7.2f}  {line}"
@@ -50,24 +50,24 @@ def lines(done: Rehearsed, every_line: bool = False) -> Iterator[str]:
     for phase, name in NAMES.items():
         if flops := tally.flops[phase]:
             yield f"  {name:<32}{flops / 1e12:>9.1f}"
-    yield f"\nthe host waits for the GPU, in {done.num_groups} groups, {done.num_pictures} pictures"
+    yield f"\nwaits of the host for the GPU: {done.num_groups} groups, {done.num_pictures} pictures"
     for phase, name in NAMES.items():
-        if found := tally.waits[phase]:
-            yield f"  {name}: {found.total()}"
-            for line, number in found.most_common(None if every_line else MAX_LINES):
+        if waits := tally.waits[phase]:
+            yield f"  {name}: {waits.total()}"
+            for line, number in waits.most_common(None if every_line else MAX_LINES):
                 yield f"    {number} x {line}"
-    yield "\nmixed dtypes, which a GPU refuses:" if tally.wrong else "\nmixed dtypes: none"
-    yield from (f"  {number} x {line}" for line, number in tally.wrong.most_common())
+    yield "\nmixed dtypes, which a GPU refuses:" if tally.mixed_dtypes else "\nmixed dtypes: none"
+    yield from (f"  {number} x {line}" for line, number in tally.mixed_dtypes.most_common())
 
 
 def peaks_gb(done: Rehearsed) -> dict[str, float]:
-    """The plan's phase -> the most GPU memory in it, GB, without CUDA's own."""
+    """The plan's phase -> its peak GPU memory in GB, without the CUDA context."""
     peaks = {name: max(done.tally.peak[phase] for phase in PLANNED[name]) for name in PLANNED}
     return {name: peak / 1e9 for name, peak in peaks.items() if peak}
 
 
 def _memory(done: Rehearsed) -> Iterator[str]:
-    yield "GPU memory, GB          rehearsed     plan  plan is"
+    yield "GPU memory, GB          rehearsed     plan  error"
     rows = [] if done.plan is None else done.plan.rows
     for owner, num_bytes in done.weights_bytes.items():
         prefix = "policy weights" if owner == "policy" else f"{owner} "
@@ -78,7 +78,7 @@ def _memory(done: Rehearsed) -> Iterator[str]:
         planned_gb = None if done.plan is None else done.plan.total_gb(phase) - CONTEXT_GB
         yield _row(f"peak of {phase!r}", gb, planned_gb)
     if done.plan is None:
-        yield "  no plan: the sizes of the policy's model are not known to rl check"
+        yield "  no plan: rl check does not know the sizes of the policy's model"
 
 
 def _row(name: str, gb: float, planned_gb: float | None) -> str:

@@ -56,8 +56,8 @@ class Tally:
         """Phase -> most bytes that existed at once on the GPU in that phase."""
         self.waits: defaultdict[str, Counter[str]] = defaultdict(Counter)
         """Phase -> 'kind of wait: line' -> number."""
-        self.wrong: Counter[str] = Counter()
-        """'what is wrong with an operation's inputs: line' -> number."""
+        self.mixed_dtypes: Counter[str] = Counter()
+        """'operation of dtype and dtype: line' -> number."""
         self.flops: Counter[str] = Counter()
         """Phase -> floating-point operations of matrix products, convolutions and attention."""
         self.live: Counter[str] = Counter()

@@ -27,11 +27,11 @@ _SIDE_PX = 160
 _QUALITY = 70
 
 
-def write_single_file(run_dir: Path, made: PageIndex, other: Path | None = None) -> str:
+def write_single_file(run_dir: Path, index: PageIndex, other: Path | None = None) -> str:
     """Write the file from the existing data pages. Returns a message for the user."""
     folder = run_dir / "report"
     with locked(folder):
-        page, note = _page(run_dir, made, other)
+        page, note = _page(run_dir, index, other)
         write_atomically(folder / "report.html", page)
     size = f"{len(page.encode()) / 1e6:.1f} MB"
     return f"one file: {folder / 'report.html'} ({size}, {note})"

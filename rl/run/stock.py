@@ -47,7 +47,7 @@ class Stock:
 
         <run>/stock/rewards.jsonl       a line per sample: key, id, reward by arm, picture by arm
         <run>/stock/<key>_stock.png     these pictures
-        <run>/stock/<key>.safetensors   states of the bare words, of the first samples
+        <run>/stock/<key>.safetensors   states of the user's words, for the first samples
 
     The key is a hash of the sample and of all settings that a resume may not change, so a run with
     another held-out set, renderer or judge finds no entry and draws again.
@@ -151,7 +151,7 @@ class Stock:
     def _warn_not_drawable(self, num: int) -> None:
         warn(
             f"rank {self._dist.rank}: {num} held-out samples have no stock arm: it is only drawn "
-            "before the first iteration, when this run had other samples, no samples or no verdict"
+            "before the first iteration, when they were not held out or were not graded"
         )
 
     def _row(self, key: str, sample: Sample, arms: Mapping[str, Episode]) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def word_states(
     weights: SetWeights = nullcontext,
 ) -> list[torch.Tensor | None]:
     """_P of [T, D] on the CPU, in the policy's dtype: the states that the renderer would read at
-    the tokens of `words_P`; None if it would read none. Collective."""
+    the tokens of `words_P`; None if it reads no states. Collective."""
     policy = context.policy
     prompts_P = [prompt.plain for prompt in prompts_P]
     ids_PG = [[words.token_ids] for words in words_P]

@@ -21,12 +21,12 @@ class TensorboardPage:
 
     name = "tensorboard"
 
-    def __init__(self, folder: Path, config_as_written: Mapping[str, Any]) -> None:
-        self._folder, self._config = folder, config_as_written
+    def __init__(self, folder: Path, scrubbed: Mapping[str, Any]) -> None:
+        self._folder, self._config = folder, scrubbed
         self._writer: Any = None
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        writer = self._at(iteration)
+        writer = self._writer_from(iteration)
         for name, value in metrics.items():
             writer.add_scalar(name, value, iteration)
         writer.flush()
@@ -34,7 +34,7 @@ class TensorboardPage:
     def log_table(self, table: Table) -> None:
         """Texts and numbers as a text table; the pictures of a row side by side as one picture."""
         step, columns, rows = table.iteration, table.columns, table.rows
-        writer = self._at(step)
+        writer = self._writer_from(step)
         text_columns = [
             i for i in range(len(columns)) if not any(isinstance(row[i], Image) for row in rows)
         ]
@@ -50,7 +50,7 @@ class TensorboardPage:
         if self._writer is not None:
             self._writer.close()
 
-    def _at(self, step: int) -> Any:
+    def _writer_from(self, step: int) -> Any:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -60,13 +60,13 @@ class TensorboardPage:
 
 
 def open_page(
-    run_dir: Path, config: RunConfig, written: Mapping[str, Any]
+    run_dir: Path, config: RunConfig, scrubbed: Mapping[str, Any]
 ) -> TensorboardPage | None:
     """None if tracking.tensorboard is off, or after a warning if the package is missing."""
     if not config.tracking.tensorboard:
         return None
     is_installed = tried("tensorboard", "import", lambda: import_module("tensorboard"))
-    return TensorboardPage(run_dir / "tensorboard", written) if is_installed else None
+    return TensorboardPage(run_dir / "tensorboard", scrubbed) if is_installed else None
 
 
 def _cell_text(cell: Cell) -> str:

@@ -1,4 +1,4 @@
-"""A run's page in trackio: files in `<run>/trackio`, or the hub's Space that the config names."""
+"""Logs a run to trackio: to files in `<run>/trackio`, or to the Space that the config names."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rl.files.private import unshare
 from rl.text.markdown import text
 from rl.trackers.tracker_page import MAX_CELL_CHARS, ServicePage, call_within, tried
 
-PLACES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL", "TRACKIO_BUCKET_ID")
+REDIRECTS = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL", "TRACKIO_BUCKET_ID")
 """Environment variables that would make trackio send the run's data elsewhere."""
 START_TIMEOUT_S = 120.0
 
 
-def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> ServicePage | None:
-    """The page, with the scrubbed config `written`; None if tracking.trackio is off, or after a
+def open_page(run_dir: Path, config: RunConfig, scrubbed: Mapping[str, Any]) -> ServicePage | None:
+    """The page, with the `scrubbed` config; None if tracking.trackio is off, or after a
     warning if trackio fails."""
     if not config.tracking.trackio:
         return None
-    for name in PLACES:
+    for name in REDIRECTS:
         if os.environ.pop(name, ""):
             warn(f"trackio: {name} is ignored; set tracking.trackio_space to send data to a Space")
     os.environ["TRACKIO_DIR"] = str(run_dir.resolve() / "trackio")  # read at import
@@ -37,7 +37,7 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> S
         run = trackio.init(
             project=config.run_name,
             name=config.run_name,
-            config=dict(written),
+            config=dict(scrubbed),
             resume="allow",
             space_id=config.tracking.trackio_space or None,
             private=True,
@@ -51,7 +51,7 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> S
                 trackio,
                 write=lambda row, iteration: run.log(dict(row), step=iteration),
                 finish=lambda failed: run.finish(),
-                escape=lambda cell: text(cell, MAX_CELL_CHARS),  # trackio reads it as Markdown
+                escape=lambda cell: text(cell, MAX_CELL_CHARS),  # trackio renders Markdown
                 first_iteration=run._next_step,
             )
         )

@@ -25,8 +25,8 @@ Mode = Literal["online", "offline", "off"]
 _ORDER: tuple[Mode, ...] = ("online", "offline", "off")
 
 
-def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> ServicePage | None:
-    """The page, with the scrubbed config `written`; None if tracking.wandb is 'off', or after a
+def open_page(run_dir: Path, config: RunConfig, scrubbed: Mapping[str, Any]) -> ServicePage | None:
+    """The page, with the `scrubbed` config; None if tracking.wandb is 'off', or after a
     warning. The x axis is `iteration`, because a resumed offline run restarts wandb's step at 0."""
     mode = config.tracking.wandb
     if mode == "off":
@@ -56,7 +56,7 @@ def open_page(run_dir: Path, config: RunConfig, written: Mapping[str, Any]) -> S
 
     for tried_mode in _ORDER[_ORDER.index(mode) : -1]:
         if attempt(f"init {tried_mode}", partial(open_in, tried_mode)):
-            attempt("config", lambda: runs[0].config.update(dict(written)))
+            attempt("config", lambda: runs[0].config.update(dict(scrubbed)))
             return ServicePage("wandb", wandb, write, finish)
         # wandb's helper process keeps the id "in use" after a failed start.
         attempt("teardown", wandb.teardown)

@@ -138,7 +138,7 @@ def test_k1_and_k3_are_unbiased_and_k2_nearly() -> None:
         assert (policy * tokens).sum().item() == pytest.approx(exact, abs=tolerance)
 
 
-def test_k1_in_the_loss_has_no_expected_gradient_and_k2_and_k3_have() -> None:
+def test_k1_in_the_loss_has_no_expected_gradient_but_k2_and_k3_have_one() -> None:
     """The expectation over all tokens: the reason why the config refuses k1 in the loss."""
     reference = torch.tensor([0.4, 0.4, 0.2]).double().log()
     for estimator, expected in (("k1", False), ("k2", True), ("k3", True)):
@@ -165,9 +165,9 @@ def test_k3_is_precise_near_zero() -> None:
     ],
 )
 def test_importance_weights_by_hand(correction: str, cap: float, expected: list[float]) -> None:
-    old, sampler = tensor([[-1.0, -1.0, -9.0]]), tensor([[-1.5, -2.0, -1.0]])
+    old, engine = tensor([[-1.0, -1.0, -9.0]]), tensor([[-1.5, -2.0, -1.0]])
     mask = torch.tensor([[True, True, False]])
-    weights = importance_weights(old, sampler, mask, correction, cap)
+    weights = importance_weights(old, engine, mask, correction, cap)
     assert weights[0].tolist() == pytest.approx(expected, abs=1e-12)
 
 
@@ -190,7 +190,7 @@ def test_effective_sample_share_by_hand() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_the_kl_in_the_reward_is_of_the_old_policy(estimator: str) -> None:
+def test_the_kl_in_the_reward_is_the_old_policys(estimator: str) -> None:
     """It lowers the advantage by coeff times the old policy's KL; it has no gradient of its own."""
     new, old, reference = (tensor([[x, x - 1]]) for x in (-0.9, -1.0, -1.4))
     mask, counts = torch.ones(1, 2, dtype=torch.bool), Denominators(2, 1, 1, 2)
@@ -206,8 +206,8 @@ def test_the_kl_in_the_reward_is_of_the_old_policy(estimator: str) -> None:
     assert result.kl_loss.item() == 0
 
 
-def test_gspo_with_per_token_advantages_is_its_token_form() -> None:
-    # Eq. 14: the ratio's value is the sequence's, its gradient the token's own.
+def test_gspo_with_per_token_advantages_is_gspo_token() -> None:
+    # GSPO, eq. 14: the ratio has the sequence's value and the token's gradient.
     logprobs, old = tensor([[-0.95, -0.75]]).requires_grad_(), tensor([[-1.0, -1.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
     terms = policy_terms("gspo", logprobs, old, tensor([[1.0, -2.0]]), mask)

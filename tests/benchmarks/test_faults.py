@@ -36,7 +36,7 @@ def test_the_campaign_has_150_distinct_cases_in_five_groups() -> None:
 
 
 def test_every_injection_point_exists() -> None:
-    injection_points = {case.arm.where for case in CASES if isinstance(case.arm, EndAt | DoAt)}
+    injection_points = {c.inject.where for c in CASES if isinstance(c.inject, EndAt | DoAt)}
     assert len(injection_points) > 15
     for point in injection_points:
         module, _, path = point.partition(":")

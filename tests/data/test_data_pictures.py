@@ -173,7 +173,7 @@ def test_a_cell_may_hold_a_path_or_bytes(photo):
     assert locate({"bytes": b"x", "path": "gone.jpg"}, folder) == b"x"
     assert locate({"bytes": None, "path": "china.jpg"}, folder) == photo
     refused = {
-        "gone.jpg": "does not exist; relative paths count from",
+        "gone.jpg": "does not exist; relative paths start at",
         "https://example.com/a.jpg": "is a URL .*; download the file",
         "": "not a picture; give a file path",
         None: "holds None, not a picture",

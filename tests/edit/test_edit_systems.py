@@ -1,4 +1,4 @@
-"""Using a trained run: each system reproduces the held-out samples of its run."""
+"""Edits with a trained run: each system reproduces the held-out samples of its run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_held_out_sample_is_reproduced(runs: Any, system: str) -> None:
             assert STOCK not in result.arms, "it would be the user's own words again"
 
 
-def test_what_holds_completions_or_replies_is_nobody_elses(runs: Any) -> None:
+def test_files_with_completions_or_replies_are_private(runs: Any) -> None:
     run = runs("quickstart")
     records = [row for file in run.rglob("records.jsonl") for row in tiny_loop.rows_of(file)]
     texts = [text for row in records for replies in row["replies"].values() for text in replies]
@@ -242,7 +242,7 @@ WRONG = [
         ["x.png", "red", "blue"],
         "x.png does not exist; .* several arguments are the pictures of one edit",
     ),
-    (["nowhere.png", "red"], r"nowhere\.png does not exist; paths count from"),
+    (["nowhere.png", "red"], r"nowhere\.png does not exist; paths start at"),
     (["--checkpoint", "7", "{}"], "there is no checkpoint of 7 iterations; checkpoints there"),
     (["--set", "renderer", "{}"], "setting 'renderer': write key.sub=value"),
     (["--set", "renderer.num_step=8", "{}"], r"renderer\.num_step: .*num_steps"),
@@ -292,5 +292,5 @@ def test_steps_and_size_reach_the_renderer(runs: Any, tmp_path: Path) -> None:
     config = json.loads((run / "config.json").read_text()) | {"renderer": {"type": "none"}}
     (tmp_path / "checkpoints").symlink_to(run / "checkpoints")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="'none' draws in one go: it takes no --steps"):
+    with pytest.raises(ValueError, match="'none' has no steps: --steps is invalid"):
         used_config(tmp_path, num_steps=7)

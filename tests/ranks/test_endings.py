@@ -20,7 +20,7 @@ KILLED = Ending(137, "rank 1 was killed by SIGKILL", True, ("rank 1 failed: kill
 HUNG = Ending(124, "rank 1 hung", True)
 REFUSED = Ending(1, "rank 0 failed with an error", False)
 DONE = Ending(0, "it is done", False)
-STOPPED = Ending(143, "", True, ("stopped by SIGTERM",), asked=True)
+STOPPED = Ending(143, "", True, ("stopped by SIGTERM",), stop_requested=True)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def write_notes(folder: Path, notes: dict[int, dict[str, object]]) -> Path:
     [
         ({1: (-9, 5)}, {}, "rank 1 was killed by SIGKILL", True, 137),
         ({1: (-11, 5), 0: (1, 6)}, {0: {"ended_ns": 1}}, "rank 1 was killed by SIGSEGV", True, 139),
-        # Rank 1 failed; rank 0 only heard of it, rank 2 was terminated and rank 3 killed.
+        # Rank 1 failed first; rank 0 received its error, rank 2 was terminated, rank 3 killed.
         (
             {0: (1, 5), 1: (1, 5), 2: (-15, 6), 3: (-9, 35)},
             {0: {"ended_ns": 1, "only_heard": True}, 1: {"ended_ns": 2, "reason": "bad row"}},

@@ -38,7 +38,7 @@ AUTO, CLIP = Claim("policy", "auto"), Claim("rewards.clip", "cuda:2")
 @pytest.mark.parametrize(
     ("claims", "rank_devices", "machine", "expected"),
     [
-        ([at("cuda:+1")], ["cpu"], None, ["renderer.device: 'cuda:+1' ... which is cpu"]),
+        ([at("cuda:+1")], ["cpu"], None, ["renderer.device: 'cuda:+1' ... runs on cpu"]),
         ([at("cuda:7")], ["cuda:0"], FOUR_GPUS, ["'cuda:7' ... 4 CUDA ... 'cuda:0' to 'cuda:3'"]),
         ([at("cuda:7")], ["cuda:0"], None, []),
         ([at("cuda:0")], ["cpu"], Machine(), ["0 CUDA devices ... 'auto' or 'cpu'"]),
@@ -60,7 +60,7 @@ AUTO, CLIP = Claim("policy", "auto"), Claim("rewards.clip", "cuda:2")
             [at("cuda:3", 20.0), Claim("x", "cuda:3", 5.0)],
             ["cuda:0"],
             FOUR_GPUS,
-            ["25 GB on cuda:3 ... 24"],
+            ["cuda:3 ... 25 GB ... 24"],
         ),
         *(
             ([at(typo)], ["cuda:0"], None, [f"renderer.device: {typo!r} ... 'auto'"])
@@ -90,9 +90,9 @@ def test_claims_are_read_from_the_sections_with_a_device() -> None:
 
 def test_the_devices_of_this_machines_ranks_follow_the_launcher_variables() -> None:
     two = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    assert placement.own_devices("cuda:1", two) == ["cuda:0", "cuda:1"]
-    assert placement.own_devices("cpu", two) == ["cpu", "cpu"]
-    assert placement.own_devices("cuda:2", {}) == ["cuda:2"]
+    assert placement.local_rank_devices("cuda:1", two) == ["cuda:0", "cuda:1"]
+    assert placement.local_rank_devices("cpu", two) == ["cpu", "cpu"]
+    assert placement.local_rank_devices("cuda:2", {}) == ["cuda:2"]
 
 
 def test_memory_limits_are_set_as_fractions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints after kill -9 and damage: the newest complete one is found; pruning is careful."""
+"""Checkpoints after kill -9 and damage: the newest whole one loads; pruning spares users' files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _flip_a_bit(path: Path) -> None:
     (path / "state.safetensors").write_bytes(data)
 
 
-def _lose_a_file(path: Path) -> None:
+def _delete_a_file(path: Path) -> None:
     (path / "model" / "adapter_model.bin").unlink()
 
 
@@ -71,7 +71,7 @@ def _manifest_of_long_names(path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def _lose_manifest(path: Path) -> None:
+def _delete_manifest(path: Path) -> None:
     (path / "manifest.json").unlink()
 
 
@@ -80,12 +80,12 @@ def _lose_manifest(path: Path) -> None:
     [
         (_truncate, "state.safetensors"),
         (_flip_a_bit, "state.safetensors ... sha256"),
-        (_lose_a_file, "model/adapter_model.bin ... missing"),
+        (_delete_a_file, "model/adapter_model.bin ... missing"),
         (_manifest('{"state.json": {"size"'), "manifest.json"),
         (_manifest("{}"), "manifest.json ... no file"),
         (_manifest("[" * 100_000), "manifest.json"),
         (_manifest_of_long_names, "missing"),
-        (_lose_manifest, "manifest.json"),
+        (_delete_manifest, "manifest.json"),
     ],
 )
 def test_a_damaged_newest_checkpoint_is_named_and_skipped(tmp_path, capfd, damage, parts):
@@ -108,11 +108,11 @@ def test_the_model_is_found_in_a_run_in_a_checkpoint_and_in_its_own_folder(tmp_p
     first, second, _ = (save(checkpoints, iteration) for iteration in (10, 999_999, 1_000_000))
     damaged = tmp_path / "checkpoints" / "step_1000000"
     assert model_folder(tmp_path) == damaged / "model"  # the newest by number, not by name
-    _lose_a_file(damaged)
+    _delete_a_file(damaged)
     assert model_folder(tmp_path) == second / "model"
     assert model_folder(first) == model_folder(first / "model") == first / "model"
     for path in (first, second):
-        _lose_manifest(path)
+        _delete_manifest(path)
     with pytest.raises(ValueError, match="none of its 3 checkpoints"):
         model_folder(tmp_path)
 
@@ -120,7 +120,7 @@ def test_the_model_is_found_in_a_run_in_a_checkpoint_and_in_its_own_folder(tmp_p
 def test_a_run_without_a_complete_checkpoint_does_not_restart_silently(tmp_path):
     checkpoints = checkpoints_in(tmp_path)
     for path in [save(checkpoints, 10), save(checkpoints, 20)]:
-        _lose_manifest(path)
+        _delete_manifest(path)
     folder = tmp_path / "checkpoints"
     remedy = f"restore ... another run_name ... move {tmp_path} away"
     with pytest.raises(ValueError) as refused:
@@ -198,7 +198,7 @@ def test_files_that_a_user_put_into_a_checkpoint_are_never_deleted(tmp_path, cap
         add("model/.hidden"),
         add("model/adapter_model.bin"),  # changed
         lambda step: (step / "model/linked").symlink_to(tmp_path / "weights"),
-        lambda step: add("model/notes.txt")(step) or _lose_manifest(step),
+        lambda step: add("model/notes.txt")(step) or _delete_manifest(step),
     ]
     for iteration, change in enumerate(changes, start=1):
         change(save(checkpoints, iteration))
@@ -208,9 +208,9 @@ def test_files_that_a_user_put_into_a_checkpoint_are_never_deleted(tmp_path, cap
     kept = [f"step_{n:06d}" for n in (*range(1, len(changes) + 1), 10, 11)]
     assert names_in(tmp_path) == kept
     assert all(messages.count(f"{name} is not pruned: ") == 1 for name in kept[:-2])
-    # Also if the iteration is repeated.
+    # The user's file also survives a repeated iteration.
     mine = folder / "step_000001/model/notes.txt"
-    _lose_manifest(mine.parents[1])
+    _delete_manifest(mine.parents[1])
     save(checkpoints, 1)
     assert (folder / "damaged-step_000001/model/notes.txt").read_text() == "mine"
     assert (tmp_path / "weights" / "w").read_text() == "mine"

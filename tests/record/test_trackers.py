@@ -171,13 +171,13 @@ def test_trackio_stays_on_this_machine_whatever_the_environment_says(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    for name in trackio_page.PLACES:
+    for name in trackio_page.REDIRECTS:
         monkeypatch.setenv(name, "http://somewhere.invalid")
     page = tracker(tmp_path, trackio=True)
     [arguments] = fake.inits
     assert (arguments["space_id"], arguments["resume"]) == (None, "allow")
     assert not arguments["auto_log_cpu"] and not arguments["auto_log_gpu"]
-    assert not set(trackio_page.PLACES) & set(os.environ)
+    assert not set(trackio_page.REDIRECTS) & set(os.environ)
     assert os.environ["TRACKIO_DIR"] == str(tmp_path / "run" / "trackio")
     assert capfd.readouterr().err.count("is ignored") == 4
     page.log_episodes(1, [[episode(failure="<b>")]], [[1.5]])

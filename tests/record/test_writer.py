@@ -63,9 +63,9 @@ def test_too_many_jobs_block_the_caller_with_one_warning(tmp_path, capsys) -> No
     assert capsys.readouterr().err.count("slower than training") == 1
 
 
-@pytest.mark.parametrize("meet", [BackgroundWriter.flush, lambda w: w.put("more", lambda: None)])
+@pytest.mark.parametrize("call", [BackgroundWriter.flush, lambda w: w.put("more", lambda: None)])
 def test_an_error_is_raised_once_with_its_file_and_loses_no_other_job(
-    tmp_path: Path, meet: Callable[[BackgroundWriter], None]
+    tmp_path: Path, call: Callable[[BackgroundWriter], None]
 ) -> None:
     (tmp_path / "taken").mkdir()
     later = tmp_path / "later.txt"
@@ -73,7 +73,7 @@ def test_an_error_is_raised_once_with_its_file_and_loses_no_other_job(
     writer.put("a file", lambda: write_atomically(tmp_path / "taken", "where a folder is"))
     writer.drain()
     with pytest.raises(IsADirectoryError, match="taken"):
-        meet(writer)
+        call(writer)
     writer.put("a later one", lambda: write_atomically(later, "whole"))
     writer.flush()
     assert later.read_text() == "whole"
@@ -98,7 +98,7 @@ def test_the_error_that_ends_the_run_is_raised_and_not_a_write_error(tmp_path, c
         writer.put("the last of a run that ends well", fail)
 
 
-def test_a_full_disk_is_waited_for_with_a_warning_and_is_no_hang(
+def test_waiting_for_disk_space_gives_a_warning_and_is_no_hang(
     tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(full_disk, "TRY_EVERY_S", 0.01)

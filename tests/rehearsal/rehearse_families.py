@@ -39,7 +39,7 @@ def main(cases: list[str]) -> None:
             "rehearsed": peaks_gb(done),
             "planned": {phase: done.plan.total_gb(phase) for phase in done.plan.phases},
             "waits": {phase: done.tally.waits[phase].total() for phase in NAMES},
-            "wrong": list(done.tally.wrong),
+            "mixed_dtypes": list(done.tally.mixed_dtypes),
             "tflop": {phase: count / 1e12 for phase, count in done.tally.flops.items()},
             "text": list(lines(done)),
         }

@@ -1,5 +1,5 @@
-"""Rehearsals of every family on a GPU that is not there: memory beside the plan, host waits, and
-faults that are found. Skipped without g++."""
+"""Rehearsals of every family on a fake GPU: memory against the plan, host waits, and planted
+faults. Skipped without g++."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def rehearsed() -> dict[str, Any]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_memory_is_the_plans_and_dtypes_go_together(rehearsed: dict[str, Any], name: str) -> None:
     done = rehearsed[name]
-    assert done["wrong"] == []
+    assert done["mixed_dtypes"] == []
     for phase, real_gb in FAMILIES[name].items():
         difference = done["planned"][phase] - CONTEXT_GB - done["rehearsed"][phase]
         assert abs(difference) < SHARE * real_gb, (phase, difference)

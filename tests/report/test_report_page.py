@@ -114,9 +114,9 @@ def test_the_page_shows_what_was_learnt(run_dir: Path) -> None:
     [
         (lambda d: (d / "metrics.jsonl").open("a").write('{"iter'), "metrics.jsonl (1)"),
         (lambda d: next(d.glob("episodes/*3.rank0*")).open("a").write("{"), "it_000003 (1)"),
-        (lambda d: lines(d, lambda row: row.update({"groups/dead": 0.9}) is None), "are dead"),
-        (lambda d: lines(d, lambda row: row.update({"status/ungraded": 0.3}) is None), "30.0%"),
-        (lambda d: lines(d, lambda row: row.update({"drift/alarm": 1.0}) is None), "Drift: after"),
+        (lambda d: edit(d, lambda row: row.update({"groups/dead": 0.9}) is None), "are dead"),
+        (lambda d: edit(d, lambda row: row.update({"status/ungraded": 0.3}) is None), "30.0%"),
+        (lambda d: edit(d, lambda row: row.update({"drift/alarm": 1.0}) is None), "Drift: after"),
     ],
 )
 def test_damage_and_bad_metrics_give_alarms(tmp_path: Path, change: object, message: str) -> None:
@@ -128,7 +128,7 @@ def test_damage_and_bad_metrics_give_alarms(tmp_path: Path, change: object, mess
     assert message in text and "No alarm" not in text
 
 
-def lines(run_dir: Path, keeps: object) -> None:
+def edit(run_dir: Path, keeps: object) -> None:
     """Rewrites metrics.jsonl with the rows that `keeps` accepts (and may have changed)."""
     assert callable(keeps)
     path = run_dir / "metrics.jsonl"
@@ -147,7 +147,7 @@ def test_a_report_is_not_written_through_links(run_dir: Path, tmp_path: Path, na
     theirs = tmp_path / "theirs"
     before = theirs.stat().st_mtime_ns
     (run_dir / "metrics.jsonl").touch()
-    for write in (write_page, partial(write_single_file, made=pages)):
+    for write in (write_page, partial(write_single_file, index=pages)):
         with pytest.raises(ValueError, match=re.escape(f"{path} is a link")):
             write(run_dir)
     assert theirs.stat().st_mtime_ns == before and not (run_dir / "report/report.html").exists()
@@ -164,16 +164,16 @@ def test_two_reports_are_not_written_at_the_same_time(run_dir: Path, monkeypatch
 
 def test_no_invalid_number_or_text_fails_a_report(run_dir: Path, capsys) -> None:
     huge = 10**400
-    strange = [
+    invalid = [
         {"iteration": it, "eval/reward": 0.5} for it in (huge, -1, 1.5, True, None, "2", 10**9 + 1)
     ]
     metrics = ["eval/reward", "eval/gain_over_stock", "eval/gain_of_thought"]
     metrics += ["drift/bare_fall", "drift/state_l2"]
     for value in (math.inf, math.nan, huge, "text", 1e308):
-        strange += [{"iteration": 10**9, name: value} for name in metrics]
-    strange += [{"iteration": 5, "eval/gain_over_stock": 0.1, "drift/state_l2": 0.1}]
+        invalid += [{"iteration": 10**9, name: value} for name in metrics]
+    invalid += [{"iteration": 5, "eval/gain_over_stock": 0.1, "drift/state_l2": 0.1}]
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in strange))
+        file.write("".join(json.dumps(row) + "\n" for row in invalid))
     config = {"format": 3, "policy": [], "run_name": "half \ud800"}
     config |= {"seed": math.nan, "list": [math.inf]}
     (run_dir / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""`judge.audit`: what a start does about its judge's audit."""
+"""`judge.audit`: a starting run audits its judge, warns, or stops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rl.run.judge_gate import judge_passed
 
 @contextmanager
 def gate(folder: Path, defect: str) -> Iterator[tuple[DefectiveJudge, object]]:
-    """A judge, and a function that passes the gate of a run which asks it."""
+    """A judge with `defect`, and a function: the `judge_passed` of a run that uses this judge."""
     with DefectiveJudge("tiny-world-judge", defect) as judge, BackgroundLoop() as loop:
 
         def passes(*changes: str) -> bool | None:
@@ -56,14 +56,14 @@ def test_required_audits_an_unknown_judge_once(
         assert passes("judge.audit=off") is None
         assert passes() is True
         assert "auditing the judge on 3 samples" in capsys.readouterr().out
-        judge.sound = None  # type: ignore[assignment, method-assign] # it is not asked again
+        judge.sound = None  # type: ignore[assignment, method-assign] # a further question would fail
         assert passes() is True
         assert passes("judge.audit=warn") is True
         printed = capsys.readouterr()
         assert "passed its audit" in printed.out and printed.err == ""
 
 
-def test_a_judge_that_fails_is_refused_or_named(
+def test_a_failed_audit_stops_the_run_or_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with gate(tmp_path, "constant") as (_, passes):

@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py tokenizes every row exactly once, and no file is written by half."""
+"""scripts/prepare_data.py tokenizes every row exactly once and leaves no half-written file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def vq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_edits(folder: Path, num: int, **changes: Any) -> str:
-    """Writes `edits.jsonl`, two pictures a row in two sizes; `changes`: 'row1' -> its new keys."""
+    """Writes `edits.jsonl`: two pictures per row, two sizes; `changes`: 'row1' -> its new keys."""
     folder.mkdir(exist_ok=True)
     rows = []
     for number in range(num):

@@ -75,14 +75,14 @@ def test_unknown_tasks_and_sizes_are_refused_with_http_400(
     foreign = Sample("two", "make it look like winter", sources=(sample.source,))
     with pytest.raises(JudgeRefused, match="HTTP 400"):
         graded(server, viescore, foreign, right)
-    with pytest.raises(JudgeRefused, match="HTTP 400"):  # the first of two questions
+    with pytest.raises(JudgeRefused, match="HTTP 400"):  # for the first of the two questions
         ask(viescore_t2i, server, RewardInput(foreign, "", right), max_concurrency=1)
     large = Image.new("RGB", (100, 80))
     with pytest.raises(JudgeRefused, match="64x64"):
         graded(server, viescore, sample, large)
 
 
-def test_an_instruction_may_hold_braces_and_tags(server: JudgeServer) -> None:
+def test_an_instruction_with_braces_and_tags_breaks_nothing(server: JudgeServer) -> None:
     """The server reads the instruction from the prompt's marked block unchanged."""
     tricky = "erase the {instruction} </instruction> circle"
     grey = Image.new("RGB", (64, 64), (128, 128, 128))

@@ -23,7 +23,7 @@ MAX_MARK_OF_WRONG_WORDS = 2.0
 
 @pytest.fixture(scope="module")
 def shipped():
-    """(reader of the shipped policy, held-out exam, transformer)"""
+    """(`PicturesReader` of the shipped policy, held-out `Exam`, transformer)"""
     reader = PicturesReader(load_policy(FOLDER / "policy"), editing_tokenizer())
     kw = {"torch_dtype": torch.float32}
     vae = AutoencoderKLQwenImage21.from_pretrained(FOLDER / "vae", **kw)
@@ -32,7 +32,7 @@ def shipped():
     return reader, exam, transformer
 
 
-def test_the_shipped_tokenizer_is_that_of_the_builder(shipped):
+def test_the_shipped_tokenizer_equals_the_builders(shipped):
     shipped_tokenizer = AutoTokenizer.from_pretrained(FOLDER / "policy")
     assert shipped_tokenizer.get_vocab() == shipped[0].tokenizer.get_vocab()
 

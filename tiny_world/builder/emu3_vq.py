@@ -39,7 +39,7 @@ def build(work: Path, batch: int = 12) -> None:
 
 
 def make_vq() -> Emu3VQVAE:
-    """16x down, no time: a 64x64 picture becomes 4x4 codes of 8 numbers each."""
+    """Downsamples 16x in space, 1x in time: a 64x64 picture becomes 4x4 codes of 8 numbers."""
     vq = Emu3VQVAE(
         Emu3VQVAEConfig(
             codebook_size=NUM_CODES,
@@ -54,7 +54,7 @@ def make_vq() -> Emu3VQVAE:
         )
     )
     vq.quantize.embedding.weight.data.copy_(_initial_codebook())
-    vq.decoder.conv_out.weight.data.mul_(0.02)  # the stock initialisation is far out of range
+    vq.decoder.conv_out.weight.data.mul_(0.02)  # the default is far out of range
     return vq
 
 
@@ -77,7 +77,7 @@ def _axis(rgb: tuple[int, int, int]) -> list[float]:
 
 
 def vary(scene: Scene, rng: random.Random) -> Scene:
-    """A scene as after edits and mistakes: fewer shapes, or equal colours and forms."""
+    """Drops shapes and changes colours at random, as edits and wrong edits do."""
     shapes = [s for s in scene.shapes if rng.random() < 0.9]
     if rng.random() < 0.5:
         shapes = [replace(s, colour=rng.choice(COLOURS)) for s in shapes]
@@ -89,7 +89,7 @@ def _drawing_loss(vq: Emu3VQVAE, scenes: list[Scene]) -> torch.Tensor:
 
 
 def _reading_loss(vq: Emu3VQVAE, scenes: list[Scene]) -> torch.Tensor:
-    """Cross-entropy over the codes by squared distance, plus the distance to the right code."""
+    """Cross-entropy with logits -4 * squared distance, plus the error to the right code."""
     x = to_tensor([draw_array(s) for s in scenes])[:, None]
     latents = vq.quant_conv(vq.encoder(x).permute(0, 2, 1, 3, 4))[:, :, 0].permute(0, 2, 3, 1)
     latents, codes = latents.flatten(0, 2), _codes(scenes).flatten()

@@ -22,13 +22,13 @@ def language_sizes(
 
 
 def vocabulary(tokenizer) -> dict[str, int]:
-    """The tokenizer's keys in the config of a text model."""
+    """A text model's config keys that depend on its tokenizer."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in names}
 
 
 def special_tokens(tokenizer) -> tuple[dict[str, int], dict[str, int | None]]:
-    """(keys of a Qwen-VL's config for picture tokens, keys for tokens that end a text)."""
+    """(Qwen-VL's config keys for picture tokens, those for begin, end and padding tokens)."""
     token_id = tokenizer.convert_tokens_to_ids
     pictures = {
         "image_token_id": token_id("<|image_pad|>"),

@@ -28,7 +28,7 @@ class Config(FileConfig):
     """One list of tokenised edits."""
 
     path: str
-    """The list; a relative path counts from the working directory. Its files are searched under
+    """The list; a relative path starts at the working directory. Its files are searched under
     the list's `prefix` (relative to the working directory, then to the list's folder), then in the
     parent of the list's folder, then in `feature/` in that parent."""
     category: str = ""

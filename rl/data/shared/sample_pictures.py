@@ -44,7 +44,7 @@ def locate(value: Any, folder: Path) -> Path | bytes:
     path = folder / value
     if why := not_a_file(path):
         path_text = excerpt(str(path), MAX_PATH_SHOWN)
-        raise UnusableError(f"{path_text} {why}; relative paths count from {folder}")
+        raise UnusableError(f"{path_text} {why}; relative paths start at {folder}")
     return path
 
 

@@ -153,7 +153,7 @@ class Rows:
     """A file, or data set and split."""
     columns: Columns
     folder: Path
-    """Where relative picture paths count from."""
+    """Where relative picture paths start."""
     rules: RowRules
     unreadable: Sequence[str] = ()
     """An error message per line that could not be parsed into a row."""
@@ -346,7 +346,7 @@ class RowsConfig(FileConfig):
     columns: Columns = Columns()
     """Maps each field of a sample to a key or column of a row."""
     image_folder: str = ""
-    """Where relative picture paths count from; '' = the file's own folder."""
+    """Where relative picture paths start; '' = the file's own folder."""
     picture_check: PictureCheck = "header"
     """How far every picture is read at start. exists: not at all; header: format and size, about
     0.3 ms each; pixels: decoded, about 50 ms per megapixel, which alone finds truncated files."""

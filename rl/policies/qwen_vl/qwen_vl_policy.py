@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 EMPTY_COMPLETION = Completion((), (), "stop")
 """The completion of a stock arm, which reads only the prompt."""
 TEXT_POSITIONS = "text_positions"
-"""Key of a prompt's `model_inputs`: the prompt is fed without token types, as in upstream's
+"""Key of a prompt's `model_inputs`: the prompt is fed without token types, as in diffusers'
 pipelines, and transformers then gives a picture's tokens the positions of text tokens."""
 FILES = (
     ("tokenizer.json", "vocab.json"),
@@ -193,7 +193,7 @@ class QwenVL(TrainedPolicy[Config]):
         return self.collate(self.thinking.words_alone(rows)[0])
 
     def build_prompt(self, sample: Sample) -> Prompt:
-        return self.thinking.asked(self.prompts.prompt(sample, sample.instruction))
+        return self.thinking.prompt_to_sample(self.prompts.prompt(sample, sample.instruction))
 
     def pass_through_completion(self, sample: Sample) -> Completion:
         return self.encode_completion(sample.instruction)
@@ -288,10 +288,10 @@ class QwenVL(TrainedPolicy[Config]):
             self.module.train(was_training)
 
     def _negatives_of(self, prompts_B: Sequence[Prompt]) -> list[torch.Tensor | None]:
-        """[L', D] states of the negative prompt with each prompt's pictures, by the base weights,
-        which never change. Each new one gets a separate forward, so that its bits do not depend on
-        the others. Under ZeRO-3, where every rank must make the same number of forwards, exactly
-        one forward is made for all new ones, even if there are none."""
+        """[L', D] states of the negative prompt with each prompt's pictures, under the base weights
+        (cached, as these never change). Each new one gets a separate forward, so that its bits do
+        not depend on the others. Under ZeRO-3, where every rank must make the same number of
+        forwards, exactly one forward is made for all new ones, even if there are none."""
         instruction = self.setup.negative_prompt
         if instruction is None:
             return [None] * len(prompts_B)

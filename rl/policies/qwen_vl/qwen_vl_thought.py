@@ -74,7 +74,7 @@ class Thinking:
                 "tokenizer normalises; give a marker that it keeps, such as 'Answer:'"
             )
 
-    def asked(self, plain: Prompt) -> Prompt:
+    def prompt_to_sample(self, plain: Prompt) -> Prompt:
         """The prompt to sample from: `plain` with the request to think inserted after the
         instruction. Raises UnusableSampleError if it is too long."""
         if self._section is None:

@@ -1,7 +1,7 @@
 """The trainable nn.Module of a policy: log-probs and hidden states of a micro-batch.
 
 Axes: `_B` rows, `_C` completion tokens, `_S` tokens of the packed row, `_N` completion tokens of
-all rows together.
+all rows together, `_4` the four indices of `completion_tokens`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class SchedulerOverrides(Section):
     """Stretch the schedule so that its last sigma before 0 has this value; null = no stretch."""
 
     @model_validator(mode="after")
-    def _null_is_a_value_of_shift_terminal_only(self) -> SchedulerOverrides:
+    def _only_shift_terminal_may_be_null(self) -> SchedulerOverrides:
         for key in sorted(self.model_fields_set - {"shift_terminal"}):
             if getattr(self, key) is None:
                 raise ValueError(f"{key}: null is invalid; omit it to keep the checkpoint's value")

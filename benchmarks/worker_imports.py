@@ -1,4 +1,4 @@
-"""Imports that a contest's workers share; done before they fork, as they take half a minute."""
+"""Imports for `contest.py`'s workers, done once before they fork, as they take half a minute."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""Imports that all runs of a campaign share; they start no thread, so that processes can fork."""
+"""Imported once before the runs of a campaign fork; starts no thread, so that forking is safe."""
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
