@@ -263,7 +263,7 @@ def _run_ranks(
                 time.sleep(0.2)
         if nodes is not None:
             nodes.ending = ending.what
-        return replace(ending, asked=bool(stop_signals))
+        return replace(ending, stop_requested=bool(stop_signals))
 
 
 def _start_ranks(

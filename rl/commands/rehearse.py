@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{where}: {str(error).partition(chr(10))[0]}", file=sys.stderr)
         return 1
     print(*rehearsal_report.lines(done, args.all), sep="\n")
-    return int(bool(done.tally.wrong))
+    return int(bool(done.tally.mixed_dtypes))
 
 
 if __name__ == "__main__":
