@@ -310,7 +310,7 @@ def _longest_prompt(resolved: build.Resolved, policy: Policy, number: int) -> Pr
                 num_words = num_words * 9 // 10
             return prompt
     raise ValueError(
-        f"policy.max_prompt_tokens = {limit} has no room for one picture of the renderer's size"
+        f"policy.max_prompt_tokens = {limit} is too small for the prompt's fixed text; raise it"
     )
 
 
@@ -329,7 +329,7 @@ def _completion(policy: Policy, prompt: Prompt, num_tokens: int, rng: random.Ran
             code = rng.randrange(vocabulary.visual_start, vocabulary.visual_end)
             picture.append(code if kind == image_grammar.VISUAL else kind)
         words = num_tokens - len(picture)
-        ids = (*ids[: min(words, 8)], *picture)
+        ids = (*ids[: max(0, min(words, 8))], *picture)
     return replace(completion, token_ids=tuple(ids), logprobs=(0.0,) * len(ids))
 
 
