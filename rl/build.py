@@ -324,7 +324,7 @@ def row_rules(resolved: Resolved) -> RowRules:
     """The run's requirements for the rows of every source."""
     data, renderer = resolved.config.data, resolved.renderer
     template = renderer.cls.prompt_template(renderer.config)
-    max_pictures = template.max_pictures if template else resolved.policy.cls.own_max_pictures
+    max_pictures = template.max_pictures if template else resolved.policy.cls.max_sources
     alternative = f"choose a renderer that reads more than {renderer.name}"
     if "max_pictures" in type(renderer.config).model_fields:
         alternative = "raise renderer.max_pictures"

@@ -17,8 +17,8 @@ class Harness:
         self.folder = folder
         self.rows = tiny_run.write_rows(folder / "data")
         with Judge() as judge:
-            self.straight = tiny_run.prepare(folder / "straight", self.rows, judge)
-            ended = tiny_run.start(folder / "straight")
+            self.uninterrupted = tiny_run.prepare(folder / "uninterrupted", self.rows, judge)
+            ended = tiny_run.start(folder / "uninterrupted")
             assert ended.code == 0, ended.printed[-2000:]
             stopped = tiny_run.prepare(folder / "stopped", self.rows, judge)
             # An error, not kill -9, as the process must finish saving the second iteration.

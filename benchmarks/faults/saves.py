@@ -140,7 +140,7 @@ class Saves:
         again = tiny_run.start(folder)
         if again.code != 0:
             problem = f"NOT RESUMED ({again.code}): {again.printed[-300:]}"
-        problem = problem or tiny_run.difference(self._harness.straight, run_dir)
+        problem = problem or tiny_run.difference(self._harness.uninterrupted, run_dir)
         shutil.rmtree(folder)
         return Row(kill, operation, disk, _resumed(again.printed), problem)
 

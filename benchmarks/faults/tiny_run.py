@@ -166,12 +166,12 @@ def on_disk(run_dir: Path) -> int:
     return 0 if newest is None else checkpoint.iteration_of(newest)
 
 
-def difference(straight: Path, run_dir: Path, weights_only: bool = False) -> str:
+def difference(uninterrupted: Path, run_dir: Path, weights_only: bool = False) -> str:
     """The first difference between a finished run and the undisturbed one, '' if there is none.
     Compares weights, moments, metrics and episodes bitwise; `weights_only`: no records."""
     compare = assert_same_weights if weights_only else assert_same_run
     try:
-        compare(straight, run_dir, NUM_ITERATIONS)
+        compare(uninterrupted, run_dir, NUM_ITERATIONS)
     except (AssertionError, OSError) as error:
         return str(error)[:200] or "the records differ"
     return ""

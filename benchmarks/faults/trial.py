@@ -65,7 +65,7 @@ def try_case(harness: Harness, case: Case, number: int) -> Outcome:
         again = None if is_done or case.is_final else tiny_run.start(folder)
     verdict, why = bad_verdict(case, first, again, saved, is_done)
     if not verdict and not case.is_final and not case.is_other_run:
-        verdict, why = _compared(case, harness.straight, run_dir, first, again)
+        verdict, why = _compared(case, harness.uninterrupted, run_dir, first, again)
     if not verdict:
         verdict, why = "survived" if is_done else "stopped", _main_line(first.printed)
     shutil.rmtree(folder)
@@ -119,13 +119,13 @@ def bad_verdict(
 
 
 def _compared(
-    case: Case, straight: Path, run_dir: Path, first: Ended, again: Ended | None
+    case: Case, uninterrupted: Path, run_dir: Path, first: Ended, again: Ended | None
 ) -> tuple[str, str]:
     printed = first.printed + (again.printed if again else "")
     explains = case.changes_record and any(part in printed for part in _RECORD_REASONS)
-    different = tiny_run.difference(straight, run_dir, weights_only=case.adds_to_record)
+    different = tiny_run.difference(uninterrupted, run_dir, weights_only=case.adds_to_record)
     if different and explains:
-        different = tiny_run.difference(straight, run_dir, weights_only=True)
+        different = tiny_run.difference(uninterrupted, run_dir, weights_only=True)
     if not different:
         return "", ""
     return ("LOST" if first.code else "SILENT"), f"differs from the undisturbed run: {different}"

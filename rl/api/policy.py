@@ -130,9 +130,9 @@ class Policy(RunPlugin[PolicyConfigT]):
     needs: ClassVar[Set[str]] = frozenset()
     """What each sample must have, in the names of `DataSource.provides`; a picture is needed only
     if the renderer's template shows one."""
-    own_words: ClassVar[Set[str]] = frozenset()
+    refused_with_template: ClassVar[Set[str]] = frozenset()
     """Keys of its section that are refused if the renderer has a prompt template."""
-    own_states: ClassVar[Set[str]] = frozenset()
+    keys_for_states: ClassVar[Set[str]] = frozenset()
     """Keys that are read only where the renderer takes hidden states."""
     thinks: ClassVar[bool] = False
     """Whether it reads its section's `thought`."""
@@ -155,7 +155,7 @@ class Policy(RunPlugin[PolicyConfigT]):
     """Whether its adapter also adapts layers outside the language model."""
     reads_states: bool = False
     """Whether `decode_actions` needs the outputs of the module's forward."""
-    own_max_pictures: ClassVar[int] = 1
+    max_sources: ClassVar[int] = 1
     """Limit of source pictures of a sample if the renderer has no prompt template."""
     starts_as_stock: ClassVar[bool] = False
     """Whether its completions before training are the stock arm of held-out samples, as for

@@ -85,7 +85,7 @@ def _model_problems(resolved: Resolved) -> Iterable[str]:
         yield from (
             f"policy.{key}: set, but renderer {renderer.name} brings the prompt of its text "
             "encoder, and the policy uses that one; drop the key"
-            for key in changed(policy.config, sorted(policy.cls.own_words))
+            for key in changed(policy.config, sorted(policy.cls.refused_with_template))
         )
     for plugin in (policy, engine, renderer):
         yield from _own_problems(plugin, resolved.config)

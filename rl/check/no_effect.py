@@ -76,7 +76,9 @@ def _rules(resolved: Resolved) -> Iterator[str]:
         yield from unread(config, "bare_arm", f"policy {policy.name} has no bare arm")
     if renderer.cls.accepts != "hidden_states":
         why = f"renderer {renderer.name} takes {renderer.cls.accepts}, not hidden states"
-        yield from unread(policy.config, " ".join(sorted(policy.cls.own_states)), why, "policy.")
+        yield from unread(
+            policy.config, " ".join(sorted(policy.cls.keys_for_states)), why, "policy."
+        )
         if thought is not None:
             yield from unread(thought, "states", why, "policy.thought.")
 

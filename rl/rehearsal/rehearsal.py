@@ -284,7 +284,7 @@ def _longest_prompt(resolved: build.Resolved, policy: Policy, number: int) -> Pr
     the renderer's output size as fit."""
     limit = int(resolved.policy.config.max_prompt_tokens)
     template = resolved.renderer.cls.prompt_template(resolved.renderer.config)
-    max_pictures = min(1, policy.own_max_pictures) if template is None else template.max_pictures
+    max_pictures = min(1, policy.max_sources) if template is None else template.max_pictures
     area_px = getattr(resolved.renderer.config, "output_area_px", None) or 1024 * 1024
     rng, side = np.random.default_rng(number), round(area_px**0.5)
     has_codes = policy.image_vocabulary is not None

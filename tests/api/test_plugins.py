@@ -270,6 +270,12 @@ def test_a_misspelt_member_of_a_plugin_is_reported(tmp_path, monkeypatch) -> Non
     assert len(warnings) == 2 and names(warnings, "R.need: ... 'needs' ... R.garde: ... 'grade'")
 
 
+def test_an_old_name_of_a_member_is_refused_with_the_new_one(tmp_path, monkeypatch) -> None:
+    code = "class R(Reward): | own_words = {'system_prompt'}" + HALF
+    [problem] = problems_of(tmp_path, monkeypatch, code, rewards={"mine": {"type": "stranger.R"}})
+    assert names(problem, "R.own_words ... refused_with_template")
+
+
 def test_the_old_name_of_the_base_classes_works_with_a_warning() -> None:
     with pytest.warns(FutureWarning, match="rl.api.plugin"):
         from rl.api import plug

@@ -432,13 +432,13 @@ def test_base_weights_stay_bit_identical_over_exports(folder: str, num_steps: in
 
 
 def test_a_loaded_state_continues_bit_for_bit(folder: str, sequences: list[Graded]) -> None:
-    straight, resumed = make_learner(folder), make_learner(folder)
-    train(straight, sequences, 0, 2)
-    resumed.load_state(*straight.state())
-    for learner in (straight, resumed):  # Adam's bias correction needs the number of steps
+    uninterrupted, resumed = make_learner(folder), make_learner(folder)
+    train(uninterrupted, sequences, 0, 2)
+    resumed.load_state(*uninterrupted.state())
+    for learner in (uninterrupted, resumed):  # Adam's bias correction needs the number of steps
         train(learner, sequences, 2, 3)
-    assert relative_difference(snapshot(resumed), snapshot(straight)) == 0
-    assert resumed.version == straight.version == 3
+    assert relative_difference(snapshot(resumed), snapshot(uninterrupted)) == 0
+    assert resumed.version == uninterrupted.version == 3
 
 
 def test_the_state_of_another_policy_is_refused(folder: str) -> None:

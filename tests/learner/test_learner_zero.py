@@ -114,15 +114,18 @@ def test_zero_3_keeps_the_old_log_probs_of_a_stale_rollout(folder: str) -> None:
 def test_a_loaded_state_continues_bit_for_bit_and_closely_under_another_backend(
     folder: str, sequences: list[Graded], stage: int | None, other: int | None
 ) -> None:
-    straight = make_learner(folder, stage)
-    fresh, _ = straight.state()
+    uninterrupted = make_learner(folder, stage)
+    fresh, _ = uninterrupted.state()
     assert not any(t.any() for name, t in fresh.items() if name.startswith("exp_avg"))
-    train(straight, sequences, 0, 2)
-    tensors, meta = straight.state()
-    train(straight, sequences, 2, 4)
-    expected, _ = straight.state()
+    train(uninterrupted, sequences, 0, 2)
+    tensors, meta = uninterrupted.state()
+    train(uninterrupted, sequences, 2, 4)
+    expected, _ = uninterrupted.state()
 
-    for again in (make_learner(folder, stage), straight):  # a new learner, and the same one rewound
+    for again in (
+        make_learner(folder, stage),
+        uninterrupted,
+    ):  # a new learner, and the same one rewound
         again.load_state(tensors, meta)
         train(again, sequences, 2, 4)
         assert again.version == 4

@@ -39,7 +39,7 @@ SCRIPT = """
     with heartbeat.phase("learn"):
         exec(sys.argv[3])
 """
-WAYS = {
+RANK_CODE = {
     "moves": "while True: " + ", ".join(["time.sleep(0.02)"] * 2 * heartbeat.FEW_PLACES),
     "stopped": "os.kill(os.getpid(), signal.SIGSTOP)\nwhile True: time.sleep(0.02)",
     "python": "lock = threading.Lock(); lock.acquire(); lock.acquire()",
@@ -58,7 +58,7 @@ END = r"at 8 s the run ends \(hang_limit_s\)"
 
 @dataclass(frozen=True)
 class Case:
-    """The ranks of one launcher; each runs the code of one key of `WAYS`."""
+    """The ranks of one launcher; each runs the code of one key of `RANK_CODE`."""
 
     ways: tuple[str, ...]
     expected: str
@@ -98,15 +98,17 @@ CASES = {
 
 
 class Ranks:
-    """One process for each of `WAYS`, and a hang watch over the processes of each case."""
+    """One process for each of `RANK_CODE`, and a hang watch over the processes of each case."""
 
     def __init__(self, folder: Path) -> None:
-        self.beats = {way: folder / f"{way}.json" for way in WAYS}
-        self.logs = {way: folder / f"{way}.log" for way in WAYS}
-        arguments = {way: (str(self.beats[way]), str(self.logs[way]), WAYS[way]) for way in WAYS}
+        self.beats = {way: folder / f"{way}.json" for way in RANK_CODE}
+        self.logs = {way: folder / f"{way}.log" for way in RANK_CODE}
+        arguments = {
+            way: (str(self.beats[way]), str(self.logs[way]), RANK_CODE[way]) for way in RANK_CODE
+        }
         script = textwrap.dedent(SCRIPT)
-        self.processes = {way: tiny_ranks.start(script, *arguments[way]) for way in WAYS}
-        wait_for(lambda: all(self._has_begun(way) for way in WAYS))
+        self.processes = {way: tiny_ranks.start(script, *arguments[way]) for way in RANK_CODE}
+        wait_for(lambda: all(self._has_begun(way) for way in RANK_CODE))
         self.lines: dict[str, list[str]] = {name: [] for name in CASES}
         self.watches = {name: self._watch(name) for name in CASES}
         self.ended: set[str] = set()

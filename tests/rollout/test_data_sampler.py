@@ -70,13 +70,13 @@ def test_every_source_of_a_mixture_is_drawn_in_full_passes():
 
 
 def test_the_order_continues_after_a_resume():
-    straight = [ids(mixture(), iteration) for iteration in range(30)]
+    uninterrupted = [ids(mixture(), iteration) for iteration in range(30)]
     order = mixture()
-    assert [ids(order, iteration) for iteration in range(30)] == straight
+    assert [ids(order, iteration) for iteration in range(30)] == uninterrupted
     for start in (0, 1, 13, 29):
         fresh = mixture()
-        assert [ids(fresh, iteration) for iteration in range(start, 30)] == straight[start:]
-    assert [ids(order, iteration) for iteration in reversed(range(30))] == straight[::-1]
+        assert [ids(fresh, iteration) for iteration in range(start, 30)] == uninterrupted[start:]
+    assert [ids(order, iteration) for iteration in reversed(range(30))] == uninterrupted[::-1]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 12])

@@ -24,8 +24,8 @@ NATS = 1e-3
 
 
 @pytest.fixture(scope="module")
-def straight(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("straight")
+def uninterrupted(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
     tiny_loop.run_forked(tiny_loop.write_config(folder, golden_run.config_of(models, folder)))
     return folder / "tiny"
 
@@ -40,13 +40,13 @@ def assert_golden(run_dir: Path) -> None:
         assert row["mismatch/max_abs_dlogp"] < NATS, row["iteration"]
 
 
-def test_five_iterations_match_the_golden_run(straight: Path) -> None:
+def test_five_iterations_match_the_golden_run(uninterrupted: Path) -> None:
     """A commit that changes these numbers says why and records them again."""
-    assert_golden(straight)
+    assert_golden(uninterrupted)
 
 
 def test_a_run_resumes_on_two_ranks_and_then_on_one(
-    models: dict[str, str], straight: Path, tmp_path: Path
+    models: dict[str, str], uninterrupted: Path, tmp_path: Path
 ) -> None:
     def resume(folder: Path, num_ranks: int, num_iterations: int) -> None:
         changes = {"world_size": num_ranks, "num_iterations": num_iterations}
@@ -62,7 +62,7 @@ def test_a_run_resumes_on_two_ranks_and_then_on_one(
     assert_same_run(first / "tiny", second / "tiny", 4)
     resume(first, 1, 5)
     assert_golden(first / "tiny")
-    assert identities(first / "tiny") == identities(straight)
+    assert identities(first / "tiny") == identities(uninterrupted)
 
 
 def identities(run_dir: Path) -> list[list[Any]]:

@@ -31,7 +31,7 @@ IN_CI = (0, 5, 7, 11)
 
 
 @pytest.fixture(scope="module")
-def straight(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     def write(folder: Path) -> Path:
         return tiny_loop.write_config(folder, tiny_loop.config_of(models, folder, **EVERY))
 
@@ -47,7 +47,7 @@ def straight(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 )
 def test_an_error_anywhere_costs_no_finished_iteration(
     models: dict[str, str],
-    straight: Path,
+    uninterrupted: Path,
     tmp_path: Path,
     where: str,
     count: str,
@@ -62,5 +62,5 @@ def test_an_error_anywhere_costs_no_finished_iteration(
     saved = [folder.name for folder in (tmp_path / "tiny/checkpoints").glob("step_*")]
     assert saved == ([f"step_{finished:06d}"] if finished else [])
     tiny_loop.run_forked(path)
-    assert_same_run(straight, tmp_path / "tiny")
+    assert_same_run(uninterrupted, tmp_path / "tiny")
     assert [row["iteration"] for row in metrics_of(tmp_path / "tiny")] == [0, 1, 2, 3, 4]

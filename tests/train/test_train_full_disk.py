@@ -28,7 +28,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) ->
 
 @pytest.mark.parametrize("stops_early", [False, True])
 def test_a_run_waits_while_the_disk_is_full_and_loses_nothing(
-    models: dict[str, str], straight: Path, tmp_path: Path, stops_early: bool
+    models: dict[str, str], uninterrupted: Path, tmp_path: Path, stops_early: bool
 ) -> None:
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path / "disk"))
     log = tmp_path / "log"
@@ -57,5 +57,5 @@ def test_a_run_waits_while_the_disk_is_full_and_loses_nothing(
             tiny_loop.run_forked(path)
         else:
             assert code == 0 and "there is room again after" in output, output[-3000:]
-        assert_same_run(straight, run_dir)
+        assert_same_run(uninterrupted, run_dir)
         assert [row["iteration"] for row in metrics_of(run_dir)] == [0, 1, 2, 3, 4]

@@ -49,10 +49,10 @@ def test_sampling_does_not_wait_for_a_judge_that_is_slower_than_a_rollout(
 
 def test_a_stale_run_resumes_exactly(models: dict[str, str], tmp_path: Path) -> None:
     """The rollout after a checkpoint uses the newest weights, whether the run stopped or not."""
-    tiny_loop.run(stale_config(models, tmp_path / "straight"))
+    tiny_loop.run(stale_config(models, tmp_path / "uninterrupted"))
     path = stale_config(models, tmp_path / "killed")
     assert "2 iterations done" in tiny_loop.kill_and_resume(path, tiny_loop.STEP, "4")
-    straight = tmp_path / "straight" / "tiny"
-    assert_same_run(straight, tmp_path / "killed" / "tiny")
-    ratios = [row["policy/ratio_max"] for row in metrics_of(straight)[1:]]
+    uninterrupted = tmp_path / "uninterrupted" / "tiny"
+    assert_same_run(uninterrupted, tmp_path / "killed" / "tiny")
+    ratios = [row["policy/ratio_max"] for row in metrics_of(uninterrupted)[1:]]
     assert [ratio == 1 for ratio in ratios] == [True, False, True, False]

@@ -19,8 +19,8 @@ from rl.run.metric_table import doc_of
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_writes_metrics_episodes_and_pictures(straight: Path) -> None:
-    rows = metrics_of(straight)
+def test_a_run_writes_metrics_episodes_and_pictures(uninterrupted: Path) -> None:
+    rows = metrics_of(uninterrupted)
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]
     assert all(row["optimizer/grad_norm"] > 0 for row in rows[1:]), "an iteration had no gradient"
     assert all(row["status/scored"] == 1 for row in rows[1:])
@@ -28,25 +28,25 @@ def test_a_run_writes_metrics_episodes_and_pictures(straight: Path) -> None:
     assert "eval/reward" not in rows[1]
     assert [name for name in rows[0].keys() | rows[4].keys() if not doc_of(name)] == ["iteration"]
     assert rows[4]["sync/mean_abs_dlogp"] < 1e-5
-    episodes = episodes_of(straight)
+    episodes = episodes_of(uninterrupted)
     assert len(episodes) == 4 * 2 * 4
     replies = episodes[0]["replies"]["viescore"]
     assert len(replies) == 2 and all('"score"' in reply for reply in replies)
-    assert (straight / episodes[0]["image_file"]).is_file()
-    assert (straight / "evaluation/it_000000/records.jsonl").read_text().count("\n") == 3
+    assert (uninterrupted / episodes[0]["image_file"]).is_file()
+    assert (uninterrupted / "evaluation/it_000000/records.jsonl").read_text().count("\n") == 3
 
 
 def test_a_finished_run_says_so_and_loads_nothing(
-    models: dict[str, str], straight: Path, tmp_path: Path
+    models: dict[str, str], uninterrupted: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(straight, tmp_path / "tiny")
+    shutil.copytree(uninterrupted, tmp_path / "tiny")
     config = tiny_loop.config_of(models, tmp_path)
     again = tiny_loop.run_forked(tiny_loop.write_config(tmp_path, config))
     assert "all 4 iterations are done" in again.stdout
     assert "loading" not in again.stdout
 
 
-def test_the_numbers_are_those_of_the_golden_trace(straight: Path) -> None:
+def test_the_numbers_are_those_of_the_golden_trace(uninterrupted: Path) -> None:
     """A commit that changes these numbers says why and rewrites tests/golden_trace.json.
 
     The trace was recorded by a plain loop: padded rows, a second forward for the backward, the
@@ -54,23 +54,23 @@ def test_the_numbers_are_those_of_the_golden_trace(straight: Path) -> None:
     and pictures are rounded to bytes.
     """
     golden = json.loads((Path(__file__).parents[1] / "golden_trace.json").read_text())
-    for expected, row in zip(golden, metrics_of(straight), strict=True):
+    for expected, row in zip(golden, metrics_of(uninterrupted), strict=True):
         for name, value in expected.items():
             assert row[name] == pytest.approx(value, rel=2e-2, abs=1e-3), (name, row["iteration"])
 
 
 def test_two_runs_are_equal_to_the_last_byte(
-    models: dict[str, str], straight: Path, tmp_path: Path
+    models: dict[str, str], uninterrupted: Path, tmp_path: Path
 ) -> None:
     """Except for times and memory use."""
     tiny_loop.run_forked(tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path)))
     again = tmp_path / "tiny"
-    assert_same_run(straight, again)
+    assert_same_run(uninterrupted, again)
     binary = ["checkpoints/*/model/*.safetensors", "checkpoints/*/*.safetensors", "images/*/*"]
-    files = [sorted(straight.glob(pattern)) for pattern in binary]
+    files = [sorted(uninterrupted.glob(pattern)) for pattern in binary]
     assert all(files)
     for file in chain(*files):
-        assert file.read_bytes() == (again / file.relative_to(straight)).read_bytes(), file
+        assert file.read_bytes() == (again / file.relative_to(uninterrupted)).read_bytes(), file
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_two_runs_are_equal_to_the_last_byte(
     ],
 )
 def test_a_run_killed_by_kill_9_resumes_exactly(
-    models: dict[str, str], straight: Path, tmp_path: Path, where: str, count: str
+    models: dict[str, str], uninterrupted: Path, tmp_path: Path, where: str, count: str
 ) -> None:
     """Even if the models' files are rewritten meanwhile, with their tensors at other offsets."""
     copies = {name: shutil.copytree(folder, tmp_path / name) for name, folder in models.items()}
@@ -95,7 +95,7 @@ def test_a_run_killed_by_kill_9_resumes_exactly(
     assert "resumed from" in resumed
     if where.startswith("rl.checkpoints"):  # the second iteration was recorded, and is repeated
         assert "what was recorded after iteration 1 is done again, and set aside" in resumed
-    assert_same_run(straight, tmp_path / "tiny")
+    assert_same_run(uninterrupted, tmp_path / "tiny")
     rows = tiny_loop.rows_of(tmp_path / "tiny/metrics.jsonl")
     reused = [row.get("judge/reused_replies") for row in rows]
     # Killed before the third update, which saves the second iteration in the background: by then
@@ -121,17 +121,17 @@ def as_the_last_release_left_it(run_dir: Path) -> None:
 
 
 def test_a_run_of_the_last_release_is_resumed_exactly(
-    models: dict[str, str], straight: Path, tmp_path: Path
+    models: dict[str, str], uninterrupted: Path, tmp_path: Path
 ) -> None:
-    as_the_last_release_left_it(shutil.copytree(straight, tmp_path / "tiny"))
+    as_the_last_release_left_it(shutil.copytree(uninterrupted, tmp_path / "tiny"))
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path))
     resumed = tiny_loop.run_forked(path)
     assert "step_000003: 3 iterations done" in resumed.stdout
-    assert_same_run(straight, tmp_path / "tiny")
+    assert_same_run(uninterrupted, tmp_path / "tiny")
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(
-    models: dict[str, str], straight: Path, tmp_path: Path
+    models: dict[str, str], uninterrupted: Path, tmp_path: Path
 ) -> None:
     changes = {"checkpoint": {"save_every_n_iterations": 4}}
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path, **changes))
@@ -142,7 +142,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(
     parts = f"begins again from the base weights ... {set_aside} ... 3 lines of metrics.jsonl, 2 of"
     assert names(again.stdout, parts)
     assert (set_aside / "metrics.jsonl").read_bytes() == before
-    assert_same_run(straight, tmp_path / "tiny")
+    assert_same_run(uninterrupted, tmp_path / "tiny")
     # A run whose checkpoints were deleted is not silently repeated.
     shutil.rmtree(tmp_path / "tiny/checkpoints")
     record = (tmp_path / "tiny/metrics.jsonl").read_bytes()
@@ -158,7 +158,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(
     [pytest.param("4", 0, id="first-iteration"), pytest.param("6", 2, id="third-iteration")],
 )
 def test_sigterm_in_a_rollout_saves_at_once_and_the_run_resumes_exactly(
-    models: dict[str, str], straight: Path, tmp_path: Path, count: str, done: int
+    models: dict[str, str], uninterrupted: Path, tmp_path: Path, count: str, done: int
 ) -> None:
     path = tiny_loop.write_config(tmp_path, tiny_loop.config_of(models, tmp_path))
     stopped = tiny_loop.run_forked(
@@ -167,7 +167,7 @@ def test_sigterm_in_a_rollout_saves_at_once_and_the_run_resumes_exactly(
     assert f"stopped after {done} iterations" in stopped.stdout
     assert [row["iteration"] for row in metrics_of(tmp_path / "tiny")] == list(range(done + 1))
     assert "resumed from" in tiny_loop.run_forked(path).stdout
-    assert_same_run(straight, tmp_path / "tiny")
+    assert_same_run(uninterrupted, tmp_path / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -198,9 +198,9 @@ def test_a_run_with_vllm_killed_between_two_phases_resumes_exactly(
 
 
 def test_a_resume_with_a_changed_config_is_refused_and_the_keys_are_named(
-    models: dict[str, str], straight: Path, tmp_path: Path
+    models: dict[str, str], uninterrupted: Path, tmp_path: Path
 ) -> None:
-    config = tiny_loop.config_of(models, straight.parent, seed=4, generations_per_prompt=2)
+    config = tiny_loop.config_of(models, uninterrupted.parent, seed=4, generations_per_prompt=2)
     refused = tiny_loop.run_forked(tiny_loop.write_config(tmp_path, config), check=False)
     assert refused.returncode != 0
     parts = "seed: 3 -> 4 ... generations_per_prompt: 4 -> 2 ... another run_name"

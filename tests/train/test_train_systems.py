@@ -70,10 +70,12 @@ def test_three_iterations_have_the_recorded_numbers(system: str, tmp_path: Path)
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_killed_run_resumes_exactly(system: str, engine: str, tmp_path: Path) -> None:
-    straight, killed = (write(tmp_path / name, system, engine) for name in ("straight", "broken"))
-    tiny_loop.run(straight)
+    uninterrupted, killed = (
+        write(tmp_path / name, system, engine) for name in ("uninterrupted", "broken")
+    )
+    tiny_loop.run(uninterrupted)
     tiny_loop.kill_and_resume(killed, tiny_loop.STEP, "2")
-    tiny_loop.assert_same_run(tmp_path / "straight/tiny", tmp_path / "broken/tiny", 3)
+    tiny_loop.assert_same_run(tmp_path / "uninterrupted/tiny", tmp_path / "broken/tiny", 3)
 
 
 def record(folder: Path) -> None:

@@ -31,10 +31,10 @@ def test_a_killed_run_with_thoughts_resumes_exactly(
     tiny_loop.run_forked(path)
     killed = tiny_loop.write_config(tmp_path / "b", config_of(models, tmp_path / "b", states))
     tiny_loop.kill_and_resume(killed, tiny_loop.STEP, "2")
-    straight, resumed = tmp_path / "a" / "tiny", tmp_path / "b" / "tiny"
-    assert_same_run(straight, resumed, 2)
+    uninterrupted, resumed = tmp_path / "a" / "tiny", tmp_path / "b" / "tiny"
+    assert_same_run(uninterrupted, resumed, 2)
 
-    rows, episodes = metrics_of(straight), episodes_of(straight)
+    rows, episodes = metrics_of(uninterrupted), episodes_of(uninterrupted)
     assert all(row["optimizer/grad_norm"] > 0 for row in rows[1:])
     ends = {str(row["failure"]).partition(":")[0] for row in episodes}
     assert {"None", "unfinished thought"} <= ends <= {"None", "unfinished thought", "empty"}

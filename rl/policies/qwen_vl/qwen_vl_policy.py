@@ -61,9 +61,9 @@ class QwenVL(TrainedPolicy[Config]):
     """Side of the square of pixels that becomes one image token."""
 
     emits = frozenset({"hidden_states", "text"})
-    own_words = frozenset({"system_prompt"})
-    own_states = frozenset({"conditioning"})
-    own_max_pictures = prompting.MAX_PICTURES
+    refused_with_template = frozenset({"system_prompt"})
+    keys_for_states = frozenset({"conditioning"})
+    max_sources = prompting.MAX_PICTURES
     thinks = True
     loading = qwen_vl_loading
     embedding = "model.language_model.embed_tokens.weight"
