@@ -86,7 +86,7 @@ class Checks:
                 f"{_listed(causes)}); the limit is max_render_failure_rate={limit:g}, "
                 f"counted over {WINDOW_PICTURES} pictures. Fix the cause (an exception's traceback "
                 "is in the log), or raise max_render_failure_rate, and start the same command "
-                "again: it goes on after the last finished iteration."
+                "again: it resumes after the last finished iteration."
             )
 
     def _check_failure_rate(self, episodes_PG: Sequence[Sequence[Episode]]) -> None:
@@ -106,7 +106,7 @@ class Checks:
         raise TooManyFailuresError(
             f"{int(lost)} of {int(total)} episodes could not be graded ({_listed(causes)}); the "
             f"limit is judge.max_failure_rate={limit}. Fix the cause (an error in a reward's code, "
-            "or a judge that is down) and start the same command again: it goes on after the last "
+            "or a judge that is down) and start the same command again: it resumes after the last "
             f"finished iteration. The first failure: {first}"
         )
 
