@@ -22,7 +22,7 @@ UNREAD: Mapping[str, tuple[str, Any]] = {
     "checkpoint.push_to_hub_repo_id": ("push_to_hub_every_n_iterations", 0),
     "tracking.wandb_project": ("wandb", "off"),
     "tracking.trackio_space": ("trackio", False),
-    "tracking.images_per_iteration keep_images_of_last_n_iterations": (
+    "tracking.images_per_iteration keep_images_of_last_n_iterations thumbnails_mb": (
         "log_episodes_every_n_iterations",
         0,
     ),

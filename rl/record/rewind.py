@@ -16,6 +16,7 @@ MAX_NUMBERS = 10
 ENTRY_NAMES = {
     "episodes": re.compile(r"it_(\d{6,})\.rank\d+\.jsonl"),
     "images": re.compile(r"it_(\d{6,})"),
+    "thumbnails": re.compile(r"it_(\d{6,})"),
     "evaluation": re.compile(r"it_(\d{6,})"),
 }
 """Folder of the run -> pattern of the names of its entries, one or more per iteration."""

@@ -20,6 +20,7 @@ from rl.files.images import png_bytes
 from rl.files.private import private
 from rl.ranks.dist import Dist
 from rl.record.rewind import ENTRY_NAMES, PICTURE_NAME, rewind
+from rl.record.thumbnails import GroupPictures, Thumbnails, interest
 from rl.record.writer import MAX_WAITING
 from rl.text.scrub import remember, scrubbed
 
@@ -38,6 +39,7 @@ class RunRecord:
     <run>/episodes/it_000012.rank0.jsonl     one line per episode of that rank (`provenance`)
     <run>/images/it_000012/rank0_g03_m5.png  pictures; `..._source.png` (`..._source2.png`, ...) and
                                              `..._target.png`: the group's sources and target
+    <run>/thumbnails/it_000012/rank0_g03.webp  small pictures of a group (`thumbnails.py`)
     <run>/set_aside/                         records of iterations that were repeated (`rewind.py`)
 
     Iterations count from 1; iteration 0 is the evaluation before training.
@@ -51,6 +53,7 @@ class RunRecord:
             remember(judge.api_key_env)
         self.config: dict[str, Any] = scrubbed(config.model_dump(mode="json"))
         """The resolved config, scrubbed, so that it may be published."""
+        self._thumbnails = Thumbnails(run_dir, 1e6 * config.tracking.thumbnails_mb, dist)
         # Not thread-local: the writer thread checks whether the lock is held.
         self._lock = FileLock(run_dir / ".lock", fallback_to_soft=False, thread_local=False)
 
@@ -124,17 +127,24 @@ class RunRecord:
         episodes_PG: Sequence[Sequence[Episode]],
         advantages_PG: Sequence[Sequence[float | None]],
         bare_P: Sequence[Episode | None] = (),
+        num_later: int = 0,
     ) -> None:
         """Write this rank's episodes, with the bare arms (`bare_P`) in their groups' first lines,
-        and its share of the iteration's `images_per_iteration` pictures, group by group; then
-        delete old pictures (`keep_images_of_last_n_iterations`). Does nothing on iterations that
+        thumbnails (their budget is also for the run's `num_later` later iterations), and its share
+        of the iteration's `images_per_iteration` pictures, group by group; then delete old pictures
+        (`keep_images_of_last_n_iterations`). Does nothing on iterations that
         `log_episodes_every_n_iterations` leaves out."""
         every = self._tracking.log_episodes_every_n_iterations
         if every == 0 or iteration % every != 0:
             return
         with self._require_not_moved():
             bare_P = bare_P or [None] * len(episodes_PG)
-            self._write_lines(iteration, episodes_PG, advantages_PG, bare_P)
+            groups = [
+                GroupPictures(p, _distinct_pictures(episodes_G, bare), interest(episodes_G, bare))
+                for p, (episodes_G, bare) in enumerate(zip(episodes_PG, bare_P, strict=True))
+            ]
+            places = self._thumbnails.write(iteration, groups, num_later // every + 1)
+            self._write_lines(iteration, episodes_PG, advantages_PG, bare_P, places)
             if num_kept := self._tracking.keep_images_of_last_n_iterations:
                 self._delete_images(iteration - num_kept)
 
@@ -144,7 +154,9 @@ class RunRecord:
         episodes_PG: Sequence[Sequence[Episode]],
         advantages_PG: Sequence[Sequence[float | None]],
         bare_P: Sequence[Episode | None],
+        places: Mapping[int, str],
     ) -> None:
+        """`places`: `id` of a picture -> the place of its thumbnail."""
         lines: list[str] = []
         num_here = sum(map(len, episodes_PG))
         # Ranks have equally many episodes, so how many pictures lower ranks write is known.
@@ -154,8 +166,13 @@ class RunRecord:
             stem = f"images/it_{iteration:06d}/rank{self._dist.rank}_g{p:02d}"
             with_pictures = images_left > 0
             shared: dict[str, Any] = {"source_file": None, "target_file": None}
-            if with_pictures and episodes_G:
+            if episodes_G:
                 sample = episodes_G[0].prompt.sample
+                shared["source_thumbnails"] = [
+                    places.get(id(picture)) for picture in sample.sources
+                ]
+                shared["target_thumbnail"] = places.get(id(sample.target))
+            if with_pictures and episodes_G:
                 sources = named_sources(sample)
                 shared |= source_files([self._write_image(i, f"{stem}_{n}") for n, i in sources])
                 shared["target_file"] = self._write_image(sample.target, f"{stem}_target")
@@ -165,10 +182,12 @@ class RunRecord:
                 images_left -= image is not None
                 row = provenance(episode, advantage)
                 row |= {"rank": self._dist.rank, "member": g, **shared, "image_file": image}
+                row["thumbnail"] = places.get(id(episode.image))
                 if g == 0 and bare is not None:
                     picture = bare.image if with_pictures else None
                     bare_row = provenance(bare, None)
                     bare_row["image_file"] = self._write_image(picture, f"{stem}_bare")
+                    bare_row["thumbnail"] = places.get(id(bare.image))
                     del bare_row["judge_s"]  # the only value that differs between equal runs
                     row["bare"] = bare_row
                 lines.append(json_line(scrubbed(row)))
@@ -197,6 +216,15 @@ class RunRecord:
                         path.unlink()
                 if self._dist.is_main and int(match[1]) <= last - MAX_WAITING:
                     folder.rmdir()
+
+
+def _distinct_pictures(episodes_G: Sequence[Episode], bare: Episode | None) -> list[Image]:
+    """A group's sources, target, bare arm, and completions' pictures; equal completions share one
+    picture."""
+    pictures = [picture for e in episodes_G[:1] for picture in (*e.prompt.sample.sources,)]
+    pictures += [e.prompt.sample.target for e in episodes_G[:1] if e.prompt.sample.target]
+    pictures += [e.image for e in (bare, *episodes_G) if e is not None and e.image is not None]
+    return list({id(picture): picture for picture in pictures}.values())
 
 
 def named_sources(sample: Sample) -> list[tuple[str, Image]]:

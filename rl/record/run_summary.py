@@ -26,8 +26,8 @@ from rl.text.untrusted import excerpt
 LOCKS = (".lock", SAVE_LOCK)
 _MAX_SHOWN = 200
 _MAX = 10**9
-_PICTURES = ("images", "evaluation", "stock", "report")
-"""Folders whose .png count as pictures."""
+_PICTURES = ("images", "thumbnails", "evaluation", "stock", "report")
+"""Folders whose .png and .webp count as pictures."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _sizes(path: Path) -> tuple[dict[str, int], float]:
         if not stat.S_ISREG(status.st_mode):
             continue
         top = file.relative_to(path).parts[0]
-        is_picture = top in _PICTURES and file.suffix == ".png"
+        is_picture = top in _PICTURES and file.suffix in (".png", ".webp")
         kind = "checkpoints" if top == "checkpoints" else "pictures" if is_picture else "rest"
         bytes_of[kind] += status.st_size
         # Listing runs or writing a report is not an activity of the run.

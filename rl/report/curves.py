@@ -1,27 +1,21 @@
-"""Computes the points of a run's curves, and draws them as inline SVG."""
+"""Names a run's curves and computes their points."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean
-
-from markupsafe import Markup, escape
+from typing import Any
 
 from rl.report.reading import Record, number
+from rl.run.metric_table import doc_of
 
 SMOOTHING_ITERATIONS = 5
-SMOOTHED_FROM = 50
-"""A main line with more points is drawn smoothed, over its faint raw values."""
-MAX_POINTS = 300
-"""Maximum number of points of a drawn line; a longer one is averaged over equal spans."""
+MAX_POINTS = 400
+"""Maximum number of points of a line; a longer one is averaged over equal spans."""
 Points = list[tuple[float, float]]
 """(iteration, value)."""
-_WIDTH, _HEIGHT = 440, 150
-_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 8, 8, 20
-"""Margins of the chart, px, for the axis labels."""
-_MAX_DOTS = 25
 
 
 @dataclass(frozen=True)
@@ -156,79 +150,54 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [fmean(window) for window in windows]
 
 
-def thinned(series: Points) -> tuple[Points, int]:
-    """(at most `MAX_POINTS` points, number of points that each averages; the last is one point)."""
-    if len(series) <= MAX_POINTS:
-        return series, 1
-    averaged = series[:-1]
-    span_length = -(-len(averaged) // (MAX_POINTS - 1))
-    spans = [averaged[i : i + span_length] for i in range(0, len(averaged), span_length)]
-    means = [(fmean(x for x, _ in span), fmean(y for _, y in span)) for span in spans]
-    return [*means, series[-1]], span_length
+def curve_data(metrics: Sequence[Record], num_pictures: int | None) -> dict[str, Any]:
+    """All metrics of a run as columns, for the page's charts (`page/charts.js`), in at most
+    `MAX_POINTS` rows; a longer run's are averaged over equal spans, except the first and the last.
+    `num_pictures`: pictures per iteration, if known.
+
+    `it`: iterations; `hours`: hours since the start; `pictures`: pictures drawn; `of`: metric ->
+    value or None per row; `span`: iterations that a row averages; `docs`: metric -> (unit,
+    meaning).
+    """
+    rows = [row for row in metrics if number(row["iteration"]) is not None]
+    span = max(1, -(-(len(rows) - 2) // (MAX_POINTS - 2)))
+    middle = [rows[i : i + span] for i in range(1, len(rows) - 1, span)]
+    spans = [rows[:1], *middle, rows[-1:]] if len(rows) > 1 else [rows] * len(rows)
+    iterations = [_short(fmean(float(row["iteration"]) for row in each)) for each in spans]
+    seconds = [sum(number(row.get("time/iteration_s")) or 0.0 for row in each) for each in spans]
+    names = sorted({name for row in rows for name in row} - {"iteration"})
+    columns = {name: [_mean(each, name) for each in spans] for name in names}
+    documented = ((name, doc_of(name)) for name in names)
+    return {
+        "it": iterations,
+        "hours": [_short(total / 3600) for total in accumulate(seconds)],
+        "pictures": num_pictures and [it * num_pictures for it in iterations],
+        "of": {name: column for name, column in columns.items() if set(column) != {None}},
+        "span": span,
+        "docs": {name: [doc.unit, doc.meaning] for name, doc in documented if doc},
+    }
 
 
-def how_drawn(lines: Sequence[tuple[Line, Points]]) -> str:
-    """A note on how the page's chart averages these lines; '' if it does not."""
-    notes = []
-    if any(line.style == "main" and len(series) > SMOOTHED_FROM for line, series in lines):
-        notes.append(f"strong: mean of the last {SMOOTHING_ITERATIONS} points, faint: each")
-    span_length = max(thinned(series)[1] for _, series in lines)
-    if span_length > 1:
-        notes.append(f"a point is the mean of {span_length} iterations")
-    return "; ".join(notes)
+def _mean(rows: Sequence[Record], name: str) -> float | None:
+    values = [value for row in rows if (value := number(row.get(name))) is not None]
+    return _short(fmean(values)) if values else None
 
 
-def drawn(curve: Curve, lines: Sequence[tuple[Line, Points]]) -> Markup:
-    """The curve as SVG. `lines`: the lines that have points."""
-    all_points = [point for _, series in lines for point in series]
-    first, last = min(x for x, _ in all_points), max(x for x, _ in all_points)
-    low = min(0.0, min(y for _, y in all_points))
-    high = max(y for _, y in all_points) if curve.top is None else curve.top
-    # Closer floats would have no tick between them.
-    high = high if high - low > max(1e-100, 1e-9 * abs(low)) else low + max(1.0, abs(low))
-    ticks = ticks_of(low, high)
-    low, high = min(low, ticks[0]), max(high, ticks[-1])
+def _short(value: float) -> float:
+    """Six significant digits; whole numbers as such, which take fewer characters."""
+    rounded = float(f"{value:.6g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
-    def at(x: float, y: float) -> tuple[float, float]:
-        across = (x - first) / (last - first) if last > first else 0.5
-        up = (y - low) / (high - low)
-        inner_w, inner_h = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
-        return round(_LEFT + across * inner_w, 1), round(_TOP + (1 - up) * inner_h, 1)
 
-    spans = "; ".join(f"{line.label} from {p[0][1]:.3g} to {p[-1][1]:.3g}" for line, p in lines)
-    parts = [
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'aria-label="{escape(f"{curve.title}: {spans}")}">'
+def part_curves(metrics: Sequence[Record]) -> list[Curve]:
+    """A curve for each part of the reward."""
+    names = {name for row in metrics for name in row}
+    prefixes = ("reward/part/", "eval/part/")
+    parts = sorted({name.removeprefix(p) for name in names for p in prefixes if name.startswith(p)})
+    return [
+        Curve(
+            part,
+            (Line(f"reward/part/{part}", "sampled"), Line(f"eval/part/{part}", "held-out", "dash")),
+        )
+        for part in parts
     ]
-    for tick in ticks:
-        y = at(first, tick)[1]
-        parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="tick y" x="{_LEFT - 6}" y="{y + 3.5}">{tick:g}</text>')
-    for x, anchor in ((first, "start"), (last, "end")) if last > first else ((first, "middle"),):
-        text_x = at(x, low)[0]
-        parts.append(f'<text class="tick {anchor}" x="{text_x}" y="{_HEIGHT - 4}">{x:g}</text>')
-    for line, series in lines:
-        if len(series) > SMOOTHED_FROM and line.style == "main":
-            parts.append(_path(series, "faint", at))
-            means = smooth([y for _, y in series])
-            series = [(x, mean) for (x, _), mean in zip(series, means, strict=True)]
-        parts.append(_path(series, line.style, at))
-        if len(series) <= _MAX_DOTS and line.style == "main":
-            for x, y in (at(*point) for point in series):
-                parts.append(f'<circle class="main" cx="{x}" cy="{y}" r="2.5"/>')
-    # Contains only numbers, texts of this file, and text that is escaped above.
-    return Markup("".join([*parts, "</svg>"]))  # nosec B704
-
-
-def _path(series: Points, style: str, at: Callable[[float, float], tuple[float, float]]) -> str:
-    pixels = (at(x, y) for x, y in thinned(series)[0])
-    return f'<path class="{style}" d="M{"L".join(f"{x} {y}" for x, y in pixels)}"/>'
-
-
-def ticks_of(low: float, high: float) -> list[float]:
-    """Two to five round numbers that span [low, high]."""
-    rough = (high - low) / 3
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
-    start, stop = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [float(f"{step * number:.6g}") for number in range(start, stop + 1)]

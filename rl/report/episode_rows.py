@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
 from rl.config.shipped import located
-from rl.report.reading import Record, number, other_sources, picture, picture_of, words_of
+from rl.report.reading import (
+    MAX_SOURCES,
+    Record,
+    number,
+    other_sources,
+    picture,
+    picture_of,
+    words_of,
+)
 from rl.text.untrusted import without_lone_surrogates
 
 
@@ -135,7 +143,8 @@ def group_row(
         "cat": text(first.get("category"), 200),
         "say": text(first.get("instruction"), limits.text_chars),
         **_sources(first, file_of),
-        "goal": file_of(first.get("target_file")),
+        "goal": file_of(first.get("target_file")) or file_of(first.get("target_thumbnail")),
+        "rank": first.get("rank") if type(first.get("rank")) is int else 0,
         "of": [_member(row, names, file_of, pieces, limits) for row in rows_G],
         "bare": bare_row,
     }
@@ -143,8 +152,12 @@ def group_row(
 
 def _sources(row: Record, file_of: Callable[[object], str | None]) -> dict[str, Any]:
     """`src`: the first source picture; `others`: further ones, if any; null for a missing file."""
-    others = [file_of(file) for file in other_sources(row)]
-    return {"src": file_of(row.get("source_file"))} | ({"others": others} if others else {})
+    files: list[object] = [row.get("source_file"), *other_sources(row)]
+    small = row.get("source_thumbnails")
+    small = small[:MAX_SOURCES] if isinstance(small, list) else []
+    pairs = zip_longest(files, small)
+    src, *others = [file_of(file) or file_of(thumbnail) for file, thumbnail in pairs]
+    return {"src": src} | ({"others": others} if others else {})
 
 
 def _member(
@@ -168,7 +181,7 @@ def _member(
         "seed": row.get("noise_seed") if isinstance(row.get("noise_seed"), int) else None,
         "s": short(row.get("judge_s"), 3),
         "parts": _parts(row, names),
-        "img": file_of(row.get("image_file")),
+        "img": file_of(row.get("image_file")) or file_of(row.get("thumbnail")),
         "said": {
             text(name, 100): [text(reply, limits.reply_chars) for reply in texts]
             for name, texts in replies.items()
@@ -211,9 +224,10 @@ def _tokens(row: Record, pieces: Pieces, limits: Limits) -> dict[str, Any]:
     return fields | ({"cut": len(ids) - len(kept)} if len(kept) < len(ids) else {})
 
 
-def finding_row(g: int, rows_G: Sequence[Record], names: Sequence[str]) -> list[Any]:
+def finding_row(g: int, rows_G: Sequence[Record], names: Sequence[str], run_dir: Path) -> list[Any]:
     """The values by which groups are filtered: index, category, instruction, mean, minimum and
-    maximum reward, standard deviation, number of episodes by status, means of the parts."""
+    maximum reward, standard deviation, number of episodes by status, means of the parts, pictures
+    (the source, the completion with the largest reward, and that with the smallest)."""
     first = rows_G[0]
     rewards = [value for row in rows_G if (value := short(row.get("reward"))) is not None]
     status: dict[str, int] = {}
@@ -235,7 +249,32 @@ def finding_row(g: int, rows_G: Sequence[Record], names: Sequence[str]) -> list[
         round(pstdev(rewards), 4) if rewards else None,
         status,
         means,
+        _list_pictures(rows_G, run_dir),
     ]
+
+
+def _list_pictures(rows_G: Sequence[Record], run_dir: Path) -> list[str]:
+    """At most three distinct pictures, thumbnails where there are any."""
+    graded = [row for row in rows_G if number(row.get("reward")) is not None] or rows_G[:1]
+    best, worst = max(graded, key=_reward), min(graded, key=_reward)
+    small = rows_G[0].get("source_thumbnails")
+    places = [small[0] if isinstance(small, list) and small else rows_G[0].get("source_file")]
+    places += [row.get("thumbnail") or row.get("image_file") for row in (best, worst)]
+    return [p for p in dict.fromkeys(map(partial(picture_of, run_dir), map(str, places))) if p]
+
+
+def _reward(row: Record) -> float:
+    return number(row.get("reward")) or 0.0
+
+
+def histogram(values: Iterable[float | None], step: float, first: float, num: int) -> list[int]:
+    """Counts of the values by bin; bin i is centred at `first` + i `step`, the outermost bins also
+    count what lies beyond them."""
+    counts = [0] * num
+    for value in values:
+        if value is not None:
+            counts[min(num - 1, max(0, round((value - first) / step)))] += 1
+    return counts
 
 
 def record_row(

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,16 +15,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from rl.files.atomic import write_atomically
-from rl.report.curves import CURVES, drawn, how_drawn, points
+from rl.report.curves import CURVES, Curve, curve_data, part_curves, points
 from rl.report.folder import locked
-from rl.report.pages import CHUNK, PageIndex, literal, refresh
+from rl.report.pages import CHUNK, PageIndex, call, literal, refresh
 from rl.report.reading import Record, named_rows, read_config, read_evaluations
 from rl.report.summary import INTERVAL, alarms, context, learnt
-from rl.run.metric_table import doc_of
 from rl.text.untrusted import without_lone_surrogates
+from rl.trackers.tracker_page import MAIN_METRICS
 
 _HERE = Path(__file__).with_name("page")
-_SOURCES = ("page.css", "base.js", "lists.js", "samples.js", "start.js")
+_SOURCES = ("page.css", "base.js", "lists.js", "charts.js", "samples.js", "start.js")
 
 
 def write_page(run_dir: Path, other: Path | None = None) -> tuple[Path, PageIndex]:
@@ -31,6 +32,9 @@ def write_page(run_dir: Path, other: Path | None = None) -> tuple[Path, PageInde
     folder = run_dir / "report"
     with locked(folder):
         index = refresh(run_dir, folder / "data", other)
+        write_atomically(
+            folder / "data" / "metrics.js", call("metrics", metrics_data(run_dir, index))
+        )
         write_atomically(folder / "index.html", rendered(run_dir, index, other))
     return folder / "index.html", index
 
@@ -57,11 +61,12 @@ def rendered(
         interval=INTERVAL,
         context=context(metrics),
         alarms=alarms(metrics, config, num_damaged),
-        curves=_curves(metrics),
+        has_metrics=any(len(row) > 1 for row in metrics),
+        alone=bool(embedded),
         times=times(metrics),
         settings=settings(config, None if other is None else read_config(other)),
         sources={name: Markup((_HERE / name).read_text("utf-8")) for name in _SOURCES},  # nosec B704
-        facts=Markup(literal(_facts(run_dir, index, other, bool(embedded)))),  # nosec B704
+        facts=Markup(literal(_facts(run_dir, metrics, config, index, other, bool(embedded)))),  # nosec B704
         is_drift_measured=any(row.get("drift/alarm") is not None for row in metrics),
         embedded=embedded,
     )
@@ -80,7 +85,25 @@ def _template() -> Template:
     return environment.get_template("index.html.j2")
 
 
-def _facts(run_dir: Path, index: PageIndex, other: Path | None, is_alone: bool) -> dict[str, Any]:
+def metrics_data(run_dir: Path, index: PageIndex) -> dict[str, Any]:
+    """The data page `metrics`: every metric, and the histograms of rewards and advantages."""
+    config = read_config(run_dir)
+    keys = ("prompts_per_iteration", "generations_per_prompt", "images_per_completion")
+    factors = [config.get(key) for key in keys]
+    known = all(type(factor) is int and 0 < factor < 10**6 for factor in factors)
+    metrics = named_rows(run_dir / "metrics.jsonl", "iteration")[0]
+    data = curve_data(metrics, prod(factors) if known else None)  # type: ignore[type-var]
+    return data | {"histograms": index.histograms}
+
+
+def _facts(
+    run_dir: Path,
+    metrics: Sequence[Record],
+    config: Mapping[str, Any],
+    index: PageIndex,
+    other: Path | None,
+    is_alone: bool,
+) -> dict[str, Any]:
     """Data for the page's scripts. `is_alone`: the page has no data files beside it."""
     sets = []
     for run, evaluations in ((None, index.evaluations), (other, index.other_evaluations)):
@@ -105,7 +128,36 @@ def _facts(run_dir: Path, index: PageIndex, other: Path | None, is_alone: bool) 
         "groups": [num for _, num in index.iterations],
         "chunks": sorted({iteration // CHUNK for iteration, _ in index.iterations}),
         "sets": sets,
+        "run": _path(run_dir, config),
+        "checkpoints": _checkpoints(run_dir),
+        "curves": list(map(_spec, sorted(CURVES, key=_rank))),
+        "parts": list(map(_spec, part_curves(metrics))),
     }
+
+
+def _rank(curve: Curve) -> int:
+    """Position of the curve's metric among `MAIN_METRICS`, or behind them."""
+    main = list(MAIN_METRICS)
+    metrics = [line.metric for line in curve.lines if line.style == "main"]
+    return min((main.index(name) for name in metrics if name in main), default=len(main))
+
+
+def _spec(curve: Curve) -> dict[str, Any]:
+    """A curve for `page/charts.js`."""
+    lines = [[line.metric, line.label, line.style] for line in curve.lines]
+    main = _rank(curve) < len(MAIN_METRICS)
+    return {"title": curve.title, "top": curve.top, "lines": lines, "main": main}
+
+
+def _path(run_dir: Path, config: Mapping[str, Any]) -> str:
+    """The run folder as its config names it: a page that is sent away has no path of this user."""
+    base, name = config.get("base_exp_dir"), config.get("run_name")
+    return f"{base}/{name}" if isinstance(base, str) and isinstance(name, str) else run_dir.name
+
+
+def _checkpoints(run_dir: Path) -> list[int]:
+    names = (path.name.removeprefix("step_") for path in run_dir.glob("checkpoints/step_*"))
+    return sorted(int(name) for name in names if name.isdecimal() and name.isascii())
 
 
 def _progress(metrics: Sequence[Record], config: Mapping[str, Any], index: PageIndex) -> str:
@@ -116,27 +168,6 @@ def _progress(metrics: Sequence[Record], config: Mapping[str, Any], index: PageI
     num_evaluations = len(index.evaluations)
     evaluations = f"{num_evaluations} held-out evaluation{'' if num_evaluations == 1 else 's'}"
     return f"{last:,}{of_planned} iterations, {evaluations}, {num_groups:,} groups on record"
-
-
-def _curves(metrics: Sequence[Record]) -> list[dict[str, Any]]:
-    """The curves that have points, each with a legend that explains its lines."""
-    curves = []
-    for curve in CURVES:
-        lines = [(line, points(metrics, line.metric)) for line in curve.lines]
-        drawable = [(line, values) for line, values in lines if values]
-        if not drawable:
-            continue
-        legend = []
-        for line, values in drawable:
-            row = doc_of(line.metric)
-            legend.append(
-                {"style": line.style, "label": line.label, "metric": line.metric}
-                | {"first": values[0][1], "last": values[-1][1], "num_points": len(values)}
-                | {"unit": row.unit if row else "", "meaning": row.meaning if row else ""}
-            )
-        picture = {"title": curve.title, "svg": drawn(curve, drawable), "note": how_drawn(drawable)}
-        curves.append(picture | {"legend": legend})
-    return curves
 
 
 def times(metrics: Sequence[Record]) -> list[tuple[str, float, float]]:

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints
 
 from rl.files.atomic import read_rows, write_atomically
 from rl.report.episode_rows import (
@@ -22,8 +22,10 @@ from rl.report.episode_rows import (
     finding_row,
     group_row,
     groups_of,
+    histogram,
     part_names,
     record_row,
+    short,
 )
 from rl.report.reading import (
     Record,
@@ -37,6 +39,8 @@ from rl.report.reading import (
 MAX_PAGE_BYTES = 300_000
 CHUNK = 20
 """Number of iterations whose pages are rewritten together."""
+NUM_REWARD_BINS, NUM_ADVANTAGE_BINS = 21, 25
+"""Bins of the histograms: rewards 0 to 1 in steps of 0.05, advantages -3 to 3 in steps of 0.25."""
 _CALL = re.compile(r'page\.data\("[a-z0-9_]+",(.*)\);\n', re.DOTALL)
 """What `call` writes. A page opened from disk can load classic scripts, not modules or `fetch`."""
 _SPECIAL = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
@@ -52,10 +56,18 @@ class PageIndex:
     evaluations: list[tuple[int, int]] = field(default_factory=list)
     """(iterations done, number of pages) of each evaluation."""
     other_evaluations: list[tuple[int, int]] = field(default_factory=list)
+    histograms: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
+    """(iteration, counts of its rewards by bin, counts of its advantages by bin)."""
     damaged: dict[str, int] = field(default_factory=dict)
     """File -> number of unreadable lines."""
     num_written: int = 0
     """Number of pages that `refresh` wrote."""
+
+
+_Rewards = Annotated[list[int], Field(min_length=NUM_REWARD_BINS, max_length=NUM_REWARD_BINS)]
+_Advantages = Annotated[
+    list[int], Field(min_length=NUM_ADVANTAGE_BINS, max_length=NUM_ADVANTAGE_BINS)
+]
 
 
 class _Part(BaseModel):
@@ -66,6 +78,7 @@ class _Part(BaseModel):
     files: list[Annotated[str, StringConstraints(pattern=f"^(?:{_PAGE_FILE.pattern})$")]]
     groups: list[tuple[int, int]]
     """(iteration, number of groups)."""
+    histograms: list[tuple[int, _Rewards, _Advantages]]
     damaged: dict[str, int]
     """File -> number of unreadable lines."""
 
@@ -73,7 +86,7 @@ class _Part(BaseModel):
 class _Manifest(BaseModel):
     """`made_of.json`; untrusted, because it may come with another user's run."""
 
-    format: Literal[4] = 4
+    format: Literal[5] = 5
     parts: dict[str, _Part] = {}
 
 
@@ -100,7 +113,7 @@ class _Folder:
         part = self._previous.parts.get(name)
         is_whole = part is not None and all((self.path / file).is_file() for file in part.files)
         if part is None or not is_whole or part.stamp != stamp:
-            part = _Part(stamp=stamp, files=[], groups=[], damaged={})
+            part = _Part(stamp=stamp, files=[], groups=[], histograms=[], damaged={})
             make(part)
             self._current.parts[name] = part
             # An interrupted refresh will continue here.
@@ -133,11 +146,13 @@ def refresh(run_dir: Path, folder: Path, other: Path | None = None) -> PageIndex
     for chunk, in_chunk in groupby(episode_files(run_dir).items(), lambda it: it[0] // CHUNK):
         files_of = dict(in_chunk)
         sources = [path for files in files_of.values() for path in files]
-        sources += [run_dir / "images" / f"it_{iteration:06d}" for iteration in files_of]
+        for kind in ("images", "thumbnails"):
+            sources += [run_dir / kind / f"it_{iteration:06d}" for iteration in files_of]
         name = f"find_{chunk:06d}"
         make = partial(_write_chunk, pages, name, files_of, run_dir, pieces)
         part = pages.part(name, sources, make)
         index.iterations += part.groups
+        index.histograms += part.histograms
         index.damaged |= part.damaged
     for run, prefix in ((run_dir, ""), (other, "other_")):
         if run is None:
@@ -173,9 +188,13 @@ def _write_chunk(
         page = f"it_{iteration:06d}"
         makers = [partial(group_row, group, names, run_dir, pieces) for group in groups]
         _write(pages, part, page, {"it": iteration, "parts": names}, makers)
-        finding = [finding_row(g, group, names) for g, group in enumerate(groups)]
+        finding = [finding_row(g, group, names, run_dir) for g, group in enumerate(groups)]
         rows_of[str(iteration)] = {"parts": names, "rows": finding}
         part.groups.append((iteration, len(groups)))
+        rewards = histogram([short(row.get("reward")) for row in rows], 0.05, 0, NUM_REWARD_BINS)
+        advantages = [short(row.get("advantage")) for row in rows]
+        counts = histogram(advantages, 0.25, -3, NUM_ADVANTAGE_BINS)
+        part.histograms.append((iteration, rewards, counts))
         if damaged := sum(len(numbers) for _, numbers in rows_and_damage):
             part.damaged[f"episodes/{page}"] = damaged
     pages.write(part, name, call(name, rows_of))

@@ -22,6 +22,8 @@ MAX_SOURCES = 32
 """Maximum number of source pictures on the page per sample; no policy reads that many."""
 _PICTURE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 """A path that stays below its folder, and that a browser cannot mistake for a URL."""
+_BOX = re.compile(r"xywh=\d{1,5},\d{1,5},[1-9]\d{0,4},[1-9]\d{0,4}")
+"""A media fragment that selects a part of a picture, in px."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +122,16 @@ def picture(folder: Path, file: object) -> str | None:
     return file if steps[len(names) - 1].is_file() else None
 
 
-def picture_of(run_dir: Path, file: object) -> str | None:
-    """`picture` for a path below a run folder, whose folder `images` may be a symlink."""
-    if not isinstance(file, str) or not _PICTURE.fullmatch(file):
+def picture_of(run_dir: Path, place: object) -> str | None:
+    """`place` if it is a picture below a run folder, whose folder `images` may be a symlink, or a
+    part of one (`rl/record/thumbnails.py`); else None."""
+    if not isinstance(place, str):
+        return None
+    file, mark, box = place.partition("#")
+    if not _PICTURE.fullmatch(file) or (mark and not _BOX.fullmatch(box)):
         return None
     top, _, path_below = file.partition("/")
-    return file if path_below and picture(run_dir / top, path_below) else None
+    return place if path_below and picture(run_dir / top, path_below) else None
 
 
 def other_sources(record: Record) -> list[object]:

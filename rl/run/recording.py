@@ -15,6 +15,7 @@ from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.record.writer import BackgroundWriter
 from rl.rollout.graded_groups import GradedGroup
+from rl.run.before_after import before_after
 from rl.run.page_refresh import Page
 from rl.trackers.tracking import Tracker
 
@@ -53,6 +54,10 @@ class Recording:
         # Two tasks: the writer may repeat a failed one, and must not record a line twice.
         write = partial(self.record.write_metrics, done, line)
         self.writer.put(f"the metrics of iteration {done}", write)
+        if was_evaluated:
+            compare = partial(before_after, self.record.run_dir, done)
+            log = partial(self.tracker.log_before_after, compare)
+            self.writer.put(f"the pictures before and after iteration {done}", log)
         show = partial(self.tracker.log, done, line)
         self.writer.put(f"the metrics of iteration {done} for wandb", show)
         if self.dist.is_main and was_evaluated:
@@ -71,7 +76,8 @@ class Recording:
         self.group_panel.note(done, episodes_PG, advantages_PG)
 
         def write() -> None:
-            self.record.write_episodes(done, episodes_PG, advantages_PG, bare_arms_P)
+            num_later = self.num_iterations - done
+            self.record.write_episodes(done, episodes_PG, advantages_PG, bare_arms_P, num_later)
             self.tracker.log_episodes(done, episodes_PG, advantages_PG)
 
         self.writer.put(f"the record of iteration {done}", write)

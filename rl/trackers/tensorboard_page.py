@@ -12,7 +12,7 @@ from PIL.Image import Image, new
 from rl.config.schema import RunConfig
 from rl.text.markdown import code, text
 from rl.text.markdown import table as markdown_table
-from rl.trackers.tracker_page import MAX_CELL_CHARS, Cell, Table, tried
+from rl.trackers.tracker_page import MAIN, MAX_CELL_CHARS, BeforeAfter, Cell, Table, tried
 
 
 class TensorboardPage:
@@ -45,6 +45,15 @@ class TensorboardPage:
             if pictures := [cell for cell in row if isinstance(cell, Image)]:
                 tag = f"{table.name}/{number:02d}"
                 writer.add_image(tag, _sheet(pictures), step, dataformats="HWC")
+
+    def log_before_after(self, compared: BeforeAfter) -> None:
+        writer = self._at(compared.iteration)
+        for number, (caption, picture) in enumerate(compared.pictures):
+            tag = f"{MAIN}before_after/{number}"
+            writer.add_image(tag, _sheet([picture]), compared.iteration, dataformats="HWC")
+            writer.add_text(tag, text(caption, MAX_CELL_CHARS), compared.iteration)
+        if learnt := compared.summary.get("learnt"):
+            writer.add_text("learnt", text(str(learnt), MAX_CELL_CHARS), compared.iteration)
 
     def close(self, failed: bool) -> None:
         if self._writer is not None:

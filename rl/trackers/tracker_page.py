@@ -14,6 +14,18 @@ from rl.text.scrub import scrub
 
 FINISH_TIMEOUT_S = 60.0
 MAX_CELL_CHARS = 600
+MAIN_METRICS = {
+    "eval/reward": "held_out_reward",
+    "eval/gain_over_stock": "gain_over_untrained",
+    "reward/mean": "training_reward",
+    "kl/reference_k3": "kl",
+    "policy/entropy": "entropy",
+    "groups/zero_spread": "groups_without_spread",
+}
+"""The six most important metrics, in order, with short names: shown first, at trackers and on the
+run's page."""
+MAIN = "0_main/"
+"""Trackers sort sections by name."""
 Cell = str | float | Image | None
 
 
@@ -23,6 +35,16 @@ class Table(NamedTuple):
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     """Texts, numbers and pictures, with secrets (API keys) removed."""
+
+
+class BeforeAfter(NamedTuple):
+    """A held-out evaluation compared with that before training."""
+
+    iteration: int
+    pictures: Sequence[tuple[str, Image]]
+    """(caption, source, before and after side by side), without secrets."""
+    summary: Mapping[str, float | str]
+    """What was learnt, by the name of the summary's entry."""
 
 
 @dataclass
@@ -40,6 +62,8 @@ class ServicePage:
     """Converts a text for a table's cell."""
     first_iteration: int = 0
     """First iteration to log; a resumed run repeats iterations that the page already has."""
+    summarize: Callable[[Mapping[str, Any]], object] | None = None
+    """Sets entries of the run's summary; None: the service has none."""
     _tables: dict[str, Any] = field(default_factory=dict)
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -50,6 +74,13 @@ class ServicePage:
     def log_table(self, table: Table) -> None:
         rows = [list(map(self._cell, row)) for row in table.rows]
         self._tables[table.name] = self.module.Table(columns=list(table.columns), data=rows)
+
+    def log_before_after(self, compared: BeforeAfter) -> None:
+        """Does nothing at a service without a summary, which has no panel of pictures either."""
+        if self.summarize is not None:
+            images = [self.module.Image(image, caption=text) for text, image in compared.pictures]
+            self._tables |= {f"{MAIN}before_after": images} if images else {}
+            self.summarize(compared.summary)
 
     def close(self, failed: bool) -> None:
         """Finish the page; waits at most `FINISH_TIMEOUT_S`."""

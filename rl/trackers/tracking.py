@@ -18,7 +18,15 @@ from rl.ranks.dist import Dist
 from rl.text.scrub import remember, scrub
 from rl.trackers import tensorboard_page, trackio_page, wandb_page
 from rl.trackers.tensorboard_page import TensorboardPage
-from rl.trackers.tracker_page import Cell, ServicePage, Table, tried
+from rl.trackers.tracker_page import (
+    MAIN,
+    MAIN_METRICS,
+    BeforeAfter,
+    Cell,
+    ServicePage,
+    Table,
+    tried,
+)
 
 Page = TensorboardPage | ServicePage
 
@@ -44,7 +52,16 @@ class Tracker:
                 private_folder(run_dir / page.name)  # the page holds completions
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        self._on_each("log", lambda page: page.log(iteration, metrics))
+        main = {MAIN + MAIN_METRICS[n]: metrics[n] for n in MAIN_METRICS if n in metrics}
+        self._on_each("log", lambda page: page.log(iteration, {**main, **metrics}))
+
+    def log_before_after(self, compare: Callable[[], BeforeAfter | None]) -> None:
+        """Log what `compare` returns; it is only called if there is a page."""
+        found: list[BeforeAfter | None] = []
+        if self._pages:
+            tried("trackers", "before and after", lambda: found.append(compare()))
+        if found and (compared := found[0]):
+            self._on_each("before and after", lambda page: page.log_before_after(compared))
 
     def log_episodes(
         self,

@@ -57,7 +57,7 @@ def open_page(run_dir: Path, config: RunConfig, scrubbed: Mapping[str, Any]) -> 
     for tried_mode in _ORDER[_ORDER.index(mode) : -1]:
         if attempt(f"init {tried_mode}", partial(open_in, tried_mode)):
             attempt("config", lambda: runs[0].config.update(dict(scrubbed)))
-            return ServicePage("wandb", wandb, write, finish)
+            return ServicePage("wandb", wandb, write, finish, summarize=runs[0].summary.update)
         # wandb's helper process keeps the id "in use" after a failed start.
         attempt("teardown", wandb.teardown)
     return None

@@ -82,6 +82,9 @@ def test_the_line_of_an_episode_has_all_its_values(tmp_path):
         "source_file": "images/it_000012/rank0_g00_source.png",
         "target_file": "images/it_000012/rank0_g00_target.png",
         "image_file": "images/it_000012/rank0_g00_m0.png",
+        "source_thumbnails": ["thumbnails/it_000012/rank0_g00.webp#xywh=0,0,48,32"],
+        "target_thumbnail": "thumbnails/it_000012/rank0_g00.webp#xywh=48,0,48,32",
+        "thumbnail": "thumbnails/it_000012/rank0_g00.webp#xywh=96,0,48,32",
     }
     assert "bare" not in broken
     assert (broken["status"], broken["failure"], broken["forced"]) == (
@@ -203,6 +206,7 @@ def test_a_resume_sets_aside_the_iterations_that_it_repeats(tmp_path, iteration)
     num = 5 - iteration
     num_evaluated = sum(n > iteration for n in (0, 2, 4))
     counts = f"{num} lines of metrics.jsonl, {num} of episodes/, {num} of images/, "
+    counts += f"{num} of thumbnails/, "
     begin = "base weights" if iteration < 0 else f"after iteration {iteration} "
     [line] = messages
     assert names(line, f"{begin} ... {aside}: {counts}{num_evaluated} of evaluation/")
@@ -309,7 +313,7 @@ def test_keys_in_the_environment_are_in_no_file(tmp_path, monkeypatch):
     )
     record.write_episodes(1, [[leaky]], [[None]])
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(written) == 5
+    assert len(written) == 6
     assert not any(KEY.encode() in data or b"hunter2" in data for data in written)
     assert record.config["rewards"]["judge"]["header"] == "<HOSTED_JUDGE_KEY>"
     assert record.config["judge"]["api_key_env"] == "ODDLY_NAMED"

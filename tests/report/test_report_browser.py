@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_report import EVIL, write_run
+from PIL import Image
+from tiny_report import EVIL, write_lines, write_run
 
 from rl.commands import report
+from rl.files.images import open_picture
 
 CHROMIUM = shutil.which("chromium")
 api = pytest.importorskip("playwright.sync_api", reason="scripts/test.sh installs playwright")
@@ -57,12 +61,12 @@ class Tab:
         self.page.on("dialog", lambda d: (self.problems.append(f"dialog {d.message}"), d.dismiss()))
         self.page.on("request", lambda request: self.requests.append(request.url))
 
-    def go(self, view: str, ready: str) -> Any:
-        """The first element that matches the selector `ready` in that view. Opens the view from a
-        blank page, as the previous view could match too."""
+    def go(self, view: str, ready: str, first: str = "") -> Any:
+        """The first element with the text `first` that matches `ready` in that view. Opens the
+        view from a blank page, as the previous view could match too."""
         self.page.goto("about:blank")
         self.page.goto(self.url + view)
-        element = self.page.locator(f"section:not([hidden]) {ready}").first
+        element = self.page.locator(f"section:not([hidden]) {ready}", has_text=first).first
         element.wait_for()
         return element
 
@@ -144,7 +148,7 @@ def test_a_group_shows_all_data_of_its_completions(tab: Tab) -> None:
     assert len(tab.texts(".member:first-child pre")) == 2, "raw replies"
     tokens = tab.page.locator(".member:first-child .tokens span")
     doubts = "of => of.map(e => e.style.getPropertyValue('--doubt'))"
-    assert tokens.evaluate_all(doubts) == ["0.05", "1.00", "0.00"]
+    assert tokens.evaluate_all(doubts) == ["0.22", "1.00", "0.00"], "1 - exp(nats)"
     crisp = "getComputedStyle(document.querySelector('.member img')).imageRendering"
     tab.page.wait_for_function(f"{crisp} == 'pixelated'")
 
@@ -218,6 +222,84 @@ def test_filters_and_sort_orders_are_kept_in_the_link(tab: Tab) -> None:
     assert tab.page.url.endswith("#training&sort=even&st=ungraded")
 
 
+def test_charts_show_values_under_the_pointer_and_find_any_metric(tab: Tab) -> None:
+    figure = tab.go("", ".main figure", first="Reward in training")
+    assert tab.texts(".main figcaption") == [
+        "Held-out reward", "Reward in training", "Entropy", "Groups without spread of rewards",
+    ]  # fmt: skip
+    values = figure.locator(".legend .n")
+    assert values.all_text_contents() == ["0.25 → 1"]
+    box = figure.locator("svg[role=img]").bounding_box()
+    # Iterations 1 to 4 are between 44 and 432 of 440 px of the drawing.
+    tab.page.mouse.move(box["x"] + box["width"] * (44 + 388 / 3) / 440, box["y"] + 20)
+    assert values.all_text_contents() == ["0.5"]
+    assert figure.locator(".at").text_content() == "iteration 2"
+    tab.page.mouse.move(box["x"], box["y"] - 200)
+    assert values.all_text_contents() == ["0.25 → 1"]
+    form = tab.page.locator("section:not([hidden]) form")
+    form.locator("[name=q]").fill("render_s")
+    assert tab.texts(".count") == ["1 metrics match:"]
+    assert tab.texts(".found figcaption") == ["time/render_s"]
+    form.locator("[name=x]").select_option("hours")
+    form.locator("[name=y]").select_option("log")
+    assert tab.page.url.endswith("#overview&q=render_s&x=hours&y=log")
+    assert tab.page.locator(".found .tick.y").all_text_contents() == ["1", "10"]
+    rows = tab.page.locator(".histograms svg").first.locator("rect.bin")
+    assert rows.count() == 4 * 3, "each iteration has the rewards 0, 0.25 and 0.5"
+
+
+def test_equal_completions_are_one_card_and_other_words_are_marked(
+    browser: Any, tmp_path: Path
+) -> None:
+    run_dir = write_run(tmp_path / "run", num_iterations=1)
+    path = run_dir / "episodes/it_000001.rank0.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()][:2]
+    sheet = run_dir / "thumbnails/it_000001/rank0_g00.webp"
+    sheet.parent.mkdir(parents=True)
+    picture = Image.new("RGB", (64, 16), "blue")
+    picture.paste("red", (32, 0, 48, 16))
+    picture.save(sheet, lossless=True)
+    place = f"{sheet.relative_to(run_dir)}#xywh=32,0,16,16"
+    for row in rows:
+        row |= {"image_file": None, "thumbnail": place, "source_thumbnails": [place]}
+    rows[0] |= {"completion": "paint it red", "instruction": "it's <b>"}
+    rows[1] |= {"completion": "paint him red now"}
+    write_lines(path, [rows[0]] * 3 + [rows[1]])
+    assert report.main([str(run_dir), "--page-only"]) == 0
+    tab = Tab(browser, run_dir / "report/index.html")
+    tab.go("#it=1&g=0", ".member svg.crop")
+    assert [text.split("adv")[0] for text in tab.texts(".member h3")][:2] == [
+        "3 \u00d70.00",
+        "0.25",
+    ]
+    assert tab.texts(".member mark") == ["him", "now"]
+    shown = tab.page.locator(".member svg.crop").first.screenshot()
+    with open_picture(BytesIO(shown)) as image:
+        colours = {image.convert("RGB").getpixel((x, image.height // 2)) for x in (9, 90, 200)}
+    assert colours == {(255, 0, 0)}, "nothing of the sheet around the part is visible"
+    tab.page.locator("summary", has_text="Files, command").click()
+    [command] = tab.texts(".copy code")
+    assert command == "rl edit --run run run/images/it_000001/rank0_g00_source.png 'it'\\''s <b>'"
+    assert json.loads(tab.page.locator(".copy pre").text_content())["say"] == "it's <b>"
+    tab.go("#training&only=spread", "tbody tr")
+    assert tab.texts(".count") == ["1 of 1 groups."]
+    assert tab.page.locator(".thumbs svg.crop").count() == 1, "source, best and worst are equal"
+    tab.go("#training&only=none", ".count")
+    assert tab.texts(".count") == ["0 of 1 groups."]
+    tab.page.close()
+    assert tab.problems == []
+
+
+def test_a_narrow_page_folds_its_filters(browser: Any, folder: Path) -> None:
+    tab = Tab(browser, folder / "index.html", width=400)
+    tab.go("#held-out", ".card img")
+    assert not tab.page.locator("#at-held-out [name=q]").is_visible()
+    tab.page.locator("#at-held-out .filters summary").click()
+    tab.page.locator("#at-held-out [name=q]").fill("held-out 1")
+    assert tab.texts(".filters summary") == ["Filters and order (1 set)"]
+    tab.page.close()
+
+
 def test_keys_navigate_the_page(tab: Tab) -> None:
     press = tab.page.keyboard.press
     focused = "document.activeElement.textContent.slice(0, 10)"
@@ -254,7 +336,8 @@ def test_keys_navigate_the_page(tab: Tab) -> None:
 def test_pictures_are_loaded_only_when_they_come_into_view(tab: Tab) -> None:
     tab.go("", "figure svg")
     assert not [url for url in tab.requests if url.endswith(".png")]
-    assert not [url for url in tab.requests if "/data/" in url], "no data of samples either"
+    data = [url.rpartition("/")[2] for url in tab.requests if "/data/" in url]
+    assert data == ["metrics.js"], "no data of samples either"
 
 
 def test_the_single_file_needs_no_other(browser: Any, folder: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
-from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +25,9 @@ from rl.report import folder, single_file
 from rl.report.curves import (
     CURVES,
     MAX_POINTS,
-    Curve,
-    drawn,
-    how_drawn,
+    curve_data,
+    part_curves,
     smooth,
-    thinned,
-    ticks_of,
 )
 from rl.report.page import times, write_page
 from rl.report.pages import value_of
@@ -38,6 +35,7 @@ from rl.report.reading import Evaluation
 from rl.report.single_file import write_single_file
 from rl.report.summary import alarms, learnt
 from rl.run.metric_table import METRICS, doc_of
+from rl.trackers.tracker_page import MAIN_METRICS
 
 
 @pytest.fixture
@@ -74,6 +72,10 @@ def test_a_single_measurement_is_not_shown_as_a_change(tmp_path: Path) -> None:
     assert "\u2192" not in text.partition("Keys:")[0]
 
 
+def facts_of(page: str) -> Any:
+    return json.loads(page.partition("const page = {facts: ")[2].partition("};\n")[0])
+
+
 def test_text_of_a_run_adds_no_html_tag(run_dir: Path) -> None:
     page, _ = write_page(run_dir)
     text = page.read_text("utf-8")
@@ -92,7 +94,7 @@ def test_the_page_loads_nothing_from_other_places(run_dir: Path) -> None:
     keys = {name for _, attributes in tags for name in attributes}
     assert not {name for name in keys if name.startswith("on")}
     links = [a[key] for _, a in tags for key in ("src", "href") if a.get(key)]
-    assert links and all(str(link).startswith(("#", "data:,")) for link in links)
+    assert links and all(str(link).startswith(("#", "data:,", "../")) for link in links)
     [policy] = [a["content"] for _, a in tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy is not None and policy.startswith("default-src 'none';")
     assert "http" not in policy and "*" not in policy
@@ -106,7 +108,9 @@ def test_the_page_shows_what_was_learnt(run_dir: Path) -> None:
     assert "noun 2 0.300 0.750 +0.450" in text
     assert names(text, "Left out: 1 ... Drift: after 4 iterations")
     assert "render 7.5 75.0 %" in text
-    assert METRICS["policy/entropy"].meaning in text
+    data = value_of((run_dir / "report/data/metrics.js").read_text("utf-8"))
+    assert data["docs"]["policy/entropy"][1] == METRICS["policy/entropy"].meaning
+    assert data["of"]["policy/entropy"] == [None, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -184,12 +188,6 @@ def test_no_invalid_number_or_text_fails_a_report(run_dir: Path, capsys) -> None
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_curves_of_any_range_are_drawn() -> None:
-    for values in ((0, 5e-324), (-1e100, -1e100), (-1e100, 1e100), (1e15, 1e15 + 0.125)):
-        points = [(float(x), y) for x, y in enumerate(values)]
-        assert "<svg" in drawn(Curve("any", ()), [(CURVES[0].lines[0], points)])
-
-
 def test_recently_ungraded_episodes_raise_an_alarm() -> None:
     shares = [0.0] * 990 + [0.5] * 10
     rows = [{"iteration": it, "status/ungraded": value} for it, value in enumerate(shares, 1)]
@@ -218,8 +216,7 @@ def test_another_run_can_be_compared(run_dir: Path, tmp_path: Path, capsys) -> N
     visible = " ".join("".join(Tags(text).texts).split())
     assert names(visible, "2 of 7 keys ... the other&run")
     assert visible.index("run_name") < visible.index("num_iterations"), "differences first"
-    facts = json.loads(text.partition("const page = {facts: ")[2].partition("};\n")[0])
-    last = facts["sets"][-1]
+    last = facts_of(text)["sets"][-1]
     assert (last["page"], last["run"]) == ("other_eval_000004", "the other&run")
     assert last["base"] == "../../the%20other%26run/evaluation/it_000004/"
     assert (run_dir / "report/data/other_eval_000004.js").is_file()
@@ -264,26 +261,44 @@ def test_the_single_file_holds_what_fits_its_size_limit(run_dir: Path, capsys, m
     assert sorted(embedded) == sorted(listed)
 
 
-def test_every_curve_has_a_meaning_and_few_points() -> None:
+def test_every_curve_has_a_meaning() -> None:
     for curve in CURVES:
         for line in curve.lines:
             assert doc_of(line.metric), line.metric
-    points = [(float(x), 2.0 * x) for x in range(1000)]
-    thin, num_averaged = thinned(points)
-    assert len(thin) <= MAX_POINTS and num_averaged == 4
-    assert thin[0] == (1.5, 3.0) and thin[-1] == points[-1]
-    assert thin[-2][0] == fmean(range(996, 999)), "the last point is not averaged"
-    line = CURVES[0].lines[0]
-    assert thinned(points[:300]) == (points[:300], 1)
-    assert names(how_drawn([(line, points)]), "last 5 points ... mean of 4 iterations")
-    assert how_drawn([(line, points[:50])]) == ""
-
-
-def test_ticks_are_round_and_smoothing_looks_back_only() -> None:
-    assert ticks_of(0.0, 1.0) == [0, 0.5, 1]
-    assert ticks_of(-0.03, 0.52) == [-0.2, 0, 0.2, 0.4, 0.6]
-    assert ticks_of(0, 1e-13) == [0, 5e-14, 1e-13]
     assert smooth([0, 10, 20, 30, 40, 50]) == [0, 5, 10, 15, 20, 30]
+
+
+def test_the_main_metrics_are_shown_first(run_dir: Path) -> None:
+    page, _ = write_page(run_dir)
+    curves = facts_of(page.read_text("utf-8"))["curves"]
+    main = [{metric for metric, _, style in c["lines"] if style == "main"} for c in curves[:6]]
+    assert [metrics & set(MAIN_METRICS) for metrics in main] == [{name} for name in MAIN_METRICS]
+    assert [curve["main"] for curve in curves] == [True] * 6 + [False] * (len(CURVES) - 6)
+    assert all(doc_of(name) for name in MAIN_METRICS)
+
+
+def test_the_chart_data_has_every_metric_and_few_points() -> None:
+    rows = [
+        {"iteration": it, "x": 2.0 * it, "time/iteration_s": 36.0, "odd": "text"}
+        | ({"eval/part/sc": 1 / 3} if it % 500 == 0 else {})
+        for it in range(1001)
+    ]
+    data = curve_data(rows, 96)
+    assert len(data["it"]) <= MAX_POINTS and data["span"] == 3
+    assert data["it"][:2] == [0, 2] and data["it"][-1] == 1000, "the ends are not averaged"
+    assert data["of"]["x"][:2] == [0, 4] and data["of"]["x"][-1] == 2000
+    assert data["hours"][:2] == [0.01, 0.04] and data["hours"][-1] == 10.01
+    assert data["pictures"][1] == 192
+    evaluated = [value for value in data["of"]["eval/part/sc"] if value is not None]
+    assert evaluated == [0.333333] * 3 and len(data["of"]["eval/part/sc"]) == len(data["it"])
+    assert "odd" not in data["of"] and data["docs"]["time/iteration_s"][0] == "s"
+    [part] = part_curves(rows)
+    assert (part.title, [line.metric for line in part.lines]) == (
+        "sc",
+        ["reward/part/sc", "eval/part/sc"],
+    )
+    for few in ([], rows[:1], rows[:2]):
+        assert curve_data(few, None)["it"] == [row["iteration"] for row in few]
 
 
 def test_time_outside_of_phases_is_shown() -> None:

@@ -92,11 +92,32 @@ def test_the_index_page_has_the_data_to_find_groups(run_dir: Path) -> None:
     refresh_pages(run_dir)
     index = data(run_dir, "find_000000")
     assert list(index) == ["1", "2", "3", "4"]
-    g, category, say, mean, low, high, spread, status, parts = index["3"]["rows"][1]
+    g, category, say, mean, low, high, spread, status, parts, pictures = index["3"]["rows"][1]
     assert (g, category, say.startswith("instruction 1")) == (1, EVIL[:60] + " [...]", True)
     assert (mean, low, high, spread) == (0.375, 0.25, 0.5, 0.125)
     assert status == {"scored": 2} and parts == [0.375, 1.0]
+    stem = "images/it_000003/rank0_g01"
+    assert pictures == [f"{stem}_source.png", f"{stem}_m1.png", f"{stem}_m0.png"]
     assert index["3"]["rows"][2][7] == {"scored": 1, "ungraded": 1}
+
+
+def test_histograms_count_outer_values_in_the_last_bins(run_dir: Path) -> None:
+    values = [-9.0, -3.0, 0.0, 0.1, 0.2, None, 99.0]
+    counts = episode_rows.histogram(values, 0.25, -3, 25)
+    assert {i: count for i, count in enumerate(counts) if count} == {0: 2, 12: 2, 13: 1, 24: 1}
+    index = refresh(run_dir, run_dir / "report/data")
+    assert index.histograms == refresh(run_dir, run_dir / "report/data").histograms
+    iteration, rewards, advantages = index.histograms[2]
+    # The rewards of its five graded completions: 0, 0.25, 0.25, 0.5, 0.5.
+    assert (iteration, rewards[0], rewards[5], rewards[10]) == (3, 1, 2, 2)
+    assert sum(rewards) == sum(advantages) == 5
+
+
+def test_a_part_of_a_picture_is_named_by_a_media_fragment(run_dir: Path) -> None:
+    file = "images/it_000003/rank0_g01_source.png"
+    assert picture_of(run_dir, f"{file}#xywh=0,0,96,64") == f"{file}#xywh=0,0,96,64"
+    for bad in ("#", "#xywh=0,0,0,64", "#xywh=0,0,9", "#xywh=-1,0,9,9", "#x' onload='1", "?"):
+        assert picture_of(run_dir, file + bad) is None
 
 
 def test_only_changed_pages_are_written_again(run_dir: Path) -> None:

@@ -32,6 +32,14 @@ page.el = (tag, attributes, ...children) => {
   return element;
 };
 
+// svg("rect", {x: 1}, child, ...), likewise.
+page.svg = (tag, attributes, ...children) => {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children.flat());
+  return node;
+};
+
 // Text of the run, isolated: direction marks in it do not turn the text around it.
 page.isolated = (text, tag = "bdi") => page.el(tag, {class: "t"}, text);
 
@@ -48,11 +56,24 @@ page.reward = (row) =>
   row.r === null || row.r === undefined ? page.el("span", {class: "bad"}, row.st || "not graded")
     : page.el("span", {}, page.num(row.r, 2));
 
-// A picture, or why there is none. Tiny pictures are enlarged without smoothing.
+// A part of a picture. The inner svg cuts off what is beside it.
+page.part = (url, [x, y, width, height], alt) => {
+  const image = page.svg("image", {href: url});
+  const part = page.svg("svg", {class: "crop", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": alt},
+    page.svg("svg", {width, height, viewBox: `${x} ${y} ${width} ${height}`}, image));
+  part.classList.toggle("tiny", Math.max(width, height) <= 64);
+  image.addEventListener("error", () => part.replaceWith(page.el("div", {class: "gone"}, "picture is gone")));
+  return part;
+};
+
+// A picture, or why there is none. `src` may name a part: `file.webp#xywh=0,0,96,64`. Tiny pictures
+// are enlarged without smoothing.
 page.image = (src, alt) => {
   if (src === null || src === undefined) return page.el("div", {class: "gone"}, "no picture on record");
-  const url = page.facts.alone ? page.pictures[src] : src;
+  const [file, box] = src.split("#xywh=");
+  const url = page.facts.alone ? page.pictures[file] : file;
   if (!url) return page.el("div", {class: "gone"}, "left out of this file");
+  if (box) return page.part(url, box.split(",").map(Number), alt);
   const image = page.el("img", {loading: "lazy", decoding: "async", alt});
   image.addEventListener("load", () => image.classList.toggle("tiny", image.naturalWidth < 256));
   image.addEventListener("error", () => {
@@ -68,25 +89,20 @@ page.figure = (src, alt, ...caption) =>
 // Draws numbered boxes over a figure's picture, if there are any, and lists their labels below it.
 // `regions`: [label, left, top, right, bottom], in shares of the picture's sides.
 page.withRegions = (figure, regions) => {
-  const image = figure.querySelector("img");
+  const image = figure.querySelector("img, svg.crop");
   if (!image || !regions) return figure;
-  const shape = (tag, attributes, ...children) => {
-    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-    node.append(...children);
-    return node;
-  };
-  const overlay = shape("svg", {class: "regions", "aria-hidden": "true"});
-  image.addEventListener("load", () => {
-    const [width, height] = [image.naturalWidth, image.naturalHeight];
+  const overlay = page.svg("svg", {class: "regions", "aria-hidden": "true"});
+  const draw = (width, height) => {
     const size = Math.max(width, height) / 12;
     overlay.setAttribute("viewBox", `0 0 ${width} ${height}`); // fits as the picture does
     overlay.replaceChildren(...regions.flatMap(([, left, top, right, bottom], at) => {
       const box = {x: left * width, y: top * height, width: (right - left) * width, height: (bottom - top) * height};
-      return [shape("rect", {...box, class: "halo"}), shape("rect", box),
-        shape("text", {x: box.x + size / 4, y: box.y + size, "font-size": size}, `${at + 1}`)];
+      return [page.svg("rect", {...box, class: "halo"}), page.svg("rect", box),
+        page.svg("text", {x: box.x + size / 4, y: box.y + size, "font-size": size}, `${at + 1}`)];
     }));
-  });
+  };
+  if (image.tagName === "IMG") image.addEventListener("load", () => draw(image.naturalWidth, image.naturalHeight));
+  else draw(image.viewBox.baseVal.width, image.viewBox.baseVal.height);
   image.before(page.el("div", {class: "boxed"}));
   figure.querySelector(".boxed").append(image, overlay);
   figure.append(page.el("ol", {class: "regions fine", "aria-label": "regions that the judge named"},
@@ -156,3 +172,55 @@ page.evaluation = async (set) => {
 };
 
 page.setName = (set) => (set.run ? `${set.run}, ` : "") + `${set.it} iterations`;
+
+// `text` with the words marked that a longest common subsequence with `base` lacks.
+page.marked = (text, base, tag = "p") => {
+  const words = (of) => [...new Intl.Segmenter(undefined, {granularity: "word"}).segment(of)].map((each) => each.segment);
+  const [a, b] = [words(text), words(base)];
+  if (text === base || a.length * b.length > 250_000) return page.isolated(text, tag);
+  const width = b.length + 1;
+  const longest = new Uint16Array((a.length + 1) * width);
+  for (let i = a.length - 1; i >= 0; i -= 1) {
+    for (let j = b.length - 1; j >= 0; j -= 1) {
+      longest[i * width + j] = a[i] === b[j] ? 1 + longest[(i + 1) * width + j + 1]
+        : Math.max(longest[(i + 1) * width + j], longest[i * width + j + 1]);
+    }
+  }
+  const parts = [];
+  for (let i = 0, j = 0; i < a.length; i += 1) {
+    while (j < b.length && a[i] !== b[j] && longest[i * width + j + 1] >= longest[(i + 1) * width + j]) j += 1;
+    if (j < b.length && a[i] === b[j]) { parts.push(a[i]); j += 1; }
+    else parts.push(a[i].trim() ? page.el("mark", {}, a[i]) : a[i]);
+  }
+  return page.el(tag, {class: "t"}, parts);
+};
+
+// A text with a button that copies it.
+page.copyable = (text, tag = "code") => {
+  const shown = page.el(tag, {class: "t copyable"}, text);
+  const button = page.el("button", {type: "button", onclick: async () => {
+    try { await navigator.clipboard.writeText(text); button.textContent = "Copied"; }
+    catch { getSelection().selectAllChildren(shown); button.textContent = "Selected"; }
+  }}, "Copy");
+  return page.el("div", {class: "copy"}, shown, button);
+};
+
+// The command that edits this sample's picture again. `base`: the folder of its files, seen from
+// the page.
+page.editCommand = (base, row, checkpoint) => {
+  const quoted = (text) => (/^[\w./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+  const files = [row.src, ...(row.others ?? [])].filter(Boolean)
+    .map((file) => (file.includes("#") ? "SOURCE.png" : base.replace("..", page.facts.run) + file));
+  const at = page.facts.checkpoints.includes(checkpoint) ? ["--checkpoint", String(checkpoint)] : [];
+  return ["rl", "edit", "--run", page.facts.run, ...at, ...files, row.say].map(quoted).join(" ");
+};
+
+// Folded: links to files, the command, the sample as JSON. `files`: [path from the page, name].
+page.about = (row, command, files) => {
+  const details = page.el("details", {}, page.el("summary", {}, "Files, command, JSON"));
+  details.addEventListener("toggle", () => details.append(...[
+    ...(page.facts.alone ? [] : [page.el("p", {class: "links"}, files.map(([path, name]) =>
+      page.el("a", {href: path}, name)))]),
+    command === null ? null : page.copyable(command), page.copyable(JSON.stringify(row, null, 1), "pre")].filter(Boolean)), {once: true});
+  return details;
+};

@@ -8,7 +8,7 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
   const ROWS = 50;
 
   // A form of fields [{name, label, options: [[value, text]] | type}], filled from `state`.
-  const fill = (form, fields, state, change) => {
+  page.fill = (form, fields, state, change) => {
     const key = JSON.stringify(fields);
     if (form.dataset.key !== key) {
       form.dataset.key = key;
@@ -27,6 +27,8 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
       if (document.activeElement !== input || field.options) input.value = value;
       if (field.options && input.selectedIndex < 0) input.selectedIndex = 0;
     }
+    const num = fields.filter((field) => state[field.name]).length;
+    form.parentNode.firstElementChild.textContent = `${form.ariaLabel}${num ? ` (${num} set)` : ""}`;
     form.onsubmit = (event) => event.preventDefault();
     form.oninput = () => {
       const chosen = {view: state.view};
@@ -116,7 +118,7 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
     const options = page.facts.sets.map((set) => [set.page, page.setName(set)]);
     const first = (set) => [...options].sort((x, y) => (x[0] === set ? -1 : y[0] === set ? 1 : 0));
     const [firstA, firstB] = page.sets({});
-    fill(section.querySelector("form"), [
+    page.fill(section.querySelector("form"), [
       {name: "a", label: "A, before", options: first(firstA.page)},
       {name: "b", label: "B, after", options: first(firstB.page)},
       {name: "sort", label: "Order", options: [
@@ -154,12 +156,12 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
       : sources[0] ?? (after.bimg ? page.figure(page.at(b.base, after.bimg), `${after.say} (${bareLabel})`, bareLabel) : null);
     const pictures = after.img || old?.img
       ? page.slider(page.at(a.base, old?.img), page.at(b.base, after.img), after.say, names) : null;
-    const completion = (name, row) => row &&
-      el("p", {class: "said"}, el("span", {class: "soft"}, `${name}: `), isolated(row.text || "(no words)"));
+    const completion = (name, row, base) => row &&
+      el("p", {class: "said"}, el("span", {class: "soft"}, `${name}: `), page.marked(row.text || "(no words)", base ?? row.text, "bdi"));
     return el("article", {class: "card"},
       el("h3", {}, el("a", {href: link(after)}, isolated(after.say || after.id))),
       sourcePictures || pictures ? el("div", {class: "row"}, sourcePictures ?? el("span"), pictures) : null,
-      completion(names[0], old), completion(names[1], after),
+      completion(names[0], old), completion(names[1], after, old?.text),
       el("p", {class: "meta"},
         el("span", {}, old ? page.reward(old) : "–", " → ", page.reward(after)),
         page.signed(gain, 2), after.cat ? isolated(after.cat) : null));
@@ -168,9 +170,13 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
   // A row of `find_*.js`, whose columns are those of `finding_row` in `rl/report/episode_rows.py`.
   const group = (it, names, row) => ({
     it, names, g: row[0], cat: row[1], say: row[2], mean: row[3], low: row[4], high: row[5],
-    spread: row[6], st: row[7], parts: row[8],
+    spread: row[6], st: row[7], parts: row[8], pictures: row[9],
   });
   let groups = null;
+  const shows = {
+    pictures: (one) => one.pictures.length, none: (one) => !one.pictures.length, failed: (one) => notScored(one.st),
+    spread: (one) => one.spread, even: (one) => !one.spread,
+  };
 
   const allGroups = async (count) => {
     if (groups) return groups;
@@ -194,18 +200,20 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
     const count = section.querySelector(".count");
     const all = await allGroups(count);
     const redraw = () => page.training(page.route());
-    fill(section.querySelector("form"), [
+    page.fill(section.querySelector("form"), [
       {name: "sort", label: "Order", options: [
         ["", "newest first"], ["old", "oldest first"], ["spread", "largest spread first"],
         ["even", "smallest spread first"], ["high", "highest reward first"],
         ["low", "lowest reward first"]]},
+      {name: "only", label: "Show", options: [["", "all groups"], ["pictures", "with pictures"], ["none", "without pictures"],
+        ["failed", "not all scored"], ["spread", "with spread"], ["even", "without spread"]]},
       ...common(new Set(all.map((one) => one.cat).filter(Boolean)),
         new Set(all.flatMap((one) => Object.keys(one.st))), new Set(all.flatMap((one) => one.names))),
     ], state, redraw);
     const query = (state.q ?? "").toLowerCase();
     const part = (one) => one.parts[one.names.indexOf(state.part)];
     const matching = all.filter((one) =>
-      (!state.cat || one.cat === state.cat) && (!state.st || one.st[state.st]) &&
+      (shows[state.only]?.(one) ?? true) && (!state.cat || one.cat === state.cat) && (!state.st || one.st[state.st]) &&
       within(one.mean, state.min, state.max) && (!state.part || within(part(one), state.pmin, state.pmax)) &&
       (!query || one.say.toLowerCase().includes(query)));
     const orders = {"": [(one) => one.it, -1], old: [(one) => one.it, 1],
@@ -216,16 +224,17 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
       (page.facts.alone ? "; only groups whose samples are in this file." : ".");
     const start = pager(section.querySelector(".pager"), state, matching.length, ROWS, redraw);
     page.order = matching.map((one) => `#it=${one.it}&g=${one.g}`);
-    const head = ["Iteration", "Instruction", "Category", "Mean", "Least", "Largest", "Spread",
-      ...(state.part ? [state.part] : []), "Not scored"];
-    const numeric = (at) => (at === 0 || at > 2 ? "n" : null);
+    const head = [["Iteration", "n"], ["Pictures", "thumbs"], ["Instruction", "what"], ["Category", "wider"], ["Mean", "n"],
+      ["Least", "n wider"], ["Largest", "n wider"], ["Spread", "n"], ...(state.part ? [[state.part, "n"]] : []), ["Not scored", "n"]];
     section.querySelector("table").replaceChildren(
-      el("thead", {}, el("tr", {}, head.map((text, at) => el("th", {scope: "col", class: numeric(at)}, isolated(text))))),
+      el("thead", {}, el("tr", {}, head.map(([text, kind]) => el("th", {scope: "col", class: kind}, isolated(text))))),
       el("tbody", {}, matching.slice(start, start + ROWS).map((one) => el("tr", {},
         el("td", {class: "n"}, String(one.it)),
+        el("td", {class: "thumbs"}, one.pictures.map((place, at) => page.image(`../${place}`, `${one.say} (${["source", "best", "worst"][at]})`))),
         el("td", {class: "what"}, el("a", {href: `#it=${one.it}&g=${one.g}`}, isolated(one.say || `group ${one.g}`))),
-        el("td", {}, isolated(one.cat)),
-        ...[one.mean, one.low, one.high, one.spread, ...(state.part ? [part(one)] : [])].map((value) => el("td", {class: "n"}, num(value, 2))),
+        el("td", {class: "wider"}, isolated(one.cat)),
+        ...[one.mean, one.low, one.high, one.spread, ...(state.part ? [part(one)] : [])]
+          .map((value, at) => el("td", {class: at === 1 || at === 2 ? "n wider" : "n"}, num(value, 2))),
         el("td", {class: "n"}, notScored(one.st))))));
   };
 

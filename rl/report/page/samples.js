@@ -7,14 +7,15 @@
 
   const section = () => document.getElementById("at-sample");
 
-  const crumbs = (back, steps) => {
+  // `place`: what to show if the sample was not reached from a list.
+  const crumbs = (back, steps, place) => {
     const at = page.order.indexOf(location.hash);
     const [previous, next] = at < 0 ? steps : [page.order[at - 1], page.order[at + 1]];
     page.neighbours = [previous, next];
     return el("p", {class: "crumbs"}, el("a", {href: back[0]}, back[1]),
       previous ? el("a", {href: previous, rel: "prev"}, "← previous") : null,
       next ? el("a", {href: next, rel: "next"}, "next →") : null,
-      at < 0 ? null : el("span", {class: "soft"}, `${at + 1} of ${page.order.length}`));
+      el("span", {class: "soft"}, at < 0 ? place : `${at + 1} of ${page.order.length}`));
   };
 
   const title = (text, ...about) => [
@@ -43,26 +44,27 @@
       el("details", {}, el("summary", {}, `${texts.length} raw ${texts.length === 1 ? "reply" : "replies"} of `, isolated(name)),
         texts.map((reply) => page.isolated(reply, "pre")))));
 
-  // A token's colour is its log-prob in the engine; full colour at -5 nats or less.
+  // A token's colour is the probability that the engine gave to other tokens.
   const tokens = (one) => {
     if (!one.tok) return null;
     const spans = one.tok.map((token, at) => {
       const nats = one.lp[at] === null || one.lp[at] === undefined ? null : one.lp[at] / 100;
       const forced = one.forced?.[at];
-      const doubt = nats === null ? 0 : Math.min(1, -nats / 5);
+      const probability = nats === null ? 1 : Math.min(1, Math.exp(nats));
       const text = typeof token === "number" ? `${token} ` : token;
       const span = el("span", {class: forced ? "forced" : null,
-        title: `token ${at + 1}: ${nats === null ? "no log-prob" : `${num(nats, 2)} nats`}${forced ? ", forced" : ""}`}, text);
-      span.style.setProperty("--doubt", Math.max(0, doubt).toFixed(2));
+        title: `token ${at + 1}: ${nats === null ? "no log-prob" : `probability ${(100 * probability).toFixed(probability < 0.1 ? 2 : 0)} %, ${num(nats, 2)} nats`}${forced ? ", forced" : ""}`}, text);
+      span.style.setProperty("--doubt", (1 - probability).toFixed(2));
       return span;
     });
     const ids = typeof one.tok[0] === "number";
     return el("details", {open: one.tok.length <= OPEN_TOKENS}, el("summary", {},
-      `${one.tok.length}${one.cut ? ` of ${one.tok.length + one.cut}` : ""} tokens by log-prob` +
+      `${one.tok.length}${one.cut ? ` of ${one.tok.length + one.cut}` : ""} tokens by probability` +
       (ids ? ", as ids: the tokenizer is not on this machine" : "")),
-      el("p", {class: "tokens"}, spans),
-      el("p", {class: "fine scale"}, "0 nats", el("i"), "−5 or less"));
+      el("p", {class: "tokens"}, spans));
   };
+
+  const scale = el("p", {class: "fine scale"}, "Tokens: certain", el("i"), "improbable");
 
   const thought = (one) => one.think
     ? el("details", {class: "thought"}, el("summary", {}, "Thought"), page.isolated(one.think, "p")) : null;
@@ -70,11 +72,22 @@
   const provenance = (one) => el("p", {class: "fine"},
     `${one.st}; noise seed ${one.seed ?? "–"}` + (one.s === null ? "" : `; verdict after ${num(one.s, 2)} s`));
 
-  const member = (one, at, group, names) => el("article", {class: "member", "aria-label": `completion ${at + 1}`},
-    el("h3", {}, page.reward(one), el("span", {class: "soft"}, "advantage ", page.signed(one.adv, 2)),
+  // Equal completions, which share their picture and verdict: [{one, times}], in order.
+  const distinct = (members) => {
+    const kinds = new Map();
+    for (const one of members) {
+      const key = JSON.stringify([one.text, one.think, one.st, one.r, one.end]);
+      if (kinds.has(key)) kinds.get(key).times += 1;
+      else kinds.set(key, {one, times: 1});
+    }
+    return [...kinds.values()];
+  };
+
+  const member = ({one, times}, at, group, names, base) => el("article", {class: "member", "aria-label": `completion ${at + 1}`},
+    el("h3", {}, times > 1 ? el("span", {title: `${times} equal completions`}, `${times} ×`) : null, page.reward(one), el("span", {class: "soft"}, "advantage ", page.signed(one.adv, 2)),
       one.end && one.end !== "stop" ? el("span", {class: "bad"}, one.end) : null),
     one.img ? page.withRegions(page.figure(page.at("../", one.img), group.say, `completion ${at + 1}`), one.regions) : null,
-    thought(one), page.isolated(one.text || "(no words)", "p"),
+    thought(one), page.marked(one.text || "(no words)", base),
     one.why ? el("p", {class: "said"}, el("span", {class: "bad"}, `${one.st}: `), isolated(one.why)) : null,
     replies(one.said), partsTable(names, one.parts), tokens(one), provenance(one));
 
@@ -101,7 +114,7 @@
       : at > 0 ? link(page.facts.iterations[at - 1], page.facts.groups[at - 1] - 1) : null;
     const after = g + 1 < numGroups ? link(it, g + 1)
       : at >= 0 && at + 1 < page.facts.iterations.length ? link(page.facts.iterations[at + 1], 0) : null;
-    const top = crumbs(["#training", "All groups"], [before, after]);
+    const top = crumbs(["#training", "All groups"], [before, after], `group ${g + 1} of ${numGroups} of iteration ${it}`);
     const start = data ? data.starts.findLast((first) => first <= g) : 0;
     const group = data?.rows[g - start];
     if (!group) {
@@ -110,6 +123,12 @@
       return;
     }
     const sources = page.sources("../", group);
+    const members = distinct(group.of);
+    const commonest = members.reduce((most, each) => (each.times > most.times ? each : most));
+    const files = [[`../episodes/${name}.rank${group.rank}.jsonl`, "its line in episodes/"],
+      ...[...new Set([...sources.length ? [group.src] : [], ...group.of.map((one) => one.img)])].filter(Boolean)
+        .map((file) => [`../${file.split("#")[0]}`, file.split("#")[0].split("/").at(-1)]),
+      ["../checkpoints/", "checkpoints/"]];
     section().replaceChildren(...[top,
       ...title(group.say, `Iteration ${it}, group ${g}, sample `, isolated(group.id),
         group.cat ? [", ", isolated(group.cat)] : null, `, ${group.of.length} completions under one noise`),
@@ -117,9 +136,13 @@
         group.goal ? page.figure(page.at("../", group.goal), `${group.say} (reference edit)`, "reference edit") : null) : null,
       shortened(data.cut),
       sources.length || group.goal || group.of.some((one) => one.img) ? null
-        : el("p", {class: "fine"}, "No picture of this group is on record (tracking.images_per_iteration sets how many are saved)."),
-      el("div", {class: "members"}, group.of.map((one, j) => member(one, j, group, data.parts)),
-        group.bare ? bareArm(group.bare, group, data.parts) : null)].filter(Boolean));
+        : el("p", {class: "fine"}, "No picture of this group is on record (tracking.thumbnails_mb and images_per_iteration set how many are saved)."),
+      el("p", {class: "fine"}, members.length === 1 ? "All completions are equal."
+        : "Equal completions are one card. Marked words differ from the most common completion."),
+      group.of.some((one) => one.tok) ? scale : null,
+      el("div", {class: "members"}, members.map((one, j) => member(one, j, group, data.parts, commonest.one.text)),
+        group.bare ? bareArm(group.bare, group, data.parts) : null),
+      page.about(group, page.editCommand("../", group, null), [...new Map(files)])].filter(Boolean));
   };
 
   // At most MAX_ACROSS evaluations, the first and the last included.
@@ -139,7 +162,8 @@
       page.facts.sets.find((one) => one.run === run && one !== set);
     const link = (one) => one && page.hash({eval: state.eval, id: one.id, run, a: state.a});
     const top = crumbs(["#held-out", "All held-out samples"],
-      [link(evaluation?.rows[index - 1]), link(evaluation?.rows[index + 1])]);
+      [link(evaluation?.rows[index - 1]), link(evaluation?.rows[index + 1])],
+      `${index + 1} of ${evaluation?.rows.length}`);
     if (!row) {
       section().replaceChildren(top, ...title(state.id, page.facts.alone
         ? "is not in this file; the report beside the run has it." : "is not on record."));
@@ -157,17 +181,21 @@
         row.img ? page.withRegions(page.figure(page.at(set.base, row.img), row.say, "now: ", page.reward(row)), row.regions) : null,
         arm(row.bimg, set.base, "bare arm, the user's own words", row.bare),
         arm(row.simg, set.stock, "stock arm, the untrained system", row.stock)),
-      thought(row),
-      el("p", {class: "said"}, el("span", {class: "soft"}, "Words: "), isolated(row.text || "(no words)")),
+      el("div", {class: "halves"}, old && (old.img || row.img) ? el("div", {class: "beside-each"},
+        page.slider(page.at(other.base, old.img), page.at(set.base, row.img), row.say,
+          [page.setName(other), page.setName(set)])) : null,
+      el("div", {}, thought(row),
+      el("p", {class: "said"}, el("span", {class: "soft"}, "Words: "), page.marked(row.text || "(no words)", old?.text ?? row.text, "bdi")),
       row.ref ? el("p", {class: "said"}, el("span", {class: "soft"}, "Reference description: "), isolated(row.ref)) : null,
       el("p", {}, "Reward ", page.reward(row), `, ${row.st}`,
         row.second == null ? "" : `, by the second judge ${num(row.second, 2)}`,
         old ? [", ", page.signed(old.r === null || row.r === null ? null : row.r - old.r, 2), " against ", isolated(page.setName(other))] : null),
       row.why ? el("p", {class: "said"}, el("span", {class: "bad"}, "Cause: "), isolated(row.why)) : null,
-      old && (old.img || row.img) ? el("div", {class: "beside-each"},
-        page.slider(page.at(other.base, old.img), page.at(set.base, row.img), row.say,
-          [page.setName(other), page.setName(set)])) : null,
       ...replies(row.said), partsTable(evaluation.parts, row.parts), tokens(row), row.seed === null ? null : provenance(row),
+      page.about(row, set.run ? null : page.editCommand(set.base, row, set.it), [[`${set.base}records.jsonl`, "its line in records.jsonl"],
+        ...[row.src, row.img].filter(Boolean).map((file) => [set.base + file, file]),
+        [`../checkpoints/step_${page.padded(set.it)}/`, "checkpoint"]].filter(([path]) =>
+          !path.includes("/checkpoints/") || page.facts.checkpoints.includes(set.it))))),
       el("h3", {}, "Across checkpoints"), across].filter(Boolean));
     const sets = evenlySpaced(page.facts.sets);
     for (const one of sets) {

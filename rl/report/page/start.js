@@ -3,7 +3,7 @@
   const sections = [...document.querySelectorAll("main > section")];
 
   const views = {
-    overview: ["overview", () => {}],
+    overview: ["overview", page.overview],
     "held-out": ["held-out", page.heldOut],
     training: ["training", page.training],
     settings: ["settings", () => {}],
@@ -64,6 +64,8 @@
     }
   });
 
+  // On a narrow screen the content comes first.
+  if (innerWidth <= 640) for (const form of document.querySelectorAll("form, .parts")) form.parentNode.open = false;
   window.addEventListener("hashchange", show);
   // Data pages embedded in this file come after this script.
   if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", show);

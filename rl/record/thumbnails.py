@@ -1,0 +1,136 @@
+"""Writes small pictures of every training group, within one budget of bytes per run."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import pstdev
+from typing import NamedTuple
+
+from PIL.Image import Image, new
+
+from rl.api.types import Episode, Status
+from rl.files.atomic import write_atomically
+from rl.files.images import over_white
+from rl.ranks.dist import Dist
+
+LEVELS = ((256, 80), (208, 77), (168, 74), (136, 71), (112, 68), (88, 60), (72, 45))
+"""(longest side of a picture in px, WebP quality), tried in order until a group fits its share."""
+BASE_WEIGHT = 0.25
+"""A group's share of the bytes is proportional to this plus its `interest`."""
+_BLOCK_PX = 16
+"""WebP's largest block: pictures start at multiples of it, so that none bleeds into another."""
+_ROW_PX = 4096
+_FILE_NAME = re.compile(r"rank(\d+)_g\d{2,}\.webp")
+
+
+class GroupPictures(NamedTuple):
+    """What a sheet is made of."""
+
+    g: int
+    """Number of the group on this rank."""
+    pictures: Sequence[Image]
+    """Distinct: sources, target, bare arm, and one per distinct completion."""
+    interest: float
+
+
+class Thumbnails:
+    """One rank's sheets: `<run>/thumbnails/it_000012/rank0_g03.webp` has all pictures of a group.
+
+    The budget is divided equally over ranks. An iteration may use what is left divided by the
+    iterations left; within it, groups get shares by `interest`, the most interesting first, and
+    what a group leaves is for the others. A share that is too small for the smallest of `LEVELS`
+    gives no sheet.
+    """
+
+    def __init__(self, run_dir: Path, budget_bytes: float, dist: Dist) -> None:
+        self._folder = run_dir / "thumbnails"
+        self._budget_bytes = budget_bytes / dist.world_size
+        self._dist = dist
+        self._free_bytes: float | None = None
+
+    def write(
+        self, iteration: int, groups: Sequence[GroupPictures], num_left: int
+    ) -> dict[int, str]:
+        """Write the sheets of an iteration. `num_left`: iterations that will be written, with this
+        one. Returns `id` of a picture -> its place, a path relative to the run folder with a media
+        fragment (W3C): 'thumbnails/it_000012/rank0_g03.webp#xywh=0,0,96,64', in px."""
+        if self._free_bytes is None:
+            self._free_bytes = self._budget_bytes - self._used_bytes()
+        left_bytes = self._free_bytes / num_left
+        waiting = sorted(groups, key=lambda group: -group.interest)
+        left_weight = sum(BASE_WEIGHT + group.interest for group in waiting)
+        places: dict[int, str] = {}
+        num_written = 0
+        for group in waiting:
+            weight = BASE_WEIGHT + group.interest
+            name = f"it_{iteration:06d}/rank{self._dist.rank}_g{group.g:02d}.webp"
+            for data, boxes in _sheets(group.pictures):
+                if len(data) <= left_bytes * weight / left_weight:
+                    write_atomically(self._folder / name, data)
+                    left_bytes -= len(data)
+                    num_written += len(data)
+                    for picture, box in zip(group.pictures, boxes, strict=True):
+                        at = ",".join(map(str, box))
+                        places[id(picture)] = f"thumbnails/{name}#xywh={at}"
+                    break
+            left_weight -= weight
+        self._free_bytes -= num_written  # not before: the writer repeats a call that failed
+        return places
+
+    def _used_bytes(self) -> int:
+        """Bytes of this rank's sheets of earlier starts, also after a change of the ranks."""
+        files = ((p, _FILE_NAME.fullmatch(p.name)) for p in self._folder.glob("it_*/*.webp"))
+        return sum(
+            path.stat().st_size
+            for path, match in files
+            if match and int(match[1]) % self._dist.world_size == self._dist.rank
+        )
+
+
+def interest(episodes_G: Sequence[Episode], bare: Episode | None) -> float:
+    """How much a group can explain, 0..1, the largest of: twice the standard deviation of its
+    rewards; the share of completions that failed or were not graded; how far its mean reward is
+    from the bare arm's; twice the standard deviation between the judge's readings of a picture."""
+    rewards = [episode.reward for episode in episodes_G if episode.reward is not None]
+    failed = sum(episode.status is not Status.SCORED for episode in episodes_G)
+    values = [failed / max(1, len(episodes_G))]
+    if rewards:
+        values.append(2 * pstdev(rewards))
+        if bare is not None and bare.reward is not None:
+            values.append(abs(sum(rewards) / len(rewards) - bare.reward))
+    variances = (v for episode in episodes_G for v in episode.judge_variances if v is not None)
+    values.append(2 * max(variances, default=0.0) ** 0.5)
+    return min(1.0, max(values))
+
+
+def _sheets(pictures: Sequence[Image]) -> Iterator[tuple[bytes, list[tuple[int, int, int, int]]]]:
+    """(WebP, (left, top, width, height) of each picture in px) at each of `LEVELS`, made when asked
+    for."""
+    smaller = list(map(over_white, pictures)) if pictures else []
+    for side, quality in LEVELS if pictures else ():
+        for picture in smaller:
+            picture.thumbnail((side, side))
+        boxes = _boxes([picture.size for picture in smaller])
+        size = (max(x + w for x, _, w, _ in boxes), max(y + h for _, y, _, h in boxes))
+        sheet = new("RGB", size, "white")
+        for picture, (left, top, _, _) in zip(smaller, boxes, strict=True):
+            sheet.paste(picture, (left, top))
+        encoded = io.BytesIO()
+        sheet.save(encoded, "WEBP", quality=quality)
+        yield encoded.getvalue(), boxes
+
+
+def _boxes(sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
+    """Rows of pictures, from left to right."""
+    boxes = []
+    left = top = row_height = 0
+    for width, height in sizes:
+        if left and left + width > _ROW_PX:
+            left, top, row_height = 0, top + row_height, 0
+        boxes.append((left, top, width, height))
+        left += -(-width // _BLOCK_PX) * _BLOCK_PX
+        row_height = max(row_height, -(-height // _BLOCK_PX) * _BLOCK_PX)
+    return boxes

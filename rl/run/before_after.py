@@ -1,0 +1,83 @@
+"""Held-out pictures before and after training, and what was learnt, for a run's trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from PIL.Image import Image, new
+
+from rl.files.atomic import read_rows
+from rl.files.images import downscale, open_picture
+from rl.run.paired import interval
+from rl.text.scrub import scrub
+from rl.trackers.tracker_page import BeforeAfter
+
+MAX_PICTURES = 8
+_SIDE_PX = 256
+
+
+def before_after(run_dir: Path, iteration: int) -> BeforeAfter | None:
+    """The evaluation before training compared with that after `iteration`; None if one of them has
+    no records. The same first samples every time, so that a tracker can step through them."""
+    folders = [run_dir / "evaluation" / f"it_{it:06d}" for it in (0, iteration)]
+    if iteration == 0 or not all((folder / "records.jsonl").is_file() for folder in folders):
+        return None
+    old, new_rows = (
+        {row["id"]: row for row in read_rows(folder / "records.jsonl")[0]} for folder in folders
+    )
+    pairs = [(old[sample_id], row) for sample_id, row in new_rows.items() if sample_id in old]
+    pictures = []
+    for before, after in pairs:
+        files = [
+            folders[0] / (before["source_file"] or ""),
+            folders[0] / (before["image_file"] or ""),
+            folders[1] / (after["image_file"] or ""),
+        ]
+        if len(pictures) < MAX_PICTURES and files[1].is_file() and files[2].is_file():
+            caption = (
+                f"{after['instruction']} | before ({before['reward']}): {before['completion']} | "
+                f"after ({after['reward']}): {after['completion']}"
+            )
+            pictures.append((scrub(caption), _sheet([f for f in files if f.is_file()])))
+    return BeforeAfter(iteration, pictures, _summary(pairs, iteration))
+
+
+def _summary(
+    pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]], iteration: int
+) -> dict[str, float | str]:
+    graded = [(a, b) for a, b in pairs if a["reward"] is not None and b["reward"] is not None]
+    if not graded:
+        return {}
+    gains = [b["reward"] - a["reward"] for a, b in graded]
+    first, last = (fmean(pair[i]["reward"] for pair in graded) for i in (0, 1))
+    ends = interval(gains, [a.get("shown") or [a["id"]] for a, _ in graded])
+    span = f", 95 % {ends[0]:+.3f} to {ends[1]:+.3f}" if ends else ""
+    sentence = (
+        f"held-out reward after {iteration} iterations: {first:.3f} -> {last:.3f} "
+        f"({fmean(gains):+.3f}{span}, {len(gains)} samples)"
+    )
+    numbers = {"before": first, "after": last, "gain": fmean(gains)}
+    for category in sorted({a["category"] for a, _ in graded} - {""}):
+        numbers[f"gain/{category}"] = fmean(
+            gain for gain, (a, _) in zip(gains, graded, strict=True) if a["category"] == category
+        )
+    return {"learnt": sentence, **{f"learnt/{name}": value for name, value in numbers.items()}}
+
+
+def _sheet(files: list[Path]) -> Image:
+    """The pictures side by side: source (if any), before, after."""
+    pictures = []
+    for file in files:
+        with open_picture(file) as picture:
+            pictures.append(downscale(picture.convert("RGB"), _SIDE_PX))
+    gap = 4
+    width = sum(picture.width + gap for picture in pictures) - gap
+    sheet = new("RGB", (width, max(picture.height for picture in pictures)), "white")
+    left = 0
+    for picture in pictures:
+        sheet.paste(picture, (left, 0))
+        left += picture.width + gap
+    return sheet
