@@ -27,6 +27,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl.text import command_line
+
 if TYPE_CHECKING:
     from benchmarks.gpu_bench import Bench
 
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="rl bench-gpu")
+    parser = command_line.Parser("rl bench-gpu", __doc__)
     parser.add_argument("--items", default=",".join(ITEMS), help="of " + ", ".join(ITEMS))
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; runs on a CPU, too")
     parser.add_argument("--seconds-per-item", type=float, default=None, help="60; tiny: 0")

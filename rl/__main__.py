@@ -29,6 +29,9 @@ class Command(NamedTuple):
 
 _RANK_SCRIPT = str(Path(__file__).with_name("commands") / "check_distributed.py")
 COMMANDS = {
+    "init": Command(
+        "write a config: asks for system, data, judge, GPUs", "rl.commands.init", needs_torch=False
+    ),
     "train": Command("start a run, or resume it", "rl.simple_launch"),
     "check": Command(
         "report what a config would do, and its mistakes",
@@ -56,14 +59,27 @@ COMMANDS = {
 }
 
 
+EXAMPLES = """
+a first run, on a laptop:
+    rl train configs/quickstart.jsonnet
+    rl report runs/quickstart
+your own:
+    rl init
+    rl check my.jsonnet
+    rl train my.jsonnet num_iterations=100 optimizer.learning_rate=2e-5"""
+
+
 def main() -> NoReturn:
     """Exit code: the command's; 0 for help, 2 for wrong usage, 1 if a package is missing."""
     name, *arguments = sys.argv[1:] or ["--help"]
+    if name == "help":  # `rl help train` is `rl train --help`
+        name, *arguments = [*arguments[:1], "--help"]
     if name in ("-h", "--help"):
-        print("usage: rl <command> ...        (rl <command> --help, rl --version)\n")
+        print("usage: rl <command> ...        (rl help <command>: its options, with examples)\n")
         width = max(map(len, COMMANDS))
         for name, command in COMMANDS.items():
             print(f"  {name:{width}}  {command.help}")
+        print(EXAMPLES)
         sys.exit(0)
     if name == "--version":
         print(f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}")

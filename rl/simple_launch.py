@@ -21,17 +21,52 @@ from rl import build
 from rl.check import check_report, run_folder, this_machine
 from rl.check.fetch import fetch_models
 from rl.config.paths import GONE, not_a_file
-from rl.config.schema import ConfigError, RunConfig, listed, load_config
+from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.config.shipped import find_config
 from rl.ranks import endings, heartbeat, loading_progress, placement, rendezvous, signals
 from rl.ranks.hang_watch import HangWatch
 from rl.ranks.node_watch import NodeWatch
-from rl.text import terminal
+from rl.text import command_line, terminal
+from rl.text.command_line import KEY_VALUE
 
+CHECK, TRAIN, RANKS = "rl check", "rl train", "rl check-distributed"
+HELP = {
+    TRAIN: f"""Start a run, or resume it: the same command goes on where the run stopped.
+
+    rl train configs/quickstart.jsonnet                        on a laptop, in minutes
+    rl train my.jsonnet seed=1 run_name=second                 with other values
+    rl train --smoke my.jsonnet                                two iterations, as a trial
+    rl train --nproc 4 my.jsonnet                              with 4 GPUs
+    rl train --nnodes 2 --node-rank 0 --rdzv-endpoint host:29400 my.jsonnet
+{KEY_VALUE}""",
+    CHECK: f"""Report what a config would do, and its mistakes. Needs no GPU and starts nothing.
+
+    rl check configs/qwen_image_edit.jsonnet
+    rl check my.jsonnet gpu_gb=80 generations_per_prompt=16    with other values
+    rl check --online my.jsonnet                               ask the judge, too
+{KEY_VALUE}""",
+    RANKS: """Check that the ranks of this machine, or of several, reach each other.
+
+    rl check-distributed --nproc 4
+    rl check-distributed --nnodes 2 --node-rank 0 --rdzv-endpoint host:29400 --nproc 8
+""",
+}
+USAGE = {
+    TRAIN: "%(prog)s [options] config.jsonnet [key=value ...]",
+    CHECK: "%(prog)s [options] config.jsonnet [key=value ...]",
+    RANKS: "%(prog)s [options]",
+}
+CHECK_MARKS = {
+    r"^\d+ wrong$|DOES NOT FIT.*": "bold red",
+    "^nothing is wrong$|^no mistake found.*": "bold green",
+}
+SMOKE_ITERATIONS, SMOKE_SAMPLES = 2, 8
+"""Of `--smoke`: iterations, and held-out samples (at least one for each rank)."""
 SAME_SIZE_RATIOS = (0.97, 1.1)
 """(least, most) memory of a GPU / the size in its name: 48 GB with error correction, 80 GB."""
 
 
+@command_line.program
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Exit code: 0 done (or nothing wrong), 1 wrong config, 2 wrong usage, 124 hung for too long,
     128+n ended by signal n, else that of the rank that failed first."""
@@ -48,6 +83,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if args.nproc is not None:
             args.overrides.append(f"world_size={args.nproc * args.nnodes}")
             config = load_config(args.config, args.overrides)
+        if args.smoke:
+            args.overrides += _smoke_overrides(config, args.nnodes)
+            config = load_config(args.config, args.overrides)
+            _say(f"trial of {SMOKE_ITERATIONS} iterations in {config.run_dir}")
         problems = []
         if config.world_size % args.nnodes:
             problems = [f"--nnodes {args.nnodes} does not divide world_size {config.world_size}"]
@@ -55,10 +94,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             if problems:
                 raise ConfigError([*problems, *check_report.problems(config)])
             text, code = check_report.report(config, config.gpu_gb, args.online)
-            try:
-                print(text, flush=True)
-            except BrokenPipeError:  # `--check ... | head`
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            command_line.show(text, marks=CHECK_MARKS)
             sys.exit(code)
         problems += check_report.problems(config)
         problems = problems or _memory_problems(args, config)
@@ -67,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
-        print(f"{args.config} cannot run:", listed(error.problems), sep="\n", file=sys.stderr)
+        command_line.complain(f"{args.config} cannot run:", error.problems)
         sys.exit(1)
     resolved = build.resolve(config)
     for title, lines in check_report.remarks(resolved).items():
@@ -77,6 +113,26 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _say(line)
     num_ranks = config.world_size // args.nnodes
     sys.exit(launch(args, num_ranks, config.run_dir / "logs", config))
+
+
+def _smoke_overrides(config: RunConfig, num_nodes: int) -> list[str]:
+    """Overrides for a trial of any config: few iterations and held-out samples, a run name of its
+    own, nothing published. On one node the name is new; several nodes have to agree on it."""
+    name = f"{config.run_name}_smoke"
+    number = 1
+    while num_nodes == 1 and (Path(config.base_exp_dir) / name).exists():
+        number += 1
+        name = f"{config.run_name}_smoke_{number}"
+    num_samples = min(config.evaluation.num_samples, max(SMOKE_SAMPLES, config.world_size))
+    return [
+        f"run_name={name!r}",
+        f"num_iterations={SMOKE_ITERATIONS}",
+        "num_epochs=null",
+        "optimizer.warmup_iterations=0",
+        f"evaluation.num_samples={num_samples}",
+        "checkpoint.push_to_hub_every_n_iterations=0",
+        "tracking.wandb='off'",
+    ]
 
 
 def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
@@ -109,11 +165,14 @@ def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m rl.simple_launch",
-        usage="%(prog)s [options] [script.py] [config [key=value ...]]",
-    )
+    of_ranks = argv[-1:] and Path(argv[-1]).name == "check_distributed.py"
+    name = RANKS if of_ranks else CHECK if "--check" in argv else TRAIN
+    parser = command_line.Parser(name, HELP[name], USAGE[name])
     add = parser.add_argument
+
+    def only(command: str, text: str) -> str:
+        return text if name == command else argparse.SUPPRESS
+
     add("--nproc", type=int, help="ranks on this node (default: world_size / nnodes)")
     add("--nnodes", type=int, default=1, help="nodes; run the same command on each")
     add("--node-rank", type=int, default=0, help="0 .. nnodes - 1; 0 is the rendezvous host")
@@ -123,17 +182,23 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         type=int,
         default=0,
         metavar="N",
-        help="restart at most N times if the machine ended the run (a rank was killed or hung, a "
-        "device or connection failed) and an iteration was saved since the last start",
+        help=only(
+            TRAIN,
+            "restart at most N times if the machine ended the run (a rank was killed or hung, a "
+            "device or connection failed) and an iteration was saved since the last start",
+        ),
     )
-    add("--check", action="store_true", help="report on the config and start nothing")
-    add("--online", action="store_true", help="with --check: ask the judge one real question too")
+    add("--smoke", action="store_true", help=only(TRAIN, "two iterations, under a name of its own"))
+    add("--check", action="store_true", help=only(TRAIN, "as rl check: start nothing"))
+    add("--online", action="store_true", help=only(CHECK, "ask the judge one real question, too"))
     add(
         "--gpu-gb",
         type=float,
-        help="sets the config's gpu_gb; a start then plans for it, not for the GPUs it finds",
+        help=argparse.SUPPRESS
+        if of_ranks
+        else "sets the config's gpu_gb; a start then plans for it, not for the GPUs it finds",
     )
-    add("arguments", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
+    add("arguments", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     if args.nproc is not None and args.nproc < 1:
         parser.error(f"--nproc {args.nproc}: at least one rank is needed")
@@ -150,13 +215,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf:
         parser.error(f"--gpu-gb {args.gpu_gb} is not a size in GB")
     arguments = [_local_path(argument) for argument in args.arguments]
-    has_script = arguments[0] == "rl.train" or arguments[0].endswith(".py")
+    has_script = bool(arguments) and (arguments[0] == "rl.train" or arguments[0].endswith(".py"))
     args.script = arguments.pop(0) if has_script else "rl.train"
     if args.script != "rl.train" and not_a_file(args.script):
         parser.error(f"no script {args.script}; the training loop is rl/train.py")
     is_training = args.script in ("rl.train", "rl/train.py")
     if not arguments and (is_training or args.check):
-        parser.error("a config is missing: [script.py] config.jsonnet [key=value ...]")
+        parser.error(f"name a config, for example: {name} configs/quickstart.jsonnet")
     args.config, args.overrides = (arguments[0], arguments[1:]) if arguments else (None, [])
     if args.retries and args.config is None:
         parser.error("--retries resumes from a run's checkpoints, and no config names a run")

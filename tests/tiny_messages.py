@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+
+
+def refusal(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> str:
+    """What a command prints to stderr when it refuses its arguments."""
+    with contextlib.redirect_stderr(io.StringIO()) as stream:
+        assert main(arguments) == 1
+    return stream.getvalue()
+
 
 def names(message: object, parts: str) -> bool:
     """Whether the message contains all of `parts`, separated by ' ... ', in any order."""

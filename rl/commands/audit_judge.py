@@ -1,15 +1,15 @@
-"""Audits a config's judge on results of known quality, or attacks it.
+"""Audit a config's judge on results of known quality, or attack it.
 
     rl judge audit configs/qwen_image_edit.jsonnet
     rl judge audit config.jsonnet --pairs pairs.parquet \\
         --columns instruction=prompt,source=image,better=chosen,worse=rejected
     rl judge audit config.jsonnet --run runs/mine
-    rl judge attack config.jsonnet
+    rl judge attack config.jsonnet judge.model=my-judge
 
-The config's own rewards ask its own judge, about pictures whose truth is known: drawn scenes, the
-config's data (judge.audit_set: 'data'), or your labelled pairs. The result is kept in
-judge_audit.json beside the runs, where a run looks for it (judge.audit). The exit code is 1 if the
-judge fails, 2 if it cannot be asked.
+The config's own rewards ask its own judge, about pictures whose truth is known:
+drawn scenes, the config's data (judge.audit_set: 'data'), or your labelled pairs. The
+result is kept in judge_audit.json beside the runs, where a run looks for it
+(judge.audit). The exit code is 1 if the judge fails, 2 if it cannot be asked.
 """
 
 from __future__ import annotations
@@ -36,19 +36,14 @@ from rl.config.schema import ConfigError, load_config
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.endpoint import resolve_api_bases
 from rl.judge.server import StartedJudge
-from rl.text import terminal
+from rl.text import command_line, terminal
 
 
+@command_line.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 the judge passed, 1 it failed, 2 it could not be asked."""
     terminal.guard()
-    first, _, rest = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="rl judge",
-        description=first,
-        epilog=rest,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.Parser("rl judge", f"{__doc__}{command_line.KEY_VALUE}")
     parser.add_argument("action", choices=("audit", "attack"))
     parser.add_argument("config", help="a Jsonnet file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of its keys")
@@ -63,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         resolved = build.resolve(load_config(args.config, args.overrides))
         return asyncio.run(_run(args, resolved))
+    except BrokenPipeError:
+        raise
     except (ConfigError, JudgeError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

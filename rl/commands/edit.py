@@ -3,15 +3,18 @@
     rl edit --run runs/my-run photo.jpg "make the sky red"
     rl edit --run runs/my-run --checkpoint best photos/ "make the sky red"
     rl edit --run runs/my-run room.jpg lamp.jpg "put the lamp of picture 2 into picture 1"
-    rl edit --run runs/my-run edits.jsonl    (lines like {"image": "a.jpg", "instruction": "..."}
-                                             or {"images": ["a.jpg", "b.jpg"], ...} for several)
-    rl edit --run runs/my-prompts "a cat made of rain"          (if the run draws from text)
-    rl enhance --adapter runs/my-prompts "a cat made of rain"   (the same with --only-words)
+    rl edit --run runs/my-run edits.jsonl
+    rl edit --run runs/my-run photo.jpg "dusk" --set renderer.num_steps=8
+    rl edit --run runs/my-prompts "a cat made of rain"         (draws from text)
+    rl enhance --adapter runs/my-prompts "a cat made of rain"  (--only-words)
 
-Prints the words that the policy wrote. Writes into `--out` the picture, a JSON file of all its
-inputs, and a sheet that compares the picture with those of the untrained policy, of the user's own
-words and of the stock pipeline (`--only-edit`: no sheet, so one picture is drawn instead of four).
-Nothing is overwritten. The same command draws the same picture. The judge is not asked.
+A line of a .jsonl file is {"image": "a.jpg", "instruction": "..."}, or has
+"images": ["a.jpg", "b.jpg"]. Prints the words that the policy wrote. Writes into
+--out the picture, a JSON file of all its inputs, and a sheet that compares the
+picture with those of the untrained policy, of the user's own words and of the
+stock pipeline (--only-edit: no sheet, so one picture is drawn instead of four).
+Nothing is overwritten. The same command draws the same picture. The judge is not
+asked.
 """
 
 from __future__ import annotations
@@ -23,37 +26,42 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.config.printing import escaped
-from rl.text import terminal
+from rl.text import command_line, terminal
 
 MAX_WORDS_SHOWN = 2000
 
 
+@command_line.program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 1 when something could not be edited."""
     terminal.guard()
     args = _parser().parse_args(arguments)
     from rl.edit import edit_files
     from rl.edit.editor import Editor
+    from rl.edit.trained import config_for_use, load_trained, pick_device
 
     *first, last = args.what
     is_path = not first and (last.endswith(".jsonl") or Path(last).exists())
+    for url in [word for word in args.what if "://" in word and " " not in word]:
+        raise ValueError(f"{url} is a URL: download the picture, and give its path")
     paths = [Path(path) for path in ([last] if is_path else first)]
-    try:
-        requests = edit_files.requests_of(paths, None if is_path else last)
-        args.out.mkdir(parents=True, exist_ok=True)
-        print(f"loading {args.run}", flush=True)
-        editor = Editor.from_run(
-            args.run,
-            args.checkpoint,
-            settings=args.set,
-            device=args.device,
-            num_steps=args.steps,
-            size_px=args.size,
-            only_words=args.only_words,
-        )
-    except (ValueError, OSError) as error:
-        raise SystemExit(str(error)) from error
-    with editor:
+    requests = edit_files.requests_of(paths, None if is_path else last)
+    if args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a file; name a folder")
+    args.out.mkdir(parents=True, exist_ok=True)
+    pick_device(args.device)
+    trained = load_trained(args.run, args.checkpoint)
+    config, base_policy = config_for_use(
+        trained, args.set, args.device, args.steps, args.size, args.only_words
+    )
+    # Before the models, which may load for minutes.
+    reasons = edit_files.unusable(requests, config)
+    for name, reason in reasons.items():
+        command_line.complain(f"{name}: {reason}" if len(requests) > 1 else reason)
+    if len(reasons) == len(requests):
+        return 1
+    print(f"loading {args.run}", flush=True)
+    with Editor(config, args.device, trained, base_policy, args.size, args.only_words) as editor:
         print(f"{editor.trained}, on {editor.device}{'' if editor.draws else '; no pictures'}")
         began = time.monotonic()
         failed = 0
@@ -66,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     editor, result, edit_files.free_stem(args.out, result.request)
                 )
             except OSError as error:
-                raise SystemExit(f"{error}; the edits before this one are written") from error
+                raise ValueError(f"{error}; the edits before this one are written") from error
             images = [image for image in result.request.images if isinstance(image, Path | str)]
             heading = [] if len(requests) == 1 else [f"[{number}/{len(requests)}]"]
             heading += [" ".join(map(str, images)) + ":"] if images else []
@@ -87,9 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rl edit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.Parser("rl edit", __doc__)
     add = parser.add_argument
     add("what", nargs="+", help="pictures of one edit, a folder or a .jsonl file; instruction last")
     add("--run", "--adapter", type=Path, required=True, help="run folder, or a checkpoint of it")

@@ -1,25 +1,30 @@
-"""Exports a trained model as a folder for other tools: `rl export <run or checkpoint> <target>`.
+"""Export a trained model as a folder for other tools.
 
-    --as model          base + adapter, with tokenizer and image processor: for transformers and
-                        vLLM (the default)
-    --as adapter        the PEFT folder as the run wrote it, the base beside it unchanged
-    --as text-encoder   base + adapter as the `text_encoder` folder of a diffusers pipeline, which
-                        serving tools take: if the run's renderer read hidden states
+    rl export runs/my-run exported
+    rl export runs/my-run lora --as adapter --checkpoint best
+    rl export runs/my-run text_encoder --as text-encoder
 
-From a run folder, the newest whole checkpoint is exported, or the one that --checkpoint names. The
-target also gets a model card, README.md: what the model is, how to use it, what it learnt and its
-limits, with the reward curve and pictures of the first held-out samples (--no-pictures omits them).
-After full fine-tuning there is no adapter, and the model is copied.
+--as model          base + adapter, with tokenizer and image processor: for
+                    transformers and vLLM (the default)
+--as adapter        the PEFT folder as the run wrote it, the base unchanged
+--as text-encoder   base + adapter as the text_encoder folder of a diffusers
+                    pipeline, if the run's renderer read hidden states
 
-The adapter is added in float32, and the sum is rounded once. The run's config names the base
-weights; `--base` and `--text-encoder-from` name them if they have moved. The whole base is in
-memory in float32: 4 bytes a parameter, about 15 GB for 3B and 33 GB for 7B.
+From a run folder, the newest whole checkpoint is exported, or the one that
+--checkpoint names. The target also gets a model card, README.md, with pictures of
+the first held-out samples (--no-pictures omits them). After full fine-tuning there
+is no adapter, and the model is copied.
+
+The adapter is added in float32, and the sum is rounded once. The run's config names
+the base weights; --base and --text-encoder-from name them if they have moved. The
+whole base is in memory in float32: about 15 GB for 3B and 33 GB for 7B.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +45,7 @@ from rl.files.model_files import model_problems
 from rl.policies.shared.policy_base import TrainedPolicy
 from rl.publish import hub
 from rl.publish.model_card import PIPELINES, Form, at, model_card
-from rl.text import terminal
+from rl.text import command_line, terminal
 from rl.text.scrub import scrub
 
 ADAPTER_FILES = (adapter_base.ADAPTER_CONFIG, "adapter_model.safetensors")
@@ -48,11 +53,10 @@ WHOLE_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.safetensors"
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@command_line.program
+def main(arguments: Sequence[str] | None = None) -> int:
     terminal.guard()
-    parser = argparse.ArgumentParser(
-        prog="rl export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.Parser("rl export", __doc__)
     add = parser.add_argument
     add("source", type=Path, help="run folder, or one of its checkpoints")
     add("target", type=Path, help="folder to write; must not exist")
@@ -68,13 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--push-to", help="repository of the hub, me/my-model; a new one is private; optional")
     add("--no-pictures", action="store_true", help="no held-out samples with the card")
     args = parser.parse_args(arguments)
-    try:
-        export(args)
-    except (ValueError, OSError) as error:
-        raise SystemExit(str(error)) from error
+    export(args)
     print(f"wrote {args.target}")
     if not args.push_to:
-        return
+        return 0
     try:
         with stage(f"uploading to {args.push_to}"):
             hub.upload(args.target, args.push_to, "exported")
@@ -84,10 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"by hand: hf upload {args.push_to} {args.target}"
         )
         warn(scrub(problem))
+    return 0
 
 
 def export(args: argparse.Namespace) -> None:
     """Raises ValueError for what the user can fix."""
+    if not args.source.exists() and (args.target / "checkpoints").is_dir():
+        raise ValueError(f"the run comes first: rl export {args.target} {args.source}")
     trained = load_trained(args.source, args.checkpoint)
     if args.target.exists():
         raise ValueError(f"{args.target} exists; name a folder that does not")
@@ -222,4 +226,4 @@ def _inside(file: Path) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,8 @@
-"""Encodes the pictures of an edit data set as Emu3 codes: `rl prepare tokenize ...`."""
+"""Encode the pictures of an edit data set as Emu3 codes, which EARL's configs train on.
+
+rl prepare tokenize --dataset-name my/edits --output-path data/mine
+rl prepare tokenize --dataset-name edits.jsonl --output-path data/mine --id-key id
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from rl.files.atomic import write_atomically
 from rl.files.model_files import model_problems
 from rl.renderers.emu3_vq.emu3_vq import Config as VqConfig
 from rl.renderers.emu3_vq.emu3_vq import Emu3Vq
-from rl.text import terminal
+from rl.text import command_line, terminal
 
 if TYPE_CHECKING:
     from rl.renderers.emu3_vq.codec import Emu3Codec
@@ -31,6 +35,7 @@ MAX_IMAGE_SIDE_PX = 16384
 _BOX = re.compile(r"\[" + ",".join([r"\s*(-?\d+(?:\.\d+)?)\s*"] * 4) + r"\]")
 
 
+@command_line.program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 when the list is written; 1 with a message when it cannot be."""
     terminal.guard()
@@ -47,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; the options are named as in EARL's script."""
-    parser = argparse.ArgumentParser("rl prepare", description=(__doc__ or "").partition("\n")[0])
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser = command_line.Parser("rl prepare", __doc__)
     add = parser.add_argument
     add("task", choices=["tokenize"], help="pictures to codes")
     add("--output-path", type=Path, required=True)

@@ -1,33 +1,33 @@
-"""Runs one iteration of a config at real size on a fake GPU.
+"""Run one iteration of a config at real size on a fake GPU.
 
     rl rehearse configs/qwen_image_edit.jsonnet
     rl rehearse configs/qwen_image_21.jsonnet renderer.batch_size=2
 
-Policy, renderer, loss, backward, optimizer step and export run through the project's own code, on
-tensors that have shapes and dtypes but no values. It reports tensors of different devices or
-dtypes, peak memory beside `rl check`'s plan, operations, and the lines where the host waits for
-the GPU. It needs the CPU build of PyTorch and g++, no weights, no judge and no data; a few
-minutes. It samples nothing and cannot see kernels, their speed, NCCL or vLLM: `rl check-gpu` does.
-The exit code is 1 where tensors do not go together.
+Policy, renderer, loss, backward, optimizer step and export run through the
+project's own code, on tensors that have shapes and dtypes but no values. It reports
+tensors of different devices or dtypes, peak memory beside the plan of rl check,
+operations, and the lines where the host waits for the GPU. It needs the CPU build of
+PyTorch and g++, no weights, no judge and no data; a few minutes. It samples nothing
+and cannot see kernels, their speed, NCCL or vLLM: rl check-gpu does. The exit code is
+1 where tensors do not go together.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import traceback
+from collections.abc import Sequence
 
 from rl.config.schema import ConfigError, load_config
 from rl.rehearsal import cuda_guard
-from rl.text import terminal
+from rl.text import command_line, terminal
 
 
-def main(argv: list[str] | None = None) -> int:
+@command_line.program
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 an error in the rehearsed code, 2 nothing could be rehearsed."""
     terminal.guard()
-    parser = argparse.ArgumentParser(
-        "rl rehearse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.Parser("rl rehearse", f"{__doc__}{command_line.KEY_VALUE}")
     parser.add_argument("config", help="a Jsonnet file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of its keys")
     depth = "N layers (at least 1) in every model, at their real widths"

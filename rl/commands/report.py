@@ -1,28 +1,50 @@
-"""Prints what a run learnt and writes its page: `rl report <run folder | config.jsonnet ...>`."""
+"""Print what a run learnt and write its page; compare runs.
+
+    rl report runs/my-run
+    rl report configs/quickstart.jsonnet run_name=second
+    rl report runs/my-run --against runs/control runs/other
+    rl report --all runs/
+
+RUN is a run folder, or the config that the run was started with. --against prints the
+paired differences on the held-out samples and writes report/compare.html. --all
+writes a table of all runs of a folder.
+"""
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rl.files.held import hold
+from rl.record.run_summary import RUNS_VARIABLE
+from rl.report.all_runs import write_all_runs
+from rl.report.compare import compare, lines, write_comparison
 from rl.report.folder import BusyError
 from rl.report.page import write_page
 from rl.report.reading import find_run, is_control, read_config, read_evaluations, read_named
 from rl.report.single_file import write_single_file
-from rl.report.summary import summary
+from rl.report.summary import INTERVAL, summary
 from rl.run.page_refresh import BUSY
-from rl.text import terminal
+from rl.text import command_line, terminal
 
 
+@command_line.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if there is nothing to report; `BUSY` if --refresh finds another report."""
     terminal.guard()
-    parser = argparse.ArgumentParser("rl report", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("run", help="run folder, or the config it was started with")
-    parser.add_argument("overrides", nargs="*", help="key=value, as given to the run")
-    parser.add_argument("--against", metavar="OTHER_RUN", help="a run folder to compare with")
+    parser = command_line.Parser("rl report", f"{__doc__}{command_line.KEY_VALUE}")
+    parser.add_argument("run", nargs="?", help="run folder, or config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as given to the run")
+    parser.add_argument("--against", metavar="RUN", nargs="+", default=[], help="runs to compare")
+    parser.add_argument(
+        "--all",
+        metavar="FOLDER",
+        nargs="?",
+        const=os.environ.get(RUNS_VARIABLE) or "runs",
+        help="write the table of the runs in FOLDER; default: runs/",
+    )
     parser.add_argument(
         "--single-file",
         action="store_true",
@@ -35,23 +57,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="used by a run itself: write only the page",
     )
     args = parser.parse_intermixed_args(argv)
+    if args.all is not None:
+        print(f"page: {write_all_runs(Path(args.all))}")
+        return 0
+    if args.run is None:
+        parser.error("name a run folder, or --all")
     try:
         run_dir = find_run(args.run, args.overrides)
-        other = None if args.against is None else find_run(args.against)
+        others = [find_run(against) for against in args.against]
+        results = [compare(run_dir, other) for other in others]
+        other = others[0] if others else None
         if args.refresh:
             hold(run_dir)
         if not (args.page_only or args.refresh):
             metrics = read_named(run_dir / "metrics.jsonl", "iteration")
             control = is_control(read_config(run_dir))
-            print("\n".join(summary(metrics, read_evaluations(run_dir), control)))
-        page, result = write_page(run_dir, other)
-        print(f"  page: {page} ({result.num_written} of its data pages are new)")
+            _show(summary(metrics, read_evaluations(run_dir), control))
+        page, index = write_page(run_dir, other)
+        print(f"  page: {page} ({index.num_written} of its data pages are new)")
+        for result in results:
+            _show(lines(run_dir.resolve().name, result))
+        if results:
+            print(f"  {INTERVAL}\n  page: {write_comparison(run_dir, results)}")
         if args.single_file:
-            print(f"  {write_single_file(run_dir, result, other)}")
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return BUSY if args.refresh and isinstance(error, BusyError) else 1
+            print(f"  {write_single_file(run_dir, index, other)}")
+    except BusyError as error:
+        command_line.complain(str(error))
+        return BUSY if args.refresh else 1
     return 0
+
+
+def _show(texts: Sequence[str]) -> None:
+    """Print the lines, with gains beyond noise in colour."""
+    command_line.show(
+        "\n".join(texts),
+        marks={
+            r"\(\+[\d.]+, 95 % \+.*?\)": "green",
+            r"\(-[\d.]+, 95 % -[\d.]+ to -.*?\)|NOT COMPARABLE|^  DRIFT.*": "red",
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -1,22 +1,38 @@
-"""Lists the runs of FOLDER, else of $APP__BASE_EXP_DIR, else of runs/: `rl runs [FOLDER]`."""
+"""List the runs of a folder: of FOLDER, else of $APP__BASE_EXP_DIR, else of runs/.
+
+rl runs
+rl runs runs/ --sort held-out
+rl runs --json | jq '.[0].best'
+"""
 
 from __future__ import annotations
 
-import argparse
+import json
+import math
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.filesize import decimal
 
 from rl.config.printing import escaped
-from rl.record.run_summary import folders, summarise
-from rl.text import terminal
+from rl.record.run_summary import RUNS_VARIABLE, Summary, folders, summarise
+from rl.text import command_line, terminal
 
-VARIABLE = "APP__BASE_EXP_DIR"
+ORDERS: dict[str, Callable[[Summary], Any]] = {
+    "written": lambda run: -run.written_s,
+    "name": lambda run: run.path.name,
+    "done": lambda run: -run.done,
+    "held-out": lambda run: math.inf if run.held_out is None else -run.held_out,
+    "best": lambda run: math.inf if run.best is None else -run.best,
+    "size": lambda run: -run.num_bytes,
+}
+"""Of `--sort`: best or largest first."""
 NAME_WIDTH = 24
 _WRAPPED = textwrap.TextWrapper(
     80, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
@@ -24,33 +40,37 @@ _WRAPPED = textwrap.TextWrapper(
 _ROW = f"{{:<{NAME_WIDTH}}} {{:<11}} {{:>8}} {{:>6}} {{:>10}} {{:>16}}"
 
 
+@command_line.program
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if nothing could be read."""
     terminal.guard()
-    parser = argparse.ArgumentParser("rl runs", description=__doc__)
-    default = os.environ.get(VARIABLE) or "runs"
+    parser = command_line.Parser("rl runs", __doc__)
+    default = os.environ.get(RUNS_VARIABLE) or "runs"
     parser.add_argument("folder", nargs="?", default=default, help="folder of runs, or of one run")
-    try:
-        return list_runs(parser.parse_args(argv).folder)
-    except BrokenPipeError:  # `rl runs | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:
-        print(f"rl runs: {error}", file=sys.stderr)
-        return 1
+    parser.add_argument("--sort", choices=ORDERS, default="written", help="the order of the runs")
+    parser.add_argument("--json", action="store_true", help="print one JSON list, for programs")
+    args = parser.parse_args(argv)
+    if not Path(args.folder).is_dir():
+        shown = escaped(args.folder, 60)
+        raise ValueError(f"{shown} is not a folder; name one, or set {RUNS_VARIABLE}")
+    summaries = [summarise(path) for path in folders(Path(args.folder).absolute())]
+    summaries.sort(key=lambda summary: summary.path.name)
+    summaries.sort(key=ORDERS[args.sort])
+    if args.json:
+        rows = [{**asdict(run), "path": str(run.path)} for run in summaries if not run.problem]
+        print(json.dumps(rows, indent=2))
+    else:
+        list_runs(args.folder, summaries)
+    return 0
 
 
-def list_runs(folder: str) -> int:
-    """Prints the runs of `folder`, the most recently written first."""
-    if not Path(folder).is_dir():
-        raise NotADirectoryError(
-            f"{escaped(folder, 60)} is not a folder; name one, or set {VARIABLE}"
-        )
-    unsorted = [summarise(path) for path in folders(Path(folder).absolute())]
-    summaries = sorted(unsorted, key=lambda summary: (-summary.written_s, summary.path.name))
+def list_runs(folder: str, summaries: Sequence[Summary]) -> None:
+    """Prints a table of the runs, then why other folders are none."""
     runs = [summary for summary in summaries if not summary.problem]
     if runs:
-        print(_ROW.format("run", "done", "held-out", "best", "checkpoint", "written"))
+        command_line.show(
+            _ROW.format("run", "done", "held-out", "best", "checkpoint", "written"), "bold"
+        )
     for run in runs:
         print(
             _ROW.format(
@@ -67,14 +87,13 @@ def list_runs(folder: str) -> int:
         details += [escaped(run.system, NAME_WIDTH), f"{decimal(run.num_bytes)}: {parts}"]
         if run.damaged:
             details.append(f"checkpoint {', '.join(map(str, run.damaged))} is damaged")
-        print(_WRAPPED.fill("; ".join(details)))
+        command_line.show(_WRAPPED.fill("; ".join(details)), marks={"^  RUNNING": "bold green"})
     size = decimal(sum(summary.num_bytes for summary in summaries))
     print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {escaped(folder, 56)}, {size}")
     for summary in summaries:
         if summary.problem:
             running = "running; " if summary.is_running else ""
             print(_WRAPPED.fill(f"{escaped(summary.path.name, 60)}: {running}{summary.problem}"))
-    return 0
 
 
 if __name__ == "__main__":

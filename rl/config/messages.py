@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -39,6 +40,8 @@ def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M
 def nearest(name: str, known: Sequence[str]) -> str:
     """`did you mean 'x'?`, or every known name if none is similar."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    # 'rank' for 'r', 'lr' for 'lr_decay': one is the beginning of the other.
+    close = close or [n for n in known if name and (n.startswith(name) or name.startswith(n))][:1]
     if close:
         return f"did you mean {close[0]!r}?"
     return "known: " + ", ".join(sorted(known)) if known else "nothing is known here"
@@ -71,7 +74,10 @@ def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> st
     value = value if len(value) <= MAX_SHOWN else f"{value[: MAX_SHOWN - 3]}..."
     allowed = problem["msg"].removeprefix("Input should be ").removeprefix("String should ")
     must = "must" if kind.startswith("string_pattern") else "must be"
-    return f"{key}: {value} given, {must} {allowed}{description}"
+    literals = re.findall("'(.+?)'", allowed) if kind == "literal_error" else []
+    close = difflib.get_close_matches(str(problem["input"]), literals, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{key}: {value} given, {must} {allowed}{hint}{description}"
 
 
 def _nearest_key(model: type[BaseModel], loc: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from rl.config import earl_fields, formats
 from rl.config.jsonnet import evaluate
 from rl.config.messages import nearest, validate
+from rl.config.paths import is_folder
 from rl.config.printing import printable
 from rl.config.shipped import find_config, located, shipped_configs
 
@@ -136,10 +138,9 @@ class AlgorithmConfig(Section):
     def _is_a_loss(cls, name: str) -> str:
         is_path = "." in name and all(part.isidentifier() for part in name.split("."))
         if name not in SHIPPED_LOSSES and not is_path:
-            shipped = " or ".join(map(repr, SHIPPED_LOSSES))
             raise ValueError(
-                f"{name!r} given, must be {shipped}, or the dotted path of a function of your own, "
-                "'my_package.my_loss'"
+                f"{name!r} given, must be a shipped loss ({nearest(name, SHIPPED_LOSSES)}), or the "
+                "dotted path of a function of your own, 'my_package.my_loss'"
             )
         return name
 
@@ -457,8 +458,7 @@ def load_config(
     """
     file = find_config(path)
     if file is None:
-        hint = nearest(str(path), shipped_configs())
-        raise ConfigError([f"{path}: no such config file here ({Path.cwd()}) or shipped; {hint}"])
+        raise ConfigError([_no_config(str(path))])
     values, problems = evaluate(file, overrides, env)
     if values is None:
         raise ConfigError(problems)
@@ -474,6 +474,20 @@ def load_config(
     if config is None or problems:
         raise ConfigError(problems + [f"{path}: {problem}" for problem in mistakes])
     return config.model_copy(update={"engine": chosen_engine(config.engine, config.policy)})
+
+
+def _no_config(path: str) -> str:
+    """Why `path` is no config file, and the likely fix."""
+    if "://" in path:
+        return f"{path} is a URL: download the file, and give its path"
+    if "=" in path:
+        return f"{path}: the config comes first, then key=value"
+    if is_folder(path):
+        return f"{path} is a folder: give the config file that its run was started with"
+    path_of = {Path(name).stem: name for name in shipped_configs()}
+    near = difflib.get_close_matches(Path(path).stem, path_of, n=1)
+    hint = f"did you mean {path_of[near[0]]!r}?" if near else nearest("", list(path_of.values()))
+    return f"{path}: no such config file here ({Path.cwd()}) or shipped; {hint}"
 
 
 def chosen_engine(engine: Mapping[str, Any], policy: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, model_validator
 
+from rl import build
 from rl.config.messages import validate
 from rl.config.paths import not_a_file
 from rl.config.printing import printable
+from rl.config.schema import RunConfig
 from rl.data.shared.jsonl import read_lines, read_rows
-from rl.edit.editor import OWN_WORDS, STOCK, UNTRAINED, Arm, Editor, EditRequest, EditResult
+from rl.edit.editor import (
+    OWN_WORDS,
+    STOCK,
+    UNTRAINED,
+    Arm,
+    Editor,
+    EditRequest,
+    EditResult,
+    sample_of,
+)
 from rl.files.atomic import write_atomically
 from rl.files.images import png_bytes
 from rl.files.panels import panel, pyplot
@@ -64,6 +75,8 @@ def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequ
         return _requests_in(path, instruction)
     is_picture = Path(instruction or "").suffix.lower() in PICTURES
     if instruction is None or (is_picture and not not_a_file(Path(instruction))):
+        if len(paths) == 1 and instruction is not None and not_a_file(path):
+            raise ValueError(f"the instruction comes last: {instruction} {str(path)!r}")
         raise ValueError(
             f"{path}: say what to do with it; the instruction comes last: rl edit --run RUN {path} "
             "'your words'"
@@ -80,6 +93,18 @@ def requests_of(paths: Sequence[Path], instruction: str | None) -> list[EditRequ
                 "pictures of one edit, with the instruction last, in quotes"
             )
     return [EditRequest(instruction, tuple(paths))]
+
+
+def unusable(requests: Sequence[EditRequest], config: RunConfig) -> dict[str, str]:
+    """Name -> why the request cannot be edited with the run; nothing is loaded."""
+    resolved = build.resolve(config)
+    reasons = {}
+    for number, request in enumerate(requests, 1):
+        try:
+            sample_of(request, build.row_rules(resolved), resolved.renderer.cls.needs_source)
+        except ValueError as error:
+            reasons[f"[{number}/{len(requests)}]"] = str(error)
+    return reasons
 
 
 def _requests_in(path: Path, instruction: str | None) -> list[EditRequest]:

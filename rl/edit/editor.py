@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Union
 
 from rl import build
+from rl.api.data import RowRules
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
 from rl.config.schema import RunConfig
@@ -97,6 +98,31 @@ class EditResult:
     finish: Literal["stop", "length"] = "stop"
     seconds: float = 0.0
     """The request's share of its batch's time."""
+
+
+def sample_of(
+    request: EditRequest, rules: RowRules, needs_picture: bool
+) -> tuple[Sample, tuple[Size | None, ...]]:
+    """The request as a sample, and each picture's original size if it was scaled down. Raises
+    ValueError for a request that cannot be edited. `needs_picture`: the renderer's."""
+    if not request.instruction.strip():
+        raise ValueError("the instruction is empty; say what the picture should show")
+    images = request.images
+    if not images and needs_picture:
+        raise ValueError("this run edits pictures: give one with the instruction")
+    if rules.max_pictures is not None and len(images) > rules.max_pictures:
+        raise ValueError(
+            f"{len(images)} pictures, but this run accepts {rules.max_pictures}; "
+            f"{rules.pictures_remedy}"
+        )
+    try:
+        pictures = [
+            opened(image, rules.max_image_side_px, rules.keeps_transparency) for image in images
+        ]
+    except UnusableError as error:
+        raise ValueError(str(error)) from error
+    sample = Sample(request.id, request.instruction, tuple(picture for picture, _ in pictures))
+    return sample, tuple(size_px for _, size_px in pictures)
 
 
 class Writer:
@@ -280,29 +306,7 @@ class Editor:
         return [results[b] for b in range(len(requests_B))]
 
     def _sample(self, request: EditRequest) -> tuple[Sample, tuple[Size | None, ...]]:
-        """The request as a sample, and each picture's original size if it was scaled down.
-
-        Raises ValueError for an invalid request.
-        """
-        if not request.instruction.strip():
-            raise ValueError("the instruction is empty; say what the picture should show")
-        images = request.images
-        if not images and self.needs_picture:
-            raise ValueError("this run edits pictures: give one with the instruction")
-        rules = self._rules
-        if rules.max_pictures is not None and len(images) > rules.max_pictures:
-            raise ValueError(
-                f"{len(images)} pictures, but this run accepts {rules.max_pictures}; "
-                f"{rules.pictures_remedy}"
-            )
-        try:
-            pictures = [
-                opened(image, rules.max_image_side_px, rules.keeps_transparency) for image in images
-            ]
-        except UnusableError as error:
-            raise ValueError(str(error)) from error
-        sample = Sample(request.id, request.instruction, tuple(picture for picture, _ in pictures))
-        return sample, tuple(size_px for _, size_px in pictures)
+        return sample_of(request, self._rules, self.needs_picture)
 
     @cached_property
     def _area_px(self) -> int:

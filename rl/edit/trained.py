@@ -24,6 +24,7 @@ from rl.config.schema import ConfigError, RunConfig
 from rl.files.adapter_base import ADAPTER_CONFIG
 from rl.files.atomic import row_of
 from rl.files.images import open_picture
+from rl.record.run_summary import not_a_run
 from rl.text.untrusted import excerpt
 
 UNUSED: dict[str, Any] = {
@@ -100,6 +101,8 @@ def load_trained(source: Path, checkpoint: str = "latest") -> Trained:
 
     Raises ValueError for problems that the user can fix.
     """
+    if not source.is_dir():
+        raise ValueError(not_a_run(source))
     model = model_folder(source if checkpoint == "latest" else checkpoint_of(source, checkpoint))
     is_adapter = (model / ADAPTER_CONFIG).is_file()
     if not is_adapter and not (model / "config.json").is_file():
@@ -224,12 +227,17 @@ def _renderer_overrides(
 
 
 def pick_device(device: str = "auto") -> str:
-    """'cuda:0' or 'cpu' for 'auto'; else `device`."""
+    """'cuda:0' or 'cpu' for 'auto'; else `device`. Raises ValueError if this machine lacks it."""
     import torch
 
-    if device != "auto":
-        return device
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if device == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"--device {device} cannot be used: {reason}; try --device cpu") from error
+    return device
 
 
 def _set(values: Mapping[str, Any], setting: str) -> dict[str, Any]:

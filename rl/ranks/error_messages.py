@@ -13,9 +13,9 @@ from rl.config.schema import ConfigError, listed
 
 MAX_SHOWN = 500
 REMEDIES = {
-    errno.EACCES: "give this user access to it, or choose another path (the run's: base_exp_dir)",
-    errno.EPERM: "give this user access to it, or choose another path (the run's: base_exp_dir)",
-    errno.EROFS: "the disk is mounted read-only; name another folder (base_exp_dir)",
+    errno.EACCES: "give this user access to it, or choose another path (a run's: base_exp_dir)",
+    errno.EPERM: "give this user access to it, or choose another path (a run's: base_exp_dir)",
+    errno.EROFS: "the disk is mounted read-only; name another folder (a run's: base_exp_dir)",
     errno.ENOSPC: "make room on that disk; the same command then resumes",
     errno.EDQUOT: "make room within this user's quota; the same command then resumes",
     errno.EFBIG: "the file has reached the largest size allowed here; raise it (ulimit -f)",
@@ -56,10 +56,7 @@ def sentence(error: BaseException) -> str | None:
     statement of this package have a message, and so have failures of a disk, folder, port or
     memory; asserts and errors of a library or a plugin have none."""
     if isinstance(error, OSError) and error.errno in REMEDIES:
-        path = error.filename2 or error.filename  # after a failed rename: its target
-        where = f"{path}: " if path else ""
-        message = escaped(f"{where}{error.strerror}", MAX_SHOWN)
-        return f"this run cannot go on:\n  {message}; {REMEDIES[error.errno]}"
+        return f"this run cannot go on:\n  {remedy(error)}"
     if isinstance(error, MemoryError):
         return f"this run cannot go on:\n  {HOST_MEMORY}"
     if type(error).__name__ == "OutOfMemoryError":  # torch's; does not import torch
@@ -76,6 +73,14 @@ def sentence(error: BaseException) -> str | None:
     if isinstance(error, ConfigError):
         return f"this config cannot run:\n{listed(error.problems)}"
     return "\n  ".join(["this run cannot go on:", *str(error).split("\n")])
+
+
+def remedy(error: OSError) -> str:
+    """The path, the reason and, where one is known, what to do about it."""
+    path = error.filename2 or error.filename  # after a failed rename: its target
+    message = f"{path}: {error.strerror}" if path and error.strerror else str(error)
+    fix = REMEDIES.get(error.errno or 0)
+    return escaped(message, MAX_SHOWN) + (f"; {fix}" if fix else "")
 
 
 def is_machine_error(error: BaseException) -> bool:

@@ -6,8 +6,9 @@ import fcntl
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from rl.config import formats
 from rl.files.atomic import row_of
 from rl.text.untrusted import excerpt
 
+RUNS_VARIABLE = "APP__BASE_EXP_DIR"
+"""Names the folder of runs; default: runs/."""
 LOCKS = (".lock", SAVE_LOCK)
 _MAX_SHOWN = 200
+_MAX_NAMED = 8
 _MAX = 10**9
 _PICTURES = ("images", "thumbnails", "evaluation", "stock", "report")
 """Folders whose .png and .webp count as pictures."""
@@ -72,6 +76,29 @@ def folders(parent: Path) -> list[Path]:
     if _is_begun(parent):
         return [parent]
     return sorted(entry for entry in parent.iterdir() if entry.is_dir())
+
+
+def not_a_run(path: str | Path) -> str:
+    """Says that `path` is no run folder, with the nearest run, or those that there are."""
+    path = Path(path)
+    if "://" in str(path) or str(path).startswith(("https:/", "http:/")):
+        return f"{path} is a URL: give a run folder on this machine"
+    for parent in path.parents:
+        if (parent / "checkpoints").is_dir():
+            return f"{path} is inside a run: name {parent}, with --checkpoint for an earlier state"
+    names: list[str] = []
+    places = dict.fromkeys([path, path.parent, Path(os.environ.get(RUNS_VARIABLE) or "runs")])
+    for place in places:
+        with suppress(OSError):
+            names += [str(run) for run in folders(place) if (run / "config.json").is_file()]
+    near = get_close_matches(path.name, {Path(name).name: name for name in names}, n=1)
+    close = [name for name in names if [Path(name).name] == near]
+    if close:
+        hint = f"did you mean {close[0]!r}?"
+    else:
+        hint = f"runs: {', '.join(names[:_MAX_NAMED])}" if names else "there are none in runs/"
+    state = "is no run folder" if path.exists() else "does not exist"
+    return f"{excerpt(str(path), _MAX_SHOWN)} {state}; {excerpt(hint, 3 * _MAX_SHOWN)}"
 
 
 def _is_begun(path: Path) -> bool:

@@ -23,7 +23,9 @@ from rl.report.summary import INTERVAL, alarms, context, learnt
 from rl.text.untrusted import without_lone_surrogates
 from rl.trackers.tracker_page import MAIN_METRICS
 
-_HERE = Path(__file__).with_name("page")
+NAMING = ("run_name", "base_exp_dir")
+"""Config keys that differ between any two runs."""
+PAGE_FOLDER = Path(__file__).with_name("page")
 _SOURCES = ("page.css", "base.js", "lists.js", "charts.js", "samples.js", "start.js")
 
 
@@ -52,7 +54,7 @@ def rendered(
     num_damaged = dict(index.damaged)
     if damaged:
         num_damaged["metrics.jsonl"] = len(damaged)
-    page = _template().render(
+    page = template("index.html.j2").render(
         name=str(config.get("run_name") or run_dir.resolve().name),
         other=None if other is None else other.resolve().name,
         note=note,
@@ -65,7 +67,7 @@ def rendered(
         alone=bool(embedded),
         times=times(metrics),
         settings=settings(config, None if other is None else read_config(other)),
-        sources={name: Markup((_HERE / name).read_text("utf-8")) for name in _SOURCES},  # nosec B704
+        sources={name: Markup((PAGE_FOLDER / name).read_text("utf-8")) for name in _SOURCES},  # nosec B704
         facts=Markup(literal(_facts(run_dir, metrics, config, index, other, bool(embedded)))),  # nosec B704
         is_drift_measured=any(row.get("drift/alarm") is not None for row in metrics),
         embedded=embedded,
@@ -74,15 +76,15 @@ def rendered(
 
 
 @cache
-def _template() -> Template:
+def template(name: str) -> Template:
     environment = Environment(
-        loader=FileSystemLoader(_HERE),
+        loader=FileSystemLoader(PAGE_FOLDER),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("index.html.j2")
+    return environment.get_template(name)
 
 
 def metrics_data(run_dir: Path, index: PageIndex) -> dict[str, Any]:
@@ -189,8 +191,8 @@ def times(metrics: Sequence[Record]) -> list[tuple[str, float, float]]:
 
 def settings(config: Mapping[str, Any], other: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """Every key with its value; keys whose value differs in the other run come first."""
-    values = _flat(config)
-    other_values = _flat(other) if other is not None else values
+    values = flat(config)
+    other_values = flat(other) if other is not None else values
     rows = [
         {"key": key, "value": values.get(key, "-"), "other": other_values.get(key, "-")}
         | {"differs": values.get(key) != other_values.get(key)}
@@ -199,15 +201,15 @@ def settings(config: Mapping[str, Any], other: Mapping[str, Any] | None) -> list
     return sorted(rows, key=lambda row: not row["differs"])
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
     for key, item in value.items():
         name = f"{prefix}{key}"
         children: Any = item
         if isinstance(item, list) and any(isinstance(entry, Mapping) for entry in item):
             children = {str(position): entry for position, entry in enumerate(item)}
         if isinstance(children, Mapping) and children:
-            flat |= _flat(children, f"{name}.")
+            found |= flat(children, f"{name}.")
         else:
-            flat[name] = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
-    return flat
+            found[name] = item if isinstance(item, str) else json.dumps(item, ensure_ascii=False)
+    return found

@@ -11,9 +11,12 @@ from typing import Any
 
 from rl.checkpoints.checkpoint import format_problem
 from rl.config.schema import load_config
+from rl.config.shipped import find_config
 from rl.files.atomic import read_rows, row_of
+from rl.record.run_summary import not_a_run
 
 Record = Mapping[str, Any]
+CONFIG_ENDINGS = (".jsonnet", ".libsonnet", ".json")
 _MAX_ITERATION = 10**9
 _MAX_NUMBER = 1e100
 _EPISODES = re.compile(r"it_(\d{6,})\.rank(\d+)\.jsonl")
@@ -38,12 +41,16 @@ class Evaluation:
 
 
 def find_run(run: str, overrides: Sequence[str] = ()) -> Path:
-    """`run` itself if it is a folder, else the run folder of the config `run`. Raises ValueError or
-    FileNotFoundError if there is no readable run."""
+    """`run` itself if it is a folder, else the run folder of the config `run`. Raises ValueError if
+    there is no readable run; its message names the nearest."""
     path = Path(run)
+    if not path.is_dir() and (path.suffix not in CONFIG_ENDINGS or find_config(path) is None):
+        raise ValueError(not_a_run(path))
     run_dir = path if path.is_dir() else load_config(run, list(overrides)).run_dir
     if not (run_dir / "metrics.jsonl").is_file():
-        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl: it is not a run folder")
+        if run_dir != path:
+            raise ValueError(f"{run} has not been run: {run_dir} has no metrics.jsonl")
+        raise ValueError(not_a_run(run_dir))
     if problem := format_problem(run_dir):
         raise ValueError(problem)
     return run_dir

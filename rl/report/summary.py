@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -100,21 +100,35 @@ def learnt(evaluations: Sequence[Evaluation]) -> Learnt | None:
     if len(evaluations) < 2:
         return None
     before, after = evaluations[0], evaluations[-1]
-    change_of: dict[str, Change] = {}
-    for sample_id, old in before.records.items():
-        new = after.records.get(sample_id, {})
-        rewards = number(old.get("reward")), number(new.get("reward"))
-        if rewards[0] is None or rewards[1] is None:
-            continue
-        pair = rewards[0], rewards[1]
-        for name in {"", str(old.get("category") or "")}:
-            title = printable(name) or "held-out reward"
-            change = change_of.setdefault(name, Change(title, [], []))
-            change.rewards.append(pair)
-            change.shown.append(shown_of(old) or [sample_id])
-    changes = [change_of[name] for name in sorted(change_of)]
+
+    def names(record: Record) -> set[str]:
+        return {"", str(record.get("category") or "")}
+
+    changes = changes_of(before.records, after.records, names, lambda row, _: row.get("reward"))
     num_graded = len(changes[0].rewards) if changes else 0
     return Learnt(before.iteration, after.iteration, changes, len(before.records) - num_graded)
+
+
+def changes_of(
+    before: Mapping[str, Record],
+    after: Mapping[str, Record],
+    names_of: Callable[[Record], Iterable[str]],
+    value_of: Callable[[Record, str], object],
+) -> list[Change]:
+    """The paired values of the samples in both evaluations (sample id -> record), by name.
+    `names_of`: the names that a record has values under; `value_of`: its value under one."""
+    change_of: dict[str, Change] = {}
+    for sample_id, old in before.items():
+        new = after.get(sample_id, {})
+        for name in names_of(old):
+            first, last = number(value_of(old, name)), number(value_of(new, name))
+            if first is None or last is None:
+                continue
+            title = printable(name) or "held-out reward"
+            change = change_of.setdefault(name, Change(title, [], []))
+            change.rewards.append((first, last))
+            change.shown.append(shown_of(old) or [sample_id])
+    return [change_of[name] for name in sorted(change_of)]
 
 
 def summary(

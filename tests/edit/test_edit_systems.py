@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import tiny_loop
 from PIL import Image
 from tiny_checkpoints import checkpoints_in, save
 from tiny_editor import assert_same_picture
+from tiny_messages import refusal
 
 from rl.commands import edit
 from rl.config.schema import RunConfig
@@ -233,8 +235,8 @@ def test_only_words_equal_the_words_of_a_whole_edit(
         note, other = (json.loads(file.read_text()) for file in (whole, out / "words" / whole.name))
         assert other["words"] == note["words"] and other["failure"] is None
         assert [file.name for file in (out / "words").iterdir()] == [whole.name]
-    with pytest.raises(SystemExit, match="picture itself, not words"):
-        edit.main(["--run", str(runs("tiny_earl")), "--only-words", "--out", str(tmp_path), "red"])
+    earl = ["--run", str(runs("tiny_earl")), "--only-words", "--out", str(tmp_path), "red"]
+    assert "picture itself, not words" in refusal(edit.main, earl)
 
 
 WRONG = [
@@ -248,22 +250,30 @@ WRONG = [
     (["--set", "renderer.num_step=8", "{}"], r"renderer\.num_step: .*num_steps"),
     (["--set", "renderer.model_path=/no/where", "{}"], r"renderer\.model_path: .*/no/where"),
     (["--set", "policy=5", "{}"], "policy: "),
-    (["--out", "/dev/null", "{}"], "File exists: '/dev/null'"),
-    (["--run", "nowhere", "{}"], "nowhere holds neither an adapter .* nor a model"),
+    (["--out", "/dev/null", "{}"], "--out /dev/null is a file; name a folder"),
+    (["--out", "/proc/x", "{}"], "/proc/x: No such file"),
+    (["--run", "nowhere", "{}"], "nowhere does not exist; there are no runs"),
+    (["--device", "cuda:77", "{}"], "--device cuda:77 cannot be used: .*; try --device cpu"),
+    (["https://x.org/a.png", "red"], "https://x.org/a.png is a URL: download"),
+    (["erase it", "{file}"], "the instruction comes last: .*a.png 'erase it'"),
+    (["{text}", "red"], "b.png is no picture"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG)
 def test_a_wrong_argument_is_explained(
-    runs: Any, tmp_path: Path, arguments: list[str], message: str
+    runs: Any, tmp_path: Path, monkeypatch: Any, arguments: list[str], message: str
 ) -> None:
     picture = tmp_path / "a.png"
     Image.new("RGB", (64, 64)).save(picture)
-    filled = [str(picture) if word == "{}" else word for word in arguments]
+    (text := tmp_path / "b.png").write_text("no picture")
+    files = {"{}": picture, "{file}": picture, "{text}": text}
+    filled = [str(files.get(word, word)) for word in arguments]
     command = [*filled, "red"] if "{}" in arguments else filled
     run = [] if "--run" in command else ["--run", str(runs("quickstart"))]
-    with pytest.raises(SystemExit, match=message):
-        edit.main([*run, *command])
+    with monkeypatch.context() as patch:  # no wrong argument may cost the time of loading
+        patch.setattr(Editor, "__init__", None)
+        assert re.search(message, refusal(edit.main, [*run, *command]))
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"a":' * 900 + b"1" + b"}" * 900])

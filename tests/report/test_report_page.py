@@ -223,7 +223,7 @@ def test_another_run_can_be_compared(run_dir: Path, tmp_path: Path, capsys) -> N
     assert report.main([str(run_dir), "--page-only"]) == 0
     assert not (run_dir / "report/data/other_eval_000004.js").exists()
     assert report.main([str(run_dir), "--against", str(run_dir / "images")]) == 1
-    assert "has no metrics.jsonl" in capsys.readouterr().err
+    assert "is no run folder" in capsys.readouterr().err
 
 
 def embedded_data(page: str) -> Iterator[str]:

@@ -96,12 +96,17 @@ def test_an_unknown_command_is_an_error(rl_here: Callable[..., Finished]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(name: str, rl_here: Callable[..., Finished]) -> None:
-    done = rl_here(name, "--help")
+def test_every_command_has_help_with_an_example(
+    name: str, rl_here: Callable[..., Finished]
+) -> None:
+    done = rl_here("help", name)
     assert done.returncode == 0, done.stderr
     usage = {"enhance": "rl edit"}.get(name, f"rl {name}")
-    usage = "python -m rl.simple_launch" if "launch" in COMMANDS[name].module else usage
     assert done.stdout.startswith(f"usage: {usage} ")
+    assert re.search(f"^    rl {name}", done.stdout, re.MULTILINE)
+    takes_overrides = "key=value" in done.stdout.partition("\n\n")[0]
+    assert takes_overrides == ("Jsonnet; other text is a string" in done.stdout)
+    assert max(map(len, done.stdout.split("\n"))) <= 90
 
 
 @pytest.mark.slow

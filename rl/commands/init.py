@@ -1,0 +1,255 @@
+"""Write a commented config for a run of your own; asks for what no option gives.
+
+rl init
+rl init my.jsonnet --system edit --judge http://judge-host:4877
+rl init q.jsonnet --system reasoning --data questions.jsonl --gpus 1 --gpu-gb 24
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rl.check import check_report
+from rl.check.this_machine import gpus
+from rl.config.messages import nearest
+from rl.config.paths import not_a_file
+from rl.config.schema import load_config
+from rl.data.shared.jsonl import read_lines, read_rows
+from rl.files.atomic import write_atomically
+from rl.text import command_line, terminal
+
+COLUMNS = {
+    "instruction": ("instruction", "edit_instruction", "prompt", "question", "problem", "caption"),
+    "source": ("image", "images", "source_image", "input_image", "original_image"),
+    "answer": ("answer", "solution", "label", "target"),
+}
+"""What the samples need -> the columns that it is usually in."""
+MAX_HELD_OUT = 64
+
+
+class System(NamedTuple):
+    """A system that a config can be written for."""
+
+    title: str
+    config: str
+    """The shipped config that the new one extends."""
+    one_gpu: str = ""
+    """The shipped config for one GPU, or for smaller ones; '' = the same."""
+    gpus: int = 0
+    """GPUs that `config` is written for; 0: it needs none, and has its own data and judge."""
+    gpu_gb: int = 80
+    data: str = "pictures with instructions: .jsonl, .parquet or hub id; empty: the example's"
+    needs: str = "instruction source"
+    """Of `COLUMNS`; '': the data are lists of token files."""
+    has_judge: bool = False
+
+
+SYSTEMS = {
+    "quickstart": System("tiny models on this CPU, in minutes: to see how it works", "quickstart"),
+    "edit": System(
+        "a VLM writes, Qwen-Image-Edit (one GPU: Qwen-Image-2.1) draws, a judge grades",
+        *("qwen_image_edit", "one_gpu_80gb", 8, 141),
+        has_judge=True,
+    ),
+    "prompts": System(
+        "a VLM rewrites prompts, Stable Diffusion 3 draws, CLIP grades",
+        *("prompt_enhancement", "one_gpu_48gb", 1, 80),
+        data="prompts: .txt or .jsonl; empty: the built-in ones",
+        needs="instruction",
+    ),
+    "reasoning": System(
+        "a VLM answers questions about pictures; right answers are rewarded",
+        *("vlm_reasoning", "one_gpu_24gb", 2, 80),
+        needs="instruction source answer",
+    ),
+    "earl": System(
+        "Emu3 writes the edited picture as tokens, a judge grades",
+        *("sft_s__rl_s", "", 4, 80),
+        data="a list written by `rl prepare tokenize`",
+        needs="",
+        has_judge=True,
+    ),
+}
+NAME, NUMBER = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", r"[1-9]\d{0,5}"
+QUESTIONS = {
+    "system": ("system", "|".join(SYSTEMS)),
+    "gpus": ("number of GPUs", NUMBER),
+    "gpu_gb": ("memory of each, GB", NUMBER),
+    "judge": ("URL of the judge, like http://host:4877", r"https?://[^\s/]\S*"),
+    "judge_model": ("the judge's model", r"\S+"),
+    "data": ("training data", r".*"),
+    "held_out": ("held-out data; empty: the last rows of the training data", r".*"),
+    "name": ("name of the run", NAME),
+}
+"""Option -> (question, pattern of a right answer)."""
+TEXT = """\
+// {title}.
+//
+//   rl check {file}            what it would do, and its mistakes
+//   rl train --smoke {file}    a trial of two iterations
+//   rl train {file}            the same command resumes the run
+//
+// What is not set here comes from the shipped configs/{base}.jsonnet. Every key, with its meaning
+// and default, is in configs/base.libsonnet. `key+: {{ ... }}` changes a part of a section,
+// `key: {{ ... }}` replaces all of it.
+(import '{base}.jsonnet') + {{
+  run_name: '{name}',
+  base_exp_dir: 'runs',  // the run is written to runs/{name}
+{keys}
+  // Often changed:
+  // num_epochs: null, num_iterations: 200,  // the length: one of the two is null
+  // generations_per_prompt: 8,
+  // optimizer+: {{ learning_rate: 1e-5 }},
+  // algorithm+: {{ kl_coeff: 1e-3 }},  // larger: stays nearer to the start
+  // evaluation+: {{ every_n_iterations: 25 }},  // held-out samples
+  // tracking+: {{ wandb: 'online' }},
+}}
+"""
+
+
+@command_line.program
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0; 1 if nothing was written, or what was written has mistakes."""
+    terminal.guard()
+    parser = command_line.Parser("rl init", __doc__)
+    parser.add_argument("file", nargs="?", help="the config to write; default: <name>.jsonnet")
+    for name, (question, _) in QUESTIONS.items():
+        choices = list(SYSTEMS) if name == "system" else None
+        parser.add_argument(f"--{name.replace('_', '-')}", choices=choices, help=question)
+    parser.add_argument("--yes", action="store_true", help="ask nothing: take the defaults")
+    args = parser.parse_args(arguments)
+    file, text = written(args)
+    write_atomically(file, text)
+    print(f"wrote {file}")
+    config = load_config(file)
+    report, code = check_report.report(config, config.gpu_gb)
+    if code:
+        command_line.complain(f"rl check {file}:")
+        print(report[report.rindex(" wrong\n") - 1 :], file=sys.stderr)
+        return code
+    command_line.show(f"rl check {file}: {report.rpartition(chr(10))[2]}", "bold green")
+    print(f"next: rl train --smoke {file}, then rl train {file}")
+    return 0
+
+
+def written(args: argparse.Namespace) -> tuple[Path, str]:
+    """(the config's file, its text). Raises ValueError for an answer that cannot be used."""
+    if args.system is None:
+        print(*(f"  {name:<11} {each.title}" for name, each in SYSTEMS.items()), sep="\n")
+    system = SYSTEMS[answer(args, "system", "quickstart")]
+    base, keys = system.config, []
+    if system.gpus:
+        sizes = [int(gpu.total_gb) for gpu in gpus()[0]]
+        num = int(answer(args, "gpus", str(len(sizes) or system.gpus)))
+        gb = int(answer(args, "gpu_gb", str(min(sizes, default=system.gpu_gb))))
+        if system.one_gpu and (num == 1 or gb < 80):
+            base = system.one_gpu
+        elif system.config == "prompt_enhancement":
+            keys.append("one_gpu:: true,  // policy, SD3 and CLIP share each GPU")
+        keys += [f"world_size: {num},  // GPUs", f"gpu_gb: {gb},  // memory of each, GB"]
+        keys += _data(args, system)
+    if system.has_judge:
+        url = answer(args, "judge", "http://localhost:4877")
+        model = answer(args, "judge_model", "Qwen/Qwen2.5-VL-72B-Instruct")
+        keys += [
+            "judge+: {  // an OpenAI-compatible endpoint; docs/judge.md says how to start one",
+            f"  api_base: {_quoted(url)},",
+            f"  model: {_quoted(model)},",
+            "},",
+        ]
+    stem = Path(args.file).stem if args.file else f"my-{base.replace('_', '-')}"
+    name = answer(args, "name", stem if re.fullmatch(NAME, stem) else "my-run")
+    file = Path(args.file or f"{name}.jsonnet")
+    if file.exists():
+        raise ValueError(f"{file} exists; name another file: rl init FILE")
+    lines = "".join(f"  {key}\n" for key in keys)
+    title = system.title[0].upper() + system.title[1:]
+    return file, TEXT.format(title=title, file=file, base=base, name=name, keys=lines)
+
+
+def answer(args: argparse.Namespace, name: str, default: str | None, question: str = "") -> str:
+    """The option's value, else what the user types at a terminal, else the default. Raises
+    ValueError if that is wrong, or if it is missing (default None) and nobody can be asked."""
+    asked, pattern = question or QUESTIONS[name][0], QUESTIONS[name][1]
+    option, is_asking = getattr(args, name), sys.stdin.isatty() and not args.yes
+    while True:
+        text = default if option is None else option
+        if option is None and is_asking:
+            command_line.show(f"{asked}{f' [{default}]' if default else ''}: ", "bold", end="")
+            text = input().strip() or default
+        why = "" if text is not None else f"--{name.replace('_', '-')} is missing: {asked}"
+        if text is not None and not re.fullmatch(pattern, text):
+            hint = f"; {nearest(text, list(SYSTEMS))}" if name == "system" else ""
+            why = f"{asked}: {text!r} is none{hint}"
+        elif text and name in ("data", "held_out") and not re.fullmatch(f"{NAME}/{NAME}", text):
+            gone = "" if Path(text).is_dir() else not_a_file(text)
+            why = f"{text} {gone}; give a file, or the id of a data set on the hub" if gone else ""
+        if text is not None and not why:
+            return text
+        if option is not None or not is_asking:
+            raise ValueError(why)
+        command_line.complain(why)
+
+
+def _data(args: argparse.Namespace, system: System) -> list[str]:
+    """The lines of the section `data`; [] for the data of the shipped config."""
+    train = answer(args, "data", "" if system.needs else None, f"data ({system.data})")
+    if not train:
+        return []
+    can_split = "source" in system.needs
+    default, question = ("", "") if can_split else (None, "held-out data")
+    held_out = answer(args, "held_out", default, question)
+    columns = _columns(train, system.needs.split())
+    kind, extra = "emu3_tokens", ["", ""]
+    if can_split:
+        answers = columns.pop("answer", "")
+        names = [f"{name}: {_quoted(column)}" for name, column in columns.items()]
+        names += [f"hidden: {{ answer: {_quoted(answers)} }}"] * bool(answers)
+        num = MAX_HELD_OUT
+        if train.endswith(".jsonl"):
+            num = max(1, min(num, len(read_rows(read_lines(Path(train)), train)[0]) // 5))
+        splits = ["", ""] if held_out else [f"[:-{num}]", f"[-{num}:]"]
+        mapping = ", ".join(names)
+        kind = "hf_dataset"
+        extra = [f", split: 'train{split}', columns: {{ {mapping} }}" for split in splits]
+    elif columns:
+        kind, extra = "prompts", [f", prompt_key: {_quoted(columns['instruction'])}"] * 2
+        extra = ["", ""] if train.endswith(".txt") else extra
+    sources = [
+        f"[{{ type: '{kind}', path: {_quoted(path)}{more} }}],"
+        for path, more in zip((train, held_out or train), extra, strict=True)
+    ]
+    return [
+        "data+: {  // docs/data.md; paths count from the folder in which `rl` is started",
+        f"  train: {sources[0]}",
+        f"  validation: {sources[1]}",
+        "},",
+    ]
+
+
+def _columns(path: str, needs: Sequence[str]) -> dict[str, str]:
+    """What a sample needs -> its column in the JSONL file, or the usual one."""
+    rows = read_rows(read_lines(Path(path)), path)[0] if path.endswith(".jsonl") else []
+    found = {}
+    for name in needs:
+        known = [column for column in COLUMNS[name] if not rows or column in rows[0]]
+        if not known:
+            fix = f"rename one to {COLUMNS[name][0]!r}"
+            raise ValueError(f"{path}: which column is the {name}? It has {[*rows[0]]}; {fix}")
+        found[name] = known[0]
+    return found
+
+
+def _quoted(text: str) -> str:
+    """As a Jsonnet string."""
+    return json.dumps(text) if "'" in text or "\\" in text else f"'{text}'"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

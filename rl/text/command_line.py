@@ -1,0 +1,103 @@
+"""Command lines: help with examples, suggestions for wrong words, errors as sentences, colour."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import IO, Any, NoReturn
+
+from rich.console import Console
+from rich.text import Text
+
+from rl.config.messages import nearest
+from rl.config.schema import ConfigError, listed
+from rl.ranks.error_messages import remedy
+from rl.text.terminal import plain, wrapped
+
+KEY_VALUE = """
+key=value changes a key of the config. The value is Jsonnet; other text is a string:
+  num_iterations=20 optimizer.learning_rate=2e-5 data.train.0.path=edits.jsonl
+  'rewards={clip: {type: "clip"}}'
+configs/base.libsonnet has every key with its meaning and default.
+"""
+_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
+_HELP_MARKS = {
+    r"^(usage|options|positional arguments):": "bold",
+    r"^    (rl |python ).*?(?=   |$)": "cyan",
+}
+_UNKNOWN = re.compile(r"unrecognized arguments: (--[\w-]+)")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose `doc` keeps its line ends; a wrong word is answered with the nearest one."""
+
+    def __init__(self, prog: str, doc: str | None, usage: str | None = None) -> None:
+        # Since Python 3.13 a docstring whose later lines are all indented has lost the indentation.
+        text = re.sub("(?m)^(?=rl )", "    ", doc or "")
+        super().__init__(prog, usage, text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        if match := _CHOICE.search(message):
+            message += f"; {nearest(match[1], match[2].replace(chr(39), '').split(', '))}"
+        elif match := _UNKNOWN.search(message):
+            options = [name for name in self._option_string_actions if name.startswith("--")]
+            message += f"; {nearest(match[1], options)}"
+        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help shows examples\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        show(message.rstrip("\n"), file=file or sys.stderr, marks=_HELP_MARKS)
+
+
+def show(
+    text: str,
+    style: str = "",
+    file: IO[str] | None = None,
+    marks: Mapping[str, str] = {},
+    end: str = "\n",
+) -> None:
+    """Print `text` to `file` (default: stdout), in colour if that is a terminal and NO_COLOR is not
+    set. `style`: rich's name of a style; `marks`: regular expression -> style of what it matches.
+    """
+    stream: Any = wrapped(file or sys.stdout)  # type: ignore[arg-type]
+    marked = Text(plain(text), style)
+    for pattern, its_style in marks.items():
+        marked.highlight_regex(f"(?m){pattern}", its_style)
+    Console(file=stream, soft_wrap=True, highlight=False, emoji=False).print(marked, end=end)
+    stream.flush()
+
+
+def complain(title: str, problems: Sequence[str] = ()) -> None:
+    """Print a red line, and the problems below it, to stderr."""
+    show(title, "bold red", sys.stderr)
+    if problems:
+        show(listed(problems), file=sys.stderr)
+
+
+def program(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """`main`, with errors as sentences and without traceback. Exit code: that of `main`; 1 after an
+    error or on a closed pipe, 130 after Ctrl-C."""
+
+    @wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> int:
+        try:
+            code = main(arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:  # `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except (KeyboardInterrupt, EOFError):  # EOFError: Ctrl-D at a question
+            complain("interrupted")
+            return 130
+        except ConfigError as error:
+            complain("this config cannot run:", error.problems)
+            return 1
+        except (ValueError, OSError) as error:
+            complain(remedy(error) if isinstance(error, OSError) else str(error))
+            return 1
+        return code
+
+    return run
