@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     128+n ended by signal n, else that of the rank that failed first."""
     terminal.guard()
     args = _parse(sys.argv[1:] if argv is None else argv)
+    if args.conformance:
+        from rl.conformance import conformance
+
+        sys.exit(conformance.run(args.conformance, args.config, args.overrides))
     if args.config is None:
         with tempfile.TemporaryDirectory(prefix="simple_launch_logs_") as logs:
             sys.exit(launch(args, args.nproc or 1, Path(logs)))
@@ -133,7 +137,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         type=float,
         help="sets the config's gpu_gb; a start then plans for it, not for the GPUs it finds",
     )
-    add("arguments", nargs="+", metavar="[script.py] config.jsonnet [key=value ...]")
+    add(
+        "--conformance",
+        metavar="PLUGIN",
+        help="with --check: test this policy or engine, of a config or at tiny size on the CPU",
+    )
+    add("arguments", nargs="*", metavar="[script.py] config.jsonnet [key=value ...]")
     args = parser.parse_intermixed_args(argv)
     if args.nproc is not None and args.nproc < 1:
         parser.error(f"--nproc {args.nproc}: at least one rank is needed")
@@ -147,15 +156,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--retries starts one node's ranks again; on several, start the same command")
     if args.online and not args.check:
         parser.error("--online needs --check; a start asks the judge anyway")
+    if args.conformance and not args.check:
+        parser.error("--conformance needs --check")
+    if not args.arguments and not args.conformance:
+        parser.error("a config is missing: [script.py] config.jsonnet [key=value ...]")
     if args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf:
         parser.error(f"--gpu-gb {args.gpu_gb} is not a size in GB")
     arguments = [_local_path(argument) for argument in args.arguments]
-    has_script = arguments[0] == "rl.train" or arguments[0].endswith(".py")
+    has_script = arguments[:1] == ["rl.train"] or "".join(arguments[:1]).endswith(".py")
     args.script = arguments.pop(0) if has_script else "rl.train"
     if args.script != "rl.train" and not_a_file(args.script):
         parser.error(f"no script {args.script}; the training loop is rl/train.py")
     is_training = args.script in ("rl.train", "rl/train.py")
-    if not arguments and (is_training or args.check):
+    if not arguments and (is_training or args.check) and not args.conformance:
         parser.error("a config is missing: [script.py] config.jsonnet [key=value ...]")
     args.config, args.overrides = (arguments[0], arguments[1:]) if arguments else (None, [])
     if args.retries and args.config is None:
