@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import signal
@@ -20,9 +21,11 @@ from typing import NoReturn
 from rl import build
 from rl.check import check_report, run_folder, this_machine
 from rl.check.fetch import fetch_models
+from rl.checkpoints.checkpoint import find, iteration_of, read_state
 from rl.config.paths import GONE, not_a_file
 from rl.config.schema import ConfigError, RunConfig, listed, load_config
 from rl.config.shipped import find_config
+from rl.policies.shared.start_from import start_of
 from rl.ranks import endings, heartbeat, loading_progress, placement, rendezvous, signals
 from rl.ranks.hang_watch import HangWatch
 from rl.ranks.node_watch import NodeWatch
@@ -52,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if args.nproc is not None:
             args.overrides.append(f"world_size={args.nproc * args.nnodes}")
             config = load_config(args.config, args.overrides)
+        config = _named_start(args, config)
         problems = []
         if config.world_size % args.nnodes:
             problems = [f"--nnodes {args.nnodes} does not divide world_size {config.world_size}"]
@@ -81,6 +85,22 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _say(line)
     num_ranks = config.world_size // args.nnodes
     sys.exit(launch(args, num_ranks, config.run_dir / "logs", config))
+
+
+def _named_start(args: argparse.Namespace, config: RunConfig) -> RunConfig:
+    """Replaces a run in `policy.from_run` by the checkpoint to start from: the newest one or, for a
+    run that resumes, the one that it started from. Thus ranks agree, and records name it."""
+    named = config.policy.get("from_run")
+    if not isinstance(named, str) or not named:
+        return config
+    with suppress(ValueError, OSError):  # the checks report it
+        if own := find(config.run_dir, hashes=False).path:
+            recorded = read_state(own)["meta"]["config"]["policy"].get("from_run", "")
+            if Path(recorded).parent.parent == Path(named):
+                named = recorded
+        args.overrides.append(f"policy.from_run={json.dumps(str(start_of(named).step))}")
+        return load_config(args.config, args.overrides)
+    return config
 
 
 def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
@@ -217,8 +237,6 @@ def launch(
 
 
 def _iterations_on_disk(run_dir: Path) -> int:
-    from rl.checkpoints.checkpoint import find, iteration_of
-
     newest = find(run_dir, hashes=False).path
     return 0 if newest is None else iteration_of(newest)
 
