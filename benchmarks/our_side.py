@@ -63,7 +63,8 @@ def run(
     warnings.filterwarnings("ignore")
     os.environ.update(environment)
     torch.set_num_threads(1)
-    from rl import build, train
+    import rl.train as train
+    from rl import build
     from rl.algorithm.metrics import Metrics
     from rl.run.run import Run
 

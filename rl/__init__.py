@@ -1,6 +1,14 @@
-"""RL for vision-language models that write the edit while a frozen generator draws it."""
+"""RL for vision-language models that write the edit while a frozen generator draws it.
+
+    from rl import check, train, load_run, Editor
+
+docs/python.md describes them. `import rl` imports none of them, and no torch.
+"""
 
 import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 if not (3, 11, 4) <= sys.version_info[:3] < (3, 14):  # no f-string: any Python gets this far
     found = sys.version.split()[0] + " (" + sys.executable + ")"
@@ -16,4 +24,38 @@ if sys.argv[:1] == ["-m"]:  # a program of this package starts: no traceback for
 
 from rl.ranks import package_fixes
 
+if TYPE_CHECKING:
+    from rl.edit.editor import Editor
+    from rl.notebook import check, load_run, train
+
+__all__ = ["Editor", "check", "load_run", "train"]
 package_fixes.install()
+
+
+class _Callable(ModuleType):
+    """`rl.check` and `rl.train` once these modules are imported: calling one still calls the
+    function of that name."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return _function(self.__name__.partition(".")[2])(*arguments, **options)
+
+
+class _Package(ModuleType):
+    """Imports what `__all__` names when it is first used."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in __all__ and type(value) is ModuleType:  # Python binds an imported submodule
+            value.__class__ = _Callable
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in __all__:
+            return _function(name)
+        raise AttributeError("module 'rl' has no attribute " + repr(name))
+
+
+def _function(name: str) -> Any:
+    return getattr(import_module("rl.edit.editor" if name == "Editor" else "rl.notebook"), name)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import signal
@@ -20,9 +21,11 @@ from typing import NoReturn
 from rl import build
 from rl.check import check_report, run_folder, this_machine
 from rl.check.fetch import fetch_models
+from rl.checkpoints.checkpoint import find, iteration_of, read_state
 from rl.config.paths import GONE, not_a_file
 from rl.config.schema import ConfigError, RunConfig, load_config
 from rl.config.shipped import find_config
+from rl.policies.shared.start_from import start_of
 from rl.ranks import endings, heartbeat, loading_progress, placement, rendezvous, signals
 from rl.ranks.hang_watch import HangWatch
 from rl.ranks.node_watch import NodeWatch
@@ -72,6 +75,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     128+n ended by signal n, else that of the rank that failed first."""
     terminal.guard()
     args = _parse(sys.argv[1:] if argv is None else argv)
+    if args.conformance:
+        from rl.conformance import conformance
+
+        sys.exit(conformance.run(args.conformance, args.config, args.overrides))
     if args.config is None:
         with tempfile.TemporaryDirectory(prefix="simple_launch_logs_") as logs:
             sys.exit(launch(args, args.nproc or 1, Path(logs)))
@@ -87,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             args.overrides += _smoke_overrides(config, args.nnodes)
             config = load_config(args.config, args.overrides)
             _say(f"trial of {SMOKE_ITERATIONS} iterations in {config.run_dir}")
+        config = _named_start(args, config)
         problems = []
         if config.world_size % args.nnodes:
             problems = [f"--nnodes {args.nnodes} does not divide world_size {config.world_size}"]
@@ -133,6 +141,22 @@ def _smoke_overrides(config: RunConfig, num_nodes: int) -> list[str]:
         "checkpoint.push_to_hub_every_n_iterations=0",
         "tracking.wandb='off'",
     ]
+
+
+def _named_start(args: argparse.Namespace, config: RunConfig) -> RunConfig:
+    """Replaces a run in `policy.from_run` by the checkpoint to start from: the newest one or, for a
+    run that resumes, the one that it started from. Thus ranks agree, and records name it."""
+    named = config.policy.get("from_run")
+    if not isinstance(named, str) or not named:
+        return config
+    with suppress(ValueError, OSError):  # the checks report it
+        if own := find(config.run_dir, hashes=False).path:
+            recorded = read_state(own)["meta"]["config"]["policy"].get("from_run", "")
+            if Path(recorded).parent.parent == Path(named):
+                named = recorded
+        args.overrides.append(f"policy.from_run={json.dumps(str(start_of(named).step))}")
+        return load_config(args.config, args.overrides)
+    return config
 
 
 def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
@@ -198,6 +222,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         if of_ranks
         else "sets the config's gpu_gb; a start then plans for it, not for the GPUs it finds",
     )
+    add(
+        "--conformance",
+        metavar="PLUGIN",
+        help=argparse.SUPPRESS
+        if of_ranks
+        else "with --check: test this policy or engine, of a config or at tiny size on the CPU",
+    )
     add("arguments", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     if args.nproc is not None and args.nproc < 1:
@@ -212,15 +243,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--retries starts one node's ranks again; on several, start the same command")
     if args.online and not args.check:
         parser.error("--online needs --check; a start asks the judge anyway")
+    if args.conformance and not args.check:
+        parser.error("--conformance needs --check")
+    if not args.arguments and not args.conformance:
+        parser.error("a config is missing: [script.py] config.jsonnet [key=value ...]")
     if args.gpu_gb is not None and not 0 < args.gpu_gb < math.inf:
         parser.error(f"--gpu-gb {args.gpu_gb} is not a size in GB")
     arguments = [_local_path(argument) for argument in args.arguments]
-    has_script = bool(arguments) and (arguments[0] == "rl.train" or arguments[0].endswith(".py"))
+    has_script = arguments[:1] == ["rl.train"] or "".join(arguments[:1]).endswith(".py")
     args.script = arguments.pop(0) if has_script else "rl.train"
     if args.script != "rl.train" and not_a_file(args.script):
         parser.error(f"no script {args.script}; the training loop is rl/train.py")
     is_training = args.script in ("rl.train", "rl/train.py")
-    if not arguments and (is_training or args.check):
+    if not arguments and (is_training or args.check) and not args.conformance:
         parser.error(f"name a config, for example: {name} configs/quickstart.jsonnet")
     args.config, args.overrides = (arguments[0], arguments[1:]) if arguments else (None, [])
     if args.retries and args.config is None:
@@ -269,8 +304,6 @@ def launch(
 
 
 def _iterations_on_disk(run_dir: Path) -> int:
-    from rl.checkpoints.checkpoint import find, iteration_of
-
     newest = find(run_dir, hashes=False).path
     return 0 if newest is None else iteration_of(newest)
 

@@ -54,8 +54,9 @@ FLOORS = [
     {"check"},
     {"run"},
     {"check_gpu", "edit", "rehearsal", "report"},
+    {"conformance"},
     {"train"},
-    {"commands", "simple_launch"},
+    {"commands", "notebook", "simple_launch"},
     {"__main__", "test_distributed_env"},
 ]
 """Layers of rooms (folders of `rl/`, or files beside them): a file imports only from its own room

@@ -15,8 +15,8 @@ from itertools import count
 
 import torch
 
+import rl.train as train
 from benchmarks.faults.inject import end_at
-from rl import train
 from rl.algorithm.metrics import Metrics
 from rl.api.types import RewardInput, RewardOutput
 from rl.judge.client import JudgeRefused

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 from typing_extensions import TypeVar
@@ -182,6 +182,12 @@ class Policy(RunPlugin[PolicyConfigT]):
     def picture_tokens(cls, config: PolicyConfigT, area_px: int) -> int:
         """Prompt tokens of a square picture of this area; 0: it takes no pictures, or unknown."""
         return 0
+
+    @classmethod
+    def tiny(cls, folder: str) -> Mapping[str, Any]:
+        """Write a model of random weights, a few MB, into `folder`; return the keys of the section
+        that load it. For `rl check --conformance` without a config. {}: it cannot."""
+        return {}
 
     # --- prompts and completions --------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from rl.config.schema import ConfigError, RunConfig, listed
 from rl.judge.endpoint import resolve_api_bases
 from rl.memory import footprint, memory_plan
 from rl.memory.memory_plan import Plan
+from rl.policies.shared.start_from import start_of
 from rl.ranks import placement
 from rl.text.scrub import remember, scrubbed
 
@@ -51,6 +52,11 @@ def remarks(resolved: build.Resolved) -> dict[str, list[str]]:
         "set, and without effect here": no_effect(resolved),
         "set, and probably a mistake": doubtful(resolved),
     }
+    if run := getattr(resolved.policy.config, "from_run", ""):
+        with suppress(ValueError, OSError):  # the policy reports it
+            lines_by_title["starts from another run's adapter"] = [
+                f"policy.from_run: {start_of(run)}"
+            ]
     return {title: lines for title, lines in lines_by_title.items() if lines}
 
 

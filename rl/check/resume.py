@@ -25,7 +25,7 @@ HARMLESS = (
     "max_render_failure_rate", "hang_limit_s",
     "optimizer.gradient_checkpointing",  # runs the same kernels on the same numbers twice
     "policy.max_kept_pictures",
-    "policy.lora.init_seed",  # drawn before the first iteration
+    "policy.lora.init_seed", "policy.from_run",  # read before the first iteration
     "engine.residency",  # after waking, its weights are checked to be unchanged
     "*.device",  # but see `check_resume`
 )  # fmt: skip

@@ -172,6 +172,7 @@ def model_config(trained: Trained, base: str | None, text_encoder_from: str | No
         section["init_text_encoder_from"] = text_encoder_from
     # Nothing is computed, so the run's attention kernel need not work here.
     section |= {"adapter_path": "", "attn_implementation": "auto"}
+    section.pop("from_run", None)
     policy = policy_class(trained)
     config, problems = validate(policy.Config, section, at="policy")
     problems = problems or [

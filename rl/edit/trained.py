@@ -69,7 +69,8 @@ class Trained:
         adapter is added to it."""
         section = self.config["policy"]
         if self.is_adapter:
-            return {**section, "adapter_path": str(self.model)}
+            kept = {key: value for key, value in section.items() if key != "from_run"}
+            return {**kept, "adapter_path": str(self.model)}
         keys = ("revision", "init_text_encoder_from", "text_encoder_subfolder", "adapter_path")
         kept = {key: value for key, value in section.items() if key not in keys}
         return {**kept, "model_path": str(self.model), "lora": None}

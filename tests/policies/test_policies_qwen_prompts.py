@@ -203,8 +203,8 @@ def test_bad_templates_are_refused(tokenizer):
 
 
 def test_special_tokens_are_banned_or_stop_the_completion(tokenizer):
-    prompts = prompts_of(tokenizer)
-    stops, banned = prompts.stop_ids, prompts.banned_ids(vocab_size=len(tokenizer) + 3)
+    stops = prompts_of(tokenizer).stop_ids
+    banned = prompting.banned_ids(tokenizer, len(tokenizer) + 3, stops)
     assert tokenizer.convert_ids_to_tokens(stops) == ["<|im_end|>", "<|endoftext|>"]
     banned_tokens = set(tokenizer.convert_ids_to_tokens([i for i in banned if i < len(tokenizer)]))
     assert {"<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|vision_start|>"} <= banned_tokens

@@ -16,7 +16,7 @@ import pytest
 from tiny_ranks import run_ranks
 from tiny_run import episode, run_config
 
-from rl import train
+import rl.train as train
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Status
 from rl.console.console import PhaseTimer

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 from tiny_run import run_config
 
-from rl import train
+import rl.train as train
 from rl.algorithm.metrics import Metrics
 from rl.api.types import Completion, Prompt, Sample
 from rl.console.console import PhaseTimer

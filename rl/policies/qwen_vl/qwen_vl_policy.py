@@ -92,7 +92,9 @@ class QwenVL(TrainedPolicy[Config]):
         model = qwen_vl_loading.load_model(config)
         text_config = model.config.text_config
         self.state_dim = text_config.hidden_size
-        self.banned_token_ids = self.prompts.banned_ids(text_config.vocab_size)
+        self.banned_token_ids = prompting.banned_ids(
+            self.prompts.tokenizer, text_config.vocab_size, self.stop_token_ids
+        )
         # Excludes a frozen tower: some of its layers have the same names as the language model's.
         within = r".*language_model\..*" if config.freeze_vision_tower else ""
         model = self._prepared(model, within)

@@ -167,14 +167,6 @@ class QwenPrompts:
         """Decode without special tokens and surrounding white space."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True).strip()
 
-    def banned_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """Ids that may not be sampled: special tokens except the stop tokens, and the unused ids
-        at the end of the vocabulary, which decode to no text."""
-        added = self.tokenizer.added_tokens_decoder.items()
-        specials = {token_id for token_id, token in added if token.special}
-        unused = set(range(len(self.tokenizer), vocab_size))
-        return tuple(sorted((specials | unused) - set(self.stop_ids)))
-
     def pictures(self, prompts: Sequence[Prompt]) -> list[Picture]:
         """All pictures of the prompts, in order."""
         pictures = []

@@ -23,6 +23,7 @@ from rl.files.weights import align_weights, fingerprint
 from rl.meter.flops import STAGES, prefix_tree_pairs
 from rl.policies.shared.model_loading import adapt
 from rl.policies.shared.packing import pack, positions
+from rl.policies.shared.start_from import differences, start_of
 from rl.ranks.dist import is_sharded
 from rl.text.untrusted import excerpt
 
@@ -48,6 +49,9 @@ class TrainedPolicyConfig(PolicyConfig):
     """Hub revision of model_path; null = newest."""
     adapter_path: str = ""
     """PEFT adapter folder to start from ('' = a fresh one); must fit `lora`."""
+    from_run: str = ""
+    """Run folder whose newest checkpoint's adapter to start from, or one of its checkpoints; base
+    model and `lora` must be equal. '' = none. Read only before the first iteration."""
     attn_implementation: Literal["auto", "sdpa", "varlen"] = "auto"
     """Attention kernel of the trainer's packed rows: 'varlen' (flash attention, half precision on
     CUDA), 'sdpa' (everywhere), 'auto' = 'varlen' where it runs."""
@@ -87,8 +91,15 @@ class TrainedPolicy(Policy[TrainedConfigT]):
 
     @classmethod
     def problems(cls, config: TrainedConfigT, run: RunConfig) -> list[str]:
-        errors = []
+        errors: list[str] = []
         adapter = config.adapter_path
+        if adapter and config.from_run:
+            errors.append("from_run: adapter_path is given, too; keep one of them")
+        elif config.from_run and config.lora is not None:
+            try:
+                errors += differences(start_of(config.from_run), config)
+            except (ValueError, OSError) as error:
+                errors.append(f"from_run: {error}")
         if adapter and not_a_file(Path(adapter, ADAPTER_CONFIG)):
             errors.append(f"adapter_path: {excerpt(repr(adapter), 300)} holds no {ADAPTER_CONFIG}")
         elif adapter:
@@ -104,8 +115,9 @@ class TrainedPolicy(Policy[TrainedConfigT]):
                 errors += model_problems([ModelFiles("adapter_path", adapter, **ADAPTER_FILES)])
             except ValueError as error:
                 errors.append(f"adapter_path: {error}")
-        if adapter and config.lora is None:
-            errors.append("adapter_path: needs lora; full fine-tuning (lora: null) has no adapter")
+        key = "adapter_path" if adapter else "from_run"
+        if getattr(config, key) and config.lora is None:
+            errors.append(f"{key}: needs lora; full fine-tuning (lora: null) has no adapter")
         half_on_cuda = config.dtype != "float32" and config.device != "cpu"
         if config.attn_implementation == "varlen" and not half_on_cuda:
             errors.append(
@@ -147,6 +159,8 @@ class TrainedPolicy(Policy[TrainedConfigT]):
         if config.lora is not None and config.adapter_path:
             keys = "target_modules init_seed"
             yield from unread(config.lora, keys, "adapter_path has its own", at="lora.")
+        if config.lora is not None and config.from_run:
+            yield from unread(config.lora, "init_seed", "from_run has an adapter", at="lora.")
 
     @classmethod
     def save_prompt_files(cls, config: TrainedConfigT, folder: Path) -> None:
@@ -165,7 +179,8 @@ class TrainedPolicy(Policy[TrainedConfigT]):
                 f"which policy.type {self.config.type!r} does not load; set the type that does"
             )
         config = self.config
-        model = adapt(model, config.lora, config.adapter_path, within, self.setup.seed)
+        adapter = str(start_of(config.from_run).adapter) if config.from_run else config.adapter_path
+        model = adapt(model, config.lora, adapter, within, self.setup.seed)
         model = model.to(self.device)
         align_weights(model, self.device)
         spare_activations(model, self.setup.gradient_checkpointing)

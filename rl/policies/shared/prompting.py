@@ -93,6 +93,15 @@ def special_texts(tokenizer: Any) -> list[str]:
     return [token.content for token in tokenizer.added_tokens_decoder.values()]
 
 
+def banned_ids(tokenizer: Any, vocab_size: int, stop_ids: Sequence[int]) -> tuple[int, ...]:
+    """Ids that may not be sampled: special tokens except the stop tokens, and the unused ids at the
+    end of the vocabulary, which decode to no text."""
+    added = tokenizer.added_tokens_decoder.items()
+    specials = {token_id for token_id, token in added if token.special}
+    unused = set(range(len(tokenizer), vocab_size))
+    return tuple(sorted((specials | unused) - set(stop_ids)))
+
+
 def num_prefix_tokens(tokenizer: Any, template: PromptTemplate, token_ids: Sequence[int]) -> int:
     """How many leading tokens `template.drop_prefix` has; 64 for Qwen-Image-Edit's template.
 

@@ -1,0 +1,366 @@
+"""Check, train and read runs from Python: `from rl import check, train, load_run`."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from rl.config.schema import load_config
+from rl.files.images import open_picture
+from rl.record.run_summary import is_in_use
+from rl.report import reading
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ConfigOrPath = str | Path | Mapping[str, Any]
+"""A config file, or the config itself as nested dicts and lists."""
+Overrides = Mapping[str, Any] | None
+"""Dotted key -> value: `{"num_iterations": 20, "policy.lora.r": 8}`."""
+NUM_LINES_KEPT = 200
+"""Last lines of a start's output that an error quotes."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What `rl check` found."""
+
+    problems: tuple[str, ...]
+    """Every mistake, each with its key and remedy; () if the config can run."""
+    text: str
+    """The whole report: plugins, batch, memory plan, judge, disk."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class TrainingError(RuntimeError):
+    """A start that did not end well; the message ends with the last lines that it printed."""
+
+    def __init__(self, code: int, output: str) -> None:
+        super().__init__(f"rl train ended with exit code {code}:\n{output}")
+        self.code = code
+        """`rl train`'s exit code: 1 wrong config, 128 + n ended by signal n."""
+        self.output = output
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Row:
+    """A graded completion. Fields that the record lacks are None."""
+
+    iteration: int
+    """Iterations done: an episode's own one, from 1; of a held-out sample 0 is before training."""
+    sample_id: str | None = None
+    category: str | None = None
+    instruction: str | None = None
+    completion: str | None = None
+    """All that the policy wrote."""
+    words: str | None = None
+    """`completion` without its thought: what the renderer got."""
+    status: str | None = None
+    """'scored', 'policy_failed' or 'ungraded'."""
+    failure: str | None = None
+    reward: float | None = None
+    """0 to 1; None if ungraded."""
+    bare_reward: float | None = None
+    """Reward of the user's own words under the same noise."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Part of the reward, as 'viescore/naturalness' -> number."""
+    record: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The whole line of the run's record: token ids, log-probs, judge replies, ..."""
+    folder: Path = field(repr=False)
+    """The folder to which the record's file names are relative."""
+
+    def image(self) -> Image | None:
+        """The rendered picture; None if none is on record."""
+        return self._open(self.record.get("image_file"))
+
+    def sources(self) -> list[Image]:
+        """The source pictures on record, in order."""
+        files = [self.record.get("source_file"), *reading.other_sources(self.record)]
+        return [picture for picture in map(self._open, files) if picture is not None]
+
+    def target(self) -> Image | None:
+        """The picture that the data set calls right; None if it has none, or none is on record."""
+        return self._open(self.record.get("target_file"))
+
+    def _open(self, file: object) -> Image | None:
+        inside = self.folder.parent.name == "evaluation"
+        kept = (reading.picture if inside else reading.picture_of)(self.folder, file)
+        if kept is None:
+            return None
+        with open_picture(self.folder / kept) as picture:
+            return picture.convert("RGB")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EpisodeRow(Row):
+    """A training completion."""
+
+    rank: int | None = None
+    group_id: str | None = None
+    member: int | None = None
+    """Its number in the group, from 0."""
+    advantage: float | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeldOutRow(Row):
+    """A held-out sample, edited under the weights after `iteration` iterations."""
+
+    stock_reward: float | None = None
+    """Reward of the renderer's own pipeline without a policy."""
+    reference: str | None = None
+    """The words that the data set calls right."""
+
+
+RowT = TypeVar("RowT", bound="Row | Mapping[str, Any]")
+
+
+class Table(list[RowT], Generic[RowT]):
+    """A list of rows that a notebook shows as a table."""
+
+    def frame(self) -> Any:
+        """A pandas.DataFrame, a column for each field and for each part of the reward."""
+        import pandas  # type: ignore[import-untyped, unused-ignore]
+
+        return pandas.DataFrame([_flat(row) for row in self])
+
+    def _repr_html_(self) -> str:
+        return str(self.frame()._repr_html_())
+
+
+def _flat(row: Row | Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(row, Row):
+        return dict(row)
+    names = [each.name for each in fields(row) if each.name not in ("parts", "record", "folder")]
+    return {name: getattr(row, name) for name in names} | dict(row.parts)
+
+
+class LoadedRun:
+    """A run folder, read anew by every call, so that it may belong to a run that is going on."""
+
+    def __init__(self, folder: Path, start: _Start | None = None) -> None:
+        self.folder = folder
+        self._start = start
+
+    def __repr__(self) -> str:
+        state = "running" if self.is_running else "not running"
+        return f"<run {self.folder}: {self.iterations_done} iterations done, {state}>"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved config with which it was last started; {} before that is written."""
+        return reading.read_config(self.folder)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process, started from here or elsewhere, trains or saves it now."""
+        return (self._start is not None and self._start.is_alive) or is_in_use(self.folder)
+
+    @property
+    def iterations_done(self) -> int:
+        return max((int(row["iteration"]) for row in self.metrics()), default=0)
+
+    @property
+    def evaluations(self) -> list[int]:
+        """Numbers of iterations done at its held-out evaluations; 0 is before training."""
+        return list(reading.evaluation_folders(self.folder))
+
+    def metrics(self) -> Table[Mapping[str, Any]]:
+        """A row for each iteration: 'iteration', and the metrics of docs/metrics.md by name. None:
+        not finite."""
+        path = self.folder / "metrics.jsonl"
+        return Table(reading.named_rows(path, "iteration")[0] if path.is_file() else [])
+
+    def episodes(self, iterations: int | Iterable[int] | None = None) -> Table[EpisodeRow]:
+        """The training completions of one iteration, of several (`range(10, 20)`), or of all.
+        Pictures are read when `image()` is called; a run keeps those of some groups."""
+        files = reading.episode_files(self.folder)
+        return Table(
+            _row(EpisodeRow, record, number, self.folder)
+            for number in _chosen(iterations, files)
+            for file in files[number]
+            for record in reading.named_rows(file, "sample_id")[0]
+        )
+
+    def held_out(self, iterations: int | Iterable[int] | None = None) -> Table[HeldOutRow]:
+        """The held-out samples of one of the `evaluations`, of several, or of all."""
+        folders = reading.evaluation_folders(self.folder)
+        return Table(
+            _row(HeldOutRow, {"sample_id": record["id"], **record}, number, folders[number])
+            for number in _chosen(iterations, folders)
+            for record in reading.named_rows(folders[number] / "records.jsonl", "id")[0]
+        )
+
+    def wait(self) -> Self:
+        """Wait until the start that `train` made has ended. Raises TrainingError if it failed."""
+        if self._start is not None:
+            self._start.wait()
+        return self
+
+    def stop(self) -> Self:
+        """Ask the start that `train` made to save and end, and wait for it; the same call of
+        `train` resumes the run."""
+        if self._start is not None:
+            self._start.stop()
+        return self
+
+
+def _chosen(iterations: int | Iterable[int] | None, known: Mapping[int, Any]) -> list[int]:
+    if iterations is None:
+        return list(known)
+    wanted = [iterations] if isinstance(iterations, int) else list(iterations)
+    return [number for number in wanted if number in known]
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+def _row(cls: type[AnyRow], record: Mapping[str, Any], iteration: int, folder: Path) -> AnyRow:
+    bare, parts = record.get("bare"), record.get("parts")
+    values: dict[str, Any] = {
+        **record,
+        "bare_reward": record.get("bare_reward", bare.get("reward") if bare else None),
+        "words": reading.words_of(record),
+        "iteration": iteration,
+        "parts": parts if isinstance(parts, Mapping) else {},
+        "record": record,
+        "folder": folder,
+    }
+    return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
+
+
+def load_run(folder: str | Path) -> LoadedRun:
+    """A run to read, finished or going on.
+
+    Args:
+        folder: the run folder, or the config file of the run.
+
+    Raises FileNotFoundError (ValueError for a format of another version) if there is none.
+    """
+    return LoadedRun(reading.find_run(str(folder)))
+
+
+def check(config: ConfigOrPath, overrides: Overrides = None) -> CheckResult:
+    """What a run would do, and every mistake of its config; nothing is started and no model loaded.
+
+    A process of its own does it, so that plugins are imported as they are on disk now.
+    """
+    with tempfile.TemporaryDirectory(prefix="rl_check_") as folder:
+        arguments = _arguments(config, overrides, Path(folder))
+        done = subprocess.run(
+            [*_LAUNCH, "--check", *arguments], capture_output=True, text=True, check=False
+        )
+    text = (done.stdout + done.stderr).strip()
+    if not done.returncode:
+        return CheckResult((), text)
+    listed = re.split(r"(?:^\d+ wrong| cannot run:)$", text, flags=re.M)[-1]
+    problems = [problem.strip() for problem in re.split(r"^  - ", listed, flags=re.M)]
+    return CheckResult(tuple(filter(None, problems)) or (text,), text)
+
+
+def train(
+    config: ConfigOrPath,
+    overrides: Overrides = None,
+    *,
+    nproc: int | None = None,
+    wait: bool = True,
+    echo: bool = True,
+) -> LoadedRun:
+    """Start the run that the config names, or resume it, as `rl train` does.
+
+    Args:
+        config: a file, or a config; keys as in configs/base.libsonnet.
+        overrides: values that replace the config's.
+        nproc: number of processes (GPUs) on this machine; None: the config's world_size.
+        wait: False: return at once, and train in the background; see `LoadedRun.wait`, `.stop`.
+        echo: print what the run prints.
+
+    Returns the run, whose tables can be read from its first iteration on.
+
+    Raises ConfigError for a config that cannot be read, TrainingError if the run fails. An
+    interrupt (Ctrl-C, "interrupt the kernel") first lets the run save.
+    """
+    start = _Start(config, overrides, nproc, echo)
+    run = LoadedRun(start.run_dir, start)
+    return run.wait() if wait else run
+
+
+_LAUNCH = (sys.executable, "-m", "rl.simple_launch")
+
+
+def _arguments(config: ConfigOrPath, overrides: Overrides, folder: Path) -> list[str]:
+    """The command line's config and overrides; a config without a file is written to `folder`."""
+    if isinstance(config, Mapping):
+        path = folder / "config.jsonnet"
+        path.write_text(json.dumps(config), encoding="utf-8")
+        config = path
+    return [
+        str(config),
+        *(f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()),
+    ]
+
+
+class _Start:
+    """A process of `rl train`, in a session of its own, so that only `stop` interrupts it."""
+
+    def __init__(
+        self, config: ConfigOrPath, overrides: Overrides, nproc: int | None, echo: bool
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="rl_train_")
+        arguments = _arguments(config, overrides, Path(self._folder.name))
+        self.run_dir = load_config(arguments[0], arguments[1:]).run_dir.absolute()
+        options = [] if nproc is None else ["--nproc", str(nproc)]
+        self._process = subprocess.Popen(
+            [*_LAUNCH, *options, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._lines: deque[str] = deque(maxlen=NUM_LINES_KEPT)
+        self._reader = Thread(target=self._read, args=(echo,), daemon=True)
+        self._reader.start()
+
+    def _read(self, echo: bool) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line)
+            if echo:
+                print(line, end="", flush=True)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait(self) -> None:
+        try:
+            code = self._process.wait()
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        self._reader.join()
+        if code:
+            raise TrainingError(code, "".join(self._lines))
+
+    def stop(self) -> None:
+        if self.is_alive:
+            self._process.send_signal(signal.SIGTERM)
+        self._process.wait()
+        self._reader.join()

@@ -1,0 +1,89 @@
+"""The checkpoint of another run whose adapter a policy starts from (`policy.from_run`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from rl.checkpoints.checkpoint import MODEL_FOLDER, held_out_rewards, model_folder, read_state
+from rl.files.adapter_base import ADAPTER_CONFIG
+from rl.text.untrusted import excerpt
+
+BASE = ("model_path", "revision", "init_text_encoder_from", "text_encoder_subfolder")
+"""Keys of a policy's section that name its base model."""
+SHAPE = ("r", "alpha", "target_modules")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint with an adapter."""
+
+    step: Path
+    iterations: int
+    policy: Mapping[str, Any]
+    """The policy section of the run that wrote it."""
+
+    @property
+    def adapter(self) -> Path:
+        return self.step / MODEL_FOLDER
+
+    def __str__(self) -> str:
+        reward = held_out_rewards(self.step.parent.parent).get(self.iterations)
+        score = "" if reward is None else f", held-out reward {reward:.3f}"
+        return f"{self.step} after {self.iterations} iterations{score}"
+
+
+def start_of(run: str) -> Start:
+    """The newest intact checkpoint of a run folder, or the checkpoint that `run` names. Raises
+    ValueError, with the remedy, if there is none or it holds no adapter."""
+    shown = excerpt(repr(run), 300)
+    if not Path(run).is_dir():
+        raise ValueError(f"{shown} is no folder; name a run folder or one of its checkpoints")
+    model = model_folder(Path(run))
+    step = model.parent
+    if model.name != MODEL_FOLDER or not (step / "state.json").is_file():
+        raise ValueError(f"{shown} has no checkpoint; name a run that has saved one")
+    if not (model / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{step} holds a whole model, no adapter; start from it with policy.model_path={model}"
+        )
+    state = read_state(step)
+    config = state["meta"].get("config")
+    policy = config.get("policy") if isinstance(config, Mapping) else None
+    if not isinstance(policy, Mapping) or type(state.get("iteration")) is not int:
+        raise ValueError(f"{step} is damaged: its state.json names no policy")
+    return Start(step, state["iteration"], policy)
+
+
+def differences(start: Start, config: BaseModel) -> list[str]:
+    """'key: why' for each key that makes the policy of the section `config` another model than the
+    start's. Raises ValueError (pydantic's) if this version cannot read the start's section."""
+    ours, theirs = config.model_dump(), dict(start.policy)
+    keys = ["type"]
+    if theirs.get("type") == ours.get("type"):
+        theirs = type(config).model_validate(theirs).model_dump()
+        keys = [*BASE, *(f"lora.{name}" for name in SHAPE)]
+    problems = []
+    for key in keys:
+        name, _, inner = key.partition(".")
+        first, second = theirs.get(name), ours.get(name)
+        if inner and isinstance(first, Mapping) and isinstance(second, Mapping):
+            first, second = first.get(inner), second.get(inner)
+        if not _same(first, second):
+            problems.append(
+                f"{key}: {excerpt(repr(second), 200)} given, but the adapter of from_run was "
+                f"trained with {excerpt(repr(first), 200)}; make them equal"
+            )
+    return problems
+
+
+def _same(first: object, second: object) -> bool:
+    if isinstance(first, str) and isinstance(second, str) and Path(first).exists():
+        return Path(first).resolve() == Path(second).resolve()
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return set(first) == set(second)
+    return first == second
