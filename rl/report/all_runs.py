@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from rl.files.atomic import write_atomically
 from rl.record.run_summary import Summary, folders, summarise
-from rl.report.curves import points, thinned
+from rl.report.curves import MAX_POINTS, points
 from rl.report.page import NAMING, PAGE_FOLDER, flat, template
 from rl.report.reading import named_rows, read_config
 from rl.text.untrusted import without_lone_surrogates
@@ -65,9 +65,9 @@ def _row(run: Summary, settings: Mapping[str, str]) -> dict[str, Any]:
 
 def sparkline(series: list[tuple[float, float]]) -> str:
     """`points` of an SVG polyline in a box of 100 x 24; rewards are 0 to 1."""
-    series = thinned(series)[0]
     if not series:
         return ""
+    series = [*series[:: 1 + len(series) // MAX_POINTS], series[-1]]
     first, last = series[0][0], series[-1][0]
     return " ".join(
         f"{100 * (x - first) / ((last - first) or 1):.1f},{23 - 22 * min(1, max(0, y)):.1f}"

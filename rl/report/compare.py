@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from markupsafe import Markup
+
 from rl.config.printing import escaped
 from rl.files.atomic import write_atomically
-from rl.report.curves import CURVES, Curve, Line, drawn, points
+from rl.report.curves import CURVES, Curve, Line, curve_data
 from rl.report.folder import locked
-from rl.report.page import NAMING, PAGE_FOLDER, settings, template
+from rl.report.page import NAMING, PAGE_FOLDER, settings, spec, template
+from rl.report.pages import literal
 from rl.report.reading import (
     Evaluation,
     Record,
@@ -32,6 +35,7 @@ from rl.text.untrusted import without_lone_surrogates
 MEASURE = ("rewards.", "final_reward.", "evaluation.temperature", "evaluation.top_k")
 JUDGE = ("judge.model", "judge.revision", "judge.temperature", "judge.image_side_px")
 """Config keys that decide what a held-out reward means; a key that ends in a dot: all below it."""
+SCRIPTS = ("base.js", "charts.js", "compare.js")
 NUM_SAMPLES, NUM_IN_TERMINAL = 6, 3
 """Samples with the largest gains, and as many with the largest losses."""
 STYLES = ("main", "dash run1", "dot run2", "dashdot run3", "run4", "dash run5", "dot run6")
@@ -170,12 +174,19 @@ def write_comparison(run: Path, results: Sequence[Comparison]) -> Path:
     runs = [run, *(result.other for result in results)][: len(STYLES)]
     metrics = [named_rows(path / "metrics.jsonl", "iteration")[0] for path in runs]
     names = [path.resolve().name for path in runs]
+    curves, data = _overlaid(names, metrics)
+    facts = {
+        "data": data,
+        "curves": {heading: list(map(spec, each)) for heading, each in curves.items()},
+    }
     page = template("compare.html.j2").render(
         name=names[0],
         legend=list(zip(names, STYLES, strict=False)),
         results=[(result, _samples(folder, result)) for result in results],
         interval=INTERVAL,
-        curves=_overlaid(names, metrics),
+        headings=[heading for heading, each in curves.items() if each],
+        facts=Markup(literal(facts)),  # nosec B704
+        sources=[Markup((PAGE_FOLDER / file).read_text("utf-8")) for file in SCRIPTS],  # nosec B704
         css=(PAGE_FOLDER / "page.css").read_text("utf-8"),
     )
     with locked(folder):
@@ -183,27 +194,39 @@ def write_comparison(run: Path, results: Sequence[Comparison]) -> Path:
     return folder / "compare.html"
 
 
-def _overlaid(names: Sequence[str], metrics: Sequence[Sequence[Record]]) -> dict[str, list[Any]]:
-    """Heading -> (title, SVG) of each metric that a run has; one line for each run."""
-    known = {name for rows in metrics for row in (*rows[:1], *rows[-1:]) for name in row}
-    parts = [n for n in sorted(known) if n.startswith(("eval/part/", "reward/part/"))]
+def _overlaid(
+    names: Sequence[str], metrics: Sequence[Sequence[Record]]
+) -> tuple[dict[str, list[Curve]], dict[str, Any]]:
+    """(heading -> curves with a line for each run that has the metric, their data as from
+    `curve_data`; metric `m` of the run number i is called `i:m`)."""
+    tables = [curve_data(rows, None) for rows in metrics]
+    iterations = sorted({it for table in tables for it in table["it"]})
+    of: dict[str, list[Any]] = {}
+    docs: dict[str, Any] = {}
+    for i, table in enumerate(tables):
+        for name, column in table["of"].items():
+            at = dict(zip(table["it"], column, strict=True))
+            of[f"{i}:{name}"] = [at.get(it) for it in iterations]
+        docs |= {f"{i}:{name}": doc for name, doc in table["docs"].items()}
+    known = sorted({name for table in tables for name in table["of"]})
     groups: dict[str, list[tuple[str, str, float | None]]] = {
         "Curves": [(c.title, c.lines[0].metric, c.top) for c in CURVES],
-        "Reward parts": [(name, name, None) for name in parts],
-        "Categories": [(n, n, 1.0) for n in sorted(known) if n.startswith("eval/reward/")],
+        "Reward parts": [
+            (n, n, None) for n in known if n.startswith(("eval/part/", "reward/part/"))
+        ],
+        "Categories": [(n, n, 1.0) for n in known if n.startswith("eval/reward/")],
     }
-    curves: dict[str, list[Any]] = {}
-    for heading, wanted in groups.items():
-        for title, metric, top in wanted:
-            series = [
-                (Line(metric, name, style), values)
-                for name, rows, style in zip(names, metrics, STYLES, strict=False)
-                if (values := points(rows, metric))
-            ]
-            if series:
-                svg = drawn(Curve(title, [line for line, _ in series], top), series)
-                curves.setdefault(heading, []).append((title, svg))
-    return curves
+    runs = list(enumerate(zip(names, STYLES, strict=False)))
+    curves = {
+        heading: [
+            Curve(title, [Line(f"{i}:{metric}", name, style) for i, (name, style) in runs], top)
+            for title, metric, top in wanted
+            if metric in known
+        ]
+        for heading, wanted in groups.items()
+    }
+    span = max((table["span"] for table in tables), default=1)
+    return curves, {"it": iterations, "of": of, "docs": docs, "span": span}
 
 
 def _samples(folder: Path, result: Comparison) -> dict[str, list[Any]]:

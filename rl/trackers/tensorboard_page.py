@@ -47,7 +47,7 @@ class TensorboardPage:
                 writer.add_image(tag, _sheet(pictures), step, dataformats="HWC")
 
     def log_before_after(self, compared: BeforeAfter) -> None:
-        writer = self._at(compared.iteration)
+        writer = self._writer_from(compared.iteration)
         for number, (caption, picture) in enumerate(compared.pictures):
             tag = f"{MAIN}before_after/{number}"
             writer.add_image(tag, _sheet([picture]), compared.iteration, dataformats="HWC")

@@ -160,6 +160,8 @@
     return [...new Set([...matching((name) => name.toLowerCase()), ...matching(text)])];
   };
 
+  page.chart = chart;
+
   page.overview = async (state) => {
     const section = document.getElementById("at-overview");
     const data = await page.load("metrics");
