@@ -89,10 +89,10 @@ def metrics_data(run_dir: Path, index: PageIndex) -> dict[str, Any]:
     """The data page `metrics`: every metric, and the histograms of rewards and advantages."""
     config = read_config(run_dir)
     keys = ("prompts_per_iteration", "generations_per_prompt", "images_per_completion")
-    factors = [config.get(key) for key in keys]
+    factors: list[Any] = [config.get(key) for key in keys]
     known = all(type(factor) is int and 0 < factor < 10**6 for factor in factors)
     metrics = named_rows(run_dir / "metrics.jsonl", "iteration")[0]
-    data = curve_data(metrics, prod(factors) if known else None)  # type: ignore[type-var]
+    data = curve_data(metrics, prod(factors) if known else None)
     return data | {"histograms": index.histograms}
 
 
