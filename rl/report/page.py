@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from rl.files.atomic import write_atomically
-from rl.report.curves import CURVES, Curve, curve_data, part_curves, points
+from rl.report.curves import CURVES, Curve, curve_data, points
 from rl.report.folder import locked
 from rl.report.pages import CHUNK, PageIndex, call, literal, refresh
 from rl.report.reading import Record, named_rows, read_config, read_evaluations
@@ -66,7 +66,7 @@ def rendered(
         times=times(metrics),
         settings=settings(config, None if other is None else read_config(other)),
         sources={name: Markup((_HERE / name).read_text("utf-8")) for name in _SOURCES},  # nosec B704
-        facts=Markup(literal(_facts(run_dir, metrics, config, index, other, bool(embedded)))),  # nosec B704
+        facts=Markup(literal(_facts(run_dir, config, index, other, bool(embedded)))),  # nosec B704
         is_drift_measured=any(row.get("drift/alarm") is not None for row in metrics),
         embedded=embedded,
     )
@@ -98,7 +98,6 @@ def metrics_data(run_dir: Path, index: PageIndex) -> dict[str, Any]:
 
 def _facts(
     run_dir: Path,
-    metrics: Sequence[Record],
     config: Mapping[str, Any],
     index: PageIndex,
     other: Path | None,
@@ -131,7 +130,6 @@ def _facts(
         "run": _path(run_dir, config),
         "checkpoints": _checkpoints(run_dir),
         "curves": list(map(_spec, sorted(CURVES, key=_rank))),
-        "parts": list(map(_spec, part_curves(metrics))),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,36 +48,29 @@ def _page(run_dir: Path, index: PageIndex, other: Path | None) -> tuple[str, str
     # First as many tables as leave room for pictures, then what is left, one by one.
     rounds = [(names, _TABLES * max_bytes), *(([name], max_bytes) for name in names)]
     inside: dict[str, Any] = {"metrics": _read(folder, "metrics")}
-    finding: dict[str, dict[str, Any]] = {}
+    lists: dict[str, dict[str, Any]] = {}
+    """Name of a page for the list of groups -> its rows by iteration."""
     pictures: dict[str, str] = {}
     left_out: set[str] = set()
     used_bytes: float = _size(inside)
     for in_round, limit in rounds:
+        if used_bytes > 0.99 * max_bytes:
+            break
         sources: dict[str, None] = {}
         """Pictures, by their paths relative to the page."""
         for name in in_round:
             if name in inside:
                 continue
-            pages, rows = _pages(folder, name), _finding_rows(folder, name)
-            if used_bytes + (size := _size(pages) + _size(rows)) > limit:
+            pages, (listing, rows) = _pages(folder, name), _listed(folder, name)
+            if used_bytes + (size := _size(pages | rows)) > limit:
                 continue
             used_bytes += size
             inside |= pages
-            for page, row in rows.items():
-                finding[page] = finding.get(page, {}) | row
+            lists[listing] = lists.get(listing, {}) | rows
             is_iteration = name.startswith("it_")
             base = "../" if is_iteration else f"../evaluation/{name.replace('eval', 'it')}/"
-            sources |= dict.fromkeys(_pictures(pages, base))
-            listed = (
-                row[-1]
-                for of_page in rows.values()
-                for it in of_page.values()
-                for row in it["rows"]
-            )
-            sources |= dict.fromkeys(
-                f"../{place.partition('#')[0]}" for each in listed for place in each
-            )
-        for source in sources.keys() - pictures.keys():
+            sources |= dict.fromkeys(_pictures((pages | rows).values(), base))
+        for source in [source for source in sources if source not in pictures]:
             # `sources` has no pictures of the other run.
             file = picture_of(run_dir, source.removeprefix("../"))
             data_url = thumbnail(run_dir / file) if file else None
@@ -96,20 +89,21 @@ def _page(run_dir: Path, index: PageIndex, other: Path | None) -> tuple[str, str
         f"iterations, and {len(pictures)} thumbnails; {len(left_out)} pictures of these did not "
         "fit. The report in the run folder has everything."
     )
-    scripts = [call(name, value) for name, value in (inside | finding).items()]
+    scripts = [call(name, value) for name, value in (inside | lists).items() if name]
     scripts.append(f"page.pictures = {literal(pictures)};")
     # Our own scripts, whose data `literal` has escaped.
     page = rendered(run_dir, index, other, list(map(Markup, scripts)), note)  # nosec B704
     return page, f"{len(pictures)} thumbnails inside, {len(left_out)} pictures left out"
 
 
-def _finding_rows(folder: Path, name: str) -> dict[str, dict[str, Any]]:
-    """Page of the list of groups -> the rows of the iteration that the data page `name` has."""
+def _listed(folder: Path, name: str) -> tuple[str, dict[str, Any]]:
+    """(name of the page for the list of groups, iteration -> its rows there) of the data page
+    `name`; ('', {}) if that is an evaluation."""
     kind, _, number = name.partition("_")
     if kind != "it":
-        return {}
-    page = f"find_{int(number) // CHUNK:06d}"
-    return {page: {str(int(number)): _read(folder, page)[str(int(number))]}}
+        return "", {}
+    page, iteration = f"find_{int(number) // CHUNK:06d}", str(int(number))
+    return page, {iteration: _read(folder, page)[iteration]}
 
 
 def _pages(folder: Path, name: str) -> dict[str, Any]:
@@ -128,10 +122,12 @@ def _size(pages: Mapping[str, Any]) -> int:
     return sum(len(call(name, value).encode()) + _AROUND for name, value in pages.items())
 
 
-def _pictures(pages: Mapping[str, Any], base: str) -> Iterator[str]:
+def _pictures(pages: Iterable[Any], base: str) -> Iterator[str]:
     """Picture paths of groups or held-out samples; `base`: the folder they are relative to."""
-    for page in pages.values():
+    for page in pages:
         for row in page["rows"]:
+            if isinstance(row, list):  # in the list of groups
+                row = {"src": None, "of": [{"img": file} for file in row[-1]], "bare": None}
             files = [row["src"], *row.get("others", []), row.get("goal"), row.get("bimg")]
             members = [*row["of"], row["bare"]] if "of" in row else [row]
             files += [one["img"] for one in members if one]
