@@ -38,10 +38,15 @@ def fsync(path: Path) -> None:
 
 
 def write_atomically(
-    path: Path, content: str | bytes, opener: Callable[[str, int], int] = no_links
+    path: Path,
+    content: str | bytes,
+    opener: Callable[[str, int], int] = no_links,
+    *,
+    durable: bool = True,
 ) -> None:
     """Replace `path`'s contents completely or not at all; creates the folders above it. `opener` as
-    in `open`. Raises GoneError (`held.py`) and other OSErrors, which name the path."""
+    in `open`. Without `durable` a power failure may lose the file. Raises GoneError (`held.py`) and
+    other OSErrors, which name the path."""
     path = current_path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     with _with_path_in_errors(path):
@@ -49,13 +54,15 @@ def write_atomically(
         with _opened_exclusively(temporary, opener) as file:
             try:
                 append(file, content.encode() if isinstance(content, str) else content)
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
                 temporary.replace(path)
             except BaseException:
                 with suppress(OSError):
                     temporary.unlink()
                 raise
-        fsync(path.parent)
+        if durable:
+            fsync(path.parent)
 
 
 @contextmanager

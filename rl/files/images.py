@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -74,6 +75,17 @@ def downscale(image: Image, side_px: int) -> Image:
         return image
     width, height = (max(1, round(length * scale)) for length in image.size)
     return image.resize((width, height), Resampling.LANCZOS)
+
+
+def side_by_side(pictures: Sequence[Image]) -> Image:
+    """The pictures in a row, aligned at the top, on white."""
+    height, width = max(p.height for p in pictures), sum(p.width for p in pictures)
+    sheet = new("RGB", (width, height), "white")
+    left = 0
+    for picture in pictures:
+        sheet.paste(picture.convert("RGB"), (left, 0))
+        left += picture.width
+    return sheet
 
 
 @cached(LRUCache(256 * 2**20, getsizeof=len), key=digest, condition=Condition())

@@ -221,8 +221,8 @@ class RunRecord:
 def _distinct_pictures(episodes_G: Sequence[Episode], bare: Episode | None) -> list[Image]:
     """A group's sources, target, bare arm, and completions' pictures; equal completions share one
     picture."""
-    pictures = [picture for e in episodes_G[:1] for picture in (*e.prompt.sample.sources,)]
-    pictures += [e.prompt.sample.target for e in episodes_G[:1] if e.prompt.sample.target]
+    samples = [episode.prompt.sample for episode in episodes_G[:1]]
+    pictures = [p for s in samples for p in (*s.sources, s.target) if p is not None]
     pictures += [e.image for e in (bare, *episodes_G) if e is not None and e.image is not None]
     return list({id(picture): picture for picture in pictures}.values())
 

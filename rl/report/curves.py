@@ -187,17 +187,3 @@ def _short(value: float) -> float:
     """Six significant digits; whole numbers as such, which take fewer characters."""
     rounded = float(f"{value:.6g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
-
-
-def part_curves(metrics: Sequence[Record]) -> list[Curve]:
-    """A curve for each part of the reward."""
-    names = {name for row in metrics for name in row}
-    prefixes = ("reward/part/", "eval/part/")
-    parts = sorted({name.removeprefix(p) for name in names for p in prefixes if name.startswith(p)})
-    return [
-        Curve(
-            part,
-            (Line(f"reward/part/{part}", "sampled"), Line(f"eval/part/{part}", "held-out", "dash")),
-        )
-        for part in parts
-    ]

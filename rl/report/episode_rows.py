@@ -256,15 +256,11 @@ def finding_row(g: int, rows_G: Sequence[Record], names: Sequence[str], run_dir:
 def _list_pictures(rows_G: Sequence[Record], run_dir: Path) -> list[str]:
     """At most three distinct pictures, thumbnails where there are any."""
     graded = [row for row in rows_G if number(row.get("reward")) is not None] or rows_G[:1]
-    best, worst = max(graded, key=_reward), min(graded, key=_reward)
+    graded = sorted(graded, key=lambda row: number(row.get("reward")) or 0.0)
     small = rows_G[0].get("source_thumbnails")
     places = [small[0] if isinstance(small, list) and small else rows_G[0].get("source_file")]
-    places += [row.get("thumbnail") or row.get("image_file") for row in (best, worst)]
+    places += [row.get("thumbnail") or row.get("image_file") for row in (graded[-1], graded[0])]
     return [p for p in dict.fromkeys(map(partial(picture_of, run_dir), map(str, places))) if p]
-
-
-def _reward(row: Record) -> float:
-    return number(row.get("reward")) or 0.0
 
 
 def histogram(values: Iterable[float | None], step: float, first: float, num: int) -> list[int]:

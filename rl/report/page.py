@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from rl.files.atomic import write_atomically
-from rl.report.curves import CURVES, Curve, curve_data, part_curves, points
+from rl.report.curves import CURVES, Curve, curve_data, points
 from rl.report.folder import locked
 from rl.report.pages import CHUNK, PageIndex, call, literal, refresh
 from rl.report.reading import Record, named_rows, read_config, read_evaluations
@@ -68,7 +68,7 @@ def rendered(
         times=times(metrics),
         settings=settings(config, None if other is None else read_config(other)),
         sources={name: Markup((PAGE_FOLDER / name).read_text("utf-8")) for name in _SOURCES},  # nosec B704
-        facts=Markup(literal(_facts(run_dir, metrics, config, index, other, bool(embedded)))),  # nosec B704
+        facts=Markup(literal(_facts(run_dir, config, index, other, bool(embedded)))),  # nosec B704
         is_drift_measured=any(row.get("drift/alarm") is not None for row in metrics),
         embedded=embedded,
     )
@@ -91,16 +91,15 @@ def metrics_data(run_dir: Path, index: PageIndex) -> dict[str, Any]:
     """The data page `metrics`: every metric, and the histograms of rewards and advantages."""
     config = read_config(run_dir)
     keys = ("prompts_per_iteration", "generations_per_prompt", "images_per_completion")
-    factors = [config.get(key) for key in keys]
+    factors: list[Any] = [config.get(key) for key in keys]
     known = all(type(factor) is int and 0 < factor < 10**6 for factor in factors)
     metrics = named_rows(run_dir / "metrics.jsonl", "iteration")[0]
-    data = curve_data(metrics, prod(factors) if known else None)  # type: ignore[type-var]
+    data = curve_data(metrics, prod(factors) if known else None)
     return data | {"histograms": index.histograms}
 
 
 def _facts(
     run_dir: Path,
-    metrics: Sequence[Record],
     config: Mapping[str, Any],
     index: PageIndex,
     other: Path | None,
@@ -133,7 +132,6 @@ def _facts(
         "run": _path(run_dir, config),
         "checkpoints": _checkpoints(run_dir),
         "curves": list(map(spec, sorted(CURVES, key=_rank))),
-        "parts": list(map(spec, part_curves(metrics))),
     }
 
 

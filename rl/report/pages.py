@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import BaseModel, StringConstraints
 
 from rl.files.atomic import read_rows, write_atomically
 from rl.report.episode_rows import (
@@ -64,12 +64,6 @@ class PageIndex:
     """Number of pages that `refresh` wrote."""
 
 
-_Rewards = Annotated[list[int], Field(min_length=NUM_REWARD_BINS, max_length=NUM_REWARD_BINS)]
-_Advantages = Annotated[
-    list[int], Field(min_length=NUM_ADVANTAGE_BINS, max_length=NUM_ADVANTAGE_BINS)
-]
-
-
 class _Part(BaseModel):
     """Pages that are written together."""
 
@@ -78,7 +72,7 @@ class _Part(BaseModel):
     files: list[Annotated[str, StringConstraints(pattern=f"^(?:{_PAGE_FILE.pattern})$")]]
     groups: list[tuple[int, int]]
     """(iteration, number of groups)."""
-    histograms: list[tuple[int, _Rewards, _Advantages]]
+    histograms: list[tuple[int, list[int], list[int]]]
     damaged: dict[str, int]
     """File -> number of unreadable lines."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,55 +38,72 @@ def write_single_file(run_dir: Path, index: PageIndex, other: Path | None = None
 
 
 def _page(run_dir: Path, index: PageIndex, other: Path | None) -> tuple[str, str]:
-    """(HTML with the newest iterations that fit, a note on how many pictures it holds)."""
+    """(HTML with as much of the run as fits, a note on how many pictures it holds)."""
     folder = run_dir / "report" / "data"
     smallest = len(rendered(run_dir, index, other, [Markup()], "x" * 400).encode())
-    free_bytes = MAX_BYTES - smallest - 20_000
-    free_table_bytes = int(free_bytes * _TABLES)
-    inside: dict[str, Any] = {}
-    sources: dict[str, None] = {}
-    """Pictures, by their paths relative to the page."""
-    for iteration, _ in [*index.evaluations[:1], *index.evaluations[1:][-1:]]:
-        pages = _pages(folder, f"eval_{iteration:06d}")
-        if (size := _size(pages)) <= free_table_bytes:
-            free_table_bytes, free_bytes = free_table_bytes - size, free_bytes - size
-            inside |= pages
-            sources |= dict.fromkeys(_pictures(pages, f"../evaluation/it_{iteration:06d}/"))
-    iterations = []
-    for iteration, _ in reversed(index.iterations):
-        pages = _pages(folder, f"it_{iteration:06d}")
-        if (size := _size(pages)) > free_table_bytes:
-            break
-        free_table_bytes, free_bytes = free_table_bytes - size, free_bytes - size
-        inside |= pages
-        sources |= dict.fromkeys(_pictures(pages, "../"))
-        iterations.append(iteration)
-    for name in sorted({f"find_{iteration // CHUNK:06d}" for iteration in iterations}):
-        rows = _read(folder, name).items()
-        finding_page = {name: {it: row for it, row in rows if int(it) in iterations}}
-        if (size := _size(finding_page)) <= free_bytes:
-            free_bytes -= size
-            inside |= finding_page
+    max_bytes = MAX_BYTES - smallest - 20_000
+    evaluations = [f"eval_{it:06d}" for it, _ in index.evaluations]
+    iterations = [f"it_{it:06d}" for it, _ in reversed(index.iterations)]
+    names = [*evaluations[:1], *evaluations[1:][-1:], *iterations, *evaluations[1:-1][::-1]]
+    # First as many tables as leave room for pictures, then what is left, one by one.
+    rounds = [(names, _TABLES * max_bytes), *(([name], max_bytes) for name in names)]
+    inside: dict[str, Any] = {"metrics": _read(folder, "metrics")}
+    lists: dict[str, dict[str, Any]] = {}
+    """Name of a page for the list of groups -> its rows by iteration."""
     pictures: dict[str, str] = {}
-    for source in sources:
-        # `sources` has no pictures of the other run.
-        file = picture_of(run_dir, source.removeprefix("../"))
-        data_url = thumbnail(run_dir / file) if file else None
-        if data_url is not None and (size := len(data_url) + len(source) + _AROUND) <= free_bytes:
-            free_bytes -= size
+    left_out: set[str] = set()
+    used_bytes: float = _size(inside)
+    for in_round, limit in rounds:
+        if used_bytes > 0.99 * max_bytes:
+            break
+        sources: dict[str, None] = {}
+        """Pictures, by their paths relative to the page."""
+        for name in in_round:
+            if name in inside:
+                continue
+            pages, (listing, rows) = _pages(folder, name), _listed(folder, name)
+            if used_bytes + (size := _size(pages | rows)) > limit:
+                continue
+            used_bytes += size
+            inside |= pages
+            lists[listing] = lists.get(listing, {}) | rows
+            is_iteration = name.startswith("it_")
+            base = "../" if is_iteration else f"../evaluation/{name.replace('eval', 'it')}/"
+            sources |= dict.fromkeys(_pictures((pages | rows).values(), base))
+        for source in [source for source in sources if source not in pictures]:
+            # `sources` has no pictures of the other run.
+            file = picture_of(run_dir, source.removeprefix("../"))
+            data_url = thumbnail(run_dir / file) if file else None
+            size = len(data_url or "") + len(source) + _AROUND
+            if data_url is None or used_bytes + size > max_bytes:
+                left_out.add(source)
+                continue
+            used_bytes += size
             pictures[source] = data_url
-    left_out = len(sources) - len(pictures)
-    note = (
-        "A single file, small enough for a mail: it holds the first and the last of "
-        f"{len(index.evaluations)} held-out evaluations, {len(iterations)} of "
-        f"{len(index.iterations)} training iterations, and {len(pictures)} thumbnails; {left_out} "
-        "pictures of its samples did not fit. The report in the run folder has everything."
+    num_evaluations, num_iterations = (
+        sum(name in inside for name in each) for each in (evaluations, iterations)
     )
-    scripts = [call(name, value) for name, value in inside.items()]
+    note = (
+        f"A single file, small enough for a mail: it holds {num_evaluations} of "
+        f"{len(evaluations)} held-out evaluations, {num_iterations} of {len(iterations)} training "
+        f"iterations, and {len(pictures)} thumbnails; {len(left_out)} pictures of these did not "
+        "fit. The report in the run folder has everything."
+    )
+    scripts = [call(name, value) for name, value in (inside | lists).items() if name]
     scripts.append(f"page.pictures = {literal(pictures)};")
     # Our own scripts, whose data `literal` has escaped.
     page = rendered(run_dir, index, other, list(map(Markup, scripts)), note)  # nosec B704
-    return page, f"{len(pictures)} thumbnails inside, {left_out} pictures left out"
+    return page, f"{len(pictures)} thumbnails inside, {len(left_out)} pictures left out"
+
+
+def _listed(folder: Path, name: str) -> tuple[str, dict[str, Any]]:
+    """(name of the page for the list of groups, iteration -> its rows there) of the data page
+    `name`; ('', {}) if that is an evaluation."""
+    kind, _, number = name.partition("_")
+    if kind != "it":
+        return "", {}
+    page, iteration = f"find_{int(number) // CHUNK:06d}", str(int(number))
+    return page, {iteration: _read(folder, page)[iteration]}
 
 
 def _pages(folder: Path, name: str) -> dict[str, Any]:
@@ -105,20 +122,26 @@ def _size(pages: Mapping[str, Any]) -> int:
     return sum(len(call(name, value).encode()) + _AROUND for name, value in pages.items())
 
 
-def _pictures(pages: Mapping[str, Any], base: str) -> Iterator[str]:
+def _pictures(pages: Iterable[Any], base: str) -> Iterator[str]:
     """Picture paths of groups or held-out samples; `base`: the folder they are relative to."""
-    for page in pages.values():
+    for page in pages:
         for row in page["rows"]:
-            files = [row["src"], *row.get("others", []), row.get("goal")]
-            files += [member["img"] for member in row.get("of", [row])]
-            yield from (f"{base}{file}" for file in (*files, row.get("bimg")) if file)
+            if isinstance(row, list):  # in the list of groups
+                row = {"src": None, "of": [{"img": file} for file in row[-1]], "bare": None}
+            files = [row["src"], *row.get("others", []), row.get("goal"), row.get("bimg")]
+            members = [*row["of"], row["bare"]] if "of" in row else [row]
+            files += [one["img"] for one in members if one]
+            yield from (f"{base}{file.partition('#')[0]}" for file in files if file)
             if row.get("simg"):
                 yield f"../stock/{row['simg']}"
 
 
 def thumbnail(path: Path) -> str | None:
-    """A picture as a `data:` URL; None if it cannot be read."""
+    """A picture as a `data:` URL; None if it cannot be read. A sheet of thumbnails stays as it is,
+    because its parts are named by their pixels."""
     try:
+        if path.suffix == ".webp":
+            return "data:image/webp;base64," + base64.b64encode(path.read_bytes()).decode()
         with open_picture(path) as image:
             small = image.convert("RGB")
             small.thumbnail((_SIDE_PX, _SIDE_PX))

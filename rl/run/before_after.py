@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from PIL.Image import Image, new
+from PIL.Image import Image
 
 from rl.files.atomic import read_rows
-from rl.files.images import downscale, open_picture
+from rl.files.images import downscale, open_picture, side_by_side
 from rl.run.paired import interval
 from rl.text.scrub import scrub
 from rl.trackers.tracker_page import BeforeAfter
@@ -29,7 +29,7 @@ def before_after(run_dir: Path, iteration: int) -> BeforeAfter | None:
         {row["id"]: row for row in read_rows(folder / "records.jsonl")[0]} for folder in folders
     )
     pairs = [(old[sample_id], row) for sample_id, row in new_rows.items() if sample_id in old]
-    pictures = []
+    pictures: list[tuple[str, Image]] = []
     for before, after in pairs:
         files = [
             folders[0] / (before["source_file"] or ""),
@@ -41,12 +41,14 @@ def before_after(run_dir: Path, iteration: int) -> BeforeAfter | None:
                 f"{after['instruction']} | before ({before['reward']}): {before['completion']} | "
                 f"after ({after['reward']}): {after['completion']}"
             )
-            pictures.append((scrub(caption), _sheet([f for f in files if f.is_file()])))
+            pictures.append(
+                (scrub(caption), side_by_side([_small(f) for f in files if f.is_file()]))
+            )
     return BeforeAfter(iteration, pictures, _summary(pairs, iteration))
 
 
 def _summary(
-    pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]], iteration: int
+    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], iteration: int
 ) -> dict[str, float | str]:
     graded = [(a, b) for a, b in pairs if a["reward"] is not None and b["reward"] is not None]
     if not graded:
@@ -67,17 +69,6 @@ def _summary(
     return {"learnt": sentence, **{f"learnt/{name}": value for name, value in numbers.items()}}
 
 
-def _sheet(files: list[Path]) -> Image:
-    """The pictures side by side: source (if any), before, after."""
-    pictures = []
-    for file in files:
-        with open_picture(file) as picture:
-            pictures.append(downscale(picture.convert("RGB"), _SIDE_PX))
-    gap = 4
-    width = sum(picture.width + gap for picture in pictures) - gap
-    sheet = new("RGB", (width, max(picture.height for picture in pictures)), "white")
-    left = 0
-    for picture in pictures:
-        sheet.paste(picture, (left, 0))
-        left += picture.width + gap
-    return sheet
+def _small(file: Path) -> Image:
+    with open_picture(file) as picture:
+        return downscale(picture.convert("RGB"), _SIDE_PX)

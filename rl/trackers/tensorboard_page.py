@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from PIL.Image import Image, new
+from PIL.Image import Image
 
 from rl.config.schema import RunConfig
+from rl.files.images import side_by_side
 from rl.text.markdown import code, text
 from rl.text.markdown import table as markdown_table
 from rl.trackers.tracker_page import MAIN, MAX_CELL_CHARS, BeforeAfter, Cell, Table, tried
@@ -44,13 +45,13 @@ class TensorboardPage:
         for number, row in enumerate(rows):
             if pictures := [cell for cell in row if isinstance(cell, Image)]:
                 tag = f"{table.name}/{number:02d}"
-                writer.add_image(tag, _sheet(pictures), step, dataformats="HWC")
+                self._add_picture(tag, side_by_side(pictures), step)
 
     def log_before_after(self, compared: BeforeAfter) -> None:
         writer = self._writer_from(compared.iteration)
         for number, (caption, picture) in enumerate(compared.pictures):
             tag = f"{MAIN}before_after/{number}"
-            writer.add_image(tag, _sheet([picture]), compared.iteration, dataformats="HWC")
+            self._add_picture(tag, picture, compared.iteration)
             writer.add_text(tag, text(caption, MAX_CELL_CHARS), compared.iteration)
         if learnt := compared.summary.get("learnt"):
             writer.add_text("learnt", text(str(learnt), MAX_CELL_CHARS), compared.iteration)
@@ -58,6 +59,11 @@ class TensorboardPage:
     def close(self, failed: bool) -> None:
         if self._writer is not None:
             self._writer.close()
+
+    def _add_picture(self, tag: str, picture: Image, step: int) -> None:
+        import numpy as np
+
+        self._writer_from(step).add_image(tag, np.asarray(picture), step, dataformats="HWC")
 
     def _writer_from(self, step: int) -> Any:
         if self._writer is None:
@@ -82,16 +88,3 @@ def _cell_text(cell: Cell) -> str:
     if cell is None or isinstance(cell, Image):
         return ""
     return text(cell, MAX_CELL_CHARS) if isinstance(cell, str) else f"{cell:.4g}"
-
-
-def _sheet(pictures: Sequence[Image]) -> Any:
-    """[H, W, 3] uint8: the pictures side by side, aligned at the top, on white."""
-    import numpy as np
-
-    height, width = max(p.height for p in pictures), sum(p.width for p in pictures)
-    sheet = new("RGB", (width, height), "white")
-    left = 0
-    for picture in pictures:
-        sheet.paste(picture.convert("RGB"), (left, 0))
-        left += picture.width
-    return np.asarray(sheet)

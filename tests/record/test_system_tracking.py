@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import wandb
+from PIL import Image
 from tiny_run import episode, run_config
 
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.trackers import tracker_page
+from rl.trackers.tracker_page import BeforeAfter
 from rl.trackers.tracking import Tracker
 from rl.trackers.wandb_page import allowed_by_env, page_id
 
@@ -71,6 +73,25 @@ def test_an_offline_page_has_scalars_table_and_config_but_no_key(tmp_path, monke
         if path.is_file():
             data = path.read_bytes()
             assert KEY.encode() not in data and b"hunter2" not in data, path
+
+
+@pytest.mark.slow
+def test_the_page_begins_with_the_main_metrics_pictures_and_what_was_learnt(tmp_path):
+    picture = Image.new("RGB", (80, 32), "red")
+    compared = BeforeAfter(4, [("make it red | before (0.1): a", picture)], {"learnt/gain": 0.5})
+    page = tracker(tmp_path, "offline")
+    page.log_before_after(lambda: None)
+    page.log_before_after(lambda: compared)
+    page.log(4, {"reward/mean": 0.25, "loss/total": 1.0})
+    run = wandb.run
+    assert (run.summary["0_main/training_reward"], run.summary["learnt/gain"]) == (0.25, 0.5)
+    shown = run.summary["0_main/before_after"]
+    assert shown["captions"] == ["make it red | before (0.1): a"] and shown["width"] == 80
+    assert run.summary.get("0_main/kl") is None
+    page.close()
+    assert (
+        len(list((tmp_path / "run/wandb").glob("offline-run-*/files/media/images/0_main/*"))) == 1
+    )
 
 
 def test_wandb_is_not_imported_when_off_or_on_other_ranks(tmp_path, monkeypatch):

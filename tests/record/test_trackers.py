@@ -20,6 +20,7 @@ from rl.config.schema import TrackingConfig
 from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.trackers import trackio_page
+from rl.trackers.tracker_page import BeforeAfter
 from rl.trackers.tracking import Tracker, not_installed
 
 
@@ -61,6 +62,29 @@ def test_tensorboard_shows_scalars_text_and_pictures(
     assert (picture.width, picture.height) == (3 * 48, 32)
     for file in (tmp_path / "run").rglob("*"):
         assert file.is_dir() or b"hunter2" not in file.read_bytes(), file
+
+
+def test_tensorboard_shows_pictures_before_and_after(tmp_path: Path) -> None:
+    page = tracker(tmp_path, tensorboard=True)
+    pictures = [("make it red", Image.new("RGB", (80, 32)))]
+    page.log_before_after(lambda: BeforeAfter(4, pictures, {"learnt": "0.1 to 0.6"}))
+    page.log(4, {"reward/mean": 0.25})
+    page.close()
+    events = read(tmp_path)
+    assert [(p.step, p.width) for p in events.Images("0_main/before_after/0")] == [(4, 80)]
+    assert text_of(events, "learnt") == "0.1 to 0.6"
+    assert [point.value for point in events.Scalars("0_main/training_reward")] == [0.25]
+
+
+def test_a_failed_comparison_does_not_end_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    page = tracker(tmp_path, tensorboard=True)
+    page.log_before_after(lambda: {}["records"])
+    page.log(1, {"reward/mean": 0.25})
+    page.close()
+    assert "before and after failed" in capfd.readouterr().err
+    assert len(read(tmp_path).Scalars("reward/mean")) == 1
 
 
 def test_each_of_several_sources_has_a_column(tmp_path: Path) -> None:

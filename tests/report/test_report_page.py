@@ -26,7 +26,6 @@ from rl.report.curves import (
     CURVES,
     MAX_POINTS,
     curve_data,
-    part_curves,
     smooth,
 )
 from rl.report.page import times, write_page
@@ -292,11 +291,6 @@ def test_the_chart_data_has_every_metric_and_few_points() -> None:
     evaluated = [value for value in data["of"]["eval/part/sc"] if value is not None]
     assert evaluated == [0.333333] * 3 and len(data["of"]["eval/part/sc"]) == len(data["it"])
     assert "odd" not in data["of"] and data["docs"]["time/iteration_s"][0] == "s"
-    [part] = part_curves(rows)
-    assert (part.title, [line.metric for line in part.lines]) == (
-        "sc",
-        ["reward/part/sc", "eval/part/sc"],
-    )
     for few in ([], rows[:1], rows[:2]):
         assert curve_data(few, None)["it"] == [row["iteration"] for row in few]
 

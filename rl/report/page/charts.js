@@ -81,8 +81,8 @@
       if (!drawn.length) continue;
       const smoothed = style === "main" && drawn.length > SMOOTHED_FROM;
       graph.append(...(smoothed ? [path(drawn, "faint"), path(smooth(drawn), style)] : [path(drawn, style)]));
-      if (style === "main" && drawn.length <= MAX_DOTS) {
-        graph.append(...drawn.map(([x, y]) => svg("circle", {class: "main", cx: across(x), cy: up(y), r: 2.5})));
+      if (drawn.length === 1 || (style === "main" && drawn.length <= MAX_DOTS)) {
+        graph.append(...drawn.map(([x, y]) => svg("circle", {class: style, cx: across(x), cy: up(y), r: 2.5})));
       }
     }
     const values = lines.map(({points}) => el("span", {class: "n"},
@@ -136,7 +136,7 @@
         x: LEFT + at * size, width: Math.max(0.5, size - (size > 4 ? 1 : 0)), y: up(first + (bin + 0.5) * step), height: up(0) - up(step),
         opacity: Math.sqrt(count / total).toFixed(3)})])));
     });
-    const rest = `A column is ${width === 1 ? "one iteration" : `${width} iterations`}; darker: a larger share of its completions.`;
+    const rest = `A column is ${width === 1 ? "one iteration" : `${width} iterations`}; the stronger, the larger a share of its completions.`;
     const text = el("p", {class: "fine"}, rest);
     onPointer(graph, (event) => {
       const box = graph.getBoundingClientRect();
@@ -177,12 +177,15 @@
     section.querySelector(".count").textContent = state.q ? `${names.length} metrics match` +
       (names.length > MAX_FOUND ? `; the first ${MAX_FOUND}:` : names.length ? ":" : ".") : "";
     view("found").replaceChildren(...all(names.slice(0, MAX_FOUND).map((name) => ({title: name, top: null, lines: [[name, "value", "main"]]}))));
-    const {curves, parts} = page.facts;
+    const {curves} = page.facts;
+    const parts = new Set(Object.keys(data.of).map((name) => /^(?:reward|eval)\/part\/(.*)/s.exec(name)?.[1]).filter(Boolean));
+    const ofPart = (part) => ({title: part, top: null,
+      lines: [[`reward/part/${part}`, "sampled", "main"], [`eval/part/${part}`, "held-out", "dash"]]});
     view("main").replaceChildren(...all(curves.filter((curve) => curve.main)));
     view("histograms").replaceChildren(...(data.histograms.length ? [
       histogram("Rewards", data.histograms.map(([it, counts]) => [it, counts]), 0, 0.05, data, state),
       histogram("Advantages", data.histograms.map(([it, , counts]) => [it, counts]), -3, 0.25, data, state)] : []));
-    for (const [name, group] of [["parts", parts], ["more", curves.filter((curve) => !curve.main)]]) {
+    for (const [name, group] of [["parts", [...parts].sort().map(ofPart)], ["more", curves.filter((curve) => !curve.main)]]) {
       const folded = view(name).closest("details");
       const draw = () => folded.open && view(name).replaceChildren(...all(group));
       folded.ontoggle = draw;

@@ -225,7 +225,7 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
     const start = pager(section.querySelector(".pager"), state, matching.length, ROWS, redraw);
     page.order = matching.map((one) => `#it=${one.it}&g=${one.g}`);
     const head = [["Iteration", "n"], ["Pictures", "thumbs"], ["Instruction", "what"], ["Category", "wider"], ["Mean", "n"],
-      ["Least", "n wider"], ["Largest", "n wider"], ["Spread", "n"], ...(state.part ? [[state.part, "n"]] : []), ["Not scored", "n"]];
+      ["Least", "n wider"], ["Largest", "n wider"], ["Spread", "n"], ...(state.part ? [[state.part, "n"]] : []), ["Not scored", "n wider"]];
     section.querySelector("table").replaceChildren(
       el("thead", {}, el("tr", {}, head.map(([text, kind]) => el("th", {scope: "col", class: kind}, isolated(text))))),
       el("tbody", {}, matching.slice(start, start + ROWS).map((one) => el("tr", {},
@@ -235,7 +235,7 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
         el("td", {class: "wider"}, isolated(one.cat)),
         ...[one.mean, one.low, one.high, one.spread, ...(state.part ? [part(one)] : [])]
           .map((value, at) => el("td", {class: at === 1 || at === 2 ? "n wider" : "n"}, num(value, 2))),
-        el("td", {class: "n"}, notScored(one.st))))));
+        el("td", {class: "n wider"}, notScored(one.st))))));
   };
 
   const notScored = (statuses) => Object.entries(statuses)
