@@ -111,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
-        command_line.complain(f"{args.config} cannot run:", error.problems)
+        problems = [problem.removeprefix(f"{args.config}: ") for problem in error.problems]
+        command_line.complain(f"{args.config} cannot run:", problems)
         sys.exit(1)
     resolved = build.resolve(config)
     for title, lines in check_report.remarks(resolved).items():
@@ -256,7 +257,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"no script {args.script}; the training loop is rl/train.py")
     is_training = args.script in ("rl.train", "rl/train.py")
     if not arguments and (is_training or args.check) and not args.conformance:
-        parser.error(f"name a config, for example: {name} configs/quickstart.jsonnet")
+        parser.error(f"a config is missing, for example: {name} configs/quickstart.jsonnet")
     args.config, args.overrides = (arguments[0], arguments[1:]) if arguments else (None, [])
     if args.retries and args.config is None:
         parser.error("--retries resumes from a run's checkpoints, and no config names a run")

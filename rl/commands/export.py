@@ -107,7 +107,6 @@ def export(args: argparse.Namespace) -> None:
     is_copied = args.form == "adapter" or not trained.is_adapter
     with written_aside(args.target) as folder:
         if is_copied and args.form != "text-encoder" and not args.dtype:
-            folder.mkdir(parents=True)
             for name in ADAPTER_FILES if trained.is_adapter else WHOLE_MODEL_FILES:
                 for file in trained.model.glob(name):
                     shutil.copy2(_inside(file), folder)
@@ -128,6 +127,7 @@ def written_aside(target: Path) -> Iterator[Path]:
     whole. One that fails, or that a killed process left, is deleted."""
     folder = target.with_name(f".{target.name}.rl-export")
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)  # before the weights load: `target` may not be writable
     try:
         yield folder
         folder.rename(target)

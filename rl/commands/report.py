@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _show(summary(metrics, read_evaluations(run_dir), control))
         page, index = write_page(run_dir, other)
         print(f"  page: {page} ({index.num_written} of its data pages are new)")
-        for result in results:
+        for result in results if not args.page_only else ():
             _show(lines(run_dir.resolve().name, result))
         if results:
             print(f"  {INTERVAL}\n  page: {write_comparison(run_dir, results)}")

@@ -164,7 +164,7 @@ def lines(name: str, result: Comparison) -> list[str]:
         *(f"  {note}" for note in result.notes),
         *(change.sentence(width) for change in rows),
         *(["  the samples that differ most:", *(f"  {line}" for line in samples)] * bool(samples)),
-        f"  {len(keys)} settings differ: {', '.join(keys[:12])}{' ...' * (len(keys) > 12)}",
+        f"  settings that differ: {', '.join(keys[:12]) or 'none'}{' ...' * (len(keys) > 12)}",
     ]
 
 

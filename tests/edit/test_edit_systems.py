@@ -256,7 +256,7 @@ WRONG = [
     (["--device", "cuda:77", "{}"], "--device cuda:77 cannot be used: .*; try --device cpu"),
     (["https://x.org/a.png", "red"], "https://x.org/a.png is a URL: download"),
     (["erase it", "{file}"], "the instruction comes last: .*a.png 'erase it'"),
-    (["{text}", "red"], "b.png is no picture"),
+    (["{text}", "red"], "b.png is none of PNG"),
 ]
 
 

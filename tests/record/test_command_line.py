@@ -1,0 +1,100 @@
+"""Commands end without tracebacks, suggest the right word, and use colour on terminals only."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tiny_messages import names
+
+from rl.commands.runs import main as runs
+from rl.config.messages import nearest
+from rl.config.schema import ConfigError
+from rl.text import command_line
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (EOFError(), 130, "interrupted"),
+        (ValueError("say why"), 1, "say why"),
+        (PermissionError(13, "Permission denied", "/x"), 1, "/x: Permission denied ... access"),
+        (FileNotFoundError(2, "No such file", "/x"), 1, "/x: No such file"),
+        (ConfigError(["seed: wrong", "name: wrong"]), 1, "  - seed: wrong ...   - name: wrong"),
+    ],
+)
+def test_an_error_becomes_a_sentence(
+    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @command_line.program
+    def main(arguments: Sequence[str] | None = None) -> int:
+        raise error
+
+    assert main([]) == code
+    assert names(capsys.readouterr().err, message)
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    @command_line.program
+    def main(arguments: Sequence[str] | None = None) -> int:
+        raise KeyError("bug")
+
+    with pytest.raises(KeyError):
+        main([])
+
+
+def test_an_early_interrupt_and_a_closed_pipe_print_no_traceback(tmp_path: Path) -> None:
+    code = "import sys; sys.argv = ['-m']; import rl; raise KeyboardInterrupt"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == "interrupted\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "rl.commands.runs", str(tmp_path)],
+        cwd=ROOT,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colour_is_for_terminals_and_without_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for stream, no_color, is_red in ((Terminal(), "", True), (Terminal(), "1", False)):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        command_line.show("bad \x1b[32m", "red", stream, marks={"bad": "bold"})
+        assert ("\x1b[31" in stream.getvalue() or ";31m" in stream.getvalue()) == is_red
+        assert "\\x1b[32m" in stream.getvalue(), "foreign colour is escaped"
+    pipe = io.StringIO()
+    command_line.show("bad", "red", pipe)
+    assert pipe.getvalue() == "bad\n"
+
+
+def test_a_wrong_option_or_value_is_answered_with_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments, message in (
+        (["--sortt", "name"], "rl runs: ... --sortt; did you mean '--sort'? ... rl runs --help"),
+        (["--sort", "held-ot"], "held-ot ... did you mean 'held-out'?"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            runs(arguments)
+        assert ended.value.code == 2
+        assert names(capsys.readouterr().err, message)
+    assert nearest("rank", ["r", "alpha"]) == "did you mean 'r'?"

@@ -1,0 +1,162 @@
+"""`rl report A --against B` and `rl report --all`: the numbers, and what cannot be compared."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+from tiny_messages import names, refusal
+from tiny_report import held_out, write_held_out, write_run
+
+from rl.commands import report
+from rl.files.atomic import read_rows
+from rl.report.all_runs import differing, sparkline
+from rl.report.compare import compare, lines
+
+PICTURES = "aabbbcdd"
+"""The source picture of each sample: four pictures, shared by 2, 3, 1 and 2 samples."""
+OURS = [0.9, 0.4, 0.8, 0.7, 0.1, 0.6, 1.0, 0.5]
+THEIRS = [0.2, 0.5, 0.5, 0.7, 0.0, 0.1, 0.25, 0.5]
+
+
+def make(folder: Path, rewards: list[Any], iteration: int = 8, **changes: Any) -> Path:
+    folder.mkdir()
+    config = {"format": 3, "run_name": folder.name, "judge": {"model": "j"}, "seed": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "metrics.jsonl").write_text(f'{{"iteration": {iteration}, "eval/reward": 0.5}}\n')
+    rows = [
+        held_out(i, reward, shown=[PICTURES[i]], parts={"r/part": 10 * (reward or 0)}, noise_seed=i)
+        | changes
+        for i, reward in enumerate(rewards)
+    ]
+    write_held_out(folder, iteration, rows)
+    return folder
+
+
+def change_config(folder: Path, **sections: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | sections))
+
+
+def exact_interval(sums: dict[str, list[float]]) -> tuple[float, float]:
+    """Of the cluster bootstrap, from all resamples instead of random ones: each of the C^C equally
+    likely ways to draw C pictures. Tails: Hesterberg (2015), section 4.2."""
+    clusters, num = list(sums.values()), len(sums)
+    means = sorted(
+        sum(sum(c) for c in drawn) / sum(len(c) for c in drawn)
+        for drawn in itertools.product(clusters, repeat=num)
+    )
+    tail = stats.norm.cdf(-((num / (num - 1)) ** 0.5) * stats.t.ppf(0.975, num - 1))
+    return float(np.quantile(means, tail)), float(np.quantile(means, 1 - tail))
+
+
+def test_differences_are_paired_and_their_interval_resamples_pictures(tmp_path: Path) -> None:
+    result = compare(make(tmp_path / "a", OURS), make(tmp_path / "b", THEIRS))
+    assert result.reasons == [] and result.notes == [] and result.settings == []
+    total, *categories = result.changes
+    gains = np.array(OURS) - np.array(THEIRS)
+    assert total.before == pytest.approx(np.mean(THEIRS))
+    assert total.after == pytest.approx(np.mean(OURS))
+    assert total.gain == pytest.approx(gains.mean())
+    assert [(c.name, len(c.gains)) for c in categories] == [("a", 4), ("b", 4)]
+    assert categories[0].gain == pytest.approx(gains[0::2].mean())
+    [part] = result.parts
+    assert part.name == "r/part" and part.gain == pytest.approx(10 * gains.mean())
+    by_picture: dict[str, list[float]] = {}
+    for shown, gain in zip(PICTURES, gains, strict=True):
+        by_picture.setdefault(shown, []).append(float(gain))
+    assert total.interval == pytest.approx(exact_interval(by_picture), abs=0.01)
+    alone = {str(i): [float(gain)] for i, gain in enumerate(gains[:5])}
+    wrong = exact_interval(alone)
+    assert total.interval != pytest.approx(wrong, abs=0.01), "samples of a picture go together"
+    assert [round(gain, 6) for gain, _, _ in result.best] == [0.75, 0.7, 0.5, 0.3, 0.1]
+    assert [round(gain, 6) for gain, _, _ in result.worst] == [-0.1]
+    text = "\n".join(lines("a", result))
+    assert names(text, f"b -> a) ... {total.gain:+.3f} ... +0.750  s6: ask 6 ... -0.100  s1: ask 1")
+
+
+def test_samples_that_only_one_run_has_are_left_out(tmp_path: Path) -> None:
+    result = compare(
+        make(tmp_path / "a", [*OURS[:3], None]), make(tmp_path / "b", THEIRS, iteration=4)
+    )
+    assert names(result.notes, "after 4 iterations of b, and 8 here ... the 4 samples ... 8 and 4")
+    assert len(result.changes[0].gains) == 3
+
+
+@pytest.mark.parametrize(
+    ("sections", "changes", "reason"),
+    [
+        ({"judge": {"model": "k"}}, {}, "another judge: judge.model is j, there k"),
+        ({"rewards": {"x": {"type": "clip"}}}, {}, "another measure: rewards.x.type"),
+        ({}, {"instruction": "other"}, "other held-out data: sample s0 has another instruction"),
+        ({}, {"shown": ["z"]}, "other held-out data: sample s0 shows another picture"),
+        ({}, {"noise_seed": 99}, "other noise: sample s0"),
+        ({}, {"id": "elsewhere"}, "other held-out data: no sample is in both"),
+    ],
+)
+def test_runs_of_other_data_judge_or_noise_are_not_compared(
+    tmp_path: Path, capsys: Any, sections: Any, changes: Any, reason: str
+) -> None:
+    ours, theirs = make(tmp_path / "a", OURS), make(tmp_path / "b", THEIRS, **changes)
+    change_config(theirs, **sections)
+    result = compare(ours, theirs)
+    assert any(names(each, reason) for each in result.reasons) and result.changes == []
+    assert report.main([str(ours), "--against", str(theirs)]) == 0
+    assert names(capsys.readouterr().out, f"NOT COMPARABLE ... {reason} ... b ")
+    page = (ours / "report/compare.html").read_text("utf-8")
+    assert names(page, f"Not comparable ... {reason}") and "95 % interval</th>" not in page
+
+
+def test_a_run_is_not_compared_with_itself_or_without_an_evaluation(tmp_path: Path) -> None:
+    ours, bare = make(tmp_path / "a", OURS), make(tmp_path / "b", [])
+    (tmp_path / "link").symlink_to(ours)
+    arguments = [str(ours), "--against", str(tmp_path / "link")]
+    assert "the run itself" in refusal(report.main, arguments)
+    (bare / "evaluation/it_000008/records.jsonl").unlink()
+    assert names(compare(ours, bare).reasons, "b: no held-out evaluation")
+
+
+def test_the_page_has_the_numbers_curves_and_pictures_of_all_runs(
+    tmp_path: Path, capsys: Any
+) -> None:
+    runs = [write_run(tmp_path / name, name=name) for name in ("mine", "other&run", "3")]
+    file = runs[1] / "evaluation/it_000004/records.jsonl"
+    rows = [{**row, "reward": 0.1} for row in read_rows(file)[0]]
+    write_held_out(runs[1], 4, rows)
+    assert report.main([str(runs[0]), "--against", str(runs[1]), str(runs[2])]) == 0
+    out = capsys.readouterr().out
+    page = (runs[0] / "report/compare.html").read_text("utf-8")
+    [change, *_] = compare(runs[0], runs[1]).changes
+    # 0.9, 0.3, 0.8, 0.2, 0.6 against 0.1 five times.
+    assert change.gain == pytest.approx(0.46)
+    assert "+0.460" in out and "+0.460" in page and change.interval_text in page
+    assert "<script" not in page and "<img src=x" not in page
+    pictures = re.findall(r'<img src="([^"]+)"', page)
+    assert len(pictures) == 15 and all(
+        (runs[0] / "report" / picture.replace("%26", "&")).is_file() for picture in pictures
+    )
+    curve = page.partition("Held-out reward</figcaption>")[2].partition("</svg>")[0]
+    assert [style in curve for style in ('"main"', '"dash run1"', '"dot run2"')] == [True] * 3
+
+
+def test_the_table_of_all_runs_has_their_differences(tmp_path: Path, capsys: Any) -> None:
+    for name in ("a", "b", "c & d"):
+        write_run(tmp_path / name, name=name)
+    change_config(tmp_path / "b", seed=7)
+    (tmp_path / "photos").mkdir()
+    assert report.main(["--all", str(tmp_path)]) == 0
+    page = (tmp_path / "all_runs.html").read_text("utf-8")
+    assert page.count("<tr>") == 4 and "seed=7" in page and "c &amp; d" in page
+    assert page.count("seed=") == 1, "the usual value is not a difference"
+    refused = refusal(report.main, ["--all", str(tmp_path / "photos")])
+    assert names(refused, "photos: no runs in it")
+    assert names(refusal(report.main, ["--all", str(tmp_path / "a")]), "a: no runs in it")
+    configs = [{"x": "1", "run_name": n} for n in "ab"] + [{"x": "2", "y": "3"}]
+    assert differing(configs) == [{}, {}, {"x": "2", "y": "3"}]
+    assert sparkline([(0, 0.0), (5, 1.0), (10, 2.0)]) == "0.0,23.0 50.0,1.0 100.0,1.0"

@@ -1,0 +1,108 @@
+"""`rl init` writes configs without mistakes, from options or from answers at a terminal."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_config
+from PIL import Image
+from tiny_messages import names, refusal
+
+from rl import simple_launch
+from rl.check import check_report
+from rl.commands import init
+from rl.config.schema import load_config
+
+
+@pytest.fixture
+def data(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A JSONL file in the working folder, which is the test's own."""
+    monkeypatch.setattr(init, "gpus", lambda: ([], "none"))
+    Image.new("RGB", (64, 64)).save("a.png")
+    row = {"image": "a.png", "question": "what?", "solution": "it's"}
+    Path("q.jsonl").write_text("".join(json.dumps(row | {"n": n}) + "\n" for n in range(10)))
+    return "q.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], {"num_iterations": 40, "run_name": "x"}),
+        (["--system", "edit", "--judge", "http://j:1"], {"world_size": 8, "gpu_gb": 141}),
+        (["--system", "edit", "--gpus", "1", "--gpu-gb", "80"], {"world_size": 1}),
+        (["--system", "prompts", "--gpus", "2", "--name", "p"], {"run_name": "p"}),
+        (["--system", "prompts", "--gpu-gb", "48"], {"gpu_gb": 48}),
+        (["--system", "reasoning"], {"world_size": 2, "gpu_gb": 80}),
+        (["--system", "reasoning", "--gpu-gb", "24", "--gpus", "1", "--data", "q.jsonl"], {}),
+        (["--system", "edit", "--data", "me/edits", "--gpus", "4"], {}),
+    ],
+)
+def test_every_system_gets_a_config_without_mistakes(
+    data: str, capsys: Any, arguments: list[str], expected: dict[str, Any]
+) -> None:
+    assert init.main(["x.jsonnet", "--yes", *arguments]) == 0, capsys.readouterr().err
+    assert names(capsys.readouterr().out, "wrote x.jsonnet ... nothing is wrong ... rl train")
+    config = load_config("x.jsonnet", env={})
+    assert {key: getattr(config, key) for key in expected} == expected
+    if "http://j:1" in arguments:
+        assert config.judge.api_base == "http://j:1"
+    if data in arguments:
+        [train], [held_out] = config.data.train, config.data.validation
+        assert (train["split"], held_out["split"]) == ("train[:-2]", "train[-2:]")
+        columns = {"instruction": "question", "source": "image", "hidden": {"answer": "solution"}}
+        assert train["columns"] == held_out["columns"] == columns
+    assert "// " in Path("x.jsonnet").read_text()
+
+
+def test_what_cannot_be_written_is_refused(data: str, capsys: Any) -> None:
+    for arguments, message in (
+        (["--system", "earl"], "--data is missing"),
+        (["--system", "edit", "--judge", "localhost"], "URL of the judge ... 'localhost'"),
+        (["--system", "edit", "--data", "no.jsonl"], "no.jsonl does not exist"),
+        (["--system", "edit", "--data", data, "--gpus", "x"], "number of GPUs: 'x'"),
+        (["--system", "prompts", "--data", data], "--held-out is missing"),
+        (["--name", "a b"], "name of the run: 'a b'"),
+    ):
+        assert names(refusal(init.main, ["--yes", *arguments]), message)
+    Path("there.jsonnet").touch()
+    assert "there.jsonnet exists" in refusal(init.main, ["there.jsonnet", "--yes"])
+    small = ["y.jsonnet", "--yes", "--system", "reasoning", "--gpu-gb", "8", "--gpus", "1"]
+    assert names(refusal(init.main, small), "rl check y.jsonnet ... DOES NOT FIT")
+
+
+def test_a_user_at_a_terminal_is_asked_again_after_a_wrong_answer(
+    data: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = iter(["reasonig", "reasoning", "1", "24", "nowhere.jsonl", data, "", "mine"])
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(builtins, "input", lambda: next(typed))
+    assert init.main([]) == 0
+    printed = capsys.readouterr()
+    assert names(printed.out, "number of GPUs [2]: ... held-out data ... [my-one-gpu-24gb]: ")
+    assert names(printed.err, "did you mean 'reasoning'? ... nowhere.jsonl does not exist")
+    config = load_config("mine.jsonnet", env={})
+    assert (config.run_name, config.gpu_gb, config.data.train[0]["path"]) == ("mine", 24, data)
+
+
+@pytest.mark.parametrize("name", tiny_config.DISTINCT)
+def test_a_smoke_run_of_any_config_has_no_problem(name: str) -> None:
+    """Its overrides also replace the length in epochs, and a warm-up longer than the run."""
+    path, env = f"configs/{name}.jsonnet", tiny_config.ENVIRONMENT
+    overrides = simple_launch._smoke_overrides(tiny_config.shipped(name), 1)
+    config = load_config(path, ["optimizer.warmup_iterations=4", *overrides], env)
+    assert config.run_name == f"{tiny_config.shipped(name).run_name}_smoke"
+    assert (config.num_iterations, config.num_epochs) == (2, None)
+    problems = [p for p in check_report.problems(config) if "nowhere" not in p]
+    assert problems == []
+
+
+def test_each_smoke_run_has_a_name_of_its_own(tmp_path: Path) -> None:
+    config = tiny_config.shipped("quickstart", f"base_exp_dir={tmp_path}")
+    (tmp_path / "quickstart_smoke").mkdir()
+    assert "run_name='quickstart_smoke_2'" in simple_launch._smoke_overrides(config, 1)
+    assert "run_name='quickstart_smoke'" in simple_launch._smoke_overrides(config, 2)
