@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         editor = Editor.from_run(
             args.run,
             args.checkpoint,
-            settings=args.set,
+            settings=[*args.set, *(f"policy.type={name}" for name in args.policy)],
             device=args.device,
             num_steps=args.steps,
             size_px=args.size,
@@ -97,6 +97,13 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoint",
         default="latest",
         help="latest, best (on held-out samples), or a number of iterations; default: latest",
+    )
+    add(
+        "--policy",
+        nargs=1,
+        default=[],
+        metavar="TYPE",
+        help="the run's policy plugin, whose code you trust",
     )
     add("--out", type=Path, default=Path("edits"), help="default: edits/")
     add("--seed", type=int, default=0, help="another seed gives another picture")
