@@ -50,9 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(f"--out {args.out} is a file; name a folder")
     args.out.mkdir(parents=True, exist_ok=True)
     pick_device(args.device)
+    settings = [*args.set, *(f"policy.type={name}" for name in args.policy)]
     trained = load_trained(args.run, args.checkpoint)
     config, base_policy = config_for_use(
-        trained, args.set, args.device, args.steps, args.size, args.only_words
+        trained, settings, args.device, args.steps, args.size, args.only_words
     )
     # Before the models, which may load for minutes.
     reasons = edit_files.unusable(requests, config)
@@ -103,6 +104,13 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoint",
         default="latest",
         help="latest, best (on held-out samples), or a number of iterations; default: latest",
+    )
+    add(
+        "--policy",
+        nargs=1,
+        default=[],
+        metavar="TYPE",
+        help="the run's policy plugin, whose code you trust",
     )
     add("--out", type=Path, default=Path("edits"), help="default: edits/")
     add("--seed", type=int, default=0, help="another seed gives another picture")

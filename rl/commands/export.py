@@ -39,7 +39,7 @@ from rl.config.messages import validate
 from rl.config.schema import RunConfig
 from rl.console.console import duration, warn
 from rl.console.progress import weights_counted
-from rl.edit.trained import Trained, load_trained
+from rl.edit.trained import Trained, is_foreign, load_trained
 from rl.files import adapter_base
 from rl.files.model_files import model_problems
 from rl.policies.shared.policy_base import TrainedPolicy
@@ -47,6 +47,7 @@ from rl.publish import hub
 from rl.publish.model_card import PIPELINES, Form, at, model_card
 from rl.text import command_line, terminal
 from rl.text.scrub import scrub
+from rl.text.untrusted import excerpt
 
 ADAPTER_FILES = (adapter_base.ADAPTER_CONFIG, "adapter_model.safetensors")
 WHOLE_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.safetensors")
@@ -68,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add("--base", help="folder or hub id of weights, tokenizer and processor")
     add("--text-encoder-from", help="folder or hub id of an editor whose text encoder is the base")
+    add("--policy", help="the run's policy plugin, whose code you trust")
     add("--dtype", choices=DTYPES, help="dtype of the result; default: the run's")
     add("--push-to", help="repository of the hub, me/my-model; a new one is private; optional")
     add("--no-pictures", action="store_true", help="no held-out samples with the card")
@@ -103,7 +105,7 @@ def export(args: argparse.Namespace) -> None:
     if args.form == "adapter" and args.dtype:
         raise ValueError("--dtype is of a model; --as adapter copies what the run wrote")
     if args.form == "text-encoder":
-        refuse_without_text_encoder(trained)
+        refuse_without_text_encoder(trained, args.policy)
     is_copied = args.form == "adapter" or not trained.is_adapter
     with written_aside(args.target) as folder:
         if is_copied and args.form != "text-encoder" and not args.dtype:
@@ -111,8 +113,10 @@ def export(args: argparse.Namespace) -> None:
                 for file in trained.model.glob(name):
                     shutil.copy2(_inside(file), folder)
         else:
-            config = model_config(trained, args.base, args.text_encoder_from)
-            merge(trained, config, args.dtype or config.dtype, args.form != "text-encoder", folder)
+            policy = policy_class(trained, args.policy)
+            config = model_config(trained, policy, args.base, args.text_encoder_from)
+            dtype = args.dtype or config.dtype
+            merge(trained, policy, config, dtype, args.form != "text-encoder", folder)
         evidence = None
         if trained.run_dir is not None:
             with stage("writing the card"):
@@ -145,7 +149,7 @@ def stage(label: str) -> Iterator[None]:
     print(f"  {duration(monotonic() - began_s)}", flush=True)
 
 
-def refuse_without_text_encoder(trained: Trained) -> None:
+def refuse_without_text_encoder(trained: Trained, trusted: str | None) -> None:
     """Raises ValueError if the trained model is not the text encoder of an editor."""
     if at(trained.config, "policy.conditioning") == "base":
         raise ValueError(
@@ -154,14 +158,19 @@ def refuse_without_text_encoder(trained: Trained) -> None:
         )
     renderer = at(trained.config, "renderer.type")
     is_read = renderer in PIPELINES or renderer not in build.plugins_of("renderers")
-    if not is_read or "hidden_states" not in policy_class(trained).emits:
+    if not is_read or "hidden_states" not in policy_class(trained, trusted).emits:
         raise ValueError(
             f"a {at(trained.config, 'policy.type')} with renderer {renderer!r} is not the text "
             "encoder of an editor; export it --as model"
         )
 
 
-def model_config(trained: Trained, base: str | None, text_encoder_from: str | None) -> Any:
+def model_config(
+    trained: Trained,
+    policy: type[TrainedPolicy[Any]],
+    base: str | None,
+    text_encoder_from: str | None,
+) -> Any:
     """The policy section that loads the base of the adapter, or the whole trained model. Raises
     ValueError if it is not there, and names the option to give."""
     section = dict(trained.config["policy"] if trained.is_adapter else trained.policy())
@@ -173,7 +182,6 @@ def model_config(trained: Trained, base: str | None, text_encoder_from: str | No
     # Nothing is computed, so the run's attention kernel need not work here.
     section |= {"adapter_path": "", "attn_implementation": "auto"}
     section.pop("from_run", None)
-    policy = policy_class(trained)
     config, problems = validate(policy.Config, section, at="policy")
     problems = problems or [
         *model_problems(policy.models(config)),
@@ -185,23 +193,38 @@ def model_config(trained: Trained, base: str | None, text_encoder_from: str | No
     return config
 
 
-def policy_class(trained: Trained) -> type[TrainedPolicy[Any]]:
-    """The run's policy. Raises ValueError for a plugin that is not shipped: its code would run."""
+def policy_class(trained: Trained, trusted: str | None = None) -> type[TrainedPolicy[Any]]:
+    """The run's policy. Raises ValueError for a plugin that is neither shipped nor `trusted`,
+    because its code would run, and for one that cannot load its model by itself."""
     name = at(trained.config, "policy.type")
-    if name not in build.plugins_of("policies"):
-        raise ValueError(f"policies of type {name!r} cannot be exported here")
-    module, _ = find.import_plugin(build.module_of("policies", name))
-    [plugin] = find.plugins_in(module, build.ROOMS["policies"])
-    assert issubclass(plugin, TrainedPolicy)
+    if is_foreign(name) and name != trusted:
+        raise ValueError(
+            f"policy.type names {excerpt(name, 200)}, whose code would run here; if you trust it: "
+            f"rl export --policy {excerpt(name, 200)}"
+        )
+    shipped = name in build.plugins_of("policies")
+    found, problems = find.import_plugin(build.module_of("policies", name) if shipped else name)
+    plugin, wrong = (
+        (None, problems) if problems else find.plugin_class(found, build.ROOMS["policies"])
+    )
+    if plugin is None or not issubclass(plugin, TrainedPolicy):
+        wrong = wrong or [f"policy.type: {name} derives from no TrainedPolicy"]
+        raise ValueError("\n".join([*wrong, "only its adapter can be exported: --as adapter"]))
     return plugin
 
 
-def merge(trained: Trained, config: Any, dtype: str, with_prompt_files: bool, target: Path) -> None:
+def merge(
+    trained: Trained,
+    policy: type[TrainedPolicy[Any]],
+    config: Any,
+    dtype: str,
+    with_prompt_files: bool,
+    target: Path,
+) -> None:
     """Write base + adapter (or the whole trained model), added in float32 and rounded to `dtype`
     once; `with_prompt_files`: also the tokenizer and processor."""
     import torch
 
-    policy = policy_class(trained)
     with stage(f"loading {config.model_path} in float32"):
         model = policy.loading.load_model(config.model_copy(update={"dtype": "float32"}))
     if trained.is_adapter:

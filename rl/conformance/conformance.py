@@ -131,14 +131,18 @@ def _plugin(name: str) -> type[Any]:
         is_shipped = name in build.plugins_of(room)
         if not is_shipped and not find.is_dotted_path(name):
             continue
-        target, problems = find.import_plugin(build.module_of(room, name) if is_shipped else name)
-        if problems:
-            break
+        target, wrong = find.import_plugin(build.module_of(room, name) if is_shipped else name)
+        if wrong:
+            raise ConfigError(wrong)
         cls, wrong = find.plugin_class(target, base)
         if cls is not None and not wrong:
             return cls
         problems += wrong
-    raise ConfigError(problems or [f"{name}: neither a policy nor an engine; name one by its path"])
+    # What a class of one kind lacks matters, not that it is none of the other kind.
+    lacking = [problem for problem in problems if "derive from" not in problem]
+    raise ConfigError(
+        lacking or problems or [f"{name}: neither a policy nor an engine is so named"]
+    )
 
 
 @dataclass
@@ -350,7 +354,10 @@ def _reference(subject: Subject) -> str:
             with policy.reference() if reference else nullcontext():
                 return learner.logprobs(rows)
 
+        trainable = trainable_parameters(policy.module).keys()
         start, before = logprobs(False), logprobs(True)
+        changed = {n for n, p in policy.module.named_parameters() if p.requires_grad} ^ trainable
+        _require(not changed, f"after reference() {len(changed)} parameters changed requires_grad")
         if not any(getattr(policy.config, key, "") for key in STARTS):
             _compare(before, start, SAME_NATS, "before training the reference is not the policy")
         _move(policy)

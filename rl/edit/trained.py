@@ -170,7 +170,13 @@ def config_for_use(
         values["renderer"] = {"type": "none"}  # sd3 has no template; its files may be missing
     config = _config(values, where)
     for section in ("policy", "renderer"):
-        _refuse_plugin(f"{section}.type", getattr(config, section).get("type"), where, settings)
+        name = getattr(config, section).get("type")
+        if is_foreign(name) and (setting := f"{section}.type={name}") not in settings:
+            option = f"--policy {name}" if section == "policy" else f"--set {setting}"
+            raise ValueError(
+                f"{where}: {section}.type names {excerpt(name, 200)}, whose code would run here; "
+                f"if you trust it: rl edit {excerpt(option, 200)}"
+            )
     resolved = build.resolve(config)
     # This machine may lack the run's devices and attention kernels.
     local_values = {"device": "auto", "attn_implementation": "auto"}
@@ -189,18 +195,15 @@ def config_for_use(
     return _config({**values, "policy": policy}, where), base
 
 
-def _refuse_plugin(key: str, name: object, where: str, settings: Sequence[str]) -> None:
-    """Raise ValueError for a plugin that a run's config names by its dotted path, unless `settings`
-    name it too: a run folder may come from a stranger, and importing a plugin runs its code."""
+def is_foreign(name: object) -> bool:
+    """Whether a run's config names a plugin by its dotted path: a run folder may come from a
+    stranger, and importing a plugin runs its code. Makes it importable from the working folder, as
+    in `rl train`."""
     if not isinstance(name, str) or not find.is_dotted_path(name):
-        return
-    if (setting := f"{key}={name}") not in settings:
-        raise ValueError(
-            f"{where}: {key} names {excerpt(name, 200)}, whose code would run here; if you trust "
-            f"it: rl edit --set {excerpt(setting, 200)}"
-        )
+        return False
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # `rl train` imports plugins from there, too
+        sys.path.append(os.getcwd())
+    return True
 
 
 def _config(values: Mapping[str, Any], where: str) -> RunConfig:

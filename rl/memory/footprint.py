@@ -25,6 +25,8 @@ from rl.memory.memory_plan import (
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHAPE = {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"}
 """Keys that a model's config.json must have for its shape to be known."""
+TOWERS = {"visual", "vision_model", "vision_tower"}
+"""Names of the module that encodes pictures, in transformers' model classes."""
 VLLM_SHARE = 0.92
 """Share of each of its GPUs that `vllm serve` takes without --gpu-memory-utilization."""
 
@@ -235,7 +237,7 @@ def _policy_model(resolved: Resolved, folder: str = "") -> PolicyModel | None:
         values = json.loads(file.read_text(encoding="utf-8"))
         params = num_parameters(path)
         if params and values.get("text_config", values).keys() >= SHAPE:
-            tower = num_parameters(path, lambda name: "visual" in name.split("."))
+            tower = num_parameters(path, lambda name: not TOWERS.isdisjoint(name.split(".")))
             norms = num_parameters(path, lambda name: name.endswith("q_norm.weight"))
             more = {"params": params, "tower_params": tower, "head_norms": norms > 0}
             return PolicyModel.of(values, **more)

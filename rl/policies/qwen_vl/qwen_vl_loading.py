@@ -8,7 +8,10 @@ from pydantic import Field
 
 from rl.config.schema import MAX_COUNT
 from rl.console.progress import weights_counted
+from rl.policies.shared.model_loading import load_tokenizer
 from rl.policies.shared.policy_base import TrainedPolicyConfig
+
+__all__ = ["Config", "load_image_processor", "load_model", "load_tokenizer"]
 
 
 class Config(TrainedPolicyConfig):
@@ -35,15 +38,6 @@ class Config(TrainedPolicyConfig):
     """Pictures whose features (while the vision tower is frozen) and negative embeddings are kept
     on the device. A picture of 1024 x 1024 px takes about 10 MB (34 MB in Qwen3-VL 8B). If a
     rank has more prompts than this in an iteration, their pictures are encoded again."""
-
-
-def load_tokenizer(config: Config) -> Any:
-    """The policy's tokenizer. Raises OSError (transformers) naming what is missing."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(
-        config.model_path, revision=config.revision, trust_remote_code=False
-    )
 
 
 def load_image_processor(config: Config) -> Any:

@@ -119,9 +119,7 @@ class QwenVL(TrainedPolicy[Config]):
     @classmethod
     def models(cls, config: Config) -> Sequence[ModelFiles]:
         editor, kinds = config.init_text_encoder_from, (cls.model_types, cls.model_classes)
-        model = ModelFiles(
-            "model_path", config.model_path, *kinds, revision=config.revision, files=FILES
-        )
+        model = replace(super().models(config)[0], files=FILES)
         if not editor:
             return [model]
         return [
@@ -172,7 +170,7 @@ class QwenVL(TrainedPolicy[Config]):
         path, revision = self.config.model_path, self.config.revision
         editor, subfolder = self.config.init_text_encoder_from, self.config.text_encoder_subfolder
         if not editor:
-            return path if revision is None else str(local_folder(path, revision))
+            return super().engine_folder()
         overlay = Path(self._overlay.name)
         link_files(local_folder(editor, None, [f"{subfolder}/*"]) / subfolder, overlay)
         text_folder = local_folder(path, revision, TEXT_FILES)

@@ -28,6 +28,16 @@ def local_folder(
     return Path(snapshot_download(path, revision=revision, allow_patterns=allowed))
 
 
+def load_tokenizer(config: Any) -> Any:
+    """The tokenizer in a policy section's `model_path`. Raises OSError (transformers) naming what
+    is missing."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        config.model_path, revision=config.revision, trust_remote_code=False
+    )
+
+
 def link_files(folder: Path, overlay: Path, skip: Sequence[str] = ()) -> None:
     """Link files into `overlay`, except names that contain one of `skip` or that it already has."""
     for file in folder.iterdir():

@@ -21,7 +21,7 @@ from rl.files.adapter_base import ADAPTER_CONFIG, Base, noted, read_config
 from rl.files.model_files import model_problems
 from rl.files.weights import align_weights, fingerprint
 from rl.meter.flops import STAGES, prefix_tree_pairs
-from rl.policies.shared.model_loading import adapt
+from rl.policies.shared.model_loading import adapt, local_folder
 from rl.policies.shared.packing import pack, positions
 from rl.policies.shared.start_from import differences, start_of
 from rl.ranks.dist import is_sharded
@@ -88,6 +88,11 @@ class TrainedPolicy(Policy[TrainedConfigT]):
     @classmethod
     def reads_from(cls, config: TrainedConfigT) -> Sequence[str]:
         return [config.model_path]
+
+    @classmethod
+    def models(cls, config: TrainedConfigT) -> Sequence[ModelFiles]:
+        kinds = (cls.model_types, cls.model_classes)
+        return [ModelFiles("model_path", config.model_path, *kinds, revision=config.revision)]
 
     @classmethod
     def problems(cls, config: TrainedConfigT, run: RunConfig) -> list[str]:
@@ -232,6 +237,10 @@ class TrainedPolicy(Policy[TrainedConfigT]):
             + sizes.backward_flops(*layers)
             + head_passes * sizes.head_flops(num_completed)
         )
+
+    def engine_folder(self) -> str:
+        path, revision = self.config.model_path, self.config.revision
+        return path if revision is None else str(local_folder(path, revision))
 
     def decoder(self, prompts_P: Sequence[Prompt], num_rows: int) -> Decoder:
         from rl.policies.shared.decoder import PackedDecoder

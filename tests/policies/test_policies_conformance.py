@@ -1,0 +1,275 @@
+"""`rl check --conformance`, on the policy that docs/policy-plugin.md prints, and with faults."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_loop
+import torch
+from tiny_typing import typing_errors
+
+from rl.config.schema import ConfigError
+from rl.conformance import conformance
+from rl.engines.transformers import TransformersEngine
+from rl.notebook import load_run
+from rl.policies.shared import prompting
+from rl.policies.shared.policy_base import TrainedPolicy
+from rl.policies.shared.trained_module import TrainedModule
+
+ROOT = Path(__file__).parents[2]
+PLUGIN = "my_plugins.smolvlm"
+
+
+def printed(folder: Path) -> str:
+    """Writes the files that the page prints into `folder`; returns its commands."""
+    text = (ROOT / "docs/policy-plugin.md").read_text("utf-8")
+    blocks = re.findall(r"(?:^    .*\n|^\n)+", text, flags=re.M)
+    (folder / "my_plugins").mkdir()
+    commands = ""
+    for block in (textwrap.dedent(block).strip() + "\n" for block in blocks if block.strip()):
+        if match := re.match(r"(?:#|//) (\S+\.\w+)\n", block):
+            (folder / match[1]).write_text(block)
+        elif "rl train" in block:
+            commands = block
+    return commands
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("docs")
+    printed(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_plugins"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def subject(folder: Path, tmp_path: Path) -> conformance.Subject:
+    return conformance.Subject(conformance.resolved(PLUGIN, None, [], tmp_path), tmp_path)
+
+
+def test_the_printed_policy_conforms(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = (folder / "my_plugins/smolvlm.py").read_text()
+    assert policy.count("\n") < 120
+    assert conformance.run(PLUGIN, None, []) == 0
+    out = capsys.readouterr().out
+    assert out.count("\nPASS ") == len(conformance.CHECKS) == 10, out
+
+
+def smolvlm() -> Any:
+    import my_plugins.smolvlm  # type: ignore[import-not-found, unused-ignore]
+
+    return my_plugins.smolvlm
+
+
+# Each fault changes the printed policy, or the engine, as its author might have written them.
+
+
+def no_generation_prompt(patch: pytest.MonkeyPatch) -> None:
+    ids = smolvlm().Prompts.ids
+    patch.setattr(smolvlm().Prompts, "ids", lambda *given: ids(*given)[:-5])
+
+
+def special_texts_become_tokens(patch: pytest.MonkeyPatch) -> None:
+    def tokenize(tokenizer: Any, template: Any, instruction: str) -> list[int]:
+        return prompting.ids_of(tokenizer, template.text.replace("{instruction}", instruction))
+
+    patch.setattr(prompting, "tokenize", tokenize)
+
+
+def no_stop_token(patch: pytest.MonkeyPatch) -> None:
+    ids = smolvlm().Prompts.completion_ids
+    patch.setattr(smolvlm().Prompts, "completion_ids", lambda *given: ids(*given)[:-1])
+
+
+def engine_samples_banned_tokens(patch: pytest.MonkeyPatch) -> None:
+    def distribution(self: Any, logits: torch.Tensor, params: Any, kinds: Any = None) -> Any:
+        return (logits.cpu().float() / params.temperature).log_softmax(-1)
+
+    patch.setattr(TransformersEngine, "_distribution", distribution)
+
+
+def one_generator_for_the_batch(patch: pytest.MonkeyPatch) -> None:
+    generate = TransformersEngine.generate
+    patch.setattr(
+        TransformersEngine,
+        "generate",
+        lambda self, prompts, params, seeds: generate(self, prompts, params, range(len(seeds))),
+    )
+
+
+def exports_the_first_weights(patch: pytest.MonkeyPatch) -> None:
+    export = TrainedPolicy.export_weights
+    first: list[Any] = []
+
+    def stale(self: Any, tensors: Any, version: int) -> Any:
+        first.append(export(self, tensors, version))
+        return first[0]
+
+    patch.setattr(TrainedPolicy, "export_weights", stale)
+
+
+def drops_the_weights(patch: pytest.MonkeyPatch) -> None:
+    """An engine with a copy of the policy that is never updated, and that cannot be read back."""
+    init = TransformersEngine.__init__
+
+    def with_copy(self: Any, config: Any, setup: Any) -> None:
+        init(self, config, setup)
+        self._policy = copy.copy(setup.policy)
+        self._policy.module = copy.deepcopy(setup.policy.module)
+
+    patch.setattr(TransformersEngine, "__init__", with_copy)
+    patch.setattr(TransformersEngine, "held_fingerprint", lambda self: None)
+
+
+def reference_is_the_policy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TrainedPolicy, "reference", lambda self: nullcontext())
+
+
+def reference_stays_on(patch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def reference(self: Any) -> Iterator[None]:
+        self.module.model.base_model.disable_adapter_layers()
+        yield
+
+    patch.setattr(TrainedPolicy, "reference", reference)
+
+
+def centred_in_the_batch(patch: pytest.MonkeyPatch) -> None:
+    logprobs = TrainedModule.logprobs
+
+    def centred(self: Any, hidden: Any, ids: Any) -> Any:
+        values, entropy = logprobs(self, hidden - hidden.mean(0), ids)
+        return values, entropy
+
+    patch.setattr(TrainedModule, "logprobs", centred)
+
+
+def random_head(patch: pytest.MonkeyPatch) -> None:
+    load = smolvlm().load_model
+
+    def with_noise(config: Any) -> Any:
+        model = load(config)
+        torch.seed()
+        model.lm_head.weight.data.normal_()
+        return model
+
+    patch.setattr(smolvlm(), "load_model", with_noise)
+
+
+def half_the_adapter_is_saved(patch: pytest.MonkeyPatch) -> None:
+    save = TrainedPolicy.save_pretrained
+
+    def partly(self: Any, folder: str, tensors: Any) -> None:
+        save(self, folder, {name: t for name, t in tensors.items() if ".0." in name})
+
+    patch.setattr(TrainedPolicy, "save_pretrained", partly)
+
+
+def reads_from_nowhere(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(smolvlm().SmolVLM, "reads_from", classmethod(lambda cls, config: []))
+
+
+@pytest.mark.parametrize(
+    ("number", "fault", "cause"),
+    [
+        (0, no_generation_prompt, "it ends"),
+        (0, special_texts_become_tokens, "2 image placeholders for 1 pictures"),
+        (1, no_stop_token, "none of stop_token_ids"),
+        (2, engine_samples_banned_tokens, "banned|apart over"),
+        (3, one_generator_for_the_batch, "alone gets other completions"),
+        (4, exports_the_first_weights, "export_weights does not change|changed nothing"),
+        (4, drops_the_weights, "load_weights drops the weights"),
+        (5, reference_is_the_policy, "follows the trained weights"),
+        (5, reference_stays_on, "changed requires_grad"),
+        (6, centred_in_the_batch, "of the largest entry"),
+        (7, random_head, "weights differ|other log-probs"),
+        (8, half_the_adapter_is_saved, "does not fit"),
+        (9, reads_from_nowhere, "neither a local folder"),
+    ],
+)
+def test_each_rule_catches_a_planted_fault(
+    subject: conformance.Subject,
+    number: int,
+    fault: Callable[[pytest.MonkeyPatch], None],
+    cause: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conformance, "CHECKS", [conformance.CHECKS[number]])
+    fault(monkeypatch)
+    [line] = conformance.lines(subject)
+    assert line.status == "FAIL" and line.fix, line.text()
+    assert re.search(cause, line.note), line.note
+
+
+@pytest.mark.parametrize(
+    ("plugin", "config", "cause"),
+    [
+        ("my_plugins.letters", None, "holds no Policy"),
+        ("my_plugins.nowhere", None, "holds no 'nowhere'"),
+        ("nothing", None, "neither a policy nor an engine"),
+        ("qwen2_5_vl", None, "tiny makes no tiny model"),
+        (PLUGIN, "configs/nowhere.jsonnet", "no such config file"),
+    ],
+)
+def test_what_cannot_be_tested_is_refused(
+    folder: Path, tmp_path: Path, plugin: str, config: str | None, cause: str
+) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        conformance.resolved(plugin, config, [], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["transformers"],
+        ["qwen2_5_vl", "configs/tiny_reasoning.jsonnet", "engine.type=transformers"],
+        ["emu3", "configs/tiny_earl.jsonnet", "engine.type=transformers"],
+    ],
+)
+def test_shipped_plugins_conform(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    plugin, *rest = words
+    config = rest[0] if rest else None
+    assert conformance.run(plugin, config, rest[1:]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_printed_commands_train_edit_and_export_it(tmp_path: Path) -> None:
+    commands = printed(tmp_path)
+    assert typing_errors(sorted((tmp_path / "my_plugins").glob("*.py")), tmp_path) == []
+    (tmp_path / "scene.png").write_bytes((ROOT / "docs/images/scene.png").read_bytes())
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-e", "-c", commands],
+        cwd=tmp_path,
+        env=tiny_loop.environment(PATH=path),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run = load_run(tmp_path / "runs/smolvlm")
+    rewards = {
+        row["iteration"]: row["eval/reward"] for row in run.metrics() if "eval/reward" in row
+    }
+    assert rewards[3] > rewards[0] + 0.2, rewards
+    assert (tmp_path / "words/scene.json").is_file()
+    from transformers import SmolVLMForConditionalGeneration
+
+    base = SmolVLMForConditionalGeneration.from_pretrained(tmp_path / "tiny_smolvlm")
+    merged = SmolVLMForConditionalGeneration.from_pretrained(tmp_path / "my_model")
+    name = "model.text_model.layers.0.self_attn.q_proj.weight"
+    assert not merged.state_dict()[name].equal(base.state_dict()[name])
