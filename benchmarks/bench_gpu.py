@@ -95,14 +95,14 @@ def open_bench(args: argparse.Namespace) -> Bench:
 def run_item(bench: Bench, item: str) -> None:
     """Runs an item; an error is recorded as its failure."""
     from benchmarks.gpu_bench import first_line, free
-    from benchmarks.gpu_models import save_texts
+    from benchmarks.gpu_models import save_policy_files
 
     part, name, title = ITEMS[item]
     print(f"== {item}: {title}", file=sys.stderr, flush=True)
     bench.item, failed = item, ""
     try:
         if not (bench.folder / "policy").exists():
-            save_texts(bench)
+            save_policy_files(bench)
         getattr(importlib.import_module(f"benchmarks.{part}"), name)(bench)
     except Exception as error:
         traceback.print_exc()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_bench import Bench, cleared
-from benchmarks.gpu_models import TINY, make_group, make_policy, run_config, save_texts
+from benchmarks.gpu_models import TINY, make_group, make_policy, run_config, save_policy_files
 from rl.algorithm import attention_kernels
 from rl.algorithm.attention_kernels import Kernel
 from rl.api.types import TokenOutputs
@@ -22,7 +22,7 @@ WORSE_BY = 1.5
 def ceilings(bench: Bench) -> None:
     """Item 1."""
     tflops = measure_flops_per_s(bench.device, bench.dtype) / 1e12
-    bench.tell(f"matrix product, {bench.dtype}", note=f"{tflops:.1f} TFLOP/s")
+    bench.log(f"matrix product, {bench.dtype}", note=f"{tflops:.1f} TFLOP/s")
 
 
 def packed_attention(bench: Bench) -> None:
@@ -38,7 +38,7 @@ def packed_attention(bench: Bench) -> None:
     for problem in problems:
         bench.report.fail(f"4b: packed attention: {problem}")
     verdict = "FAIL: going on with attn_implementation 'sdpa'" if problems else "PASS"
-    bench.tell("packed attention on this device", note=verdict)
+    bench.log("packed attention on this device", note=verdict)
     if problems:
         bench.attention = "sdpa"
 
@@ -58,7 +58,7 @@ def _kernel_problems(bench: Bench, kernel: Kernel) -> list[str]:
             kernel, groups, (num_heads, num_key_heads, width), bench.device, bench.dtype
         )
         told = ", ".join(f"{what} {error:.1e}" for what, error in errors.items())
-        bench.tell(f"attention of {name}, relative error", note=told)
+        bench.log(f"attention of {name}, relative error", note=told)
         problems += [f"{name}: {problem}" for problem in wrong]
     return problems
 
@@ -69,7 +69,7 @@ def _kernel_problems(bench: Bench, kernel: Kernel) -> list[str]:
 def _policy_problems(bench: Bench) -> list[str]:
     """The device's dtype with either kernel against float32 with the plain one."""
     small = replace(bench, size=TINY, folder=bench.folder / "small")
-    save_texts(small)
+    save_policy_files(small)
     rounded = "bfloat16" if bench.dtype == "bfloat16" else "float32"
     outcomes: dict[str, list[torch.Tensor]] = {}
     weights: dict[str, torch.Tensor] = {}
@@ -92,7 +92,7 @@ def _policy_problems(bench: Bench) -> list[str]:
     ):
         error, unavoidable = relative_error(fast, true), relative_error(plain, true)
         note = f"{error:.1e}, with float32 attention {unavoidable:.1e}"
-        bench.tell(f"a policy's {what}, relative error", note=note)
+        bench.log(f"a policy's {what}, relative error", note=note)
         if not error <= WORSE_BY * unavoidable + 1e-5:
             problems.append(f"a policy's {what} are off by {error:.2g}, not {unavoidable:.2g}")
     return problems

@@ -26,9 +26,9 @@ from benchmarks.gpu_models import (
     editor_parts,
     make_group,
     make_policy,
-    nothing_on_disk,
     run_config,
     shape_of,
+    unchecked_files,
 )
 from benchmarks.judge_stub import judge_process
 from benchmarks.our_side import completions_of
@@ -91,7 +91,7 @@ def iterations(bench: Bench) -> None:
         spent_s = 0.0
         for case in cases(bench):
             if spent_s > bench.seconds:
-                bench.tell(case.name, note="not measured: --seconds-per-item is over")
+                bench.log(case.name, note="not measured: --seconds-per-item is over")
                 continue
             if case.side_px not in policies:
                 policies.clear()
@@ -128,7 +128,7 @@ def _run(
             max_staleness=case.max_staleness,
         )
         with _preloaded(bench, case, policy, parts), contextlib.redirect_stdout(sys.stderr):
-            with nothing_on_disk(), open_run(config, bench.dist) as run:
+            with unchecked_files(), open_run(config, bench.dist) as run:
                 train(run)
             timed, _ = read_rows(run.run_dir / "metrics.jsonl")
     return [row for row in timed if "loss/total" in row]
@@ -169,7 +169,7 @@ def _tell(bench: Bench, case: Case, rows: Sequence[dict[str, float]], flops: int
     seconds, floor_ms = median("time/iteration_s"), bench.floor_ms(flops)
     wait_s, peak_gb = median("time/judge_wait_s"), median("memory/peak_gb")
     note = f"waits {wait_s:.2f} s for the judge"
-    bench.tell(case.name, 1e3 * seconds, floor_ms, peak_gb=peak_gb, note=note)
+    bench.log(case.name, 1e3 * seconds, floor_ms, peak_gb=peak_gb, note=note)
     facts = bench.report.facts
     facts["iteration_peak_gb"] = max(peak_gb, facts.get("iteration_peak_gb", 0.0))
     if case.latency_s != bench.size.latencies_s[0]:
@@ -189,7 +189,7 @@ def _tell(bench: Bench, case: Case, rows: Sequence[dict[str, float]], flops: int
 def sampler(bench: Bench) -> None:
     """Item 7: vLLM beside the trainer's policy, with random weights."""
     if importlib.util.find_spec("vllm") is None:
-        bench.tell("vLLM", note="not measured: it is not installed")
+        bench.log("vLLM", note="not measured: it is not installed")
         return
     with cleared(bench.device):
         side_px = bench.size.policy_px[0]
@@ -199,12 +199,12 @@ def sampler(bench: Bench) -> None:
         learner = Learner(policy, config, bench.dist, num_iterations=1)
         free_gb = _free_gb(bench.device)
         start_s = time.perf_counter()
-        with _dummy_weights(), nothing_on_disk():
+        with _dummy_weights(), unchecked_files():
             engine: Any = build.build_engine(build.resolve(config), policy, bench.dist)
         took_s, engine_gb = time.perf_counter() - start_s, free_gb - _free_gb(bench.device)
         try:
             note = f"start {took_s:.0f} s, {engine_gb:.1f} GB of its own"
-            bench.tell("vLLM beside the policy", note=note)
+            bench.log("vLLM beside the policy", note=note)
             _measure_sampler(bench, policy, learner, engine, config)
         finally:
             engine.close()
@@ -241,14 +241,14 @@ def _measure_sampler(
         sync()  # clears the prompts' cached keys and values
         engine.generate(prompts_P, params, [1, 1001])
 
-    timings = bench.race({"sync": sync, "rollout": rollout})
+    timings = bench.time({"sync": sync, "rollout": rollout})
     if "sync" in timings:
-        bench.tell_time("adapter synced and read back", timings["sync"])
+        bench.log_time("adapter synced and read back", timings["sync"])
         bench.report.at_most("D6 weight sync, served", 20.0, timings["sync"].ms, "ms")
     if "rollout" in timings:
         size = bench.size
         what = f"2 prompts x {size.group} completions of at most {size.completion_tokens} tokens"
-        bench.tell_time(what, timings["rollout"])
+        bench.log_time(what, timings["rollout"])
 
 
 def _free_gb(device: str) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.flop_counter import flops_of
 from benchmarks.gpu_bench import Bench, cleared, timed_s
-from benchmarks.gpu_models import random_transformer, random_vae, shelve_modulation
+from benchmarks.gpu_models import modulation_to_host, random_transformer, random_vae
 from benchmarks.stock import StockDenoiser, StockVae
 from rl.check_gpu.gpu_kernels import relative_error
 from rl.renderers.qwen_image.denoising_config import PATCH_PX
@@ -119,11 +119,11 @@ def _against_stock(bench: Bench, transformer: Any, modulation: StepModulation) -
             "ours": forward.ours(denoiser, modulation),
         }
         _check_equal(bench, forward.name, calls["diffusers"], calls["ours"])
-        timings = bench.race(calls, share=0.6 / len(all_cases))
+        timings = bench.time(calls, share=0.6 / len(all_cases))
         floor, stock = forward.flops(transformer, modulation), timings.get("diffusers")
         for name, timing in timings.items():
             peer = None if name == "diffusers" else stock
-            bench.tell_time(f"{forward.name}, {name}", timing, floor, peer)
+            bench.log_time(f"{forward.name}, {name}", timing, floor, peer)
         if "ours" in timings and "different" not in forward.name:
             _goal(bench, forward, floor, timings["ours"].ms)
 
@@ -145,21 +145,21 @@ def _check_equal(
     error = relative_error(ours(), stock())
     if not error <= LARGEST_DIFFERENCE[bench.dtype]:
         bench.report.fail(f"{name}: ours differs from diffusers' by {error:.2g} of its size")
-    bench.tell(f"{name}, ours against diffusers", note=f"differs by {error:.1e}")
+    bench.log(f"{name}, ours against diffusers", note=f"differs by {error:.1e}")
 
 
 def _shelve(bench: Bench, transformer: Any) -> None:
     """Moves modulation to the host, and measures the time of a schedule's table from there."""
     total_gb = _resident_gb(transformer, bench.device)
-    shelve_modulation(transformer)
+    modulation_to_host(transformer)
     kept_gb = _resident_gb(transformer, bench.device)
     note = f"{total_gb:.1f} GB of weights on the device without it"
-    bench.tell("modulation as a table", peak_gb=kept_gb, note=note)
+    bench.log("modulation as a table", peak_gb=kept_gb, note=note)
     if bench.device.startswith("cuda"):
         bench.report.at_most("D2 transformer's weights on the device", 27.4, kept_gb, "GB")
     table_s = timed_s(bench.device, lambda: _modulation(transformer))
     note = f"{NUM_STEPS} steps, once per schedule, weights from host memory"
-    bench.tell("modulation table", 1e3 * table_s, note=note)
+    bench.log("modulation table", 1e3 * table_s, note=note)
 
 
 def _resident_gb(module: torch.nn.Module, device: str) -> float:
@@ -191,11 +191,11 @@ def _vae_at(bench: Bench, stock: StockVae, ours: FrameVae, side_px: int) -> None
         title = f"VAE {name} {side_px}^2"
         _check_equal(bench, title, call_stock, call_ours)
         share = 1 / (2 * len(bench.size.vae_px))
-        timings = bench.race({"diffusers": call_stock, "ours": call_ours}, share)
+        timings = bench.time({"diffusers": call_stock, "ours": call_ours}, share)
         floor, peer = flops_of(call_ours), timings.get("diffusers")
         if peer is not None:
-            bench.tell_time(f"{title}, diffusers", peer, floor)
+            bench.log_time(f"{title}, diffusers", peer, floor)
         if "ours" in timings:
-            bench.tell_time(f"{title}, ours", timings["ours"], floor, peer)
+            bench.log_time(f"{title}, ours", timings["ours"], floor, peer)
             if side_px == 1024:
                 bench.report.at_most(f"D4 {title}", limits_ms[name], timings["ours"].ms, "ms")

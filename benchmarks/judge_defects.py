@@ -14,7 +14,7 @@ from typing import Any
 from rl import build
 from rl.audit import judge_audit
 from rl.audit.audit_report import attack_lines, audit_lines
-from rl.audit.audit_sets import shipped_cases
+from rl.audit.audit_sets import configured_cases
 from rl.audit.judge_audit import AttackResult, RewardAudit
 from rl.config.schema import load_config
 from rl.judge.client import JudgeClient
@@ -145,7 +145,7 @@ def examine(
     """(the audit, the attack) of the quickstart's reward with a judge that has this defect."""
     config = load_config("configs/quickstart.jsonnet", ["judge.max_attempts=2"])
     resolved = build.resolve(config)
-    cases = shipped_cases(resolved, ["viescore"], num_cases, seed=0)
+    cases = configured_cases(resolved, ["viescore"], num_cases, seed=0)
     plugin, limits = resolved.rewards["viescore"], config.judge
 
     async def ask(api_base: str) -> Any:

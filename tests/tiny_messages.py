@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 
-def names(message: object, parts: str) -> bool:
-    """Whether the message contains all of `parts`, separated by ' ... ', in any order."""
+def holds(message: object, parts: str) -> bool:
+    """Whether the message contains each of the texts that ' ... ' separates, in any order."""
     return all(part in str(message) for part in parts.split(" ... "))

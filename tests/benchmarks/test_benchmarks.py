@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_rounding import NATS
+from tiny_rounding import FORWARD_TOL
 
 from benchmarks import our_side, report, toy, trl_side, trl_tunings
 from benchmarks.contest import Contestant
@@ -172,9 +172,9 @@ def test_a_run_without_any_saving_has_the_same_log_probs(folder: Path) -> None:
             lines = (folder / name / "toy" / "metrics.jsonl").read_text().splitlines()
             metrics[name] = json.loads(lines[1])
     for key in ("policy/entropy", "mismatch/k1", "mismatch/k3", "tokens/trained"):
-        assert metrics["with"][key] == pytest.approx(metrics["without"][key], rel=NATS, abs=NATS), (
-            key
-        )
+        assert metrics["with"][key] == pytest.approx(
+            metrics["without"][key], rel=FORWARD_TOL, abs=FORWARD_TOL
+        ), key
     assert [counts["with"][name] for name in report.COUNTS[1:4]] == [1, 1, 1]
     assert counts["without"]["VAE encodes"] == 3
     assert counts["without"]["pictures in the vision tower"] > 6

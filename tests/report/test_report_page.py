@@ -16,7 +16,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_report import EVIL, write_run
 
 from rl.commands import report
@@ -70,7 +70,7 @@ def test_a_single_measurement_is_not_shown_as_a_change(tmp_path: Path) -> None:
     once = write_run(tmp_path / "run", num_iterations=0)
     write_page(once)
     text = " ".join(Tags((once / "report" / "index.html").read_text()).texts)
-    assert names(text, "0 of 4 iterations ... 1 held-out ... 0 groups")
+    assert holds(text, "0 of 4 iterations ... 1 held-out ... 0 groups")
     assert "\u2192" not in text.partition("Keys:")[0]
 
 
@@ -104,7 +104,7 @@ def test_the_page_shows_what_was_learnt(run_dir: Path) -> None:
     # s0, s1, s3, s4: gains 0.8, -0.6, 0.0, 0.1
     assert "all 4 0.425 0.500 +0.075" in text
     assert "noun 2 0.300 0.750 +0.450" in text
-    assert names(text, "Left out: 1 ... Drift: after 4 iterations")
+    assert holds(text, "Left out: 1 ... Drift: after 4 iterations")
     assert "render 7.5 75.0 %" in text
     assert METRICS["policy/entropy"].meaning in text
 
@@ -216,7 +216,7 @@ def test_another_run_can_be_compared(run_dir: Path, tmp_path: Path, capsys) -> N
     assert report.main([str(run_dir), "--page-only", "--against", str(other)]) == 0
     text = (run_dir / "report/index.html").read_text("utf-8")
     visible = " ".join("".join(Tags(text).texts).split())
-    assert names(visible, "2 of 7 keys ... the other&run")
+    assert holds(visible, "2 of 7 keys ... the other&run")
     assert visible.index("run_name") < visible.index("num_iterations"), "differences first"
     facts = json.loads(text.partition("const page = {facts: ")[2].partition("};\n")[0])
     last = facts["sets"][-1]
@@ -275,7 +275,7 @@ def test_every_curve_has_a_meaning_and_few_points() -> None:
     assert thin[-2][0] == fmean(range(996, 999)), "the last point is not averaged"
     line = CURVES[0].lines[0]
     assert thinned(points[:300]) == (points[:300], 1)
-    assert names(how_drawn([(line, points)]), "last 5 points ... mean of 4 iterations")
+    assert holds(how_drawn([(line, points)]), "last 5 points ... mean of 4 iterations")
     assert how_drawn([(line, points[:50])]) == ""
 
 
