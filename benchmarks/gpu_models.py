@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks import our_side, toy
+from benchmarks import our_worker, toy
 from benchmarks.gpu_bench import Bench
 from rl import build
 from rl.api.policy import Policy
@@ -193,7 +193,7 @@ def run_config(
     """`our_worker.config_of` at this size: pictures of `side_px`, two groups per iteration.
     `api_base`: the judge's URL, '' if it is not asked; `policy`, `optimizer`: keys to set in these
     sections; `changes`: top-level keys, so a section is replaced as a whole."""
-    values = our_side.config_of(
+    values = our_worker.config_of(
         bench.folder, shape_of(bench, side_px, num_steps), api_base, bench.folder / "runs"
     )
     values["policy"] |= {

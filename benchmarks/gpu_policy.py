@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.gpu_bench import Bench, Timing, cleared, synchronize
 from benchmarks.gpu_models import make_group, make_policy, random_policy_model, run_config
-from benchmarks.our_side import SAMPLER_LOGPROB
+from benchmarks.our_worker import SAMPLER_LOGPROB
 from rl.algorithm.attention_kernels import VARLEN, choose_kernel
 from rl.api.types import Prompt, TrainSequence
 from rl.learner.learner import Learner
@@ -35,7 +35,7 @@ VARIANTS: tuple[tuple[str, bool | str], ...] = (
     ("sdpa", "mlp"),
 )
 """(attention kernel, `optimizer.gradient_checkpointing`)."""
-PEERS = {"TRL tuned's passes": (2, False), "TRL stock's passes": (3, True)}
+TRL_PASSES = {"TRL tuned's passes": (2, False), "TRL stock's passes": (3, True)}
 """Setup of `side_by_side.py` -> (forwards without a gradient, whether the backward recomputes). The
 forwards are conditioning, reference and, for stock, old log-probs."""
 SHARE = 0.08
@@ -51,26 +51,26 @@ def one_group(bench: Bench) -> None:
         best: Ours | None = None
         for kernel, checkpointing in VARIANTS if number == 0 else VARIANTS[:2]:
             with cleared(bench.device):
-                variant = _ours(bench, side_px, kernel, checkpointing)
+                variant = _time_ours(bench, side_px, kernel, checkpointing)
             if best is None or variant.timing.ms < best.timing.ms:
                 best = variant
         assert best is not None
-        peers = {}
-        for name in PEERS:
+        trl_timings = {}
+        for name in TRL_PASSES:
             with cleared(bench.device):
-                peers[name] = _peer(bench, side_px, name, best)
+                trl_timings[name] = _time_trl(bench, side_px, name, best)
         if number == 0:
-            _goals(bench, best, peers)
+            _goals(bench, best, trl_timings)
 
 
-def _goals(bench: Bench, best: Ours, peers: Mapping[str, Timing | None]) -> None:
+def _goals(bench: Bench, best: Ours, trl_timings: Mapping[str, Timing | None]) -> None:
     report = bench.report
     report.at_most("policy side of a group", LIMIT_S, best.timing.ms / 1e3, "s")
     share = bench.floor_ms(best.min_flops) / best.timing.ms
     report.at_least("policy side, share of the matmul rate", 0.45, share)
-    for (name, peer), limit in zip(peers.items(), (5, 10), strict=True):
-        if peer is not None:
-            report.at_least(f"{name} over ours", limit, peer.ms / best.timing.ms, "x")
+    for (name, trl_timing), limit in zip(trl_timings.items(), (5, 10), strict=True):
+        if trl_timing is not None:
+            report.at_least(f"{name} over ours", limit, trl_timing.ms / best.timing.ms, "x")
 
 
 # Ours
@@ -129,7 +129,7 @@ def _graded(ids: tuple[int, ...], g: int) -> TrainSequence:
     return TrainSequence((True,) * num_tokens, advantage, (SAMPLER_LOGPROB,) * num_tokens)
 
 
-def _ours(bench: Bench, side_px: int, kernel: Any, checkpointing: bool | str) -> Ours:
+def _time_ours(bench: Bench, side_px: int, kernel: Any, checkpointing: bool | str) -> Ours:
     """Times a variant; raises RuntimeError if it does not run."""
     kernel = bench.attention if kernel == "auto" else kernel
     dtype = getattr(torch, bench.dtype)
@@ -226,9 +226,9 @@ class PaddedRows:
         return token_logprobs(predicting, inner.lm_head, written, 1.0, banned)[0]
 
 
-def _peer(bench: Bench, side_px: int, name: str, ours: Ours) -> Timing | None:
+def _time_trl(bench: Bench, side_px: int, name: str, ours: Ours) -> Timing | None:
     """Times TRL's passes on as many rows at once as fit; None if not even one fits."""
-    num_without_gradient, checkpointing = PEERS[name]
+    num_without_gradient, checkpointing = TRL_PASSES[name]
     rows = PaddedRows(bench, side_px, ours.prompt, ours.completions)
     if checkpointing:
         rows.model.gradient_checkpointing_enable({"use_reentrant": False})

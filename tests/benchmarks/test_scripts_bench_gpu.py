@@ -69,7 +69,7 @@ def test_a_failing_item_does_not_stop_the_others(tmp_path, monkeypatch):
         bench.log("half of it", ms=1.0)
         raise RuntimeError("no such file: /home/somebody/secret/weights.bin\nand more")
 
-    monkeypatch.setattr(gpu_check, "ceilings", broken)
+    monkeypatch.setattr(gpu_check, "matmul_rate", broken)
     code, record = run(tmp_path, "1,4b")
     assert code == 1
     assert record["failures"] == ["1: RuntimeError: no such file: weights.bin"]
