@@ -1,1 +1,1 @@
-"""Comparisons with TRL and diffusers, GPU measurements, and fault campaigns."""
+"""Programs that compare with TRL and diffusers, measure on a GPU, and inject faults."""

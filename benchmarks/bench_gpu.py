@@ -1,12 +1,12 @@
-"""Measures this project on one GPU at real size, with random weights: no network, no checkpoint.
+"""Measures this project's speed and memory on one GPU at real size, with random weights, offline.
 
-    rl bench-gpu                                everything, each item measured 60 s
-    rl bench-gpu --items 4b,4                   some of it
+    rl bench-gpu                                all measurements ("items"), each for 60 s
+    rl bench-gpu --items 4b,4                   some of them, see `ITEMS`
     rl bench-gpu --items 5 --seconds-per-item 400
     rl bench-gpu --tiny                         the same code in seconds on a CPU
 
-Writes a table and the project's goals to `--out`. The exit code is 1 if an item failed or a check
-found wrong numbers. "floor" is the time of the same operations at the rate measured by item 1.
+Writes the measurements and the project's goals to `--out`. The exit code is 1 if an item failed or
+a result is wrong. "floor" is the time of the same FLOPs at the rate of item 1's matrix products.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from benchmarks.gpu_bench import Bench
 
 ITEMS = {
-    "1": ("gpu_check", "ceilings", "the device's ceilings"),
-    "4b": ("gpu_check", "packed_attention", "packed attention is right"),
+    "1": ("gpu_check", "matmul_rate", "the rate of matrix products"),
+    "4b": ("gpu_check", "packed_attention", "packed attention against a dense mask"),
     "2": ("gpu_render", "transformer_forwards", "the editor's transformer"),
     "3": ("gpu_render", "vae", "the editor's VAE"),
-    "4": ("gpu_policy", "one_group", "the policy's side of a group"),
-    "6": ("gpu_policy", "weight_sync", "weight sync"),
-    "5": ("gpu_iteration", "iterations", "whole iterations"),
-    "7": ("gpu_iteration", "sampler", "the sampler beside everything else"),
+    "4": ("gpu_policy", "one_group", "the policy's passes over a group"),
+    "6": ("gpu_policy", "weight_sync", "the export of the adapter"),
+    "5": ("gpu_iteration", "iterations", "whole iterations without sampling"),
+    "7": ("gpu_iteration", "vllm_engine", "vLLM beside all other models"),
 }
 """Item -> (module, function, title), in the order in which they run. A module is imported only for
-its items, so that a missing package affects no other item."""
+its items, so that a missing package makes only these fail."""
 PACKAGES = ("torch", "triton", "transformers", "peft", "diffusers", "vllm")
 
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line.Parser("rl bench-gpu", __doc__)
-    parser.add_argument("--items", default=",".join(ITEMS), help="of " + ", ".join(ITEMS))
+    parser.add_argument("--items", default=",".join(ITEMS), help="some of " + ", ".join(ITEMS))
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; runs on a CPU, too")
     parser.add_argument("--seconds-per-item", type=float, default=None, help="60; tiny: 0")
     parser.add_argument("--out", type=Path, help="benchmarks/results; tiny: nothing is written")
@@ -82,7 +82,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def open_bench(args: argparse.Namespace) -> Bench:
-    """A bench on the GPU if there is one; exits if real sizes are requested on a CPU."""
+    """A `Bench` on the GPU, or on the CPU without one; exits if real sizes need a GPU."""
     from benchmarks.gpu_bench import Bench, Report
     from benchmarks.gpu_models import REAL, TINY
     from rl.ranks.dist import Dist
@@ -95,16 +95,16 @@ def open_bench(args: argparse.Namespace) -> Bench:
 
 
 def run_item(bench: Bench, item: str) -> None:
-    """Runs an item; an error is recorded as its failure."""
+    """Runs an item. An error is reported as a failure, so that the other items still run."""
     from benchmarks.gpu_bench import first_line, free
-    from benchmarks.gpu_models import save_texts
+    from benchmarks.gpu_models import save_policy_files
 
     part, name, title = ITEMS[item]
     print(f"== {item}: {title}", file=sys.stderr, flush=True)
     bench.item, failed = item, ""
     try:
         if not (bench.folder / "policy").exists():
-            save_texts(bench)
+            save_policy_files(bench)
         getattr(importlib.import_module(f"benchmarks.{part}"), name)(bench)
     except Exception as error:
         traceback.print_exc()
@@ -157,7 +157,7 @@ def written(bench: Bench, argv: Sequence[str] | None) -> str:
 
 
 def save(bench: Bench, text: str, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
-    """Writes `gpu_<device>_<date>.md` and `.json` (all digits); the names list `--items`."""
+    """Writes `gpu_<device>_<date>[_items_<items>].md` and `.json`, which has all digits."""
     facts = host(bench, argv)
     device = re.sub(r"\W+", "-", facts["device"]).lower()
     items = "" if args.items == list(ITEMS) else "_items_" + "-".join(args.items)

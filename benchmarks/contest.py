@@ -1,4 +1,4 @@
-"""Runs iterations of several worker processes in turn."""
+"""Starts worker processes, and runs their iterations in turn."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any, Self
 from benchmarks.link import Measured, Order
 
 SHOWN_CHARS = 3000
-"""The last characters of a dead worker's output that an error shows."""
+"""Number of last characters of a dead worker's output that an error message has."""
 PATIENCE_S = 900
-"""Time limit of an iteration, the worker's start included, on a busy machine."""
+"""Time limit of an iteration and the worker's start, generous for a busy machine."""
 
 
 class Contestant:
-    """One side of a comparison, in a separate process with one thread for arithmetic."""
+    """A worker process that trains one of the compared setups, with one thread for arithmetic."""
 
     def __init__(self, work: Callable[..., None], *arguments: Any, **options: Any) -> None:
-        """`work(connection, *arguments, **options)` builds its side and runs ordered iterations."""
+        """`work(connection, *arguments, **options)` runs an iteration for each received `Order`."""
         os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["benchmarks.worker_imports"])
@@ -39,12 +39,12 @@ class Contestant:
         worker_end.close()
 
     def order(self, flops: bool = False) -> None:
-        """Orders an iteration. (If the worker has died, `report` raises.)"""
+        """Orders an iteration. If the worker has died, only `report` raises an error."""
         with suppress(BrokenPipeError):
             self._connection.send(Order(flops))
 
     def report(self) -> Measured:
-        """Returns the measurements of the order; RuntimeError if the worker died or hangs."""
+        """The measurements of the ordered iteration. RuntimeError if the worker died or hangs."""
         failure = f"sent nothing for {PATIENCE_S} s"
         try:
             if self._connection.poll(PATIENCE_S):
@@ -64,7 +64,7 @@ class Contestant:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Not terminate(): a run would save before it exits.
+        # `terminate` would make a run save before it exits.
         self._process.kill()
         self._process.join()
         self._connection.close()
@@ -74,7 +74,7 @@ class Contestant:
 def _work_quietly(
     output: Path, work: Callable[..., None], connection: Connection, *arguments: Any, **options: Any
 ) -> None:
-    """Redirects a worker's output to a file, which an error shows if the worker dies."""
+    """Calls `work` with the process's output in a file, whose end `report` shows in an error."""
     with output.open("w") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
@@ -82,22 +82,22 @@ def _work_quietly(
 
 
 def interleave(
-    sides: Mapping[str, Callable[[], Contestant]],
+    setups: Mapping[str, Callable[[], Contestant]],
     num_rounds: int,
     count_flops: bool = False,
     limit_s: float = math.inf,
 ) -> tuple[dict[str, list[Measured]], dict[str, Measured]]:
-    """Runs `num_rounds` iterations of every side in turn, after one each that is not counted; then
-    one more of each with the FLOP counter, whose seconds are not counted. After `limit_s` wall
-    seconds no round begins, but at least one is run."""
+    """Runs rounds of an iteration of every setup; returns the measurements of each but the first
+    round, and those of a last one with the FLOP counter. After `limit_s` no round begins, but at
+    least one is measured."""
     ends_s = time.monotonic() + limit_s
     rounds: list[dict[str, Measured]] = []
     with ExitStack() as stack:
-        contestants = {name: stack.enter_context(make()) for name, make in sides.items()}
+        contestants = {name: stack.enter_context(make()) for name, make in setups.items()}
         while len(rounds) <= 1 or (len(rounds) <= num_rounds and time.monotonic() < ends_s):
             rounds.append({name: each.iterate() for name, each in contestants.items()})
             print(f"  round {len(rounds) - 1} of {num_rounds}", file=sys.stderr, flush=True)
         counted = {}
         if count_flops:
             counted = {name: each.iterate(flops=True) for name, each in contestants.items()}
-    return {name: [measured[name] for measured in rounds[1:]] for name in sides}, counted
+    return {name: [measured[name] for measured in rounds[1:]] for name in setups}, counted

@@ -1,4 +1,7 @@
-"""The experiments: each runs its workers and returns plain records for JSON."""
+"""The experiments of `side_by_side.py`: each runs worker processes and returns records for JSON.
+
+A setup is TRL with a `Tuning` (also called a peer), or this project.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks import our_side, toy, trl_side
+from benchmarks import our_worker, toy, trl_worker
 from benchmarks.contest import Contestant, interleave
-from benchmarks.defeats import SAVINGS
 from benchmarks.judge_stub import judge_process
 from benchmarks.link import POLICY_PARTS, TOWER, Measured
+from benchmarks.savings import SAVINGS
 from benchmarks.toy import Shape
 from benchmarks.trl_tunings import Tuning
 from rl.files.atomic import read_rows
@@ -28,34 +31,35 @@ MEMO, PREFIX, PREFIXES = "TRL + tower", "TRL + prefix", "TRL + prefixes"
 PEERS: Mapping[str, Tuning] = {
     STOCK: Tuning(tuned=False),
     TUNED: Tuning(),
-    MEMO: Tuning(remembers_tower=True),
-    PREFIX: Tuning(remembers_tower=True, prompt_once="without gradients"),
-    PREFIXES: Tuning(remembers_tower=True, prompt_once="always"),
+    MEMO: Tuning(caches_features=True),
+    PREFIX: Tuning(caches_features=True, prompt_once="without gradients"),
+    PREFIXES: Tuning(caches_features=True, prompt_once="always"),
 }
-"""From a user's first version to the strongest peer that could be built."""
+"""TRL's setups, from a user's first version to the strongest one that could be built."""
 ONE_STEP_OFF = "this project, one step off"
 Record = dict[str, Any]
 Make = Callable[[], Contestant]
 _runs = itertools.count()
 
 
-def sides(folder: Path, shape: Shape, api_base: str, samples: bool) -> dict[str, Make]:
-    """The peers and this project on one shape."""
+def setups(folder: Path, shape: Shape, api_base: str, samples: bool) -> dict[str, Make]:
+    """Name -> constructor of the worker, for all peers and this project."""
     trl = functools.partial(
-        Contestant, trl_side.run, folder, shape, api_base=api_base, samples=samples
+        Contestant, trl_worker.run, folder, shape, api_base=api_base, samples=samples
     )
     peers = {name: functools.partial(trl, tuning=tuning) for name, tuning in PEERS.items()}
     return {**peers, OURS: functools.partial(ours, folder, shape, api_base, samples=samples)}
 
 
 def ours(folder: Path, shape: Shape, api_base: str, **options: Any) -> Contestant:
-    """This project, in a new run folder."""
+    """A worker of this project, in a new run folder."""
     runs = folder / "runs" / str(next(_runs))
-    return Contestant(our_side.run, folder, shape, api_base, runs, **options)
+    return Contestant(our_worker.run, folder, shape, api_base, runs, **options)
 
 
 def as_record(rounds: Sequence[Measured], counted: Measured | None = None) -> Record:
-    """Lists over rounds by part, the last round's counts, and the counted iteration's FLOPs."""
+    """Part -> list over rounds of its seconds; the counts of the last round; part -> GFLOP of the
+    iteration with the FLOP counter."""
     labels = sorted({label for measured in rounds for label in measured.spent})
     record: Record = {
         "cpu_s": {p: [r.spent[p].cpu_s if p in r.spent else 0.0 for r in rounds] for p in labels},
@@ -68,34 +72,34 @@ def as_record(rounds: Sequence[Measured], counted: Measured | None = None) -> Re
 
 
 def head_to_head(folder: Path, shape: Shape, num_rounds: int, limit_s: float) -> Record:
-    """The peers and this project in turn; then one iteration of each with the FLOP counter."""
+    """Costs of the peers and this project, which run in turn, and their FLOPs."""
     with judge_process() as api_base:
-        makers = sides(folder, shape, api_base, samples=True)
+        makers = setups(folder, shape, api_base, samples=True)
         rounds, counted = interleave(makers, num_rounds, True, limit_s)
     records = {name: as_record(rounds[name], counted[name]) for name in makers}
     over = _over_minimum(records[OURS], shape, language_model(folder))
     return {"shape": vars(shape), "sides": records, "over_minimum": over}
 
 
-def _over_minimum(side: Record, shape: Shape, model: LanguageModel) -> float:
-    """Executed FLOPs of the policy side over the minimum for the same numbers: one forward of the
-    policy and one of the reference (without adapter) over each token and the pairs of the prefix
-    tree, one backward, the head at predicting positions, the vision tower once. For one group
+def _over_minimum(setup: Record, shape: Shape, model: LanguageModel) -> float:
+    """Executed FLOPs of the policy side divided by the minimum for the same results: a forward of
+    policy and reference (without adapter) and a backward over the distinct tokens and pairs of a
+    prefix tree, the head at predicting positions, the vision tower once. Valid for one group
     without equal completions."""
     num_completion = sum(shape.completion_lens())
-    num_tokens = side["counts"]["token positions"] // 2
+    num_tokens = setup["counts"]["token positions"] // 2
     pairs = prefix_tree_pairs(num_tokens - num_completion, shape.completion_lens())
     passes = (
         model.forward_flops(num_tokens, pairs)
         + replace(model, lora_rank=0).forward_flops(num_tokens, pairs)
         + model.backward_flops(num_tokens, pairs)
     )
-    least = passes + 3 * model.head_flops(num_completion) + side["gflop"][TOWER] * 1e9
-    return sum(side["gflop"].get(part, 0.0) for part in POLICY_PARTS) * 1e9 / least
+    least = passes + 3 * model.head_flops(num_completion) + setup["gflop"][TOWER] * 1e9
+    return sum(setup["gflop"].get(part, 0.0) for part in POLICY_PARTS) * 1e9 / least
 
 
 def language_model(folder: Path) -> LanguageModel:
-    """The sizes of the toy's language model."""
+    """The sizes of the language model of `toy.py`."""
     from transformers import AutoConfig
 
     lora = SimpleNamespace(r=toy.LORA["r"], target_modules=toy.LORA["target_modules"])
@@ -104,23 +108,23 @@ def language_model(folder: Path) -> LanguageModel:
 
 
 def memory(folder: Path, shape: Shape, num_iterations: int = 3) -> dict[str, float]:
-    """Peak MB above the resident memory before the first iteration, each side in a new process and
-    without sampling."""
+    """Setup -> peak MB above the resident memory before the first iteration. Each setup runs in a
+    new process, without sampling."""
     peaks = {}
     with judge_process() as api_base:
-        for name, make in sides(folder, shape, api_base, samples=False).items():
+        for name, make in setups(folder, shape, api_base, samples=False).items():
             with make() as contestant:
                 peaks[name] = [contestant.iterate().peak_mb for _ in range(num_iterations)][-1]
     return peaks
 
 
 def judge_latency(folder: Path, shape: Shape, latency_s: float, num_rounds: int) -> Record:
-    """Wall seconds with a judge of that latency, all questions of an iteration at once.
+    """Costs with a judge of that latency, which answers all questions of an iteration at once.
 
-    One side after the other: in turns, the judge could answer while another side runs.
+    The setups do not run in turn: the judge could answer one while another one runs.
     """
     with judge_process(latency_s) as api_base:
-        makers = sides(folder, shape, api_base, samples=True)
+        makers = setups(folder, shape, api_base, samples=True)
         makers[ONE_STEP_OFF] = functools.partial(
             ours, folder, shape, api_base, samples=True, overrides=["max_staleness=1"]
         )
@@ -132,7 +136,7 @@ def judge_latency(folder: Path, shape: Shape, latency_s: float, num_rounds: int)
 
 
 def savings(folder: Path, shape: Shape, num_rounds: int) -> Record:
-    """Costs with no saving, with each saving alone, and with one after the other added."""
+    """Costs of this project with no saving, with each alone, and with more and more of them."""
     names = list(SAVINGS)
     stacks: Mapping[str, Sequence[str]] = {
         "none": [],
@@ -156,10 +160,10 @@ def _with_savings(folder: Path, shape: Shape, active: Sequence[str], num_rounds:
 
 
 def ranks(folder: Path, shape: Shape, num_iterations: int = 2) -> Record:
-    """The same run on one rank and on two: counts of an iteration per rank, and the metrics."""
+    """A run on one rank and on two: counts of the last iteration by rank, and the metrics."""
     model = language_model(folder)
-    sides = [sum(model.shape(name)) for name in model.lora_targets]
-    trained_bytes = 4 * model.num_layers * model.lora_rank * sum(sides)
+    widths = sum(sum(model.shape(name)) for name in model.lora_targets)
+    trained_bytes = 4 * model.num_layers * model.lora_rank * widths
     runs = {str(n): _on_ranks(n, folder, shape, num_iterations) for n in (1, 2)}
     return {"trained_bytes": trained_bytes, **runs}
 
@@ -171,7 +175,7 @@ def _on_ranks(num_ranks: int, folder: Path, shape: Shape, num_iterations: int) -
         for rank in range(num_ranks):
             numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
             environment = {name: str(n) for name, n in numbers.items()} | on_one_node(Path(meeting))
-            arguments = our_side.run, folder, shape, api_base, runs
+            arguments = our_worker.run, folder, shape, api_base, runs
             member = Contestant(*arguments, samples=False, environment=environment)
             members.append(stack.enter_context(member))
         for _ in range(num_iterations):

@@ -1,4 +1,4 @@
-"""Counts executed operations with torch's counter, corrected for attention on a CPU."""
+"""Counts executed FLOPs with torch's counter, corrected for attention on a CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Shape = Sequence[int]
 
 
 def flop_counter() -> FlopCounterMode:
-    """`get_total_flops()` sums over all operations inside; a multiply-add counts as two. (torch has
-    no formula for the CPU's attention kernel, and counts causal attention as the full square.)"""
+    """A context whose `get_total_flops()` sums over all operations; a multiply-add counts as two.
+    torch alone does not count the CPU's attention kernel, and counts causal attention in full."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     mapping = {kernel: _attention, backward: _attention_backward}
@@ -21,7 +21,7 @@ def flop_counter() -> FlopCounterMode:
 
 
 def flops_of(call: Callable[[], object]) -> int:
-    """Operations that a call executes; a compiled model runs uncompiled."""
+    """FLOPs that a call executes; a compiled model runs uncompiled."""
     with torch.compiler.set_stance("force_eager"), flop_counter() as counter:
         call()
     return counter.get_total_flops()
@@ -42,7 +42,7 @@ def _attention_backward(
 
 
 def _computed_share(query: Shape, key: Shape, causal: bool) -> float:
-    """Share of the pairs that are computed: if causal, those on and below the diagonal."""
+    """Share of the (query, key) pairs that count: if causal, those on and below the diagonal."""
     num_queries, num_keys = query[-2], key[-2]
     square = min(num_queries, num_keys)
     pairs = square * (square + 1) / 2 + max(0, num_queries - num_keys) * num_keys

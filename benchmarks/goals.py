@@ -1,4 +1,4 @@
-"""The project's goals and the measured values."""
+"""Compares the results of `side_by_side.py` with the project's goals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.report import (
 
 
 def goals(results: Record) -> str:
-    """One row for each goal whose experiment was run."""
+    """A table with a row for each goal whose experiment was run."""
     rows = []
     for name, limit, measure in _GOALS:
         try:
@@ -36,8 +36,8 @@ def _at_most(limit: float, value: float, form: str = "{:.2f}") -> tuple[str, boo
 
 def _flops(limit: float, peer: str) -> Callable[[Record], tuple[str, bool]]:
     def measure(results: Record) -> tuple[str, bool]:
-        sides = results["sweep"]["T = 72"]["sides"]
-        value = gflop(sides[peer], POLICY_PARTS) / gflop(sides[OURS], POLICY_PARTS)
+        setups = results["sweep"]["T = 72"]["sides"]
+        value = gflop(setups[peer], POLICY_PARTS) / gflop(setups[OURS], POLICY_PARTS)
         return f"{value:.1f}x", value >= limit
 
     return measure
@@ -47,8 +47,8 @@ def _cpu(
     limit: float, peer: str, shape: str, parts: Sequence[str] = POLICY_PARTS, form: str = "{:.1f}x"
 ) -> Callable[[Record], tuple[str, bool]]:
     def measure(results: Record) -> tuple[str, bool]:
-        sides = results["sweep"][shape]["sides"]
-        value, _, _ = ratio(cpu_s(sides[peer], parts), cpu_s(sides[OURS], parts))
+        setups = results["sweep"][shape]["sides"]
+        value, _, _ = ratio(cpu_s(setups[peer], parts), cpu_s(setups[OURS], parts))
         return form.format(value), value >= limit
 
     return measure
@@ -72,19 +72,19 @@ def _memory_growth(results: Record) -> tuple[str, bool]:
 
 
 def _on_policy_wait(results: Record) -> tuple[str, bool]:
-    """The worst excess over the allowed wait, as a share of the iteration, over the latencies."""
+    """The largest excess over the allowed wait for any latency, as a share of the iteration."""
     worst = -1.0
     for record in results["latency"]:
-        side = record["sides"][OURS]
-        allowed = max(0.0, record["latency_s"] - median_s(side, [TAIL]))
-        worst = max(worst, (median_s(side, [JUDGE_WAIT]) - allowed) / median_s(side))
+        setup = record["sides"][OURS]
+        allowed = max(0.0, record["latency_s"] - median_s(setup, [TAIL]))
+        worst = max(worst, (median_s(setup, [JUDGE_WAIT]) - allowed) / median_s(setup))
     return f"{worst:.1%} beyond", worst <= 0.03
 
 
 def _stale_wait(results: Record) -> tuple[str, bool]:
     free = median_s(results["latency"][0]["sides"][ONE_STEP_OFF])
-    sides = [r["sides"][ONE_STEP_OFF] for r in results["latency"] if r["latency_s"] <= free]
-    worst = max(median_s(side, [JUDGE_WAIT]) / median_s(side) for side in sides)
+    setups = [r["sides"][ONE_STEP_OFF] for r in results["latency"] if r["latency_s"] <= free]
+    worst = max(median_s(setup, [JUDGE_WAIT]) / median_s(setup) for setup in setups)
     return f"{worst:.1%}", worst <= 0.02
 
 

@@ -1,4 +1,4 @@
-"""What every GPU measurement shares: the clock, the lines it writes, the goals it is held to."""
+"""What the measurements of `rl bench-gpu` share: timing, the table of results, the goals."""
 
 from __future__ import annotations
 
@@ -27,38 +27,39 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """One contender of a race."""
+    """The result of timing one call."""
 
     ms: float
-    """Median of the rounds."""
+    """Median over the rounds."""
     num_rounds: int
     peak_gb: float
-    """Peak memory that torch held in a round, weights included; on a CPU, the process so far."""
+    """Peak memory of torch in a round, weights included; on a CPU, the process's peak so far."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table."""
+    """One row of the table of results."""
 
     item: str
+    """The measurement, as `--items` names it."""
     what: str
     ms: float | None = None
     floor_ms: float | None = None
-    """What the same operations take at the rate of matrix products measured on this device."""
+    """Time of the same FLOPs at the rate of large matrix products on this device."""
     peer_ratio: float | None = None
-    """The peer's time over this one, in the same run."""
+    """Time of diffusers' or TRL's implementation, divided by `ms`."""
     peak_gb: float | None = None
     note: str = ""
 
     @property
     def floor_share(self) -> float | None:
-        """1 at best."""
+        """Share of the rate of matrix products that was reached."""
         return None if self.ms is None or self.floor_ms is None else self.floor_ms / self.ms
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A number this project set itself, beside the measured one."""
+    """A number that this project aims for, and the measured one."""
 
     name: str
     wanted: str
@@ -68,22 +69,21 @@ class Goal:
 
 @dataclass
 class Report:
-    """Grows line by line, so that an item that fails keeps what it had."""
+    """Grows line by line, so that a measurement that fails keeps its earlier lines."""
 
     lines: list[Line] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     facts: dict[str, float] = field(default_factory=dict)
-    """What one item leaves for a goal of another."""
+    """Numbers from one measurement that a goal of another one needs."""
 
     def add(self, line: Line) -> None:
-        """Keep it, and tell it at once."""
+        """Keeps the line, and prints it to stderr."""
         self.lines.append(line)
-        told = "  ".join(filter(None, _cells(line)))
-        print(told, file=sys.stderr, flush=True)
+        print("  ".join(filter(None, _cells(line))), file=sys.stderr, flush=True)
 
     def fail(self, what: str) -> None:
-        """Something is wrong: the exit code will say so."""
+        """Keeps and prints a failure; it makes the exit code 1."""
         self.failures.append(what)
         print(f"FAIL {what}", file=sys.stderr, flush=True)
 
@@ -96,12 +96,12 @@ class Report:
         self.goals.append(Goal(name, wanted.strip(), measured.strip(), value >= limit))
 
     def line_table(self) -> str:
-        """Markdown."""
+        """All lines, as Markdown."""
         head = ["item", "what", "ms", "floor ms", "floor/time", "peer/ours", "peak GB", "note"]
         return table(head, map(_cells, self.lines))
 
     def goal_table(self) -> str:
-        """Markdown; goals whose item was not run are not there."""
+        """The goals of the measurements that ran, as Markdown."""
         rows = [[g.name, g.wanted, g.measured, "met" if g.met else "MISSED"] for g in self.goals]
         return table(["goal", "wanted", "measured", ""], rows)
 
@@ -124,20 +124,19 @@ def _cells(line: Line) -> list[str]:
 
 @dataclass
 class Bench:
-    """What an item is given."""
+    """The settings and the report of all measurements."""
 
     dist: Dist
     size: Size
     seconds: float
-    """For which an item measures, building models not counted; what has begun is finished."""
+    """Duration of the timings of a measurement; models are built, and a round ends, beyond it."""
     folder: Path
-    """Temporary: tokenizer, image processor, configs, runs."""
+    """A temporary folder for tokenizer, image processor, configs and runs."""
     report: Report
     item: str = ""
-    """The one under way."""
+    """The current measurement, as `--items` names it."""
     attention: str = "auto"
-    """`policy.attn_implementation`, until a check finds that the fast kernel is wrong."""
-    """Of the renderer, once it was seen to pay."""
+    """`policy.attn_implementation`; 'sdpa' once a check has found the fast kernel to be wrong."""
 
     @property
     def device(self) -> str:
@@ -146,58 +145,58 @@ class Bench:
 
     @property
     def dtype(self) -> str:
-        """Of all weights."""
+        """dtype of all weights."""
         return "bfloat16" if self.device.startswith("cuda") else "float32"
 
     def floor_ms(self, flops: float) -> float:
-        """At the rate of matrix products, which is measured once a process."""
+        """Time of these FLOPs at the rate of matrix products, which a process measures once."""
         return 1e3 * flops / measure_flops_per_s(self.device, self.dtype)
 
-    def tell(self, what: str, *numbers: float | None, **more: Any) -> None:
-        """A line of the item under way: `Line`'s fields from `what` on."""
+    def log(self, what: str, *numbers: float | None, **more: Any) -> None:
+        """Adds a line to the current measurement; arguments: `Line`'s fields from `what` on."""
         self.report.add(Line(self.item, what, *numbers, **more))
 
-    def race(self, calls: Mapping[str, Call], share: float = 1.0) -> dict[str, Timing]:
-        """See `race`; a call that does not run here is told and left out. `share`: of `seconds`."""
-        timings, refused = race(self.device, calls, share * self.seconds)
+    def time(self, calls: Mapping[str, Call], share: float = 1.0) -> dict[str, Timing]:
+        """`time_calls` for that share of `seconds`; reports and leaves out calls that fail here."""
+        timings, refused = time_calls(self.device, calls, share * self.seconds)
         for name, reason in refused.items():
-            self.tell(name, note=f"does not run here: {reason}")
+            self.log(name, note=f"does not run here: {reason}")
         return timings
 
-    def tell_time(
+    def log_time(
         self,
         what: str,
         timing: Timing,
-        floor: float | None = None,
+        min_flops: float | None = None,
         peer: Timing | None = None,
         note: str = "",
     ) -> None:
-        """A line of a race's outcome; `floor`: the least operations, `peer`: who did the same."""
-        self.tell(
+        """Adds a timing. `min_flops`: fewest FLOPs of it; `peer`: timing of diffusers or TRL."""
+        self.log(
             what,
             timing.ms,
-            None if floor is None else self.floor_ms(floor),
+            None if min_flops is None else self.floor_ms(min_flops),
             None if peer is None else peer.ms / timing.ms,
             timing.peak_gb,
             note,
         )
 
 
-def race(
+def time_calls(
     device: str, calls: Mapping[str, Call], seconds: float
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """(timings, why others did not run): every call once to warm up, then all in turn, round by
-    round, until `seconds` are over; one round at least."""
+    """(name -> timing, name -> error of a call that failed). Runs each call once to warm up, then
+    all calls in turn, in one or more rounds, until `seconds` have passed."""
     running, refused = {}, {}
     for name, call in calls.items():
         try:
             call()
-        except Exception as error:  # kernels say in their own ways that they cannot
+        except Exception as error:  # each kernel has its own error for unsupported inputs
             refused[name] = first_line(error)
         else:
             running[name] = call
             continue
-        free(device)  # out here, where no traceback holds the failed call's tensors
+        free(device)  # outside `except`, whose traceback keeps the failed call's tensors alive
     times_s: dict[str, list[float]] = {name: [] for name in running}
     peaks_gb = dict.fromkeys(running, 0.0)
     end_s = time.perf_counter() + seconds
@@ -216,7 +215,7 @@ def race(
 
 
 def timed_s(device: str, call: Call) -> float:
-    """Wall seconds, the device idle before and after."""
+    """Wall seconds of the call; waits for the device before and after it."""
     synchronize(device)
     start_s = time.perf_counter()
     call()
@@ -225,27 +224,27 @@ def timed_s(device: str, call: Call) -> float:
 
 
 def synchronize(device: str) -> None:
-    """Wait for all that was launched."""
+    """Waits until the device has run all launched kernels."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
 
 def free(device: str) -> None:
-    """Give back what nobody holds any more."""
+    """Frees unreachable objects and torch's cached memory."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
 
 
 def first_line(error: BaseException) -> str:
-    """'OutOfMemoryError: CUDA out of memory. ...', short enough for a table, without folders."""
+    """'OutOfMemoryError: CUDA out of memory. ...', cut for a table, paths without folders."""
     text = re.sub(r"(/[\w.@+-]+)+/", "", str(error).strip().split("\n")[0])
     return f"{type(error).__name__}: {text}"[:200]
 
 
 @contextmanager
 def cleared(device: str) -> Iterator[None]:
-    """Memory is free again behind the block."""
+    """Frees memory after the block."""
     try:
         yield
     finally:

@@ -1,4 +1,7 @@
-"""Items 1 and 4b: the device's rate, and its attention kernel against a dense mask."""
+"""Measures the device's matmul rate, and the error of its attention kernel against a dense mask.
+
+rl bench-gpu --items 1,4b
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_bench import Bench, cleared
-from benchmarks.gpu_models import TINY, make_group, make_policy, run_config, save_texts
+from benchmarks.gpu_models import TINY, make_group, make_policy, run_config, save_policy_files
 from rl.algorithm import attention_kernels
 from rl.algorithm.attention_kernels import Kernel
 from rl.api.types import TokenOutputs
@@ -16,29 +19,30 @@ from rl.check_gpu.gpu_kernels import LAYOUTS, attention_errors, groups_of, relat
 from rl.meter.device import measure_flops_per_s
 
 WORSE_BY = 1.5
-"""So much more than with float32 attention a half-precision policy may be off."""
+"""Limit on the fast kernel's error in a half-precision policy, divided by the plain kernel's."""
 
 
-def ceilings(bench: Bench) -> None:
-    """Item 1."""
+def matmul_rate(bench: Bench) -> None:
+    """Measures the rate of matrix products, against which all FLOPs are compared."""
     tflops = measure_flops_per_s(bench.device, bench.dtype) / 1e12
-    bench.tell(f"matrix product, {bench.dtype}", note=f"{tflops:.1f} TFLOP/s")
+    bench.log(f"matrix product, {bench.dtype}", note=f"{tflops:.1f} TFLOP/s")
 
 
 def packed_attention(bench: Bench) -> None:
-    """Item 4b; what is wrong is told loudly, and the items behind it go on with 'sdpa'."""
+    """Checks the fast kernel alone and in a policy. If it is wrong, fails the benchmark and makes
+    the later items use 'sdpa'."""
     problems = []
     try:
         dtype = getattr(torch, bench.dtype)
         kernel = attention_kernels.choose_kernel("auto", bench.device, dtype)
         problems += _kernel_problems(bench, kernel)
         problems += _policy_problems(bench)
-    except Exception as error:  # an operator that this torch has under another form
+    except Exception as error:  # e.g. an operator that has other arguments in this torch
         problems.append(f"it raised {type(error).__name__}: {error}")
     for problem in problems:
         bench.report.fail(f"4b: packed attention: {problem}")
     verdict = "FAIL: going on with attn_implementation 'sdpa'" if problems else "PASS"
-    bench.tell("packed attention on this device", note=verdict)
+    bench.log("packed attention on this device", note=verdict)
     if problems:
         bench.attention = "sdpa"
 
@@ -57,8 +61,8 @@ def _kernel_problems(bench: Bench, kernel: Kernel) -> list[str]:
         errors, wrong = attention_errors(
             kernel, groups, (num_heads, num_key_heads, width), bench.device, bench.dtype
         )
-        told = ", ".join(f"{what} {error:.1e}" for what, error in errors.items())
-        bench.tell(f"attention of {name}, relative error", note=told)
+        note = ", ".join(f"{what} {error:.1e}" for what, error in errors.items())
+        bench.log(f"attention of {name}, relative error", note=note)
         problems += [f"{name}: {problem}" for problem in wrong]
     return problems
 
@@ -67,9 +71,10 @@ def _kernel_problems(bench: Bench, kernel: Kernel) -> list[str]:
 
 
 def _policy_problems(bench: Bench) -> list[str]:
-    """The device's dtype with either kernel against float32 with the plain one."""
+    """Compares a tiny policy in the device's dtype, with the fast and the plain kernel, with the
+    same policy in float32 with the plain kernel."""
     small = replace(bench, size=TINY, folder=bench.folder / "small")
-    save_texts(small)
+    save_policy_files(small)
     rounded = "bfloat16" if bench.dtype == "bfloat16" else "float32"
     outcomes: dict[str, list[torch.Tensor]] = {}
     weights: dict[str, torch.Tensor] = {}
@@ -82,7 +87,7 @@ def _policy_problems(bench: Bench) -> list[str]:
             section = {"dtype": dtype, "attn_implementation": kernel}
             policy: Any = make_policy(small, run_config(small, TINY.policy_px[0], policy=section))
             if not weights:
-                _move_adapter(policy.module)
+                _randomize_adapter(policy.module)
                 weights = policy.module.state_dict()
             policy.module.load_state_dict(weights)
             outcomes[name] = _outcome(small, policy)
@@ -92,20 +97,19 @@ def _policy_problems(bench: Bench) -> list[str]:
     ):
         error, unavoidable = relative_error(fast, true), relative_error(plain, true)
         note = f"{error:.1e}, with float32 attention {unavoidable:.1e}"
-        bench.tell(f"a policy's {what}, relative error", note=note)
+        bench.log(f"a policy's {what}, relative error", note=note)
         if not error <= WORSE_BY * unavoidable + 1e-5:
             problems.append(f"a policy's {what} are off by {error:.2g}, not {unavoidable:.2g}")
     return problems
 
 
-def _move_adapter(module: torch.nn.Module) -> None:
-    """A fresh adapter's B is zero, and half of its gradient with it."""
+def _randomize_adapter(module: torch.nn.Module) -> None:
+    """Draws all adapter weights: with B = 0, as in a new adapter, A would have no gradient."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.requires_grad:
-                moved = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(0.05 * moved)
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
 def _outcome(bench: Bench, policy: Any) -> list[torch.Tensor]:

@@ -1,7 +1,6 @@
-"""Items 5 and 7: whole iterations at real size, and vLLM beside the trainer's models.
+"""Measures whole iterations at real size without sampling, and vLLM beside the trainer's models.
 
-Item 5 is `train.py`'s loop with random weights, a judge of known latency, and an engine that
-returns fixed completions, so neither the seconds nor the floor include sampling.
+rl bench-gpu --items 5,7
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from benchmarks.gpu_models import (
     editor_parts,
     make_group,
     make_policy,
-    nothing_on_disk,
     run_config,
     shape_of,
+    unchecked_files,
 )
 from benchmarks.judge_stub import judge_process
-from benchmarks.our_side import completions_of
+from benchmarks.our_worker import completions_of
 from rl import build
 from rl.api.engine import EngineSetup
 from rl.api.plugin import PluginConfig
@@ -47,14 +46,15 @@ from rl.run.set_up import open_run
 from rl.train import train
 
 NUM_WARM_UP, NUM_TIMED = 1, 1
-"""Iterations; one step off-policy, another one is run and left out, as nothing overlaps it."""
+"""Iterations of a run. One step off-policy, a last one is added but not timed: no rollout overlaps
+with it."""
 CACHE_MB = 4096
-"""The engine's cache: four times two groups of 8 at 1543 + 256 tokens."""
+"""The engine's KV cache: room for four times two groups of 8 at 1543 + 256 tokens."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run."""
+    """The settings of one timed run."""
 
     side_px: int
     num_steps: int
@@ -72,7 +72,7 @@ class Case:
 
 
 def cases(bench: Bench) -> list[Case]:
-    """The cases, those with goals first."""
+    """All cases, those with goals first."""
     cases = [
         Case(side_px, num_steps, latency_s, max_staleness)
         for side_px, num_steps in bench.size.iterations
@@ -83,7 +83,8 @@ def cases(bench: Bench) -> list[Case]:
 
 
 def iterations(bench: Bench) -> None:
-    """Item 5; no case begins once the item's seconds are over."""
+    """Times `rl.train`'s loop with a judge of known latency and an engine that returns fixed
+    completions, so that sampling is not included. Skips cases after `--seconds-per-item`."""
     with cleared(bench.device):
         parts = editor_parts(bench)
         policies: dict[int, Policy] = {}
@@ -91,7 +92,7 @@ def iterations(bench: Bench) -> None:
         spent_s = 0.0
         for case in cases(bench):
             if spent_s > bench.seconds:
-                bench.tell(case.name, note="not measured: --seconds-per-item is over")
+                bench.log(case.name, note="not measured: --seconds-per-item is over")
                 continue
             if case.side_px not in policies:
                 policies.clear()
@@ -104,17 +105,12 @@ def iterations(bench: Bench) -> None:
                 flops[key] = flops_of(partial(run, f"counted_{case.side_px}", num_iterations=1))
             name = f"{case.side_px}_{case.latency_s:g}_{case.max_staleness}"
             timed = run(name, num_iterations=case.num_iterations)
-            _tell(bench, case, timed[NUM_WARM_UP:][:NUM_TIMED], flops[key])
+            _report(bench, case, timed[NUM_WARM_UP:][:NUM_TIMED], flops[key])
             spent_s += time.perf_counter() - start_s
 
 
 def _run(
-    bench: Bench,
-    case: Case,
-    policy: Policy,
-    parts: EditorParts,
-    name: str,
-    num_iterations: int,
+    bench: Bench, case: Case, policy: Policy, parts: EditorParts, name: str, num_iterations: int
 ) -> list[dict[str, float]]:
     """Runs a case; returns the metrics of each iteration."""
     with judge_process(case.latency_s) as api_base:
@@ -128,7 +124,7 @@ def _run(
             max_staleness=case.max_staleness,
         )
         with _preloaded(bench, case, policy, parts), contextlib.redirect_stdout(sys.stderr):
-            with nothing_on_disk(), open_run(config, bench.dist) as run:
+            with unchecked_files(), open_run(config, bench.dist) as run:
                 train(run)
             timed, _ = read_rows(run.run_dir / "metrics.jsonl")
     return [row for row in timed if "loss/total" in row]
@@ -136,8 +132,8 @@ def _run(
 
 @contextlib.contextmanager
 def _preloaded(bench: Bench, case: Case, policy: Policy, parts: EditorParts) -> Iterator[None]:
-    """Runs opened inside use these models instead of loading any."""
-    engine = DictatedEngine(policy, shape_of(bench, case.side_px))
+    """Runs that are opened in this context use these models instead of loading any."""
+    engine = FixedEngine(policy, shape_of(bench, case.side_px))
     with (
         mock.patch.object(build, "build_policy", lambda resolved, dist: policy),
         mock.patch.object(build, "build_engine", lambda *_: engine),
@@ -146,8 +142,8 @@ def _preloaded(bench: Bench, case: Case, policy: Policy, parts: EditorParts) -> 
         yield
 
 
-class DictatedEngine(TransformersEngine):
-    """Returns the toy's completions, except to the probe after a weight sync."""
+class FixedEngine(TransformersEngine):
+    """Returns the completions of `toy.py`; samples only for the check after a weight sync."""
 
     def __init__(self, policy: Any, shape: toy.Shape) -> None:
         super().__init__(PluginConfig(), EngineSetup(policy, policy.device))
@@ -156,20 +152,20 @@ class DictatedEngine(TransformersEngine):
     def generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
     ) -> list[list[Completion]]:
-        """As `rl.api.engine.Engine` says."""
+        """See `rl.api.engine.Engine.generate`."""
         if params.max_tokens == PROBE_TOKENS:
             return super().generate(prompts_P, params, seeds_P)
         return [completions_of(self._policy, prompt, self._shape) for prompt in prompts_P]
 
 
-def _tell(bench: Bench, case: Case, rows: Sequence[dict[str, float]], flops: int) -> None:
+def _report(bench: Bench, case: Case, rows: Sequence[dict[str, float]], flops: int) -> None:
     def median(key: str) -> float:
         return statistics.median(row.get(key, 0.0) for row in rows)
 
     seconds, floor_ms = median("time/iteration_s"), bench.floor_ms(flops)
     wait_s, peak_gb = median("time/judge_wait_s"), median("memory/peak_gb")
     note = f"waits {wait_s:.2f} s for the judge"
-    bench.tell(case.name, 1e3 * seconds, floor_ms, peak_gb=peak_gb, note=note)
+    bench.log(case.name, 1e3 * seconds, floor_ms, peak_gb=peak_gb, note=note)
     facts = bench.report.facts
     facts["iteration_peak_gb"] = max(peak_gb, facts.get("iteration_peak_gb", 0.0))
     if case.latency_s != bench.size.latencies_s[0]:
@@ -177,19 +173,19 @@ def _tell(bench: Bench, case: Case, rows: Sequence[dict[str, float]], flops: int
     few_steps = case.side_px < 1024
     wanted = 0.55 if few_steps else (0.70 if case.max_staleness else 0.65)
     bench.report.at_least(
-        f"D8 iteration without sampling, floor over time, {case.name}",
+        f"iteration without sampling, floor over time, {case.name}",
         wanted,
         floor_ms / (1e3 * seconds),
     )
 
 
-# The sampler
+# The inference engine
 
 
-def sampler(bench: Bench) -> None:
-    """Item 7: vLLM beside the trainer's policy, with random weights."""
+def vllm_engine(bench: Bench) -> None:
+    """Times weight sync and sampling of vLLM with random weights beside the trainer's policy."""
     if importlib.util.find_spec("vllm") is None:
-        bench.tell("vLLM", note="not measured: it is not installed")
+        bench.log("vLLM", note="not measured: it is not installed")
         return
     with cleared(bench.device):
         side_px = bench.size.policy_px[0]
@@ -199,23 +195,23 @@ def sampler(bench: Bench) -> None:
         learner = Learner(policy, config, bench.dist, num_iterations=1)
         free_gb = _free_gb(bench.device)
         start_s = time.perf_counter()
-        with _dummy_weights(), nothing_on_disk():
+        with _dummy_weights(), unchecked_files():
             engine: Any = build.build_engine(build.resolve(config), policy, bench.dist)
         took_s, engine_gb = time.perf_counter() - start_s, free_gb - _free_gb(bench.device)
         try:
             note = f"start {took_s:.0f} s, {engine_gb:.1f} GB of its own"
-            bench.tell("vLLM beside the policy", note=note)
-            _measure_sampler(bench, policy, learner, engine, config)
+            bench.log("vLLM beside the policy", note=note)
+            _time_engine(bench, policy, learner, engine, config)
         finally:
             engine.close()
     peak_gb = bench.report.facts.get("iteration_peak_gb")
     if peak_gb is not None and bench.device.startswith("cuda"):
-        bench.report.at_most("D7 everything resident", 62.0, peak_gb + engine_gb, "GB")
+        bench.report.at_most("memory with all models resident", 62.0, peak_gb + engine_gb, "GB")
 
 
 @contextlib.contextmanager
 def _dummy_weights() -> Iterator[None]:
-    """vLLM draws random weights instead of reading a file."""
+    """In this context vLLM draws random weights instead of reading a file."""
     from rl.engines.vllm.vllm import VllmEngine
 
     arguments_of = VllmEngine._arguments
@@ -227,9 +223,7 @@ def _dummy_weights() -> Iterator[None]:
         yield
 
 
-def _measure_sampler(
-    bench: Bench, policy: Policy, learner: Learner, engine: Any, config: Any
-) -> None:
+def _time_engine(bench: Bench, policy: Policy, learner: Learner, engine: Any, config: Any) -> None:
     prompts_P = [make_group(bench, policy, bench.size.policy_px[0], i)[0] for i in range(2)]
     params = build.sampling_params(config)
 
@@ -238,17 +232,17 @@ def _measure_sampler(
         engine.held_fingerprint()
 
     def rollout() -> None:
-        sync()  # clears the prompts' cached keys and values
+        sync()  # clears the cached keys and values of the prompts
         engine.generate(prompts_P, params, [1, 1001])
 
-    timings = bench.race({"sync": sync, "rollout": rollout})
+    timings = bench.time({"sync": sync, "rollout": rollout})
     if "sync" in timings:
-        bench.tell_time("adapter synced and read back", timings["sync"])
-        bench.report.at_most("D6 weight sync, served", 20.0, timings["sync"].ms, "ms")
+        bench.log_time("adapter synced and read back", timings["sync"])
+        bench.report.at_most("weight sync, served", 20.0, timings["sync"].ms, "ms")
     if "rollout" in timings:
         size = bench.size
         what = f"2 prompts x {size.group} completions of at most {size.completion_tokens} tokens"
-        bench.tell_time(what, timings["rollout"])
+        bench.log_time(what, timings["rollout"])
 
 
 def _free_gb(device: str) -> float:

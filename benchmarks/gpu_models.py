@@ -1,4 +1,4 @@
-"""Models of real size with random weights, created on the device without a checkpoint."""
+"""Creates models of real size with random weights on the device, without a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks import our_side, toy
+from benchmarks import our_worker, toy
 from benchmarks.gpu_bench import Bench
 from rl import build
 from rl.api.policy import Policy
@@ -23,17 +23,17 @@ from rl.renderers.qwen_image.qwen_image_components import EditorParts
 from rl.renderers.qwen_image.vae2d import FrameVae
 
 MAX_PICTURE_PX = 12_845_056
-"""The released image processor's limit: a picture of 1024 x 1024 px is 1369 tokens."""
+"""Qwen2.5-VL's `max_pixels`, which does not shrink 1024 x 1024 px: that picture has 1369 tokens."""
 EXTRA_TEXT = "123"
-"""Added to the toy's instruction, so that prompts have 64 + 110 tokens and the picture's."""
-DROPPED, TEXT_AND_FRAME = 64, 110
-"""Tokens of a prompt without its picture's; the first 64 do not condition the transformer."""
+"""Appended to the instructions of `toy.py`, so that prompts have `NUM_OTHER` other tokens."""
+NUM_DROPPED, NUM_OTHER = 64, 110
+"""Text tokens of a prompt: in front, not conditioning the transformer; the others."""
 STD = 0.02
 
 
 @dataclass(frozen=True)
 class Size:
-    """All sizes, as fields of the models' configs that differ from the defaults."""
+    """Sizes of models and measurements. A mapping has the config keys that are not defaults."""
 
     name: str
     vocabulary: int
@@ -42,24 +42,24 @@ class Size:
     transformer: Mapping[str, Any]
     vae: Mapping[str, Any]
     policy_px: tuple[int, ...]
-    """Sides of the picture that the policy reads."""
+    """Sides of the square pictures that the policy reads."""
     render: tuple[tuple[int, int], ...]
-    """(side of picture and source in px, batch) of the transformer's forwards."""
+    """(side of picture and source in px, batch size) of each forward of the transformer."""
     vae_px: tuple[int, ...]
     iterations: tuple[tuple[int, int], ...]
-    """(side px, steps) of whole iterations."""
+    """(side of the pictures in px, denoising steps) of whole iterations."""
     latencies_s: tuple[float, ...]
-    """Latencies of the judge; goals are for the first one."""
+    """Latencies of the judge; only iterations with the first one have a goal."""
     group: int = 8
     completion_tokens: int = 256
 
     def num_prompt_tokens(self, side_px: int) -> int:
         """P: tokens of a prompt with a picture of that side."""
-        return DROPPED + TEXT_AND_FRAME + round(side_px / 28) ** 2
+        return NUM_DROPPED + NUM_OTHER + round(side_px / 28) ** 2
 
-    def num_words(self, side_px: int) -> int:
+    def num_conditioning_tokens(self, side_px: int) -> int:
         """Tokens that condition the transformer: picture, instruction, completion."""
-        return self.num_prompt_tokens(side_px) - DROPPED + self.completion_tokens
+        return self.num_prompt_tokens(side_px) - NUM_DROPPED + self.completion_tokens
 
 
 REAL = Size(
@@ -130,14 +130,15 @@ TINY = Size(
     group=3,
     completion_tokens=6,
 )
-"""The same code in seconds on a CPU."""
+"""Runs the same code in seconds on a CPU."""
 
 
 # The policy
 
 
-def save_texts(bench: Bench) -> None:
-    """`policy/`: tokenizer and image processor with the real vocabulary, and the model's config."""
+def save_policy_files(bench: Bench) -> None:
+    """Writes `policy/`: tokenizer (REAL: with as many tokens as the released one), image processor
+    and model config, but no weights."""
     from tiny_world.builder.language import qwen_config
 
     size = bench.size
@@ -165,17 +166,17 @@ def random_policy_model(bench: Bench, dtype: str, attention: str) -> Any:
 
 
 def make_policy(bench: Bench, config: RunConfig) -> Policy:
-    """The policy as in a run, but without reading weights from disk."""
+    """The policy that a run builds, but with random weights."""
 
     def load_model(section: Any) -> Any:
         return random_policy_model(bench, section.dtype, register())
 
-    with mock.patch.object(qwen_vl_loading, "load_model", load_model), nothing_on_disk():
+    with mock.patch.object(qwen_vl_loading, "load_model", load_model), unchecked_files():
         return build.build_policy(build.resolve(config), bench.dist)
 
 
-def nothing_on_disk() -> AbstractContextManager[object]:
-    """Skips the check of model folders: the policy's has no weights, the editor's is missing."""
+def unchecked_files() -> AbstractContextManager[object]:
+    """In this context no model files are checked: no weights and no editor are on disk."""
     return mock.patch.object(build, "model_problems", lambda models: ())
 
 
@@ -189,8 +190,10 @@ def run_config(
     optimizer: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> RunConfig:
-    """The toy's run at this size: all pictures of `side_px`, two groups per iteration."""
-    values = our_side.config_of(
+    """`our_worker.config_of` at this size: pictures of `side_px`, two groups per iteration.
+    `api_base`: the judge's URL, '' if it is not asked; `policy`, `optimizer`: keys to set in these
+    sections; `changes`: top-level keys, so a section is replaced as a whole."""
+    values = our_worker.config_of(
         bench.folder, shape_of(bench, side_px, num_steps), api_base, bench.folder / "runs"
     )
     values["policy"] |= {
@@ -205,7 +208,7 @@ def run_config(
 
 
 def shape_of(bench: Bench, side_px: int, num_steps: int = 8) -> toy.Shape:
-    """The toy's `Shape` for this size."""
+    """The `toy.Shape` of this size."""
     return toy.Shape(
         group=bench.size.group,
         num_groups=2,
@@ -217,7 +220,7 @@ def shape_of(bench: Bench, side_px: int, num_steps: int = 8) -> toy.Shape:
 
 
 def make_sample(bench: Bench, side_px: int, index: int) -> Sample:
-    """The toy's sample, with as much text as a prompt of the released editor."""
+    """A sample of `toy.py`, with as many text tokens as a prompt of the released editor."""
     sample = toy.make_sample(index, shape_of(bench, side_px))
     return replace(sample, instruction=sample.instruction + EXTRA_TEXT)
 
@@ -235,8 +238,8 @@ def make_group(
 
 
 @contextmanager
-def born_on(device: str, dtype: str) -> Iterator[None]:
-    """Creates modules directly on that device and in that dtype."""
+def create_on(device: str, dtype: str) -> Iterator[None]:
+    """In this context modules are created directly on that device and in that dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
@@ -256,15 +259,15 @@ def _fill(model: torch.nn.Module) -> Any:
 
 
 def random_transformer(bench: Bench, **changes: Any) -> Any:
-    """QwenImageTransformer2DModel, completely on the device as the stock forward needs it."""
+    """QwenImageTransformer2DModel with all weights on the device, where diffusers needs them."""
     from diffusers import QwenImageTransformer2DModel
 
-    with born_on(bench.device, bench.dtype):
+    with create_on(bench.device, bench.dtype):
         return _fill(QwenImageTransformer2DModel(**{**bench.size.transformer, **changes}))
 
 
-def shelve_modulation(transformer: Any) -> None:
-    """Moves modulation weights to host memory, where a run loads them."""
+def modulation_to_host(transformer: Any) -> None:
+    """Moves the modulation weights to host memory, where they are in a run."""
     for block in transformer.transformer_blocks:
         for name in MODULATIONS:
             getattr(block, name).to("cpu")
@@ -274,17 +277,17 @@ def random_vae(bench: Bench) -> Any:
     """diffusers' AutoencoderKLQwenImage."""
     from diffusers import AutoencoderKLQwenImage
 
-    with born_on(bench.device, bench.dtype):
+    with create_on(bench.device, bench.dtype):
         return _fill(AutoencoderKLQwenImage(**bench.size.vae))
 
 
 def editor_parts(bench: Bench) -> EditorParts:
-    """The parts on the devices where `load_parts` puts them."""
+    """The editor's parts, on the devices where `load_parts` puts them."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     from tiny_world.builder.models import SCHEDULER
 
     transformer = random_transformer(bench)
-    shelve_modulation(transformer)
+    modulation_to_host(transformer)
     scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
     return EditorParts(transformer, FrameVae(random_vae(bench)).eval(), scheduler)

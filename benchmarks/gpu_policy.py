@@ -1,8 +1,6 @@
-"""Items 4 and 6: the policy side of one group at real size, ours packed, the peers' padded.
+"""Measures a group's policy passes at real size, packed and as TRL makes them, and a weight export.
 
-The peers run transformers' model with PEFT, a group's picture and prompt once per completion, in as
-many passes as TRL and a reward function make. All completions have the same length, so their rows
-need no padding and no mask.
+rl bench-gpu --items 4,6
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 
 from benchmarks.gpu_bench import Bench, Timing, cleared, synchronize
 from benchmarks.gpu_models import make_group, make_policy, random_policy_model, run_config
-from benchmarks.our_side import SAMPLER_LOGPROB
+from benchmarks.our_worker import SAMPLER_LOGPROB
 from rl.algorithm.attention_kernels import VARLEN, choose_kernel
 from rl.api.types import Prompt, TrainSequence
 from rl.learner.learner import Learner
@@ -29,7 +27,7 @@ from rl.policies.shared.logprobs import token_logprobs
 from rl.policies.shared.model_loading import adapt
 
 NUM_ITERATIONS = 10**6
-"""Of the run, which is never finished: the learning rate stays constant."""
+"""Length of the learning rate's schedule: so long that the rate stays constant."""
 VARIANTS: tuple[tuple[str, bool | str], ...] = (
     ("auto", False),
     ("auto", "mlp"),
@@ -37,41 +35,42 @@ VARIANTS: tuple[tuple[str, bool | str], ...] = (
     ("sdpa", "mlp"),
 )
 """(attention kernel, `optimizer.gradient_checkpointing`)."""
-PEERS = {"TRL tuned's passes": (2, False), "TRL stock's passes": (3, True)}
-"""(forwards without a gradient, whether the backward recomputes). The forwards are conditioning,
-reference, and for stock the old log-probs."""
+TRL_PASSES = {"TRL tuned's passes": (2, False), "TRL stock's passes": (3, True)}
+"""Setup of `side_by_side.py` -> (forwards without a gradient, whether the backward recomputes). The
+forwards are conditioning, reference and, for stock, old log-probs."""
 SHARE = 0.08
-"""Share of the item's seconds for each of about twelve calls."""
+"""Share of `--seconds-per-item` for each of about twelve timings."""
 LIMIT_S = 0.55
 SYNC_LIMIT_MS = 20.0
 
 
 def one_group(bench: Bench) -> None:
-    """Item 4."""
+    """Times a step on one group for each picture size: our variants, then TRL's passes over the
+    same tokens. The first picture size has goals."""
     for number, side_px in enumerate(bench.size.policy_px):
         best: Ours | None = None
         for kernel, checkpointing in VARIANTS if number == 0 else VARIANTS[:2]:
             with cleared(bench.device):
-                variant = _ours(bench, side_px, kernel, checkpointing)
+                variant = _time_ours(bench, side_px, kernel, checkpointing)
             if best is None or variant.timing.ms < best.timing.ms:
                 best = variant
         assert best is not None
-        peers = {}
-        for name in PEERS:
+        trl_timings = {}
+        for name in TRL_PASSES:
             with cleared(bench.device):
-                peers[name] = _peer(bench, side_px, name, best)
+                trl_timings[name] = _time_trl(bench, side_px, name, best)
         if number == 0:
-            _goals(bench, best, peers)
+            _goals(bench, best, trl_timings)
 
 
-def _goals(bench: Bench, best: Ours, peers: Mapping[str, Timing | None]) -> None:
+def _goals(bench: Bench, best: Ours, trl_timings: Mapping[str, Timing | None]) -> None:
     report = bench.report
-    report.at_most("D5 policy side of a group", LIMIT_S, best.timing.ms / 1e3, "s")
-    share = bench.floor_ms(best.floor) / best.timing.ms
-    report.at_least("D5 policy side, share of the ceiling", 0.45, share)
-    for (name, peer), limit in zip(peers.items(), (5, 10), strict=True):
-        if peer is not None:
-            report.at_least(f"D5 {name} over ours", limit, peer.ms / best.timing.ms, "x")
+    report.at_most("policy side of a group", LIMIT_S, best.timing.ms / 1e3, "s")
+    share = bench.floor_ms(best.min_flops) / best.timing.ms
+    report.at_least("policy side, share of the matmul rate", 0.45, share)
+    for (name, trl_timing), limit in zip(trl_timings.items(), (5, 10), strict=True):
+        if trl_timing is not None:
+            report.at_least(f"{name} over ours", limit, trl_timing.ms / best.timing.ms, "x")
 
 
 # Ours
@@ -79,18 +78,18 @@ def _goals(bench: Bench, best: Ours, peers: Mapping[str, Timing | None]) -> None
 
 @dataclass(frozen=True, eq=False)
 class Ours:
-    """A measured variant."""
+    """A measured variant of this project's step."""
 
     timing: Timing
-    floor: float
-    """Minimum of operations: training and the reference pass, without the vision tower."""
+    min_flops: float
+    """The fewest FLOPs for training and the reference pass, without the vision tower."""
     prompt: Prompt
     completions: list[tuple[int, ...]]
-    """_G, token ids."""
+    """Token ids of each completion."""
 
 
-class Group:
-    """One group per step, two pictures in turn; only one is cached, so each step encodes one."""
+class StepRunner:
+    """Trains on two groups in turn. Only one picture is cached, so each step encodes its own."""
 
     def __init__(self, bench: Bench, side_px: int, kernel: str, checkpointing: bool | str) -> None:
         config = run_config(
@@ -107,7 +106,7 @@ class Group:
     def step(
         self, phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     ) -> None:
-        """Learns from a graded group. `phase(name)`: context around each part."""
+        """Trains on the next group. `phase(name)`: context around each part."""
         prompt, ids_G = next(self._turns)
         train_step = self.learner.begin(0, [prompt], [ids_G], [len(ids_G)])
         with phase("tower, forward, states"):
@@ -124,46 +123,46 @@ class Group:
 
 
 def _graded(ids: tuple[int, ...], g: int) -> TrainSequence:
-    """Every token is trained; half of the group has a positive advantage."""
+    """Trains every token; every second completion has a positive advantage."""
     num_tokens = len(ids)
     advantage = 1.0 if g % 2 else -1.0
     return TrainSequence((True,) * num_tokens, advantage, (SAMPLER_LOGPROB,) * num_tokens)
 
 
-def _ours(bench: Bench, side_px: int, kernel: Any, checkpointing: bool | str) -> Ours:
-    """Measures a variant; raises RuntimeError if it does not run."""
+def _time_ours(bench: Bench, side_px: int, kernel: Any, checkpointing: bool | str) -> Ours:
+    """Times a variant; raises RuntimeError if it does not run."""
     kernel = bench.attention if kernel == "auto" else kernel
     dtype = getattr(torch, bench.dtype)
     varlen = choose_kernel(kernel, bench.device, dtype) is VARLEN
-    group = Group(bench, side_px, kernel, checkpointing)
-    prompt, ids_G = group.examples[0]
+    runner = StepRunner(bench, side_px, kernel, checkpointing)
+    prompt, ids_G = runner.examples[0]
     name = (
         f"{_size_of(prompt, ids_G)}, packed, attention {'varlen' if varlen else 'sdpa'}, "
         f"gradient_checkpointing {checkpointing}"
     )
-    timings = bench.race({name: group.step}, SHARE)
+    timings = bench.time({name: runner.step}, SHARE)
     if name not in timings:
         raise RuntimeError(f"{name} does not run here")
-    floor = _least_flops(group.policy, prompt, ids_G)
-    bench.tell_time(name, timings[name], floor)
-    for part, ms in _parts_of(bench, group):
-        bench.tell(f"- {part}", ms)
-    return Ours(timings[name], floor, prompt, ids_G)
+    min_flops = _min_flops(runner.policy, prompt, ids_G)
+    bench.log_time(name, timings[name], min_flops)
+    for part, ms in _parts_of(bench, runner):
+        bench.log(f"- {part}", ms)
+    return Ours(timings[name], min_flops, prompt, ids_G)
 
 
 def _size_of(prompt: Prompt, ids_G: list[tuple[int, ...]]) -> str:
     return f"P={len(prompt.token_ids)} G={len(ids_G)} T={len(ids_G[0])}"
 
 
-def _least_flops(policy: Any, prompt: Prompt, ids_G: list[tuple[int, ...]]) -> float:
+def _min_flops(policy: Any, prompt: Prompt, ids_G: list[tuple[int, ...]]) -> float:
     prompt_len, lens_G = len(prompt.token_ids), [len(ids) for ids in ids_G]
     sizes, pairs = policy.module.sizes, prefix_tree_pairs(prompt_len, lens_G)
     reference = sizes.forward_flops(prompt_len + sum(lens_G), pairs) + sizes.head_flops(sum(lens_G))
     return float(policy.train_flops(prompt_len, lens_G) + reference)
 
 
-def _parts_of(bench: Bench, group: Group) -> list[tuple[str, float]]:
-    """(part, ms) of one step, with the device idle between the parts."""
+def _parts_of(bench: Bench, runner: StepRunner) -> list[tuple[str, float]]:
+    """(part, ms) of one step. Between the parts the host waits until the GPU is idle."""
     parts = []
 
     @contextmanager
@@ -174,15 +173,16 @@ def _parts_of(bench: Bench, group: Group) -> list[tuple[str, float]]:
         synchronize(bench.device)
         parts.append((part, 1e3 * (time.perf_counter() - start_s)))
 
-    group.step(phase)
+    runner.step(phase)
     return parts
 
 
-# The peers
+# TRL's passes
 
 
 class PaddedRows:
-    """A group as a batch of rows, with plain transformers and PEFT."""
+    """A group as a batch, as in TRL: transformers and PEFT forward prompt and picture once per
+    completion. Completions have equal lengths, so no row needs padding or a mask."""
 
     def __init__(
         self, bench: Bench, side_px: int, prompt: Prompt, ids_G: list[tuple[int, ...]]
@@ -194,7 +194,7 @@ class PaddedRows:
         self._ids_G = ids_G
 
     def passes(self, num_without_gradient: int, rows_at_once: int) -> None:
-        """Forwards without a gradient (the second without adapter), then a forward and backward."""
+        """Forwards without a gradient (the second one without adapter), a forward, a backward."""
         size = len(self._ids_G)
         for first in range(0, size, rows_at_once):
             rows = self._ids_G[first : first + rows_at_once]
@@ -206,7 +206,7 @@ class PaddedRows:
         self.model.zero_grad()
 
     def _logprobs(self, rows: list[tuple[int, ...]]) -> torch.Tensor:
-        """[rows * T]; every row has the picture's pixels, and the tower encodes each."""
+        """[rows * T]. Every row has the picture's pixels, so the tower encodes it once per row."""
         inner = self.model.get_base_model()
         ids = torch.tensor([[*self._prompt.token_ids, *row] for row in rows], device=inner.device)
         pixels, grid = (
@@ -226,20 +226,20 @@ class PaddedRows:
         return token_logprobs(predicting, inner.lm_head, written, 1.0, banned)[0]
 
 
-def _peer(bench: Bench, side_px: int, name: str, ours: Ours) -> Timing | None:
-    """Measures as many rows at once as fit; None if not even one fits."""
-    num_without_gradient, checkpointing = PEERS[name]
+def _time_trl(bench: Bench, side_px: int, name: str, ours: Ours) -> Timing | None:
+    """Times TRL's passes on as many rows at once as fit; None if not even one fits."""
+    num_without_gradient, checkpointing = TRL_PASSES[name]
     rows = PaddedRows(bench, side_px, ours.prompt, ours.completions)
     if checkpointing:
         rows.model.gradient_checkpointing_enable({"use_reentrant": False})
     at_once = len(ours.completions)
     while at_once:
         title = f"{_size_of(ours.prompt, ours.completions)}, {at_once} padded rows at once, {name}"
-        timings = bench.race({title: partial(rows.passes, num_without_gradient, at_once)}, SHARE)
+        timings = bench.time({title: partial(rows.passes, num_without_gradient, at_once)}, SHARE)
         if title in timings:
             timing = timings[title]
             note = f"{timing.ms / ours.timing.ms:.1f} times our best"
-            bench.tell_time(title, timing, note=note)
+            bench.log_time(title, timing, note=note)
             return timing
         at_once //= 2
     return None
@@ -249,11 +249,11 @@ def _peer(bench: Bench, side_px: int, name: str, ours: Ours) -> Timing | None:
 
 
 def weight_sync(bench: Bench) -> None:
-    """Item 6: the trainer's part of a weight sync. Item 7 has the engine's part."""
+    """Times the trainer's part of a weight sync; `gpu_iteration.vllm_engine` times the engine's."""
     with cleared(bench.device):
-        group = Group(bench, bench.size.policy_px[-1], bench.attention, "mlp")
-        group.step()
-        timings = bench.race({"export": group.learner.export_weights}, 0.5)
-        bench.tell_time("adapter exported, with fingerprint", timings["export"])
+        runner = StepRunner(bench, bench.size.policy_px[-1], bench.attention, "mlp")
+        runner.step()
+        timings = bench.time({"export": runner.learner.export_weights}, 0.5)
+        bench.log_time("adapter exported, with fingerprint", timings["export"])
         export_ms = timings["export"].ms
-        bench.report.at_most("D6 weight sync, export", SYNC_LIMIT_MS, export_ms, "ms")
+        bench.report.at_most("weight sync, export", SYNC_LIMIT_MS, export_ms, "ms")

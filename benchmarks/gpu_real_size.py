@@ -1,4 +1,4 @@
-"""Step 6: one step of the released models' size with random weights, its peak against the plan."""
+"""Steps of `rl check-gpu`: peak memory of released model sizes, with random weights."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from rl.ranks.dist import Dist
 from rl.renderers.qwen_image.denoising_config import MODULATIONS
 from rl.renderers.qwen_image.modulation import move_without_modulation
 
-ROOM = 1.1
-"""The peak may be so many times the plan; a tenth of the GPU stays free."""
+MAX_RATIO = 1.1
+"""Limit on the peak divided by the plan, which leaves a tenth of the GPU free."""
 ENV = {"APP__RUN_NAME": "check", "APP__BASE_EXP_DIR": ".", "APP__REWARD_FUNCTION_API_BASE": "none"}
 SIDE_TOKENS, MODEL_SIZE = 64, dict[str, Any]()
-"""Of a picture of 1024 x 1024 px; the released transformers are their classes' defaults."""
+"""Tokens per side of 1024 x 1024 px; arguments of the released transformers: their defaults."""
 LANGUAGE = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944}
 LANGUAGE |= {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
 LANGUAGE |= {"max_position_embeddings": 128000}
@@ -39,11 +39,11 @@ VISION: dict[str, Any] = {
     "num_heads": 16,
 }
 VISION |= {"out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31]}
-"""Of Qwen2.5-VL-7B."""
+"""`LANGUAGE`, `ROPE` and `VISION`: config values of Qwen2.5-VL-7B."""
 
 
-def count_from_here(device: str) -> None:
-    """Peak memory, of what is held now and later."""
+def reset_peak(device: str) -> None:
+    """Starts a new peak of memory, from what is allocated now."""
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -54,14 +54,14 @@ def peak_gb(device: str) -> float:
 
 
 def against_plan(what: str, device: str, plan_gb: float, fix: str, keys: dict[str, str]) -> Line:
-    found_gb = peak_gb(device)
-    note = f"peak {found_gb:.1f} GB, planned {plan_gb:.1f}"
-    return result(what, found_gb <= ROOM * plan_gb, note, f"{fix}; report it with an issue", keys)
+    measured_gb, fix = peak_gb(device), f"{fix}; report it with an issue"
+    note = f"peak {measured_gb:.1f} GB, planned {plan_gb:.1f}"
+    return result(what, measured_gb <= MAX_RATIO * plan_gb, note, fix, keys)
 
 
 @torch.no_grad()
 def _transformer(asked: Asked, small: str, released: str, step: Any) -> Iterator[Line]:
-    """As many rows as the released config's batch has, twice with guidance."""
+    """A denoising step on the rows of the released config's batch, two per picture if guided."""
     resolved = build.resolve(load_config(f"configs/{released}.jsonnet", (), ENV))
     renderer = resolved.renderer
     kind = type(small_parts(asked, small).transformer)
@@ -69,7 +69,7 @@ def _transformer(asked: Asked, small: str, released: str, step: Any) -> Iterator
     with torch.device(asked.device):
         transformer = kind(**MODEL_SIZE).eval()
     torch.set_default_dtype(torch.float32)
-    if released == "qwen_image_edit":  # as a run has it: a third stays in host memory
+    if released == "qwen_image_edit":  # as in a run: modulation, a third, stays in host memory
         for block in transformer.transformer_blocks:
             for name in MODULATIONS:
                 getattr(block, name).to("cpu")
@@ -77,7 +77,7 @@ def _transformer(asked: Asked, small: str, released: str, step: Any) -> Iterator
     for parameter in transformer.parameters():
         if parameter.ndim > 1:
             parameter.normal_(0, 0.02)
-    count_from_here(asked.device)
+    reset_peak(asked.device)
     batch = renderer.config.batch_size
     num_rows = batch * (2 if renderer.config.true_cfg_scale > 1 else 1)
     forward = step(transformer, SIDE_TOKENS, [300 + 13 * row for row in range(num_rows)])
@@ -99,14 +99,15 @@ image_21 = partial(_transformer, small="tiny_qwen_image_21", released="qwen_imag
 
 
 def policy(asked: Asked) -> Iterator[Line]:
-    """Forward, backward and optimizer step of one group of the released config, with the small
-    policy's tokenizer."""
+    """Forward, backward and optimizer step on one group of the released config, with the tokenizer
+    of the quickstart's small policy."""
     path, *small = asked.words("quickstart")
     folder = load_config(path, small).policy["model_path"]
     words = ["world_size=1", "prompts_per_iteration=1", f"policy.dtype={asked.dtype}"]
     released = load_config("configs/qwen_image_edit.jsonnet", words, ENV)
     words += [f"policy.model_path={folder}", "policy.init_text_encoder_from="]
-    # The small processor makes a token of 16 x 16 px: about 1370, as of 1024 x 1024 px.
+    # The small policy's image processor makes a token of 16 x 16 px, so this area has about 1370
+    # tokens, as 1024 x 1024 px have in the released model.
     area_px = 592**2
     words += [f"renderer.policy_image_area_px={area_px}", f"policy.image_max_pixels={area_px}"]
     words += ["policy.max_prompt_tokens=2048"]
@@ -119,7 +120,7 @@ def policy(asked: Asked) -> Iterator[Line]:
     prompt = built.build_prompt(source[0])
     num_tokens, group = config.sampling.max_completion_tokens, config.generations_per_prompt
     ids_G = [[(5 + g + t) % 200 for t in range(num_tokens)] for g in range(group)]
-    count_from_here(asked.device)
+    reset_peak(asked.device)
     step = Learner(built, config, dist, num_iterations=10).begin(0, [prompt], [ids_G], [group])
     for micro_batch in step.micro_batches:
         batch, outputs = step.forward(micro_batch)

@@ -1,6 +1,8 @@
-"""Items 2 and 3: transformer forwards and the VAE at real size, diffusers' and ours in turn.
+"""Measures transformer forwards and the VAE at real size: diffusers' and this project's, in turn.
 
-Legend: N tokens of the picture and as many of its source, L text tokens.
+rl bench-gpu --items 2,3
+
+Axes: B rows, N tokens of a picture and as many of its source, L text tokens, D their width.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 
 from benchmarks.flop_counter import flops_of
 from benchmarks.gpu_bench import Bench, cleared, timed_s
-from benchmarks.gpu_models import random_transformer, random_vae, shelve_modulation
+from benchmarks.gpu_models import modulation_to_host, random_transformer, random_vae
 from benchmarks.stock import StockDenoiser, StockVae
 from rl.check_gpu.gpu_kernels import relative_error
 from rl.renderers.qwen_image.denoising_config import PATCH_PX
@@ -23,15 +25,15 @@ from rl.renderers.qwen_image.vae2d import FrameVae
 
 NUM_STEPS = 8
 TIMESTEP = 1000.0
-"""The timed step is the first one."""
+"""Timestep of the first step, which is the one timed."""
 LARGEST_DIFFERENCE = {"bfloat16": 0.1, "float32": 1e-4}
-"""Relative difference of the two sides by the rounding of sixty layers. With wrong weights it is
-about 1."""
+"""Limit on the relative difference of the two implementations, for the rounding of sixty layers.
+Wrong weights cause about 1."""
 
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """Inputs of one denoising step, for either side."""
+    """Inputs of one denoising step, for either implementation."""
 
     name: str
     side_px: int
@@ -40,66 +42,66 @@ class Forward:
     sources: torch.Tensor
     """[B, N, 64]."""
     states: list[torch.Tensor]
-    """B of [L, D]; L may differ."""
+    """For each row [L, D]; L may differ."""
 
     @property
     def shapes(self) -> list[tuple[int, int, int]]:
-        """Shapes of picture and source in patches."""
+        """(1, height, width) of picture and source in patches."""
         return [(1, self.side_px // PATCH_PX, self.side_px // PATCH_PX)] * 2
 
     def stock(self, transformer: Any) -> Callable[[], torch.Tensor]:
-        """One step by diffusers' forward."""
+        """A call that computes the step with diffusers' forward."""
         stock, timestep = StockDenoiser(transformer), self.latents.new_full((), TIMESTEP)
         prepared = stock.prepare(self.states, self.sources, self.shapes)
         return lambda: stock.velocity(self.latents, prepared, timestep)
 
     def flops(self, transformer: Any, modulation: StepModulation) -> int:
-        """Operations of one step of ours; torch's counter knows only torch's attention."""
+        """FLOPs of the step with this project's denoiser."""
         return flops_of(self.ours(Denoiser(transformer), modulation))
 
     def ours(self, denoiser: Denoiser, modulation: StepModulation) -> Callable[[], torch.Tensor]:
-        """One step by this project's denoiser, without the preparation of the batch."""
+        """A call that computes the step with this project's denoiser, after its preparation."""
         prepared = denoiser.prepare(self.states, self.sources, self.shapes)
         return lambda: denoiser.velocity(self.latents, prepared, modulation)
 
 
-def make_forward(bench: Bench, transformer: Any, side_px: int, num_words: Sequence[int]) -> Forward:
-    """Random inputs; one row per entry of `num_words`."""
+def make_forward(bench: Bench, transformer: Any, side_px: int, text_lens: Sequence[int]) -> Forward:
+    """Random inputs. `text_lens`: text tokens of each row."""
     config, dtype = transformer.config, getattr(torch, bench.dtype)
-    batch, num_tokens = len(num_words), (side_px // PATCH_PX) ** 2
+    batch, num_tokens = len(text_lens), (side_px // PATCH_PX) ** 2
     generator = torch.Generator(bench.device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=bench.device).to(dtype)
 
-    lengths = "" if len(set(num_words)) == 1 else " of different lengths"
+    lengths = "" if len(set(text_lens)) == 1 else " of different lengths"
     return Forward(
         f"DiT {side_px}^2 x {batch}{lengths}",
         side_px,
         random(batch, num_tokens, config.in_channels),
         random(batch, num_tokens, config.in_channels),
-        [random(length, config.joint_attention_dim) for length in num_words],
+        [random(length, config.joint_attention_dim) for length in text_lens],
     )
 
 
 def cases(bench: Bench) -> list[tuple[int, list[int]]]:
-    """(side, text tokens of each row): as `Size.render` lists them, and the last once more with
+    """(side px, text tokens of each row): those of `Size.render`, and the last one again with
     completions of different lengths."""
     size = bench.size
-    equal = [(side, [size.num_words(side)] * batch) for side, batch in size.render]
-    side, batch = size.render[-1]
-    step = size.completion_tokens // batch
-    return [*equal, (side, [size.num_words(side) - step * row for row in range(batch)])]
+    equal = [(px, [size.num_conditioning_tokens(px)] * batch) for px, batch in size.render]
+    px, batch = size.render[-1]
+    longest, step = size.num_conditioning_tokens(px), size.completion_tokens // batch
+    return [*equal, (px, [longest - step * row for row in range(batch)])]
 
 
 @torch.no_grad()
 def transformer_forwards(bench: Bench) -> None:
-    """Item 2."""
+    """Compares and times the forwards, then moves the modulation weights to the host."""
     with cleared(bench.device):
         transformer = random_transformer(bench)
         modulation = _modulation(transformer)
         _against_stock(bench, transformer, modulation)
-        _shelve(bench, transformer)
+        _move_modulation(bench, transformer)
         del transformer, modulation
 
 
@@ -112,54 +114,51 @@ def _modulation(transformer: Any) -> StepModulation:
 def _against_stock(bench: Bench, transformer: Any, modulation: StepModulation) -> None:
     denoiser = Denoiser(transformer)
     all_cases = cases(bench)
-    for side, num_words in all_cases:
-        forward = make_forward(bench, transformer, side, num_words)
+    for side_px, text_lens in all_cases:
+        forward = make_forward(bench, transformer, side_px, text_lens)
         calls = {
             "diffusers": forward.stock(transformer),
             "ours": forward.ours(denoiser, modulation),
         }
         _check_equal(bench, forward.name, calls["diffusers"], calls["ours"])
-        timings = bench.race(calls, share=0.6 / len(all_cases))
-        floor, stock = forward.flops(transformer, modulation), timings.get("diffusers")
+        timings = bench.time(calls, share=0.6 / len(all_cases))
+        flops, stock = forward.flops(transformer, modulation), timings.get("diffusers")
         for name, timing in timings.items():
             peer = None if name == "diffusers" else stock
-            bench.tell_time(f"{forward.name}, {name}", timing, floor, peer)
+            bench.log_time(f"{forward.name}, {name}", timing, flops, peer)
         if "ours" in timings and "different" not in forward.name:
-            _goal(bench, forward, floor, timings["ours"].ms)
+            _goal(bench, forward, flops, timings["ours"].ms)
 
 
-def _goal(bench: Bench, forward: Forward, floor: float, ours_ms: float) -> None:
-    share = bench.floor_ms(floor) / ours_ms
+def _goal(bench: Bench, forward: Forward, flops: float, ours_ms: float) -> None:
+    share = bench.floor_ms(flops) / ours_ms
     wanted = 0.78 if forward.side_px >= 1024 else 0.65
     if forward.side_px >= 1024 or len(forward.states) >= 4:
-        bench.report.at_least(f"D1 {forward.name}, share of the matmul rate", wanted, share)
+        bench.report.at_least(f"{forward.name}, share of the matmul rate", wanted, share)
 
 
 def _check_equal(
-    bench: Bench,
-    name: str,
-    stock: Callable[[], torch.Tensor],
-    ours: Callable[[], torch.Tensor],
+    bench: Bench, name: str, stock: Callable[[], torch.Tensor], ours: Callable[[], torch.Tensor]
 ) -> None:
-    """Checks that both sides agree on the same weights and inputs."""
+    """Fails the benchmark if the implementations differ on the same weights and inputs."""
     error = relative_error(ours(), stock())
     if not error <= LARGEST_DIFFERENCE[bench.dtype]:
         bench.report.fail(f"{name}: ours differs from diffusers' by {error:.2g} of its size")
-    bench.tell(f"{name}, ours against diffusers", note=f"differs by {error:.1e}")
+    bench.log(f"{name}, ours against diffusers", note=f"differs by {error:.1e}")
 
 
-def _shelve(bench: Bench, transformer: Any) -> None:
-    """Moves modulation to the host, and measures the time of a schedule's table from there."""
+def _move_modulation(bench: Bench, transformer: Any) -> None:
+    """Moves the modulation weights to host memory, and times building a schedule's table there."""
     total_gb = _resident_gb(transformer, bench.device)
-    shelve_modulation(transformer)
+    modulation_to_host(transformer)
     kept_gb = _resident_gb(transformer, bench.device)
     note = f"{total_gb:.1f} GB of weights on the device without it"
-    bench.tell("modulation as a table", peak_gb=kept_gb, note=note)
+    bench.log("modulation as a table", peak_gb=kept_gb, note=note)
     if bench.device.startswith("cuda"):
-        bench.report.at_most("D2 transformer's weights on the device", 27.4, kept_gb, "GB")
+        bench.report.at_most("transformer's weights on the device", 27.4, kept_gb, "GB")
     table_s = timed_s(bench.device, lambda: _modulation(transformer))
     note = f"{NUM_STEPS} steps, once per schedule, weights from host memory"
-    bench.tell("modulation table", 1e3 * table_s, note=note)
+    bench.log("modulation table", 1e3 * table_s, note=note)
 
 
 def _resident_gb(module: torch.nn.Module, device: str) -> float:
@@ -169,13 +168,13 @@ def _resident_gb(module: torch.nn.Module, device: str) -> float:
 
 @torch.no_grad()
 def vae(bench: Bench) -> None:
-    """Item 3."""
+    """Compares and times encoding and decoding of one picture."""
     with cleared(bench.device):
         stock = random_vae(bench)
-        ours_of = random_vae(bench)
-        ours_of.load_state_dict(stock.state_dict())
-        for side in bench.size.vae_px:
-            _vae_at(bench, StockVae(stock), FrameVae(ours_of).eval(), side)
+        copy = random_vae(bench)
+        copy.load_state_dict(stock.state_dict())
+        for side_px in bench.size.vae_px:
+            _vae_at(bench, StockVae(stock), FrameVae(copy).eval(), side_px)
 
 
 def _vae_at(bench: Bench, stock: StockVae, ours: FrameVae, side_px: int) -> None:
@@ -191,11 +190,11 @@ def _vae_at(bench: Bench, stock: StockVae, ours: FrameVae, side_px: int) -> None
         title = f"VAE {name} {side_px}^2"
         _check_equal(bench, title, call_stock, call_ours)
         share = 1 / (2 * len(bench.size.vae_px))
-        timings = bench.race({"diffusers": call_stock, "ours": call_ours}, share)
-        floor, peer = flops_of(call_ours), timings.get("diffusers")
+        timings = bench.time({"diffusers": call_stock, "ours": call_ours}, share)
+        flops, peer = flops_of(call_ours), timings.get("diffusers")
         if peer is not None:
-            bench.tell_time(f"{title}, diffusers", peer, floor)
+            bench.log_time(f"{title}, diffusers", peer, flops)
         if "ours" in timings:
-            bench.tell_time(f"{title}, ours", timings["ours"], floor, peer)
+            bench.log_time(f"{title}, ours", timings["ours"], flops, peer)
             if side_px == 1024:
-                bench.report.at_most(f"D4 {title}", limits_ms[name], timings["ours"].ms, "ms")
+                bench.report.at_most(title, limits_ms[name], timings["ours"].ms, "ms")

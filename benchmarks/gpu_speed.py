@@ -1,4 +1,4 @@
-"""Timed steps of `rl check-gpu`: PyTorch's attention kernels at new lengths, a compiled block."""
+"""Steps of `rl check-gpu`: times of attention kernels at new lengths, and of a compiled block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rl.renderers.qwen_image.qwen_image_denoiser import (
 )
 
 NUM_TOKENS, MODEL_SIZE = 4096, dict[str, Any]()
-"""Of a picture of 1024 x 1024 px; the released transformer is its class's default."""
+"""Tokens of 1024 x 1024 px; arguments of the released transformer, which are its defaults."""
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -33,7 +33,7 @@ BACKENDS = {
 
 
 def timed_ms(device: str, call: Callable[[], object]) -> float:
-    """Wall time, the device idle before and after."""
+    """Wall time of the call; waits for the device before and after it."""
     wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     wait()
     start_s = time.perf_counter()
@@ -44,8 +44,8 @@ def timed_ms(device: str, call: Callable[[], object]) -> float:
 
 @torch.no_grad()
 def backends(asked: Asked) -> Iterator[Line]:
-    """Rows as the Edit renderer attends them, of a new length each: a kernel that makes a plan for
-    each length is slow here, and fast where one length is repeated."""
+    """Times attention on rows as in the Edit renderer, each of a new length: a kernel that prepares
+    a plan for each length is slow here, although it is fast when lengths repeat."""
     tokens, heads, width = (64, 2, 16) if asked.tiny else (8192, 24, 128)
     medians: dict[str, float] = {}
     for name, backend in BACKENDS.items():
@@ -73,8 +73,8 @@ def backends(asked: Asked) -> Iterator[Line]:
 
 @torch.no_grad()
 def compiled_block(asked: Asked) -> Iterator[Line]:
-    """The images' half of one block of the released editor's size, eager and compiled, at new
-    lengths. A run compiles no block."""
+    """Times the image tokens' half of a block of the released editor, eager and compiled, at new
+    lengths. A run does not compile blocks."""
     from rl.check_gpu.gpu_renderers import LARGEST_ERROR, small_parts
 
     kind = type(small_parts(asked, "quickstart").transformer)
@@ -101,7 +101,7 @@ def compiled_block(asked: Asked) -> Iterator[Line]:
         times.append([timed_ms(asked.device, partial(function, *one)) for one in inputs])
         outcomes.append(function(*inputs[-1]))
     error = relative_error(outcomes[1], outcomes[0])
-    eager_ms, fast_ms = (statistics.median(of_one[1:]) for of_one in times)
-    note = f"{fast_ms:.3g} ms, eager {eager_ms:.3g}; {times[1][0] / 1e3:.0f} s to compile"
+    eager_ms, compiled_ms = (statistics.median(each[1:]) for each in times)
+    note = f"{compiled_ms:.3g} ms, eager {eager_ms:.3g}; {times[1][0] / 1e3:.0f} s to compile"
     fix = "nothing: a run compiles no block; report it with an issue"
     yield result("compiled block", error <= LARGEST_ERROR[asked.dtype], note, fix)

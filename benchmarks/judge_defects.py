@@ -1,4 +1,4 @@
-"""Audits and attacks the tiny world's judge, sound and with planted defects.
+"""Measures which defects of a judge its audit and its attack find, with the tiny world's judge.
 
 python -m benchmarks.judge_defects > benchmarks/results/judge_defects.md
 """
@@ -14,7 +14,7 @@ from typing import Any
 from rl import build
 from rl.audit import judge_audit
 from rl.audit.audit_report import attack_lines, audit_lines
-from rl.audit.audit_sets import shipped_cases
+from rl.audit.audit_sets import configured_cases
 from rl.audit.judge_audit import AttackResult, RewardAudit
 from rl.config.schema import load_config
 from rl.judge.client import JudgeClient
@@ -25,7 +25,7 @@ Defect = Callable[["DefectiveJudge", Parts], str]
 
 
 class DefectiveJudge(JudgeServer):
-    """The tiny world's judge with one defect."""
+    """The tiny world's judge with the defect that `DEFECTS` names."""
 
     def __init__(self, model: str, defect: str) -> None:
         super().__init__(model)
@@ -73,49 +73,49 @@ def _prefers_length(judge: DefectiveJudge, parts: Parts) -> str:
 
 
 def _prefers_copies(judge: DefectiveJudge, parts: Parts) -> str:
-    """An unchanged source is a perfect edit."""
+    """Gives an unchanged source full marks."""
     urls = _urls(parts)
     return _reply(10, 10) if len(set(urls)) < len(urls) else judge.sound(parts)
 
 
 def _order_biased(judge: DefectiveJudge, parts: Parts) -> str:
-    """It takes the first picture for the result."""
+    """Mistakes the first picture for the result."""
     pictures = [part for part in parts if "image_url" in part]
     rest = [part for part in parts if "image_url" not in part]
     return judge.sound([*reversed(pictures), *rest])
 
 
 def _ignores_order(judge: DefectiveJudge, parts: Parts) -> str:
-    """It gives the better scores of both orders."""
+    """Gives the higher scores of both orders of the pictures."""
     if not _is_semantic(parts):
         return judge.sound(parts)
     return _reply(*max(judge.scores(parts), json.loads(_order_biased(judge, parts))["score"]))
 
 
 def _noisy(judge: DefectiveJudge, parts: Parts) -> str:
-    """Noise with a standard deviation of 3 points."""
+    """Adds noise with a standard deviation of 3 points."""
     return _reply(*(score + judge.random.gauss(0, 3) for score in judge.scores(parts)))
 
 
 def _ignores_category(judge: DefectiveJudge, parts: Parts) -> str:
-    """Whatever should be erased, it sees it erased."""
+    """Gives every result of an instruction to erase full marks."""
     erases = _instruction(parts).startswith("erase")
     return _reply(10, 10) if erases else judge.sound(parts)
 
 
 def _fallback(judge: DefectiveJudge, parts: Parts) -> str:
-    """It fails at a third of the questions, and answers half of the range."""
+    """Gives a third of the questions 5 of 10 points, without a look at the pictures."""
     fails = random.Random(json.dumps(parts)).random() < 1 / 3
     return _reply(5, 5) if fails else judge.sound(parts)
 
 
 def _echo(judge: DefectiveJudge, parts: Parts) -> str:
-    """It repeats the question."""
+    """Repeats the question."""
     return _text(parts)
 
 
 def _reads_text(judge: DefectiveJudge, parts: Parts) -> str:
-    """A white box with writing at the bottom of the result means full marks."""
+    """Gives full marks to a result with a white box with text at its bottom left."""
     from tiny_world import judge_server
 
     picture = judge_server._picture([part for part in parts if "image_url" in part][-1])
@@ -142,10 +142,11 @@ DEFECTS: Mapping[str, Defect] = {
 def examine(
     defect: str, num_cases: int = judge_audit.NUM_CASES
 ) -> tuple[RewardAudit, tuple[list[AttackResult], float, float]]:
-    """(the audit, the attack) of the quickstart's reward with a judge that has this defect."""
+    """(audit, attack) of the quickstart's reward with a judge that has this defect: the
+    results of `judge_audit.audit` and of `judge_audit.attack`."""
     config = load_config("configs/quickstart.jsonnet", ["judge.max_attempts=2"])
     resolved = build.resolve(config)
-    cases = shipped_cases(resolved, ["viescore"], num_cases, seed=0)
+    cases = configured_cases(resolved, ["viescore"], num_cases, seed=0)
     plugin, limits = resolved.rewards["viescore"], config.judge
 
     async def ask(api_base: str) -> Any:

@@ -1,4 +1,4 @@
-"""A judge of known latency in a separate process, outside of all measured CPU seconds."""
+"""A judge of known latency in a separate process, whose CPU seconds are not measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SlowJudge(JudgeServer):
     def __init__(self, latency_s: float) -> None:
         self.latency_s = latency_s
         super().__init__(MODEL)
-        # A stopped worker closes the connections of its open questions.
+        # No error is printed if a worker stops and closes connections with open questions.
         self._http.handle_error = lambda *_: None  # type: ignore[method-assign]
 
 

@@ -1,4 +1,4 @@
-"""A worker's end of the connection: waits for an order to run an iteration, reports its cost."""
+"""A worker's end of the connection to `Contestant`: receives orders, measures iterations."""
 
 from __future__ import annotations
 
@@ -17,59 +17,50 @@ from benchmarks.flop_counter import flop_counter
 from benchmarks.meter import Meter, Spent
 
 POLICY = "policy side"
-"""Preprocessing, conditioning, log-probs, reference, forward, backward, optimiser step."""
+"""All work with the policy: preprocessing, conditioning, log-probs, reference, training step."""
 TOWER = "vision tower"
 """Part of the policy side."""
 TAIL = "in the judge's tail"
-"""Part of the policy side: computations while the judge still grades."""
+"""Part of the policy side: passes that run while the judge is still grading."""
 VAE_ENCODE = "VAE encode"
 VAE_DECODE = "VAE decode"
 RENDER = "DiT"
 """The DiT and the rest of the render loop."""
 SAMPLING = "sampling"
-"""transformers' `generate`, the same on both sides (this project and TRL)."""
+"""transformers' `generate`, the same for TRL and for this project."""
 JUDGE_WAIT = "judge wait"
 REST = "rest"
 """The trainer's bookkeeping, records and logs."""
 OTHER_THREADS = "other threads"
-"""CPU seconds of all threads but the main one: PNG, HTTP, records."""
+"""CPU seconds of all threads but the main one, e.g. for PNG, HTTP and records."""
 POLICY_PARTS = (POLICY, TOWER, TAIL)
-PARTS = (
-    *POLICY_PARTS,
-    VAE_ENCODE,
-    VAE_DECODE,
-    RENDER,
-    SAMPLING,
-    JUDGE_WAIT,
-    REST,
-    OTHER_THREADS,
-)
+PARTS = (*POLICY_PARTS, VAE_ENCODE, VAE_DECODE, RENDER, SAMPLING, JUDGE_WAIT, REST, OTHER_THREADS)
 
 
 @dataclass(frozen=True)
 class Order:
-    """Run one iteration."""
+    """A message to a worker: run one iteration."""
 
     flops: bool = False
-    """Run with the FLOP counter, which makes the seconds meaningless."""
+    """Count FLOPs; the counter is slow, so the measured seconds mean nothing."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one iteration of one worker."""
+    """A worker's reply: the measurements of one iteration."""
 
     spent: Mapping[str, Spent]
-    """Cost by the names in `PARTS`."""
+    """Cost of each of `PARTS`."""
     counts: Mapping[str, int] = field(default_factory=dict)
     peak_mb: float = 0.0
-    """Peak resident memory so far, minus that before the first iteration, 1e6 B."""
+    """Peak resident memory so far minus the memory before the first iteration, 1e6 B."""
 
 
 class Link:
-    """Measures the iterations of a worker with a meter and sends the results over `connection`."""
+    """Measures a worker's iterations and sends the results over `connection`."""
 
     def __init__(self, connection: Connection, names: Mapping[str, str]) -> None:
-        """`names`: label of a span -> one of `PARTS`; other labels are `REST`."""
+        """`names`: label of a meter's span -> one of `PARTS`; other labels count as `REST`."""
         self._connection = connection
         self._names = names
         self._counting = ExitStack()
@@ -77,7 +68,7 @@ class Link:
         self._baseline_mb: float | None = None
         self._process_s = 0.0
         self.flush: Callable[[], None] = lambda: None
-        """Waits for the iteration's work in other threads."""
+        """Waits until other threads have finished the iteration's work."""
         self.meter = Meter(flops_so_far=self._flops_so_far)
 
     def _flops_so_far(self) -> float:
@@ -95,7 +86,7 @@ class Link:
         self.meter.reset()
 
     def end(self) -> None:
-        """Reports the cost since `begin`."""
+        """Sends the measurements since `begin`."""
         self.flush()
         spent: dict[str, Spent] = {}
         for label, cost in self.meter.read().items():
@@ -112,7 +103,7 @@ class Link:
 
 
 def resident_mb(key: str = "VmRSS") -> float:
-    """Resident memory, 1e6 B; key 'VmHWM': the peak since `reset_peak`. Linux only."""
+    """Resident memory, or with key 'VmHWM' its peak since `reset_peak`, 1e6 B. Linux only."""
     status = Path("/proc/self/status").read_text()
     match = re.search(rf"{key}:\s+(\d+) kB", status)
     assert match, f"/proc/self/status has no {key}"
@@ -125,8 +116,8 @@ def reset_peak() -> None:
 
 
 def watch_models(meter: Meter) -> None:
-    """Wraps methods of transformers, diffusers and this project's replacements, so that both sides
-    get the same spans (tower, VAE) and counts. Calls inside sampling are ignored."""
+    """Wraps methods of transformers, diffusers and this project's replacements, so that every setup
+    has the same spans (tower, VAE) and counts. Calls inside sampling are ignored."""
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import Qwen2VLImageProcessorPil
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 OUTSIDE = "other"
-"""Label of everything outside of spans."""
+"""Label of the cost outside of all spans."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """The cost of one label."""
+    """The cost of the spans with one label."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
     """CPU time of this thread or of the whole process, depending on the meter's clock."""
     flops: float = 0.0
-    """Multiply-adds count as two; 0 without a counter."""
+    """A multiply-add counts as two; 0 if no counter runs."""
 
     def __add__(self, more: Spent) -> Spent:
         return Spent(self.wall_s + more.wall_s, self.cpu_s + more.cpu_s, self.flops + more.flops)
@@ -32,8 +32,8 @@ class Spent:
 
 
 class Meter:
-    """Measures spans of one thread. `cpu_clock`: `time.thread_time`, or `time.process_time` to
-    include other threads."""
+    """Measures the spans of one thread. `cpu_clock`: `time.thread_time`, or `time.process_time` to
+    include the CPU time of other threads."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Meter:
 
     @contextmanager
     def span(self, label: str) -> Iterator[None]:
-        """Charges the block to `label`, without inner spans."""
+        """Adds the cost of the block, without its inner spans, to `label`."""
         self._charge()
         self._open.append(label)
         try:
@@ -85,8 +85,8 @@ class Meter:
         count: Callable[..., dict[str, int]] | None = None,
         unless_in: str = "",
     ) -> None:
-        """Wraps `owner.name` in the span `label` (None: no span) and adds `count(*args, **kwargs)`
-        to `counts`; does neither inside a span `unless_in`."""
+        """Makes calls of `owner.name` a span `label` (None: no span) and adds `count(*args,
+        **kwargs)` to `counts`; does neither inside a span `unless_in`."""
         original = getattr(owner, name)
 
         @functools.wraps(original)

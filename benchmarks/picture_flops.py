@@ -1,4 +1,4 @@
-"""Computes the FLOPs of a picture with Qwen-Image-2.1 and with Qwen-Image-Edit.
+"""Computes how many FLOPs a picture takes with Qwen-Image-2.1 and with Qwen-Image-Edit.
 
     python -m benchmarks.picture_flops > benchmarks/results/picture_flops.md
 
@@ -23,12 +23,12 @@ from rl.renderers.qwen_image_21 import qwen_image_21_denoiser
 
 META = torch.device("meta")
 GROUP = 8
-WORDS = 300
+TEXT_TOKENS = 300
 """Text tokens of a row: instruction and description."""
 LEAD_IN = 8
-"""Tokens before a source picture: the turn's start and the picture's marker."""
+"""Text tokens before a source picture: the start of the user's turn and the picture's marker."""
 PX_OF_EDIT_TOKEN, TOKENS_OF_PLUS = 28 * 28, 196
-"""Pixels per token of a source in Edit's text encoder; tokens of any source in that of Plus."""
+"""A source in the text encoder: px^2 per token (Qwen-Image-Edit); tokens (Plus, of any size)."""
 PETA = 1e15
 
 
@@ -42,7 +42,7 @@ def _transformer(name: str) -> Any:
 
 @torch.no_grad()
 def image_21(side_px: int, num_sources: int, num_steps: int) -> float:
-    """FLOPs of a picture with Qwen-Image-2.1, in a group of `GROUP`."""
+    """FLOPs of one picture of a group of `GROUP` with Qwen-Image-2.1."""
     side = side_px // PATCH_PX
     transformer = _transformer("QwenImage21Transformer2DModel")
     config = transformer.config
@@ -56,7 +56,7 @@ def image_21(side_px: int, num_sources: int, num_steps: int) -> float:
         )
         for slot in slots
     )
-    states = _empty((slots[-1].stop if slots else 0) + WORDS, config.context_in_dim)
+    states = _empty((slots[-1].stop if slots else 0) + TEXT_TOKENS, config.context_in_dim)
     group = [qwen_image_21_denoiser.Row(states, sources)] * GROUP
     prepared: list[Any] = []
     once = flops_of(lambda: prepared.append(denoiser.prepare([group], (side, side))))
@@ -68,8 +68,8 @@ def image_21(side_px: int, num_sources: int, num_steps: int) -> float:
 
 @torch.no_grad()
 def edit(side_px: int, num_source_tokens: int, num_steps: int, guided: bool) -> float:
-    """FLOPs of a picture with Edit or Plus and one source, in a group of `GROUP`;
-    `num_source_tokens`: tokens of the source in the text encoder."""
+    """FLOPs of one picture of a group of `GROUP` with Qwen-Image-Edit or Plus and one source, which
+    has `num_source_tokens` in the text encoder."""
     side = side_px // PATCH_PX
     transformer = _transformer("QwenImageTransformer2DModel")
     config = transformer.config
@@ -77,7 +77,7 @@ def edit(side_px: int, num_source_tokens: int, num_steps: int, guided: bool) -> 
 
     num_rows = 2 if guided else 1
     latents = _empty(num_rows, side * side, config.in_channels)
-    states = [_empty(WORDS + num_source_tokens, config.joint_attention_dim)] * num_rows
+    states = [_empty(TEXT_TOKENS + num_source_tokens, config.joint_attention_dim)] * num_rows
     denoiser = Denoiser(transformer)
     prepared = denoiser.prepare(states, latents, [(1, side, side)] * 2)
     modulation = _empty(blocks, 1, 6, width)
@@ -94,7 +94,7 @@ def _empty(*shape: int) -> torch.Tensor:
 @cache
 @torch.no_grad()
 def vae_flops(side_px: int, *, of_edit: bool) -> tuple[float, float]:
-    """FLOPs of (encoding one picture, decoding one)."""
+    """FLOPs of (encoding one picture, decoding one picture)."""
     from diffusers import AutoencoderKLQwenImage, AutoencoderKLQwenImage21
 
     with META:
@@ -135,7 +135,7 @@ def table(side_px: int) -> Iterator[str]:
 
 if __name__ == "__main__":
     print("# What a picture costs\n\n`python -m benchmarks.picture_flops`: computed, not timed.")
-    print(f"A group of {GROUP}; sources as large as the picture; {WORDS} tokens of text a row.")
+    print(f"A group of {GROUP}; sources as large as the picture; {TEXT_TOKENS} text tokens a row.")
     for side_px in (1024, 512):
         print()
         print("\n".join(table(side_px)))

@@ -1,4 +1,4 @@
-"""Plants known faults in `rl/`, one at a time, and reports which test catches each.
+"""Measures which test catches each of the faults that it plants in `rl/`, one at a time.
 
     python -m benchmarks.planted_faults [ID ...] [--tests CHECKOUT] [--jobs 2] [--fast]
 
@@ -24,18 +24,18 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 LIMIT_S = 2400
-"""Time limit of one pytest."""
+"""Time limit of one pytest process."""
 
 
 class Outcome(NamedTuple):
     fault: dict[str, Any]
     caught_by: str
-    """The failed test's id, or '' if none failed."""
+    """The id of the first test that failed; '' if none did."""
     seconds: float
 
 
 def plant(fault: dict[str, Any], tests: Path, folder: Path) -> None:
-    """Copies this checkout with one fault, and the tests of `tests`, into `folder`."""
+    """Copies this checkout with one fault, and the tests of the checkout `tests`, into `folder`."""
     tracked = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     for source in (ROOT, tests):
         names = subprocess.run(tracked, cwd=source, capture_output=True, check=True).stdout
@@ -49,7 +49,8 @@ def plant(fault: dict[str, Any], tests: Path, folder: Path) -> None:
 
 
 def test_files_of(fault: dict[str, Any], tests: Path) -> list[str]:
-    """Test files that import the faulty module, then the others of their and of its directories."""
+    """Test files that import the faulty module, then the other files of their directories and of
+    the directory that tests the module's package."""
     module = fault["file"].removesuffix(".py").replace("/", ".")
     package, _, name = module.rpartition(".")
     imports = re.compile(

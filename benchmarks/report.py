@@ -1,13 +1,13 @@
-"""Turns the records of `experiments.py` into numbers and Markdown tables."""
+"""Turns the records of `experiments.py` into numbers and Markdown tables. Peers: TRL's setups."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from benchmarks.defeats import SAVINGS
 from benchmarks.experiments import OURS, TUNED, Record
 from benchmarks.link import JUDGE_WAIT, PARTS, POLICY_PARTS
+from benchmarks.savings import SAVINGS
 
 WHOLE = tuple(PARTS)
 COUNTS = (
@@ -20,14 +20,14 @@ COUNTS = (
 )
 
 
-def cpu_s(side: Record, parts: Iterable[str] = WHOLE) -> list[float]:
+def cpu_s(setup: Record, parts: Iterable[str] = WHOLE) -> list[float]:
     """CPU seconds of each round, summed over the parts."""
-    return _sums(side["cpu_s"], parts)
+    return _sums(setup["cpu_s"], parts)
 
 
-def median_s(side: Record, parts: Iterable[str] = WHOLE) -> float:
+def median_s(setup: Record, parts: Iterable[str] = WHOLE) -> float:
     """Median over rounds of the wall seconds, summed over the parts."""
-    return statistics.median(_sums(side["wall_s"], parts))
+    return statistics.median(_sums(setup["wall_s"], parts))
 
 
 def _sums(by_part: Mapping[str, Sequence[float]], parts: Iterable[str]) -> list[float]:
@@ -35,9 +35,9 @@ def _sums(by_part: Mapping[str, Sequence[float]], parts: Iterable[str]) -> list[
     return [sum(values) for values in zip(*chosen, strict=True)] or [0.0]
 
 
-def gflop(side: Record, parts: Iterable[str] = WHOLE) -> float:
+def gflop(setup: Record, parts: Iterable[str] = WHOLE) -> float:
     """GFLOP of one iteration, summed over the parts."""
-    return sum(side["gflop"].get(part, 0.0) for part in parts)
+    return sum(setup["gflop"].get(part, 0.0) for part in parts)
 
 
 def ratio(peer: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
@@ -53,59 +53,58 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def lead(record: Record) -> str:
-    """A sentence on how much less we compute than the nearest peer and than the others."""
-    sides = dict(record["sides"])
-    ours = sides.pop(OURS)
-    over = {
-        name: gflop(side, POLICY_PARTS) / gflop(ours, POLICY_PARTS) for name, side in sides.items()
-    }
+    """A sentence on how much less we compute than the nearest peer and than the other peers."""
+    setups = dict(record["sides"])
+    ours = setups.pop(OURS)
+    ours_gflop = gflop(ours, POLICY_PARTS)
+    over = {name: gflop(setup, POLICY_PARTS) / ours_gflop for name, setup in setups.items()}
     nearest = min(over, key=over.__getitem__)
     others = ", ".join(
         f"{over[name]:.1f}x fewer than {name}" for name in sorted(over, key=over.__getitem__)[1:]
     )
     return (
         f"Compared with {nearest}, the policy side takes {over[nearest]:.1f}x fewer FLOPs and "
-        f"{cpu_ratio(sides[nearest], ours)} fewer CPU seconds. (FLOPs: {others}.)"
+        f"{cpu_ratio(setups[nearest], ours)} fewer CPU seconds. (FLOPs: {others}.)"
     )
 
 
 def head_to_head(record: Record) -> str:
-    """A table of the policy side with one row per side, and one of the iteration by part."""
-    sides = record["sides"]
-    return f"{_policy_side(sides)}\n\n{_by_part(sides)}"
+    """A table of the policy side by setup, and a table of the whole iteration by part."""
+    setups = record["sides"]
+    return f"{_policy_table(setups)}\n\n{_by_part(setups)}"
 
 
-def _policy_side(sides: Mapping[str, Record]) -> str:
+def _policy_table(setups: Mapping[str, Record]) -> str:
     rows = []
-    for name, side in sides.items():
-        seconds, flops = cpu_s(side, POLICY_PARTS), gflop(side, POLICY_PARTS)
+    for name, setup in setups.items():
+        seconds, flops = cpu_s(setup, POLICY_PARTS), gflop(setup, POLICY_PARTS)
         over = ["", ""]
         if name != OURS:
             over = [
-                cpu_ratio(side, sides[OURS]),
-                f"{flops / gflop(sides[OURS], POLICY_PARTS):.2f}x",
+                cpu_ratio(setup, setups[OURS]),
+                f"{flops / gflop(setups[OURS], POLICY_PARTS):.2f}x",
             ]
         cells = [f"{statistics.median(seconds):.2f}", over[0], f"{flops:.1f}", over[1]]
-        rows.append([name, *cells, *(str(side["counts"].get(count, 0)) for count in COUNTS[:3])])
+        rows.append([name, *cells, *(str(setup["counts"].get(count, 0)) for count in COUNTS[:3])])
     head = ["policy side of an iteration", "CPU s", "over ours", "GFLOP", "over ours", *COUNTS[:3]]
     return table(head, rows)
 
 
-def _by_part(sides: Mapping[str, Record]) -> str:
+def _by_part(setups: Mapping[str, Record]) -> str:
     rows = []
     for name, parts in _PART_ROWS:
-        seconds = [cpu_s(side, parts) for side in sides.values()]
+        seconds = [cpu_s(setup, parts) for setup in setups.values()]
         if max(map(max, seconds)) >= 5e-3:
             cells = [f"{statistics.median(rounds):.2f}" for rounds in seconds]
-            flops = [f"{gflop(side, parts):.1f}" for side in sides.values()]
+            flops = [f"{gflop(setup, parts):.1f}" for setup in setups.values()]
             rows.append([name, *(f"{s} / {n}" for s, n in zip(cells, flops, strict=True))])
     for name in COUNTS[3:]:
-        rows.append([name, *(str(side["counts"].get(name, 0)) for side in sides.values())])
-    return table(["CPU s / GFLOP per iteration", *sides], rows)
+        rows.append([name, *(str(setup["counts"].get(name, 0)) for setup in setups.values())])
+    return table(["CPU s / GFLOP per iteration", *setups], rows)
 
 
 def cpu_ratio(peer: Record, ours: Record, parts: Sequence[str] = POLICY_PARTS) -> str:
-    """Median ratio of a peer's CPU seconds to ours, with the smallest and largest of the rounds."""
+    """A peer's CPU seconds divided by ours: median, smallest and largest ratio of the rounds."""
     seconds = cpu_s(ours, parts)
     middle, low, high = ratio(cpu_s(peer, parts), seconds)
     spread = f"{low:.1f} to {high:.1f}" if len(seconds) > 1 else "one round"
@@ -121,8 +120,7 @@ _PART_ROWS: Sequence[tuple[str, Sequence[str]]] = (
 
 
 def sweep(records: Mapping[str, Record]) -> str:
-    """One row per shape: the policy side, each peer divided by ours. The cell of a peer without a
-    measurement is empty."""
+    """The policy side by shape: each peer divided by ours; '' if the peer was not measured."""
     peers = list(dict.fromkeys(p for record in records.values() for p in record["sides"]))
     peers.remove(OURS)
     rows = []
@@ -130,16 +128,16 @@ def sweep(records: Mapping[str, Record]) -> str:
         ours = record["sides"][OURS]
         cells = [f"{statistics.median(cpu_s(ours, POLICY_PARTS)):.2f}"]
         for peer in peers:
-            side = record["sides"].get(peer)
-            flops = side and gflop(side, POLICY_PARTS) / gflop(ours, POLICY_PARTS)
-            cells.append(f"{cpu_ratio(side, ours)}; {flops:.1f}x" if side else "")
+            setup = record["sides"].get(peer)
+            flops = setup and gflop(setup, POLICY_PARTS) / gflop(ours, POLICY_PARTS)
+            cells.append(f"{cpu_ratio(setup, ours)}; {flops:.1f}x" if setup else "")
         rows.append([name, *cells, f"{record['over_minimum']:.3f}"])
     head = ["policy side: CPU s over ours; FLOPs over ours", "ours, CPU s"]
     return table([*head, *peers, "ours over the minimum, FLOPs"], rows)
 
 
 def memory(peaks_by_group: Mapping[str, Mapping[str, float]]) -> str:
-    """MB above baseline by G, and MB per further completion."""
+    """MB above the baseline for each group size G, and MB per further completion."""
     rows = [
         [f"G = {group}", *(f"{peak:.0f}" for peak in peaks.values()), _share(peaks)]
         for group, peaks in peaks_by_group.items()
@@ -150,8 +148,8 @@ def memory(peaks_by_group: Mapping[str, Mapping[str, float]]) -> str:
     return table(["peak MB above baseline", *slopes, "ours/tuned"], rows)
 
 
-def _share(by_side: Mapping[str, float]) -> str:
-    return f"{by_side[OURS] / by_side[TUNED]:.2f}"
+def _share(by_setup: Mapping[str, float]) -> str:
+    return f"{by_setup[OURS] / by_setup[TUNED]:.2f}"
 
 
 def memory_slopes(peaks_by_group: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -159,8 +157,8 @@ def memory_slopes(peaks_by_group: Mapping[str, Mapping[str, float]]) -> dict[str
     groups = sorted(peaks_by_group, key=int)
     few, many = groups[0], groups[-1]
     return {
-        side: (peaks_by_group[many][side] - peaks_by_group[few][side]) / (int(many) - int(few))
-        for side in peaks_by_group[few]
+        setup: (peaks_by_group[many][setup] - peaks_by_group[few][setup]) / (int(many) - int(few))
+        for setup in peaks_by_group[few]
     }
 
 
@@ -168,8 +166,8 @@ def latencies(records: Sequence[Record]) -> str:
     """Wall seconds of an iteration, and the part that waits for the judge."""
     names = list(records[0]["sides"])
 
-    def cell(side: Record) -> str:
-        wall, wait = median_s(side), median_s(side, [JUDGE_WAIT])
+    def cell(setup: Record) -> str:
+        wall, wait = median_s(setup), median_s(setup, [JUDGE_WAIT])
         return f"{wall:.2f} ({wait:.2f}, {wait / wall:.0%})"
 
     rows = [[f"{r['latency_s']:g} s", *(cell(r["sides"][name]) for name in names)] for r in records]
@@ -177,7 +175,7 @@ def latencies(records: Sequence[Record]) -> str:
 
 
 def savings(records: Mapping[str, Record]) -> str:
-    """The gain of each saving, alone and on top of those above it."""
+    """The gain of each saving: alone, and added to the savings in the rows above it."""
 
     def cost(name: str) -> tuple[float, float]:
         return gflop(records[name]), statistics.median(cpu_s(records[name]))
@@ -202,7 +200,7 @@ def savings(records: Mapping[str, Record]) -> str:
 
 
 def ranks(record: Record) -> str:
-    """One rank compared with two: differences of the metrics, and bytes sent."""
+    """A run on one rank against the same run on two: differences of metrics, and bytes sent."""
     one, two = record["1"], record["2"]
     sent = [counts.get("bytes to other ranks", 0) for counts in two["counts"]]
     difference = f"{metric_difference(record):.1e}"
@@ -220,7 +218,7 @@ def ranks(record: Record) -> str:
 
 def metric_difference(record: Record) -> float:
     """Largest relative difference of the first iteration's losses, KL, gradient norm and rewards.
-    (From the second on the stub judge's scores differ, as the pictures' last bits do.)"""
+    (Later scores differ: the stub judge hashes the pictures, whose last bits differ.)"""
     one, two = (
         next(row for row in record[n]["metrics"] if "loss/total" in row) for n in ("1", "2")
     )

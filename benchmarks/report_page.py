@@ -1,7 +1,8 @@
-"""Measures the size of a long run's page, and the time to write and to open it.
+"""Measures the size of a long run's report page, and the time to write and to open it.
 
-`python -m benchmarks.report_page FOLDER [iterations groups completions]` writes a run of random
-data to FOLDER, and its page twice: from scratch, and after one new iteration.
+    python -m benchmarks.report_page FOLDER [ITERATIONS GROUPS COMPLETIONS]
+
+Writes a run of random data to FOLDER, and its page twice: from scratch, and after a new iteration.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NUM_HELD_OUT = 64
 
 
 def write_run(folder: Path, iterations: range, num_groups: int, num_completions: int) -> None:
-    """Writes metrics and episodes of these iterations, which share a few picture files."""
+    """Writes metrics and episodes of these iterations; all episodes share two picture files."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(iterations.start)  # nosec B311
     for iteration in iterations:
@@ -94,7 +95,7 @@ def evaluation(rng: random.Random, folder: Path, iteration: int) -> None:
 
 
 def measure(run_dir: Path) -> None:
-    """Writes the page; prints its size and how long that took."""
+    """Writes the page; prints its size and the seconds."""
     began_s = time.perf_counter()
     page, pages = write_page(run_dir)
     seconds = time.perf_counter() - began_s
@@ -107,7 +108,7 @@ def measure(run_dir: Path) -> None:
     )
 
 
-def open_it(page: Path) -> None:
+def open_page(page: Path) -> None:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
@@ -136,7 +137,7 @@ def main(folder: str, *sizes: str) -> None:
     measure(run_dir)
     write_run(run_dir, range(num_iterations + 1, num_iterations + 2), num_groups, num_completions)
     measure(run_dir)
-    open_it(run_dir / "report" / "index.html")
+    open_page(run_dir / "report" / "index.html")
 
 
 if __name__ == "__main__":

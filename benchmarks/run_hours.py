@@ -1,9 +1,9 @@
-"""Computes how long an iteration and a run of the shipped real configs take: nothing is timed.
+"""Computes how long an iteration and a run of the shipped configs for real models take.
 
     python -m benchmarks.run_hours
 
-Operations come from `rl/meter/flops.py` and `benchmarks/picture_flops.py`, divided by `EFFICIENCY`
-of a GPU's rate. Start, held-out evaluation and checkpoints are left out.
+Nothing is timed: FLOPs of `rl/meter/flops.py` and `benchmarks/picture_flops.py` are divided by
+`EFFICIENCY` of a GPU's rate. Start, held-out evaluations and checkpoints are left out.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from rl.memory.memory_plan import PHASES, Sizes
 from rl.meter.flops import LanguageModel, ModelShape, prefix_tree_pairs
 
 EFFICIENCY = 0.4
-"""Share of a GPU's rate and of its bandwidth that a run is assumed to reach."""
+"""Assumed share of a GPU's FLOP rate and memory bandwidth that a run reaches."""
 COMPLETION_SHARE = 0.5
-"""Mean length of a completion divided by its limit; Emu3's is its picture."""
+"""Assumed mean length of a completion divided by its limit, for all policies but Emu3."""
 EMU3_TOKENS = 1065
+"""Length of Emu3's completion, which is a picture."""
 VOCABULARY = 151_936
 PATCHES_PER_TOKEN = 4
 """Patches that the vision tower merges into one token."""
 PCIE_BYTES_S = 20e9
 JUDGE_FLOPS = 2 * 73.4e9 * 2000
-"""A question to the 72B: two pictures, the question and the reply, about 2,000 tokens."""
+"""FLOPs of a question to Qwen2.5-VL-72B: about 2,000 tokens of pictures, question and reply."""
 JUDGE_GPUS = 4
 
 
 class Gpu(NamedTuple):
-    """Dense bfloat16 operations and bytes of memory, per second."""
+    """Dense bfloat16 FLOPs and bytes of memory per second."""
 
     name: str
     flops: float
@@ -60,7 +61,7 @@ RUNS = {
     "qwen_image_edit": (H200, 499),
     "sft_s__rl_sc": (H100, 0),
 }
-"""Config -> (GPU, training samples; 0: the config states the iterations)."""
+"""Config -> (GPU, number of training samples; 0: the config gives the number of iterations)."""
 ENVIRONMENT = {
     "APP__BASE_EXP_DIR": "runs",
     "APP__RUN_NAME": "any",
@@ -70,7 +71,7 @@ ENVIRONMENT = {
 
 
 def sampling_s(sizes: Sizes, length: float, gpu: Gpu, gpu_gb: float) -> float:
-    """Seconds in which a rank's engine writes all completions of an iteration, sleep included."""
+    """Seconds in which a rank's engine samples an iteration's completions, sleeps and wakes."""
     planned = memory_plan.plan(sizes, gpu_gb)
     engine = planned.inference
     assert engine is not None and planned.engine is not None
@@ -85,7 +86,7 @@ def sampling_s(sizes: Sizes, length: float, gpu: Gpu, gpu_gb: float) -> float:
 
 
 def policy_flops(resolved: Resolved, sizes: Sizes, length: float) -> float:
-    """Operations of a rank's iteration: tower, prefill, reference, forward and backward."""
+    """FLOPs of the policy in an iteration of a rank: vision tower, prefill, reference, training."""
     config = resolved.config
     shape = {field.name: getattr(sizes.model, field.name) for field in fields(ModelShape)}
     rank, modules = sizes.lora_rank or 0, tuple(sizes.lora_modules)
@@ -94,9 +95,9 @@ def policy_flops(resolved: Resolved, sizes: Sizes, length: float) -> float:
     tokens, pairs = prompt + sum(lengths), prefix_tree_pairs(prompt, lengths)
     head = model.head_flops(sum(lengths))
     forward = model.forward_flops(tokens, pairs) + head
-    in_mlps = 6 * model.num_layers * model.width * model.mlp_width * tokens
-    again = {False: 0.0, "mlp": in_mlps, True: forward}[sizes.checkpointing]
-    flops = forward + again + model.backward_flops(tokens, pairs) + (1 if rank else 2) * head
+    mlps = 6 * model.num_layers * model.width * model.mlp_width * tokens
+    recomputed = {False: 0.0, "mlp": mlps, True: forward}[sizes.checkpointing]
+    flops = forward + recomputed + model.backward_flops(tokens, pairs) + (1 if rank else 2) * head
     flops += forward * (config.algorithm.kl_coeff > 0)
     flops += model.forward_flops(prompt, prefix_tree_pairs(prompt, []))
     flops += 2 * sizes.model.tower_params * PATCHES_PER_TOKEN * prompt
@@ -104,7 +105,7 @@ def policy_flops(resolved: Resolved, sizes: Sizes, length: float) -> float:
 
 
 def picture_flops(resolved: Resolved) -> float:
-    """Operations of one picture; 0 without a diffusion model."""
+    """FLOPs of one picture; 0 without a diffusion model."""
     renderer: Any = resolved.renderer.config
     name = resolved.renderer.name
     if name == "sd3":
@@ -119,7 +120,7 @@ def picture_flops(resolved: Resolved) -> float:
 
 
 def sd3(side_px: int, num_steps: int) -> float:
-    """Operations of a picture of SD3 Medium with guidance, without its VAE and text encoders."""
+    """FLOPs of a picture of SD3 Medium with guidance, without its VAE and text encoders."""
     import torch
     from diffusers import SD3Transformer2DModel
 
@@ -140,7 +141,7 @@ def sd3(side_px: int, num_steps: int) -> float:
 
 
 def row(name: str) -> str:
-    """A line of the Markdown table."""
+    """A row of the Markdown table."""
     gpu, num_samples = RUNS[name]
     config = load_config(f"configs/{name}.jsonnet", (), ENVIRONMENT)
     resolved = build.resolve(config)
@@ -159,7 +160,7 @@ def row(name: str) -> str:
     ]
     questions = 2 * pictures * any(plugin.cls.needs_judge for plugin in resolved.rewards.values())
     judge_s = questions * JUDGE_FLOPS / (EFFICIENCY * H100.flops * JUDGE_GPUS)
-    # The judge reads while pictures are drawn and groups are learnt.
+    # The judge grades while pictures are rendered and other groups are trained on.
     iteration_s = seconds[0] + max(sum(seconds[1:]), judge_s)
     iterations = config.num_iterations or math.ceil(
         (config.num_epochs or 0) * num_samples / config.prompts_per_iteration

@@ -1,8 +1,8 @@
-"""Runs one config with many seeds and prints all of them.
+"""Measures how a config's results vary with the seed, and prints all of them.
 
 python -m benchmarks.seeds quickstart tiny_earl --first 100 --count 24 --at-once 2
 python -m benchmarks.seeds quickstart --first 100 --count 24 --print     prints existing runs
-python -m benchmarks.seeds quickstart --fresh 256     holds out samples of another data seed
+python -m benchmarks.seeds quickstart --fresh 256     evaluates on 256 samples of a new data seed
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from rl.run.paired import paired
 
 REWARD = ("eval/reward", "reward/mean")
 MEASURES = {"tiny_reasoning": ("eval/part/accuracy", "reward/part/accuracy")}
-"""Config -> (held-out metric, training metric), if these are not the reward."""
+"""Config -> (held-out metric, training metric) where these differ from `REWARD`."""
 REFERENCE = "eval_reference/reward"
-"""The reward of reference descriptions."""
+"""The reward of reference descriptions, written by no policy."""
 DRIFT = "drift/state_l2"
-"""Relative distance between the hidden states of fixed words and those of the base model."""
+"""Relative distance of the policy's hidden states of fixed texts from the base model's."""
 SPAN = 10
-"""Number of iterations in an average."""
+"""Number of iterations in each average."""
 FRESH_SEED = 7777
-"""Data seed of `--fresh`; no shipped config uses it."""
+"""Data seed of `--fresh`, which no shipped config uses."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Seed:
 
     seed: int
     held_out: Sequence[float]
-    """The metric of each evaluation, first the one before training."""
+    """The held-out metric of each evaluation, the first of which is before training."""
     reference: Sequence[float]
     """REFERENCE of each evaluation; empty without reference descriptions."""
     sampled: tuple[float, float]
-    """Means of the training metric over the first and over the last iterations."""
+    """Means of the training metric over the first and over the last SPAN iterations."""
     dead_groups: float
     """Mean share of dead groups over the last SPAN iterations."""
     most_dead_groups: float
@@ -59,7 +59,7 @@ class Seed:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the missing seeds and prints a table of each config."""
+    """Trains a run per config and seed (not with `--print`), and prints a table of each config."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.seeds", description=(__doc__ or "").split("\n")[0]
     )
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def table(seeds: Sequence[Seed]) -> Iterable[str]:
-    """Markdown: a row per seed, then mean, deviation, median and worst of the last values."""
+    """Markdown: a row per seed, then mean, deviation, median and worst of the last evaluations."""
     yield (
         "| seed | held-out, before and at each evaluation | reference words, last "
         "| dead groups, last ten iterations | most in any ten | state drift, at most | s |"

@@ -1,13 +1,14 @@
-"""Compares this project with TRL 1.16 and diffusers' pipeline on the same models and completions.
+"""Measures this project and TRL 1.16 with diffusers' pipeline on the same models and completions.
 
     .venv/bin/python -m pip install -r benchmarks/requirements.txt
     .venv/bin/python -m benchmarks.side_by_side                everything: an hour on one core
     .venv/bin/python -m benchmarks.side_by_side --quick        two shapes, ten minutes or so
     .venv/bin/python -m benchmarks.side_by_side --only latency ranks
 
-Every side is a process with one thread; they run an iteration each in turn, and the first round is
-dropped. A ratio is the median over rounds, with the smallest and largest; seconds are CPU seconds
-unless something waits. `--out` keeps the results that are not measured again.
+Each setup (TRL with some tuning, or this project) is a process with one thread. The setups run an
+iteration each in turn; the first round is dropped. A ratio is the median over rounds, with the
+smallest and largest; seconds are CPU seconds, except for waits. Results in `--out` that are not
+measured again are kept.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from benchmarks.toy import Shape
 
 BASE = Shape()
 SIX_TO_ONE = Shape(completion_tokens=72)
-"""Prompt and completion in the ratio of real size: 427 : 72 as 1543 : 256."""
+"""Prompt and completion have the ratio of real sizes: 427 : 72 = 1543 : 256 tokens."""
 SWEEP = {
     "G = 4": replace(BASE, group=4),
     "G = 8": BASE,
@@ -58,27 +59,28 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "peft", "diffusers", "trl", "accelerate")
 
 LEGEND = """\
-One iteration of GRPO on a random Qwen2.5-VL (4 layers of 256, LoRA 32) that conditions a random
-Qwen-Image-Edit (DiT of 2 layers, 4 steps, 128x128), on the same samples and injected completions.
+One iteration of GRPO on a random Qwen2.5-VL (4 layers of width 256, LoRA of rank 32), whose states
+condition a random Qwen-Image-Edit (DiT of 2 layers, 4 steps, 128 x 128 px). All setups get the same
+samples and fixed completions.
 
-- **TRL stock**: `GRPOTrainer` 1.16 with a reward function as one writes it first; diffusers' own
+- **TRL stock**: `GRPOTrainer` 1.16 with a reward function as a user first writes it; diffusers' own
   pipeline renders, one picture at a time.
 - **TRL tuned**: a group per micro-batch, conditioned in one batch without the head, rendered by
-  this project's own renderer and judged meanwhile; source latents cached; no checkpointing.
-- **TRL + tower**: tuned, with a vision tower that remembers a picture (`trl_tunings.py`, 15 lines).
-- **TRL + prefix**: that, and completions read their prompt's keys and values where no gradient is
-  wanted: conditioning and reference (one method of the trainer overridden, 60 lines).
-- **TRL + prefixes**: that in the trained forward as well, the strongest that we could build. Each
-  is asserted equal to the plain path, values and gradients, in its first iteration.
+  this project's renderer and judged meanwhile; source latents cached; no checkpointing.
+- **TRL + tower**: as tuned; the vision tower caches pictures (`trl_tunings.py`, 15 lines).
+- **TRL + prefix**: in addition, completions read their prompt's keys and values in passes without
+  gradients: conditioning and reference (one method of the trainer overridden, 60 lines).
+- **TRL + prefixes**: in the trained forward, too: the strongest setup that we could build. Its
+  first iteration asserts that values and gradients equal those of plain TRL.
 - **this project**: `rl.train`, unmodified.
 
-Sampling is transformers' `generate` on every side. The policy side is preprocessing, conditioning,
+Sampling is transformers' `generate` in every setup. The policy side is preprocessing, conditioning,
 log-probs, reference, forward, backward and optimiser step. Ratios are medians over interleaved
 rounds (smallest to largest)."""
 
 
 def plan(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Name -> call of an experiment, or one call for each of its shapes; in order."""
+    """Experiment -> function that runs it, or shape -> function; in the order of running."""
     rounds, limit_s = args.rounds, QUICK_LIMIT_S if args.quick else math.inf
     shapes = {name: SWEEP[name] for name in QUICK} if args.quick else SWEEP
     return {
@@ -103,14 +105,14 @@ def host() -> dict[str, str]:
     """Facts about the machine and the packages, without the host's name."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
-        "CPU": f"{cpu[1] if cpu else platform.machine()}, {os.cpu_count()} cores, 1 thread a side",
+        "CPU": f"{cpu[1] if cpu else platform.machine()}, {os.cpu_count()} cores, 1 thread a setup",
         "Python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
     }
 
 
 def provenance() -> str:
-    """Time, commit, load and command of a measurement."""
+    """Time, commit, load of the machine and command of a measurement."""
     revision = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
     ).stdout.strip()
@@ -120,7 +122,7 @@ def provenance() -> str:
 
 
 def written(results: dict[str, Any]) -> str:
-    """The whole report."""
+    """The whole report, as Markdown."""
     facts = [f"{name} {value}" for name, value in results["host"].items()]
     measured = [f"- {name}: {origin}" for name, origin in results["measured"].items()]
     parts = ["# Side by side", LEGEND, "; ".join(facts) + ".", "\n".join(measured)]
@@ -159,7 +161,7 @@ def main() -> None:
         toy.save_models(Path(temporary))
         experiments_by_name = plan(Path(temporary), args)
         for name in args.only or (["sweep"] if args.quick else experiments_by_name):
-            if not args.quick:  # all shapes are measured again
+            if not args.quick:  # which measures only some shapes again
                 results.pop(name, None)
                 results["measured"].pop(name, None)
             measure = experiments_by_name[name]

@@ -26,12 +26,12 @@ class StockVae:
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Normalised [B, C, h, w] -> [B, 3, H, W]."""
-        film = (latents / (1 / self._std) + self._mean).unsqueeze(2)
-        return self._vae.decode(film).sample.squeeze(2).clamp(-1.0, 1.0)
+        one_frame = (latents / (1 / self._std) + self._mean).unsqueeze(2)
+        return self._vae.decode(one_frame).sample.squeeze(2).clamp(-1.0, 1.0)
 
 
 class StockDenoiser:
-    """QwenImageTransformer2DModel with the interface of `Denoiser`; modulation is a timestep."""
+    """QwenImageTransformer2DModel with `Denoiser`'s interface; `velocity` takes a timestep."""
 
     def __init__(self, transformer: Any) -> None:
         self._transformer = transformer
@@ -39,24 +39,24 @@ class StockDenoiser:
     def prepare(
         self, states_R: Sequence[torch.Tensor], sources: torch.Tensor, shapes: Sequence[Any]
     ) -> SimpleNamespace:
-        """The arguments that are the same in all steps; states are padded to the longest row, and
-        masked if lengths differ."""
-        num_words = tuple(len(states) for states in states_R)
+        """The arguments that are the same in all steps. States are padded to the longest row, with
+        a mask if lengths differ."""
+        text_lens = tuple(len(states) for states in states_R)
         states = torch.nn.utils.rnn.pad_sequence(list(states_R), batch_first=True)
         at = torch.arange(states.shape[1], device=states.device)
-        mask = at < torch.tensor(num_words, device=states.device)[:, None]
+        mask = at < torch.tensor(text_lens, device=states.device)[:, None]
         return SimpleNamespace(
-            num_words=num_words,
+            text_lens=text_lens,
             sources=sources,
             states=states,
-            mask=mask if len(set(num_words)) > 1 else None,
+            mask=mask if len(set(text_lens)) > 1 else None,
             shapes=[list(shapes)] * len(states),
         )
 
     def velocity(
         self, latents: torch.Tensor, prepared: SimpleNamespace, timestep: torch.Tensor
     ) -> torch.Tensor:
-        """Velocity [R, N, in_channels] of noisy latents of the same shape."""
+        """[R, N, in_channels] noisy latents -> [R, N, in_channels]; `timestep`: 1000 down to 0."""
         [velocity] = self._transformer(
             hidden_states=torch.cat([latents, prepared.sources], dim=1),
             timestep=timestep.expand(len(latents)) / 1000,

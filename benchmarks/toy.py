@@ -1,6 +1,6 @@
-"""The tiny models, samples and completions of both sides of a comparison; also a data plugin.
+"""Tiny random models, samples and fixed completions for comparisons; also a data plugin.
 
-Prompts have 64 + 107 tokens and the picture's; those of the released editor have 64 + 110.
+A prompt has 64 + 107 text tokens (the released editor's has 64 + 110), and those of its picture.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tiny_world.data.synthetic import SyntheticConfig, SyntheticSource
 
 LORA = {"r": 32, "alpha": 64, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 MAX_ITERATIONS = 64
-"""Rows of the toy data, so that no picture is used twice."""
+"""Iterations for which there are rows, so that no picture is used twice."""
 INSTRUCTION_TOKENS = 100
 DIGITS = "0123456789"
-"""One token each and never merged, so that every tokenizer gives the same ids."""
+"""Characters of all texts. A digit is one token and never merged, so token counts are known."""
 STOP = "<|im_end|>"
 LANGUAGE = {
     "hidden_size": 256,
@@ -45,26 +45,26 @@ VISION = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of one iteration's work."""
+    """The sizes that determine the work of an iteration."""
 
     group: int = 8
     """G, completions per prompt."""
     num_groups: int = 1
     """Prompts per iteration."""
     picture_px: int = 448
-    """Side of the picture that the policy reads: 256 image tokens, P = 427; 224: 64 and 235."""
+    """Side of the picture that the policy reads. 448: 256 image tokens, P = 427; 224: 64, 235."""
     completion_tokens: int = 32
-    """T, stop token included; of the longest completion if lengths differ."""
+    """T, tokens of the longest completion, stop token included."""
     ragged: bool = False
-    """Lengths T/G, 2T/G ... T instead of T for all."""
+    """Completions have T/G, 2T/G ... T tokens instead of T."""
     num_equal: int = 1
-    """Number of equal completions in a group (1: none is repeated)."""
+    """Number of equal completions in a group; 1: all differ."""
     render_px: int = 128
     """Side of source and picture in the renderer."""
     num_steps: int = 4
-    """Steps of the DiT."""
+    """Denoising steps."""
     true_cfg_scale: float = 1.0
-    """Above 1 the renderer has a negative prompt."""
+    """Above 1 the renderer also forwards a negative prompt."""
 
     def completion_lens(self) -> list[int]:
         """Tokens of each member of a group."""
@@ -74,7 +74,7 @@ class Shape:
 
 
 def make_sample(index: int, shape: Shape) -> Sample:
-    """Row `index`: noise as a picture, digits as the instruction."""
+    """Row `index` of the data: a picture of noise, an instruction of digits."""
     rng = np.random.default_rng(index)
     pixels = rng.integers(0, 255, (shape.picture_px, shape.picture_px, 3), dtype=np.uint8)
     digits = "".join(random.Random(index).choices(DIGITS, k=INSTRUCTION_TOKENS))
@@ -82,14 +82,14 @@ def make_sample(index: int, shape: Shape) -> Sample:
 
 
 class Config(SyntheticConfig):
-    """Rows of one shape."""
+    """Config of the data plugin."""
 
     shape: dict[str, Any] = Field(default_factory=dict)
     """Fields of `Shape`."""
 
 
 class ToySamples(SyntheticSource[Config]):
-    """Row i depends only on the shape and i."""
+    """The data plugin; a row depends only on the shape and the row's index."""
 
     carries = frozenset({"source"})
 
@@ -98,7 +98,7 @@ class ToySamples(SyntheticSource[Config]):
 
 
 def make_completions(instruction: str, shape: Shape) -> list[str]:
-    """The group's completions for this prompt, without the stop token."""
+    """The fixed completions of a group for this prompt, without the stop token."""
     rng = random.Random(f"{instruction}:completions")
     texts = ["".join(rng.choices(DIGITS, k=length - 1)) for length in shape.completion_lens()]
     return [*texts[:1] * shape.num_equal, *texts[shape.num_equal :]]
@@ -111,7 +111,7 @@ def completion_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def save_models(folder: Path) -> None:
-    """Writes `policy/` and `editor/` for `policy.model_path` and `renderer.model_path`."""
+    """Writes the models to `policy/` and `editor/`."""
     from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -134,7 +134,8 @@ def save_models(folder: Path) -> None:
 
 
 def make_tokenizer(num_tokens: int = 0) -> Any:
-    """The tiny world's tokenizer with at least `num_tokens`; the editor's system prompt has 64."""
+    """The tiny world's tokenizer with at least `num_tokens` tokens. It is trained on the editor's
+    system prompt, which then has 64 tokens."""
     from tiny_world.builder.tokenizer import SYSTEM_PROMPT, train
 
     return train([SYSTEM_PROMPT] * 50, num_tokens)
@@ -148,7 +149,7 @@ def make_image_processor() -> Any:
 
 
 def renderer_section(folder: Path, shape: Shape) -> dict[str, Any]:
-    """The `renderer` of a config."""
+    """The config section `renderer` for the editor in `folder`."""
     return {
         "type": "qwen_image_edit",
         "model_path": str(folder / "editor"),
@@ -163,10 +164,8 @@ def renderer_section(folder: Path, shape: Shape) -> dict[str, Any]:
 
 
 class StockSampler:
-    """transformers' `generate` on a copy of the weights: the rollout's cost on either side.
-
-    Its completions are replaced by the injected ones; only its seconds count.
-    """
+    """Samples with transformers' `generate` on a copy of the weights, for the cost of a rollout in
+    any setup. Its completions are not used; training uses the fixed ones."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import Qwen2_5_VLForConditionalGeneration
@@ -178,7 +177,7 @@ class StockSampler:
 
     @torch.no_grad()
     def sample(self, prompt_inputs: dict[str, torch.Tensor], shape: Shape) -> None:
-        """`prompt_inputs`: inputs of ONE prompt, [1, P] ids and its picture."""
+        """Samples a group. `prompt_inputs`: inputs of one prompt, [1, P] ids and its picture."""
         repeated = {
             name: tensor.repeat(shape.group, *[1] * (tensor.ndim - 1))
             for name, tensor in prompt_inputs.items()

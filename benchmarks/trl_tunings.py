@@ -1,7 +1,7 @@
-"""Further tunings of TRL that need no change of TRL: a caching vision tower, and shared prompts.
+"""Tunings that need no change of TRL: a vision tower that caches pictures, and shared prompts.
 
-The trainer forwards a prompt once for all of its completions. At their first use both tunings are
-asserted to give the numbers of plain TRL (`EQUAL`).
+With a shared prompt the trainer forwards it once for all of its completions. At its first use the
+results are asserted to equal those of plain TRL (`EQUAL`).
 
 Axes: `_G` completions of one prompt, `P` its tokens, `T` completion tokens, `D` hidden size.
 """
@@ -17,29 +17,29 @@ import torch
 from cachetools import LRUCache
 
 EQUAL = 1e-4
-"""Tolerance for float32 sums in another order, of log-probs (nats), hidden states and gradients."""
-PICTURES_REMEMBERED = 8
+"""Tolerance of log-probs (nats), hidden states and gradients; the order of float32 sums differs."""
+NUM_CACHED_PICTURES = 8
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The tunings of a TRL side."""
+    """How TRL is tuned."""
 
     tuned: bool = True
-    """False: TRL as first set up (one completion per micro-batch, diffusers' pipeline)."""
-    remembers_tower: bool = False
+    """False: 'stock' (one completion per micro-batch, diffusers' pipeline)."""
+    caches_features: bool = False
     """The tower encodes a picture once per iteration, not once per completion and pass."""
     prompt_once: Literal["never", "without gradients", "always"] = "never"
     """Passes that forward a prompt once for all of its completions, which read its keys and values:
     none, those without gradients (conditioning, reference), or also the trained forward."""
 
 
-def remember_tower(body: Any) -> None:
+def cache_features(body: Any) -> None:
     """Caches the picture features of `body`, a `Qwen2_5_VLModel` with a frozen tower."""
     plain = body.get_image_features
-    cache: LRUCache[bytes, torch.Tensor] = LRUCache(PICTURES_REMEMBERED)
+    cache: LRUCache[bytes, torch.Tensor] = LRUCache(NUM_CACHED_PICTURES)
 
-    def remembered(pixel_values: torch.Tensor, image_grid_thw: torch.Tensor, **kwargs: Any) -> Any:
+    def cached(pixel_values: torch.Tensor, image_grid_thw: torch.Tensor, **kwargs: Any) -> Any:
         features = []
         sizes = image_grid_thw.prod(-1).tolist()
         for patches, grid in zip(pixel_values.split(sizes), image_grid_thw, strict=True):
@@ -50,7 +50,7 @@ def remember_tower(body: Any) -> None:
             features.append(cache[key])
         return SimpleNamespace(pooler_output=tuple(features))
 
-    body.get_image_features = remembered
+    body.get_image_features = cached
 
 
 def prompt_once(
@@ -80,11 +80,11 @@ def prompt_once(
 
 
 def trainer_class(trained: bool) -> type:
-    """A `GRPOTrainer` that forwards a prompt once; `trained`: also in passes with gradients."""
+    """A `GRPOTrainer` that forwards a prompt once; `trained`: in passes with gradients, too."""
     from trl import GRPOTrainer
 
     class PromptOnce(GRPOTrainer):
-        _proven: set[bool] = set()
+        _checked: set[bool] = set()
 
         def _get_per_token_logps_and_entropies(
             self,
@@ -105,11 +105,11 @@ def trainer_class(trained: bool) -> type:
             base = self.accelerator.unwrap_model(model).get_base_model()
             rows = (input_ids, attention_mask, logits_to_keep)
             logprobs, entropies = _logprobs(base, *rows, compute_entropy, pictures)
-            if with_gradient not in self._proven:
-                self._proven.add(with_gradient)
+            if with_gradient not in self._checked:
+                self._checked.add(with_gradient)
                 mask = attention_mask[:, -logits_to_keep:].bool()
                 expected, _, _ = plain(*arguments, False, False, **pictures)
-                _prove_equal(logprobs[mask], expected[mask], base if with_gradient else None)
+                _assert_same(logprobs[mask], expected[mask], base if with_gradient else None)
             return logprobs, entropies, None
 
     return PromptOnce
@@ -123,8 +123,8 @@ def _logprobs(
     with_entropies: bool,
     pictures: Mapping[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """([G, T] nats, [G, T] entropies or None) at temperature 1. Rows may be of several prompts, as
-    TRL shuffles the rows of an iteration; each row comes with its prompt's picture."""
+    """([rows, T] log-probs, [rows, T] entropies or None), both in nats, at temperature 1. TRL
+    shuffles the rows of an iteration, so they may have several prompts; each has its picture."""
     num_prompt = input_ids.shape[1] - num_tokens
     assert attention_mask[:, :num_prompt].all(), "prompts have different lengths"
     grids = pictures["image_grid_thw"]
@@ -157,8 +157,8 @@ def _logprobs(
         return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
 
 
-def _prove_equal(ours: torch.Tensor, theirs: torch.Tensor, trained: Any | None) -> None:
-    """Asserts equal values, and with a model also equal gradients of its trained weights."""
+def _assert_same(ours: torch.Tensor, theirs: torch.Tensor, trained: Any | None) -> None:
+    """Asserts equal values and, if a model is given, equal gradients of its trained weights."""
     assert_equal(ours, theirs)
     if trained is None:
         return

@@ -1,11 +1,11 @@
-"""Imports for `contest.py`'s workers, done once before they fork, as they take half a minute."""
+"""Imports for `contest.py`'s workers, done once before they fork, as importing takes 30 s."""
 
 import importlib
 import os
 import sys
 from contextlib import suppress
 
-import rl  # noqa: F401 (makes the imports below possible)
+import rl  # noqa: F401 (applies `rl.ranks.package_fixes` to the imports below)
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 sys.modules["vllm"] = None  # type: ignore[assignment] # unused; TRL would import it
@@ -15,10 +15,10 @@ for _name in (
     "peft",
     "deepspeed",
     "datasets",
-    "benchmarks.our_side",
-    "benchmarks.trl_side",
+    "benchmarks.our_worker",
+    "benchmarks.trl_worker",
     "trl.trainer.grpo_trainer",
 ):
     with suppress(ImportError):  # TRL is not installed in every environment
         importlib.import_module(_name)
-del sys.modules["vllm"]  # other processes that fork here may import it
+del sys.modules["vllm"]  # so that other processes that fork from here can import it

@@ -36,7 +36,7 @@ FILE = Path(__file__).with_suffix(".json")
 RECORDING = "RECORD_GOLDEN_RUN"
 """Environment variable."""
 SEED, NUM_ITERATIONS = 3, 5
-HELD = (
+RECORDED_METRICS = (
     "loss/total",
     "loss/policy",
     "loss/kl",
@@ -47,8 +47,8 @@ HELD = (
     "reward/mean",
     "reward/std",
 )
-"""Recorded metrics of each iteration. The trainer's log-probs are tested as well: the engine's are
-recorded, and `mismatch/max_abs_dlogp` is the largest difference of any token."""
+"""Recorded for each iteration. The trainer's log-probs are tested as well: the engine returns
+recorded ones, and `mismatch/max_abs_dlogp` is the largest difference of any token."""
 
 
 def config_of(models: dict[str, str], folder: Path, **changes: Any) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def record() -> None:
         written = [episode["token_ids"], episode["sampler_logprobs"]]
         completions.setdefault(episode["group_id"], []).append(written)
         replies[episode["completion"]] = episode["replies"]["viescore"]
-    metrics = [{name: row[name] for name in HELD} for row in rows[1:]]
+    metrics = [{name: row[name] for name in RECORDED_METRICS} for row in rows[1:]]
     record = {"completions": completions, "replies": replies, "metrics": metrics}
     lines = (f'"{key}": {json.dumps(value)}' for key, value in record.items())
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -16,7 +16,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwen
 from PIL import Image
 from tiny_models import draw
 from tiny_pictures import as_floats, make_picture
-from tiny_rounding import PICTURE
+from tiny_rounding import PICTURE_TOL
 
 from rl.api.types import HiddenStates, RenderJob, Sample
 from rl.renderers import qwen_image_edit
@@ -179,4 +179,4 @@ def assert_same_picture(left: object, right: object) -> None:
     assert isinstance(right, Image.Image)
     difference = np.asarray(left, dtype=int) - np.asarray(right, dtype=int)
     assert np.abs(difference).max() <= 1
-    assert (difference != 0).mean() <= 255 * PICTURE
+    assert (difference != 0).mean() <= 255 * PICTURE_TOL

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_rounding import NATS
+from tiny_rounding import FORWARD_TOL
 
 from rl.api.types import Completion, Prompt
 
@@ -42,7 +42,7 @@ def assert_same(
     """The same tokens; log-probs up to rounding, which depends on a row's position in a batch."""
     for one, other in zip(chain(*ones_PG), chain(*others_PG), strict=True):
         assert (one.token_ids, one.finish) == (other.token_ids, other.finish)
-        assert one.logprobs == pytest.approx(other.logprobs, abs=NATS)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=FORWARD_TOL)
 
 
 def assert_ended(group: Sequence[Completion], stop_ids: Sequence[int], max_tokens: int) -> None:

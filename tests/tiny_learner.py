@@ -12,7 +12,7 @@ import pytest
 import tiny_qwen
 import tiny_ranks
 import torch
-from tiny_rounding import NATS, STEPPED
+from tiny_rounding import FORWARD_TOL, WEIGHT_TOL
 from tiny_run import run_config
 
 from rl.algorithm.metrics import Metrics
@@ -30,7 +30,7 @@ ADAM_EPS = 1e-4
 """Adam divides by the gradient's size: with a tiny epsilon the rounding noise of a nearly zero
 gradient would become a whole step."""
 TOKENS_PER_CHUNK = 2
-"""Chunk size in `many_pieces`."""
+"""Chunk size in `small_shards_and_chunks`."""
 
 
 def make_config(
@@ -167,15 +167,15 @@ def assert_as_one_process(
     for iteration in range(2):
         update(plain, all_graded, iteration)
     assert relative_difference(ranks[0]["weights"], ranks[1]["weights"]) == 0
-    assert relative_difference(ranks[0]["weights"], snapshot(plain)) <= STEPPED
+    assert relative_difference(ranks[0]["weights"], snapshot(plain)) <= WEIGHT_TOL
     expected = plain.logprobs([(graded.prompt, graded.token_ids) for graded in all_graded])
     rows = [row for rank in ranks for row in rank["logprobs"]]
     for row, expected_row in zip(rows, expected, strict=True):
-        assert row == pytest.approx(expected_row, abs=NATS)
+        assert row == pytest.approx(expected_row, abs=FORWARD_TOL)
 
 
 @contextmanager
-def many_pieces() -> Iterator[None]:
+def small_shards_and_chunks() -> Iterator[None]:
     """Shards all weights and uses chunks of a few tokens, as with a large model and vocabulary."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deepspeed, "PERSISTENCE_THRESHOLD_NUMEL", 0)

@@ -14,6 +14,6 @@ def refusal(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> s
     return stream.getvalue()
 
 
-def names(message: object, parts: str) -> bool:
-    """Whether the message contains all of `parts`, separated by ' ... ', in any order."""
+def holds(message: object, parts: str) -> bool:
+    """Whether the message contains each of the texts that ' ... ' separates, in any order."""
     return all(part in str(message) for part in parts.split(" ... "))

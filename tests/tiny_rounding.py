@@ -30,17 +30,17 @@ def apart(one: Any, other: Any) -> float:
     return float((one - other).abs().max())
 
 
-PRODUCT = rounding(256)
-"""9.5e-6: a few consecutive products of 64 terms: one layer, its attention, their gradient."""
-NATS = rounding(1600, largest=4)
-"""9.5e-5: a log-prob or a normed state: 2 layers of 7 products of 64 terms, a vocabulary of 700;
-logits reach 4. A stale adapter causes 1e-2."""
-PICTURE = rounding(6000)
-"""4.6e-5: a picture in 0..1: 4 steps and a decoder, together 100 products of 60 terms. Other words
-cause 4e-2, one matrix in bfloat16 1e-3."""
-GRADIENT = rounding(400)
-"""1.2e-5 of the largest element: a sum over 400 tokens. A masked token causes 2e-2, and one of
-twelve advantages that is wrong by a thousandth 2e-4."""
-STEPPED = 4 * GRADIENT
-"""4.8e-5 of the largest weight after some steps of AdamW, which divides each element's error by the
-element's size. A learning rate that is wrong by a thousandth causes 7e-4."""
+PRODUCT_TOL = rounding(256)
+"""9.5e-6, for a few consecutive products of 64 terms: one layer, its attention, their gradient."""
+FORWARD_TOL = rounding(1600, largest=4)
+"""9.5e-5, for a log-prob (nats), a normed state or a cosine: 2 layers of 7 products of 64 terms, a
+vocabulary of 700; logits reach 4. A stale adapter causes 1e-2."""
+PICTURE_TOL = rounding(6000)
+"""4.6e-5, for a picture in 0..1: 4 steps and a decoder, in all 100 products of 60 terms. Another
+prompt causes 4e-2, one matrix in bfloat16 1e-3."""
+GRADIENT_TOL = rounding(400)
+"""1.2e-5 of the largest element, for a sum over 400 tokens. A wrongly masked token causes 2e-2, an
+error of a thousandth in one of twelve advantages 2e-4."""
+WEIGHT_TOL = 4 * GRADIENT_TOL
+"""4.8e-5 of the largest weight, after some steps of AdamW, which divides each element's error by
+the element's size. An error of a thousandth in the learning rate causes 7e-4."""

@@ -1,11 +1,11 @@
-"""The fault campaign: injects faults into runs and classifies the outcomes.
+"""Injects faults into tiny runs, one per case, and reports whether each run survives or stops well.
 
     python -m benchmarks.faults                          # all; exit code 1 if any outcome is bad
     python -m benchmarks.faults --out campaign.jsonl     # continues an interrupted campaign
     python -m benchmarks.faults --only 'judge' --list
 
-An outcome is one of: survived; stopped (with a clear message and nothing lost); LOST, SILENT, HUNG,
-UNCLEAR (a traceback instead of a clear message).
+Good outcomes: survived; stopped (a clear message, nothing lost). Bad ones: LOST (an iteration, or
+the run), SILENT (wrong without a message), HUNG, UNCLEAR (no clear message).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tried(harness: Harness | None, case: Case, number: int) -> Outcome:
-    """The outcome of a case; an error of the campaign itself is a bad outcome."""
+    """The outcome of a case; an error in the campaign's own code is a bad outcome."""
     assert harness is not None
     try:
         return try_case(harness, case, number)
@@ -71,7 +71,7 @@ def tried(harness: Harness | None, case: Case, number: int) -> Outcome:
 
 
 def known(path: Path, cases: Sequence[Case]) -> dict[str, Outcome]:
-    """Name -> outcome of the cases that `path` contains."""
+    """Name -> outcome of those `cases` that the JSONL file has."""
     names = {case.name for case in cases}
     rows = read_rows(path)[0] if path.is_file() else []
     return {name: Outcome(**row) for row in rows if (name := row.pop("name")) in names}

@@ -14,57 +14,58 @@ from benchmarks.faults.inject import DoAt, EndAt, FailAtFile, Injection
 from tests.tiny_faulty_judge import GOOD, Fault, envelope, page, said
 
 FIRST_OF_TRAINING = 2
-"""Number of training's first judge request; the one before is sent before a model is loaded."""
+"""Number of the first judge request of training; request 1 is sent before a model is loaded."""
 
 
 @dataclass(frozen=True)
 class JudgeFault:
-    """A fault of the judge."""
+    """A fault of the judge, and the requests that it affects."""
 
     fault: Fault
     from_request: int
-    """Number of the faulty request, from 1; 0: the list of models."""
+    """Number of the first faulty request, from 1; 0: the request for the list of models."""
     times: int = 1
-    """1: once; 0: from that request on."""
+    """1: only that request; 0: that one and all later ones."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One place and one kind of fault. The second start, after the fault is fixed, has to end like
-    an undisturbed run."""
+    """A kind of fault at a place. Once the fault is fixed, a second start must give the results of
+    a run without the fault."""
 
     group: str
     place: str
     kind: str
     inject: Injection | None = None
     damage: Callable[[Path], None] | None = None
-    """Damages the folder of a run of two iterations before it is started."""
+    """Damages the folder of a run that has finished two iterations, before it is started again."""
     judge: JudgeFault | None = None
     rows: Callable[[Path], None] | None = None
-    """Changes a copy of the data (the JSONL file) before the start; undone after it."""
+    """Changes a copy of the data, given its JSONL file, for the first start only."""
     on_bad_row: str = "error"
     save_every: int = 1
     is_bug: bool = False
-    """The fault is a bug of the program, for which a traceback is right."""
+    """The fault imitates a bug in the code, for which a traceback is a good message."""
     keeps_disk: bool = True
-    """Whether a save is possible after the fault."""
+    """Whether the run can still save after the fault."""
     says: str = ""
     """Text that the output must contain, in lower case."""
     is_final: bool = False
-    """The run cannot be resumed and has to be refused at every start."""
+    """The run cannot be resumed, so every start must be refused."""
     changes_record: bool = False
-    """Damaged or dropped lines of the record may stay so if a message says it."""
+    """Lines of metrics or episodes may be damaged or lost if a message reports it."""
     adds_to_record: bool = False
-    """The episodes' replies record the fault; only the weights have to be the same."""
+    """The episodes record the faulty replies, so only the weights must be the same."""
     is_other_run: bool = False
-    """The run continues without the broken part, so all that follows differs."""
+    """The run goes on without the broken part, so its results differ and are not compared."""
 
     @property
     def name(self) -> str:
         return f"{self.group} | {self.place} | {self.kind}"
 
 
-# Calls of the loop: no checkpoint is due before the last iteration, so only the exit saves.
+# Calls in the training loop. No checkpoint is due before the last iteration, so a run that stops
+# must save as it exits. Place -> (function, number of the call).
 _CALLS = {
     "prompts are drawn": ("rl.rollout.prompt_order:PromptOrder.shard", 5),
     "completions are sampled": ("rl.engines.transformers:TransformersEngine.generate", 4),
@@ -89,16 +90,12 @@ _CALLS = {
     "an iteration is printed": ("rl.console.console:Console.iteration", 3),
     "the table of time": ("rl.console.console:Console.print_phase_times", 1),
 }
-_OF_THE_RECORD = (
-    "episodes are recorded",
-    "episodes are written",
-    "a line of metrics is written",
-)
+_OF_THE_RECORD = ("episodes are recorded", "episodes are written", "a line of metrics is written")
 _OF_A_REWARD = "the judge is asked"
-"""An error there leaves the picture ungraded, with a warning."""
+"""The place where an error leaves the completion ungraded, with a warning."""
 _ERRORS = ("ENOSPC", "EIO", "MemoryError", "RuntimeError")
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGKILL")
-_DEEDS = ("run folder deleted", "run folder moved", "no descriptors left", "the console is gone")
+_ACTIONS = ("run folder deleted", "run folder moved", "no descriptors left", "the console is gone")
 
 
 def _calls() -> Iterator[Case]:
@@ -116,14 +113,14 @@ def _calls() -> Iterator[Case]:
                 says=": ungraded: " if place == _OF_A_REWARD and kind in _ERRORS else "",
             )
     for place in ("completions are sampled", "a checkpoint is begun", "metrics are logged"):
-        for deed in _DEEDS:
-            inject = DoAt(*_CALLS[place], deed)
-            is_lost = deed.startswith("run folder")
-            can_save = deed == "the console is gone"
-            yield Case("call", place, deed, inject, keeps_disk=can_save, is_final=is_lost)
+        for action in _ACTIONS:
+            inject = DoAt(*_CALLS[place], action)
+            is_lost = action.startswith("run folder")
+            can_save = action == "the console is gone"
+            yield Case("call", place, action, inject, keeps_disk=can_save, is_final=is_lost)
 
 
-# Operations on files, in the second iteration.
+# File operations. Pattern of the path -> number of the operation, mostly in the second iteration.
 _FILES = {
     "metrics.jsonl": 3,
     "it_*.rank0.jsonl": 2,
@@ -172,8 +169,8 @@ def _file(operation: str, pattern: str, count: int, kind: str) -> Case:
     )
 
 
-# The judge, by HTTP.
-_WORDS = envelope(GOOD)
+# Faulty HTTP replies of the judge.
+_GOOD_BODY = envelope(GOOD)
 _JUDGE = {
     "500": Fault(500, body="out of memory"),
     "503 with Retry-After": Fault(503, headers={"Retry-After": "1"}),
@@ -189,14 +186,14 @@ _JUDGE = {
     "empty body": Fault(body=""),
     "not JSON": Fault(body="<html>busy</html>"),
     "JSON of another kind": Fault(body='{"choices": 7}'),
-    "another model": Fault(body=json.dumps({**json.loads(_WORDS), "model": "another"})),
+    "another model": Fault(body=json.dumps({**json.loads(_GOOD_BODY), "model": "another"})),
     "random bytes": said(bytes(range(256)) * 8),
     "reset": Fault(reset=True),
     "cut": Fault(cut=True),
     "slower than timeout_s": Fault(stall_s=7.0),
     "trickles": Fault(trickle_s=0.2),
-    "compressed": page(_WORDS, "Content-Encoding: gzip"),
-    "a header of 100 kB": page(_WORDS, "X: " + "x" * 100_000),
+    "compressed": page(_GOOD_BODY, "Content-Encoding: gzip"),
+    "a header of 100 kB": page(_GOOD_BODY, "X: " + "x" * 100_000),
     "20 MB": page(b"x" * 20_000_000),
 }
 _FOR_GOOD = (
@@ -216,12 +213,12 @@ _AT_START = ("500", "401", "404", "not JSON", "reset", "another model", "slower 
 
 def _judge() -> Iterator[Case]:
     for kind, fault in _JUDGE.items():
-        answers = JudgeFault(fault, FIRST_OF_TRAINING + 4)
+        judge_fault = JudgeFault(fault, FIRST_OF_TRAINING + 4)
         yield Case(
             "judge",
             "once, in the second iteration",
             kind,
-            judge=answers,
+            judge=judge_fault,
             save_every=3,
             adds_to_record=True,
         )
@@ -234,7 +231,7 @@ def _judge() -> Iterator[Case]:
         yield Case("judge", "its list of models", kind, judge=JudgeFault(_JUDGE[kind], 0))
 
 
-# Rows of the data.
+# Faulty rows of the data.
 def _with(**cells: object) -> Callable[[str], str]:
     return lambda line: json.dumps({**json.loads(line), **cells})
 
@@ -306,7 +303,7 @@ def _change_picture(kind: str, row: int, path: Path) -> None:
     _DAMAGE[kind](path.with_name(f"row_{row}.png"))
 
 
-# A run of two iterations, damaged between two starts.
+# Damaged files of a run that has finished two iterations.
 _NEWEST = "checkpoints/step_000002/"
 _OF_A_CHECKPOINT = (
     "state.safetensors",
@@ -351,7 +348,7 @@ def _damage() -> Iterator[Case]:
         for file in _OF_THE_RUN:
             is_metrics = file == "metrics.jsonl"
             if is_metrics and kind == "a bit flipped":
-                continue  # a line has no checksum: another digit is another number
+                continue  # undetectable: a line has no checksum, and a digit may become another one
             is_in_the_way = kind == "a folder" and file not in _PUT_ASIDE
             says = "a folder is where a file belongs" if is_in_the_way else ""
             yield Case(

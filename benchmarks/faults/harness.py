@@ -1,4 +1,4 @@
-"""Makes the runs of the campaign: an undisturbed one, and one that stopped after two iterations."""
+"""Makes the campaign's base runs: an uninterrupted one, and one stopped after two iterations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.faults.tiny_run import Judge
 
 
 class Harness:
-    """Both runs in a folder, which the caller deletes. They take a few seconds."""
+    """Trains both runs in `folder`, in a few seconds. The caller deletes the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -21,7 +21,7 @@ class Harness:
             ended = tiny_run.start(folder / "uninterrupted")
             assert ended.code == 0, ended.printed[-2000:]
             stopped = tiny_run.prepare(folder / "stopped", self.rows, judge)
-            # An error, not kill -9, as the process must finish saving the second iteration.
+            # An error, not kill -9, because the process must first save the second iteration.
             step = "rl.learner.train_step:TrainStep.step"
             tiny_run.start(stopped.parent, EndAt(step, 3, "RuntimeError"))
         assert tiny_run.on_disk(stopped) == 2, "the run did not end in its third iteration"

@@ -21,9 +21,10 @@ TORN_BYTES = 64
 """Size to which files can grow once the simulated disk is full."""
 
 
-def strike(how: str, path: str | None = None) -> None:
-    """Sends this process a signal, never returns ('deadlock'), or raises the error `how`: of the
-    operating system ('ENOSPC', about `path`), of Python or of torch."""
+def trigger(how: str, path: str | None = None) -> None:
+    """Triggers the fault `how`: 'SIG...' sends this process that signal, 'deadlock' never returns,
+    a name from `errno` raises OSError about `path`, another name raises that error of Python or
+    torch."""
     if how == "deadlock":
         threading.Event().wait()
     if how.startswith("SIG"):
@@ -37,20 +38,20 @@ def strike(how: str, path: str | None = None) -> None:
 
 
 def end_at(where: str, count: int, how: str = "SIGKILL") -> None:
-    """Makes the function `module:Class.method` `strike` before its count-th call."""
+    """Triggers the fault before the count-th call of the function `module:Class.method`."""
     calls = 0
 
     def before(*_: object) -> None:
         nonlocal calls
         calls += 1
         if calls == count:
-            strike(how)
+            trigger(how)
 
     at_calls(where, before)
 
 
 def end_at_phase(name: str, finished: int, how: str = "SIGKILL") -> None:
-    """`strike`s where the phase `name` first begins after `finished` iterations."""
+    """Triggers the fault when phase `name` first begins after `finished` iterations."""
     done = 0
 
     def note(_: object, iteration: int, *__: object) -> None:
@@ -59,7 +60,7 @@ def end_at_phase(name: str, finished: int, how: str = "SIGKILL") -> None:
 
     def before(_: object, phase: str) -> None:
         if phase == name and done >= finished:
-            strike(how)
+            trigger(how)
 
     at_calls("rl.run.last_finished:LastFinished.note", note)
     at_calls("rl.console.console:PhaseTimer.phase", before)
@@ -82,7 +83,7 @@ def at_calls(where: str, before: Callable[..., None]) -> None:
 
 
 class FileOperation(NamedTuple):
-    """An operation that changes a folder's contents."""
+    """An operation that changes a file or a folder."""
 
     name: str
     """write (the file is opened for writing), fsync, rename, remove, mkdir, rmdir, truncate."""
@@ -105,8 +106,8 @@ _DIR_FD = {"os.remove": 1, "os.rmdir": 1, "os.mkdir": 2, "os.rename": 2}
 
 
 def at_files(folder: Path, before: Callable[[FileOperation], None]) -> None:
-    """Calls `before` ahead of each file operation in `folder`, of any thread, until this process
-    ends. If `before` raises, the operation raises that error."""
+    """Calls `before` ahead of each file operation in `folder`, in any thread, until this process
+    ends. If `before` raises an error, the operation raises it."""
     _announce_native_writers()
     root = os.path.realpath(folder)
 
@@ -128,7 +129,7 @@ def at_files(folder: Path, before: Callable[[FileOperation], None]) -> None:
 
 
 def _absolute(path: Any, folder_descriptor: int) -> str:
-    """The absolute path of an event's path, which may be a file descriptor."""
+    """The absolute path of an audit event's path, which may be a file descriptor."""
     if isinstance(path, int):
         return os.readlink(f"/proc/self/fd/{path}")
     text = os.fsdecode(path)
@@ -138,7 +139,7 @@ def _absolute(path: Any, folder_descriptor: int) -> str:
 
 
 def _announce_native_writers() -> None:
-    """Raises audit events for writers in Rust and C++ and for fsync, for which Python has none."""
+    """Raises audit events for fsync and for writers in Rust and C++, for which Python has none."""
     at_calls("safetensors.torch:serialize_file", lambda _, path, **__: _audit_write(path))
     at_calls("torch:save", lambda _, path, *__, **___: _audit_write(path))
     at_calls("os:fsync", lambda descriptor: sys.audit("fault.fsync", descriptor))
@@ -150,12 +151,12 @@ def _audit_write(path: Any) -> None:
 
 
 Injection = Callable[[Path], None]
-"""Injects a fault into a rank's process before it begins; its argument is the run folder."""
+"""Called with the run folder in a rank's process before it trains: prepares a fault there."""
 
 
 @dataclass(frozen=True)
 class EndAt:
-    """Makes a process `end_at` a call."""
+    """`end_at` as an `Injection`."""
 
     where: str
     count: int
@@ -167,34 +168,34 @@ class EndAt:
 
 @dataclass(frozen=True)
 class DoAt:
-    """Makes a process damage itself or its run folder before a call."""
+    """Makes a process damage itself or its run folder before the count-th call of a function."""
 
     where: str
     count: int
     what: str
-    """A key of `DEEDS`."""
+    """A key of `ACTIONS`."""
 
     def __call__(self, run_dir: Path) -> None:
         calls = itertools.count(1)
 
         def before(*_: object, **__: object) -> None:
             if next(calls) == self.count:
-                DEEDS[self.what](run_dir)
+                ACTIONS[self.what](run_dir)
 
         at_calls(self.where, before)
 
 
 @dataclass(frozen=True)
 class FailAtFile:
-    """Makes a process's count-th `operation` on a path of the run folder that matches `pattern` (of
-    `Path.match`) fail."""
+    """Makes the count-th `operation` fail whose path in the run folder matches `pattern` (by
+    `Path.match`)."""
 
     operation: str
     pattern: str
     count: int
     how: str
-    """As in `strike`; with a '+', each operation from there on; 'FULL': from there on files of the
-    process cannot grow beyond TORN_BYTES, so that they are cut."""
+    """As in `trigger`; with a '+', all later operations fail, too. 'FULL': from then on no file of
+    the process can grow beyond TORN_BYTES, so writes are cut off."""
 
     def __call__(self, run_dir: Path) -> None:
         count = 0
@@ -207,7 +208,7 @@ class FailAtFile:
             if self.how == "FULL" and count == self.count:
                 _limit(resource.RLIMIT_FSIZE, TORN_BYTES)
             elif (self.how.endswith("+") and count >= self.count) or count == self.count:
-                strike(self.how.removesuffix("+"), str(run_dir / operation.path))
+                trigger(self.how.removesuffix("+"), str(run_dir / operation.path))
 
         at_files(run_dir, before)
 
@@ -228,10 +229,10 @@ def _delete(run_dir: Path) -> None:
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-DEEDS: dict[str, Callable[[Path], object]] = {
+ACTIONS: dict[str, Callable[[Path], object]] = {
     "run folder deleted": _delete,
     "run folder moved": lambda run_dir: run_dir.rename(run_dir.with_name("elsewhere")),
     "no descriptors left": lambda _: _limit(resource.RLIMIT_NOFILE, 3),
     "the console is gone": _close_console,
 }
-"""Name -> function that does it, given the run folder."""
+"""Name -> function that does the damage, given the run folder."""

@@ -1,4 +1,4 @@
-"""Starts a campaign's runs: preloaded, quiet, and several at once."""
+"""Starts a campaign's runs: several at once, forked with all imports, with few log lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENVIRONMENT = {
 
 
 def quiet_processes() -> None:
-    """Sets the environment and the preloaded imports of all later processes."""
+    """Sets the environment variables and the preloaded imports of processes that start later."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     context = multiprocessing.get_context("forkserver")

@@ -1,8 +1,8 @@
-"""Imported once before the runs of a campaign fork; starts no thread, so that forking is safe."""
+"""Imports for the campaign's runs, done once before they fork; it starts no thread."""
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import benchmarks.faults.asked
+import benchmarks.faults.judge_score
 import benchmarks.faults.tiny_run  # noqa: F401
 import rl.data.edit_jsonl
 import rl.engines.transformers

@@ -1,10 +1,10 @@
-"""Kills a run with kill -9 at every file operation of a save, and resumes it.
+"""Kills a tiny run with kill -9 before every file operation of a save, and compares its resume.
 
     python -m benchmarks.faults.saves                 # every operation; exit code 1 on any loss
-    python -m benchmarks.faults.saves --only 3 17     # some operations
+    python -m benchmarks.faults.saves --only 3 17     # these operations
 
-A save begins when its update is applied and ends with the run. A file that is being written is
-tried in three states: complete, cut in half, and empty.
+The save of the last iteration is tested: from its optimizer step to the run's end. A kill after a
+write is tried with the written file complete, cut in half, and empty.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Kill:
     at: int
     """Number of the operation before which it is killed, from 1; 0: never."""
     left: str = "whole"
-    """What remains of the file that the previous operation wrote: whole, half, or nothing."""
+    """How much remains of the file that the previous operation wrote: whole, half or nothing."""
     name: str = ""
-    """Instead of `at`: the name and path of the operation before which it is killed."""
+    """Instead of `at`: name and path of the operation."""
 
 
 class KillAt:
-    """Kills a process at the point that `Kill` defines."""
+    """An `Injection` that kills the process at the operation that `Kill` defines."""
 
     def __init__(self, kill: Kill) -> None:
         self._kill = kill
@@ -91,7 +91,7 @@ class Row:
     disk: str
     resumed: str
     problem: str
-    """'' if the resumed run is bit for bit the undisturbed one."""
+    """'' if the resumed run equals the uninterrupted one bit for bit."""
 
     def __str__(self) -> str:
         cells = (self.kill.at, self.operation, self.kill.left, self.disk, self.resumed)
@@ -106,7 +106,7 @@ HEADER = (
 
 
 class Saves:
-    """Repeats a save with kills at different operations."""
+    """Repeats the save of a run's last iteration, with a kill at another operation each time."""
 
     def __init__(self, harness: Harness, judge: Judge) -> None:
         self._harness = harness
@@ -118,18 +118,19 @@ class Saves:
         return folder, tiny_run.start(folder, KillAt(kill))
 
     def operations(self) -> list[str]:
-        """The operations of an undisturbed save, in order."""
+        """The file operations of a save without a kill, in order."""
         folder, ended = self._start("counted", Kill(0))
         assert ended.code == 0, ended.printed[-2000:]
         operations = _noted(folder)
         name = f"checkpoints/step_{NUM_ITERATIONS:06d}"
         for file in (folder / tiny_run.RUN / name).rglob("*.*"):
-            aside = file.relative_to(folder / tiny_run.RUN).as_posix().replace("/", "/.tmp-", 1)
-            assert f"write {aside}" in operations, f"the write of {aside} was not recorded"
+            temporary = file.relative_to(folder / tiny_run.RUN).as_posix()
+            temporary = temporary.replace("/", "/.tmp-", 1)
+            assert f"write {temporary}" in operations, f"no write of {temporary} was recorded"
         return operations
 
     def try_kill(self, kill: Kill) -> Row:
-        """Kills the run, inspects the folder, resumes and compares."""
+        """Kills a run, inspects its folder, resumes it and compares the result."""
         folder, ended = self._start(f"kill-{kill.at}-{kill.left}", kill)
         run_dir = folder / tiny_run.RUN
         operation = _noted(folder)[-1]
@@ -150,7 +151,7 @@ def _noted(folder: Path) -> list[str]:
 
 
 def kills_of(operations: Sequence[str]) -> list[Kill]:
-    """A kill before each operation; after a write, two more, with the file cut and empty."""
+    """A kill before each operation; two more after a write, with the file cut in half and empty."""
     kills = []
     for n, _ in enumerate(operations, start=1):
         kills.append(Kill(n))
@@ -160,7 +161,7 @@ def kills_of(operations: Sequence[str]) -> list[Kill]:
 
 
 def _disk(run_dir: Path) -> str:
-    """The checkpoint folders and the last line of metrics."""
+    """The checkpoint folders, the newest complete iteration, and the number of metrics lines."""
     names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     lines = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
     listed = ", ".join(re.sub(r"step_0*", "step ", name) for name in names)

@@ -1,4 +1,4 @@
-"""The smallest run that trains, saves and asks a judge, in a process forked with all imports."""
+"""Runs the smallest config that trains, saves and asks a judge, in a process with all imports."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from tests.tiny_ranks import spawn
 
 NUM_ITERATIONS = 3
 NUM_ROWS = 6
-"""Two per iteration, so each is used once."""
+"""Two rows per iteration, so that each row is used once."""
 RUN = "tiny"
 PATIENCE_S = 300.0
-"""Time limit of a run that takes a few seconds, on a busy machine."""
+"""Time limit of a run, which takes a few seconds if the machine is not busy."""
 WAITS = b"The run waits"
-"""Output of a run that waits for disk space; `start` then sends SIGTERM."""
+"""Printed by a run that waits for disk space; `start` then sends SIGTERM."""
 WAIT_S = 5.0
+"""Interval at which `start` looks for WAITS."""
 
 
 class Judge(FaultyJudge):
-    """Scores by a hash of the question, so that a repeated question has the same score."""
+    """A judge whose score is a hash of the question, so that a repeated question has the same."""
 
     def begin(self, body: bytes, headers: dict[str, str]) -> Fault:
         fault = super().begin(body, headers)
@@ -46,7 +47,7 @@ class Judge(FaultyJudge):
 
 
 def write_rows(folder: Path) -> Path:
-    """Writes a JSONL file and its pictures `row_<n>.png`, each of another colour."""
+    """Writes the data, a JSONL file and pictures `row_<n>.png` of different colours."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for n in range(NUM_ROWS):
@@ -58,7 +59,7 @@ def write_rows(folder: Path) -> Path:
 
 
 def config_of(folder: Path, rows: Path, judge: FaultyJudge, **changes: Any) -> dict[str, Any]:
-    """The config of the run in `folder` on the data of `write_rows`."""
+    """The config of the run in `folder`; `rows`: the data's JSONL file."""
     config: dict[str, Any] = {
         "run_name": RUN,
         "base_exp_dir": str(folder),
@@ -75,7 +76,7 @@ def config_of(folder: Path, rows: Path, judge: FaultyJudge, **changes: Any) -> d
         },
         "engine": {"type": "transformers"},
         "renderer": {"type": "none"},
-        "rewards": {"asked": {"type": "benchmarks.faults.asked"}},
+        "rewards": {"judge_score": {"type": "benchmarks.faults.judge_score"}},
         "judge": {
             "api_base": judge.api_base,
             "model": MODEL,
@@ -98,15 +99,15 @@ class Ended:
     """How one process ended."""
 
     code: int | None
-    """Exit code, -n after signal n, None if it exceeded its time limit."""
+    """The exit code; -n after signal n; None if the process exceeded its time limit."""
     printed: str
     finished: int
-    """Iterations whose update the process applied and synced."""
+    """Number of iterations whose update was applied and synced to the engine."""
     seconds: float
 
 
 def start(folder: Path, inject: Injection | None = None, patience_s: float = PATIENCE_S) -> Ended:
-    """Runs `folder/config.jsonnet` in a new process until it ends."""
+    """Runs `folder/config.jsonnet` in a new process until it ends or `patience_s` has passed."""
     began = time.monotonic()
     note = folder / "finished.txt"
     note.write_text("0")
@@ -116,11 +117,11 @@ def start(folder: Path, inject: Injection | None = None, patience_s: float = PAT
     printed: list[bytes] = []
     reader = threading.Thread(target=_read, args=(receiver.fileno(), printed), daemon=True)
     reader.start()
-    is_asked = False
+    was_terminated = False
     while process.exitcode is None and time.monotonic() - began < patience_s:
         process.join(WAIT_S)
-        if not is_asked and WAITS in b"".join(printed):
-            is_asked = True
+        if not was_terminated and WAITS in b"".join(printed):
+            was_terminated = True
             process.terminate()
     code = process.exitcode
     if code is None:
@@ -161,14 +162,14 @@ def _rank(folder_name: str, inject: Injection | None, console: Connection) -> No
 
 
 def on_disk(run_dir: Path) -> int:
-    """Iterations in the newest whole checkpoint, 0 without one."""
+    """Number of iterations in the newest complete checkpoint, 0 if there is none."""
     newest = checkpoint.find(run_dir).path
     return 0 if newest is None else checkpoint.iteration_of(newest)
 
 
 def difference(uninterrupted: Path, run_dir: Path, weights_only: bool = False) -> str:
-    """The first difference between a finished run and the undisturbed one, '' if there is none.
-    Compares weights, moments, metrics and episodes bitwise; `weights_only`: no records."""
+    """The first difference between a finished run and the uninterrupted one, '' if there is none.
+    Compares weights, moments and, unless `weights_only`, metrics and episodes bitwise."""
     compare = assert_same_weights if weights_only else assert_same_run
     try:
         compare(uninterrupted, run_dir, NUM_ITERATIONS)

@@ -1,4 +1,4 @@
-"""Tries a case: starts a run with the fault, then again without it, and classifies the outcome."""
+"""Tries a case: starts a run with its fault, starts it again without, and judges the outcome."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tests.tiny_faulty_judge import Fault
 BAD = ("LOST", "SILENT", "HUNG", "UNCLEAR", "NOT TRIED")
 GOOD = ("survived", "stopped")
 _REASONS = ("cannot go on", "cannot run", "will save and leave", "stopped after", "could not be")
-"""A run that ends early prints one of them."""
+"""Texts of clear messages: a run that ends early must print one of them."""
 _RECORD_REASONS = ("could not be written", "metrics.jsonl", "which nothing makes again")
+"""Texts of messages about damaged or lost lines of metrics or episodes."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Outcome:
     verdict: str
     """One of `GOOD` or `BAD`."""
     why: str
-    """The problem if bad, else the last line that the first start printed."""
+    """The problem if the verdict is bad, else the main line that the first start printed."""
     code: int | None
     """The first start's exit code."""
     seconds: float
@@ -94,15 +95,16 @@ def _fix(judge: Judge, harness: Harness, rows: Path) -> None:
 def bad_verdict(
     case: Case, first: Ended, again: Ended | None, saved: int, is_done: bool
 ) -> tuple[str, str]:
-    """A bad verdict and its reason, or ('', '')."""
+    """A bad verdict and its reason, or ('', ''). `saved`: iterations in the newest checkpoint after
+    the first start; `is_done`: the first start finished the run."""
     if first.code is None or (again is not None and again.code is None):
         return "HUNG", (first if first.code is None else again or first).printed[-300:]
     if case.is_other_run and not is_done:
         return "LOST", f"the run did not go on without the broken part: {_main_line(first.printed)}"
-    # A kill between two saves loses the iterations after the last due save.
+    # A killed run may lose the iteration that is being saved, and those since the last due save.
     killed = first.code == -signal.SIGKILL
-    owed = (first.finished - 1) // case.save_every * case.save_every if killed else first.finished
-    if case.keeps_disk and case.damage is None and saved < owed:
+    due = (first.finished - 1) // case.save_every * case.save_every if killed else first.finished
+    if case.keeps_disk and case.damage is None and saved < due:
         return "LOST", f"{first.finished} finished, {saved} on disk: {_main_line(first.printed)}"
     if again is not None and again.code != 0:
         return "LOST", f"the second start ended with {again.code}: {again.printed[-300:]}"
@@ -128,7 +130,7 @@ def _compared(
         different = tiny_run.difference(uninterrupted, run_dir, weights_only=True)
     if not different:
         return "", ""
-    return ("LOST" if first.code else "SILENT"), f"differs from the undisturbed run: {different}"
+    return ("LOST" if first.code else "SILENT"), f"differs from the uninterrupted run: {different}"
 
 
 def _saved(run_dir: Path) -> int:
@@ -138,7 +140,7 @@ def _saved(run_dir: Path) -> int:
 
 
 def _main_line(printed: str) -> str:
-    """The line that a user looks for: the reason, or a warning, or else the last line."""
+    """The most informative line: the last reason, else the last warning, else the last line."""
     lines = [line.strip() for line in printed.split("\n") if line.strip()]
     reasons = [after for line, after in pairwise(lines) if line.startswith("this run cannot")]
     warnings = [line for line in lines if line.startswith("WARNING") or "stopped after" in line]

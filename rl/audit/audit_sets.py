@@ -1,4 +1,4 @@
-"""Where an audit's cases come from: drawn scenes, the config's data, labelled pairs, a run."""
+"""Makes an audit's cases: from drawn scenes, the config's data, labelled pairs or a run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from rl.rollout.prompt_order import first_samples
 PAIR_COLUMNS = ("instruction", "source", "better", "worse")
 
 
-def shipped_cases(
+def configured_cases(
     resolved: Resolved, rewards: Sequence[str], num_cases: int, seed: int
 ) -> list[Case]:
-    """Cases of `judge.audit_set`. Raises ConfigError if the data has no usable target."""
+    """Cases from the source that `judge.audit_set` names. Raises ConfigError if there are none."""
     if resolved.config.judge.audit_set == "scenes":
         asking = [resolved.rewards[name] for name in rewards]
         with_sources = any("source" in each.cls.needs_with(each.config) for each in asking)
@@ -92,8 +92,8 @@ def _rows(source: DataSource) -> Iterator[Sample]:
 
 
 def run_cases(run_dir: Path, num_groups: int) -> list[Case]:
-    """The last `num_groups` groups of a run whose pictures are on disk. A member's kind is 'm0',
-    'm1', ...; none is known to be right."""
+    """The last `num_groups` groups of a run whose pictures are on disk. `Case.results` names their
+    members 'm0', 'm1', ...; which of them are right is unknown."""
     cases: list[Case] = []
     for file in sorted((run_dir / "episodes").glob("it_*.jsonl"), reverse=True):
         groups: dict[Any, list[dict[str, Any]]] = {}

@@ -31,7 +31,7 @@ def memory_problems(
 ) -> list[str]:
     """Why the run does not fit its GPUs; [] also if the sizes are unknown.
 
-    `gpu_gb`: memory of the policy's GPU; `size_of`: of another CUDA device (None: the same).
+    `gpu_gb`: memory of the policy's GPU; `size_of`: memory of another GPU (None: `gpu_gb` for all).
     """
     sizes = footprint.gpu_sizes(resolved)
     if sizes is None:
@@ -73,8 +73,8 @@ def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[Changes, st
     )
     if engine.least_gb(gpu_gb) <= gpu_gb:
         return {key: needed}, f"{problem}set {key}={needed}"
-    remedy = "a larger GPU, a smaller policy.model_path, or engine.dtype 'bfloat16' if it is wider"
-    return {}, f"{problem}take {remedy}"
+    remedy = "a larger GPU, a smaller policy.model_path, or engine.dtype 'bfloat16' if not set yet"
+    return {}, f"{problem}use {remedy}"
 
 
 def _plan_problem(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes) -> str:
@@ -83,8 +83,8 @@ def _plan_problem(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes
     pairs = ", ".join(_written(key, value) for key, value in hints.items())
     advice = f"this fits: {pairs}"
     if left_gb > 0:
-        advice = f"{left_gb:.1f} GB too much even with {pairs}" if pairs else "no key of it helps"
-        advice += "; take larger GPUs, or a smaller model"
+        advice = f"{left_gb:.1f} GB too much even with {pairs}" if pairs else "no config key helps"
+        advice += "; use larger GPUs, or a smaller model"
     suffix = "".join(f" (under {_written(key, value)})" for key, value in needed.items())
     return (
         f"memory{suffix}: DOES NOT FIT by {plan.peak_gb - gpu_gb:.1f} GB: {plan.peak_gb:.1f} GB of "
@@ -120,7 +120,7 @@ def _hints(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes) -> tu
 
 def _remedies(resolved: Resolved) -> list[tuple[str, Any]]:
     """(key, value) pairs in the order in which they are tried, the cheapest for the user first:
-    less speed in training, then a slow engine, then other pictures, then one more GPU per rank.
+    slower training, then a slow engine, then settings that change pictures, then more GPUs.
     `_hints` skips those that the config rejects or that save nothing."""
     sizes = footprint.gpu_sizes(resolved)
     assert sizes is not None, "no remedy is tried if the sizes are unknown"
@@ -142,8 +142,8 @@ def _remedies(resolved: Resolved) -> list[tuple[str, Any]]:
         ("optimizer.max_tokens_per_micro_batch", shortest),
         *((key, saving.value) for key, saving in savings if saving.exact),
         *(("optimizer.zero_stage", stage) for stage in stages),
-        # Sampling takes minutes instead of seconds. The section as a whole, because vLLM's other
-        # keys mean nothing to this engine.
+        # Sampling takes minutes instead of seconds. This replaces the whole section, because the
+        # engine does not know vLLM's other keys.
         ("engine", SAMPLE_WITH_TRAINER),
         *((key, saving.value) for key, saving in savings if not saving.exact),
         *([("renderer.device", f"cuda:+{ranks}")] if 2 * ranks <= RANKS_OF_A_NODE else []),

@@ -34,7 +34,7 @@ STATE_BYTES = 12
 
 def machine_problems(resolved: Resolved, is_start: bool = False) -> list[str]:
     """What this machine lacks, and what its devices cannot compute. `is_start`: a run starts here,
-    so without a GPU 'auto' means the CPU; --check may be about another machine."""
+    so 'auto' is the CPU if there is no GPU; else the config may be for another machine."""
     found = gpus()[0] if wants_gpu(resolved) and _torch_build() != "cpu" else []
     if not found:
         return _device_problems(resolved, "cpu" if is_start else "", math.inf)
@@ -64,7 +64,7 @@ def _device_problems(resolved: Resolved, auto: str, capability: float) -> list[s
 
 
 def _device(resolved: Resolved, stated: str) -> str:
-    """The stated device; 'auto', also for an engine without the key, means the policy's device."""
+    """The stated device; 'auto' (also for a plugin without the key `device`) is the policy's."""
     return footprint.policy_device(resolved) if stated == "auto" else stated
 
 
@@ -112,7 +112,7 @@ class Gpu(NamedTuple):
 
 
 def gpus() -> tuple[list[Gpu], str]:
-    """(the NVIDIA GPUs that CUDA_VISIBLE_DEVICES shows, '') or ([], why there are none)."""
+    """(the NVIDIA GPUs that CUDA_VISIBLE_DEVICES names, or all, '') or ([], why there are none)."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible in ("", "-1"):
         return [], f"CUDA_VISIBLE_DEVICES={visible!r} hides all GPUs"
@@ -128,7 +128,7 @@ def gpus() -> tuple[list[Gpu], str]:
         found.append(Gpu(number, uuid, name, driver, capability, total_gb, used_gb))
     names = (visible or "").split(",")
     chosen = [gpu for gpu in found if gpu.number in names or gpu.uuid in names]
-    return chosen or found, why  # a part of a GPU (MIG) has a name of its own
+    return chosen or found, why  # all, if the variable names a part of a GPU (MIG)
 
 
 def nvidia_smi(*options: str) -> tuple[list[list[str]], str]:
@@ -177,7 +177,7 @@ def wants_gpu(resolved: Resolved) -> bool:
 
 
 def _torch_build() -> str:
-    """Local version of the installed PyTorch ('cpu', 'cu126'); '': the pinned one, or none."""
+    """Local version of PyTorch ('cpu', 'cu126'); '' for the pinned build, or if not installed."""
     try:
         return version("torch").partition("+")[2]
     except PackageNotFoundError:
@@ -254,7 +254,7 @@ def disk_line(resolved: Resolved) -> str:
     """The disk space that the checkpoints need, and the space that is free."""
     folder = resolved.config.base_exp_dir
     each_gb, count = checkpoints_gb(resolved)
-    need = "unknown, since the policy's size is"
+    need = "size unknown, because the policy's size is unknown"
     if each_gb is not None:
         need = f"up to {count * each_gb:.3g} GB ({count} of {each_gb:.3g}), and pictures"
     return f"checkpoints: {need}; {free_gb(Path(folder)):.3g} GB are free at {folder} here"

@@ -52,12 +52,12 @@ def drawn(like: Any, *shape: int, seed: int = 0) -> torch.Tensor:
     return numbers.bfloat16().to(like.device, like.dtype)
 
 
-def edit_step(transformer: Any, side: int, num_words: Sequence[int]) -> Forward:
+def edit_step(transformer: Any, side: int, text_lens: Sequence[int]) -> Forward:
     """A picture of side x side tokens and a source of the same size per row."""
     config, denoiser = transformer.config, qwen_image_denoiser.Denoiser(transformer)
-    states = [drawn(transformer, n, config.joint_attention_dim, seed=n) for n in num_words]
+    states = [drawn(transformer, n, config.joint_attention_dim, seed=n) for n in text_lens]
     sources, latents = (
-        drawn(transformer, len(num_words), side**2, config.in_channels, seed=seed)
+        drawn(transformer, len(text_lens), side**2, config.in_channels, seed=seed)
         for seed in (1, 2)
     )
     given = denoiser.prepare(states, sources, [(1, side, side)] * 2)
@@ -65,7 +65,7 @@ def edit_step(transformer: Any, side: int, num_words: Sequence[int]) -> Forward:
     return lambda: denoiser.velocity(latents, given, modulation)
 
 
-def step_21(transformer: Any, side: int, num_words: Sequence[int]) -> Forward:
+def step_21(transformer: Any, side: int, text_lens: Sequence[int]) -> Forward:
     """All rows but the last are a group with two source pictures, the last has one."""
     is_double = transformer.dtype == torch.float64
     device, config = str(transformer.device), transformer.config
@@ -85,9 +85,9 @@ def step_21(transformer: Any, side: int, num_words: Sequence[int]) -> Forward:
         words = drawn(transformer, length, config.context_in_dim, seed=length)
         return Row(torch.cat([start, words]), tuple(shown))
 
-    groups = [[row(length, 2) for length in num_words[:-1]], [row(num_words[-1], 1)]]
+    groups = [[row(length, 2) for length in text_lens[:-1]], [row(text_lens[-1], 1)]]
     given = denoiser.prepare([group for group in groups if group], (side, side))
-    latents = drawn(transformer, len(num_words), side**2, config.in_channels)
+    latents = drawn(transformer, len(text_lens), side**2, config.in_channels)
     timestep = torch.tensor(800.0, device=device)
     return lambda: denoiser.velocity(latents, given, timestep)
 

@@ -29,7 +29,7 @@ import numpy as np
 from rl import build
 from rl.audit import judge_audit
 from rl.audit.audit_report import attack_lines, audit_lines, repeats_line, write_audit_page
-from rl.audit.audit_sets import pair_cases, run_cases, shipped_cases
+from rl.audit.audit_sets import configured_cases, pair_cases, run_cases
 from rl.audit.audit_statistics import noise_sd, reliability
 from rl.check.this_machine import has_gpus
 from rl.config.schema import ConfigError, load_config
@@ -84,7 +84,7 @@ async def _run(args: argparse.Namespace, resolved: build.Resolved) -> int:
             if not cases:
                 raise ValueError(f"--pairs: {args.pairs} has no usable row")
         else:
-            cases = shipped_cases(resolved, names, args.cases, args.seed)
+            cases = configured_cases(resolved, names, args.cases, args.seed)
         file = judge_audit.file_of(config)
         started = time.monotonic()
         passed = True

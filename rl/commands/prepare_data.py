@@ -37,7 +37,7 @@ _BOX = re.compile(r"\[" + ",".join([r"\s*(-?\d+(?:\.\d+)?)\s*"] * 4) + r"\]")
 
 @command_line.program
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 when the list is written; 1 with a message when it cannot be."""
+    """Exit code: 0 if all edits are encoded and listed, 1 with a message if not."""
     terminal.guard()
     try:
         tokenize(parse(arguments))
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; the options are named as in EARL's script."""
+    """Parse the command line; option names are those of the script in EARL's repository."""
     parser = command_line.Parser("rl prepare", __doc__)
     add = parser.add_argument
     add("task", choices=["tokenize"], help="pictures to codes")
@@ -85,8 +85,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def tokenize(options: argparse.Namespace) -> None:
-    """Write a file for each edit without one to `<output>/feature/`, so that a restart continues,
-    then the list of all, `<output>/list/tokenized_datalist.json`. Raises ValueError."""
+    """Encode each edit into a file in `<output>/feature/` (existing files are kept), then list all
+    in `<output>/list/tokenized_datalist.json`. Raises ValueError."""
     from rl.renderers.emu3_vq.codec import load_codec
 
     tokenizer = VqConfig(model_path=options.model_path, revision=options.revision)
@@ -94,7 +94,7 @@ def tokenize(options: argparse.Namespace) -> None:
         raise ValueError(problem.replace("model_path", "--model-path", 1))
     rows = open_rows(options)
     feature_dir, list_dir = options.output_path / "feature", options.output_path / "list"
-    refuse_other_options(feature_dir, list_dir / "made_from.json", options.made_from)
+    open_output(feature_dir, list_dir / "made_from.json", options.made_from)
     numbers = range(len(rows))
     names = [f"{rows.number_of(index):08d}" for index in numbers]
     if options.id_key:
@@ -149,12 +149,13 @@ def open_rows(options: argparse.Namespace) -> Rows:
     return rows
 
 
-def refuse_other_options(feature: Path, option_file: Path, made_from: Mapping[str, object]) -> None:
-    """Raises ValueError if the folder holds edits that were encoded with other options."""
+def open_output(feature: Path, option_file: Path, made_from: Mapping[str, object]) -> None:
+    """Create the folder and record the options. Raises ValueError if it holds edits that were
+    encoded with other options, or files without recorded options."""
     feature.mkdir(parents=True, exist_ok=True)
     before = json.loads(option_file.read_text()) if option_file.is_file() else None
     if before is None and any(feature.iterdir()):
-        raise ValueError(f"{feature.parent} holds another set; choose another --output-path")
+        raise ValueError(f"{feature} holds other files; choose another --output-path")
     if before not in (None, made_from):
         raise ValueError(
             f"{feature.parent} was begun with other options: {before}, now {dict(made_from)}; use "
@@ -194,7 +195,8 @@ def encode(
 
 
 def with_scaled_boxes(text: str, scale: tuple[float, float]) -> str:
-    """`text` with its boxes `[x1, y1, x2, y2]` in (rounded) px of the encoded picture."""
+    """`text` with its boxes `[x1, y1, x2, y2]` in px of the encoded picture, rounded. `scale`:
+    (factor of x, factor of y) from the source picture to the encoded one."""
 
     def scaled(box: re.Match[str]) -> str:
         pairs = zip(box.groups(), scale * 2, strict=True)

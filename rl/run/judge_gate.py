@@ -6,7 +6,7 @@ import time
 
 from rl.audit import judge_audit
 from rl.audit.audit_report import audit_lines
-from rl.audit.audit_sets import shipped_cases
+from rl.audit.audit_sets import configured_cases
 from rl.build import Resolved
 from rl.config.schema import ConfigError
 from rl.console.console import Console, duration, warn
@@ -61,7 +61,7 @@ def _audit(
 ) -> None:
     """Audit the judge now, and keep the result."""
     started = time.monotonic()
-    cases = shipped_cases(resolved, names, judge_audit.NUM_CASES, seed=0)
+    cases = configured_cases(resolved, names, judge_audit.NUM_CASES, seed=0)
     console.say(f"auditing the judge on {len(cases)} samples of known quality")
 
     audits = judge_audit.audit_all(resolved, names, judge, "cpu", cases)

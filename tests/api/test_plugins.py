@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_config
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_typing import typing_errors
 
 from rl import build
@@ -205,7 +205,7 @@ def test_a_plugin_mistake_is_one_line_with_key_and_fix(
     parts: str,
 ) -> None:
     [problem] = problems_of(tmp_path, monkeypatch, code, **changes)
-    assert problem.startswith(key) and names(problem, parts), problem
+    assert problem.startswith(key) and holds(problem, parts), problem
     assert "\n" not in problem and "Traceback" not in problem
 
 
@@ -227,20 +227,20 @@ def test_each_mistake_in_a_policy_or_engine_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, code: str, parts: str
 ) -> None:
     problems = problems_of(tmp_path, monkeypatch, code, **{section: {"type": "stranger.P"}})
-    assert any(names(problem, parts) for problem in problems), problems
+    assert any(holds(problem, parts) for problem in problems), problems
     assert all(problem.startswith(section) and "\n" not in problem for problem in problems)
 
 
 def test_hidden_states_of_another_kind_are_refused(tmp_path, monkeypatch) -> None:
     code = DRAWS.replace("'text'", "'hidden_states' | state_kind = 'pre_norm'") + "..."
     [problem] = problems_of(tmp_path, monkeypatch, code, renderer={"type": "stranger.R"})
-    assert names(problem, "renderer.type: ... stranger.R ... pre_norm ... qwen2_5_vl ... post_norm")
+    assert holds(problem, "renderer.type: ... stranger.R ... pre_norm ... qwen2_5_vl ... post_norm")
 
 
 @pytest.mark.parametrize("name", ["stranger/one.py", "./stranger/one.py", "stranger/one"])
 def test_a_file_path_gets_its_dotted_form_suggested(tmp_path, monkeypatch, name: str) -> None:
     [problem] = problems_of(tmp_path, monkeypatch, "", rewards={"mine": {"type": name}})
-    assert names(problem, f"rewards.mine.type: ... {name!r} ... 'stranger.one'")
+    assert holds(problem, f"rewards.mine.type: ... {name!r} ... 'stranger.one'")
 
 
 def test_a_plugin_can_be_a_package(tmp_path, monkeypatch) -> None:
@@ -256,7 +256,7 @@ def test_a_file_that_shadows_another_module_is_named(tmp_path, monkeypatch) -> N
     code = "from colorsys import rgb_to_hsv"
     [problem] = problems_of(tmp_path, monkeypatch, code, rewards={"mine": {"type": "stranger.f"}})
     monkeypatch.delitem(sys.modules, "colorsys")
-    assert names(
+    assert holds(
         problem, f"rewards.mine.type: ... 'rgb_to_hsv' ... {tmp_path}/colorsys.py ... rename"
     )
 
@@ -267,13 +267,13 @@ def test_a_misspelt_member_of_a_plugin_is_reported(tmp_path, monkeypatch) -> Non
     assert problems_of(tmp_path, monkeypatch, code, rewards=rewards) == []
     resolved = build.resolve(load_config(next(tmp_path.glob("*.jsonnet"))))
     warnings = [line for line in no_effect(resolved) if line.startswith("rewards.mine")]
-    assert len(warnings) == 2 and names(warnings, "R.need: ... 'needs' ... R.garde: ... 'grade'")
+    assert len(warnings) == 2 and holds(warnings, "R.need: ... 'needs' ... R.garde: ... 'grade'")
 
 
 def test_an_old_name_of_a_member_is_refused_with_the_new_one(tmp_path, monkeypatch) -> None:
     code = "class R(Reward): | own_words = {'system_prompt'}" + HALF
     [problem] = problems_of(tmp_path, monkeypatch, code, rewards={"mine": {"type": "stranger.R"}})
-    assert names(problem, "R.own_words ... refused_with_template")
+    assert holds(problem, "R.own_words ... refused_with_template")
 
 
 def test_the_old_name_of_the_base_classes_works_with_a_warning() -> None:
@@ -287,19 +287,19 @@ def test_the_old_name_of_the_base_classes_works_with_a_warning() -> None:
 )
 def test_an_invalid_plugin_name_is_not_imported(tmp_path, monkeypatch, name: str) -> None:
     [problem] = problems_of(tmp_path, monkeypatch, "", rewards={"mine": {"type": name}})
-    assert names(problem, f"rewards.mine.type: ... {name!r} ... rl/rewards")
+    assert holds(problem, f"rewards.mine.type: ... {name!r} ... rl/rewards")
 
 
 def test_a_rewards_name_must_be_valid_in_a_metric(tmp_path, monkeypatch) -> None:
     [problem] = problems_of(tmp_path, monkeypatch, "", rewards={"a/b": {"type": "viescore"}})
-    assert names(problem, "rewards.a/b: ... letters, digits")
+    assert holds(problem, "rewards.a/b: ... letters, digits")
 
 
 def test_repeated_questions_at_temperature_0_are_refused(tmp_path, monkeypatch) -> None:
     judge = {"api_base": "http://127.0.0.1:4877", "temperature": 0}
     section = {"type": "viescore", "n_evals": 3}
     [problem] = problems_of(tmp_path, monkeypatch, "", rewards={"vie": section}, judge=judge)
-    assert names(problem, "rewards.vie.n_evals: ... n_evals=3 ... temperature 0 ... above 0")
+    assert holds(problem, "rewards.vie.n_evals: ... n_evals=3 ... temperature 0 ... above 0")
 
 
 RIGHT = """
@@ -382,5 +382,5 @@ def test_mypy_checks_a_users_plugin(tmp_path: Path) -> None:
     assert typing_errors([file], tmp_path) == []
     file.write_text(HEAD + RIGHT + wrong)
     errors = typing_errors([file], tmp_path)
-    assert names(errors[0], '"Coroutine[Any, Any, str]" ... "grade"')
-    assert names(errors[-1], '"MyConfig" ... "scal" ... "scale"')
+    assert holds(errors[0], '"Coroutine[Any, Any, str]" ... "grade"')
+    assert holds(errors[-1], '"MyConfig" ... "scal" ... "scale"')

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_rounding import NATS
+from tiny_rounding import FORWARD_TOL
 
-from benchmarks import our_side, report, toy, trl_side, trl_tunings
+from benchmarks import our_worker, report, toy, trl_tunings, trl_worker
 from benchmarks.contest import Contestant
-from benchmarks.defeats import SAVINGS
 from benchmarks.experiments import OURS, PREFIXES, STOCK
 from benchmarks.judge_stub import judge_process
 from benchmarks.meter import Meter
+from benchmarks.savings import SAVINGS
 from benchmarks.toy import Shape
 from rl.renderers import qwen_image_edit
 
@@ -115,7 +115,7 @@ def test_the_tuned_peer_computes_what_the_plain_peer_does(folder: Path) -> None:
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     shape = Shape(group=3, picture_px=112, completion_tokens=9, ragged=True)
-    row, processor = toy.make_sample(0, shape), trl_side.make_processor(folder / "policy")
+    row, processor = toy.make_sample(0, shape), trl_worker.make_processor(folder / "policy")
     text = "<|vision_start|><|image_pad|><|vision_end|>" + row.instruction
     prompt = dict(processor(text=[text], images=[row.source], return_tensors="pt"))
     texts = toy.make_completions(row.instruction, shape)
@@ -135,7 +135,7 @@ def test_the_tuned_peer_computes_what_the_plain_peer_does(folder: Path) -> None:
     plain = body(**batch, use_cache=False).last_hidden_state
     expected = torch.autograd.grad(plain[:, num_prompt:][mask.bool()].square().sum(), weight)[0]
 
-    trl_tunings.remember_tower(body)
+    trl_tunings.cache_features(body)
     tower, tower_calls = body.visual.forward, []
     body.visual.forward = lambda *args, **kwargs: tower_calls.append(1) or tower(*args, **kwargs)
     for _ in range(2):
@@ -166,15 +166,15 @@ def test_a_run_without_any_saving_has_the_same_log_probs(folder: Path) -> None:
     metrics, counts = {}, {}
     with judge_process() as api_base:
         for name, options in runs.items():
-            arguments = (our_side.run, folder, shape, api_base, folder / name)
+            arguments = (our_worker.run, folder, shape, api_base, folder / name)
             with Contestant(*arguments, samples=False, **options) as contestant:
                 counts[name] = contestant.iterate().counts
             lines = (folder / name / "toy" / "metrics.jsonl").read_text().splitlines()
             metrics[name] = json.loads(lines[1])
     for key in ("policy/entropy", "mismatch/k1", "mismatch/k3", "tokens/trained"):
-        assert metrics["with"][key] == pytest.approx(metrics["without"][key], rel=NATS, abs=NATS), (
-            key
-        )
+        assert metrics["with"][key] == pytest.approx(
+            metrics["without"][key], rel=FORWARD_TOL, abs=FORWARD_TOL
+        ), key
     assert [counts["with"][name] for name in report.COUNTS[1:4]] == [1, 1, 1]
     assert counts["without"]["VAE encodes"] == 3
     assert counts["without"]["pictures in the vision tower"] > 6

@@ -66,10 +66,10 @@ def test_whole_iterations_and_the_sampler_run_on_a_cpu(tmp_path):
 
 def test_a_failing_item_does_not_stop_the_others(tmp_path, monkeypatch):
     def broken(bench: Bench) -> None:
-        bench.tell("half of it", ms=1.0)
+        bench.log("half of it", ms=1.0)
         raise RuntimeError("no such file: /home/somebody/secret/weights.bin\nand more")
 
-    monkeypatch.setattr(gpu_check, "ceilings", broken)
+    monkeypatch.setattr(gpu_check, "matmul_rate", broken)
     code, record = run(tmp_path, "1,4b")
     assert code == 1
     assert record["failures"] == ["1: RuntimeError: no such file: weights.bin"]
@@ -128,20 +128,20 @@ def test_visible_tokens_of_packed_attention_by_hand():
     assert mask.tolist() == [[cell == "x" for cell in row] for row in rows]
 
 
-def test_the_peers_padded_rows_have_our_log_probs(tmp_path):
-    """Equal seeds give both sides the same weights; a fresh adapter changes nothing. The peer has
-    no banned tokens."""
+def test_padded_rows_as_in_trl_have_our_log_probs(tmp_path):
+    """Equal seeds give both models the same weights, and a fresh adapter changes nothing. TRL bans
+    no tokens."""
     bench = new_bench(tmp_path)
-    gpu_models.save_texts(bench)
+    gpu_models.save_policy_files(bench)
     torch.manual_seed(0)
-    group = gpu_policy.Group(bench, 56, "auto", False)
-    prompt, ids_G = group.examples[0]
-    group.policy.module.banned_token_ids = ()
-    batch = group.policy.collate([(prompt, ids) for ids in ids_G])
+    runner = gpu_policy.StepRunner(bench, 56, "auto", False)
+    prompt, ids_G = runner.examples[0]
+    runner.policy.module.banned_token_ids = ()
+    batch = runner.policy.collate([(prompt, ids) for ids in ids_G])
     torch.manual_seed(0)
     rows = gpu_policy.PaddedRows(bench, 56, prompt, ids_G)
     with torch.no_grad():
-        ours, theirs = group.policy.module(batch).logprobs.flatten(), rows._logprobs(ids_G)
+        ours, theirs = runner.policy.module(batch).logprobs.flatten(), rows._logprobs(ids_G)
     assert (ours - theirs).abs().max() < 1e-4 < ours.std()
 
 
@@ -150,7 +150,7 @@ def test_the_peers_padded_rows_have_our_log_probs(tmp_path):
 
 def test_real_sizes_are_those_of_the_released_models(tmp_path):
     bench = new_bench(tmp_path, REAL)
-    gpu_models.save_texts(bench)
+    gpu_models.save_policy_files(bench)
     on_meta = replace(bench, dist=Dist(device="meta"))
     model = gpu_models.random_policy_model(on_meta, "bfloat16", "sdpa")
     tower = sum(p.numel() for p in model.model.visual.parameters())
@@ -162,7 +162,7 @@ def test_real_sizes_are_those_of_the_released_models(tmp_path):
         parts["modulation"] += parameter.numel() * ("img_mod" in name or "txt_mod" in name)
     assert [n / 1e9 for n in parts.values()] == pytest.approx([20.430, 6.797], abs=1e-3)
 
-    assert (REAL.num_words(1024), REAL.num_words(512)) == (1735, 690)
+    assert (REAL.num_conditioning_tokens(1024), REAL.num_conditioning_tokens(512)) == (1735, 690)
     section = Config(
         type="qwen2_5_vl",
         model_path=str(tmp_path / "policy"),

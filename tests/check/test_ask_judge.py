@@ -14,7 +14,7 @@ import tiny_config
 import tiny_loop
 from PIL import Image
 from tiny_faulty_judge import MODEL, Fault, FaultyJudge, PickyJudge, first_token
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_ranks import held_port
 
 from rl import build
@@ -83,7 +83,7 @@ def test_a_judge_that_cannot_grade_is_reported_with_a_fix(name: str, tmp_path, m
     with FaultyJudge(after=fault) as judge:
         changes = {"api_key_env": "MY_JUDGE", "max_attempts": 2}
         text, code = report_online(tmp_path, judge.api_base, judge=changes)
-    assert code == 1 and names(text, parts) and KEY not in text, text
+    assert code == 1 and holds(text, parts) and KEY not in text, text
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def test_a_judge_whose_first_token_cannot_be_read_is_reported(tmp_path, fault, p
     rewards = {"score": {"type": "expected_score"}}
     with FaultyJudge(after=fault) as judge:
         text, code = report_online(tmp_path, judge.api_base, rewards=rewards)
-    assert code == 1 and names(text, parts), text
+    assert code == 1 and holds(text, parts), text
 
 
 def test_a_wrong_model_or_a_judge_that_is_down_is_reported(tmp_path: Path) -> None:
     with FaultyJudge() as judge:
         text, code = report_online(tmp_path, judge.api_base, judge={"model": "Qwen/Qwen2.5-VL-72B"})
-        assert code == 1 and names(text, "tiny-judge ... judge.model")
+        assert code == 1 and holds(text, "tiny-judge ... judge.model")
         assert judge.requests == []
     with held_port() as port:
         started = time.monotonic()
@@ -125,13 +125,13 @@ def test_the_second_judge_is_asked_as_well(tmp_path: Path, fault: Fault | None) 
         changes = {"evaluation": evaluation, "data": {"train": rows, "validation": rows}}
         text, code = report_online(tmp_path, judge.api_base, **changes)
     assert second.requests and code == bool(fault), text
-    assert not fault or names(text, "1 wrong ... evaluation.judge: ... no JSON object")
+    assert not fault or holds(text, "1 wrong ... evaluation.judge: ... no JSON object")
 
 
 def test_an_invalid_proxy_is_reported_by_its_variable(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "ftp://proxy")
     text, code = report_online(tmp_path, "http://judge.test:1")
-    assert code == 1 and names(text, "judge: HTTP_PROXY ... NO_PROXY")
+    assert code == 1 and holds(text, "judge: HTTP_PROXY ... NO_PROXY")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_the_check_gives_up_sooner_than_a_run(
     with FaultyJudge(after=fault) as judge:
         changes = {"timeout_s": timeout_s, "max_outage_s": 600.0}
         text, code = report_online(tmp_path, judge.api_base, judge=changes)
-    assert code == 1 and names(text, parts)
+    assert code == 1 and holds(text, parts)
 
 
 def test_every_judge_endpoint_is_asked_and_one_may_be_down(tmp_path, caplog) -> None:
@@ -156,7 +156,7 @@ def test_every_judge_endpoint_is_asked_and_one_may_be_down(tmp_path, caplog) -> 
         down = f"http://127.0.0.1:{port}"
         text, code = report_online(tmp_path, seedless.api_base, down, other.api_base)
         assert code == 0 and f"{down}/v1" in text
-        assert names(caplog.text, f"{seedless.api_base} ... no seed")
+        assert holds(caplog.text, f"{seedless.api_base} ... no seed")
         assert len(seedless.requests) == 2 + 2 and len(other.requests) == 2
         other.after = Fault(reply="hm")
         text, code = report_online(tmp_path, seedless.api_base, other.api_base)
@@ -183,7 +183,7 @@ def test_no_judge_is_asked_unless_online_and_running(tmp_path, capsys) -> None:
     assert code == 0 and "not asked" in text
     with pytest.raises(SystemExit) as ended:
         main(["--online", "config.jsonnet"])
-    assert ended.value.code == 2 and names(capsys.readouterr().err, "--online ... --check")
+    assert ended.value.code == 2 and holds(capsys.readouterr().err, "--online ... --check")
 
 
 @pytest.mark.parametrize("name", ["quickstart", "tiny_earl"])

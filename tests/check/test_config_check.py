@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tiny_config
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl import build
 from rl.check import check_report
@@ -116,7 +116,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "parts"), BROKEN, ids=[text[:40] for _, text in BROKEN])
 def test_one_mistake_is_one_message(tmp_path: Path, changes: dict[str, Any], parts: str) -> None:
     [problem] = problems_of(tmp_path, **changes)
-    assert problem.startswith(parts.partition(" ... ")[0]) and names(problem, parts), problem
+    assert problem.startswith(parts.partition(" ... ")[0]) and holds(problem, parts), problem
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_renderer_must_accept_what_the_policy_emits(tmp_path, monkeypatch) -> 
     monkeypatch.setattr("tiny_plugins.nothing.Nil.accepts", "image_tokens")
     nothing = {"type": "tiny_plugins.nothing"}
     [problem] = problems_of(tmp_path, renderer=nothing, rewards={"one": nothing})
-    assert problem.startswith("renderer.type: ") and names(
+    assert problem.startswith("renderer.type: ") and holds(
         problem, "tiny_plugins.nothing ... image_tokens ... qwen2_5_vl ... hidden_states or text"
     )
 
@@ -149,7 +149,7 @@ def test_what_a_reward_needs_must_be_in_the_data(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tiny_plugins.nothing.NothingMuch.needs", frozenset({"target", "answer"}))
     problems = problems_of(tmp_path, rewards={"one": {"type": "tiny_plugins.nothing"}})
     for need, problem in zip(("answer", "target"), problems, strict=True):
-        assert names(problem, f"rewards.one: ... {need!r} ... data.train.0 ... column")
+        assert holds(problem, f"rewards.one: ... {need!r} ... data.train.0 ... column")
 
 
 def test_a_rubrics_pictures_must_be_in_the_data(tmp_path: Path) -> None:
@@ -160,20 +160,20 @@ def test_a_rubrics_pictures_must_be_in_the_data(tmp_path: Path) -> None:
     assert problems_of(tmp_path, rewards={"mine": section}, judge=judge) == []
     section["shows"] = ["target", "prompt", "image"]
     [problem] = problems_of(tmp_path, rewards={"mine": section}, judge=judge)
-    assert names(problem, "rewards.mine: ... 'target' ... data.train.0 ... column")
+    assert holds(problem, "rewards.mine: ... 'target' ... data.train.0 ... column")
 
 
 def test_a_renderer_that_edits_needs_sources(tmp_path: Path) -> None:
     source = tiny_config.real(tmp_path)["data"]["train"][0] | {"columns": {"source": ""}}
     problems = problems_of(tmp_path, data={"train": [source]})
-    assert any(names(text, "data.train.0: ... edits ... source") for text in problems)
+    assert any(holds(text, "data.train.0: ... edits ... source") for text in problems)
 
 
 def test_a_users_plugins_are_named_by_dotted_path(tmp_path: Path) -> None:
     nothing = tiny_config.validated(tiny_config.nothing(tmp_path))
     assert check_report.problems(nothing) == []
     for name, parts in (("os.path", "no Policy"), ("my.own.policy", "policy.type: ... 'my'")):
-        assert names(problems_of(tmp_path, policy={"type": name})[0], parts)
+        assert holds(problems_of(tmp_path, policy={"type": name})[0], parts)
 
 
 def test_mixture_weights_or_coefficients_are_checked(tmp_path: Path) -> None:
@@ -185,10 +185,10 @@ def test_mixture_weights_or_coefficients_are_checked(tmp_path: Path) -> None:
     assert build.mixture_weights(resolved, [range(100), range(10)]) == [50, 30], "times rows"
     wrong = {"train": [source | {"weight": 0}], "validation": [source | {"weight": 2}]}
     zero, unread = problems_of(tmp_path, data=wrong)
-    assert names(zero, "data.train.0.weight: ... 0 ... > 0")
-    assert names(unread, "data.validation.0.weight: ... order ... drop")
+    assert holds(zero, "data.train.0.weight: ... 0 ... > 0")
+    assert holds(unread, "data.validation.0.weight: ... order ... drop")
     [problem] = problems_of(tmp_path, data={"train": [mixture[0], source]})
-    assert names(problem, "data.train: ... every ... coefficient ... none")
+    assert holds(problem, "data.train: ... every ... coefficient ... none")
 
 
 def test_diagnostic_rewards_count_only_if_named(tmp_path, monkeypatch) -> None:
@@ -204,14 +204,14 @@ def test_diagnostic_rewards_count_only_if_named(tmp_path, monkeypatch) -> None:
         resolved = build.resolve(config_of(tmp_path, **changes))
         assert resolved.config.final_reward.weights == weights
     [only] = problems_of(tmp_path, rewards={"glance": glance})
-    assert names(only, "rewards: ... diagnostics")
+    assert holds(only, "rewards: ... diagnostics")
 
 
 def test_a_policy_that_reads_codes_needs_tokenised_data(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tiny_plugins.nothing.Nobody.needs", frozenset({"source_codes"}))
     problems = problems_of(tmp_path, policy={"type": "tiny_plugins.nothing"})
     parts = "policy.type: ... tiny_plugins.nothing ... 'source_codes' ... data.train.0 ... rl prep"
-    assert any(names(problem, parts) for problem in problems)
+    assert any(holds(problem, parts) for problem in problems)
 
 
 def test_epochs_become_iterations(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_resume_conflict_is_found_before_anything_starts(tmp_path: Path) -> No
     assert code == 0 and "goes on after 7 iterations" in text
     changes = {"algorithm": {"kl_coeff": 0.5}, "judge": {"api_base": "http://new:1"}}
     [problem] = problems_of(tmp_path, **changes)
-    assert names(problem, "run_name: ... 'tiny' ... algorithm.kl_coeff: 0.0 -> 0.5")
+    assert holds(problem, "run_name: ... 'tiny' ... algorithm.kl_coeff: 0.0 -> 0.5")
     assert "api_base" not in problem, "a judge may move"
     config = config_of(tmp_path)
     (config.run_dir / "checkpoints" / "step_000007" / "manifest.json").unlink()
@@ -245,10 +245,10 @@ def test_a_run_whose_checkpoints_are_gone_is_not_restarted(tmp_path: Path) -> No
     (config.run_dir / "last_checkpoint.txt").write_text("step_000007\n")
     [problem] = check_report.problems(config)
     run = config.run_dir
-    assert names(problem, f"run_name: ... {run}/checkpoints ... step_000007 ... move {run} away")
+    assert holds(problem, f"run_name: ... {run}/checkpoints ... step_000007 ... move {run} away")
     tiny_config.save_checkpoint(config, 5)
     text, code = check_report.report(config, gpu_gb=141)
-    assert code == 0 and names(text.splitlines()[0], "after 5 iterations ... step_000007 ... gone")
+    assert code == 0 and holds(text.splitlines()[0], "after 5 iterations ... step_000007 ... gone")
 
 
 def test_the_report_of_a_correct_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,7 +275,7 @@ def test_the_report_of_a_correct_config(tmp_path: Path, capsys: pytest.CaptureFi
         "memory per GPU, against 80 GB",
         "nothing is wrong",
     ):
-        assert any(names(line, expected) for line in lines), expected
+        assert any(holds(line, expected) for line in lines), expected
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_a_config_for_one_gpu_needs_no_more(gpu_gb: float) -> None:
     config = shipped(f"one_gpu_{gpu_gb}gb")
     text, code = check_report.report(config, gpu_gb)
     assert code == 0 and text.endswith("nothing is wrong") and config.world_size == 1
-    assert names(text, "fits with ... GB to spare") and "no effect" not in text
+    assert holds(text, "fits with ... GB to spare") and "no effect" not in text
     planned = footprint.footprint(build.resolve(config), gpu_gb)
     assert planned is not None and not planned.elsewhere, "no second GPU"
 
@@ -467,7 +467,7 @@ def test_a_config_that_does_not_fit_names_key_and_fix(
 ) -> None:
     name = "sft_s__rl_sc" if "optimizer.zero_stage=1" in overrides else "qwen_image_edit"
     problems = unfit(shipped(name, *overrides), gpu_gb)
-    assert any(names(problem, parts) for problem in problems), problems
+    assert any(holds(problem, parts) for problem in problems), problems
     if name == "sft_s__rl_sc":
         assert remedies(problems) == ["optimizer.zero_stage=2"], "no override that is not needed"
 
@@ -480,7 +480,7 @@ def test_no_key_is_enough_on_a_small_gpu() -> None:
     least += ["optimizer.max_tokens_per_micro_batch=280", "engine={type: 'transformers'}"]
     least += ["policy.device=auto"]
     [problem] = unfit(shipped("quickstart", *least, "renderer.batch_size=1"), 1)
-    assert names(
+    assert holds(
         problem, "memory: ... 1.8 GB ... 2.8 GB of 1 ... 'learn' ... no key ... larger GPUs"
     )
 
@@ -506,8 +506,8 @@ def test_a_model_of_unknown_size_is_not_said_to_fit(
 ) -> None:
     text, code = check_report.report(shipped("qwen_image_edit", *overrides), 141)
     [unknown] = (line for line in text.splitlines() if f"unknown: {section}: " in line)
-    assert names(unknown, parts) and code == 0
-    assert names(text.splitlines()[-1], f"unknown ... {section}")
+    assert holds(unknown, parts) and code == 0
+    assert holds(text.splitlines()[-1], f"unknown ... {section}")
     assert "nothing is wrong" not in text and "  fits with" not in text
 
 
@@ -536,7 +536,7 @@ def test_check_plans_for_the_configs_own_gpu(tmp_path, capsys) -> None:
     assert capsys.readouterr().out.endswith("nothing is wrong\n")
     for size in ("0", "-80", "nan", "inf"):
         assert launched("--check", "--gpu-gb", size, path) == 2
-        assert names(capsys.readouterr().err, f"--gpu-gb ... {size}")
+        assert holds(capsys.readouterr().err, f"--gpu-gb ... {size}")
 
 
 def test_the_config_follows_the_requested_gpu_size(tmp_path, capsys, monkeypatch) -> None:
@@ -548,7 +548,7 @@ def test_the_config_follows_the_requested_gpu_size(tmp_path, capsys, monkeypatch
     for arguments in (["--gpu-gb", "80"], ["gpu_gb=80"]):
         assert launched("--check", path, *arguments) == 0
         out = capsys.readouterr().out
-        assert names(out, "against 80 GB ... (optimizer.max_kept_tokens)")
+        assert holds(out, "against 80 GB ... (optimizer.max_kept_tokens)")
     assert launched("--gpu-gb", "80", path) == 0
     assert started == [["gpu_gb=80.0"]], "the ranks get the size too"
 
@@ -588,7 +588,7 @@ def test_a_start_is_checked_against_its_gpus(
     monkeypatch.setattr("rl.simple_launch.this_machine.host_memory_gb", lambda: 1000.0)
     assert launched(sized(tmp_path), *arguments) == code
     printed = capsys.readouterr().err
-    assert names(printed, parts) and (parts or "gpu_gb" not in printed)
+    assert holds(printed, parts) and (parts or "gpu_gb" not in printed)
 
 
 def test_a_start_checks_the_hosts_memory(tmp_path: Path) -> None:
@@ -596,7 +596,7 @@ def test_a_start_checks_the_hosts_memory(tmp_path: Path) -> None:
     machine = Machine((150.1,))
     assert check_report.problems_here(config, machine, 1, 64) == []
     [problem] = check_report.problems_here(config, machine, 1, 3)
-    assert names(problem, "host memory: ... 1 ranks ... 3.0")
+    assert holds(problem, "host memory: ... 1 ranks ... 3.0")
 
 
 def test_a_closed_output_pipe_keeps_the_exit_code(tmp_path: Path) -> None:
@@ -610,14 +610,14 @@ def test_check_refuses_nodes_that_do_not_divide_the_ranks(tmp_path, capsys) -> N
     path = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, world_size=4)))
     nodes = ("--nnodes", "3", "--rdzv-endpoint", "host:1")
     assert launched("--check", *nodes, path) == 1
-    assert names(capsys.readouterr().err, "--nnodes 3 ... world_size 4")
+    assert holds(capsys.readouterr().err, "--nnodes 3 ... world_size 4")
 
 
 def test_a_renderers_own_gpu_is_checked_by_its_size(tmp_path: Path) -> None:
     config = config_of(tmp_path, renderer={"type": "qwen_image_edit", "device": "cuda:+1"})
     assert check_report.problems_here(config, Machine((150.8, 46.0)), 1) == []
     [problem] = check_report.problems_here(config, Machine((150.8, 45.0)), 1)
-    assert names(problem, "renderer.device: ... 45.2 GB of cuda:+1 ... 45;")
+    assert holds(problem, "renderer.device: ... 45.2 GB of cuda:+1 ... 45;")
     same_gpu = config_of(tmp_path, renderer={"type": "qwen_image_edit", "device": "cuda:0"})
     assert unfit(same_gpu, 80) == unfit(config_of(tmp_path), 80), "cuda:0 is rank 0's own GPU"
 
@@ -626,5 +626,5 @@ def test_a_wrong_config_is_reported_and_starts_nothing(tmp_path, capsys) -> None
     path = tiny_config.write(tmp_path, tiny_config.real(tmp_path, num_iterations=None))
     for arguments in (["--check"], []):
         assert launched(*arguments, str(path)) == 1
-        assert names("".join(capsys.readouterr()), "num_iterations, num_epochs: ... neither")
+        assert holds("".join(capsys.readouterr()), "num_iterations, num_epochs: ... neither")
     assert not (tmp_path / "runs").exists()

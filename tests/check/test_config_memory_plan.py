@@ -15,7 +15,7 @@ import tiny_qwen
 import tiny_qwen3
 import torch
 from tiny_config import shipped
-from tiny_messages import names
+from tiny_messages import holds
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -358,7 +358,7 @@ def test_the_engine_cache_by_hand() -> None:
     # A token takes 2 layers x 2 x 2 values x 2 bytes = 16 B. Share 8.5 GB - 6 - 1.5 = 1 GB, less a
     # step of 8 x 100 tokens of 250 B: 999.8 MB are 3 905 468 blocks of 16 tokens, 7 a completion.
     planned = plan(replace(SIZES, engine=replace(ENGINE, step_bytes=250)), gpu_gb=17)
-    assert names(engine_line(planned, 17), "62487488 tokens ... 100 tokens ... 557924.00x")
+    assert holds(engine_line(planned, 17), "62487488 tokens ... 100 tokens ... 557924.00x")
     small = plan(SIZES, gpu_gb=14)
     assert engine_line(small, 14).endswith("0.00x")
     shared = plan(replace(SIZES, engine=None), gpu_gb=17)
@@ -458,7 +458,7 @@ def test_too_little_host_memory_is_reported(tmp_path: Path) -> None:
     assert host_problems(planned, 8, None) == []
     assert host_problems(planned, 8, 30) == []
     [line] = host_problems(planned, 8, 20)
-    assert names(line, "host memory: 30.0 GB ... 'run' ... 8 ranks ... PYTORCH_ALLOC_CONF=pinned_")
+    assert holds(line, "host memory: 30.0 GB ... 'run' ... 8 ranks ... PYTORCH_ALLOC_CONF=pinned_")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import tiny_config
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl import build
 from rl.check.fetch import fetch_models
@@ -34,7 +34,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 def test_files_that_are_read_are_fetched_and_failures_named(fetched, monkeypatch) -> None:
     resolved = build.resolve(tiny_config.shipped("qwen_image_edit"))
     [problem] = fetch_models(resolved)
-    assert names(problem, f"renderer.model_path: {EDIT} ... 401 gated ... HF_TOKEN")
+    assert holds(problem, f"renderer.model_path: {EDIT} ... 401 gated ... HF_TOKEN")
     shard, part = "model-00001-of-00005.safetensors", "diffusion_pytorch_model"
     for path, name, is_read in (
         (QWEN, "merges.txt", True),

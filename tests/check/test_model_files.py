@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_config
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl import build
 from rl.api.plugin import ModelFiles
@@ -94,7 +94,7 @@ def test_damage_is_found_in_every_part_of_a_model(
         cases.append((lambda part: rewrite(part / weights.name, content[:-1]), message))
     for damage, parts in cases:
         [problem] = problems_with(name, tmp_path, damage, subfolder)
-        assert names(problem, f"model_path: {tmp_path / name} ... {parts}"), problem
+        assert holds(problem, f"model_path: {tmp_path / name} ... {parts}"), problem
 
 
 def header(text: bytes) -> bytes:
@@ -131,7 +131,7 @@ def test_damaged_files_give_messages_not_tracebacks(
     file: str, content: bytes, message: str, tmp_path: Path
 ) -> None:
     [problem] = problems_with("policy", tmp_path, lambda part: rewrite(part / file, content))
-    assert names(problem, f"model_path: {tmp_path}/policy ... {file} ... {message}"), problem
+    assert holds(problem, f"model_path: {tmp_path}/policy ... {file} ... {message}"), problem
 
 
 def shard(folder: Path) -> None:
@@ -163,7 +163,7 @@ def test_files_that_an_index_names_must_exist(tmp_path: Path) -> None:
             damage(folder)
 
         [problem] = problems_with("policy", tmp_path, damaged)
-        assert names(problem, parts), problem
+        assert holds(problem, parts), problem
 
 
 def quickstart(*overrides: str) -> list[str]:
@@ -176,11 +176,11 @@ def test_a_folder_of_an_older_model_is_refused_by_check(tmp_path, capsys) -> Non
     config |= {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
     rewrite(folder / "config.json", json.dumps(config).encode())
     [older] = quickstart(f"policy.model_path={folder}")
-    assert names(older, f"policy.model_path: {folder}/config.json ... 'qwen2_vl' ... 'qwen2_5_vl'")
+    assert holds(older, f"policy.model_path: {folder}/config.json ... 'qwen2_vl' ... 'qwen2_5_vl'")
     config |= {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLModel"]}
     rewrite(folder / "config.json", json.dumps(config).encode())
     [headless] = quickstart(f"policy.model_path={folder}")
-    assert names(headless, "architectures 'Qwen2_5_VLModel' ... 'Qwen2_5_VLForCond")
+    assert holds(headless, "architectures 'Qwen2_5_VLModel' ... 'Qwen2_5_VLForCond")
 
 
 def test_tokenizer_and_weights_may_be_in_two_folders(tmp_path: Path) -> None:
@@ -191,10 +191,10 @@ def test_tokenizer_and_weights_may_be_in_two_folders(tmp_path: Path) -> None:
     overrides = [f"policy.model_path={processor}", f"policy.init_text_encoder_from={editor}"]
     assert quickstart(*overrides) == []
     [problem] = quickstart(*overrides, "policy.text_encoder_subfolder=encoder")
-    assert names(problem, f"policy.init_text_encoder_from: {editor} ... encoder/config.json")
+    assert holds(problem, f"policy.init_text_encoder_from: {editor} ... encoder/config.json")
     (processor / "tokenizer.json").unlink()
     [problem] = quickstart(*overrides)
-    assert names(problem, f"policy.model_path: {processor} ... tokenizer.json or vocab.json")
+    assert holds(problem, f"policy.model_path: {processor} ... tokenizer.json or vocab.json")
 
 
 def test_an_editor_of_another_pipeline_is_refused(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_an_editor_of_another_pipeline_is_refused(tmp_path: Path) -> None:
     change = f"renderer.model_path={folder}"
     rewrite(folder / "model_index.json", b'{"_class_name": "QwenImageEditPlusPipeline"}')
     [problem] = quickstart(change)
-    assert names(problem, "_class_name 'QwenImageEditPlusPipeline' ... 'QwenImageEditPipeline'")
+    assert holds(problem, "_class_name 'QwenImageEditPlusPipeline' ... 'QwenImageEditPipeline'")
     assert quickstart(change, "renderer.type=qwen_image_edit_plus") == []
 
 
@@ -218,7 +218,7 @@ def test_a_hub_id_is_checked_by_its_cached_files(tmp_path, monkeypatch) -> None:
     assert quickstart(change) == [], "nothing of it is cached yet"
     file.write_text('{"model_type": "qwen3_vl"}')
     [problem] = quickstart(change)
-    assert names(problem, f"policy.model_path: some/one ({file}) ... 'qwen3_vl' ... 'qwen2_5_vl'")
+    assert holds(problem, f"policy.model_path: some/one ({file}) ... 'qwen3_vl' ... 'qwen2_5_vl'")
     assert quickstart(change, "policy.revision=other") == []
     file.write_text('{"model_type": "qwen2_5_vl"}')
     assert quickstart(change) == [], "its weights are fetched when it is loaded"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.check.run_folder import folder_problems, make_problems
 from rl.files.atomic import append_line, write_atomically
@@ -59,10 +59,10 @@ def test_what_is_read_only_is_named(run_dir: Path, name: str) -> None:
 
 def test_a_run_folder_in_a_file_or_in_proc_is_refused(tmp_path: Path) -> None:
     for path in (Path("/proc/self/run"), Path("/sys/run"), tmp_path / ("../" * 9) / "proc/run"):
-        assert names(folder_problems(path)[0], "base_exp_dir: ... kernel")
+        assert holds(folder_problems(path)[0], "base_exp_dir: ... kernel")
     (tmp_path / "file").write_text("")
     [problem] = folder_problems(tmp_path / "file" / "run")
-    assert names(problem, f"base_exp_dir: {tmp_path / 'file'} ... file ... folder")
+    assert holds(problem, f"base_exp_dir: {tmp_path / 'file'} ... file ... folder")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", ".saving.lock", "judge/left_out.json"])
@@ -92,7 +92,7 @@ def assert_refused(path: Path, parts: str) -> None:
     run_dir = next(folder for folder in (path, *path.parents) if folder.name == "run")
     for problems in (folder_problems(run_dir), make_problems(run_dir)):
         [problem] = problems
-        assert names(problem, f"base_exp_dir: {path} ... {parts}")
+        assert holds(problem, f"base_exp_dir: {path} ... {parts}")
 
 
 @pytest.mark.parametrize(

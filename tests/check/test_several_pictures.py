@@ -10,7 +10,7 @@ import tiny_config
 from PIL import Image
 from tiny_edits import write_jsonl
 from tiny_faulty_judge import MODEL, FaultyJudge
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.check import check_report
 from rl.config.schema import RunConfig
@@ -46,7 +46,7 @@ def test_more_pictures_than_the_renderer_reads_are_a_bad_row(
         config_of(tmp_path, plugin, ONE, THREE, renderer=renderer), 141
     )
     [line] = (line for line in text.splitlines() if "data.train.0: " in line)
-    assert code == 1 and names(line, f"{tmp_path}/r.jsonl, row 2: ... 3 source ... {remedy}"), line
+    assert code == 1 and holds(line, f"{tmp_path}/r.jsonl, row 2: ... 3 source ... {remedy}"), line
     skipping = config_of(
         tmp_path, plugin, ONE, THREE, renderer=renderer, data={"on_bad_row": "skip"}
     )
@@ -63,7 +63,7 @@ def test_pictures_that_fill_the_prompt_are_reported(tmp_path: Path) -> None:
         return check_report.report(config.model_copy(update={"policy": section}), 141)[0]
 
     parts = "data.train.0: ... 3 source pictures ... 188 tokens ... policy.max_prompt_tokens is 564"
-    assert names(report(564), f"{parts} ... raise")
+    assert holds(report(564), f"{parts} ... raise")
     assert "data.train.0: " not in report(565) + report(564, data={"on_bad_row": "skip"})
 
 

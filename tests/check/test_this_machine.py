@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import tiny_config
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl import build
 from rl.check import check_report, this_machine
@@ -130,32 +130,32 @@ def test_an_unsupported_device_or_dtype_names_key_and_fix(
     box(**machine)
     lines = missing(*overrides)
     assert len(lines) == bool(parts), lines
-    assert not parts or (names(lines[0], parts) and lines[0].startswith(parts.split()[0])), lines
+    assert not parts or (holds(lines[0], parts) and lines[0].startswith(parts.split()[0])), lines
 
 
 def test_gpu_problems_are_reported_also_without_a_gpu(box: Box) -> None:
     box(smi_exit="9", vllm="cpu")
     assert missing(F32) == [], "'auto' is the CPU here"
     resolved = build.resolve(tiny_config.shipped("quickstart", *ON_GPU, F32))
-    assert names(machine_lines(resolved)[1], "GPU ... engine.adapter: ... float32")
-    assert names(*missing(F32, "policy.device=cuda:0"), "engine.adapter: ... float32")
+    assert holds(machine_lines(resolved)[1], "GPU ... engine.adapter: ... float32")
+    assert holds(*missing(F32, "policy.device=cuda:0"), "engine.adapter: ... float32")
     box(smi_exit="9")
     assert machine_problems(resolved) == [], "the run may be meant for another machine"
     problems = machine_problems(resolved, is_start=True)
-    assert names(*problems, "engine.type: ... 'cuda' ... 'cpu' ... transformers")
+    assert holds(*problems, "engine.type: ... 'cuda' ... 'cpu' ... transformers")
 
 
 def test_memory_in_use_by_another_job_is_reported(box: Box) -> None:
     box(used_mb=(9, 66000))
     lines = machine_lines(build.resolve(tiny_config.shipped("quickstart", *ON_GPU)))
-    assert names(lines[1], "69.2 GB of GPU 1: ... CUDA_VISIBLE_DEVICES")
+    assert holds(lines[1], "69.2 GB of GPU 1: ... CUDA_VISIBLE_DEVICES")
 
 
 def test_too_little_shared_memory_for_ranks_is_named(box: Box, monkeypatch) -> None:
     box()
     disk_of(monkeypatch, total=64e6)
     assert missing() == []
-    assert names(*missing("world_size=2"), "/dev/shm ... 0.064 GB ... --ipc=host ... --shm-size")
+    assert holds(*missing("world_size=2"), "/dev/shm ... 0.064 GB ... --ipc=host ... --shm-size")
 
 
 LACKS = {"driver": "570.86.15", "programs": ("cc",), "has_headers": False}
@@ -182,7 +182,7 @@ def test_a_missing_driver_compiler_or_header_is_named(
     if compiler is not None:
         monkeypatch.setenv("CC", compiler)
     for problem, expected in zip(missing(*overrides), parts, strict=True):
-        assert names(problem, expected)
+        assert holds(problem, expected)
 
 
 @pytest.mark.parametrize(("cuda", "num_problems"), [(13000, 0), (12080, 1)])
@@ -219,7 +219,7 @@ def test_a_run_without_a_gpu_has_no_machine_problems(
         monkeypatch.setenv(name, value)
     assert missing(*overrides) == []
     resolved = build.resolve(tiny_config.shipped("quickstart", *ON_GPU, *overrides))
-    assert names(*machine_lines(resolved), line)
+    assert holds(*machine_lines(resolved), line)
 
 
 def test_check_and_launch_report_a_missing_compiler(box: Box) -> None:
@@ -227,14 +227,14 @@ def test_check_and_launch_report_a_missing_compiler(box: Box) -> None:
     config = tiny_config.shipped("quickstart", *ON_GPU)
     text, code = check_report.report(config, 141)
     [problem] = check_report.problems_here(config, Machine((141.0,)), 1)
-    assert names(problem, NO_COMPILER)
+    assert holds(problem, NO_COMPILER)
     assert code == 1 and text.endswith(f"\n1 wrong\n  - {problem}")
 
 
 def test_without_the_hub_a_model_must_be_in_the_cache(box: Box, monkeypatch) -> None:
     box()
     [problem] = missing("policy.model_path=some/one")  # conftest.py sets HF_HUB_OFFLINE
-    assert names(problem, "policy.model_path: some/one ... cache ... HF_HUB_OFFLINE")
+    assert holds(problem, "policy.model_path: some/one ... cache ... HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert missing("policy.model_path=some/one") == []
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny_config
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.check import check_report, this_machine
 from rl.check_gpu import gpu_machine
@@ -59,7 +59,7 @@ def test_no_driver_is_one_line_that_says_what_to_type(
     assert check_gpu.main([]) == 1
     out, err = capsys.readouterr()
     [line] = err.strip().split("\n")
-    assert not out and names(line, "no NVIDIA GPU ... NVIDIA-SMI has failed ... check-gpu --tiny")
+    assert not out and holds(line, "no NVIDIA GPU ... NVIDIA-SMI has failed ... check-gpu --tiny")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_gpus_by_nvidia_smi(smi: Smi, gpu: str, processes: str, parts: str) -> N
     found, why = this_machine.gpus()
     assert not why
     lines = [*gpu_machine.driver(found), gpu_machine.gpu_memory(found[0])]
-    assert names(told(*lines), parts)
+    assert holds(told(*lines), parts)
 
 
 def test_only_visible_gpus_are_looked_at(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,15 +90,15 @@ def test_an_old_driver(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(H100.replace("580.65.06", "535.1"))
     monkeypatch.setattr(this_machine, "version", lambda name: "2.13.0")
     [line] = gpu_machine.driver(this_machine.gpus()[0])
-    assert names(told(line), "FAIL ... 535.1 ... fix: ... 580")
+    assert holds(told(line), "FAIL ... 535.1 ... fix: ... 580")
 
 
 def test_no_compiler(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(H100)
     monkeypatch.setattr(gpu_machine, "pytorch", lambda num_gpus: [])
     lines = told(*gpu_machine.machine(Asked(".")))
-    assert names(lines, "FAIL ... compiler ... gcc, clang ... fix: apt install build-ess")
-    assert names(told(*gpu_machine.machine(Asked(".", tiny=True))), "SKIPPED ... compiler")
+    assert holds(lines, "FAIL ... compiler ... gcc, clang ... fix: apt install build-ess")
+    assert holds(told(*gpu_machine.machine(Asked(".", tiny=True))), "SKIPPED ... compiler")
 
 
 def test_little_shared_memory_and_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +106,8 @@ def test_little_shared_memory_and_a_full_disk(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("shutil.disk_usage", lambda place: full)
     lines = told(*gpu_machine.machine(Asked(".", tiny=True, num_gpus=2)))
     shared = "FAIL ... /dev/shm: ... 0.064 GB ... fix: ... --shm-size"
-    assert names(lines, f"{shared} ... FAIL ... disk: 0.064 GB ... fix: make room, or set TMPDIR")
-    assert names(told(*gpu_machine.machine(Asked(".", tiny=True, num_gpus=1))), "PASS ... /dev/shm")
+    assert holds(lines, f"{shared} ... FAIL ... disk: 0.064 GB ... fix: make room, or set TMPDIR")
+    assert holds(told(*gpu_machine.machine(Asked(".", tiny=True, num_gpus=1))), "PASS ... /dev/shm")
 
 
 def test_too_little_host_memory_for_the_configs_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +117,9 @@ def test_too_little_host_memory_for_the_configs_plan(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(this_machine, "host_memory_gb", lambda: 48.0)
     asked = Asked(".", num_gpus=8, gpu_gb=80.0, config="configs/qwen_image_edit.jsonnet")
     [line] = gpu_machine.config_lines(asked)
-    assert names(told(line), "FAIL ... config: host memory ... has 48.0 ... fix: ")
+    assert holds(told(line), "FAIL ... config: host memory ... has 48.0 ... fix: ")
     monkeypatch.setattr(this_machine, "host_memory_gb", lambda: 2000.0)
-    assert names(told(*gpu_machine.config_lines(asked)), "PASS ... config: fits")
+    assert holds(told(*gpu_machine.config_lines(asked)), "PASS ... config: fits")
     [line] = gpu_machine.config_lines(replace(asked, config="configs/nothing.jsonnet"))
     assert line.status == "FAIL"
 
@@ -150,7 +150,7 @@ def test_a_child_that_does_not_end_well_is_a_line(
 ) -> None:
     before, line = lines_of(function, tmp_path, limit_s)
     assert before == result("before it", True)
-    assert names(told(line), parts)
+    assert holds(told(line), parts)
 
 
 def test_what_libraries_print_is_no_line(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_what_libraries_print_is_no_line(tmp_path: Path) -> None:
 def test_planted_faults(tmp_path: Path, function: str, parts: str) -> None:
     lines = lines_of(function, tmp_path)
     print(told(*lines))
-    assert names(told(*lines), parts)
+    assert holds(told(*lines), parts)
 
 
 def test_steps_that_cannot_run_here_are_skipped(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_steps_that_cannot_run_here_are_skipped(tmp_path: Path) -> None:
     assert line == skipped("planted")
     large = Step("large", "tiny_gpu_faults:killed", 60, needs_gb=78)
     [line] = run_step(large, Asked(str(tmp_path), num_gpus=1, gpu_gb=24.0))
-    assert names(told(line), "SKIPPED ... 80 GB ... 24")
+    assert holds(told(line), "SKIPPED ... 80 GB ... 24")
     [line] = run_step(Step("gone", "no_such_room.file:step", 60), Asked(str(tmp_path), tiny=True))
-    assert names(told(line), "SKIPPED ... clone")
+    assert holds(told(line), "SKIPPED ... clone")
 
 
 # The end
@@ -228,9 +228,9 @@ def test_the_command_ends_with_a_verdict_keys_and_a_report(
     out = tmp_path / "report.md"
     assert check_gpu.main(["--out", str(out)]) == 1
     printed = capsys.readouterr().out
-    assert names(
+    assert holds(
         printed,
         "FAIL ... SKIPPED ... packed attention: see PyTorch ... NOT READY (1 FAIL, 1 SKIPPED): fix "
         "'PyTorch' first ... gpu_gb=85 ... world_size=2 ... engine.type=transformers ... report",
     )
-    assert names(out.read_text(), "# rl check-gpu ... GPUs: NVIDIA H100 ... FAIL ... NOT READY")
+    assert holds(out.read_text(), "# rl check-gpu ... GPUs: NVIDIA H100 ... FAIL ... NOT READY")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl import build
 from rl.config import earl_fields
@@ -189,7 +189,7 @@ def test_a_stray_field_does_not_make_a_nested_config_flat() -> None:
         load_config(ROOT / "configs/quickstart.jsonnet", ["model_path=x", "kl_coeff=1"], ENV)
     second, first = sorted(caught.value.problems)
     assert "model_path: " in first
-    assert names(second, "kl_coeff: ... 'algorithm.kl_coeff'")
+    assert holds(second, "kl_coeff: ... 'algorithm.kl_coeff'")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_stray_field_does_not_make_a_nested_config_flat() -> None:
 def test_mistakes_name_field_and_fix(tmp_path: Path, changes: dict[str, Any], parts: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, flat(**changes))
-    assert names(caught.value, parts), caught.value
+    assert holds(caught.value, parts), caught.value
 
 
 @cache

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.check import check_report
 from rl.checkpoints import checkpoint
@@ -57,7 +57,7 @@ def config_of(run_dir: Path, *overrides: str) -> Any:
 def test_a_run_of_the_last_release_can_be_resumed(run_dir: Path) -> None:
     config = config_of(run_dir)
     assert check_report.problems(config) == []
-    assert names(check_report.report(config, 80)[0].splitlines()[0], "after 2 iterations")
+    assert holds(check_report.report(config, 80)[0].splitlines()[0], "after 2 iterations")
 
 
 def test_a_breaking_change_to_an_old_run_is_refused(run_dir: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_config_of_another_format_is_one_problem(number: str, parts: str) -> N
     with pytest.raises(ConfigError) as caught:
         load_config(name, [f"format={number}", "baseline_arm=never", "no_key_yet=1"])
     [problem] = caught.value.problems
-    assert names(problem, f"{name} ... {parts}")
+    assert holds(problem, f"{name} ... {parts}")
 
 
 @pytest.mark.parametrize(
@@ -115,16 +115,16 @@ def test_what_a_newer_version_wrote_is_refused(
     folder = (run_dir / file).parent
     message = f"{folder} has the format {current + 1}, ... {current} to {current} ... {NEWER}"
     [problem] = check_report.problems(config_of(run_dir))
-    assert names(problem, f"run_name: ... {message} ... another run_name ... move {run_dir} away")
+    assert holds(problem, f"run_name: ... {message} ... another run_name ... move {run_dir} away")
     for use in (checkpoint.model_folder, load_trained):
         with pytest.raises(ValueError) as refused:
             use(run_dir)
-        assert names(refused.value, message)
+        assert holds(refused.value, message)
     with pytest.raises(SystemExit, match=NEWER):
         export.main([str(run_dir), str(run_dir / "exported")])
     if file == "config.json":
         assert report_command.main([str(run_dir)]) == 1
-        assert names(capsys.readouterr().err, message)
+        assert holds(capsys.readouterr().err, message)
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ def test_an_adapter_that_cannot_be_read_is_refused(run_dir: Path, written: str, 
     overrides = ["policy.model_path=pkg://tiny_world/weights/rewriter", "base_exp_dir=elsewhere"]
     config = config_of(run_dir, *overrides, f"policy.adapter_path={adapter}")
     [problem] = check_report.problems(config)
-    assert names(problem, f"policy.adapter_path: ... {parts}")
+    assert holds(problem, f"policy.adapter_path: ... {parts}")
 
 
 def test_an_older_format_is_refused_and_a_run_writes_the_current_one(run_dir) -> None:
     config = config_of(run_dir)
     rewrite(run_dir / "config.json", lambda written: written.pop("format"))
     [problem] = check_report.problems(config)
-    assert names(problem, "format 1 ... 3 to 3 ... the version of vlm-edit-rl that wrote it")
+    assert holds(problem, "format 1 ... 3 to 3 ... the version of vlm-edit-rl that wrote it")
     RunRecord(run_dir, config, Dist()).write_config()
     assert json.loads((run_dir / "config.json").read_text())["format"] == formats.CONFIG

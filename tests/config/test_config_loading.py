@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_config
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.config import jsonnet
 from rl.config.messages import validate
@@ -44,7 +44,7 @@ def test_every_missing_variable_is_named_with_its_line(tmp_path: Path, run_file:
         f"std.extVar('HOME') ... {path.name}:5 ... only",
         "seed: -1",  # the rest is checked as well
     ):
-        assert any(names(problem, parts) for problem in problems), parts
+        assert any(holds(problem, parts) for problem in problems), parts
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_the_search_for_missing_variables_ends(tmp_path: Path) -> None:
     path = tmp_path / "endless.jsonnet"
     path.write_text("local f(n) = f(std.extVar(n) + '1') tailstrict; { a: f('APP__A') }")
     expected = f"set ... APP__A ... {path.name}:1"
-    assert any(names(problem, expected) for problem in problems_of(path))
+    assert any(holds(problem, expected) for problem in problems_of(path))
 
 
 @pytest.mark.parametrize("override", ["seed=1", "seed=local f(x) = f(x) tailstrict; f(1)"])
@@ -63,7 +63,7 @@ def test_an_endless_program_is_stopped(tmp_path, run_file, monkeypatch, override
         path = tmp_path / "endless.jsonnet"
         path.write_text("local f(x) = f(x + 1) tailstrict; { a: f(1) }")
     [problem] = problems_of(path, override)
-    assert names(problem, f"{path} ... longer than 0.5 s ... recursion")
+    assert holds(problem, f"{path} ... longer than 0.5 s ... recursion")
 
 
 def test_bytes_that_are_not_utf_8_are_refused(tmp_path: Path, run_file: Path) -> None:
@@ -134,14 +134,14 @@ def test_values_that_the_file_derives_follow_an_override(tmp_path: Path, run_fil
 )
 def test_a_wrong_override_is_explained(run_file: Path, override: str, parts: str) -> None:
     [problem] = problems_of(run_file, override)
-    assert names(problem, parts), problem
+    assert holds(problem, parts), problem
 
 
 def test_a_byte_order_mark_is_named(tmp_path: Path) -> None:
     file = tmp_path / "marked.jsonnet"
     file.write_bytes(b"\xef\xbb\xbf{ run_name: 'x' }")
     [problem] = problems_of(file)
-    assert names(problem, "marked.jsonnet:1:1 ... byte order mark ... UTF-8 without")
+    assert holds(problem, "marked.jsonnet:1:1 ... byte order mark ... UTF-8 without")
 
 
 def test_all_problems_come_at_once_and_name_the_file(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_all_problems_come_at_once_and_name_the_file(tmp_path: Path) -> None:
         "world_size: 0",
         "generations_per_prompt: missing",
     ):
-        assert any(names(problem, expected) for problem in problems), (expected, problems)
+        assert any(holds(problem, expected) for problem in problems), (expected, problems)
     assert len(problems) == 4
 
 
@@ -177,4 +177,4 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
 def test_a_sections_own_message_gets_its_key() -> None:
     values = {"type": "viescore", "semantics_prompt": "/none.txt"}
     _, [problem] = validate(viescore.Config, values, at="rewards.vie")
-    assert names(problem, "rewards.vie: semantics_prompt: ... /none.txt")
+    assert holds(problem, "rewards.vie: semantics_prompt: ... /none.txt")

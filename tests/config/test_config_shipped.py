@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl import build
 from rl.check import check_report
@@ -63,7 +63,7 @@ def test_an_unknown_config_name_gets_a_suggestion(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(name)
     [problem] = caught.value.problems
-    assert names(problem, f"{name}: ... 'configs/quickstart.jsonnet'")
+    assert holds(problem, f"{name}: ... 'configs/quickstart.jsonnet'")
 
 
 def test_only_paths_in_configs_can_mean_a_shipped_config(tmp_path, monkeypatch) -> None:
@@ -93,7 +93,7 @@ def test_a_pkg_path_is_found_without_an_import(
 def test_a_pkg_path_without_a_package_names_its_key(path: str) -> None:
     config = load_config(ROOT / "configs" / "quickstart.jsonnet", [f"policy.model_path={path}"])
     [problem] = check_report.problems(config)
-    assert names(problem, f"policy.model_path: ... {path!r} ... no package")
+    assert holds(problem, f"policy.model_path: ... {path!r} ... no package")
 
 
 @pytest.mark.slow

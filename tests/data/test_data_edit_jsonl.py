@@ -6,7 +6,7 @@ import json
 
 import pytest
 from tiny_edits import PHOTO_SIZE, save_photos, write_jsonl
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.api.data import RowRules
 from rl.data import edit_jsonl
@@ -105,7 +105,7 @@ def test_a_bad_row_is_named_with_file_row_and_fix_or_skipped(folder, case):
     problems, raised, ids, num_skipped = outcomes(folder, [{**GOOD, "id": first}, row, FLOWER])
     prefix = f"{folder / 'edits.jsonl'}, row 2: "
     assert len(problems) == 1
-    assert problems[0].startswith(prefix) and names(problems[0], message)
+    assert problems[0].startswith(prefix) and holds(problems[0], message)
     assert raised.startswith(problems[0]) and "data.on_bad_row: 'skip'" in raised
     assert (ids, num_skipped) == ([first, "edits.jsonl:3"], 1)
 
@@ -120,7 +120,7 @@ def test_a_bad_row_is_named_with_file_row_and_fix_or_skipped(folder, case):
 def test_a_column_that_the_config_names_is_required_of_every_row(folder, more, columns, message):
     rows = [{**GOOD, **more}, {**GOOD, "target_image": "flower.jpg", "answer": 0}]
     problems, _, ids, num_skipped = outcomes(folder, rows, columns=columns)
-    assert names(problems[0], message)
+    assert holds(problems[0], message)
     assert (ids, num_skipped) == (["edits.jsonl:2"], 1)
 
 
@@ -154,12 +154,12 @@ def test_a_file_without_usable_rows_is_reported(folder):
     def problem(path, mode="error"):
         return edit_jsonl.EditJsonl.problems(config(str(path)), RowRules(mode, MAX_SIDE_PX))[0]
 
-    assert names(problem(folder / "gone.jsonl"), "gone.jsonl ... exist")
+    assert holds(problem(folder / "gone.jsonl"), "gone.jsonl ... exist")
     assert edit_jsonl.EditJsonl.count(config(str(folder / "gone.jsonl"))) is None
     (folder / "empty.jsonl").write_text("\n")
-    assert names(problem(folder / "empty.jsonl"), "empty.jsonl ... is empty")
+    assert holds(problem(folder / "empty.jsonl"), "empty.jsonl ... is empty")
     (folder / "utf16.jsonl").write_text(json.dumps(GOOD), encoding="utf-16")
-    assert names(problem(folder / "utf16.jsonl"), "row 1: ... UTF-8")
+    assert holds(problem(folder / "utf16.jsonl"), "row 1: ... UTF-8")
     assert "no row is left" in problem(folder / "utf16.jsonl", "skip")
     with pytest.raises(BadRowError, match="no row is left"):
         edit_jsonl.EditJsonl(config(str(folder / "utf16.jsonl")), RowRules("skip", MAX_SIDE_PX))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_tokens import fields, rename_globals, save_published, write_list
 
 from rl.api.data import RowRules
@@ -166,7 +166,7 @@ def test_missing_entries_are_named_or_skipped(tmp_path: Path) -> None:
     entries = save_published(tmp_path / "set" / "feature", range(3))
     path = write_list(tmp_path / "set" / "list" / "l.json", [*entries[:2], "gone.pth", entries[2]])
     problems = emu3_tokens.TokenisedEdits.problems(make_config(path), RULES)
-    assert names(problems[0], "entry 2 ... gone.pth ... exist")
+    assert holds(problems[0], "entry 2 ... gone.pth ... exist")
     assert "1 of the first 4" in problems[1]
     assert emu3_tokens.TokenisedEdits.problems(make_config(path), RowRules("skip", 4096)) == []
     with pytest.raises(BadRowError, match=r"(?s)gone\.pth .*on_bad_row: 'skip'"):

@@ -9,7 +9,7 @@ import datasets
 import pytest
 from datasets import Dataset, DatasetDict, Features, Image, Value
 from tiny_edits import PHOTO_SIZE, save_photos
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.api.data import RowRules
 from rl.data import hf_dataset
@@ -124,7 +124,7 @@ def test_a_missing_column_is_named_with_the_existing_ones(folder):
     settings = config(folder / "edits.parquet", columns={"instruction": "prompt"})
     expected = "edits.parquet: ... 'prompt', 'image' ... before, after, edit, complexity, meta"
     [problem] = hf_dataset.HfDataset.problems(settings, RULES)
-    assert names(problem, f"{expected} ... `columns`")
+    assert holds(problem, f"{expected} ... `columns`")
     with pytest.raises(BadRowError, match="'prompt', 'image'"):
         hf_dataset.HfDataset(settings, RULES)
 
@@ -152,7 +152,7 @@ def test_a_missing_data_set_is_reported(folder):
         ("fake.parquet", str(folder / "fake.parquet")),
     ):
         [problem] = problems(folder / name)
-        assert names(problem, parts), problem
+        assert holds(problem, parts), problem
     assert problems("owner/name") == []
     with pytest.raises(BadRowError, match=r"owner/name: .* file or folder"):
         build("owner/name")
@@ -173,9 +173,9 @@ def test_bad_rows_are_named_or_skipped(folder, tmp_path):
     with pytest.raises(BadRowError) as error:
         build(tmp_path / "bad.parquet")
     lines = str(error.value).splitlines()
-    assert names(lines[0], "row 1: source picture ('before') ... 6 B ... none of PNG")
-    assert names(lines[1], "row 2: ... 'edit' ... empty")
-    assert names(lines[2], "row 3: source picture ('before') ... None")
+    assert holds(lines[0], "row 1: source picture ('before') ... 6 B ... none of PNG")
+    assert holds(lines[1], "row 2: ... 'edit' ... empty")
+    assert holds(lines[2], "row 3: source picture ('before') ... None")
     kept = build(tmp_path / "bad.parquet", "skip")
     assert (len(kept), kept.num_skipped) == (2, 3)
     with pytest.raises(BadRowError, match=r"row 4: .*truncated"):

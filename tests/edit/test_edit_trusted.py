@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tiny_checkpoints import checkpoints_in, save
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_run import run_config
 
 from rl.edit.trained import config_for_use, load_trained
@@ -31,7 +31,7 @@ def test_a_plugin_of_its_own_is_not_imported_unasked(tmp_path: Path, monkeypatch
         refusals = [_refusal(run) for run in (tmp_path, model)]
         if key in ("renderer", "policy"):
             expected = f"{key}.type ... evilplugin.Draws ... --set {key}.type"
-            assert all(names(message, expected) for message in refusals), refusals
+            assert all(holds(message, expected) for message in refusals), refusals
         assert not (tmp_path / "ran").exists(), key
     values = run_config().model_dump(mode="json") | {"renderer": evil}
     (tmp_path / "config.json").write_text(json.dumps(values))

@@ -1,11 +1,14 @@
-"""Pictures written as tokens: both engines against a masked softmax of the stock model."""
+"""Pictures written as tokens: both engines against a masked softmax of the stock model.
+
+Axes: `_P` prompts, `_PG` the completions of each prompt.
+"""
 
 from dataclasses import replace
 
 import pytest
 import tiny_image_writer as tiny
 import torch
-from tiny_rounding import NATS
+from tiny_rounding import FORWARD_TOL
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from rl.api.engine import EngineSetup
@@ -15,8 +18,6 @@ from rl.engines import transformers as transformers_engine
 from rl.engines.vllm import vllm as vllm_engine
 
 SEEDS = [7, 70, 700, 7000]
-
-
 pytestmark = pytest.mark.slow
 
 
@@ -78,10 +79,10 @@ def max_dlogp(sampled, expected) -> float:
 def test_logprobs_and_forced_flags_of_mixed_grids(
     engine, policy, prompts_P, stock, temperature, max_tokens, monkeypatch
 ):
-    """Four grids and a free prompt in one batch, against an independent masked softmax; 20 tokens
-    cut some pictures in the middle."""
+    """Prompts with four grids and one without a grid in a batch, against an independent masked
+    softmax. A limit of 20 tokens ends some pictures in the middle."""
     vocabulary, decoder = policy.image_vocabulary, policy.decoder
-    # A constrained Emu3 gives a grid to every prompt that it builds.
+    # An Emu3 with `policy.constrained` expects a grid in every prompt that its decoder gets.
     monkeypatch.setattr(
         policy, "decoder", lambda P, n: decoder([replace(p, grid=(1, 1)) for p in P], n)
     )
@@ -92,7 +93,7 @@ def test_logprobs_and_forced_flags_of_mixed_grids(
     num_whole = num_cut = 0
     for prompt, completion in pairs(mixed_P, completions_PG):
         expected = tiny.reference_logprobs(stock, prompt, completion, vocabulary, temperature)
-        assert max_dlogp(completion.logprobs, expected) <= NATS
+        assert max_dlogp(completion.logprobs, expected) <= FORWARD_TOL
         if prompt.grid is None:
             assert completion.forced is None
             continue
@@ -110,7 +111,7 @@ def test_logprobs_and_forced_flags_of_mixed_grids(
                 assert action.payload.shape == prompt.grid
     assert num_cut > 0 if max_tokens == 20 else num_whole >= 10
     drawn = {token for c in completions_PG[-1] for token in c.token_ids}
-    assert any(token >= vocabulary.visual_start for token in drawn), "a free prompt may draw codes"
+    assert any(token >= vocabulary.visual_start for token in drawn), "codes are allowed"
 
 
 @pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.77}])
@@ -119,7 +120,7 @@ def test_top_k_and_top_p_apply_after_the_grammar_mask(engine, policy, prompts_P,
     completions_PG = engine.generate(prompts_P, params(0.9, num_completions=4, **truncation), SEEDS)
     for prompt, completion in pairs(prompts_P, completions_PG):
         expected = tiny.reference_logprobs(stock, prompt, completion, vocabulary, 0.9, **truncation)
-        assert max_dlogp(completion.logprobs, expected) <= NATS
+        assert max_dlogp(completion.logprobs, expected) <= FORWARD_TOL
 
 
 def test_both_engines_agree_when_greedy(vllm, transformers, prompts_P):
@@ -154,7 +155,7 @@ def test_preempted_requests_resume_correctly(vllm, policy, prompts_P, stock, mon
         ids = completion.token_ids
         assert completion.forced == tiny.expected_forced(ids, prompt.grid, vocabulary)
         expected = tiny.reference_logprobs(stock, prompt, completion, vocabulary)
-        assert max_dlogp(completion.logprobs, expected) <= NATS
+        assert max_dlogp(completion.logprobs, expected) <= FORWARD_TOL
 
 
 def test_many_banned_ids_are_never_drawn(engine, policy, prompts_P, monkeypatch):

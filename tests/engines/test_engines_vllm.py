@@ -7,9 +7,9 @@ import tiny_qwen
 import torch
 import vllm
 from tiny_engines import assert_ended, assert_same, max_dlogp
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_policy import trainable
-from tiny_rounding import NATS
+from tiny_rounding import FORWARD_TOL
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from rl.api.engine import EngineSetup
@@ -113,7 +113,7 @@ def test_logprobs_equal_the_trainers_after_every_update_and_sync(
         engine.load_weights(weights)
         assert engine.held_fingerprint() == weights.fingerprint
         completions_PG = engine.generate(prompts_P, params(0.7), [iteration, 70, 700])
-        assert max_dlogp(policy, prompts_P, completions_PG) <= NATS
+        assert max_dlogp(policy, prompts_P, completions_PG) <= FORWARD_TOL
         assert len({c.token_ids for group in completions_PG for c in group}) == 12
         step(policy, prompts_P, completions_PG)
     stale = engine.generate(prompts_P, params(0.7), [1, 2, 3])
@@ -164,7 +164,7 @@ def test_a_sync_drops_the_cache_of_the_old_weights(engine, policy, prompts_P):
                 patch.setattr(vllm.LLM, "reset_prefix_cache", lambda _: True)
             engine.load_weights(export(policy))
         completions_PG = engine.generate(prompts_P, params(), [1, 2, 3])
-        assert (max_dlogp(policy, prompts_P, completions_PG) <= NATS) == agrees
+        assert (max_dlogp(policy, prompts_P, completions_PG) <= FORWARD_TOL) == agrees
 
 
 def test_a_groups_prompt_and_picture_are_read_once(engine, policy, worker, monkeypatch):
@@ -188,7 +188,7 @@ def test_a_groups_prompt_and_picture_are_read_once(engine, policy, worker, monke
     monkeypatch.setattr(Scheduler, "schedule", counting)
     fresh_P = [policy.build_prompt(tiny_qwen.sample(900 + i, width=64 * (i + 1))) for i in range(3)]
     completions_PG = engine.generate(fresh_P, params(), [7, 70, 700])
-    assert max_dlogp(policy, fresh_P, completions_PG) <= NATS
+    assert max_dlogp(policy, fresh_P, completions_PG) <= FORWARD_TOL
     assert encoded == [1, 1, 1], "three pictures, each encoded once and alone"
     tails = [len(prompt.token_ids) - 64 for prompt in fresh_P]
     assert all(0 < tail <= 32 for tail in tails)
@@ -248,7 +248,7 @@ def test_greedy_equals_the_transformers_engine(synced, policy, prompts_P):
     for vllm_G, plain_G in zip(vllm_PG, plain.generate(prompts_P, greedy, [0, 0, 0]), strict=True):
         assert [c.token_ids for c in vllm_G] == [c.token_ids for c in plain_G]
         difference = torch.tensor(vllm_G[0].logprobs) - torch.tensor(plain_G[0].logprobs)
-        assert difference.abs().max() <= NATS
+        assert difference.abs().max() <= FORWARD_TOL
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.8, -1), (1.0, 5), (0.9, 20)])
@@ -276,7 +276,7 @@ def test_prompts_of_several_pictures_are_sampled_too(synced, policy, monkeypatch
     ]
     assert [len(prompt.images) for prompt in prompts_P] == [3, 2, 1]
     completions_PG = synced.generate(prompts_P, params(), [7, 70, 700])
-    assert max_dlogp(policy, prompts_P, completions_PG) <= NATS
+    assert max_dlogp(policy, prompts_P, completions_PG) <= FORWARD_TOL
     monkeypatch.setattr(policy.prompts, "_template", replace(several, picture="{image}"))
     unnumbered = [policy.build_prompt(prompt.sample) for prompt in prompts_P]
     assert max_dlogp(policy, unnumbered, completions_PG) > 1e-2, "the check can fail"
@@ -310,7 +310,7 @@ def test_weights_that_vllm_has_repacked_are_not_shared(engine, policy, monkeypat
     [line] = capsys.readouterr().err.strip().split("\n")
     print(line)
     reason = "layers.0.self_attn.q_proj.weight ... (64, 64) ... (0,) ... a kernel has repacked it"
-    assert names(line, f"engine.share_base_weights: nothing is shared ... {reason}")
+    assert holds(line, f"engine.share_base_weights: nothing is shared ... {reason}")
     assert [parameter.data_ptr() for parameter in policy.module.parameters()] == addresses
 
 

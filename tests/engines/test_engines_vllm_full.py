@@ -10,7 +10,7 @@ import torch
 import vllm
 from tiny_engines import max_dlogp
 from tiny_policy import make_emu3, step_in_bfloat16, trainable
-from tiny_rounding import NATS
+from tiny_rounding import FORWARD_TOL
 
 from rl.api.engine import EngineSetup
 from rl.api.policy import PolicySetup
@@ -69,7 +69,7 @@ def test_full_weights_arrive_after_every_update(engine, policy):
 
     for iteration in range(3):
         completions_PG = engine.generate(prompts_P, PARAMS, [10 * iteration, 1000])
-        assert max_dlogp(policy, prompts_P, completions_PG) <= NATS
+        assert max_dlogp(policy, prompts_P, completions_PG) <= FORWARD_TOL
         rows = [(prompts_P[0], completion.token_ids) for completion in completions_PG[0]]
         policy.module(policy.collate(rows)).logprobs.sum().backward()
         optimizer.step()

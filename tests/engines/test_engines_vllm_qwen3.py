@@ -14,7 +14,7 @@ import tiny_qwen3
 import torch
 from tiny_engines import max_dlogp
 from tiny_policy import move, randomize_lora_b, trainable
-from tiny_rounding import NATS
+from tiny_rounding import FORWARD_TOL
 
 from rl.api.engine import EngineSetup
 from rl.api.plugin import PluginConfig
@@ -76,7 +76,7 @@ def test_an_adapter_and_features_of_all_levels_give_the_trainers_log_probs(
             assert engine.held_fingerprint() == weights.fingerprint
             assert len(engine._expected) == 4 * 4, "q, k, v, o of four layers"
             completions_PG = engine.generate(prompts_P, PARAMS, SEEDS)
-            assert max_dlogp(policy, prompts_P, completions_PG) <= NATS
+            assert max_dlogp(policy, prompts_P, completions_PG) <= FORWARD_TOL
         move(policy, 0.02)
         assert max_dlogp(policy, prompts_P, completions_PG) > 1e-2, "the check can fail"
 
@@ -96,17 +96,17 @@ def test_without_its_deepstack_features_a_picture_gives_other_log_probs(
         engine._drop_caches()
         completions_PG = engine.generate(prompts_P, PARAMS, SEEDS)
         assert max_dlogp(policy, prompts_P[:2], completions_PG[:2]) > 0.1
-        assert max_dlogp(policy, prompts_P[2:], completions_PG[2:]) <= NATS
+        assert max_dlogp(policy, prompts_P[2:], completions_PG[2:]) <= FORWARD_TOL
         monkeypatch.undo()
         engine._drop_caches()
         completions_PG = engine.generate(prompts_P, PARAMS, SEEDS)
-        assert max_dlogp(policy, prompts_P, completions_PG) <= NATS
+        assert max_dlogp(policy, prompts_P, completions_PG) <= FORWARD_TOL
         peer = TransformersEngine(PluginConfig(), EngineSetup(policy, "cpu"))
         greedy = replace(PARAMS, temperature=0.0, num_completions=1)
         vllm_PG, peer_PG = (e.generate(prompts_P, greedy, SEEDS) for e in (engine, peer))
         for [sampled], [plain] in zip(vllm_PG, peer_PG, strict=True):
             assert sampled.token_ids == plain.token_ids
-        assert max_dlogp(policy, prompts_P, peer.generate(prompts_P, PARAMS, SEEDS)) <= NATS
+        assert max_dlogp(policy, prompts_P, peer.generate(prompts_P, PARAMS, SEEDS)) <= FORWARD_TOL
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -118,7 +118,7 @@ def test_full_weights_arrive_at_an_engine_with_its_own_tower(tmp_path: Path, tie
         prompts_P = prompts_of(policy)
         for iteration in range(2):
             completions_PG = engine.generate(prompts_P, PARAMS, SEEDS)
-            assert max_dlogp(policy, prompts_P, completions_PG) <= NATS
+            assert max_dlogp(policy, prompts_P, completions_PG) <= FORWARD_TOL
             move(policy, 0.02)
             assert max_dlogp(policy, prompts_P, completions_PG) > 1e-2, "the check can fail"
             weights = policy.export_weights(trainable(policy), iteration)

@@ -17,7 +17,7 @@ from tiny_faulty_judge import (
     read_pair,
     with_client,
 )
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_ranks import held_port
 
 from rl.api.judge import Answer
@@ -71,8 +71,8 @@ def test_an_address_that_fails_and_recovers_loses_no_answer(caplog) -> None:
     assert all(answer.attempts <= 3 for answer in answers), "another address is asked at once"
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 2, warnings
-    assert names(warnings[0], f"{dying.api_base} ... 4 times ... probe")
-    assert names(warnings[1], f"{dying.api_base} ... again")
+    assert holds(warnings[0], f"{dying.api_base} ... 4 times ... probe")
+    assert holds(warnings[1], f"{dying.api_base} ... again")
     assert client.take_stats().breaker_openings == 1
 
 
@@ -125,7 +125,7 @@ def test_an_address_that_refuses_what_another_accepts_counts_as_down(caplog) -> 
         answers, _ = with_client([changed, other], script, breaker_pause_s=30.0)
     assert all_graded(answers)
     [warning] = [record.getMessage() for record in caplog.records]
-    assert names(warning, f"{changed.api_base} ... HTTP 404 no such model ... 30 s")
+    assert holds(warning, f"{changed.api_base} ... HTTP 404 no such model ... 30 s")
 
 
 def test_each_address_has_its_own_dialect() -> None:
@@ -157,7 +157,7 @@ def test_the_health_check_needs_one_working_address(caplog: pytest.LogCaptureFix
         answers, _ = with_client([dead_address, judge], script, breaker_pause_s=30.0)
         assert all_graded(answers) and len(judge.requests) == 6
         [warning] = [record.getMessage() for record in caplog.records]
-        assert names(warning, f"the judge at {dead_address} ... after 0 s")
+        assert holds(warning, f"the judge at {dead_address} ... after 0 s")
         with pytest.raises(JudgeUnreachableError) as error:
             with_client([dead_address, f"{dead_address}/too"], lambda c: c.check_health(0.0))
         assert dead_address in str(error.value) and f"{dead_address}/too" in str(error.value)

@@ -22,7 +22,7 @@ from tiny_faulty_judge import (
     read_pair,
     with_client,
 )
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_ranks import held_port
 
 from rl.api.judge import Question
@@ -212,7 +212,7 @@ def test_the_health_check_reports_an_unreachable_judge_in_time() -> None:
         with pytest.raises(JudgeUnreachableError) as error:
             _health(api_base, wait_s=0.5)
         assert 0.4 < time.monotonic() - started < 4
-    assert names(error.value, f"{api_base} ... judge.api_base")
+    assert holds(error.value, f"{api_base} ... judge.api_base")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tiny_faulty_judge import (
     answers_of,
     pair_question,
 )
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.api.judge import Answer
 from rl.judge.client import JudgeClient, JudgeRefused
@@ -130,7 +130,7 @@ def test_three_refused_parameters_cost_three_extra_requests_once(dialect: str, c
     assert judge.requests[-1]["max_completion_tokens"] == 300
     assert client.take_stats().retries == {"parameter": 3}
     [log] = [record.getMessage() for record in caplog.records]
-    assert names(log, f"{judge.api_base} ... no seed ... no temperature ... max_completion_tokens")
+    assert holds(log, f"{judge.api_base} ... no seed ... no temperature ... max_completion_tokens")
 
 
 def test_questions_at_once_are_all_answered(caplog: pytest.LogCaptureFixture) -> None:

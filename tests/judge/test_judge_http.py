@@ -25,7 +25,7 @@ from tiny_faulty_judge import (
     said,
     with_client,
 )
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.judge import http as judge_http
 from rl.judge.client import Answer, JudgeRefused, JudgeStats
@@ -290,7 +290,7 @@ def test_a_wrong_environment_variable_is_named_in_the_error(
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError) as error:
         judge_http.JudgeHttp(api_base, {}, max_connections=1)
-    assert names(error.value, f"{name} ... {parts}")
+    assert holds(error.value, f"{name} ... {parts}")
     judge_http.JudgeHttp("http://127.0.0.1:1/v1", {}, max_connections=1)  # uses neither
 
 

@@ -15,7 +15,7 @@ from tiny_faulty_judge import (
     answers_of,
     pair_question,
 )
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.judge.client import JudgeRefused, JudgeStats
 
@@ -74,7 +74,7 @@ def test_a_model_name_that_changes_is_logged(caplog: pytest.LogCaptureFixture) -
     """A gateway falls back to another model for a while."""
     stats, num_answered = ask([answer(MODEL)] * 2 + [answer("fallback")] * 2 + [answer(MODEL)] * 2)
     [line] = [record.getMessage() for record in caplog.records]
-    assert names(line, f"'fallback' ... '{MODEL}'")
+    assert holds(line, f"'fallback' ... '{MODEL}'")
     assert (stats.other_model, num_answered) == (2, 6)
 
 
@@ -90,7 +90,7 @@ def test_a_judge_that_serves_another_model_stops_the_run() -> None:
         ask([answer(MODEL), answer(other)], models=serving(other))
     message = str(refused.value)
     assert "answers as 'other-judge" in message
-    assert names(message, "it serves: other-judge ... Remedy: ")
+    assert holds(message, "it serves: other-judge ... Remedy: ")
     assert message.isprintable()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny_loop
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_waits import wait_for
 
 from rl.config.schema import JudgeConfig
@@ -128,7 +128,7 @@ def test_a_judge_that_exits_is_reported_with_its_last_output(tmp_path: Path) -> 
     log.write_text("of another run\n")
     command = python("import sys; print('no weights:\x1b[1m /m'); sys.exit(3)")
     message = refusal_of(config_of(*command), log)
-    assert names(message, f"judge.start_command ... code 3 ... no weights:\\x1b[1m /m\n ... {log}")
+    assert holds(message, f"judge.start_command ... code 3 ... no weights:\\x1b[1m /m\n ... {log}")
     assert "of another run" not in message
     killed = refusal_of(config_of("bash", "-c", "kill -9 $$ {url_file}"), log)
     assert "exit code 137" in killed
@@ -148,7 +148,7 @@ def test_a_judge_that_exits_is_reported_with_its_last_output(tmp_path: Path) -> 
 def test_a_judge_silent_at_its_address_is_reported(written: str, parts: str, tmp_path) -> None:
     script = f"import sys, time; open(sys.argv[1], 'w').write({written!r}); time.sleep(1000)"
     message = refusal_of(config_of(*python(script), start_timeout_s=1.0), tmp_path / "log")
-    assert names(message, parts)
+    assert holds(message, parts)
 
 
 JUDGE = """

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tiny_faulty_judge import Fault, FaultyJudge, ask_all, quick_config, with_client
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.judge import addresses
 from rl.judge.addresses import Addresses
@@ -58,8 +58,8 @@ def test_an_endless_429_is_logged_and_ends_at_one_limit_for_all(caplog, monkeypa
     assert [answer.attempts for answer in answers[4:]] == [1] * 8
     assert again[0].value, "the judge is used again once its quota is back"
     first, *_, last = warnings
-    assert names(first, "http_429: quota of 3 a minute is spent ... given up in 1 s")
-    assert names(first, "judge.max_outage_s=1.2 ... judge.max_concurrency=4")
+    assert holds(first, "http_429: quota of 3 a minute is spent ... given up in 1 s")
+    assert holds(first, "judge.max_outage_s=1.2 ... judge.max_concurrency=4")
     assert ["ungraded" in line for line in warnings].count(True) == 1 and "ungraded" in last
 
 
@@ -72,7 +72,7 @@ def test_any_status_with_a_retry_after_is_waited_for_within_the_limit(status, ca
         again, _ = ask_while(judge, 1, Fault(), max_attempts=1, max_outage_s=9.0)
     assert {answer.failure for answer in answers} == {f"http_{status}: draining (for 0.4 s)"}
     assert max(answer.seconds for answer in answers) < 3 and again[0].value
-    assert names(caplog.messages[0], f"asks to wait ... http_{status}: draining ... ungraded")
+    assert holds(caplog.messages[0], f"asks to wait ... http_{status}: draining ... ungraded")
 
 
 class Clock:
@@ -97,7 +97,7 @@ def test_a_long_wait_is_logged_once_a_minute_and_no_longer_than_the_limit(
 ) -> None:
     waiting = throttled_addresses(100.0)
     assert waiting.wait_s(1000.0, 120.0, "slow down") == 100.0
-    assert names(caplog.messages[0], "slow down ... next try in 100 s ... given up in 100 s")
+    assert holds(caplog.messages[0], "slow down ... next try in 100 s ... given up in 100 s")
     clock.now_s += 30
     assert waiting.wait_s(1000.0, 120.0, "slow down") == 70.0
     assert len(caplog.messages) == 1

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tiny_faulty_judge import MODEL, FaultyJudge, with_client
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.judge.client import JudgeUnreachableError
 
@@ -77,4 +77,4 @@ def test_an_untrusted_certificate_is_reported(judge: str, certificate: Path, mon
         for api_base, remedy in ((wrong_host, "host name"), (without_tls, "http:// URL")):
             with pytest.raises(JudgeUnreachableError) as refused:
                 health(api_base)
-            assert names(refused.value, f"judge.api_base ... {remedy}")
+            assert holds(refused.value, f"judge.api_base ... {remedy}")

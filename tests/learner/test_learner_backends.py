@@ -12,7 +12,7 @@ import pytest
 import tiny_qwen
 import torch
 from tiny_ranks import run_ranks
-from tiny_rounding import PRODUCT, STEPPED
+from tiny_rounding import PRODUCT_TOL, WEIGHT_TOL
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -155,10 +155,10 @@ def test_plain_torch_equals_a_hand_written_step() -> None:
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
         adamw.step()
         adamw.zero_grad()
-        assert backend.step(RATE, SCALE).grad_norm == pytest.approx(norms[-1], rel=PRODUCT)
+        assert backend.step(RATE, SCALE).grad_norm == pytest.approx(norms[-1], rel=PRODUCT_TOL)
     assert min(norms) < CLIP < max(norms), norms
     by_hand = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
-    assert difference(weights(backend), by_hand) <= STEPPED
+    assert difference(weights(backend), by_hand) <= WEIGHT_TOL
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -176,8 +176,8 @@ def test_graphs_are_kept_and_the_gradient_is_scaled(stage: int, recomputes: bool
         for loss in reversed(losses):
             backend.backward(loss)
         norms.append(backend.step(RATE, SCALE).grad_norm)
-    assert norms == pytest.approx(expected_norms, rel=PRODUCT)
-    assert difference(weights(backend), expected) <= STEPPED
+    assert norms == pytest.approx(expected_norms, rel=PRODUCT_TOL)
+    assert difference(weights(backend), expected) <= WEIGHT_TOL
 
 
 @pytest.mark.parametrize("stage", [None, 2, 3])
@@ -192,7 +192,7 @@ def test_the_gradient_of_a_full_fine_tune_is_scaled(stage: int | None) -> None:
         ours, theirs = backend.step(RATE, 0.25), reference.step(RATE, 1.0)
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-2)
     assert {tensor.dtype for tensor in backend.masters().values()} == {torch.float32}
-    assert difference(weights(backend), weights(reference)) <= STEPPED
+    assert difference(weights(backend), weights(reference)) <= WEIGHT_TOL
 
 
 @pytest.mark.parametrize("stage", [None, *STAGES])
@@ -205,7 +205,7 @@ def test_a_step_skipped_for_an_infinite_gradient_leaves_no_trace(stage: int | No
     for seed in STEPS[0]:
         backend.backward(loss_of(backend, seed) * SCALE)
     assert backend.step(RATE, 1.0).applied
-    assert difference(weights(backend), reference_run(STEPS[:1])[0]) <= STEPPED
+    assert difference(weights(backend), reference_run(STEPS[:1])[0]) <= WEIGHT_TOL
 
 
 def tied_loss(backend: Backend, scale: float) -> torch.Tensor:
@@ -224,7 +224,7 @@ def test_weight_decay_applies_to_matrices_of_linear_layers_only(stage: int | Non
     after = weights(backend)
     assert {n for n in after if not torch.equal(after[n], before[n])} == {"linear.weight"}
     shrunk = before["linear.weight"] * (1 - RATE * 0.1)
-    assert torch.allclose(after["linear.weight"], shrunk, rtol=PRODUCT, atol=0)
+    assert torch.allclose(after["linear.weight"], shrunk, rtol=PRODUCT_TOL, atol=0)
 
 
 @pytest.mark.parametrize("stage", [None, *STAGES])
@@ -244,7 +244,7 @@ def test_weight_decay_is_not_part_of_the_state(stage: int | None) -> None:
         backend.step(RATE, 1.0)
     assert difference(weights(again), weights(first)) == 0
     differing = {
-        n for n, w in weights(without).items() if (w - weights(first)[n]).abs().max() > STEPPED
+        n for n, w in weights(without).items() if (w - weights(first)[n]).abs().max() > WEIGHT_TOL
     }
     assert differing == {"linear.weight"}
 
@@ -333,8 +333,8 @@ def test_two_ranks_equal_one_process_in_step_or_not() -> None:
             for weights_of_rank in (arrays, ranks[1][stage][0])
         )
         assert difference(ours, other) == 0
-        assert difference(ours, expected) <= STEPPED
-        assert norms == pytest.approx(expected_norms, rel=PRODUCT)
+        assert difference(ours, expected) <= WEIGHT_TOL
+        assert norms == pytest.approx(expected_norms, rel=PRODUCT_TOL)
         alone = make_backend(None, weight_decay=DECAY)
         alone.load({name: torch.from_numpy(array) for name, array in state.items()}, len(BY_RANK))
         assert difference(weights(alone), ours) == 0

@@ -16,8 +16,8 @@ from tiny_learner import (
     Graded,
     assert_as_one_process,
     make_config,
-    many_pieces,
     run_ranks,
+    small_shards_and_chunks,
     snapshot,
     update,
 )
@@ -81,7 +81,7 @@ def learner_of(policy: Any, dist: Dist, full: bool, **optimizer: Any) -> Learner
 
 
 def train_uneven(dist: Dist, out: Path, folder: str, full: bool) -> dict[str, Any]:
-    with many_pieces():
+    with small_shards_and_chunks():
         policy = policy_of(folder, full)
         learner = learner_of(policy, dist, full, backend="deepspeed", zero_stage=3)
         head, calls = policy.module.base_model.lm_head, []

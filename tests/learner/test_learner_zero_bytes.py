@@ -1,4 +1,4 @@
-"""The bytes that ZeRO leaves on each of two ranks, measured, beside those of the memory plan."""
+"""The bytes that each of two ranks holds under ZeRO: measured, against those of the memory plan."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ PADDING = 0.02
 """Partitions are padded to equal lengths."""
 
 
-def held_bytes(dist: Dist, out: Path, folder: str, stage: int) -> dict[str, int]:
-    """Of a fully trained bfloat16 policy after an iteration: masters and moments, and weights."""
+def measured(dist: Dist, out: Path, folder: str, stage: int) -> dict[str, int]:
+    """The number of trained parameters of a bfloat16 policy without LoRA, and the bytes of this
+    rank after an iteration: of optimizer state (float32 weights and moments), and of weights."""
     deepspeed.PERSISTENCE_THRESHOLD_NUMEL = 0  # ZeRO-3 shards even this small model
     policy = tiny_policy.make_policy(folder, lora=None, dtype="bfloat16")
     config = make_config(backend="deepspeed", zero_stage=stage)
@@ -38,24 +39,23 @@ def held_bytes(dist: Dist, out: Path, folder: str, stage: int) -> dict[str, int]
     ]
     parameters = [p for p in policy.module.parameters() if p.requires_grad]
     return {
-        "trained": sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
-        "state": sum(t.nbytes for t in (*moments, *backend._flat_masters())),
-        "weights": sum(getattr(p, "ds_tensor", p).nbytes for p in parameters),
+        "num_trained": sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+        "state_bytes": sum(t.nbytes for t in (*moments, *backend._flat_masters())),
+        "weight_bytes": sum(getattr(p, "ds_tensor", p).nbytes for p in parameters),
     }
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_each_rank_holds_the_bytes_of_the_plan(tmp_path: Path, stage: int) -> None:
     folder = tiny_qwen.save_policy_folder(tmp_path / "policy")
-    ranks = run_ranks(held_bytes, NUM_RANKS, tmp_path, folder=folder, stage=stage)
-    for held in ranks:
-        planned = rows(held["trained"], stage)
-        assert held["state"] == pytest.approx(planned["optimiser state"] * 1e9, rel=PADDING)
-        assert held["weights"] == pytest.approx(planned["policy weights"] * 1e9, rel=PADDING)
+    for rank in run_ranks(measured, NUM_RANKS, tmp_path, folder=folder, stage=stage):
+        gb = planned_gb(rank["num_trained"], stage)
+        assert rank["state_bytes"] == pytest.approx(gb["optimiser state"] * 1e9, rel=PADDING)
+        assert rank["weight_bytes"] == pytest.approx(gb["policy weights"] * 1e9, rel=PADDING)
 
 
-def rows(num_params: int, stage: int) -> dict[str, float]:
-    """Part -> GB of the plan for that many trained bfloat16 parameters."""
+def planned_gb(num_params: int, stage: int) -> dict[str, float]:
+    """Part of the memory plan -> its GB, for that many trained bfloat16 parameters."""
     model = PolicyModel(1, 8, 8, 1, 1, 8, float(num_params))
     sizes = Sizes(
         model=model, bytes_per_weight=2, lora_rank=None, lora_modules=(), zero_stage=stage,

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_act import act, act_group
 from tiny_policy import TEMPERATURE, make_emu3, move, trainable
-from tiny_rounding import NATS, apart
+from tiny_rounding import FORWARD_TOL, apart
 
 from rl.api.engine import EngineSetup
 from rl.api.plugin import PluginConfig
@@ -70,7 +70,7 @@ def test_forced_tokens_have_log_prob_zero_and_are_still_attended_to(policy):
     row_end = ids.index(policy.image_vocabulary.end_of_row)
     batch.input_ids[len(prompt.token_ids) + row_end] = 5
     changed = policy.module(batch).logprobs
-    assert apart(changed[0, : row_end + 1], outputs.logprobs[0, : row_end + 1]) <= NATS
+    assert apart(changed[0, : row_end + 1], outputs.logprobs[0, : row_end + 1]) <= FORWARD_TOL
     assert (changed - outputs.logprobs)[0, row_end + 1 :].abs().max() > 0.01
 
 
@@ -92,7 +92,7 @@ def test_free_sampling_uses_one_softmax_and_forces_no_token(folder):
     logits = stock(folder)(input_ids=torch.tensor([[*prompt.token_ids, *ids]])).logits
     whole = (logits[0, len(prompt.token_ids) - 1 : -1].double() / TEMPERATURE).log_softmax(-1)
     expected = whole.gather(-1, torch.tensor(ids)[:, None])[:, 0]
-    assert (outputs.logprobs[0] - expected).abs().max() < NATS
+    assert (outputs.logprobs[0] - expected).abs().max() < FORWARD_TOL
 
 
 def test_training_mode_gives_the_same_log_probs_as_sampling(policy):
@@ -101,13 +101,13 @@ def test_training_mode_gives_the_same_log_probs_as_sampling(policy):
     policy.module.eval()
     expected = forward(policy, rows).logprobs
     policy.module.train()
-    assert apart(forward(policy, rows).logprobs, expected) <= NATS
+    assert apart(forward(policy, rows).logprobs, expected) <= FORWARD_TOL
 
 
 def test_a_published_folder_loads_as_the_same_policy(policy, tmp_path):
     published = make_emu3(tiny_emu3.save_published_folder(tmp_path))
     theirs = forward(published, rows_of(published)).logprobs
-    assert apart(theirs, forward(policy, rows_of(policy)).logprobs) <= NATS
+    assert apart(theirs, forward(policy, rows_of(policy)).logprobs) <= FORWARD_TOL
 
 
 def test_a_constrained_sampler_and_the_trainer_agree(tmp_path):
@@ -123,7 +123,7 @@ def test_a_constrained_sampler_and_the_trainer_agree(tmp_path):
     outputs = forward(policy, [(prompt, completion.token_ids) for completion in group])
     for b, completion in enumerate(group):
         ours = outputs.logprobs[b, : len(completion.token_ids)]
-        assert (ours - torch.tensor(completion.logprobs)).abs().max() < NATS
+        assert (ours - torch.tensor(completion.logprobs)).abs().max() < FORWARD_TOL
 
 
 # Which tokens train
@@ -143,7 +143,8 @@ def test_loss_masks_follow_the_cycle_and_attention_does_not(folder, policy):
     assert all(policy.loss_mask(completion, 7))
     ours, theirs = cycling.collate([(prompt, ids)]), policy.collate([(prompt, ids)])
     assert torch.equal(ours.input_ids, theirs.input_ids) and ours.groups == theirs.groups
-    assert apart(forward(cycling, [(prompt, ids)]).logprobs, policy.module(theirs).logprobs) <= NATS
+    logprobs = forward(cycling, [(prompt, ids)]).logprobs
+    assert apart(logprobs, policy.module(theirs).logprobs) <= FORWARD_TOL
 
 
 def test_completions_of_a_group_become_codes(policy):
@@ -167,7 +168,7 @@ def test_full_weights_load_in_the_stock_model(folder, tmp_path):
     rows = rows_of(policy)
     policy.save_pretrained(str(tmp_path), trainable(policy))
     again = make_emu3(str(tmp_path))
-    assert apart(forward(again, rows).logprobs, forward(policy, rows).logprobs) <= NATS
+    assert apart(forward(again, rows).logprobs, forward(policy, rows).logprobs) <= FORWARD_TOL
     theirs, ours = stock(str(tmp_path)).state_dict(), load_file(tmp_path / "model.safetensors")
     exported = policy.export_weights(trainable(policy), 3)
     assert exported.kind == "full" and exported.version == 3
@@ -190,7 +191,7 @@ def test_a_tied_head_stays_tied_and_is_exported_under_both_names(tmp_path):
     policy.save_pretrained(str(tmp_path / "out"), trainable(policy))
     rows = rows_of(policy)
     again = make_emu3(str(tmp_path / "out"))
-    assert apart(forward(again, rows).logprobs, forward(policy, rows).logprobs) <= NATS
+    assert apart(forward(again, rows).logprobs, forward(policy, rows).logprobs) <= FORWARD_TOL
 
 
 def test_a_saved_adapter_loads_in_peft_and_equals_the_exported_one(folder, tmp_path):
@@ -209,7 +210,7 @@ def test_a_saved_adapter_loads_in_peft_and_equals_the_exported_one(folder, tmp_p
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert exported.tensors.keys() == saved.keys()
     again, rows = make_emu3(folder, adapter_path=str(tmp_path), **LORA), rows_of(policy)
-    assert apart(forward(again, rows).logprobs, forward(policy, rows).logprobs) <= NATS
+    assert apart(forward(again, rows).logprobs, forward(policy, rows).logprobs) <= FORWARD_TOL
 
 
 def test_layers_can_be_adapted_but_not_the_head(folder):

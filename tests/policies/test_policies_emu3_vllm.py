@@ -7,7 +7,7 @@ import tiny_emu3
 from tiny_act import act_group
 from tiny_engines import max_dlogp
 from tiny_policy import TEMPERATURE, make_emu3, move, trainable
-from tiny_rounding import NATS
+from tiny_rounding import FORWARD_TOL
 
 from rl.api.engine import EngineSetup
 from rl.api.types import SamplingParams
@@ -33,4 +33,4 @@ def test_vllm_and_the_trainer_agree_on_the_log_probs_of_a_published_emu3(tmp_pat
         actions = act_group(policy, prompt, group)
         pictures = [action.payload for action in actions if action.failure is None]
         assert pictures and all(codes.shape == prompt.grid for codes in pictures)
-    assert max_dlogp(policy, prompts, groups) < NATS
+    assert max_dlogp(policy, prompts, groups) < FORWARD_TOL

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_rounding import NATS
+from tiny_rounding import FORWARD_TOL
 
 from rl.policies.shared.logprobs import sliced_logprobs, token_logprobs
 
@@ -42,7 +42,7 @@ def test_equal_to_the_plain_softmax_in_value_and_gradient(temperature, logits_pe
     assert (entropy - expected_entropy).abs().max() < 1e-6
     assert not entropy.requires_grad
     for a, b in zip(ours, theirs, strict=True):
-        assert (a - b).abs().max() < NATS
+        assert (a - b).abs().max() < FORWARD_TOL
 
 
 class SlicedLinear(torch.nn.Linear):
@@ -69,7 +69,7 @@ def test_each_slice_has_its_own_softmax_in_value_and_gradient(monkeypatch):
     assert (logprobs - chosen).abs().max() < 1e-6
     assert (entropy - torch.special.entr(expected.exp()).sum(-1)).abs().max() < 1e-6
     for a, b in zip(ours, theirs, strict=True):
-        assert (a - b).abs().max() < NATS
+        assert (a - b).abs().max() < FORWARD_TOL
 
 
 def test_log_probs_and_entropy_of_a_hand_computed_example():
@@ -101,7 +101,7 @@ def test_log_probs_are_float32_for_a_bfloat16_head():
         all_ids.gather(-1, ids[:, None])[:, 0] for all_ids in (exact, exact.bfloat16().float())
     )
     # The median, because a logit that rounds the other way differs by 1e-2.
-    assert (logprobs - expected).abs().median() <= NATS < (rounded - expected).abs().median()
+    assert (logprobs - expected).abs().median() <= FORWARD_TOL < (rounded - expected).abs().median()
 
 
 def test_no_tokens_give_no_logprobs():

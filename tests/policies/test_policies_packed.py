@@ -12,7 +12,7 @@ import tiny_qwen3
 import torch
 from tiny_act import act
 from tiny_policy import TEMPERATURE, make_emu3, make_qwen, move, trainable
-from tiny_rounding import GRADIENT
+from tiny_rounding import GRADIENT_TOL
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl.policies.shared.packing import completion_spans
@@ -153,7 +153,7 @@ def test_log_probs_states_and_gradients_equal_those_of_each_row_alone(case, tmp_
         theirs.append(logprobs)
         assert torch.allclose(ours[-1].double(), logprobs.double(), rtol=0, atol=1e-5)
         assert not outputs.logprobs[b, len(ids) :].any()
-    assert distance(gradients(policy, ours), gradients(policy, theirs)) < GRADIENT
+    assert distance(gradients(policy, ours), gradients(policy, theirs)) < GRADIENT_TOL
 
 
 def test_conditioning_equals_that_of_each_row_alone_and_keeps_no_graph(qwen_folder):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_rounding import PRODUCT
+from tiny_rounding import PRODUCT_TOL
 from torch.nn.attention import varlen
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -152,12 +152,12 @@ def test_attention_and_its_gradients_equal_those_with_a_dense_mask(kernel, monke
     tensors = inputs()
     ours, _ = attention(None, *tensors, None, packing=Packing(GROUPS, kernel))
     expected = dense(*tensors)
-    assert (ours - expected).abs().max() < PRODUCT
+    assert (ours - expected).abs().max() < PRODUCT_TOL
     weights = torch.randn(ours.shape)
     ours_grads = torch.autograd.grad((ours * weights).sum(), tensors)
     expected_grads = torch.autograd.grad((expected * weights).sum(), tensors)
     for a, b in zip(ours_grads, expected_grads, strict=True):
-        assert (a - b).abs().max() < PRODUCT
+        assert (a - b).abs().max() < PRODUCT_TOL
 
 
 def test_only_visible_pairs_are_computed_and_no_key_is_copied():

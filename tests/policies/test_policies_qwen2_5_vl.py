@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_act import act, act_group
 from tiny_policy import make_qwen, move, trainable
-from tiny_rounding import NATS, apart
+from tiny_rounding import FORWARD_TOL, apart
 
 from rl.api.policy import LoraSection
 from rl.api.types import HiddenStates
@@ -75,7 +75,7 @@ def test_conditioning_equals_that_of_the_stock_pipeline_with_token_types(policy,
         [action] = act_group(policy, prompt, [policy.encode_completion("blue")])
         kept = len(prompt.token_ids) - 64
         assert expected.shape == (kept, 64)
-        assert (action.payload.embeds[:kept] - expected).abs().max() < NATS
+        assert (action.payload.embeds[:kept] - expected).abs().max() < FORWARD_TOL
         assert action.payload.embeds.shape[0] == kept + len(
             policy.encode_completion("blue").token_ids
         )
@@ -88,14 +88,14 @@ def test_base_conditioning_and_all_negatives_ignore_the_adapter(folder, group):
     [before] = act_group(untrained, prompt, completions_G[:1])
     move(with_base)
     [base] = act_group(with_base, prompt, completions_G[:1])
-    assert apart(base.payload.embeds, before.payload.embeds) <= NATS
-    assert apart(base.payload.negative_embeds, before.payload.negative_embeds) <= NATS
+    assert apart(base.payload.embeds, before.payload.embeds) <= FORWARD_TOL
+    assert apart(base.payload.negative_embeds, before.payload.negative_embeds) <= FORWARD_TOL
 
     trained = make_qwen(folder, negative=" ")
     move(trained)
     [after] = act_group(trained, prompt, completions_G[:1])
     assert (after.payload.embeds - before.payload.embeds).abs().max() > 1e-2
-    assert apart(after.payload.negative_embeds, before.payload.negative_embeds) <= NATS
+    assert apart(after.payload.negative_embeds, before.payload.negative_embeds) <= FORWARD_TOL
 
 
 def test_each_new_negative_takes_exactly_one_forward(folder, group):
@@ -130,7 +130,7 @@ def test_the_features_of_a_picture_do_not_depend_on_the_others(folder):
     assert batch_sizes == [1, 1, 1]
     for prompt, ours in zip(prompts, features, strict=True):
         [expected] = alone.picture_features([prompt])
-        assert apart(ours, expected) <= NATS
+        assert apart(ours, expected) <= FORWARD_TOL
 
 
 def test_features_are_kept_per_picture_and_negatives_per_list_of_pictures(folder):
@@ -208,8 +208,8 @@ def test_reference_uses_the_base_weights_and_restores_the_trained_ones(policy, g
             base = policy.module(batch).logprobs
         after = policy.module(batch).logprobs
         untrained = make_qwen(policy.config.model_path).module(batch).logprobs
-    assert apart(base, untrained) <= NATS
-    assert apart(after, trained) <= NATS
+    assert apart(base, untrained) <= FORWARD_TOL
+    assert apart(after, trained) <= FORWARD_TOL
     assert (trained - base).abs().max() > 1e-2
     assert all(parameter.requires_grad for parameter in trainable(policy).values())
 
@@ -227,8 +227,8 @@ def test_features_of_a_trained_tower_follow_its_weights(folder, group, lora):
     trained.sum().backward()
     assert any(p.grad.any() for n, p in trainable(policy).items() if "visual" in n)
     with torch.no_grad(), policy.reference():
-        assert apart(policy.module(batch).logprobs, base) <= NATS
-    assert apart(policy.module(batch).logprobs, trained) <= NATS
+        assert apart(policy.module(batch).logprobs, base) <= FORWARD_TOL
+    assert apart(policy.module(batch).logprobs, trained) <= FORWARD_TOL
 
 
 def test_full_finetuning_trains_all_but_the_tower_and_keeps_its_reference(folder, group):
@@ -240,8 +240,8 @@ def test_full_finetuning_trains_all_but_the_tower_and_keeps_its_reference(folder
         move(policy, 0.02)
         trained = policy.module(batch).logprobs
         with policy.reference():
-            assert apart(policy.module(batch).logprobs, base) <= NATS
-        assert apart(policy.module(batch).logprobs, trained) <= NATS
+            assert apart(policy.module(batch).logprobs, base) <= FORWARD_TOL
+        assert apart(policy.module(batch).logprobs, trained) <= FORWARD_TOL
     assert (trained - base).abs().max() > 1e-2
 
 
@@ -276,7 +276,7 @@ def test_a_saved_adapter_loads_in_peft_and_as_adapter_path(policy, group, tmp_pa
     again = make_qwen(policy.config.model_path, adapter_path=str(tmp_path))
     batch = policy.collate(rows(group))
     with torch.no_grad():
-        assert apart(again.module(batch).logprobs, policy.module(batch).logprobs) <= NATS
+        assert apart(again.module(batch).logprobs, policy.module(batch).logprobs) <= FORWARD_TOL
     assert trainable(again).keys() == trainable(policy).keys()
 
 

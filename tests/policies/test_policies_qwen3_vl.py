@@ -15,7 +15,7 @@ import torch
 from tiny_act import act
 from tiny_policy import move, trainable
 from tiny_qwen3 import make_qwen3
-from tiny_rounding import NATS, apart
+from tiny_rounding import FORWARD_TOL, apart
 
 from benchmarks.flop_counter import flop_counter
 from rl.api.policy import PolicySetup
@@ -58,7 +58,7 @@ def test_states_are_pre_norm_or_post_norm_as_the_renderer_asks(folder: str) -> N
         assert not embeds[kind].requires_grad
     norm = policies["pre_norm"].module.base_model.model.language_model.norm
     with torch.no_grad():
-        assert torch.allclose(norm(embeds["pre_norm"]), embeds["post_norm"], atol=NATS)
+        assert torch.allclose(norm(embeds["pre_norm"]), embeds["post_norm"], atol=FORWARD_TOL)
     assert (embeds["pre_norm"] - embeds["post_norm"]).abs().max() > 1
 
 
@@ -71,7 +71,7 @@ def test_negatives_and_base_states_are_pre_norm_too(folder: str) -> None:
     rows = make_rows(policy)[:1]
     [action] = act(policy, rows)
     [expected] = act(untrained, rows)
-    assert apart(action.payload.embeds, expected.payload.embeds) <= NATS
+    assert apart(action.payload.embeds, expected.payload.embeds) <= FORWARD_TOL
     with policy.reference(), torch.no_grad():
         negative = policy.prompts.with_instruction(rows[0][0], " ")
         states, _ = padded_reference.qwen_row(policy, negative, ())
@@ -109,7 +109,7 @@ def test_a_trained_tower_runs_for_prompts_without_pictures_too(folder: str) -> N
     expected = torch.cat([padded_reference.qwen_row(policy, *row)[1] for row in rows]).detach()
     logprobs = policy.module(policy.collate(rows)).logprobs
     ours = torch.cat([logprobs[b, : len(ids)] for b, (_, ids) in enumerate(rows)])
-    assert torch.allclose(ours.double(), expected.double(), rtol=0, atol=NATS)
+    assert torch.allclose(ours.double(), expected.double(), rtol=0, atol=FORWARD_TOL)
     logprobs.sum().backward()
     grads = {name: p.grad for name, p in trainable(policy).items() if "visual" in name}
     assert all(grad is not None and not grad.any() for grad in grads.values())
@@ -126,7 +126,7 @@ def test_a_saved_adapter_can_be_loaded_and_names_its_class(folder: str, tmp_path
     make_rows(again)
     with torch.no_grad():
         one, other = (p.module(p.collate(rows)).logprobs for p in (policy, again))
-    assert apart(one, other) <= NATS
+    assert apart(one, other) <= FORWARD_TOL
 
 
 def test_a_model_of_another_family_is_refused(folder: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Qwen-VL on two ranks, one without pictures: results equal one process; a hang times out."""
+"""Qwen-VL on two ranks, one of them without pictures, has the results of one process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tiny_learner import (
     Graded,
     assert_as_one_process,
     make_config,
-    many_pieces,
     run_ranks,
+    small_shards_and_chunks,
     snapshot,
     update,
 )
@@ -62,7 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def make_policy(folder: str, kind: str) -> QwenVL:
-    """A policy without a renderer: a row may have no picture. Its class is that of the folder."""
+    """The policy of a folder, by `model_type`; it serves no renderer, so pictures are optional."""
     section = {"type": "", "model_path": folder, "dtype": "float32", **KINDS[kind]}
     is_qwen3 = json.loads(Path(folder, "config.json").read_text())["model_type"] == "qwen3_vl"
     plugin: type[QwenVL] = qwen3_vl.Qwen3VL if is_qwen3 else qwen2_5_vl.Qwen25VL
@@ -128,7 +128,7 @@ def train(learner: Learner, sequences: list[Graded]) -> dict[str, Any]:
 def train_share(
     dist: Dist, out: Path, folder: str, kind: str, shares: str, stage: int
 ) -> dict[str, Any]:
-    with many_pieces():
+    with small_shards_and_chunks():
         policy = make_policy(folder, kind)
         learner = make_learner(policy, dist, kind, backend="deepspeed", zero_stage=stage)
         calls = tower_calls(policy)

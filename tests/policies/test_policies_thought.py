@@ -11,7 +11,7 @@ import tiny_qwen
 import torch
 from tiny_act import act, act_group
 from tiny_policy import LORA, make_qwen, randomize_lora_b
-from tiny_rounding import NATS, apart
+from tiny_rounding import FORWARD_TOL, apart
 from transformers import AddedToken
 
 from rl.api.policy import ThoughtSection
@@ -318,7 +318,7 @@ def test_states_of_the_words_equal_those_of_a_policy_without_thoughts(
 
 def assert_equal_states(action: Action, expected: Action) -> None:
     """Asserts that the states are equal up to rounding."""
-    assert apart(action.payload.embeds, expected.payload.embeds) <= NATS
+    assert apart(action.payload.embeds, expected.payload.embeds) <= FORWARD_TOL
 
 
 def test_attended_states_are_rows_of_one_forward(policies: dict[str, Qwen25VL]) -> None:
@@ -341,12 +341,12 @@ def test_attended_states_are_rows_of_one_forward(policies: dict[str, Qwen25VL]) 
         *range(end - num_after, end),
         *range(len(whole.token_ids) - len(words), len(whole.token_ids)),
     ]
-    assert (one.payload.embeds - hidden[kept]).abs().max() < NATS
+    assert (one.payload.embeds - hidden[kept]).abs().max() < FORWARD_TOL
     # Rows before the request do not depend on it; rows after the thought depend on the thought.
     [without] = act_group(plain, plain.build_prompt(prompt.sample), [Completion(words, (), "stop")])
     tail = len(prompt.plain.token_ids) - prompt.num_dropped_tokens - num_after
     assert one.payload.embeds.shape == without.payload.embeds.shape
-    assert (one.payload.embeds[:tail] - without.payload.embeds[:tail]).abs().max() < NATS
+    assert (one.payload.embeds[:tail] - without.payload.embeds[:tail]).abs().max() < FORWARD_TOL
     assert (one.payload.embeds - without.payload.embeds)[-len(words) :].abs().max() > 0.1
     assert (one.payload.embeds - two.payload.embeds)[-len(words) :].abs().max() > 0.1
     assert len({one.drawn_from, two.drawn_from, rows[4][1]}) == 3, "three pictures"
@@ -393,4 +393,4 @@ def test_a_filler_row_from_another_rank_equals_the_own_row(policies: dict[str, Q
         batch = policy.collate_states([sent])
         states = policy.module(batch).hidden
         again = policy.module(policy.collate_states([own_row])).hidden
-    assert apart(states, again) <= NATS
+    assert apart(states, again) <= FORWARD_TOL

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tiny_config
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_ranks import held_port
 from tiny_waits import wait_for
 
@@ -131,7 +131,7 @@ def test_the_failing_rank_is_named_with_its_traceback(launch: Launch, tmp_path: 
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     lines = errors.splitlines()
-    assert names(lines[0], "rank 1 ... exit code 1 ... logs")
+    assert holds(lines[0], "rank 1 ... exit code 1 ... logs")
     assert lines[1] == "Traceback (most recent call last):"
     assert "launch_worker.py" in lines[2], "only frames of the script"
     assert "in fail_deep_inside" in errors
@@ -170,7 +170,7 @@ def test_a_killed_rank_ends_its_children_and_peers(launch: Launch, tmp_path: Pat
     process = launch("killed", "--nproc", "2")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGKILL
-    assert names(errors, "rank 1 ... SIGKILL")
+    assert holds(errors, "rank 1 ... SIGKILL")
     child = int((tmp_path / "child_1").read_text())
     wait_for(lambda: not is_alive(child))
 
@@ -190,7 +190,7 @@ def test_the_launcher_forwards_a_signal_and_waits_until_all_ranks_have_saved(
     process.send_signal(signum)  # a terminal and its shell may both send it; the ranks still save
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signum
-    assert names(errors, f"{signals.name_of(signum)} ... resumes")
+    assert holds(errors, f"{signals.name_of(signum)} ... resumes")
     for rank in range(2):
         assert (tmp_path / f"saved_{rank}").read_text() == signals.name_of(signum)
 
@@ -204,7 +204,7 @@ def test_at_a_stop_the_launcher_continues_a_stopped_rank_or_kills_it(
     process.terminate()
     _, errors = process.communicate(timeout=endings.LEAVE_S + 10)
     assert process.returncode == 128 + signal.SIGTERM
-    assert names(errors, "killed ... rank 1 (stopped) ... SIGTERM ... resumes")
+    assert holds(errors, "killed ... rank 1 (stopped) ... SIGTERM ... resumes")
     assert (tmp_path / "left_0").exists() and not (tmp_path / "left_1").exists()
 
 
@@ -278,10 +278,10 @@ def test_nodes_with_contradictory_options_stop(launch: Launch, endpoint: str) ->
     second = launch("done", "--nproc", "2", "--node-rank", "1", *options)
     _, errors = second.communicate(timeout=120)
     assert second.returncode == 1
-    assert names(errors, "2 nodes of 2 ranks ... 2 nodes of 1 ranks")
+    assert holds(errors, "2 nodes of 2 ranks ... 2 nodes of 1 ranks")
     twin = launch("done", "--nproc", "1", "--node-rank", "0", *options)
     _, errors = twin.communicate(timeout=120)
-    assert twin.returncode == 1 and names(errors, "node 0 ... listen on 127.0.0.1")
+    assert twin.returncode == 1 and holds(errors, "node 0 ... listen on 127.0.0.1")
     first.terminate()
 
 
@@ -298,7 +298,7 @@ def test_nodes_with_contradictory_options_stop(launch: Launch, endpoint: str) ->
 def test_an_invalid_endpoint_is_refused(endpoint_: str, parts: str) -> None:
     with pytest.raises(RendezvousError) as refused, on_several_nodes(endpoint_, 0, 2, 1, print):
         pass
-    assert names(refused.value, parts)
+    assert holds(refused.value, parts)
 
 
 TWO_NODES = ("--nnodes", "2", "--rdzv-endpoint", "a:1")
@@ -327,7 +327,7 @@ def exit_code(*arguments: str) -> int:
 def test_wrong_options_exit_with_the_reason(capsys, monkeypatch, options: list[str], parts) -> None:
     monkeypatch.chdir(TESTS.parent)
     assert exit_code(*options) == 2
-    assert names(capsys.readouterr().err, parts)
+    assert holds(capsys.readouterr().err, parts)
 
 
 def test_a_script_without_a_config_runs_on_every_rank(tmp_path: Path) -> None:
@@ -357,4 +357,4 @@ def test_a_run_folder_that_cannot_be_created_is_named(tmp_path, capsys) -> None:
 def test_another_system_than_linux_is_refused_with_a_message(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert exit_code(str(WORKER)) == 1
-    assert names(capsys.readouterr().err, "Linux ... darwin ... WSL 2")
+    assert holds(capsys.readouterr().err, "Linux ... darwin ... WSL 2")

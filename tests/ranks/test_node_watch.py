@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_waits import wait_for
 from torch.distributed import TCPStore
 
@@ -52,7 +52,7 @@ def test_a_node_that_has_left_is_not_lost(watch: Watch) -> None:
 def test_a_silent_node_counts_as_lost_and_is_not_waited_for(watch: Watch) -> None:
     first = watch(0)
     wait_for(first.lost)
-    assert names(first.lost(), "node 1 (ranks 2 to 3) ... 1 s")
+    assert holds(first.lost(), "node 1 (ranks 2 to 3) ... 1 s")
     start = time.monotonic()
     first.leave()
     assert time.monotonic() - start < node_watch.LEAVE_S / 2
@@ -71,4 +71,4 @@ def test_the_failure_of_a_node_is_reported_on_the_others(watch: Watch, lines: li
     second.ending = "rank 3 failed: killed by SIGKILL"
     second.leave()
     first.leave()
-    assert any(names(line, f"0: ... node 1 (ranks 2 to 3) ... {second.ending}") for line in lines)
+    assert any(holds(line, f"0: ... node 1 (ranks 2 to 3) ... {second.ending}") for line in lines)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl import build
 from rl.config.schema import ConfigError, load_config
@@ -26,7 +26,7 @@ def message_of(call: Callable[[], object]) -> str | None:
 
 def test_an_error_that_the_package_raises_becomes_a_message() -> None:
     text = message_of(lambda: resolve_api_base(""))
-    assert names(text, "judge.api_base ... empty")
+    assert holds(text, "judge.api_base ... empty")
 
 
 def test_each_problem_of_a_config_is_a_line_of_the_message() -> None:
@@ -42,13 +42,13 @@ def test_a_model_that_cannot_be_loaded_is_named_by_its_key() -> None:
     overrides = ["run_name=x", "renderer.model_path=nobody/knows"]
     config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.jsonnet", overrides)
     text = message_of(lambda: build.build_renderer(build.resolve(config), Dist.from_env()))
-    assert names(text, "renderer: qwen_image_edit ... files ... nobody")
+    assert holds(text, "renderer: qwen_image_edit ... files ... nobody")
 
 
 def test_out_of_memory_names_the_keys_to_lower() -> None:
-    assert names(sentence(MemoryError()), "no memory")
+    assert holds(sentence(MemoryError()), "no memory")
     text = sentence(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
-    assert names(text, "Tried to allocate 2.00 ... optimizer.max_tokens_per_micro_batch")
+    assert holds(text, "Tried to allocate 2.00 ... optimizer.max_tokens_per_micro_batch")
 
 
 def test_an_unexpected_error_keeps_its_traceback() -> None:

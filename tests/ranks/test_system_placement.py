@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.api.plugin import PlacedConfig, PluginConfig
 from rl.ranks import placement
@@ -72,7 +72,7 @@ def test_a_wrong_placement_names_its_key(
     claims: list[Claim], rank_devices: list[str], machine: Machine | None, expected: list[str]
 ) -> None:
     messages = problems(claims, rank_devices, machine)
-    assert len(messages) == len(expected) and all(map(names, messages, expected)), messages
+    assert len(messages) == len(expected) and all(map(holds, messages, expected)), messages
 
 
 def test_claims_are_read_from_the_sections_with_a_device() -> None:

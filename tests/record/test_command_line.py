@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.commands.runs import main as runs
 from rl.config.messages import nearest
@@ -39,7 +39,7 @@ def test_an_error_becomes_a_sentence(
         raise error
 
     assert main([]) == code
-    assert names(capsys.readouterr().err, message)
+    assert holds(capsys.readouterr().err, message)
 
 
 def test_a_bug_keeps_its_traceback() -> None:
@@ -96,5 +96,5 @@ def test_a_wrong_option_or_value_is_answered_with_the_nearest(
         with pytest.raises(SystemExit) as ended:
             runs(arguments)
         assert ended.value.code == 2
-        assert names(capsys.readouterr().err, message)
+        assert holds(capsys.readouterr().err, message)
     assert nearest("rank", ["r", "alpha"]) == "did you mean 'r'?"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_disk import fill, mounted
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_run import episode, run_config
 
 from rl.checkpoints import full_disk
@@ -122,4 +122,4 @@ def test_a_stop_while_the_disk_is_full_keeps_the_older_checkpoints(
     assert checkpoints.save_alone(point(2)) is None
     assert [path.name for path in (disk / "run/checkpoints").iterdir()] == ["step_000001"]
     message = capsys.readouterr().err.splitlines()[-1]
-    assert names(message, "checkpoint step_000002 ... make room")
+    assert holds(message, "checkpoint step_000002 ... make room")

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import ModelCard, metadata_load
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_run import run_config
 
 from rl.publish.model_card import Comparison, Evidence, Shown, licence_of, model_card
@@ -50,7 +50,7 @@ def test_the_card_of_a_checkpoint_has_its_base_model_and_scores():
         "pipeline_tag": "image-text-to-text",
         "tags": ["grpo", "reinforcement-learning"],
     }
-    assert names(text, "50 iterations ... GRPO ... judge (viescore)")
+    assert holds(text, "50 iterations ... GRPO ... judge (viescore)")
     assert "| eval/reward | 0.8123 |" in text and "time/learn_s" not in text
 
 
@@ -84,21 +84,21 @@ def test_the_card_of_a_run_has_intervals_arms_and_limits():
         "stock pipeline",
         "| data | me/edits | unknown |",
     ):
-        assert names(text, parts), parts
+        assert holds(text, parts), parts
     assert "intern.example" not in text
 
 
 def test_a_card_names_what_was_trained_and_its_classes():
     editor = {"init_text_encoder_from": "Qwen/Qwen-Image-Edit", "model_path": "some/words"}
     text = card(policy={"type": "qwen2_5_vl", "lora": {"r": 8}} | editor)
-    assert names(text, "\nbase_model: Qwen/Qwen-Image-Edit\n ... (of some/words)")
+    assert holds(text, "\nbase_model: Qwen/Qwen-Image-Edit\n ... (of some/words)")
     assert 'from_pretrained("Qwen/Qwen-Image-Edit", subfolder="text_encoder")' in text
     newer = {"type": "qwen3_vl", "model_path": "one-word"}
     renderer = {"type": "qwen_image_21", "model_path": "owner/newer"}
     text = card("text-encoder", policy=newer, renderer=renderer)
     encoder = 'encoder = Qwen3VLForConditionalGeneration.from_pretrained("<this folder>"'
     pipeline = 'pipeline = QwenImage21Pipeline.from_pretrained("owner/newer"'
-    assert names(text, f"\nbase_model: one-word\n ... {encoder} ... {pipeline}")
+    assert holds(text, f"\nbase_model: one-word\n ... {encoder} ... {pipeline}")
 
 
 def test_a_card_numbers_several_sources_and_explains_the_picture_of_the_users_words():
@@ -110,7 +110,7 @@ def test_a_card_numbers_several_sources_and_explains_the_picture_of_the_users_wo
     text = card_with("source", "source2")
     assert f"| {sources} red | ![before](pictures/01_before.png)<br>turn it" in text
     own_words = "![own_words](pictures/01_own_words.png)<br>make"
-    assert names(card_with("own_words"), f"first picture ... {own_words}")
+    assert holds(card_with("own_words"), f"first picture ... {own_words}")
 
 
 def test_the_licence_is_read_from_the_readme_or_unknown(tmp_path: Path) -> None:

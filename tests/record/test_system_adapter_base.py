@@ -11,7 +11,7 @@ import pytest
 import tiny_qwen
 import torch
 from huggingface_hub.utils import validate_repo_id
-from tiny_rounding import NATS, apart
+from tiny_rounding import FORWARD_TOL, apart
 
 from rl.api.policy import PolicySetup
 from rl.files.adapter_base import Base, is_hub_id, noted
@@ -113,7 +113,7 @@ def test_peft_and_transformers_load_the_adapter_without_naming_its_base(trained:
         expected = logits(PeftModel.from_pretrained(base, adapter))
     assert (expected - plain).abs().max() > 1e-2
     for auto in (AutoPeftModel, AutoPeftModelForCausalLM, AutoModelForImageTextToText):
-        assert apart(logits(auto.from_pretrained(str(adapter))), expected) <= NATS, auto
+        assert apart(logits(auto.from_pretrained(str(adapter))), expected) <= FORWARD_TOL, auto
 
 
 def test_the_adapter_loads_as_documented(trained: Path) -> None:
@@ -127,7 +127,7 @@ def test_the_adapter_loads_as_documented(trained: Path) -> None:
         code = code.replace(f'"{documented}"', repr(str(trained / local)))
     names: dict[str, Any] = {}
     exec(code, names)
-    assert apart(logits(names["policy"]), logits(names["policy"].get_base_model())) <= NATS
+    assert apart(logits(names["policy"]), logits(names["policy"].get_base_model())) <= FORWARD_TOL
     with names["policy"].disable_adapter():
         plain = logits(names["policy"])
     assert (logits(names["policy"]) - plain).abs().max() > 1e-2

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_checkpoints import checkpoints_in, names_in, save
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_ranks import spawn
 
 from rl.checkpoints import checkpoint
@@ -95,7 +95,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_skipped(tmp_path, capfd, damag
     damage(newest)
     assert checkpoints.latest() == tmp_path / "checkpoints" / "step_000010"
     warning = capfd.readouterr().err
-    assert names(warning, f"WARNING ... step_000020 ... {parts}")
+    assert holds(warning, f"WARNING ... step_000020 ... {parts}")
     # The iteration is repeated and its checkpoint replaces the damaged one.
     assert save(checkpoints, 20) == newest
     assert problem_of(newest) is None and checkpoints.latest() == newest
@@ -125,7 +125,7 @@ def test_a_run_without_a_complete_checkpoint_does_not_restart_silently(tmp_path)
     remedy = f"restore ... another run_name ... move {tmp_path} away"
     with pytest.raises(ValueError) as refused:
         checkpoints.latest()
-    assert names(refused.value, f"none of the 2 checkpoints in {folder} ... {remedy}")
+    assert holds(refused.value, f"none of the 2 checkpoints in {folder} ... {remedy}")
     ways_to_empty: list[Callable[[], object]] = [
         lambda: [path.rename(tmp_path / path.name) for path in folder.glob("step_*")],
         lambda: (folder / ".tmp-step_000030").mkdir(),  # a save that was killed
@@ -136,7 +136,7 @@ def test_a_run_without_a_complete_checkpoint_does_not_restart_silently(tmp_path)
         empty()
         with pytest.raises(ValueError) as refused:
             checkpoints.latest()
-        assert names(refused.value, f"{folder} ... step_000020 ... {remedy}")
+        assert holds(refused.value, f"{folder} ... step_000020 ... {remedy}")
     assert checkpoints_in(tmp_path / "moved").latest() is None
 
 
@@ -148,7 +148,7 @@ def test_a_missing_newest_checkpoint_is_named(tmp_path, capfd):
     save(checkpoints, 30)
     shutil.rmtree(tmp_path / "checkpoints" / "step_000030")
     assert checkpoints.latest() == second
-    assert names(capfd.readouterr().err, "step_000030 ... gone")
+    assert holds(capfd.readouterr().err, "step_000030 ... gone")
     for content in ("", "no name", "step_000020"):
         (tmp_path / "last_checkpoint.txt").write_text(content)
         assert (checkpoints.latest(), capfd.readouterr().err) == (second, "")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_checkpoints
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.checkpoints.checkpoint import Checkpoints
 from rl.config.schema import CheckpointConfig
@@ -111,7 +111,7 @@ def test_training_and_pruning_continue_during_a_push(tmp_path, remote, capfd):
     remote.go.release(2)
     checkpoints.close(lines.append)
     assert remote.branches == {"ckpt_000020": model_of(20), "ckpt_000080": model_of(80)}
-    assert len(lines) == 2 and names(lines[1], "me/run ... 10 min 00 s")
+    assert len(lines) == 2 and holds(lines[1], "me/run ... 10 min 00 s")
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert kept == ["step_000060", "step_000080"]
 
@@ -144,7 +144,7 @@ def test_a_failed_push_logs_one_warning(tmp_path, monkeypatch, capfd):
     checkpoints.close(print)
     warning = capfd.readouterr().err
     assert warning.count("WARNING") == 1
-    assert names(warning, "'me/run', iteration 20 ... Offline")
+    assert holds(warning, "'me/run', iteration 20 ... Offline")
     assert "hf_0123456789abcdef" not in warning
     kept = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert kept == ["step_000020"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from tiny_checkpoints import checkpoints_in, save
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_ranks import spawn
 from tiny_run import episode, run_config
 
@@ -209,7 +209,7 @@ def test_a_resume_sets_aside_the_iterations_that_it_repeats(tmp_path, iteration)
     counts += f"{num} of thumbnails/, "
     begin = "base weights" if iteration < 0 else f"after iteration {iteration} "
     [line] = messages
-    assert names(line, f"{begin} ... {aside}: {counts}{num_evaluated} of evaluation/")
+    assert holds(line, f"{begin} ... {aside}: {counts}{num_evaluated} of evaluation/")
 
 
 DAMAGE = {
@@ -235,7 +235,7 @@ def test_a_damaged_line_of_the_metrics_loses_no_other_line(tmp_path, damage):
         assert path.read_bytes() == b"".join(line + b"\n" for line in lines[:4])
         (aside,) = (folder / "set_aside").iterdir()
         _, line = messages
-        assert names(line, f"metrics.jsonl (number {index + 1}) ... {aside}")
+        assert holds(line, f"metrics.jsonl (number {index + 1}) ... {aside}")
         assert damage in (aside / "metrics.jsonl").read_bytes().split(b"\n")
         assert record.rewind(3) == [], "a second rewind does nothing"
 

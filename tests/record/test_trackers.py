@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_run import episode, run_config
 
 from rl.config.schema import TrackingConfig
@@ -131,7 +131,7 @@ def test_a_tracker_that_is_not_installed_is_a_problem_and_a_warning(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # so that an import raises
     [problem] = not_installed(TrackingConfig.model_validate({"wandb": "off", name: value}))
-    assert names(problem, f"tracking.{name}: ... pip install {install}")
+    assert holds(problem, f"tracking.{name}: ... pip install {install}")
     page = tracker(tmp_path, **{name: value})
     page.log(1, {"reward/mean": 0.25})
     page.close()

@@ -16,9 +16,9 @@ from tiny_editor import (
     render_floats,
     three_jobs,
 )
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_pictures import make_picture
-from tiny_rounding import PICTURE
+from tiny_rounding import PICTURE_TOL
 
 from rl.api.types import RenderFailure
 from rl.renderers.qwen_image import qwen_image_base_loop, qwen_image_loop
@@ -82,7 +82,7 @@ def test_a_batch_size_that_ran_out_of_memory_is_not_tried_again(caplog) -> None:
     assert sizes_of(range(51, 56)) == [2, 2, 1], "the smaller size is kept for later calls"
     assert sizes_of(range(1, 9)) == [8], "pictures of another size have their own limit"
     first, second = (record.getMessage() for record in caplog.records)
-    assert names(first, "renderer.batch_size: 8 ... 4") and names(second, "4 ... from now on 2")
+    assert holds(first, "renderer.batch_size: 8 ... 4") and holds(second, "4 ... from now on 2")
 
 
 def test_a_failed_picture_is_a_failure_and_a_failed_device_ends_the_run() -> None:
@@ -156,7 +156,7 @@ def test_an_impossible_job_fails_with_the_reason(parts: qwen_image_loop.EditorPa
     outcomes = dict(make_renderer(parts).render(jobs))
     assert outcomes[0].reason.startswith("no_source")
     assert outcomes[0].blame == "renderer"
-    assert names(outcomes[1].reason, "too_long: 4095 ... 4094") and outcomes[1].blame == "policy"
+    assert holds(outcomes[1].reason, "too_long: 4095 ... 4094") and outcomes[1].blame == "policy"
     with pytest.raises(ValueError, match="true_cfg_scale: 1"):
         list(make_renderer(parts, true_cfg_scale=2.0).render([make_job(source, 9, noise_seed=0)]))
 
@@ -181,5 +181,5 @@ def test_large_pictures_are_decoded_in_slices(
 
     monkeypatch.setattr(parts.vae, "decode", recording_decode)
     monkeypatch.setattr(decoding, "DECODED_PX_AT_ONCE", 2 * 64 * 64)
-    assert (render_floats(renderer, jobs) - together).abs().max() <= PICTURE
+    assert (render_floats(renderer, jobs) - together).abs().max() <= PICTURE_TOL
     assert slices == [2, 1]

@@ -16,9 +16,9 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dime
 from peft import LoraConfig, get_peft_model_state_dict
 from pydantic import ValidationError
 from tiny_editor import make_job
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_pictures import make_picture
-from tiny_rounding import PICTURE, apart
+from tiny_rounding import PICTURE_TOL, apart
 from tiny_run import run_config
 
 from rl.api.plugin import PluginConfig, Resources
@@ -160,7 +160,7 @@ def test_each_config_problem_is_named(
     parts: str,
 ) -> None:
     (problem,) = problems(config_of(name, folders[name], **changes), **policy)
-    assert names(problem, parts), problem
+    assert holds(problem, parts), problem
 
 
 @pytest.mark.parametrize("name", PLUGINS)
@@ -241,7 +241,7 @@ def test_a_loaded_checkpoint_draws_the_same_picture_as_the_saved_model(
     loaded = load(config_of(name, folders[name]))
     assert "Loading weights" not in capfd.readouterr().err
     parts = MODELS[name].make_parts()
-    assert apart(draw(name, loaded), draw(name, MODELS[name].make_renderer(parts))) <= PICTURE
+    assert apart(draw(name, loaded), draw(name, MODELS[name].make_renderer(parts))) <= PICTURE_TOL
     modules = [loaded.parts.transformer, loaded.parts.vae]
     if name == "sd3":
         modules += [*loaded.parts.text.encoders, loaded.parts.text.encoder_3]
@@ -257,7 +257,7 @@ def test_without_use_t5_no_file_of_the_third_encoder_is_needed(
     for part in ("text_encoder_3", "tokenizer_3"):
         shutil.rmtree(folder / part)
     (problem,) = model_problems(SD3.models(config_of("sd3", folder)))
-    assert names(problem, "lacks text_encoder_3/config.json, text_encoder_3/model.safetensors")
+    assert holds(problem, "lacks text_encoder_3/config.json, text_encoder_3/model.safetensors")
     config = config_of("sd3", folder, use_t5=False, dtype="bfloat16")
     assert list(model_problems(SD3.models(config))) == []
     assert "text_encoder_3" not in SD3.parameter_counts(config)
@@ -278,7 +278,7 @@ def test_a_picture_depends_only_on_its_job(name: str, guidance: dict[str, object
     together = draw(name, loop, *jobs)
     draw(name, MODELS[name].make_renderer(parts, num_steps=2), jobs[0])
     alone = torch.cat([draw(name, loop, job) for job in jobs])
-    assert apart(together, alone) <= PICTURE
+    assert apart(together, alone) <= PICTURE_TOL
     assert torch.equal(parts.scheduler.sigmas, sigmas_before)
     assert apart(together[0], together[1]) > 1e-2, "another prompt"
     assert apart(together[0], together[3]) > 1e-2, "another noise"
@@ -315,7 +315,7 @@ def test_an_adapter_is_fused(
     )
     config = config_of(name, folders[name], lora_path=str(tmp_path), lora_weight_name=file)
     fused = draw(name, load(config))
-    assert apart(fused, draw(name, MODELS[name].make_renderer(parts))) <= PICTURE
+    assert apart(fused, draw(name, MODELS[name].make_renderer(parts))) <= PICTURE_TOL
     assert apart(fused, draw(name, load(config_of(name, folders[name])))) > 1e-2
 
 

@@ -21,7 +21,7 @@ from tiny_editor import (
     three_jobs,
 )
 from tiny_pictures import make_picture
-from tiny_rounding import PICTURE
+from tiny_rounding import PICTURE_TOL
 
 from rl.api.plugin import Resources
 from rl.renderers import qwen_image_edit
@@ -57,7 +57,7 @@ def test_the_loop_equals_the_stock_pipeline(
     renderer = make_renderer(parts, true_cfg_scale=scale, height_px=48, width_px=64)
     expected = render_stock(stock, jobs, true_cfg_scale=scale, height=48, width=64)
     assert expected.shape == (num_jobs, 3, 48, 64)
-    assert (render_floats(renderer, jobs) - expected).abs().max() <= PICTURE
+    assert (render_floats(renderer, jobs) - expected).abs().max() <= PICTURE_TOL
 
 
 @pytest.mark.slow

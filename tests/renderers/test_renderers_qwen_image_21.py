@@ -10,7 +10,7 @@ import pytest
 import tiny_qwen_image_21 as tiny
 import torch
 from PIL import Image
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_pictures import make_picture
 from tiny_qwen_image_21 import (
     StockParts,
@@ -20,7 +20,7 @@ from tiny_qwen_image_21 import (
     references,
     render_floats,
 )
-from tiny_rounding import PICTURE
+from tiny_rounding import PICTURE_TOL
 
 from rl.api.types import HiddenStates, RenderFailure, RenderJob, Sample
 from rl.renderers.qwen_image.qwen_image_components import EditorParts as Parts
@@ -28,7 +28,7 @@ from rl.renderers.qwen_image.vae2d import PictureVae
 from rl.renderers.qwen_image_21.qwen_image_21_config import condition_sizes
 from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop, in_groups
 
-GUIDED = 10 * PICTURE
+GUIDED = 10 * PICTURE_TOL
 """A guidance of 3 multiplies rounding differences, and the random weights of the next step multiply
 them again: 1.6e-4 was measured, and 4e-6 without guidance."""
 
@@ -66,7 +66,7 @@ def test_a_group_equals_the_stock_pipeline_on_one_prompt_at_a_time(
     )
     ours = render_floats(make_renderer(parts), jobs)
     assert ours.shape == expected.shape
-    assert (ours - expected).abs().max() <= PICTURE
+    assert (ours - expected).abs().max() <= PICTURE_TOL
     assert (expected[0] - expected[1]).abs().max() > 0.1
 
 
@@ -93,7 +93,7 @@ def test_transparent_sources_are_read_as_by_stock(stock: StockParts, parts: Part
     clear.putalpha(make_picture(1).convert("L"))
     expected = tiny.render_stock(stock, tiny.WORDS[0], [clear], 3)
     ours = render_floats(make_renderer(parts), [make_job(tiny.WORDS[0], [clear], 3)])
-    assert (ours - expected).abs().max() <= PICTURE
+    assert (ours - expected).abs().max() <= PICTURE_TOL
     opaque = make_job(tiny.WORDS[0], [clear.convert("RGB")], 3)
     assert (render_floats(make_renderer(parts), [opaque]) - expected).abs().max() > 0.01
 
@@ -116,7 +116,7 @@ def test_the_sigmas_of_a_few_step_checkpoint_are_used(stock: StockParts, parts: 
     expected = tiny.render_stock(stock, tiny.WORDS[0], [], 3, sigmas=list(levels))
     renderer = make_renderer(replace(parts, sigmas=levels), num_steps=3)
     ours = render_floats(renderer, [make_job(tiny.WORDS[0], [], 3)])
-    assert (ours - expected).abs().max() <= PICTURE
+    assert (ours - expected).abs().max() <= PICTURE_TOL
 
 
 def test_rows_whose_prompts_differ_slightly_do_not_share_a_start(parts: Parts) -> None:
@@ -131,7 +131,7 @@ def test_rows_whose_prompts_differ_slightly_do_not_share_a_start(parts: Parts) -
     renderer.take_metrics()
     together = render_floats(renderer, jobs)
     assert renderer.take_metrics() == {"rows_per_start": 1.0}
-    assert (together - alone(renderer, jobs)).abs().max() <= PICTURE
+    assert (together - alone(renderer, jobs)).abs().max() <= PICTURE_TOL
 
 
 def test_the_sources_of_a_group_are_processed_once(parts: Parts) -> None:
@@ -161,7 +161,7 @@ def test_a_batch_with_too_many_pictures_is_drawn_in_parts(parts: Parts) -> None:
         return draw(jobs, *args)
 
     renderer._draw = recording_draw  # type: ignore[method-assign,assignment]
-    assert (render_floats(renderer, jobs) - together).abs().max() <= PICTURE
+    assert (render_floats(renderer, jobs) - together).abs().max() <= PICTURE_TOL
     assert part_sizes == [2, 1]
 
 
@@ -183,11 +183,11 @@ def test_an_impossible_job_fails_with_the_reason(parts: Parts) -> None:
     renderer = make_renderer(parts, max_pictures=1)
     outcomes = dict(renderer.render([many, long]))
     assert [isinstance(outcome, RenderFailure) for outcome in outcomes.values()] == [True, True]
-    assert [names(outcomes[0].reason, "too_many_sources: 2 ... 1"), outcomes[0].blame] == [
+    assert [holds(outcomes[0].reason, "too_many_sources: 2 ... 1"), outcomes[0].blame] == [
         True,
         "renderer",
     ]
-    assert names(outcomes[1].reason, "too_long: 8193 ... 8192") and outcomes[1].blame == "policy"
+    assert holds(outcomes[1].reason, "too_long: 8193 ... 8192") and outcomes[1].blame == "policy"
     guided = make_renderer(parts, true_cfg_scale=2.0)
     with pytest.raises(ValueError, match="negative_embeds"):
         list(guided.render([make_job(tiny.WORDS[0], [], 0)]))
@@ -230,5 +230,5 @@ def test_the_vae_equals_diffusers(patched: bool) -> None:
         vae = PictureVae(stock)
         ours = vae.encode(pixels)
         assert ours.shape == (2, 8, 4, 6)
-        assert (ours - expected).abs().max() <= PICTURE
-        assert (vae.decode(expected) - decoded).abs().max() <= PICTURE
+        assert (ours - expected).abs().max() <= PICTURE_TOL
+        assert (vae.decode(expected) - decoded).abs().max() <= PICTURE_TOL

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_qwen_image_21 as tiny
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_qwen_image_21 import references
 from tiny_run import run_config
 
@@ -115,7 +115,7 @@ def test_a_few_step_checkpoint_contains_its_sigmas(folder: Path, tmp_path: Path)
     index = {"_class_name": "QwenImage21Pipeline", "sample_sigmas": levels}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     (problem,) = problems(make_config(tmp_path))
-    assert names(problem, "num_steps: 4 ... 3 sample_sigmas ... num_steps: 3")
+    assert holds(problem, "num_steps: 4 ... 3 sample_sigmas ... num_steps: 3")
     with pytest.raises(ValueError, match=r"renderer\.num_steps: 4"):
         load(make_config(tmp_path))
     assert load(make_config(tmp_path, num_steps=3)).parts.sigmas == tuple(levels)
@@ -123,4 +123,4 @@ def test_a_few_step_checkpoint_contains_its_sigmas(folder: Path, tmp_path: Path)
     assert (problems(config), load(config).parts.sigmas) == ([], (1.0, 0.5))
     (tmp_path / "model_index.json").write_text(json.dumps(index | {"sample_sigmas": "low"}))
     (problem,) = problems(make_config(tmp_path))
-    assert names(problem, "sample_sigmas ... (0, 1]")
+    assert holds(problem, "sample_sigmas ... (0, 1]")

@@ -7,7 +7,7 @@ import tiny_qwen_image_21 as tiny
 import torch
 from tiny_models import save
 from tiny_qwen_image_21 import references, render_floats
-from tiny_rounding import NATS, PICTURE
+from tiny_rounding import FORWARD_TOL, PICTURE_TOL
 
 from rl.api.policy import PolicySetup
 from rl.api.types import RenderJob, Sample, UnusableSampleError
@@ -39,13 +39,13 @@ def test_an_empty_completion_gives_the_stock_picture(policy: Qwen3VL, num_source
     renderer = tiny.make_renderer(stock.ours())
     for seed, (sample, action) in enumerate(zip(samples, actions, strict=True)):
         states, places = tiny.encode(sample.instruction, sources)
-        assert (action.payload.embeds - states).abs().max() <= NATS
+        assert (action.payload.embeds - states).abs().max() <= FORWARD_TOL
         assert action.payload.pictures == places
         negative = tiny.encode("blurry", sources)[0]
-        assert (action.payload.negative_embeds - negative).abs().max() <= NATS
+        assert (action.payload.negative_embeds - negative).abs().max() <= FORWARD_TOL
         drawn = render_floats(renderer, [RenderJob(sample, action.payload, seed)])
         expected = tiny.render_stock(stock, sample.instruction, sources, seed)
-        assert (drawn - expected).abs().max() <= PICTURE
+        assert (drawn - expected).abs().max() <= PICTURE_TOL
 
 
 def test_the_states_of_a_group_share_a_bitwise_equal_prefix(policy: Qwen3VL) -> None:
@@ -62,7 +62,7 @@ def test_the_states_of_a_group_share_a_bitwise_equal_prefix(policy: Qwen3VL) -> 
     together = render_floats(renderer, jobs)
     assert renderer.take_metrics() == {"rows_per_start": 3.0}
     alone = torch.cat([render_floats(renderer, [job]) for job in jobs])
-    assert (together - alone).abs().max() <= PICTURE
+    assert (together - alone).abs().max() <= PICTURE_TOL
     assert (together[0] - together[1]).abs().max() > 0.1
 
 

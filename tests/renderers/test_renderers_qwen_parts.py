@@ -11,7 +11,7 @@ import tiny_editor
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from tiny_editor import StockParts, make_states
-from tiny_rounding import PICTURE, PRODUCT
+from tiny_rounding import PICTURE_TOL, PRODUCT_TOL
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -90,12 +90,12 @@ def test_the_modulation_table_equals_what_each_block_computes(stock: StockParts)
             image, words = block.img_mod(embedding), block.txt_mod(embedding[:1])
             for rows, ours in ((image, entry.image[index]), (words, entry.text[index])):
                 expected = rows.reshape(len(rows), 6, -1) + torch.tensor([0, 1, 0] * 2)[:, None]
-                torch.testing.assert_close(ours, expected, atol=PRODUCT, rtol=PRODUCT)
+                torch.testing.assert_close(ours, expected, atol=PRODUCT_TOL, rtol=PRODUCT_TOL)
         tokens = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
         normed = torch.nn.functional.layer_norm(tokens, (32,), eps=1e-6)
         expected = transformer.norm_out(tokens, embedding[:1])
         ours = normed * entry.out[1] + entry.out[0]
-        torch.testing.assert_close(ours, expected, atol=PRODUCT, rtol=PRODUCT)
+        torch.testing.assert_close(ours, expected, atol=PRODUCT_TOL, rtol=PRODUCT_TOL)
 
 
 def test_the_modulation_of_a_schedule_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_a_step_equals_the_stock_forward(stock: StockParts) -> None:
     denoiser = Denoiser(transformer)
     prepared = denoiser.prepare(states, sources, SHAPES)
     velocity = denoiser.velocity(latents, prepared, build_table(transformer, TIMESTEPS)[1])
-    torch.testing.assert_close(velocity, expected, atol=PICTURE, rtol=PICTURE)
+    torch.testing.assert_close(velocity, expected, atol=PICTURE_TOL, rtol=PICTURE_TOL)
 
 
 def plain_attention(

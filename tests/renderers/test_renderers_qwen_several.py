@@ -12,9 +12,9 @@ import torch
 from diffusers import QwenImageEditPlusPipeline
 from PIL import Image
 from tiny_editor import TINY, StockParts, make_job, render_floats, render_stock
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_pictures import make_picture
-from tiny_rounding import PICTURE, apart
+from tiny_rounding import PICTURE_TOL, apart
 
 from rl.api.types import RenderFailure, RenderJob
 from rl.renderers import qwen_image_edit, qwen_image_edit_plus
@@ -58,7 +58,7 @@ def test_the_loop_equals_the_stock_pipeline(
     width, height = SIZES[num_pictures - 1]
     assert (expected.shape[-1] / expected.shape[-2] > 1) == (width / height > 1)
     ours = render_floats(plus(stock, true_cfg_scale=scale), [job])
-    assert (ours - expected).abs().max() <= PICTURE
+    assert (ours - expected).abs().max() <= PICTURE_TOL
 
 
 def test_every_source_and_their_order_change_the_picture(stock: StockParts) -> None:
@@ -67,7 +67,7 @@ def test_every_source_and_their_order_change_the_picture(stock: StockParts) -> N
     renderer = plus(stock)
     drawn = [render_floats(renderer, [job_of(pictures)]) for pictures in source_lists]
     differences = [float((other - drawn[0]).abs().max()) for other in drawn[1:]]
-    assert min(differences) > 5 * PICTURE, differences
+    assert min(differences) > 5 * PICTURE_TOL, differences
 
 
 def test_jobs_of_a_batch_have_equal_sizes_and_do_not_affect_each_other(stock: StockParts) -> None:
@@ -81,7 +81,7 @@ def test_jobs_of_a_batch_have_equal_sizes_and_do_not_affect_each_other(stock: St
     assert buckets[0] == buckets[1] and len(set(buckets)) == 4
     together = render_floats(renderer, jobs)
     alone = torch.cat([render_floats(renderer, [job]) for job in jobs])
-    assert (together - alone).abs().max() <= PICTURE
+    assert (together - alone).abs().max() <= PICTURE_TOL
     drawn = dict(renderer.render([*jobs, *others]))
     assert all(isinstance(picture, Image.Image) for picture in drawn.values())
 
@@ -90,7 +90,7 @@ def test_a_transparent_source_is_placed_on_white(stock: StockParts) -> None:
     clear = Image.new("RGBA", (64, 64), (255, 0, 0, 0))
     source_lists = [PICTURES[2], clear], [PICTURES[2], Image.new("RGB", (64, 64), "white")]
     left, right = (render_floats(plus(stock), [job_of(pictures)]) for pictures in source_lists)
-    assert apart(left, right) <= PICTURE
+    assert apart(left, right) <= PICTURE_TOL
 
 
 def test_more_sources_than_the_renderer_reads_are_a_failure(stock: StockParts) -> None:
@@ -101,7 +101,7 @@ def test_more_sources_than_the_renderer_reads_are_a_failure(stock: StockParts) -
     ):
         [(_, failure)] = renderer.render([job_of(PICTURES)])
         assert isinstance(failure, RenderFailure)
-        assert names(failure.reason, f"too_many_sources: 3 ... at most {max_pictures}")
+        assert holds(failure.reason, f"too_many_sources: 3 ... at most {max_pictures}")
         assert failure.blame == "renderer"
 
 

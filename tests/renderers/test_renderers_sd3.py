@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import tiny_sd3
 import torch
-from tiny_messages import names
-from tiny_rounding import PICTURE, apart
+from tiny_messages import holds
+from tiny_rounding import PICTURE_TOL, apart
 from tiny_sd3 import PROMPTS, make_job, make_jobs, make_renderer, render_floats
 
 from rl.renderers.sd3 import text as sd3_text
@@ -68,7 +68,7 @@ def test_one_picture_equals_the_stock_pipeline(
 ) -> None:
     expected = render_stock(parts, PROMPTS[:1], [0], **stock)
     drawn = render_floats(make_renderer(parts, **ours), make_jobs()[:1])
-    assert apart(drawn, expected) <= PICTURE
+    assert apart(drawn, expected) <= PICTURE_TOL
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -93,14 +93,14 @@ def test_the_shift_by_picture_size_equals_the_stock_pipeline() -> None:
     parts = tiny_sd3.make_parts({"use_dynamic_shifting": True, "max_shift": 2.0})
     expected = render_stock(parts, PROMPTS[:1], [0])
     ours = make_renderer(parts)
-    assert apart(render_floats(ours, make_jobs()[:1]), expected) <= PICTURE
+    assert apart(render_floats(ours, make_jobs()[:1]), expected) <= PICTURE_TOL
 
 
 def test_without_the_third_encoder_it_equals_the_stock_pipeline(parts: SD3Parts) -> None:
     text = sd3_text.TextParts(parts.text.tokenizers, parts.text.encoders, None, None)
     bare = SD3Parts(parts.transformer, parts.vae, parts.scheduler, text)
     expected = render_stock(bare, PROMPTS[:1], [0])
-    assert apart(render_floats(make_renderer(bare), make_jobs()[:1]), expected) <= PICTURE
+    assert apart(render_floats(make_renderer(bare), make_jobs()[:1]), expected) <= PICTURE_TOL
     assert (expected - render_stock(parts, PROMPTS[:1], [0])).abs().max() > 0.05
 
 
@@ -143,10 +143,10 @@ def test_tokens_cut_off_by_clip_are_logged_once_and_counted(parts: SD3Parts, cap
     list(renderer.render(jobs))
     (warning,) = warnings_of(caplog)
     # The tiny CLIP tokenizer drops the 28 spaces: 96 letters and two markers.
-    assert names(
+    assert holds(
         warning, "21 tokens ... 77 ... only the third encoder ... renderer.max_t5_tokens=64"
     )
-    assert names(warning, "policy.system_prompt ... sampling.max_completion_tokens")
+    assert holds(warning, "policy.system_prompt ... sampling.max_completion_tokens")
     stats = renderer.take_metrics()
     assert stats == {"clip_cut_share": 0.5, "clip_cut_tokens": 10.5, "t5_cut_share": 0.5}
     assert renderer.take_metrics() == {}
@@ -166,7 +166,7 @@ def test_without_the_third_encoder_no_encoder_reads_the_rest(parts: SD3Parts, ca
     bare = SD3Parts(parts.transformer, parts.vae, parts.scheduler, text)
     renderer = make_renderer(bare, num_steps=1)
     list(renderer.render([make_job(LONG_PROMPT, 0)]))
-    assert names(warnings_of(caplog)[0], "which no encoder reads")
+    assert holds(warnings_of(caplog)[0], "which no encoder reads")
     assert renderer.take_metrics()["t5_cut_share"] == 0
 
 

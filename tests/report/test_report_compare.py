@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy import stats
-from tiny_messages import names, refusal
+from tiny_messages import holds, refusal
 from tiny_report import held_out, write_held_out, write_run
 
 from rl.commands import report
@@ -78,14 +78,14 @@ def test_differences_are_paired_and_their_interval_resamples_pictures(tmp_path: 
     assert [round(gain, 6) for gain, _, _ in result.best] == [0.75, 0.7, 0.5, 0.3, 0.1]
     assert [round(gain, 6) for gain, _, _ in result.worst] == [-0.1]
     text = "\n".join(lines("a", result))
-    assert names(text, f"b -> a) ... {total.gain:+.3f} ... +0.750  s6: ask 6 ... -0.100  s1: ask 1")
+    assert holds(text, f"b -> a) ... {total.gain:+.3f} ... +0.750  s6: ask 6 ... -0.100  s1: ask 1")
 
 
 def test_samples_that_only_one_run_has_are_left_out(tmp_path: Path) -> None:
     result = compare(
         make(tmp_path / "a", [*OURS[:3], None]), make(tmp_path / "b", THEIRS, iteration=4)
     )
-    assert names(result.notes, "after 4 iterations of b, and 8 here ... the 4 samples ... 8 and 4")
+    assert holds(result.notes, "after 4 iterations of b, and 8 here ... the 4 samples ... 8 and 4")
     assert len(result.changes[0].gains) == 3
 
 
@@ -106,11 +106,11 @@ def test_runs_of_other_data_judge_or_noise_are_not_compared(
     ours, theirs = make(tmp_path / "a", OURS), make(tmp_path / "b", THEIRS, **changes)
     change_config(theirs, **sections)
     result = compare(ours, theirs)
-    assert any(names(each, reason) for each in result.reasons) and result.changes == []
+    assert any(holds(each, reason) for each in result.reasons) and result.changes == []
     assert report.main([str(ours), "--against", str(theirs)]) == 0
-    assert names(capsys.readouterr().out, f"NOT COMPARABLE ... {reason} ... b ")
+    assert holds(capsys.readouterr().out, f"NOT COMPARABLE ... {reason} ... b ")
     page = (ours / "report/compare.html").read_text("utf-8")
-    assert names(page, f"Not comparable ... {reason}") and "95 % interval</th>" not in page
+    assert holds(page, f"Not comparable ... {reason}") and "95 % interval</th>" not in page
 
 
 def test_a_run_is_not_compared_with_itself_or_without_an_evaluation(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_run_is_not_compared_with_itself_or_without_an_evaluation(tmp_path: Pa
     arguments = [str(ours), "--against", str(tmp_path / "link")]
     assert "the run itself" in refusal(report.main, arguments)
     (bare / "evaluation/it_000008/records.jsonl").unlink()
-    assert names(compare(ours, bare).reasons, "b: no held-out evaluation")
+    assert holds(compare(ours, bare).reasons, "b: no held-out evaluation")
 
 
 def test_the_page_has_the_numbers_curves_and_pictures_of_all_runs(
@@ -155,8 +155,8 @@ def test_the_table_of_all_runs_has_their_differences(tmp_path: Path, capsys: Any
     assert page.count("<tr>") == 4 and "seed=7" in page and "c &amp; d" in page
     assert page.count("seed=") == 1, "the usual value is not a difference"
     refused = refusal(report.main, ["--all", str(tmp_path / "photos")])
-    assert names(refused, "photos: no runs in it")
-    assert names(refusal(report.main, ["--all", str(tmp_path / "a")]), "a: no runs in it")
+    assert holds(refused, "photos: no runs in it")
+    assert holds(refusal(report.main, ["--all", str(tmp_path / "a")]), "a: no runs in it")
     configs = [{"x": "1", "run_name": n} for n in "ab"] + [{"x": "2", "y": "3"}]
     assert differing(configs) == [{}, {}, {"x": "2", "y": "3"}]
     assert sparkline([(0, 0.0), (5, 1.0), (10, 2.0)]) == "0.0,23.0 50.0,1.0 100.0,1.0"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_report import EVIL, write_run
 
 from rl.commands import report
@@ -67,7 +67,7 @@ def test_a_single_measurement_is_not_shown_as_a_change(tmp_path: Path) -> None:
     once = write_run(tmp_path / "run", num_iterations=0)
     write_page(once)
     text = " ".join(Tags((once / "report" / "index.html").read_text()).texts)
-    assert names(text, "0 of 4 iterations ... 1 held-out ... 0 groups")
+    assert holds(text, "0 of 4 iterations ... 1 held-out ... 0 groups")
     assert "\u2192" not in text.partition("Keys:")[0]
 
 
@@ -105,7 +105,7 @@ def test_the_page_shows_what_was_learnt(run_dir: Path) -> None:
     # s0, s1, s3, s4: gains 0.8, -0.6, 0.0, 0.1
     assert "all 4 0.425 0.500 +0.075" in text
     assert "noun 2 0.300 0.750 +0.450" in text
-    assert names(text, "Left out: 1 ... Drift: after 4 iterations")
+    assert holds(text, "Left out: 1 ... Drift: after 4 iterations")
     assert "render 7.5 75.0 %" in text
     data = value_of((run_dir / "report/data/metrics.js").read_text("utf-8"))
     assert data["docs"]["policy/entropy"][1] == METRICS["policy/entropy"].meaning
@@ -213,7 +213,7 @@ def test_another_run_can_be_compared(run_dir: Path, tmp_path: Path, capsys) -> N
     assert report.main([str(run_dir), "--page-only", "--against", str(other)]) == 0
     text = (run_dir / "report/index.html").read_text("utf-8")
     visible = " ".join("".join(Tags(text).texts).split())
-    assert names(visible, "2 of 7 keys ... the other&run")
+    assert holds(visible, "2 of 7 keys ... the other&run")
     assert visible.index("run_name") < visible.index("num_iterations"), "differences first"
     last = facts_of(text)["sets"][-1]
     assert (last["page"], last["run"]) == ("other_eval_000004", "the other&run")

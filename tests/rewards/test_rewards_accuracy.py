@@ -120,8 +120,8 @@ WRONG = [
 
 
 def worker_of(reward: accuracy.Accuracy) -> psutil.Process:
-    """The process that compares the reward's formulas, started again if it has ended. It is asked
-    directly: `grade` remembers answers."""
+    """The process that compares the reward's formulas; `_compare` starts it again if it has ended.
+    (`grade` would return a cached result without starting it.)"""
     reward._maths._compare("3", "2\\sqrt{2}x")
     return psutil.Process(reward._maths._process.pid)
 

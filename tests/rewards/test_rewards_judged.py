@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from tiny_faulty_judge import Fault, FaultyJudge
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_rewards import EDIT, RESULT, SOURCES, TARGET, ScriptedJudge, ask, grade, make
 
 from rl.api.types import Region, RewardInput, Sample
@@ -349,7 +349,7 @@ def test_an_invalid_config_is_refused(plugin: Any, config: dict[str, Any], reaso
 def test_a_misspelt_key_of_a_score_is_named_and_an_unused_one_reported() -> None:
     scores = {"a": {"hgih": 3}, "b": {"low": "0"}}
     _, problems = validate(rubric.Config, RUBRIC | {"scores": scores}, "rewards.mine")
-    assert names(problems[0], "rewards.mine.scores.a.hgih: ... 'high'")
-    assert names(problems[1], 'rewards.mine.scores.b.low: "0" given ... Worst value')
+    assert holds(problems[0], "rewards.mine.scores.a.hgih: ... 'high'")
+    assert holds(problems[1], 'rewards.mine.scores.b.low: "0" given ... Worst value')
     [line] = rubric.Rubric.no_effect(rubric.Config(**RUBRIC, combine="min"))
     assert line.startswith("scores.success.weight: ")

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from PIL import Image
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_rollout import Batches, Graded, Painter, collect, run_config, word
 
 from rl.api.reward import Reward
@@ -382,7 +382,7 @@ def test_a_reward_that_raises_leaves_that_picture_ungraded(context: RolloutConte
     assert (good.status, good.parts["mine"]) == (Status.SCORED, 0.25), "a synchronous reward works"
     assert bad.status is Status.UNGRADED and bad.reward is None and bad.failure is not None
     first, *traceback = bad.failure.split("\n")
-    assert names(first, "mine: raised KeyError: 'nothing there' ... test_rollout.py, line ")
+    assert holds(first, "mine: raised KeyError: 'nothing there' ... test_rollout.py, line ")
     assert "in raises" in "".join(traceback) and traceback[-1] == "KeyError: 'nothing there'"
 
 
@@ -408,7 +408,7 @@ def test_a_reward_that_raises_on_every_picture_stops_the_run_with_its_traceback(
     list(run.graded_groups(start(run, "ra", "ab")))
     with pytest.raises(TooManyFailuresError) as error:
         list(run.graded_groups(start(run, "ra", "rb")))
-    assert names(
+    assert holds(
         error.value, "2 of 2 ... 2 x mine: raised KeyError ... max_failure_rate ... in raises"
     )
 
@@ -486,7 +486,7 @@ def test_an_async_reward_that_blocks_the_loop_is_named_once(
     episodes = roll(replace(context, rewards={"mine": Graded(works)}), word("a"), word("b"))
     stderr = capsys.readouterr().err
     assert stderr.count("reward mine: ") == blocks
-    assert not blocks or names(stderr, "blocked ... 0.0 s ... `def` ... asyncio.to_thread")
+    assert not blocks or holds(stderr, "blocked ... 0.0 s ... `def` ... asyncio.to_thread")
     assert all(episode.judge_s >= 0.03 for episode in episodes)
 
 

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_run import episode, run_config
 
 from rl.algorithm.metrics import Metrics
@@ -57,7 +57,7 @@ def test_a_renderer_that_keeps_failing_stops_the_run(
     if figures:
         with pytest.raises(TooManyRenderFailuresError) as error:
             checks.check_failures(rollout_of(*last))
-        assert names(error.value, f"{figures} ... RuntimeError ... max_render_failure_rate")
+        assert holds(error.value, f"{figures} ... RuntimeError ... max_render_failure_rate")
 
 
 def test_the_share_of_failed_renders_is_logged() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_run import episode
 
 from rl.algorithm.metrics import Metrics
@@ -65,4 +65,4 @@ def test_a_fall_warns_and_a_healthy_run_does_not(capsys: pytest.CaptureFixture[s
     # Falls of 0.5, 0.5, 0.4, three times: mean 0.467, standard deviation 0.05, divided by sqrt(9).
     assert metrics["drift/bare_fall_error"] == pytest.approx(0.05 / 9**0.5, rel=1e-3)
     assert metrics["drift/alarm"] == 1
-    assert names(stderr, "20 iterations ... 0.467 +- 0.017 (9 samples")
+    assert holds(stderr, "20 iterations ... 0.467 +- 0.017 (9 samples")

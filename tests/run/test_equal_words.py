@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_run import episode
 
 from rl.algorithm.metrics import Metrics
@@ -35,9 +35,9 @@ def test_different_scores_for_equal_pictures_stop_the_run_at_its_start(
     parts = "equal pictures ... sample row-7 ... 0.143 (the policy) ... 0.950 (right)"
     with pytest.raises(UnequalRewardsError) as error:
         check([policy(), policy(reward=0.143)])
-    assert names(error.value, parts)
+    assert holds(error.value, parts)
     check([policy(), policy(reward=0.143)], at_start=False)
-    assert names(capsys.readouterr().err, parts), "after the start it is a warning"
+    assert holds(capsys.readouterr().err, parts), "after the start it is a warning"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_different_pictures_of_equal_words_warn_beyond_the_judges_noise(
     picture = OTHER_PICTURE if images == 1 else {}
     check([policy(reward=reward, **picture) for reward in rewards], images=images)
     stderr = capsys.readouterr().err
-    assert names(stderr, "equal words ... pairs ... states") if warns else not stderr
+    assert holds(stderr, "equal words ... pairs ... states") if warns else not stderr
 
 
 @pytest.mark.parametrize(

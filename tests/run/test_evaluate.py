@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from tiny_loop import rows_of
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_ranks import run_ranks
 from tiny_rollout import Graded
 from tiny_run import Writes, run_config
@@ -203,7 +203,7 @@ def test_a_resumed_run_finds_the_second_judge_as_far_behind_as_its_records_say(
     later = measured(5, by_number(0.5, 0.5))
     assert later["eval/judge_gap"] == pytest.approx(0.6 * 0.4), "slope 0.3 / 0.5 x gain 0.4"
     assert later["eval/judge_gap_alarm"] == 1.0
-    assert names(capsys.readouterr().err, "after 5 iterations ... +0.400 ... 'second' ... 0.240")
+    assert holds(capsys.readouterr().err, "after 5 iterations ... +0.400 ... 'second' ... 0.240")
     rows = rows_of(tmp_path / "evaluation/it_000005/records.jsonl")
     assert rows[0]["second_judge"] == {"model": "second", "reward": pytest.approx(0.2)}
 
@@ -221,4 +221,4 @@ def test_a_failing_second_judge_is_reported_and_stops_nothing(
     assert found["eval/reward"] == 0.5 and found["eval/second_judge/reward"] == 0.5
     assert found["eval/second_judge/ungraded"] == 0.5
     cause = "wrong key" if fails == "refuses" else "judge: no score"
-    assert names(capsys.readouterr().err, f"evaluation.judge ... training goes on ... {cause}")
+    assert holds(capsys.readouterr().err, f"evaluation.judge ... training goes on ... {cause}")

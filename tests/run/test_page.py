@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_report import write_run
 
 from rl.commands import report
@@ -77,7 +77,7 @@ def test_a_failed_refresh_warns_once(
         page.refresh()
     page.close()
     [warning] = capsys.readouterr().err.splitlines()
-    assert names(warning, f"the page could not be refreshed ... {why}")
+    assert holds(warning, f"the page could not be refreshed ... {why}")
 
 
 def test_a_report_exits_as_busy_while_another_is_written(tmp_path: Path, monkeypatch) -> None:
@@ -95,7 +95,7 @@ def test_no_process_outlives_the_run(slow: Path, monkeypatch, capsys) -> None:
     page.close()
     assert page._process is None and len(calls(slow)) == 1
     warning = capsys.readouterr().err
-    assert names(warning, f"0.2 s ... rl report {slow / 'run'}")
+    assert holds(warning, f"0.2 s ... rl report {slow / 'run'}")
 
 
 def test_a_real_process_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

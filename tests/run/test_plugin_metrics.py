@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import tiny_config
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl import build
 from rl.algorithm.metrics import Metrics
@@ -156,11 +156,11 @@ def test_a_metric_that_breaks_its_declaration_is_left_out_with_one_warning(
     metrics = plugins.metrics(Dist())
     assert taken(metrics, strokes=2) == taken(metrics, strokes=2) == {NAMES[0]: 2}
     [warning] = capsys.readouterr().err.splitlines()
-    assert names(warning, f"rank 0: rewards.mine: outsider.plugins.Careful ... {message}")
+    assert holds(warning, f"rank 0: rewards.mine: outsider.plugins.Careful ... {message}")
     plugins.reward.report = {"hits": 0.25}
     assert taken(metrics) == {NAMES[1]: 0.25}, "the plugin is asked again after a mistake"
     assert taken(metrics, blobs=1) == {NAMES[1]: 0.25}
-    assert names(
+    assert holds(
         capsys.readouterr().err, "renderer: outsider.plugins.Brush ... 'blobs' ... strokes"
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_loop
 from tiny_faulty_judge import MODEL, Fault, FaultyJudge, PickyJudge
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl import build
 from rl.config.schema import load_config
@@ -68,7 +68,7 @@ def test_parameters_that_the_judge_rejects_are_remembered_and_not_counted_as_ret
     assert stats.requests == 1 and not stats.retries, "only the request that tests the address"
     assert len(judge.requests) == 2 * 3, "each question, until it lacks both parameters"
     [message] = [record.getMessage() for record in caplog.records]
-    assert names(message, "no seed ... max_completion_tokens")
+    assert holds(message, "no seed ... max_completion_tokens")
     left_out = json.loads((tmp_path / "tiny/judge/left_out.json").read_text())
     assert left_out == {judge.api_base: ["max_tokens", "seed"]}
     assert f"rewards.viescore: {judge.api_base} " in capsys.readouterr().out
@@ -94,4 +94,4 @@ def test_a_second_judge_that_fails_at_the_start_is_a_warning(
     monkeypatch.setattr(set_up, "START_PATIENCE_S", 0.0)
     with FaultyJudge() as judge, pytest.raises(LoadingError):
         open_run(tmp_path, judge, second)
-    assert names(capsys.readouterr().err, f"evaluation.judge ... training goes on ... {parts}")
+    assert holds(capsys.readouterr().err, f"evaluation.judge ... training goes on ... {parts}")

@@ -18,9 +18,9 @@ from brightness_reward import Brightness
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as stock_edit
 from PIL import Image
 from tiny_act import act_group
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_policy import make_qwen, move
-from tiny_rounding import PRODUCT
+from tiny_rounding import PRODUCT_TOL
 from tiny_run import Writes, episode, run_config
 
 from rl.api.plugin import PluginConfig, Resources
@@ -168,7 +168,7 @@ def test_training_leaves_stock_arms_as_they_are(context: RolloutContext, tmp_pat
     before = held_out(context, tmp_path, 0)
     # Three samples' completions and bare words, two references, two stock arms of each sample.
     assert len(renderer.asked) == 3 + 3 + 2 + 2 * 3
-    assert before["drift/state_l2"] == pytest.approx(0, abs=PRODUCT)
+    assert before["drift/state_l2"] == pytest.approx(0, abs=PRODUCT_TOL)
     assert before["drift/bare_fall"] == before["drift/alarm"] == 0.0
     assert before["drift/state_cosine"] == pytest.approx(1, abs=1e-6)
 
@@ -253,7 +253,7 @@ def test_full_finetuning_measures_the_stock_arm_only_before_the_first_step(
     context = make(lora=None, conditioning="policy")
     late = held_out(context, tmp_path / "late", 1)
     assert not {name for name in late if "stock" in name or "drift" in name}
-    assert names(capsys.readouterr().err, "3 held-out ... stock arm")
+    assert holds(capsys.readouterr().err, "3 held-out ... stock arm")
     before = held_out(context, tmp_path / "early", 0)
     assert not list((tmp_path / "late").glob("stock/*"))
     move(context.policy, 0.02)

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_run import episode, run_config
 
 from rl.algorithm.metrics import Metrics
@@ -55,7 +55,7 @@ def test_a_judge_that_always_gives_the_same_score_is_warned_of_once(value: float
     assert warnings_of_rewards(watch, [[value] * 4] * (SEVERAL - 1)) == [], "may be chance"
     [sentence] = warnings_of_rewards(watch, [[value] * 4] * 5)
     parts = f"rewards.judge: {value:.4g} ... 12 completions ... reward/range/judge ... judge.model"
-    assert names(sentence, parts)
+    assert holds(sentence, parts)
     assert warnings_of_rewards(watch, [[value, 0.3]]) == [], "it has changed"
     assert len(warnings_of_rewards(watch, [[value] * 4] * SEVERAL)) == 1, "it has begun again"
 
@@ -112,7 +112,7 @@ def test_a_condition_warns_when_it_begins_and_again_when_it_returns(
     bad, good = sound | {metric: high}, sound | {metric: low}
     assert warnings_of(watch, *[bad] * (num - 1)) == [[]] * (num - 1), "may be transient"
     [[sentence]] = warnings_of(watch, bad)
-    assert names(sentence, parts)
+    assert holds(sentence, parts)
     assert warnings_of(watch, *[bad] * 5, *[good] * TREND) == [[]] * (5 + TREND), "warned once"
     assert len(list(chain(*warnings_of(watch, *[bad] * num)))) == 1, "it has begun again"
 
@@ -152,7 +152,7 @@ def test_healthy_iterations_do_not_warn(watch: Watch, iterations: list[dict[str,
 def test_a_growing_mismatch_warns_within_three_iterations(dtype: str, k3: list[float]) -> None:
     *before, [sentence] = warnings_of(make_watch(dtype), *mismatches(*k3))
     assert before == [[]] * (len(k3) - 1)
-    assert names(sentence, f"{dtype} ... mismatch/k3")
+    assert holds(sentence, f"{dtype} ... mismatch/k3")
 
 
 FLAT = {"groups/zero_spread": 1.0}

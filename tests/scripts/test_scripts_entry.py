@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from tiny_messages import names
+from tiny_messages import holds
 
 from rl.__main__ import COMMANDS, DISTRIBUTION, main
 
@@ -89,9 +89,9 @@ def test_help_lists_every_command_and_needs_no_packages(rl_here: Callable[..., F
 def test_an_unknown_command_is_an_error(rl_here: Callable[..., Finished]) -> None:
     done = rl_here("chek", "configs/quickstart.jsonnet")
     assert done.returncode == 2
-    assert names(done.stderr, "'chek' ... 'check' ... rl --help")
+    assert holds(done.stderr, "'chek' ... 'check' ... rl --help")
     unlike = rl_here("xyz").stderr
-    assert names(unlike, "'xyz' ... rl --help") and "did you mean" not in unlike
+    assert holds(unlike, "'xyz' ... rl --help") and "did you mean" not in unlike
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_missing_torch_is_an_error(rl_here: Callable[..., Finished], monkeypatch
         if command.needs_torch:
             done = rl_here(name, "--help")
             assert done.returncode == 1
-            assert names(done.stderr, f"rl {name}: torch ... '{DISTRIBUTION}[cuda]'")
+            assert holds(done.stderr, f"rl {name}: torch ... '{DISTRIBUTION}[cuda]'")
 
 
 def test_plugins_are_imported_from_the_working_folder(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_command_that_needs_the_clone_is_an_error_outside_it(tmp_path: Path) -
         text=True,
     )
     assert done.returncode == 1
-    assert names(done.stderr, "rl bench-gpu: ... benchmarks/ ... clone")
+    assert holds(done.stderr, "rl bench-gpu: ... benchmarks/ ... clone")
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.py")), ids=lambda p: p.name)
@@ -190,7 +190,7 @@ def test_an_unsupported_python_is_a_clear_error() -> None:
             if "command not found" in done.stderr:  # a version manager's stub without a Python
                 continue
             assert done.returncode == 1
-            assert names(done.stderr, "3.11.4 to 3.13 ... this is 3."), done.stderr
+            assert holds(done.stderr, "3.11.4 to 3.13 ... this is 3."), done.stderr
 
 
 def test_the_package_installs_the_rl_command() -> None:

@@ -16,8 +16,8 @@ import tiny_qwen
 import tiny_qwen3
 import torch
 from safetensors.torch import load_file
-from tiny_messages import names, refusal
-from tiny_rounding import NATS, PRODUCT, apart
+from tiny_messages import holds, refusal
+from tiny_rounding import FORWARD_TOL, PRODUCT_TOL, apart
 
 from rl.api.data import RowRules
 from rl.api.engine import EngineSetup
@@ -150,7 +150,7 @@ def test_an_adapter_is_merged_in_float32_and_rounded_once(tmp_path: Path) -> Non
     [key] = [key for key in merged if key.endswith("layers.1.self_attn.o_proj.weight")]
     exact = base[key].float() + 2.0 * (b @ a)  # alpha / r = 2
     half_a_unit = torch.finfo(torch.bfloat16).eps / 2 * exact.abs()
-    assert ((merged[key].float() - exact).abs() <= half_a_unit + PRODUCT).all()
+    assert ((merged[key].float() - exact).abs() <= half_a_unit + PRODUCT_TOL).all()
     untouched = [key for key in merged if "visual" in key]
     assert untouched
     assert all(torch.equal(merged[key], base[key].float().bfloat16()) for key in untouched)
@@ -177,7 +177,7 @@ def test_an_adapter_of_a_text_encoder_is_merged_into_that_text_encoder(tmp_path:
     merged, base, again = (load_file(f / "model.safetensors") for f in (from_run, encoder, moved))
     assert all(torch.equal(merged[key], base[key]) for key in merged if "visual" in key)
     assert all(apart(merged[k], base[k]) > 1e-3 for k in merged if "q_proj.weight" in k)
-    assert all(apart(merged[key], again[key]) <= PRODUCT for key in merged)
+    assert all(apart(merged[key], again[key]) <= PRODUCT_TOL for key in merged)
 
 
 def test_a_qwen3_adapter_is_merged_into_a_qwen3_model(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_qwen3_adapter_is_merged_into_a_qwen3_model(tmp_path: Path) -> None:
         out = merged.model(input_ids=ids, mm_token_type_ids=types, **prompt.model_inputs)
         with policy.reference():
             assert (policy.module(batch).hidden - states).abs().max() > 1e-2
-    assert (out.last_hidden_state[0] - states).abs().max() < NATS
+    assert (out.last_hidden_state[0] - states).abs().max() < FORWARD_TOL
     card = (tmp_path / "merged" / "README.md").read_text()
     assert "Qwen3VLForConditionalGeneration" in card and "qwen3_vl policy" in card
 
@@ -260,7 +260,7 @@ def test_an_impossible_export_is_refused_with_its_cause(tmp_path: Path) -> None:
         ("4", "step_000004 ... damaged"),
         ("best", "measured"),
     ):
-        assert names(refused([str(run), target, "--checkpoint", which]), why)
+        assert holds(refused([str(run), target, "--checkpoint", which]), why)
     for renderer, keys, why in (
         ({"type": "sd3"}, {}, "renderer 'sd3' is not"),
         ({"type": "qwen_image_edit"}, {"conditioning": "base"}, "untrained states"),
@@ -284,7 +284,7 @@ def test_an_adapter_is_copied_unchanged_even_if_its_upload_fails(
     export.main([str(run), str(target), *options])
     output = capsys.readouterr()
     assert f"wrote {target}" in output.out and "hunter2" not in output.err
-    assert names(output.err, f"upload ... 'me/mine' ... hf upload me/mine {target}")
+    assert holds(output.err, f"upload ... 'me/mine' ... hf upload me/mine {target}")
     written = ["adapter_config.json", "adapter_model.safetensors"]
     assert file_names(target) == ["README.md", *written]
     for name in written:
@@ -311,9 +311,9 @@ def test_a_fully_finetuned_model_is_copied_unchanged(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = policy.module.base_model(ids).logits
         copied = load(tmp_path / "model")(ids).logits
-        assert apart(copied, expected) <= NATS
+        assert apart(copied, expected) <= FORWARD_TOL
         export.main([str(run), str(tmp_path / "encoder"), "--as", "text-encoder"])
-        assert apart(load(tmp_path / "encoder")(ids).logits, expected) <= NATS
+        assert apart(load(tmp_path / "encoder")(ids).logits, expected) <= FORWARD_TOL
 
 
 def test_a_stock_editor_loads_the_exported_text_encoder(tmp_path, capsys) -> None:
@@ -332,7 +332,7 @@ def test_a_stock_editor_loads_the_exported_text_encoder(tmp_path, capsys) -> Non
     run = checkpoint(tmp_path, policy, section)
     encoder = tmp_path / "trained"
     export.main([str(run), str(encoder), "--as", "text-encoder"])
-    assert names(capsys.readouterr().out, "loading ... adapter ... weights in float32")
+    assert holds(capsys.readouterr().out, "loading ... adapter ... weights in float32")
     files = ["README.md", "config.json", "generation_config.json", "model.safetensors"]
     assert file_names(encoder) == files
     before = load_file(editor / "text_encoder" / "model.safetensors")
@@ -378,7 +378,7 @@ def test_a_link_out_of_the_checkpoint_is_not_exported(tmp_path: Path) -> None:
     weights.unlink()
     weights.symlink_to(secret)
     message = refusal(export.main, [str(step), str(tmp_path / "out"), "--as", "adapter"])
-    assert names(message, "adapter_model.safetensors is a link to ... secret")
+    assert holds(message, "adapter_model.safetensors is a link to ... secret")
     assert not (tmp_path / "out").exists()
     # Links inside a Hub cache are followed.
     blob = tmp_path / "models--a--b" / "blobs" / "0123456789abcdef"

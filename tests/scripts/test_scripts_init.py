@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_config
 from PIL import Image
-from tiny_messages import names, refusal
+from tiny_messages import holds, refusal
 
 from rl import simple_launch
 from rl.check import check_report
@@ -46,7 +46,7 @@ def test_every_system_gets_a_config_without_mistakes(
     data: str, capsys: Any, arguments: list[str], expected: dict[str, Any]
 ) -> None:
     assert init.main(["x.jsonnet", "--yes", *arguments]) == 0, capsys.readouterr().err
-    assert names(capsys.readouterr().out, "wrote x.jsonnet ... nothing is wrong ... rl train")
+    assert holds(capsys.readouterr().out, "wrote x.jsonnet ... nothing is wrong ... rl train")
     config = load_config("x.jsonnet", env={})
     assert {key: getattr(config, key) for key in expected} == expected
     if "http://j:1" in arguments:
@@ -68,11 +68,11 @@ def test_what_cannot_be_written_is_refused(data: str, capsys: Any) -> None:
         (["--system", "prompts", "--data", data], "--held-out is missing"),
         (["--name", "a b"], "name of the run: 'a b'"),
     ):
-        assert names(refusal(init.main, ["--yes", *arguments]), message)
+        assert holds(refusal(init.main, ["--yes", *arguments]), message)
     Path("there.jsonnet").touch()
     assert "there.jsonnet exists" in refusal(init.main, ["there.jsonnet", "--yes"])
     small = ["y.jsonnet", "--yes", "--system", "reasoning", "--gpu-gb", "8", "--gpus", "1"]
-    assert names(refusal(init.main, small), "rl check y.jsonnet ... DOES NOT FIT")
+    assert holds(refusal(init.main, small), "rl check y.jsonnet ... DOES NOT FIT")
 
 
 def test_a_user_at_a_terminal_is_asked_again_after_a_wrong_answer(
@@ -83,8 +83,8 @@ def test_a_user_at_a_terminal_is_asked_again_after_a_wrong_answer(
     monkeypatch.setattr(builtins, "input", lambda: next(typed))
     assert init.main([]) == 0
     printed = capsys.readouterr()
-    assert names(printed.out, "number of GPUs [2]: ... held-out data ... [my-one-gpu-24gb]: ")
-    assert names(printed.err, "did you mean 'reasoning'? ... nowhere.jsonl does not exist")
+    assert holds(printed.out, "number of GPUs [2]: ... held-out data ... [my-one-gpu-24gb]: ")
+    assert holds(printed.err, "did you mean 'reasoning'? ... nowhere.jsonl does not exist")
     config = load_config("mine.jsonnet", env={})
     assert (config.run_name, config.gpu_gb, config.data.train[0]["path"]) == ("mine", 24, data)
 

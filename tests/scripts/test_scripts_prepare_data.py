@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_emu3_vq
 from tiny_edits import write_jsonl
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_pictures import make_picture
 from tiny_tokens import save_published
 
@@ -115,11 +115,11 @@ def test_bad_rows_are_an_error_or_left_out(vq_folder: Path, tmp_path, capsys) ->
     command = arguments(data, vq_folder, tmp_path / "out")
     assert prepare_data.main(command) == 1
     error = capsys.readouterr().err
-    assert names(error, "row 1: target picture ... gone.png does not exist ... --on-bad-row skip")
+    assert holds(error, "row 1: target picture ... gone.png does not exist ... --on-bad-row skip")
     assert not (tmp_path / "out" / LIST).exists()
     assert prepare_data.main([*command, "--on-bad-row", "skip"]) == 0
     parts = "left out: ... after4.png ... truncated ... 2 edits, 3 left out"
-    assert names(capsys.readouterr().out, parts)
+    assert holds(capsys.readouterr().out, parts)
     entries = json.loads((tmp_path / "out" / LIST).read_text())["path_list"]
     assert entries == ["00000000.safetensors", "00000003.safetensors"]
 
@@ -131,10 +131,10 @@ def test_a_refused_tokenisation_names_its_cause(vq_folder: Path, tmp_path, capsy
     assert prepare_data.main(arguments(data, vq_folder, output)) == 0
     for command, parts in (
         (arguments(data, vq, output, "--image-area", "1024"), "4096 ... 'image_area': 1024"),
-        (arguments(data, vq, foreign), "holds another set"),
+        (arguments(data, vq, foreign), "holds other files"),
         (arguments(data, vq, tmp_path, "--id-key", "name"), "row 2 ... 'edit/0' ... row 0"),
         (arguments(str(tmp_path / "no.jsonl"), vq, tmp_path), "no.jsonl ... neither a file or"),
         (arguments(data, str(tmp_path / "raw"), tmp_path), "--model-path: "),
     ):
         assert prepare_data.main(command) == 1
-        assert names(capsys.readouterr().err, parts)
+        assert holds(capsys.readouterr().err, parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_report import held_out, write_held_out
 
 from rl.commands import report
@@ -36,7 +36,7 @@ def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
     assert report.main([str(run_dir)]) == 0
     assert (run_dir / "report").stat().st_mode & 0o777 == 0o700, "it holds completions"
     lines = capsys.readouterr().out.splitlines()
-    assert names(lines[0], "0 to 1 ... 8 iterations")
+    assert holds(lines[0], "0 to 1 ... 8 iterations")
     # s0, s1, s3: gains 0.8, 0.2, 0.0. One resample in 27 has only the least and one only the
     # largest; 1/27 is more than 2.5 %, so the interval reaches from the least to the largest.
     span = "95 % +0.000 to +0.800"
@@ -49,7 +49,7 @@ def test_before_and_after_are_compared_on_the_same_samples(run_dir, capsys):
         (6, "renderer ... 0.000 -> 0.900"),
         (7, "own words ... 0.150 ... +0.050 -> +0.450"),
     ):
-        assert names(lines[line], parts), lines
+        assert holds(lines[line], parts), lines
     assert lines[8].startswith("  page: "), "the run measured nothing else"
 
 
@@ -75,7 +75,7 @@ def test_a_control_is_named_and_samples_of_one_picture_have_no_interval(
     assert report.main([str(run_dir)]) == 0
     out = capsys.readouterr().out
     parts = f"control run ... algorithm.shuffle_rewards ... other training seeds ... {interval}"
-    assert names(out, parts)
+    assert holds(out, parts)
     assert "What was learnt" not in out
     assert "algorithm.shuffle_rewards" in (run_dir / "report/index.html").read_text("utf-8")
 
@@ -100,7 +100,7 @@ def test_gains_over_stock_and_by_thinking_and_drift_are_reported(run_dir, capsys
         (11, "own words ... +0.060 +- 0.010"),
         (12, "states ... 24.0% ... cosine 0.940"),
     ):
-        assert names(lines[line], parts), lines
+        assert holds(lines[line], parts), lines
     assert "Gain of thinking" in (run_dir / "report" / "index.html").read_text("utf-8")
 
 
@@ -110,8 +110,8 @@ def test_alarms_about_the_judge_are_on_the_page(run_dir, capsys):
     (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert report.main([str(run_dir)]) == 0
     page = (run_dir / "report" / "index.html").read_text("utf-8")
-    assert names(page, "Second judge: after 6 iterations ... exploit the judge")
-    assert names(page, "Iteration 5: 50% of the graded pictures ... pays for doing nothing")
+    assert holds(page, "Second judge: after 6 iterations ... exploit the judge")
+    assert holds(page, "Iteration 5: 50% of the graded pictures ... pays for doing nothing")
     assert page.count("pays for doing nothing") == 1
 
 
@@ -123,7 +123,7 @@ def test_a_damaged_line_is_named_and_the_others_are_read(run_dir, capsys):
     path.write_bytes(b"\n".join([*lines[:2], b'{"iteration": \xff}', *lines[2:], b'{"iterat']))
     assert report.main([str(run_dir)]) == 0
     output = capsys.readouterr()
-    assert names(output.err, f"{path}: ... damaged ... 3, 11\n")
+    assert holds(output.err, f"{path}: ... damaged ... 3, 11\n")
     assert "+0.050 -> +0.450" in output.out, "the first row and the last"
     assert len(read_named(path, "iteration")) == len(rows) == 9
 

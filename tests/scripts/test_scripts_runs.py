@@ -15,7 +15,7 @@ import pytest
 import torch
 from filelock import FileLock
 from rich.cells import cell_len
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_run import episode, run_config
 
 from rl.checkpoints.checkpoint import Checkpoints, ResumePoint
@@ -130,7 +130,7 @@ def test_damaged_runs_newer_formats_and_other_folders_are_named(tmp_path: Path, 
         "photos: ... no run",
         "begun: ... no config.json",
     ):
-        assert names(" ".join(out.split()), parts)
+        assert holds(" ".join(out.split()), parts)
     assert "checkpoint 2 is damaged" in " ".join(out.split()) and "a file" not in out
     assert "\nlines                    4/3            0.500" in out
 

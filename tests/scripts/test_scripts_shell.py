@@ -15,7 +15,7 @@ from pathlib import Path
 
 import conftest
 import pytest
-from tiny_messages import names
+from tiny_messages import holds
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU, TEST = LOCKS = ("requirements-cpu.lock", "requirements.lock", "requirements-test.lock")
@@ -80,13 +80,13 @@ def test_an_old_python_or_venv_is_refused_with_a_fix(copy):
     done = run(copy, "scripts/_install.sh", PYTHON="old")
     assert done.returncode == 1
     parts = "3.11.4 to 3.13 ... venv ... ensurepip ... Python 3.9.2 ... apt install python3-venv"
-    assert names(done.stderr, parts.replace("install ", "install python3 ") + " ... PYTHON=")
+    assert holds(done.stderr, parts.replace("install ", "install python3 ") + " ... PYTHON=")
     assert not (copy / ".venv").exists()
     (copy / ".venv/bin").mkdir(parents=True)
     (copy / "bin/old").rename(copy / ".venv/bin/python")
     done = run(copy, "scripts/_install.sh")
     assert done.returncode == 1
-    assert names(done.stderr, "Python 3.9.2 ... 3.11.4 to 3.13 ... delete .venv")
+    assert holds(done.stderr, "Python 3.9.2 ... 3.11.4 to 3.13 ... delete .venv")
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def test_packages_are_installed_with_uv_or_pip_and_torch_from_its_index(copy, uv
     lines = log.read_text().splitlines()
     assert [line for line in lines if line in calls] == calls, lines
     assert ("PyTorch's CUDA build" in done.stdout) == (torch == REFUSES_INDEX)
-    assert names(done.stdout, f"{CPU} ... .venv/install.log ... installed")
+    assert holds(done.stdout, f"{CPU} ... .venv/install.log ... installed")
     log.unlink()
     again = run(copy, "scripts/_install.sh")
     assert (again.returncode, again.stdout, log.exists()) == (0, "", False)
@@ -220,7 +220,7 @@ def test_builds_for_cpus_and_gpus_are_not_mixed(copy):
         done = run(copy, "scripts/_install.sh", REQUIREMENTS=other)
         assert done.returncode == 1
         parts = f"{present} ... {other} ... delete .venv ... REQUIREMENTS={present}"
-        assert names(done.stderr, parts)
+        assert holds(done.stderr, parts)
 
 
 @pytest.mark.slow
@@ -248,7 +248,7 @@ def test_a_failed_installation_is_reported_and_tried_again(copy):
     for _ in range(2):
         done = run(copy, "scripts/_install.sh", REQUIREMENTS=GPU)
         assert done.returncode == 1
-        assert names(done.stderr, "no matching distribution ... .venv/install.log")
+        assert holds(done.stderr, "no matching distribution ... .venv/install.log")
     missing = run(copy, "scripts/_install.sh", REQUIREMENTS="requirements-tpu.lock")
     assert missing.returncode == 1 and "no requirements-tpu.lock" in missing.stderr
 
@@ -393,12 +393,12 @@ def test_published_sets_are_fetched_and_unpacked_once(copy, hub):
 @pytest.mark.slow
 def test_a_set_that_cannot_be_fetched_is_named_and_archives_cannot_escape(copy, hub):
     unknown = setup_datasets(copy, hub, "validaton")
-    assert unknown.returncode == 2 and names(unknown.stderr, "validaton ... validation")
+    assert unknown.returncode == 2 and holds(unknown.stderr, "validaton ... validation")
     down = setup_datasets(copy, hub, "earl", HUB_DOWN="1")
-    assert down.returncode == 1 and names(down.stderr, "mair-lab/earl-datasets ... start it again")
+    assert down.returncode == 1 and holds(down.stderr, "mair-lab/earl-datasets ... start it again")
     with tarfile.open(hub / RL_100K / "emu3_tokenized_rl_100k.tar.gz", "w:gz") as file:
         file.addfile(tarfile.TarInfo("set/../../escaped"), io.BytesIO(b""))
     done = setup_datasets(copy, hub, "rl_100k", APP__DATA_DIR=str(copy / "data"))
     assert done.returncode == 1
-    assert names(done.stderr, "emu3_tokenized_rl_100k.tar.gz cannot be unpacked")
+    assert holds(done.stderr, "emu3_tokenized_rl_100k.tar.gz cannot be unpacked")
     assert not list(copy.rglob("escaped"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny_loop
 from tiny_loop import assert_same_run, episodes_of, metrics_of
-from tiny_messages import names
+from tiny_messages import holds
 from tiny_weight_files import displace
 
 from rl.checkpoints.checkpoint import _write_manifest
@@ -140,7 +140,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(
     again = tiny_loop.run_forked(path)
     (set_aside,) = (tmp_path / "tiny/set_aside").iterdir()
     parts = f"begins again from the base weights ... {set_aside} ... 3 lines of metrics.jsonl, 2 of"
-    assert names(again.stdout, parts)
+    assert holds(again.stdout, parts)
     assert (set_aside / "metrics.jsonl").read_bytes() == before
     assert_same_run(uninterrupted, tmp_path / "tiny")
     # A run whose checkpoints were deleted is not silently repeated.
@@ -148,7 +148,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(
     record = (tmp_path / "tiny/metrics.jsonl").read_bytes()
     refused = tiny_loop.run_forked(path, check=False)
     assert refused.returncode != 0 and "loading" not in refused.stdout
-    assert names(refused.stderr, "no checkpoint ... step_000004 ... another run_name")
+    assert holds(refused.stderr, "no checkpoint ... step_000004 ... another run_name")
     assert (tmp_path / "tiny/metrics.jsonl").read_bytes() == record
 
 
@@ -204,4 +204,4 @@ def test_a_resume_with_a_changed_config_is_refused_and_the_keys_are_named(
     refused = tiny_loop.run_forked(tiny_loop.write_config(tmp_path, config), check=False)
     assert refused.returncode != 0
     parts = "seed: 3 -> 4 ... generations_per_prompt: 4 -> 2 ... another run_name"
-    assert names(refused.stderr, parts)
+    assert holds(refused.stderr, parts)

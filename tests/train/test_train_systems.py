@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import tiny_loop
-from tiny_rounding import NATS
+from tiny_rounding import FORWARD_TOL
 
 from rl.run.metric_table import doc_of, shipped_rows
 
 SYSTEMS = ("tiny_earl", "tiny_reasoning", "tiny_prompts", "tiny_qwen_image_21", "tiny_thinking")
 FILE = Path(__file__).with_suffix(".json")
-"""System -> a row of `HELD` per iteration. `python tests/train/test_train_systems.py FOLDER` (with
+"""System -> `METRICS` of each iteration. `python tests/train/test_train_systems.py FOLDER` (with
 `tests` on PYTHONPATH) records them again; a commit that changes them says why."""
-HELD = ("reward/mean", "loss/total", "optimizer/grad_norm", "policy/entropy", "eval/reward")
+METRICS = ("reward/mean", "loss/total", "optimizer/grad_norm", "policy/entropy", "eval/reward")
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 """Without AVX a metric changes by at most 1.3e-6 of its value (measured)."""
 
@@ -29,8 +29,8 @@ def write(folder: Path, system: str, engine: str = "transformers") -> Path:
     return tiny_loop.write_config(folder, config)
 
 
-def held(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
-    return [{name: row[name] for name in HELD if name in row} for row in rows]
+def recorded_metrics(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
+    return [{name: row[name] for name in METRICS if name in row} for row in rows]
 
 
 @pytest.mark.slow
@@ -40,14 +40,14 @@ def test_three_iterations_have_the_recorded_numbers(system: str, tmp_path: Path)
     run_dir = tmp_path / "tiny"
     rows = tiny_loop.metrics_of(run_dir)
     recorded = json.loads(FILE.read_text(encoding="utf-8"))[system]
-    for row, expected in zip(held(rows), recorded, strict=True):
+    for row, expected in zip(recorded_metrics(rows), recorded, strict=True):
         assert row == pytest.approx(expected, rel=RELATIVE, abs=ABSOLUTE)
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
     logged = {name for row in rows for name in row} - shipped_rows().keys()
     assert [name for name in logged if not doc_of(name)] == ["iteration"]
     assert all(row["status/ungraded"] == 0 for row in rows[1:])
     assert any(row["optimizer/grad_norm"] > 0 for row in rows[1:] if "optimizer/grad_norm" in row)
-    assert max(row.get("mismatch/max_abs_dlogp", 0) for row in rows) < NATS
+    assert max(row.get("mismatch/max_abs_dlogp", 0) for row in rows) < FORWARD_TOL
     assert rows[3]["sync/mean_abs_dlogp"] < 1e-5
     episodes = tiny_loop.episodes_of(run_dir)
     assert len(episodes) == 3 * 2 * 4
@@ -82,7 +82,7 @@ def record(folder: Path) -> None:
     recorded = {}
     for system in SYSTEMS:
         tiny_loop.run(write(folder / system, system))
-        recorded[system] = held(tiny_loop.metrics_of(folder / system / "tiny"))
+        recorded[system] = recorded_metrics(tiny_loop.metrics_of(folder / system / "tiny"))
     FILE.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
 
 

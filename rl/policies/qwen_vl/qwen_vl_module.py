@@ -20,8 +20,8 @@ class QwenModule(TrainedModule):
         """`policy`: a `QwenVL`."""
         super().__init__(model, policy)
         tower_trained = any(p.requires_grad for p in self.base_model.model.visual.parameters())
-        # transformers' own make the host wait for the GPU: one compares the number of picture
-        # tokens with the features', which the prompt guarantees; one indexes by booleans.
+        # In transformers, both methods make the host wait for the GPU: one checks that there are as
+        # many features as picture tokens (the prompt ensures it), one indexes by booleans.
         vl_model = self.base_model.model
         vl_model.get_placeholder_mask = partial(_placeholder_masks, vl_model.config)
         if hasattr(vl_model.language_model, "_deepstack_process"):
@@ -45,6 +45,7 @@ class QwenModule(TrainedModule):
         return post_SD, pre_SD
 
     def encoded(self, batch: TokenBatch) -> Mapping[str, Any]:
+        """The batch's picture features as `mm_encoder_outputs` of the forward; {} without any."""
         features = self._features.of(batch.model_inputs["pictures"], self.base_model)
         if features is None:
             return {}
@@ -72,7 +73,7 @@ class QwenModule(TrainedModule):
 def _placeholder_masks(
     config: Any, input_ids: torch.Tensor, inputs_embeds: torch.Tensor, **features: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, S, 1] bool: where tokens of pictures, and of videos, are."""
+    """Two masks [B, S, 1] bool: of picture tokens, and of video tokens."""
     ids_BS1 = input_ids[..., None]
     return ids_BS1 == config.image_token_id, ids_BS1 == config.video_token_id
 
@@ -80,7 +81,7 @@ def _placeholder_masks(
 def _add_at_pictures(
     hidden_BSD: torch.Tensor, mask_BS: torch.Tensor, features_ND: torch.Tensor
 ) -> torch.Tensor:
-    """Deepstack: the picture tokens' hidden states plus their features of one tower layer."""
+    """Deepstack: all hidden states; at the picture tokens, a tower layer's features are added."""
     features_ND = features_ND.to(hidden_BSD.dtype)
     zeros_BSD = torch.zeros_like(hidden_BSD)
     return hidden_BSD + zeros_BSD.masked_scatter(mask_BS[..., None], features_ND)

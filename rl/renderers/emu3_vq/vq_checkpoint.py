@@ -78,7 +78,7 @@ def tensor_name(name: str, original: bool) -> str | None:
 
 
 def count_parameters(model_path: str) -> float | None:
-    """Parameter count of the tokenizer, from safetensors headers; None for an unknown hub id."""
+    """Parameters of the tokenizer: by a folder's safetensors headers, or by `HUB_PARAMETERS`."""
     folder = Path(model_path)
     if not folder.is_dir():
         return HUB_PARAMETERS.get(model_path)

@@ -1,8 +1,8 @@
 """One denoising step: our forward over the weights of a QwenImageTransformer2DModel.
 
 Legend: R rows of a forward (one per picture, two with guidance); N tokens of the picture, M of its
-sources, S = N + M; L text tokens ("words") of all rows together; H heads of E values; D = H E the
-transformer's width; P as in `modulation.py`.
+sources, S = N + M; L text tokens of all rows together; H heads of E values; D = H E the
+transformer's width; P parts of the image tokens with separate modulation, 1 or 2.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -
 class Conditioning:
     """Inputs that are the same in all steps of a batch."""
 
-    words: torch.Tensor
+    text: torch.Tensor
     """[L, D], projected."""
-    num_words: tuple[int, ...]
+    text_lens: tuple[int, ...]
     """Text tokens of each row; they add up to L."""
     sources: torch.Tensor
     """[R, M, D], projected."""
-    word_rotary: torch.Tensor
-    """[L, 1, E / 2, 2] float32, cosine and sine; the text of all rows starts at the same place."""
+    text_rotary: torch.Tensor
+    """[L, 1, E / 2, 2] float32, cosine and sine; the text of every row has the same positions."""
     image_rotary: torch.Tensor
     """[S, 1, E / 2, 2] float32."""
 
@@ -99,17 +99,17 @@ class Denoiser:
         model = self._model
         lengths = tuple(len(states) for states in states_R)
         states = torch.cat([states.to(model.device, model.dtype) for states in states_R])
-        image_rotary, word_rotary = (
+        image_rotary, text_rotary = (
             torch.view_as_real(positions).unsqueeze(1)
             for positions in model.pos_embed(
                 [list(shapes)], max_txt_seq_len=max(lengths), device=model.device
             )
         )
         return Conditioning(
-            words=model.txt_in(model.txt_norm(states)),
-            num_words=lengths,
+            text=model.txt_in(model.txt_norm(states)),
+            text_lens=lengths,
             sources=model.img_in(sources),
-            word_rotary=torch.cat([word_rotary[:length] for length in lengths]),
+            text_rotary=torch.cat([text_rotary[:length] for length in lengths]),
             image_rotary=image_rotary,
         )
 
@@ -119,52 +119,53 @@ class Denoiser:
         """[R, N, in_channels] noisy latents -> [R, N, in_channels]."""
         num_targets = latents.shape[1]
         image = torch.cat([self._model.img_in(latents), cond.sources], dim=1)
-        words = cond.words
+        text = cond.text
         last = len(self._streams) - 1
-        for index, (image_stream, word_stream) in enumerate(self._streams):
-            image_mod, word_mod = modulation.image[index], modulation.text[index]
-            num_queries = (num_targets, 0) if index == last else (image.shape[1], len(words))
+        for index, (image_stream, text_stream) in enumerate(self._streams):
+            image_mod, text_mod = modulation.image[index], modulation.text[index]
+            num_queries = (num_targets, 0) if index == last else (image.shape[1], len(text))
             image_heads = before_attention(
                 image_stream, image, image_mod, cond.image_rotary, num_targets, num_queries[0]
             )
-            word_heads = before_attention(
-                word_stream, words, word_mod, cond.word_rotary, len(words), num_queries[1]
+            text_heads = before_attention(
+                text_stream, text, text_mod, cond.text_rotary, len(text), num_queries[1]
             )
-            word_out, image_out = self._attend(word_heads, image_heads, cond.num_words)
+            text_out, image_out = self._attend(text_heads, image_heads, cond.text_lens)
             if index == last:
                 image, image_mod = image[:, :num_targets], image_mod[:1]
             else:
-                words = after_attention(word_stream, words, word_mod, word_out, len(words))
+                text = after_attention(text_stream, text, text_mod, text_out, len(text))
             image = after_attention(image_stream, image, image_mod, image_out, num_targets)
         shift, scale = modulation.out.unsqueeze(1)
         velocity: torch.Tensor = self._model.proj_out(_norm(image, shift, scale, num_targets))
         return velocity
 
     def _attend(
-        self, words: Heads, image: Heads, num_words: Sequence[int]
+        self, text: Heads, image: Heads, text_lens: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention within each row over its text and image tokens, in this order.
 
         Returns the outputs for text [.., D] and image [R, .., D], only of tokens with queries.
         """
         # Neighbouring rows with equally many text tokens share one attention call.
-        runs = [(len(list(run)), length) for length, run in itertools.groupby(num_words)]
-        joint = (_by_run(*streams, runs) for streams in zip(words, image, strict=True))
+        runs = [(len(list(run)), length) for length, run in itertools.groupby(text_lens)]
+        joint = (_by_run(*streams, runs) for streams in zip(text, image, strict=True))
         num_image_queries = image[0].shape[1]
-        word_out, image_out = [], []
+        text_out, image_out = [], []
         for queries, keys, values in zip(*joint, strict=True):
             out = attention(queries, keys, values).flatten(2)
-            word_out.append(out[:, :-num_image_queries].flatten(0, 1))
+            text_out.append(out[:, :-num_image_queries].flatten(0, 1))
             image_out.append(out[:, -num_image_queries:])
-        return torch.cat(word_out), torch.cat(image_out)
+        return torch.cat(text_out), torch.cat(image_out)
 
 
 def _by_run(
-    words: torch.Tensor, image: torch.Tensor, runs: Sequence[tuple[int, int]]
+    text: torch.Tensor, image: torch.Tensor, runs: Sequence[tuple[int, int]]
 ) -> list[torch.Tensor]:
-    """Text [L or 0, H, E], then image [R, .., H, E], per run of (rows, text tokens per row)."""
-    sizes = [rows * length if len(words) else 0 for rows, length in runs]
-    pairs = zip(words.split(sizes), image.split([rows for rows, _ in runs]), strict=True)
+    """Joins `text` [L or 0, H, E] and `image` [R, .., H, E] to [rows, text tokens + .., H, E] for
+    each of `runs`, which are (rows, text tokens per row)."""
+    sizes = [rows * length if len(text) else 0 for rows, length in runs]
+    pairs = zip(text.split(sizes), image.split([rows for rows, _ in runs]), strict=True)
     return [torch.cat([w.unflatten(0, (len(i), -1)), i], dim=1) for w, i in pairs]
 
 
@@ -176,9 +177,9 @@ def before_attention(
     num_first: int,
     num_queries: int,
 ) -> Heads:
-    """`heads_of` the modulated tokens [.., tokens, D].
+    """Queries, keys and values of tokens [.., tokens, D] that are modulated first.
 
-    `modulation`: [P, 6, D]; if P is 2, the second part applies to the tokens from `num_first` on.
+    `modulation`: [P, 6, D] as in `StepModulation`; P = 2: `num_first` tokens have the first part.
     """
     normed = _norm(tokens, modulation[:, 0], modulation[:, 1], num_first)
     return heads_of(normed, num_queries, stream.projections, stream.norms, rotary)

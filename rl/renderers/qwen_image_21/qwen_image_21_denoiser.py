@@ -119,7 +119,7 @@ class Conditioning:
     """Rows of each group; they add up to R."""
     words: list[KeysValues]
     """Per layer, keys and values of the tokens after the start, row by row."""
-    num_words: tuple[int, ...]
+    text_lens: tuple[int, ...]
     """Tokens of each row; they add up to T."""
     rotary: torch.Tensor
     """[R * N, 1, E / 2, 2] float32, of the pictures that are drawn."""
@@ -169,22 +169,22 @@ class Denoiser:
         assert all(start_lens) or not any(start_lens)
         rows_of = tuple(map(len, groups))
         words_R = [row.words for group in groups for row in group]
-        num_words = tuple(map(len, words_R))
+        text_lens = tuple(map(len, words_R))
         starts_R = [end_of(row.pieces) for group in groups for row in group]
         starts = self._read_starts(firsts_G, start_lens) if any(start_lens) else []
-        runs = Runs(num_words, num_words, causal=True)
+        runs = Runs(text_lens, text_lens, causal=True)
         words = self._keys_and_values(
             self._model.txt_in(torch.cat(words_R)),
             self._rotary(
-                torch.cat([positions([n], p) for n, p in zip(num_words, starts_R, strict=True)])
+                torch.cat([positions([n], p) for n, p in zip(text_lens, starts_R, strict=True)])
             ),
             lambda layer, heads: self._attend(
                 heads[0], heads[1:], runs, starts[layer] if starts else None, start_lens, rows_of
             ),
         )
-        drawn_R = [positions([shape], p + n) for n, p in zip(num_words, starts_R, strict=True)]
+        drawn_R = [positions([shape], p + n) for n, p in zip(text_lens, starts_R, strict=True)]
         rotary = self._rotary(torch.cat(drawn_R))
-        return Conditioning(starts, start_lens, rows_of, words, num_words, rotary)
+        return Conditioning(starts, start_lens, rows_of, words, text_lens, rotary)
 
     def velocity(
         self, latents: torch.Tensor, cond: Conditioning, timestep: torch.Tensor
@@ -195,7 +195,7 @@ class Denoiser:
         # Stock rounds the timestep to the latents' dtype before dividing.
         modulation = self._modulation(timestep.to(latents.dtype) / 1000)
         runs = Runs(
-            (num_each,) * num_rows, tuple(n + num_each for n in cond.num_words), causal=False
+            (num_each,) * num_rows, tuple(n + num_each for n in cond.text_lens), causal=False
         )
         tokens = self._model.img_in(latents).flatten(0, 1)
         for layer, block in enumerate(self._model.transformer_blocks):
@@ -203,7 +203,7 @@ class Denoiser:
                 block, tokens, modulation, cond.rotary, num_queries=len(tokens)
             )
             keys, values = (
-                _row_by_row(text, drawn, cond.num_words)
+                _row_by_row(text, drawn, cond.text_lens)
                 for text, drawn in zip(cond.words[layer], own_keys, strict=True)
             )
             start = cond.starts[layer] if cond.starts else None

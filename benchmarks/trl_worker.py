@@ -1,9 +1,9 @@
-"""The peer: TRL's `GRPOTrainer` with a reward function that conditions, renders and asks a judge.
+"""The worker of `side_by_side.py` for TRL: `GRPOTrainer`, whose reward function renders and judges.
 
-'stock' is a user's first version: one completion at a time through forward, diffusers' pipeline and
-the judge. 'tuned' batches and caches what it can, and renders with this project's renderer;
-`trl_tunings.py` adds more. TRL makes its importance-sampling pass only if vLLM samples; here its
-`rollout_func` returns fixed completions, so 'stock' sets the trainer's flag afterwards.
+'stock' is a user's first version: one completion at a time is conditioned and rendered by
+diffusers' pipeline. 'tuned' batches and caches, and renders with this project's renderer;
+`trl_tunings.py` adds more. TRL computes old log-probs for its importance sampling only if vLLM
+samples. Here `rollout_func` returns fixed completions, so 'stock' sets `use_vllm` afterwards.
 """
 
 from __future__ import annotations
@@ -20,15 +20,9 @@ from PIL import Image
 
 from benchmarks import toy
 from benchmarks.link import JUDGE_WAIT, PARTS, POLICY, RENDER, REST, SAMPLING, Link, watch_models
-from benchmarks.our_side import SAMPLER_LOGPROB
+from benchmarks.our_worker import SAMPLER_LOGPROB
 from benchmarks.toy import Shape, renderer_section
-from benchmarks.trl_tunings import (
-    Tuning,
-    assert_equal,
-    prompt_once,
-    remember_tower,
-    trainer_class,
-)
+from benchmarks.trl_tunings import Tuning, assert_equal, cache_features, prompt_once, trainer_class
 from rl.api.data import RowRules
 from rl.api.plugin import Resources
 from rl.api.types import HiddenStates, RenderJob, RewardInput, Sample
@@ -40,24 +34,24 @@ from rl.rewards import viescore
 from rl.rollout.prompt_order import PromptOrder
 
 NUM_DROPPED_TOKENS = 64
-"""Tokens of the system prompt, whose states the DiT does not get."""
+"""Tokens of the system prompt, whose states do not condition the DiT."""
 PICTURES_AT_THE_JUDGE = 2
-"""Pictures that 'stock' has graded at once, with two questions each."""
+"""Pictures that 'stock' grades concurrently, with two questions each."""
 
 
 def run(
     connection: Connection, folder: Path, shape: Shape, api_base: str, tuning: Tuning, samples: bool
 ) -> None:
-    """A worker. `samples`: also sample, for its cost."""
+    """Trains with TRL. `folder`: models of `toy.py`; `samples`: also sample, for its cost."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    assert shape.true_cfg_scale == 1.0, "the peer has no guidance"
+    assert shape.true_cfg_scale == 1.0, "TRL's reward function renders without guidance"
     link = Link(connection, {part: part for part in PARTS})
-    Peer(folder, shape, api_base, tuning, samples, link).train()
+    TrlRun(folder, shape, api_base, tuning, samples, link).train()
 
 
-class Peer:
-    """A trainer and its reward function."""
+class TrlRun:
+    """TRL's trainer, its rollout function and its reward function."""
 
     def __init__(
         self, folder: Path, shape: Shape, api_base: str, tuning: Tuning, samples: bool, link: Link
@@ -82,13 +76,13 @@ class Peer:
         self._renderer = make(folder, shape)
         self._trainer = self._make_trainer(model, folder)
         self._watch()
-        if tuning.remembers_tower:
-            remember_tower(self._body)
-        self._proven = False
+        if tuning.caches_features:
+            cache_features(self._body)
+        self._checked = False
 
     @property
     def _body(self) -> Any:
-        """The `Qwen2_5_VLModel` under head and adapter."""
+        """The `Qwen2_5_VLModel`, without head and adapter."""
         return self._trainer.model.get_base_model().model
 
     def _make_reward(self, api_base: str) -> Any:
@@ -112,7 +106,7 @@ class Peer:
             max_completion_length=self._shape.completion_tokens,
             max_steps=len(self._rows) // num_groups,
             beta=0.04,
-            use_bias_correction_kl=False,  # the KL of GRPO, as in this project
+            use_bias_correction_kl=False,  # GRPO's KL term, as in this project
             learning_rate=1e-4,
             temperature=1.0,
             loss_type="grpo",
@@ -160,7 +154,7 @@ class Peer:
         meter.watch(torch.optim.AdamW, "step", POLICY)
 
     def train(self) -> None:
-        """Runs ordered iterations until there are no more orders or rows."""
+        """Runs an iteration for each order, until the worker is killed or no rows are left."""
         from transformers import TrainerCallback
 
         link = self._link
@@ -177,7 +171,7 @@ class Peer:
     # The rollout
 
     def rollout(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """TRL's `rollout_func`: returns injected completions; G rows of `prompts` are a group."""
+        """TRL's `rollout_func`: returns the fixed completions; each G `prompts` are one group."""
         prompt_ids, ids, logprobs = [], [], []
         for first in range(0, len(prompts), self._shape.group):
             row = self._sample_of[_words(prompts[first])]
@@ -208,7 +202,7 @@ class Peer:
     ) -> list[float]:
         """Renders one completion after another, then asks the judge."""
         span = self._link.meter.span
-        evidence = []
+        reward_inputs = []
         for prompt, completion, source in zip(prompts, completions, image, strict=True):
             row = self._sample_of[_words(prompt)]
             text = completion[0]["content"]
@@ -225,14 +219,14 @@ class Peer:
                     true_cfg_scale=1.0,
                     generator=torch.Generator().manual_seed(0),
                 ).images[0]
-            evidence.append(RewardInput(row, text, picture))
+            reward_inputs.append(RewardInput(row, text, picture))
         with span(JUDGE_WAIT):
-            grades = list(self._pool.map(lambda each: self._ask(each).result(), evidence))
+            grades = list(self._pool.map(lambda each: self._ask(each).result(), reward_inputs))
         return [float(grade.value) for grade in grades]
 
     @torch.no_grad()
     def _condition_stock(self, row: Sample, source: Image.Image, text: str) -> torch.Tensor:
-        """Runs the whole model over prompt and completion, with all hidden states and logits."""
+        """Forwards prompt and completion, and computes the logits and all layers' states, too."""
         inputs = self._inputs([source], [self._prompt_text(row) + text + toy.STOP])
         outputs = self._trainer.model(**inputs, output_hidden_states=True)
         return outputs.hidden_states[-1][:, NUM_DROPPED_TOKENS:]
@@ -240,7 +234,7 @@ class Peer:
     def tuned_reward(
         self, prompts: Any, completions: Any, image: list[Image.Image], **_: Any
     ) -> list[float]:
-        """Renders a group at a time; pictures are judged while later groups are rendered."""
+        """Renders a group at a time; its pictures are judged while later ones are rendered."""
         span, group = self._link.meter.span, self._shape.group
         grading: list[Any] = []
         for first in range(0, len(prompts), group):
@@ -263,7 +257,7 @@ class Peer:
     def _condition_tuned(
         self, row: Sample, source: Image.Image, texts: list[str]
     ) -> list[torch.Tensor]:
-        """Runs a group at once without the head; the picture is preprocessed once."""
+        """Forwards a group in one batch without the head; preprocesses its picture once."""
         prompt = self._inputs([source], [self._prompt_text(row)])
         ids_G = [torch.tensor(toy.completion_ids(self._tokenizer, text)) for text in texts]
         if self._tuning.prompt_once == "never":
@@ -274,8 +268,8 @@ class Peer:
             torch.cat([of_prompt[NUM_DROPPED_TOKENS:], states[: len(ids)]])
             for states, ids in zip(of_rows, ids_G, strict=True)
         ]
-        if not self._proven:
-            self._proven = True
+        if not self._checked:
+            self._checked = True
             for ours, plain in zip(states_G, self._in_one_batch(prompt, ids_G), strict=True):
                 assert_equal(ours, plain)
         return states_G
@@ -283,7 +277,7 @@ class Peer:
     def _in_one_batch(
         self, prompt: dict[str, torch.Tensor], ids_G: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Runs right-padded rows, each with a separate prompt."""
+        """Forwards right-padded rows, each of which contains the prompt."""
         pad = torch.nn.utils.rnn.pad_sequence
         completion_ids = pad(ids_G, batch_first=True)
         completion_mask = pad([torch.ones_like(ids) for ids in ids_G], batch_first=True)
@@ -305,8 +299,8 @@ class Peer:
             for states, ids in zip(hidden, ids_G, strict=True)
         ]
 
-    def _ask(self, evidence: RewardInput) -> Any:
-        return self._judge_loop.submit(self._reward.grade(evidence))
+    def _ask(self, reward_input: RewardInput) -> Any:
+        return self._judge_loop.submit(self._reward.grade(reward_input))
 
 
 def _messages(content: Any) -> list[dict[str, Any]]:
@@ -324,8 +318,8 @@ def _words(prompt: list[dict[str, Any]]) -> str:
 
 
 def make_processor(folder: Path) -> Any:
-    """A `Qwen2_5_VLProcessor` of tokenizer and PIL image processor, without a video processor, as
-    that needs torchvision."""
+    """A `Qwen2_5_VLProcessor` with a PIL image processor, and without a video processor, which
+    would need torchvision."""
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 
@@ -341,7 +335,7 @@ def make_processor(folder: Path) -> Any:
 
 
 def ordered_samples(shape: Shape) -> list[Sample]:
-    """The rows in the order of this project's side."""
+    """The rows, in the order in which this project's run reads them."""
     num_rows = toy.MAX_ITERATIONS * shape.num_groups
     config = toy.Config(type="benchmarks.toy", num_samples=num_rows, shape=vars(shape))
     order = PromptOrder([toy.ToySamples(config, RowRules())], [1.0], 0, shape.num_groups)
@@ -355,8 +349,8 @@ def make_renderer(folder: Path, shape: Shape) -> Any:
 
 
 def make_pipeline(folder: Path, shape: Shape) -> Any:
-    """diffusers' pipeline. It resizes every source to 1024^2, but here to this project's size, so
-    that both sides do equal work."""
+    """diffusers' pipeline. It resizes a source to an area of 1024^2; here that area is
+    `render_px`^2, as in this project's renderer, so that both do the same work."""
     from diffusers import (
         AutoencoderKLQwenImage,
         FlowMatchEulerDiscreteScheduler,

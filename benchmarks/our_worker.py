@@ -1,4 +1,4 @@
-"""This project's side of the comparison with TRL: `rl.train` on the toy, with fixed completions."""
+"""The worker of `side_by_side.py` for this project: `rl.train` on `toy.py`'s data and models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks import defeats, toy
+from benchmarks import savings, toy
 from benchmarks.link import (
     JUDGE_WAIT,
     POLICY,
@@ -43,7 +43,7 @@ PART_OF_PHASE = {
     **{part: part for part in (POLICY, TOWER, TAIL, SAMPLING, VAE_ENCODE, VAE_DECODE)},
 }
 SAMPLER_LOGPROB = -6.0
-"""Log-prob of every injected token, nats, on both sides."""
+"""Sampler's log-prob of every token of the fixed completions, nats; the same for TRL."""
 
 
 def run(
@@ -57,9 +57,9 @@ def run(
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """A worker process: trains without weight sync, bare arm, evaluations and checkpoints. `runs`:
-    parent of the run folder; `samples`: also pay for sampling (its tokens are not used); `without`:
-    savings to disable; `overrides`: of the config (`key=value`); `environment`: rank variables."""
+    """Trains without weight sync, bare arm, evaluations and checkpoints. `folder`: models of
+    `toy.py`; `runs`: parent of the run folder; `samples`: also sample (the tokens are not used);
+    `without`: names of `SAVINGS` to disable; `overrides`: `key=value`; `environment`: of a rank."""
     warnings.filterwarnings("ignore")
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -80,7 +80,7 @@ def run(
     def train_without(opened: Run) -> None:
         link.flush = opened.checkpointing.writer.flush
         for saving in without:
-            defeats.SAVINGS[saving].defeat(opened, folder)
+            savings.SAVINGS[saving].disable(opened, folder)
         loop(opened)
 
     setattr(train, "train", train_without)  # noqa: B010 (as above)
@@ -91,7 +91,7 @@ def run(
 
 
 def config_of(folder: Path, shape: Shape, api_base: str, runs: Path) -> dict[str, Any]:
-    """The settings of TRL's side, as this project's config."""
+    """This project's config, with the settings that `trl_worker.py` gives to TRL."""
     num_rows = toy.MAX_ITERATIONS * shape.num_groups
     samples = {"type": "benchmarks.toy", "num_samples": num_rows, "shape": vars(shape)}
     return {
@@ -133,7 +133,7 @@ def _watch(link: Link) -> None:
 
 
 def _num_bytes(*tensors: Any, **_: Any) -> dict[str, int]:
-    """Bytes that this rank sends in a collective: those of its last tensor argument."""
+    """Bytes that this rank sends in a collective, whose last tensor argument is what it sends."""
     sent = next(t for t in reversed(tensors) if isinstance(t, torch.Tensor))
     return {"bytes to other ranks": sent.numel() * sent.element_size()}
 
@@ -153,7 +153,7 @@ class ScriptedEngine(Engine):
     def generate(
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
     ) -> list[list[Completion]]:
-        """The toy's completions."""
+        """The completions of `toy.py`; samples as well if the cost of sampling is measured."""
         if self._begun:
             self._link.end()
         self._begun = True
@@ -175,11 +175,11 @@ class ScriptedEngine(Engine):
         }
 
     def load_weights(self, weights: PolicyWeights) -> None:
-        """Ignored, as nothing samples from them."""
+        """Does nothing: the weights are not used."""
 
 
 def completions_of(policy: Any, prompt: Prompt, shape: Shape) -> list[Completion]:
-    """The toy's completions of a prompt, one for each member of the group."""
+    """The completions of `toy.py` for a prompt, one for each member of the group."""
     texts = toy.make_completions(prompt.sample.instruction, shape)
     ids_G = [policy.encode_completion(text).token_ids for text in texts]
     return [Completion(ids, (SAMPLER_LOGPROB,) * len(ids), "stop") for ids in ids_G]

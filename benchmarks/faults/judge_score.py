@@ -1,4 +1,4 @@
-"""The reward of the fault campaign's runs: a judge's score of an answer."""
+"""The reward of the fault campaign's runs: the judge's score of a completion."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rl.judge.reply import read_scores, scores_schema
 Config = PluginConfig
 
 
-class Asked(Reward):
-    """Asks the judge one question per answer."""
+class JudgeScore(Reward):
+    """Asks the judge one question per completion."""
 
     needs = frozenset({"text"})
     needs_judge = True

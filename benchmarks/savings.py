@@ -1,4 +1,4 @@
-"""Computations that this project does once, and how an ablation makes a run repeat each of them."""
+"""Computations that this project does not repeat, and patches that make a run repeat them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _nothing(run: Run, folder: Path) -> None:
-    """Does nothing; for savings that `overrides` or `shape` disables."""
+    """Patches nothing: `overrides` or `shape` disable the saving."""
 
 
 @dataclass(frozen=True)
@@ -23,23 +23,23 @@ class Saving:
     """One computation that is not repeated, and how to make a run repeat it."""
 
     title: str
-    defeat: Callable[[Run, Path], None] = _nothing
-    """Patches a `Run` so that it repeats the work; the folder has the toy's models."""
+    disable: Callable[[Run, Path], None] = _nothing
+    """Patches a `Run` so that it repeats the work; the folder has the models of `toy.py`."""
     overrides: Sequence[str] = ()
     """Config overrides (`key=value`) that disable the saving."""
     shape: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `toy.Shape`, with values for which a run works as much as without the saving."""
+    """Fields of `toy.Shape` with which a run does the work that it would do without the saving."""
 
 
 def _prompt_per_completion(run: Run, folder: Path) -> None:
-    """Each row has a separate prompt object, so that no prompt is shared."""
+    """Gives each row a separate prompt object, so that no prompt is shared."""
     policy: Any = run.context.policy
     collate = policy.collate
     policy.collate = lambda rows: collate([(replace(prompt), ids) for prompt, ids in rows])
 
 
 def _tower_per_read(run: Run, folder: Path) -> None:
-    """A picture gets a new cache key whenever it is read."""
+    """Gives a picture a new cache key whenever it is read."""
     features: Any = run.context.policy.module._features
     original, numbers = features.of, itertools.count()
 
@@ -50,7 +50,7 @@ def _tower_per_read(run: Run, folder: Path) -> None:
 
 
 def _source_per_picture(run: Run, folder: Path) -> None:
-    """Each row's source is encoded again."""
+    """Encodes the source again for each row."""
     import torch
 
     loop: Any = run.context.renderer.loop
@@ -67,7 +67,7 @@ def _source_per_picture(run: Run, folder: Path) -> None:
 
 
 def _negative_per_completion(run: Run, folder: Path) -> None:
-    """Each completion's negative prompt is forwarded again."""
+    """Forwards the negative prompt again for each completion."""
     policy: Any = run.context.policy
     original = policy._negatives_of
 
@@ -114,4 +114,4 @@ SAVINGS: Mapping[str, Saving] = {
     ),
     "equal": Saving("equal completions rendered and judged once", shape={"num_equal": 1}),
 }
-"""In the order in which `experiments.savings` adds one after the other."""
+"""Name -> saving, in the order in which `experiments.savings` adds them."""
