@@ -32,9 +32,8 @@ def write_page(run_dir: Path, other: Path | None = None) -> tuple[Path, PageInde
     folder = run_dir / "report"
     with locked(folder):
         index = refresh(run_dir, folder / "data", other)
-        write_atomically(
-            folder / "data" / "metrics.js", call("metrics", metrics_data(run_dir, index))
-        )
+        data = call("metrics", metrics_data(run_dir, index))
+        write_atomically(folder / "data" / "metrics.js", data)
         write_atomically(folder / "index.html", rendered(run_dir, index, other))
     return folder / "index.html", index
 
@@ -129,7 +128,11 @@ def _facts(
         "sets": sets,
         "run": _path(run_dir, config),
         "checkpoints": _checkpoints(run_dir),
-        "curves": list(map(_spec, sorted(CURVES, key=_rank))),
+        "curves": [
+            {"title": curve.title, "top": curve.top, "main": _rank(curve) < len(MAIN_METRICS)}
+            | {"lines": [[line.metric, line.label, line.style] for line in curve.lines]}
+            for curve in sorted(CURVES, key=_rank)
+        ],
     }
 
 
@@ -138,13 +141,6 @@ def _rank(curve: Curve) -> int:
     main = list(MAIN_METRICS)
     metrics = [line.metric for line in curve.lines if line.style == "main"]
     return min((main.index(name) for name in metrics if name in main), default=len(main))
-
-
-def _spec(curve: Curve) -> dict[str, Any]:
-    """A curve for `page/charts.js`."""
-    lines = [[line.metric, line.label, line.style] for line in curve.lines]
-    main = _rank(curve) < len(MAIN_METRICS)
-    return {"title": curve.title, "top": curve.top, "lines": lines, "main": main}
 
 
 def _path(run_dir: Path, config: Mapping[str, Any]) -> str:
