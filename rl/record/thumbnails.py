@@ -29,10 +29,9 @@ _FILE_NAME = re.compile(r"rank(\d+)_g\d{2,}\.webp")
 
 
 class GroupPictures(NamedTuple):
-    """What a sheet is made of."""
+    """What the sheet of group `g` of this rank is made of."""
 
     g: int
-    """Number of the group on this rank."""
     pictures: Sequence[Image]
     """Distinct: sources, target, bare arm, and one per distinct completion."""
     interest: float

@@ -34,9 +34,8 @@ def write_page(run_dir: Path, other: Path | None = None) -> tuple[Path, PageInde
     folder = run_dir / "report"
     with locked(folder):
         index = refresh(run_dir, folder / "data", other)
-        write_atomically(
-            folder / "data" / "metrics.js", call("metrics", metrics_data(run_dir, index))
-        )
+        data = call("metrics", metrics_data(run_dir, index))
+        write_atomically(folder / "data" / "metrics.js", data)
         write_atomically(folder / "index.html", rendered(run_dir, index, other))
     return folder / "index.html", index
 

@@ -41,9 +41,8 @@ def before_after(run_dir: Path, iteration: int) -> BeforeAfter | None:
                 f"{after['instruction']} | before ({before['reward']}): {before['completion']} | "
                 f"after ({after['reward']}): {after['completion']}"
             )
-            pictures.append(
-                (scrub(caption), side_by_side([_small(f) for f in files if f.is_file()]))
-            )
+            sheet = side_by_side([_small(file) for file in files if file.is_file()])
+            pictures.append((scrub(caption), sheet))
     return BeforeAfter(iteration, pictures, _summary(pairs, iteration))
 
 

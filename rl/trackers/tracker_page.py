@@ -92,6 +92,12 @@ class ServicePage:
         return self.escape(cell) if isinstance(cell, str) else cell
 
 
+def with_main(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics, before them the main ones under their short names."""
+    main = {f"{MAIN}{short}": metrics[n] for n, short in MAIN_METRICS.items() if n in metrics}
+    return {**main, **metrics}
+
+
 def tried(name: str, action: str, call: Callable[[], object]) -> bool:
     """Run `call`; log a warning if it raises. Returns whether it succeeded."""
     try:

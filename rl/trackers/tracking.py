@@ -18,15 +18,7 @@ from rl.ranks.dist import Dist
 from rl.text.scrub import remember, scrub
 from rl.trackers import tensorboard_page, trackio_page, wandb_page
 from rl.trackers.tensorboard_page import TensorboardPage
-from rl.trackers.tracker_page import (
-    MAIN,
-    MAIN_METRICS,
-    BeforeAfter,
-    Cell,
-    ServicePage,
-    Table,
-    tried,
-)
+from rl.trackers.tracker_page import BeforeAfter, Cell, ServicePage, Table, tried, with_main
 
 Page = TensorboardPage | ServicePage
 
@@ -52,8 +44,7 @@ class Tracker:
                 private_folder(run_dir / page.name)  # the page holds completions
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        main = {MAIN + MAIN_METRICS[n]: metrics[n] for n in MAIN_METRICS if n in metrics}
-        self._on_each("log", lambda page: page.log(iteration, {**main, **metrics}))
+        self._on_each("log", lambda page: page.log(iteration, with_main(metrics)))
 
     def log_before_after(self, compare: Callable[[], BeforeAfter | None]) -> None:
         """Log what `compare` returns; it is only called if there is a page."""

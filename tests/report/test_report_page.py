@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import math
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from tiny_messages import holds
-from tiny_report import EVIL, write_run
+from tiny_report import EVIL, write_evaluation, write_lines, write_run
 
 from rl.commands import report
 from rl.files.atomic import json_line
@@ -258,6 +259,27 @@ def test_the_single_file_holds_what_fits_its_size_limit(run_dir: Path, capsys, m
     embedded = {int(name[3:]) for name in parts if name.startswith("it_")}
     listed = [int(it) for s in embedded_data(text) if '"find_' in s for it in value_of(s)]
     assert sorted(embedded) == sorted(listed)
+
+
+def test_the_single_file_has_everything_while_there_is_room(run_dir: Path, capsys) -> None:
+    """Also evaluations between the first and the last, and sheets of thumbnails."""
+    write_evaluation(run_dir, 2, [0.5])
+    path = run_dir / "episodes/it_000004.rank0.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    sheet = run_dir / "thumbnails/it_000004/rank0_g00.webp"
+    sheet.parent.mkdir(parents=True)
+    Image.new("RGB", (32, 16)).save(sheet)
+    for row in rows:
+        row |= {"image_file": None, "thumbnail": "thumbnails/it_000004/rank0_g00.webp#xywh=0,0,9,9"}
+    write_lines(path, rows)
+    assert report.main([str(run_dir), "--page-only", "--single-file"]) == 0
+    assert "0 pictures left out" in capsys.readouterr().out
+    text = (run_dir / "report/report.html").read_text("utf-8")
+    parts = {script.split('"')[1] for script in embedded_data(text)}
+    assert parts >= {f"eval_{it:06d}" for it in (0, 2, 4)} | {f"it_{it:06d}" for it in range(1, 5)}
+    content = base64.b64encode(sheet.read_bytes()).decode()
+    place = '"../thumbnails/it_000004/rank0_g00.webp"'
+    assert f'{place}:"data:image/webp;base64,{content}"' in text
 
 
 def test_every_curve_has_a_meaning() -> None:

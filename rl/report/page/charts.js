@@ -3,7 +3,7 @@
 {
   const {el, svg, isolated} = page;
   const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [440, 150, 44, 8, 8, 20];
-  const SMOOTHED_FROM = 50;  // a main line with more points is drawn smoothed, over its faint raw values
+  const SMOOTHED_FROM = 100;  // a main line with more points is drawn smoothed, over its faint raw values
   const SMOOTHING = 5;
   const MAX_DOTS = 25;
   const MAX_FOUND = 24;
@@ -123,7 +123,7 @@
     const columns = Array.from({length: Math.ceil(rows.length / width)}, (_, at) => rows.slice(at * width, (at + 1) * width))
       .map((span) => ({from: span[0][0], to: span.at(-1)[0],
         counts: span[0][1].map((_, bin) => span.reduce((sum, [, counts]) => sum + counts[bin], 0))}));
-    const position = (it) => data[axis][Math.max(0, data.it.findIndex((other) => other >= it))];
+    const position = (it) => (axis === "it" ? it : data[axis][Math.max(0, data.it.findIndex((other) => other >= it))]);
     const xs = columns.map(({from}) => position(from));
     const num = columns[0].counts.length;
     const low = first - step / 2;

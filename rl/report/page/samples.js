@@ -124,7 +124,8 @@
     }
     const sources = page.sources("../", group);
     const members = distinct(group.of);
-    const commonest = members.reduce((most, each) => (each.times > most.times ? each : most));
+    const commonest = members.reduce((most, each) =>
+      (each.times - most.times || each.one.r - most.one.r) > 0 ? each : most);
     const files = [[`../episodes/${name}.rank${group.rank}.jsonl`, "its line in episodes/"],
       ...[...new Set([...sources.length ? [group.src] : [], ...group.of.map((one) => one.img)])].filter(Boolean)
         .map((file) => [`../${file.split("#")[0]}`, file.split("#")[0].split("/").at(-1)]),
