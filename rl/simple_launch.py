@@ -54,11 +54,6 @@ HELP = {
     rl check-distributed --nnodes 2 --node-rank 0 --rdzv-endpoint host:29400 --nproc 8
 """,
 }
-USAGE = {
-    TRAIN: "%(prog)s [options] config.jsonnet [key=value ...]",
-    CHECK: "%(prog)s [options] config.jsonnet [key=value ...]",
-    RANKS: "%(prog)s [options]",
-}
 CHECK_MARKS = {
     r"^\d+ wrong$|DOES NOT FIT.*": "bold red",
     "^nothing is wrong$|^no mistake found.*": "bold green",
@@ -192,7 +187,8 @@ def _memory_problems(args: argparse.Namespace, config: RunConfig) -> list[str]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     of_ranks = argv[-1:] and Path(argv[-1]).name == "check_distributed.py"
     name = RANKS if of_ranks else CHECK if "--check" in argv else TRAIN
-    parser = command_line.Parser(name, HELP[name], USAGE[name])
+    usage = f"{name} [options]" + " config.jsonnet [key=value ...]" * (name != RANKS)
+    parser = command_line.Parser(name, HELP[name], usage)
     add = parser.add_argument
 
     def only(command: str, text: str) -> str:

@@ -140,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def written(args: argparse.Namespace) -> tuple[Path, str]:
     """(the config's file, its text). Raises ValueError for an answer that cannot be used."""
+    if args.file and Path(args.file).exists():
+        raise ValueError(f"{args.file} exists; name another file: rl init FILE")
     if args.system is None:
         print(*(f"  {name:<11} {each.title}" for name, each in SYSTEMS.items()), sep="\n")
     system = SYSTEMS[answer(args, "system", "quickstart")]
@@ -167,7 +169,7 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
     name = answer(args, "name", stem if re.fullmatch(NAME, stem) else "my-run")
     file = Path(args.file or f"{name}.jsonnet")
     if file.exists():
-        raise ValueError(f"{file} exists; name another file: rl init FILE")
+        raise ValueError(f"{file} exists; give another name")
     lines = "".join(f"  {key}\n" for key in keys)
     title = system.title[0].upper() + system.title[1:]
     return file, TEXT.format(title=title, file=file, base=base, name=name, keys=lines)

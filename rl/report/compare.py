@@ -134,11 +134,14 @@ def _why_not(
     tests: dict[str, Callable[[Record], Any]] = {
         "other held-out data: sample {} has another instruction": lambda r: r.get("instruction"),
         "other held-out data: sample {} shows another picture": shown_of,
-        "other noise: sample {} was drawn from another seed": lambda r: r.get("noise_seed"),
+        "other noise: sample {} was drawn from another seed": lambda r: (
+            r.get("noise_seed") if r.get("image_file") else None  # None: nothing was drawn
+        ),
     }
     for text, value_of in tests.items():
         for name in shared:
-            if value_of(theirs.records[name]) != value_of(ours.records[name]):
+            values = value_of(theirs.records[name]), value_of(ours.records[name])
+            if None not in values and values[0] != values[1]:
                 reasons.append(text.format(escaped(name, 60)))
                 break
     return reasons

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -350,4 +351,28 @@ def test_the_single_file_needs_no_other(browser: Any, folder: Path, tmp_path: Pa
     tab.go("#eval=4&id=s0&run=other%20" + "x", "h2")
     assert [url for url in tab.requests if not url.startswith(("data:", tab.url))] == []
     assert tab.problems == []
+    tab.page.close()
+
+
+def test_the_pages_that_compare_runs_fit_and_sort(browser: Any, folder: Path) -> None:
+    run_dir = folder.parent
+    assert report.main(["--all", str(run_dir.parent)]) == 0
+    for scheme, width in itertools.product(SCHEMES, (1280, 400)):
+        for page in (folder / "compare.html", run_dir.parent / "all_runs.html"):
+            tab = Tab(browser, page, scheme, width)
+            tab.page.goto(tab.url)
+            script = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            assert tab.page.evaluate(script) == 0
+            assert tab.problems == []
+            tab.page.close()
+    tab = Tab(browser, run_dir.parent / "all_runs.html")
+    tab.page.goto(tab.url)
+    names = [tab.page.locator("tbody tr th").all_inner_texts()]
+    for _ in range(2):
+        tab.page.get_by_role("button", name="run").click()
+        names.append(tab.page.locator("tbody tr th").all_inner_texts())
+    assert names[1] == names[2][::-1] and sorted(names[0]) == sorted(names[1])
+    tab.page.get_by_role("searchbox").fill("other")
+    assert tab.page.locator("tbody tr:visible").count() == 1
+    assert tab.page.locator(".count").inner_text() == "1 of 2 runs"
     tab.page.close()

@@ -82,9 +82,12 @@ def test_differences_are_paired_and_their_interval_resamples_pictures(tmp_path: 
 
 
 def test_samples_that_only_one_run_has_are_left_out(tmp_path: Path) -> None:
+    no_picture = {"image_file": None, "noise_seed": 99}
     result = compare(
-        make(tmp_path / "a", [*OURS[:3], None]), make(tmp_path / "b", THEIRS, iteration=4)
+        make(tmp_path / "a", [*OURS[:3], None]),
+        make(tmp_path / "b", THEIRS, iteration=4, **no_picture),
     )
+    assert result.reasons == [], "noise is of pictures"
     assert holds(result.notes, "after 4 iterations of b, and 8 here ... the 4 samples ... 8 and 4")
     assert len(result.changes[0].gains) == 3
 
