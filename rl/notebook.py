@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from rl.config.schema import load_config
 from rl.files.images import open_picture
@@ -27,8 +27,8 @@ ConfigOrPath = str | Path | Mapping[str, Any]
 """A config file, or the config itself as nested dicts and lists."""
 Overrides = Mapping[str, Any] | None
 """Dotted key -> value: `{"num_iterations": 20, "policy.lora.r": 8}`."""
-NUM_LINES_KEPT = 200
-"""Last lines of a start's output that an error quotes."""
+_LAUNCH = (sys.executable, "-m", "rl.simple_launch")
+_NUM_LINES_KEPT = 200
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,6 @@ class CheckResult:
     def ok(self) -> bool:
         return not self.problems
 
-    def __str__(self) -> str:
-        return self.text
-
 
 class TrainingError(RuntimeError):
     """A start that did not end well; the message ends with the last lines that it printed."""
@@ -54,16 +51,15 @@ class TrainingError(RuntimeError):
     def __init__(self, code: int, output: str) -> None:
         super().__init__(f"rl train ended with exit code {code}:\n{output}")
         self.code = code
-        """`rl train`'s exit code: 1 wrong config, 128 + n ended by signal n."""
-        self.output = output
+        """1 wrong config, 128 + n ended by signal n."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Row:
-    """A graded completion. Fields that the record lacks are None."""
+    """A graded completion, from training or of a held-out sample; None: not on record."""
 
     iteration: int
-    """Iterations done: an episode's own one, from 1; of a held-out sample 0 is before training."""
+    """An episode's own, from 1; of a held-out sample: iterations done, 0 is before training."""
     sample_id: str | None = None
     category: str | None = None
     instruction: str | None = None
@@ -78,15 +74,24 @@ class Row:
     """0 to 1; None if ungraded."""
     bare_reward: float | None = None
     """Reward of the user's own words under the same noise."""
+    stock_reward: float | None = None
+    """Held-out: reward of the renderer's own pipeline without a policy."""
+    reference: str | None = None
+    """Held-out: the words that the data set calls right."""
+    advantage: float | None = None
+    rank: int | None = None
+    group_id: str | None = None
+    member: int | None = None
+    """Number of the completion in its group, from 0."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Part of the reward, as 'viescore/naturalness' -> number."""
     record: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The whole line of the run's record: token ids, log-probs, judge replies, ..."""
+    """The whole line on disk: token ids, log-probs, judge replies, ..."""
     folder: Path = field(repr=False)
     """The folder to which the record's file names are relative."""
 
     def image(self) -> Image | None:
-        """The rendered picture; None if none is on record."""
+        """The rendered picture."""
         return self._open(self.record.get("image_file"))
 
     def sources(self) -> list[Image]:
@@ -95,64 +100,42 @@ class Row:
         return [picture for picture in map(self._open, files) if picture is not None]
 
     def target(self) -> Image | None:
-        """The picture that the data set calls right; None if it has none, or none is on record."""
+        """The picture that the data set calls right."""
         return self._open(self.record.get("target_file"))
 
     def _open(self, file: object) -> Image | None:
-        inside = self.folder.parent.name == "evaluation"
-        kept = (reading.picture if inside else reading.picture_of)(self.folder, file)
+        is_held_out = self.folder.parent.name == "evaluation"
+        kept = (reading.picture if is_held_out else reading.picture_of)(self.folder, file)
         if kept is None:
             return None
         with open_picture(self.folder / kept) as picture:
             return picture.convert("RGB")
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class EpisodeRow(Row):
-    """A training completion."""
-
-    rank: int | None = None
-    group_id: str | None = None
-    member: int | None = None
-    """Its number in the group, from 0."""
-    advantage: float | None = None
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class HeldOutRow(Row):
-    """A held-out sample, edited under the weights after `iteration` iterations."""
-
-    stock_reward: float | None = None
-    """Reward of the renderer's own pipeline without a policy."""
-    reference: str | None = None
-    """The words that the data set calls right."""
-
-
 RowT = TypeVar("RowT", bound="Row | Mapping[str, Any]")
 
 
-class Table(list[RowT], Generic[RowT]):
+class Table(list[RowT]):
     """A list of rows that a notebook shows as a table."""
 
     def frame(self) -> Any:
-        """A pandas.DataFrame, a column for each field and for each part of the reward."""
+        """A pandas.DataFrame: a column for each field, and for each part of the reward."""
         import pandas  # type: ignore[import-untyped, unused-ignore]
 
-        return pandas.DataFrame([_flat(row) for row in self])
+        names = [each.name for each in fields(Row)[:-3]]
+        return pandas.DataFrame(
+            {name: getattr(row, name) for name in names} | dict(row.parts)
+            if isinstance(row, Row)
+            else dict(row)
+            for row in self
+        )
 
     def _repr_html_(self) -> str:
         return str(self.frame()._repr_html_())
 
 
-def _flat(row: Row | Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(row, Row):
-        return dict(row)
-    names = [each.name for each in fields(row) if each.name not in ("parts", "record", "folder")]
-    return {name: getattr(row, name) for name in names} | dict(row.parts)
-
-
 class LoadedRun:
-    """A run folder, read anew by every call, so that it may belong to a run that is going on."""
+    """A run folder, read anew by every call: it may belong to a run that is going on."""
 
     def __init__(self, folder: Path, start: _Start | None = None) -> None:
         self.folder = folder
@@ -182,27 +165,27 @@ class LoadedRun:
         return list(reading.evaluation_folders(self.folder))
 
     def metrics(self) -> Table[Mapping[str, Any]]:
-        """A row for each iteration: 'iteration', and the metrics of docs/metrics.md by name. None:
-        not finite."""
+        """A dict for each iteration: 'iteration', and the metrics of docs/metrics.md; None: not
+        finite."""
         path = self.folder / "metrics.jsonl"
         return Table(reading.named_rows(path, "iteration")[0] if path.is_file() else [])
 
-    def episodes(self, iterations: int | Iterable[int] | None = None) -> Table[EpisodeRow]:
+    def episodes(self, iterations: int | Iterable[int] | None = None) -> Table[Row]:
         """The training completions of one iteration, of several (`range(10, 20)`), or of all.
-        Pictures are read when `image()` is called; a run keeps those of some groups."""
+        A run keeps the pictures of some groups."""
         files = reading.episode_files(self.folder)
         return Table(
-            _row(EpisodeRow, record, number, self.folder)
+            _row(record, number, self.folder)
             for number in _chosen(iterations, files)
             for file in files[number]
             for record in reading.named_rows(file, "sample_id")[0]
         )
 
-    def held_out(self, iterations: int | Iterable[int] | None = None) -> Table[HeldOutRow]:
+    def held_out(self, iterations: int | Iterable[int] | None = None) -> Table[Row]:
         """The held-out samples of one of the `evaluations`, of several, or of all."""
         folders = reading.evaluation_folders(self.folder)
         return Table(
-            _row(HeldOutRow, {"sample_id": record["id"], **record}, number, folders[number])
+            _row({"sample_id": record["id"], **record}, number, folders[number])
             for number in _chosen(iterations, folders)
             for record in reading.named_rows(folders[number] / "records.jsonl", "id")[0]
         )
@@ -214,24 +197,19 @@ class LoadedRun:
         return self
 
     def stop(self) -> Self:
-        """Ask the start that `train` made to save and end, and wait for it; the same call of
-        `train` resumes the run."""
+        """Ask the start that `train` made to save and end, and wait; `train` resumes the run."""
         if self._start is not None:
             self._start.stop()
         return self
 
 
 def _chosen(iterations: int | Iterable[int] | None, known: Mapping[int, Any]) -> list[int]:
-    if iterations is None:
-        return list(known)
-    wanted = [iterations] if isinstance(iterations, int) else list(iterations)
-    return [number for number in wanted if number in known]
+    if isinstance(iterations, int):
+        iterations = [iterations]
+    return [number for number in (known if iterations is None else iterations) if number in known]
 
 
-AnyRow = TypeVar("AnyRow", bound=Row)
-
-
-def _row(cls: type[AnyRow], record: Mapping[str, Any], iteration: int, folder: Path) -> AnyRow:
+def _row(record: Mapping[str, Any], iteration: int, folder: Path) -> Row:
     bare, parts = record.get("bare"), record.get("parts")
     values: dict[str, Any] = {
         **record,
@@ -242,14 +220,11 @@ def _row(cls: type[AnyRow], record: Mapping[str, Any], iteration: int, folder: P
         "record": record,
         "folder": folder,
     }
-    return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
+    return Row(**{each.name: values[each.name] for each in fields(Row) if each.name in values})
 
 
 def load_run(folder: str | Path) -> LoadedRun:
-    """A run to read, finished or going on.
-
-    Args:
-        folder: the run folder, or the config file of the run.
+    """A run to read, finished or going on: its folder, or its config file.
 
     Raises FileNotFoundError (ValueError for a format of another version) if there is none.
     """
@@ -291,8 +266,6 @@ def train(
         wait: False: return at once, and train in the background; see `LoadedRun.wait`, `.stop`.
         echo: print what the run prints.
 
-    Returns the run, whose tables can be read from its first iteration on.
-
     Raises ConfigError for a config that cannot be read, TrainingError if the run fails. An
     interrupt (Ctrl-C, "interrupt the kernel") first lets the run save.
     """
@@ -301,19 +274,14 @@ def train(
     return run.wait() if wait else run
 
 
-_LAUNCH = (sys.executable, "-m", "rl.simple_launch")
-
-
 def _arguments(config: ConfigOrPath, overrides: Overrides, folder: Path) -> list[str]:
     """The command line's config and overrides; a config without a file is written to `folder`."""
     if isinstance(config, Mapping):
         path = folder / "config.jsonnet"
         path.write_text(json.dumps(config), encoding="utf-8")
         config = path
-    return [
-        str(config),
-        *(f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()),
-    ]
+    settings = (f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items())
+    return [str(config), *settings]
 
 
 class _Start:
@@ -325,22 +293,20 @@ class _Start:
         self._folder = tempfile.TemporaryDirectory(prefix="rl_train_")
         arguments = _arguments(config, overrides, Path(self._folder.name))
         self.run_dir = load_config(arguments[0], arguments[1:]).run_dir.absolute()
-        options = [] if nproc is None else ["--nproc", str(nproc)]
         self._process = subprocess.Popen(
-            [*_LAUNCH, *options, *arguments],
+            [*_LAUNCH, *([] if nproc is None else ["--nproc", str(nproc)]), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
             start_new_session=True,
         )
-        self._lines: deque[str] = deque(maxlen=NUM_LINES_KEPT)
+        self._lines: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
         self._reader = Thread(target=self._read, args=(echo,), daemon=True)
         self._reader.start()
 
     def _read(self, echo: bool) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._process.stdout or ():
             self._lines.append(line)
             if echo:
                 print(line, end="", flush=True)
@@ -360,7 +326,6 @@ class _Start:
             raise TrainingError(code, "".join(self._lines))
 
     def stop(self) -> None:
-        if self.is_alive:
-            self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(signal.SIGTERM)  # nothing if it has ended
         self._process.wait()
         self._reader.join()

@@ -65,7 +65,7 @@ def test_the_printed_policy_conforms(folder: Path, capsys: pytest.CaptureFixture
     assert policy.count("\n") < 120
     assert conformance.run(PLUGIN, None, []) == 0
     out = capsys.readouterr().out
-    assert out.count("\nPASS ") == len(conformance.CHECKS) == 10, out
+    assert out.count("PASS ") == len(conformance.CHECKS) == 8, out
 
 
 def smolvlm() -> Any:
@@ -87,11 +87,6 @@ def special_texts_become_tokens(patch: pytest.MonkeyPatch) -> None:
         return prompting.ids_of(tokenizer, template.text.replace("{instruction}", instruction))
 
     patch.setattr(prompting, "tokenize", tokenize)
-
-
-def no_stop_token(patch: pytest.MonkeyPatch) -> None:
-    ids = smolvlm().Prompts.completion_ids
-    patch.setattr(smolvlm().Prompts, "completion_ids", lambda *given: ids(*given)[:-1])
 
 
 def engine_samples_banned_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -178,26 +173,20 @@ def half_the_adapter_is_saved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrainedPolicy, "save_pretrained", partly)
 
 
-def reads_from_nowhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(smolvlm().SmolVLM, "reads_from", classmethod(lambda cls, config: []))
-
-
 @pytest.mark.parametrize(
     ("number", "fault", "cause"),
     [
         (0, no_generation_prompt, "it ends"),
-        (0, special_texts_become_tokens, "2 image placeholders for 1 pictures"),
-        (1, no_stop_token, "none of stop_token_ids"),
-        (2, engine_samples_banned_tokens, "banned|apart over"),
-        (3, one_generator_for_the_batch, "alone gets other completions"),
-        (4, exports_the_first_weights, "export_weights does not change|changed nothing"),
-        (4, drops_the_weights, "load_weights drops the weights"),
-        (5, reference_is_the_policy, "follows the trained weights"),
-        (5, reference_stays_on, "changed requires_grad"),
-        (6, centred_in_the_batch, "of the largest entry"),
-        (7, random_head, "weights differ|other log-probs"),
-        (8, half_the_adapter_is_saved, "does not fit"),
-        (9, reads_from_nowhere, "neither a local folder"),
+        (0, special_texts_become_tokens, "1 special tokens come from a user"),
+        (1, engine_samples_banned_tokens, "banned|apart over"),
+        (2, one_generator_for_the_batch, "alone gets other completions"),
+        (3, exports_the_first_weights, "export_weights does not change|changed nothing"),
+        (3, drops_the_weights, "load_weights drops the weights"),
+        (4, reference_is_the_policy, "follows the trained weights"),
+        (4, reference_stays_on, "changed requires_grad"),
+        (5, centred_in_the_batch, "of the largest entry"),
+        (6, random_head, "weights differ|other log-probs"),
+        (7, half_the_adapter_is_saved, "does not fit"),
     ],
 )
 def test_each_rule_catches_a_planted_fault(
