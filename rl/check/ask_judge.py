@@ -36,14 +36,14 @@ class JudgeCheck:
 
     problems: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    """A line per answering reward and, if some endpoint answers, per endpoint that is down."""
+    """A line for each reward that was asked or skipped; endpoints that are down, if one answers."""
     dialects: dict[str, Dialect] = field(default_factory=dict)
     """API base -> dialect."""
 
 
 def with_second_judge(resolved: Resolved) -> Resolved | None:
-    """The rewards that ask a judge, and `evaluation.judge` as their judge; None if nothing asks
-    it."""
+    """The run with `evaluation.judge` as its judge, and only with rewards that ask a judge; None if
+    no evaluation asks one."""
     config = resolved.config.evaluation.judge
     if config is None or not (resolved.needs_judge and resolved.validation):
         return None
@@ -55,8 +55,8 @@ def with_second_judge(resolved: Resolved) -> Resolved | None:
 async def ask_judge(
     resolved: Resolved, api_bases: Sequence[str], wait_s: float, sample: Sample | None = None
 ) -> JudgeCheck:
-    """Let each reward ask each endpoint about one picture. `wait_s`: limit for a judge to start.
-    `sample`: of the run's data; missing fields are made up, and its source is the graded picture.
+    """Let each reward ask each endpoint about one picture. `wait_s`: time limit of a judge's start.
+    `sample`: a row of the run's data, whose source is graded; fields that it lacks are made up.
     """
     result, down = JudgeCheck(), []
     for base_result in await asyncio.gather(
@@ -78,7 +78,7 @@ async def ask_judge(
 async def _ask_base(
     resolved: Resolved, base: str, wait_s: float, sample: Sample | None
 ) -> JudgeCheck | JudgeUnreachableError:
-    # A run waits until e.g. a quota is renewed; before a run, that is a problem to report.
+    # A run waits, e.g. until a quota is renewed; before a run, such a wait is a problem to report.
     config = resolved.config.judge
     patience_s = min(config.max_outage_s, config.timeout_s, START_PATIENCE_S)
     try:
@@ -179,8 +179,8 @@ class _RecordingJudge:
 
 
 def _reward_input(resolved: Resolved, sample: Sample | None) -> RewardInput:
-    """The input to grade. Without a `sample`: as many sources as any row has, all of noise in the
-    largest size that the judge gets, because noise takes about as many PNG bytes as a photo."""
+    """The input to grade. Without a `sample`, it has as many sources as a row may have, of noise in
+    the largest size that the judge gets: noise takes about as many PNG bytes as a photo."""
     from PIL import Image
 
     side_px = resolved.config.judge.image_side_px

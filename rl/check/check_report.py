@@ -1,4 +1,4 @@
-"""Reports what a config would do, without doing it and without torch: `rl check config.jsonnet`."""
+"""Reports what a config would do, without training and without torch: `rl check config.jsonnet`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def problems(config: RunConfig) -> list[str]:
 
 
 def remarks(resolved: build.Resolved) -> dict[str, list[str]]:
-    """Title -> 'key: why' for each key without effect, or probably without the intended effect."""
+    """Title -> lines 'key: why' for keys that have no effect, or probably not the intended one."""
     lines_by_title = {
         "set, and without effect here": no_effect(resolved),
         "set, and probably a mistake": doubtful(resolved),
@@ -66,9 +66,9 @@ def problems_here(
     num_ranks: int,
     host_gb: float | None = None,
 ) -> list[str]:
-    """What this machine lacks; if nothing, what does not fit in the GPU memory of `machine`, where
-    `num_ranks` ranks start, or in its host memory of `host_gb` (None: unknown). Memory is not
-    checked if the policy is on no GPU. Call `problems` first."""
+    """What this machine lacks or, if it lacks nothing, what does not fit in the GPUs of `machine`,
+    on which `num_ranks` ranks start, or in `host_gb` of host memory (None: unknown). Checks memory
+    only if the policy is on a GPU. Call `problems` first."""
     resolved = build.resolve(config)
     if missing := machine_problems(resolved, is_start=True):
         return missing
@@ -138,7 +138,7 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
             p.key for p in plugins_to_try(resolved) if not p.cls.__module__.startswith("rl.")
         ]
     if tried_keys:
-        blocks[f"tried on made-up inputs, so that their code has run: {', '.join(tried_keys)}"] = []
+        blocks[f"plugins whose code has run, on made-up inputs: {', '.join(tried_keys)}"] = []
     if online and not failures:
         lines, failures = (
             _asked_now(resolved) if resolved.needs_judge else (["no reward asks one"], [])
@@ -193,7 +193,7 @@ def _batch_lines(resolved: build.Resolved) -> list[str]:
         f"{'optimiser steps':<20} {optimizer.updates_per_iteration:>8} an iteration, each of "
         f"{per_update:g} completions a rank",
         f"{'forwards':<20} in rows of up to {optimizer.max_tokens_per_micro_batch} tokens; a group "
-        f"is {footprint.group_tokens(resolved)} at the most",
+        f"has at most {footprint.group_tokens(resolved)}",
         f"{'kept for backward':<20} {num_kept} tokens on each rank, "
         + (f"not all ({why})" if why else "all there can be"),
         f"{'whole run':<20} {_length(resolved)}",
@@ -239,7 +239,7 @@ def _judge_lines(resolved: build.Resolved) -> list[str]:
         if plugin.cls.needs_judge
     ]
     if judge.audit != "off" and judge_audit.rewards_that_ask(resolved):
-        with suppress(ValueError):  # a damaged file, which `_audit_problems` names
+        with suppress(ValueError):  # a damaged file, which `_audit_problems` reports
             known = judge_audit.verdict(resolved)
             at_start = known.passed is None and judge.audit == "required"
             lines.append("audit: " + ("by the run, at its start" if at_start else known.text))
@@ -307,7 +307,7 @@ def _table(planned: Plan) -> list[str]:
 
 
 def _resume(config: RunConfig) -> tuple[str, list[str]]:
-    """(state of the run folder, problems that prevent resuming from it)."""
+    """(what a start does with the run folder, problems that prevent a resume)."""
     checkpoint = find(config.run_dir, hashes=False)
     if checkpoint.problem:
         return "cannot go on", [f"run_name: {checkpoint.problem}"]

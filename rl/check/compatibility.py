@@ -101,9 +101,9 @@ def _model_problems(resolved: Resolved) -> Iterable[str]:
         )
     thought = policy.config.thought
     if thought is not None and not policy.cls.thinks:
-        suffix = ": what it writes before its picture is its thought already"
+        suffix = ": all that it writes before its picture is its thought"
         suffix *= "image_tokens" in emits
-        yield f"policy.thought: policy {policy.name} reads none{suffix}; drop the key"
+        yield f"policy.thought: policy {policy.name} does not read it{suffix}; drop the key"
     if thought is not None and not thought.marker.strip():
         yield "policy.thought.marker: only white space; give words or a tag, e.g. '</think>'"
     if thought is not None and (thought.max_tokens or 0) >= completion_len:
@@ -182,7 +182,7 @@ def _endpoint_problems(judge: JudgeConfig) -> Iterable[str]:
 
 
 def _placement_problems(resolved: Resolved) -> Iterable[str]:
-    """Problems of the configured devices; a start also checks them against this machine's."""
+    """Problems of the configured devices. (A start also checks that this machine has them.)"""
     device = resolved.policy.config.device
     if "+" in device:
         return [

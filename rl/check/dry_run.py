@@ -43,7 +43,7 @@ def plugins_to_try(resolved: Resolved) -> list[Plugin[Any]]:
 
 
 def dry_problems(resolved: Resolved) -> list[str]:
-    """One message for each plugin that raises or returns something unusable."""
+    """A message for each plugin that raises an error or returns something unusable."""
     problems = []
     for plugin in plugins_to_try(resolved):
         if issubclass(plugin.cls, Reward):
@@ -65,8 +65,8 @@ def dry_problems(resolved: Resolved) -> list[str]:
 async def grade_once(
     plugin: Plugin[Reward], resources: Resources, inputs: RewardInput
 ) -> tuple[RewardOutput | None, list[str]]:
-    """Create a reward, grade one picture with it and close it. Returns (its output, None if it
-    failed; the problems). Raises `JudgeError`."""
+    """Create a reward, grade one picture with it and close it. Returns (its output, or None if it
+    failed; problems). Raises `JudgeError`."""
     label = f"{plugin.key}: making {plugin.name}"
     create = partial(plugin.cls, plugin.config, resources)
     reward, wrong = await asyncio.to_thread(find.attempt, label, plugin.cls.__init__, create)
@@ -88,7 +88,8 @@ async def grade_once(
 
 
 def made_up_input(resolved: Resolved, picture: Image | None = None) -> RewardInput:
-    """A reward's input with what all data sources provide; all its pictures are `picture`."""
+    """A reward's input with the fields that every data source provides; its pictures are `picture`
+    (None: a gradient)."""
     from PIL.Image import linear_gradient
 
     picture = picture or linear_gradient("L").resize((SIDE_PX, SIDE_PX)).convert("RGB")
@@ -149,7 +150,7 @@ def _loss_problems(algorithm: AlgorithmConfig) -> list[str]:
     key = f"algorithm.loss: {algorithm.loss}"
 
     def gradient(inputs: LossInputs) -> torch.Tensor:
-        """Gradient of the loss by each trained token's log-prob, as the step computes it."""
+        """Gradient of the loss with respect to each trained token's log-prob, as in a run."""
         terms = loss(inputs)
         [grad] = torch.autograd.grad((terms.weights * terms.terms).sum(), inputs.logprobs)
         return grad[inputs.mask]

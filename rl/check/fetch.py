@@ -30,9 +30,9 @@ def hub_models(resolved: Resolved) -> list[tuple[str, str, bool]]:
 
 
 def fetch_models(resolved: Resolved) -> list[str]:
-    """Download the models into the local cache, in this one process, with a progress bar; a rank
-    fetches a file that is missed here. Returns a problem, with key and remedy, for each model that
-    is not cached and cannot be fetched."""
+    """Download the models into the local cache in one process, with a progress bar. (Ranks download
+    files that this misses.) Returns a problem, with key and remedy, for each model that is not
+    cached and cannot be downloaded."""
     if is_offline():
         return []
     patterns: dict[tuple[str, str | None], list[str]] = defaultdict(list)
@@ -48,7 +48,7 @@ def fetch_models(resolved: Resolved) -> list[str]:
 
         try:
             snapshot_download(path, revision=revision, allow_patterns=file_patterns)
-        except Exception as error:  # the network and its library may fail in any way
+        except Exception as error:  # the network or the library may raise anything
             if path in missing:
                 problems.append(
                     f"{missing[path]}: {path} cannot be fetched ({error}); name another or a "
@@ -67,7 +67,7 @@ def _models_of(resolved: Resolved) -> Iterator[tuple[str, ModelFiles]]:
 
 
 def _is_cached(model: ModelFiles) -> bool:
-    """Whether its config file is cached or, if it needs none, any of its further files."""
+    """Whether the model's config file is cached or, if it needs none, any of its other files."""
     others = [name for names in model.files for name in names]
     names = [model.config] if model.config_required else others
     paths = (os.path.join(model.subfolder, name) for name in names)

@@ -1,4 +1,4 @@
-"""Names what does not fit the GPUs, and the keys that make it smaller. GB is 1e9 bytes."""
+"""Reports what does not fit on the GPUs, and config changes that make it fit. GB is 1e9 bytes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CACHE = "engine.kv_cache_memory_mb"
 SAMPLE_WITH_TRAINER = {"type": "transformers"}
 """The section of an engine that has no weights of its own."""
 MIN_SAVING_GB = 0.05
-"""A change that saves less is not suggested."""
+"""Changes that save less are not suggested."""
 
 Changes = Mapping[str, Any]
-"""Config key, or a section's name -> value, as on the command line."""
+"""Config key, or name of a section -> its new value."""
 
 
 def memory_problems(
@@ -59,7 +59,7 @@ def memory_problems(
 
 
 def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[Changes, str]:
-    """(changes with which the engine starts, {} if none helps; the error message)."""
+    """(changes with which the engine can start, or {} if none helps; the error message)."""
     key, value = SHARE, engine.share
     needed: str | int = "auto"
     if engine.cache_gb is not None:
@@ -110,7 +110,7 @@ def _hints(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes) -> tu
             hints = {name: hints[name] for name in hints if name not in replaced}
             hints[key], plan = value, smaller
     for key in list(hints) if plan.peak_gb <= gpu_gb else ():
-        # A large saving may make earlier changes needless.
+        # A large saving may make earlier changes unnecessary.
         others = {name: value for name, value in hints.items() if name != key}
         fewer = _planned(resolved, {**needed, **others}, gpu_gb)
         if fewer is not None and fewer.peak_gb <= gpu_gb:

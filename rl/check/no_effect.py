@@ -1,4 +1,4 @@
-"""Reports keys that other keys' values disable, and keys that probably do not do what is meant."""
+"""Reports keys that are set without effect, or probably without the effect that the user means."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ UNREAD: Mapping[str, tuple[str, Any]] = {
     ),
     "judge.start_timeout_s": ("start_command", []),
 }
-"""'section.keys' (no keys: the whole section) -> (another key of that section, value): nothing
-reads the keys on the left while the other key has that value."""
+"""'section.keys' (without keys: the whole section) -> (another key of the section, its value with
+which nothing reads those keys)."""
 
 
 def no_effect(resolved: Resolved) -> list[str]:
-    """'key: why' for keys without effect; each once, and only if its value is not the default."""
+    """'key: why' for each key that has no effect and is set to another value than its default."""
     problems = [*_rules(resolved)]
     for plugin in resolved.plugins:
         lines = ask_plugin(plugin, "no_effect")[0] or []
@@ -55,7 +55,7 @@ def _rules(resolved: Resolved) -> Iterator[str]:
         if getattr(section, gate_key) == value:
             yield from unread(section, keys or None, f"{gate_key} is {value!r}", f"{name}.")
     if config.data.validation and not config.evaluation.every_n_iterations:
-        yield "data.validation: evaluation.every_n_iterations is 0, and no evaluation is made"
+        yield "data.validation: evaluation.every_n_iterations is 0, so nothing is evaluated"
     one_update = optimizer.updates_per_iteration == 1 and config.max_staleness == 0
     if one_update and not (lora and lora.dropout) and algorithm.loss in SHIPPED_LOSSES:
         why = "one update an iteration and max_staleness 0: the ratio is 1"
@@ -84,7 +84,7 @@ def _rules(resolved: Resolved) -> Iterator[str]:
 
 
 def doubtful(resolved: Resolved) -> list[str]:
-    """'key: why' for each key that is valid but probably does not do what is meant."""
+    """'key: why' for each key that is valid but probably does not do what the user means."""
     sampling, algorithm = resolved.config.sampling, resolved.config.algorithm
     cuts_tokens = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}
     problems = [

@@ -1,4 +1,4 @@
-"""Decides which config changes a run survives when it resumes: those of the keys listed here."""
+"""Decides which keys of a run's config may change when it resumes: those listed here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 Effect = Literal["harmless", "noted", "breaks"]
-"""harmless: training computes the same, bitwise where it is exact; noted: allowed and logged, but
-the run continues differently than it would have; breaks: refused."""
+"""harmless: training computes the same (the same bits where a resume does); noted: allowed and
+logged, but the run's results change; breaks: refused."""
 
 HARMLESS = (
     "format",  # another format is refused on loading
@@ -17,7 +17,7 @@ HARMLESS = (
     "checkpoint.*", "tracking.*",
     # These change the meaning of the held-out curve; nothing is trained on it.
     "evaluation.*", "data.validation.*",
-    # Where the judge is and how long to wait for it, not how it grades.
+    # These say where the judge is and how long to wait for it, not how it grades.
     "judge.api_base*", "judge.start_command*", "judge.start_timeout_s", "judge.api_key_env",
     "judge.max_concurrency", "judge.timeout_s", "judge.backoff_s", "judge.breaker_failures",
     "judge.breaker_pause_s", "judge.max_outage_s", "judge.max_failure_rate", "judge.revision",
@@ -30,17 +30,17 @@ HARMLESS = (
     "*.device",  # but see `check_resume`
 )  # fmt: skip
 
-LEVEL = (
+SYNC_POINTS = (
     "checkpoint.save_every_n_iterations", "checkpoint.push_to_hub_every_n_iterations",
     "evaluation.every_n_iterations", "data.validation",  # the whole key: the list is empty
 )  # fmt: skip
-"""Looked up before `HARMLESS`: harmless on-policy. Under `max_staleness: 1` no rollout runs ahead
-over a checkpoint or evaluation, so these keys decide which iterations learn from stale
+"""Looked up before `HARMLESS`. Harmless on-policy. With `max_staleness: 1`, a rollout starts only
+when a checkpoint or evaluation is done, so these keys decide which iterations train on stale
 completions."""
 
 LENGTH = ("num_iterations", "num_epochs")
-"""Harmless on-policy under a constant learning rate. A decaying rate decays at another speed, and
-under `max_staleness: 1` no rollout runs ahead over the last iteration."""
+"""Harmless on-policy with a constant learning rate. The length sets the speed of a decay and, with
+`max_staleness: 1`, the iteration after which no rollout starts early."""
 
 NOTED = (
     # The same mathematics, other rounding. (Under updates_per_iteration > 1 each rank splits its
@@ -58,8 +58,8 @@ NOTED = (
     "optimizer.learning_rate", "optimizer.final_lr_fraction", "optimizer.warmup_iterations",
 )  # fmt: skip
 
-SINCE = {"max_staleness": 0, "policy.thought": None}
-"""Keys that older checkpoints lack, and how those runs behaved."""
+VALUES_OF_OLD_RUNS = {"max_staleness": 0, "policy.thought": None}
+"""Key that older checkpoints lack -> the value that describes how those runs trained."""
 
 _ABSENT = "(absent)"
 
@@ -73,13 +73,13 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     breaking: list[str] = []
     noted: list[str] = []
     for key in old_flat | new_flat:
-        before = old_flat.get(key, SINCE.get(key, _ABSENT))
+        before = old_flat.get(key, VALUES_OF_OLD_RUNS.get(key, _ABSENT))
         after = new_flat.get(key, _ABSENT)
         consequence = effect(key, new)
         if consequence == "harmless" and key.endswith(".device") and "cpu" in (before, after):
             consequence = "noted"  # other kernels
         if key == "algorithm.zero_spread_groups" and "keep" not in (before, after):
-            # 'drop' and 'kl_only' differ by a KL.
+            # 'drop' and 'kl_only' differ only in a KL term.
             consequence = consequence if new_flat.get("algorithm.kl_coeff") else "harmless"
         if before != after and consequence != "harmless":
             (noted if consequence == "noted" else breaking).append(
@@ -102,15 +102,15 @@ def lasting(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def effect(key: str, config: Mapping[str, Any]) -> Effect:
-    """The effect of another value of `key` (dotted, list items by number) in the resolved `config`
-    that a run is resumed with. For a device: another device of the same kind."""
+    """The effect of resuming with another value of `key` (dotted, list items by number). `config`:
+    the resolved new one. For a device key: another device of the same kind."""
 
     def is_in(patterns: tuple[str, ...]) -> bool:
         return any(fnmatchcase(key, pattern) for pattern in patterns)
 
     stale = bool(config.get("max_staleness"))
     decays = config.get("optimizer", {}).get("final_lr_fraction", 1.0) != 1.0
-    if is_in(LEVEL):
+    if is_in(SYNC_POINTS):
         return "noted" if stale else "harmless"
     if is_in(LENGTH):
         return "noted" if stale or decays else "harmless"
@@ -120,7 +120,7 @@ def effect(key: str, config: Mapping[str, Any]) -> Effect:
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted key; list items count as keys, so that one changed item is one line."""
+    """Dotted key -> value. Items of lists have keys, too, so that a changed item is one line."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         items = value.items()

@@ -1,4 +1,4 @@
-"""Checks that a run's folder is a folder, and writable."""
+"""Checks that a run's folder can be used: it is a folder, writable, with ordinary files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rl.text.untrusted import excerpt
 
 LOGS = "logs"
 APPENDED = ("metrics.jsonl", "config.json", *LOCKS)
-"""Files that a resumed run opens again."""
+"""Existing files in the run folder that a resumed run opens for writing."""
 _OPENED_INSIDE = (LOGS, "judge")
-"""Folders in which a resumed run opens existing files."""
+"""Folders in the run folder in which a resumed run opens existing files for writing."""
 
 
 def folder_problems(run_dir: Path) -> list[str]:
@@ -46,7 +46,7 @@ def folder_problems(run_dir: Path) -> list[str]:
 
 
 def make_problems(run_dir: Path) -> list[str]:
-    """Create the folder, where every rank opens its log first; return its `folder_problems`."""
+    """Create the folder and its `logs`, which ranks need first; return its `folder_problems`."""
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # private until the user shares it
         (run_dir / LOGS).mkdir(exist_ok=True)

@@ -25,7 +25,7 @@ from rl.trackers.tracking import not_installed
 CUDA, MIN_DRIVER, MIN_CAPABILITY = 13, 580, 7.5
 """CUDA of the pinned PyTorch; the oldest NVIDIA driver and compute capability for its kernels."""
 BUSY_GB = 1.0
-"""GPU memory in use above which another process is reported; a desktop takes less."""
+"""Memory in use on a GPU above which another process is reported; a desktop uses less."""
 SHARED, MIN_SHARED_GB = "/dev/shm", 1.0  # nosec B108
 """Where NCCL's ranks exchange data, and how much NCCL needs; Docker's default is 0.064 GB."""
 STATE_BYTES = 12
@@ -69,13 +69,13 @@ def _device(resolved: Resolved, stated: str) -> str:
 
 
 def machine_lines(resolved: Resolved) -> list[str]:
-    """What this machine has, or what the training machine needs; and tracker packages that are not
-    installed (a run goes on without them)."""
+    """What this machine has or what the training machine needs, GPU memory that is in use, and
+    tracker packages that are not installed (a run continues without them)."""
     return [*_gpu_lines(resolved), *busy_lines(resolved), *not_installed(resolved.config.tracking)]
 
 
 def busy_lines(resolved: Resolved) -> list[str]:
-    """GPU memory that other processes hold: the run could run out of memory minutes later."""
+    """GPU memory that other processes hold, which may make the run run out of memory later."""
     found = gpus()[0] if wants_gpu(resolved) else []
     busy = [f"{gpu.used_gb:.1f} GB of GPU {gpu.number}" for gpu in found if gpu.used_gb > BUSY_GB]
     remedy = "nvidia-smi names them; end them, or choose GPUs by CUDA_VISIBLE_DEVICES"
@@ -106,7 +106,7 @@ class Gpu(NamedTuple):
     name: str
     driver: str
     capability: float
-    """Infinite if nvidia-smi does not know it."""
+    """Infinite if nvidia-smi does not report it."""
     total_gb: float
     used_gb: float
 
@@ -145,7 +145,7 @@ def nvidia_smi(*options: str) -> tuple[list[list[str]], str]:
 
 
 def has_gpus() -> bool:
-    """Whether this machine has NVIDIA GPUs, and so may be the one that trains."""
+    """Whether this machine has NVIDIA GPUs, so that it may be the one that trains."""
     return any(Path("/proc/driver/nvidia/gpus").glob("*"))
 
 
@@ -206,8 +206,8 @@ def driver_problems(driver_version: str, capability: float) -> Iterable[str]:
 
 
 def toolchain_problems() -> Iterable[str]:
-    """A missing compiler or missing Python headers, looked up as Triton does. Only an engine
-    with kernels of its own (vLLM) needs them, for Triton; eager PyTorch compiles nothing."""
+    """A missing C compiler or missing Python headers, searched as Triton searches them. Only an
+    engine with Triton kernels (vLLM) needs them; eager PyTorch compiles nothing."""
     chosen = os.environ.get("CC")
     if not any(shutil.which(name) for name in ([chosen] if chosen else ["gcc", "clang"])):
         yield (

@@ -12,7 +12,7 @@ from tiny_run import run_config
 from rl.api.find import import_plugin, plugin_class
 from rl.api.policy import LoraSection
 from rl.build import ROOMS, module_of, plugins_of
-from rl.check.resume import HARMLESS, LENGTH, LEVEL, NOTED, check_resume
+from rl.check.resume import HARMLESS, LENGTH, NOTED, SYNC_POINTS, check_resume
 from rl.config.schema import PluginSection, RunConfig, Section
 
 
@@ -148,7 +148,7 @@ def test_every_key_that_may_change_exists_in_the_schema() -> None:
         keys |= {f"{name}.{key}" for key in plugin_keys(folder)}
     keys |= {f"policy.lora.{key}" for key in LoraSection.model_fields}
     keys |= {f"data.train.0.{key}" for key in plugin_keys("data")} | {"data.validation.0.path"}
-    for pattern in (*HARMLESS, *LEVEL, *LENGTH, *NOTED):
+    for pattern in (*HARMLESS, *SYNC_POINTS, *LENGTH, *NOTED):
         assert any(fnmatchcase(key, pattern) for key in keys), pattern
 
 
