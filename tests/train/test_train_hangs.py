@@ -63,8 +63,8 @@ def test_a_rank_that_hangs_is_named_and_the_others_save(
     assert ended.has_error("rank 1 hung for too long")
     assert ended.code == endings.HUNG_CODE
     assert ended.saved == ["step_000001"]
-    # A stopped process must continue to write its stacks, and may have left `strike` by then.
-    assert trouble == "frozen" or "in strike" in ended.stacks(1)
+    # A stopped process must continue to write its stacks, and may have left `trigger` by then.
+    assert trouble == "frozen" or "in trigger" in ended.stacks(1)
     assert "distributed_c10d.py" in ended.stacks(0)
 
 
