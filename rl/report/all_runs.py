@@ -67,7 +67,7 @@ def sparkline(series: list[tuple[float, float]]) -> str:
     """`points` of an SVG polyline in a box of 100 x 24; rewards are 0 to 1."""
     if not series:
         return ""
-    series = [*series[:: 1 + len(series) // MAX_POINTS], series[-1]]
+    series = [*series[: -1 : 1 + len(series) // MAX_POINTS], series[-1]]
     first, last = series[0][0], series[-1][0]
     return " ".join(
         f"{100 * (x - first) / ((last - first) or 1):.1f},{23 - 22 * min(1, max(0, y)):.1f}"
