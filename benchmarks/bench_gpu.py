@@ -1,9 +1,9 @@
 """Measures this project on one GPU at real size, with random weights: no network, no checkpoint.
 
-    rl bench-gpu                                everything, each item measured 60 s
+    rl bench-gpu                                everything, 60 s each
     rl bench-gpu --items 4b,4                   some of it
     rl bench-gpu --items 5 --seconds-per-item 400
-    rl bench-gpu --tiny                         the same code in seconds on a CPU
+    rl bench-gpu --tiny                         in seconds on a CPU
 
 Writes a table and the project's goals to `--out`. The exit code is 1 if an item failed or a check
 found wrong numbers. "floor" is the time of the same operations at the rate measured by item 1.
