@@ -36,22 +36,22 @@ CHECK, TRAIN, RANKS = "rl check", "rl train", "rl check-distributed"
 HELP = {
     TRAIN: f"""Start a run, or resume it: the same command goes on where the run stopped.
 
-    rl train configs/quickstart.jsonnet                        on a laptop, in minutes
-    rl train my.jsonnet seed=1 run_name=second                 with other values
-    rl train --smoke my.jsonnet                                two iterations, as a trial
-    rl train --nproc 4 my.jsonnet                              with 4 GPUs
+    rl train configs/quickstart.jsonnet              on a laptop, in minutes
+    rl train my.jsonnet seed=1 run_name=second       with other values
+    rl train --smoke my.jsonnet                      two iterations, as a trial
+    rl train --nproc 4 my.jsonnet                    with 4 GPUs
     rl train --nnodes 2 --node-rank 0 --rdzv-endpoint host:29400 my.jsonnet
 {KEY_VALUE}""",
     CHECK: f"""Report what a config would do, and its mistakes. Needs no GPU and starts nothing.
 
     rl check configs/qwen_image_edit.jsonnet
-    rl check my.jsonnet gpu_gb=80 generations_per_prompt=16    with other values
-    rl check --online my.jsonnet                               ask the judge, too
+    rl check my.jsonnet gpu_gb=80 seed=1      with other values
+    rl check --online my.jsonnet              ask the judge, too
 {KEY_VALUE}""",
     RANKS: """Check that the ranks of this machine, or of several, reach each other.
 
     rl check-distributed --nproc 4
-    rl check-distributed --nnodes 2 --node-rank 0 --rdzv-endpoint host:29400 --nproc 8
+    rl check-distributed --nnodes 2 --node-rank 0 --rdzv-endpoint host:29400
 """,
 }
 CHECK_MARKS = {

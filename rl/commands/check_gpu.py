@@ -1,8 +1,8 @@
 """Check in about ten minutes whether this machine's GPUs run everything.
 
-    rl check-gpu                                      on all visible GPUs
-    rl check-gpu configs/qwen_image_21.jsonnet        and whether that config fits
-    rl check-gpu --tiny                               the same steps on a CPU
+    rl check-gpu                                    on all visible GPUs
+    rl check-gpu configs/qwen_image_21.jsonnet      and whether that config fits
+    rl check-gpu --tiny                             the same steps on a CPU
 
 Each line is PASS, FAIL with a fix, or SKIPPED with the reason; exit code 1 after a FAIL.
 """

@@ -2,7 +2,7 @@
 
     rl edit --run runs/my-run photo.jpg "make the sky red"
     rl edit --run runs/my-run --checkpoint best photos/ "make the sky red"
-    rl edit --run runs/my-run room.jpg lamp.jpg "put the lamp of picture 2 into picture 1"
+    rl edit --run runs/my-run room.jpg lamp.jpg "put the lamp into picture 1"
     rl edit --run runs/my-run edits.jsonl
     rl edit --run runs/my-run photo.jpg "dusk" --set renderer.num_steps=8
     rl edit --run runs/my-prompts "a cat made of rain"         (draws from text)

@@ -2,7 +2,7 @@
 
 rl init
 rl init my.jsonnet --system edit --judge http://judge-host:4877
-rl init q.jsonnet --system reasoning --data questions.jsonl --gpus 1 --gpu-gb 24
+rl init q.jsonnet --system reasoning --data my.jsonl --gpus 1 --gpu-gb 24
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Encode the pictures of an edit data set as Emu3 codes, which EARL's configs train on.
 
 rl prepare tokenize --dataset-name my/edits --output-path data/mine
-rl prepare tokenize --dataset-name edits.jsonl --output-path data/mine --id-key id
+rl prepare tokenize --dataset-name edits.jsonl --output-path x --id-key id
 """
 
 from __future__ import annotations

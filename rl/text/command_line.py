@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from textwrap import fill
 from typing import IO, Any, NoReturn
 
 from rich.console import Console
@@ -19,11 +20,12 @@ from rl.ranks.error_messages import remedy
 from rl.text.terminal import plain, wrapped
 
 KEY_VALUE = """
-key=value changes a key of the config. The value is Jsonnet; other text is a string:
+key=value changes a key of the config (the value: Jsonnet; other text: a string)
   num_iterations=20 optimizer.learning_rate=2e-5 data.train.0.path=edits.jsonl
   'rewards={clip: {type: "clip"}}'
 configs/base.libsonnet has every key with its meaning and default.
 """
+WIDTH = 80
 _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 _HELP_MARKS = {
     r"^(usage|options|positional arguments):": "bold",
@@ -36,8 +38,11 @@ class Parser(argparse.ArgumentParser):
     """A parser whose `doc` keeps its line ends; a wrong word is answered with the nearest one."""
 
     def __init__(self, prog: str, doc: str | None, usage: str | None = None) -> None:
-        # Since Python 3.13 a docstring whose later lines are all indented has lost the indentation.
-        text = re.sub("(?m)^(?=rl )", "    ", doc or "")
+        # A docstring whose later lines are all indented has lost that to the formatter.
+        blocks = re.sub("(?m)^(?=rl )", "    ", doc or "").split("\n\n")
+        text = "\n\n".join(
+            block if re.search("(?m)^ ", block) else fill(block, WIDTH) for block in blocks
+        )
         super().__init__(prog, usage, text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:

@@ -105,8 +105,8 @@ def test_every_command_has_help_with_an_example(
     assert done.stdout.startswith(f"usage: {usage} ")
     assert re.search(f"^    rl {name}", done.stdout, re.MULTILINE)
     takes_overrides = "key=value" in done.stdout.partition("\n\n")[0]
-    assert takes_overrides == ("Jsonnet; other text is a string" in done.stdout)
-    assert max(map(len, done.stdout.split("\n"))) <= 90
+    assert takes_overrides == ("the value: Jsonnet; other text: a string" in done.stdout)
+    assert max(map(len, done.stdout.split("\n"))) <= 80
 
 
 @pytest.mark.slow
