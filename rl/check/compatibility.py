@@ -244,7 +244,8 @@ def _learning_problems(resolved: Resolved) -> Iterable[str]:
     if optimizer.warmup_iterations >= (config.num_iterations or math.inf):
         yield (
             f"optimizer.warmup_iterations: {optimizer.warmup_iterations} covers all "
-            f"{config.num_iterations} iterations of the run; make it smaller"
+            f"{config.num_iterations} iterations of the run; make it smaller, or try it with "
+            "rl train --smoke"
         )
     if checkpoint.push_to_hub_every_n_iterations and not checkpoint.push_to_hub_repo_id:
         yield "checkpoint.push_to_hub_repo_id: empty; name the hub repository to push to"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_messages import holds
+from tiny_messages import holds, refusal
 
 from rl.check import check_report
 from rl.checkpoints import checkpoint
@@ -120,8 +120,7 @@ def test_what_a_newer_version_wrote_is_refused(
         with pytest.raises(ValueError) as refused:
             use(run_dir)
         assert holds(refused.value, message)
-    with pytest.raises(SystemExit, match=NEWER):
-        export.main([str(run_dir), str(run_dir / "exported")])
+    assert NEWER in refusal(export.main, [str(run_dir), str(run_dir / "exported")])
     if file == "config.json":
         assert report_command.main([str(run_dir)]) == 1
         assert holds(capsys.readouterr().err, message)

@@ -13,7 +13,7 @@ import tiny_loop
 from PIL import Image
 from tiny_editor import assert_same_picture
 from tiny_edits import write_jsonl
-from tiny_messages import holds
+from tiny_messages import holds, refusal
 from tiny_pictures import make_picture
 
 from rl.commands import edit
@@ -160,6 +160,4 @@ def test_an_invalid_edit_is_refused_with_its_cause(
     monkeypatch.chdir(run_dir.parent)
     if isinstance(edits, dict):
         edits = [write_jsonl(run_dir.parent / "bad.jsonl", [{"instruction": "x"} | edits])]
-    with pytest.raises(SystemExit) as error:
-        edit.main(["--run", str(run_dir), *edits])
-    assert holds(error.value, complaint)
+    assert holds(refusal(edit.main, ["--run", str(run_dir), *edits]), complaint)
