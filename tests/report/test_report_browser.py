@@ -281,7 +281,10 @@ def test_equal_completions_are_one_card_and_other_words_are_marked(
     tab.page.locator("summary", has_text="Files, command").click()
     [command] = tab.texts(".copy code")
     assert command == "rl edit --run run run/images/it_000001/rank0_g00_source.png 'it'\\''s <b>'"
-    assert json.loads(tab.page.locator(".copy pre").text_content())["say"] == "it's <b>"
+    record = json.loads(tab.page.locator(".copy pre").text_content())
+    assert record["instruction"] == "it's <b>" and len(record["completions"]) == 4
+    assert record["completions"][3]["parts"] == {"viescore": 0.25, EVIL: 1.0}
+    assert record["completions"][3]["sampler_logprobs"] == [-0.25, -6, 0]
     tab.go("#training&only=spread", "tbody tr")
     assert tab.texts(".count") == ["1 of 1 groups."]
     assert tab.page.locator(".thumbs svg.crop").count() == 1, "source, best and worst are equal"

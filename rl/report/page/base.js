@@ -215,12 +215,22 @@ page.editCommand = (base, row, checkpoint) => {
   return ["rl", "edit", "--run", page.facts.run, ...at, ...files, row.say].map(quoted).join(" ");
 };
 
+// A row of a data page under the names of the run's own records. `parts`: names of the reward's parts.
+page.record = (row, parts) => Object.fromEntries(Object.entries(row).map(([key, value]) => [
+  {say: "instruction", text: "words", think: "thought", end: "finish", st: "status", why: "failure", r: "reward",
+    adv: "advantage", seed: "noise_seed", s: "judge_s", said: "replies", src: "source", img: "picture", goal: "target",
+    cat: "category", of: "completions", tok: "tokens", lp: "sampler_logprobs", ref: "reference"}[key] ?? key,
+  key === "parts" ? Object.fromEntries(parts.map((name, at) => [name, value[at]]))
+    : key === "lp" ? value.map((hundredths) => hundredths && hundredths / 100)
+    : key === "of" ? value.map((one) => page.record(one, parts))
+    : value?.parts ? page.record(value, parts) : value]));
+
 // Folded: links to files, the command, the sample as JSON. `files`: [path from the page, name].
-page.about = (row, command, files) => {
+page.about = (row, parts, command, files) => {
   const details = page.el("details", {}, page.el("summary", {}, "Files, command, JSON"));
   details.addEventListener("toggle", () => details.append(...[
     ...(page.facts.alone ? [] : [page.el("p", {class: "links"}, files.map(([path, name]) =>
       page.el("a", {href: path}, name)))]),
-    command === null ? null : page.copyable(command), page.copyable(JSON.stringify(row, null, 1), "pre")].filter(Boolean)), {once: true});
+    command === null ? null : page.copyable(command), page.copyable(JSON.stringify(page.record(row, parts), null, 1), "pre")].filter(Boolean)), {once: true});
   return details;
 };

@@ -143,7 +143,7 @@
       group.of.some((one) => one.tok) ? scale : null,
       el("div", {class: "members"}, members.map((one, j) => member(one, j, group, data.parts, commonest.one.text)),
         group.bare ? bareArm(group.bare, group, data.parts) : null),
-      page.about(group, page.editCommand("../", group, null), [...new Map(files)])].filter(Boolean));
+      page.about(group, data.parts, page.editCommand("../", group, null), [...new Map(files)])].filter(Boolean));
   };
 
   // At most MAX_ACROSS evaluations, the first and the last included.
@@ -193,7 +193,7 @@
         old ? [", ", page.signed(old.r === null || row.r === null ? null : row.r - old.r, 2), " against ", isolated(page.setName(other))] : null),
       row.why ? el("p", {class: "said"}, el("span", {class: "bad"}, "Cause: "), isolated(row.why)) : null,
       ...replies(row.said), partsTable(evaluation.parts, row.parts), tokens(row), row.seed === null ? null : provenance(row),
-      page.about(row, set.run ? null : page.editCommand(set.base, row, set.it), [[`${set.base}records.jsonl`, "its line in records.jsonl"],
+      page.about(row, evaluation.parts, set.run ? null : page.editCommand(set.base, row, set.it), [[`${set.base}records.jsonl`, "its line in records.jsonl"],
         ...[row.src, row.img].filter(Boolean).map((file) => [set.base + file, file]),
         [`../checkpoints/step_${page.padded(set.it)}/`, "checkpoint"]].filter(([path]) =>
           !path.includes("/checkpoints/") || page.facts.checkpoints.includes(set.it))))),
