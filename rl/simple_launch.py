@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     terminal.guard()
     args = _parse(sys.argv[1:] if argv is None else argv)
     if args.conformance:
+        if find_spec("torch") is None:
+            sys.exit("--conformance runs the plugin's model: install the training packages first")
         from rl.conformance import conformance
 
         sys.exit(conformance.run(args.conformance, args.config, args.overrides))

@@ -30,7 +30,8 @@ def test_a_plugin_of_its_own_is_not_imported_unasked(tmp_path: Path, monkeypatch
         (tmp_path / "config.json").write_text(json.dumps(values))
         refusals = [_refusal(run) for run in (tmp_path, model)]
         if key in ("renderer", "policy"):
-            expected = f"{key}.type ... evilplugin.Draws ... --set {key}.type"
+            option = "--policy evilplugin.Draws" if key == "policy" else f"--set {key}.type"
+            expected = f"{key}.type ... evilplugin.Draws ... {option}"
             assert all(holds(message, expected) for message in refusals), refusals
         assert not (tmp_path / "ran").exists(), key
     values = run_config().model_dump(mode="json") | {"renderer": evil}

@@ -18,8 +18,10 @@ import tiny_loop
 import torch
 from tiny_typing import typing_errors
 
+from rl.commands import export
 from rl.config.schema import ConfigError
 from rl.conformance import conformance
+from rl.edit.trained import config_for_use, load_trained
 from rl.engines.transformers import TransformersEngine
 from rl.notebook import load_run
 from rl.policies.shared import prompting
@@ -256,6 +258,10 @@ def test_the_printed_commands_train_edit_and_export_it(tmp_path: Path) -> None:
     }
     assert rewards[3] > rewards[0] + 0.2, rewards
     assert (tmp_path / "words/scene.json").is_file()
+    trained = load_trained(run.folder)
+    for uses_its_code in (config_for_use, export.policy_class):
+        with pytest.raises(ValueError, match=f"code would run here; .* --policy {PLUGIN}"):
+            uses_its_code(trained)
     from transformers import SmolVLMForConditionalGeneration
 
     base = SmolVLMForConditionalGeneration.from_pretrained(tmp_path / "tiny_smolvlm")
