@@ -64,23 +64,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("name a run folder, or --all")
     try:
         run_dir = find_run(args.run, args.overrides)
-        others = [find_run(against) for against in args.against]
-        results = [compare(run_dir, other) for other in others]
-        other = others[0] if others else None
+        results = [compare(run_dir, find_run(other)) for other in args.against]
         if args.refresh:
             hold(run_dir)
         if not (args.page_only or args.refresh):
             metrics = read_named(run_dir / "metrics.jsonl", "iteration")
             control = is_control(read_config(run_dir))
             _show(summary(metrics, read_evaluations(run_dir), control))
-        page, index = write_page(run_dir, other)
+        page, index = write_page(run_dir)
         print(f"  page: {page} ({index.num_written} of its data pages are new)")
         for result in results if not args.page_only else ():
             _show(lines(run_dir.resolve().name, result))
         if results:
             print(f"  {INTERVAL}\n  page: {write_comparison(run_dir, results)}")
         if args.single_file:
-            print(f"  {write_single_file(run_dir, index, other)}")
+            print(f"  {write_single_file(run_dir, index)}")
     except BusyError as error:
         command_line.complain(str(error))
         return BUSY if args.refresh else 1

@@ -16,7 +16,7 @@ from rl.config.printing import escaped
 from rl.files.atomic import write_atomically
 from rl.report.curves import CURVES, Curve, Line, curve_data
 from rl.report.folder import locked
-from rl.report.page import NAMING, PAGE_FOLDER, settings, spec, template
+from rl.report.page import NAMING, PAGE_FOLDER, flat, spec, template
 from rl.report.pages import literal
 from rl.report.reading import (
     Evaluation,
@@ -70,8 +70,12 @@ def compare(run: Path, other: Path) -> Comparison:
     """Compare the last held-out evaluations. Raises ValueError for a run against itself."""
     if run.resolve() == other.resolve():
         raise ValueError(f"--against {other}: this is the run itself; name another one")
-    rows = settings(read_config(run), read_config(other))
-    rows = [row for row in rows if row["differs"] and row["key"] not in NAMING]
+    values, others = flat(read_config(run)), flat(read_config(other))
+    rows = [
+        {"key": key, "value": values.get(key, "-"), "other": others.get(key, "-")}
+        for key in sorted({*values, *others} - {*NAMING})
+        if values.get(key) != others.get(key)
+    ]
     result = Comparison(other.resolve().name, other, [], settings=rows)
     last = [read_evaluations(folder)[-1:] for folder in (other, run)]
     if not all(last):

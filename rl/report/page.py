@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
@@ -29,21 +27,20 @@ PAGE_FOLDER = Path(__file__).with_name("page")
 _SOURCES = ("page.css", "base.js", "lists.js", "charts.js", "samples.js", "start.js")
 
 
-def write_page(run_dir: Path, other: Path | None = None) -> tuple[Path, PageIndex]:
-    """Update `<run>/report/` from the run folder; `other`: a run to compare with."""
+def write_page(run_dir: Path) -> tuple[Path, PageIndex]:
+    """Update `<run>/report/` from the run folder."""
     folder = run_dir / "report"
     with locked(folder):
-        index = refresh(run_dir, folder / "data", other)
+        index = refresh(run_dir, folder / "data")
         data = call("metrics", metrics_data(run_dir, index))
         write_atomically(folder / "data" / "metrics.js", data)
-        write_atomically(folder / "index.html", rendered(run_dir, index, other))
+        write_atomically(folder / "index.html", rendered(run_dir, index))
     return folder / "index.html", index
 
 
 def rendered(
     run_dir: Path,
     index: PageIndex,
-    other: Path | None = None,
     embedded: Sequence[Markup] = (),
     note: str = "",
 ) -> str:
@@ -55,7 +52,6 @@ def rendered(
         num_damaged["metrics.jsonl"] = len(damaged)
     page = template("index.html.j2").render(
         name=str(config.get("run_name") or run_dir.resolve().name),
-        other=None if other is None else other.resolve().name,
         note=note,
         progress=_progress(metrics, config, index),
         learnt=learnt(read_evaluations(run_dir)),
@@ -65,9 +61,9 @@ def rendered(
         has_metrics=any(len(row) > 1 for row in metrics),
         alone=bool(embedded),
         times=times(metrics),
-        settings=settings(config, None if other is None else read_config(other)),
+        settings=flat(config),
         sources={name: Markup((PAGE_FOLDER / name).read_text("utf-8")) for name in _SOURCES},  # nosec B704
-        facts=Markup(literal(_facts(run_dir, config, index, other, bool(embedded)))),  # nosec B704
+        facts=Markup(literal(_facts(run_dir, config, index, bool(embedded)))),  # nosec B704
         is_drift_measured=any(row.get("drift/alarm") is not None for row in metrics),
         embedded=embedded,
     )
@@ -98,30 +94,18 @@ def metrics_data(run_dir: Path, index: PageIndex) -> dict[str, Any]:
 
 
 def _facts(
-    run_dir: Path,
-    config: Mapping[str, Any],
-    index: PageIndex,
-    other: Path | None,
-    is_alone: bool,
+    run_dir: Path, config: Mapping[str, Any], index: PageIndex, is_alone: bool
 ) -> dict[str, Any]:
     """Data for the page's scripts. `is_alone`: the page has no data files beside it."""
-    sets = []
-    for run, evaluations in ((None, index.evaluations), (other, index.other_evaluations)):
-        relative, name, prefix = "..", "", ""
-        if run is not None:
-            relative = os.path.relpath(run.resolve(), (run_dir / "report").resolve())
-            relative, name, prefix = quote(Path(relative).as_posix()), run.resolve().name, "other_"
-        sets += [
-            {
-                "page": f"{prefix}eval_{it:06d}",
-                "it": it,
-                "files": num_files,
-                "base": f"{relative}/evaluation/it_{it:06d}/",
-                "stock": f"{relative}/stock/",
-                "run": name,
-            }
-            for it, num_files in evaluations
-        ]
+    sets = [
+        {
+            "page": f"eval_{it:06d}",
+            "it": it,
+            "files": num_files,
+            "base": f"../evaluation/it_{it:06d}/",
+        }
+        for it, num_files in index.evaluations
+    ]
     return {
         "alone": is_alone,
         "iterations": [it for it, _ in index.iterations],
@@ -184,18 +168,6 @@ def times(metrics: Sequence[Record]) -> list[tuple[str, float, float]]:
     seconds_of["(other)"] = max(0.0, total - sum(seconds_of.values()))
     longest = sorted(seconds_of.items(), key=lambda item: -item[1])
     return [(name, seconds, seconds / total) for name, seconds in longest if seconds > 0]
-
-
-def settings(config: Mapping[str, Any], other: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Every key with its value; keys whose value differs in the other run come first."""
-    values = flat(config)
-    other_values = flat(other) if other is not None else values
-    rows = [
-        {"key": key, "value": values.get(key, "-"), "other": other_values.get(key, "-")}
-        | {"differs": values.get(key) != other_values.get(key)}
-        for key in sorted({*values, *other_values})
-    ]
-    return sorted(rows, key=lambda row: not row["differs"])
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -44,7 +44,7 @@ NUM_REWARD_BINS, NUM_ADVANTAGE_BINS = 21, 25
 _CALL = re.compile(r'page\.data\("[a-z0-9_]+",(.*)\);\n', re.DOTALL)
 """What `call` writes. A page opened from disk can load classic scripts, not modules or `fetch`."""
 _SPECIAL = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
-_PAGE_FILE = re.compile(r"(?:it|find|(?:other_)?eval)_\d{6,}(?:_\d+)?\.js")
+_PAGE_FILE = re.compile(r"(?:it|find|eval)_\d{6,}(?:_\d+)?\.js")
 
 
 @dataclass
@@ -55,7 +55,6 @@ class PageIndex:
     """(iteration, number of groups) of each iteration that has a page."""
     evaluations: list[tuple[int, int]] = field(default_factory=list)
     """(iterations done, number of pages) of each evaluation."""
-    other_evaluations: list[tuple[int, int]] = field(default_factory=list)
     histograms: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
     """(iteration, counts of its rewards by bin, counts of its advantages by bin)."""
     damaged: dict[str, int] = field(default_factory=dict)
@@ -133,8 +132,8 @@ class _Folder:
                 path.unlink()
 
 
-def refresh(run_dir: Path, folder: Path, other: Path | None = None) -> PageIndex:
-    """Update the pages in `folder` from `run_dir`. `other`: a run to compare with."""
+def refresh(run_dir: Path, folder: Path) -> PageIndex:
+    """Update the pages in `folder` from `run_dir`."""
     pages, index = _Folder(folder), PageIndex()
     pieces = Pieces(read_config(run_dir))
     for chunk, in_chunk in groupby(episode_files(run_dir).items(), lambda it: it[0] // CHUNK):
@@ -148,19 +147,14 @@ def refresh(run_dir: Path, folder: Path, other: Path | None = None) -> PageIndex
         index.iterations += part.groups
         index.histograms += part.histograms
         index.damaged |= part.damaged
-    for run, prefix in ((run_dir, ""), (other, "other_")):
-        if run is None:
-            continue
-        stock_file = run / "stock" / "rewards.jsonl"
-        stock = _stock_pictures(stock_file)
-        evaluations = index.other_evaluations if prefix else index.evaluations
-        for iteration, source in evaluation_folders(run).items():
-            name = f"{prefix}eval_{iteration:06d}"
-            make = partial(_write_evaluation, pages, name, iteration, source, stock, pieces)
-            part = pages.part(name, [source / "records.jsonl", stock_file], make)
-            evaluations.append((iteration, len(part.files)))
-            damaged = {f"{run.name}/{file}": number for file, number in part.damaged.items()}
-            index.damaged |= damaged
+    stock_file = run_dir / "stock" / "rewards.jsonl"
+    stock = _stock_pictures(stock_file)
+    for iteration, source in evaluation_folders(run_dir).items():
+        name = f"eval_{iteration:06d}"
+        make = partial(_write_evaluation, pages, name, iteration, source, stock, pieces)
+        part = pages.part(name, [source / "records.jsonl", stock_file], make)
+        index.evaluations.append((iteration, len(part.files)))
+        index.damaged |= part.damaged
     pages.close()
     index.num_written = pages.num_written
     return index

@@ -27,20 +27,20 @@ _SIDE_PX = 160
 _QUALITY = 70
 
 
-def write_single_file(run_dir: Path, index: PageIndex, other: Path | None = None) -> str:
+def write_single_file(run_dir: Path, index: PageIndex) -> str:
     """Write the file from the existing data pages. Returns a message for the user."""
     folder = run_dir / "report"
     with locked(folder):
-        page, note = _page(run_dir, index, other)
+        page, note = _page(run_dir, index)
         write_atomically(folder / "report.html", page)
     size = f"{len(page.encode()) / 1e6:.1f} MB"
     return f"one file: {folder / 'report.html'} ({size}, {note})"
 
 
-def _page(run_dir: Path, index: PageIndex, other: Path | None) -> tuple[str, str]:
+def _page(run_dir: Path, index: PageIndex) -> tuple[str, str]:
     """(HTML with as much of the run as fits, a note on how many pictures it holds)."""
     folder = run_dir / "report" / "data"
-    smallest = len(rendered(run_dir, index, other, [Markup()], "x" * 400).encode())
+    smallest = len(rendered(run_dir, index, [Markup()], "x" * 400).encode())
     max_bytes = MAX_BYTES - smallest - 20_000
     evaluations = [f"eval_{it:06d}" for it, _ in index.evaluations]
     iterations = [f"it_{it:06d}" for it, _ in reversed(index.iterations)]
@@ -71,7 +71,6 @@ def _page(run_dir: Path, index: PageIndex, other: Path | None) -> tuple[str, str
             base = "../" if is_iteration else f"../evaluation/{name.replace('eval', 'it')}/"
             sources |= dict.fromkeys(_pictures((pages | rows).values(), base))
         for source in [source for source in sources if source not in pictures]:
-            # `sources` has no pictures of the other run.
             file = picture_of(run_dir, source.removeprefix("../"))
             data_url = thumbnail(run_dir / file) if file else None
             size = len(data_url or "") + len(source) + _AROUND
@@ -92,7 +91,7 @@ def _page(run_dir: Path, index: PageIndex, other: Path | None) -> tuple[str, str
     scripts = [call(name, value) for name, value in (inside | lists).items() if name]
     scripts.append(f"page.pictures = {literal(pictures)};")
     # Our own scripts, whose data `literal` has escaped.
-    page = rendered(run_dir, index, other, list(map(Markup, scripts)), note)  # nosec B704
+    page = rendered(run_dir, index, list(map(Markup, scripts)), note)  # nosec B704
     return page, f"{len(pictures)} thumbnails inside, {len(left_out)} pictures left out"
 
 

@@ -38,7 +38,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`<run>/report` of a complete run that is compared with another."""
+    """`<run>/report` of a complete run, with a comparison with another run."""
     runs = tmp_path_factory.mktemp("runs")
     run_dir = write_run(runs / HOSTILE_NAME, name=f"mine {EVIL}")
     other = write_run(runs / f"other {HOSTILE_NAME}")
@@ -168,13 +168,14 @@ def test_the_judges_regions_are_drawn_over_the_picture(tab: Tab) -> None:
 
 
 def test_a_held_out_sample_shows_its_arms_and_checkpoints(tab: Tab) -> None:
-    tab.go("#eval=4&id=s0", ".across .pic:nth-child(4)")
+    tab.go("#eval=4&id=s0", ".across .pic:nth-child(2)")
     tops = tab.texts(".tops figcaption")
     assert tops[:2] == ["source", "now: 0.90"]
     assert tops[2].endswith("own words: 0.10") and tops[3].endswith("system: 0.20")
     assert [text.split(": ")[1][:4] for text in tab.texts(".across p.fine")] == [
-        "0.10", "0.90", "0.10", "0.90",
-    ]  # fmt: skip
+        "0.10",
+        "0.90",
+    ]
     assert tab.page.locator("#at-sample pre").all_text_contents() == [f"it is {EVIL}"]
     assert "noise seed 78" in " ".join(tab.texts("p.fine"))
     assert tab.page.locator(".tokens span").count() == 2
@@ -211,8 +212,6 @@ def test_filters_and_sort_orders_are_kept_in_the_link(tab: Tab) -> None:
     form.locator("[name=pmax]").fill("0.7")
     assert first_words() == ["held-out 4"]
     assert "part=viescore" in tab.page.url and "pmax=0.7" in tab.page.url
-    tab.go("#held-out&a=other_eval_000004", ".card")
-    assert count() == "5 of 5 samples; 0 gained, 0 lost.", "both runs have the same samples"
     tab.go("#training", "tbody tr")
     form.locator("[name=q]").fill("instruction 1")
     assert count() == "4 of 12 groups."
@@ -351,7 +350,7 @@ def test_the_single_file_needs_no_other(browser: Any, folder: Path, tmp_path: Pa
     assert tab.texts(".count") == ["5 of 5 samples; 2 gained, 1 lost."]
     tab.go("#it=4&g=1", ".member img")
     tab.go("#training", "tbody tr")
-    tab.go("#eval=4&id=s0&run=other%20" + "x", "h2")
+    tab.go("#eval=9&id=s0", "h2")
     assert [url for url in tab.requests if not url.startswith(("data:", tab.url))] == []
     assert tab.problems == []
     tab.page.close()

@@ -207,25 +207,6 @@ def test_a_category_may_have_any_name(tmp_path: Path) -> None:
     assert [(c.name, c.before) for c in result.changes] == expected
 
 
-def test_another_run_can_be_compared(run_dir: Path, tmp_path: Path, capsys) -> None:
-    other = write_run(tmp_path / "the other&run", num_iterations=4)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "seed": 7}))
-    assert report.main([str(run_dir), "--page-only", "--against", str(other)]) == 0
-    text = (run_dir / "report/index.html").read_text("utf-8")
-    visible = " ".join("".join(Tags(text).texts).split())
-    assert holds(visible, "2 of 7 keys ... the other&run")
-    assert visible.index("run_name") < visible.index("num_iterations"), "differences first"
-    last = facts_of(text)["sets"][-1]
-    assert (last["page"], last["run"]) == ("other_eval_000004", "the other&run")
-    assert last["base"] == "../../the%20other%26run/evaluation/it_000004/"
-    assert (run_dir / "report/data/other_eval_000004.js").is_file()
-    assert report.main([str(run_dir), "--page-only"]) == 0
-    assert not (run_dir / "report/data/other_eval_000004.js").exists()
-    assert report.main([str(run_dir), "--against", str(run_dir / "images")]) == 1
-    assert "is no run folder" in capsys.readouterr().err
-
-
 def embedded_data(page: str) -> Iterator[str]:
     for script in re.findall(r"<script>\n(page\.data\(.*?)</script>", page, re.DOTALL):
         yield script.strip() + "\n"

@@ -171,7 +171,7 @@ page.evaluation = async (set) => {
   return {set, parts: pages[0].parts, cut: pages[0].cut, rows: pages.flatMap((data) => data.rows)};
 };
 
-page.setName = (set) => (set.run ? `${set.run}, ` : "") + `${set.it} iterations`;
+page.setName = (set) => `${set.it} iterations`;
 
 // `text` with the words marked that a longest common subsequence with `base` lacks.
 page.marked = (text, base, tag = "p") => {

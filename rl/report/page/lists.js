@@ -91,7 +91,7 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
   page.sets = (state) => {
     const {sets} = page.facts;
     const named = (name) => sets.find((set) => set.page === name);
-    return [named(state.a) ?? sets[0], named(state.b) ?? sets.filter((set) => !set.run).at(-1) ?? sets.at(-1)];
+    return [named(state.a) ?? sets[0], named(state.b) ?? sets.at(-1)];
   };
 
   page.heldOut = async (state) => {
@@ -143,7 +143,7 @@ page.order = [];  // hashes of the samples that were listed last, for "next" and
     count.textContent = `${matching.length} of ${pairs.length} samples; ${better} gained, ${worse} lost` +
       (numNew ? `; ${numNew} are not in A` : "") + ".";
     const start = pager(section.querySelector(".pager"), state, matching.length, CARDS, redraw);
-    const link = (row) => page.hash({eval: b.set.it, id: row.id, run: b.set.run, a: a.set.page});
+    const link = (row) => page.hash({eval: b.set.it, id: row.id, a: a.set.page});
     page.order = matching.map((p) => link(p.after));
     cards.replaceChildren(...matching.slice(start, start + CARDS).map((p) => card(p, a.set, b.set, link)));
   };

@@ -154,14 +154,13 @@
   };
 
   page.heldOutSample = async (state) => {
-    const run = state.run ?? "";
-    const set = page.facts.sets.find((one) => String(one.it) === state.eval && one.run === run);
+    const set = page.facts.sets.find((one) => String(one.it) === state.eval);
     const evaluation = set && await page.evaluation(set);
     const index = evaluation ? evaluation.rows.findIndex((one) => one.id === state.id) : -1;
     const row = evaluation?.rows[index];
     const other = page.facts.sets.find((one) => one.page === state.a) ??
-      page.facts.sets.find((one) => one.run === run && one !== set);
-    const link = (one) => one && page.hash({eval: state.eval, id: one.id, run, a: state.a});
+      page.facts.sets.find((one) => one !== set);
+    const link = (one) => one && page.hash({eval: state.eval, id: one.id, a: state.a});
     const top = crumbs(["#held-out", "All held-out samples"],
       [link(evaluation?.rows[index - 1]), link(evaluation?.rows[index + 1])],
       `${index + 1} of ${evaluation?.rows.length}`);
@@ -181,7 +180,7 @@
       el("div", {class: "tops"}, page.sources(set.base, row),
         row.img ? page.withRegions(page.figure(page.at(set.base, row.img), row.say, "now: ", page.reward(row)), row.regions) : null,
         arm(row.bimg, set.base, "bare arm, the user's own words", row.bare),
-        arm(row.simg, set.stock, "stock arm, the untrained system", row.stock)),
+        arm(row.simg, "../stock/", "stock arm, the untrained system", row.stock)),
       el("div", {class: "halves"}, old && (old.img || row.img) ? el("div", {class: "beside-each"},
         page.slider(page.at(other.base, old.img), page.at(set.base, row.img), row.say,
           [page.setName(other), page.setName(set)])) : null,
@@ -193,7 +192,7 @@
         old ? [", ", page.signed(old.r === null || row.r === null ? null : row.r - old.r, 2), " against ", isolated(page.setName(other))] : null),
       row.why ? el("p", {class: "said"}, el("span", {class: "bad"}, "Cause: "), isolated(row.why)) : null,
       ...replies(row.said), partsTable(evaluation.parts, row.parts), tokens(row), row.seed === null ? null : provenance(row),
-      page.about(row, evaluation.parts, set.run ? null : page.editCommand(set.base, row, set.it), [[`${set.base}records.jsonl`, "its line in records.jsonl"],
+      page.about(row, evaluation.parts, page.editCommand(set.base, row, set.it), [[`${set.base}records.jsonl`, "its line in records.jsonl"],
         ...[row.src, row.img].filter(Boolean).map((file) => [set.base + file, file]),
         [`../checkpoints/step_${page.padded(set.it)}/`, "checkpoint"]].filter(([path]) =>
           !path.includes("/checkpoints/") || page.facts.checkpoints.includes(set.it))))),
@@ -204,7 +203,7 @@
       if (!sample) continue;
       across.append(el("div", {class: "pic"},
         sample.img ? page.image(page.at(one.base, sample.img), `${row.say} (${page.setName(one)})`) : null,
-        el("p", {class: "fine"}, el("a", {href: page.hash({eval: one.it, id: row.id, run: one.run, a: state.a})},
+        el("p", {class: "fine"}, el("a", {href: page.hash({eval: one.it, id: row.id, a: state.a})},
           isolated(page.setName(one))), ": ", page.reward(sample)),
         page.isolated(sample.text || "(no words)", "p")));
     }
