@@ -12,6 +12,7 @@ import torch
 from rl import build
 from rl.check_gpu.lines import Asked, Line, result, skipped
 from rl.config.schema import load_config, vllm_build
+from rl.learner.backends import trainable_parameters
 from rl.learner.learner import Learner
 from rl.learner.weight_sync import MAX_MEAN_DLOGP_NATS, SyncError, sync
 from rl.ranks.dist import Dist
@@ -76,16 +77,21 @@ def engine(asked: Asked, name: str, config_name: str) -> Iterator[Line]:
             yield result(what, False, str(error), "set engine.residency=resident", AWAKE)
 
 
+def move(module: torch.nn.Module, seed: int = 1) -> None:
+    """Change the trainable weights as training does: noise of standard deviation 0.02."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in trainable_parameters(module).values():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.02 * noise.to(parameter))
+
+
 def weight_sync(what: str, syncs: Any, module: torch.nn.Module, dtype: str) -> Line:
     """Two syncs, all trained weights moved before each; `sync` reads back and compares."""
     report: Any = None
     try:
         for seed in (1, 2):
-            generator = torch.Generator().manual_seed(seed)
-            with torch.no_grad():
-                for parameter in filter(lambda p: p.requires_grad, module.parameters()):
-                    noise = torch.randn(parameter.shape, generator=generator)
-                    parameter.add_(0.02 * noise.to(parameter))
+            move(module, seed)
             report = syncs(report)
     except SyncError as error:
         return result(what, False, str(error), "set engine.type=transformers", INSTEAD)

@@ -5,9 +5,8 @@ Axes: `_P` prompts, `_G` completions of a prompt.
 
 from __future__ import annotations
 
-import inspect
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +14,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -24,12 +22,13 @@ from rl.api import find
 from rl.api.engine import Engine
 from rl.api.policy import Policy
 from rl.api.types import Completion, Row, Sample, SamplingParams, TrainSequence
+from rl.check_gpu.gpu_engines import move
 from rl.check_gpu.lines import Line, result, skipped
 from rl.config.messages import validate
 from rl.config.schema import ConfigError, RunConfig, load_config
-from rl.learner import weight_sync
-from rl.learner.backends import StepOutcome, trainable_parameters
+from rl.learner.backends import trainable_parameters
 from rl.learner.learner import Learner
+from rl.learner.weight_sync import SyncError, sync
 from rl.ranks.dist import Dist
 
 ENGINE_CONFIG = "configs/quickstart.jsonnet"
@@ -39,8 +38,6 @@ NATS, SAME_NATS = 1e-3, 1e-5
 """Largest differences of log-probs: of the engine's (other kernels), of the trainer's own."""
 RELATIVE = 1e-4
 """Largest difference of two float32 gradients, relative to the largest entry."""
-STEP = 0.05
-"""Standard deviation of the noise that stands for training."""
 
 
 class FaultError(Exception):
@@ -111,17 +108,16 @@ def resolved(
 def _plugin(name: str) -> type[Any]:
     """Raises ConfigError unless `name` is a policy or an engine, shipped or by its dotted path."""
     problems: list[str] = []
-    for room, base in (("policies", Policy), ("engines", Engine)):
-        is_shipped = name in build.plugins_of(room)
-        if not is_shipped and not find.is_dotted_path(name):
-            continue
-        target, wrong = find.import_plugin(build.module_of(room, name) if is_shipped else name)
-        if wrong:
-            raise ConfigError(wrong)
-        cls, wrong = find.plugin_class(target, base)
-        if cls is not None and not wrong:
-            return cls
-        problems += wrong
+    for kind, base in (("policies", Policy), ("engines", Engine)):
+        is_shipped = name in build.plugins_of(kind)
+        if is_shipped or find.is_dotted_path(name):
+            target, wrong = find.import_plugin(build.module_of(kind, name) if is_shipped else name)
+            if wrong:
+                raise ConfigError(wrong)
+            cls, wrong = find.plugin_class(target, base)
+            if cls is not None:
+                return cls
+            problems += wrong
     # What a class of one kind lacks matters, not that it is none of the other kind.
     lacking = [problem for problem in problems if "derive from" not in problem]
     raise ConfigError(
@@ -198,13 +194,12 @@ class Subject:
 def lines(subject: Subject) -> Iterator[Line]:
     """The results, in order; a check that raises is a FAIL that names the plugin's line."""
     for check in CHECKS:
-        what, fix = (" ".join(part.split()) for part in str(inspect.getdoc(check)).split("\n\n"))
-        what, fix = what.removesuffix("."), fix.removeprefix("Fix: ")
+        what, _, fix = " ".join(str(check.__doc__).split()).partition(". Fix: ")
         try:
             yield result(what, True, check(subject))
         except NotApplicableError as error:
             yield skipped(what, str(error))
-        except FaultError as error:
+        except (FaultError, SyncError) as error:
             yield result(what, False, str(error), fix)
         except find.PLUGIN_ERRORS as error:
             described = find.described(error, subject.resolved.policy.cls.__init__)
@@ -213,10 +208,8 @@ def lines(subject: Subject) -> Iterator[Line]:
 
 def _prompt(subject: Subject) -> str:
     """The prompt follows the chat template.
-
     Fix: build it from tokenizer.apply_chat_template with add_generation_prompt, and the user's
-    words from prompting.plain_ids (rl/policies/shared/prompting.py).
-    """
+    words from prompting.plain_ids (rl/policies/shared/prompting.py)."""
     from transformers import AutoTokenizer
 
     renderer, sample = subject.resolved.renderer, subject.samples[0]
@@ -233,17 +226,11 @@ def _prompt(subject: Subject) -> str:
         )
         system = getattr(policy.config, "system_prompt", "")
     turns = [{"role": "system", "content": system}] if system else []
-    words = {"type": "text", "text": sample.instruction}
-    (_, _, behind), (ahead, _, _) = (
-        tokenizer.apply_chat_template(
-            [*turns, {"role": "user", "content": [*pictures, words]}],
-            tokenize=False,
-            add_generation_prompt=True,
-        ).partition(sample.instruction)
-        for pictures in ([{"type": "image"}] * len(prompt.images), [])
-    )
+    turns.append({"role": "user", "content": [{"type": "text", "text": sample.instruction}]})
+    chat = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     # How a picture becomes tokens is the policy's affair: compare what surrounds it.
-    before, after = ahead.rstrip(), sample.instruction + behind
+    ahead, instruction, behind = chat.partition(sample.instruction)
+    before, after = ahead.rstrip(), instruction + behind
     got = tokenizer.decode(prompt.token_ids)
     _require(got.startswith(before), f"it begins {got[: len(before)]!r}, the template {before!r}")
     _require(got.endswith(after), f"it ends {got[-len(after) :]!r}, the template {after!r}")
@@ -255,10 +242,8 @@ def _prompt(subject: Subject) -> str:
 
 def _engine(subject: Subject) -> str:
     """The engine's log-probs equal the trainer's.
-
     Fix: both divide logits by the temperature, leave out banned_token_ids, and read the same
-    weights, positions and picture features.
-    """
+    weights, positions and picture features."""
     completions = list(chain.from_iterable(subject.written))
     with subject.started() as (policy, learner):
         logprobs = subject.logprobs(policy, learner)
@@ -275,9 +260,7 @@ def _engine(subject: Subject) -> str:
 
 def _batch(subject: Subject) -> str:
     """Completions depend on their seed only, not on the batch.
-
-    Fix: draw completion g of prompt p with its own generator, seeded seeds_P[p] + g.
-    """
+    Fix: draw completion g of prompt p with its own generator, seeded seeds_P[p] + g."""
     with subject.started() as (policy, _):
         [alone] = subject.completions(policy, [len(subject.samples) - 1])
     same = [c.token_ids for c in alone] == [c.token_ids for c in subject.written[-1]]
@@ -289,22 +272,17 @@ def _batch(subject: Subject) -> str:
 
 def _sync(subject: Subject) -> str:
     """The engine gets the trained weights.
-
     Fix: export_weights returns every trained tensor; load_weights replaces the engine's copy and
-    drops its caches.
-    """
+    drops its caches."""
     with (
         subject.started() as (policy, learner),
         closing(build.build_engine(subject.resolved, policy, subject.dist)) as engine,
     ):
         what = (engine, learner, policy.build_prompt(subject.samples[0]), "float32")
         temperature, longest = subject.params.temperature, subject.params.max_tokens
-        try:
-            first = weight_sync.sync(*what, temperature, max_tokens=longest)
-            _move(policy)
-            report = weight_sync.sync(*what, temperature, first, longest)
-        except weight_sync.SyncError as error:
-            raise FaultError(str(error)) from None
+        first = sync(*what, temperature, max_tokens=longest)
+        move(policy.module)
+        report = sync(*what, temperature, first, longest)
     changed = report.fingerprint != first.fingerprint
     _require(changed, "export_weights does not change with training")
     how = "" if report.read_back else "; the engine cannot read its weights back"
@@ -313,10 +291,8 @@ def _sync(subject: Subject) -> str:
 
 def _reference(subject: Subject) -> str:
     """The reference is the adapter switched off.
-
     Fix: reference() switches the adapter off (full fine-tuning: puts the first weights back) and
-    restores it at its end.
-    """
+    restores it at its end."""
     with subject.started() as (policy, learner):
 
         def logprobs(reference: bool) -> list[list[float]]:
@@ -329,7 +305,7 @@ def _reference(subject: Subject) -> str:
         _require(not changed, f"after reference() {len(changed)} parameters changed requires_grad")
         if not any(getattr(policy.config, key, "") for key in ("adapter_path", "from_run")):
             _compare(before, start, SAME_NATS, "before training the reference is not the policy: ")
-        _move(policy)
+        move(policy.module)
         moved, after, again = logprobs(False), logprobs(True), logprobs(False)
     _require(moved != start, "a change of the trainable weights changes no log-prob")
     _require(again == moved, "after reference() the policy is not what it was before it")
@@ -338,10 +314,8 @@ def _reference(subject: Subject) -> str:
 
 def _split(subject: Subject) -> str:
     """Any split gives the same gradient.
-
     Fix: no row may read another row, and no mean may run over a batch: collate packs rows, and
-    attention sees a completion's own prompt and tokens only.
-    """
+    attention sees a completion's own prompt and tokens only."""
     whole, split = (_gradient(subject, max_tokens) for max_tokens in (10**6, 1))
     largest = max(float(tensor.abs().max()) for tensor in whole.values())
     _require(largest > 0, "the gradient is zero")
@@ -352,10 +326,8 @@ def _split(subject: Subject) -> str:
 
 def _resume(subject: Subject) -> str:
     """A resume is exact.
-
     Fix: draw initial weights from setup.seed, keep no other state that changes with training, and
-    use no dropout.
-    """
+    use no dropout."""
     with subject.started() as (policy, learner):
         _update(subject, policy, learner, 0)
         tensors, meta = learner.state()
@@ -374,14 +346,12 @@ def _resume(subject: Subject) -> str:
 
 def _saved(subject: Subject) -> str:
     """A saved adapter is the trained policy.
-
-    Fix: save_pretrained writes every trained tensor under PEFT's names.
-    """
+    Fix: save_pretrained writes every trained tensor under PEFT's names."""
     config, folder = subject.resolved.policy.config, str(subject.folder / "adapter")
     if not hasattr(config, "adapter_path") or config.lora is None:
         raise NotApplicableError("its section has no adapter_path, or no adapter is trained")
     with subject.started() as (policy, learner):
-        _move(policy)
+        move(policy.module)
         logprobs = subject.logprobs(policy, learner)
         policy.save_pretrained(folder, learner.trainable_tensors())
     with subject.started(adapter_path=folder, from_run="") as (policy, learner):
@@ -406,47 +376,23 @@ def _compare(
     return text
 
 
-def _move(policy: Policy[Any]) -> None:
-    """Change the trainable weights as training does."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in trainable_parameters(policy.module).values():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(STEP * noise.to(parameter))
-
-
-def _update(
-    subject: Subject,
-    policy: Policy[Any],
-    learner: Learner,
-    iteration: int,
-    step: Callable[[float, float], StepOutcome] | None = None,
-) -> None:
-    """An update on `written` with made-up advantages; `step` replaces the optimizer's."""
+def _update(subject: Subject, policy: Policy[Any], learner: Learner, iteration: int) -> None:
+    """An update on `written` with made-up advantages."""
     prompts_P = [policy.build_prompt(sample) for sample in subject.samples]
     ids_PG = [[c.token_ids for c in written_G] for written_G in subject.written]
     train_step = learner.begin(iteration, prompts_P, ids_PG, [len(ids_G) for ids_G in ids_PG])
-    train_step.optimizer_step = step or train_step.optimizer_step
     for p, written_G in enumerate(subject.written):
-        masks_G = [tuple(policy.loss_mask(c, iteration)) for c in written_G]
         sequences_G = [
-            TrainSequence(mask, 1.0 - g - 0.5 * (p % 2), c.logprobs)
-            for g, (mask, c) in enumerate(zip(masks_G, written_G, strict=True))
+            TrainSequence(tuple(policy.loss_mask(c, iteration)), 1 - g - 0.5 * (p % 2), c.logprobs)
+            for g, c in enumerate(written_G)
         ]
         train_step.accumulate(p, sequences_G)
     train_step.step()
 
 
-def _gradient(subject: Subject, max_tokens: int) -> Mapping[str, Tensor]:
-    gradient: dict[str, Tensor] = {}
+def _gradient(subject: Subject, max_tokens: int) -> dict[str, Tensor]:
+    """Of an update, times a constant: Adam's first moment after its first step."""
     with subject.started(max_tokens) as (policy, learner):
-
-        def catch(learning_rate: float, gradient_scale: float) -> StepOutcome:
-            for name, parameter in trainable_parameters(policy.module).items():
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                gradient[name] = grad * gradient_scale
-            return StepOutcome(0.0, applied=True)
-
-        _move(policy)  # a fresh LoRA's A has no gradient
-        _update(subject, policy, learner, 0, catch)
-    return gradient
+        move(policy.module)  # a fresh LoRA's A has no gradient
+        _update(subject, policy, learner, 0)
+        return {n: t for n, t in learner.state()[0].items() if n.startswith("exp_avg/")}
