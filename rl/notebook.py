@@ -137,9 +137,8 @@ class Table(list[RowT]):
 class LoadedRun:
     """A run folder, read anew by every call: it may belong to a run that is going on."""
 
-    def __init__(self, folder: Path, start: _Start | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._start = start
 
     def __repr__(self) -> str:
         state = "running" if self.is_running else "not running"
@@ -153,7 +152,7 @@ class LoadedRun:
     @property
     def is_running(self) -> bool:
         """Whether a process, started from here or elsewhere, trains or saves it now."""
-        return (self._start is not None and self._start.is_alive) or is_in_use(self.folder)
+        return is_in_use(self.folder)
 
     @property
     def iterations_done(self) -> int:
@@ -192,14 +191,10 @@ class LoadedRun:
 
     def wait(self) -> Self:
         """Wait until the start that `train` made has ended. Raises TrainingError if it failed."""
-        if self._start is not None:
-            self._start.wait()
         return self
 
     def stop(self) -> Self:
         """Ask the start that `train` made to save and end, and wait; `train` resumes the run."""
-        if self._start is not None:
-            self._start.stop()
         return self
 
 
@@ -212,22 +207,18 @@ def _chosen(iterations: int | Iterable[int] | None, known: Mapping[int, Any]) ->
 def _row(record: Mapping[str, Any], iteration: int, folder: Path) -> Row:
     bare, parts = record.get("bare"), record.get("parts")
     values: dict[str, Any] = {
+        "bare_reward": bare.get("reward") if bare else None,
         **record,
-        "bare_reward": record.get("bare_reward", bare.get("reward") if bare else None),
         "words": reading.words_of(record),
-        "iteration": iteration,
         "parts": parts if isinstance(parts, Mapping) else {},
-        "record": record,
-        "folder": folder,
     }
+    values |= {"iteration": iteration, "record": record, "folder": folder}
     return Row(**{each.name: values[each.name] for each in fields(Row) if each.name in values})
 
 
 def load_run(folder: str | Path) -> LoadedRun:
-    """A run to read, finished or going on: its folder, or its config file.
-
-    Raises FileNotFoundError (ValueError for a format of another version) if there is none.
-    """
+    """A run to read, finished or going on: its folder, or its config file. Raises ValueError if
+    there is none, or if its format is another version's."""
     return LoadedRun(reading.find_run(str(folder)))
 
 
@@ -269,8 +260,7 @@ def train(
     Raises ConfigError for a config that cannot be read, TrainingError if the run fails. An
     interrupt (Ctrl-C, "interrupt the kernel") first lets the run save.
     """
-    start = _Start(config, overrides, nproc, echo)
-    run = LoadedRun(start.run_dir, start)
+    run = _StartedRun(config, overrides, nproc, echo)
     return run.wait() if wait else run
 
 
@@ -284,15 +274,15 @@ def _arguments(config: ConfigOrPath, overrides: Overrides, folder: Path) -> list
     return [str(config), *settings]
 
 
-class _Start:
-    """A process of `rl train`, in a session of its own, so that only `stop` interrupts it."""
+class _StartedRun(LoadedRun):
+    """Its process has a session of its own, so that only `stop` interrupts it."""
 
     def __init__(
         self, config: ConfigOrPath, overrides: Overrides, nproc: int | None, echo: bool
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="rl_train_")
-        arguments = _arguments(config, overrides, Path(self._folder.name))
-        self.run_dir = load_config(arguments[0], arguments[1:]).run_dir.absolute()
+        self._config_folder = tempfile.TemporaryDirectory(prefix="rl_train_")
+        arguments = _arguments(config, overrides, Path(self._config_folder.name))
+        super().__init__(load_config(arguments[0], arguments[1:]).run_dir.absolute())
         self._process = subprocess.Popen(
             [*_LAUNCH, *([] if nproc is None else ["--nproc", str(nproc)]), *arguments],
             stdout=subprocess.PIPE,
@@ -312,10 +302,10 @@ class _Start:
                 print(line, end="", flush=True)
 
     @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+    def is_running(self) -> bool:
+        return self._process.poll() is None or super().is_running
 
-    def wait(self) -> None:
+    def wait(self) -> Self:
         try:
             code = self._process.wait()
         except KeyboardInterrupt:
@@ -324,8 +314,10 @@ class _Start:
         self._reader.join()
         if code:
             raise TrainingError(code, "".join(self._lines))
+        return self
 
-    def stop(self) -> None:
+    def stop(self) -> Self:
         self._process.send_signal(signal.SIGTERM)  # nothing if it has ended
         self._process.wait()
         self._reader.join()
+        return self
