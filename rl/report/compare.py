@@ -147,10 +147,8 @@ def lines(name: str, result: Comparison) -> list[str]:
     """The comparison for a terminal."""
     title = f"{name} against {result.name}"
     if result.reasons:
-        texts = [
-            f"{each} {text}" for each, text in zip((result.name, name), result.means, strict=False)
-        ]
-        apart = [f"  each on its own: {', '.join(texts)}"] if texts else []
+        means = result.means
+        apart = [f"  each on its own: {result.name} {means[0]}, {name} {means[1]}"] if means else []
         return [f"{title}: NOT COMPARABLE", *(f"  {reason}" for reason in result.reasons), *apart]
     rows = [*result.changes, *result.parts]
     width = max((len(change.name) for change in rows), default=0)
@@ -177,7 +175,6 @@ def write_comparison(run: Path, results: Sequence[Comparison]) -> Path:
     curves, data = _overlaid(runs, names)
     page = template("compare.html.j2").render(
         name=names[0],
-        legend=list(zip(names, STYLES, strict=False)),
         results=[(result, _samples(folder, result)) for result in results],
         interval=INTERVAL,
         headings=list(curves),
@@ -206,10 +203,10 @@ def _overlaid(
     documented = ((name, doc_of(metric)) for name, metric in metric_of.items())
     data["docs"] = {name: [doc.unit, doc.meaning] for name, doc in documented if doc}
     known = sorted({*metric_of.values()})
-    parts = [m for m in known if m.startswith(("eval/part/", "reward/part/"))]
+    parts = [name for name in known if name.startswith(("eval/part/", "reward/part/"))]
     groups: dict[str, list[tuple[str, str, float | None]]] = {
         "Curves": [(c.title, c.lines[0].metric, c.top) for c in CURVES],
-        "Reward parts": [(metric, metric, None) for metric in parts],
+        "Reward parts": [(m, m, None) for m in parts],
         "Categories": [(m, m, 1.0) for m in known if m.startswith("eval/reward/")],
     }
     drawn = list(enumerate(zip(names, STYLES, strict=False)))
