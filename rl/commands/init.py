@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,49 +31,44 @@ COLUMNS = {
 }
 """What the samples need -> the columns that it is usually in."""
 MAX_HELD_OUT = 64
+DATA = {
+    "hf_dataset": "pictures with instructions: .jsonl, .parquet or hub id; empty: the example's",
+    "prompts": "prompts: .txt or .jsonl; empty: the built-in ones",
+    "emu3_tokens": "a list written by `rl prepare tokenize`",
+}
+"""Type of the data source -> what the user can give."""
 
 
 class System(NamedTuple):
     """A system that a config can be written for."""
 
     title: str
-    config: str
-    """The shipped config that the new one extends."""
-    one_gpu: str = ""
-    """The shipped config for one GPU, or for smaller ones; '' = the same."""
-    gpus: int = 0
-    """GPUs that `config` is written for; 0: it needs none, and has its own data and judge."""
+    config: str  # the shipped config that the new one extends
+    data: str = ""  # key of DATA; '': needs no GPU, has its own data and judge
+    columns: str = ""  # keys of COLUMNS
+    one_gpu: str = ""  # the shipped config for one GPU, or for smaller ones; '': the same
+    gpus: int = 1  # that `config` is written for
     gpu_gb: int = 80
-    data: str = "pictures with instructions: .jsonl, .parquet or hub id; empty: the example's"
-    needs: str = "instruction source"
-    """Of `COLUMNS`; '': the data are lists of token files."""
     has_judge: bool = False
 
 
 SYSTEMS = {
-    "quickstart": System("tiny models on this CPU, in minutes: to see how it works", "quickstart"),
+    "quickstart": System("Tiny models on this CPU, in minutes: to see how it works", "quickstart"),
     "edit": System(
-        "a VLM writes, Qwen-Image-Edit (one GPU: Qwen-Image-2.1) draws, a judge grades",
-        *("qwen_image_edit", "one_gpu_80gb", 8, 141),
-        has_judge=True,
+        "A VLM writes, Qwen-Image-Edit (one GPU: Qwen-Image-2.1) draws, a judge grades",
+        *("qwen_image_edit", "hf_dataset", "instruction source", "one_gpu_80gb", 8, 141, True),
     ),
     "prompts": System(
-        "a VLM rewrites prompts, Stable Diffusion 3 draws, CLIP grades",
-        *("prompt_enhancement", "one_gpu_48gb", 1, 80),
-        data="prompts: .txt or .jsonl; empty: the built-in ones",
-        needs="instruction",
+        "A VLM rewrites prompts, Stable Diffusion 3 draws, CLIP grades",
+        *("prompt_enhancement", "prompts", "instruction", "one_gpu_48gb"),
     ),
     "reasoning": System(
-        "a VLM answers questions about pictures; right answers are rewarded",
-        *("vlm_reasoning", "one_gpu_24gb", 2, 80),
-        needs="instruction source answer",
+        "A VLM answers questions about pictures; right answers are rewarded",
+        *("vlm_reasoning", "hf_dataset", "instruction source answer", "one_gpu_24gb", 2),
     ),
     "earl": System(
         "Emu3 writes the edited picture as tokens, a judge grades",
-        *("sft_s__rl_s", "", 4, 80),
-        data="a list written by `rl prepare tokenize`",
-        needs="",
-        has_judge=True,
+        *("sft_s__rl_s", "emu3_tokens", "", "", 4, 80, True),
     ),
 }
 NAME, NUMBER = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", r"[1-9]\d{0,5}"
@@ -146,7 +141,7 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
         print(*(f"  {name:<11} {each.title}" for name, each in SYSTEMS.items()), sep="\n")
     system = SYSTEMS[answer(args, "system", "quickstart")]
     base, keys = system.config, []
-    if system.gpus:
+    if system.data:
         sizes = [int(gpu.total_gb) for gpu in gpus()[0]]
         num = int(answer(args, "gpus", str(len(sizes) or system.gpus)))
         gb = int(answer(args, "gpu_gb", str(min(sizes, default=system.gpu_gb))))
@@ -159,93 +154,82 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
     if system.has_judge:
         url = answer(args, "judge", "http://localhost:4877")
         model = answer(args, "judge_model", "Qwen/Qwen2.5-VL-72B-Instruct")
-        keys += [
-            "judge+: {  // an OpenAI-compatible endpoint; docs/judge.md says how to start one",
-            f"  api_base: {_quoted(url)},",
-            f"  model: {_quoted(model)},",
-            "},",
-        ]
+        keys.append("judge+: {  // an OpenAI-compatible endpoint; docs/judge.md: how to start one")
+        keys += [f"  api_base: {_quoted(url)},", f"  model: {_quoted(model)},", "},"]
     stem = Path(args.file).stem if args.file else f"my-{base.replace('_', '-')}"
     name = answer(args, "name", stem if re.fullmatch(NAME, stem) else "my-run")
     file = Path(args.file or f"{name}.jsonnet")
     if file.exists():
         raise ValueError(f"{file} exists; give another name")
     lines = "".join(f"  {key}\n" for key in keys)
-    title = system.title[0].upper() + system.title[1:]
-    return file, TEXT.format(title=title, file=file, base=base, name=name, keys=lines)
+    return file, TEXT.format(title=system.title, file=file, base=base, name=name, keys=lines)
 
 
 def answer(args: argparse.Namespace, name: str, default: str | None, question: str = "") -> str:
     """The option's value, else what the user types at a terminal, else the default. Raises
     ValueError if that is wrong, or if it is missing (default None) and nobody can be asked."""
-    asked, pattern = question or QUESTIONS[name][0], QUESTIONS[name][1]
-    option, is_asking = getattr(args, name), sys.stdin.isatty() and not args.yes
+    question, option = question or QUESTIONS[name][0], getattr(args, name)
+    is_asking = option is None and sys.stdin.isatty() and not args.yes
     while True:
         text = default if option is None else option
-        if option is None and is_asking:
-            command_line.show(f"{asked}{f' [{default}]' if default else ''}: ", "bold", end="")
+        if is_asking:
+            command_line.show(f"{question}{f' [{default}]' if default else ''}: ", "bold", end="")
             text = input().strip() or default
-        why = "" if text is not None else f"--{name.replace('_', '-')} is missing: {asked}"
-        if text is not None and not re.fullmatch(pattern, text):
+        if text is None:
+            problem = f"--{name.replace('_', '-')} is missing: {question}"
+        elif not re.fullmatch(QUESTIONS[name][1], text):
             hint = f"; {nearest(text, list(SYSTEMS))}" if name == "system" else ""
-            why = f"{asked}: {text!r} is none{hint}"
-        elif text and name in ("data", "held_out") and not re.fullmatch(f"{NAME}/{NAME}", text):
-            gone = "" if Path(text).is_dir() else not_a_file(text)
-            why = f"{text} {gone}; give a file, or the id of a data set on the hub" if gone else ""
-        if text is not None and not why:
+            problem = f"{question}: {text!r} is none{hint}"
+        elif (
+            (text and name in ("data", "held_out"))
+            and not (Path(text).is_dir() or re.fullmatch(f"{NAME}/{NAME}", text))
+            and (gone := not_a_file(text))
+        ):
+            problem = f"{text} {gone}; give a file, or the id of a data set on the hub"
+        else:
             return text
-        if option is not None or not is_asking:
-            raise ValueError(why)
-        command_line.complain(why)
+        if not is_asking:
+            raise ValueError(problem)
+        command_line.complain(problem)
 
 
 def _data(args: argparse.Namespace, system: System) -> list[str]:
     """The lines of the section `data`; [] for the data of the shipped config."""
-    train = answer(args, "data", "" if system.needs else None, f"data ({system.data})")
+    default = None if system.data == "emu3_tokens" else ""
+    train = answer(args, "data", default, f"data ({DATA[system.data]})")
     if not train:
         return []
-    can_split = "source" in system.needs
-    default, question = ("", "") if can_split else (None, "held-out data")
-    held_out = answer(args, "held_out", default, question)
-    columns = _columns(train, system.needs.split())
-    kind, extra = "emu3_tokens", ["", ""]
+    can_split = system.data == "hf_dataset"
+    held_out = answer(args, "held_out", *(("",) if can_split else (None, "held-out data")))
+    is_jsonl = train.endswith(".jsonl")
+    rows = read_rows(read_lines(Path(train)), train)[0] if is_jsonl else []
+    columns = {need: _column(need, train, rows) for need in system.columns.split()}
+    more, splits = "", ("", "")
     if can_split:
-        answers = columns.pop("answer", "")
-        names = [f"{name}: {_quoted(column)}" for name, column in columns.items()]
-        names += [f"hidden: {{ answer: {_quoted(answers)} }}"] * bool(answers)
-        num = MAX_HELD_OUT
-        if train.endswith(".jsonl"):
-            num = max(1, min(num, len(read_rows(read_lines(Path(train)), train)[0]) // 5))
-        splits = ["", ""] if held_out else [f"[:-{num}]", f"[-{num}:]"]
-        mapping = ", ".join(names)
-        kind = "hf_dataset"
-        extra = [f", split: 'train{split}', columns: {{ {mapping} }}" for split in splits]
-    elif columns:
-        kind, extra = "prompts", [f", prompt_key: {_quoted(columns['instruction'])}"] * 2
-        extra = ["", ""] if train.endswith(".txt") else extra
-    sources = [
-        f"[{{ type: '{kind}', path: {_quoted(path)}{more} }}],"
-        for path, more in zip((train, held_out or train), extra, strict=True)
-    ]
-    return [
-        "data+: {  // docs/data.md; paths count from the folder in which `rl` is started",
-        f"  train: {sources[0]}",
-        f"  validation: {sources[1]}",
-        "},",
-    ]
+        if not held_out:
+            num = max(1, min(MAX_HELD_OUT, len(rows) // 5)) if is_jsonl else MAX_HELD_OUT
+            splits = (f", split: 'train[:-{num}]'", f", split: 'train[-{num}:]'")
+        if "answer" in columns:
+            columns["hidden"] = f"{{ answer: {columns.pop('answer')} }}"
+        mapping = ", ".join(f"{need}: {column}" for need, column in columns.items())
+        more = f", columns: {{ {mapping} }}"
+    elif columns and not train.endswith(".txt"):
+        more = f", prompt_key: {columns['instruction']}"
+    lines = ["data+: {  // docs/data.md; paths count from the folder in which `rl` is started"]
+    parts = zip(("train", "validation"), (train, held_out or train), splits, strict=True)
+    for key, path, split in parts:
+        source = f"type: '{system.data}', path: {_quoted(path)}{split}{more}"
+        lines.append(f"  {key}: [{{ {source} }}],")
+    return [*lines, "},"]
 
 
-def _columns(path: str, needs: Sequence[str]) -> dict[str, str]:
-    """What a sample needs -> its column in the JSONL file, or the usual one."""
-    rows = read_rows(read_lines(Path(path)), path)[0] if path.endswith(".jsonl") else []
-    found = {}
-    for name in needs:
-        known = [column for column in COLUMNS[name] if not rows or column in rows[0]]
-        if not known:
-            fix = f"rename one to {COLUMNS[name][0]!r}"
-            raise ValueError(f"{path}: which column is the {name}? It has {[*rows[0]]}; {fix}")
-        found[name] = known[0]
-    return found
+def _column(need: str, path: str, rows: Sequence[Mapping[str, object]]) -> str:
+    """The column (as Jsonnet) that has what a sample needs; without rows, the usual one."""
+    for column in COLUMNS[need]:
+        if not rows or column in rows[0]:
+            return _quoted(column)
+    fix = f"rename one to {COLUMNS[need][0]!r}"
+    raise ValueError(f"{path}: which column is the {need}? It has {[*rows[0]]}; {fix}")
 
 
 def _quoted(text: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import pstdev
 from typing import NamedTuple
 
-from PIL.Image import Image, Resampling, new
+from PIL.Image import Image, new
 
 from rl.api.types import Episode, Status
 from rl.files.atomic import write_atomically
@@ -25,6 +25,7 @@ _MARGIN = 1.5
 _BLOCK_PX = 16
 """WebP's largest block: pictures start at multiples of it, so that none bleeds into another."""
 _ROW_PX = 4096
+"""Maximum width of a sheet; WebP's limit is 16,383."""
 _FILE_NAME = re.compile(r"rank(\d+)_g\d{2,}\.webp")
 
 
@@ -60,43 +61,39 @@ class Thumbnails:
         fragment (W3C): 'thumbnails/it_000012/rank0_g03.webp#xywh=0,0,96,64', in px."""
         if self._free_bytes is None:
             self._free_bytes = self._budget_bytes - self._used_bytes()
-        left_bytes = self._free_bytes / num_left
-        waiting = sorted(groups, key=lambda group: -group.interest)
-        left_weight = sum(BASE_WEIGHT + group.interest for group in waiting)
+        budget_bytes = left_bytes = self._free_bytes / num_left
+        left_weight = sum(BASE_WEIGHT + group.interest for group in groups)
         places: dict[int, str] = {}
-        num_written = 0
         density = 0.0  # bytes per picture and px of its side, squared, of the last sheet
-        for group in waiting:
+        for group in sorted(groups, key=lambda group: -group.interest):
             weight = BASE_WEIGHT + group.interest
             share = left_bytes * weight / left_weight
             left_weight -= weight
             name = f"it_{iteration:06d}/rank{self._dist.rank}_g{group.g:02d}.webp"
             pictures = group.pictures
-            for level, (side, quality) in enumerate(LEVELS if pictures else ()):
-                is_last = level == len(LEVELS) - 1
+            for side, quality in LEVELS if pictures else ():
+                is_last = side == LEVELS[-1][0]
                 if density * len(pictures) * side**2 > _MARGIN * share and not is_last:
                     continue
                 pictures = [_shrunk(picture, side) for picture in pictures]
-                data, boxes = _sheet(pictures, quality)
+                data, boxes = _sheet(pictures, side, quality)
                 density = len(data) / len(pictures) / side**2
                 if len(data) <= share:
                     write_atomically(self._folder / name, data, durable=False)
                     left_bytes -= len(data)
-                    num_written += len(data)
                     for picture, box in zip(group.pictures, boxes, strict=True):
-                        at = ",".join(map(str, box))
-                        places[id(picture)] = f"thumbnails/{name}#xywh={at}"
+                        places[id(picture)] = f"thumbnails/{name}#xywh={box}"
                     break
-        self._free_bytes -= num_written  # not before: the writer repeats a call that failed
+        self._free_bytes -= budget_bytes - left_bytes  # last: the writer repeats a failed call
         return places
 
     def _used_bytes(self) -> int:
         """Bytes of this rank's sheets of earlier starts, also after a change of the ranks."""
-        files = ((p, _FILE_NAME.fullmatch(p.name)) for p in self._folder.glob("it_*/*.webp"))
         return sum(
             path.stat().st_size
-            for path, match in files
-            if match and int(match[1]) % self._dist.world_size == self._dist.rank
+            for path in self._folder.glob("it_*/*.webp")
+            if (match := _FILE_NAME.fullmatch(path.name))
+            and int(match[1]) % self._dist.world_size == self._dist.rank
         )
 
 
@@ -117,35 +114,22 @@ def interest(episodes_G: Sequence[Episode], bare: Episode | None) -> float:
 
 
 def _shrunk(picture: Image, side: int) -> Image:
-    """The picture in RGB with its longer side at most `side` px; a few times faster than
-    `downscale`."""
-    scale = min(1.0, side / max(picture.size))
-    width, height = (max(1, round(length * scale)) for length in picture.size)
-    return over_white(picture.resize((width, height), Resampling.BICUBIC, reducing_gap=2.0))
+    small = over_white(picture)
+    small.thumbnail((side, side))
+    return small
 
 
-def _sheet(
-    pictures: Sequence[Image], quality: int
-) -> tuple[bytes, list[tuple[int, int, int, int]]]:
-    """(the pictures as one WebP, (left, top, width, height) of each in px)."""
-    boxes = _boxes([picture.size for picture in pictures])
-    size = (max(x + w for x, _, w, _ in boxes), max(y + h for _, y, _, h in boxes))
-    sheet = new("RGB", size, "white")
-    for picture, (left, top, _, _) in zip(pictures, boxes, strict=True):
+def _sheet(pictures: Sequence[Image], side: int, quality: int) -> tuple[bytes, list[str]]:
+    """(pictures of at most `side` px as one WebP, 'left,top,width,height' of each)."""
+    cell = -(-side // _BLOCK_PX) * _BLOCK_PX
+    columns = min(len(pictures), _ROW_PX // cell)
+    rows = -(-len(pictures) // columns)
+    sheet = new("RGB", (columns * cell, rows * cell), "white")
+    boxes = []
+    for i, picture in enumerate(pictures):
+        left, top = i % columns * cell, i // columns * cell
         sheet.paste(picture, (left, top))
+        boxes.append(f"{left},{top},{picture.width},{picture.height}")
     encoded = io.BytesIO()
     sheet.save(encoded, "WEBP", quality=quality, method=2)  # half the time of 4, 2 % more bytes
     return encoded.getvalue(), boxes
-
-
-def _boxes(sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
-    """Rows of pictures, from left to right."""
-    boxes = []
-    left = top = row_height = 0
-    for width, height in sizes:
-        if left and left + width > _ROW_PX:
-            left, top, row_height = 0, top + row_height, 0
-        boxes.append((left, top, width, height))
-        left += -(-width // _BLOCK_PX) * _BLOCK_PX
-        row_height = max(row_height, -(-height // _BLOCK_PX) * _BLOCK_PX)
-    return boxes

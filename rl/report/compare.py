@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,9 +13,9 @@ from markupsafe import Markup
 
 from rl.config.printing import escaped
 from rl.files.atomic import write_atomically
-from rl.report.curves import CURVES, Curve, Line, curve_data
+from rl.report.curves import CURVES, curve_data, mean
 from rl.report.folder import locked
-from rl.report.page import NAMING, PAGE_FOLDER, flat, spec, template
+from rl.report.page import NAMING, PAGE_FOLDER, flat, template
 from rl.report.pages import literal
 from rl.report.reading import (
     Evaluation,
@@ -30,11 +29,14 @@ from rl.report.reading import (
     words_of,
 )
 from rl.report.summary import INTERVAL, Change, changes_of
+from rl.run.metric_table import doc_of
 from rl.text.untrusted import without_lone_surrogates
 
-MEASURE = ("rewards.", "final_reward.", "evaluation.temperature", "evaluation.top_k")
-JUDGE = ("judge.model", "judge.revision", "judge.temperature", "judge.image_side_px")
-"""Config keys that decide what a held-out reward means; a key that ends in a dot: all below it."""
+MEASURE = (
+    *("rewards.", "final_reward.", "evaluation.temperature.", "evaluation.top_k."),
+    *("judge.model.", "judge.revision.", "judge.temperature.", "judge.image_side_px."),
+)
+"""Config keys that decide what a held-out reward means, each with all below it."""
 SCRIPTS = ("base.js", "charts.js", "compare.js")
 NUM_SAMPLES, NUM_IN_TERMINAL = 6, 3
 """Samples with the largest gains, and as many with the largest losses."""
@@ -51,8 +53,8 @@ class Comparison:
     reasons: list[str]
     """Why the two cannot be compared; [] if they can."""
     notes: list[str] = field(default_factory=list)
-    means: list[float | None] = field(default_factory=list)
-    """Mean held-out reward of the other run and of A, each over all its own samples."""
+    means: list[str] = field(default_factory=list)
+    """Mean held-out reward of the other run and of A, each over all its own samples; '?': none."""
     changes: list[Change] = field(default_factory=list)
     """Held-out reward of all shared samples, then by category: (other run, A)."""
     parts: list[Change] = field(default_factory=list)
@@ -77,14 +79,14 @@ def compare(run: Path, other: Path) -> Comparison:
         if values.get(key) != others.get(key)
     ]
     result = Comparison(other.resolve().name, other, [], settings=rows)
-    last = [read_evaluations(folder)[-1:] for folder in (other, run)]
-    if not all(last):
-        missing = [str(folder) for folder, one in zip((other, run), last, strict=True) if not one]
+    found = {folder: read_evaluations(folder) for folder in (other, run)}
+    if missing := [str(folder) for folder, evaluations in found.items() if not evaluations]:
         result.reasons = [f"{' and '.join(missing)}: no held-out evaluation yet"]
         return result
-    theirs, ours = last[0][0], last[1][0]
+    theirs, ours = (evaluations[-1] for evaluations in found.values())
     result.folders = theirs.folder, ours.folder
-    result.means = [_mean(one.records) for one in (theirs, ours)]
+    means = [mean([*each.records.values()], "reward") for each in (theirs, ours)]
+    result.means = ["?" if each is None else f"{each:.3f}" for each in means]
     shared = [name for name in theirs.records if name in ours.records]
     result.reasons = _why_not(rows, theirs, ours, shared)
     if result.reasons:
@@ -95,17 +97,15 @@ def compare(run: Path, other: Path) -> Comparison:
     if len(shared) < max(len(theirs.records), len(ours.records)):
         sizes = f"{len(theirs.records)} and {len(ours.records)}"
         result.notes.append(f"on the {len(shared)} samples that both have, of {sizes}")
-    changed = partial(changes_of, theirs.records, ours.records)
-    result.changes = changed(
-        lambda row: {"", str(row.get("category") or "")}, lambda row, _: row.get("reward")
+    result.changes = changes_of(theirs.records, ours.records)
+    result.parts = changes_of(
+        theirs.records, ours.records, _parts, lambda row, name: _parts(row).get(name)
     )
-    result.parts = changed(_parts, lambda row, name: _parts(row).get(name))
-    gains = [
-        (new - old, theirs.records[name], ours.records[name])
-        for name in shared
-        if (old := number(theirs.records[name].get("reward"))) is not None
-        and (new := number(ours.records[name].get("reward"))) is not None
-    ]
+    gains = []
+    for old, new in ((theirs.records[name], ours.records[name]) for name in shared):
+        before, after = number(old.get("reward")), number(new.get("reward"))
+        if before is not None and after is not None:
+            gains.append((after - before, old, new))
     gains.sort(key=lambda gain: -gain[0])
     result.best = [gain for gain in gains[:NUM_SAMPLES] if gain[0] > 0]
     result.worst = [gain for gain in reversed(gains[-NUM_SAMPLES:]) if gain[0] < 0]
@@ -117,21 +117,15 @@ def _parts(row: Record) -> Mapping[str, Any]:
     return parts if isinstance(parts, Mapping) else {}
 
 
-def _mean(records: Mapping[str, Record]) -> float | None:
-    rewards = [r for row in records.values() if (r := number(row.get("reward"))) is not None]
-    return sum(rewards) / len(rewards) if rewards else None
-
-
 def _why_not(
     rows: Sequence[Mapping[str, Any]], theirs: Evaluation, ours: Evaluation, shared: Sequence[str]
 ) -> list[str]:
     """Why rewards of the two evaluations do not mean the same; [] if they do."""
-    keys = (*MEASURE, *JUDGE)
     reasons = [
-        f"another {'judge' if row['key'] in JUDGE else 'measure'}: {row['key']} is "
+        f"another {'judge' if row['key'].startswith('judge.') else 'measure'}: {row['key']} is "
         f"{escaped(row['value'], 60)}, there {escaped(row['other'], 60)}"
         for row in rows
-        if any(row["key"].startswith(key) if key[-1] == "." else row["key"] == key for key in keys)
+        if f"{row['key']}.".startswith(MEASURE)
     ]
     if not shared:
         return ["other held-out data: no sample is in both", *reasons]
@@ -143,11 +137,9 @@ def _why_not(
         ),
     }
     for text, value_of in tests.items():
-        for name in shared:
-            values = value_of(theirs.records[name]), value_of(ours.records[name])
-            if None not in values and values[0] != values[1]:
-                reasons.append(text.format(escaped(name, 60)))
-                break
+        values_of = {n: (value_of(theirs.records[n]), value_of(ours.records[n])) for n in shared}
+        unlike = [n for n, (old, new) in values_of.items() if old != new and None not in (old, new)]
+        reasons += [text.format(escaped(name, 60)) for name in unlike[:1]]
     return reasons
 
 
@@ -155,7 +147,7 @@ def lines(name: str, result: Comparison) -> list[str]:
     """The comparison for a terminal."""
     title = f"{name} against {result.name}"
     if result.reasons:
-        means = ["?" if mean is None else f"{mean:.3f}" for mean in result.means]
+        means = result.means
         apart = [f"  each on its own: {result.name} {means[0]}, {name} {means[1]}"] if means else []
         return [f"{title}: NOT COMPARABLE", *(f"  {reason}" for reason in result.reasons), *apart]
     rows = [*result.changes, *result.parts]
@@ -179,20 +171,14 @@ def write_comparison(run: Path, results: Sequence[Comparison]) -> Path:
     """Write `<run>/report/compare.html`, which shows all the comparisons; returns its path."""
     folder = run / "report"
     runs = [run, *(result.other for result in results)][: len(STYLES)]
-    metrics = [named_rows(path / "metrics.jsonl", "iteration")[0] for path in runs]
     names = [path.resolve().name for path in runs]
-    curves, data = _overlaid(names, metrics)
-    facts = {
-        "data": data,
-        "curves": {heading: list(map(spec, each)) for heading, each in curves.items()},
-    }
+    curves, data = _overlaid(runs, names)
     page = template("compare.html.j2").render(
         name=names[0],
-        legend=list(zip(names, STYLES, strict=False)),
         results=[(result, _samples(folder, result)) for result in results],
         interval=INTERVAL,
-        headings=[heading for heading, each in curves.items() if each],
-        facts=Markup(literal(facts)),  # nosec B704
+        headings=list(curves),
+        facts=Markup(literal({"data": data, "curves": curves})),  # nosec B704
         sources=[Markup((PAGE_FOLDER / file).read_text("utf-8")) for file in SCRIPTS],  # nosec B704
         css=(PAGE_FOLDER / "page.css").read_text("utf-8"),
     )
@@ -202,59 +188,60 @@ def write_comparison(run: Path, results: Sequence[Comparison]) -> Path:
 
 
 def _overlaid(
-    names: Sequence[str], metrics: Sequence[Sequence[Record]]
-) -> tuple[dict[str, list[Curve]], dict[str, Any]]:
-    """(heading -> curves with a line for each run that has the metric, their data as from
-    `curve_data`; metric `m` of the run number i is called `i:m`)."""
-    tables = [curve_data(rows, None) for rows in metrics]
-    iterations = sorted({it for table in tables for it in table["it"]})
-    of: dict[str, list[Any]] = {}
-    docs: dict[str, Any] = {}
-    for i, table in enumerate(tables):
-        for name, column in table["of"].items():
-            at = dict(zip(table["it"], column, strict=True))
-            of[f"{i}:{name}"] = [at.get(it) for it in iterations]
-        docs |= {f"{i}:{name}": doc for name, doc in table["docs"].items()}
-    known = sorted({name for table in tables for name in table["of"]})
+    runs: Sequence[Path], names: Sequence[str]
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
+    """(heading -> curves for `page/charts.js`, each with a line per run; their data as from
+    `curve_data`, where metric `m` of the run number i is called `i:m`)."""
+    row_of: dict[int, dict[str, Any]] = {}
+    for i, run in enumerate(runs):
+        for row in named_rows(run / "metrics.jsonl", "iteration")[0]:
+            iteration = row.pop("iteration")
+            merged = row_of.setdefault(iteration, {"iteration": iteration})
+            merged |= {f"{i}:{metric}": value for metric, value in row.items()}
+    data = curve_data([row_of[iteration] for iteration in sorted(row_of)], None)
+    metric_of = {name: name.partition(":")[2] for name in data["of"]}
+    documented = ((name, doc_of(metric)) for name, metric in metric_of.items())
+    data["docs"] = {name: [doc.unit, doc.meaning] for name, doc in documented if doc}
+    known = sorted({*metric_of.values()})
+    parts = [name for name in known if name.startswith(("eval/part/", "reward/part/"))]
     groups: dict[str, list[tuple[str, str, float | None]]] = {
         "Curves": [(c.title, c.lines[0].metric, c.top) for c in CURVES],
-        "Reward parts": [
-            (n, n, None) for n in known if n.startswith(("eval/part/", "reward/part/"))
-        ],
-        "Categories": [(n, n, 1.0) for n in known if n.startswith("eval/reward/")],
+        "Reward parts": [(m, m, None) for m in parts],
+        "Categories": [(m, m, 1.0) for m in known if m.startswith("eval/reward/")],
     }
-    runs = list(enumerate(zip(names, STYLES, strict=False)))
+    drawn = list(enumerate(zip(names, STYLES, strict=False)))
     curves = {
         heading: [
-            Curve(title, [Line(f"{i}:{metric}", name, style) for i, (name, style) in runs], top)
-            for title, metric, top in wanted
-            if metric in known
+            {"title": title, "top": top, "lines": [[f"{i}:{m}", *line] for i, line in drawn]}
+            for title, m, top in wanted
+            if m in known
         ]
         for heading, wanted in groups.items()
     }
-    span = max((table["span"] for table in tables), default=1)
-    return curves, {"it": iterations, "of": of, "docs": docs, "span": span}
+    return {heading: each for heading, each in curves.items() if each}, data
 
 
 def _samples(folder: Path, result: Comparison) -> dict[str, list[Any]]:
-    """Heading -> (gain, instruction, source picture, words, reward and picture of both runs)."""
+    """Heading -> samples as (gain, instruction, URL of the source picture, (reward, words, URL of
+    the picture) of both runs)."""
 
     def url(place: Path, file: object) -> str | None:
         shown = picture(place, file)
         relative = os.path.relpath(place.resolve(), folder.resolve())
         return quote(f"{relative}/{shown}") if shown else None
 
+    def arm(place: Path, row: Record) -> tuple[object, object, str | None]:
+        return row.get("reward"), words_of(row), url(place, row.get("image_file"))
+
+    theirs, ours = result.folders or (folder, folder)
     return {
         heading: [
-            {
-                "gain": gain,
-                "instruction": new.get("instruction"),
-                "source": url(result.folders[1], new.get("source_file")),
-                "arms": [
-                    (row.get("reward"), words_of(row), url(place, row.get("image_file")))
-                    for row, place in zip((old, new), result.folders, strict=True)
-                ],
-            }
+            (
+                gain,
+                new.get("instruction"),
+                url(ours, new.get("source_file")),
+                (arm(theirs, old), arm(ours, new)),
+            )
             for gain, old, new in rows
         ]
         for heading, rows in (("Largest gains", result.best), ("Largest losses", result.worst))

@@ -166,7 +166,7 @@ def curve_data(metrics: Sequence[Record], num_pictures: int | None) -> dict[str,
     iterations = [_short(fmean(float(row["iteration"]) for row in each)) for each in spans]
     seconds = [sum(number(row.get("time/iteration_s")) or 0.0 for row in each) for each in spans]
     names = sorted({name for row in rows for name in row} - {"iteration"})
-    columns = {name: [_mean(each, name) for each in spans] for name in names}
+    columns = {name: [mean(each, name) for each in spans] for name in names}
     documented = ((name, doc_of(name)) for name in names)
     return {
         "it": iterations,
@@ -178,7 +178,8 @@ def curve_data(metrics: Sequence[Record], num_pictures: int | None) -> dict[str,
     }
 
 
-def _mean(rows: Sequence[Record], name: str) -> float | None:
+def mean(rows: Sequence[Record], name: str) -> float | None:
+    """Mean of a metric in the rows that have it, to six digits; None if no row has it."""
     values = [value for row in rows if (value := number(row.get(name))) is not None]
     return _short(fmean(values)) if values else None
 

@@ -100,23 +100,24 @@ def learnt(evaluations: Sequence[Evaluation]) -> Learnt | None:
     if len(evaluations) < 2:
         return None
     before, after = evaluations[0], evaluations[-1]
-
-    def names(record: Record) -> set[str]:
-        return {"", str(record.get("category") or "")}
-
-    changes = changes_of(before.records, after.records, names, lambda row, _: row.get("reward"))
+    changes = changes_of(before.records, after.records)
     num_graded = len(changes[0].rewards) if changes else 0
     return Learnt(before.iteration, after.iteration, changes, len(before.records) - num_graded)
+
+
+def _categories(record: Record) -> set[str]:
+    return {"", str(record.get("category") or "")}
 
 
 def changes_of(
     before: Mapping[str, Record],
     after: Mapping[str, Record],
-    names_of: Callable[[Record], Iterable[str]],
-    value_of: Callable[[Record, str], object],
+    names_of: Callable[[Record], Iterable[str]] = _categories,
+    value_of: Callable[[Record, str], object] = lambda record, _: record.get("reward"),
 ) -> list[Change]:
     """The paired values of the samples in both evaluations (sample id -> record), by name.
-    `names_of`: the names that a record has values under; `value_of`: its value under one."""
+    `names_of`: the names that a record has values under; `value_of`: its value under one. Default:
+    the reward, of all samples ('') and by category."""
     change_of: dict[str, Change] = {}
     for sample_id, old in before.items():
         new = after.get(sample_id, {})

@@ -25,10 +25,9 @@ def before_after(run_dir: Path, iteration: int) -> BeforeAfter | None:
     folders = [run_dir / "evaluation" / f"it_{it:06d}" for it in (0, iteration)]
     if iteration == 0 or not all((folder / "records.jsonl").is_file() for folder in folders):
         return None
-    old, new_rows = (
-        {row["id"]: row for row in read_rows(folder / "records.jsonl")[0]} for folder in folders
-    )
-    pairs = [(old[sample_id], row) for sample_id, row in new_rows.items() if sample_id in old]
+    old, new = (read_rows(folder / "records.jsonl")[0] for folder in folders)
+    row_of = {row["id"]: row for row in old}
+    pairs = [(row_of[row["id"]], row) for row in new if row["id"] in row_of]
     pictures: list[tuple[str, Image]] = []
     for before, after in pairs:
         files = [
@@ -41,7 +40,8 @@ def before_after(run_dir: Path, iteration: int) -> BeforeAfter | None:
                 f"{after['instruction']} | before ({before['reward']}): {before['completion']} | "
                 f"after ({after['reward']}): {after['completion']}"
             )
-            sheet = side_by_side([_small(file) for file in files if file.is_file()])
+            found = [open_picture(file).convert("RGB") for file in files if file.is_file()]
+            sheet = side_by_side([downscale(picture, _SIDE_PX) for picture in found])
             pictures.append((scrub(caption), sheet))
     return BeforeAfter(iteration, pictures, _summary(pairs, iteration))
 
@@ -52,22 +52,18 @@ def _summary(
     graded = [(a, b) for a, b in pairs if a["reward"] is not None and b["reward"] is not None]
     if not graded:
         return {}
-    gains = [b["reward"] - a["reward"] for a, b in graded]
     first, last = (fmean(pair[i]["reward"] for pair in graded) for i in (0, 1))
-    ends = interval(gains, [a.get("shown") or [a["id"]] for a, _ in graded])
+    gains_of: dict[str, list[float]] = {}
+    for before, after in graded:
+        for category in {"", before["category"]}:
+            gains_of.setdefault(category, []).append(after["reward"] - before["reward"])
+    gains = gains_of.pop("")
+    ends = interval(gains, [before.get("shown") or [before["id"]] for before, _ in graded])
     span = f", 95 % {ends[0]:+.3f} to {ends[1]:+.3f}" if ends else ""
     sentence = (
         f"held-out reward after {iteration} iterations: {first:.3f} -> {last:.3f} "
         f"({fmean(gains):+.3f}{span}, {len(gains)} samples)"
     )
-    numbers = {"before": first, "after": last, "gain": fmean(gains)}
-    for category in sorted({a["category"] for a, _ in graded} - {""}):
-        numbers[f"gain/{category}"] = fmean(
-            gain for gain, (a, _) in zip(gains, graded, strict=True) if a["category"] == category
-        )
-    return {"learnt": sentence, **{f"learnt/{name}": value for name, value in numbers.items()}}
-
-
-def _small(file: Path) -> Image:
-    with open_picture(file) as picture:
-        return downscale(picture.convert("RGB"), _SIDE_PX)
+    by_category = {f"learnt/gain/{name}": fmean(some) for name, some in gains_of.items()}
+    means = {"learnt/before": first, "learnt/after": last, "learnt/gain": fmean(gains)}
+    return {"learnt": sentence, **means, **by_category}

@@ -25,7 +25,6 @@ key=value changes a key of the config (the value: Jsonnet; other text: a string)
   'rewards={clip: {type: "clip"}}'
 configs/base.libsonnet has every key with its meaning and default.
 """
-WIDTH = 80
 _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 _HELP_MARKS = {
     r"^(usage|options|positional arguments):": "bold",
@@ -40,9 +39,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, doc: str | None, usage: str | None = None) -> None:
         # A docstring whose later lines are all indented has lost that to the formatter.
         blocks = re.sub("(?m)^(?=rl )", "    ", doc or "").split("\n\n")
-        text = "\n\n".join(
-            block if re.search("(?m)^ ", block) else fill(block, WIDTH) for block in blocks
-        )
+        filled = [block if re.search("(?m)^ ", block) else fill(block, 80) for block in blocks]
+        text = "\n\n".join(filled)
         super().__init__(prog, usage, text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
@@ -91,18 +89,18 @@ def program(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
         try:
             code = main(arguments)
             sys.stdout.flush()
+            return code
         except BrokenPipeError:  # `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
         except (KeyboardInterrupt, EOFError):  # EOFError: Ctrl-D at a question
             complain("interrupted")
             return 130
         except ConfigError as error:
             complain("this config cannot run:", error.problems)
-            return 1
-        except (ValueError, OSError) as error:
-            complain(remedy(error) if isinstance(error, OSError) else str(error))
-            return 1
-        return code
+        except OSError as error:
+            complain(remedy(error))
+        except ValueError as error:
+            complain(str(error))
+        return 1
 
     return run

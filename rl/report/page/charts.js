@@ -26,7 +26,7 @@
     return Array.from({length: last - first + 1}, (_, at) => Number(((first + at) * step).toPrecision(6)));
   };
 
-  // An svg of the frame with axes; `across` and `up` turn values into px. `labels`: of the y ticks.
+  // An svg of the frame with axes; `across` and `up` turn values into px. `name`: the text of a y tick.
   const frame = (label, xs, [low, high], marks, name) => {
     const [first, last] = [Math.min(...xs), Math.max(...xs)];
     const across = (x) => LEFT + (last > first ? (x - first) / (last - first) : 0.5) * (WIDTH - LEFT - RIGHT);
@@ -37,16 +37,16 @@
         svg("text", {class: "tick y", x: LEFT - 6, y: up(mark) + 3.5}, name(mark))]),
       (last > first ? [[first, "start"], [last, "end"]] : [[first, "middle"]]).map(([x, anchor]) =>
         svg("text", {class: `tick ${anchor}`, x: across(x), y: HEIGHT - 4}, short(x))));
-    const toX = (event) => {
-      const box = graph.getBoundingClientRect();
-      return first + ((event.clientX - box.left) / box.width * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT) * (last - first);
+    // Calls `show` with the place of the pointer in the frame: across and up, each from 0 to 1.
+    const onPointer = (show, leave) => {
+      for (const kind of ["pointermove", "pointerdown"]) graph.addEventListener(kind, (event) => {
+        const box = graph.getBoundingClientRect();
+        show(((event.clientX - box.left) / box.width * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT),
+          1 - ((event.clientY - box.top) / box.height * HEIGHT - TOP) / (HEIGHT - TOP - BOTTOM));
+      });
+      graph.addEventListener("pointerleave", leave);
     };
-    return {graph, across, up, toX};
-  };
-
-  const onPointer = (graph, show, leave) => {
-    for (const kind of ["pointermove", "pointerdown"]) graph.addEventListener(kind, show);
-    graph.addEventListener("pointerleave", leave);
+    return {graph, across, up, onPointer, first, last};
   };
 
   const smooth = (points) => points.map(([x], at) => {
@@ -58,7 +58,7 @@
     points.reduce((best, point) => (Math.abs(point[0] - x) < Math.abs(best[0] - x) ? point : best));
 
   // A curve {title, top, lines: [[metric, label, style]]}; null if it has no points.
-  const chart = (curve, data, state) => {
+  page.chart = (curve, data, state) => {
     const axis = data[state.x] ? state.x : "it";
     const raw = curve.lines.map(([metric, label, style]) => ({metric, label, style,
       points: (data.of[metric] ?? []).flatMap((y, at) => (y === null ? [] : [[data[axis][at], y]]))}))
@@ -72,7 +72,7 @@
     if (!log && high - low <= Math.max(1e-100, 1e-9 * Math.abs(low))) high = low + Math.max(1, Math.abs(low));
     const marks = ticks(low, high, log);
     const spans = lines.map(({label, points}) => `${label} from ${short(points[0][1])} to ${short(points.at(-1)[1])}`);
-    const {graph, across, up, toX} = frame(`${curve.title}: ${spans.join("; ")}`,
+    const {graph, across, up, onPointer, first, last} = frame(`${curve.title}: ${spans.join("; ")}`,
       lines.flatMap((line) => line.points.map(([x]) => x)), [marks[0], marks.at(-1)], marks,
       (mark) => short(log ? 10 ** mark : mark));
     const path = (points, style) => svg("path", {class: style,
@@ -91,9 +91,9 @@
     const where = el("span", {class: "soft at"});
     const cursor = svg("line", {class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden"});
     graph.append(cursor);
-    onPointer(graph, (event) => {
-      const all = lines.map(({points}) => nearest(points, toX(event)));
-      const x = nearest(all, toX(event))[0];
+    onPointer((share) => {
+      const all = lines.map(({points}) => nearest(points, first + share * (last - first)));
+      const x = nearest(all, first + share * (last - first))[0];
       where.textContent = `${AXES[axis]} ${short(x)}`;
       all.forEach(([at, y], line) => { values[line].textContent = short(y) + (at === x ? "" : ` (at ${short(at)})`); });
       for (const [name, value] of [["x1", across(x)], ["x2", across(x)], ["visibility", "visible"]]) cursor.setAttribute(name, value);
@@ -105,15 +105,14 @@
     const notes = [lines.some(({style, drawn}) => style === "main" && drawn.length > SMOOTHED_FROM)
       ? `strong: mean of the last ${SMOOTHING} points, faint: each` : null,
       data.span > 1 ? `a point is the mean of ${data.span} iterations` : null].filter(Boolean);
-    const documented = lines.map(({metric, label}) => ({metric, label, doc: data.docs[metric]}));
     return el("figure", {}, el("figcaption", {}, isolated(curve.title), where), graph,
       el("ul", {class: "legend"}, lines.map(({label, style}, line) => el("li", {},
         svg("svg", {class: "key", viewBox: "0 0 24 8", "aria-hidden": "true"}, svg("path", {class: style, d: "M0 4L24 4"})),
         isolated(label, "span"), values[line]))),
       el("details", {}, el("summary", {}, "what this is"),
         notes.length ? el("p", {class: "fine"}, `${notes.join("; ")}.`) : null,
-        documented.map(({metric, doc}) => el("p", {class: "fine"}, el("code", {}, isolated(metric)),
-          doc ? ` (${doc[0]}): ${doc[1]}` : ""))));
+        lines.map(({metric}) => el("p", {class: "fine"}, el("code", {}, isolated(metric)),
+          data.docs[metric] ? ` (${data.docs[metric].join("): ")}` : ""))));
   };
 
   // Counts by bin (rows: [iteration, counts]) as a heat map; bin i is around `first` + i `step`.
@@ -127,7 +126,7 @@
     const xs = columns.map(({from}) => position(from));
     const num = columns[0].counts.length;
     const low = first - step / 2;
-    const {graph, up} = frame(title, [position(rows[0][0]), position(rows.at(-1)[0])], [low, low + num * step],
+    const {graph, up, onPointer} = frame(title, [position(rows[0][0]), position(rows.at(-1)[0])], [low, low + num * step],
       [first, first + (num - 1) * step / 2, first + (num - 1) * step], short);
     const size = (WIDTH - LEFT - RIGHT) / columns.length;
     columns.forEach(({counts}, at) => {
@@ -136,31 +135,25 @@
         x: LEFT + at * size, width: Math.max(0.5, size - (size > 4 ? 1 : 0)), y: up(first + (bin + 0.5) * step), height: up(0) - up(step),
         opacity: Math.sqrt(count / total).toFixed(3)})])));
     });
-    const rest = `A column is ${width === 1 ? "one iteration" : `${width} iterations`}; the stronger, the larger a share of its completions.`;
-    const text = el("p", {class: "fine"}, rest);
-    onPointer(graph, (event) => {
-      const box = graph.getBoundingClientRect();
-      const at = Math.floor(((event.clientX - box.left) / box.width * WIDTH - LEFT) / size);
-      const share = ((event.clientY - box.top) / box.height * HEIGHT - TOP) / (HEIGHT - TOP - BOTTOM);
-      const bin = Math.floor((1 - share) * num);
+    const meaning = `A column is ${width === 1 ? "one iteration" : `${width} iterations`}; the stronger, the larger a share of its completions.`;
+    const text = el("p", {class: "fine"}, meaning);
+    onPointer((right, above) => {
+      const [at, bin] = [Math.floor(right * columns.length), Math.floor(above * num)];
       const column = columns[at];
       if (!column || !(bin >= 0 && bin < num)) return;
       const total = column.counts.reduce((sum, count) => sum + count, 0);
       text.textContent = `${AXES[axis]} ${short(xs[at])}: ${column.counts[bin]} of ${total} around ${short(first + bin * step)}`;
-    }, () => { text.textContent = rest; });
+    }, () => { text.textContent = meaning; });
     return el("figure", {}, el("figcaption", {}, title), graph, text);
   };
 
+  // The metrics with all words of the query, those with all in their name first.
   const found = (data, query) => {
     const words = query.toLowerCase().split(/\s+/).filter(Boolean);
-    if (!words.length) return [];
-    const text = (name) => `${name} ${data.docs[name]?.[1] ?? ""}`.toLowerCase();
-    const names = Object.keys(data.of);
-    const matching = (of) => names.filter((name) => words.every((word) => of(name).includes(word)));
-    return [...new Set([...matching((name) => name.toLowerCase()), ...matching(text)])];
+    const names = words.length ? Object.keys(data.of) : [];
+    const matching = (of) => names.filter((name) => words.every((word) => of(name).toLowerCase().includes(word)));
+    return [...new Set([...matching((name) => name), ...matching((name) => `${name} ${data.docs[name]?.[1] ?? ""}`)])];
   };
-
-  page.chart = chart;
 
   page.overview = async (state) => {
     const section = document.getElementById("at-overview");
@@ -173,7 +166,7 @@
       {name: "y", label: "Up", options: [["linear", "linear"], ["log", "logarithmic"]]},
     ], state, () => page.overview(page.route()));
     const names = found(data, state.q ?? "");
-    const all = (curves) => curves.map((curve) => chart(curve, data, state)).filter(Boolean);
+    const all = (curves) => curves.map((curve) => page.chart(curve, data, state)).filter(Boolean);
     section.querySelector(".count").textContent = state.q ? `${names.length} metrics match` +
       (names.length > MAX_FOUND ? `; the first ${MAX_FOUND}:` : names.length ? ":" : ".") : "";
     view("found").replaceChildren(...all(names.slice(0, MAX_FOUND).map((name) => ({title: name, top: null, lines: [[name, "value", "main"]]}))));
@@ -183,7 +176,7 @@
       lines: [[`reward/part/${part}`, "sampled", "main"], [`eval/part/${part}`, "held-out", "dash"]]});
     view("main").replaceChildren(...all(curves.filter((curve) => curve.main)));
     view("histograms").replaceChildren(...(data.histograms.length ? [
-      histogram("Rewards", data.histograms.map(([it, counts]) => [it, counts]), 0, 0.05, data, state),
+      histogram("Rewards", data.histograms, 0, 0.05, data, state),
       histogram("Advantages", data.histograms.map(([it, , counts]) => [it, counts]), -3, 0.25, data, state)] : []));
     for (const [name, group] of [["parts", [...parts].sort().map(ofPart)], ["more", curves.filter((curve) => !curve.main)]]) {
       const folded = view(name).closest("details");
