@@ -481,7 +481,7 @@ def test_no_key_is_enough_on_a_small_gpu() -> None:
     least += ["policy.device=auto"]
     [problem] = unfit(shipped("quickstart", *least, "renderer.batch_size=1"), 1)
     assert holds(
-        problem, "memory: ... 1.8 GB ... 2.8 GB of 1 ... 'learn' ... no key ... larger GPUs"
+        problem, "memory: ... 1.8 GB ... 2.8 GB of 1 ... 'learn' ... no config key ... larger GPUs"
     )
 
 

@@ -140,7 +140,7 @@ def test_an_episode_waiting_to_be_written_holds_no_tensors_on_the_device(tmp_pat
     full = replace(full, prompt=replace(full.prompt, model_inputs={"pixels": on_device}))
     written: list[Any] = []
 
-    def write(done: int, episodes_PG: Any, advantages_PG: Any, bare_P: Any) -> None:
+    def write(done: int, episodes_PG: Any, advantages_PG: Any, bare_P: Any, *_: Any) -> None:
         written.extend([*episodes_PG[0], *bare_P])
 
     mock, writer = MagicMock(), BackgroundWriter(tmp_path)
