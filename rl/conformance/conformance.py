@@ -21,7 +21,7 @@ from rl import build
 from rl.api import find
 from rl.api.engine import Engine
 from rl.api.policy import Policy
-from rl.api.types import Completion, Row, Sample, SamplingParams, TrainSequence
+from rl.api.types import Completion, Sample, SamplingParams, TrainSequence
 from rl.check_gpu.gpu_engines import move
 from rl.check_gpu.lines import Line, result, skipped
 from rl.config.messages import validate
@@ -75,7 +75,7 @@ def resolved(
     """The run in which the plugin is tested. Raises ConfigError."""
     cls = _plugin(plugin)
     role = "policy" if issubclass(cls, Policy) else "engine"
-    if config is None and issubclass(cls, Policy):
+    if config is None and role == "policy":
         tiny = cls.tiny(str(folder / "tiny"))
         if not tiny:
             remedy = f"name a config with this policy: rl check --conformance {plugin} my.jsonnet"
@@ -120,9 +120,8 @@ def _plugin(name: str) -> type[Any]:
             problems += wrong
     # What a class of one kind lacks matters, not that it is none of the other kind.
     lacking = [problem for problem in problems if "derive from" not in problem]
-    raise ConfigError(
-        lacking or problems or [f"{name}: neither a policy nor an engine is so named"]
-    )
+    unknown = f"{name}: neither a policy nor an engine is so named"
+    raise ConfigError(lacking or problems or [unknown])
 
 
 @dataclass
@@ -146,9 +145,8 @@ class Subject:
         plugin = replace(plugin, config=plugin.config.model_copy(update=changes))
         optimizer = config.optimizer.model_copy(update={"max_tokens_per_micro_batch": max_tokens})
         config = config.model_copy(update={"optimizer": optimizer})
-        with closing(
-            build.build_policy(replace(self.resolved, policy=plugin), self.dist)
-        ) as policy:
+        changed = replace(self.resolved, policy=plugin)
+        with closing(build.build_policy(changed, self.dist)) as policy:
             yield policy, Learner(policy, config, self.dist, 2)
 
     @cached_property
@@ -184,11 +182,8 @@ class Subject:
 
     def logprobs(self, policy: Policy[Any], learner: Learner) -> list[list[float]]:
         """The trainer's, of all tokens of `written`, nats."""
-        rows: list[Row] = []
-        for sample, written_G in zip(self.samples, self.written, strict=True):
-            prompt = policy.build_prompt(sample)
-            rows += [(prompt, completion.token_ids) for completion in written_G]
-        return learner.logprobs(rows)
+        pairs = zip(map(policy.build_prompt, self.samples), self.written, strict=True)
+        return learner.logprobs([(prompt, c.token_ids) for prompt, c_G in pairs for c in c_G])
 
 
 def lines(subject: Subject) -> Iterator[Line]:
@@ -250,11 +245,10 @@ def _engine(subject: Subject) -> str:
     stops = {*policy.stop_token_ids}
     for completion in completions:
         *body, last = completion.token_ids
-        banned = {*body} & {*policy.banned_token_ids}
+        banned, finish = {*body} & {*policy.banned_token_ids}, completion.finish
         _require(not banned, f"it samples the banned tokens {sorted(banned)}")
         _require(not {*body} & stops, "a stop token does not end a completion")
-        is_right = (last in stops) == (completion.finish == "stop")
-        _require(is_right, f"finish {completion.finish!r} is wrong")
+        _require((last in stops) == (finish == "stop"), f"finish {finish!r} is wrong")
     return _compare([completion.logprobs for completion in completions], logprobs, NATS)
 
 
@@ -395,4 +389,5 @@ def _gradient(subject: Subject, max_tokens: int) -> dict[str, Tensor]:
     with subject.started(max_tokens) as (policy, learner):
         move(policy.module)  # a fresh LoRA's A has no gradient
         _update(subject, policy, learner, 0)
-        return {n: t for n, t in learner.state()[0].items() if n.startswith("exp_avg/")}
+        parts = ((name.partition("/"), tensor) for name, tensor in learner.state()[0].items())
+        return {name: tensor for (part, _, name), tensor in parts if part == "exp_avg"}

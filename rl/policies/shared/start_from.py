@@ -15,7 +15,7 @@ from rl.text.untrusted import excerpt
 
 BASE = ("model_path", "revision", "init_text_encoder_from", "text_encoder_subfolder")
 """Keys of a policy's section that name its base model."""
-SHAPE = ("r", "alpha", "target_modules")
+SHAPE = ("lora.r", "lora.alpha", "lora.target_modules")
 
 
 @dataclass(frozen=True)
@@ -63,27 +63,22 @@ def differences(start: Start, config: BaseModel) -> list[str]:
     """'key: why' for each key that makes the policy of the section `config` another model than the
     start's. Raises ValueError (pydantic's) if this version cannot read the start's section."""
     ours, theirs = config.model_dump(), dict(start.policy)
-    keys = ["type"]
+    keys: tuple[str, ...] = ("type",)
     if theirs.get("type") == ours.get("type"):
         theirs = type(config).model_validate(theirs).model_dump()
-        keys = [*BASE, *(f"lora.{name}" for name in SHAPE)]
-    problems = []
-    for key in keys:
-        name, _, inner = key.partition(".")
-        first, second = theirs.get(name), ours.get(name)
-        if inner and isinstance(first, Mapping) and isinstance(second, Mapping):
-            first, second = first.get(inner), second.get(inner)
-        if not _same(first, second):
-            problems.append(
-                f"{key}: {excerpt(repr(second), 200)} given, but the adapter of from_run was "
-                f"trained with {excerpt(repr(first), 200)}; make them equal"
-            )
-    return problems
+        keys = BASE + SHAPE
+    for section in (ours, theirs):
+        section |= {f"lora.{name}": value for name, value in (section.get("lora") or {}).items()}
+    return [
+        f"{key}: {excerpt(repr(ours.get(key)), 200)} given, but the adapter of from_run was "
+        f"trained with {excerpt(repr(theirs.get(key)), 200)}; make them equal"
+        for key in keys
+        if _comparable(ours.get(key)) != _comparable(theirs.get(key))
+    ]
 
 
-def _same(first: object, second: object) -> bool:
-    if isinstance(first, str) and isinstance(second, str) and Path(first).exists():
-        return Path(first).resolve() == Path(second).resolve()
-    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        return set(first) == set(second)
-    return first == second
+def _comparable(value: object) -> object:
+    """The same for all names of a folder, and for a list's items in any order."""
+    if isinstance(value, str) and Path(value).exists():
+        return Path(value).resolve()
+    return set(map(str, value)) if isinstance(value, list | tuple) else value
