@@ -195,12 +195,13 @@ def answer(args: argparse.Namespace, name: str, default: str | None, question: s
 
 def _data(args: argparse.Namespace, system: System) -> list[str]:
     """The lines of the section `data`; [] for the data of the shipped config."""
-    default = None if system.data == "emu3_tokens" else ""
-    train = answer(args, "data", default, f"data ({DATA[system.data]})")
+    train_default = None if system.data == "emu3_tokens" else ""
+    train = answer(args, "data", train_default, f"data ({DATA[system.data]})")
     if not train:
         return []
     can_split = system.data == "hf_dataset"
-    held_out = answer(args, "held_out", *(("",) if can_split else (None, "held-out data")))
+    default, question = ("", "") if can_split else (None, "held-out data")
+    held_out = answer(args, "held_out", default, question)
     is_jsonl = train.endswith(".jsonl")
     rows = read_rows(read_lines(Path(train)), train)[0] if is_jsonl else []
     columns = {need: _column(need, train, rows) for need in system.columns.split()}
