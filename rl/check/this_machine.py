@@ -126,9 +126,18 @@ def gpus() -> tuple[list[Gpu], str]:
         )
         total_gb, used_gb = (mb * 2**20 / 1e9 for mb in (total_mb, used_mb))
         found.append(Gpu(number, uuid, name, driver, capability, total_gb, used_gb))
-    names = (visible or "").split(",")
-    chosen = [gpu for gpu in found if gpu.number in names or gpu.uuid in names]
-    return chosen or found, why  # all, if the variable names a part of a GPU (MIG)
+    if not visible or "MIG-" in visible:  # a MIG device is a part of one of them
+        return found, why
+    names = [name.strip() for name in visible.split(",")]
+    chosen = [
+        gpu
+        for gpu in found
+        if gpu.number in names
+        or any(name.startswith("GPU-") and gpu.uuid.startswith(name) for name in names)
+    ]
+    if found and not chosen:
+        why = f"CUDA_VISIBLE_DEVICES={visible!r} names no GPU of this machine"
+    return chosen, why
 
 
 def nvidia_smi(*options: str) -> tuple[list[list[str]], str]:

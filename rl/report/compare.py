@@ -131,7 +131,7 @@ def _why_not(
         return ["other held-out data: no sample is in both", *reasons]
     tests: dict[str, Callable[[Record], Any]] = {
         "other held-out data: sample {} has another instruction": lambda r: r.get("instruction"),
-        "other held-out data: sample {} shows another picture": shown_of,
+        "other held-out data: sample {} shows another picture": lambda r: shown_of(r) or None,
         "other noise: sample {} was drawn from another seed": lambda r: (
             r.get("noise_seed") if r.get("image_file") else None  # None: nothing was drawn
         ),

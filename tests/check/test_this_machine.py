@@ -207,6 +207,7 @@ def test_a_newer_cuda_library_makes_up_for_an_old_driver(
         ({}, {"PATH": "/nowhere"}, [], "no GPU ... >= 580"),
         ({"smi_exit": "9"}, {}, [], "no GPU ... >= 580"),
         ({}, {"CUDA_VISIBLE_DEVICES": ""}, [], "no GPU ... >= 580"),
+        ({}, {"CUDA_VISIBLE_DEVICES": "7,GPU-9"}, [], "no GPU ... >= 580"),
         ({"torch": "2.13.0+cpu"}, {}, [], "PyTorch ... CPU"),
         ({}, {}, ["policy.device=cpu"], "no GPU"),
     ],
@@ -220,6 +221,15 @@ def test_a_run_without_a_gpu_has_no_machine_problems(
     assert missing(*overrides) == []
     resolved = build.resolve(tiny_config.shipped("quickstart", *ON_GPU, *overrides))
     assert holds(*machine_lines(resolved), line)
+
+
+@pytest.mark.parametrize(
+    ("visible", "numbers"), [("1", ["1"]), ("0, GPU-1", ["0", "1"]), ("MIG-GPU-0/1/0", ["0", "1"])]
+)
+def test_visible_gpus_are_chosen_by_number_and_by_uuid(box: Box, monkeypatch, visible, numbers):
+    box()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.number for gpu in this_machine.gpus()[0]] == numbers
 
 
 def test_check_and_launch_report_a_missing_compiler(box: Box) -> None:
