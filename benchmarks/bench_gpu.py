@@ -1,12 +1,13 @@
 """Measures this project's speed and memory on one GPU at real size, with random weights, offline.
 
-    rl bench-gpu                                all measurements ("items"), each for 60 s
+    rl bench-gpu                                all items, each for 60 s
     rl bench-gpu --items 4b,4                   some of them, see `ITEMS`
     rl bench-gpu --items 5 --seconds-per-item 400
     rl bench-gpu --tiny                         in seconds on a CPU
 
-Writes the measurements and the project's goals to `--out`. The exit code is 1 if an item failed or
-a result is wrong. "floor" is the time of the same FLOPs at the rate of item 1's matrix products.
+Writes the measurements and the project's goals to `--out`. The exit code is 1
+if an item failed or a result is wrong. "floor" is the time of the same FLOPs at
+the rate of item 1's matrix products.
 """
 
 from __future__ import annotations

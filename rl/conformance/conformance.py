@@ -211,7 +211,8 @@ def _prompt(subject: Subject) -> str:
     if renderer.cls.prompt_template(renderer.config):
         raise NotApplicableError("the renderer brings the prompt's template")
     with subject.started() as (policy, _):
-        tokenizer = AutoTokenizer.from_pretrained(policy.engine_folder())
+        # The engine reads the folder, too.
+        tokenizer = AutoTokenizer.from_pretrained(policy.engine_folder())  # nosec B615
         if not tokenizer.chat_template:
             raise NotApplicableError("the model's folder has no chat template")
         stops = "".join(tokenizer.convert_ids_to_tokens(policy.stop_token_ids))
