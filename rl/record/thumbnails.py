@@ -76,7 +76,7 @@ class Thumbnails:
                 if density * len(pictures) * side**2 > _MARGIN * share and not is_last:
                     continue
                 pictures = [_shrunk(picture, side) for picture in pictures]
-                data, boxes = _sheet(pictures, side, quality)
+                data, boxes = _sheet(pictures, quality)
                 density = len(data) / len(pictures) / side**2
                 if len(data) <= share:
                     write_atomically(self._folder / name, data, durable=False)
@@ -119,8 +119,9 @@ def _shrunk(picture: Image, side: int) -> Image:
     return small
 
 
-def _sheet(pictures: Sequence[Image], side: int, quality: int) -> tuple[bytes, list[str]]:
-    """(pictures of at most `side` px as one WebP, 'left,top,width,height' of each)."""
+def _sheet(pictures: Sequence[Image], quality: int) -> tuple[bytes, list[str]]:
+    """(the pictures as one WebP, 'left,top,width,height' of each)."""
+    side = max(max(picture.size) for picture in pictures)
     cell = -(-side // _BLOCK_PX) * _BLOCK_PX
     columns = min(len(pictures), _ROW_PX // cell)
     rows = -(-len(pictures) // columns)
