@@ -33,8 +33,8 @@ package_fixes.install()
 
 
 class _Callable(ModuleType):
-    """`rl.check` and `rl.train` once these modules are imported: calling one still calls the
-    function of that name."""
+    """The modules `rl.check` and `rl.train`: a call of one calls the function of that name in
+    `rl.notebook`."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return _function(self.__name__.partition(".")[2])(*arguments, **options)

@@ -46,7 +46,7 @@ class CheckResult:
 
 
 class TrainingError(RuntimeError):
-    """A start that did not end well; the message ends with the last lines that it printed."""
+    """A run that `train` started has failed; the message ends with the last lines it printed."""
 
     def __init__(self, code: int, output: str) -> None:
         super().__init__(f"rl train ended with exit code {code}:\n{output}")
@@ -59,7 +59,7 @@ class Row:
     """A graded completion, from training or of a held-out sample; None: not on record."""
 
     iteration: int
-    """An episode's own, from 1; of a held-out sample: iterations done, 0 is before training."""
+    """Of an episode: its iteration, from 1. Of a held-out sample: iterations done; 0: none yet."""
     sample_id: str | None = None
     category: str | None = None
     instruction: str | None = None
@@ -91,25 +91,31 @@ class Row:
     """The folder to which the record's file names are relative."""
 
     def image(self) -> Image | None:
-        """The rendered picture."""
-        return self._open(self.record.get("image_file"))
+        """The rendered picture, or its thumbnail if only that is on record."""
+        return self._open(self.record.get("image_file"), self.record.get("thumbnail"))
 
     def sources(self) -> list[Image]:
-        """The source pictures on record, in order."""
-        files = [self.record.get("source_file"), *reading.other_sources(self.record)]
-        return [picture for picture in map(self._open, files) if picture is not None]
+        """The source pictures on record, in order, likewise."""
+        found = (self._open(*places) for places in reading.source_places(self.record))
+        return [picture for picture in found if picture is not None]
 
     def target(self) -> Image | None:
-        """The picture that the data set calls right."""
-        return self._open(self.record.get("target_file"))
+        """The picture that the data set calls right, likewise."""
+        return self._open(self.record.get("target_file"), self.record.get("target_thumbnail"))
 
-    def _open(self, file: object) -> Image | None:
+    def _open(self, *places: object) -> Image | None:
         is_held_out = self.folder.parent.name == "evaluation"
-        kept = (reading.picture if is_held_out else reading.picture_of)(self.folder, file)
+        picture_of = reading.picture if is_held_out else reading.picture_of
+        kept = next(filter(None, (picture_of(self.folder, place) for place in places)), None)
         if kept is None:
             return None
-        with open_picture(self.folder / kept) as picture:
-            return picture.convert("RGB")
+        file, _, box = kept.partition("#xywh=")
+        with open_picture(self.folder / file, ("PNG", "WEBP")) as picture:
+            whole = picture.convert("RGB")
+        if not box:
+            return whole
+        left, top, width, height = map(int, box.split(","))
+        return whole.crop((left, top, left + width, top + height))
 
 
 RowT = TypeVar("RowT", bound="Row | Mapping[str, Any]")
@@ -135,7 +141,7 @@ class Table(list[RowT]):
 
 
 class LoadedRun:
-    """A run folder, read anew by every call: it may belong to a run that is going on."""
+    """A run folder. Each call reads the files again, so the run may still be training."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -189,14 +195,6 @@ class LoadedRun:
             for record in reading.named_rows(folders[number] / "records.jsonl", "id")[0]
         )
 
-    def wait(self) -> Self:
-        """Wait until the start that `train` made has ended. Raises TrainingError if it failed."""
-        return self
-
-    def stop(self) -> Self:
-        """Ask the start that `train` made to save and end, and wait; `train` resumes the run."""
-        return self
-
 
 def _chosen(iterations: int | Iterable[int] | None, known: Mapping[int, Any]) -> list[int]:
     if isinstance(iterations, int):
@@ -225,7 +223,7 @@ def load_run(folder: str | Path) -> LoadedRun:
 def check(config: ConfigOrPath, overrides: Overrides = None) -> CheckResult:
     """What a run would do, and every mistake of its config; nothing is started and no model loaded.
 
-    A process of its own does it, so that plugins are imported as they are on disk now.
+    It runs in a new process, which imports plugins as they are on disk now.
     """
     with tempfile.TemporaryDirectory(prefix="rl_check_") as folder:
         arguments = _arguments(config, overrides, Path(folder))
@@ -247,20 +245,20 @@ def train(
     nproc: int | None = None,
     wait: bool = True,
     echo: bool = True,
-) -> LoadedRun:
+) -> StartedRun:
     """Start the run that the config names, or resume it, as `rl train` does.
 
     Args:
         config: a file, or a config; keys as in configs/base.libsonnet.
         overrides: values that replace the config's.
         nproc: number of processes (GPUs) on this machine; None: the config's world_size.
-        wait: False: return at once, and train in the background; see `LoadedRun.wait`, `.stop`.
+        wait: False: return at once, and train in the background; see `StartedRun`.
         echo: print what the run prints.
 
-    Raises ConfigError for a config that cannot be read, TrainingError if the run fails. An
-    interrupt (Ctrl-C, "interrupt the kernel") first lets the run save.
+    Raises ConfigError for a config that cannot be read, TrainingError if the run fails. On
+    an interrupt (Ctrl-C, "interrupt the kernel") the run saves before it ends.
     """
-    run = _StartedRun(config, overrides, nproc, echo)
+    run = StartedRun(config, overrides, nproc, echo)
     return run.wait() if wait else run
 
 
@@ -274,8 +272,8 @@ def _arguments(config: ConfigOrPath, overrides: Overrides, folder: Path) -> list
     return [str(config), *settings]
 
 
-class _StartedRun(LoadedRun):
-    """Its process has a session of its own, so that only `stop` interrupts it."""
+class StartedRun(LoadedRun):
+    """A run whose process is in a new session: Ctrl-C does not reach it, only `stop` does."""
 
     def __init__(
         self, config: ConfigOrPath, overrides: Overrides, nproc: int | None, echo: bool
@@ -306,6 +304,7 @@ class _StartedRun(LoadedRun):
         return self._process.poll() is None or super().is_running
 
     def wait(self) -> Self:
+        """Wait until it has ended. Raises TrainingError if it failed."""
         try:
             code = self._process.wait()
         except KeyboardInterrupt:
@@ -317,6 +316,7 @@ class _StartedRun(LoadedRun):
         return self
 
     def stop(self) -> Self:
+        """Ask it to save and end, and wait; the same call of `train` resumes the run."""
         self._process.send_signal(signal.SIGTERM)  # nothing if it has ended
         self._process.wait()
         self._reader.join()

@@ -35,7 +35,7 @@ from rl.text.command_line import KEY_VALUE
 
 CHECK, TRAIN, RANKS = "rl check", "rl train", "rl check-distributed"
 HELP = {
-    TRAIN: f"""Start a run, or resume it: the same command goes on where the run stopped.
+    TRAIN: f"""Start a run, or resume it: the same command continues where the run stopped.
 
     rl train configs/quickstart.jsonnet              on a laptop, in minutes
     rl train my.jsonnet seed=1 run_name=second       with other values
@@ -125,8 +125,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _smoke_overrides(config: RunConfig, num_nodes: int) -> list[str]:
     """Overrides for a trial of any config: few iterations and held-out samples, a run name of its
     own, nothing published. On one node the name is new; several nodes have to agree on it."""
-    name = f"{config.run_name}_smoke"
-    number = 1
+    name, number = f"{config.run_name}_smoke", 1
     while num_nodes == 1 and (Path(config.base_exp_dir) / name).exists():
         number += 1
         name = f"{config.run_name}_smoke_{number}"
@@ -139,6 +138,7 @@ def _smoke_overrides(config: RunConfig, num_nodes: int) -> list[str]:
         f"evaluation.num_samples={num_samples}",
         "checkpoint.push_to_hub_every_n_iterations=0",
         "tracking.wandb='off'",
+        "tracking.trackio_space=''",
     ]
 
 

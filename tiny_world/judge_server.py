@@ -147,10 +147,10 @@ class JudgeServer:
         self.close()
 
 
-def main() -> None:
+def main(server: type[JudgeServer] = JudgeServer) -> None:
     """Serve until a signal ends this process."""
     url_file, model = sys.argv[1:]
-    with JudgeServer(model) as judge:
+    with server(model) as judge:
         Path(url_file).write_text(f"{judge.api_base}\n", encoding="utf-8")
         threading.Event().wait()
 

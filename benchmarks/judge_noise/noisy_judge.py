@@ -12,13 +12,10 @@ import itertools
 import json
 import math
 import random
-import sys
-import threading
-from pathlib import Path
 from statistics import NormalDist
 
 from rl.judge.labels import LABELS
-from tiny_world.judge_server import JudgeHandler, JudgeServer
+from tiny_world.judge_server import JudgeHandler, JudgeServer, main
 
 DIGITS = LABELS["digits"]
 
@@ -74,13 +71,5 @@ class NoisyJudge(JudgeServer):
         self.noise = float(model.rpartition("-")[2])
 
 
-def main() -> None:
-    """Serve until a signal ends this process."""
-    url_file, model = sys.argv[1:]
-    with NoisyJudge(model) as judge:
-        Path(url_file).write_text(f"{judge.api_base}\n", encoding="utf-8")
-        threading.Event().wait()
-
-
 if __name__ == "__main__":
-    main()
+    main(NoisyJudge)

@@ -42,8 +42,7 @@ class JudgeCheck:
 
 
 def with_second_judge(resolved: Resolved) -> Resolved | None:
-    """The run with `evaluation.judge` as its judge, and only with rewards that ask a judge; None if
-    no evaluation asks one."""
+    """The rewards that ask a judge, with `evaluation.judge` as judge; None if nothing asks it."""
     config = resolved.config.evaluation.judge
     if config is None or not (resolved.needs_judge and resolved.validation):
         return None

@@ -129,12 +129,8 @@ def gpus() -> tuple[list[Gpu], str]:
     if not visible or "MIG-" in visible:  # a MIG device is a part of one of them
         return found, why
     names = [name.strip() for name in visible.split(",")]
-    chosen = [
-        gpu
-        for gpu in found
-        if gpu.number in names
-        or any(name.startswith("GPU-") and gpu.uuid.startswith(name) for name in names)
-    ]
+    uuids = tuple(name for name in names if name.startswith("GPU-"))  # their beginnings suffice
+    chosen = [gpu for gpu in found if gpu.number in names or gpu.uuid.startswith(uuids)]
     if found and not chosen:
         why = f"CUDA_VISIBLE_DEVICES={visible!r} names no GPU of this machine"
     return chosen, why

@@ -1,4 +1,4 @@
-"""Write a commented config for a run of your own; asks for what no option gives.
+"""Write a commented config for a run of your own; asks for each value that no option gives.
 
 rl init
 rl init my.jsonnet --system edit --judge http://judge-host:4877
@@ -46,7 +46,10 @@ class System(NamedTuple):
     config: str  # the shipped config that the new one extends
     data: str = ""  # key of DATA; '': needs no GPU, has its own data and judge
     columns: str = ""  # keys of COLUMNS
+    can_split: bool = False  # held-out rows can be split off, and columns be named
+    has_data: bool = True  # in `config`
     one_gpu: str = ""  # the shipped config for one GPU, or for smaller ones; '': the same
+    on_large_gpus: str = ""  # line for `config` on GPUs that are large enough for all models
     gpus: int = 1  # that `config` is written for
     gpu_gb: int = 80
     has_judge: bool = False
@@ -56,19 +59,39 @@ SYSTEMS = {
     "quickstart": System("Tiny models on this CPU, in minutes: to see how it works", "quickstart"),
     "edit": System(
         "A VLM writes, Qwen-Image-Edit (one GPU: Qwen-Image-2.1) draws, a judge grades",
-        *("qwen_image_edit", "hf_dataset", "instruction source", "one_gpu_80gb", 8, 141, True),
+        "qwen_image_edit",
+        data="hf_dataset",
+        columns="instruction source",
+        can_split=True,
+        one_gpu="one_gpu_80gb",
+        gpus=8,
+        gpu_gb=141,
+        has_judge=True,
     ),
     "prompts": System(
         "A VLM rewrites prompts, Stable Diffusion 3 draws, CLIP grades",
-        *("prompt_enhancement", "prompts", "instruction", "one_gpu_48gb"),
+        "prompt_enhancement",
+        data="prompts",
+        columns="instruction",
+        one_gpu="one_gpu_48gb",
+        on_large_gpus="one_gpu:: true,  // policy, SD3 and CLIP share each GPU",
     ),
     "reasoning": System(
         "A VLM answers questions about pictures; right answers are rewarded",
-        *("vlm_reasoning", "hf_dataset", "instruction source answer", "one_gpu_24gb", 2),
+        "vlm_reasoning",
+        data="hf_dataset",
+        columns="instruction source answer",
+        can_split=True,
+        one_gpu="one_gpu_24gb",
+        gpus=2,
     ),
     "earl": System(
         "Emu3 writes the edited picture as tokens, a judge grades",
-        *("sft_s__rl_s", "emu3_tokens", "", "", 4, 80, True),
+        "sft_s__rl_s",
+        data="emu3_tokens",
+        has_data=False,
+        gpus=4,
+        has_judge=True,
     ),
 }
 NAME, NUMBER = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", r"[1-9]\d{0,5}"
@@ -147,8 +170,8 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
         gb = int(answer(args, "gpu_gb", str(min(sizes, default=system.gpu_gb))))
         if system.one_gpu and (num == 1 or gb < 80):
             base = system.one_gpu
-        elif system.config == "prompt_enhancement":
-            keys.append("one_gpu:: true,  // policy, SD3 and CLIP share each GPU")
+        elif system.on_large_gpus:
+            keys.append(system.on_large_gpus)
         keys += [f"world_size: {num},  // GPUs", f"gpu_gb: {gb},  // memory of each, GB"]
         keys += _data(args, system)
     if system.has_judge:
@@ -179,7 +202,7 @@ def answer(args: argparse.Namespace, name: str, default: str | None, question: s
             problem = f"--{name.replace('_', '-')} is missing: {question}"
         elif not re.fullmatch(QUESTIONS[name][1], text):
             hint = f"; {nearest(text, list(SYSTEMS))}" if name == "system" else ""
-            problem = f"{question}: {text!r} is none{hint}"
+            problem = f"{question}: {text!r} is not valid{hint}"
         elif (
             (text and name in ("data", "held_out"))
             and not (Path(text).is_dir() or re.fullmatch(f"{NAME}/{NAME}", text))
@@ -195,18 +218,17 @@ def answer(args: argparse.Namespace, name: str, default: str | None, question: s
 
 def _data(args: argparse.Namespace, system: System) -> list[str]:
     """The lines of the section `data`; [] for the data of the shipped config."""
-    train_default = None if system.data == "emu3_tokens" else ""
-    train = answer(args, "data", train_default, f"data ({DATA[system.data]})")
+    question = f"data ({DATA[system.data]})"
+    train = answer(args, "data", "" if system.has_data else None, question)
     if not train:
         return []
-    can_split = system.data == "hf_dataset"
-    default, question = ("", "") if can_split else (None, "held-out data")
+    default, question = ("", "") if system.can_split else (None, "held-out data")
     held_out = answer(args, "held_out", default, question)
     is_jsonl = train.endswith(".jsonl")
     rows = read_rows(read_lines(Path(train)), train)[0] if is_jsonl else []
     columns = {need: _column(need, train, rows) for need in system.columns.split()}
     more, splits = "", ("", "")
-    if can_split:
+    if system.can_split:
         if not held_out:
             num = max(1, min(MAX_HELD_OUT, len(rows) // 5)) if is_jsonl else MAX_HELD_OUT
             splits = (f", split: 'train[:-{num}]'", f", split: 'train[-{num}:]'")
@@ -229,8 +251,8 @@ def _column(need: str, path: str, rows: Sequence[Mapping[str, object]]) -> str:
     for column in COLUMNS[need]:
         if not rows or column in rows[0]:
             return _quoted(column)
-    fix = f"rename one to {COLUMNS[need][0]!r}"
-    raise ValueError(f"{path}: which column is the {need}? It has {[*rows[0]]}; {fix}")
+    fix = f"rename the right one to {COLUMNS[need][0]!r}"
+    raise ValueError(f"{path} has no column for the {need}, only {[*rows[0]]}; {fix}")
 
 
 def _quoted(text: str) -> str:

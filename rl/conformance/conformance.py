@@ -228,8 +228,9 @@ def _prompt(subject: Subject) -> str:
     ahead, instruction, behind = chat.partition(sample.instruction)
     before, after = ahead.rstrip(), instruction + behind
     got = tokenizer.decode(prompt.token_ids)
-    _require(got.startswith(before), f"it begins {got[: len(before)]!r}, the template {before!r}")
-    _require(got.endswith(after), f"it ends {got[-len(after) :]!r}, the template {after!r}")
+    first, last = got[: len(before)], got[-len(after) :]
+    _require(first == before, f"it begins with {first!r}; the template has {before!r}")
+    _require(last == after, f"it ends with {last!r}; the template has {after!r}")
     specials = {*tokenizer.all_special_ids}
     count, more = (sum(token in specials for token in p.token_ids) for p in (prompt, hostile))
     _require(count == more, f"{more - count} special tokens come from a user's words")
@@ -249,7 +250,7 @@ def _engine(subject: Subject) -> str:
         banned, finish = {*body} & {*policy.banned_token_ids}, completion.finish
         _require(not banned, f"it samples the banned tokens {sorted(banned)}")
         _require(not {*body} & stops, "a stop token does not end a completion")
-        _require((last in stops) == (finish == "stop"), f"finish {finish!r} is wrong")
+        _require((last in stops) == (finish == "stop"), f"finish is {finish!r} after token {last}")
     return _compare([completion.logprobs for completion in completions], logprobs, NATS)
 
 

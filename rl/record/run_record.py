@@ -168,9 +168,7 @@ class RunRecord:
             shared: dict[str, Any] = {"source_file": None, "target_file": None}
             if episodes_G:
                 sample = episodes_G[0].prompt.sample
-                shared["source_thumbnails"] = [
-                    places.get(id(picture)) for picture in sample.sources
-                ]
+                shared["source_thumbnails"] = [places.get(id(p)) for p in sample.sources]
                 shared["target_thumbnail"] = places.get(id(sample.target))
             if with_pictures and episodes_G:
                 sources = named_sources(sample)

@@ -13,7 +13,7 @@ from PIL.Image import Image, new
 
 from rl.api.types import Episode, Status
 from rl.files.atomic import write_atomically
-from rl.files.images import over_white
+from rl.files.images import downscale, over_white
 from rl.ranks.dist import Dist
 
 LEVELS = ((256, 80), (208, 77), (168, 74), (136, 71), (112, 68), (88, 60), (72, 45))
@@ -21,7 +21,7 @@ LEVELS = ((256, 80), (208, 77), (168, 74), (136, 71), (112, 68), (88, 60), (72, 
 BASE_WEIGHT = 0.25
 """A group's share of the bytes is proportional to this plus its `interest`."""
 _MARGIN = 1.5
-"""A level is not tried if it would need more than this times a group's share, by the last sheet."""
+"""A level is skipped if the last sheet's bytes per px predict more than this times the share."""
 _BLOCK_PX = 16
 """WebP's largest block: pictures start at multiples of it, so that none bleeds into another."""
 _ROW_PX = 4096
@@ -42,9 +42,9 @@ class Thumbnails:
     """One rank's sheets: `<run>/thumbnails/it_000012/rank0_g03.webp` has all pictures of a group.
 
     The budget is divided equally over ranks. An iteration may use what is left divided by the
-    iterations left; within it, groups get shares by `interest`, the most interesting first, and
-    what a group leaves is for the others. A share that is too small for the smallest of `LEVELS`
-    gives no sheet.
+    iterations left. Groups get shares of that by `interest`, the most interesting first; bytes
+    that one does not use go to the next ones. A group whose share is too small for the smallest of
+    `LEVELS` gets no sheet.
     """
 
     def __init__(self, run_dir: Path, budget_bytes: float, dist: Dist) -> None:
@@ -75,7 +75,7 @@ class Thumbnails:
                 is_last = side == LEVELS[-1][0]
                 if density * len(pictures) * side**2 > _MARGIN * share and not is_last:
                     continue
-                pictures = [_shrunk(picture, side) for picture in pictures]
+                pictures = [downscale(over_white(picture), side) for picture in pictures]
                 data, boxes = _sheet(pictures, quality)
                 density = len(data) / len(pictures) / side**2
                 if len(data) <= share:
@@ -98,7 +98,7 @@ class Thumbnails:
 
 
 def interest(episodes_G: Sequence[Episode], bare: Episode | None) -> float:
-    """How much a group can explain, 0..1, the largest of: twice the standard deviation of its
+    """How interesting a group is, 0..1: the largest of twice the standard deviation of its
     rewards; the share of completions that failed or were not graded; how far its mean reward is
     from the bare arm's; twice the standard deviation between the judge's readings of a picture."""
     rewards = [episode.reward for episode in episodes_G if episode.reward is not None]
@@ -111,12 +111,6 @@ def interest(episodes_G: Sequence[Episode], bare: Episode | None) -> float:
     variances = (v for episode in episodes_G for v in episode.judge_variances if v is not None)
     values.append(2 * max(variances, default=0.0) ** 0.5)
     return min(1.0, max(values))
-
-
-def _shrunk(picture: Image, side: int) -> Image:
-    small = over_white(picture)
-    small.thumbnail((side, side))
-    return small
 
 
 def _sheet(pictures: Sequence[Image], quality: int) -> tuple[bytes, list[str]]:

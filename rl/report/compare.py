@@ -32,10 +32,8 @@ from rl.report.summary import INTERVAL, Change, changes_of
 from rl.run.metric_table import doc_of
 from rl.text.untrusted import without_lone_surrogates
 
-MEASURE = (
-    *("rewards.", "final_reward.", "evaluation.temperature.", "evaluation.top_k."),
-    *("judge.model.", "judge.revision.", "judge.temperature.", "judge.image_side_px."),
-)
+REWARD = ("rewards.", "final_reward.", "evaluation.temperature.", "evaluation.top_k.")
+JUDGE = ("judge.model.", "judge.revision.", "judge.temperature.", "judge.image_side_px.")
 """Config keys that decide what a held-out reward means, each with all below it."""
 SCRIPTS = ("base.js", "charts.js", "compare.js")
 NUM_SAMPLES, NUM_IN_TERMINAL = 6, 3
@@ -122,10 +120,10 @@ def _why_not(
 ) -> list[str]:
     """Why rewards of the two evaluations do not mean the same; [] if they do."""
     reasons = [
-        f"another {'judge' if row['key'].startswith('judge.') else 'measure'}: {row['key']} is "
-        f"{escaped(row['value'], 60)}, there {escaped(row['other'], 60)}"
+        f"another {'judge' if row['key'].startswith('judge.') else 'reward'}: {row['key']} is "
+        f"{escaped(row['value'], 60)} here and {escaped(row['other'], 60)} in the other run"
         for row in rows
-        if f"{row['key']}.".startswith(MEASURE)
+        if f"{row['key']}.".startswith(REWARD + JUDGE)
     ]
     if not shared:
         return ["other held-out data: no sample is in both", *reasons]
@@ -147,9 +145,9 @@ def lines(name: str, result: Comparison) -> list[str]:
     """The comparison for a terminal."""
     title = f"{name} against {result.name}"
     if result.reasons:
-        means = result.means
-        apart = [f"  each on its own: {result.name} {means[0]}, {name} {means[1]}"] if means else []
-        return [f"{title}: NOT COMPARABLE", *(f"  {reason}" for reason in result.reasons), *apart]
+        pairs = zip((result.name, name), result.means, strict=False)
+        means = [f"mean held-out reward of {one}: {mean}" for one, mean in pairs]
+        return [f"{title}: NOT COMPARABLE", *(f"  {text}" for text in (*result.reasons, *means))]
     rows = [*result.changes, *result.parts]
     width = max((len(change.name) for change in rows), default=0)
     samples = [

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, zip_longest
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
 from rl.config.shipped import located
 from rl.report.reading import (
-    MAX_SOURCES,
     Record,
     number,
-    other_sources,
     picture,
     picture_of,
+    source_places,
     words_of,
 )
 from rl.text.untrusted import without_lone_surrogates
@@ -152,11 +151,7 @@ def group_row(
 
 def _sources(row: Record, file_of: Callable[[object], str | None]) -> dict[str, Any]:
     """`src`: the first source picture; `others`: further ones, if any; null for a missing file."""
-    files: list[object] = [row.get("source_file"), *other_sources(row)]
-    small = row.get("source_thumbnails")
-    small = small[:MAX_SOURCES] if isinstance(small, list) else []
-    pairs = zip_longest(files, small)
-    src, *others = [file_of(file) or file_of(thumbnail) for file, thumbnail in pairs]
+    src, *others = [file_of(file) or file_of(small) for file, small in source_places(row)]
     return {"src": src} | ({"others": others} if others else {})
 
 
@@ -257,8 +252,8 @@ def _list_pictures(rows_G: Sequence[Record], run_dir: Path) -> list[str]:
     """At most three distinct pictures, thumbnails where there are any."""
     graded = [row for row in rows_G if number(row.get("reward")) is not None] or rows_G[:1]
     graded = sorted(graded, key=lambda row: number(row.get("reward")) or 0.0)
-    small = rows_G[0].get("source_thumbnails")
-    places = [small[0] if isinstance(small, list) and small else rows_G[0].get("source_file")]
+    source_file, small = source_places(rows_G[0])[0]
+    places = [small or source_file]
     places += [row.get("thumbnail") or row.get("image_file") for row in (graded[-1], graded[0])]
     return [p for p in dict.fromkeys(map(partial(picture_of, run_dir), map(str, places))) if p]
 

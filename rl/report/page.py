@@ -114,7 +114,7 @@ def _facts(
         "sets": sets,
         "run": _path(run_dir, config),
         "checkpoints": _checkpoints(run_dir),
-        "curves": list(map(spec, sorted(CURVES, key=_rank))),
+        "curves": list(map(_spec, sorted(CURVES, key=_rank))),
     }
 
 
@@ -125,7 +125,7 @@ def _rank(curve: Curve) -> int:
     return min((main.index(name) for name in metrics if name in main), default=len(main))
 
 
-def spec(curve: Curve) -> dict[str, Any]:
+def _spec(curve: Curve) -> dict[str, Any]:
     """A curve for `page/charts.js`."""
     lines = [[line.metric, line.label, line.style] for line in curve.lines]
     main = _rank(curve) < len(MAIN_METRICS)

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,13 @@ def picture_of(run_dir: Path, place: object) -> str | None:
         return None
     top, _, path_below = file.partition("/")
     return place if path_below and picture(run_dir / top, path_below) else None
+
+
+def source_places(record: Record) -> list[tuple[object, object]]:
+    """(file, thumbnail) of each source picture that an episode's record names, unchecked."""
+    small = record.get("source_thumbnails")
+    small = small[:MAX_SOURCES] if isinstance(small, list) else []
+    return list(zip_longest([record.get("source_file"), *other_sources(record)], small))
 
 
 def other_sources(record: Record) -> list[object]:

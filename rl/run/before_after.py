@@ -30,11 +30,8 @@ def before_after(run_dir: Path, iteration: int) -> BeforeAfter | None:
     pairs = [(row_of[row["id"]], row) for row in new if row["id"] in row_of]
     pictures: list[tuple[str, Image]] = []
     for before, after in pairs:
-        files = [
-            folders[0] / (before["source_file"] or ""),
-            folders[0] / (before["image_file"] or ""),
-            folders[1] / (after["image_file"] or ""),
-        ]
+        names = (before["source_file"], before["image_file"], after["image_file"])
+        files = [f / (name or "") for f, name in zip((folders[0], *folders), names, strict=True)]
         if len(pictures) < MAX_PICTURES and files[1].is_file() and files[2].is_file():
             caption = (
                 f"{after['instruction']} | before ({before['reward']}): {before['completion']} | "
@@ -53,17 +50,11 @@ def _summary(
     if not graded:
         return {}
     first, last = (fmean(pair[i]["reward"] for pair in graded) for i in (0, 1))
-    gains_of: dict[str, list[float]] = {}
-    for before, after in graded:
-        for category in {"", before["category"]}:
-            gains_of.setdefault(category, []).append(after["reward"] - before["reward"])
-    gains = gains_of.pop("")
+    gains = [after["reward"] - before["reward"] for before, after in graded]
     ends = interval(gains, [before.get("shown") or [before["id"]] for before, _ in graded])
-    span = f", 95 % {ends[0]:+.3f} to {ends[1]:+.3f}" if ends else ""
+    gain, span = fmean(gains), f", 95 % {ends[0]:+.3f} to {ends[1]:+.3f}" if ends else ""
     sentence = (
         f"held-out reward after {iteration} iterations: {first:.3f} -> {last:.3f} "
-        f"({fmean(gains):+.3f}{span}, {len(gains)} samples)"
+        f"({gain:+.3f}{span}, {len(gains)} samples)"
     )
-    by_category = {f"learnt/gain/{name}": fmean(some) for name, some in gains_of.items()}
-    means = {"learnt/before": first, "learnt/after": last, "learnt/gain": fmean(gains)}
-    return {"learnt": sentence, **means, **by_category}
+    return {"learnt": sentence, "learnt/before": first, "learnt/after": last, "learnt/gain": gain}

@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose `doc` keeps its line ends; a wrong word is answered with the nearest one."""
 
     def __init__(self, prog: str, doc: str | None, usage: str | None = None) -> None:
-        # A docstring whose later lines are all indented has lost that to the formatter.
+        # The formatter of the code removes the indentation of a docstring that ends with examples.
         blocks = re.sub("(?m)^(?=rl )", "    ", doc or "").split("\n\n")
         filled = [block if re.search("(?m)^ ", block) else fill(block, 80) for block in blocks]
         text = "\n\n".join(filled)

@@ -95,8 +95,8 @@ def test_samples_that_only_one_run_has_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "changes", "reason"),
     [
-        ({"judge": {"model": "k"}}, {}, "another judge: judge.model is j, there k"),
-        ({"rewards": {"x": {"type": "clip"}}}, {}, "another measure: rewards.x.type"),
+        ({"judge": {"model": "k"}}, {}, "another judge: judge.model is j here and k in the other"),
+        ({"rewards": {"x": {"type": "clip"}}}, {}, "another reward: rewards.x.type"),
         ({}, {"instruction": "other"}, "other held-out data: sample s0 has another instruction"),
         ({}, {"shown": ["z"]}, "other held-out data: sample s0 shows another picture"),
         ({}, {"noise_seed": 99}, "other noise: sample s0"),
@@ -111,7 +111,7 @@ def test_runs_of_other_data_judge_or_noise_are_not_compared(
     result = compare(ours, theirs)
     assert any(holds(each, reason) for each in result.reasons) and result.changes == []
     assert report.main([str(ours), "--against", str(theirs)]) == 0
-    assert holds(capsys.readouterr().out, f"NOT COMPARABLE ... {reason} ... b ")
+    assert holds(capsys.readouterr().out, f"NOT COMPARABLE ... {reason} ... reward of b: ")
     page = (ours / "report/compare.html").read_text("utf-8")
     assert holds(page, f"Not comparable ... {reason}") and "95 % interval</th>" not in page
 

@@ -24,15 +24,8 @@ def test_the_last_evaluation_is_compared_with_the_first(tmp_path):
     text = str(summary.pop("learnt"))
     assert text.startswith("held-out reward after 4 iterations: 0.250 -> 0.477 (+0.227, 95 % +0.")
     assert text.endswith(", 11 samples)")
-    assert summary == pytest.approx(
-        {
-            "learnt/before": 0.25,
-            "learnt/after": 0.25 + 2.5 / 11,
-            "learnt/gain": 2.5 / 11,
-            "learnt/gain/a": 0.0,
-            "learnt/gain/b": 0.5,
-        }
-    )
+    learnt = {"learnt/before": 0.25, "learnt/after": 0.25 + 2.5 / 11, "learnt/gain": 2.5 / 11}
+    assert summary == pytest.approx(learnt)
     assert len(compared.pictures) == MAX_PICTURES
     caption, sheet = compared.pictures[1]
     assert caption == "ask 1 | before (0.25): write 1 | after (0.75): better"

@@ -12,6 +12,7 @@ import pytest
 import tiny_config
 import tiny_loop
 import tiny_report
+from PIL import Image
 
 from rl.config.schema import ConfigError
 from rl.notebook import TrainingError, check, load_run, train
@@ -90,6 +91,24 @@ def test_a_picture_outside_of_the_run_is_not_opened(tmp_path: Path) -> None:
     row = tiny_report.episode(1, 0, 0) | {"image_file": "../secret.png"}
     tiny_report.write_lines(folder / "episodes/it_000001.rank0.jsonl", [row])
     assert load_run(folder).episodes(1)[0].image() is None
+
+
+def test_a_thumbnail_stands_for_a_picture_that_was_not_saved(tmp_path: Path) -> None:
+    folder = tiny_report.write_run(tmp_path / "tiny", num_iterations=1)
+    place = "thumbnails/it_000001/rank0_g00.webp"
+    sheet = Image.new("RGB", (32, 16), "blue")
+    sheet.paste("red", (16, 0, 32, 16))
+    (folder / place).parent.mkdir(parents=True)
+    sheet.save(folder / place, lossless=True)
+    small = {"thumbnail": f"{place}#xywh=16,0,12,8", "source_thumbnails": [f"{place}#xywh=0,0,8,8"]}
+    gone = {"image_file": None, "source_file": None, "target_thumbnail": f"{place}#xywh=0,0,x,8"}
+    row = tiny_report.episode(1, 0, 0) | small | gone
+    tiny_report.write_lines(folder / "episodes/it_000001.rank0.jsonl", [row])
+    [read] = load_run(folder).episodes(1)
+    image, [source] = read.image(), read.sources()
+    assert image is not None and (image.size, image.getpixel((0, 0))) == ((12, 8), (255, 0, 0))
+    assert (source.size, source.getpixel((7, 7))) == ((8, 8), (0, 0, 255))
+    assert read.target() is None
 
 
 def test_mistakes_are_reported(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing_extensions import TypeVar
 from rl.api.plugin import ModelFiles, PlacedConfig, too_old, unread
 from rl.api.policy import Decoder, Policy, PolicyConfig
 from rl.api.types import Completion, PolicyWeights, Prompt, Row, TokenBatch
+from rl.checkpoints.checkpoint import MODEL_FOLDER
 from rl.config.paths import not_a_file
 from rl.config.schema import RunConfig
 from rl.files.adapter_base import ADAPTER_CONFIG, Base, noted, read_config
@@ -184,7 +185,9 @@ class TrainedPolicy(Policy[TrainedConfigT]):
                 f"which policy.type {self.config.type!r} does not load; set the type that does"
             )
         config = self.config
-        adapter = str(start_of(config.from_run).adapter) if config.from_run else config.adapter_path
+        adapter = config.adapter_path
+        if config.from_run:
+            adapter = str(start_of(config.from_run).step / MODEL_FOLDER)
         model = adapt(model, config.lora, adapter, within, self.setup.seed)
         model = model.to(self.device)
         align_weights(model, self.device)

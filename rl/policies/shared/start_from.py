@@ -27,10 +27,6 @@ class Start:
     policy: Mapping[str, Any]
     """The policy section of the run that wrote it."""
 
-    @property
-    def adapter(self) -> Path:
-        return self.step / MODEL_FOLDER
-
     def __str__(self) -> str:
         reward = held_out_rewards(self.step.parent.parent).get(self.iterations)
         score = "" if reward is None else f", held-out reward {reward:.3f}"
