@@ -50,8 +50,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Campaign tests run only with `-m campaign`, whatever else is selected."""
+    """Campaign tests run only with `-m campaign`, whatever else is selected, and without a time
+    limit."""
     if "campaign" in config.option.markexpr:
+        for item in items:
+            item.add_marker(pytest.mark.timeout(0))
         return
     campaign = [item for item in items if item.get_closest_marker("campaign")]
     if campaign:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from rl.ranks.dist import Dist
 from rl.record.run_record import RunRecord
 from rl.record.writer import BackgroundWriter
 
-SIZE = 256 * 1024
+SIZE = 1024 * 1024
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def write_model(folder: Path) -> None:
 
 
 def point(iteration: int) -> ResumePoint:
-    tensors = {"master/w": torch.arange(4096.0)}
+    tensors = {"master/w": torch.arange(65_536.0)}  # 256 KiB
     rng = [{"torch": torch.zeros(16)}]
     return ResumePoint(iteration, tensors, {}, rng, write_model, "# A model")
 
@@ -95,16 +96,16 @@ def test_records_and_checkpoints_wait_for_disk_space_and_are_complete(
             stderr += capsys.readouterr().err
         assert text in stderr
 
-    with BackgroundWriter(run_dir) as writer:
+    with BackgroundWriter(run_dir) as writer, ExitStack() as stack:
+        stack.callback(filler.unlink)  # also after a failure, so that the writer ends
         writer.put("the record", lambda: record.write_episodes(1, [[episode()]], [[1.0]]))
         writer.put("the checkpoint", lambda: checkpoints.save_alone(point(1)))
         writer.put("the metrics", lambda: record.write_metrics(1, {"a": 1.0}))
         wait_for_message(f"the disk of {run_dir} is full: the record waits")
-        os.truncate(filler, filler.stat().st_size - 20_000)  # enough for the record only
+        os.truncate(filler, filler.stat().st_size - 128 * 1024)  # enough for the record only
         checkpoint_dir = run_dir / "checkpoints"
         wait_for_message(f"the disk of {checkpoint_dir} is full: checkpoint step_000001 waits")
         assert not list(checkpoint_dir.glob("step_*"))
-        filler.unlink()
     assert problem_of(run_dir / "checkpoints" / "step_000001") is None
     rows, damaged = read_rows(run_dir / "episodes" / "it_000001.rank0.jsonl")
     assert not damaged and (run_dir / rows[0]["image_file"]).is_file()
