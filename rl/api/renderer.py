@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from rl.api.plugin import ConfigT, Count, ModelRunner, Resources
@@ -67,6 +67,13 @@ class Renderer(ModelRunner[ConfigT]):
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples; sources that exist only as codes are decoded, for rewards and records."""
         return list(samples)
+
+    @classmethod
+    def batch_of(cls, config: ConfigT, job: RenderJob) -> tuple[Hashable, int]:
+        """(key, limit): `render` draws jobs with equal keys together, at most `limit` of them, in
+        their order. A pool of renderers sends such batches to its workers, so that they draw the
+        same bits; by default it sends each job alone."""
+        return None, 1
 
     @abstractmethod
     def render(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import TypeVar
 
-from rl.api.types import PromptTemplate
+from rl.api.types import PromptTemplate, RenderJob
 from rl.config.schema import RunConfig
 from rl.files.weights import num_parameters
 from rl.renderers.qwen_image.denoising_config import (
@@ -58,6 +58,12 @@ class QwenImageEditor(QwenImage[ConfigT]):
         from rl.renderers.qwen_image.qwen_image_loop import QwenImageLoop
 
         return QwenImageLoop(config, load_parts(config, device), cls.max_pictures(config))
+
+    @classmethod
+    def bucket_of(cls, config: ConfigT, job: RenderJob) -> Hashable:
+        from rl.renderers.qwen_image.qwen_image_loop import QwenImageLoop
+
+        return QwenImageLoop.bucket_of(config, job)
 
     @classmethod
     def max_pictures(cls, config: ConfigT) -> int:

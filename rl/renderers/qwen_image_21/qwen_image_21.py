@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar
 
 from rl.api.metric import Metric
-from rl.api.types import PromptTemplate
+from rl.api.types import PromptTemplate, RenderJob
 from rl.config.schema import RunConfig
 from rl.renderers.qwen_image.denoising_config import PATCH_PX, SIZE_MULTIPLE_PX
 from rl.renderers.qwen_image.qwen_image_plugin_base import (
@@ -57,6 +57,12 @@ class QwenImage21(QwenImage[Config]):
         from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop, load_parts
 
         return QwenImage21Loop(config, load_parts(config, device))
+
+    @classmethod
+    def bucket_of(cls, config: Config, job: RenderJob) -> Hashable:
+        from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop
+
+        return QwenImage21Loop.bucket_of(config, job)
 
     @classmethod
     def prompt_template(cls, config: Config) -> PromptTemplate:
