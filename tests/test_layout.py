@@ -47,6 +47,7 @@ FLOORS = [
     {"record"},
     {"judge"},
     set(build.ROOMS),
+    {"pool"},
     {"learner"},
     {"rollout"},
     {"build"},
@@ -73,6 +74,7 @@ FENCES = {
     "tensorboard": r"rl/trackers/tensorboard_page\.py",
     "trackio": r"rl/trackers/trackio_page\.py",
     "datasets": r"rl/data/[\w/]+\.py",
+    "ray": r"rl/pool/ray_cluster\.py",
 }
 """Third-party package -> the only files that may import it."""
 

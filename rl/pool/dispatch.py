@@ -1,15 +1,17 @@
-"""Sends batches of render jobs to workers, again elsewhere if a worker dies; knows nothing of Ray."""
+"""Sends batches of render jobs to workers, and again elsewhere if a worker dies."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from rl.api.types import RenderFailure, RenderJob
+from PIL.Image import Image
+
+from rl.api.types import RenderFailure, RenderJob, Sample
 from rl.config.schema import RenderPoolConfig
 from rl.console.console import duration, warn
 from rl.pool import wire
@@ -86,6 +88,7 @@ class Running:
 
     batch: Batch
     worker: str
+    incarnation: str
     since_s: float
 
 
@@ -126,6 +129,7 @@ class Dispatcher:
         self.restarts = 0
         self.num_remote = self.num_here = 0
         self.num_bytes = 0
+        self._metrics: dict[str, list[float]] = defaultdict(list)
         self._batch_of = batch_of
         self._expected = expected
         self._draw_here = draw_here
@@ -145,6 +149,7 @@ class Dispatcher:
     def first_hello(self) -> Mapping[str, Any]:
         """Wait for the first worker that has loaded the renderer; its answer to `hello`. Raises
         RuntimeError if a worker cannot load it, or if none has after `max_wait_s`."""
+        self._last_ready_s = self._clock()
         while True:
             self._look_at_workers()
             for name, state in self._states.items():
@@ -155,7 +160,7 @@ class Dispatcher:
                         self._lost(name, str(error))
                         continue
                     if problem := hello.get("error"):
-                        raise RuntimeError(f"render_pool: {name} cannot load the renderer: {problem}")
+                        raise RuntimeError(f"render_pool: {name} cannot start: {problem}")
                     return dict(hello)
             self._wait_or_give_up("starts")
 
@@ -187,12 +192,13 @@ class Dispatcher:
                     return
                 if all_taken and not queue:
                     self._hedge(running)
-                if not self.ready:
-                    self._wait_or_give_up("is left")
-                elif running:
-                    heartbeat.note_wait()
+                if not self.ready and self._draw_here is None:
+                    self._wait_or_give_up("is ready")
+                heartbeat.note_wait()
                 for call in self.workers.wait(list(running), POLL_S) if running else ():
                     yield from self._finish(running.pop(call), call, queue)
+                for call in [call for call, each in running.items() if each.batch.is_done]:
+                    del running[call]  # its twin was faster
                 for state in self._states.values():
                     state.running &= running.keys()
                 if signals.stop_received() and (queue or running):
@@ -202,6 +208,57 @@ class Dispatcher:
         finally:
             for state in self._states.values():
                 state.running.clear()
+
+    def prepare(self, method: str, samples: Sequence[Sample], *arguments: Any) -> list[Sample]:
+        """Have a worker call the renderer's `encode_sources` or `decode_sources`. Raises ValueError
+        if that does, RuntimeError if no worker answers."""
+        message = self.workers.put(wire.packed_samples(samples))
+        reason = ""
+        for _ in range(self.config.max_tries):
+            while not self.ready:
+                self._look_at_workers()
+                self._admit()
+                if not self.ready:
+                    self._wait_or_give_up("is ready")
+            name = self.ready[0]
+            state = self._states[name]
+            call = self.workers.call(name, "prepare", method, message, *arguments)
+            state.running.add(call)
+            while name in self.ready and not self.workers.wait([call], POLL_S):
+                heartbeat.note_wait()
+                self._look_at_workers()
+            state.running.discard(call)
+            if name not in self.ready:
+                continue
+            try:
+                reply = self.workers.result(call)
+            except WorkerLostError as error:
+                self._lost(name, reason := str(error))
+                continue
+            _raise_if_raised(name, reply)
+            unpacked = wire.unpacked_samples(reply["outcomes"])
+            return [
+                replace(
+                    sample,
+                    sources=made.sources,
+                    target=made.target,
+                    source_codes=made.source_codes,
+                    target_codes=made.target_codes,
+                )
+                for sample, made in zip(samples, unpacked, strict=True)
+            ]
+        raise RuntimeError(f"render_pool: no worker answers {method} ({reason})")
+
+    def take_metrics(self) -> dict[str, float]:
+        """The renderer's metrics, as means over the batches, and the pool's own."""
+        metrics = {name: sum(values) / len(values) for name, values in self._metrics.items()}
+        if drawn := self.num_remote + self.num_here:
+            metrics["pool_remote_share"] = self.num_remote / drawn
+        metrics |= {"pool_workers": float(len(self.ready)), "pool_mb": self.num_bytes / 1e6}
+        metrics["pool_restarts"] = float(self.restarts)
+        self._metrics.clear()
+        self.num_remote = self.num_here = self.num_bytes = self.restarts = 0
+        return metrics
 
     def _here(self, batch: Batch) -> Iterator[tuple[int, Any]]:
         assert self._draw_here is not None
@@ -247,7 +304,7 @@ class Dispatcher:
         state = self._states[worker]
         state.running.add(call)
         state.samples.extend(job.sample.id for job in batch.jobs)
-        running[call] = Running(batch, worker, self._clock())
+        running[call] = Running(batch, worker, state.incarnation, self._clock())
 
     def _hedge(self, running: dict[Any, Running]) -> None:
         """Send the oldest batch that is a straggler to an idle worker, once."""
@@ -269,18 +326,17 @@ class Dispatcher:
         try:
             reply = self.workers.result(call)
         except WorkerLostError as error:
-            self._lost(done.worker, str(error))
+            if done.incarnation == state.incarnation:  # else another call has reported it
+                self._lost(done.worker, str(error))
             yield from self._again(batch, f"worker_lost: {error}", queue)
             return
         if batch.is_done:
             return
-        if reply["incarnation"] != state.incarnation:  # restarted, and not checked since
+        if reply["incarnation"] != done.incarnation:  # restarted, and not checked since
             state.stage = "new"
             yield from self._again(batch, "worker_lost: it was restarted", queue)
             return
-        if raised := reply.get("raised"):
-            kind = ValueError if raised[0] == "ValueError" else RuntimeError
-            raise kind(f"render_pool: {done.worker}: {raised[1]}")
+        _raise_if_raised(done.worker, reply)
         outcomes = reply["outcomes"]
         failed = [each[0] for each in outcomes if isinstance(each, tuple)]
         if failed and all(reason.startswith(OUT_OF_MEMORY) for reason in failed):
@@ -289,20 +345,22 @@ class Dispatcher:
             else:
                 yield from self._again(batch, failed[0], queue)
             return
+        for name, value in reply["metrics"].items():
+            self._metrics[name].append(value)
         self._durations_s.append(reply["seconds"])
         self._longest_s = max(self._longest_s, reply["seconds"])
         if self.reference is None:
             found = Reference(self._message(batch), wire.digests(outcomes), state.facts)
             self.reference = self.workers.agree(found)
-            for other in self._states.values():
-                if other is not state or self.reference is not found:
-                    other.stage = "new" if other.stage == "ready" else other.stage
+            for each in self._states.values():  # from now on each is checked
+                each.stage = "new" if each.stage == "ready" else each.stage
+            self._looked_s = -1e9
         batch.is_done = True
         self.num_remote += len(outcomes)
         self.num_bytes += sum(each.nbytes for each in outcomes if hasattr(each, "nbytes"))
         for number, packed in zip(batch.numbers, outcomes, strict=True):
             outcome = wire.unpacked_outcome(packed)
-            if hasattr(outcome, "info"):
+            if isinstance(outcome, Image):
                 outcome.info["drawn_by"] = done.worker
             yield number, outcome
 
@@ -403,9 +461,12 @@ class Dispatcher:
         state.facts, state.incarnation = hello["facts"], hello["incarnation"]
         if self.reference is None:
             self.reference = self.workers.agree(None)
-        wanted = self._expected | (self.reference.facts if self.reference else {})
-        if wrong := [f"{k} {state.facts.get(k)!r} instead of {v!r}" for k, v in wanted.items()
-                     if state.facts.get(k) != v]:
+        wanted = {**self._expected, **(self.reference.facts if self.reference else {})}
+        if wrong := [
+            f"{k} {state.facts.get(k)!r} instead of {v!r}"
+            for k, v in wanted.items()
+            if state.facts.get(k) != v
+        ]:
             self._refuse(name, state, "has " + ", ".join(wrong))
         elif self.reference is None:
             state.stage = "ready"
@@ -421,7 +482,8 @@ class Dispatcher:
             self._refuse(name, state, f"cannot draw the first batch: {raised[1]}")
         elif wire.digests(reply["outcomes"]) != list(self.reference.digests):
             self._refuse(
-                name, state,
+                name,
+                state,
                 "draws other bits of the first batch than the pool: it has other weights, kernels "
                 "or settings",
             )
@@ -451,3 +513,10 @@ class Dispatcher:
                 f"{duration(self.config.max_wait_s)} (render_pool.max_wait_s)"
             )
         time.sleep(POLL_S / 5)
+
+
+def _raise_if_raised(worker: str, reply: Mapping[str, Any]) -> None:
+    """Raise what the renderer raised in a worker."""
+    if raised := reply.get("raised"):
+        kind = ValueError if raised[0] == "ValueError" else RuntimeError
+        raise kind(f"render_pool: {worker}: {raised[1]}")

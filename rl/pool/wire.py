@@ -57,8 +57,8 @@ class _Arrays:
             return None
         key = digest(image)
         if key not in self._known:
-            is_known_mode = image.mode in ("RGB", "RGBA")
-            self._known[key] = self.add(np.asarray(image if is_known_mode else image.convert("RGBA")))
+            known = image if image.mode in ("RGB", "RGBA") else image.convert("RGBA")
+            self._known[key] = self.add(np.asarray(known))
         return int(self._known[key])
 
     def codes(self, codes: np.ndarray | None) -> int | None:
