@@ -48,6 +48,7 @@ COMMANDS = {
     "export": Command("write a trained model as a folder for other tools", "rl.commands.export"),
     "judge": Command("audit a config's judge, or attack it", "rl.commands.audit_judge"),
     "prepare": Command("encode an edit data set as Emu3 codes", "rl.commands.prepare_data"),
+    "pool": Command("start, list or stop the workers of a render pool", "rl.commands.pool"),
     "check-distributed": Command(
         "check that this machine's ranks connect", "rl.simple_launch", after=(_RANK_SCRIPT,)
     ),

@@ -361,8 +361,8 @@ class RenderPoolConfig(Section):
     workers: Annotated[int, Field(ge=1, le=10_000)] | Literal["auto"] = "auto"
     """Actors; 'auto' = as many as fit into the cluster. They may join and die at any time."""
     address: str = "auto"
-    """Ray's address, 'host:port'. 'auto': the cluster of this machine; without one, a run on one
-    machine starts Ray itself, on the machine's own GPUs that no rank uses."""
+    """Ray's address, 'host:port'. 'auto': the cluster of this machine, or 'local' without one.
+    'local': a run on one machine starts Ray itself, on the machine's GPUs that no rank uses."""
     name: str = ""
     """Runs that give one name share their workers; '' = derived from the renderer's section."""
     local: bool = False

@@ -19,7 +19,7 @@ from rl.ranks import heartbeat, signals
 from rl.renderers.shared.batches import OUT_OF_MEMORY, Fits, batches_of
 
 POLL_S = 0.5
-LOOK_AT_WORKERS_S = 5.0
+LOOK_AT_WORKERS_S = 2.0
 """Interval at which workers that joined, died or hang are looked for."""
 SILENT_S = 60.0
 """A worker that does not even answer `status` this long is restarted."""
@@ -47,7 +47,8 @@ class Workers(Protocol):
         """Store a message once; the returned value is an argument for several calls."""
 
     def wait(self, calls: Sequence[Hashable], timeout_s: float) -> Sequence[Any]:
-        """The calls that are done; waits until one is, at most `timeout_s`."""
+        """The calls that are done; waits until one is, at most `timeout_s` (without calls: as
+        long)."""
 
     def result(self, call: Any) -> Any:
         """The result of a call that is done. Raises WorkerLostError."""
@@ -195,7 +196,9 @@ class Dispatcher:
                 if not self.ready and self._draw_here is None:
                     self._wait_or_give_up("is ready")
                 heartbeat.note_wait()
-                for call in self.workers.wait(list(running), POLL_S) if running else ():
+                waits_for = [*running, *self._pending()]
+                done = self.workers.wait(waits_for, POLL_S) if waits_for else []
+                for call in [call for call in done if call in running]:
                     yield from self._finish(running.pop(call), call, queue)
                 for call in [call for call, each in running.items() if each.batch.is_done]:
                     del running[call]  # its twin was faster
@@ -422,18 +425,21 @@ class Dispatcher:
             self._hung(name, f"has drawn one batch for {duration(drawing_s)}")
 
     def _hung(self, name: str, what: str) -> None:
-        warn(f"render_pool: {name} {what}, and is restarted")
         self.workers.restart(name)
-        self._lost(name, "it hung", quiet=True)
+        self._lost(name, f"it {what}, and is restarted")
 
-    def _lost(self, name: str, reason: str, quiet: bool = False) -> None:
+    def _lost(self, name: str, reason: str) -> None:
+        """Greet the worker again: at once if it has drawn, else when workers are looked at."""
         state = self._states[name]
-        if state.stage != "new":
+        if state.incarnation:
             self.restarts += 1
-            if not quiet:
-                warn(f"render_pool: {name} is lost ({reason}); its batches are drawn elsewhere")
+            self._looked_s = -1e9
+            warn(f"render_pool: {name} is lost ({reason}); its batches are drawn elsewhere")
         state.stage, state.call, state.status, state.incarnation = "new", None, None, ""
-        self._looked_s = -1e9
+
+    def _pending(self) -> list[Any]:
+        """The calls whose answers decide whether a worker is used."""
+        return [s.call for s in self._states.values() if s.stage in ("asked", "checking")]
 
     def _admit(self) -> None:
         """Move workers forward whose `hello` or check is answered."""
@@ -512,7 +518,7 @@ class Dispatcher:
                 f"render_pool: no worker {what} for {duration(waited_s)} now; the run waits up to "
                 f"{duration(self.config.max_wait_s)} (render_pool.max_wait_s)"
             )
-        time.sleep(POLL_S / 5)
+        self.workers.wait(self._pending(), POLL_S)
 
 
 def _raise_if_raised(worker: str, reply: Mapping[str, Any]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import secrets
+import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 NAMESPACE = "vlm_edit_rl"
 LOOPBACK = "127.0.0.1"
+REGISTRY = "/registry"
 INHERITED = re.compile(
     r"(HF|TORCH|CUBLAS|CUDNN|NVIDIA|ATEN|ONEDNN|OMP|MKL|DIFFUSERS|TRANSFORMERS)_.*(?<!TOKEN)"
 )
@@ -50,6 +54,8 @@ class Registry:
 class RayWorkers:
     """The actors of one pool (`dispatch.Workers`)."""
 
+    LOADING = "waits for a GPU or loads the renderer"
+
     def __init__(
         self, config: RenderPoolConfig, spec: Mapping[str, Any], detached: bool = False
     ) -> None:
@@ -69,10 +75,7 @@ class RayWorkers:
             "max_restarts": -1,
             "runtime_env": {"env_vars": env},
         }
-        registry = self._ray.remote(Registry).options(
-            **self._options, name=f"{self.name}/registry", num_cpus=0
-        )
-        self._registry = registry.remote()
+        self._registry: Any = None
 
     def names(self) -> list[str]:
         """All workers that should exist; missing ones are started, and wait in Ray's queue until
@@ -127,6 +130,9 @@ class RayWorkers:
         return self._ray.put(message)
 
     def wait(self, calls: Sequence[Any], timeout_s: float) -> list[Any]:
+        if not calls:
+            time.sleep(timeout_s)
+            return []
         done, rest = self._ray.wait(list(calls), num_returns=1, timeout=timeout_s)
         if done and rest:
             done += self._ray.wait(rest, num_returns=len(rest), timeout=0)[0]
@@ -138,9 +144,9 @@ class RayWorkers:
             return self._ray.get(call)
         except self._ray.exceptions.ActorDiedError as error:
             self._handles.pop(worker, None)  # created again by the next call
-            raise WorkerLostError(_first_line(error)) from None
+            raise WorkerLostError(type(error).__name__) from None
         except self._ray.exceptions.RayError as error:
-            raise WorkerLostError(_first_line(error)) from None
+            raise WorkerLostError(type(error).__name__) from None
 
     def restart(self, worker: str) -> None:
         self._ray.kill(self._handles[worker], no_restart=False)
@@ -149,6 +155,9 @@ class RayWorkers:
         arguments: tuple[Any, ...] = (None, [], {})
         if reference is not None:
             arguments = (reference.message, reference.digests, reference.facts)
+        if self._registry is None:
+            options = {**self._options, "name": f"{self.name}{REGISTRY}", "num_cpus": 0}
+            self._registry = self._ray.remote(Registry).options(**options).remote()
         try:
             found = self._ray.get(self._registry.agree.remote(*arguments), timeout=60)
         except self._ray.exceptions.RayError:  # it was lost with its node: each rank keeps its own
@@ -156,31 +165,39 @@ class RayWorkers:
         return found and Reference(self.put(found[0]), *found[1:])
 
     def status(self) -> list[dict[str, Any]]:
-        """One row per existing worker: name, state, node, pid, what it draws."""
+        """One row per worker that was started: its name, state, node and pid."""
+        for name, handle in self._existing().items():
+            if not name.endswith(REGISTRY):
+                self._handles.setdefault(name, handle)  # an actor ends with its creator's handle
+        hellos = {name: self.call(name, "hello") for name in sorted(self._handles)}
+        if hellos:
+            self._ray.wait(list(hellos.values()), num_returns=len(hellos), timeout=5)
         rows = []
-        for name in self.names():
-            row: dict[str, Any] = {"worker": name, "state": "not started yet"}
-            calls = [self.call(name, "hello"), self.call(name, "status")]
-            if len(self.wait(calls, 10.0)) and len(self.wait(calls, 1.0)) == len(calls):
-                with suppress(WorkerLostError):
-                    hello, drawing_s = map(self.result, calls)
-                    row |= {"state": hello["error"] or "ready", "node": hello["node"]}
-                    row |= {"pid": hello["pid"], "drawing_s": drawing_s}
+        for name, call in hellos.items():
+            row: dict[str, Any] = {"worker": name, "state": self.LOADING}
+            with suppress(WorkerLostError):
+                if self.wait([call], 0):
+                    hello = self.result(call)
+                    row |= {key: hello[key] for key in ("node", "pid")}
+                    row["state"] = hello["error"] or "ready"
             rows.append(row)
         return rows
 
     def stop(self) -> int:
         """End the pool's actors; their number."""
-        listed = self._ray.util.list_named_actors(all_namespaces=True)
-        names = [
-            each["name"]
-            for each in listed
-            if each["namespace"] == NAMESPACE and each["name"].startswith(f"{self.name}/")
-        ]
-        for name in names:
-            with suppress(ValueError):  # it ended by itself
-                self._ray.kill(self._ray.get_actor(name, NAMESPACE))
-        return len(names)
+        existing = self._existing()
+        for handle in existing.values():
+            self._ray.kill(handle)
+        return len(existing)
+
+    def _existing(self) -> dict[str, Any]:
+        """Name -> handle of the pool's actors."""
+        handles = {}
+        for each in self._ray.util.list_named_actors(all_namespaces=True):
+            if each["namespace"] == NAMESPACE and each["name"].startswith(f"{self.name}/"):
+                with suppress(ValueError):  # it has ended since
+                    handles[each["name"]] = self._ray.get_actor(each["name"], NAMESPACE)
+        return handles
 
 
 def connect(address: str, dist: Dist, may_start: bool = True) -> str:
@@ -213,7 +230,9 @@ def connect(address: str, dist: Dist, may_start: bool = True) -> str:
 
 def _join_or_start(address: str, dist: Dist, may_start: bool) -> tuple[str, str, bool]:
     """Of rank 0: (address for the other ranks, token, whether it was started here)."""
-    if address != "auto" or (address := _running_here()):
+    if address == "auto":
+        address = _running_here() or "local"
+    if address != "local":
         _require_token()
         try:
             _init(address)
@@ -233,12 +252,14 @@ def _join_or_start(address: str, dist: Dist, may_start: bool) -> tuple[str, str,
         )
     token = secrets.token_hex(32)
     _prepare_local(token)
+    folder = tempfile.mkdtemp(prefix="ray_")  # not Ray's own, where other programs look for it
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     free = _free_gpus(dist)
     visible = {} if free is None else {"CUDA_VISIBLE_DEVICES": ",".join(free)}
     before = {key: os.environ.get(key) for key in visible}
     os.environ.update(visible)
     try:
-        _init("local", num_gpus=None if free is None else len(free))
+        _init("local", num_gpus=None if free is None else len(free), _temp_dir=folder)
     finally:
         for key, value in before.items():
             os.environ.pop(key) if value is None else os.environ.update({key: value})
@@ -289,6 +310,8 @@ def _prepare_local(token: str) -> None:
     os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", token
     # Ray's switch for macOS and Windows; it makes every process listen on 127.0.0.1 only.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    # Ray gives up on a process that takes a minute to start, as on a busy machine.
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
 
 
 def _require_token() -> None:
@@ -297,7 +320,7 @@ def _require_token() -> None:
             "render_pool: a Ray cluster without token authentication runs any code of whoever "
             "reaches its ports: set RAY_AUTH_MODE=token in the environment of `ray start` on "
             "every node and of this run, with one token for all (`ray get-auth-token --generate`, "
-            "SECURITY.md)"
+            "SECURITY.md). render_pool.address=local does not use that cluster"
         )
 
 
