@@ -74,10 +74,13 @@ class Pool:
         return seconds, NUM_PICTURES - right, int(self.dispatcher.take_metrics()["pool_restarts"])
 
     def ready(self) -> None:
-        """Draw until all workers are ready."""
+        """Draw until all workers are ready and answer."""
         ends_s = time.monotonic() + 120
-        while len(self.dispatcher.ready) < NUM_WORKERS and time.monotonic() < ends_s:
+        while time.monotonic() < ends_s:
             self.draw()
+            states = [row["state"] for row in self.workers.status()]
+            if states == ["ready"] * NUM_WORKERS and len(self.dispatcher.ready) == NUM_WORKERS:
+                return
 
     def pid(self, number: int) -> int:
         name = f"{self.workers.name}/{number}"

@@ -46,10 +46,9 @@ def seen(drawn: Any) -> list[str]:
 def listening(process: psutil.Process) -> list[str]:
     """Addresses on which the process's descendants listen."""
     children = process.children(recursive=True)
-    found = [
-        c.laddr.ip for child in children for c in child.net_connections() if c.status == "LISTEN"
-    ]
-    return sorted(set(found))
+    sockets = [socket for child in children for socket in child.net_connections()]
+    addresses = {socket.laddr.ip for socket in sockets if socket.status == "LISTEN"}
+    return sorted({address.removeprefix("::ffff:") for address in addresses})  # IPv4 as IPv6
 
 
 def main() -> None:
