@@ -51,6 +51,7 @@ FLOORS = [
     {"rollout"},
     {"build"},
     {"audit", "memory"},
+    {"simulation"},
     {"check"},
     {"run"},
     {"check_gpu", "edit", "rehearsal", "report"},
