@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = load_config(args.config, [*args.overrides, f"world_size={nodes * ranks}"])
     if problems := check_report.problems(config):
         raise ConfigError(problems)
-    if args.pool_nodes and "of" not in config.renderer:
-        raise ValueError("--pool-nodes: the config's renderer does not run in a pool")
+    if args.pool_nodes and not config.model_dump().get("render_pool"):
+        raise ValueError("--pool-nodes: the config has no section render_pool")
     print(
         script(
             name=config.run_name,

@@ -90,19 +90,33 @@ def test_a_batch_file_starts_the_right_commands_on_each_node(
     assert sum(" rl train " in line for line in lines) == nodes
 
 
+def printed(program: str) -> list[list[str]]:
+    """The arguments of this program's commands in docs/scale.md."""
+    page = (tiny_config.REPO / "docs/scale.md").read_text(encoding="utf-8")
+    lines = [line.split() for line in page.split("\n") if line.startswith(f"    {program} ")]
+    return [line[len(program.split()) :] for line in lines]
+
+
 def test_the_command_prints_a_file_for_a_config_without_problems(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = str(tiny_config.write(tmp_path, tiny_config.real(tmp_path, prompts_per_iteration=12)))
-    assert launch.main(["--slurm", config, "world_size=12"]) == 0
+    for name, value in tiny_config.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tiny_config.REPO)
+    one_node, two_nodes = printed("rl launch")
+    assert launch.main(one_node) == 0
+    assert "\nsrun rl train --nproc 8 configs/qwen_image_edit.jsonnet" in capsys.readouterr().out
+    assert launch.main(two_nodes) == 0
+    assert "--nproc 8 --nnodes 2 --rdzv-endpoint" in capsys.readouterr().out
+    assert launch.main([*one_node, "world_size=12"]) == 0
     text = capsys.readouterr().out
-    assert "--nodes=2\n" in text and "--nproc 6 --nnodes 2 --rdzv-endpoint" in text
+    assert "--nodes=2\n" in text and "--gpus-per-node=6\n" in text
     for wrong, why in (
-        (["--nodes", "2", "prompts_per_iteration=8"], "cannot be shared by 16 ranks"),
-        (["--pool-nodes", "1"], "does not run in a pool"),
+        (["prompts_per_iteration=12"], "cannot be shared by 8 ranks"),
+        (["--pool-nodes", "1"], "no section render_pool"),
         (["--gpus", "0"], "--gpus"),
     ):
-        assert launch.main(["--slurm", config, *wrong]) == 1
+        assert launch.main([*one_node, *wrong]) == 1
         assert why in capsys.readouterr().err
 
 
@@ -124,16 +138,19 @@ def test_under_torchrun_a_config_gets_its_number_of_ranks_and_is_checked(
 
 @pytest.mark.slow
 def test_torchrun_starts_a_run_of_two_ranks(tmp_path: Path) -> None:
-    command = "torch.distributed.run --nproc_per_node 2 --module rl.train"
-    changes = "num_iterations=1 optimizer.warmup_iterations=0 evaluation.every_n_iterations=0"
+    [command] = printed("torchrun")
+    changes = (
+        "num_iterations=1 prompts_per_iteration=2 optimizer.warmup_iterations=0 "
+        f"evaluation.every_n_iterations=0 engine={{type:'transformers'}} base_exp_dir={tmp_path}"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", *command.split(), "configs/tiny_reasoning.jsonnet", *changes.split(),
-         f"base_exp_dir={tmp_path}", "run_name=two"],
+        [sys.executable, "-m", "torch.distributed.run", *command, *changes.split()],
         cwd=tiny_config.REPO, env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads((tmp_path / "two/config.json").read_text())["world_size"] == 2
-    assert [row["iteration"] for row in tiny_loop.metrics_of(tmp_path / "two")] == [0, 1]
-    ranks = {path.name.split(".")[1] for path in (tmp_path / "two/episodes").glob("it_000001.*")}
+    run_dir = tmp_path / "with_torchrun"
+    assert json.loads((run_dir / "config.json").read_text())["world_size"] == 2
+    assert [row["iteration"] for row in tiny_loop.metrics_of(run_dir)] == [0, 1]
+    ranks = {path.name.split(".")[1] for path in (run_dir / "episodes").glob("it_000001.*")}
     assert ranks == {"rank0", "rank1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rl import build
 from rl.commands.pool import main
 from rl.simulation import phase_times
 from rl.simulation.iteration_model import Machines, simulate
+from rl.simulation.pool_report import pool_lines
 
 
 @pytest.mark.slow
@@ -74,34 +76,49 @@ def test_times_are_medians_of_a_run_without_its_first_iteration(tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps(stored | {"world_size": 2}))
     with pytest.raises(ValueError, match="world_size: 2 in"):
         phase_times.measured(resolved, tmp_path)
-    stored["renderer"]["of"] = {}
-    (tmp_path / "config.json").write_text(json.dumps(stored))
+    (tmp_path / "config.json").write_text(json.dumps(stored | {"render_pool": {"workers": 2}}))
     with pytest.raises(ValueError, match="a pool drew"):
         phase_times.measured(resolved, tmp_path)
 
 
-def test_the_command_prints_a_table_and_refuses_what_it_cannot_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_command_prints_what_the_docs_show_and_refuses_what_it_cannot_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in tiny_config.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    edit = str(tiny_config.REPO / "configs/qwen_image_edit.jsonnet")
-    assert main(["plan", edit, "--workers", "0", "8", "--judges", "1", "2"]) == 0
-    lines = capsys.readouterr().out.split("\n")
-    assert max(map(len, lines)) <= 80
-    rows = [line.split() for line in lines if line.strip()[:1].isdigit() and "drawing" in line]
-    assert [row[:2] for row in rows if row[0] in "08"] == [
-        ["0", "1"],
-        ["8", "1"],
-        ["0", "2"],
-        ["8", "2"],
-    ]
-    reasoning = str(tiny_config.REPO / "configs/vlm_reasoning.jsonnet")
+    monkeypatch.chdir(tiny_config.REPO)
+    page = Path("docs/scale.md").read_text(encoding="utf-8")
+    section = page.partition("## How many workers\n")[2]
+    lines = [line[4:] for line in section.split("\n") if line.startswith("    ")]
+    starts = [n for n, line in enumerate(lines) if line.startswith("rl pool plan ")]
+    assert len(starts) == 2
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        assert main(lines[start].split()[2:]) == 0
+        out = capsys.readouterr().out.split("\n")
+        assert max(map(len, out)) <= 80
+        shown = [line for line in lines[start + 1 : end] if line]
+        assert [line.rstrip() for line in out if line][: len(shown)] == shown
+    edit, reasoning = "configs/qwen_image_edit.jsonnet", "configs/vlm_reasoning.jsonnet"
     for wrong, why in (
         ([edit, "--workers", "513"], "--workers"),
         ([edit, "--judges", "0"], "--judges"),
         ([reasoning], "draws no pictures"),
-        ([edit, "--run", str(tmp_path / "nowhere")], "nowhere"),
+        ([edit, "--run", "nowhere"], "nowhere"),
     ):
         assert main(["plan", *wrong]) == 1
         assert why in capsys.readouterr().err
+
+
+def test_the_lines_for_a_check() -> None:
+    lines = pool_lines(build.resolve(tiny_config.shipped("qwen_image_edit")), 16)
+    # 13.63e9 + 0.127e9 weights of two bytes, activations, and 2 GB of CUDA's.
+    assert 2 + 27.5 < float(re.search(r"takes ([\d.]+) GB", lines[0])[1]) < 40  # type: ignore[index]
+    assert lines[1] == "transfer: 3.15 GB an iteration (21.9 MB a picture)"  # 144 of these
+    seconds = {
+        words[3]: float(words[0])
+        for words in (line.split() for line in lines)
+        if words[1:3] == ["s", "with"]
+    }
+    assert seconds["39"] < seconds["16"] and lines[-1].startswith("beyond 39 workers")
+    reasoning = pool_lines(build.resolve(tiny_config.shipped("vlm_reasoning")), None)
+    assert reasoning[-1].startswith("time not planned: renderer")
