@@ -83,8 +83,8 @@ def described(times: phase_times.Times) -> Iterator[str]:
     work = times.iteration
     pictures = work.num_ranks * work.num_pictures
     yield (
-        f"{work.num_ranks} ranks; {pictures} pictures in batches of {work.batch_size}, "
-        f"{work.questions} questions about each"
+        f"ranks: {work.num_ranks}; pictures: {pictures}, in batches of {work.batch_size}; "
+        f"questions about each: {work.questions}"
     )
     yield f"times: {times.source}"
     yield (
