@@ -28,6 +28,7 @@ os.environ |= {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_worker_register_timeout_seconds": "600",
 }
 
 import psutil

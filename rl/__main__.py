@@ -45,10 +45,11 @@ COMMANDS = {
     "enhance": Command(
         "rewrite prompts with a trained policy", "rl.commands.edit", before=("--only-words",)
     ),
+    "launch": Command("print a batch file for Slurm", "rl.commands.launch", needs_torch=False),
+    "pool": Command("plan a pool of render workers", "rl.commands.pool", needs_torch=False),
     "export": Command("write a trained model as a folder for other tools", "rl.commands.export"),
     "judge": Command("audit a config's judge, or attack it", "rl.commands.audit_judge"),
     "prepare": Command("encode an edit data set as Emu3 codes", "rl.commands.prepare_data"),
-    "pool": Command("start, list or stop the workers of a render pool", "rl.commands.pool"),
     "check-distributed": Command(
         "check that this machine's ranks connect", "rl.simple_launch", after=(_RANK_SCRIPT,)
     ),

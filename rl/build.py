@@ -92,7 +92,7 @@ class Resolved:
     @property
     def model_runners(self) -> Sequence[Plugin[ModelRunner]]:
         """The plugins that may run a frozen model on the ranks."""
-        pool = self.config.render_pool
+        pool = self.config.pool
         renderers = [self.renderer] if pool is None or pool.local else []
         return [*renderers, *self.rewards.values()]
 

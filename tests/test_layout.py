@@ -52,6 +52,7 @@ FLOORS = [
     {"rollout"},
     {"build"},
     {"audit", "memory"},
+    {"simulation"},
     {"check"},
     {"run"},
     {"check_gpu", "edit", "rehearsal", "report"},

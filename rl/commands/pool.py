@@ -3,11 +3,13 @@
     rl pool start configs/qwen_image_edit.jsonnet render_pool.workers=16
     rl pool status configs/qwen_image_edit.jsonnet
     rl pool stop configs/qwen_image_edit.jsonnet
+    rl pool plan configs/qwen_image_edit.jsonnet
 
 start loads the renderer in every worker and leaves them running, so that a run (or a
 resumed run) of the same renderer finds them ready; status prints one line per worker;
-stop ends them. A run without a started pool starts workers itself, and they end with
-it. The cluster is the one of this machine or render_pool.address (docs/scale.md).
+stop ends them; plan simulates how many workers help. A run without a started pool
+starts workers itself, and they end with it. The cluster is the one of this machine or
+render_pool.address (docs/scale.md).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rl import build
+from rl.commands import pool_plan
 from rl.config.schema import RenderPoolConfig, load_config
 from rl.ranks.dist import Dist
 from rl.text import command_line, terminal
@@ -33,10 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 a worker cannot load the renderer, 2 wrong usage or no cluster."""
     terminal.guard()
     parser = command_line.Parser("rl pool", f"{__doc__}{command_line.KEY_VALUE}")
-    parser.add_argument("action", choices=("start", "status", "stop"))
-    parser.add_argument("config", help="a Jsonnet file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of its keys")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
+    for action in ("start", "status", "stop"):
+        its = actions.add_parser(action, doc=__doc__)
+        its.add_argument("config", help="a Jsonnet file")
+        its.add_argument("overrides", nargs="*", metavar="key=value", help="changes of its keys")
+    pool_plan.add_arguments(actions.add_parser("plan", doc=pool_plan.__doc__))
     args = parser.parse_args(argv)
+    if args.action == "plan":
+        return pool_plan.main(args)
     config = load_config(args.config, args.overrides)
     resolved = build.resolve(config)
     pool = config.render_pool or RenderPoolConfig()
@@ -81,7 +89,10 @@ def _start(workers: RayWorkers, pool: RenderPoolConfig) -> int:
 
 
 def _print(workers: RayWorkers) -> int:
-    for row in workers.status():
+    rows = workers.status()
+    if not rows:
+        command_line.show(f"no worker of {workers.name} exists; `rl pool start` starts them")
+    for row in rows:
         place = f"  {row['node']} pid {row['pid']}" if "node" in row else ""
         command_line.show(f"{row['worker']}  {row['state']}{place}")
     return 0

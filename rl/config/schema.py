@@ -358,8 +358,9 @@ class RenderPoolConfig(Section):
     """Draws the renderer's pictures in actors of a Ray cluster, each with a copy of the model
     (docs/scale.md). Worker and local renderer draw the same bits where GPU and versions agree."""
 
-    workers: Annotated[int, Field(ge=1, le=10_000)] | Literal["auto"] = "auto"
-    """Actors; 'auto' = as many as fit into the cluster. They may join and die at any time."""
+    workers: Annotated[int, Field(ge=0, le=10_000)] | Literal["auto"] = "auto"
+    """Actors; 'auto' = as many as fit into the cluster; 0 = no pool, the ranks draw. They may join
+    and die at any time."""
     address: str = "auto"
     """Ray's address, 'host:port'. 'auto': the cluster of this machine, or 'local' without one.
     'local': a run on one machine starts Ray itself, on the machine's GPUs that no rank uses."""
@@ -451,6 +452,13 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def pool(self) -> RenderPoolConfig | None:
+        """The render pool, if it has workers."""
+        return (
+            None if self.render_pool is None or not self.render_pool.workers else self.render_pool
+        )
 
     @property
     def judges(self) -> list[JudgeConfig]:

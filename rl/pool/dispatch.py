@@ -120,10 +120,12 @@ class Dispatcher:
         batch_of: Callable[[RenderJob], tuple[Hashable, int]],
         expected: Mapping[str, str],
         draw_here: Callable[[Sequence[RenderJob]], list[Any]] | None = None,
+        first: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`expected`: the facts of this rank that a worker must share, such as versions.
-        `draw_here`: draws a batch on this rank (`local`)."""
+        `draw_here`: draws a batch on this rank (`local`). `first`: rank / number of ranks; among
+        equally busy workers each rank prefers others, because it does not see other ranks' load."""
         self.workers = workers
         self.config = config
         self.reference: Reference | None = None
@@ -134,6 +136,7 @@ class Dispatcher:
         self._batch_of = batch_of
         self._expected = expected
         self._draw_here = draw_here
+        self._first = first
         self._clock = clock
         self._states: dict[str, State] = {}
         self._fits: Fits = {}
@@ -286,12 +289,13 @@ class Dispatcher:
         if not self._has_slot(running) or (self.reference is None and self._draw_here):
             return None
         ids = {job.sample.id for job in batch.jobs}
+        ready = self.ready
+        start = int(self._first * len(ready))
         return min(
-            (name for name in self.ready),
+            ready[start:] + ready[:start],
             key=lambda name: (
                 len(self._states[name].running),
                 ids.isdisjoint(self._states[name].samples),
-                name,
             ),
         )
 

@@ -54,6 +54,7 @@ class PooledRenderer(Renderer[Any]):
             lambda job: cls.batch_of(config, job),
             expected,
             None if self._here is None else self._draw_here,
+            dist.rank / dist.world_size,
         )
         workers.names()  # starts them
         self.where = f"{workers.name} on {where}"

@@ -269,7 +269,7 @@ def _load_models(
     """
     _raise_if_stopped(dist)
     pooled = None
-    if pool := resolved.config.render_pool:  # before vLLM, which imports Ray without a token
+    if pool := resolved.config.pool:  # before vLLM, which imports Ray without a token
         pooled = build.build_render_pool(resolved, pool, dist)
         stack.callback(pooled.close)
         console.say(f"pictures are drawn by {pooled.where}")
