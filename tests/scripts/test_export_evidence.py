@@ -56,12 +56,12 @@ def test_pictures_are_resized_and_written_beside_the_card(run_dir: Path) -> None
     evidence = evidence_of(run_dir)
     files = [file for sample in evidence.samples for file in sample.files]
     written = {f"pictures/{path.name}" for path in (run_dir / "out" / "pictures").iterdir()}
-    assert written == {*files, evidence.curve} and len(files) == 12
+    assert written == {*files} and len(files) == 12
     with Image.open(run_dir / "out" / "pictures" / "01_after.png") as image:
         assert image.size == (512, 384)
     (run_dir / "out").rename(run_dir / "with")
     without = evidence_of(run_dir, with_pictures=False)
-    assert without.curve is None and not any(sample.files for sample in without.samples)
+    assert not any(sample.files for sample in without.samples)
     assert not list((run_dir / "out").iterdir())
 
 
