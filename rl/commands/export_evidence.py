@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -33,7 +32,7 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
         for row in reading.read_named(run_dir / "metrics.jsonl", "iteration")
         if row["iteration"] <= done
     ]
-    evaluations = [_readable(evaluation) for evaluation in reading.read_evaluations(run_dir, done)]
+    evaluations = reading.read_evaluations(run_dir, done)
     gain = learnt(evaluations)
     if gain is None:
         return None
@@ -57,21 +56,6 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
     )
 
 
-def _readable(evaluation: Evaluation) -> Evaluation:
-    """The evaluation without its malformed records, which no run writes."""
-    records = {
-        identity: record
-        for identity, record in evaluation.records.items()
-        if all(isinstance(record.get(key), str) for key in ("id", "instruction", "completion"))
-        and isinstance(record.get("category"), str | None)
-        and all(
-            record.get(key) is None or reading.number(record[key]) is not None
-            for key in ("reward", *ARMS)
-        )
-    }
-    return replace(evaluation, records=records)
-
-
 def comparison(change: Change) -> Comparison:
     return Comparison(
         change.name, len(change.rewards), change.before, change.after, change.interval
@@ -84,9 +68,10 @@ def _arms(after: Evaluation) -> Sequence[Comparison]:
     for key, name in ARMS.items():
         change = Change(name, [], [])
         for record in after.records.values():
-            if record.get(key) is not None and record.get("reward") is not None:
-                change.rewards.append((record[key], record["reward"]))
-                change.shown.append(reading.shown_of(record) or [record["id"]])
+            other, own = (reading.number(record.get(name)) for name in (key, "reward"))
+            if other is not None and own is not None:
+                change.rewards.append((other, own))
+                change.shown.append(reading.shown_of(record) or [str(record["id"])])
         if change.rewards:
             comparisons.append(comparison(change))
     return comparisons
@@ -113,9 +98,9 @@ def _sample(
                 files.append(f"{PICTURES_FOLDER}/{number:02d}_{side}.png")
                 (target / files[-1]).write_bytes(png_bytes(downscale(image, PICTURE_SIDE_PX)))
     return Shown(
-        instruction=str(old["instruction"]),
+        instruction=str(old.get("instruction")),
         words=(str(reading.words_of(old)), str(reading.words_of(new))),
-        rewards=(old.get("reward"), new.get("reward")),
+        rewards=(reading.number(old.get("reward")), reading.number(new.get("reward"))),
         files=tuple(files),
     )
 

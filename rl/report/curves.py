@@ -75,13 +75,6 @@ CURVES = (
             Line("thought/tokens_mean", "thought, mean", "dash"),
         ),
     ),
-    Curve(
-        "Thoughts without words",
-        (
-            Line("thought/unfinished", "unfinished"),
-            Line("thought/no_marker", "without the marker", "dash"),
-        ),
-    ),
     Curve("Mismatch of engine and trainer", (Line("mismatch/k3", "k3"),)),
     Curve(
         "Groups without spread of rewards",

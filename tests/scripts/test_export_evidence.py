@@ -92,7 +92,7 @@ def test_only_pictures_of_the_held_out_folder_are_copied(run_dir: Path) -> None:
     assert len(evidence.samples) == 5 and not any(sample.files for sample in evidence.samples)
 
 
-def test_invalid_records_are_left_out(run_dir: Path) -> None:
+def test_invalid_values_count_as_absent(run_dir: Path) -> None:
     invalid: list[Any] = [
         {"id": "s0"}, [1], "x", held_out(1, "high"), held_out(2, 0.5, category=[1]),
         held_out(3, 0.5, instruction=None), held_out(4, 0.5, bare_reward={}), held_out(5, 0.5),
@@ -102,5 +102,7 @@ def test_invalid_records_are_left_out(run_dir: Path) -> None:
     lines = [{"iteration": "x"}, {"iteration": 1, "reward/mean": []}]
     write_lines(run_dir / "metrics.jsonl", lines)
     evidence = evidence_of(run_dir)
-    assert [sample.instruction for sample in evidence.samples] == ["ask 5"]
+    assert (len(evidence.samples), evidence.learnt[0].num_samples) == (6, 4)
+    assert [arm.num_samples for arm in evidence.arms] == [3]
+    assert evidence.samples[1].rewards == (None, None)
     assert evidence.drift_alarms is None and evidence.ungraded_share is None
