@@ -16,6 +16,7 @@ from rl.api.policy import Policy
 from rl.api.renderer import Renderer
 from rl.api.types import Sample
 from rl.check.ask_judge import START_PATIENCE_S, JudgeCheck, ask_judge, with_second_judge
+from rl.check.memory_remedies import engine_dtype
 from rl.check.resume import check_resume
 from rl.checkpoints.checkpoint import Checkpoints, read_state
 from rl.config.schema import JudgeConfig, RunConfig
@@ -132,7 +133,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             checkpointing=checkpointing,
             second_judge=second_judge,
             num_iterations=num_iterations,
-            sync_dtype=_engine_dtype(resolved),
+            sync_dtype=engine_dtype(resolved),
             num_skipped_rows=sum(source.num_skipped for source in sources),
             start=start,
             metrics_line_missing=start == 0 or not dist.broadcast(record.has_line(start)),
@@ -318,7 +319,7 @@ def _make_checks(
     plugin_metrics = PluginMetrics(renderer, made, dist)
     plugin_metrics.drop()  # reports from loading belong to no iteration
     dropout = getattr(context.policy.config.lora, "dropout", 0.0)
-    watch = Watch(context.config, _engine_dtype(resolved), dropout)
+    watch = Watch(context.config, engine_dtype(resolved), dropout)
     return Checks(context.config, dist, judge, held_out, plugin_metrics, watch)
 
 
@@ -425,8 +426,3 @@ def _start_judge(
     if problems := [text for _, text in gathered if text]:
         raise JudgeError(problems[0])
     return next(base for base, _ in reversed(gathered[: dist.rank + 1]) if base)
-
-
-def _engine_dtype(resolved: build.Resolved) -> str:
-    memory_config = resolved.engine.cls.memory(resolved.engine.config)
-    return str((memory_config and memory_config.dtype) or resolved.policy.config.dtype)
