@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -58,7 +58,7 @@ def run(plugin: str, config: str | None, overrides: Sequence[str]) -> int:
     failed = 0
     with tempfile.TemporaryDirectory(prefix="rl_conformance_") as folder:
         try:
-            subject = Subject(resolved(plugin, config, overrides, Path(folder)))
+            subject = Subject(resolved(plugin, config, overrides, Path(folder)), Path(folder))
         except ConfigError as error:
             print("\n".join(error.problems))
             return 1
@@ -129,18 +129,24 @@ class Subject:
     """The plugin under test: starts policies and engines, and has completions that they wrote."""
 
     resolved: build.Resolved
+    folder: Path
 
     @cached_property
     def dist(self) -> Dist:
         return Dist.from_env(str(self.resolved.policy.config.device))
 
     @contextmanager
-    def started(self, max_tokens: int = 10**6) -> Iterator[tuple[Policy[Any], Learner]]:
-        """A policy as at the start of a run, and its learner. `max_tokens`: of a micro-batch."""
-        config = self.resolved.config
+    def started(
+        self, max_tokens: int = 10**6, **changes: Any
+    ) -> Iterator[tuple[Policy[Any], Learner]]:
+        """A policy as at the start of a run, and its learner. `max_tokens`: of a micro-batch;
+        `changes`: keys of the policy's section."""
+        plugin, config = self.resolved.policy, self.resolved.config
+        plugin = replace(plugin, config=plugin.config.model_copy(update=changes))
         optimizer = config.optimizer.model_copy(update={"max_tokens_per_micro_batch": max_tokens})
         config = config.model_copy(update={"optimizer": optimizer})
-        with closing(build.build_policy(self.resolved, self.dist)) as policy:
+        changed = replace(self.resolved, policy=plugin)
+        with closing(build.build_policy(changed, self.dist)) as policy:
             yield policy, Learner(policy, config, self.dist, 2)
 
     @cached_property
@@ -161,17 +167,18 @@ class Subject:
         longest = min(MAX_TOKENS, sampling.max_completion_tokens)
         return SamplingParams(sampling.temperature, 1.0, -1, longest, NUM_COMPLETIONS)
 
+    def completions(self, policy: Policy[Any], numbers: Sequence[int]) -> list[list[Completion]]:
+        """[P][G] of the samples `numbers` by an engine on the policy's weights."""
+        prompts_P = [policy.build_prompt(self.samples[number]) for number in numbers]
+        with closing(build.build_engine(self.resolved, policy, self.dist)) as engine:
+            engine.wake()
+            return engine.generate(prompts_P, self.params, [100 * number for number in numbers])
+
     @cached_property
     def written(self) -> list[list[Completion]]:
-        """[P][G] completions of `samples` by an engine on the untrained policy's weights."""
-        with (
-            self.started() as (policy, _),
-            closing(build.build_engine(self.resolved, policy, self.dist)) as engine,
-        ):
-            engine.wake()
-            prompts_P = [policy.build_prompt(sample) for sample in self.samples]
-            seeds_P = [100 * number for number in range(len(prompts_P))]
-            return engine.generate(prompts_P, self.params, seeds_P)
+        """[P][G] completions of `samples` by the untrained policy."""
+        with self.started() as (policy, _):
+            return self.completions(policy, range(len(self.samples)))
 
     def logprobs(self, policy: Policy[Any], learner: Learner) -> list[list[float]]:
         """The trainer's, of all tokens of `written`, nats."""
@@ -245,6 +252,18 @@ def _engine(subject: Subject) -> str:
         _require(not {*body} & stops, "a stop token does not end a completion")
         _require((last in stops) == (finish == "stop"), f"finish is {finish!r} after token {last}")
     return _compare([completion.logprobs for completion in completions], logprobs, NATS)
+
+
+def _batch(subject: Subject) -> str:
+    """Completions depend on their seed only, not on the batch.
+    Fix: draw completion g of prompt p with its own generator, seeded seeds_P[p] + g."""
+    with subject.started() as (policy, _):
+        [alone] = subject.completions(policy, [len(subject.samples) - 1])
+    same = [c.token_ids for c in alone] == [c.token_ids for c in subject.written[-1]]
+    _require(same, "a prompt alone gets other completions")
+    different = {c.token_ids for c in chain.from_iterable(subject.written)}
+    _require(len(different) > 1, "all completions are equal, whatever their seed")
+    return f"{len(different)} different completions"
 
 
 def _sync(subject: Subject) -> str:
@@ -321,8 +340,22 @@ def _resume(subject: Subject) -> str:
     return "bit for bit"
 
 
+def _saved(subject: Subject) -> str:
+    """A saved adapter is the trained policy.
+    Fix: save_pretrained writes every trained tensor under PEFT's names."""
+    config, folder = subject.resolved.policy.config, str(subject.folder / "adapter")
+    if not hasattr(config, "adapter_path") or config.lora is None:
+        raise NotApplicableError("its section has no adapter_path, or no adapter is trained")
+    with subject.started() as (policy, learner):
+        move(policy.module)
+        logprobs = subject.logprobs(policy, learner)
+        policy.save_pretrained(folder, learner.trainable_tensors())
+    with subject.started(adapter_path=folder, from_run="") as (policy, learner):
+        return _compare(subject.logprobs(policy, learner), logprobs, SAME_NATS)
+
+
 CHECKS: Sequence[Callable[[Subject], str]] = (
-    _prompt, _engine, _sync, _reference, _split, _resume
+    _prompt, _engine, _batch, _sync, _reference, _split, _resume, _saved
 )  # fmt: skip
 """A check returns what it measured, or raises FaultError or NotApplicableError. Its docstring has
 what it tests, and how to fix it."""

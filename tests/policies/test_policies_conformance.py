@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def subject(folder: Path, tmp_path: Path) -> conformance.Subject:
-    return conformance.Subject(conformance.resolved(PLUGIN, None, [], tmp_path))
+    return conformance.Subject(conformance.resolved(PLUGIN, None, [], tmp_path), tmp_path)
 
 
 def test_the_printed_policy_conforms(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +68,7 @@ def test_the_printed_policy_conforms(folder: Path, capsys: pytest.CaptureFixture
     assert policy.count("\n") < 120
     assert conformance.run(PLUGIN, None, []) == 0
     out = capsys.readouterr().out
-    assert out.count("PASS ") == len(conformance.CHECKS) == 6, out
+    assert out.count("PASS ") == len(conformance.CHECKS) == 8, out
 
 
 def smolvlm() -> Any:
@@ -95,6 +95,15 @@ def engine_samples_banned_tokens(patch: pytest.MonkeyPatch) -> None:
         return (logits.cpu().float() / params.temperature).log_softmax(-1)
 
     patch.setattr(TransformersEngine, "_distribution", distribution)
+
+
+def one_generator_for_the_batch(patch: pytest.MonkeyPatch) -> None:
+    generate = TransformersEngine.generate
+    patch.setattr(
+        TransformersEngine,
+        "generate",
+        lambda self, prompts, params, seeds: generate(self, prompts, params, range(len(seeds))),
+    )
 
 
 def exports_the_first_weights(patch: pytest.MonkeyPatch) -> None:
@@ -156,18 +165,29 @@ def random_head(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(smolvlm(), "load_model", with_noise)
 
 
+def half_the_adapter_is_saved(patch: pytest.MonkeyPatch) -> None:
+    save = TrainedPolicy.save_pretrained
+
+    def partly(self: Any, folder: str, tensors: Any) -> None:
+        save(self, folder, {name: t for name, t in tensors.items() if ".0." in name})
+
+    patch.setattr(TrainedPolicy, "save_pretrained", partly)
+
+
 @pytest.mark.parametrize(
     ("number", "fault", "cause"),
     [
         (0, no_generation_prompt, "it ends"),
         (0, special_texts_become_tokens, "1 special tokens come from a user"),
         (1, engine_samples_banned_tokens, "banned|apart over"),
-        (2, exports_the_first_weights, "export_weights does not change|changed nothing"),
-        (2, drops_the_weights, "load_weights drops the weights"),
-        (3, reference_is_the_policy, "follows the trained weights"),
-        (3, reference_stays_on, "changed requires_grad"),
-        (4, centred_in_the_batch, "of the largest entry"),
-        (5, random_head, "weights differ|other log-probs"),
+        (2, one_generator_for_the_batch, "alone gets other completions"),
+        (3, exports_the_first_weights, "export_weights does not change|changed nothing"),
+        (3, drops_the_weights, "load_weights drops the weights"),
+        (4, reference_is_the_policy, "follows the trained weights"),
+        (4, reference_stays_on, "changed requires_grad"),
+        (5, centred_in_the_batch, "of the largest entry"),
+        (6, random_head, "weights differ|other log-probs"),
+        (7, half_the_adapter_is_saved, "does not fit"),
     ],
 )
 def test_each_rule_catches_a_planted_fault(
