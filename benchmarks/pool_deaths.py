@@ -39,7 +39,7 @@ from rl.api.types import RenderJob, Sample
 from rl.config.schema import RenderPoolConfig
 from rl.pool import dispatch, ray_cluster
 from rl.pool.dispatch import Dispatcher
-from rl.pool.worker import facts_of_code, spec_of
+from rl.pool.pool_worker import facts_of_code, spec_of
 from rl.ranks.dist import Dist
 
 NUM_PICTURES, NUM_WORKERS = 48, 3

@@ -362,7 +362,7 @@ def test_the_base_config_documents_every_key_with_its_default() -> None:
     commented = {
         match[2]
         for above, line in itertools.pairwise(lines)
-        if (match := re.match(r"\s*(// )?(\w+):", line)) and above.strip().startswith("//")
+        if (match := re.match(r"\s*(// )?'?(\w+)'?:", line)) and above.strip().startswith("//")
     }
     num_keys = 0
     for key, section in sections(RunConfig):

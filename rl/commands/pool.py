@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING
 
 from rl import build
 from rl.commands import pool_plan
-from rl.config.schema import RenderPoolConfig, load_config
+from rl.config.schema import load_config
 from rl.ranks.dist import Dist
 from rl.text import command_line, terminal
 
 if TYPE_CHECKING:
+    from rl.config.schema import RenderPoolConfig
     from rl.pool.ray_cluster import RayWorkers
 
 LOOK_EVERY_S = 5.0
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return pool_plan.main(args)
     config = load_config(args.config, args.overrides)
     resolved = build.resolve(config)
-    pool = config.render_pool or RenderPoolConfig()
+    pool = config.render_pool
     try:
         workers = _connected(resolved, pool)
         if args.action == "stop":
@@ -63,7 +64,7 @@ def _connected(resolved: build.Resolved, pool: RenderPoolConfig) -> RayWorkers:
     import torch
 
     from rl.pool import ray_cluster
-    from rl.pool.worker import spec_of
+    from rl.pool.pool_worker import spec_of
 
     where = ray_cluster.connect(pool.address, Dist(), may_start=False)
     command_line.show(f"on {where}")

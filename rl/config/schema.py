@@ -358,8 +358,8 @@ class RenderPoolConfig(Section):
     """Draws the renderer's pictures in actors of a Ray cluster, each with a copy of the model
     (docs/scale.md). Worker and local renderer draw the same bits where GPU and versions agree."""
 
-    workers: Annotated[int, Field(ge=0, le=10_000)] | Literal["auto"] = "auto"
-    """Actors; 'auto' = as many as fit into the cluster; 0 = no pool, the ranks draw. They may join
+    workers: Annotated[int, Field(ge=0, le=10_000)] | Literal["auto"] = 0
+    """Actors; 0 = no pool, the ranks draw; 'auto' = as many as fit into the cluster. They may join
     and die at any time."""
     address: str = "auto"
     """Ray's address, 'host:port'. 'auto': the cluster of this machine, or 'local' without one.
@@ -439,8 +439,6 @@ class RunConfig(Section):
     renderer: PluginSection
     """A plugin of rl/renderers. `{ type: 'ray_pool', of: <renderer>, ... }` is read as `renderer:
     <renderer>` and `render_pool: { ... }`."""
-    render_pool: RenderPoolConfig | None = None
-    """Where the renderer runs; null = on the ranks."""
     rewards: dict[str, PluginSection]
     """Name -> a plugin of rl/rewards."""
     final_reward: FinalReward = FinalReward()
@@ -448,6 +446,7 @@ class RunConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    render_pool: RenderPoolConfig = RenderPoolConfig()
     judge: JudgeConfig = JudgeConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -456,9 +455,7 @@ class RunConfig(Section):
     @property
     def pool(self) -> RenderPoolConfig | None:
         """The render pool, if it has workers."""
-        return (
-            None if self.render_pool is None or not self.render_pool.workers else self.render_pool
-        )
+        return self.render_pool if self.render_pool.workers else None
 
     @property
     def judges(self) -> list[JudgeConfig]:
@@ -527,8 +524,8 @@ def _with_pool(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if not (isinstance(renderer, Mapping) and renderer.get("type") == "ray_pool"):
         return values
     pool = {key: value for key, value in renderer.items() if key not in ("type", "of")}
-    section = values.get("render_pool") or {}
-    return {**values, "renderer": renderer.get("of"), "render_pool": {**pool, **section}}
+    section = {**(values.get("render_pool") or {}), "workers": "auto", **pool}
+    return {**values, "renderer": renderer.get("of"), "render_pool": section}
 
 
 def _no_config(path: str) -> str:

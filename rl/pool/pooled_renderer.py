@@ -11,7 +11,7 @@ from rl.api.renderer import Renderer
 from rl.api.types import RenderJob, Sample
 from rl.config.schema import RenderPoolConfig
 from rl.pool.dispatch import Dispatcher
-from rl.pool.worker import facts_of_code, facts_of_model, spec_of
+from rl.pool.pool_worker import facts_of_code, facts_of_model, spec_of
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.config.schema import RenderPoolConfig
 from rl.pool.dispatch import Reference, WorkerLostError
-from rl.pool.worker import Worker, digest_of
+from rl.pool.pool_worker import Worker, digest_of
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist

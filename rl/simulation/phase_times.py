@@ -104,7 +104,7 @@ def measured(resolved: Resolved, run_dir: Path) -> Times:
             raise ValueError(
                 f"{key}: {stored.get(key)} in {run_dir}, {config[key]} here; it differs"
             )
-    if stored.get("render_pool"):
+    if (stored.get("render_pool") or {}).get("workers"):
         raise ValueError(f"{run_dir}: a pool drew its pictures; name a run whose ranks drew them")
     rows, _ = read_rows(run_dir / "metrics.jsonl")
     rows = [row for row in rows if row.get("time/render_s")][1:]  # the first one also warms up

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rl.build import Resolved
+from rl.config.schema import RenderPoolConfig
 from rl.memory import footprint
 from rl.memory.memory_plan import CONTEXT_GB
 from rl.simulation.iteration_model import (
@@ -24,7 +25,7 @@ def pool_lines(resolved: Resolved) -> list[str]:
     assert pool is not None
     workers, local = (None if pool.workers == "auto" else pool.workers), pool.local
     lines = [f"{pool.workers} workers, Ray at {pool.address}"]
-    drawn_by_ranks = resolved.config.model_copy(update={"render_pool": None})
+    drawn_by_ranks = resolved.config.model_copy(update={"render_pool": RenderPoolConfig()})
     on_a_rank = replace(resolved, config=drawn_by_ranks)
     if planned := footprint.footprint(on_a_rank, resolved.config.gpu_gb):
         renderer = [row.gb for row in planned.rows if row.part.startswith(resolved.renderer.key)]

@@ -13,6 +13,7 @@ import tiny_config
 from benchmarks import picture_flops
 from rl import build
 from rl.commands.pool import main
+from rl.config.schema import RenderPoolConfig
 from rl.simulation import phase_times
 from rl.simulation.iteration_model import Machines, simulate
 from rl.simulation.pool_report import pool_lines
@@ -88,7 +89,7 @@ def test_the_command_prints_what_the_docs_show_and_refuses_what_it_cannot_plan(
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tiny_config.REPO)
     page = Path("docs/scale.md").read_text(encoding="utf-8")
-    section = page.partition("## How many workers\n")[2]
+    section = page.partition("## How many workers\n")[2].partition("\n## ")[0]
     lines = [line[4:] for line in section.split("\n") if line.startswith("    ")]
     starts = [n for n, line in enumerate(lines) if line.startswith("rl pool plan ")]
     assert len(starts) == 2
@@ -110,7 +111,13 @@ def test_the_command_prints_what_the_docs_show_and_refuses_what_it_cannot_plan(
 
 
 def test_the_lines_for_a_check() -> None:
-    lines = pool_lines(build.resolve(tiny_config.shipped("qwen_image_edit")), 16)
+    def lines_of(name: str) -> list[str]:
+        config = tiny_config.shipped(name)
+        pooled = config.model_copy(update={"render_pool": RenderPoolConfig(workers=16)})
+        return pool_lines(build.resolve(pooled))
+
+    first, *lines = lines_of("qwen_image_edit")
+    assert first == "16 workers, Ray at auto"
     # 13.63e9 + 0.127e9 weights of two bytes, activations, and 2 GB of CUDA's.
     assert 2 + 27.5 < float(re.search(r"takes ([\d.]+) GB", lines[0])[1]) < 40  # type: ignore[index]
     assert lines[1] == "transfer: 3.15 GB an iteration (21.9 MB a picture)"  # 144 of these
@@ -120,5 +127,5 @@ def test_the_lines_for_a_check() -> None:
         if words[1:3] == ["s", "with"]
     }
     assert seconds["39"] < seconds["16"] and lines[-1].startswith("beyond 39 workers")
-    reasoning = pool_lines(build.resolve(tiny_config.shipped("vlm_reasoning")), None)
+    reasoning = lines_of("vlm_reasoning")
     assert reasoning[-1].startswith("time not planned: renderer")

@@ -16,7 +16,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import rl  # (before `transformers` etc., which it makes importable)
 from rl.api.plugin import PlacedConfig, Resources
 from rl.api.renderer import Renderer
 from rl.files.weights import fingerprint
@@ -48,7 +47,7 @@ def digest_of(spec: Mapping[str, Any]) -> str:
 @cache
 def _source_digest() -> str:
     """Of this package's renderers, which two commits with one version may draw differently."""
-    files = sorted((Path(rl.__file__).parent / "renderers").rglob("*.py"))
+    files = sorted((Path(__file__).parents[1] / "renderers").rglob("*.py"))
     return blake2b(b"".join(file.read_bytes() for file in files), digest_size=6).hexdigest()
 
 
