@@ -85,7 +85,7 @@ class Pool:
 
     def pid(self, number: int) -> int:
         name = f"{self.workers.name}/{number}"
-        return int(self.workers.result(self.workers.call(name, "hello"))["pid"])
+        return next(int(row["pid"]) for row in self.workers.status() if row["worker"] == name)
 
     def on_second_node(self) -> list[int]:
         """Processes of the second node: its raylet and everything it has started."""
