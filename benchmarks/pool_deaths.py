@@ -53,7 +53,7 @@ class Pool:
         self.second = self.cluster.add_node(num_cpus=2)
         ray_cluster.connect(self.cluster.address, Dist())
         config = RenderPoolConfig(workers=NUM_WORKERS, address=self.cluster.address, max_wait_s=120)
-        spec = spec_of(SleepingRenderer, Config(type="benchmarks.sleeping_renderer"), 1)
+        spec = spec_of(SleepingRenderer, Config(type="benchmarks.sleeping_renderer"), 1, "cpu")
         self.workers = ray_cluster.RayWorkers(config, spec)
         self.dispatcher = Dispatcher(
             self.workers,
@@ -89,7 +89,7 @@ class Pool:
 
     def on_second_node(self) -> list[int]:
         """Processes of the second node: its raylet and everything it has started."""
-        raylet = self.second.all_processes["raylet"][0].process.pid
+        raylet = dict(self.second.live_processes())["raylet"].pid
         return [raylet, *(each.pid for each in psutil.Process(raylet).children(recursive=True))]
 
     def replace_second_node(self) -> None:
@@ -159,6 +159,7 @@ def cases(pool: Pool) -> dict[str, Callable[[], Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--match", default="", help="only cases whose name contains this")
     args = parser.parse_args()
     dispatch.SILENT_S = 5.0  # instead of a minute
     began_s = time.monotonic()
@@ -170,7 +171,7 @@ def main() -> None:
         "|---|---:|---:|---:|---:|",
     ]
     quiet_s = min(pool.draw()[0] for _ in range(3))
-    for name in cases(pool):
+    for name in [name for name in cases(pool) if args.match in name]:
         pool.ready()
         timer = threading.Timer(1.1, cases(pool)[name])
         timer.start()

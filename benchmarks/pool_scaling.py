@@ -29,7 +29,7 @@ NUM_PICTURES, TRIES = 64, 3
 
 def dispatcher_of(workers: int, config: Config) -> tuple[Dispatcher, ray_cluster.RayWorkers]:
     pool = RenderPoolConfig(workers=workers, address="local", num_cpus=0)
-    spec = spec_of(SleepingRenderer, config, 1)
+    spec = spec_of(SleepingRenderer, config, 1, "cpu")
     handles = ray_cluster.RayWorkers(pool, spec)
     batch_of = SleepingRenderer.batch_of
     return Dispatcher(

@@ -112,15 +112,12 @@ class FakeWorkers:
         return self.references[0] if self.references else None
 
 
-def dispatcher_of(
-    workers: FakeWorkers, batch_size: int = 4, draw_here: Any = None, **config: Any
-) -> Dispatcher:
+def dispatcher_of(workers: FakeWorkers, batch_size: int = 4, **config: Any) -> Dispatcher:
     return Dispatcher(
         workers,
         RenderPoolConfig(**config),
         lambda job: (None, batch_size),
         {"torch": "2"},
-        draw_here,
         clock=lambda: workers.now_s,
     )
 

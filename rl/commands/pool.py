@@ -14,6 +14,7 @@ render_pool.address (docs/scale.md).
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -61,15 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _connected(resolved: build.Resolved, pool: RenderPoolConfig) -> RayWorkers:
-    import torch
-
     from rl.pool import ray_cluster
     from rl.pool.pool_worker import spec_of
 
     where = ray_cluster.connect(pool.address, Dist(), may_start=False)
     command_line.show(f"on {where}")
     renderer = resolved.renderer
-    spec = spec_of(renderer.cls, renderer.config, torch.get_num_threads())
+    on_gpu = ray_cluster.has_gpus() and resolved.policy.config.device != "cpu"
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))  # a CPU run's
+    spec = spec_of(renderer.cls, renderer.config, threads, "cuda:0" if on_gpu else "cpu")
     return ray_cluster.RayWorkers(pool, spec, detached=True)
 
 

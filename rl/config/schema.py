@@ -523,8 +523,9 @@ def _with_pool(values: Mapping[str, Any]) -> Mapping[str, Any]:
     renderer = values.get("renderer")
     if not (isinstance(renderer, Mapping) and renderer.get("type") == "ray_pool"):
         return values
+    given = values.get("render_pool") or {}
     pool = {key: value for key, value in renderer.items() if key not in ("type", "of")}
-    section = {**(values.get("render_pool") or {}), "workers": "auto", **pool}
+    section = {**given, "workers": given.get("workers") or "auto", **pool}
     return {**values, "renderer": renderer.get("of"), "render_pool": section}
 
 

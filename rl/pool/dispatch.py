@@ -40,13 +40,13 @@ class Workers(Protocol):
     def names(self) -> Sequence[str]:
         """All workers that should exist; missing ones are started."""
 
-    def call(self, worker: str, method: str, *arguments: Any) -> Hashable:
+    def call(self, worker: str, method: str, *arguments: Any) -> Any:
         """Start a call of a `Worker` method; does not wait."""
 
     def put(self, message: wire.Message) -> Any:
         """Store a message once; the returned value is an argument for several calls."""
 
-    def wait(self, calls: Sequence[Hashable], timeout_s: float) -> Sequence[Any]:
+    def wait(self, calls: Sequence[Any], timeout_s: float) -> Sequence[Any]:
         """The calls that are done; waits until one is, at most `timeout_s` (without calls: as
         long)."""
 
@@ -106,6 +106,8 @@ class State:
     running: set[Any] = field(default_factory=set)
     status: Any = None
     status_since_s: float = 0.0
+    reason: str = ""
+    """Why it was lost or refused last."""
     samples: deque[str] = field(default_factory=lambda: deque(maxlen=64))
     """Ids of samples of which it has drawn; it still has their source latents."""
 
@@ -119,12 +121,11 @@ class Dispatcher:
         config: RenderPoolConfig,
         batch_of: Callable[[RenderJob], tuple[Hashable, int]],
         expected: Mapping[str, str],
-        draw_here: Callable[[Sequence[RenderJob]], list[Any]] | None = None,
         first: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`expected`: the facts of this rank that a worker must share, such as versions.
-        `draw_here`: draws a batch on this rank (`local`). `first`: rank / number of ranks; among
+        `first`: rank / number of ranks; among
         equally busy workers each rank prefers others, because it does not see other ranks' load."""
         self.workers = workers
         self.config = config
@@ -134,8 +135,8 @@ class Dispatcher:
         self.num_bytes = 0
         self._metrics: dict[str, list[float]] = defaultdict(list)
         self._batch_of = batch_of
-        self._expected = expected
-        self._draw_here = draw_here
+        self._expected = dict(expected)
+        self._draw_here: Callable[[Sequence[RenderJob]], list[Any]] | None = None
         self._first = first
         self._clock = clock
         self._states: dict[str, State] = {}
@@ -146,15 +147,22 @@ class Dispatcher:
         self._last_ready_s = clock()
         self._warned_s = -1e9
 
+    def draws_here(
+        self, draw: Callable[[Sequence[RenderJob]], list[Any]], facts: Mapping[str, str]
+    ) -> None:
+        """This rank draws too, with `draw`; workers must have the `facts` of its model."""
+        self._draw_here = draw
+        self._expected.update(facts)
+
     @property
     def ready(self) -> list[str]:
         return [name for name, state in self._states.items() if state.stage == "ready"]
 
     def first_hello(self) -> Mapping[str, Any]:
         """Wait for the first worker that has loaded the renderer; its answer to `hello`. Raises
-        RuntimeError if a worker cannot load it, or if none has after `max_wait_s`."""
+        RuntimeError if none can load it, or none has after `max_wait_s`."""
         self._last_ready_s = self._clock()
-        while True:
+        while not signals.stop_received():
             self._look_at_workers()
             for name, state in self._states.items():
                 if state.stage == "asked" and self.workers.wait([state.call], POLL_S):
@@ -163,10 +171,11 @@ class Dispatcher:
                     except WorkerLostError as error:
                         self._lost(name, str(error))
                         continue
-                    if problem := hello.get("error"):
-                        raise RuntimeError(f"render_pool: {name} cannot start: {problem}")
-                    return dict(hello)
+                    if not hello.get("error"):
+                        return dict(hello)
+                    self._refuse(name, state, f"cannot load the renderer: {hello['error']}")
             self._wait_or_give_up("starts")
+        return {"state_dim": None}  # the caller sees the signal
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Any]]:
         """Yield `(number of the job, picture, failure or None)` as batches are done. Raises
@@ -185,12 +194,14 @@ class Dispatcher:
                 self._admit()
                 while (queue or not all_taken) and (self._has_slot(running) or self._draw_here):
                     batch = queue.popleft() if queue else next(batches, None)
+                    if batch is not None and batch.is_done:
+                        continue  # its twin was faster
                     if batch is None:
                         all_taken = True
                     elif worker := self._choose(batch, running):
                         self._send(batch, worker, running)
                     else:
-                        yield from self._here(batch)
+                        yield from self._here(batch, queue)
                         break
                 if all_taken and not queue and not running:
                     return
@@ -207,10 +218,12 @@ class Dispatcher:
                     del running[call]  # its twin was faster
                 for state in self._states.values():
                     state.running &= running.keys()
-                if signals.stop_received() and (queue or running):
-                    # The caller sees the signal, and drops this picture.
-                    rest = queue[0] if queue else next(iter(running.values())).batch
-                    yield rest.numbers[0], RenderFailure("the run is asked to stop")
+                if signals.stop_received():
+                    rest = [*queue, *(each.batch for each in running.values())]
+                    if batch := next(iter(rest), None) or next(batches, None):
+                        # The caller sees the signal, and drops this picture.
+                        yield batch.numbers[0], RenderFailure("the run is asked to stop")
+                    return
         finally:
             for state in self._states.values():
                 state.running.clear()
@@ -266,15 +279,30 @@ class Dispatcher:
         self.num_remote = self.num_here = self.num_bytes = self.restarts = 0
         return metrics
 
-    def _here(self, batch: Batch) -> Iterator[tuple[int, Any]]:
+    def _here(self, batch: Batch, queue: deque[Batch]) -> Iterator[tuple[int, Any]]:
         assert self._draw_here is not None
         outcomes = self._draw_here(batch.jobs)
+        packed = wire.packed_outcomes(outcomes)
+        if _lacked_memory(packed):
+            yield from self._smaller(batch, packed, queue)
+            return
+        batch.is_done = True
         self.num_here += len(outcomes)
-        if self.reference is None:
-            message = self._message(batch)
-            digests = wire.digests(wire.packed_outcomes(outcomes))
-            self.reference = self.workers.agree(Reference(message, digests, self._expected))
+        self._propose(batch, packed, self._expected)
         yield from zip(batch.numbers, outcomes, strict=True)
+
+    def _propose(self, batch: Batch, packed: list[Any], facts: Mapping[str, str]) -> bool:
+        """Without a reference, make it this batch if all of its pictures were drawn. Returns
+        whether the pictures may be used: False if another rank's reference was first, which this
+        worker has not drawn yet."""
+        if self.reference is not None or any(isinstance(each, tuple) for each in packed):
+            return True
+        found = Reference(self._message(batch), wire.digests(packed), facts)
+        self.reference = self.workers.agree(found) or found
+        for each in self._states.values():  # from now on each is checked
+            each.stage = "new" if each.stage == "ready" else each.stage
+        self._looked_s = -1e9
+        return list(self.reference.digests) == found.digests
 
     def _has_slot(self, running: Mapping[Any, Running]) -> bool:
         """Whether a worker can take a batch. Without a reference one batch is drawn at a time: the
@@ -345,23 +373,16 @@ class Dispatcher:
             return
         _raise_if_raised(done.worker, reply)
         outcomes = reply["outcomes"]
-        failed = [each[0] for each in outcomes if isinstance(each, tuple)]
-        if failed and all(reason.startswith(OUT_OF_MEMORY) for reason in failed):
-            if len(batch.jobs) > 1:
-                self._split(batch, queue)
-            else:
-                yield from self._again(batch, failed[0], queue)
+        if _lacked_memory(outcomes):
+            yield from self._smaller(batch, outcomes, queue)
             return
         for name, value in reply["metrics"].items():
             self._metrics[name].append(value)
         self._durations_s.append(reply["seconds"])
         self._longest_s = max(self._longest_s, reply["seconds"])
-        if self.reference is None:
-            found = Reference(self._message(batch), wire.digests(outcomes), state.facts)
-            self.reference = self.workers.agree(found)
-            for each in self._states.values():  # from now on each is checked
-                each.stage = "new" if each.stage == "ready" else each.stage
-            self._looked_s = -1e9
+        if not self._propose(batch, outcomes, state.facts):
+            queue.appendleft(batch)  # for a worker that has been checked
+            return
         batch.is_done = True
         self.num_remote += len(outcomes)
         self.num_bytes += sum(each.nbytes for each in outcomes if hasattr(each, "nbytes"))
@@ -382,11 +403,17 @@ class Dispatcher:
         failure = RenderFailure(f"{reason} (after {batch.tries} tries)")
         yield from ((number, failure) for number in batch.numbers)
 
-    def _split(self, batch: Batch, queue: deque[Batch]) -> None:
-        """Draw the batch in two halves, and later ones of its key in batches of that size: on every
-        worker, so that all still draw the same bits."""
+    def _smaller(
+        self, batch: Batch, outcomes: list[Any], queue: deque[Batch]
+    ) -> Iterator[tuple[int, Any]]:
+        """Draw a batch that did not fit in memory in two halves, and later ones of its key in
+        batches of that size: on every worker, so that all still draw the same bits."""
+        if len(batch.jobs) == 1:
+            yield from self._again(batch, outcomes[0][0], queue)
+            return
         batch.is_done = True
-        half = self._fits[batch.key] = (len(batch.jobs) + 1) // 2
+        half = (len(batch.jobs) + 1) // 2
+        self._fits[batch.key] = min(half, self._fits.get(batch.key, half))
         warn(
             f"renderer.batch_size: {len(batch.jobs)} pictures of one size do not fit in a worker's "
             f"memory, from now on {half}"
@@ -410,8 +437,8 @@ class Dispatcher:
 
     def _restart_if_hung(self, name: str, state: State, now_s: float) -> None:
         limit_s = max(SHORTEST_DEADLINE_S, DEADLINE_FACTOR * self._longest_s)
-        if not self._longest_s:
-            limit_s = self.config.first_batch_s
+        if not self._longest_s or state.stage == "checking":  # it may compile
+            limit_s = max(limit_s, self.config.first_batch_s)
         if state.status is None:
             state.status, state.status_since_s = self.workers.call(name, "status"), now_s
             return
@@ -435,6 +462,7 @@ class Dispatcher:
     def _lost(self, name: str, reason: str) -> None:
         """Greet the worker again: at once if it has drawn, else when workers are looked at."""
         state = self._states[name]
+        state.reason = reason
         if state.incarnation:
             self.restarts += 1
             self._looked_s = -1e9
@@ -501,7 +529,7 @@ class Dispatcher:
             state.stage = "ready"
 
     def _refuse(self, name: str, state: State, reason: str) -> None:
-        state.stage = "refused"
+        state.stage, state.reason = "refused", reason
         warn(f"render_pool: {name} is not used: it {reason}")
 
     def _wait_or_give_up(self, what: str) -> None:
@@ -512,9 +540,10 @@ class Dispatcher:
         refused = [name for name, state in self._states.items() if state.stage == "refused"]
         if waited_s > self.config.max_wait_s or (refused and len(refused) == len(self._states)):
             raise RuntimeError(
-                f"render_pool: no worker {what} ({len(self._states)} wanted, {len(refused)} "
-                f"refused) after {duration(waited_s)}; `rl pool status` and `ray status` say why. "
-                "The run resumes with the same command (render_pool.max_wait_s)"
+                f"render_pool: no worker {what} after {duration(waited_s)}; `rl pool status` and "
+                "`ray status` say more. The run resumes with the same command "
+                "(render_pool.max_wait_s)"
+                + "".join(f"\n{n}: {s.reason or 'no place yet'}" for n, s in self._states.items())
             )
         if waited_s > WARN_EVERY_S / 4 and now_s - self._warned_s > WARN_EVERY_S:
             self._warned_s = now_s
@@ -530,3 +559,8 @@ def _raise_if_raised(worker: str, reply: Mapping[str, Any]) -> None:
     if raised := reply.get("raised"):
         kind = ValueError if raised[0] == "ValueError" else RuntimeError
         raise kind(f"render_pool: {worker}: {raised[1]}")
+
+
+def _lacked_memory(outcomes: Sequence[Any]) -> bool:
+    """Whether a picture failed because the batch did not fit in memory."""
+    return any(isinstance(each, tuple) and each[0].startswith(OUT_OF_MEMORY) for each in outcomes)

@@ -16,11 +16,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rl.api.plugin import PlacedConfig, Resources
+from rl.api.plugin import PlacedConfig, Resources, reported_by
 from rl.api.renderer import Renderer
 from rl.files.weights import fingerprint
 from rl.pool import wire
 from rl.ranks.error_messages import is_lost_device
+from rl.ranks.placement import resolve_device
 
 PACKAGES = ("torch", "diffusers", "transformers", "numpy", "pillow")
 DEVICE_LOST = 3
@@ -40,7 +41,8 @@ def facts_of_code(spec: Mapping[str, Any]) -> dict[str, str]:
 
 def digest_of(spec: Mapping[str, Any]) -> str:
     """Of the renderer's class and section: pools of other renderers have another name."""
-    text = repr((spec["module"], spec["class"], sorted(spec["section"].items())))
+    keys = ("module", "class", "on_gpu")
+    text = repr(([spec[key] for key in keys], sorted(spec["section"].items())))
     return blake2b(text.encode(), digest_size=6).hexdigest()
 
 
@@ -51,13 +53,17 @@ def _source_digest() -> str:
     return blake2b(b"".join(file.read_bytes() for file in files), digest_size=6).hexdigest()
 
 
-def spec_of(cls: type[Renderer[Any]], config: Any, num_threads: int) -> dict[str, Any]:
-    """What a worker needs to create the renderer. Relative paths in the section and plugins of the
-    user's are found from the trainer's working folder and `sys.path`."""
+def spec_of(cls: type[Renderer[Any]], config: Any, num_threads: int, device: str) -> dict[str, Any]:
+    """What a worker needs to create the renderer. Relative paths in the section, and plugins of the
+    user's, are found from the trainer's working folder and `sys.path`. `device`: the rank's; the
+    workers use GPUs if the renderer would on the rank."""
+    if isinstance(config, PlacedConfig):
+        device = resolve_device(config.device, device)
     section = config.model_dump(mode="json", exclude_unset=True)
     if isinstance(config, PlacedConfig):
-        section["device"] = "cpu" if config.device == "cpu" else "auto"
+        section["device"] = "auto"
     names = {"module": cls.__module__, "class": cls.__name__, "section": section}
+    names["on_gpu"] = device.startswith("cuda")
     return {**names, "num_threads": num_threads, "cwd": os.getcwd(), "path": sys.path}
 
 
@@ -85,8 +91,10 @@ class Worker:
         torch.set_num_threads(spec["num_threads"])
         cls = getattr(import_module(spec["module"]), spec["class"])
         config = cls.Config.model_validate(spec["section"])
-        on_gpu = torch.cuda.is_available() and spec["section"].get("device") != "cpu"
-        device = "cuda:0" if on_gpu else "cpu"
+        if spec["on_gpu"] and not torch.cuda.is_available():
+            raise RuntimeError("Ray gave this worker no GPU (render_pool.num_gpus)")
+        device = "cuda:0" if spec["on_gpu"] else "cpu"
+        torch.backends.cudnn.allow_tf32 = False  # as on the ranks
         self._renderer: Renderer[Any] = cls(config, Resources(None, device, may_split=False))
         self._state_dim = self._renderer.state_dim
         self._facts = facts_of_code(spec) | facts_of_model(self._renderer, device)
@@ -134,8 +142,9 @@ class Worker:
             if is_lost_device(error):
                 os._exit(DEVICE_LOST)
             answer["raised"] = (type(error).__name__, _text_of(error))
+        reported = {} if self._error else reported_by(self._renderer)
+        answer["metrics"] = {} if isinstance(reported, Exception) else dict(reported)
         answer["seconds"] = time.monotonic() - since_s
-        answer["metrics"] = {} if self._error else dict(self._renderer.take_metrics())
         self._drawing_since_s = None
         return answer
 
@@ -167,7 +176,7 @@ def _modules(value: Any, depth: int) -> Iterator[Any]:
 
     if isinstance(value, torch.nn.Module):
         yield value
-    elif isinstance(value, tuple | list):
+    elif depth and isinstance(value, tuple | list):
         for item in value:
             yield from _modules(item, depth - 1)
     elif depth and type(value).__module__ != "builtins":

@@ -12,6 +12,7 @@ from rl.api.types import RenderJob, Sample
 from rl.config.schema import RenderPoolConfig
 from rl.pool.dispatch import Dispatcher
 from rl.pool.pool_worker import facts_of_code, facts_of_model, spec_of
+from rl.ranks.placement import resolve_device
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
@@ -39,28 +40,29 @@ class PooledRenderer(Renderer[Any]):
 
         super().__init__(config, Resources(None, dist.device))
         where = ray_cluster.connect(pool.address, dist)
-        spec = spec_of(cls, config, torch.get_num_threads())
+        spec = spec_of(cls, config, torch.get_num_threads(), dist.device)
         workers = ray_cluster.RayWorkers(pool, spec)
-        expected = facts_of_code(spec)
-        self._here = None
-        if pool.local:
-            self._here = cls(config, Resources(None, dist.device, may_split=False))
-            expected |= facts_of_model(self._here, dist.device)
-        self._cls = cls
+        self._cls, self._pool, self._dist = cls, pool, dist
+        self._here: Renderer[Any] | None = None
         self._disconnect = ray_cluster.disconnect
         self._dispatcher = Dispatcher(
             workers,
             pool,
             lambda job: cls.batch_of(config, job),
-            expected,
-            None if self._here is None else self._draw_here,
-            dist.rank / dist.world_size,
+            facts_of_code(spec),
+            first=dist.rank / dist.world_size,
         )
         workers.names()  # starts them
         self.where = f"{workers.name} on {where}"
 
     def wait(self) -> None:
-        """Wait until a worker has loaded the renderer. Raises RuntimeError if none can."""
+        """Wait until a worker has loaded the renderer, after loading it here too if the ranks draw.
+        Raises RuntimeError if no worker can."""
+        if self._pool.local:
+            resources = Resources(None, self._dist.device, may_split=False)
+            self._here = self._cls(self.config, resources)
+            device = resolve_device(getattr(self.config, "device", "auto"), self._dist.device)
+            self._dispatcher.draws_here(self._draw_here, facts_of_model(self._here, device))
         self.state_dim = self._dispatcher.first_hello()["state_dim"]
 
     def _draw_here(self, jobs: Sequence[RenderJob]) -> list[Any]:
@@ -80,6 +82,8 @@ class PooledRenderer(Renderer[Any]):
     def _prepared(self, method: str, samples: Sequence[Sample], *arguments: Any) -> list[Sample]:
         if getattr(self._cls, method) is getattr(Renderer, method):
             return list(samples)
+        if self._here is not None:
+            return list(getattr(self._here, method)(samples, *arguments))
         return self._dispatcher.prepare(method, samples, *arguments)
 
     def take_metrics(self) -> Mapping[str, float]:

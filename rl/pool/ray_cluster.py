@@ -7,18 +7,21 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.config.schema import RenderPoolConfig
 from rl.pool.dispatch import Reference, WorkerLostError
 from rl.pool.pool_worker import Worker, digest_of
+from rl.text.scrub import is_secret_name
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
@@ -51,6 +54,15 @@ class Registry:
         return self._reference
 
 
+@dataclass(eq=False)
+class Call:
+    """A call of a worker's method."""
+
+    ref: Any
+    worker: str
+    handle: Any
+
+
 class RayWorkers:
     """The actors of one pool (`dispatch.Workers`)."""
 
@@ -66,8 +78,11 @@ class RayWorkers:
         self._detached = detached
         self.name = config.name or f"pool-{digest_of(spec)}"
         self._handles: dict[str, Any] = {}
-        self._worker_of: dict[Any, str] = {}
-        env = {key: value for key, value in os.environ.items() if INHERITED.fullmatch(key)}
+        env = {
+            key: value
+            for key, value in os.environ.items()
+            if INHERITED.fullmatch(key) and not is_secret_name(key)
+        }
         self._options: dict[str, Any] = {
             "namespace": NAMESPACE,
             "get_if_exists": True,
@@ -84,17 +99,19 @@ class RayWorkers:
         for name in names:
             if name not in self._handles:
                 self._handles[name] = self._started(name)
-        return names
+        return list(dict.fromkeys([*names, *self._handles]))  # none that was started is dropped
 
     def _needs(self) -> dict[str, float]:
         """Ray's resources per worker."""
         config = self._config
-        on_gpu = self._spec["section"].get("device") != "cpu" and self._total("GPU") > 0
-        needs = {"CPU": config.num_cpus, "GPU": config.num_gpus if on_gpu else 0.0}
+        needs = {"CPU": config.num_cpus, "GPU": config.num_gpus if self._spec["on_gpu"] else 0.0}
         return {key: value for key, value in {**needs, **config.resources}.items() if value}
 
     def _total(self, resource: str) -> float:
-        return float(self._ray.cluster_resources().get(resource, 0))
+        try:
+            return float(self._ray.cluster_resources().get(resource, 0))
+        except (self._ray.exceptions.RayError, ConnectionError):  # the head does not answer now
+            return 0.0
 
     def _wanted(self) -> int:
         if self._config.workers != "auto":
@@ -116,37 +133,37 @@ class RayWorkers:
         actor = self._ray.remote(concurrency_groups={"status": 1})(Worker)
         return actor.options(**options).remote(self._spec)
 
-    def call(self, worker: str, method: str, *arguments: Any) -> Any:
+    def call(self, worker: str, method: str, *arguments: Any) -> Call:
         if worker not in self._handles:
             self._handles[worker] = self._started(worker)
-        remote = getattr(self._handles[worker], method)
-        if method == "status":
+        handle = self._handles[worker]
+        remote = getattr(handle, method)
+        if method in ("status", "hello"):  # answered while a batch is drawn
             remote = remote.options(concurrency_group="status")
-        call = remote.remote(*arguments)
-        self._worker_of[call] = worker
-        return call
+        return Call(remote.remote(*arguments), worker, handle)
 
     def put(self, message: Any) -> Any:
         return self._ray.put(message)
 
-    def wait(self, calls: Sequence[Any], timeout_s: float) -> list[Any]:
+    def wait(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
         if not calls:
             time.sleep(timeout_s)
             return []
-        done, rest = self._ray.wait(list(calls), num_returns=1, timeout=timeout_s)
+        by_ref = {call.ref: call for call in calls}
+        done, rest = self._ray.wait(list(by_ref), num_returns=1, timeout=timeout_s)
         if done and rest:
             done += self._ray.wait(rest, num_returns=len(rest), timeout=0)[0]
-        return list(done)
+        return [by_ref[ref] for ref in done]
 
-    def result(self, call: Any) -> Any:
-        worker = self._worker_of.pop(call, "")
+    def result(self, call: Call) -> Any:
         try:
-            return self._ray.get(call)
+            return self._ray.get(call.ref)
         except self._ray.exceptions.ActorDiedError as error:
-            self._handles.pop(worker, None)  # created again by the next call
-            raise WorkerLostError(type(error).__name__) from None
+            if self._handles.get(call.worker) is call.handle:
+                del self._handles[call.worker]  # created again by the next call
+            raise WorkerLostError(_first_line(error)) from None
         except self._ray.exceptions.RayError as error:
-            raise WorkerLostError(type(error).__name__) from None
+            raise WorkerLostError(_first_line(error)) from None
 
     def restart(self, worker: str) -> None:
         self._ray.kill(self._handles[worker], no_restart=False)
@@ -160,7 +177,8 @@ class RayWorkers:
             self._registry = self._ray.remote(Registry).options(**options).remote()
         try:
             found = self._ray.get(self._registry.agree.remote(*arguments), timeout=60)
-        except self._ray.exceptions.RayError:  # it was lost with its node: each rank keeps its own
+        except self._ray.exceptions.RayError:  # it was lost with its node: a new one is asked next
+            self._registry = None
             return reference
         return found and Reference(self.put(found[0]), *found[1:])
 
@@ -171,7 +189,8 @@ class RayWorkers:
                 self._handles.setdefault(name, handle)  # an actor ends with its creator's handle
         hellos = {name: self.call(name, "hello") for name in sorted(self._handles)}
         if hellos:
-            self._ray.wait(list(hellos.values()), num_returns=len(hellos), timeout=5)
+            refs = [call.ref for call in hellos.values()]
+            self._ray.wait(refs, num_returns=len(refs), timeout=5)
         rows = []
         for name, call in hellos.items():
             row: dict[str, Any] = {"worker": name, "state": self.LOADING}
@@ -213,8 +232,9 @@ def connect(address: str, dist: Dist, may_start: bool = True) -> str:
     if dist.is_main:
         try:
             found = _join_or_start(address, dist, may_start)
-        except (ValueError, RuntimeError, OSError) as error:
-            failure = str(error)
+        except Exception as error:  # the other ranks wait
+            failure = str(error) if isinstance(error, ValueError) else _first_line(error)
+            failure = failure if "render_pool" in failure else f"render_pool.address: {failure}"
     found, failure = dist.broadcast((found, failure))
     if found is None:
         raise ValueError(failure)
@@ -327,6 +347,7 @@ def _require_token() -> None:
 def _init(address: str, **options: Any) -> None:
     ray = _ray()
     is_local = address == "local"
+    handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces by one that exits
     # Ray's start is timed out on a busy machine now and then.
     for tries_left in (1, 0):
         try:
@@ -347,6 +368,13 @@ def _init(address: str, **options: Any) -> None:
                 raise
             ray.shutdown()
             time.sleep(1)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def has_gpus() -> bool:
+    """Whether the cluster has GPUs now."""
+    return bool(_ray().cluster_resources().get("GPU", 0))
 
 
 def disconnect() -> None:
@@ -365,5 +393,6 @@ def _ray() -> Any:
 
 
 def _first_line(error: Exception) -> str:
+    """Its class, and the start of its last line, which in Ray's messages has the cause."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+    return f"{type(error).__name__}: {lines[-1][:120] if lines else ''}"

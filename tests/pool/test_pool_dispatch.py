@@ -157,7 +157,8 @@ def test_the_rank_draws_too_while_all_workers_are_busy() -> None:
             for m in ({"arrays": [], **dispatch.wire.packed_jobs([job])} for job in batch)
         ]
 
-    dispatcher = dispatcher_of(FakeWorkers(a=FakeWorker(facts={"torch": "2"})), draw_here=draw_here)
+    dispatcher = dispatcher_of(FakeWorkers(a=FakeWorker(facts={"torch": "2"})))
+    dispatcher.draws_here(draw_here, {})
     assert seeds_of(dispatcher.render(jobs(40))) == ALL
     assert here[:4] == [0, 1, 2, 3], "its first batch is the reference"
     assert 0 < dispatcher.take_metrics()["pool_remote_share"] < 1
@@ -178,3 +179,44 @@ def test_what_a_renderer_raises_is_raised_with_the_worker() -> None:
     workers.workers["a"].draw = lambda message: answer  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="render_pool: a: true_cfg_scale"):
         list(dispatcher_of(workers).render(jobs(8)))
+
+
+def test_memory_that_lacks_on_the_rank_halves_its_batch_too() -> None:
+    """The failed batch must not become the reference, which all workers would miss."""
+
+    def draw_here(batch):
+        reply = FakeWorker(fits=2).draw(dispatch.wire.packed_jobs(batch))
+        return [dispatch.wire.unpacked_outcome(each) for each in reply["outcomes"]]
+
+    dispatcher = dispatcher_of(FakeWorkers(a=FakeWorker()))
+    dispatcher.draws_here(draw_here, {})
+    assert seeds_of(dispatcher.render(jobs(40))) == ALL
+    assert dispatcher.ready == ["a"]
+
+
+def test_a_batch_with_failures_is_no_reference_and_the_loser_of_a_race_draws_again() -> None:
+    workers = FakeWorkers(a=FakeWorker(shift=1))
+    other = dispatcher_of(FakeWorkers(a=FakeWorker()))
+    list(other.render(jobs(4)))
+    workers.references.append(other.reference)  # type: ignore[arg-type]
+    agree, asked = workers.agree, []
+
+    def late(reference):
+        """The other rank's reference arrives between this rank's question and its own."""
+        asked.append(reference)
+        return None if reference is None else agree(reference)
+
+    workers.agree = late  # type: ignore[method-assign]
+    dispatcher = dispatcher_of(workers, max_wait_s=10)
+    with pytest.raises(RuntimeError, match="draws other bits"):
+        list(dispatcher.render(jobs(40)))
+    assert len(asked) >= 2 and workers.workers["a"].num_drawn == 2
+
+
+def test_an_error_of_one_worker_at_the_start_does_not_end_the_run() -> None:
+    broken = FakeWorker(error="no weights")
+    dispatcher = dispatcher_of(FakeWorkers(a=broken, b=FakeWorker()))
+    assert dispatcher.first_hello()["state_dim"] == 8
+    alone = dispatcher_of(FakeWorkers(a=broken))
+    with pytest.raises(RuntimeError, match="a: cannot load the renderer: no weights"):
+        alone.first_hello()

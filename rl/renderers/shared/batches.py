@@ -91,12 +91,12 @@ def _rendered(
             outcomes += [RenderFailure(f"exception: {type(error).__name__}: {error}")] * len(part)
             continue
         # After the `except` block, so that the failed attempt's tensors are freed before the retry.
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         if len(part) == 1 or not may_split:
             outcomes += [RenderFailure(reason)] * len(part)
             continue
         fits[bucket] = (len(part) + 1) // 2
         text = "renderer.batch_size: %d pictures of one size do not fit in memory, from now on %d"
         logger.warning(text, len(part), fits[bucket])
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
     return outcomes
