@@ -45,6 +45,8 @@ COMMANDS = {
     "enhance": Command(
         "rewrite prompts with a trained policy", "rl.commands.edit", before=("--only-words",)
     ),
+    "launch": Command("print a batch file for Slurm", "rl.commands.launch", needs_torch=False),
+    "pool": Command("plan a pool of render workers", "rl.commands.pool", needs_torch=False),
     "export": Command("write a trained model as a folder for other tools", "rl.commands.export"),
     "judge": Command("audit a config's judge, or attack it", "rl.commands.audit_judge"),
     "prepare": Command("encode an edit data set as Emu3 codes", "rl.commands.prepare_data"),

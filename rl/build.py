@@ -20,7 +20,13 @@ from rl.api.renderer import Renderer
 from rl.api.reward import Reward
 from rl.api.types import Sample, SamplingParams, UnusableSampleError
 from rl.config.messages import nearest, validate
-from rl.config.schema import SHIPPED_LOSSES, ConfigError, PluginSection, RunConfig
+from rl.config.schema import (
+    SHIPPED_LOSSES,
+    ConfigError,
+    PluginSection,
+    RenderPoolConfig,
+    RunConfig,
+)
 from rl.files.model_files import model_problems
 from rl.files.weights import NotFiniteError
 from rl.ranks.placement import Claim, claims_of
@@ -28,6 +34,7 @@ from rl.ranks.seeding import derive_seed
 
 if TYPE_CHECKING:
     from rl.judge.client import JudgeClient
+    from rl.pool.pooled_renderer import PooledRenderer
     from rl.ranks.dist import Dist
 
 ROOMS: Mapping[str, type[PluginBase[Any]]] = {
@@ -84,8 +91,10 @@ class Resolved:
 
     @property
     def model_runners(self) -> Sequence[Plugin[ModelRunner]]:
-        """The plugins that may run a frozen model."""
-        return [self.renderer, *self.rewards.values()]
+        """The plugins that may run a frozen model on the ranks."""
+        pool = self.config.pool
+        renderers = [self.renderer] if pool is None or pool.local else []
+        return [*renderers, *self.rewards.values()]
 
     @property
     def needs_judge(self) -> bool:
@@ -282,8 +291,15 @@ def build_engine(
     return resolved.engine.cls(resolved.engine.config, setup)
 
 
+def build_render_pool(resolved: Resolved, pool: RenderPoolConfig, dist: Dist) -> PooledRenderer:
+    """Connect to the workers that draw in place of the ranks."""
+    from rl.pool.pooled_renderer import pooled
+
+    return pooled(resolved.renderer.cls, resolved.renderer.config, pool, dist)
+
+
 def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:
-    """Load the frozen generator."""
+    """Load the frozen generator on this rank."""
     plugin = resolved.renderer
     with _key_in_errors(plugin):
         return plugin.cls(plugin.config, Resources(None, dist.device))

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from rl import build
 from rl.algorithm.metrics import Metrics
-from rl.config.schema import load_config
 from rl.ranks import error_messages, loading_progress, signals
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import derive_seed
@@ -20,6 +19,7 @@ from rl.rollout.stream import Sampled
 from rl.run.episode_metrics import size_of
 from rl.run.run import PendingStep, Run
 from rl.run.set_up import NothingToDoError, open_run
+from rl.run.torchrun import load_in_rank
 from rl.text import terminal
 
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     if not args:
         sys.exit("usage: python -m rl.train config.jsonnet [key=value ...]")
-    config = load_config(args[0], args[1:])
+    config = load_in_rank(args[0], args[1:])
     signals.install()
     dist = Dist.from_env(str(config.policy.get("device", "auto")))
     try:

@@ -47,10 +47,12 @@ FLOORS = [
     {"record"},
     {"judge"},
     set(build.ROOMS),
+    {"pool"},
     {"learner"},
     {"rollout"},
     {"build"},
     {"audit", "memory"},
+    {"simulation"},
     {"check"},
     {"run"},
     {"check_gpu", "edit", "rehearsal", "report"},
@@ -73,6 +75,7 @@ FENCES = {
     "tensorboard": r"rl/trackers/tensorboard_page\.py",
     "trackio": r"rl/trackers/trackio_page\.py",
     "datasets": r"rl/data/[\w/]+\.py",
+    "ray": r"rl/pool/ray_cluster\.py",
 }
 """Third-party package -> the only files that may import it."""
 
@@ -359,7 +362,7 @@ def test_the_base_config_documents_every_key_with_its_default() -> None:
     commented = {
         match[2]
         for above, line in itertools.pairwise(lines)
-        if (match := re.match(r"\s*(// )?(\w+):", line)) and above.strip().startswith("//")
+        if (match := re.match(r"\s*(// )?'?(\w+)'?:", line)) and above.strip().startswith("//")
     }
     num_keys = 0
     for key, section in sections(RunConfig):

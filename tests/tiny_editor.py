@@ -156,7 +156,7 @@ def make_renderer(parts: EditorParts, **changes: object) -> QwenImageLoop:
 
 def render_floats(renderer: QwenImageLoop, jobs: Sequence[RenderJob]) -> torch.Tensor:
     """[B, 3, H, W] in 0..1; all jobs in one batch."""
-    (bucket,) = {renderer.bucket_of(job) for job in jobs}
+    (bucket,) = {renderer.bucket_of(renderer.config, job) for job in jobs}
     return as_floats(renderer.render_tensor(jobs, bucket))
 
 

@@ -59,8 +59,6 @@ class FaultyJudge(JudgeServer):
         self.after = after or Fault()
         self.models: Fault | list[Fault] | None = None
         """Replaces the response to `/v1/models`; a list has one fault per request."""
-        self.token_ids: dict[str, list[int]] | None = None
-        """The response to `/tokenize`, by prompt; None: there is no such path."""
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.times_s: list[float] = []
@@ -99,14 +97,6 @@ class _FaultyHandler(JudgeHandler):
         with suppress(BrokenPipeError, ConnectionResetError):
             self._play(fault)
         self.close_connection = True
-
-    def do_POST(self) -> None:
-        judge = self.server.judge
-        assert isinstance(judge, FaultyJudge)
-        if self.path != "/tokenize" or judge.token_ids is None:
-            return super().do_POST()
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        return self.send(200, {"tokens": judge.token_ids[request["prompt"]]})
 
     def complete(self, body: bytes) -> None:
         judge = self.server.judge

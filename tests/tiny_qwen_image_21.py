@@ -210,7 +210,7 @@ def make_renderer(parts: EditorParts, **changes: object) -> QwenImage21Loop:
 
 def render_floats(renderer: QwenImage21Loop, jobs: Sequence[RenderJob]) -> torch.Tensor:
     """[B, 4, H, W] in 0..1; all jobs in one batch."""
-    (bucket,) = {renderer.bucket_of(job) for job in jobs}
+    (bucket,) = {renderer.bucket_of(renderer.config, job) for job in jobs}
     return as_floats(renderer.render_tensor(jobs, bucket))
 
 

@@ -14,10 +14,8 @@ import math
 import random
 from statistics import NormalDist
 
-from rl.judge.labels import LABELS
+from rl.judge.labels import DIGITS
 from tiny_world.judge_server import JudgeHandler, JudgeServer, main
-
-DIGITS = LABELS["digits"]
 
 
 class NoisyHandler(JudgeHandler):

@@ -237,6 +237,9 @@ class Resources:
     """None for renderers, and where no reward of the run `needs_judge`."""
     device: str
     """The rank's device, 'cpu' or 'cuda:<index>'."""
+    may_split: bool = True
+    """False in a worker of a render pool: a renderer does not halve a batch that does not fit in
+    memory, but fails it with a reason that starts with 'out_of_memory'."""
 
 
 def too_old(capability: float | None, least: float, feature: str, remedy: str) -> list[str]:

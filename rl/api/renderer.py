@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from rl.api.plugin import ConfigT, Count, ModelRunner, Resources
@@ -59,6 +59,12 @@ class Renderer(ModelRunner[ConfigT]):
         """Width of the hidden states it reads, known before loading; None: unknown, or none."""
         return None
 
+    @classmethod
+    def picture_flops(cls, config: ConfigT) -> float | None:
+        """Operations (a multiply-add is two) of drawing one picture from one source, for a plan of
+        an iteration's time; None: unknown."""
+        return None
+
     def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
         """Prepare a user's own samples for the policy. If the policy reads codes, this scales each
         picture to about `area_px` and encodes it. Called outside of training."""
@@ -67,6 +73,13 @@ class Renderer(ModelRunner[ConfigT]):
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples; sources that exist only as codes are decoded, for rewards and records."""
         return list(samples)
+
+    @classmethod
+    def batch_of(cls, config: ConfigT, job: RenderJob) -> tuple[Hashable, int]:
+        """(key, limit): `render` draws jobs with equal keys together, at most `limit` of them, in
+        their order. A pool of renderers sends such batches to its workers, so that they draw the
+        same bits; by default it sends each job alone."""
+        return None, 1
 
     @abstractmethod
     def render(

@@ -19,6 +19,7 @@ from rl.config.schema import ConfigError
 from rl.files.atomic import read_rows
 from rl.files.images import open_picture
 from rl.rollout.prompt_order import first_samples
+from rl.text.untrusted import excerpt
 
 PAIR_COLUMNS = ("instruction", "source", "better", "worse")
 
@@ -124,4 +125,7 @@ def _recorded_sample(run_dir: Path, row: Mapping[str, Any]) -> Sample:
 
 
 def _picture(run_dir: Path, file: str) -> Image:
-    return open_picture(run_dir / file).convert("RGB")
+    path = Path(file)
+    if path.is_absolute() or ".." in path.parts or (run_dir / path).is_symlink():
+        raise ValueError(f"--run: {run_dir} names a picture elsewhere: {excerpt(file, 200)}")
+    return open_picture(run_dir / path).convert("RGB")

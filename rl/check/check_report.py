@@ -31,6 +31,7 @@ from rl.memory import footprint, memory_plan
 from rl.memory.memory_plan import Plan
 from rl.policies.shared.start_from import start_of
 from rl.ranks import placement
+from rl.simulation.pool_report import pool_lines
 from rl.text.scrub import remember, scrubbed
 
 
@@ -125,6 +126,7 @@ def report(config: RunConfig, gpu_gb: float, online: bool = False) -> tuple[str,
             _table(on_host) if on_host else ["not planned: see above"]
         ),
         "judge": _judge_lines(resolved),
+        **({"render pool": pool_lines(resolved)} if config.pool else {}),
         "disk": [disk_line(resolved)],
         "this machine": machine_lines(resolved),
         **remarks(resolved),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rl.api.data import RowRules
@@ -37,7 +38,20 @@ def plugin_problems(resolved: Resolved) -> list[str]:
         *_judge_problems(resolved),
         *_learning_problems(resolved),
         *_placement_problems(resolved),
+        *_pool_problems(resolved),
     ]
+
+
+def _pool_problems(resolved: Resolved) -> Iterable[str]:
+    if resolved.config.pool is None:
+        return
+    if find_spec("ray") is None:
+        yield (
+            "render_pool: needs Ray, which is not installed here: pip install "
+            "'vlm-edit-rl[ray]', or set render_pool.workers=0"
+        )
+    if not resolved.renderer.cls.makes_images:
+        yield f"render_pool: renderer {resolved.renderer.name} draws nothing; drop render_pool"
 
 
 def _own_problems(plugin: Plugin[Any], context: object) -> Iterable[str]:

@@ -48,7 +48,7 @@ def memory_problems(
             )
     needed: Changes = {}
     if sizes.engine is not None and sizes.engine.starves(gpu_gb):
-        needed, problem = _engine_problem(sizes.engine, gpu_gb)
+        needed, problem = _engine_problem(sizes.engine, gpu_gb, engine_dtype(resolved))
         problems.append(problem)
         if not needed:
             return problems
@@ -58,7 +58,13 @@ def memory_problems(
     return problems
 
 
-def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[Changes, str]:
+def engine_dtype(resolved: Resolved) -> str:
+    """Dtype of the inference engine's weights."""
+    memory_config = resolved.engine.cls.memory(resolved.engine.config)
+    return str((memory_config and memory_config.dtype) or resolved.policy.config.dtype)
+
+
+def _engine_problem(engine: InferenceEngine, gpu_gb: float, dtype: str) -> tuple[Changes, str]:
     """(changes with which the engine can start, or {} if none helps; the error message)."""
     key, value = SHARE, engine.share
     needed: str | int = "auto"
@@ -73,8 +79,8 @@ def _engine_problem(engine: InferenceEngine, gpu_gb: float) -> tuple[Changes, st
     )
     if engine.least_gb(gpu_gb) <= gpu_gb:
         return {key: needed}, f"{problem}set {key}={needed}"
-    remedy = "a larger GPU, a smaller policy.model_path, or engine.dtype 'bfloat16' if not set yet"
-    return {}, f"{problem}use {remedy}"
+    others = ", or engine.dtype=bfloat16" * (dtype == "float32")
+    return {}, f"{problem}use a larger GPU, a smaller policy.model_path{others}"
 
 
 def _plan_problem(resolved: Resolved, plan: Plan, gpu_gb: float, needed: Changes) -> str:

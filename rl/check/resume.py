@@ -23,6 +23,7 @@ HARMLESS = (
     "judge.breaker_pause_s", "judge.max_outage_s", "judge.max_failure_rate", "judge.revision",
     "judge.audit*", "judge.attack_max_gain",
     "max_render_failure_rate", "hang_limit_s",
+    "render_pool*",  # workers and ranks draw the same bits
     "optimizer.gradient_checkpointing",  # runs the same kernels on the same numbers twice
     "policy.max_kept_pictures",
     "policy.lora.init_seed", "policy.from_run",  # read before the first iteration

@@ -39,7 +39,7 @@ from rl.config.messages import validate
 from rl.config.schema import RunConfig
 from rl.console.console import duration, warn
 from rl.console.progress import weights_counted
-from rl.edit.trained import Trained, is_foreign, load_trained
+from rl.edit.trained import Trained, load_trained, require_trusted
 from rl.files import adapter_base
 from rl.files.model_files import model_problems
 from rl.policies.shared.policy_base import TrainedPolicy
@@ -47,7 +47,6 @@ from rl.publish import hub
 from rl.publish.model_card import PIPELINES, Form, at, model_card
 from rl.text import command_line, terminal
 from rl.text.scrub import scrub
-from rl.text.untrusted import excerpt
 
 ADAPTER_FILES = (adapter_base.ADAPTER_CONFIG, "adapter_model.safetensors")
 WHOLE_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.safetensors")
@@ -197,11 +196,7 @@ def policy_class(trained: Trained, trusted: str | None = None) -> type[TrainedPo
     """The run's policy. Raises ValueError for a plugin that is neither shipped nor `trusted`,
     because its code would run, and for one that cannot load its model by itself."""
     name = at(trained.config, "policy.type")
-    if is_foreign(name) and name != trusted:
-        raise ValueError(
-            f"policy.type names {excerpt(name, 200)}, whose code would run here; if you trust it: "
-            f"rl export --policy {excerpt(name, 200)}"
-        )
+    require_trusted(name, name == trusted, "policy.type", f"rl export --policy {name}")
     shipped = name in build.plugins_of("policies")
     found, problems = find.import_plugin(build.module_of("policies", name) if shipped else name)
     plugin, wrong = (

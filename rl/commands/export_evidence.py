@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 from PIL.Image import DecompressionBombError, Image
 
 from rl.files.images import downscale, open_picture, png_bytes
-from rl.files.panels import pyplot
 from rl.publish.model_card import OWN_WORDS, Comparison, Evidence, Shown
 from rl.report import reading
-from rl.report.curves import points, smooth
-from rl.report.reading import Evaluation, Record
+from rl.report.curves import points
+from rl.report.reading import Evaluation
 from rl.report.summary import Change, learnt
 
 PICTURES_FOLDER = "pictures"
@@ -24,13 +22,6 @@ ARMS = {
     "stock_reward": "the untrained system, given the user's own words (stock)",
     "bare_reward": "this model, given the user's own words as they are (bare)",
 }
-STYLES = {
-    "eval/reward": ("tab:orange", "o-", "held-out prompts"),
-    "eval/stock_reward": ("tab:red", "--", "held-out, the untrained system"),
-    "eval/bare_reward": ("tab:gray", ":", "held-out, the user's own words"),
-    "eval_reference/reward": ("tab:green", "s--", "held-out, given the reference descriptions"),
-}
-"""Curves of the evaluation: (colour, marks, label)."""
 
 
 def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evidence | None:
@@ -41,16 +32,13 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
         for row in reading.read_named(run_dir / "metrics.jsonl", "iteration")
         if row["iteration"] <= done
     ]
-    evaluations = [_readable(evaluation) for evaluation in reading.read_evaluations(run_dir, done)]
+    evaluations = reading.read_evaluations(run_dir, done)
     gain = learnt(evaluations)
     if gain is None:
         return None
     before, after = evaluations
-    curve = None
     if with_pictures:
         (target / PICTURES_FOLDER).mkdir()
-        curve = f"{PICTURES_FOLDER}/reward_curve.png"
-        _draw_curve(target / curve, metrics)
     ungraded = [share for _, share in points(metrics, "status/ungraded")]
     drift = points(metrics, "drift/alarm")
     shared_ids = [identity for identity in before.records if identity in after.records]
@@ -61,46 +49,11 @@ def gather(run_dir: Path, done: int, target: Path, with_pictures: bool) -> Evide
         num_left_out=gain.num_left_out,
         ungraded_share=fmean(ungraded) if ungraded else None,
         drift_alarms=[int(iteration) for iteration, alarm in drift if alarm] if drift else None,
-        curve=curve,
         samples=[
             _sample(number, before, after, identity, target if with_pictures else None)
             for number, identity in enumerate(shared_ids[:NUM_SAMPLES_SHOWN], start=1)
         ],
     )
-
-
-def _readable(evaluation: Evaluation) -> Evaluation:
-    """The evaluation without its malformed records, which no run writes."""
-    records = {
-        identity: record
-        for identity, record in evaluation.records.items()
-        if all(isinstance(record.get(key), str) for key in ("id", "instruction", "completion"))
-        and isinstance(record.get("category"), str | None)
-        and all(
-            record.get(key) is None or reading.number(record[key]) is not None
-            for key in ("reward", *ARMS)
-        )
-    }
-    return replace(evaluation, records=records)
-
-
-def _draw_curve(file: Path, metrics: Sequence[Record]) -> None:
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(9, 5), dpi=120)
-    curves = {name: points(metrics, name) for name in ("reward/mean", *STYLES)}
-    if curves["reward/mean"]:
-        x, y = zip(*curves["reward/mean"], strict=True)
-        axes.plot(x, y, color="tab:blue", alpha=0.3, linewidth=1)
-        axes.plot(x, smooth(y), color="tab:blue", label="training prompts, sampled")
-    for name, (color, marks, label) in STYLES.items():
-        if curves[name]:
-            axes.plot(*zip(*curves[name], strict=True), marks, color=color, label=label)
-    axes.set(xlabel="iteration", ylabel="reward (0 to 1)", ylim=(0, 1.02), title="Reward")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(file, format="png")
-    plt.close(figure)
 
 
 def comparison(change: Change) -> Comparison:
@@ -115,9 +68,10 @@ def _arms(after: Evaluation) -> Sequence[Comparison]:
     for key, name in ARMS.items():
         change = Change(name, [], [])
         for record in after.records.values():
-            if record.get(key) is not None and record.get("reward") is not None:
-                change.rewards.append((record[key], record["reward"]))
-                change.shown.append(reading.shown_of(record) or [record["id"]])
+            other, own = (reading.number(record.get(name)) for name in (key, "reward"))
+            if other is not None and own is not None:
+                change.rewards.append((other, own))
+                change.shown.append(reading.shown_of(record) or [str(record["id"])])
         if change.rewards:
             comparisons.append(comparison(change))
     return comparisons
@@ -144,9 +98,9 @@ def _sample(
                 files.append(f"{PICTURES_FOLDER}/{number:02d}_{side}.png")
                 (target / files[-1]).write_bytes(png_bytes(downscale(image, PICTURE_SIDE_PX)))
     return Shown(
-        instruction=str(old["instruction"]),
+        instruction=str(old.get("instruction")),
         words=(str(reading.words_of(old)), str(reading.words_of(new))),
-        rewards=(old.get("reward"), new.get("reward")),
+        rewards=(reading.number(old.get("reward")), reading.number(new.get("reward"))),
         files=tuple(files),
     )
 

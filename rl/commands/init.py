@@ -119,15 +119,7 @@ TEXT = """\
 (import '{base}.jsonnet') + {{
   run_name: '{name}',
   base_exp_dir: 'runs',  // the run is written to runs/{name}
-{keys}
-  // Often changed:
-  // num_epochs: null, num_iterations: 200,  // the length: one of the two is null
-  // generations_per_prompt: 8,
-  // optimizer+: {{ learning_rate: 1e-5 }},
-  // algorithm+: {{ kl_coeff: 1e-3 }},  // larger: stays nearer to the start
-  // evaluation+: {{ every_n_iterations: 25 }},  // held-out samples
-  // tracking+: {{ wandb: 'online' }},
-}}
+{keys}}}
 """
 
 

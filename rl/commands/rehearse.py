@@ -32,8 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of its keys")
     depth = "N layers (at least 1) in every model, at their real widths"
     parser.add_argument("--depth", type=int, metavar="N", help=depth)
-    every_line = "list every line that waits or holds memory"
-    parser.add_argument("--all", action="store_true", help=every_line)
+    parser.add_argument("--all", action="store_true", help="list every line that waits")
     args = parser.parse_args(argv)
     if args.depth is not None and args.depth < 1:
         parser.error(f"--depth {args.depth}: a model needs at least 1 layer")

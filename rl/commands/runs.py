@@ -82,9 +82,8 @@ def list_runs(folder: str, summaries: Sequence[Summary]) -> None:
                 f"{datetime.fromtimestamp(run.written_s):%Y-%m-%d %H:%M}",
             )
         )
-        parts = ", ".join(f"{kind} {decimal(num)}" for kind, num in run.bytes_of.items())
         details = ["RUNNING"] if run.is_running else []
-        details += [escaped(run.system, NAME_WIDTH), f"{decimal(run.num_bytes)}: {parts}"]
+        details += [escaped(run.system, NAME_WIDTH), decimal(run.num_bytes)]
         if run.damaged:
             details.append(f"checkpoint {', '.join(map(str, run.damaged))} is damaged")
         command_line.show(_WRAPPED.fill("; ".join(details)), marks={"^  RUNNING": "bold green"})

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ from rl.data.shared.sample_rows import (
     Rows,
     RowsConfig,
     RowsSource,
-    pick,
 )
 from rl.text.untrusted import excerpt
 
@@ -46,8 +44,6 @@ class Config(RowsConfig):
     """Branch, tag or commit on the hub, '' = the newest."""
     split: str = "train"
     """Split; slices such as 'train[:95%]' work unless `save_to_disk` wrote it."""
-    where: dict[str, str | int | float | bool] = {}
-    """Column -> value: only rows that have exactly these values, e.g. {complexity: 8}."""
 
 
 class HfDataset(RowsSource[Config]):
@@ -57,7 +53,7 @@ class HfDataset(RowsSource[Config]):
     def count(cls, config: Config) -> int | None:
         """Rows of a parquet file, bad ones included; None if counting needs the set opened."""
         path = Path(config.path)
-        if path.suffix != ".parquet" or not_a_file(path) or config.where or "[" in config.split:
+        if path.suffix != ".parquet" or not_a_file(path) or "[" in config.split:
             return None
         from pyarrow import ArrowInvalid, parquet
 
@@ -112,19 +108,17 @@ class HfDataset(RowsSource[Config]):
             names = list(dict.fromkeys(key for row in objects for key in row))
             if objects:
                 _require_columns(config, names)
-            indices = _matching(config, len(objects), lambda column: objects) if objects else []
             # As in a table, every row has every column.
-            rows = [{name: objects[k].get(name) for name in names} for k in indices]
-            numbers = [numbers[k] for k in indices]
+            rows = [{name: row.get(name) for name in names} for row in objects]
         else:
             dataset = _open(config)
             _require_columns(config, dataset.column_names)
-            numbers = _matching(config, len(dataset), partial(_column, config, dataset))
+            numbers = list(range(len(dataset)))
             needed = {*config.columns.texts(), config.columns.target}
             needed |= {*config.columns.sources(), *config.columns.read_from({SEVERAL}).sources()}
             top_level = needed | {column.split(".")[0] for column in needed}
             names = [column for column in dataset.column_names if column in top_level]
-            rows = _UndecodedRows(dataset.select(numbers).select_columns(names))
+            rows = _UndecodedRows(dataset.select_columns(names))
         folder = path if path.is_dir() else path.parent if path.exists() else Path()
         folder = Path(config.image_folder) if config.image_folder else folder
         check = config.picture_check
@@ -143,33 +137,6 @@ class _UndecodedRows(Sequence[Mapping[str, Any]]):
 
     def __getitem__(self, index: Any) -> Any:
         return self._dataset[index].to_pylist()[0]
-
-
-def _column(config: Config, dataset: Dataset, column: str) -> Sequence[Mapping[str, Any]]:
-    """The rows, with only the top-level column of `column`. Raises BadRowError if it is damaged."""
-    top = column if column in dataset.column_names else column.split(".")[0]
-    try:
-        return list(dataset.select_columns([top]))
-    except Exception as error:  # a cell that is not UTF-8, a damaged page
-        raise BadRowError(f"{config.path}: column {top!r} cannot be read ({error})") from error
-
-
-def _matching(
-    config: Config, num_rows: int, rows_with: Callable[[str], Sequence[Mapping[str, Any]]]
-) -> list[int]:
-    """Indices of the rows that match `where`. Raises BadRowError if no row matches."""
-    indices = list(range(num_rows))
-    for column, value in config.where.items():
-        cells = [pick(row, column, None) for row in rows_with(column)]
-        indices = [index for index in indices if cells[index] == value]
-        if not indices:
-            distinct = list(dict.fromkeys(f"{cell!r:.60}" for cell in cells))
-            examples = ", ".join(distinct[:8]) + (", ..." if len(distinct) > 8 else "")
-            raise BadRowError(
-                f"{config.path}[{config.split}]: no row matches where {column!r} = {value!r}; "
-                f"the column holds {examples}"
-            )
-    return indices
 
 
 def _open(config: Config) -> Dataset:
@@ -225,7 +192,7 @@ def _require_columns(config: Config, available: Sequence[str]) -> None:
     """Raises BadRowError for missing columns. Of a nested column 'a.b' only 'a' is checked here."""
     missing = [
         column
-        for column in [*config.columns.read_from(available).required(), *config.where]
+        for column in config.columns.read_from(available).required()
         if column not in available and column.split(".")[0] not in available
     ]
     if missing:

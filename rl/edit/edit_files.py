@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from importlib.metadata import Distribution, version
 from itertools import count, zip_longest
@@ -30,11 +31,11 @@ from rl.edit.editor import (
     sample_of,
 )
 from rl.files.atomic import write_atomically
-from rl.files.images import png_bytes
-from rl.files.panels import panel, pyplot
+from rl.files.images import over_white, png_bytes
 from rl.text.scrub import scrubbed
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from PIL.Image import Image
 
 PICTURES = frozenset(
@@ -46,6 +47,10 @@ PACKAGES = ("vlm-edit-rl", "torch", "transformers", "diffusers", "peft")
 PANEL_IN, WORDS_IN, TITLE_IN = 3.2, 0.9, 0.9
 """Side of a picture, height of the text below it, height of the title above the row, inches."""
 DPI = 110
+CRISP_BELOW_PX = 256
+"""Pictures smaller than this are enlarged pixel by pixel."""
+WORDS_CHARS, WORDS_LINES = 34, 4
+"""Limits of the text below a picture."""
 TRAINED = ""
 TITLES = {
     UNTRAINED: "before training",
@@ -174,9 +179,13 @@ def save(editor: Editor, result: EditResult, stem: Path) -> list[Path]:
 def draw_sheet(result: EditResult, made_by: str) -> bytes:
     """PNG: the sources and the drawn pictures, each above its text. `made_by`: the run and how far
     it was trained."""
+    import matplotlib
+
+    matplotlib.rcdefaults()  # a `matplotlibrc` in the working folder could start LaTeX
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
     from matplotlib import font_manager
 
-    plt = pyplot()
     panels: list[tuple[Image | None, str, str | None]] = []
     for number, source in enumerate(result.sources, 1):
         title = "source" if len(result.sources) == 1 else f"source {number}"
@@ -197,7 +206,7 @@ def draw_sheet(result: EditResult, made_by: str) -> bytes:
         top, bottom = 1 - TITLE_IN / height_in, WORDS_IN / height_in
         grid.update(left=0.02, right=0.98, top=top, bottom=bottom, wspace=0.06)
         for number, contents in enumerate(panels):
-            panel(figure.add_subplot(grid[0, number]), *contents)
+            _draw_panel(figure.add_subplot(grid[0, number]), *contents)
         figure.text(
             0.02,
             1 - 0.32 / height_in,
@@ -210,6 +219,21 @@ def draw_sheet(result: EditResult, made_by: str) -> bytes:
         figure.savefig(buffer, format="png")
         plt.close(figure)
     return buffer.getvalue()
+
+
+def _draw_panel(axes: Axes, image: Image | None, title: str, text: str | None) -> None:
+    axes.axis("off")
+    axes.set_title(printable(title), fontsize=13)
+    if image is not None:
+        crisp = max(image.size) < CRISP_BELOW_PX
+        axes.imshow(over_white(image), interpolation="nearest" if crisp else "antialiased")
+    if text is not None:
+        words = printable(text, keep="\n\t")
+        lines = textwrap.wrap(words, WORDS_CHARS, max_lines=WORDS_LINES, placeholder=" ...")
+        shown = "\n".join(lines) or "(no words)"
+        place: Any = {"ha": "center", "va": "top", "transform": axes.transAxes}
+        # A dollar sign in a user's instruction must not start a formula.
+        axes.text(0.5, -0.04, shown, fontsize=11, parse_math=False, **place)
 
 
 def as_json(editor: Editor, result: EditResult, files: Mapping[str, str]) -> dict[str, Any]:

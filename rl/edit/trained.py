@@ -171,12 +171,10 @@ def config_for_use(
     config = _config(values, where)
     for section in ("policy", "renderer"):
         name = getattr(config, section).get("type")
-        if is_foreign(name) and (setting := f"{section}.type={name}") not in settings:
-            option = f"--policy {name}" if section == "policy" else f"--set {setting}"
-            raise ValueError(
-                f"{where}: {section}.type names {excerpt(name, 200)}, whose code would run here; "
-                f"if you trust it: rl edit {excerpt(option, 200)}"
-            )
+        setting = f"{section}.type={name}"
+        option = f"--policy {name}" if section == "policy" else f"--set {setting}"
+        key, command = f"{where}: {section}.type", f"rl edit {option}"
+        require_trusted(name, setting in settings, key, command)
     resolved = build.resolve(config)
     # This machine may lack the run's devices and attention kernels.
     local_values = {"device": "auto", "attn_implementation": "auto"}
@@ -195,15 +193,19 @@ def config_for_use(
     return _config({**values, "policy": policy}, where), base
 
 
-def is_foreign(name: object) -> bool:
-    """Whether a run's config names a plugin by its dotted path: a run folder may come from a
-    stranger, and importing a plugin runs its code. Makes it importable from the working folder, as
-    in `rl train`."""
+def require_trusted(name: object, is_trusted: bool, key: str, command: str) -> None:
+    """Raises ValueError for a plugin that a run's config names by its dotted path, unless the user
+    trusts it: a run folder may come from a stranger, and importing a plugin runs its code. A
+    trusted one may be in the working folder, as in `rl train`. `command`: names it as trusted."""
     if not isinstance(name, str) or not find.is_dotted_path(name):
-        return False
+        return
+    if not is_trusted:
+        raise ValueError(
+            f"{key} names {excerpt(name, 200)}, whose code would run here; if you trust it: "
+            f"{excerpt(command, 200)}"
+        )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    return True
 
 
 def _config(values: Mapping[str, Any], where: str) -> RunConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import random
@@ -12,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakValueDictionary
@@ -30,7 +29,6 @@ from rl.judge.reply import (
     UnreadableReplyError,
     read_chat,
     served_models,
-    token_ids,
 )
 from rl.text.scrub import scrub
 from rl.text.untrusted import excerpt
@@ -43,8 +41,6 @@ HEALTH_TIMEOUT_S = 10.0
 BACKOFF_CAP_S = 30.0
 RETRY_TEMPERATURE_STEP = 0.3
 SEEDS_PER_REPEAT = 1000
-TOKENIZE = "/../tokenize"
-"""vLLM serves it beside /v1, not below; httpx resolves the dots."""
 TOP_LOGPROBS = 20
 """The most that OpenAI, and vLLM without `--max-logprobs`, return."""
 SHOWN_BODY_CHARS = 600
@@ -364,8 +360,6 @@ class JudgeClient:
         address = asking.address = await self._addresses.admit(asking.tried)
         labels = asking.question.labels
         try:
-            if labels:
-                request = replace(request, label_ids=await self._label_ids(address, labels))
             response = await self._post(address, asking, request)
             if response.status != 200:
                 self._raise_for(response, address, asking)
@@ -395,34 +389,6 @@ class JudgeClient:
         self._stats.completion_tokens += chat.tokens[1]
         await self._check_name(address, chat.model)
         return scrub(chat.reply)
-
-    async def _label_ids(self, address: Address, labels: tuple[str, ...]) -> tuple[int, ...]:
-        """The labels' token ids by the address's `/tokenize`; () if it has none, and then the
-        labels are found by their text among the likeliest tokens. Raises `JudgeRefused` if a label
-        is not one token, or two labels are the same token."""
-        known = address.dialect.label_ids
-        async with self._request_locks.setdefault(f"{labels} {address.url}", asyncio.Lock()):
-            if labels in known:
-                return known[labels]
-            ids: list[int] = []
-            for label in labels:
-                body = {"model": self.config.model, "prompt": label, "add_special_tokens": False}
-                sent = json.dumps(body).encode()
-                response = await self._exchange(address, "POST", TOKENIZE, sent, HEALTH_TIMEOUT_S)
-                tokens = token_ids(response.body) if response.status == 200 else None
-                if tokens is None:
-                    ids = []
-                    break
-                if len(tokens) != 1 or tokens[0] in ids:
-                    raise JudgeRefused(
-                        f"the tokenizer of judge.model={self.config.model!r} writes the label "
-                        f"{label!r} as the tokens {tokens}; each label must be one token of its "
-                        "own. Remedy: set the reward's labels to the other kind ('digits', "
-                        "'letters'), or use another judge.model."
-                    )
-                ids += tokens
-            known[labels] = tuple(ids)
-            return known[labels]
 
     async def _post(self, address: Address, asking: _Asking, request: Request) -> HttpAnswer:
         """The answer to `request`. If the address refuses a parameter, the request is sent again

@@ -20,7 +20,6 @@ NAMES = {
     "temperature": "temperature",
     "top_p": "top_p",
     "seed": "seed",
-    "logprob_token_ids": "logprob_token_ids",
     "response_format": r"response_format|json[ _]?schema|structured[ _]outputs?|guided[ _]\w+",
 }
 """Optional parameter -> how an error page names it."""
@@ -50,14 +49,11 @@ class Request:
     """Fields of the request's body; the content of its one message is `[CONTENT]`."""
     content: Sequence[bytes]
     """JSON of the message's parts."""
-    label_ids: Sequence[int] = ()
-    """Token ids of the question's labels at the address that it is sent to."""
 
     @cached_property
     def key(self) -> str:
-        """Journal key of the reply; it does not depend on which parameters an endpoint refuses, nor
-        on its token ids."""
-        return hashlib.sha256(self.body({"logprob_token_ids"})).hexdigest()
+        """Journal key of the reply; it does not depend on which parameters an endpoint refuses."""
+        return hashlib.sha256(self.body(set())).hexdigest()
 
     def sent(self, without: Set[str]) -> dict[str, Any]:
         """The parameters to send to an endpoint that does not accept those in `without`."""
@@ -65,8 +61,6 @@ class Request:
         for old, new in RENAMED.items():
             if old in without and old in self.parameters and new not in without:
                 sent[new] = self.parameters[old]
-        if self.label_ids and "logprob_token_ids" not in without:
-            sent["logprob_token_ids"] = list(self.label_ids)
         return sent
 
     def body(self, without: Set[str]) -> bytes:
@@ -88,8 +82,6 @@ class Dialect:
     """Parameters that the endpoint has accepted."""
     model_names: list[str] = field(default_factory=list)
     """Models other than `judge.model` that its replies have named."""
-    label_ids: dict[tuple[str, ...], tuple[int, ...]] = field(default_factory=dict)
-    """Labels of a question -> their token ids; () where the endpoint has no `/tokenize`."""
 
     def without(self, request: Request) -> frozenset[str]:
         """The parameters to leave out of `request`."""

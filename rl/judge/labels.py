@@ -9,8 +9,8 @@ from itertools import accumulate
 
 from rl.judge.reply import LOGPROB_ROUNDING, UnreadableReplyError, json_object, logprob_in
 
-LABELS = {"digits": tuple("0123456789"), "letters": tuple("ABCDEFGHIJK")}
-"""Name -> labels of the scores 0, 1, ..."""
+DIGITS = tuple("0123456789")
+"""Labels of the scores 0 to 9."""
 
 
 @dataclass(frozen=True)

@@ -106,15 +106,6 @@ def served_models(body: bytes) -> list[str] | None:
     return [scrub(name) for name in names] if all(isinstance(n, str) for n in names) else None
 
 
-def token_ids(body: bytes) -> list[int] | None:
-    """The ids in an answer to vLLM's `/tokenize`; None if it is not such an answer."""
-    try:
-        ids = _parsed(body)["tokens"]
-    except (UnreadableReplyError, LookupError, TypeError):
-        return None
-    return ids if isinstance(ids, list) and all(type(each) is int for each in ids) else None
-
-
 def read_scores(text: str, count: int, low: float, high: float) -> tuple[float, ...]:
     """The numbers of `{"score": [...]}`: exactly `count`, each in [low, high].
 

@@ -88,8 +88,6 @@ class Evidence:
     """Share of the training episodes that were ungraded."""
     drift_alarms: Sequence[int] | None
     """Iterations after which drift was found; None: it was never measured."""
-    curve: str | None
-    """File name of a picture beside the card."""
     samples: Sequence[Shown]
     """The first ones, not the best."""
 

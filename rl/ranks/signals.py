@@ -106,9 +106,9 @@ def _ours() -> list[int]:
 
 
 def _handle(signum: int, _: FrameType | None) -> None:
-    is_first, now_s = not _received_s, time.monotonic()
+    is_new, now_s = signum not in _received_s, time.monotonic()
     since_s = now_s - _received_s.setdefault(signum, now_s)
-    if is_first:
+    if is_new:
         # os.write: print is not re-entrant, and the signal may have interrupted one.
         hint = "; send it again to exit at once" if signum in END_IF_REPEATED else ""
         with suppress(OSError):

@@ -16,7 +16,7 @@ from rl.api.types import Episode, Sample
 from rl.config.schema import RunConfig
 from rl.files import held
 from rl.files.atomic import append_line, json_line, read_rows, write_atomically
-from rl.files.images import png_bytes
+from rl.files.images import digest, png_bytes
 from rl.files.private import private
 from rl.ranks.dist import Dist
 from rl.record.rewind import ENTRY_NAMES, PICTURE_NAME, rewind
@@ -181,6 +181,9 @@ class RunRecord:
                 row = provenance(episode, advantage)
                 row |= {"rank": self._dist.rank, "member": g, **shared, "image_file": image}
                 row["thumbnail"] = places.get(id(episode.image))
+                if episode.image is not None and "drawn_by" in episode.image.info:
+                    row["drawn_by"] = episode.image.info["drawn_by"]
+                    row["picture_digest"] = digest(episode.image).hex()
                 if g == 0 and bare is not None:
                     picture = bare.image if with_pictures else None
                     bare_row = provenance(bare, None)

@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,6 @@ LOCKS = (".lock", SAVE_LOCK)
 _MAX_SHOWN = 200
 _MAX_NAMED = 8
 _MAX = 10**9
-_PICTURES = ("images", "thumbnails", "evaluation", "stock", "report")
-"""Folders whose .png and .webp count as pictures."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Summary:
     planned: str = ""
     held_out: float | None = None
     best: float | None = None
-    bytes_of: Mapping[str, int] = field(default_factory=dict)
+    num_bytes: int = 0
     written_s: float = 0.0
     """When a file in it was last written, s since 1970."""
     is_running: bool = False
@@ -54,10 +52,6 @@ class Summary:
     """Iterations of the newest checkpoint that is complete, by its files' sizes."""
     damaged: Sequence[int] = ()
     """Iterations of the newer checkpoints, all damaged."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.bytes_of.values())
 
 
 def summarise(path: Path) -> Summary:
@@ -108,8 +102,8 @@ def _is_begun(path: Path) -> bool:
 def _look(path: Path) -> Summary:
     if not _is_begun(path):
         return Summary(path, "no run")
-    bytes_of, written_s = _sizes(path)
-    partial = Summary(path, bytes_of=bytes_of, written_s=written_s, is_running=is_in_use(path))
+    num_bytes, written_s = _size(path)
+    partial = Summary(path, num_bytes=num_bytes, written_s=written_s, is_running=is_in_use(path))
     if problem := format_problem(path):
         return replace(partial, problem=excerpt(problem, _MAX_SHOWN))
     file = path / "config.json"
@@ -154,9 +148,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX
 
 
-def _sizes(path: Path) -> tuple[dict[str, int], float]:
-    """(bytes by kind, when the last file was written); links are not followed."""
-    bytes_of = {"checkpoints": 0, "pictures": 0, "rest": 0}
+def _size(path: Path) -> tuple[int, float]:
+    """(bytes, when the last file was written); links are not followed."""
+    num_bytes = 0
     written_s = path.stat().st_mtime
     newest_s = 0.0
     for file in (Path(folder, name) for folder, _, names in os.walk(path) for name in names):
@@ -166,14 +160,11 @@ def _sizes(path: Path) -> tuple[dict[str, int], float]:
             continue
         if not stat.S_ISREG(status.st_mode):
             continue
-        top = file.relative_to(path).parts[0]
-        is_picture = top in _PICTURES and file.suffix in (".png", ".webp")
-        kind = "checkpoints" if top == "checkpoints" else "pictures" if is_picture else "rest"
-        bytes_of[kind] += status.st_size
+        num_bytes += status.st_size
         # Listing runs or writing a report is not an activity of the run.
-        if top != "report" and str(file.relative_to(path)) not in LOCKS:
+        if file.relative_to(path).parts[0] != "report" and str(file.relative_to(path)) not in LOCKS:
             newest_s = max(newest_s, status.st_mtime)
-    return bytes_of, newest_s or written_s
+    return num_bytes, newest_s or written_s
 
 
 def is_in_use(run_dir: Path) -> bool:

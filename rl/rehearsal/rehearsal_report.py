@@ -40,12 +40,6 @@ def lines(done: Rehearsed, every_line: bool = False) -> Iterator[str]:
         f"{done.num_pictures} pictures, {done.seconds:.0f} s"
     )
     yield from _memory(done)
-    for phase, name in NAMES.items() if every_line else ():
-        if phase in tally.held:
-            yield f"  GB in use at the end of {name}, by the line that allocated them"
-            for line, num_bytes in tally.held[phase].most_common():
-                if num_bytes >= 1e8:
-                    yield f"    {num_bytes / 1e9:>7.2f}  {line}"
     yield "\nmatrix products, convolutions and attention, TFLOP"
     for phase, name in NAMES.items():
         if flops := tally.flops[phase]:

@@ -60,10 +60,6 @@ class Tally:
         """'operation of dtype and dtype: line' -> number."""
         self.flops: Counter[str] = Counter()
         """Phase -> floating-point operations of matrix products, convolutions and attention."""
-        self.live: Counter[str] = Counter()
-        """Line of the project -> bytes on the GPU that it allocated and that still exist."""
-        self.held: dict[str, Counter[str]] = {}
-        """Phase -> `live` when it last ended."""
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @contextmanager
@@ -74,7 +70,6 @@ class Tally:
         try:
             yield
         finally:
-            self.held[phase] = +self.live
             self.phase = before
             self._note_peak()
 
@@ -91,13 +86,10 @@ class Tally:
         self._seen[storage] = size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
         self.now[device] += size
         self._note_peak()
-        line = calling_line() if device == "cuda" else ""
-        self.live[line] += size
-        weakref.finalize(storage, self._freed, device, size, line)
+        weakref.finalize(storage, self._freed, device, size)
 
-    def _freed(self, device: str, size: int, line: str) -> None:
+    def _freed(self, device: str, size: int) -> None:
         self.now[device] -= size
-        self.live[line] -= size
 
     def _note_peak(self) -> None:
         self.peak[self.phase] = max(self.peak[self.phase], self.now["cuda"])

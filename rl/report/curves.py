@@ -11,7 +11,6 @@ from typing import Any
 from rl.report.reading import Record, number
 from rl.run.metric_table import doc_of
 
-SMOOTHING_ITERATIONS = 5
 MAX_POINTS = 400
 """Maximum number of points of a line; a longer one is averaged over equal spans."""
 Points = list[tuple[float, float]]
@@ -76,13 +75,6 @@ CURVES = (
             Line("thought/tokens_mean", "thought, mean", "dash"),
         ),
     ),
-    Curve(
-        "Thoughts without words",
-        (
-            Line("thought/unfinished", "unfinished"),
-            Line("thought/no_marker", "without the marker", "dash"),
-        ),
-    ),
     Curve("Mismatch of engine and trainer", (Line("mismatch/k3", "k3"),)),
     Curve(
         "Groups without spread of rewards",
@@ -143,11 +135,6 @@ def points(metrics: Sequence[Record], name: str) -> Points:
         for row in metrics
         if (value := number(row.get(name))) is not None and number(row["iteration"]) is not None
     ]
-
-
-def smooth(values: Sequence[float]) -> list[float]:
-    windows = (values[max(0, i + 1 - SMOOTHING_ITERATIONS) : i + 1] for i in range(len(values)))
-    return [fmean(window) for window in windows]
 
 
 def curve_data(metrics: Sequence[Record], num_pictures: int | None) -> dict[str, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from rl.api.judge import Question
-from rl.judge.labels import LABELS, Distribution, expected_minimum, read_distribution
+from rl.judge.labels import DIGITS, Distribution, expected_minimum, read_distribution
 from rl.judge.question import fill_prompt
 from rl.rewards.shared.repeated_judging import (
     Asked,
@@ -19,10 +19,7 @@ from rl.rewards.shared.repeated_judging import (
     numbered,
 )
 
-ANSWERS = {
-    "digits": "one digit from 0 (worst) to 9 (best)",
-    "letters": "one capital letter from A (worst) to K (best)",
-}
+ANSWER = "Answer with one digit from 0 (worst) to 9 (best) and nothing else."
 
 
 class Config(RepeatsConfig):
@@ -38,10 +35,8 @@ class Config(RepeatsConfig):
     appended."""
     restraint_prompt: str = ""
     """The same for what the instruction does not touch."""
-    labels: Literal["digits", "letters"] = "digits"
-    """digits: 0 to 9; letters: A to K, which is 0 to 10. Each must be one token of the judge."""
     min_legal_mass: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """A reply with less probability on all labels together is unreadable: the judge wanted to write
+    """A reply with less probability on all digits together is unreadable: the judge wanted to write
     something else."""
 
     @model_validator(mode="after")
@@ -61,14 +56,12 @@ class ExpectedScore(JudgedReward[Config]):
     questions_per_reading = 2
 
     def questions(self, instruction: str, pictures: Pictures) -> Sequence[Asked]:
-        name, mass = self.config.labels, self.config.min_legal_mass
+        mass = self.config.min_legal_mass
         shown = (*numbered(pictures["source"]), *pictures["image"])
-        read = partial(read_distribution, labels=LABELS[name], min_legal_mass=mass)
-        texts = (
-            f"{fill_prompt(prompt, instruction)}\n\nAnswer with {ANSWERS[name]} and nothing else."
-            for prompt in self.prompts_for(pictures)
-        )
-        return [(Question((*shown, text), {}, labels=LABELS[name]), read) for text in texts]
+        read = partial(read_distribution, labels=DIGITS, min_legal_mass=mass)
+        prompts = self.prompts_for(pictures)
+        texts = (f"{fill_prompt(prompt, instruction)}\n\n{ANSWER}" for prompt in prompts)
+        return [(Question((*shown, text), {}, labels=DIGITS), read) for text in texts]
 
     def reading(self, success: Distribution, restraint: Distribution) -> Mapping[str, float]:
         best = len(success.probs) - 1

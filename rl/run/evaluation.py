@@ -81,7 +81,7 @@ def evaluate(
         engine.sleep()
         arms = _draw(context, prompts_P, completions_P1, cut_P, dist)
         _measure_arms(metrics, arms)
-        calls_P = second_judge.ask(iteration, arms.policy) if second_judge else []
+        asked = second_judge and second_judge.ask(iteration, arms.policy)
         if config.evaluation.thought_gain:
             add_gain_of_thought(metrics, arms.policy, arms.unthought, hashes_P, dist)
         if config.evaluation.stock_arm and context.makes_images and not compares_pictures:
@@ -93,8 +93,8 @@ def evaluate(
                 num = len(range(dist.rank, NUM_FIXED_SAMPLES, dist.world_size))
                 bare_P, _ = arms.fixed["bare"]
                 add_state_drift(metrics, context, stock, prompts_P[:num], bare_P[:num], dist)
-        if second_judge:
-            second_P = second_judge.grades(calls_P, arms.policy)
+        if second_judge and asked:
+            second_P = second_judge.grades(asked)
             second_judge.add_metrics(metrics, iteration, arms.policy, second_P, hashes_P)
         engine.wake()
     folder = run_dir / "evaluation" / f"it_{iteration:06d}"

@@ -5,9 +5,9 @@ Axes: `_P` held-out samples of this rank, `_S` held-out samples of all ranks.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,16 +17,16 @@ import numpy as np
 from rl.algorithm.compose import compose
 from rl.algorithm.metrics import Metrics
 from rl.api.reward import Reward
-from rl.api.types import Episode, RewardInput
+from rl.api.types import Episode, RewardInput, RewardOutput
 from rl.config.schema import RunConfig
 from rl.console.console import warn
 from rl.files.atomic import read_rows
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeClient, JudgeError
 from rl.ranks import signals
-from rl.rollout.consensus import Interrupted, leave_together
+from rl.rollout.consensus import leave_together
 from rl.rollout.episodes import values_of
-from rl.rollout.grading import Outputs, scores
+from rl.rollout.grading import scores
 from rl.rollout.stream import LISTEN_EVERY_S
 from rl.run.paired import Paired, paired
 from rl.text.untrusted import excerpt
@@ -36,9 +36,12 @@ if TYPE_CHECKING:
 
 Rewards = tuple[float, float]
 """One picture's rewards by the judge of training and by the second judge, 0..1 each."""
+Graded = float | str | None
+"""A final reward, or why there is none; None for an episode without rewards of pictures."""
 LEAST_GAP = 0.05
 """Smallest gap (0..1) worth an alarm. If the second judge reaches its highest marks before the
 judge does, even a sound policy makes a small gap."""
+MAX_CAUSE_CHARS = 300
 FEWEST = 8
 """Fewer samples cannot relate one judge's rewards to the other's."""
 
@@ -97,34 +100,49 @@ class SecondJudge:
     def model(self) -> str:
         return self.client.config.model
 
-    def ask(self, iteration: int, episodes_P: Sequence[Episode]) -> list[list[Future[Outputs]]]:
-        """Submit each episode's (first) picture to all `rewards`; _P, [] if it has no reward."""
+    def ask(self, iteration: int, episodes_P: Sequence[Episode]) -> Future[list[Graded]]:
+        """Begin to grade each episode's (first) picture; _P."""
         file = f"second_{iteration:06d}.rank{self.dist.rank}.jsonl"
         self.client.open_journal(self.config.run_dir / "judge" / file)
-        return [
-            [self._submit(name, reward, episode) for name, reward in self.rewards.items()]
-            if episode.image_rewards
-            else []
-            for episode in episodes_P
-        ]
 
-    def _submit(self, name: str, reward: Reward, episode: Episode) -> Future[Outputs]:
+        async def grade_all() -> list[Graded]:
+            return await asyncio.gather(*map(self._grade, episodes_P))
+
+        return self.loop.submit(grade_all())
+
+    async def _grade(self, episode: Episode) -> Graded:
+        if not episode.image_rewards:
+            return None
         action, sample = episode.action, episode.prompt.sample
-        graded = RewardInput(sample, action.text, episode.image, action.thought)
-        return self.loop.submit(scores(name, reward, [graded]))
+        graded = [RewardInput(sample, action.text, episode.image, action.thought)]
+        grades: dict[str, RewardOutput] = {}
+        try:
+            calls = (scores(name, reward, graded) for name, reward in self.rewards.items())
+            for name, [output] in zip(self.rewards, await asyncio.gather(*calls), strict=True):
+                grades[name] = output
+        except JudgeError as error:
+            return excerpt(str(error), MAX_CAUSE_CHARS)
+        others = {
+            part: value
+            for part, value in episode.parts.items()
+            if part.partition("/")[0] not in self.rewards
+        }
+        reward = compose({**others, **values_of(grades)}, self.config.final_reward)
+        if reward is not None:
+            return reward
+        failed = next(f"{name}: {one.failure}" for name, one in grades.items() if one.failure)
+        return excerpt(failed, MAX_CAUSE_CHARS)
 
-    def grades(
-        self, calls_P: Sequence[Sequence[Future[Outputs]]], episodes_P: Sequence[Episode]
-    ) -> list[float | None]:
+    def grades(self, call: Future[list[Graded]]) -> list[float | None]:
         """_P, the final reward by this judge; None if it did not grade the picture. Raises
         `Interrupted` on every rank once any was asked to stop. Collective."""
-        causes: list[str] = []
-        rewards_P: list[float | None] = []
-        with suppress(Interrupted):
-            for calls, episode in zip(calls_P, episodes_P, strict=True):
-                rewards_P.append(self._grade(calls, episode, causes) if calls else None)
+        while not wait([call], timeout=LISTEN_EVERY_S).done and not signals.stop_received():
+            pass
+        graded_P = call.result() if call.done() else []
+        call.cancel()
         leave_together(self.dist)
         self.client.take_stats()  # not reported
+        causes = [cause for cause in graded_P if isinstance(cause, str)]
         gathered = [cause for of_rank in self.dist.gather(causes[:1]) for cause in of_rank]
         if gathered and self.dist.is_main:
             warn(
@@ -132,31 +150,7 @@ class SecondJudge:
                 f"pictures; training goes on, and it is asked again at the next held-out "
                 f"evaluation (eval/second_judge/ungraded). First cause: {gathered[0]}"
             )
-        return rewards_P
-
-    def _grade(
-        self, calls: Sequence[Future[Outputs]], episode: Episode, causes: list[str]
-    ) -> float | None:
-        while not wait(calls, timeout=LISTEN_EVERY_S).done >= set(calls):
-            if signals.stop_received():
-                for call in calls:
-                    call.cancel()
-                raise Interrupted
-        grades = {}
-        for name, call in zip(self.rewards, calls, strict=True):
-            try:
-                [grades[name]] = call.result()
-            except JudgeError as error:
-                causes.append(excerpt(str(error), 300))
-                return None
-            if grades[name].value is None:
-                causes.append(excerpt(f"{name}: {grades[name].failure}", 300))
-        others = {
-            part: value
-            for part, value in episode.parts.items()
-            if part.partition("/")[0] not in self.rewards
-        }
-        return compose({**others, **values_of(grades)}, self.config.final_reward)
+        return [None if isinstance(each, str) else each for each in graded_P]
 
     def add_metrics(
         self,

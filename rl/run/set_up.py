@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from rl import build
 from rl.api.data import DataSource
 from rl.api.engine import Engine, EngineClaim
 from rl.api.policy import Policy
+from rl.api.renderer import Renderer
 from rl.api.types import Sample
 from rl.check.ask_judge import START_PATIENCE_S, JudgeCheck, ask_judge, with_second_judge
+from rl.check.memory_remedies import engine_dtype
 from rl.check.resume import check_resume
 from rl.checkpoints.checkpoint import Checkpoints, read_state
 from rl.config.schema import JudgeConfig, RunConfig
@@ -130,7 +133,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
             checkpointing=checkpointing,
             second_judge=second_judge,
             num_iterations=num_iterations,
-            sync_dtype=_engine_dtype(resolved),
+            sync_dtype=engine_dtype(resolved),
             num_skipped_rows=sum(source.num_skipped for source in sources),
             start=start,
             metrics_line_missing=start == 0 or not dist.broadcast(record.has_line(start)),
@@ -266,12 +269,22 @@ def _load_models(
     every picture would fail.
     """
     _raise_if_stopped(dist)
+    pooled = None
+    if pool := resolved.config.pool:  # before vLLM, which imports Ray without a token
+        pooled = build.build_render_pool(resolved, pool, dist)
+        stack.callback(pooled.close)
+        console.say(f"pictures are drawn by {pooled.where}")
     may_stay, claim = _engine_memory(resolved, policy, dist, console)
     engine = build.build_engine(resolved, policy, dist, may_stay, claim)
     stack.callback(engine.close)
     _raise_if_stopped(dist)
-    renderer = build.build_renderer(resolved, dist)
-    stack.callback(renderer.close)
+    renderer: Renderer
+    if pooled is not None:
+        pooled.wait()
+        renderer = pooled
+    else:
+        renderer = build.build_renderer(resolved, dist)
+        stack.callback(renderer.close)
     if renderer.state_dim not in (None, policy.state_dim):
         raise ValueError(
             f"the renderer reads hidden states of width {renderer.state_dim}, the policy's have "
@@ -302,10 +315,11 @@ def _make_checks(
         *((plugin, context.rewards[name]) for name, plugin in resolved.rewards.items()),
         *zip(resolved.train, sources, strict=True),
     ]
-    plugin_metrics = PluginMetrics(resolved.renderer, made, dist)
+    renderer = replace(resolved.renderer, cls=type(context.renderer))  # a pool has more metrics
+    plugin_metrics = PluginMetrics(renderer, made, dist)
     plugin_metrics.drop()  # reports from loading belong to no iteration
     dropout = getattr(context.policy.config.lora, "dropout", 0.0)
-    watch = Watch(context.config, _engine_dtype(resolved), dropout)
+    watch = Watch(context.config, engine_dtype(resolved), dropout)
     return Checks(context.config, dist, judge, held_out, plugin_metrics, watch)
 
 
@@ -412,8 +426,3 @@ def _start_judge(
     if problems := [text for _, text in gathered if text]:
         raise JudgeError(problems[0])
     return next(base for base, _ in reversed(gathered[: dist.rank + 1]) if base)
-
-
-def _engine_dtype(resolved: build.Resolved) -> str:
-    memory_config = resolved.engine.cls.memory(resolved.engine.config)
-    return str((memory_config and memory_config.dtype) or resolved.policy.config.dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rl.text.scrub import scrub
@@ -36,9 +35,3 @@ def code(value: Any) -> list[str]:
     for char in "`<>&":
         dumped = dumped.replace(char, f"\\u{ord(char):04x}")
     return ["```json", *dumped.split("\n"), "```"]
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table whose cells are Markdown already. [] without rows."""
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
-    return lines if len(lines) > 2 else []

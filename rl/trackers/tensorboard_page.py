@@ -10,10 +10,8 @@ from typing import Any
 from PIL.Image import Image
 
 from rl.config.schema import RunConfig
-from rl.files.images import side_by_side
 from rl.text.markdown import code, text
-from rl.text.markdown import table as markdown_table
-from rl.trackers.tracker_page import MAIN, MAX_CELL_CHARS, BeforeAfter, Cell, Table, tried
+from rl.trackers.tracker_page import MAIN, MAX_CELL_CHARS, BeforeAfter, tried
 
 
 class TensorboardPage:
@@ -31,21 +29,6 @@ class TensorboardPage:
         for name, value in metrics.items():
             writer.add_scalar(name, value, iteration)
         writer.flush()
-
-    def log_table(self, table: Table) -> None:
-        """Texts and numbers as a text table; the pictures of a row side by side as one picture."""
-        step, columns, rows = table.iteration, table.columns, table.rows
-        writer = self._writer_from(step)
-        text_columns = [
-            i for i in range(len(columns)) if not any(isinstance(row[i], Image) for row in rows)
-        ]
-        header = [text(columns[i], MAX_CELL_CHARS) for i in text_columns]
-        lines = markdown_table(header, [[_cell_text(row[i]) for i in text_columns] for row in rows])
-        writer.add_text(table.name, "\n".join(lines), step)
-        for number, row in enumerate(rows):
-            if pictures := [cell for cell in row if isinstance(cell, Image)]:
-                tag = f"{table.name}/{number:02d}"
-                self._add_picture(tag, side_by_side(pictures), step)
 
     def log_before_after(self, compared: BeforeAfter) -> None:
         writer = self._writer_from(compared.iteration)
@@ -82,9 +65,3 @@ def open_page(
         return None
     is_installed = tried("tensorboard", "import", lambda: import_module("tensorboard"))
     return TensorboardPage(run_dir / "tensorboard", scrubbed) if is_installed else None
-
-
-def _cell_text(cell: Cell) -> str:
-    if cell is None or isinstance(cell, Image):
-        return ""
-    return text(cell, MAX_CELL_CHARS) if isinstance(cell, str) else f"{cell:.4g}"

@@ -60,9 +60,11 @@ class Tracker:
         episodes_PG: Sequence[Sequence[Episode]],
         advantages_PG: Sequence[Sequence[float | None]],
     ) -> None:
-        """Log a table of rank 0's first `images_per_iteration` episodes."""
+        """Log a table of rank 0's first `images_per_iteration` episodes; not to TensorBoard, which
+        has no tables."""
         every = self._tracking.log_episodes_every_n_iterations
-        if not self._pages or every == 0 or iteration % every != 0:
+        with_tables = [page for page in self._pages if isinstance(page, ServicePage)]
+        if not with_tables or every == 0 or iteration % every != 0:
             return
         pairs = [
             (episode, advantage)
@@ -71,7 +73,9 @@ class Tracker:
         ][: self._tracking.images_per_iteration]
         if pairs:
             table = Table("episodes", iteration, *self._table(pairs))
-            self._on_each("episode table", lambda page: page.log_table(table))
+            for page in with_tables:
+                if not tried(page.name, "episode table", partial(page.log_table, table)):
+                    self._pages.remove(page)
 
     def close(self, failed: bool = False) -> None:
         """Finish the pages; waits at most a minute for the upload of each."""

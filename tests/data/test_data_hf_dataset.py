@@ -74,26 +74,23 @@ def test_every_local_form_is_read(folder, name):
     assert (source[0].source.mode, source[0].target) == ("RGB", None)
 
 
-def test_columns_filters_and_nested_cells_are_read(folder):
+def test_columns_and_nested_cells_are_read(folder):
     columns = {
         **COLUMNS,
         "target": "after",
         "category": "meta.kind",
         "hidden": {"level": "complexity"},
     }
-    settings = {"columns": columns, "where": {"complexity": 8}}
-    source = build(folder / "edits.parquet", **settings)
-    assert [source[i].id for i in range(2)] == ["edits.parquet[train]:0", "edits.parquet[train]:2"]
-    last = source[1]
+    source = build(folder / "edits.parquet", columns=columns)
+    last = source[2]
+    assert last.id == "edits.parquet[train]:2"
     assert (last.category, dict(last.hidden)) == ("add", {"level": 8})
     assert last.target.tobytes() == source[0].source.tobytes()
-    assert hf_dataset.HfDataset.provides(config("x/y", **settings)) == {
+    assert hf_dataset.HfDataset.provides(config("x/y", columns=columns)) == {
         "source",
         "target",
         "hidden:level",
     }
-    nested = build(folder / "edits.parquet", where={"meta.kind": "colour"})
-    assert [nested[i].instruction for i in range(len(nested))] == ["colour the petals blue"]
 
 
 def test_rows_are_counted_where_that_is_cheap(folder):
@@ -103,10 +100,9 @@ def test_rows_are_counted_where_that_is_cheap(folder):
         config("owner/name"),
         config(folder / "saved"),
         config(folder / "no.parquet"),
-        config(folder / "edits.parquet", where={"complexity": 8}),
         config(folder / "edits.parquet", split="train[:1]"),
     ]
-    assert [hf_dataset.HfDataset.count(settings) for settings in unknown] == [None] * 5
+    assert [hf_dataset.HfDataset.count(settings) for settings in unknown] == [None] * 4
 
 
 def test_splits_and_slices_are_read(folder):
@@ -127,17 +123,6 @@ def test_a_missing_column_is_named_with_the_existing_ones(folder):
     assert holds(problem, f"{expected} ... `columns`")
     with pytest.raises(BadRowError, match="'prompt', 'image'"):
         hf_dataset.HfDataset(settings, RULES)
-
-
-def test_a_filter_that_keeps_no_row_lists_the_values(folder):
-    with pytest.raises(BadRowError, match=r"'complexity' = '8'; .* 8, 1$"):
-        build(folder / "edits.parquet", where={"complexity": "8"})
-
-
-def test_a_filter_does_not_hide_that_no_line_can_be_read(folder):
-    (folder / "bad.jsonl").write_text("{\n[1]\n")
-    with pytest.raises(BadRowError, match="JSON"):
-        build(folder / "bad.jsonl", where={"complexity": "8"})
 
 
 def test_a_missing_data_set_is_reported(folder):

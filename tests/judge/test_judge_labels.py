@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_faulty_judge import Fault, FaultyJudge, PickyJudge, first_token, with_client
+from tiny_faulty_judge import Fault, FaultyJudge, first_token, with_client
 
 from rl.api.judge import Answer, Question
-from rl.judge.client import JudgeClient, JudgeRefused
-from rl.judge.labels import LABELS, Distribution, expected_minimum, read_distribution
+from rl.judge.client import JudgeClient
+from rl.judge.labels import DIGITS, Distribution, expected_minimum, read_distribution
 from rl.judge.reply import NoLogprobsError, UnreadableReplyError, read_chat
 
-DIGITS = LABELS["digits"]
 READ = partial(read_distribution, labels=DIGITS, min_legal_mass=0.9)
 SEVEN = first_token(("7", math.log(0.5)), ("8", math.log(0.3)), ("The", -3), ("2", math.log(0.15)))
 
@@ -104,42 +103,19 @@ async def asked(client: JudgeClient) -> Answer[Distribution]:
 
 
 def test_one_token_is_asked_for_and_the_reply_is_journalled(tmp_path: Path) -> None:
-    """A resumed run gets the same numbers from the journal, whatever the endpoint's token ids."""
+    """A resumed run gets the same numbers from the journal."""
     with FaultyJudge(after=Fault(body=SEVEN)) as judge:
-        judge.token_ids = {label: [100 + int(label)] for label in DIGITS}
         config = {"guided_json": "always", "temperature": 0.0}
         answer, _ = with_client(judge, asked, tmp_path / "j.jsonl", **config)
-        judge.token_ids = None
         again, client = with_client(judge, asked, tmp_path / "j.jsonl", **config)
     [request] = judge.requests
     del request["messages"]
     assert request == {
         "model": "tiny-judge", "max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "seed": 0,
-        "logprobs": True, "top_logprobs": 20, "logprob_token_ids": list(range(100, 110)),
+        "logprobs": True, "top_logprobs": 20,
     }  # fmt: skip
     assert answer.value.probs[7] == pytest.approx(0.5 / 0.95)
     assert again.value == answer.value and client.take_stats().reused == 1
-
-
-@pytest.mark.parametrize("has_ids", [False, True])
-def test_without_token_ids_the_labels_are_found_by_their_text(has_ids: bool) -> None:
-    """An endpoint may lack `/tokenize`, or refuse the parameter."""
-    with PickyJudge("logprob_token_ids") as judge:
-        judge.token_ids = {label: [int(label)] for label in DIGITS} if has_ids else None
-        judge.after = Fault(body=SEVEN)
-        answer, _ = with_client(judge, asked)
-    assert "logprob_token_ids" not in judge.requests[-1]
-    assert len(judge.requests) == 1 + has_ids
-    assert answer.value.legal_mass == pytest.approx(0.95)
-
-
-@pytest.mark.parametrize("ids", [[7, 8], [0], []])
-def test_a_label_that_is_not_one_token_of_its_own_is_refused(ids: list[int]) -> None:
-    with FaultyJudge(after=Fault(body=SEVEN)) as judge:
-        judge.token_ids = {label: [int(label)] for label in DIGITS} | {"9": ids}
-        with pytest.raises(JudgeRefused, match=r"label '9' as the tokens .*letters"):
-            with_client(judge, asked)
-    assert judge.requests == [], "no question was paid for"
 
 
 def test_low_mass_is_final_but_a_lost_answer_is_asked_again() -> None:

@@ -18,13 +18,13 @@ import pytest
 import tiny_config
 from tiny_ranks import held_port
 from tiny_rewards import EDIT, RESULT, SOURCES, make
-from tokenizers import Tokenizer
 
 from rl.api.types import RewardInput, RewardOutput, Sample
 from rl.config.schema import JudgeConfig
+from rl.judge import client
 from rl.judge.client import JudgeClient
 from rl.judge.http import JudgeHttp
-from rl.judge.labels import LABELS
+from rl.judge.labels import DIGITS
 from rl.rewards import edit_quality, expected_score, rubric, spatial_reward, viescore
 
 pytestmark = pytest.mark.slow
@@ -70,21 +70,18 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def graded(
-    url: str, plugin: Any, guided: Any = "never", unknown: tuple[str, ...] = (), **config: Any
+    url: str, plugin: Any, guided: Any = "never", **config: Any
 ) -> tuple[RewardOutput, JudgeClient]:
-    """(the grade of `EVIDENCE`, the client that asked). `unknown`: labels without token ids, as at
-    an endpoint without `/tokenize`."""
+    """(the grade of `EVIDENCE`, the client that asked)."""
     settings = JudgeConfig(
         model=MODEL, max_attempts=1, max_tokens=32, timeout_s=120, guided_json=guided
     )
 
     async def run() -> tuple[RewardOutput, JudgeClient]:
-        client = JudgeClient(settings, url)
-        if unknown:
-            client.dialects()[url].label_ids[unknown] = ()
-        output = await make(plugin, plugin.Config(**config), client).grade(EVIDENCE)
-        await client.aclose()
-        return output, client
+        asking = JudgeClient(settings, url)
+        output = await make(plugin, plugin.Config(**config), asking).grade(EVIDENCE)
+        await asking.aclose()
+        return output, asking
 
     return asyncio.run(run())
 
@@ -101,18 +98,17 @@ def test_questions_for_written_scores_are_accepted(
     if plugin is rubric:
         (tmp_path / "mine.txt").write_text("Was {instruction} done?")
         config = {"prompt": str(tmp_path / "mine.txt"), "scores": {"success": {"high": 5}}}
-    output, client = graded(url, plugin, guided=guided, **config)
+    output, asking = graded(url, plugin, guided=guided, **config)
     assert output.value is None and (output.failure or "").startswith("unreadable: ")
-    assert client.dialects()[url].names == set(), "every parameter was accepted"
+    assert asking.dialects()[url].names == set(), "every parameter was accepted"
     assert [reply.startswith("{") for reply in output.replies] == [guided == "always"] * count
 
 
-@pytest.mark.parametrize("labels", ["digits", "letters"])
 def test_legal_mass_is_a_share_of_the_whole_vocabulary(
-    url: str, labels: str, monkeypatch: pytest.MonkeyPatch
+    url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tiny policy was never trained to write a label. The reference is the same server's
-    distribution over all tokens, which sums to 1."""
+    """The tiny policy was never trained to write a label, so all log-probs are asked for. The
+    reference is the same server's distribution over all tokens, which sums to 1."""
     bodies, request = [], JudgeHttp.request
 
     async def noting(http: JudgeHttp, method: str, path: str, body: Any, timeout_s: float) -> Any:
@@ -121,24 +117,21 @@ def test_legal_mass_is_a_share_of_the_whole_vocabulary(
         return await request(http, method, path, body, timeout_s)
 
     monkeypatch.setattr(JudgeHttp, "request", noting)
-    output, client = graded(url, expected_score, labels=labels, min_legal_mass=1e-12)
-    ids = client.dialects()[url].label_ids[LABELS[labels]]
-    tokenizer = Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
-    assert [[each] for each in ids] == [tokenizer.encode(each).ids for each in LABELS[labels]]
-    assert [body["logprob_token_ids"] for body in bodies] == [list(ids)] * 2
+    monkeypatch.setattr(client, "TOP_LOGPROBS", -1)
+    output, _ = graded(url, expected_score, min_legal_mass=1e-12)
+    assert len(bodies) == 2
     masses = []
     for body in bodies:
-        every = body | {"top_logprobs": -1, "logprob_token_ids": None}
-        answer = httpx.post(f"{url}/chat/completions", json=every, timeout=120).json()
+        answer = httpx.post(f"{url}/chat/completions", json=body, timeout=120).json()
         [first] = answer["choices"][0]["logprobs"]["content"]
         found = [(each["token"], math.exp(each["logprob"])) for each in first["top_logprobs"]]
         assert math.fsum(prob for _, prob in found) == pytest.approx(1, abs=1e-4)
-        masses.append(math.fsum(prob for token, prob in found if token in LABELS[labels]))
+        masses.append(math.fsum(prob for token, prob in found if token in DIGITS))
     assert 0 < output.parts["legal_mass"] == pytest.approx(min(masses), rel=1e-3)
     assert output.value is not None and 0 < output.value < 1
 
 
-def test_without_token_ids_a_label_that_is_not_returned_counts_as_0(url: str) -> None:
-    output, _ = graded(url, expected_score, unknown=LABELS["digits"])
+def test_a_label_that_is_not_returned_counts_as_0(url: str) -> None:
+    output, _ = graded(url, expected_score)
     assert (output.failure or "").startswith("unreadable: 0 of the first token's probability")
     assert [json.loads(reply)["logprobs"] for reply in output.replies] == [{}, {}]

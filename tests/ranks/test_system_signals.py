@@ -82,6 +82,17 @@ def test_a_ctrl_c_received_twice_within_seconds_counts_once():
     assert (process.returncode, stdout) == (0, "saved\n")
 
 
+def test_another_signal_is_answered_and_the_save_goes_on():
+    """A batch system sends SIGTERM some time after its notice."""
+    process = start_rank(echo_s=0, save_s=0.3)
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline() == "saving\n"
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stdout) == (0, "saved\n")
+    assert "SIGTERM: will save and leave; send it again to exit at once" in stderr
+
+
 def test_a_second_signal_after_a_while_ends_the_rank_at_once():
     process = start_rank(echo_s=0.05, save_s=60)
     process.send_signal(signal.SIGTERM)

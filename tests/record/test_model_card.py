@@ -24,7 +24,6 @@ EVIDENCE = Evidence(
     num_left_out=3,
     ungraded_share=0.015,
     drift_alarms=(20, 30),
-    curve="pictures/reward_curve.png",
     samples=[SAMPLE],
 )
 HOSTILE = (
@@ -75,7 +74,6 @@ def test_the_card_of_a_run_has_intervals_arms_and_limits():
     for parts in (
         "| held-out reward | 64 | 0.300 | 0.900 | +0.600 | +0.500 to +0.700 |",
         "| stock | 1 | 0.100 | 0.900 | +0.800 |  |",
-        "![reward by iteration](pictures/reward_curve.png)",
         "| make it red | turn it (0.20) | turn it red (not graded) |",
         "- 1.5% ... - 3 held-out samples",
         "- DRIFT: after 20, 30 iterations",
@@ -154,7 +152,6 @@ def everything_hostile() -> tuple[str, str]:
         num_left_out=0,
         ungraded_share=None,
         drift_alarms=None,
-        curve=None,
         samples=[Shown(HOSTILE, (HOSTILE, HOSTILE), (0.1, 0.2), files)],
     )
     metrics = {f"eval/reward/{HOSTILE}": 0.5}

@@ -27,7 +27,8 @@ from rl.renderers.shared.batches import Fits, Outcome, render_in_batches
 
 
 def test_a_batch_is_rendered_when_full_and_jobs_are_taken_only_when_needed() -> None:
-    """A job is the width of its picture; a batch has two narrow or three wide pictures."""
+    """A job is the width of its picture (0: it fails); a batch has two narrow or three wide ones,
+    and a job that fails is one of its batch."""
     events: list[str] = []
 
     def take() -> Iterator[int]:
@@ -35,10 +36,11 @@ def test_a_batch_is_rendered_when_full_and_jobs_are_taken_only_when_needed() -> 
             events.append(f"take {number}")
             yield width
 
-    def bucket_of(width: int) -> str | Outcome:
-        if width == 0:
-            return RenderFailure("nothing to draw")
-        return "narrow" if width == 1 else "wide"
+    def batch_of(width: int) -> tuple[str, int]:
+        return ("narrow", 2) if width == 1 else ("wide", 3)
+
+    def known(width: int) -> Outcome | None:
+        return None if width else RenderFailure("nothing to draw")
 
     def render(widths: Sequence[int], bucket: str) -> list[Outcome]:
         assert set(widths) == {1 if bucket == "narrow" else 5}
@@ -46,15 +48,13 @@ def test_a_batch_is_rendered_when_full_and_jobs_are_taken_only_when_needed() -> 
         return [Image.new("RGB", (width, 1)) for width in widths]
 
     outcomes: dict[int, Outcome] = {}
-    for number, outcome in render_in_batches(
-        take(), bucket_of, {"narrow": 2, "wide": 3}.__getitem__, render, {}
-    ):
+    for number, outcome in render_in_batches(take(), batch_of, known, render, {}):
         events.append(f"have {number}")
         outcomes[number] = outcome
     assert " / ".join(events) == (
         "take 0 / take 1 / take 2 / 2 narrow / have 0 / have 2 / take 3 / take 4 / have 4 / "
-        "take 5 / 3 wide / have 1 / have 3 / have 5 / take 6 / take 7 / take 8 / 2 narrow / "
-        "have 6 / have 8 / take 9 / 1 wide / have 7 / 1 narrow / have 9"
+        "2 wide / have 1 / have 3 / take 5 / take 6 / take 7 / take 8 / 2 narrow / have 6 / "
+        "have 8 / take 9 / 2 wide / have 5 / have 7 / 1 narrow / have 9"
     )
     assert outcomes.pop(4) == RenderFailure("nothing to draw")
     widths = {number: outcome.width for number, outcome in outcomes.items()}
@@ -74,7 +74,8 @@ def test_a_batch_size_that_ran_out_of_memory_is_not_tried_again(caplog) -> None:
                 raise torch.OutOfMemoryError("full")
             return [Image.new("RGB", (width, 1)) for width in widths]
 
-        pictures = dict(render_in_batches(jobs, (50).__lt__, lambda is_wide: 8, render, fits))
+        batches = render_in_batches(jobs, lambda w: (w > 50, 8), lambda w: None, render, fits)
+        pictures = dict(batches)
         assert [pictures[i].width for i in range(len(jobs))] == list(jobs), "one per job"
         return sizes
 
@@ -88,7 +89,7 @@ def test_a_batch_size_that_ran_out_of_memory_is_not_tried_again(caplog) -> None:
 def test_a_failed_picture_is_a_failure_and_a_failed_device_ends_the_run() -> None:
     def outcomes(error: Exception) -> list[Outcome]:
         render = Mock(side_effect=error)
-        results = render_in_batches([1, 2], lambda job: "", lambda bucket: 2, render, {})
+        results = render_in_batches([1, 2], lambda job: ("", 2), lambda job: None, render, {})
         return [outcome for _, outcome in results]
 
     full, refused = torch.OutOfMemoryError("full"), RuntimeError("CUDA error: CUBLAS_STATUS")
@@ -120,12 +121,12 @@ def test_each_source_is_encoded_once_while_it_is_kept(
     jobs = [make_job((first, second)[i % 2], 9, noise_seed=i, states_seed=i) for i in range(6)]
     renderer = make_renderer(parts, batch_size=4, num_steps=2)
     assert len(dict(renderer.render(jobs))) == 6
-    assert shapes == [(2, 3, 64, 64)], "new sources of a batch are encoded together"
+    assert shapes == [(1, 3, 64, 64)] * 2, "alone, so that the batch does not change their latents"
     list(renderer.render(jobs))
-    assert len(shapes) == 1
+    assert len(shapes) == 2
     list(renderer.render([make_job(third, 9, noise_seed=0)]))
     list(renderer.render(jobs[:1]))
-    assert shapes[1:] == [(1, 3, 64, 64)] * 2
+    assert shapes[2:] == [(1, 3, 64, 64)] * 2
 
 
 def test_pictures_of_different_aspect_ratio_keep_it(parts: qwen_image_loop.EditorParts) -> None:

@@ -77,7 +77,7 @@ def test_jobs_of_a_batch_have_equal_sizes_and_do_not_affect_each_other(stock: St
     ]
     others = [job_of(PICTURES[:1]), job_of(PICTURES[:2][::-1]), job_of(PICTURES)]
     renderer = plus(stock)
-    buckets = [renderer.bucket_of(job) for job in [*jobs, *others]]
+    buckets = [renderer.bucket_of(renderer.config, job) for job in [*jobs, *others]]
     assert buckets[0] == buckets[1] and len(set(buckets)) == 4
     together = render_floats(renderer, jobs)
     alone = torch.cat([render_floats(renderer, [job]) for job in jobs])

@@ -27,7 +27,6 @@ from rl.report.curves import (
     CURVES,
     MAX_POINTS,
     curve_data,
-    smooth,
 )
 from rl.report.page import times, write_page
 from rl.report.pages import value_of
@@ -267,7 +266,6 @@ def test_every_curve_has_a_meaning() -> None:
     for curve in CURVES:
         for line in curve.lines:
             assert doc_of(line.metric), line.metric
-    assert smooth([0, 10, 20, 30, 40, 50]) == [0, 5, 10, 15, 20, 30]
 
 
 def test_the_main_metrics_are_shown_first(run_dir: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from pydantic import ValidationError
 from tiny_rewards import grade_of
@@ -61,4 +63,10 @@ def test_the_tags_are_configurable() -> None:
 
 
 def test_a_hostile_completion_is_read_in_linear_time() -> None:
-    assert grade_of(plugin, "<think>" * 100_000 + "</think>" * 100_000).value == 0.0
+    """Where time grows with the square, 8 times the length takes 64 times as long."""
+    seconds = []
+    for num in (20_000, 160_000):
+        start_s = time.perf_counter()
+        assert grade_of(plugin, "<think>" * num + "</think>" * num).value == 0.0
+        seconds.append(time.perf_counter() - start_s)
+    assert seconds[1] < 24 * seconds[0] + 0.1

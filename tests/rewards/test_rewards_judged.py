@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,12 +52,11 @@ def grounded(*regions: Any, score: Any = (20, 10)) -> str:
     return json.dumps({"edit_region": regions, "reasoning": "<|bbox_0|> r", "score": score})
 
 
-def labelled(**probs: float) -> str:
+def labelled(probs: Mapping[int, float]) -> str:
     """A reply to a question with labels, with these probabilities."""
-    return json.dumps({"token": "K", "logprobs": {k: math.log(p) for k, p in probs.items()}})
+    return json.dumps({"token": "9", "logprobs": {k: math.log(p) for k, p in probs.items()}})
 
 
-LETTERS: dict[str, Any] = {"labels": "letters"}
 RUBRIC: dict[str, Any] = {
     "prompt": str(PROMPTS / "viescore_semantics.txt"),
     "scores": {"success": {"high": 5, "weight": 3}, "identity": {"low": -1, "high": 1}},
@@ -101,13 +101,13 @@ RATED = '{"reasoning": "r", "identity": 0, "success": 4, "keeps": 3}'
             "sc": 6.4, "pq": 7, "overall": 6.515738, "sc_01": 0.64, "pq_01": 0.7,
         }),
         (spatial_reward, {}, [grounded(score=(25, 25)), score(25, 25)], 1.0, {}),
-        # P(success = 10) = .6/.95 = .63158; restraint is 10 or 5: E[min] = .63158 * 7.5.
+        # P(success = 9) = .6/.95 = .63158; restraint is 9 or 6: E[min] = .63158 * 7.5, of 9.
         # Entropies: -.63158 ln .63158 - .36842 ln .36842 = .65811, and ln 2.
-        (expected_score, LETTERS, [labelled(K=0.6, A=0.35), labelled(K=0.5, F=0.5)], 0.4736842, {
-            "success": 0.6315789, "restraint": 0.75, "expected_minimum": 0.4736842,
+        (expected_score, {}, [labelled({9: 0.6, 0: 0.35}), labelled({9: 0.5, 6: 0.5})], 0.5263158, {
+            "success": 0.6315789, "restraint": 0.8333333, "expected_minimum": 0.5263158,
             "success_entropy": 0.6581100, "restraint_entropy": 0.6931472, "legal_mass": 0.95,
         }),
-        (expected_score, LETTERS | {"min_legal_mass": 0.8}, [labelled(A=0.4, K=0.4)], 0.25, {}),
+        (expected_score, {"min_legal_mass": 0.8}, [labelled({0: 0.4, 9: 0.4})], 0.25, {}),
         # success 4/5 = .8, identity (0 + 1)/2 = .5; (3 * .8 + .5) / 4 = .725.
         (rubric, RUBRIC, [RATED], 0.725, {"success": 4, "identity": 0, "overall": 0.725}),
         (rubric, RUBRIC | {"combine": "min"}, [RATED], 0.5, {"success": 4}),
@@ -166,7 +166,7 @@ UNGROUNDED = [
         (viescore, [score(5, 5), "no idea"]),
         (viescore_t2i, [score(4, 4), score(9, 10)]),  # two scores where one was asked
         (edit_quality, ["seven"]),
-        (expected_score, [labelled(**{"7": 0.5}), labelled(**{"7": 0.95})]),
+        (expected_score, [labelled({7: 0.5}), labelled({7: 0.95})]),
         *((spatial_reward, [reply, score(5, 5)]) for reply in UNGROUNDED),
     ],
 )

@@ -56,12 +56,12 @@ def test_pictures_are_resized_and_written_beside_the_card(run_dir: Path) -> None
     evidence = evidence_of(run_dir)
     files = [file for sample in evidence.samples for file in sample.files]
     written = {f"pictures/{path.name}" for path in (run_dir / "out" / "pictures").iterdir()}
-    assert written == {*files, evidence.curve} and len(files) == 12
+    assert written == {*files} and len(files) == 12
     with Image.open(run_dir / "out" / "pictures" / "01_after.png") as image:
         assert image.size == (512, 384)
     (run_dir / "out").rename(run_dir / "with")
     without = evidence_of(run_dir, with_pictures=False)
-    assert without.curve is None and not any(sample.files for sample in without.samples)
+    assert not any(sample.files for sample in without.samples)
     assert not list((run_dir / "out").iterdir())
 
 
@@ -92,7 +92,7 @@ def test_only_pictures_of_the_held_out_folder_are_copied(run_dir: Path) -> None:
     assert len(evidence.samples) == 5 and not any(sample.files for sample in evidence.samples)
 
 
-def test_invalid_records_are_left_out(run_dir: Path) -> None:
+def test_invalid_values_count_as_absent(run_dir: Path) -> None:
     invalid: list[Any] = [
         {"id": "s0"}, [1], "x", held_out(1, "high"), held_out(2, 0.5, category=[1]),
         held_out(3, 0.5, instruction=None), held_out(4, 0.5, bare_reward={}), held_out(5, 0.5),
@@ -102,5 +102,7 @@ def test_invalid_records_are_left_out(run_dir: Path) -> None:
     lines = [{"iteration": "x"}, {"iteration": 1, "reward/mean": []}]
     write_lines(run_dir / "metrics.jsonl", lines)
     evidence = evidence_of(run_dir)
-    assert [sample.instruction for sample in evidence.samples] == ["ask 5"]
+    assert (len(evidence.samples), evidence.learnt[0].num_samples) == (6, 4)
+    assert [arm.num_samples for arm in evidence.arms] == [3]
+    assert evidence.samples[1].rewards == (None, None)
     assert evidence.drift_alarms is None and evidence.ungraded_share is None

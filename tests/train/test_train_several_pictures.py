@@ -59,7 +59,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     config["renderer"] |= {"type": "qwen_image_edit_plus", "max_pictures": 3}
     config["renderer"] |= {"output_area_px": 96 * 96}
-    config["tracking"] = {"page": False, "tensorboard": True}
+    config["tracking"] = {"page": False}
     ended = tiny_loop.run_forked(tiny_loop.write_config(folder / "config", config))
     assert "1 bad rows of data.train are left out" in ended.stdout
     return folder / "tiny"

@@ -41,10 +41,10 @@ class Emu3VqLoop:
         """
         drawn: dict[bytes, Outcome] = {}
 
-        def bucket_or_outcome(codes: np.ndarray) -> Grid | Outcome:
+        def known(codes: np.ndarray) -> Outcome | None:
             if reason := self._why_invalid(codes):
                 return RenderFailure(reason, blame="policy")
-            return drawn.get(_key(codes), codes.shape)
+            return drawn.get(_key(codes))
 
         def draw(batch: Sequence[np.ndarray], grid: Grid) -> list[Outcome]:
             new = {_key(codes): codes for codes in batch if _key(codes) not in drawn}
@@ -53,7 +53,7 @@ class Emu3VqLoop:
             return [drawn[_key(codes)] for codes in batch]
 
         return render_in_batches(
-            (job.payload for job in jobs), bucket_or_outcome, self._batch_size_of, draw, self._fits
+            (job.payload for job in jobs), self._batch_of, known, draw, self._fits
         )
 
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -74,8 +74,8 @@ class Emu3VqLoop:
         missing = [codes for key, codes in codes_by_key.items() if key not in drawn]
         for number, outcome in render_in_batches(
             missing,
-            bucket_or_outcome=lambda codes: codes.shape,
-            size_of=self._batch_size_of,
+            self._batch_of,
+            known=lambda codes: None,
             render=lambda batch, grid: self._draw_batch(batch),
             fits=self._fits,
         ):
@@ -93,9 +93,10 @@ class Emu3VqLoop:
             return None
         return f"bad_code: {low if low < 0 else high} is not in the codebook's 0..{last}"
 
-    def _batch_size_of(self, grid: Grid) -> int:
-        area_px = grid[0] * grid[1] * self.codec.patch_px**2
-        return min(self.batch_size, max(1, self.batch_size * BATCH_UNIT_PX // area_px))
+    def _batch_of(self, codes: np.ndarray) -> tuple[Grid, int]:
+        area_px = max(1, codes.size * self.codec.patch_px**2)
+        limit = min(self.batch_size, max(1, self.batch_size * BATCH_UNIT_PX // area_px))
+        return codes.shape, limit
 
     def _draw_batch(self, grids: Sequence[np.ndarray]) -> list[Outcome]:
         codes = torch.from_numpy(np.stack(grids).astype(np.int64))

@@ -34,7 +34,7 @@ class QwenImageBaseLoop(DiffusionLoop[ConfigT, BucketT]):
         self._max_pictures = max_pictures
         self._cache: LRUCache[tuple[bytes, Size], torch.Tensor] = LRUCache(NUM_KEPT_SOURCES)
 
-    def _bucket_or_failure(self, job: RenderJob) -> BucketT | RenderFailure:
+    def _failure_of(self, job: RenderJob) -> RenderFailure | None:
         """Raises ValueError if the policy does not suit this renderer, e.g. if it gives no negative
         states under guidance."""
         payload: HiddenStates = job.payload
@@ -47,10 +47,10 @@ class QwenImageBaseLoop(DiffusionLoop[ConfigT, BucketT]):
             return RenderFailure(
                 f"too_many_sources: {num_sources}; this renderer reads at most {self._max_pictures}"
             )
-        bucket = self.bucket_of(job)
+        bucket = self.bucket_of(self.config, job)
         needed, by_pictures, limit = self._positions(job, bucket)
         if needed <= limit:
-            return bucket
+            return None
         if by_pictures > limit:
             return RenderFailure(
                 f"sources_too_long: {by_pictures} positions of pictures, room for {limit}; "
@@ -60,28 +60,24 @@ class QwenImageBaseLoop(DiffusionLoop[ConfigT, BucketT]):
         return RenderFailure(reason, blame="policy")
 
     @abstractmethod
-    def bucket_of(self, job: RenderJob) -> BucketT:
-        """The settings that jobs must share to be drawn in one batch."""
-
-    @abstractmethod
     def _positions(self, job: RenderJob, bucket: BucketT) -> tuple[int, int, int]:
         """Numbers of rotary positions: all that the job needs, those that its pictures need without
         its text, and those that the transformer has."""
 
     @abstractmethod
-    def _encode(self, pictures: list[Image], size: Size) -> torch.Tensor:
-        """Pictures, resized to `size` -> VAE latents [B, tokens, channels]."""
+    def _encode(self, picture: Image, size: Size) -> torch.Tensor:
+        """A picture, resized to `size` -> VAE latents [1, tokens, channels]."""
 
     def _source_latents(self, pictures_B: Sequence[Image], size: Size) -> torch.Tensor:
-        """[B, tokens, channels]; encodes the pictures that are not cached, in one batch."""
-        keys_B = [(digest(picture), size) for picture in pictures_B]
-        latents_of = {key: self._cache[key] for key in keys_B if key in self._cache}
-        uncached = {k: p for k, p in zip(keys_B, pictures_B, strict=True) if k not in latents_of}
-        if uncached:
-            latents = self._encode(list(uncached.values()), size)
-            latents_of |= zip(uncached, latents.split(1), strict=True)
-        self._cache.update((key, latents_of[key]) for key in keys_B)
-        return torch.cat([latents_of[key] for key in keys_B])
+        """[B, tokens, channels]. Each picture is encoded alone and once while it is kept, so its
+        latents depend neither on the batch nor on what was drawn before."""
+        latents_B = []
+        for picture in pictures_B:
+            key = (digest(picture), size)
+            if key not in self._cache:
+                self._cache[key] = self._encode(picture, size)
+            latents_B.append(self._cache[key])
+        return torch.cat(latents_B)
 
     def _prepared_scheduler(self, num_tokens: int) -> Any:
         """The schedule for a picture of `num_tokens`; uniform noise levels if `parts` has none."""

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import TypeVar
 
-from rl.api.types import PromptTemplate
+from rl.api.types import PromptTemplate, RenderJob
 from rl.config.schema import RunConfig
 from rl.files.weights import num_parameters
+from rl.meter.flops import denoising_flops
 from rl.renderers.qwen_image.denoising_config import (
     MODULATIONS,
     PATCH_PX,
     SIZE_MULTIPLE_PX,
     DenoisingConfig,
 )
-from rl.renderers.qwen_image.qwen_image_plugin_base import QwenImage, output_area_px
+from rl.renderers.qwen_image.qwen_image_plugin_base import (
+    TEXT_TOKENS,
+    QwenImage,
+    forwards_per_picture,
+    output_area_px,
+    shape_of,
+)
 
 SYSTEM_PROMPT = (
     "Describe the key features of the input image (color, shape, size, texture, objects, "
@@ -30,6 +37,9 @@ SYSTEM_PROMPT = (
 DROPPED_PREFIX = f"<|im_start|>system\n{SYSTEM_PROMPT}<|im_end|>\n<|im_start|>user\n"
 """The text states depend on its tokens (64 with Qwen's tokenizer); the DiT does not get these."""
 
+HUB_SHAPE = {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128}
+PX_OF_POLICY_TOKEN = 28 * 28
+"""Pixels of a source per token of Qwen2.5-VL."""
 HUB_MODULATION = 6.80e9
 """Modulation parameters of each model in `hub_parameters`; they stay in host memory."""
 
@@ -58,6 +68,12 @@ class QwenImageEditor(QwenImage[ConfigT]):
         from rl.renderers.qwen_image.qwen_image_loop import QwenImageLoop
 
         return QwenImageLoop(config, load_parts(config, device), cls.max_pictures(config))
+
+    @classmethod
+    def bucket_of(cls, config: ConfigT, job: RenderJob) -> Hashable:
+        from rl.renderers.qwen_image.qwen_image_loop import QwenImageLoop
+
+        return QwenImageLoop.bucket_of(config, job)
 
     @classmethod
     def max_pictures(cls, config: ConfigT) -> int:
@@ -119,3 +135,14 @@ class QwenImageEditor(QwenImage[ConfigT]):
             "transformer": 20 * 3072 * rows * area_px / PATCH_PX**2,
             "vae": 8 * 96 * max(output_area_px(config), config.condition_area_px),
         }
+
+    @classmethod
+    def picture_flops(cls, config: ConfigT) -> float | None:
+        """Text tokens, those of the source included, pass one half of a block's weights; latents,
+        the drawn picture's and the source's, pass the other half."""
+        if not (params := cls.transformer_params(config)):
+            return None
+        latents = (output_area_px(config) + config.condition_area_px) / PATCH_PX**2
+        tokens = latents + TEXT_TOKENS + config.policy_image_area_px / PX_OF_POLICY_TOKEN
+        each = denoising_flops(params / 2, *shape_of(config, HUB_SHAPE), tokens, tokens)
+        return forwards_per_picture(config) * each

@@ -52,18 +52,20 @@ class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
         self._denoiser = Denoiser(parts.transformer)
         self._modulation = ModulationTables(parts.transformer)
 
-    def _bucket_or_failure(self, job: RenderJob) -> Bucket | RenderFailure:
+    @staticmethod
+    def bucket_of(config: DenoisingConfig, job: RenderJob) -> Bucket | None:
+        """The picture has the aspect of the last source. None: no source, so no picture."""
+        if not (sources := job.sample.sources):
+            return None
+        return Bucket(
+            output=output_size(config, sources[-1].size),
+            conditions=tuple(fit_area(config.condition_area_px, s.size) for s in sources),
+        )
+
+    def _failure_of(self, job: RenderJob) -> RenderFailure | None:
         if not job.sample.sources:
             return RenderFailure("no_source: an editor needs a source picture")
-        return super()._bucket_or_failure(job)
-
-    def bucket_of(self, job: RenderJob) -> Bucket:
-        """The picture has the aspect of the last source."""
-        area_px, sources = self.config.condition_area_px, job.sample.sources
-        return Bucket(
-            output=output_size(self.config, sources[-1].size),
-            conditions=tuple(fit_area(area_px, source.size) for source in sources),
-        )
+        return super()._failure_of(job)
 
     def _positions(self, job: RenderJob, bucket: Bucket) -> tuple[int, int, int]:
         payload: HiddenStates = job.payload
@@ -122,10 +124,10 @@ class QwenImageLoop(QwenImageBaseLoop[DenoisingConfig, Bucket]):
         sources = sources.repeat(len(states) // len(jobs), 1, 1)
         return self._denoiser.prepare(states, sources, shapes)
 
-    def _encode(self, pictures: list[Image], size: Size) -> torch.Tensor:
+    def _encode(self, picture: Image, size: Size) -> torch.Tensor:
         width, height = size
-        pixels = self._pixels.preprocess([over_white(p) for p in pictures], height, width)
-        return pack(in_slices(pixels, self.parts.vae.encode, width * height))
+        pixels = self._pixels.preprocess(over_white(picture), height, width)
+        return pack(self.parts.vae.encode(pixels))
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,6 +15,9 @@ from rl.files.atomic import row_of
 from rl.files.model_files import missing_model
 from rl.renderers.qwen_image.denoising_config import DenoisingConfig
 from rl.renderers.shared.diffusion_renderer import DiffusionRenderer
+
+TEXT_TOKENS = 300
+"""Text tokens of a row, instruction and description, that a plan of an iteration's time assumes."""
 
 ConfigT = TypeVar("ConfigT", bound=DenoisingConfig, default=DenoisingConfig)
 
@@ -81,6 +84,11 @@ class QwenImage(DiffusionRenderer[ConfigT]):
         return counts
 
     @classmethod
+    def transformer_params(cls, config: ConfigT) -> float:
+        """Weights of the transformer on the device, of any dtype; 0 if unknown."""
+        return super().parameter_counts(config).get("transformer", 0.0)
+
+    @classmethod
     def state_dim_of(cls, config: ConfigT) -> int | None:
         """Width of the conditioning states, for a local folder or a known hub id; else None."""
         width = transformer_value(config, cls.state_dim_key)
@@ -92,6 +100,17 @@ class QwenImage(DiffusionRenderer[ConfigT]):
         """Suggests a batch size of 1 first, then fp8 weights."""
         fp8 = [Saving("fp8", "storage", exact=False)] if config.fp8 == "off" else []
         return [*super().savings(config), *fp8]
+
+
+def shape_of(config: DenoisingConfig, hub_shape: Mapping[str, int]) -> tuple[int, int]:
+    """(layers, width) of the transformer: of a local folder, else of the released model."""
+    layers, heads, head_dim = (transformer_value(config, k) or v for k, v in hub_shape.items())
+    return layers, heads * head_dim
+
+
+def forwards_per_picture(config: DenoisingConfig) -> int:
+    """Forwards of one row: the steps, twice with guidance."""
+    return config.num_steps * (2 if config.true_cfg_scale > 1 else 1)
 
 
 def output_area_px(config: DenoisingConfig) -> int:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar
 
 from rl.api.metric import Metric
-from rl.api.types import PromptTemplate
+from rl.api.types import PromptTemplate, RenderJob
 from rl.config.schema import RunConfig
+from rl.meter.flops import denoising_flops
 from rl.renderers.qwen_image.denoising_config import PATCH_PX, SIZE_MULTIPLE_PX
 from rl.renderers.qwen_image.qwen_image_plugin_base import (
+    TEXT_TOKENS,
     QwenImage,
+    forwards_per_picture,
     output_area_px,
-    transformer_value,
+    shape_of,
 )
 from rl.renderers.qwen_image_21 import size_check
 from rl.renderers.qwen_image_21.qwen_image_21_config import (
@@ -59,6 +62,12 @@ class QwenImage21(QwenImage[Config]):
         return QwenImage21Loop(config, load_parts(config, device))
 
     @classmethod
+    def bucket_of(cls, config: Config, job: RenderJob) -> Hashable:
+        from rl.renderers.qwen_image_21.qwen_image_21_loop import QwenImage21Loop
+
+        return QwenImage21Loop.bucket_of(config, job)
+
+    @classmethod
     def prompt_template(cls, config: Config) -> PromptTemplate:
         """The stock pipeline's prompt; only the states of the system turn are dropped."""
         return PromptTemplate(
@@ -90,10 +99,7 @@ class QwenImage21(QwenImage[Config]):
         row's text, and about 18 tensors of [tokens, width] for the drawn pictures or for the
         sources, whichever have more tokens. VAE: about 8 feature maps of twice 144 channels.
         """
-        layers, heads, head_dim = (
-            transformer_value(config, name) or hub_value for name, hub_value in HUB_SHAPE.items()
-        )
-        width = heads * head_dim
+        layers, width = shape_of(config, HUB_SHAPE)
         rows_each = 2 if config.true_cfg_scale > 1 else 1
         drawn_tokens, source_tokens = (
             area_px / PATCH_PX**2 for area_px in (output_area_px(config), config.condition_area_px)
@@ -111,3 +117,14 @@ class QwenImage21(QwenImage[Config]):
             * DECODER_CHANNELS
             * max(output_area_px(config), config.condition_area_px, 1024 * 1024),
         }
+
+    @classmethod
+    def picture_flops(cls, config: Config) -> float | None:
+        """Drawn tokens pass all weights in each forward, and attend to text and source, which are
+        left out as queries: they are computed once per batch."""
+        if not (params := cls.transformer_params(config)):
+            return None
+        drawn = output_area_px(config) / PATCH_PX**2
+        keys = drawn + TEXT_TOKENS + config.condition_area_px / PATCH_PX**2
+        each = denoising_flops(params, *shape_of(config, HUB_SHAPE), drawn, keys)
+        return forwards_per_picture(config) * each

@@ -90,10 +90,11 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         rows, self._rows_of_groups = self._rows_of_groups, []
         return {"rows_per_start": sum(rows) / len(rows)} if rows else {}
 
-    def bucket_of(self, job: RenderJob) -> Bucket:
+    @staticmethod
+    def bucket_of(config: Config, job: RenderJob) -> Bucket:
         """The size of the job's picture, and whether it has sources."""
         sources = [source.size for source in job.sample.sources]
-        return Bucket(drawn_size(self.config, sources), bool(sources))
+        return Bucket(drawn_size(config, sources), bool(sources))
 
     def _positions(self, job: RenderJob, bucket: Bucket) -> tuple[int, int, int]:
         """Raises ValueError if the policy sees a source at another size than the VAE."""
@@ -168,12 +169,11 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         positive, negative = rows.chunk(2)
         return negative + scale * (positive - negative)
 
-    def _encode(self, pictures: list[Image], size: Size) -> torch.Tensor:
-        """VAE latents [B, tokens, channels], alpha channel included."""
+    def _encode(self, picture: Image, size: Size) -> torch.Tensor:
+        """VAE latents [1, tokens, channels], alpha channel included."""
         width, height = size
-        rgba = [picture.convert("RGBA") for picture in pictures]
-        pixels = self._pixels.preprocess(rgba, height, width)
-        latents = in_slices(pixels, self.parts.vae.encode, width * height)
+        pixels = self._pixels.preprocess(picture.convert("RGBA"), height, width)
+        latents: torch.Tensor = self.parts.vae.encode(pixels)
         return latents.flatten(2).transpose(1, 2)
 
 

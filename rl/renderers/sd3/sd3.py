@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from rl.api.metric import Metric
 from rl.api.plugin import SAFETENSORS, ModelFiles, Saving, unread
+from rl.api.types import RenderJob
+from rl.meter.flops import denoising_flops
 from rl.renderers.sd3.sd3_config import PATCH_PX, Config
 from rl.renderers.shared.diffusion_renderer import DiffusionRenderer
 
 TEXT_TOKENS_CLIP = 77
 """CLIP's context, markers included."""
+MEDIUM_SHAPE = (24, 1536)
+"""Layers and width of SD3 Medium's transformer."""
 
 _ENCODERS = {"text_encoder": 123.65e6, "text_encoder_2": 694.66e6, "text_encoder_3": 4.762e9}
 
@@ -43,6 +47,12 @@ class SD3(DiffusionRenderer[Config]):
         from rl.renderers.sd3.sd3_loop import SD3Loop, load_parts
 
         return SD3Loop(config, load_parts(config, device))
+
+    @classmethod
+    def bucket_of(cls, config: Config, job: RenderJob) -> Hashable:
+        from rl.renderers.sd3.sd3_loop import SD3Loop
+
+        return SD3Loop.bucket_of(config, job)
 
     @classmethod
     def no_effect(cls, config: Config) -> Iterable[str]:
@@ -95,3 +105,15 @@ class SD3(DiffusionRenderer[Config]):
         """First fewer pictures at once, then no T5."""
         without_t5 = [Saving("use_t5", False, exact=False)] if config.use_t5 else []
         return [*super().savings(config), *without_t5]
+
+    @classmethod
+    def picture_flops(cls, config: Config) -> float | None:
+        """Known for SD3 Medium: text and latents pass separate weights, 12 width^2 in each layer.
+        Text encoders and VAE are left out."""
+        if config.model_path != Config.model_fields["model_path"].default:
+            return None
+        layers, width = MEDIUM_SHAPE
+        tokens = config.height_px * config.width_px / PATCH_PX**2
+        tokens += TEXT_TOKENS_CLIP + config.max_t5_tokens
+        each = denoising_flops(12 * width**2 * layers, layers, width, tokens, tokens)
+        return config.num_steps * (2 if config.guidance_scale > 1 else 1) * each

@@ -108,7 +108,8 @@ class SD3Loop(DiffusionLoop[Config, str]):
             "t5_cut_share": sum(t5 > 0 for _, t5 in cuts) / len(cuts),
         }
 
-    def _bucket_or_failure(self, job: RenderJob) -> str:
+    @staticmethod
+    def bucket_of(config: Config, job: RenderJob) -> str:
         return "all of one size"
 
     @torch.no_grad()

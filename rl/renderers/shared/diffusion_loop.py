@@ -33,6 +33,8 @@ class DiffusionLoop(ABC, Generic[ConfigT, BucketT]):
         self.config = config
         self.parts = parts
         self._pixels = VaeImageProcessor(vae_scale_factor=vae_factor)
+        self.may_split = True
+        """Whether a batch that does not fit in memory is halved; else it fails."""
         self._fits: Fits = {}
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
@@ -43,12 +45,11 @@ class DiffusionLoop(ABC, Generic[ConfigT, BucketT]):
         """
         return render_in_batches(
             jobs,
-            self._bucket_or_failure,
-            size_of=lambda bucket: self.config.batch_size,
-            render=lambda batch, bucket: to_pictures(
-                self.render_tensor(batch, bucket), self._as_images
-            ),
-            fits=self._fits,
+            lambda job: (self.bucket_of(self.config, job), self.config.batch_size),
+            self._failure_of,
+            lambda batch, bucket: to_pictures(self.render_tensor(batch, bucket), self._as_images),
+            self._fits,
+            self.may_split,
         )
 
     def take_metrics(self) -> dict[str, float]:
@@ -58,9 +59,14 @@ class DiffusionLoop(ABC, Generic[ConfigT, BucketT]):
     def _as_images(self, tensor: torch.Tensor) -> list[Image]:
         return list(map(over_white, self._pixels.postprocess(tensor, output_type="pil")))
 
+    @staticmethod
     @abstractmethod
-    def _bucket_or_failure(self, job: RenderJob) -> BucketT | RenderFailure:
-        """The bucket that a job belongs to, or the reason why it cannot be drawn."""
+    def bucket_of(config: Any, job: RenderJob) -> Any:
+        """The settings that jobs must share to be drawn in one batch; hashable."""
+
+    def _failure_of(self, job: RenderJob) -> RenderFailure | None:
+        """Why a job cannot be drawn; None if it can."""
+        return None
 
     @abstractmethod
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: BucketT) -> torch.Tensor:

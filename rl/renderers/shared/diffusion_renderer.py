@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,11 +35,21 @@ class DiffusionRenderer(Renderer[ConfigT]):
         super().__init__(config, resources)
         self.loop = self.load(config, resolve_device(config.device, resources.device))
         self.state_dim = self.loop.state_dim
+        self.loop.may_split = resources.may_split
 
     @classmethod
     @abstractmethod
     def load(cls, config: ConfigT, device: str) -> DiffusionLoop[Any, Any]:
         """The loop, with its models on the device."""
+
+    @classmethod
+    @abstractmethod
+    def bucket_of(cls, config: ConfigT, job: RenderJob) -> Hashable:
+        """The settings that jobs must share to be drawn in one batch: the render loop's."""
+
+    @classmethod
+    def batch_of(cls, config: ConfigT, job: RenderJob) -> tuple[Hashable, int]:
+        return cls.bucket_of(config, job), config.batch_size
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         return self.loop.render(jobs)

@@ -1,0 +1,190 @@
+"""Kills the parts of a render pool at many instants, with real processes on two Ray nodes.
+
+    python -m benchmarks.pool_deaths --out benchmarks/results/pool_deaths.md
+
+Each case draws 48 pictures of `sleeping_renderer` with three workers while something dies, and
+compares them with what every picture must be. `lost` counts pictures that are missing, failed or
+wrong; `late` is the time beyond an undisturbed call in the same pool, which includes the time until
+the loss is noticed. Two Ray nodes on one machine show scheduling and deaths, not a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's defaults are 5 tries every 3 s, each of 10 s.
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_worker_register_timeout_seconds": "600",
+}
+
+import psutil
+from ray.cluster_utils import Cluster
+
+from benchmarks.sleeping_renderer import Config, SleepingRenderer, colour_of
+from rl.api.types import RenderJob, Sample
+from rl.config.schema import RenderPoolConfig
+from rl.pool import dispatch, ray_cluster
+from rl.pool.dispatch import Dispatcher
+from rl.pool.pool_worker import facts_of_code, spec_of
+from rl.ranks.dist import Dist
+
+NUM_PICTURES, NUM_WORKERS = 48, 3
+
+
+class Pool:
+    """Three workers: one on the head's node, two on a second node."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        self.second = self.cluster.add_node(num_cpus=2)
+        ray_cluster.connect(self.cluster.address, Dist())
+        config = RenderPoolConfig(workers=NUM_WORKERS, address=self.cluster.address, max_wait_s=120)
+        spec = spec_of(SleepingRenderer, Config(type="benchmarks.sleeping_renderer"), 1, "cpu")
+        self.workers = ray_cluster.RayWorkers(config, spec)
+        self.dispatcher = Dispatcher(
+            self.workers,
+            config,
+            lambda job: SleepingRenderer.batch_of(Config(), job),
+            facts_of_code(spec),
+        )
+
+    def draw(self) -> tuple[float, int, int]:
+        """(seconds, lost pictures, restarts) of one call."""
+        began_s = time.monotonic()
+        jobs = (RenderJob(Sample(str(i // 8), "x"), "words", i) for i in range(NUM_PICTURES))
+        found = dict(self.dispatcher.render(jobs))
+        seconds = time.monotonic() - began_s
+        right = sum(
+            hasattr(found.get(i), "tobytes") and found[i].tobytes() == colour_of(i).tobytes()
+            for i in range(NUM_PICTURES)
+        )
+        return seconds, NUM_PICTURES - right, int(self.dispatcher.take_metrics()["pool_restarts"])
+
+    def ready(self) -> None:
+        """Draw until all workers are ready and answer."""
+        ends_s = time.monotonic() + 120
+        while time.monotonic() < ends_s:
+            self.draw()
+            states = [row["state"] for row in self.workers.status()]
+            if states == ["ready"] * NUM_WORKERS and len(self.dispatcher.ready) == NUM_WORKERS:
+                return
+
+    def pid(self, number: int) -> int:
+        name = f"{self.workers.name}/{number}"
+        return next(int(row["pid"]) for row in self.workers.status() if row["worker"] == name)
+
+    def on_second_node(self) -> list[int]:
+        """Processes of the second node: its raylet and everything it has started."""
+        raylet = dict(self.second.live_processes())["raylet"].pid
+        return [raylet, *(each.pid for each in psutil.Process(raylet).children(recursive=True))]
+
+    def replace_second_node(self) -> None:
+        self.cluster.remove_node(self.second, allow_graceful=False)
+        self.second = self.cluster.add_node(num_cpus=2)
+
+
+def send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def cases(pool: Pool) -> dict[str, Callable[[], Any]]:
+    """What dies -> a function that kills it. It runs 1.1 s after the call has begun."""
+    pids = [pool.pid(number) for number in range(NUM_WORKERS)]
+    first, *_ = pids
+    ray = ray_cluster._ray()
+
+    def actor(number: int) -> Any:
+        return pool.workers._handles[f"{pool.workers.name}/{number}"]
+
+    def twice() -> None:
+        send([first], signal.SIGKILL)
+        time.sleep(4)
+        send([pool.pid(1)], signal.SIGKILL)
+
+    def resumed() -> None:
+        send([first], signal.SIGSTOP)
+        time.sleep(3)
+        send([first], signal.SIGCONT)
+
+    def registry() -> None:
+        ray.kill(ray.get_actor(pool.workers.name + ray_cluster.REGISTRY, ray_cluster.NAMESPACE))
+
+    def node_later() -> None:
+        pool.cluster.remove_node(pool.second, allow_graceful=False)
+        send([pool.pid(0)], signal.SIGKILL) if pool.dispatcher.ready else None
+        time.sleep(8)
+        pool.second = pool.cluster.add_node(num_cpus=2)
+
+    return {
+        "nothing": lambda: None,
+        "one worker, SIGKILL": lambda: send([first], signal.SIGKILL),
+        "one worker, SIGTERM": lambda: send([first], signal.SIGTERM),
+        "one worker, SIGSEGV": lambda: send([first], signal.SIGSEGV),
+        "two workers at once, SIGKILL": lambda: send(pids[:2], signal.SIGKILL),
+        "all workers at once, SIGKILL": lambda: send(pids, signal.SIGKILL),
+        "one worker, then another 4 s later": twice,
+        "one worker stands still (SIGSTOP) for 3 s": resumed,
+        "one worker hangs (SIGSTOP) for good": lambda: send([first], signal.SIGSTOP),
+        "an actor ended by `ray.kill`, to be restarted": lambda: ray.kill(
+            actor(1), no_restart=False
+        ),
+        "an actor ended by `ray.kill` for good": lambda: ray.kill(actor(1)),
+        "the registry": registry,
+        "a node (its raylet), SIGKILL; replaced at once": pool.replace_second_node,
+        "a node stands still (SIGSTOP, as a cut network), replaced after 12 s": lambda: (
+            send(pool.on_second_node(), signal.SIGSTOP),
+            time.sleep(12),
+            send(pool.on_second_node(), signal.SIGCONT),
+            pool.replace_second_node(),
+        ),
+        "a node and the last worker; nothing is left for 8 s": node_later,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--match", default="", help="only cases whose name contains this")
+    args = parser.parse_args()
+    dispatch.SILENT_S = 5.0  # instead of a minute
+    began_s = time.monotonic()
+    pool = Pool()
+    pool.ready()
+    lines = [f"The pool was ready after {time.monotonic() - began_s:.0f} s.", ""]
+    lines += [
+        "| what dies after 1.1 s | seconds | late | restarts | lost |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    quiet_s = min(pool.draw()[0] for _ in range(3))
+    for name in [name for name in cases(pool) if args.match in name]:
+        pool.ready()
+        timer = threading.Timer(1.1, cases(pool)[name])
+        timer.start()
+        seconds, lost, restarts = pool.draw()
+        timer.join()
+        late = f"{seconds - quiet_s:.1f}"
+        lines.append(f"| {name} | {seconds:.1f} | {late} | {restarts} | {lost} |")
+        print(lines[-1], flush=True)
+        if args.out:
+            args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    ray_cluster.disconnect()
+    pool.cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Print a batch file that trains a config under Slurm.
+
+rl launch --slurm configs/qwen_image_edit.jsonnet > edit.sbatch
+rl launch --slurm --nodes 2 --pool-nodes 4 my.jsonnet seed=1 > my.sbatch
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from rl.check import check_report
+from rl.config.schema import ConfigError, load_config
+from rl.text import command_line, terminal
+
+
+@command_line.program
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0; 1 if the config cannot run on such nodes."""
+    terminal.guard()
+    parser = command_line.Parser("rl launch", __doc__)
+    add = parser.add_argument
+    add("--slurm", action="store_true", required=True, help="for sbatch")
+    add("--nodes", type=int, default=0, help="nodes of ranks (world_size / GPUs)")
+    add("--gpus", type=int, default=8, help="GPUs of a node, a rank on each (8)")
+    add("--pool-nodes", type=int, default=0, help="more nodes, of render workers alone")
+    add("--time", default="24:00:00", help="time limit of the job, as sbatch takes it (24:00:00)")
+    add("config")
+    add("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args(arguments)
+    if min(args.gpus, args.nodes + 1) < 1 or args.pool_nodes < 0:
+        raise ValueError("--gpus: at least 1; --nodes and --pool-nodes: not negative")
+    config = load_config(args.config, args.overrides)
+    nodes = args.nodes or -(-config.world_size // args.gpus)
+    ranks = args.gpus if args.nodes else config.world_size // nodes
+    config = load_config(args.config, [*args.overrides, f"world_size={nodes * ranks}"])
+    if problems := check_report.problems(config):
+        raise ConfigError(problems)
+    if args.pool_nodes and not config.pool:
+        raise ValueError("--pool-nodes: the config has no section render_pool")
+    print(
+        script(
+            name=config.run_name,
+            nodes=nodes,
+            ranks=ranks,
+            gpus=args.gpus if args.pool_nodes else ranks,
+            pool_nodes=args.pool_nodes,
+            time=args.time,
+            arguments=shlex.join([args.config, *args.overrides]),
+        )
+    )
+    return 0
+
+
+def script(**values: object) -> str:
+    """The batch file; `values`: those that `slurm.sh.j2` names."""
+    environment = Environment(  # nosec B701 # a shell script, whose `arguments` are quoted
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("slurm.sh.j2").render(values)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,398 @@
+"""The render pool's actors on a Ray cluster; the only file that imports Ray."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.config.schema import RenderPoolConfig
+from rl.pool.dispatch import Reference, WorkerLostError
+from rl.pool.pool_worker import Worker, digest_of
+from rl.text.scrub import is_secret_name
+
+if TYPE_CHECKING:
+    from rl.ranks.dist import Dist
+
+NAMESPACE = "vlm_edit_rl"
+LOOPBACK = "127.0.0.1"
+REGISTRY = "/registry"
+INHERITED = re.compile(
+    r"(HF|TORCH|CUBLAS|CUDNN|NVIDIA|ATEN|ONEDNN|OMP|MKL|DIFFUSERS|TRANSFORMERS)_.*(?<!TOKEN)"
+)
+"""Environment variables that change how a model is found or computed; workers get the rank's."""
+MISSING = (
+    "render_pool needs Ray, which is not installed here: pip install 'vlm-edit-rl[ray]', or drop "
+    "render_pool"
+)
+
+
+class Registry:
+    """Keeps the first batch that the pool drew, for workers that join later and other ranks."""
+
+    def __init__(self) -> None:
+        self._reference: tuple[Any, Sequence[str], Mapping[str, str]] | None = None
+
+    def agree(
+        self, message: Any, digests: Sequence[str], facts: Mapping[str, str]
+    ) -> tuple[Any, Sequence[str], Mapping[str, str]] | None:
+        """The reference; `message` becomes it if there is none (None: it asks only)."""
+        if self._reference is None and message is not None:
+            self._reference = (message, digests, facts)
+        return self._reference
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a worker's method."""
+
+    ref: Any
+    worker: str
+    handle: Any
+
+
+class RayWorkers:
+    """The actors of one pool (`dispatch.Workers`)."""
+
+    LOADING = "waits for a GPU or loads the renderer"
+
+    def __init__(
+        self, config: RenderPoolConfig, spec: Mapping[str, Any], detached: bool = False
+    ) -> None:
+        """`detached`: they outlive this process (`rl pool start`). Call `connect` first."""
+        self._ray = _ray()
+        self._config = config
+        self._spec = dict(spec)
+        self._detached = detached
+        self.name = config.name or f"pool-{digest_of(spec)}"
+        self._handles: dict[str, Any] = {}
+        env = {
+            key: value
+            for key, value in os.environ.items()
+            if INHERITED.fullmatch(key) and not is_secret_name(key)
+        }
+        self._options: dict[str, Any] = {
+            "namespace": NAMESPACE,
+            "get_if_exists": True,
+            "lifetime": "detached" if detached else None,
+            "max_restarts": -1,
+            "runtime_env": {"env_vars": env},
+        }
+        self._registry: Any = None
+
+    def names(self) -> list[str]:
+        """All workers that should exist; missing ones are started, and wait in Ray's queue until
+        there is a place for them."""
+        names = [f"{self.name}/{number}" for number in range(self._wanted())]
+        for name in names:
+            if name not in self._handles:
+                self._handles[name] = self._started(name)
+        return list(dict.fromkeys([*names, *self._handles]))  # none that was started is dropped
+
+    def _needs(self) -> dict[str, float]:
+        """Ray's resources per worker."""
+        config = self._config
+        needs = {"CPU": config.num_cpus, "GPU": config.num_gpus if self._spec["on_gpu"] else 0.0}
+        return {key: value for key, value in {**needs, **config.resources}.items() if value}
+
+    def _total(self, resource: str) -> float:
+        try:
+            return float(self._ray.cluster_resources().get(resource, 0))
+        except (self._ray.exceptions.RayError, ConnectionError):  # the head does not answer now
+            return 0.0
+
+    def _wanted(self) -> int:
+        if self._config.workers != "auto":
+            return self._config.workers
+        needs = self._needs()
+        return max(1, int(min((self._total(key) / needs[key] for key in needs), default=1)))
+
+    def _started(self, name: str) -> Any:
+        needs = self._needs()
+        options: dict[str, Any] = {
+            **self._options,
+            "name": name,
+            "num_cpus": needs.pop("CPU", 0),
+            "num_gpus": needs.pop("GPU", 0),
+            "resources": needs,
+        }
+        if self._config.labels:
+            options["label_selector"] = dict(self._config.labels)
+        actor = self._ray.remote(concurrency_groups={"status": 1})(Worker)
+        return actor.options(**options).remote(self._spec)
+
+    def call(self, worker: str, method: str, *arguments: Any) -> Call:
+        if worker not in self._handles:
+            self._handles[worker] = self._started(worker)
+        handle = self._handles[worker]
+        remote = getattr(handle, method)
+        if method in ("status", "hello"):  # answered while a batch is drawn
+            remote = remote.options(concurrency_group="status")
+        return Call(remote.remote(*arguments), worker, handle)
+
+    def put(self, message: Any) -> Any:
+        return self._ray.put(message)
+
+    def wait(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
+        if not calls:
+            time.sleep(timeout_s)
+            return []
+        by_ref = {call.ref: call for call in calls}
+        done, rest = self._ray.wait(list(by_ref), num_returns=1, timeout=timeout_s)
+        if done and rest:
+            done += self._ray.wait(rest, num_returns=len(rest), timeout=0)[0]
+        return [by_ref[ref] for ref in done]
+
+    def result(self, call: Call) -> Any:
+        try:
+            return self._ray.get(call.ref)
+        except self._ray.exceptions.ActorDiedError as error:
+            if self._handles.get(call.worker) is call.handle:
+                del self._handles[call.worker]  # created again by the next call
+            raise WorkerLostError(_first_line(error)) from None
+        except self._ray.exceptions.RayError as error:
+            raise WorkerLostError(_first_line(error)) from None
+
+    def restart(self, worker: str) -> None:
+        self._ray.kill(self._handles[worker], no_restart=False)
+
+    def agree(self, reference: Reference | None) -> Reference | None:
+        arguments: tuple[Any, ...] = (None, [], {})
+        if reference is not None:
+            arguments = (reference.message, reference.digests, reference.facts)
+        if self._registry is None:
+            options = {**self._options, "name": f"{self.name}{REGISTRY}", "num_cpus": 0}
+            self._registry = self._ray.remote(Registry).options(**options).remote()
+        try:
+            found = self._ray.get(self._registry.agree.remote(*arguments), timeout=60)
+        except self._ray.exceptions.RayError:  # it was lost with its node: a new one is asked next
+            self._registry = None
+            return reference
+        return found and Reference(self.put(found[0]), *found[1:])
+
+    def status(self) -> list[dict[str, Any]]:
+        """One row per worker that was started: its name, state, node and pid."""
+        for name, handle in self._existing().items():
+            if not name.endswith(REGISTRY):
+                self._handles.setdefault(name, handle)  # an actor ends with its creator's handle
+        hellos = {name: self.call(name, "hello") for name in sorted(self._handles)}
+        if hellos:
+            refs = [call.ref for call in hellos.values()]
+            self._ray.wait(refs, num_returns=len(refs), timeout=5)
+        rows = []
+        for name, call in hellos.items():
+            row: dict[str, Any] = {"worker": name, "state": self.LOADING}
+            with suppress(WorkerLostError):
+                if self.wait([call], 0):
+                    hello = self.result(call)
+                    row |= {key: hello[key] for key in ("node", "pid")}
+                    row["state"] = hello["error"] or "ready"
+            rows.append(row)
+        return rows
+
+    def stop(self) -> int:
+        """End the pool's actors; their number."""
+        existing = self._existing()
+        for handle in existing.values():
+            self._ray.kill(handle)
+        return len(existing)
+
+    def _existing(self) -> dict[str, Any]:
+        """Name -> handle of the pool's actors."""
+        handles = {}
+        for each in self._ray.util.list_named_actors(all_namespaces=True):
+            if each["namespace"] == NAMESPACE and each["name"].startswith(f"{self.name}/"):
+                with suppress(ValueError):  # it has ended since
+                    handles[each["name"]] = self._ray.get_actor(each["name"], NAMESPACE)
+        return handles
+
+
+def connect(address: str, dist: Dist, may_start: bool = True) -> str:
+    """Connect this rank to the cluster at `address`; every rank calls it. Returns what was found.
+    With 'auto' and no cluster here, rank 0 starts Ray on this machine if `may_start`, for as long
+    as this process lives, and every process of it listens on 127.0.0.1 only.
+
+    Raises ValueError without Ray, without token authentication, or for a cluster that cannot be
+    reached.
+    """
+    found: tuple[str, str, bool] | None = None
+    failure = ""
+    if dist.is_main:
+        try:
+            found = _join_or_start(address, dist, may_start)
+        except Exception as error:  # the other ranks wait
+            failure = str(error) if isinstance(error, ValueError) else _first_line(error)
+            failure = failure if "render_pool" in failure else f"render_pool.address: {failure}"
+    found, failure = dist.broadcast((found, failure))
+    if found is None:
+        raise ValueError(failure)
+    where, token, is_local = found
+    if not dist.is_main:
+        if is_local:
+            _prepare_local(token)
+        _init(where)
+    if is_local:
+        return f"a Ray cluster on this machine, {where}, which ends with the run"
+    return f"the Ray cluster at {where}"
+
+
+def _join_or_start(address: str, dist: Dist, may_start: bool) -> tuple[str, str, bool]:
+    """Of rank 0: (address for the other ranks, token, whether it was started here)."""
+    if address == "auto":
+        address = _running_here() or "local"
+    if address != "local":
+        _require_token()
+        try:
+            _init(address)
+        except ConnectionError as error:
+            raise ValueError(
+                f"render_pool.address: no Ray cluster answers at {address!r} "
+                f"({_first_line(error)}); start one (`ray start`, docs/scale.md), on this machine "
+                "too: a run needs a Ray process on its own node"
+            ) from None
+        return _ray().get_runtime_context().gcs_address, "", False
+    if not may_start:
+        raise ValueError("there is no Ray cluster here; start one (`ray start`, docs/scale.md)")
+    if int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size)) != dist.world_size:
+        raise ValueError(
+            "render_pool: no Ray cluster is found, and a run on several machines does not start "
+            "one: run `ray start` on every node first (docs/scale.md)"
+        )
+    token = secrets.token_hex(32)
+    _prepare_local(token)
+    folder = tempfile.mkdtemp(prefix="ray_")  # not Ray's own, where other programs look for it
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    free = _free_gpus(dist)
+    visible = {} if free is None else {"CUDA_VISIBLE_DEVICES": ",".join(free)}
+    before = {key: os.environ.get(key) for key in visible}
+    os.environ.update(visible)
+    try:
+        _init("local", num_gpus=None if free is None else len(free), _temp_dir=folder)
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})
+    return _ray().get_runtime_context().gcs_address, token, True
+
+
+def _running_here() -> str:
+    """Address of the cluster that this machine belongs to; '' if none answers."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    if not address:
+        with suppress(OSError):
+            address = Path(_ADDRESS_FILE).read_text(encoding="utf-8").strip()
+            host, _, port = address.rpartition(":")
+            with socket.create_connection((host, int(port)), timeout=5):
+                return address
+        return ""
+    return address
+
+
+_ADDRESS_FILE = "/tmp/ray/ray_current_cluster"  # nosec B108 # Ray's own, only looked for
+
+
+def _free_gpus(dist: Dist) -> list[str] | None:
+    """This machine's GPUs that no rank uses; None if the ranks use none."""
+    if not dist.device.startswith("cuda"):
+        return None
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    free = names[dist.world_size :]
+    if not free:
+        raise ValueError(
+            f"render_pool: the {dist.world_size} ranks use all GPUs of this machine, and no Ray "
+            "cluster with others is found; start fewer ranks (--nproc), or join machines with "
+            "`ray start` (docs/scale.md)"
+        )
+    return free
+
+
+def _prepare_local(token: str) -> None:
+    """Environment of a cluster on this machine only; `import ray` and Ray's processes read it."""
+    if "ray" in sys.modules:
+        raise ValueError(
+            "render_pool: Ray was imported before the run could set its token; start "
+            "Ray yourself (`ray start`, docs/scale.md)"
+        )
+    os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", token
+    # Ray's switch for macOS and Windows; it makes every process listen on 127.0.0.1 only.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    # Ray gives up on a process that takes a minute to start, as on a busy machine.
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
+
+
+def _require_token() -> None:
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        raise ValueError(
+            "render_pool: a Ray cluster without token authentication runs any code of whoever "
+            "reaches its ports: set RAY_AUTH_MODE=token in the environment of `ray start` on "
+            "every node and of this run, with one token for all (`ray get-auth-token --generate`, "
+            "SECURITY.md). render_pool.address=local does not use that cluster"
+        )
+
+
+def _init(address: str, **options: Any) -> None:
+    ray = _ray()
+    is_local = address == "local"
+    handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces by one that exits
+    # Ray's start is timed out on a busy machine now and then.
+    for tries_left in (1, 0):
+        try:
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                include_dashboard=False if is_local else None,
+                _node_ip_address=LOOPBACK if is_local else None,
+                log_to_driver=False,
+                logging_level="error",
+                **options,
+            )
+            return
+        except ConnectionError:
+            raise
+        except Exception:
+            if not tries_left or not is_local:
+                raise
+            ray.shutdown()
+            time.sleep(1)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def has_gpus() -> bool:
+    """Whether the cluster has GPUs now."""
+    return bool(_ray().cluster_resources().get("GPU", 0))
+
+
+def disconnect() -> None:
+    """Leave the cluster; one that this process started ends."""
+    _ray().shutdown()
+
+
+def _ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+        import ray.util
+    except ImportError as error:
+        raise ValueError(MISSING) from error
+    return ray
+
+
+def _first_line(error: Exception) -> str:
+    """Its class, and the start of its last line, which in Ray's messages has the cause."""
+    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+    return f"{type(error).__name__}: {lines[-1][:120] if lines else ''}"

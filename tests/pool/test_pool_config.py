@@ -1,0 +1,60 @@
+"""A pool in the config: both ways to write it, its place in `rl check`, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from tiny_messages import holds
+
+from rl import build
+from rl.check import check_report, compatibility
+from rl.config.schema import ConfigError, RunConfig, load_config
+
+QUICKSTART = "configs/quickstart.jsonnet"
+
+
+def test_a_renderer_of_type_ray_pool_is_the_section_render_pool() -> None:
+    inside = "renderer={type: 'ray_pool', of: {type: 'none'}, workers: 3, address: 'local'}"
+    config = load_config(QUICKSTART, [inside])
+    assert config.renderer == {"type": "none"} and config.render_pool is not None
+    assert (config.render_pool.workers, config.render_pool.address) == (3, "local")
+    outside = ["renderer={type: 'none'}", "render_pool={workers: 3, address: 'local'}"]
+    assert load_config(QUICKSTART, outside) == config
+
+
+@pytest.mark.parametrize("wrong", ["workers=-1", "workers=many", "wrokers=2", "num_gpus=-1"])
+def test_a_wrong_key_of_the_pool_is_named(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=f"render_pool.{wrong.partition('=')[0]}"):
+        load_config(QUICKSTART, [f"render_pool.{wrong}"])
+
+
+def pooled(*overrides: str) -> RunConfig:
+    return load_config(QUICKSTART, ["render_pool.workers=2", *overrides])
+
+
+def test_ranks_keep_no_renderer_unless_they_draw_too() -> None:
+    for overrides, keys in (
+        ((), ["policy"]),
+        (("render_pool.local=true",), ["policy", "renderer"]),
+        (("render_pool.workers=0",), ["policy", "renderer"]),
+    ):
+        resolved = build.resolve(pooled(*overrides))
+        assert [claim.key for claim in build.claims(resolved)] == keys
+
+
+def test_check_counts_the_pool(tmp_path) -> None:
+    text, code = check_report.report(pooled(f"base_exp_dir={tmp_path}"), 80)
+    assert code == 0, text
+    assert holds(text, "render pool ... 2 workers ... transfer ... MB a picture")
+
+
+def test_a_pool_without_ray_or_without_pictures_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = build.resolve(pooled("renderer={type: 'none'}"))
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        compatibility, "find_spec", lambda name: None if name == "ray" else found(name)
+    )
+    problems = "\n".join(compatibility.plugin_problems(resolved))
+    assert holds(problems, "render_pool: needs Ray ... vlm-edit-rl[ray]")
+    assert holds(problems, "render_pool: renderer none draws nothing")

@@ -1,0 +1,28 @@
+"""Real Ray actors draw what the rank draws, also when one of them is killed, and leave nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_actors_draw_the_ranks_pictures_and_nothing_is_left(tmp_path: Path) -> None:
+    """In a process of its own, because vLLM imports Ray, which then has no token."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    script = [sys.executable, str(ROOT / "tests/pool_session.py"), str(tmp_path / "seen.json")]
+    subprocess.run(script, env=env, cwd=tmp_path, check=True, timeout=300)
+    found = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
+    assert found["equal"] and found["equal_after_kill"]
+    assert found["failures"] == ["no_source: an editor needs a source picture"]
+    assert found["restarts"] >= 1
+    assert found["listening"] == ["127.0.0.1"]
+    assert "ends with the run" in found["where"] and found["left"] == []
+    assert {"pool_workers", "pool_remote_share"} <= set(found["metrics"])
