@@ -121,8 +121,8 @@ def third_party(*rooms: str) -> set[str]:
 def test_every_third_party_import_is_pinned() -> None:
     """A package that the code imports must not be only a dependency of another package."""
     # The engines install torchaudio; it is imported only to fix it. An audit uses scikit-learn's
-    # photographs only if it is installed.
-    optional = {"vllm", "torchaudio", "scikit-learn"}
+    # photographs only if it is installed. Ray is the extra of a render pool.
+    optional = {"vllm", "torchaudio", "scikit-learn", "ray"}
     assert third_party("rl", "scripts", "tiny_world") - set(CPU) - optional == set()
     # TRL creates a fixture, in a separate environment.
     assert third_party("tests") - set(CPU) - set(TEST) - {"vllm", "torchaudio", "trl"} == set()
