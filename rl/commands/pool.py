@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from rl import build
 from rl.commands import pool_plan
-from rl.config.schema import load_config
+from rl.config.schema import ConfigError, load_config
 from rl.ranks.dist import Dist
 from rl.text import command_line, terminal
 
@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(args.config, args.overrides)
     resolved = build.resolve(config)
     pool = config.render_pool
+    if args.action == "start" and not pool.workers:
+        raise ConfigError(["render_pool.workers: 0 starts nothing; give a number, or 'auto'"])
     try:
         workers = _connected(resolved, pool)
         if args.action == "stop":

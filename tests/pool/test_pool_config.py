@@ -9,6 +9,7 @@ from tiny_messages import holds
 
 from rl import build
 from rl.check import check_report, compatibility
+from rl.commands import pool
 from rl.config.schema import ConfigError, RunConfig, load_config
 
 QUICKSTART = "configs/quickstart.jsonnet"
@@ -58,3 +59,8 @@ def test_a_pool_without_ray_or_without_pictures_is_refused(monkeypatch: pytest.M
     problems = "\n".join(compatibility.plugin_problems(resolved))
     assert holds(problems, "render_pool: needs Ray ... vlm-edit-rl[ray]")
     assert holds(problems, "render_pool: renderer none draws nothing")
+
+
+def test_a_pool_of_no_workers_is_not_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pool.main(["start", QUICKSTART]) == 1
+    assert holds(capsys.readouterr().err, "render_pool.workers: 0 ... 'auto'")
