@@ -39,7 +39,7 @@ from rl.api.types import Completion, Prompt, SamplingParams
 from rl.engines.transformers import TransformersEngine
 from rl.files.atomic import read_rows
 from rl.learner.learner import Learner
-from rl.learner.weight_sync import PROBE_TOKENS
+from rl.learner.weight_sync import PROBE_COMPLETIONS, PROBE_TOKENS
 from rl.renderers.qwen_image import qwen_image_components
 from rl.renderers.qwen_image.qwen_image_components import EditorParts
 from rl.run.set_up import open_run
@@ -126,7 +126,7 @@ def _run(
         with _preloaded(bench, case, policy, parts), contextlib.redirect_stdout(sys.stderr):
             with unchecked_files(), open_run(config, bench.dist) as run:
                 train(run)
-            timed, _ = read_rows(run.run_dir / "metrics.jsonl")
+            timed, _ = read_rows(config.run_dir / "metrics.jsonl")
     return [row for row in timed if "loss/total" in row]
 
 
@@ -153,7 +153,7 @@ class FixedEngine(TransformersEngine):
         self, prompts_P: Sequence[Prompt], params: SamplingParams, seeds_P: Sequence[int]
     ) -> list[list[Completion]]:
         """See `rl.api.engine.Engine.generate`."""
-        if params.max_tokens == PROBE_TOKENS:
+        if params.num_completions == PROBE_COMPLETIONS and params.max_tokens <= PROBE_TOKENS:
             return super().generate(prompts_P, params, seeds_P)
         return [completions_of(self._policy, prompt, self._shape) for prompt in prompts_P]
 
