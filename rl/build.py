@@ -29,7 +29,7 @@ from rl.config.schema import (
 )
 from rl.files.model_files import model_problems
 from rl.files.weights import NotFiniteError
-from rl.ranks.placement import Claim, claims_of
+from rl.ranks.placement import Claim, claims_of, resolve_device
 from rl.ranks.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -295,7 +295,12 @@ def build_render_pool(resolved: Resolved, pool: RenderPoolConfig, dist: Dist) ->
     """Connect to the workers that draw in place of the ranks."""
     from rl.pool.pooled_renderer import pooled
 
-    return pooled(resolved.renderer.cls, resolved.renderer.config, pool, dist)
+    used = {
+        resolve_device(claim.device, f"cuda:{rank}")
+        for claim in claims(resolved)
+        for rank in range(dist.world_size)
+    }
+    return pooled(resolved.renderer.cls, resolved.renderer.config, pool, dist, used)
 
 
 def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:

@@ -28,6 +28,8 @@ DEADLINE_FACTOR = 4.0
 HEDGE_FACTOR = 2.0
 """A batch that takes this many medians is also sent to an idle worker once no other is left."""
 WARN_EVERY_S = 60.0
+ASK_REFUSED_AFTER_S = 60.0
+"""A refused worker is greeted again after this: Ray may have restarted it elsewhere."""
 
 
 class WorkerLostError(Exception):
@@ -108,6 +110,9 @@ class State:
     status_since_s: float = 0.0
     reason: str = ""
     """Why it was lost or refused last."""
+    refused: str = ""
+    """The incarnation that was refused; another one is greeted again."""
+    refused_s: float = 0.0
     samples: deque[str] = field(default_factory=lambda: deque(maxlen=64))
     """Ids of samples of which it has drawn; it still has their source latents."""
 
@@ -133,7 +138,8 @@ class Dispatcher:
         self.restarts = 0
         self.num_remote = self.num_here = 0
         self.num_bytes = 0
-        self._metrics: dict[str, list[float]] = defaultdict(list)
+        self._metrics: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        """Metric -> its mean over a batch, and the batch's pictures."""
         self._batch_of = batch_of
         self._expected = dict(expected)
         self._draw_here: Callable[[Sequence[RenderJob]], list[Any]] | None = None
@@ -173,7 +179,7 @@ class Dispatcher:
                         continue
                     if not hello.get("error"):
                         return dict(hello)
-                    self._refuse(name, state, f"cannot load the renderer: {hello['error']}")
+                    self._greet(name, state, hello)
             self._wait_or_give_up("starts")
         return {"state_dim": None}  # the caller sees the signal
 
@@ -254,6 +260,9 @@ class Dispatcher:
             except WorkerLostError as error:
                 self._lost(name, reason := str(error))
                 continue
+            if reply["incarnation"] != state.incarnation:
+                state.stage, reason = "new", "it was restarted"
+                continue
             _raise_if_raised(name, reply)
             unpacked = wire.unpacked_samples(reply["outcomes"])
             return [
@@ -269,8 +278,11 @@ class Dispatcher:
         raise RuntimeError(f"render_pool: no worker answers {method} ({reason})")
 
     def take_metrics(self) -> dict[str, float]:
-        """The renderer's metrics, as means over the batches, and the pool's own."""
-        metrics = {name: sum(values) / len(values) for name, values in self._metrics.items()}
+        """The renderer's metrics, as means over the pictures, and the pool's own."""
+        metrics = {
+            name: sum(value * count for value, count in values) / sum(count for _, count in values)
+            for name, values in self._metrics.items()
+        }
         if drawn := self.num_remote + self.num_here:
             metrics["pool_remote_share"] = self.num_remote / drawn
         metrics |= {"pool_workers": float(len(self.ready)), "pool_mb": self.num_bytes / 1e6}
@@ -377,7 +389,7 @@ class Dispatcher:
             yield from self._smaller(batch, outcomes, queue)
             return
         for name, value in reply["metrics"].items():
-            self._metrics[name].append(value)
+            self._metrics[name].append((value, len(batch.jobs)))
         self._durations_s.append(reply["seconds"])
         self._longest_s = max(self._longest_s, reply["seconds"])
         if not self._propose(batch, outcomes, state.facts):
@@ -430,6 +442,8 @@ class Dispatcher:
         names = self.workers.names()
         self._states = {name: self._states.get(name) or State() for name in names}
         for name, state in self._states.items():
+            if state.stage == "refused" and now_s - state.refused_s > ASK_REFUSED_AFTER_S:
+                state.stage = "new"
             if state.stage == "new":
                 state.stage, state.call = "asked", self.workers.call(name, "hello")
             elif state.running or state.stage == "checking":
@@ -493,10 +507,13 @@ class Dispatcher:
             self._last_ready_s = self._clock()
 
     def _greet(self, name: str, state: State, hello: Mapping[str, Any]) -> None:
+        state.facts, state.incarnation = hello["facts"], hello["incarnation"]
         if problem := hello.get("error"):
             self._refuse(name, state, f"cannot load the renderer: {problem}")
             return
-        state.facts, state.incarnation = hello["facts"], hello["incarnation"]
+        if state.incarnation == state.refused:
+            self._refuse(name, state, state.reason)
+            return
         if self.reference is None:
             self.reference = self.workers.agree(None)
         wanted = {**self._expected, **(self.reference.facts if self.reference else {})}
@@ -529,8 +546,10 @@ class Dispatcher:
             state.stage = "ready"
 
     def _refuse(self, name: str, state: State, reason: str) -> None:
-        state.stage, state.reason = "refused", reason
-        warn(f"render_pool: {name} is not used: it {reason}")
+        if state.refused != state.incarnation:
+            warn(f"render_pool: {name} is not used: it {reason}")
+        state.stage, state.reason, state.refused = "refused", reason, state.incarnation
+        state.refused_s = self._clock()
 
     def _wait_or_give_up(self, what: str) -> None:
         """Called while no worker is ready."""

@@ -95,6 +95,9 @@ class Worker:
             raise RuntimeError("Ray gave this worker no GPU (render_pool.num_gpus)")
         device = "cuda:0" if spec["on_gpu"] else "cpu"
         torch.backends.cudnn.allow_tf32 = False  # as on the ranks
+        if spec["on_gpu"] and (limit_gb := getattr(config, "max_memory_gb", None)):
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gb * 1e9 / total), 0)
         self._renderer: Renderer[Any] = cls(config, Resources(None, device, may_split=False))
         self._state_dim = self._renderer.state_dim
         self._facts = facts_of_code(spec) | facts_of_model(self._renderer, device)

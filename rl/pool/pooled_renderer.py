@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from rl.api.metric import Metric
@@ -30,7 +30,12 @@ class PooledRenderer(Renderer[Any]):
     does not depend on the workers, so their number changes no bit."""
 
     def __init__(
-        self, cls: type[Renderer[Any]], config: Any, pool: RenderPoolConfig, dist: Dist
+        self,
+        cls: type[Renderer[Any]],
+        config: Any,
+        pool: RenderPoolConfig,
+        dist: Dist,
+        used: Set[str],
     ) -> None:
         """Connects to Ray and starts the workers, which load the renderer meanwhile. Raises
         ValueError if the cluster cannot be used."""
@@ -39,7 +44,7 @@ class PooledRenderer(Renderer[Any]):
         from rl.pool import ray_cluster
 
         super().__init__(config, Resources(None, dist.device))
-        where = ray_cluster.connect(pool.address, dist)
+        where = ray_cluster.connect(pool.address, dist, used=used)
         spec = spec_of(cls, config, torch.get_num_threads(), dist.device)
         workers = ray_cluster.RayWorkers(pool, spec)
         self._cls, self._pool, self._dist = cls, pool, dist
@@ -96,10 +101,14 @@ class PooledRenderer(Renderer[Any]):
 
 
 def pooled(
-    cls: type[Renderer[Any]], config: Any, pool: RenderPoolConfig, dist: Dist
+    cls: type[Renderer[Any]],
+    config: Any,
+    pool: RenderPoolConfig,
+    dist: Dist,
+    used: Set[str] = frozenset(),
 ) -> PooledRenderer:
-    """The renderer `cls` in a pool, with the metrics of both."""
+    """The renderer `cls` in a pool, with the metrics of both. `used`: the run's own devices."""
     metrics = {**cls.metrics, **METRICS}
     kind = type(cls.__name__, (PooledRenderer,), {"metrics": metrics, "accepts": cls.accepts})
-    made: PooledRenderer = kind(cls, config, pool, dist)
+    made: PooledRenderer = kind(cls, config, pool, dist, used)
     return made

@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,10 +219,11 @@ class RayWorkers:
         return handles
 
 
-def connect(address: str, dist: Dist, may_start: bool = True) -> str:
+def connect(address: str, dist: Dist, may_start: bool = True, used: Set[str] = frozenset()) -> str:
     """Connect this rank to the cluster at `address`; every rank calls it. Returns what was found.
     With 'auto' and no cluster here, rank 0 starts Ray on this machine if `may_start`, for as long
-    as this process lives, and every process of it listens on 127.0.0.1 only.
+    as this process lives, and every process of it listens on 127.0.0.1 only. `used`: devices of
+    this machine that workers must not get, such as 'cuda:0'.
 
     Raises ValueError without Ray, without token authentication, or for a cluster that cannot be
     reached.
@@ -231,7 +232,7 @@ def connect(address: str, dist: Dist, may_start: bool = True) -> str:
     failure = ""
     if dist.is_main:
         try:
-            found = _join_or_start(address, dist, may_start)
+            found = _join_or_start(address, dist, may_start, used)
         except Exception as error:  # the other ranks wait
             failure = str(error) if isinstance(error, ValueError) else _first_line(error)
             failure = failure if "render_pool" in failure else f"render_pool.address: {failure}"
@@ -248,7 +249,9 @@ def connect(address: str, dist: Dist, may_start: bool = True) -> str:
     return f"the Ray cluster at {where}"
 
 
-def _join_or_start(address: str, dist: Dist, may_start: bool) -> tuple[str, str, bool]:
+def _join_or_start(
+    address: str, dist: Dist, may_start: bool, used: Set[str]
+) -> tuple[str, str, bool]:
     """Of rank 0: (address for the other ranks, token, whether it was started here)."""
     if address == "auto":
         address = _running_here() or "local"
@@ -270,11 +273,12 @@ def _join_or_start(address: str, dist: Dist, may_start: bool) -> tuple[str, str,
             "render_pool: no Ray cluster is found, and a run on several machines does not start "
             "one: run `ray start` on every node first (docs/scale.md)"
         )
-    token = secrets.token_hex(32)
+    # Ray reads the token once: a second run of this process keeps it.
+    token = os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
     _prepare_local(token)
     folder = tempfile.mkdtemp(prefix="ray_")  # not Ray's own, where other programs look for it
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    free = _free_gpus(dist)
+    free = _free_gpus(dist, used)
     visible = {} if free is None else {"CUDA_VISIBLE_DEVICES": ",".join(free)}
     before = {key: os.environ.get(key) for key in visible}
     os.environ.update(visible)
@@ -302,18 +306,18 @@ def _running_here() -> str:
 _ADDRESS_FILE = "/tmp/ray/ray_current_cluster"  # nosec B108 # Ray's own, only looked for
 
 
-def _free_gpus(dist: Dist) -> list[str] | None:
-    """This machine's GPUs that no rank uses; None if the ranks use none."""
+def _free_gpus(dist: Dist, used: Set[str]) -> list[str] | None:
+    """This machine's GPUs that are not `used`; None if the ranks use none."""
     if not dist.device.startswith("cuda"):
         return None
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-    free = names[dist.world_size :]
+    free = [name for index, name in enumerate(names) if f"cuda:{index}" not in used]
     if not free:
         raise ValueError(
-            f"render_pool: the {dist.world_size} ranks use all GPUs of this machine, and no Ray "
+            f"render_pool: {dist.world_size} ranks use all GPUs of this machine, and no Ray "
             "cluster with others is found; start fewer ranks (--nproc), or join machines with "
             "`ray start` (docs/scale.md)"
         )
@@ -322,7 +326,7 @@ def _free_gpus(dist: Dist) -> list[str] | None:
 
 def _prepare_local(token: str) -> None:
     """Environment of a cluster on this machine only; `import ray` and Ray's processes read it."""
-    if "ray" in sys.modules:
+    if "ray" in sys.modules and os.environ.get("RAY_AUTH_TOKEN") != token:
         raise ValueError(
             "render_pool: Ray was imported before the run could set its token; start "
             "Ray yourself (`ray start`, docs/scale.md)"

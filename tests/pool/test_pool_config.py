@@ -11,6 +11,8 @@ from rl import build
 from rl.check import check_report, compatibility
 from rl.commands import pool
 from rl.config.schema import ConfigError, RunConfig, load_config
+from rl.pool import ray_cluster
+from rl.ranks.dist import Dist
 
 QUICKSTART = "configs/quickstart.jsonnet"
 
@@ -64,3 +66,17 @@ def test_a_pool_without_ray_or_without_pictures_is_refused(monkeypatch: pytest.M
 def test_a_pool_of_no_workers_is_not_started(capsys: pytest.CaptureFixture[str]) -> None:
     assert pool.main(["start", QUICKSTART]) == 1
     assert holds(capsys.readouterr().err, "render_pool.workers: 0 ... 'auto'")
+
+
+def test_a_started_ray_gets_the_gpus_that_the_run_does_not_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    dist, used = Dist(device="cuda:0", world_size=2), {"cuda:0", "cuda:1", "cuda:3"}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert ray_cluster._free_gpus(dist, used) == ["2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert ray_cluster._free_gpus(dist, used) == ["6"]
+    assert ray_cluster._free_gpus(Dist(), used) is None, "ranks on the CPU"
+    with pytest.raises(ValueError, match=r"2 ranks use all GPUs .*--nproc"):
+        ray_cluster._free_gpus(dist, used | {"cuda:2"})

@@ -220,3 +220,27 @@ def test_an_error_of_one_worker_at_the_start_does_not_end_the_run() -> None:
     alone = dispatcher_of(FakeWorkers(a=broken))
     with pytest.raises(RuntimeError, match="a: cannot load the renderer: no weights"):
         alone.first_hello()
+
+
+def test_a_refused_worker_is_used_once_ray_has_started_it_elsewhere() -> None:
+    odd = FakeWorker(facts={"torch": "3", "weights": "a"})
+    workers = FakeWorkers(a=FakeWorker(), b=odd)
+    dispatcher = dispatcher_of(workers)
+    assert seeds_of(dispatcher.render(jobs(40))) == ALL
+    odd.facts, odd.incarnation = {"torch": "2", "weights": "a"}, 1
+    workers.now_s += 61
+    assert seeds_of(dispatcher.render(jobs(40))) == ALL
+    assert dispatcher.ready == ["a", "b"]
+
+
+def test_metrics_of_batches_are_weighted_by_their_pictures() -> None:
+    workers = FakeWorkers(a=FakeWorker())
+    draw = workers.workers["a"].draw
+
+    def counted(message):
+        return {**draw(message), "metrics": {"share": float(len(message["items"]) == 1)}}
+
+    workers.workers["a"].draw = counted  # type: ignore[method-assign]
+    dispatcher = dispatcher_of(workers)
+    assert len(seeds_of(dispatcher.render(jobs(9)))) == 9  # batches of 4, 4 and 1
+    assert dispatcher.take_metrics()["share"] == pytest.approx(1 / 9)
