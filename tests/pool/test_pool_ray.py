@@ -18,7 +18,7 @@ def test_actors_draw_the_ranks_pictures_and_nothing_is_left(tmp_path: Path) -> N
     """In a process of its own, because vLLM imports Ray, which then has no token."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     script = [sys.executable, str(ROOT / "tests/pool_session.py"), str(tmp_path / "seen.json")]
-    subprocess.run(script, env=env, cwd=tmp_path, check=True, timeout=300)
+    subprocess.run(script, env=env, cwd=tmp_path, check=True, timeout=600)
     found = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
     assert found["equal"] and found["equal_after_kill"]
     assert found["failures"] == ["no_source: an editor needs a source picture"]
