@@ -22,7 +22,7 @@ from rl.text import command_line, terminal
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if the config cannot run on such nodes."""
     terminal.guard()
-    parser = command_line.Parser("rl launch", __doc__)
+    parser = command_line.Parser("rl launch", f"{__doc__}{command_line.KEY_VALUE}")
     add = parser.add_argument
     add("--slurm", action="store_true", required=True, help="for sbatch")
     add("--nodes", type=int, default=0, help="nodes of ranks (world_size / GPUs)")

@@ -37,8 +37,9 @@ LOOK_EVERY_S = 5.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 a worker cannot load the renderer, 2 wrong usage or no cluster."""
     terminal.guard()
-    parser = command_line.Parser("rl pool", f"{__doc__}{command_line.KEY_VALUE}")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
+    usage = "rl pool start|status|stop|plan config [key=value ...]"
+    parser = command_line.Parser("rl pool", f"{__doc__}{command_line.KEY_VALUE}", usage)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="action", prog="rl pool")
     for action in ("start", "status", "stop"):
         its = actions.add_parser(action, doc=__doc__)
         its.add_argument("config", help="a Jsonnet file")
