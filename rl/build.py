@@ -300,7 +300,7 @@ def build_render_pool(resolved: Resolved, pool: RenderPoolConfig, dist: Dist) ->
         for claim in claims(resolved)
         for rank in range(dist.world_size)
     }
-    return pooled(resolved.renderer.cls, resolved.renderer.config, pool, dist, used)
+    return pooled(resolved.renderer, pool, dist, used)
 
 
 def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:

@@ -22,6 +22,12 @@ from rl.files.images import digest
 from rl.pool.pooled_renderer import pooled
 from rl.ranks.dist import Dist
 
+KEY = "hunter2hunter2"
+
+
+def stop(*_: Any) -> None:
+    """The run's own answer to SIGTERM."""
+
 
 def jobs(state_dim: int) -> list[RenderJob]:
     """Two samples of five completions each, and one that cannot be drawn."""
@@ -60,16 +66,21 @@ def main() -> None:
     assert local.state_dim is not None
     expected = seen(local.render(jobs(local.state_dim)))
     result: dict[str, Any] = {"failures": [text for text in expected if " " in text]}
-    renderer = pooled(
-        plugin.cls, plugin.config, RenderPoolConfig(workers=2, num_cpus=0.5, address="local"), dist
-    )
+    os.environ["JUDGE_API_KEY"] = KEY
+    handler = signal.signal(signal.SIGTERM, stop)
+    pool = RenderPoolConfig(workers=2, num_cpus=0.5, address="local")
+    renderer = pooled(plugin, pool, dist, set())
     renderer.wait()
     result["where"] = renderer.where
+    result["handler_kept"] = signal.signal(signal.SIGTERM, handler) is stop
     result["equal"] = seen(renderer.render(jobs(local.state_dim))) == expected
     dispatcher = renderer._dispatcher
     while len(dispatcher.ready) < 2:  # the second one may still load
         list(renderer.render(jobs(local.state_dim)))
     result["listening"] = listening(me)
+    result["with_key"] = [
+        child.name() for child in me.children(recursive=True) if KEY in child.environ().values()
+    ]
     workers: Any = dispatcher.workers
     pids = [row["pid"] for row in workers.status()]
     kill = threading.Timer(0.1, lambda: os.kill(pids[0], signal.SIGKILL))

@@ -29,8 +29,8 @@ class FakeWorker:
     """Pictures of a batch that fit in memory."""
     error: str = ""
     incarnation: int = 0
-    dies: Callable[[int], bool] = lambda number: False
-    """Whether the worker dies of its n-th batch (from 0)."""
+    dies: Callable[[int, list[int]], bool] = lambda number, seeds: False
+    """Whether the worker dies of its n-th batch (from 0), which has these seeds."""
     hangs: bool = False
     num_drawn: int = 0
     batches: list[list[int]] = field(default_factory=list)
@@ -45,15 +45,19 @@ class FakeWorker:
 
     def draw(self, message: wire.Message) -> dict[str, Any]:
         self.num_drawn += 1
-        if self.dies(self.num_drawn - 1):
+        jobs = wire.unpacked_jobs(message)
+        seeds = [job.noise_seed for job in jobs]
+        if self.dies(self.num_drawn - 1, seeds):
             self.incarnation += 1
             raise WorkerLostError("killed")
-        jobs = wire.unpacked_jobs(message)
-        self.batches.append([job.noise_seed for job in jobs])
+        self.batches.append(seeds)
         answer = {"incarnation": str(self.incarnation), "seconds": self.seconds, "metrics": {}}
         if len(jobs) > self.fits:
             return {**answer, "outcomes": [("out_of_memory: full", "renderer")] * len(jobs)}
         return {**answer, "outcomes": [picture(job.noise_seed + self.shift) for job in jobs]}
+
+    def draw_here(self, jobs: Sequence[RenderJob]) -> list[Any]:
+        return [*map(wire.unpacked_outcome, self.draw(wire.packed_jobs(jobs))["outcomes"])]
 
     def status(self) -> float:
         return 1e9 if self.hangs else 0.0

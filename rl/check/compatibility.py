@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.api.data import RowRules
 from rl.build import ask_plugin, claims, row_rules
-from rl.config.schema import JudgeConfig, changed
+from rl.config.schema import RAY_MISSING, JudgeConfig, changed
 from rl.judge.endpoint import auth_header, resolve_api_bases
 from rl.judge.server import start_problems
 from rl.memory import footprint
@@ -46,10 +46,9 @@ def _pool_problems(resolved: Resolved) -> Iterable[str]:
     if resolved.config.pool is None:
         return
     if find_spec("ray") is None:
-        yield (
-            "render_pool: needs Ray, which is not installed here: pip install "
-            "'vlm-edit-rl[ray]', or set render_pool.workers=0"
-        )
+        yield RAY_MISSING
+    if (num_gpus := resolved.config.pool.num_gpus) > 1 and num_gpus % 1:
+        yield f"render_pool.num_gpus: {num_gpus:g}; Ray takes whole numbers above 1"
     if not resolved.renderer.cls.makes_images:
         yield f"render_pool: renderer {resolved.renderer.name} draws nothing; drop render_pool"
 

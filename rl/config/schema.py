@@ -354,6 +354,12 @@ class FinalReward(Section):
     that is not diagnostic."""
 
 
+RAY_MISSING = (
+    "render_pool: needs Ray, which is not installed here: pip install 'vlm-edit-rl[ray]', or set "
+    "render_pool.workers=0"
+)
+
+
 class RenderPoolConfig(Section):
     """Draws the renderer's pictures in actors of a Ray cluster, each with a copy of the model
     (docs/scale.md). Worker and local renderer draw the same bits where GPU and versions agree."""

@@ -64,7 +64,7 @@ class Workers(Protocol):
 
 @dataclass(frozen=True)
 class Reference:
-    """A batch that a worker drew first. Every worker must draw the same bits of it."""
+    """The first batch that the pool drew. Every worker must draw it with the same bits."""
 
     message: Any
     digests: Sequence[str]
@@ -105,6 +105,7 @@ class State:
     incarnation: str = ""
     """Changes when the worker is restarted."""
     facts: Mapping[str, str] = field(default_factory=dict)
+    state_dim: int | None = None
     running: set[Any] = field(default_factory=set)
     status: Any = None
     status_since_s: float = 0.0
@@ -114,7 +115,7 @@ class State:
     """The incarnation that was refused; another one is greeted again."""
     refused_s: float = 0.0
     samples: deque[str] = field(default_factory=lambda: deque(maxlen=64))
-    """Ids of samples of which it has drawn; it still has their source latents."""
+    """Ids of the samples that it drew last; it has kept their source latents."""
 
 
 class Dispatcher:
@@ -129,9 +130,9 @@ class Dispatcher:
         first: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`expected`: the facts of this rank that a worker must share, such as versions.
-        `first`: rank / number of ranks; among
-        equally busy workers each rank prefers others, because it does not see other ranks' load."""
+        """`expected`: facts of this rank, such as versions, that a worker must share. `first`: rank
+        / number of ranks. A rank does not see how busy other ranks keep a worker, so each rank
+        begins with another one."""
         self.workers = workers
         self.config = config
         self.reference: Reference | None = None
@@ -164,24 +165,18 @@ class Dispatcher:
     def ready(self) -> list[str]:
         return [name for name, state in self._states.items() if state.stage == "ready"]
 
-    def first_hello(self) -> Mapping[str, Any]:
-        """Wait for the first worker that has loaded the renderer; its answer to `hello`. Raises
+    def state_dim(self) -> int | None:
+        """Width of the states that the renderer reads, once a worker has loaded it. Raises
         RuntimeError if none can load it, or none has after `max_wait_s`."""
         self._last_ready_s = self._clock()
-        while not signals.stop_received():
+        while not signals.stop_received():  # the caller sees the signal
             self._look_at_workers()
-            for name, state in self._states.items():
-                if state.stage == "asked" and self.workers.wait([state.call], POLL_S):
-                    try:
-                        hello = self.workers.result(state.call)
-                    except WorkerLostError as error:
-                        self._lost(name, str(error))
-                        continue
-                    if not hello.get("error"):
-                        return dict(hello)
-                    self._greet(name, state, hello)
+            self._admit()
+            for state in self._states.values():
+                if state.stage in ("ready", "checking"):
+                    return state.state_dim
             self._wait_or_give_up("starts")
-        return {"state_dim": None}  # the caller sees the signal
+        return None
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Any]]:
         """Yield `(number of the job, picture, failure or None)` as batches are done. Raises
@@ -243,6 +238,8 @@ class Dispatcher:
             while not self.ready:
                 self._look_at_workers()
                 self._admit()
+                if signals.stop_received():
+                    raise RuntimeError(f"render_pool: {method}: the run is asked to stop")
                 if not self.ready:
                     self._wait_or_give_up("is ready")
             name = self.ready[0]
@@ -266,13 +263,7 @@ class Dispatcher:
             _raise_if_raised(name, reply)
             unpacked = wire.unpacked_samples(reply["outcomes"])
             return [
-                replace(
-                    sample,
-                    sources=made.sources,
-                    target=made.target,
-                    source_codes=made.source_codes,
-                    target_codes=made.target_codes,
-                )
+                replace(sample, **{name: getattr(made, name) for name in wire.PREPARED})
                 for sample, made in zip(samples, unpacked, strict=True)
             ]
         raise RuntimeError(f"render_pool: no worker answers {method} ({reason})")
@@ -285,8 +276,8 @@ class Dispatcher:
         }
         if drawn := self.num_remote + self.num_here:
             metrics["pool_remote_share"] = self.num_remote / drawn
-        metrics |= {"pool_workers": float(len(self.ready)), "pool_mb": self.num_bytes / 1e6}
-        metrics["pool_restarts"] = float(self.restarts)
+        counts = {"pool_workers": len(self.ready), "pool_restarts": self.restarts}
+        metrics |= {**counts, "pool_mb": self.num_bytes / 1e6}
         self._metrics.clear()
         self.num_remote = self.num_here = self.num_bytes = self.restarts = 0
         return metrics
@@ -474,7 +465,8 @@ class Dispatcher:
         self._lost(name, f"it {what}, and is restarted")
 
     def _lost(self, name: str, reason: str) -> None:
-        """Greet the worker again: at once if it has drawn, else when workers are looked at."""
+        """Forget a worker's answers, so that it is greeted again: at once if it had loaded the
+        renderer, else when workers are looked at next."""
         state = self._states[name]
         state.reason = reason
         if state.incarnation:
@@ -508,6 +500,7 @@ class Dispatcher:
 
     def _greet(self, name: str, state: State, hello: Mapping[str, Any]) -> None:
         state.facts, state.incarnation = hello["facts"], hello["incarnation"]
+        state.state_dim = hello["state_dim"]
         if problem := hello.get("error"):
             self._refuse(name, state, f"cannot load the renderer: {problem}")
             return

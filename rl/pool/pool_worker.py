@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from hashlib import blake2b
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,12 @@ from rl.ranks.error_messages import is_lost_device
 from rl.ranks.placement import resolve_device
 
 PACKAGES = ("torch", "diffusers", "transformers", "numpy", "pillow")
-DEVICE_LOST = 3
-"""Exit code of a worker whose GPU is lost; Ray starts it again."""
 
 
 def facts_of_code(spec: Mapping[str, Any]) -> dict[str, str]:
     """What rank and workers must share, known without loading the model."""
     facts = {"python": platform.python_version(), "rl": _source_digest(), "config": digest_of(spec)}
-    for package in PACKAGES:
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            facts[package] = "missing"
-    return facts
+    return facts | {package: version(package) for package in PACKAGES}
 
 
 def digest_of(spec: Mapping[str, Any]) -> str:
@@ -57,11 +50,9 @@ def spec_of(cls: type[Renderer[Any]], config: Any, num_threads: int, device: str
     """What a worker needs to create the renderer. Relative paths in the section, and plugins of the
     user's, are found from the trainer's working folder and `sys.path`. `device`: the rank's; the
     workers use GPUs if the renderer would on the rank."""
-    if isinstance(config, PlacedConfig):
-        device = resolve_device(config.device, device)
     section = config.model_dump(mode="json", exclude_unset=True)
     if isinstance(config, PlacedConfig):
-        section["device"] = "auto"
+        device, section["device"] = resolve_device(config.device, device), "auto"
     names = {"module": cls.__module__, "class": cls.__name__, "section": section}
     names["on_gpu"] = device.startswith("cuda")
     return {**names, "num_threads": num_threads, "cwd": os.getcwd(), "path": sys.path}
@@ -143,7 +134,7 @@ class Worker:
             answer["outcomes"] = work()
         except Exception as error:
             if is_lost_device(error):
-                os._exit(DEVICE_LOST)
+                os._exit(1)  # Ray starts the worker again
             answer["raised"] = (type(error).__name__, _text_of(error))
         reported = {} if self._error else reported_by(self._renderer)
         answer["metrics"] = {} if isinstance(reported, Exception) else dict(reported)

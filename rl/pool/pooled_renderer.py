@@ -29,20 +29,15 @@ class PooledRenderer(Renderer[Any]):
     """Has the interface of the renderer that its workers run. Which batch a picture is drawn in
     does not depend on the workers, so their number changes no bit."""
 
-    def __init__(
-        self,
-        cls: type[Renderer[Any]],
-        config: Any,
-        pool: RenderPoolConfig,
-        dist: Dist,
-        used: Set[str],
-    ) -> None:
+    def __init__(self, plugin: Any, pool: RenderPoolConfig, dist: Dist, used: Set[str]) -> None:
         """Connects to Ray and starts the workers, which load the renderer meanwhile. Raises
-        ValueError if the cluster cannot be used."""
+        ValueError if the cluster cannot be used. `plugin`: the renderer's (`build.Plugin`);
+        `used`: the run's own devices."""
         import torch
 
         from rl.pool import ray_cluster
 
+        cls, config = plugin.cls, plugin.config
         super().__init__(config, Resources(None, dist.device))
         where = ray_cluster.connect(pool.address, dist, used=used)
         spec = spec_of(cls, config, torch.get_num_threads(), dist.device)
@@ -68,7 +63,7 @@ class PooledRenderer(Renderer[Any]):
             self._here = self._cls(self.config, resources)
             device = resolve_device(getattr(self.config, "device", "auto"), self._dist.device)
             self._dispatcher.draws_here(self._draw_here, facts_of_model(self._here, device))
-        self.state_dim = self._dispatcher.first_hello()["state_dim"]
+        self.state_dim = self._dispatcher.state_dim()
 
     def _draw_here(self, jobs: Sequence[RenderJob]) -> list[Any]:
         assert self._here is not None
@@ -100,15 +95,9 @@ class PooledRenderer(Renderer[Any]):
         self._disconnect()
 
 
-def pooled(
-    cls: type[Renderer[Any]],
-    config: Any,
-    pool: RenderPoolConfig,
-    dist: Dist,
-    used: Set[str] = frozenset(),
-) -> PooledRenderer:
-    """The renderer `cls` in a pool, with the metrics of both. `used`: the run's own devices."""
-    metrics = {**cls.metrics, **METRICS}
-    kind = type(cls.__name__, (PooledRenderer,), {"metrics": metrics, "accepts": cls.accepts})
-    made: PooledRenderer = kind(cls, config, pool, dist, used)
+def pooled(plugin: Any, pool: RenderPoolConfig, dist: Dist, used: Set[str]) -> PooledRenderer:
+    """The renderer of `plugin` in a pool, with the metrics of both."""
+    metrics = {**plugin.cls.metrics, **METRICS}
+    members = {"metrics": metrics, "accepts": plugin.cls.accepts}
+    made: PooledRenderer = type("Pooled", (PooledRenderer,), members)(plugin, pool, dist, used)
     return made

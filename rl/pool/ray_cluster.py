@@ -9,34 +9,31 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.config.schema import RenderPoolConfig
+from rl.config.schema import RAY_MISSING, RenderPoolConfig
+from rl.judge.server import NEEDED_SECRETS
 from rl.pool.dispatch import Reference, WorkerLostError
 from rl.pool.pool_worker import Worker, digest_of
-from rl.text.scrub import is_secret_name
+from rl.text.scrub import environment_without, is_secret_name
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
 
 NAMESPACE = "vlm_edit_rl"
-LOOPBACK = "127.0.0.1"
 REGISTRY = "/registry"
 INHERITED = re.compile(
     r"(HF|TORCH|CUBLAS|CUDNN|NVIDIA|ATEN|ONEDNN|OMP|MKL|DIFFUSERS|TRANSFORMERS)_.*(?<!TOKEN)"
 )
 """Environment variables that change how a model is found or computed; workers get the rank's."""
-MISSING = (
-    "render_pool needs Ray, which is not installed here: pip install 'vlm-edit-rl[ray]', or drop "
-    "render_pool"
-)
 
 
 class Registry:
@@ -75,7 +72,6 @@ class RayWorkers:
         self._ray = _ray()
         self._config = config
         self._spec = dict(spec)
-        self._detached = detached
         self.name = config.name or f"pool-{digest_of(spec)}"
         self._handles: dict[str, Any] = {}
         env = {
@@ -95,11 +91,14 @@ class RayWorkers:
     def names(self) -> list[str]:
         """All workers that should exist; missing ones are started, and wait in Ray's queue until
         there is a place for them."""
-        names = [f"{self.name}/{number}" for number in range(self._wanted())]
-        for name in names:
-            if name not in self._handles:
-                self._handles[name] = self._started(name)
-        return list(dict.fromkeys([*names, *self._handles]))  # none that was started is dropped
+        for number in range(self._wanted()):
+            self._handle(f"{self.name}/{number}")
+        return list(self._handles)  # none that was started is dropped
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._handles:
+            self._handles[name] = self._started(name)
+        return self._handles[name]
 
     def _needs(self) -> dict[str, float]:
         """Ray's resources per worker."""
@@ -134,9 +133,7 @@ class RayWorkers:
         return actor.options(**options).remote(self._spec)
 
     def call(self, worker: str, method: str, *arguments: Any) -> Call:
-        if worker not in self._handles:
-            self._handles[worker] = self._started(worker)
-        handle = self._handles[worker]
+        handle = self._handle(worker)
         remote = getattr(handle, method)
         if method in ("status", "hello"):  # answered while a batch is drawn
             remote = remote.options(concurrency_group="status")
@@ -158,15 +155,14 @@ class RayWorkers:
     def result(self, call: Call) -> Any:
         try:
             return self._ray.get(call.ref)
-        except self._ray.exceptions.ActorDiedError as error:
-            if self._handles.get(call.worker) is call.handle:
-                del self._handles[call.worker]  # created again by the next call
-            raise WorkerLostError(_first_line(error)) from None
         except self._ray.exceptions.RayError as error:
-            raise WorkerLostError(_first_line(error)) from None
+            is_gone = isinstance(error, self._ray.exceptions.ActorDiedError)
+            if is_gone and self._handles.get(call.worker) is call.handle:
+                del self._handles[call.worker]  # created again by the next call
+            raise WorkerLostError(_cause(error)) from None
 
     def restart(self, worker: str) -> None:
-        self._ray.kill(self._handles[worker], no_restart=False)
+        self._ray.kill(self._handle(worker), no_restart=False)
 
     def agree(self, reference: Reference | None) -> Reference | None:
         arguments: tuple[Any, ...] = (None, [], {})
@@ -234,7 +230,7 @@ def connect(address: str, dist: Dist, may_start: bool = True, used: Set[str] = f
         try:
             found = _join_or_start(address, dist, may_start, used)
         except Exception as error:  # the other ranks wait
-            failure = str(error) if isinstance(error, ValueError) else _first_line(error)
+            failure = str(error) if isinstance(error, ValueError) else _cause(error)
             failure = failure if "render_pool" in failure else f"render_pool.address: {failure}"
     found, failure = dist.broadcast((found, failure))
     if found is None:
@@ -256,13 +252,13 @@ def _join_or_start(
     if address == "auto":
         address = _running_here() or "local"
     if address != "local":
-        _require_token()
+        _require_token(address)
         try:
             _init(address)
         except ConnectionError as error:
             raise ValueError(
                 f"render_pool.address: no Ray cluster answers at {address!r} "
-                f"({_first_line(error)}); start one (`ray start`, docs/scale.md), on this machine "
+                f"({_cause(error)}); start one (`ray start`, docs/scale.md), on this machine "
                 "too: a run needs a Ray process on its own node"
             ) from None
         return _ray().get_runtime_context().gcs_address, "", False
@@ -279,28 +275,41 @@ def _join_or_start(
     folder = tempfile.mkdtemp(prefix="ray_")  # not Ray's own, where other programs look for it
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     free = _free_gpus(dist, used)
-    visible = {} if free is None else {"CUDA_VISIBLE_DEVICES": ",".join(free)}
-    before = {key: os.environ.get(key) for key in visible}
-    os.environ.update(visible)
-    try:
+    kept = environment_without("RAY_AUTH_TOKEN", *NEEDED_SECRETS)
+    changes: dict[str, str | None] = dict.fromkeys(os.environ.keys() - kept.keys())
+    if free is not None:
+        changes["CUDA_VISIBLE_DEVICES"] = ",".join(free)
+    with _environment(changes):  # which Ray's processes inherit
         _init("local", num_gpus=None if free is None else len(free), _temp_dir=folder)
-    finally:
-        for key, value in before.items():
-            os.environ.pop(key) if value is None else os.environ.update({key: value})
     return _ray().get_runtime_context().gcs_address, token, True
+
+
+@contextmanager
+def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Change environment variables (None: remove) for a while."""
+    before = {key: os.environ.get(key) for key in changes}
+
+    def apply(values: Mapping[str, str | None]) -> None:
+        for key, value in values.items():
+            os.environ.pop(key, None) if value is None else os.environ.update({key: value})
+
+    apply(changes)
+    try:
+        yield
+    finally:
+        apply(before)
 
 
 def _running_here() -> str:
     """Address of the cluster that this machine belongs to; '' if none answers."""
-    address = os.environ.get("RAY_ADDRESS", "")
-    if not address:
-        with suppress(OSError):
-            address = Path(_ADDRESS_FILE).read_text(encoding="utf-8").strip()
-            host, _, port = address.rpartition(":")
-            with socket.create_connection((host, int(port)), timeout=5):
-                return address
-        return ""
-    return address
+    if address := os.environ.get("RAY_ADDRESS"):
+        return address
+    with suppress(OSError, ValueError):  # no cluster, or a damaged file
+        address = Path(_ADDRESS_FILE).read_text(encoding="utf-8").strip()
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=5):
+            return address
+    return ""
 
 
 _ADDRESS_FILE = "/tmp/ray/ray_current_cluster"  # nosec B108 # Ray's own, only looked for
@@ -338,14 +347,23 @@ def _prepare_local(token: str) -> None:
     os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
 
 
-def _require_token() -> None:
-    if os.environ.get("RAY_AUTH_MODE") != "token":
-        raise ValueError(
-            "render_pool: a Ray cluster without token authentication runs any code of whoever "
-            "reaches its ports: set RAY_AUTH_MODE=token in the environment of `ray start` on "
-            "every node and of this run, with one token for all (`ray get-auth-token --generate`, "
-            "SECURITY.md). render_pool.address=local does not use that cluster"
-        )
+def _require_token(address: str) -> None:
+    """Raises ValueError if this run sends no token, or if the cluster accepts a wrong one."""
+    wrong = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if os.environ.get("RAY_AUTH_MODE") == "token":
+        ask = [sys.executable, "-c", _ASK_HEAD, address]
+        if subprocess.run(ask, env=wrong, capture_output=True).returncode != 0:
+            return  # also an unreachable one, which is reported when the run connects
+    raise ValueError(
+        "render_pool: a Ray cluster without token authentication runs any code of whoever reaches "
+        "its ports: set RAY_AUTH_MODE=token in the environment of `ray start` on every node and of "
+        "this run, with one token for all (`ray get-auth-token --generate`, SECURITY.md). "
+        "render_pool.address=local does not use that cluster"
+    )
+
+
+# A program that fails unless the cluster's head answers.
+_ASK_HEAD = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
 
 def _init(address: str, **options: Any) -> None:
@@ -359,14 +377,12 @@ def _init(address: str, **options: Any) -> None:
                 address=address,
                 namespace=NAMESPACE,
                 include_dashboard=False if is_local else None,
-                _node_ip_address=LOOPBACK if is_local else None,
+                _node_ip_address="127.0.0.1" if is_local else None,
                 log_to_driver=False,
                 logging_level="error",
                 **options,
             )
             return
-        except ConnectionError:
-            raise
         except Exception:
             if not tries_left or not is_local:
                 raise
@@ -392,11 +408,11 @@ def _ray() -> Any:
         import ray
         import ray.util
     except ImportError as error:
-        raise ValueError(MISSING) from error
+        raise ValueError(RAY_MISSING) from error
     return ray
 
 
-def _first_line(error: Exception) -> str:
-    """Its class, and the start of its last line, which in Ray's messages has the cause."""
+def _cause(error: Exception) -> str:
+    """The error's class and the start of its last line, where Ray's messages name the cause."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip()]
     return f"{type(error).__name__}: {lines[-1][:120] if lines else ''}"

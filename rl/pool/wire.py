@@ -20,6 +20,8 @@ from rl.files.images import digest
 MAX_BYTES = 2**30
 """Limit of one message's arrays."""
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+PREPARED = ("sources", "target", "source_codes", "target_codes")
+"""Fields of `Sample` that a renderer may fill in."""
 Message = dict[str, Any]
 """{'items': jobs or samples as dicts, 'arrays': the arrays that they name by their index}."""
 
@@ -45,6 +47,9 @@ class _Arrays:
     def tensor(self, tensor: torch.Tensor | None) -> Message | None:
         if tensor is None:
             return None
+        if str(tensor.dtype) not in DTYPES:
+            kinds = ", ".join(DTYPES)
+            raise TypeError(f"a render pool cannot send states of {tensor.dtype}; give {kinds}")
         key = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
         if key not in self._known:
             on_cpu = tensor.detach().cpu().contiguous()

@@ -70,6 +70,7 @@ def one_rank(config: RunConfig) -> RunConfig:
     values["world_size"] = 1
     groups = config.prompts_per_iteration // config.world_size
     values["prompts_per_iteration"] = min(groups, MAX_GROUPS)
+    values["render_pool"]["workers"] = 0
     values["optimizer"] |= {"backend": "torch", "zero_stage": 0}
     for section in (values["policy"], values["renderer"], *values["rewards"].values()):
         section.pop("device", None)

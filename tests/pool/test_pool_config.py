@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 
 import pytest
 from tiny_messages import holds
@@ -80,3 +81,15 @@ def test_a_started_ray_gets_the_gpus_that_the_run_does_not_use(
     assert ray_cluster._free_gpus(Dist(), used) is None, "ranks on the CPU"
     with pytest.raises(ValueError, match=r"2 ranks use all GPUs .*--nproc"):
         ray_cluster._free_gpus(dist, used | {"cuda:2"})
+
+
+def test_a_cluster_that_accepts_a_wrong_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`true` and `false` in place of the program that asks the head with a wrong token."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setattr(ray_cluster.sys, "executable", shutil.which("false"))
+    ray_cluster._require_token("127.0.0.1:1")
+    for program, mode in (("true", "token"), ("false", "disabled")):
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        monkeypatch.setattr(ray_cluster.sys, "executable", shutil.which(program))
+        with pytest.raises(ValueError, match="set RAY_AUTH_MODE=token"):
+            ray_cluster._require_token("127.0.0.1:1")

@@ -7,7 +7,6 @@ from tiny_messages import holds
 from tiny_pool import FakeWorker, FakeWorkers, dispatcher_of, jobs, seeds_of
 
 from rl.api.types import RenderFailure
-from rl.pool import dispatch
 from rl.ranks import signals
 
 ALL = {number: number for number in range(40)}
@@ -42,7 +41,7 @@ def test_jobs_are_taken_only_when_a_worker_has_a_free_slot() -> None:
 
 
 def test_a_dead_workers_batch_is_drawn_by_another_one(capsys: pytest.CaptureFixture[str]) -> None:
-    dying = FakeWorker(dies=lambda number: number == 2)
+    dying = FakeWorker(dies=lambda number, _: number == 2)
     other = FakeWorker()
     dispatcher = dispatcher_of(FakeWorkers(a=dying, b=other))
     assert seeds_of(dispatcher.render(jobs(40))) == ALL
@@ -51,17 +50,8 @@ def test_a_dead_workers_batch_is_drawn_by_another_one(capsys: pytest.CaptureFixt
 
 
 def test_a_batch_that_kills_every_worker_is_ungraded_and_the_others_are_drawn() -> None:
-    workers = FakeWorkers(a=FakeWorker(), b=FakeWorker())
-    for worker in workers.workers.values():
-        draw = worker.draw
-
-        def deadly(message, draw=draw, worker=worker):
-            if any(item["seed"] == 21 for item in message["items"]):
-                worker.incarnation += 1
-                raise dispatch.WorkerLostError("killed")
-            return draw(message)
-
-        worker.draw = deadly  # type: ignore[method-assign]
+    deadly = [FakeWorker(dies=lambda _, seeds: 21 in seeds) for _ in range(2)]
+    workers = FakeWorkers(a=deadly[0], b=deadly[1])
     found = seeds_of(dispatcher_of(workers, max_tries=3).render(jobs(40)))
     failed = {number for number, seed in found.items() if isinstance(seed, RenderFailure)}
     assert failed == {20, 21, 22, 23}
@@ -148,19 +138,10 @@ def test_without_a_worker_the_run_waits_then_stops() -> None:
 
 
 def test_the_rank_draws_too_while_all_workers_are_busy() -> None:
-    here: list[int] = []
-
-    def draw_here(batch):
-        here.extend(job.noise_seed for job in batch)
-        return [
-            dispatch.wire.unpacked_outcome(FakeWorker().draw(m)["outcomes"][0])
-            for m in ({"arrays": [], **dispatch.wire.packed_jobs([job])} for job in batch)
-        ]
-
-    dispatcher = dispatcher_of(FakeWorkers(a=FakeWorker(facts={"torch": "2"})))
-    dispatcher.draws_here(draw_here, {})
+    dispatcher, rank = dispatcher_of(FakeWorkers(a=FakeWorker(facts={"torch": "2"}))), FakeWorker()
+    dispatcher.draws_here(rank.draw_here, {})
     assert seeds_of(dispatcher.render(jobs(40))) == ALL
-    assert here[:4] == [0, 1, 2, 3], "its first batch is the reference"
+    assert rank.batches[0] == [0, 1, 2, 3], "its first batch is the reference"
     assert 0 < dispatcher.take_metrics()["pool_remote_share"] < 1
 
 
@@ -183,13 +164,8 @@ def test_what_a_renderer_raises_is_raised_with_the_worker() -> None:
 
 def test_memory_that_lacks_on_the_rank_halves_its_batch_too() -> None:
     """The failed batch must not become the reference, which all workers would miss."""
-
-    def draw_here(batch):
-        reply = FakeWorker(fits=2).draw(dispatch.wire.packed_jobs(batch))
-        return [dispatch.wire.unpacked_outcome(each) for each in reply["outcomes"]]
-
     dispatcher = dispatcher_of(FakeWorkers(a=FakeWorker()))
-    dispatcher.draws_here(draw_here, {})
+    dispatcher.draws_here(FakeWorker(fits=2).draw_here, {})
     assert seeds_of(dispatcher.render(jobs(40))) == ALL
     assert dispatcher.ready == ["a"]
 
@@ -216,10 +192,10 @@ def test_a_batch_with_failures_is_no_reference_and_the_loser_of_a_race_draws_aga
 def test_an_error_of_one_worker_at_the_start_does_not_end_the_run() -> None:
     broken = FakeWorker(error="no weights")
     dispatcher = dispatcher_of(FakeWorkers(a=broken, b=FakeWorker()))
-    assert dispatcher.first_hello()["state_dim"] == 8
+    assert dispatcher.state_dim() == 8
     alone = dispatcher_of(FakeWorkers(a=broken))
     with pytest.raises(RuntimeError, match="a: cannot load the renderer: no weights"):
-        alone.first_hello()
+        alone.state_dim()
 
 
 def test_a_refused_worker_is_used_once_ray_has_started_it_elsewhere() -> None:

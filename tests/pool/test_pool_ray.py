@@ -20,9 +20,10 @@ def test_actors_draw_the_ranks_pictures_and_nothing_is_left(tmp_path: Path) -> N
     script = [sys.executable, str(ROOT / "tests/pool_session.py"), str(tmp_path / "seen.json")]
     subprocess.run(script, env=env, cwd=tmp_path, check=True, timeout=600)
     found = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
-    assert found["equal"] and found["equal_after_kill"]
+    assert found["equal"] and found["equal_after_kill"] and found["restarts"] >= 1
     assert found["failures"] == ["no_source: an editor needs a source picture"]
-    assert found["restarts"] >= 1
     assert found["listening"] == ["127.0.0.1"]
+    assert found["with_key"] == [], "processes of Ray inherit no key of the run"
+    assert found["handler_kept"], "Ray replaces the handler of SIGTERM"
     assert "ends with the run" in found["where"] and found["left"] == []
     assert {"pool_workers", "pool_remote_share"} <= set(found["metrics"])

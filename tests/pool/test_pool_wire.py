@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from typing import Any
 
@@ -23,8 +24,6 @@ def modules_in(pickled: bytes) -> set[str]:
         def find_class(self, module: str, name: str) -> Any:
             self.found.add(module.partition(".")[0])
             return super().find_class(module, name)
-
-    import io
 
     seen = Seen(io.BytesIO(pickled))
     seen.load()

@@ -74,23 +74,24 @@ def test_a_signal_lets_the_run_save_and_exit(signum):
 
 
 def test_a_ctrl_c_received_twice_within_seconds_counts_once():
-    process = start_rank(echo_s=5, save_s=0.3)
-    process.send_signal(signal.SIGINT)
-    assert process.stdout.readline() == "saving\n"
-    process.send_signal(signal.SIGINT)
-    stdout, _ = process.communicate(timeout=120)
-    assert (process.returncode, stdout) == (0, "saved\n")
+    after_two_signals(5, signal.SIGINT, signal.SIGINT)
 
 
 def test_another_signal_is_answered_and_the_save_goes_on():
     """A batch system sends SIGTERM some time after its notice."""
-    process = start_rank(echo_s=0, save_s=0.3)
-    process.send_signal(signal.SIGUSR1)
+    stderr = after_two_signals(0, signal.SIGUSR1, signal.SIGTERM)
+    assert "SIGTERM: will save and leave; send it again to exit at once" in stderr
+
+
+def after_two_signals(echo_s: float, first: int, second: int) -> str:
+    """Sends the second one while the rank saves; what the rank prints on stderr."""
+    process = start_rank(echo_s=echo_s, save_s=0.3)
+    process.send_signal(first)
     assert process.stdout.readline() == "saving\n"
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(second)
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stdout) == (0, "saved\n")
-    assert "SIGTERM: will save and leave; send it again to exit at once" in stderr
+    return stderr
 
 
 def test_a_second_signal_after_a_while_ends_the_rank_at_once():
