@@ -74,7 +74,10 @@ add() { # lock
     heartbeat &
     beat=$!
     trap 'kill "$beat" 2>/dev/null || true' EXIT
-    if ! (install "$1" "$python") >>"$log" 2>&1; then
+    # Without a trap, bash goes on after Ctrl-C if the running command ends with an exit status of
+    # its own, as pip does. A subshell does not inherit the trap.
+    trap 'exit 130' INT
+    if ! (trap 'exit 130' INT && install "$1" "$python") >>"$log" 2>&1; then
         tail -n 30 "$log" >&2
         refuse "The installation failed; the whole log is $log."
     fi

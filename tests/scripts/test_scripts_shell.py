@@ -224,8 +224,17 @@ def test_builds_for_cpus_and_gpus_are_not_mixed(copy):
 
 
 @pytest.mark.slow
-def test_no_process_outlives_a_stopped_installation(copy):
-    new_machine(copy, torch="{ touch started; sleep 60; }")
+@pytest.mark.parametrize(
+    "installer",
+    [
+        pytest.param("{ : >started; exec sleep 60; }", id="dies"),
+        pytest.param(
+            "{ trap 'exit 1' INT; : >started; while :; do sleep 0.1; done; }", id="exits, as pip"
+        ),
+    ],
+)
+def test_no_process_outlives_a_stopped_installation(copy, installer):
+    new_machine(copy, torch=installer)
     process = subprocess.Popen(
         ["bash", "scripts/_install.sh"],
         cwd=copy,
