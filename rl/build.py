@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -219,6 +220,7 @@ def ask_plugin(plugin: Plugin[Any], member: str, *arguments: Any) -> tuple[Any, 
     return result, [f"{plugin.key}: {problem}" for problem in wrong]
 
 
+@cache
 def plugins_of(kind: str) -> list[str]:
     """Names of the plugins in a folder of rl/: `<name>.py`, or `<name>/<name>.py`."""
     folder = Path(__file__).parent / kind

@@ -160,7 +160,7 @@ def plugin_class(target: Any, base: type[PluginT]) -> tuple[type[PluginT] | None
         plugin, wrong = _class_in(target, base)
         if plugin is None:
             return None, wrong
-        cls, wrong = plugin, list(_members(plugin, base))
+        cls, wrong = plugin, [*_members(plugin, base)]
     wrong += _variables(cls, base)
     if not wrong and cls.metrics and cls.take_metrics is PluginBase.take_metrics:
         wrong.append(
@@ -229,8 +229,13 @@ def _owners(base: type[PluginBase[Any]]) -> list[type]:
     return [cls for cls in base.__mro__ if issubclass(cls, PluginBase)]
 
 
-def _members(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
+@cache  # memory hints read a config hundreds of times
+def _members(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> tuple[str, ...]:
     """Problems: a wrong `Config`, missing methods, signatures that differ from the base's."""
+    return tuple(_member_problems(cls, base))
+
+
+def _member_problems(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterator[str]:
     label, config, expected = cls.__name__, cls.Config, base.Config
     if not (isinstance(config, type) and issubclass(config, Section)):
         yield f"{label}.Config is {brief(config)}; derive it from {expected.__name__}"
