@@ -1,16 +1,12 @@
-"""The simulated iteration: hand-computed cases, and workers that really sleep."""
+"""The simulated iteration: hand-computed cases (benchmarks/pool_scaling.py has measured ones)."""
 
 from __future__ import annotations
 
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
 from rl.simulation.iteration_model import (
-    WINDOW,
     Iteration,
     Machines,
     bound_by,
@@ -91,46 +87,3 @@ def test_enough_workers() -> None:
     assert enough_workers(many, Machines()) == 500
     assert enough_workers(replace(WORK, draw_s=0.0), Machines()) == 0
     assert enough_workers(replace(WORK, questions=1, judge_s=1000.0), Machines()) == 0
-
-
-SECOND = 0.02
-"""Real seconds of a simulated one."""
-
-
-def drawn_by_threads(work: Iteration, workers: int) -> float:
-    """Simulated seconds in which sleeping threads draw a rank's pictures, with the same window."""
-    free = threading.Semaphore(WINDOW * workers)
-
-    def draw(pictures: int) -> None:
-        time.sleep(pictures * work.draw_s * SECOND)
-        free.release()
-
-    start_s = time.perf_counter()
-    with ThreadPoolExecutor(workers) as pool:
-        waiting = 0
-        for group in range(work.num_groups):
-            free.acquire()
-            free.release()  # a group is conditioned when a worker can take its first batch
-            time.sleep(work.condition_s * SECOND)
-            waiting += work.group_size
-            is_last = group == work.num_groups - 1
-            while waiting >= work.batch_size or (is_last and waiting):
-                size = min(waiting, work.batch_size)
-                waiting -= size
-                free.acquire()
-                pool.submit(draw, size)
-    return (time.perf_counter() - start_s) / SECOND
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("condition_s", [0.0, 1.5])
-def test_it_agrees_with_threads_that_sleep(workers: int, condition_s: float) -> None:
-    """Within 15 %, as a busy machine wakes threads late; never faster than simulated."""
-    work = replace(WORK, num_groups=4, group_size=5, condition_s=condition_s, sample_s=0.0)
-    expected_s = simulate(replace(work, sync_s=0.0), Machines(workers)).total_s
-    for _ in range(5):
-        ratio = drawn_by_threads(work, workers) / expected_s
-        assert ratio > 0.98
-        if ratio < 1.15:
-            return
-    pytest.fail(f"{workers} workers took {ratio:.2f} times the simulated time")
