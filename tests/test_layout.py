@@ -297,6 +297,7 @@ def test_the_algorithm_imports_only_torch_and_does_no_input_or_output() -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.slow
 def test_a_config_is_checked_without_heavy_packages() -> None:
     script = f"""
 import importlib, sys

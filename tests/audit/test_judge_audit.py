@@ -44,12 +44,10 @@ CAUGHT = {
     "12.5 of 25 as a fall-back": "judge.audit_max_fallback",
     "echo": "no usable reply",
 }
-QUICK = ("ignores a category",)
 
 
-@pytest.mark.parametrize(
-    "defect", [d if d in QUICK else pytest.param(d, marks=pytest.mark.slow) for d in CAUGHT]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("defect", CAUGHT)
 def test_each_defect_fails_the_audit(defect: str) -> None:
     audit, _ = examine(defect, 16 if "fall-back" in defect else 8)
     assert CAUGHT[defect] in "\n".join(audit.failures)
@@ -73,6 +71,7 @@ def test_attacks_find_a_judge_that_believes_writing() -> None:
     assert len(DEFECTS) == len(CAUGHT) + 2
 
 
+@pytest.mark.slow
 def test_the_command_keeps_its_result_by_the_judges_identity(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +100,7 @@ def test_the_command_keeps_its_result_by_the_judges_identity(
         assert judge_audit.verdict(other).passed is (True if same else None), change
 
 
+@pytest.mark.slow
 def test_the_command_reads_labelled_pairs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

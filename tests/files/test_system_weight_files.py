@@ -61,6 +61,7 @@ def emu3_codec(folder: Path) -> Modules:
     return [emu3_vq.Emu3Vq(config, Resources(None, "cpu")).loop.codec.model]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [qwen_policy, emu3_policy, qwen_editor, sd3_pipeline, emu3_codec])
 def test_loaded_weights_are_aligned(load: Callable[[Path], Modules], tmp_path: Path) -> None:
     assert not any(num_askew(module) for module in load(tmp_path))

@@ -22,7 +22,7 @@ from rl.learner.backends import Backend, TorchBackend, make_adamw
 from rl.learner.deepspeed import DeepSpeedBackend
 from rl.ranks.dist import Dist
 
-STAGES = (1, 2, 3)
+STAGES = (1, 2, pytest.param(3, marks=pytest.mark.slow))
 SCALE = 0.37
 """The `gradient_scale` of every step; not a power of two, so that it rounds."""
 RATE, CLIP = 1e-2, 5.0

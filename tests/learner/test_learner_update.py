@@ -63,7 +63,10 @@ def train_sequences(graded: list[Graded]) -> list[TrainSequence]:
 # --- the gradient does not depend on the split ------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize(
+    "loss",
+    ["grpo", "dapo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dr_grpo", "gspo"))],
+)
 def test_gradient_does_not_depend_on_packs_or_kept_forwards(
     folder: str, sequences: list[Graded], loss: str
 ) -> None:

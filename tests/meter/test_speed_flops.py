@@ -67,6 +67,7 @@ def vision_flops(policy, members: list[tiny_learner.Graded]) -> float:
     return count.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True])
 def test_the_policy_side_is_within_5_percent_of_the_fewest_flops(folder, full):
     policy = tiny_policy.make_policy(str(folder), **({"lora": None} if full else {}))

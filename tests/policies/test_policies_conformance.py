@@ -63,6 +63,7 @@ def subject(folder: Path, tmp_path: Path) -> conformance.Subject:
     return conformance.Subject(conformance.resolved(PLUGIN, None, [], tmp_path), tmp_path)
 
 
+@pytest.mark.slow
 def test_the_printed_policy_conforms(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = (folder / "my_plugins/smolvlm.py").read_text()
     assert policy.count("\n") < 120

@@ -54,6 +54,7 @@ def ends_by_default(signum: int) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.slow
 def test_every_signal_that_ends_a_process_lets_a_run_save_except_crashes():
     pausing = {signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
     ending = set(filter(ends_by_default, signal.valid_signals() - pausing - {signal.SIGKILL}))

@@ -101,6 +101,7 @@ def test_wandb_is_not_imported_when_off_or_on_other_ranks(tmp_path, monkeypatch)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_wandb_run_id_names_the_page_of_a_new_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_RUN_ID", "sft_s__rl_sc")
     for resumed_in_another_shell in (False, True):

@@ -31,6 +31,7 @@ def share(groups: list[list[Episode]]) -> float:
     return Metrics.merge([metrics.state()])["reward/noise_variance_share"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truth", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("pictures", [(2,) * 8, (8,) * 4, (2, 3, 3, 4)])
 def test_the_noise_share_estimates_the_true_share(truth: float, pictures: tuple[int, ...]) -> None:

@@ -33,6 +33,7 @@ def run_python(code: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_import_rl_is_light_and_modules_of_the_same_names_stay_callable(tmp_path: Path) -> None:
     run_python(
         """
@@ -111,6 +112,7 @@ def test_a_thumbnail_stands_for_a_picture_that_was_not_saved(tmp_path: Path) -> 
     assert read.target() is None
 
 
+@pytest.mark.slow
 def test_mistakes_are_reported(tmp_path: Path) -> None:
     values = tiny_config.nothing(tmp_path, num_iterations=0)
     with pytest.raises(ConfigError, match="num_iterations"):

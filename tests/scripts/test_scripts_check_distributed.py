@@ -44,6 +44,7 @@ def test_gloo_and_nccl_are_checked_on_gpus():
     assert not any(isinstance(sum_, str) for _, _, sum_ in communicators)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_ends_the_check():
     code = (
         "import time; from rl.commands import check_distributed as check\n"

@@ -60,6 +60,7 @@ def rl_here(monkeypatch, capsys) -> Callable[..., Finished]:
     return run
 
 
+@pytest.mark.slow
 def test_check_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "from importlib.machinery import PathFinder\n"
@@ -149,6 +150,7 @@ def test_missing_torch_is_an_error(rl_here: Callable[..., Finished], monkeypatch
             assert holds(done.stderr, f"rl {name}: torch ... '{DISTRIBUTION}[cuda]'")
 
 
+@pytest.mark.slow
 def test_plugins_are_imported_from_the_working_folder(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     shutil.copy(ROOT / "tests" / "brightness_reward.py", tmp_path / "mine" / "my_reward.py")

@@ -89,6 +89,7 @@ def test_a_user_at_a_terminal_is_asked_again_after_a_wrong_answer(
     assert (config.run_name, config.gpu_gb, config.data.train[0]["path"]) == ("mine", 24, data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiny_config.DISTINCT)
 def test_a_smoke_run_of_any_config_has_no_problem(name: str) -> None:
     """Its overrides also replace the length in epochs, and a warm-up longer than the run."""

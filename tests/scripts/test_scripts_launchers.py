@@ -97,6 +97,7 @@ def printed(program: str) -> list[list[str]]:
     return [line[len(program.split()) :] for line in lines]
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_file_for_a_config_without_problems(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

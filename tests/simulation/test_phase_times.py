@@ -82,6 +82,7 @@ def test_times_are_medians_of_a_run_without_its_first_iteration(tmp_path: Path) 
         phase_times.measured(resolved, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_the_docs_show_and_refuses_what_it_cannot_plan(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

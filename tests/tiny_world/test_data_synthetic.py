@@ -58,6 +58,7 @@ def test_another_seed_gives_another_set(source: Source) -> None:
         assert not set(map(fields_of, one)) & set(map(fields_of, other))
 
 
+@pytest.mark.slow
 @ALL
 def test_held_out_samples_share_no_contents_with_training_ones_whatever_the_seeds(
     source: Source,

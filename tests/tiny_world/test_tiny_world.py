@@ -95,6 +95,7 @@ def right_and_another(scene, task, rng):
     return draw(apply(apply(scene, task.op), Op(other_shape(scene, task), None)))
 
 
+@pytest.mark.slow
 def test_the_exact_edit_scores_10_and_any_other_scores_0():
     assert mean_overall(lambda scene, task, rng: draw(apply(scene, task.op))) > 9.99
     others = (lambda scene, task, rng: draw(scene), wrong_colour, wrong_object, right_and_another)

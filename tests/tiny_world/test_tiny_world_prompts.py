@@ -49,6 +49,7 @@ def test_the_renderer_understands_only_plain_captions(pictures: dict[str, list[A
     assert marks["plain"] > 7 and marks["users"] < 2, marks
 
 
+@pytest.mark.slow
 def test_clip_tells_right_pictures_from_wrong_ones(pictures: dict[str, list[Any]]) -> None:
     import torch
     from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer

@@ -94,6 +94,7 @@ def test_with_staleness_1_the_next_rollout_comes_before_the_last_is_learnt_from(
     assert calls[3:] == [*ROLL_OUT, *ROLL_OUT, *LEARN, *RECORD, *LEARN, *RECORD]
 
 
+@pytest.mark.slow
 def test_only_the_learner_starts_a_backward_pass() -> None:
     root = Path(train.__file__).parent
     callers = {
