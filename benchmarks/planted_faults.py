@@ -66,7 +66,7 @@ def test_files_of(fault: dict[str, Any], tests: Path) -> list[str]:
     for file in sorted(tests.rglob("test_*.py")):
         if indirect.search(file.read_text()):
             folders.add(file.parent)
-    nearest = sorted(folders - {tests}, key=lambda folder: folder.name != fault["room"])
+    nearest = sorted(folders - {tests}, key=lambda folder: folder.name != fault["folder"])
     others = [file for folder in nearest for file in sorted(folder.glob("test_*.py"))]
     return [str(file.relative_to(tests.parent)) for file in dict.fromkeys([*direct, *others])]
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rl.pool.pooled_renderer import PooledRenderer
     from rl.ranks.dist import Dist
 
-ROOMS: Mapping[str, type[PluginBase[Any]]] = {
+PLUGIN_BASES: Mapping[str, type[PluginBase[Any]]] = {
     "policies": Policy,
     "engines": Engine,
     "renderers": Renderer,
@@ -192,7 +192,7 @@ def _find_plugin(
         return None, [f"{key}.type: no plugin {name!r} in rl/{kind}; {hint} {note}"]
     cls, wrong = find.import_plugin(module_of(kind, name) if name in known else name)
     if not wrong:
-        cls, wrong = find.plugin_class(cls, ROOMS[kind])
+        cls, wrong = find.plugin_class(cls, PLUGIN_BASES[kind])
     if wrong:
         return None, [f"{key}.type: {problem}" for problem in wrong]
     label = f"{key}: {cls.__name__}.Config"
@@ -204,7 +204,7 @@ def _find_plugin(
     if issubclass(cls, RunPlugin):  # first: other class methods read these files
         models, wrong = ask_plugin(plugin, "models")
         wrong = wrong or [f"{key}.{problem}" for problem in model_problems(models)]
-    for method in find.section_methods(ROOMS[kind]) if not wrong else ():
+    for method in find.section_methods(PLUGIN_BASES[kind]) if not wrong else ():
         wrong += ask_plugin(plugin, method)[1]
     if not wrong and issubclass(cls, Reward) and cls.needs_judge:
         num_questions = cls.num_questions(plugin.config)

@@ -29,14 +29,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "rl").rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*.jsonnet"))
 TINY_WORLD = sorted((ROOT / "tiny_world").rglob("*.py"))
-PLUGS = [(room, name) for room in build.ROOMS for name in build.plugins_of(room)]
+PLUGS = [(folder, name) for folder in build.PLUGIN_BASES for name in build.plugins_of(folder)]
 ALL_PLUGS = [
-    *((room, build.module_of(room, name)) for room, name in PLUGS),
+    *((folder, build.module_of(folder, name)) for folder, name in PLUGS),
     *(("data", f"tiny_world.data.{f.stem}") for f in TINY_WORLD if f.stem.startswith("shape")),
 ]
-"""(room, dotted path) of all shipped plugins, with those of the tiny world."""
+"""(folder, dotted path) of all shipped plugins, with those of the tiny world."""
 
-FLOORS = [
+LAYERS = [
     {"config"},
     {"api"},
     {"algorithm", "files", "meter", "ranks"},
@@ -46,7 +46,7 @@ FLOORS = [
     {"checkpoints"},
     {"record"},
     {"judge"},
-    set(build.ROOMS),
+    set(build.PLUGIN_BASES),
     {"pool"},
     {"learner"},
     {"rollout"},
@@ -61,10 +61,10 @@ FLOORS = [
     {"commands", "notebook", "simple_launch"},
     {"__main__", "test_distributed_env"},
 ]
-"""Layers of rooms (folders of `rl/`, or files beside them): a file imports only from its own room
-and from rooms of earlier layers."""
+"""Layers of folders of `rl/`, or files beside them: a file imports only from its own folder and
+from earlier layers."""
 ENTRY = "rl.ranks.worker"
-"""A program that no other file imports and that may import from more rooms."""
+"""A program that no other file imports and that may import from more folders."""
 
 FENCES = {
     "vllm": r"rl/engines/vllm/\w+\.py",
@@ -103,7 +103,7 @@ def imports_of(file: Path) -> Iterator[Import]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno}: imports are absolute"
-            # `from rl.room import plugin` may import a module.
+            # `from rl.folder import plugin` may import a module.
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
@@ -164,14 +164,14 @@ def test_one_function_opens_pictures() -> None:
     assert not wrong, wrong
 
 
-def room_of(dotted: str) -> str:
+def folder_of(dotted: str) -> str:
     """'rl.learner.backends' -> 'learner'."""
     return dotted.partition(".")[2].partition(".")[0]
 
 
-def floor(room: str) -> int:
-    numbers = [number for number, rooms in enumerate(FLOORS) if room in rooms]
-    assert numbers, f"rl/{room} has no floor in test_layout.py"
+def layer(folder: str) -> int:
+    numbers = [number for number, folders in enumerate(LAYERS) if folder in folders]
+    assert numbers, f"rl/{folder} has no layer in test_layout.py"
     return numbers[0]
 
 
@@ -185,9 +185,9 @@ def test_imports_only_go_down() -> None:
         each.place
         for each in IMPORTS
         if each.module.startswith("rl.") and each.file != ROOT / "rl" / "__init__.py"
-        for importer, imported in [(room_of(module_name(each.file)), room_of(each.module))]
-        if importer != imported and floor(imported) >= floor(importer)
-        if module_name(each.file) != ENTRY or floor(imported) > floor("record")
+        for importer, imported in [(folder_of(module_name(each.file)), folder_of(each.module))]
+        if importer != imported and layer(imported) >= layer(importer)
+        if module_name(each.file) != ENTRY or layer(imported) > layer("record")
     ]
     assert not upward, upward
     assert not [each.place for each in IMPORTS if each.module == ENTRY]
@@ -209,7 +209,7 @@ def test_every_program_guards_what_it_prints() -> None:
 
 
 def test_there_are_no_import_cycles() -> None:
-    """Also inside a room; imports in functions and imports only for types count, too."""
+    """Also inside a folder; imports in functions and imports only for types count, too."""
     names = {module_name(file) for file in SOURCES}
     graph: dict[str, set[str]] = {name: set() for name in names}
     for each in IMPORTS:
@@ -231,7 +231,7 @@ def test_no_two_files_share_a_name() -> None:
 
 
 def test_a_plugin_imports_no_other_plugin() -> None:
-    homes = [f"rl.{room}.{name}." for room, name in PLUGS]
+    homes = [f"rl.{folder}.{name}." for folder, name in PLUGS]
 
     def home_of(dotted: str) -> str | None:
         return next((home for home in homes if f"{dotted}.".startswith(home)), None)
@@ -291,7 +291,7 @@ def test_the_algorithm_imports_only_torch_and_does_no_input_or_output() -> None:
     wrong = [
         each.place
         for each in IMPORTS
-        if room_of(module_name(each.file)) == "algorithm"
+        if folder_of(module_name(each.file)) == "algorithm"
         and each.module.split(".")[0] not in allowed
     ]
     assert not wrong, wrong
@@ -321,9 +321,9 @@ for path in {[str(path) for path in CONFIGS if path.stem in tiny_config.DISTINCT
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("room", "dotted"), ALL_PLUGS)
-def test_a_plugin_fulfils_its_rooms_contract(room: str, dotted: str) -> None:
-    plugin, wrong = find.plugin_class(importlib.import_module(dotted), build.ROOMS[room])
+@pytest.mark.parametrize(("folder", "dotted"), ALL_PLUGS)
+def test_a_plugin_fulfils_its_folders_contract(folder: str, dotted: str) -> None:
+    plugin, wrong = find.plugin_class(importlib.import_module(dotted), build.PLUGIN_BASES[folder])
     assert plugin is not None and not wrong, wrong
     assert "type" in plugin.Config.model_fields
     assert_documented(plugin.Config)

@@ -8,7 +8,7 @@ from typing import Any
 from rl.api.find import misspelt
 from rl.api.plugin import unread
 from rl.api.policy import Policy
-from rl.build import ROOMS, Resolved, ask_plugin
+from rl.build import PLUGIN_BASES, Resolved, ask_plugin
 from rl.config.schema import SHIPPED_LOSSES, SamplingConfig
 from rl.memory import footprint
 
@@ -37,7 +37,7 @@ def no_effect(resolved: Resolved) -> list[str]:
     problems = [*_rules(resolved)]
     for plugin in resolved.plugins:
         lines = ask_plugin(plugin, "no_effect")[0] or []
-        base = next(base for base in ROOMS.values() if issubclass(plugin.cls, base))
+        base = next(base for base in PLUGIN_BASES.values() if issubclass(plugin.cls, base))
         problems += [f"{plugin.key}.{line}" for line in (*lines, *misspelt(plugin.cls, base))]
     return list({line.partition(":")[0]: line for line in reversed(problems)}.values())[::-1]
 

@@ -200,7 +200,7 @@ def policy_class(trained: Trained, trusted: str | None = None) -> type[TrainedPo
     shipped = name in build.plugins_of("policies")
     found, problems = find.import_plugin(build.module_of("policies", name) if shipped else name)
     plugin, wrong = (
-        (None, problems) if problems else find.plugin_class(found, build.ROOMS["policies"])
+        (None, problems) if problems else find.plugin_class(found, build.PLUGIN_BASES["policies"])
     )
     if plugin is None or not issubclass(plugin, TrainedPolicy):
         wrong = wrong or [f"policy.type: {name} derives from no TrainedPolicy"]

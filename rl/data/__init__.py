@@ -1,1 +1,1 @@
-"""Plugin room: data sources, each an `rl.api.data.DataSource` in its own file."""
+"""Plugins: data sources, each an `rl.api.data.DataSource` in its own file."""

@@ -1,1 +1,1 @@
-"""Plugin room: inference engines, each an `rl.api.engine.Engine`; tests compare the two."""
+"""Plugins: inference engines, each an `rl.api.engine.Engine`; tests compare the two."""

@@ -107,8 +107,8 @@ def imported_names(path: Path) -> set[str]:
     return packages
 
 
-def third_party(*rooms: str) -> set[str]:
-    files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+def third_party(*folders: str) -> set[str]:
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     local = {path.stem for path in files} | {path.parent.name for path in files}
     local |= {"benchmarks", "tiny_world", "rl"}
     names = set().union(*map(imported_names, files)) - set(sys.stdlib_module_names) - local
