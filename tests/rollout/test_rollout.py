@@ -475,7 +475,7 @@ def test_an_async_reward_that_blocks_the_loop_is_named_once(
     context: RolloutContext, monkeypatch, capsys, sleep: Callable[[float], object], blocks: bool
 ) -> None:
     monkeypatch.setattr(grading, "BLOCKED_S", 0.02)
-    monkeypatch.setattr(grading, "_named", set())
+    monkeypatch.setattr(grading, "_warned", set())
 
     async def works(reward_input: RewardInput) -> float:
         result = sleep(0.03)
