@@ -118,7 +118,7 @@ class StepRunner:
             train_step.prefetch_reference(lambda: True)
         with phase("backward"):
             train_step.accumulate(0, [_graded(ids, g) for g, ids in enumerate(ids_G)])
-        with phase("optimiser step"):
+        with phase("optimizer step"):
             train_step.step()
 
 

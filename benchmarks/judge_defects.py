@@ -1,4 +1,4 @@
-"""Measures which defects of a judge its audit and its attack find, with the tiny world's judge.
+"""Measures which defects of the tiny world's judge the audit and the attacks find.
 
 python -m benchmarks.judge_defects > benchmarks/results/judge_defects.md
 """
@@ -86,7 +86,7 @@ def _order_biased(judge: DefectiveJudge, parts: Parts) -> str:
 
 
 def _ignores_order(judge: DefectiveJudge, parts: Parts) -> str:
-    """Gives the higher scores of both orders of the pictures."""
+    """Asks with both orders of the pictures, and gives the higher scores."""
     if not _is_semantic(parts):
         return judge.sound(parts)
     return _reply(*max(judge.scores(parts), json.loads(_order_biased(judge, parts))["score"]))
@@ -98,13 +98,13 @@ def _noisy(judge: DefectiveJudge, parts: Parts) -> str:
 
 
 def _ignores_category(judge: DefectiveJudge, parts: Parts) -> str:
-    """Gives every result of an instruction to erase full marks."""
+    """Gives full marks to every result of an "erase" instruction."""
     erases = _instruction(parts).startswith("erase")
     return _reply(10, 10) if erases else judge.sound(parts)
 
 
 def _fallback(judge: DefectiveJudge, parts: Parts) -> str:
-    """Gives a third of the questions 5 of 10 points, without a look at the pictures."""
+    """Answers a third of the questions with 5 of 10 points, without looking at the pictures."""
     fails = random.Random(json.dumps(parts)).random() < 1 / 3
     return _reply(5, 5) if fails else judge.sound(parts)
 
@@ -133,7 +133,7 @@ DEFECTS: Mapping[str, Defect] = {
     "ignores order": _ignores_order,
     "noisy": _noisy,
     "ignores a category": _ignores_category,
-    "12.5 of 25 as a fall-back": _fallback,
+    "half marks as a fall-back": _fallback,
     "echo": _echo,
     "reads text in pictures": _reads_text,
 }

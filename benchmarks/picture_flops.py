@@ -51,7 +51,7 @@ def image_21(side_px: int, num_sources: int, num_steps: int) -> float:
     )
     slots = [range(LEAD_IN * i + i - 1, LEAD_IN * i + i) for i in range(1, num_sources + 1)]
     sources = tuple(
-        qwen_image_21_denoiser.Shown(
+        qwen_image_21_denoiser.PromptImage(
             slot, _empty(side * side, config.in_channels), (side, side), b""
         )
         for slot in slots

@@ -1,4 +1,4 @@
-"""Turns the records of `experiments.py` into numbers and Markdown tables. Peers: TRL's setups."""
+"""Makes Markdown tables of the records of `experiments.py`; a peer is one of TRL's setups."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ _PART_ROWS: Sequence[tuple[str, Sequence[str]]] = (
 
 
 def sweep(records: Mapping[str, Record]) -> str:
-    """The policy side by shape: each peer divided by ours; '' if the peer was not measured."""
+    """A table of each peer's policy side, divided by ours, per shape; '' where not measured."""
     peers = list(dict.fromkeys(p for record in records.values() for p in record["sides"]))
     peers.remove(OURS)
     rows = []
@@ -139,16 +139,16 @@ def sweep(records: Mapping[str, Record]) -> str:
 def memory(peaks_by_group: Mapping[str, Mapping[str, float]]) -> str:
     """MB above the baseline for each group size G, and MB per further completion."""
     rows = [
-        [f"G = {group}", *(f"{peak:.0f}" for peak in peaks.values()), _share(peaks)]
+        [f"G = {group}", *(f"{peak:.0f}" for peak in peaks.values()), _ours_over_tuned(peaks)]
         for group, peaks in peaks_by_group.items()
     ]
     slopes = memory_slopes(peaks_by_group)
     growth = [f"{slope:.1f}" for slope in slopes.values()]
-    rows.append(["one more completion", *growth, _share(slopes)])
+    rows.append(["one more completion", *growth, _ours_over_tuned(slopes)])
     return table(["peak MB above baseline", *slopes, "ours/tuned"], rows)
 
 
-def _share(by_setup: Mapping[str, float]) -> str:
+def _ours_over_tuned(by_setup: Mapping[str, float]) -> str:
     return f"{by_setup[OURS] / by_setup[TUNED]:.2f}"
 
 

@@ -75,7 +75,7 @@ samples and fixed completions.
 - **this project**: `rl.train`, unmodified.
 
 Sampling is transformers' `generate` in every setup. The policy side is preprocessing, conditioning,
-log-probs, reference, forward, backward and optimiser step. Ratios are medians over interleaved
+log-probs, reference, forward, backward and optimizer step. Ratios are medians over interleaved
 rounds (smallest to largest)."""
 
 

@@ -1,7 +1,7 @@
-// Prompt enhancement at tiny size: users ask for "a wedge the color of plum in the lower left corner",
-// a tiny Stable Diffusion 3 understands "purple triangle bottom left" only, a tiny Qwen2.5-VL learns
-// to write that, rewarded by a tiny CLIP that compares the picture with the user's own words. Minutes on
-// two CPU cores.
+// Prompt enhancement at tiny size. Users ask for "a wedge the color of plum in the lower left corner", but
+// a tiny Stable Diffusion 3 understands only "purple triangle bottom left". A tiny Qwen2.5-VL learns to
+// write that. The reward is a tiny CLIP's similarity of the picture and the user's own words. A run takes
+// minutes on two CPU cores.
 //
 //   python -m rl.simple_launch configs/tiny_prompts.jsonnet
 (import 'tiny.libsonnet') + {
@@ -28,7 +28,7 @@
     batch_size: 16,
   },
   rewards: {
-    // This CLIP gives right pictures a cosine near 1, so it needs no stretching.
+    // This CLIP gives right pictures a cosine near 1, so the scale is 1.
     clip: { type: 'clip', model_path: 'pkg://tiny_world/weights/clip', dtype: 'float32', scale: 1.0 },
   },
   data+: {

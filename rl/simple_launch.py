@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             sys.exit(code)
         problems += check_report.problems(config)
         problems = problems or _memory_problems(args, config)
-        problems = problems or run_folder.make_problems(config.run_dir)
+        problems = problems or run_folder.create_and_check(config.run_dir)
         problems = problems or fetch_models(build.resolve(config))
         if problems:
             raise ConfigError(problems)

@@ -14,9 +14,9 @@ from rl.algorithm.metrics import Metrics
 from rl.ranks import error_messages, loading_progress, signals
 from rl.ranks.dist import Dist
 from rl.ranks.seeding import derive_seed
-from rl.rollout.consensus import Interrupted, leave_together
+from rl.rollout.consensus import Interrupted, raise_if_interrupted
 from rl.rollout.stream import Sampled
-from rl.run.episode_metrics import size_of
+from rl.run.episode_metrics import size_text
 from rl.run.run import PendingStep, Run
 from rl.run.set_up import NothingToDoError, open_run
 from rl.run.torchrun import load_in_rank
@@ -53,7 +53,7 @@ def train(run: Run) -> None:
     try:
         metrics = run.sync_engine()
         if run.metrics_line_missing:
-            # A killed process did not write this line: it must not get this start's sync metrics.
+            # Line 0, or one lost in a kill; only line 0 gets the metrics of this sync.
             measure(run, done, Metrics() if done else metrics)
         while done < run.num_iterations:
             while run.may_sample(sampled, done):
@@ -61,7 +61,7 @@ def train(run: Run) -> None:
                 sampled += 1
             learn_from(run, pending_steps.popleft())
             done += 1
-            leave_together(run.dist)
+            raise_if_interrupted(run.dist)
     except Interrupted:
         for pending in pending_steps:
             pending.rollout.cancel()
@@ -86,7 +86,7 @@ def roll_out(run: Run, iteration: int) -> PendingStep:
     with timer.phase("generate") as phase:
         seeds_P = [derive_seed(config.seed, "sampling", group) for group in groups_P]
         completions_PG = run.engine.generate(prompts_P, build.sampling_params(config), seeds_P)
-        phase.note(size_of(completions_PG))
+        phase.note(size_text(completions_PG))
     run.engine.sleep()
     noise_P = [derive_seed(config.seed, "noise", group) for group in groups_P]
     bare_P = run.bare_arms(prompts_P)
@@ -97,7 +97,7 @@ def roll_out(run: Run, iteration: int) -> PendingStep:
 
 
 def learn_from(run: Run, pending: PendingStep) -> None:
-    """Take the optimizer steps, sync the engine, record. Raises `Interrupted` if asked to stop.
+    """Take the optimizer steps, sync the engine, and record. Raises `Interrupted` if asked to stop.
 
     A group's backward runs while the judge grades others, unless the ranks must run it together.
     """

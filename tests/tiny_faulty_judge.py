@@ -175,7 +175,7 @@ class PickyJudge(FaultyJudge):
         return [" ".join(sorted(r.keys() - {"model", "messages"})) for r in self.requests]
 
 
-def said(*blocks: bytes) -> Fault:
+def raw(*blocks: bytes) -> Fault:
     """Sends these bytes and closes the connection."""
     return Fault(raw=lambda: blocks)
 
@@ -185,7 +185,7 @@ def page(body: bytes, *headers: str, status: str = "200 OK", length: int | None 
     question on a connection that is just being closed. `length`: the claimed Content-Length."""
     lines = [f"HTTP/1.1 {status}", *headers, "Connection: close"]
     lines.append(f"Content-Length: {len(body) if length is None else length}")
-    return said("\r\n".join([*lines, "", ""]).encode("latin-1"), body)
+    return raw("\r\n".join([*lines, "", ""]).encode("latin-1"), body)
 
 
 def envelope(content: Any = GOOD) -> bytes:

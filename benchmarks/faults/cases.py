@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.faults import tiny_run
 from benchmarks.faults.inject import DoAt, EndAt, FailAtFile, Injection
-from tests.tiny_faulty_judge import GOOD, Fault, envelope, page, said
+from tests.tiny_faulty_judge import GOOD, Fault, envelope, page, raw
 
 FIRST_OF_TRAINING = 2
 """Number of the first judge request of training; request 1 is sent before a model is loaded."""
@@ -45,18 +45,18 @@ class Case:
     on_bad_row: str = "error"
     save_every: int = 1
     is_bug: bool = False
-    """The fault imitates a bug in the code, for which a traceback is a good message."""
-    keeps_disk: bool = True
+    """The fault imitates a bug in the code; then a traceback is an acceptable message."""
+    can_save: bool = True
     """Whether the run can still save after the fault."""
     says: str = ""
     """Text that the output must contain, in lower case."""
-    is_final: bool = False
+    cannot_resume: bool = False
     """The run cannot be resumed, so every start must be refused."""
     changes_record: bool = False
     """Lines of metrics or episodes may be damaged or lost if a message reports it."""
     adds_to_record: bool = False
     """The episodes record the faulty replies, so only the weights must be the same."""
-    is_other_run: bool = False
+    results_differ: bool = False
     """The run goes on without the broken part, so its results differ and are not compared."""
 
     @property
@@ -74,12 +74,12 @@ _CALLS = {
     "the judge is asked": ("rl.judge.client:JudgeClient.ask", 7),
     "a reply is journalled": ("rl.judge.journal:append", 6),
     "a step is planned": ("rl.learner.learner:Learner.begin", 3),
-    "the reference is read": ("rl.learner.train_step:TrainStep.prefetch_reference", 2),
-    "a backward": ("rl.learner.train_step:TrainStep.accumulate", 4),
-    "the optimiser steps": ("rl.learner.train_step:TrainStep.step", 2),
+    "reference log-probs are computed": ("rl.learner.train_step:TrainStep.prefetch_reference", 2),
+    "a backward pass": ("rl.learner.train_step:TrainStep.accumulate", 4),
+    "the optimizer steps": ("rl.learner.train_step:TrainStep.step", 2),
     "weights are written back": ("rl.learner.backends:TorchBackend._write_back", 2),
     "the engine is synced": ("rl.run.run:sync", 3),
-    "an iteration is noted": ("rl.run.last_finished:LastFinished.note", 3),
+    "a finished iteration is kept": ("rl.run.last_finished:LastFinished.note", 3),
     "episodes are recorded": ("rl.run.recording:Recording.write_episodes", 2),
     "episodes are written": ("rl.record.run_record:RunRecord.write_episodes", 2),
     "a checkpoint is begun": ("rl.run.checkpointing:Checkpointing.save_if_due", 2),
@@ -88,10 +88,10 @@ _CALLS = {
     "a line of metrics is written": ("rl.record.run_record:RunRecord.write_metrics", 3),
     "metrics go to wandb": ("rl.trackers.tracking:Tracker.log", 3),
     "an iteration is printed": ("rl.console.console:Console.iteration", 3),
-    "the table of time": ("rl.console.console:Console.print_phase_times", 1),
+    "the table of phase times": ("rl.console.console:Console.print_phase_times", 1),
 }
-_OF_THE_RECORD = ("episodes are recorded", "episodes are written", "a line of metrics is written")
-_OF_A_REWARD = "the judge is asked"
+_RECORD_CALLS = ("episodes are recorded", "episodes are written", "a line of metrics is written")
+_REWARD_CALL = "the judge is asked"
 """The place where an error leaves the completion ungraded, with a warning."""
 _ERRORS = ("ENOSPC", "EIO", "MemoryError", "RuntimeError")
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGKILL")
@@ -108,16 +108,16 @@ def _calls() -> Iterator[Case]:
                 EndAt(where, count, kind),
                 save_every=3,
                 is_bug=kind == "RuntimeError",
-                changes_record=place in _OF_THE_RECORD and kind in _ERRORS,
-                is_other_run=place == _OF_A_REWARD and kind in _ERRORS,
-                says=": ungraded: " if place == _OF_A_REWARD and kind in _ERRORS else "",
+                changes_record=place in _RECORD_CALLS and kind in _ERRORS,
+                results_differ=place == _REWARD_CALL and kind in _ERRORS,
+                says=": ungraded: " if place == _REWARD_CALL and kind in _ERRORS else "",
             )
     for place in ("completions are sampled", "a checkpoint is begun", "metrics are logged"):
         for action in _ACTIONS:
             inject = DoAt(*_CALLS[place], action)
             is_lost = action.startswith("run folder")
             can_save = action == "the console is gone"
-            yield Case("call", place, action, inject, keeps_disk=can_save, is_final=is_lost)
+            yield Case("call", place, action, inject, can_save=can_save, cannot_resume=is_lost)
 
 
 # File operations. Pattern of the path -> number of the operation, mostly in the second iteration.
@@ -158,13 +158,13 @@ def _files() -> Iterator[Case]:
 
 def _file(operation: str, pattern: str, count: int, kind: str) -> Case:
     inject = FailAtFile(operation, pattern, count, kind)
-    for_good = kind.endswith("+") or kind == "FULL"
+    permanent = kind.endswith("+") or kind == "FULL"
     return Case(
         "file",
         f"{operation} {pattern}",
         kind,
         inject,
-        keeps_disk=not for_good,
+        can_save=not permanent,
         changes_record=pattern in _RECORD or kind == "FULL",
     )
 
@@ -179,15 +179,15 @@ _JUDGE = {
     "401": Fault(401, body='{"error": "the key has expired"}'),
     "404": Fault(404, body='{"error": "no such model"}'),
     "302": Fault(302, headers={"Location": "http://127.0.0.1:9/"}),
-    "words without a number": Fault(reply="A fine picture, I should say."),
+    "text without a number": Fault(reply="A fine picture, I should say."),
     "a number out of range": Fault(reply='{"score": [1e9]}'),
     "NaN": Fault(reply='{"score": [NaN]}'),
-    "empty words": Fault(reply=""),
+    "an empty text": Fault(reply=""),
     "empty body": Fault(body=""),
     "not JSON": Fault(body="<html>busy</html>"),
-    "JSON of another kind": Fault(body='{"choices": 7}'),
+    "JSON with another structure": Fault(body='{"choices": 7}'),
     "another model": Fault(body=json.dumps({**json.loads(_GOOD_BODY), "model": "another"})),
-    "random bytes": said(bytes(range(256)) * 8),
+    "random bytes": raw(bytes(range(256)) * 8),
     "reset": Fault(reset=True),
     "cut": Fault(cut=True),
     "slower than timeout_s": Fault(stall_s=7.0),
@@ -196,14 +196,14 @@ _JUDGE = {
     "a header of 100 kB": page(_GOOD_BODY, "X: " + "x" * 100_000),
     "20 MB": page(b"x" * 20_000_000),
 }
-_FOR_GOOD = (
+_PERMANENT = (
     "500",
     "429",
     "401",
-    "words without a number",
+    "text without a number",
     "a number out of range",
     "NaN",
-    "empty words",
+    "an empty text",
     "random bytes",
     "reset",
     "not JSON",
@@ -222,10 +222,10 @@ def _judge() -> Iterator[Case]:
             save_every=3,
             adds_to_record=True,
         )
-    for kind in _FOR_GOOD:
-        for_good = JudgeFault(_JUDGE[kind], FIRST_OF_TRAINING + 4, times=0)
+    for kind in _PERMANENT:
+        permanent = JudgeFault(_JUDGE[kind], FIRST_OF_TRAINING + 4, times=0)
         place = "from the second iteration on"
-        yield Case("judge", place, kind, judge=for_good, save_every=3)
+        yield Case("judge", place, kind, judge=permanent, save_every=3)
     for kind in _AT_START:
         yield Case("judge", "the first question", kind, judge=JudgeFault(_JUDGE[kind], 1))
         yield Case("judge", "its list of models", kind, judge=JudgeFault(_JUDGE[kind], 0))
@@ -262,17 +262,17 @@ _DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 _ROWS: dict[str, Callable[[str], str]] = {
-    "no picture there": _with(image="gone.png"),
+    "a missing picture": _with(image="gone.png"),
     "a folder as picture": _with(image="."),
-    "a path of 5,000": _with(image="x" * 5000),
-    "a half character": _with(instruction="\ud800"),
+    "a path of 5,000 characters": _with(image="x" * 5000),
+    "a lone surrogate": _with(instruction="\ud800"),
     "an empty instruction": _with(instruction=""),
     "a number as instruction": _with(instruction=7),
     "no instruction": lambda line: json.dumps({"image": json.loads(line)["image"]}),
     "not JSON": lambda line: line[:-3],
     "100,000 brackets": lambda _: "[" * 100_000,
     "a number of 5,000 digits": lambda line: line[:-1] + ', "n": ' + "9" * 5000 + "}",
-    "an instruction without end": _with(instruction="why " * 20_000),
+    "an instruction of 80,000 characters": _with(instruction="why " * 20_000),
 }
 
 
@@ -289,7 +289,7 @@ def _rows() -> Iterator[Case]:
                     rows=partial(change, row),
                     on_bad_row=on_bad_row,
                     save_every=3,
-                    is_other_run=on_bad_row == "skip",
+                    results_differ=on_bad_row == "skip",
                 )
 
 
@@ -305,7 +305,7 @@ def _change_picture(kind: str, row: int, path: Path) -> None:
 
 # Damaged files of a run that has finished two iterations.
 _NEWEST = "checkpoints/step_000002/"
-_OF_A_CHECKPOINT = (
+_CHECKPOINT_FILES = (
     "state.safetensors",
     "state.json",
     "rng_rank0000.pt",
@@ -313,7 +313,7 @@ _OF_A_CHECKPOINT = (
     "model/adapter_model.safetensors",
     "model/adapter_config.json",
 )
-_OF_THE_RUN = (
+_RUN_FILES = (
     "metrics.jsonl",
     "config.json",
     "last_checkpoint.txt",
@@ -323,8 +323,8 @@ _OF_THE_RUN = (
     ".saving.lock",
     "logs/rank_0.log",
 )
-_PUT_ASIDE = ("last_checkpoint.txt", ".lock", ".saving.lock")
-"""The run continues although a folder has replaced one of these files."""
+_REPLACEABLE = ("last_checkpoint.txt", ".lock", ".saving.lock")
+"""A run continues even if a folder has replaced one of these files."""
 
 
 @dataclass(frozen=True)
@@ -341,15 +341,15 @@ class Damage:
 
 def _damage() -> Iterator[Case]:
     for kind in _DAMAGE:
-        for file in _OF_A_CHECKPOINT:
+        for file in _CHECKPOINT_FILES:
             damage = Damage((_NEWEST + file,), kind)
             says = "step_000002 is damaged"
             yield Case("damage", f"newest checkpoint: {file}", kind, damage=damage, says=says)
-        for file in _OF_THE_RUN:
+        for file in _RUN_FILES:
             is_metrics = file == "metrics.jsonl"
             if is_metrics and kind == "a bit flipped":
                 continue  # undetectable: a line has no checksum, and a digit may become another one
-            is_in_the_way = kind == "a folder" and file not in _PUT_ASIDE
+            is_in_the_way = kind == "a folder" and file not in _REPLACEABLE
             says = "a folder is where a file belongs" if is_in_the_way else ""
             yield Case(
                 "damage",
@@ -358,19 +358,19 @@ def _damage() -> Iterator[Case]:
                 damage=Damage((file,), kind),
                 says="metrics.jsonl" if is_metrics else says,
                 changes_record=is_metrics,
-                is_final=is_in_the_way,
+                cannot_resume=is_in_the_way,
             )
         both = tuple(f"checkpoints/step_00000{n}/state.safetensors" for n in (1, 2))
         damage = Damage(both, kind)
         says = "none of the 2 checkpoints"
-        yield Case("damage", "all checkpoints", kind, damage=damage, says=says, is_final=True)
+        yield Case("damage", "all checkpoints", kind, damage=damage, says=says, cannot_resume=True)
     yield Case(
         "damage",
         "checkpoints/",
         "gone",
         damage=lambda run_dir: shutil.rmtree(run_dir / "checkpoints"),
         says="holds no checkpoint",
-        is_final=True,
+        cannot_resume=True,
     )
 
 

@@ -63,9 +63,9 @@ def try_case(harness: Harness, case: Case, number: int) -> Outcome:
         saved = _saved(run_dir)
         is_done = first.code == 0 and saved == tiny_run.NUM_ITERATIONS
         _fix(judge, harness, rows)
-        again = None if is_done or case.is_final else tiny_run.start(folder)
+        again = None if is_done or case.cannot_resume else tiny_run.start(folder)
     verdict, why = bad_verdict(case, first, again, saved, is_done)
-    if not verdict and not case.is_final and not case.is_other_run:
+    if not verdict and not case.cannot_resume and not case.results_differ:
         verdict, why = _compared(case, harness.uninterrupted, run_dir, first, again)
     if not verdict:
         verdict, why = "survived" if is_done else "stopped", _main_line(first.printed)
@@ -99,12 +99,12 @@ def bad_verdict(
     the first start; `is_done`: the first start finished the run."""
     if first.code is None or (again is not None and again.code is None):
         return "HUNG", (first if first.code is None else again or first).printed[-300:]
-    if case.is_other_run and not is_done:
+    if case.results_differ and not is_done:
         return "LOST", f"the run did not go on without the broken part: {_main_line(first.printed)}"
     # A killed run may lose the iteration that is being saved, and those since the last due save.
     killed = first.code == -signal.SIGKILL
     due = (first.finished - 1) // case.save_every * case.save_every if killed else first.finished
-    if case.keeps_disk and case.damage is None and saved < due:
+    if case.can_save and case.damage is None and saved < due:
         return "LOST", f"{first.finished} finished, {saved} on disk: {_main_line(first.printed)}"
     if again is not None and again.code != 0:
         return "LOST", f"the second start ended with {again.code}: {again.printed[-300:]}"
@@ -115,7 +115,7 @@ def bad_verdict(
         return "UNCLEAR", f"exit code {first.code}: {first.printed[-300:]}"
     if case.says not in first.printed.lower():
         return "SILENT", f"not printed: {case.says}: {_main_line(first.printed)}"
-    if case.is_final and first.code == 0:
+    if case.cannot_resume and first.code == 0:
         return "SILENT", "the run was not refused"
     return "", ""
 

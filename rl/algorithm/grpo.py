@@ -4,7 +4,7 @@
     policy_t = -min(ratio_t A, clip(ratio_t) A)            or another of the losses below
     loss     = sum_t weight_t (importance_t policy_t + kl_coeff kl_t)
 
-Every denominator (in weight_t) counts the whole optimiser step over all ranks and micro-batches, so
+Every denominator (in weight_t) counts the whole optimizer step over all ranks and micro-batches, so
 the gradient does not depend on how the batch is split; gradients are summed, never averaged.
 
 Axes: `_P` prompts (groups), `_G` completions of a group; `_B` completions of a micro-batch, `_C`

@@ -17,7 +17,7 @@ DividedBy = Literal["num_tokens", "num_sequences", "num_completions"]
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts of one optimiser step over all ranks and micro-batches; losses divide by them."""
+    """Counts of one optimizer step over all ranks and micro-batches; losses divide by them."""
 
     num_tokens: float
     """Tokens that carry loss."""

@@ -351,7 +351,7 @@ class PolicyWeights:
     """Detached. LoRA: copies, PEFT's names; full: transformers' names, may alias live weights."""
     lora_config: Mapping[str, Any] | None
     version: int
-    """Optimiser steps taken so far."""
+    """Optimizer steps taken so far."""
     fingerprint: str
     """Hash of the tensors: equal exactly when nothing changed."""
 

@@ -329,7 +329,7 @@ async def attack(
     cases: Sequence[Case],
     limits: JudgeConfig,
 ) -> tuple[list[AttackResult], float, float]:
-    """(the attacks on one reward, mean of the right results, floor)."""
+    """(attacks on one reward, mean of right results, lowest mean of a kind of wrong results)."""
     references = {
         (number, kind): case.results[kind]
         for number, case in enumerate(cases)
@@ -397,7 +397,7 @@ def entries(file: Path) -> dict[str, Any]:
     return found
 
 
-def keep(resolved: Resolved, **results: Any) -> None:
+def save_results(resolved: Resolved, **results: Any) -> None:
     """Add results to the entry of the config's judge: `audits`, `pairs` or `attacks`."""
     file, judge_identity = file_of(resolved.config), identity(resolved)
     known, key = entries(file), key_of(judge_identity)

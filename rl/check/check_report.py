@@ -192,7 +192,7 @@ def _batch_lines(resolved: build.Resolved) -> list[str]:
             f"{name:<20} {count:>8g} an iteration {count / ranks:>8g} on each of {ranks} ranks"
             for name, count in counts.items()
         ),
-        f"{'optimiser steps':<20} {optimizer.updates_per_iteration:>8} an iteration, each of "
+        f"{'optimizer steps':<20} {optimizer.updates_per_iteration:>8} an iteration, each of "
         f"{per_update:g} completions a rank",
         f"{'forwards':<20} in rows of up to {optimizer.max_tokens_per_micro_batch} tokens; a group "
         f"has at most {footprint.group_tokens(resolved)}",

@@ -47,7 +47,7 @@ def memory_problems(
                 "batch_size, or a larger GPU"
             )
     needed: Changes = {}
-    if sizes.engine is not None and sizes.engine.starves(gpu_gb):
+    if sizes.engine is not None and sizes.engine.lacks_room(gpu_gb):
         needed, problem = _engine_problem(sizes.engine, gpu_gb, engine_dtype(resolved))
         problems.append(problem)
         if not needed:
@@ -172,8 +172,8 @@ def _planned(resolved: Resolved, changes: Changes, gpu_gb: float) -> Plan | None
     if not set(plugin_problems(changed)) <= set(plugin_problems(resolved)):
         return None
     plan = footprint.footprint(changed, gpu_gb)
-    starves = plan and plan.inference and plan.inference.starves(gpu_gb)
-    return None if starves else plan
+    lacks_room = plan and plan.inference and plan.inference.lacks_room(gpu_gb)
+    return None if lacks_room else plan
 
 
 def _written(key: str, value: Any) -> str:

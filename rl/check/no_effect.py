@@ -28,8 +28,8 @@ UNREAD: Mapping[str, tuple[str, Any]] = {
     ),
     "judge.start_timeout_s": ("start_command", []),
 }
-"""'section.keys' (without keys: the whole section) -> (another key of the section, its value with
-which nothing reads those keys)."""
+"""'section.key key ...' (no key: the whole section) -> (another key of the section, the value of
+that key with which the first ones have no effect)."""
 
 
 def no_effect(resolved: Resolved) -> list[str]:
@@ -88,10 +88,10 @@ def doubtful(resolved: Resolved) -> list[str]:
     sampling, algorithm = resolved.config.sampling, resolved.config.algorithm
     cuts_tokens = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}
     problems = [
-        f"sampling.{key}: {getattr(sampling, key):g} cuts off tokens, so the sampler's log-probs "
-        "are of the cut distribution and the trainer's of the whole one: every importance weight "
-        "is below 1, mismatch/* measures the cut, and an engine that holds other weights goes "
-        f"unreported. Use {SamplingConfig.model_fields[key].default} (off)"
+        f"sampling.{key}: {getattr(sampling, key):g} removes tokens, so the engine's log-probs are "
+        "of the truncated distribution, the trainer's of the full one: every importance weight is "
+        "below 1, mismatch/* measures the truncation, and an engine with wrong weights is not "
+        f"noticed. Use {SamplingConfig.model_fields[key].default} (off)"
         for key, cuts in cuts_tokens.items()
         if cuts
     ]
@@ -103,8 +103,8 @@ def doubtful(resolved: Resolved) -> list[str]:
         )
     if algorithm.loss == "dr_grpo" and algorithm.advantage_scale != "none":
         problems.append(
-            f"algorithm.advantage_scale: {algorithm.advantage_scale!r} divides by a deviation, and "
-            "loss 'dr_grpo' was derived to leave it out (Liu et al. 2025). Use 'none', or loss "
+            f"algorithm.advantage_scale: {algorithm.advantage_scale!r} divides by a standard "
+            "deviation, which loss 'dr_grpo' avoids (Liu et al. 2025). Use 'none', or loss "
             "'grpo' or 'dapo'"
         )
     if algorithm.truncated_completions == "mask" and resolved.policy.config.thought is not None:

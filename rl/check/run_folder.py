@@ -45,8 +45,8 @@ def folder_problems(run_dir: Path) -> list[str]:
     return []
 
 
-def make_problems(run_dir: Path) -> list[str]:
-    """Create the folder and its `logs`, which ranks need first; return its `folder_problems`."""
+def create_and_check(run_dir: Path) -> list[str]:
+    """Create the folder and its `logs`, where ranks write first; return its `folder_problems`."""
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # private until the user shares it
         (run_dir / LOGS).mkdir(exist_ok=True)
@@ -60,7 +60,7 @@ def make_problems(run_dir: Path) -> list[str]:
 
 
 def _read_only(path: Path, why: str) -> list[str]:
-    return _problem(path, f"cannot be written to ({why}); make it writable, or choose another")
+    return _problem(path, f"cannot be written to ({why}); make it writable or use another folder")
 
 
 def _problem(path: Path, problem: str) -> list[str]:

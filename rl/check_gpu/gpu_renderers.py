@@ -20,7 +20,7 @@ from rl.renderers.qwen_image.fp8 import Fp8Linear
 from rl.renderers.qwen_image.modulation import build_table
 from rl.renderers.qwen_image.vae2d import FrameVae
 from rl.renderers.qwen_image_21 import qwen_image_21_denoiser
-from rl.renderers.qwen_image_21.qwen_image_21_denoiser import Row, Shown
+from rl.renderers.qwen_image_21.qwen_image_21_denoiser import PromptImage, Row
 
 LARGEST_ERROR = {"bfloat16": 0.05, "float32": 1e-4}
 """Relative, of a whole small model: rounding adds up over its layers."""
@@ -80,7 +80,7 @@ def step_21(transformer: Any, side: int, text_lens: Sequence[int]) -> Forward:
             (range(at, at + slots), drawn(transformer, side**2, config.in_channels, seed=at))
             for at in range(3, 3 + num_shown * (slots + 2), slots + 2)
         ]
-        shown = [Shown(place, x, (side, side), b"%d" % place[0]) for place, x in pictures]
+        shown = [PromptImage(place, x, (side, side), b"%d" % place[0]) for place, x in pictures]
         start = drawn(transformer, pictures[-1][0].stop, config.context_in_dim, seed=num_shown)
         words = drawn(transformer, length, config.context_in_dim, seed=length)
         return Row(torch.cat([start, words]), tuple(shown))

@@ -1,4 +1,4 @@
-"""The `rl` commands. None imports from the working folder: it may be someone else's run folder."""
+"""The `rl` commands. None imports modules from the working folder, which may be another user's."""
 
 import os
 import sys
@@ -11,6 +11,6 @@ try:
     }
 except FileNotFoundError:  # the working folder was deleted
     _relative_folders = set()
-# In a clone that is not installed `rl` itself is imported from there.
+# Keep the clone's folder: if `rl` is not installed, it is imported from there.
 _relative_folders.discard(os.path.realpath(os.path.join(os.path.dirname(__file__), "..", "..")))
 sys.path[:] = [path for path in sys.path if os.path.realpath(path) not in _relative_folders]

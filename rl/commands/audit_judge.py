@@ -98,10 +98,10 @@ async def _run(args: argparse.Namespace, resolved: build.Resolved) -> int:
                 print("\n".join(attack_lines(plugin.key, results, right, floor)))
                 passed &= all(result.passed for result in results)
                 attacks[name] = results
-            judge_audit.keep(resolved, attacks=attacks)
+            judge_audit.save_results(resolved, attacks=attacks)
         else:
             audits = await judge_audit.audit_all(resolved, names, client, device, cases)
-            judge_audit.keep(resolved, **{"pairs" if args.pairs else "audits": audits})
+            judge_audit.save_results(resolved, **{"pairs" if args.pairs else "audits": audits})
             for audit in audits:
                 print("\n".join(audit_lines(audit)))
             passed = not any(audit.failures for audit in audits)
@@ -120,7 +120,7 @@ async def _client(resolved: build.Resolved, stack: AsyncExitStack) -> JudgeClien
     bases: Sequence[str]
     if config.start_command:
         log = judge_audit.file_of(resolved.config).with_suffix(".log")
-        bases = [await stack.enter_context(StartedJudge(config, log)).answering()]
+        bases = [await stack.enter_context(StartedJudge(config, log)).wait_until_ready()]
     else:
         bases = resolve_api_bases(config.api_base)
     client = JudgeClient(config, bases)

@@ -20,20 +20,20 @@ from rl.text import command_line, terminal
 
 @command_line.program
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 1 if the config cannot run on such nodes."""
+    """Exit code: 0; 1 if an option is invalid, or the config cannot run on these nodes."""
     terminal.guard()
     parser = command_line.Parser("rl launch", f"{__doc__}{command_line.KEY_VALUE}")
     add = parser.add_argument
-    add("--slurm", action="store_true", required=True, help="for sbatch")
-    add("--nodes", type=int, default=0, help="nodes of ranks (world_size / GPUs)")
-    add("--gpus", type=int, default=8, help="GPUs of a node, a rank on each (8)")
-    add("--pool-nodes", type=int, default=0, help="more nodes, of render workers alone")
-    add("--time", default="24:00:00", help="time limit of the job, as sbatch takes it (24:00:00)")
+    add("--slurm", action="store_true", required=True, help="print a batch file for sbatch")
+    add("--nodes", type=int, default=0, help="nodes with ranks (world_size / GPUs, rounded up)")
+    add("--gpus", type=int, default=8, help="GPUs per node, one rank on each (8)")
+    add("--pool-nodes", type=int, default=0, help="additional nodes, for render workers only")
+    add("--time", default="24:00:00", help="time limit of the job, in sbatch's format (24:00:00)")
     add("config")
     add("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(arguments)
     if min(args.gpus, args.nodes + 1) < 1 or args.pool_nodes < 0:
-        raise ValueError("--gpus: at least 1; --nodes and --pool-nodes: not negative")
+        raise ValueError("--gpus must be at least 1, --nodes and --pool-nodes at least 0")
     config = load_config(args.config, args.overrides)
     nodes = args.nodes or -(-config.world_size // args.gpus)
     ranks = args.gpus if args.nodes else config.world_size // nodes
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def script(**values: object) -> str:
-    """The batch file; `values`: those that `slurm.sh.j2` names."""
+    """The batch file's text; `values`: the variables of `slurm.sh.j2`."""
     environment = Environment(  # nosec B701 # a shell script, whose `arguments` are quoted
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,

@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
         enough = enough_workers(times.iteration, machines)
         for workers in sorted({*args.workers, enough}):
             print(row(times.iteration, replace(machines, workers=workers), judges))
-        print(f"beyond {enough} workers, more save less than {WORTH_IT:.0%} in all\n")
+        print(f"beyond {enough} workers, further ones together save less than {WORTH_IT:.0%}\n")
     print(LEGEND)
     return 0
 

@@ -66,7 +66,7 @@ MOVED: Mapping[str, str] = {
     "push_to_hub_every_n_iterations": "checkpoint.push_to_hub_every_n_iterations",
     "push_to_hub_repo_id": "checkpoint.push_to_hub_repo_id",
 }
-"""Fields that only have another name here; null leaves the default."""
+"""EARL's name -> our key, for fields that differ only in name; null keeps the default."""
 
 KEPT = frozenset({"run_name", "base_exp_dir", "num_iterations"})
 """Fields of the same name and meaning."""
@@ -144,8 +144,8 @@ def nested(
 def _convert(fields: Converted, run: Values) -> list[str]:
     """Writes the converted `fields` into `run`; returns the problems found.
 
-    These meanings differ from EARL: `coefficients` are exact shares of an endless mixture, not
-    copies and fixed subsets; a short context reduces `max_response_tokens`; a
+    These meanings differ from EARL: `coefficients` are exact shares of an endless mixture (EARL
+    copies data sets or takes fixed subsets); a short context reduces `max_response_tokens`; a
     `per_device_batch_size` of n allows n completions with a prompt each, although a group's prompt
     is stored only once; rewards are 0 to 1, not 0 to 10 (the advantages are equal).
     """

@@ -176,7 +176,7 @@ class OptimizerConfig(Section):
     where that is exact: first update, no dropout, not ZeRO-3, max_staleness 0). null = all tokens
     of the iteration; fewer need less memory."""
     updates_per_iteration: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1
-    """Optimiser steps per batch of rollouts; the batch is split into that many parts by group."""
+    """Optimizer steps per batch of rollouts; the batch is split into that many parts by group."""
     gradient_checkpointing: bool | Literal["mlp"] = False
     """Recompute activations in the backward. true: whole layers; least memory, a third more
     compute. 'mlp': only inside MLPs; a quarter of the memory of false, a sixth more compute."""

@@ -15,8 +15,8 @@ from rl.data.shared.jsonl import LinesSource, read_lines, read_rows
 from rl.data.shared.sample_rows import Columns, Rows
 
 BUILT_IN = Path(__file__).parent / "prompts"
-"""One JSONL file per split. Eight categories of 32 prompts, the last 8 of each held out; they
-alternate, so that the first n lines are balanced."""
+"""Has one JSONL file per split. Of the 32 prompts of each of eight categories, the last 8 are held
+out. Categories alternate in a file, so that the first n lines are balanced."""
 
 
 class Config(FileConfig):

@@ -19,7 +19,7 @@ from rl.api.data import RowRules
 from rl.api.plugin import PluginConfig, Resources
 from rl.api.types import Completion, Episode, Prompt, Sample, SamplingParams, Status
 from rl.config.schema import RunConfig
-from rl.data.shared.sample_pictures import UnusableError, opened
+from rl.data.shared.sample_pictures import UnusableError, load_image
 from rl.edit.trained import Trained, config_for_use, load_trained, pick_device
 from rl.judge.background import BackgroundLoop
 from rl.ranks.dist import Dist
@@ -117,7 +117,7 @@ def sample_of(
         )
     try:
         pictures = [
-            opened(image, rules.max_image_side_px, rules.keeps_transparency) for image in images
+            load_image(image, rules.max_image_side_px, rules.keeps_transparency) for image in images
         ]
     except UnusableError as error:
         raise ValueError(str(error)) from error

@@ -48,8 +48,8 @@ def unshare(path: Path) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """`open(..., opener=private)`: as `no_links`, and makes the file readable by this user only,
-    whatever its mode was. For completions, replies and logs. Another user's file keeps its mode."""
+    """`open(..., opener=private)`, for completions, replies and logs: opens like `no_links`, and
+    then gives the file mode 0600, unless it belongs to another user."""
     descriptor = no_links(path, flags, 0o600)
     with suppress(OSError):
         os.fchmod(descriptor, 0o600)

@@ -26,11 +26,11 @@ LOG_END_BYTES = 2000
 """How much of the end of the log is read to find the last line of a failed judge."""
 SHOWN_CHARS = 400
 URL_FILE = "{url_file}"
-PACKAGES = Path(__file__).resolve().parents[2]
-"""Where `rl` is imported from."""
+IMPORT_ROOT = Path(__file__).resolve().parents[2]
+"""The folder that `rl` is imported from."""
 
 NEEDED_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-"""Passed to the judge, which may download its model; of other secrets only `judge.api_key_env`."""
+"""Passed to the judge, which may download its model. Its only other secret: `judge.api_key_env`."""
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", INIT_METHOD),
@@ -44,7 +44,7 @@ def start_problems(config: JudgeConfig) -> Iterator[str]:
     if shutil.which(command[0]) is None:
         yield (
             f"judge.start_command: there is no program {command[0]!r} on this machine's PATH or in "
-            f"{Path.cwd()}; '{{python}}' is the Python that runs this"
+            f"{Path.cwd()}; '{{python}}' stands for this Python"
         )
     if _writes_url(config) == bool(config.api_base):
         yield (
@@ -79,7 +79,7 @@ class StartedJudge:
             self._log_start = output.tell()
             self._guard = subprocess.Popen(
                 [sys.executable, "-m", "rl.judge.guard", str(os.getpid()), os.getcwd(), *command],
-                cwd=PACKAGES,
+                cwd=IMPORT_ROOT,
                 env={key: value for key, value in environment.items() if key not in RANK_VARIABLES},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -87,7 +87,7 @@ class StartedJudge:
                 start_new_session=True,
             )
 
-    async def answering(self) -> str:
+    async def wait_until_ready(self) -> str:
         """Wait until the judge serves `judge.model`; returns its URL.
 
         Raises JudgeError if the judge ends first, does not answer within `judge.start_timeout_s`,
@@ -116,7 +116,7 @@ class StartedJudge:
         while (line := self._first_line()) is None:
             self._raise_if_ended()
             if time.monotonic() > self._deadline_s:
-                raise self._too_slow(f"it has written no line with its URL into '{URL_FILE}'")
+                raise self._too_slow(f"the judge wrote no URL into '{URL_FILE}'")
             await asyncio.sleep(POLL_S)
         try:
             return resolve_api_base(line)

@@ -27,14 +27,14 @@ class StepOutcome:
 
 
 class Backend(Protocol):
-    """Every method is collective, but `forward` and `backward` only if `in_step`.
+    """All methods are collective; `forward` and `backward` only if `lockstep`.
 
     Gradients are SUMMED over backward calls and ranks: each loss is already divided by a global
-    denominator. The state is read and written whole, so that a run may continue under another
+    denominator. The state is always complete (unsharded), so that a run may continue under another
     backend, ZeRO stage or world size.
     """
 
-    in_step: bool
+    lockstep: bool
     """Ranks must run equally many forwards and backwards, in the same order."""
     keeps_graphs: bool
     """Several forwards may come before their backwards, and each rank decides the order itself."""
@@ -46,11 +46,11 @@ class Backend(Protocol):
 
     def step(self, learning_rate: float, gradient_scale: float) -> StepOutcome:
         """Sum the gradient over ranks, multiply it by `gradient_scale` (> 0, the same on every
-        rank: planned over graded denominator), clip its global norm, take one AdamW step, clear it.
+        rank: planned / graded denominator), clip its global norm, take an AdamW step, and clear it.
         """
 
     def masters(self) -> Tensors:
-        """The trainable weights, whole, float32, on every rank. May alias the live ones."""
+        """The complete trainable weights in float32, on every rank; may alias the live ones."""
 
     def state(self, keep: bool) -> Tensors:
         """`STATE_PARTS` of every parameter as CPU copies; empty on a rank that does not `keep`."""
@@ -64,7 +64,7 @@ def trainable_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Paramete
     when they mix dtypes."""
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not trainable:
-        raise ValueError("the policy has no trainable parameter: add a LoRA, or train it in full")
+        raise ValueError("the policy has no trainable parameter: use LoRA or full fine-tuning")
     if len(dtypes := {str(p.dtype) for p in trainable.values()}) > 1:
         raise ValueError(f"trainable parameters must share one dtype, not {sorted(dtypes)}")
     return trainable
@@ -73,11 +73,11 @@ def trainable_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Paramete
 def make_adamw(
     module: torch.nn.Module, parameters: Mapping[str, torch.Tensor], config: OptimizerConfig
 ) -> torch.optim.AdamW:
-    """PyTorch's own AdamW: DeepSpeed's fused ones are compiled at first use.
+    """Make PyTorch's AdamW; DeepSpeed's fused AdamW would be compiled at first use.
 
-    `parameters`: the tensors to step, keyed as `module.named_parameters()`. One group; with weight
-    decay a second one of tensors that do not decay: vectors (norms, biases) and embeddings, also as
-    a tied head. An adapter's matrices decay.
+    `parameters`: the tensors to step, keyed as `module.named_parameters()`. With weight decay, a
+    second parameter group holds those without decay: vectors (norms, biases) and embeddings, which
+    may also be the tied output head. An adapter's matrices are decayed.
     """
     embeddings = {
         id(parameter)
@@ -103,7 +103,7 @@ def make_adamw(
 class TorchBackend:
     """Replicated weights; gradients summed over ranks by hand; float32 masters where needed."""
 
-    in_step = False
+    lockstep = False
     keeps_graphs = True
 
     def __init__(self, module: torch.nn.Module, config: OptimizerConfig, dist: Dist) -> None:
@@ -180,5 +180,5 @@ class TorchBackend:
 
 
 def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous float32 copy on the CPU, its own memory."""
+    """A contiguous float32 copy on the CPU, which shares no memory with `tensor`."""
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()

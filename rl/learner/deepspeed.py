@@ -73,7 +73,7 @@ class DeepSpeedBackend:
         self._dist = dist
         self._stage = config.zero_stage
         # Stage 2 reduces gradients in each backward; stage 3 also gathers weights in each forward.
-        self.in_step = dist.world_size > 1 and self._stage >= 2
+        self.lockstep = dist.world_size > 1 and self._stage >= 2
         # Not in stage 3: its forwards are collective, so ranks would have to agree which to keep.
         self.keeps_graphs = self._stage < 3
         self._parameters = trainable_parameters(module)

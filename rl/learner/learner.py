@@ -26,7 +26,7 @@ from rl.learner.micro_batches import (
     Inference,
     Member,
     by_member,
-    in_step,
+    in_lockstep,
     pack_groups,
     shared_filler,
     split_evenly,
@@ -48,7 +48,7 @@ class Learner:
         self._dist = dist
         self._num_iterations = num_iterations
         self.version = 0
-        """Optimiser steps taken so far; skipped ones do not count."""
+        """Optimizer steps taken so far; skipped ones do not count."""
         self.state_is_consistent = True
         """False permanently once a step raises midway: weights and moments may then disagree."""
         with torch.no_grad():  # start from rank 0's weights: the ranks' random init may differ
@@ -77,12 +77,12 @@ class Learner:
         Args:
             iteration: 0-based, over the whole run; sets the learning rate.
             prompts_P: this rank's prompts; may be empty, on some ranks or on all.
-            ids_PG: token ids of every completion to forward, the bare arm's last.
+            ids_PG: token ids of every completion to forward; the bare arm comes last.
             num_completions_P: number of trainable completions of each group.
         """
         config = self._config.optimizer
         collective = is_sharded(self._policy.module)
-        together = collective or self._backend.in_step
+        together = collective or self._backend.lockstep
         rows = [(p, ids) for p, ids_G in zip(prompts_P, ids_PG, strict=True) for ids in ids_G]
         filler = shared_filler(rows, self._dist) if together else None
         num_planned = self._config.prompts_per_iteration * self._config.generations_per_prompt
@@ -91,7 +91,7 @@ class Learner:
             max_tokens = config.max_tokens_per_micro_batch
             micro_batches = pack_groups(prompts_P, ids_PG, max_tokens, groups, num_completions_P)
             if together:
-                micro_batches = in_step(micro_batches, filler, self._dist)
+                micro_batches = in_lockstep(micro_batches, filler, self._dist)
             lengths = [len(ids_PG[p][g]) for p in groups for g in range(num_completions_P[p])]
             num_tokens, num_sequences = self._dist.sum_floats([sum(lengths), len(lengths)])
             planned = Denominators(
@@ -136,7 +136,7 @@ class Learner:
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """The trainer's log-probs of every completion token of this rank's rows, nats.
 
-        Ranks may pass different numbers of rows, also none.
+        Ranks may pass different numbers of rows, or none.
         """
         budget = self._config.optimizer.max_tokens_per_micro_batch
         ids_P1 = [[ids] for _, ids in rows]
@@ -157,8 +157,8 @@ class Learner:
     def export_weights(self) -> PolicyWeights:
         """The weights that the engine must load now: those that the trainer's forward uses.
 
-        The float32 master weights of a fully trained model are twice its size, and the engine is
-        awake meanwhile: they are gathered only under ZeRO-3, where no rank has whole weights.
+        Under full fine-tuning the float32 master weights are twice the model's size, and the engine
+        is awake: they are gathered only under ZeRO-3, where no rank has all weights.
         """
         live = trainable_parameters(self._policy.module)
         sharded = is_sharded(self._policy.module)
@@ -182,7 +182,7 @@ class Learner:
         return tensors, {"version": self.version}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
-        """Continue from what `state()` returned; every rank passes all of it.
+        """Continue from what `state()` returned; every rank passes the complete state.
 
         Raises ValueError if names or shapes are not this policy's, or a number is not finite.
         """

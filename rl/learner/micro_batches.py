@@ -89,7 +89,7 @@ def split_evenly(num_groups: int, num_minibatches: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(bounds)]
 
 
-def in_step(
+def in_lockstep(
     micro_batches: Sequence[MicroBatch], filler: Row | None, dist: Dist
 ) -> list[MicroBatch]:
     """The micro-batches, padded with fillers to the largest number on any rank. Collective."""
@@ -165,7 +165,7 @@ class Inference:
         micro_batches = pack_groups(prompts_P, ids_PG, max_tokens, num_sampled_P=num_sampled_P)
         if self.collective:
             rows = [row for micro_batch in micro_batches for row in micro_batch.rows]
-            micro_batches = in_step(micro_batches, shared_filler(rows, dist), dist)
+            micro_batches = in_lockstep(micro_batches, shared_filler(rows, dist), dist)
         self.micro_batches: Sequence[MicroBatch] = micro_batches
 
     def forward(self, micro_batch: MicroBatch) -> tuple[TokenBatch, TokenOutputs]:

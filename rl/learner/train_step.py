@@ -1,4 +1,4 @@
-"""Runs an iteration's forwards, backwards and optimiser steps, each as early as possible.
+"""Runs an iteration's forwards, backwards and optimizer steps, each as early as possible.
 
 Axes: `_P` prompts on this rank, `_G` completions of a prompt, `_B` rows of a micro-batch, `_C`
 completion tokens, right-padded.
@@ -33,7 +33,7 @@ MembersOf = Mapping[MicroBatch, tuple[Member, ...]]
 
 @dataclass(eq=False)
 class Minibatch:
-    """The micro-batches of one optimiser step."""
+    """The micro-batches of one optimizer step."""
 
     micro_batches: list[MicroBatch]
     planned: Denominators
@@ -70,12 +70,12 @@ class KeptForward:
 
 @dataclass(eq=False)
 class TrainStep:
-    """An iteration between its rollout and its last optimiser step; also the rollout's `Forwards`.
+    """An iteration between its rollout and its last optimizer step; also the rollout's `Forwards`.
 
     The gradient does not depend on how the batch is split: a loss is divided by counts over all
     ranks that were planned before the judge replied, and the step multiplies by one factor that
     corrects for what was graded. Backwards run in the order of the micro-batches and over the same
-    rows whenever grades arrive, because float sums depend on the order. If `backend.in_step`, all
+    rows whenever grades arrive, because float sums depend on the order. If `backend.lockstep`, all
     ranks run equally many forwards and backwards, over one row if a rank has none to train.
     """
 
@@ -169,7 +169,7 @@ class TrainStep:
             if sequence is not None and any(sequence.loss_mask):
                 self._sequences[p, g] = sequence
         self._accumulated.add(p)
-        if self.backend.in_step:
+        if self.backend.lockstep:
             return
         minibatch = self.minibatches[0]
         for micro_batch in minibatch.micro_batches[minibatch.num_done :]:
@@ -184,7 +184,7 @@ class TrainStep:
             minibatch.num_done += 1
 
     def step(self) -> Metrics:
-        """Run the remaining backwards and the optimiser steps, after every group was added. Returns
+        """Run the remaining backwards and the optimizer steps, after every group was added. Returns
         this rank's metrics. Collective."""
         plan = self._plan()
         for micro_batch in self._kept.keys() - plan.keys():
@@ -214,7 +214,7 @@ class TrainStep:
         """The rows of the remaining backwards; one row where only other ranks have rows to run."""
         remaining = chain.from_iterable(m.micro_batches[m.num_done :] for m in self.minibatches)
         plan = {micro_batch: self._to_train(micro_batch) for micro_batch in remaining}
-        if self.backend.in_step:
+        if self.backend.lockstep:
             num_ranks = self.dist.sum_floats([float(bool(members)) for members in plan.values()])
             for micro_batch, num_with_rows in zip(list(plan), num_ranks, strict=True):
                 if num_with_rows and not plan[micro_batch]:
@@ -336,7 +336,7 @@ class TrainStep:
         self._learner_metrics.num_skipped += 1
         if self.dist.rank == 0:
             log.warning(
-                "the gradient's norm is %s: optimiser step skipped, weights and moments untouched",
+                "the gradient's norm is %s: optimizer step skipped, weights and moments untouched",
                 outcome.grad_norm,
             )
 

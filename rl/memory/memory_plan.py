@@ -21,7 +21,7 @@ LOGITS_GB = 0.8
 FREE_SHARE = 0.1
 """Share of the GPU that the plan leaves free."""
 LOAD = "load"
-"""All models are loaded, and a checkpoint's optimizer state; the engine does not sleep yet."""
+"""All models and a checkpoint's optimizer state are loaded; the engine does not sleep yet."""
 AWAKE = (LOAD, "generate")
 """The only phases in which a non-resident engine is awake."""
 PHASES = (*AWAKE, "condition", "render", "reference", "learn", "step")
@@ -33,7 +33,7 @@ BUCKET_PARAMS = 5e8
 SUBGROUP_PARAMS = 1e9
 """Largest number of parameters that ZeRO-3 updates at once."""
 ENGINE_STEP_TOKENS = 16384
-"""Tokens that vLLM computes at once, at most, on a GPU of 70 GiB or more; half on others."""
+"""The most tokens in one step of vLLM on a GPU of 70 GiB or more; half as many on others."""
 LARGE_GPU_GB = 70 * 2**30 / 1e9
 CACHE_BLOCK = 16
 """Tokens per block of vLLM's cache on CUDA."""
@@ -46,10 +46,10 @@ HELD_STATE_GB = 4.0
 """If trained weights and moments take at most this (LoRA rank 32 on a 7B: 1.0), each rank keeps a
 copy from the last finished iteration, and a second one while it makes the next copy; the first
 rank keeps a third, for the checkpoint that is being written."""
-PINNED = 2.0
+PINNED_FACTOR = 2.0
 """vLLM copies each sleeping tensor into its own block of pinned host memory, which torch rounds up
 to a power of two: at most twice the tensor's size."""
-UNROUNDED = "pinned_max_cached_size_mb"
+PINNED_SETTING = "pinned_max_cached_size_mb"
 """torch's setting: pinned allocations above this size are neither rounded up nor cached."""
 
 ADAPTABLE = tuple(name for stage in STAGES for name in stage)
@@ -124,8 +124,8 @@ class PolicyModel(ModelShape):
 
 
 MODELS: Mapping[str, Any] = json.loads(Path(__file__).with_name("models.json").read_text())
-"""`models`: hub id -> `like` (the tiny model whose layout it has), `folders` (more of these),
-`files`: JSON file -> keys that differ from the tiny model's; of policies also `params`,
+"""`models`: hub id -> `like` (the tiny model whose layout it has), `folders` (the same for its
+subfolders), `files` (JSON file -> keys that differ from the tiny model's); policies add `params`,
 `tower_params` and `head_norms`, as in `PolicyModel`. The rest is for `rl rehearse`."""
 
 
@@ -212,14 +212,14 @@ class InferenceEngine:
         as "Maximum concurrency", but decodes at most `max_num_seqs` at once."""
         return self.num_blocks(gpu_gb) / self.completion_blocks
 
-    def starves(self, gpu_gb: float) -> bool:
+    def lacks_room(self, gpu_gb: float) -> bool:
         """Whether the engine cannot start: no room for its weights and one completion."""
         return self.num_blocks(gpu_gb) <= self.completion_blocks
 
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model that is only read: the renderer, or a reward's."""
+    """A model that is not trained: a renderer's or a reward's."""
 
     name: str
     device: str
@@ -272,7 +272,7 @@ class Sizes:
     """Renderer and reward models."""
     conditioning: Conditioning = "kept forward"
     judge_share: float = 0.0
-    """Share of the rank's GPU that the judge takes that the run starts."""
+    """Share of the rank's GPU for a judge that the run starts."""
 
     @property
     def trained_params(self) -> float:
@@ -329,14 +329,14 @@ class Plan:
 
 
 def residency(planned: Plan, gpu_gb: float) -> Literal["resident", "sleep"]:
-    """'resident' if the engine fits beside all else: it stays, because waking costs seconds."""
+    """'resident' if the engine fits beside all other models, because waking it takes seconds."""
     fits = planned.with_engine(PHASES).peak_gb <= (1 - FREE_SHARE) * gpu_gb
     return "resident" if fits else "sleep"
 
 
 def residency_line(planned: Plan, gpu_gb: float) -> str:
     """A line for users: the result of `residency`, and why."""
-    everything = f"everything at once is {planned.with_engine(PHASES).peak_gb:.1f} GB of {gpu_gb:g}"
+    everything = f"all models take {planned.with_engine(PHASES).peak_gb:.1f} of {gpu_gb:g} GB"
     if planned.inference and planned.inference.shared_gb:
         return f"the engine stays resident, because it shares its weights: {everything}"
     if residency(planned, gpu_gb) == "resident":
@@ -379,7 +379,7 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
             rows += [Row(f"{model.name} {n}", x * gb, PHASES) for n, x in model.weights.items()]
             if model.activations:  # its parts run one after the other
                 working_gb = max(model.activations.values()) * gb
-                rows.append(Row(f"{model.name}, working", working_gb, ("render",)))
+                rows.append(Row(f"{model.name}, workspace", working_gb, ("render",)))
             continue
         values = sum(model.weights.values()) + sum(model.activations.values())
         per_device[model.device] += values * model.bytes_per_value / 1e9
@@ -390,16 +390,16 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
         cache_gb = sizes.model.cached_values_per_token * sizes.bytes_per_weight * num_tokens / 1e9
         rows.append(Row("key-value cache", cache_gb, ("generate",)))
         return Plan(rows, elsewhere=dict(per_device))
-    # Until the engine has started there are two copies of what it shares, and no other model.
+    # Until the engine has started, its shared weights exist twice, and no other model is loaded.
     start_gb = CONTEXT_GB + sizes.weights_gb - Plan(rows).total_gb(LOAD)
     if engine.shared_gb and start_gb > 0:
-        rows.append(Row("two copies at the start", start_gb, (LOAD,)))
+        rows.append(Row("second copy of the weights", start_gb, (LOAD,)))
     others = Plan(rows)
     beside_gb = max(map(others.total_gb, PHASES if engine.residency == "resident" else AWAKE))
     available_gb = (1 - FREE_SHARE) * gpu_gb - beside_gb
     engine = engine.with_cache(sizes.num_completions, gpu_gb, available_gb)
     row = Row("engine", engine.claimed_gb(gpu_gb) - engine.own_gb, AWAKE)
-    rows += [row, Row("engine's own, asleep too", engine.own_gb, PHASES)]
+    rows += [row, Row("engine's buffers, also asleep", engine.own_gb, PHASES)]
     planned = Plan(rows, row, engine, dict(per_device))
     choice = engine.residency
     if choice == "auto":
@@ -408,7 +408,7 @@ def plan(sizes: Sizes, gpu_gb: float) -> Plan:
 
 
 def _state_rows(sizes: Sizes) -> list[Row]:
-    """Weights, optimiser state, gradients."""
+    """Rows of the policy's weights, optimizer state and gradients."""
     ranks, stage = sizes.world_size, sizes.zero_stage
     full, trained = sizes.lora_rank is None, sizes.trained_params
     # float32 moments, and a float32 master beside weights that are not float32 themselves.
@@ -428,13 +428,13 @@ def _state_rows(sizes: Sizes) -> list[Row]:
     backward = ("learn", "step") if ranks > 1 and stage >= 2 else ("reference", "learn", "step")
     rows = [
         Row("policy weights", weights_gb, PHASES),
-        Row("optimiser state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),
+        Row("optimizer state", state_gb + (0 if full else trained * 4 / 1e9), PHASES),
         Row("gradients", gradient_gb, backward),
-        Row("the step, working", step_bytes / 1e9, ("step",)),
+        Row("optimizer, workspace", step_bytes / 1e9, ("step",)),
     ]
     if full and stage == 0 and sizes.bytes_per_weight != 4:  # summed in float32 after each backward
         once_gb = trained * sizes.bytes_per_weight / 1e9
-        rows.append(Row("gradients, one backward", once_gb, ("learn",)))
+        rows.append(Row("gradients of one backward", once_gb, ("learn",)))
     if stage >= 1:
         bucket_gb = min(trained, BUCKET_PARAMS) * (4 if not full else sizes.bytes_per_weight) / 1e9
         rows.append(Row("gradient bucket", bucket_gb, ("learn",)))
@@ -444,7 +444,7 @@ def _state_rows(sizes: Sizes) -> list[Row]:
 
 
 def _forward_rows(sizes: Sizes) -> list[Row]:
-    """Activations of the policy's forwards and backwards."""
+    """Rows of the activations of the policy's forwards and backwards."""
     model, per_value = sizes.model, sizes.bytes_per_weight
     adapted = None if sizes.lora_rank is None else sizes.lora_modules
     kept_gb = model.kept_bytes(adapted, per_value, sizes.checkpointing) / 1e9
@@ -454,12 +454,12 @@ def _forward_rows(sizes: Sizes) -> list[Row]:
     forward = ("reference",) if sizes.conditioning == "none" else ("condition", "reference")
     rows = [
         Row("activations, kept", sizes.kept_tokens * kept_gb, (*kept_early, "reference", "learn")),
-        Row("a forward, working", sizes.forward_tokens * forward_gb, forward),
-        Row("a backward, working", sizes.forward_tokens * backward_gb, ("learn",)),
+        Row("forward, workspace", sizes.forward_tokens * forward_gb, forward),
+        Row("backward, workspace", sizes.forward_tokens * backward_gb, ("learn",)),
         Row("logits, one chunk", LOGITS_GB, (*forward, "learn")),
     ]
     if not sizes.all_kept:
-        rows.append(Row("activations, one forward", sizes.forward_tokens * kept_gb, ("learn",)))
+        rows.append(Row("activations of one forward", sizes.forward_tokens * kept_gb, ("learn",)))
     return rows
 
 
@@ -477,12 +477,12 @@ def host_plan(
     engine = on_gpu.inference
     if on_gpu.engine is not None and engine is not None and on_gpu.engine.phases != PHASES:
         names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-        rounds = not any(UNROUNDED in environ.get(name, "") for name in names)
-        asleep_gb = engine.weights_gb * (PINNED if rounds else 1)
+        rounds = not any(PINNED_SETTING in environ.get(name, "") for name in names)
+        asleep_gb = engine.weights_gb * (PINNED_FACTOR if rounds else 1)
         rows.append(Row("engine asleep, pinned", num_ranks * asleep_gb, after_start))
     if sizes.lora_rank is None and sizes.zero_stage in (1, 2):
         # DeepSpeed makes one flat tensor of all weights, on the host if the GPU has no room for it.
-        state_gb = sum(row.gb for row in on_gpu.rows if row.part == "optimiser state")
+        state_gb = sum(row.gb for row in on_gpu.rows if row.part == "optimizer state")
         if gpu_gb - (on_gpu.total_gb(LOAD) - state_gb) < sizes.weights_gb:
             rows.append(Row("ZeRO's flat weights", num_ranks * 2 * sizes.weights_gb, ("start",)))
     if sizes.reads_reference:
@@ -509,8 +509,8 @@ def host_problems(planned: Plan | None, num_ranks: int, available_gb: float | No
     remedy = "use fewer ranks, or a machine with more memory"
     if "engine asleep" in parts:
         remedy += (
-            f"; PYTORCH_ALLOC_CONF={UNROUNDED}:1 pins no more than the engine's weights, but again "
-            "at every sleep; engine.residency=resident pins nothing, where the GPU has room"
+            f"; PYTORCH_ALLOC_CONF={PINNED_SETTING}:1 pins only as much as the engine's weights, "
+            "but at every sleep anew; if the GPU has room, engine.residency=resident pins nothing"
         )
     return [
         f"host memory: {planned.peak_gb:.1f} GB in phase {phase!r} for {num_ranks} ranks "

@@ -29,7 +29,7 @@ RUNS_VARIABLE = "APP__BASE_EXP_DIR"
 LOCKS = (".lock", SAVE_LOCK)
 _MAX_SHOWN = 200
 _MAX_NAMED = 8
-_MAX = 10**9
+_LARGEST = 10**9
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Summary:
     """When a file in it was last written, s since 1970."""
     is_running: bool = False
     checkpoint: int | None = None
-    """Iterations of the newest checkpoint that is complete, by its files' sizes."""
+    """Iteration of the newest checkpoint whose files all have their full size."""
     damaged: Sequence[int] = ()
     """Iterations of the newer checkpoints, all damaged."""
 
@@ -57,7 +57,7 @@ class Summary:
 def summarise(path: Path) -> Summary:
     """Summarise a folder that may be a run's. Changes nothing and never raises."""
     try:
-        return _look(path)
+        return _summary(path)
     except OSError as error:
         reason = error.strerror or str(error)
         return Summary(path, f"cannot be read ({excerpt(reason, _MAX_SHOWN)})")
@@ -67,13 +67,13 @@ def summarise(path: Path) -> Summary:
 
 def folders(parent: Path) -> list[Path]:
     """Folders that may be runs: `parent` itself if it is one, else its subfolders."""
-    if _is_begun(parent):
+    if _is_started(parent):
         return [parent]
     return sorted(entry for entry in parent.iterdir() if entry.is_dir())
 
 
 def not_a_run(path: str | Path) -> str:
-    """Says that `path` is no run folder, with the nearest run, or those that there are."""
+    """A message: `path` is no run folder; the run with the most similar name, or all runs."""
     path = Path(path)
     if "://" in str(path) or str(path).startswith(("https:/", "http:/")):
         return f"{path} is a URL: give a run folder on this machine"
@@ -95,12 +95,12 @@ def not_a_run(path: str | Path) -> str:
     return f"{excerpt(str(path), _MAX_SHOWN)} {state}; {excerpt(hint, 3 * _MAX_SHOWN)}"
 
 
-def _is_begun(path: Path) -> bool:
+def _is_started(path: Path) -> bool:
     return any((path / name).is_file() for name in ("config.json", *LOCKS))
 
 
-def _look(path: Path) -> Summary:
-    if not _is_begun(path):
+def _summary(path: Path) -> Summary:
+    if not _is_started(path):
         return Summary(path, "no run")
     num_bytes, written_s = _size(path)
     partial = Summary(path, num_bytes=num_bytes, written_s=written_s, is_running=is_in_use(path))
@@ -126,7 +126,7 @@ def _look(path: Path) -> Summary:
     return replace(
         partial,
         system=_system(config),
-        done=max(done for done in rewards_of if done <= _MAX),
+        done=max(done for done in rewards_of if done <= _LARGEST),
         planned=planned,
         held_out=rewards[-1] if rewards else None,
         best=max(rewards, default=None),
@@ -145,7 +145,7 @@ def _system(config: Mapping[str, Any]) -> str:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def _size(path: Path) -> tuple[int, float]:

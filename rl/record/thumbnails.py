@@ -41,10 +41,10 @@ class GroupPictures(NamedTuple):
 class Thumbnails:
     """One rank's sheets: `<run>/thumbnails/it_000012/rank0_g03.webp` has all pictures of a group.
 
-    The budget is divided equally over ranks. An iteration may use what is left divided by the
-    iterations left. Groups get shares of that by `interest`, the most interesting first; bytes
-    that one does not use go to the next ones. A group whose share is too small for the smallest of
-    `LEVELS` gets no sheet.
+    The budget is divided equally over ranks. An iteration may use the bytes left, divided
+    by the iterations left. Groups get shares of that by `interest`, the most interesting first;
+    bytes that a group does not use go to the next ones. A group whose share is too small for the
+    smallest of `LEVELS` gets no sheet.
     """
 
     def __init__(self, run_dir: Path, budget_bytes: float, dist: Dist) -> None:
@@ -56,7 +56,7 @@ class Thumbnails:
     def write(
         self, iteration: int, groups: Sequence[GroupPictures], num_left: int
     ) -> dict[int, str]:
-        """Write the sheets of an iteration. `num_left`: iterations that will be written, with this
+        """Write the sheets of an iteration. `num_left`: iterations still to write, including this
         one. Returns `id` of a picture -> its place, a path relative to the run folder with a media
         fragment (W3C): 'thumbnails/it_000012/rank0_g03.webp#xywh=0,0,96,64', in px."""
         if self._free_bytes is None:
@@ -64,7 +64,7 @@ class Thumbnails:
         budget_bytes = left_bytes = self._free_bytes / num_left
         left_weight = sum(BASE_WEIGHT + group.interest for group in groups)
         places: dict[int, str] = {}
-        density = 0.0  # bytes per picture and px of its side, squared, of the last sheet
+        density = 0.0  # of the last sheet: bytes / (pictures * side_px^2)
         for group in sorted(groups, key=lambda group: -group.interest):
             weight = BASE_WEIGHT + group.interest
             share = left_bytes * weight / left_weight
@@ -84,11 +84,11 @@ class Thumbnails:
                     for picture, box in zip(group.pictures, boxes, strict=True):
                         places[id(picture)] = f"thumbnails/{name}#xywh={box}"
                     break
-        self._free_bytes -= budget_bytes - left_bytes  # last: the writer repeats a failed call
+        self._free_bytes -= budget_bytes - left_bytes  # after the writes, which are retried
         return places
 
     def _used_bytes(self) -> int:
-        """Bytes of this rank's sheets of earlier starts, also after a change of the ranks."""
+        """Bytes of earlier starts' sheets that count for this rank, at this number of ranks."""
         return sum(
             path.stat().st_size
             for path in self._folder.glob("it_*/*.webp")
@@ -126,5 +126,5 @@ def _sheet(pictures: Sequence[Image], quality: int) -> tuple[bytes, list[str]]:
         sheet.paste(picture, (left, top))
         boxes.append(f"{left},{top},{picture.width},{picture.height}")
     encoded = io.BytesIO()
-    sheet.save(encoded, "WEBP", quality=quality, method=2)  # half the time of 4, 2 % more bytes
+    sheet.save(encoded, "WEBP", quality=quality, method=2)  # method=4: 2x the time, 2 % fewer bytes
     return encoded.getvalue(), boxes

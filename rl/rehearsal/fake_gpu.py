@@ -56,7 +56,7 @@ class FakeGpu(TorchDispatchMode):
         self.host_is_fake = False
         """While models load: their weights have no values on the host either."""
         self.num_moving = 0
-        """Depth of `Module.to`: weights that move to the host stay fake there."""
+        """Nested calls of `Module.to` in progress; weights that they move to the host stay fake."""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __enter__(self) -> Any:
@@ -101,10 +101,10 @@ class FakeGpu(TorchDispatchMode):
         args, kwargs = tree_map(self._as_fake, (args, kwargs))
         with self._fake:
             out = func(*args, **kwargs)
-        # Its weak references would keep `Module.to` from swapping parameters.
+        # Weak references in this memo would keep `Module.to` from swapping parameters.
         self._fake.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        # By PyTorch's formulas: under its own `FlopCounterMode` recomputed activations stay alive,
-        # so that peaks would be wrong.
+        # PyTorch's FLOP formulas without its `FlopCounterMode`, which keeps recomputed activations
+        # alive, so that memory peaks would be wrong.
         if formula := flop_registry.get(func._overloadpacket):
             self.tally.flops[self.tally.phase] += formula(*args, **kwargs, out_val=out)
         for tensor in tree_leaves(out):
@@ -113,7 +113,7 @@ class FakeGpu(TorchDispatchMode):
         return out
 
     def _as_fake(self, leaf: Any) -> Any:
-        """A real tensor as a fake one. The mode by itself would keep a small one as a constant, and
+        """Make a real tensor fake. FakeTensorMode alone would keep a small tensor as a constant and
         run the real CUDA kernel on it."""
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
             return self._fake.from_tensor(leaf)
@@ -122,8 +122,8 @@ class FakeGpu(TorchDispatchMode):
     def _fetched(
         self, func: Any, name: str, args: Any, kwargs: dict[str, Any], device: torch.device | None
     ) -> Any:
-        """The answer of an operation that copies between host and GPU, or makes the host wait;
-        NotImplemented for the others, which are computed as fake ones."""
+        """The result of an operation that copies between host and GPU, or makes the host wait;
+        NotImplemented for all others, which run on fake tensors."""
         tally = self.tally
         if func is aten._local_scalar_dense.default:
             tally.wait("item")
@@ -157,8 +157,8 @@ class FakeGpu(TorchDispatchMode):
             return self._fake.from_tensor(leaf).to(device)
 
     def _indexed(self, name: str, args: Any) -> Any:
-        """The arguments of an indexing operation; boolean masks, whose values nobody knows, read
-        everything."""
+        """The arguments of an indexing operation; a boolean mask, whose values are unknown,
+        selects everything."""
         resolved: list[torch.Tensor | None] = []
         for index in args[1]:
             is_mask = index is not None and index.dtype == torch.bool
@@ -173,8 +173,8 @@ class FakeGpu(TorchDispatchMode):
 
 
 def on_host(leaf: Any) -> Any:
-    """What the host gets for a tensor without values: zeros, or True, since the booleans that a run
-    fetches ask whether all is well."""
+    """What the host gets for a tensor without values: zeros; for a boolean True, because a run
+    fetches booleans to check that all is well."""
     if not isinstance(leaf, FakeTensor):
         return leaf
     fill = torch.ones if leaf.dtype == torch.bool else torch.zeros
@@ -191,8 +191,8 @@ def _flash(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Scaled dot-product attention as a GPU computes it. A CPU build chooses the arithmetic path,
-    which makes the [S, S] scores in float32."""
+    """Scaled dot-product attention as a GPU computes it. A CPU build of PyTorch would choose the
+    math backend, which makes [S, S] scores in float32."""
     if query.device.type != "cuda" or attn_mask is not None or query.dtype == torch.float32:
         return _SDPA(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -226,7 +226,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
             gpu.num_moving -= 1
 
     def one_wait(tensor: torch.Tensor) -> Any:
-        """FakeTensor's own asks for one element at a time."""
+        """Replaces FakeTensor's `tolist`, which fetches one element at a time."""
         if not isinstance(tensor, FakeTensor):
             return tolist(tensor)
         if tensor.device.type == "cuda":

@@ -1,8 +1,8 @@
-"""Folders with the config files of released models, so that they are built without their weights.
+"""Makes folders with released models' config files, to build the models without weights.
 
-A local folder, or a hub id in the local cache, is used as it is. Of other hub ids `MODELS` has the
-sizes; their tokenizers are those of a tiny model, so that a prompt's ids differ from the real
-ones, but not its length.
+A local folder, or a hub id in the local cache, is used unchanged. For other hub ids `MODELS` has
+the sizes, and a tiny model's tokenizer is used: the ids of a prompt then differ from the real
+ones, but their number does not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def model_folder(path: str, revision: str | None, work: Path) -> str:
     if path not in MODELS["models"]:
         raise ValueError(
             f"the sizes of {path!r} are not known: fetch its config files first (hf download "
-            f"{path} --exclude '*.safetensors'), or name a folder that holds them"
+            f"{path} --exclude '*.safetensors'), or give a local model folder"
         )
     target = work / path.replace("/", "--")
     if not target.is_dir():
@@ -48,11 +48,11 @@ def _write(model: Json, target: Path) -> None:
     for name, sizes in model["files"].items():
         file = target / name
         file.parent.mkdir(exist_ok=True)
-        if isinstance(sizes, str):  # the text encoder is that policy
+        if isinstance(sizes, str):  # the text encoder has that policy's config
             sizes = MODELS["models"][sizes]["files"]["config.json"]
-        # A config that names its class is whole: its class's defaults fill the rest.
-        is_whole = "_class_name" in sizes or "model_type" in sizes
-        tiny = {} if is_whole else json.loads(file.read_text())
+        # A config that names its class is complete: the class's defaults are the missing values.
+        is_complete = "_class_name" in sizes or "model_type" in sizes
+        tiny = {} if is_complete else json.loads(file.read_text())
         file.write_text(json.dumps(_merged(tiny, sizes), indent=1))
     if (target / "text_encoder_3").is_dir():
         _write_t5_tokenizer(target / "tokenizer_3")
@@ -61,7 +61,7 @@ def _write(model: Json, target: Path) -> None:
 
 
 def _copy(tiny: str, target: Path) -> None:
-    """All files of a tiny model but its weights."""
+    """Copy all files of a tiny model except its weights."""
     source = located(f"{MODELS['tokenizers']}/{tiny}")
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True)
 
@@ -75,8 +75,8 @@ def _merged(old: Json, new: Json) -> dict[str, Any]:
 
 
 def _fill_emu3_tokenizer(file: Path) -> None:
-    """As many ids as the released tokenizer has: text tokens that no text contains, then the
-    special tokens, then all visual tokens."""
+    """Give the tokenizer as many ids as the released one has: filler tokens that no text contains,
+    then the special tokens, then all visual tokens."""
     tokenizer = json.loads(file.read_text())
     vocab = tokenizer["model"]["vocab"]
     specials = [token for token in tokenizer["added_tokens"] if "visual" not in token["content"]]
@@ -93,7 +93,7 @@ def _fill_emu3_tokenizer(file: Path) -> None:
 
 
 def _write_t5_tokenizer(folder: Path) -> None:
-    """A word a token; prompts are padded to one length anyway."""
+    """Write a tokenizer with one token per word; prompts are padded to one length anyway."""
     from transformers import T5TokenizerFast
 
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -1.0), ("a", -2.0)]

@@ -12,7 +12,7 @@ from pathlib import Path
 from rl.files.private import private_folder
 
 MAX_WAIT_S = 30.0
-"""Longest wait for another report on this run; shorter than a run's wait for its last page."""
+"""Longest wait for another report on this run; shorter than a run's limit for its last page."""
 _POLL_S = 0.1
 
 

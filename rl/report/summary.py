@@ -253,7 +253,7 @@ def alarms(
             sentences.append(f"{recent:.0%} of the groups of the {last} {clause}.")
     skipped = sum(value for _, value in points(metrics, "optimizer/skipped_steps"))
     if skipped:
-        sentences.append(f"{skipped:g} optimiser steps were skipped for a non-finite gradient.")
+        sentences.append(f"{skipped:g} optimizer steps were skipped for a non-finite gradient.")
     if any(row.get("judge/audit_passed") == 0 for row in metrics[-1:]):
         sentences.append("The judge has not passed an audit (`rl judge audit`).")
     if damaged:

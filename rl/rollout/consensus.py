@@ -10,7 +10,7 @@ class Interrupted(Exception):  # noqa: N818 (reads as what happened)
     """The run was asked to stop during rendering or grading; its completions have no episodes."""
 
 
-def leave_together(dist: Dist) -> None:
+def raise_if_interrupted(dist: Dist) -> None:
     """Raise `Interrupted` on every rank if any was asked to stop, else return on every rank: if one
     rank alone raised, the others would hang in their next collective. Collective."""
     if signals.stop_requested(dist):

@@ -27,12 +27,12 @@ Outputs = Sequence[RewardOutput]
 
 BLOCKED_S = 1.0
 """A warning names an `async` reward that blocks the event loop for longer than this."""
-_named: set[str] = set()
+_warned: set[str] = set()
 
 
 async def scores(name: str, reward: Reward, inputs_G: Sequence[RewardInput]) -> Outputs:
-    """_G outputs of one reward, called `name`; one input if the reward grades single pictures.
-    Raises `JudgeError`, which stops the run, if the judge is set up wrongly."""
+    """Outputs of the reward `name`, one per input; `inputs_G` has one element if the reward grades
+    single pictures. Raises `JudgeError`, which stops the run, if the judge is set up wrongly."""
     started = time.perf_counter()
     method: Callable[[Any], Any] = reward.score_group if reward.scores_groups() else reward.grade
     try:
@@ -60,7 +60,7 @@ async def scores(name: str, reward: Reward, inputs_G: Sequence[RewardInput]) -> 
 
 
 async def _call(name: str, method: Callable[..., Any | Awaitable[Any]], argument: object) -> Any:
-    """Run a coroutine function on this event loop, a plain function in a thread: it may block."""
+    """Run a coroutine function on this event loop, a plain function (it may block) in a thread."""
     is_async = inspect.iscoroutinefunction(method)
     result = method(argument) if is_async else await asyncio.to_thread(method, argument)
     if inspect.iscoroutine(result):
@@ -92,8 +92,8 @@ class _TimedCoroutine:
                 resume, value = self._coroutine.throw, error
 
     def _warn_if_slow(self, seconds: float) -> None:
-        if seconds > BLOCKED_S and self._name not in _named:
-            _named.add(self._name)
+        if seconds > BLOCKED_S and self._name not in _warned:
+            _warned.add(self._name)
             warn(
                 f"reward {self._name}: its `async` code blocked the event loop for {seconds:.1f} s;"
                 " meanwhile nothing else is graded, and no reply of the judge is read. Make it a"

@@ -20,7 +20,7 @@ HALF_MARKS = 0.5
 """A group is dead (teaches nothing) if its rewards (0..1) are all equal and below this."""
 
 
-def size_of(completions_PG: Sequence[Sequence[Completion]]) -> str:
+def size_text(completions_PG: Sequence[Sequence[Completion]]) -> str:
     """For the console: '96 completions, 1240 tokens'."""
     lengths = [len(c.token_ids) for completions_G in completions_PG for c in completions_G]
     return f"{len(lengths)} completions, {sum(lengths)} tokens"

@@ -11,7 +11,7 @@ from rl.console.console import PhaseTimer
 from rl.learner.micro_batches import Inference
 from rl.ranks import signals
 from rl.ranks.seeding import derive_seed
-from rl.rollout.consensus import Interrupted, leave_together
+from rl.rollout.consensus import Interrupted, raise_if_interrupted
 from rl.rollout.stream import Rollout, RolloutContext, Sampled, begin
 
 if TYPE_CHECKING:
@@ -43,5 +43,5 @@ def score(
         pending = begin(context, sampled, forwards, timer, signals.stop_received)
         for _ in pending.groups(timer, signals.stop_received):
             pass
-    leave_together(dist)
+    raise_if_interrupted(dist)
     return pending.finished()

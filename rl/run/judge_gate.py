@@ -30,43 +30,43 @@ def judge_passed(
     """Whether the judge has passed an audit; None if `judge.audit` is 'off' or no audited reward
     asks the judge. Collective.
 
-    'required' audits a judge that has not been audited, and raises JudgeError on every rank if it
-    fails.
+    'required' audits a judge that has not been audited, and raises JudgeError on every rank if
+    the judge fails.
     """
-    policy = resolved.config.judge.audit
+    setting = resolved.config.judge.audit
     names = judge_audit.rewards_that_ask(resolved)
-    if judge is None or policy == "off" or not names:
+    if judge is None or setting == "off" or not names:
         return None
     verdict = judge_audit.Verdict(None, "")
     if dist.is_main:
         try:
             verdict = judge_audit.verdict(resolved)
-            if verdict.passed is None and policy == "required":
+            if verdict.passed is None and setting == "required":
                 _audit(resolved, judge, names, loop, console)
                 verdict = judge_audit.verdict(resolved)
-        except (ConfigError, JudgeError, ValueError) as error:  # told to the other ranks below
+        except (ConfigError, JudgeError, ValueError) as error:  # broadcast to the other ranks below
             verdict = judge_audit.Verdict(False, f"the judge cannot be audited: {error}")
     verdict = dist.broadcast(verdict)
     if verdict.passed:
         console.say(verdict.text)
-    elif policy == "required":
+    elif setting == "required":
         raise JudgeError(f"judge.audit: {verdict.text}\n{REMEDY}")
     elif dist.is_main:
-        warn(f"{verdict.text}: rewards may not mean what they seem to; {REMEDY.partition(';')[0]}")
+        warn(f"{verdict.text}: the rewards may be wrong; {REMEDY.partition(';')[0]}")
     return bool(verdict.passed)
 
 
 def _audit(
     resolved: Resolved, judge: JudgeClient, names: list[str], loop: BackgroundLoop, console: Console
 ) -> None:
-    """Audit the judge now, and keep the result."""
+    """Audit the judge now, and save the result."""
     started = time.monotonic()
     cases = configured_cases(resolved, names, judge_audit.NUM_CASES, seed=0)
     console.say(f"auditing the judge on {len(cases)} samples of known quality")
 
     audits = judge_audit.audit_all(resolved, names, judge, "cpu", cases)
     results = loop.submit(audits).result()
-    judge_audit.keep(resolved, audits=results)
+    judge_audit.save_results(resolved, audits=results)
     judge.take_stats()  # these requests belong to no iteration
     for result in results:
         if result.failures:

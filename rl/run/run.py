@@ -18,7 +18,7 @@ from rl.learner.weight_sync import SyncReport, sync
 from rl.meter.device import take_peak_memory_gb
 from rl.ranks import signals
 from rl.ranks.dist import Dist
-from rl.rollout.consensus import Interrupted, leave_together
+from rl.rollout.consensus import Interrupted, raise_if_interrupted
 from rl.rollout.graded_groups import Advantages, GradedGroup
 from rl.rollout.prompt_order import PromptOrder
 from rl.rollout.stream import PendingRollout, Rollout, RolloutContext, Sampled, begin
@@ -113,7 +113,7 @@ class Run:
         with suppress(Interrupted):
             pending = begin(self.context, sampled, train_step, self.timer, signals.stop_received)
         try:
-            leave_together(self.dist)
+            raise_if_interrupted(self.dist)
         except Interrupted:
             if pending is not None:
                 pending.cancel()
@@ -135,7 +135,7 @@ class Run:
         with suppress(Interrupted):
             for p, episodes_G in pending.rollout.groups(self.timer, signals.stop_received):
                 yield from advantages.add(p, episodes_G)
-        leave_together(self.dist)
+        raise_if_interrupted(self.dist)
         self.checks.check_failures(pending.rollout.finished())
         yield from advantages.rest()
 

@@ -24,7 +24,7 @@ from rl.files.atomic import read_rows
 from rl.judge.background import BackgroundLoop
 from rl.judge.client import JudgeClient, JudgeError
 from rl.ranks import signals
-from rl.rollout.consensus import leave_together
+from rl.rollout.consensus import raise_if_interrupted
 from rl.rollout.episodes import values_of
 from rl.rollout.grading import scores
 from rl.rollout.stream import LISTEN_EVERY_S
@@ -140,7 +140,7 @@ class SecondJudge:
             pass
         graded_P = call.result() if call.done() else []
         call.cancel()
-        leave_together(self.dist)
+        raise_if_interrupted(self.dist)
         self.client.take_stats()  # not reported
         causes = [cause for cause in graded_P if isinstance(cause, str)]
         gathered = [cause for of_rank in self.dist.gather(causes[:1]) for cause in of_rank]

@@ -419,7 +419,7 @@ def _start_judge(
     if dist.local_rank == 0:
         started = stack.enter_context(StartedJudge(config, log))
         try:
-            api_base = loop.submit(started.answering()).result()
+            api_base = loop.submit(started.wait_until_ready()).result()
         except JudgeError as error:
             problem = str(error)
     gathered = dist.gather((api_base, problem))

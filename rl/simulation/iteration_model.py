@@ -262,8 +262,8 @@ def bound_by(work: Iteration, machines: Machines) -> str:
 
 
 def enough_workers(work: Iteration, machines: Machines) -> int:
-    """The number of workers beyond which more (`MOST_WORKERS` at most) save less than `WORTH_IT` of
-    the iteration in all; 0 if no pool saves that."""
+    """The number of workers beyond which all further ones (up to `MOST_WORKERS`) together save less
+    than `WORTH_IT` of the iteration; 0 if no pool saves that."""
 
     def is_enough(workers: int) -> bool:
         total_s = simulate(work, replace(machines, workers=workers)).total_s

@@ -43,7 +43,7 @@ def pool_lines(resolved: Resolved) -> list[str]:
     lines.append(f"an iteration, {times.source}:")
     for number in sorted({0, enough} | ({workers} if workers else set())):
         lines.append(_line(work, replace(alone, workers=number)))
-    return [*lines, f"beyond {enough} workers, more save less than {WORTH_IT:.0%} in all"]
+    return [*lines, f"beyond {enough} workers, further ones together save less than {WORTH_IT:.0%}"]
 
 
 def _line(work: Iteration, machines: Machines) -> str:

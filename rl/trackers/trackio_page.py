@@ -20,8 +20,8 @@ START_TIMEOUT_S = 120.0
 
 
 def open_page(run_dir: Path, config: RunConfig, scrubbed: Mapping[str, Any]) -> ServicePage | None:
-    """The page, with the `scrubbed` config; None if tracking.trackio is off, or after a
-    warning if trackio fails."""
+    """Open the page, with the `scrubbed` config. Returns None if tracking.trackio is off, or if
+    trackio fails, which is logged as a warning."""
     if not config.tracking.trackio:
         return None
     for name in REDIRECTS:

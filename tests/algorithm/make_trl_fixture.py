@@ -145,7 +145,7 @@ def make_trainer(
 
 
 def one_step(planted: Planted, name: str, beta: float, correction: str, folder: Path) -> Any:
-    """TRL's loss and gradient of one optimiser step, and the advantages that TRL computed."""
+    """TRL's loss and gradient of one optimizer step, and the advantages that TRL computed."""
     from trl.trainer.utils import split_tensor_dict
 
     trainer, new = make_trainer(planted, LOSSES[name], beta, correction, folder)

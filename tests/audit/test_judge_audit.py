@@ -41,7 +41,7 @@ CAUGHT = {
     "ignores order": "exchanged 0.50",
     "noisy": "judge.audit_max_noise",
     "ignores a category": "erase",
-    "12.5 of 25 as a fall-back": "judge.audit_max_fallback",
+    "half marks as a fall-back": "judge.audit_max_fallback",
     "echo": "no usable reply",
 }
 

@@ -110,7 +110,7 @@ CASE = Case("call", "anywhere", "ENOSPC", save_every=3)
             "UNCLEAR",
         ),
         (FIRST, RESUMED, 2, replace(CASE, says="step_000002 is damaged"), "SILENT"),
-        (replace(FIRST, code=0), None, 2, replace(CASE, is_final=True), "SILENT"),
+        (replace(FIRST, code=0), None, 2, replace(CASE, cannot_resume=True), "SILENT"),
     ],
 )
 def test_each_outcome_gets_its_verdict(

@@ -296,7 +296,7 @@ def test_the_report_says_what_is_kept_for_the_backward(
     text, _ = check_report.report(config_of(tmp_path, **changes), gpu_gb=141)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert f"kept for backward {tokens} tokens on each rank, {remark}" in lines
-    forwarded_again = any(line.startswith("activations, one forward") for line in lines)
+    forwarded_again = any(line.startswith("activations of one forward") for line in lines)
     assert forwarded_again == (remark != "all there can be")
 
 

@@ -257,7 +257,7 @@ def test_the_engine_stays_if_everything_fits_nine_tenths_of_the_gpu() -> None:
         )
         assert planned.engine is not None
         assert (planned.engine.phases == PHASES) == (expected == "resident")
-        assert f"{together:.1f} GB of {gpu_gb}" in residency_line(planned, gpu_gb)
+        assert f"{together:.1f} of {gpu_gb} GB" in residency_line(planned, gpu_gb)
         # A stated residency is planned as stated; `residency` still says what would fit.
         for stated in ("resident", "sleep"):
             as_stated = plan(replace(SIZES, engine=replace(ENGINE, residency=stated)), gpu_gb)
@@ -304,7 +304,7 @@ def test_only_hidden_states_need_a_forward_before_the_picture(
     planned = footprint(build.resolve(shipped(name, *changes)), 141)
     assert planned is not None
     phases = {row.part: " ".join(row.phases) for row in planned.rows}
-    assert phases["activations, kept"] == kept and phases["a forward, working"] == forward
+    assert phases["activations, kept"] == kept and phases["forward, workspace"] == forward
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_zero_stages_under_full_fine_tuning() -> None:
     by_stage = [plan(replace(full, zero_stage=stage), gpu_gb=100) for stage in range(4)]
     # 3e9 parameters: bfloat16 weights 6 GB; masters and moments 36 GB; float32 gradients 12 GB.
     assert [gb(p, "policy weights") for p in by_stage] == pytest.approx([6, 6, 6, 1.5])
-    assert [gb(p, "optimiser state") for p in by_stage] == pytest.approx([36, 9, 9, 9])
+    assert [gb(p, "optimizer state") for p in by_stage] == pytest.approx([36, 9, 9, 9])
     assert [gb(p, "gradients") for p in by_stage] == pytest.approx([12, 12, 3, 3])
     # From stage 2 on, the ranks run their backwards together, after the last grade.
     early = [p.total_gb("reference") - by_stage[0].total_gb("reference") for p in by_stage[:3]]
@@ -372,11 +372,11 @@ def test_the_least_memory_an_engine_starts_with() -> None:
     least_gb = 6 + 1.5 + 16384 * 240e-9 + 96 * 16e-9
     assert many.least_gb(80) == pytest.approx(least_gb, rel=1e-12)
     assert many.least_gb(24) == pytest.approx(least_gb - 8192 * 240e-9, rel=1e-12)
-    assert replace(many, share=0.09).starves(80) and not replace(many, share=0.10).starves(80)
+    assert replace(many, share=0.09).lacks_room(80) and not replace(many, share=0.10).lacks_room(80)
     # A stated cache takes the place of the share.
     stated = replace(many, share=0.01, cache_gb=1.0)
     assert stated.claimed_gb(80) == pytest.approx(6 + 1.5 + 16384 * 240e-9 + 1)
-    assert not stated.starves(80) and replace(stated, cache_gb=95 * 16e-9).starves(80)
+    assert not stated.lacks_room(80) and replace(stated, cache_gb=95 * 16e-9).lacks_room(80)
 
 
 def test_an_automatic_share_holds_an_iteration_or_as_much_as_fits() -> None:
@@ -389,7 +389,7 @@ def test_an_automatic_share_holds_an_iteration_or_as_much_as_fits() -> None:
         planned = plan(replace(sizes, engine=engine), gpu_gb)
         claim = engine_claim(planned, gpu_gb)
         assert claim is not None and planned.inference is not None
-        assert not planned.inference.starves(gpu_gb)
+        assert not planned.inference.lacks_room(gpu_gb)
         return claim.cache_bytes, claim.share
 
     beside_gb = 6 + 1.5 + 1000 * 100 * 240e-9 * 0.16384  # 16384 of those tokens at once
@@ -412,10 +412,10 @@ def test_an_automatic_share_holds_an_iteration_or_as_much_as_fits() -> None:
     assert engine_claim(plan(SIZES, 100), 100) is None, "a stated share needs no claim"
 
 
-def test_memory_of_an_optimiser_step_by_hand() -> None:
+def test_memory_of_an_optimizer_step_by_hand() -> None:
     """AdamW's temporaries, or ZeRO's flat gradients: 4 bytes a parameter that this rank steps."""
     full = replace(SIZES, lora_rank=None)
-    steps = [gb(plan(replace(full, zero_stage=n), 100), "the step, working") for n in range(4)]
+    steps = [gb(plan(replace(full, zero_stage=n), 100), "optimizer, workspace") for n in range(4)]
     assert steps == pytest.approx([12, 3, 3, 6])
     planned = plan(replace(full, zero_stage=2), 100)
     # Context, weights, masters and moments, gradients, the step, the editor, a sleeping engine.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tiny_messages import holds
 
-from rl.check.run_folder import folder_problems, make_problems
+from rl.check.run_folder import create_and_check, folder_problems
 from rl.files.atomic import append_line, write_atomically
 from rl.files.private import no_links, private
 from rl.judge.journal import ReplyJournal
@@ -48,7 +48,7 @@ def run_dir() -> Iterator[Path]:
 
 def test_a_writable_run_folder_is_accepted(run_dir: Path) -> None:
     assert folder_problems(run_dir) == folder_problems(run_dir / "not" / "yet") == []
-    assert make_problems(run_dir) == make_problems(run_dir.parent / "new" / "one") == []
+    assert create_and_check(run_dir) == create_and_check(run_dir.parent / "new" / "one") == []
 
 
 @pytest.mark.parametrize("name", [".", "logs", "checkpoints", "metrics.jsonl", "logs/rank_0.log"])
@@ -90,7 +90,7 @@ def test_nothing_is_written_through_a_link_in_the_place_of_a_file(
 def assert_refused(path: Path, parts: str) -> None:
     """Both checks refuse the path and name it."""
     run_dir = next(folder for folder in (path, *path.parents) if folder.name == "run")
-    for problems in (folder_problems(run_dir), make_problems(run_dir)):
+    for problems in (folder_problems(run_dir), create_and_check(run_dir)):
         [problem] = problems
         assert holds(problem, f"base_exp_dir: {path} ... {parts}")
 
@@ -121,7 +121,7 @@ def test_a_snapshot_by_hard_links_is_not_written_through(tmp_path: Path, write) 
 def test_a_new_run_folder_is_private(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o755)
-    assert make_problems(tmp_path / "new/run") == make_problems(shared) == []
+    assert create_and_check(tmp_path / "new/run") == create_and_check(shared) == []
     modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "new/run", shared)]
     assert modes == [0o700, 0o755]
 

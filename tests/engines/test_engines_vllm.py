@@ -92,7 +92,7 @@ def params(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=NUM_TOKENS, num_comp
 
 
 def step(policy, prompts_P, completions_PG) -> None:
-    """One optimiser step that surely moves every trainable tensor."""
+    """One optimizer step that surely moves every trainable tensor."""
     optimizer = torch.optim.AdamW(trainable(policy).values(), lr=1e-2)
     rows = [
         (prompt, completion.token_ids)

@@ -22,7 +22,7 @@ from tiny_faulty_judge import (
     envelope,
     page,
     pair_question,
-    said,
+    raw,
     with_client,
 )
 from tiny_messages import holds
@@ -71,9 +71,9 @@ READ = {
     "identity by name": page(envelope(), "Content-Encoding: Identity"),
     "a cookie without end": page(envelope(), "Set-Cookie: a=" + "b" * 50_000),
     "odd bytes in a header": page(envelope(), "X-Odd: \xff\xfe"),
-    "interim responses first": said(b"HTTP/1.1 102 Wait\r\n\r\n" * 3, CHUNKED, WHOLE_CHUNKS),
+    "interim responses first": raw(b"HTTP/1.1 102 Wait\r\n\r\n" * 3, CHUNKED, WHOLE_CHUNKS),
     "half a surrogate pair": page(envelope(GOOD.replace("fine", "fine \ud83d"))),
-    "old HTTP, closed at the end": said(b"HTTP/1.0 200 OK\r\n\r\n", envelope()),
+    "old HTTP, closed at the end": raw(b"HTTP/1.0 200 OK\r\n\r\n", envelope()),
 }  # fmt: skip
 
 
@@ -121,16 +121,16 @@ COSTS_ONE_TRY = {
         "content nested": page(envelope('{"score": ' + "[" * 90_000)),
     },
     "transport": {
-        "no HTTP": said(b"SSH-2.0-OpenSSH_9.6\r\n"),
-        "nothing": said(),
+        "no HTTP": raw(b"SSH-2.0-OpenSSH_9.6\r\n"),
+        "nothing": raw(),
         "a status beyond": page(envelope(), status="099 Odd"),
         "endless header": _flood(b"a" * FLOOD, b"HTTP/1.1 200 OK\r\nX: "),
         "endless headers": _flood(b"A: b\r\n" * 5_000, b"HTTP/1.1 200 OK\r\n"),
         "endless trailers": _flood(b"A: b\r\n" * 5_000, CHUNKED + b"0\r\n"),
-        "broken chunks": said(CHUNKED + b"ZZ\r\nhello\r\n"),
-        "a negative chunk": said(CHUNKED + b"-5\r\nhello\r\n"),
+        "broken chunks": raw(CHUNKED + b"ZZ\r\nhello\r\n"),
+        "a negative chunk": raw(CHUNKED + b"-5\r\nhello\r\n"),
         "a chunk size without end": _flood(b"0" * FLOOD, CHUNKED),
-        "chunks cut": said(CHUNKED + b"ff\r\n{"),
+        "chunks cut": raw(CHUNKED + b"ff\r\n{"),
         "an early end": page(envelope(), length=10**6),
         "an impossible length": page(envelope(), "Content-Length: 1"),
         "a negative length": page(envelope(), length=-1),
@@ -159,7 +159,7 @@ COSTS_ONE_TRY = {
         "an endless page": _flood(b"<p>" * FLOOD, b"HTTP/1.1 502 Bad\r\n\r\n"),
         "a page that drips": _dripping(b"x", b"HTTP/1.1 502 Bad\r\n\r\n"),
         "a page cut": page(b"bad gateway", status="502 Bad", length=10**6),
-        "a page in broken chunks": said(CHUNKED.replace(b"200 OK", b"502 Bad") + b"ZZ\r\n"),
+        "a page in broken chunks": raw(CHUNKED.replace(b"200 OK", b"502 Bad") + b"ZZ\r\n"),
     },
 }  # fmt: skip
 CASES = [(cause, name) for cause, cases in COSTS_ONE_TRY.items() for name in cases]
@@ -197,7 +197,7 @@ WRONG_SET_UP = {
     "cut": page(b"wrong key", status="401 No", length=10**6),
     "endless": _flood(b"wrong key " * FLOOD, b"HTTP/1.1 403 No\r\n\r\n"),
     "dripping": _dripping(b"x", b"HTTP/1.1 401 No\r\n\r\nwrong key"),
-    "in broken chunks": said(CHUNKED.replace(b"200 OK", b"404 No") + b"9\r\nwrong key\r\nZZ\r\n"),
+    "in broken chunks": raw(CHUNKED.replace(b"200 OK", b"404 No") + b"9\r\nwrong key\r\nZZ\r\n"),
     "in another charset": page(b"wrong key", "Content-Type: a/b; charset=base64", status="404 No"),
     "with escapes": page(b"wrong key\x1b[2J\xe2\x80\xae\r\nfine", status="403 No"),
 }

@@ -44,7 +44,7 @@ def python(script: str) -> list[str]:
 
 def refusal_of(config: JudgeConfig, log: Path) -> str:
     with StartedJudge(config, log) as started, pytest.raises(JudgeError) as error:
-        asyncio.run(started.answering())
+        asyncio.run(started.wait_until_ready())
     return str(error.value)
 
 
@@ -58,7 +58,7 @@ def test_a_started_judge_answers_on_loopback_until_it_is_closed(tmp_path: Path) 
     log.with_suffix(".url").write_text("http://127.0.0.1:1\n")  # left by a killed run
     others = set(psutil.Process().children(recursive=True))  # fork servers of other tests
     with StartedJudge(config_of(*tiny_loop.JUDGE), log) as started:
-        assert is_loopback(asyncio.run(started.answering()))
+        assert is_loopback(asyncio.run(started.wait_until_ready()))
         processes = [p for p in psutil.Process().children(recursive=True) if p not in others]
         sockets = [s for p in processes for s in p.net_connections() if s.status == "LISTEN"]
         assert {socket.laddr.ip for socket in sockets} == {"127.0.0.1"}
@@ -71,10 +71,10 @@ def test_a_started_judge_answers_on_loopback_until_it_is_closed(tmp_path: Path) 
 def test_a_started_judge_with_a_known_address_needs_no_url_file(tmp_path: Path) -> None:
     """judge.api_base is given: here the address of a server that runs already."""
     with StartedJudge(config_of(*tiny_loop.JUDGE), tmp_path / "a.log") as first:
-        address = asyncio.run(first.answering())
+        address = asyncio.run(first.wait_until_ready())
         config = config_of("sleep", "1000", api_base=address)
         with StartedJudge(config, tmp_path / "b.log") as second:
-            assert asyncio.run(second.answering()) == address
+            assert asyncio.run(second.wait_until_ready()) == address
 
 
 VLLM = f"""#!{sys.executable}
@@ -106,7 +106,7 @@ def test_the_shipped_script_is_started_as_the_readme_says(tmp_path, monkeypatch)
     config = config_of(*ast.literal_eval(line))
     assert list(start_problems(config)) == []
     with StartedJudge(config, tmp_path / "log") as started:
-        assert is_loopback(asyncio.run(started.answering())), (tmp_path / "log").read_text()
+        assert is_loopback(asyncio.run(started.wait_until_ready())), (tmp_path / "log").read_text()
     port_holder.close()
 
 

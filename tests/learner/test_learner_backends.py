@@ -167,7 +167,7 @@ def test_plain_torch_equals_a_hand_written_step() -> None:
 def test_graphs_are_kept_and_the_gradient_is_scaled(stage: int, recomputes: bool) -> None:
     """All forwards come first, one of them without a graph; then the backwards in reverse order."""
     backend = make_backend(stage, recomputes=recomputes)
-    assert backend.keeps_graphs == (stage < 3) and not backend.in_step
+    assert backend.keeps_graphs == (stage < 3) and not backend.lockstep
     expected, expected_norms = reference_run(STEPS)
     norms = []
     for seeds in STEPS:
@@ -265,7 +265,7 @@ def test_weight_decay_applies_to_the_linear_layers_of_a_real_model(tied: bool) -
 # --- two ranks --------------------------------------------------------------------------------
 
 DECAY = 0.5
-IN_STEP = {None: False, 1: False, 2: True, 3: True}
+LOCKSTEP = {None: False, 1: False, 2: True, 3: True}
 BY_RANK = (((0, 1), (2,)), ((3,), (4,)), ((5, 6, 7), ()))
 """Seeds by step and rank; ranks have different numbers of backwards, in the last step 3 and 0."""
 
@@ -293,12 +293,12 @@ def step_on_two_ranks() -> dict[Any, Any]:
     moved, dist, results = count_bytes(), Dist.from_env("cpu"), {}
     for stage in (None, *STAGES):
         backend = make_backend(stage, dist, weight_decay=DECAY)
-        assert backend.in_step == IN_STEP[stage]
+        assert backend.lockstep == LOCKSTEP[stage]
         norms = []
         for seeds_by_rank in BY_RANK:
             losses = [loss_of(backend, seed) for seed in seeds_by_rank[dist.rank]]
             max_backwards = max(map(len, seeds_by_rank))
-            if backend.in_step:
+            if backend.lockstep:
                 losses += [loss_of(backend, 99) * 0 for _ in range(max_backwards - len(losses))]
             for loss in reversed(losses):
                 backend.backward(loss)
@@ -339,5 +339,5 @@ def test_two_ranks_equal_one_process_in_step_or_not() -> None:
         alone = make_backend(None, weight_decay=DECAY)
         alone.load({name: torch.from_numpy(array) for name, array in state.items()}, len(BY_RANK))
         assert difference(weights(alone), ours) == 0
-        if not IN_STEP[stage]:
+        if not LOCKSTEP[stage]:
             assert trained_bytes <= moved <= 2.1 * trained_bytes, stage

@@ -408,7 +408,7 @@ def test_a_non_finite_gradient_is_skipped_with_a_warning(
     poisoned = [replace(sequences[0], advantage=math.inf), *sequences[1:]]
     (logged,) = train(learner, poisoned, 1, 2)
     assert (logged["optimizer/steps"], logged["optimizer/skipped_steps"]) == (0, 1)
-    assert "optimiser step skipped" in caplog.text
+    assert "optimizer step skipped" in caplog.text
     assert learner.version == 1
     assert relative_difference(snapshot(learner), before) == 0
     assert relative_difference(learner.state()[0], moments) == 0

@@ -50,7 +50,7 @@ def test_each_rank_holds_the_bytes_of_the_plan(tmp_path: Path, stage: int) -> No
     folder = tiny_qwen.save_policy_folder(tmp_path / "policy")
     for rank in run_ranks(measured, NUM_RANKS, tmp_path, folder=folder, stage=stage):
         gb = planned_gb(rank["num_trained"], stage)
-        assert rank["state_bytes"] == pytest.approx(gb["optimiser state"] * 1e9, rel=PADDING)
+        assert rank["state_bytes"] == pytest.approx(gb["optimizer state"] * 1e9, rel=PADDING)
         assert rank["weight_bytes"] == pytest.approx(gb["policy weights"] * 1e9, rel=PADDING)
 
 

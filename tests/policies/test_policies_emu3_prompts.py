@@ -93,7 +93,7 @@ def test_an_unusable_sample_is_named_in_the_error(tokenizer):
         prompts.prompt(Sample("lost", "blue"))
     with pytest.raises(ValueError, match=r"'bad'.* from 0 to 63.*shape \(1, 1\), codes 64\.\.64"):
         prompts.prompt(Sample("bad", "blue", source_codes=np.array([[64]])))
-    with pytest.raises(ValueError, match=r"'long' has 3\d tokens \(3\d of them picture\)"):
+    with pytest.raises(ValueError, match=r"'long' has 3\d tokens \(3\d of them for pictures\)"):
         prompts.prompt(Sample("long", "a", source_codes=np.ones((4, 5))))
 
 

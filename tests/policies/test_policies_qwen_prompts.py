@@ -98,7 +98,7 @@ def test_an_instruction_cannot_contain_special_tokens(tokenizer, trick):
 
 
 def test_long_prompts_and_missing_pictures_name_the_sample(tokenizer):
-    with pytest.raises(ValueError, match=r"sample 's7' has 8\d tokens \(9 of them picture\)"):
+    with pytest.raises(ValueError, match=r"sample 's7' has 8\d tokens \(9 of them for pictures\)"):
         prompts_of(tokenizer, max_prompt_tokens=60).prompt(tiny_qwen.sample(7), "make the sky blue")
     with pytest.raises(ValueError, match="sample 'blind' has no source picture"):
         prompts_of(tokenizer).prompt(Sample("blind", "x"), "x")

@@ -42,7 +42,7 @@ from rl.rollout.consensus import Interrupted
 from rl.rollout.graded_groups import Advantages, train_sequences
 from rl.rollout.stream import Rollout, RolloutContext, Sampled
 from rl.run.checks import Checks, TooManyFailuresError
-from rl.run.episode_metrics import rollout_metrics, size_of
+from rl.run.episode_metrics import rollout_metrics, size_text
 from rl.run.run import PendingStep, Run
 from rl.run.watch import Watch
 
@@ -246,7 +246,7 @@ def test_reward_metrics_against_hand_computed_values() -> None:
         "groups/zero_spread": 0.5,
     }
     assert {name: merged[name] for name in expected} == pytest.approx(expected)
-    assert size_of([[word("ab"), word("c")]]) == "2 completions, 3 tokens"
+    assert size_text([[word("ab"), word("c")]]) == "2 completions, 3 tokens"
 
 
 def test_a_control_run_shuffles_rewards_between_episodes() -> None:
@@ -475,7 +475,7 @@ def test_an_async_reward_that_blocks_the_loop_is_named_once(
     context: RolloutContext, monkeypatch, capsys, sleep: Callable[[float], object], blocks: bool
 ) -> None:
     monkeypatch.setattr(grading, "BLOCKED_S", 0.02)
-    monkeypatch.setattr(grading, "_named", set())
+    monkeypatch.setattr(grading, "_warned", set())
 
     async def works(reward_input: RewardInput) -> float:
         result = sleep(0.03)

@@ -49,7 +49,7 @@ def locate(value: Any, folder: Path) -> Path | bytes:
 
 
 def check_header(located: Path | bytes, max_side_px: int) -> None:
-    """Raise UnusableError for a file that is not a picture or has an absurd size; decode nothing.
+    """Read only the header. Raise UnusableError if it is not a picture's or its size is refused.
 
     Takes about 0.3 ms. A truncated or corrupt body passes; `decode` finds it.
     """
@@ -76,7 +76,7 @@ def decode(
             raise UnusableError(_broken(located, error)) from error
 
 
-def opened(
+def load_image(
     image: Image.Image | Path | str, max_side_px: int, keeps_transparency: bool = False
 ) -> tuple[Image.Image, tuple[int, int] | None]:
     """(a user's picture as from `decode`, with its longer side at most `max_side_px`; its original
@@ -97,8 +97,8 @@ def _open(located: Path | bytes, max_side_px: int) -> Image.Image:
         image = open_picture(file, FORMATS)
     except UnidentifiedImageError as error:
         raise UnusableError(
-            f"{_name(located)} is none of {', '.join(FORMATS)} (a phone's HEIC is not read), or "
-            "damaged; save it as PNG or JPEG"
+            f"{_name(located)} is none of {', '.join(FORMATS)}, or is damaged; save it as "
+            "PNG or JPEG (HEIC, the format of many phones, is not supported)"
         ) from error
     except Image.DecompressionBombError as error:
         raise UnusableError(

@@ -70,7 +70,7 @@ class V1Grammar(V1LogitsProcessor):
 
 class V2Grammar(V2LogitsProcessor):
     """Keeps the position of each request's image token on the device, by request slot; a token's
-    position in the grammar is its distance from there. No step waits for the device.
+    position in the grammar is its distance from it. The host never waits for the device.
 
     Model Runner V2 needs Triton, hence a GPU. Without a GPU the tests call this class directly,
     with the interface's data classes (vLLM 0.32).

@@ -106,8 +106,8 @@ class Emu3Prompts:
         if len(ids) > self._max_prompt_tokens:
             raise UnusableSampleError(
                 f"the prompt of sample {sample.id!r} has {len(ids)} tokens ({len(picture)} of them "
-                f"picture), more than policy.max_prompt_tokens = {self._max_prompt_tokens}: raise "
-                "it, or drop the sample"
+                f"for pictures), more than policy.max_prompt_tokens = {self._max_prompt_tokens}: "
+                "raise it, or drop the sample"
             )
         grid = (height, width) if self._constrained else None
         return Prompt(sample=sample, token_ids=ids, grid=grid)

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 STOP_TOKENS = ["<|im_end|>", "<|endoftext|>"]
-THINNEST = 14.3
+MAX_SIDE_SUM = 14.3
 """(width + height) / sqrt(area) at an aspect of 200:1, the processor's limit."""
 
 
 class QwenPrompts:
-    """A tokenizer and an image processor under one prompt template."""
+    """Builds prompts from one template, with a tokenizer and an image processor."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class QwenPrompts:
         sources = prompting.sources_of(sample, template.max_pictures) if has_picture else ()
         if self._needs_picture and not sources:
             raise UnusableSampleError(
-                f"sample {sample.id!r} has no source picture, but the renderer's prompt shows one"
+                f"sample {sample.id!r} has no source picture, but the prompt template has one"
             )
         try:
             images = tuple(map(self._sized, sources))
@@ -103,7 +103,7 @@ class QwenPrompts:
             area = "renderer.policy_image_area_px" if has_area else "policy.image_max_pixels"
             raise UnusableSampleError(
                 f"the prompt of sample {sample.id!r} has {len(token_ids)} tokens "
-                f"({sum(lengths)} of them picture), more than policy.max_prompt_tokens = "
+                f"({sum(lengths)} of them for pictures), more than policy.max_prompt_tokens = "
                 f"{self.max_prompt_tokens}: raise it, lower {area}, or drop the sample"
             )
         return Prompt(
@@ -128,7 +128,7 @@ class QwenPrompts:
             image = prompting.resize_to_area(
                 image, self._template.image_area_px, self._template.image_multiple_px
             )
-        image = over_white(image)  # after the resize, which thus keeps transparent edges
+        image = over_white(image)  # after the resize, which needs the transparency at edges
         processor = self.image_processor
         height, width = smart_resize(
             image.height,
@@ -141,13 +141,13 @@ class QwenPrompts:
 
     @property
     def picture_bounds(self) -> tuple[int, int]:
-        """(smallest, largest) area of a prompt's picture, px: the processor's bounds, the upper one
-        lowered to the largest area that rounding the template's sides can give."""
+        """(smallest, largest) area of a prompt's picture, px: the processor's bounds; the upper one
+        is lower if the template's area, after all rounding of the sides, stays below it."""
         size = self.image_processor.size
         smallest, largest = size["shortest_edge"], size["longest_edge"]
         if self._template.image_area_px is not None:
             area = max(smallest, self._template.image_area_px)
-            sides = THINNEST * area**0.5
+            sides = MAX_SIDE_SUM * area**0.5
             # The template may round a thin side up to a whole multiple; the processor's rounding
             # adds at most half a multiple to a side.
             token_px = self.image_processor.patch_size * self.image_processor.merge_size

@@ -1,4 +1,4 @@
-"""Loads the modules of a Qwen-Image, fuses the adapter, and moves them to the device."""
+"""Loads the modules of a Qwen-Image model, fuses the adapter, and moves them to the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EditorParts:
     """The frozen modules, in evaluation mode, on one device and in one dtype."""
 
     transformer: Any
-    """diffusers' transformer; an editor's modulation is in host memory."""
+    """diffusers' transformer; an editor's modulation weights stay in host memory."""
     vae: FrameVae
     scheduler: Any
     """FlowMatchEulerDiscreteScheduler; stateful, so every batch runs on a copy."""

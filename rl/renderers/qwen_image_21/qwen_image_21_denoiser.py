@@ -52,7 +52,7 @@ def positions(pieces: Sequence[Piece], start: int = 0) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
+class PromptImage:
     """A source picture in a prompt."""
 
     indices: range
@@ -72,7 +72,7 @@ class Row:
 
     states: torch.Tensor
     """[L, C]."""
-    sources: tuple[Shown, ...]
+    sources: tuple[PromptImage, ...]
 
     @property
     def start_len(self) -> int:

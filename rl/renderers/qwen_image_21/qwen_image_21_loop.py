@@ -29,8 +29,8 @@ from rl.renderers.qwen_image_21.qwen_image_21_config import (
 from rl.renderers.qwen_image_21.qwen_image_21_denoiser import (
     Conditioning,
     Denoiser,
+    PromptImage,
     Row,
-    Shown,
     end_of,
 )
 from rl.renderers.shared.decoding import in_slices, seeded_noise
@@ -86,7 +86,7 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         self._rows_of_groups: list[int] = []
 
     def take_metrics(self) -> dict[str, float]:
-        """The plugin's `metrics` since the last call; {} if no sources were read."""
+        """The plugin's `metrics` since the last call; {} if no job had sources."""
         rows, self._rows_of_groups = self._rows_of_groups, []
         return {"rows_per_start": sum(rows) / len(rows)} if rows else {}
 
@@ -97,15 +97,15 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         return Bucket(drawn_size(config, sources), bool(sources))
 
     def _positions(self, job: RenderJob, bucket: Bucket) -> tuple[int, int, int]:
-        """Raises ValueError if the policy sees a source at another size than the VAE."""
+        """As in the base class. Raises ValueError if policy and VAE see a source at other sizes."""
         payload: HiddenStates = job.payload
         sizes = condition_sizes(self.config, [source.size for source in job.sample.sources])
-        _check_places(payload, sizes)
+        _check_picture_lengths(payload, sizes)
         negative = payload.negative_embeds
         num_states = max(len(payload.embeds), 0 if negative is None else len(negative))
         num_picture_states = sum(map(len, payload.pictures))
         start_len = payload.pictures[-1].stop if payload.pictures else 0
-        pictures = [*map(in_latents, sizes), in_latents(bucket.output)]
+        pictures = [*map(latent_shape, sizes), latent_shape(bucket.output)]
         by_pictures = end_of([start_len - num_picture_states, *pictures])
         return end_of([num_states - num_picture_states, *pictures]), by_pictures, NUM_POSITIONS
 
@@ -113,8 +113,8 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
     def render_tensor(self, jobs: Sequence[RenderJob], bucket: Bucket) -> torch.Tensor:
         """Render jobs of one bucket: [B, 4, H, W], the renderer's dtype, -1..1.
 
-        Adjacent jobs with equal starts form a group. Groups are drawn together as long as they have
-        at most `max_pictures` sources in total, because the sources' attention keys take memory.
+        Adjacent jobs with equal starts (see `Row`) form a group. Groups are drawn together up to
+        `max_pictures` sources in total, because the sources' attention keys take memory.
         """
         rows = [self._row(job, job.payload.embeds) for job in jobs]
         sizes = [len(part) for part in in_groups(rows)]
@@ -131,8 +131,8 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         return in_slices(torch.cat(drawn), self.parts.vae.decode, width * height)
 
     def _draw(self, jobs: Sequence[RenderJob], rows: Sequence[Row], size: Size) -> torch.Tensor:
-        """Clean latents [B, C, h, w] of the jobs' pictures."""
-        transformer, shape = self.parts.transformer, in_latents(size)
+        """Denoised latents [B, C, h, w] of the jobs' pictures."""
+        transformer, shape = self.parts.transformer, latent_shape(size)
         channels = transformer.config.in_channels
         noise = seeded_noise((job.noise_seed for job in jobs), (channels, *shape))
         latents = noise.flatten(2).transpose(1, 2).to(transformer.device, transformer.dtype)
@@ -152,7 +152,7 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         sources = job.sample.sources
         sizes = condition_sizes(self.config, [source.size for source in sources])
         pictures = tuple(
-            Shown(indices, self._source_latents([p], size)[0], in_latents(size), digest(p))
+            PromptImage(indices, self._source_latents([p], size)[0], latent_shape(size), digest(p))
             for indices, p, size in zip(job.payload.pictures, sources, sizes, strict=True)
         )
         return Row(states.to(transformer.device, transformer.dtype), pictures)
@@ -177,7 +177,7 @@ class QwenImage21Loop(QwenImageBaseLoop[Config, Bucket]):
         return latents.flatten(2).transpose(1, 2)
 
 
-def _check_places(payload: HiddenStates, sizes: Sequence[Size]) -> None:
+def _check_picture_lengths(payload: HiddenStates, sizes: Sequence[Size]) -> None:
     slots = [width * height // PATCH_PX**2 // TOKENS_PER_SLOT for width, height in sizes]
     if list(map(len, payload.pictures)) == slots:
         return
@@ -201,7 +201,7 @@ def in_groups(rows: Sequence[Row]) -> list[list[Row]]:
     return groups
 
 
-def in_latents(size: Size) -> tuple[int, int]:
-    """(width, height) in px -> (rows, columns)."""
+def latent_shape(size: Size) -> tuple[int, int]:
+    """(width, height) in px -> (rows, columns) of latents."""
     width, height = size
     return height // PATCH_PX, width // PATCH_PX

@@ -15,7 +15,7 @@ from rl.renderers.qwen_image_21.qwen_image_21_config import Config
 
 RELEASED_BOUNDS_PX = 256 * 256, 4096 * 4096
 """Smallest and largest picture area that Qwen3-VL's image processor does not resize."""
-THINNEST = 14.3
+MAX_SIDE_SUM = 14.3
 """(width + height) / sqrt(area) of a 200:1 picture; the processor refuses thinner pictures."""
 
 
@@ -23,7 +23,7 @@ def areas_px(config: Config) -> tuple[int, int]:
     """Smallest and largest area of a source of any aspect ratio. Each side is rounded to a
     multiple of 32, at least 32."""
     area, multiple = config.condition_area_px, SIZE_MULTIPLE_PX
-    sides = int(THINNEST * area**0.5)
+    sides = int(MAX_SIDE_SUM * area**0.5)
     return max(multiple**2, area - multiple // 2 * sides), area + multiple * sides + multiple**2
 
 

@@ -13,7 +13,7 @@ from rl.renderers.sd3.sd3_config import PATCH_PX, Config
 from rl.renderers.shared.diffusion_renderer import DiffusionRenderer
 
 TEXT_TOKENS_CLIP = 77
-"""CLIP's context, markers included."""
+"""CLIP's context length, including the start and end tokens."""
 MEDIUM_SHAPE = (24, 1536)
 """Layers and width of SD3 Medium's transformer."""
 
@@ -21,7 +21,7 @@ _ENCODERS = {"text_encoder": 123.65e6, "text_encoder_2": 694.66e6, "text_encoder
 
 
 class SD3(DiffusionRenderer[Config]):
-    """Draws a picture of the policy's text."""
+    """Draws a picture from the policy's text."""
 
     accepts = "text"
     side_multiple_px = PATCH_PX
@@ -38,8 +38,8 @@ class SD3(DiffusionRenderer[Config]):
         "clip_cut_share": Metric(
             "0..1", "share of prompts longer than CLIP's 77 tokens, whose end it does not read"
         ),
-        "clip_cut_tokens": Metric("tokens", "mean tokens cut so per picture"),
-        "t5_cut_share": Metric("0..1", "share longer than renderer.max_t5_tokens"),
+        "clip_cut_tokens": Metric("tokens", "tokens beyond CLIP's 77, mean per picture"),
+        "t5_cut_share": Metric("0..1", "share of prompts longer than renderer.max_t5_tokens"),
     }
 
     @classmethod
@@ -92,7 +92,7 @@ class SD3(DiffusionRenderer[Config]):
         """Values alive at the peak of a forward, per part, for a memory plan.
 
         About 14 tensors of [tokens, 1536] in the transformer, 8 feature maps of 128 channels in the
-        VAE, one 1024^2 picture (or as many smaller ones) at once.
+        VAE, which decodes one 1024^2 picture, or smaller ones of that total area, at once.
         """
         rows = config.batch_size * (2 if config.guidance_scale > 1 else 1)
         area_px = config.height_px * config.width_px
@@ -102,14 +102,14 @@ class SD3(DiffusionRenderer[Config]):
 
     @classmethod
     def savings(cls, config: Config) -> Sequence[Saving]:
-        """First fewer pictures at once, then no T5."""
+        """First smaller batches, then no T5."""
         without_t5 = [Saving("use_t5", False, exact=False)] if config.use_t5 else []
         return [*super().savings(config), *without_t5]
 
     @classmethod
     def picture_flops(cls, config: Config) -> float | None:
-        """Known for SD3 Medium: text and latents pass separate weights, 12 width^2 in each layer.
-        Text encoders and VAE are left out."""
+        """Known only for SD3 Medium. A token passes 12 width^2 weights per layer; text and latents
+        have separate ones. Text encoders and VAE are left out."""
         if config.model_path != Config.model_fields["model_path"].default:
             return None
         layers, width = MEDIUM_SHAPE

@@ -10,8 +10,8 @@ from PIL.Image import Image
 from rl.api.types import RenderFailure
 
 DECODED_PX_AT_ONCE = 1024 * 1024
-"""Total picture area of one VAE call, for encoding as well as decoding: one 1024^2 picture fills a
-device and its memory; smaller pictures are batched."""
+"""Total picture area of one VAE call, for encoding as well as decoding: one 1024^2 picture keeps
+a GPU busy by itself; smaller pictures are batched."""
 
 
 def seeded_noise(seeds_B: Iterable[int], shape: Sequence[int]) -> torch.Tensor:
