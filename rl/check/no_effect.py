@@ -109,7 +109,7 @@ def doubtful(resolved: Resolved) -> list[str]:
         )
     if algorithm.truncated_completions == "mask" and resolved.policy.config.thought is not None:
         problems.append(
-            "algorithm.truncated_completions: 'mask' gives an unfinished thought the reward 0 and "
-            "no loss, so the policy is never taught to end one. Use 'floor' or 'score'"
+            "algorithm.truncated_completions: 'mask' keeps an unfinished thought out of the loss, "
+            "so the policy is never taught to end one. Use 'floor' or 'score'"
         )
     return problems

@@ -90,7 +90,9 @@ def not_a_run(path: str | Path) -> str:
     if close:
         hint = f"did you mean {close[0]!r}?"
     else:
-        hint = f"runs: {', '.join(names[:_MAX_NAMED])}" if names else "there are no runs in runs/"
+        hint = (
+            f"runs: {', '.join(names[:_MAX_NAMED])}" if names else f"there are no runs in {place}/"
+        )
     state = "is no run folder" if path.exists() else "does not exist"
     return f"{excerpt(str(path), _MAX_SHOWN)} {state}; {excerpt(hint, 3 * _MAX_SHOWN)}"
 

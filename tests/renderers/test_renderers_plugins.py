@@ -223,14 +223,16 @@ def test_with_a_fused_adapter_ranks_do_not_share_host_parameters() -> None:
 
 
 def test_sd3_activations_grow_with_guidance_and_batch_size() -> None:
-    base, unguided, two = (
+    large_path = {"model_path": "stabilityai/stable-diffusion-3.5-large"}
+    base, unguided, two, large = (
         SD3.activation_counts(SD3.Config(type="sd3", **changes))
-        for changes in ({}, {"guidance_scale": 1.0}, {"batch_size": 16})
+        for changes in ({}, {"guidance_scale": 1.0}, {"batch_size": 16}, large_path)
     )
     assert unguided["transformer"] == base["transformer"] / 2
     assert two["transformer"] == 2 * base["transformer"] and two["vae"] == base["vae"]
     # 16 rows of 4096 picture tokens and 333 text tokens
     assert base["transformer"] == 14 * 1536 * 16 * (4096 + 77 + 256)
+    assert large["transformer"] == 14 * 2432 * 16 * (4096 + 77 + 256)
 
 
 @pytest.mark.parametrize("name", PLUGINS)

@@ -23,8 +23,8 @@ from rl.renderers.qwen_image.qwen_image_plugin_base import (
     QwenImage,
     forwards_per_picture,
     output_area_px,
-    shape_of,
 )
+from rl.renderers.shared.diffusion_renderer import shape_of
 
 SYSTEM_PROMPT = (
     "Describe the key features of the input image (color, shape, size, texture, objects, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,10 +11,9 @@ from typing_extensions import TypeVar
 from rl.api.plugin import ModelFiles, Saving, unread
 from rl.config.paths import is_folder, not_a_file
 from rl.config.schema import RunConfig
-from rl.files.atomic import row_of
 from rl.files.model_files import missing_model
 from rl.renderers.qwen_image.denoising_config import DenoisingConfig
-from rl.renderers.shared.diffusion_renderer import DiffusionRenderer
+from rl.renderers.shared.diffusion_renderer import DiffusionRenderer, transformer_value
 
 TEXT_TOKENS = 300
 """Text tokens of a row, instruction and description, that a plan of an iteration's time assumes."""
@@ -102,12 +101,6 @@ class QwenImage(DiffusionRenderer[ConfigT]):
         return [*super().savings(config), *fp8]
 
 
-def shape_of(config: DenoisingConfig, hub_shape: Mapping[str, int]) -> tuple[int, int]:
-    """(layers, width) of the transformer: of a local folder, else of the released model."""
-    layers, heads, head_dim = (transformer_value(config, k) or v for k, v in hub_shape.items())
-    return layers, heads * head_dim
-
-
 def forwards_per_picture(config: DenoisingConfig) -> int:
     """Forwards of one row: the steps, twice with guidance."""
     return config.num_steps * (2 if config.true_cfg_scale > 1 else 1)
@@ -116,12 +109,3 @@ def forwards_per_picture(config: DenoisingConfig) -> int:
 def output_area_px(config: DenoisingConfig) -> int:
     """Area of a rendered picture, px^2 (an upper bound)."""
     return (config.height_px or 0) * (config.width_px or 0) or config.output_area_px
-
-
-def transformer_value(config: DenoisingConfig, name: str) -> int | None:
-    """An integer from a local folder's transformer config; None if there is no such integer."""
-    file = Path(config.model_path, "transformer", "config.json")
-    if not file.is_file():
-        return None
-    value = (row_of(file.read_bytes()) or {}).get(name)
-    return value if isinstance(value, int) else None

@@ -15,7 +15,6 @@ from rl.renderers.qwen_image.qwen_image_plugin_base import (
     QwenImage,
     forwards_per_picture,
     output_area_px,
-    shape_of,
 )
 from rl.renderers.qwen_image_21 import size_check
 from rl.renderers.qwen_image_21.qwen_image_21_config import (
@@ -23,6 +22,7 @@ from rl.renderers.qwen_image_21.qwen_image_21_config import (
     sigmas_of_folder,
     wrong_steps,
 )
+from rl.renderers.shared.diffusion_renderer import shape_of
 
 DROPPED_PREFIX = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 """The text states depend on its tokens (14 with Qwen's tokenizer); the DiT does not get these."""

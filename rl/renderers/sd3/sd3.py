@@ -10,12 +10,15 @@ from rl.api.plugin import SAFETENSORS, ModelFiles, Saving, unread
 from rl.api.types import RenderJob
 from rl.meter.flops import denoising_flops
 from rl.renderers.sd3.sd3_config import PATCH_PX, Config
-from rl.renderers.shared.diffusion_renderer import DiffusionRenderer
+from rl.renderers.shared.diffusion_renderer import DiffusionRenderer, shape_of
 
 TEXT_TOKENS_CLIP = 77
 """CLIP's context length, including the start and end tokens."""
-MEDIUM_SHAPE = (24, 1536)
-"""Layers and width of SD3 Medium's transformer."""
+MEDIUM, LARGE = (
+    {"num_layers": layers, "num_attention_heads": heads, "attention_head_dim": 64}
+    for layers, heads in ((24, 24), (38, 38))
+)
+"""Shapes of the transformers of SD3 Medium and SD3.5 Medium, and of SD3.5 Large."""
 
 _ENCODERS = {"text_encoder": 123.65e6, "text_encoder_2": 694.66e6, "text_encoder_3": 4.762e9}
 
@@ -91,14 +94,15 @@ class SD3(DiffusionRenderer[Config]):
     def activation_counts(cls, config: Config) -> dict[str, float]:
         """Values alive at the peak of a forward, per part, for a memory plan.
 
-        About 14 tensors of [tokens, 1536] in the transformer, 8 feature maps of 128 channels in the
-        VAE, which decodes one 1024^2 picture, or smaller ones of that total area, at once.
+        About 14 tensors of [tokens, width] in the transformer, 8 feature maps of 128 channels in
+        the VAE, which decodes one 1024^2 picture, or smaller ones of that total area, at once.
         """
         rows = config.batch_size * (2 if config.guidance_scale > 1 else 1)
         area_px = config.height_px * config.width_px
         num_tokens = area_px / PATCH_PX**2 + TEXT_TOKENS_CLIP + config.max_t5_tokens
         decoded_px = max(area_px, min(config.batch_size * area_px, 1024 * 1024))
-        return {"transformer": 14 * 1536 * rows * num_tokens, "vae": 8 * 128 * decoded_px}
+        _, width = shape_of(config, LARGE if "large" in config.model_path else MEDIUM)
+        return {"transformer": 14 * width * rows * num_tokens, "vae": 8 * 128 * decoded_px}
 
     @classmethod
     def savings(cls, config: Config) -> Sequence[Saving]:
@@ -112,7 +116,7 @@ class SD3(DiffusionRenderer[Config]):
         have separate ones. Text encoders and VAE are left out."""
         if config.model_path != Config.model_fields["model_path"].default:
             return None
-        layers, width = MEDIUM_SHAPE
+        layers, width = shape_of(config, MEDIUM)
         tokens = config.height_px * config.width_px / PATCH_PX**2
         tokens += TEXT_TOKENS_CLIP + config.max_t5_tokens
         each = denoising_flops(12 * width**2 * layers, layers, width, tokens, tokens)

@@ -13,6 +13,7 @@ from rl.api.plugin import DIFFUSERS_SAFETENSORS, FrozenModelConfig, ModelFiles, 
 from rl.api.renderer import Renderer
 from rl.api.types import RenderJob
 from rl.config.schema import RunConfig
+from rl.files.atomic import row_of
 from rl.files.weights import num_parameters
 from rl.ranks.placement import resolve_device
 
@@ -95,3 +96,18 @@ class DiffusionRenderer(Renderer[ConfigT]):
             return {part: num_parameters(folder / part, cls.is_on_device) for part in parts}
         counts = cls.hub_parameters.get(config.model_path)
         return {part: counts[part] for part in parts} if counts else {}
+
+
+def shape_of(config: FrozenModelConfig, hub_shape: Mapping[str, int]) -> tuple[int, int]:
+    """(layers, width) of the transformer: of a local folder, else of the released model."""
+    layers, heads, head_dim = (transformer_value(config, k) or v for k, v in hub_shape.items())
+    return layers, heads * head_dim
+
+
+def transformer_value(config: FrozenModelConfig, name: str) -> int | None:
+    """An integer from a local folder's transformer config; None if there is no such integer."""
+    file = Path(config.model_path, "transformer", "config.json")
+    if not file.is_file():
+        return None
+    value = (row_of(file.read_bytes()) or {}).get(name)
+    return value if isinstance(value, int) else None

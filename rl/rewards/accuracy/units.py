@@ -45,6 +45,7 @@ _NO_UNITS = frozenset(
     ("hundred", "thousand", "million", "billion", "dozen", "half", "third", "quarter")
 ).union(("and", "plus", "minus", "times", "over", "not", "squared", "cubed"))
 """Words that change the number and are not units."""
+_PLURAL = re.compile(r"(?<=ss)es$|(?<=[cs]h)es$|(?<=x)es$|(?<!s)s$")
 
 _NUMBER = re.compile(
     r"""(?P<currency>[$€£¥])?\s*(?P<sign>[+-])?\s*(?P<currency2>[$€£¥])?\s*
@@ -110,7 +111,7 @@ def _unit(text: str, has_space: bool) -> str | None:
     is_words = has_space and 1 <= len(words) <= 3 and all(w.isalpha() and len(w) > 2 for w in words)
     if not is_words or _NO_UNITS & set(words):
         return None
-    return " ".join(word.removesuffix("s") for word in words) + hat + power
+    return " ".join(_PLURAL.sub("", word) for word in words) + hat + power
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
@@ -130,4 +131,4 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
 def _same_number(gold: Fraction, answer: Fraction) -> bool:
     if gold.denominator == answer.denominator == 1:
         return gold == answer
-    return abs(gold - answer) <= RELATIVE_TOLERANCE * abs(gold)
+    return abs(gold - answer) <= RELATIVE_TOLERANCE * max(abs(gold), abs(answer))
