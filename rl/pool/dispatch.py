@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict, deque
@@ -114,6 +115,8 @@ class State:
     refused: str = ""
     """The incarnation that was refused; another one is greeted again."""
     refused_s: float = 0.0
+    answered_s: float = -math.inf
+    """When a batch of this rank was last answered."""
     samples: deque[str] = field(default_factory=lambda: deque(maxlen=64))
     """Ids of the samples that it drew last; it has kept their source latents."""
 
@@ -206,13 +209,13 @@ class Dispatcher:
                         break
                 if all_taken and not queue and not running:
                     return
-                if all_taken and not queue:
-                    self._hedge(running)
                 if not self.ready and self._draw_here is None:
                     self._wait_or_give_up("is ready")
                 heartbeat.note_wait()
                 waits_for = [*running, *self._pending()]
                 done = self.workers.wait(waits_for, POLL_S) if waits_for else []
+                if all_taken and not queue and not done:
+                    self._hedge(running)
                 for call in [call for call in done if call in running]:
                     yield from self._finish(running.pop(call), call, queue)
                 for call in [call for call, each in running.items() if each.batch.is_done]:
@@ -294,18 +297,22 @@ class Dispatcher:
         self._propose(batch, packed, self._expected)
         yield from zip(batch.numbers, outcomes, strict=True)
 
-    def _propose(self, batch: Batch, packed: list[Any], facts: Mapping[str, str]) -> bool:
-        """Without a reference, make it this batch if all of its pictures were drawn. Returns
-        whether the pictures may be used: False if another rank's reference was first, which this
-        worker has not drawn yet."""
+    def _propose(
+        self, batch: Batch, packed: list[Any], facts: Mapping[str, str], drawn_by: str = ""
+    ) -> bool:
+        """Without a reference, make it this batch if all of its pictures were drawn; every other
+        worker is checked from now on. Returns whether the pictures may be used: False if another
+        rank's reference was first, which this worker has not drawn yet."""
         if self.reference is not None or any(isinstance(each, tuple) for each in packed):
             return True
         found = Reference(self._message(batch), wire.digests(packed), facts)
         self.reference = self.workers.agree(found) or found
-        for each in self._states.values():  # from now on each is checked
-            each.stage = "new" if each.stage == "ready" else each.stage
+        is_equal = list(self.reference.digests) == found.digests
+        for name, each in self._states.items():
+            if each.stage == "ready" and not (is_equal and name == drawn_by):
+                each.stage = "new"
         self._looked_s = -1e9
-        return list(self.reference.digests) == found.digests
+        return is_equal
 
     def _has_slot(self, running: Mapping[Any, Running]) -> bool:
         """Whether a worker can take a batch. Without a reference one batch is drawn at a time: the
@@ -354,13 +361,19 @@ class Dispatcher:
         for each in running.values():
             calls_of.setdefault(each.batch, []).append(each)
         alone = [calls[0] for calls in calls_of.values() if len(calls) == 1]
-        slow = [each for each in alone if self._clock() - each.since_s > limit_s]
+        slow = [each for each in alone if self._drawn_for_s(each) > limit_s]
         if slow:
             self._send(min(slow, key=lambda each: each.since_s).batch, idle[0], running)
 
+    def _drawn_for_s(self, running: Running) -> float:
+        """Seconds since its worker could begin the batch: it draws one after the other."""
+        began_s = max(running.since_s, self._states[running.worker].answered_s)
+        return self._clock() - began_s
+
     def _finish(self, done: Running, call: Any, queue: deque[Batch]) -> Iterator[tuple[int, Any]]:
         """Yield a call's outcomes, or queue its batch again."""
-        batch, state = done.batch, self._states[done.worker]
+        batch, state, now_s = done.batch, self._states[done.worker], self._clock()
+        took_s, state.answered_s = now_s - max(done.since_s, state.answered_s), now_s
         try:
             reply = self.workers.result(call)
         except WorkerLostError as error:
@@ -381,9 +394,9 @@ class Dispatcher:
             return
         for name, value in reply["metrics"].items():
             self._metrics[name].append((value, len(batch.jobs)))
-        self._durations_s.append(reply["seconds"])
+        self._durations_s.append(max(took_s, reply["seconds"]))
         self._longest_s = max(self._longest_s, reply["seconds"])
-        if not self._propose(batch, outcomes, state.facts):
+        if not self._propose(batch, outcomes, state.facts, done.worker):
             queue.appendleft(batch)  # for a worker that has been checked
             return
         batch.is_done = True
@@ -519,8 +532,8 @@ class Dispatcher:
         elif self.reference is None:
             state.stage = "ready"
         else:
-            call = self.workers.call(name, "draw", self.reference.message)
-            state.stage, state.call = "checking", call
+            asked = (self.reference.message, list(self.reference.digests))
+            state.stage, state.call = "checking", self.workers.call(name, "check", *asked)
 
     def _check(self, name: str, state: State, reply: Mapping[str, Any]) -> None:
         assert self.reference is not None
@@ -528,7 +541,7 @@ class Dispatcher:
             state.stage = "new"
         elif raised := reply.get("raised"):
             self._refuse(name, state, f"cannot draw the first batch: {raised[1]}")
-        elif wire.digests(reply["outcomes"]) != list(self.reference.digests):
+        elif reply["digests"] != list(self.reference.digests):
             self._refuse(
                 name,
                 state,

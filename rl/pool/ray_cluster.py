@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import re
 import secrets
@@ -17,7 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
+
+import psutil
 
 from rl.config.schema import RAY_MISSING, RenderPoolConfig
 from rl.judge.server import NEEDED_SECRETS
@@ -28,12 +31,17 @@ from rl.text.scrub import environment_without, is_secret_name
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
 
+LEAVE_S = 60.0
+"""How long rank 0 keeps a cluster that it started for ranks that still draw."""
 NAMESPACE = "vlm_edit_rl"
 REGISTRY = "/registry"
 INHERITED = re.compile(
     r"(HF|TORCH|CUBLAS|CUDNN|NVIDIA|ATEN|ONEDNN|OMP|MKL|DIFFUSERS|TRANSFORMERS)_.*(?<!TOKEN)"
 )
 """Environment variables that change how a model is found or computed; workers get the rank's."""
+
+_locks: list[IO[str]] = []
+"""A file of the cluster that rank 0 started; other ranks lock it while they use the cluster."""
 
 
 class Registry:
@@ -64,6 +72,7 @@ class RayWorkers:
     """The actors of one pool (`dispatch.Workers`)."""
 
     LOADING = "waits for a GPU or loads the renderer"
+    OF_A_RUN = "belongs to a run, and ends with it"
 
     def __init__(
         self, config: RenderPoolConfig, spec: Mapping[str, Any], detached: bool = False
@@ -71,7 +80,7 @@ class RayWorkers:
         """`detached`: they outlive this process (`rl pool start`). Call `connect` first."""
         self._ray = _ray()
         self._config = config
-        self._spec = dict(spec)
+        self._spec = {**spec, "detached": detached}
         self.name = config.name or f"pool-{digest_of(spec)}"
         self._handles: dict[str, Any] = {}
         env = {
@@ -194,7 +203,8 @@ class RayWorkers:
                 if self.wait([call], 0):
                     hello = self.result(call)
                     row |= {key: hello[key] for key in ("node", "pid")}
-                    row["state"] = hello["error"] or "ready"
+                    is_of_a_run = self._spec["detached"] and not hello.get("detached")
+                    row["state"] = hello["error"] or (self.OF_A_RUN if is_of_a_run else "ready")
             rows.append(row)
         return rows
 
@@ -224,44 +234,51 @@ def connect(address: str, dist: Dist, may_start: bool = True, used: Set[str] = f
     Raises ValueError without Ray, without token authentication, or for a cluster that cannot be
     reached.
     """
-    found: tuple[str, str, bool] | None = None
-    failure = ""
-    if dist.is_main:
-        try:
+    found = ("", "", "")
+    with _error_of_any_rank(dist):
+        if dist.is_main:
             found = _join_or_start(address, dist, may_start, used)
-        except Exception as error:  # the other ranks wait
-            failure = str(error) if isinstance(error, ValueError) else _cause(error)
-            failure = failure if "render_pool" in failure else f"render_pool.address: {failure}"
-    found, failure = dist.broadcast((found, failure))
-    if found is None:
-        raise ValueError(failure)
-    where, token, is_local = found
-    if not dist.is_main:
-        if is_local:
-            _prepare_local(token)
-        _init(where)
-    if is_local:
+    where, token, folder = dist.broadcast(found)
+    with _error_of_any_rank(dist):
+        if not dist.is_main:
+            if folder:
+                _prepare_local(token)
+            _join(where)
+        if folder:
+            lock = open(Path(folder) / "ranks", "a+")  # noqa: SIM115 - open until `disconnect`
+            _locks.append(lock)
+            if not dist.is_main:
+                fcntl.lockf(lock, fcntl.LOCK_SH)
+    if folder:
         return f"a Ray cluster on this machine, {where}, which ends with the run"
     return f"the Ray cluster at {where}"
 
 
+@contextmanager
+def _error_of_any_rank(dist: Dist) -> Iterator[None]:
+    """Raise ValueError on every rank if the block fails on one. Collective."""
+    failure = ""
+    try:
+        yield
+    except Exception as error:
+        failure = str(error) if isinstance(error, ValueError) else _cause(error)
+        failure = failure if "render_pool" in failure else f"render_pool.address: {failure}"
+    if failures := [(rank, text) for rank, text in enumerate(dist.gather(failure)) if text]:
+        rank, failure = failures[0]
+        raise ValueError(f"rank {rank}: {failure}" if rank else failure)
+
+
 def _join_or_start(
     address: str, dist: Dist, may_start: bool, used: Set[str]
-) -> tuple[str, str, bool]:
-    """Of rank 0: (address for the other ranks, token, whether it was started here)."""
+) -> tuple[str, str, str]:
+    """Of rank 0: (address for the other ranks, token, folder of a cluster that it started or
+    '')."""
     if address == "auto":
         address = _running_here() or "local"
     if address != "local":
         _require_token(address)
-        try:
-            _init(address)
-        except ConnectionError as error:
-            raise ValueError(
-                f"render_pool.address: no Ray cluster answers at {address!r} "
-                f"({_cause(error)}); start one (`ray start`, docs/scale.md), on this machine "
-                "too: a run needs a Ray process on its own node"
-            ) from None
-        return _ray().get_runtime_context().gcs_address, "", False
+        _join(address)
+        return _ray().get_runtime_context().gcs_address, "", ""
     if not may_start:
         raise ValueError("there is no Ray cluster here; start one (`ray start`, docs/scale.md)")
     if int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size)) != dist.world_size:
@@ -272,7 +289,9 @@ def _join_or_start(
     # Ray reads the token once: a second run of this process keeps it.
     token = os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
     _prepare_local(token)
-    folder = tempfile.mkdtemp(prefix="ray_")  # not Ray's own, where other programs look for it
+    # Not Ray's own folder, where other programs look for it; not in TMPDIR, because a socket's path
+    # has at most 107 bytes, of which Ray's names need 64.
+    folder = tempfile.mkdtemp(prefix="ray_", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # nosec
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     free = _free_gpus(dist, used)
     kept = environment_without("RAY_AUTH_TOKEN", *NEEDED_SECRETS)
@@ -281,7 +300,18 @@ def _join_or_start(
         changes["CUDA_VISIBLE_DEVICES"] = ",".join(free)
     with _environment(changes):  # which Ray's processes inherit
         _init("local", num_gpus=None if free is None else len(free), _temp_dir=folder)
-    return _ray().get_runtime_context().gcs_address, token, True
+    return _ray().get_runtime_context().gcs_address, token, folder
+
+
+def _join(address: str) -> None:
+    try:
+        _init(address)
+    except ConnectionError as error:
+        raise ValueError(
+            f"render_pool.address: no Ray cluster answers at {address!r} ({_cause(error)}); start "
+            "one (`ray start`, docs/scale.md), on this machine too: a run needs a Ray process on "
+            "its own node"
+        ) from None
 
 
 @contextmanager
@@ -316,19 +346,25 @@ _ADDRESS_FILE = "/tmp/ray/ray_current_cluster"  # nosec B108 # Ray's own, only l
 
 
 def _free_gpus(dist: Dist, used: Set[str]) -> list[str] | None:
-    """This machine's GPUs that are not `used`; None if the ranks use none."""
+    """This machine's GPUs that are neither `used` nor those of a judge that this process has
+    started, as its CUDA_VISIBLE_DEVICES says; None if the ranks use none."""
     if not dist.device.startswith("cuda"):
         return None
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-    free = [name for index, name in enumerate(names) if f"cuda:{index}" not in used]
+    taken: set[str] = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            stated = child.environ().get("CUDA_VISIBLE_DEVICES", "")
+            taken |= set(stated.split(",")) if stated != visible else set()
+    free = [name for i, name in enumerate(names) if f"cuda:{i}" not in used and name not in taken]
     if not free:
         raise ValueError(
-            f"render_pool: {dist.world_size} ranks use all GPUs of this machine, and no Ray "
-            "cluster with others is found; start fewer ranks (--nproc), or join machines with "
-            "`ray start` (docs/scale.md)"
+            f"render_pool: {dist.world_size} ranks (and a judge that the run starts) use all GPUs "
+            "of this machine, and no Ray cluster with others is found; start fewer ranks "
+            "(--nproc), or join machines with `ray start` (docs/scale.md)"
         )
     return free
 
@@ -397,9 +433,18 @@ def has_gpus() -> bool:
     return bool(_ray().cluster_resources().get("GPU", 0))
 
 
-def disconnect() -> None:
-    """Leave the cluster; one that this process started ends."""
+def disconnect(is_main: bool = True) -> None:
+    """Leave the cluster. One that this process (rank 0) started ends when the other ranks have left
+    it, or after `LEAVE_S`."""
+    ends_s = time.monotonic() + LEAVE_S
+    while is_main and _locks and time.monotonic() < ends_s:
+        with suppress(OSError):  # another rank has locked it
+            fcntl.lockf(_locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        time.sleep(0.1)
     _ray().shutdown()
+    while _locks:
+        _locks.pop().close()
 
 
 def _ray() -> Any:

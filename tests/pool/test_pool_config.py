@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest.mock import Mock, create_autospec
 
 import pytest
 from tiny_messages import holds
@@ -11,7 +18,7 @@ from tiny_messages import holds
 from rl import build
 from rl.check import check_report, compatibility
 from rl.commands import pool
-from rl.config.schema import ConfigError, RunConfig, load_config
+from rl.config.schema import ConfigError, RenderPoolConfig, RunConfig, load_config
 from rl.pool import ray_cluster
 from rl.ranks.dist import Dist
 
@@ -69,6 +76,50 @@ def test_a_pool_of_no_workers_is_not_started(capsys: pytest.CaptureFixture[str])
     assert holds(capsys.readouterr().err, "render_pool.workers: 0 ... 'auto'")
 
 
+def test_a_pool_is_not_started_with_workers_that_end_with_a_run() -> None:
+    workers = Mock(ray_cluster.RayWorkers)
+    workers.name = "p"
+    workers.status.return_value = [{"worker": "p/0", "state": workers.OF_A_RUN}]
+    with pytest.raises(ValueError, match=r"render_pool\.name: a run has started"):
+        pool._start(workers, RenderPoolConfig())
+    workers.names.assert_not_called()
+
+
+def test_an_error_of_another_rank_is_raised_on_every_rank() -> None:
+    dist = create_autospec(Dist, instance=True)
+    dist.gather.side_effect = lambda failure: [failure, "no Ray process here"]
+    with (
+        pytest.raises(ValueError, match="rank 1: no Ray process here"),
+        ray_cluster._error_of_any_rank(dist),
+    ):
+        pass
+    with pytest.raises(ValueError, match=r"^render_pool.address: KeyError: 7"):  # noqa: SIM117
+        with ray_cluster._error_of_any_rank(dist):
+            raise KeyError(7)
+
+
+def test_a_started_ray_ends_when_no_rank_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "ranks"
+    program = (
+        "import fcntl, sys; file = open(sys.argv[1], 'a+'); fcntl.lockf(file, fcntl.LOCK_SH); "
+        "print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(lock)]
+    ray, ended = Mock(), []
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdin and rank.stdout
+        rank.stdout.readline()
+        monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
+        monkeypatch.setattr(ray_cluster, "_locks", [lock.open("a+")])
+        ray.shutdown.side_effect = lambda: ended.append(time.monotonic())
+        began_s = time.monotonic()
+        threading.Timer(0.5, rank.stdin.close).start()
+        ray_cluster.disconnect()
+    assert ended[0] - began_s > 0.4
+
+
 def test_a_started_ray_gets_the_gpus_that_the_run_does_not_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -79,8 +130,15 @@ def test_a_started_ray_gets_the_gpus_that_the_run_does_not_use(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert ray_cluster._free_gpus(dist, used) == ["6"]
     assert ray_cluster._free_gpus(Dist(), used) is None, "ranks on the CPU"
-    with pytest.raises(ValueError, match=r"2 ranks use all GPUs .*--nproc"):
-        ray_cluster._free_gpus(dist, used | {"cuda:2"})
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "6,8"}
+    with (
+        subprocess.Popen(["sleep", "60"], env=env) as judge,
+        pytest.raises(ValueError, match=r"2 ranks .* use all GPUs .*--nproc"),
+    ):
+        try:
+            ray_cluster._free_gpus(dist, used)
+        finally:
+            judge.kill()
 
 
 def test_a_cluster_that_accepts_a_wrong_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tiny_messages import holds
 from tiny_pool import FakeWorker, FakeWorkers, dispatcher_of, jobs, seeds_of
 
+from benchmarks import sleeping_renderer
+from benchmarks.sleeping_renderer import SleepingRenderer
 from rl.api.types import RenderFailure
+from rl.pool import wire
+from rl.pool.pool_worker import Worker, spec_of
 from rl.ranks import signals
 
 ALL = {number: number for number in range(40)}
@@ -21,6 +26,8 @@ def test_every_number_of_workers_draws_the_same_batches(count: int) -> None:
     drawn = {tuple(batch) for worker in made.values() for batch in worker.batches}
     assert drawn == {tuple(range(i, i + 4)) for i in range(0, 40, 4)}
     assert all(worker.batches for worker in made.values()), "each one draws"
+    num_drawn = sum(worker.num_drawn for worker in made.values())
+    assert num_drawn == 10 + count - 1, "all but the first one draw the reference"
     metrics = dispatcher.take_metrics()
     assert (metrics["pool_workers"], metrics["pool_remote_share"]) == (count, 1.0)
     assert metrics["pool_restarts"] == 0
@@ -81,6 +88,33 @@ def test_a_straggler_is_hedged_once_and_the_first_result_wins() -> None:
     assert seeds_of(dispatcher.render(jobs(40))) == ALL
     assert workers.now_s - began_s < 60, "nobody waits for the slow worker"
     assert len(slow.batches) + len(fast.batches) - drawn_before == 10
+
+
+def test_waiting_for_a_slow_workers_first_batch_makes_no_straggler() -> None:
+    """Batches take 15 s and 10 s; the slow worker's second one is drawn from 15 s to 30 s."""
+    slow, fast = FakeWorker(seconds=15), FakeWorker(seconds=10)
+    workers = FakeWorkers(a=slow, b=fast)
+    dispatcher = dispatcher_of(workers)
+    assert seeds_of(dispatcher.render(jobs(40))) == ALL
+    before = len(workers._calls)
+    assert len(seeds_of(dispatcher.render(jobs(16)))) == 16
+    calls = [method for _, _, method, _ in list(workers._calls.values())[before:]]
+    assert calls.count("draw") == 4
+
+
+def test_a_worker_draws_the_reference_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = sleeping_renderer.Config(type="benchmarks.sleeping_renderer", seconds=0.0)
+    render, calls = SleepingRenderer.render, []
+    monkeypatch.setattr(
+        SleepingRenderer, "render", lambda *given: calls.append(1) or render(*given)
+    )
+    spec = spec_of(SleepingRenderer, config, torch.get_num_threads(), "cpu")
+    worker = Worker({**spec, "detached": False})
+    message = wire.packed_jobs(jobs(2))
+    expected = wire.digests(worker.draw(message)["outcomes"])
+    for digests in (expected, expected, ["other"], ["other"]):
+        assert worker.check(message, digests)["digests"] == expected
+    assert len(calls) == 3
 
 
 def test_a_batch_that_does_not_fit_is_halved_for_all_workers(
