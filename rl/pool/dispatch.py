@@ -144,6 +144,8 @@ class Dispatcher:
         self.num_bytes = 0
         self._metrics: dict[str, list[tuple[float, int]]] = defaultdict(list)
         """Metric -> its mean over a batch, and the batch's pictures."""
+        self._queue: list[tuple[int, float]] = []
+        """Batches that no worker drew yet, and for how many seconds."""
         self._batch_of = batch_of
         self._expected = dict(expected)
         self._draw_here: Callable[[Sequence[RenderJob]], list[Any]] | None = None
@@ -213,7 +215,10 @@ class Dispatcher:
                     self._wait_or_give_up("is ready")
                 heartbeat.note_wait()
                 waits_for = [*running, *self._pending()]
+                waiting = len(queue) + len(running) - len({r.worker for r in running.values()})
+                began_s = self._clock()
                 done = self.workers.wait(waits_for, POLL_S) if waits_for else []
+                self._queue.append((waiting, self._clock() - began_s))
                 if all_taken and not queue and not done:
                     self._hedge(running)
                 for call in [call for call in done if call in running]:
@@ -279,9 +284,11 @@ class Dispatcher:
         }
         if drawn := self.num_remote + self.num_here:
             metrics["pool_remote_share"] = self.num_remote / drawn
+        if waited_s := sum(seconds for _, seconds in self._queue):
+            metrics["pool_queue"] = sum(n * seconds for n, seconds in self._queue) / waited_s
         counts = {"pool_workers": len(self.ready), "pool_restarts": self.restarts}
         metrics |= {**counts, "pool_mb": self.num_bytes / 1e6}
-        self._metrics.clear()
+        self._metrics.clear(), self._queue.clear()
         self.num_remote = self.num_here = self.num_bytes = self.restarts = 0
         return metrics
 

@@ -31,6 +31,7 @@ def test_every_number_of_workers_draws_the_same_batches(count: int) -> None:
     metrics = dispatcher.take_metrics()
     assert (metrics["pool_workers"], metrics["pool_remote_share"]) == (count, 1.0)
     assert metrics["pool_restarts"] == 0
+    assert 0 < metrics["pool_queue"] <= count, "each one draws a batch, and has one that waits"
 
 
 def test_jobs_are_taken_only_when_a_worker_has_a_free_slot() -> None:
