@@ -60,6 +60,11 @@ class FakeWorker:
         drawn = self.draw(message)
         return {**drawn, "digests": wire.digests(drawn["outcomes"])}
 
+    def prepare(self, message: wire.Message, method: str) -> dict[str, Any]:
+        if self.dies(self.num_drawn, []):
+            raise WorkerLostError("killed")
+        return {"incarnation": str(self.incarnation), "outcomes": message}
+
     def draw_here(self, jobs: Sequence[RenderJob]) -> list[Any]:
         return [*map(wire.unpacked_outcome, self.draw(wire.packed_jobs(jobs))["outcomes"])]
 

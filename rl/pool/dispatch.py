@@ -82,6 +82,9 @@ class Batch:
     """The jobs' numbers."""
     jobs: list[RenderJob]
     message: Any = None
+    method: Literal["draw", "prepare"] = "draw"
+    """The worker's; it is called with the message."""
+    arguments: tuple[Any, ...] = ()
     tries: int = 0
     is_done: bool = False
 
@@ -190,6 +193,9 @@ class Dispatcher:
             Batch(key, [number for number, _ in members], [job for _, job in members])
             for key, members in batches_of(jobs, self._batch_of, self._fits)
         )
+        return self._drawn(batches)
+
+    def _drawn(self, batches: Iterator[Batch]) -> Iterator[tuple[int, Any]]:
         queue: deque[Batch] = deque()
         running: dict[Any, Running] = {}
         all_taken = False
@@ -241,40 +247,14 @@ class Dispatcher:
         """Have a worker call the renderer's `encode_sources` or `decode_sources`. Raises ValueError
         if that does, RuntimeError if no worker answers."""
         message = self.workers.put(wire.packed_samples(samples))
-        reason = ""
-        for _ in range(self.config.max_tries):
-            while not self.ready:
-                self._look_at_workers()
-                self._admit()
-                if signals.stop_received():
-                    raise RuntimeError(f"render_pool: {method}: the run is asked to stop")
-                if not self.ready:
-                    self._wait_or_give_up("is ready")
-            name = self.ready[0]
-            state = self._states[name]
-            call = self.workers.call(name, "prepare", method, message, *arguments)
-            state.running.add(call)
-            while name in self.ready and not self.workers.wait([call], POLL_S):
-                heartbeat.note_wait()
-                self._look_at_workers()
-            state.running.discard(call)
-            if name not in self.ready:
-                continue
-            try:
-                reply = self.workers.result(call)
-            except WorkerLostError as error:
-                self._lost(name, reason := str(error))
-                continue
-            if reply["incarnation"] != state.incarnation:
-                state.stage, reason = "new", "it was restarted"
-                continue
-            _raise_if_raised(name, reply)
-            unpacked = wire.unpacked_samples(reply["outcomes"])
-            return [
-                replace(sample, **{name: getattr(made, name) for name in wire.PREPARED})
-                for sample, made in zip(samples, unpacked, strict=True)
-            ]
-        raise RuntimeError(f"render_pool: no worker answers {method} ({reason})")
+        batch = Batch(None, [0], [], message, "prepare", (method, *arguments))
+        [(_, made)] = self._drawn(iter([batch]))
+        if isinstance(made, RenderFailure):
+            raise RuntimeError(f"render_pool: no worker answers {method} ({made.reason})")
+        return [
+            replace(sample, **{name: getattr(prepared, name) for name in wire.PREPARED})
+            for sample, prepared in zip(samples, wire.unpacked_samples(made), strict=True)
+        ]
 
     def take_metrics(self) -> dict[str, float]:
         """The renderer's metrics, as means over the pictures, and the pool's own."""
@@ -352,7 +332,7 @@ class Dispatcher:
         return batch.message
 
     def _send(self, batch: Batch, worker: str, running: dict[Any, Running]) -> None:
-        call = self.workers.call(worker, "draw", self._message(batch))
+        call = self.workers.call(worker, batch.method, self._message(batch), *batch.arguments)
         state = self._states[worker]
         state.running.add(call)
         state.samples.extend(job.sample.id for job in batch.jobs)
@@ -368,19 +348,18 @@ class Dispatcher:
         for each in running.values():
             calls_of.setdefault(each.batch, []).append(each)
         alone = [calls[0] for calls in calls_of.values() if len(calls) == 1]
-        slow = [each for each in alone if self._drawn_for_s(each) > limit_s]
+        slow = [each for each in alone if self._clock() - self._began_s(each) > limit_s]
         if slow:
-            self._send(min(slow, key=lambda each: each.since_s).batch, idle[0], running)
+            self._send(min(slow, key=self._began_s).batch, idle[0], running)
 
-    def _drawn_for_s(self, running: Running) -> float:
-        """Seconds since its worker could begin the batch: it draws one after the other."""
-        began_s = max(running.since_s, self._states[running.worker].answered_s)
-        return self._clock() - began_s
+    def _began_s(self, running: Running) -> float:
+        """When its worker could begin the batch, as it draws one after the other."""
+        return max(running.since_s, self._states[running.worker].answered_s)
 
     def _finish(self, done: Running, call: Any, queue: deque[Batch]) -> Iterator[tuple[int, Any]]:
         """Yield a call's outcomes, or queue its batch again."""
         batch, state, now_s = done.batch, self._states[done.worker], self._clock()
-        took_s, state.answered_s = now_s - max(done.since_s, state.answered_s), now_s
+        took_s, state.answered_s = now_s - self._began_s(done), now_s
         try:
             reply = self.workers.result(call)
         except WorkerLostError as error:
@@ -394,8 +373,14 @@ class Dispatcher:
             state.stage = "new"
             yield from self._again(batch, "worker_lost: it was restarted", queue)
             return
-        _raise_if_raised(done.worker, reply)
+        if raised := reply.get("raised"):  # by the renderer
+            kind = ValueError if raised[0] == "ValueError" else RuntimeError
+            raise kind(f"render_pool: {done.worker}: {raised[1]}")
         outcomes = reply["outcomes"]
+        if batch.method == "prepare":
+            batch.is_done = True
+            yield 0, outcomes
+            return
         if _lacked_memory(outcomes):
             yield from self._smaller(batch, outcomes, queue)
             return
@@ -584,13 +569,6 @@ class Dispatcher:
                 f"{duration(self.config.max_wait_s)} (render_pool.max_wait_s)"
             )
         self.workers.wait(self._pending(), POLL_S)
-
-
-def _raise_if_raised(worker: str, reply: Mapping[str, Any]) -> None:
-    """Raise what the renderer raised in a worker."""
-    if raised := reply.get("raised"):
-        kind = ValueError if raised[0] == "ValueError" else RuntimeError
-        raise kind(f"render_pool: {worker}: {raised[1]}")
 
 
 def _lacked_memory(outcomes: Sequence[Any]) -> bool:

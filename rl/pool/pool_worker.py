@@ -129,7 +129,7 @@ class Worker:
             self._checked, self._drawn = digests, wire.digests(answer["outcomes"])
         return {"incarnation": self._incarnation, "digests": self._drawn}
 
-    def prepare(self, method: str, message: wire.Message, *arguments: Any) -> dict[str, Any]:
+    def prepare(self, message: wire.Message, method: str, *arguments: Any) -> dict[str, Any]:
         """Call `encode_sources` or `decode_sources`: {'outcomes': a message of samples}."""
 
         def samples() -> wire.Message:

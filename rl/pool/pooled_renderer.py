@@ -93,7 +93,7 @@ class PooledRenderer(Renderer[Any]):
     def close(self) -> None:
         if self._here is not None:
             self._here.close()
-        self._disconnect(self._dist.is_main)
+        self._disconnect(self._dist.world_size)
 
 
 def pooled(plugin: Any, pool: RenderPoolConfig, dist: Dist, used: Set[str]) -> PooledRenderer:

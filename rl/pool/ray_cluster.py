@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import os
 import re
 import secrets
@@ -13,12 +12,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -26,6 +26,7 @@ from rl.config.schema import RAY_MISSING, RenderPoolConfig
 from rl.judge.server import NEEDED_SECRETS
 from rl.pool.dispatch import Reference, WorkerLostError
 from rl.pool.pool_worker import Worker, digest_of
+from rl.ranks.signals import STOP_SIGNALS
 from rl.text.scrub import environment_without, is_secret_name
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 LEAVE_S = 60.0
 """How long rank 0 keeps a cluster that it started for ranks that still draw."""
+RAYLET_S = 60
+"""How long Ray's process of a machine, the raylet, goes on without the head; Ray's default."""
 NAMESPACE = "vlm_edit_rl"
 REGISTRY = "/registry"
 INHERITED = re.compile(
@@ -40,8 +43,8 @@ INHERITED = re.compile(
 )
 """Environment variables that change how a model is found or computed; workers get the rank's."""
 
-_locks: list[IO[str]] = []
-"""A file of the cluster that rank 0 started; other ranks lock it while they use the cluster."""
+_raylets: list[psutil.Process] = []
+"""This machine's, while this process is connected; none if it cannot be seen."""
 
 
 class Registry:
@@ -115,17 +118,15 @@ class RayWorkers:
         needs = {"CPU": config.num_cpus, "GPU": config.num_gpus if self._spec["on_gpu"] else 0.0}
         return {key: value for key, value in {**needs, **config.resources}.items() if value}
 
-    def _total(self, resource: str) -> float:
-        try:
-            return float(self._ray.cluster_resources().get(resource, 0))
-        except (self._ray.exceptions.RayError, ConnectionError):  # the head does not answer now
-            return 0.0
-
     def _wanted(self) -> int:
         if self._config.workers != "auto":
             return self._config.workers
-        needs = self._needs()
-        return max(1, int(min((self._total(key) / needs[key] for key in needs), default=1)))
+        try:
+            totals = self._ray.cluster_resources()
+        except (self._ray.exceptions.RayError, ConnectionError):  # the head does not answer now
+            totals = {}
+        needs = self._needs().items()
+        return max(1, int(min((totals.get(key, 0) / value for key, value in needs), default=1)))
 
     def _started(self, name: str) -> Any:
         needs = self._needs()
@@ -149,6 +150,7 @@ class RayWorkers:
         return Call(remote.remote(*arguments), worker, handle)
 
     def put(self, message: Any) -> Any:
+        _require_raylet()
         return self._ray.put(message)
 
     def wait(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
@@ -162,6 +164,7 @@ class RayWorkers:
         return [by_ref[ref] for ref in done]
 
     def result(self, call: Call) -> Any:
+        _require_raylet()
         try:
             return self._ray.get(call.ref)
         except self._ray.exceptions.RayError as error:
@@ -218,10 +221,10 @@ class RayWorkers:
     def _existing(self) -> dict[str, Any]:
         """Name -> handle of the pool's actors."""
         handles = {}
-        for each in self._ray.util.list_named_actors(all_namespaces=True):
-            if each["namespace"] == NAMESPACE and each["name"].startswith(f"{self.name}/"):
+        for name in self._ray.util.list_named_actors():
+            if name.startswith(f"{self.name}/"):
                 with suppress(ValueError):  # it has ended since
-                    handles[each["name"]] = self._ray.get_actor(each["name"], NAMESPACE)
+                    handles[name] = self._ray.get_actor(name)
         return handles
 
 
@@ -234,22 +237,18 @@ def connect(address: str, dist: Dist, may_start: bool = True, used: Set[str] = f
     Raises ValueError without Ray, without token authentication, or for a cluster that cannot be
     reached.
     """
-    found = ("", "", "")
+    found = ("", "", False)
     with _error_of_any_rank(dist):
         if dist.is_main:
             found = _join_or_start(address, dist, may_start, used)
-    where, token, folder = dist.broadcast(found)
+    where, token, is_local = dist.broadcast(found)
     with _error_of_any_rank(dist):
         if not dist.is_main:
-            if folder:
+            if is_local:
                 _prepare_local(token)
             _join(where)
-        if folder:
-            lock = open(Path(folder) / "ranks", "a+")  # noqa: SIM115 - open until `disconnect`
-            _locks.append(lock)
-            if not dist.is_main:
-                fcntl.lockf(lock, fcntl.LOCK_SH)
-    if folder:
+    _watch_raylet()
+    if is_local:
         return f"a Ray cluster on this machine, {where}, which ends with the run"
     return f"the Ray cluster at {where}"
 
@@ -270,15 +269,14 @@ def _error_of_any_rank(dist: Dist) -> Iterator[None]:
 
 def _join_or_start(
     address: str, dist: Dist, may_start: bool, used: Set[str]
-) -> tuple[str, str, str]:
-    """Of rank 0: (address for the other ranks, token, folder of a cluster that it started or
-    '')."""
+) -> tuple[str, str, bool]:
+    """Of rank 0: (address for the other ranks, token, whether it was started here)."""
     if address == "auto":
         address = _running_here() or "local"
     if address != "local":
         _require_token(address)
         _join(address)
-        return _ray().get_runtime_context().gcs_address, "", ""
+        return _ray().get_runtime_context().gcs_address, "", False
     if not may_start:
         raise ValueError("there is no Ray cluster here; start one (`ray start`, docs/scale.md)")
     if int(os.environ.get("LOCAL_WORLD_SIZE", dist.world_size)) != dist.world_size:
@@ -295,12 +293,19 @@ def _join_or_start(
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     free = _free_gpus(dist, used)
     kept = environment_without("RAY_AUTH_TOKEN", *NEEDED_SECRETS)
-    changes: dict[str, str | None] = dict.fromkeys(os.environ.keys() - kept.keys())
+    changes = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(RAYLET_S)}
     if free is not None:
         changes["CUDA_VISIBLE_DEVICES"] = ",".join(free)
-    with _environment(changes):  # which Ray's processes inherit
+    hidden = (os.environ.keys() - kept.keys()) | (changes.keys() & os.environ.keys())
+    before = {key: os.environ.pop(key) for key in hidden}
+    os.environ.update(changes)
+    try:  # Ray's processes inherit the environment
         _init("local", num_gpus=None if free is None else len(free), _temp_dir=folder)
-    return _ray().get_runtime_context().gcs_address, token, folder
+    finally:
+        for key in changes:
+            del os.environ[key]
+        os.environ.update(before)
+    return _ray().get_runtime_context().gcs_address, token, True
 
 
 def _join(address: str) -> None:
@@ -312,22 +317,6 @@ def _join(address: str) -> None:
             "one (`ray start`, docs/scale.md), on this machine too: a run needs a Ray process on "
             "its own node"
         ) from None
-
-
-@contextmanager
-def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Change environment variables (None: remove) for a while."""
-    before = {key: os.environ.get(key) for key in changes}
-
-    def apply(values: Mapping[str, str | None]) -> None:
-        for key, value in values.items():
-            os.environ.pop(key, None) if value is None else os.environ.update({key: value})
-
-    apply(changes)
-    try:
-        yield
-    finally:
-        apply(before)
 
 
 def _running_here() -> str:
@@ -405,9 +394,12 @@ _ASK_HEAD = "import sys; from ray._raylet import GcsClient; GcsClient(address=sy
 def _init(address: str, **options: Any) -> None:
     ray = _ray()
     is_local = address == "local"
+    others = set(psutil.Process().children())
     handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces by one that exits
     # Ray's start is timed out on a busy machine now and then.
     for tries_left in (1, 0):
+        # Ray's processes also receive a signal that asks the run to stop, and must not end first.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS if is_local else ())
         try:
             ray.init(
                 address=address,
@@ -423,9 +415,45 @@ def _init(address: str, **options: Any) -> None:
             if not tries_left or not is_local:
                 raise
             ray.shutdown()
-            time.sleep(1)
+            for child in set(psutil.Process().children()) - others:
+                child.kill()
         finally:
             signal.signal(signal.SIGTERM, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _watch_raylet() -> None:
+    """Interrupt the run when this machine's raylet ends. Without one, Ray ends this process at the
+    next message or within seconds, and what is not saved is lost."""
+    name = _ray()._private.worker.global_worker.node.raylet_socket_name
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.info["name"] == "raylet" and name in " ".join(process.info["cmdline"] or ()):
+            _raylets[:] = [process]
+            signal.signal(signal.SIGRTMAX, _interrupt)  # `signals.at_once` also saves, in a thread
+            threading.Thread(target=_watch, args=[process], daemon=True).start()
+
+
+def _watch(raylet: psutil.Process) -> None:
+    raylet.wait()
+    if raylet in _raylets:  # this process has not left
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGRTMAX)
+
+
+def _interrupt(*_: Any) -> None:
+    if _raylets:  # once
+        _raylets.clear()
+        raise RuntimeError(
+            "render_pool: Ray's process on this machine (raylet) has ended: something killed it, "
+            "or the cluster's head did not answer for a minute. The run resumes with the same "
+            "command"
+        )
+
+
+def _require_raylet() -> None:
+    """Call this before messages are sent or read."""
+    for raylet in _raylets[:]:
+        if not psutil.pid_exists(raylet.pid) or raylet.status() == psutil.STATUS_ZOMBIE:
+            _interrupt()
 
 
 def has_gpus() -> bool:
@@ -433,22 +461,28 @@ def has_gpus() -> bool:
     return bool(_ray().cluster_resources().get("GPU", 0))
 
 
-def disconnect(is_main: bool = True) -> None:
+def disconnect(num_ranks: int = 1) -> None:
     """Leave the cluster. One that this process (rank 0) started ends when the other ranks have left
     it, or after `LEAVE_S`."""
-    ends_s = time.monotonic() + LEAVE_S
-    while is_main and _locks and time.monotonic() < ends_s:
-        with suppress(OSError):  # another rank has locked it
-            fcntl.lockf(_locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        time.sleep(0.1)
+    if not _raylets:  # the call below might not return
+        atexit.unregister(_ray().shutdown)
+        return
+    raylet, workers, ends_s = _raylets.pop(), [], time.monotonic() + LEAVE_S
+    with suppress(psutil.Error):
+        workers = raylet.children(recursive=True) if raylet.ppid() == os.getpid() else []
+        while raylet.ppid() == os.getpid() and num_ranks > 1 and time.monotonic() < ends_s:
+            num_ranks = sum(not job["IsDead"] for job in _ray()._private.state.jobs())
+            time.sleep(0.1)
     _ray().shutdown()
-    while _locks:
-        _locks.pop().close()
+    for worker in workers:  # one that still starts ignores SIGTERM, as the raylet does
+        with suppress(psutil.Error):
+            worker.kill()
 
 
 def _ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray ends a process that does not reach the head so long, by default as soon as the raylet.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(4 * RAYLET_S))
     try:
         import ray
         import ray.util

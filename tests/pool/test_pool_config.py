@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
-from unittest.mock import Mock, create_autospec
+from unittest.mock import Mock
 
+import psutil
 import pytest
 from tiny_messages import holds
 
@@ -86,38 +86,33 @@ def test_a_pool_is_not_started_with_workers_that_end_with_a_run() -> None:
 
 
 def test_an_error_of_another_rank_is_raised_on_every_rank() -> None:
-    dist = create_autospec(Dist, instance=True)
-    dist.gather.side_effect = lambda failure: [failure, "no Ray process here"]
-    with (
-        pytest.raises(ValueError, match="rank 1: no Ray process here"),
-        ray_cluster._error_of_any_rank(dist),
-    ):
-        pass
-    with pytest.raises(ValueError, match=r"^render_pool.address: KeyError: 7"):  # noqa: SIM117
-        with ray_cluster._error_of_any_rank(dist):
-            raise KeyError(7)
+    dist = Mock(Dist, gather=lambda failure: [failure, "no Ray process here"])
+    for own, text in ((None, "rank 1: no Ray process here"), (KeyError(7), "address: KeyError: 7")):
+        with pytest.raises(ValueError, match=text), ray_cluster._error_of_any_rank(dist):
+            if own:
+                raise own
 
 
-def test_a_started_ray_ends_when_no_rank_uses_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock = tmp_path / "ranks"
-    program = (
-        "import fcntl, sys; file = open(sys.argv[1], 'a+'); fcntl.lockf(file, fcntl.LOCK_SH); "
-        "print(flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", program, str(lock)]
-    ray, ended = Mock(), []
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
-        assert rank.stdin and rank.stdout
-        rank.stdout.readline()
-        monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
-        monkeypatch.setattr(ray_cluster, "_locks", [lock.open("a+")])
-        ray.shutdown.side_effect = lambda: ended.append(time.monotonic())
-        began_s = time.monotonic()
-        threading.Timer(0.5, rank.stdin.close).start()
-        ray_cluster.disconnect()
-    assert ended[0] - began_s > 0.4
+def test_a_started_ray_ends_when_no_rank_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, raylet = Mock(), Mock(ppid=os.getpid, children=Mock(return_value=[]))
+    ray._private.state.jobs.side_effect = [[{"IsDead": False}, {"IsDead": dead}] for dead in (0, 1)]
+    monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
+    monkeypatch.setattr(ray_cluster, "_raylets", [raylet])
+    for _ in range(2):  # the second time without a raylet
+        ray_cluster.disconnect(num_ranks=2)
+        assert (ray._private.state.jobs.call_count, ray.shutdown.call_count) == (2, 1)
+
+
+def test_the_death_of_the_raylet_interrupts_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGRTMAX, ray_cluster._interrupt)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        raylet = psutil.Process(process.pid)
+        monkeypatch.setattr(ray_cluster, "_raylets", [raylet])
+        threading.Thread(target=ray_cluster._watch, args=[raylet]).start()
+        with pytest.raises(RuntimeError, match=r"\(raylet\) has ended: .* same command"):
+            process.kill()
+            time.sleep(20)
+    signal.signal(signal.SIGRTMAX, before)
 
 
 def test_a_started_ray_gets_the_gpus_that_the_run_does_not_use(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_messages import holds
+from tiny_pictures import make_picture
 from tiny_pool import FakeWorker, FakeWorkers, dispatcher_of, jobs, seeds_of
 
 from benchmarks import sleeping_renderer
 from benchmarks.sleeping_renderer import SleepingRenderer
-from rl.api.types import RenderFailure
+from rl.api.types import RenderFailure, Sample
 from rl.pool import wire
 from rl.pool.pool_worker import Worker, spec_of
 from rl.ranks import signals
@@ -242,6 +243,18 @@ def test_a_refused_worker_is_used_once_ray_has_started_it_elsewhere() -> None:
     workers.now_s += 61
     assert seeds_of(dispatcher.render(jobs(40))) == ALL
     assert dispatcher.ready == ["a", "b"]
+
+
+def test_another_worker_prepares_samples_if_one_dies() -> None:
+    deaths = iter([True])
+    dying = FakeWorker(dies=lambda *_: next(deaths, False))
+    samples = [Sample("a", "x", target=make_picture(2)), Sample("b", "y")]
+    found = dispatcher_of(FakeWorkers(a=dying, b=FakeWorker())).prepare("decode_sources", samples)
+    assert [sample.id for sample in found] == ["a", "b"]
+    assert found[0].target is not None and found[0].target.tobytes() == make_picture(2).tobytes()
+    deadly = FakeWorker(dies=lambda *_: True)
+    with pytest.raises(RuntimeError, match="no worker answers decode_sources"):
+        dispatcher_of(FakeWorkers(a=deadly)).prepare("decode_sources", samples)
 
 
 def test_metrics_of_batches_are_weighted_by_their_pictures() -> None:

@@ -25,6 +25,7 @@ def test_actors_draw_the_ranks_pictures_and_nothing_is_left(tmp_path: Path) -> N
     script = [sys.executable, str(ROOT / "tests/pool_session.py"), str(tmp_path / "seen.json")]
     subprocess.run(script, env=env, cwd=tmp_path, check=True, timeout=600)
     found = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
+    assert found["equal_after_stop"] and found["restarts_after_stop"] == 0
     assert found["equal"] and found["equal_after_kill"] and found["restarts"] >= 1
     assert found["failures"] == ["no_source: an editor needs a source picture"]
     assert found["listening"] == ["127.0.0.1"]
