@@ -14,8 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,9 +53,7 @@ class Registry:
     def __init__(self) -> None:
         self._reference: tuple[Any, Sequence[str], Mapping[str, str]] | None = None
 
-    def agree(
-        self, message: Any, digests: Sequence[str], facts: Mapping[str, str]
-    ) -> tuple[Any, Sequence[str], Mapping[str, str]] | None:
+    def agree(self, message: Any, digests: Sequence[str], facts: Mapping[str, str]) -> Any:
         """The reference; `message` becomes it if there is none (None: it asks only)."""
         if self._reference is None and message is not None:
             self._reference = (message, digests, facts)
@@ -177,9 +175,8 @@ class RayWorkers:
         self._ray.kill(self._handle(worker), no_restart=False)
 
     def agree(self, reference: Reference | None) -> Reference | None:
-        arguments: tuple[Any, ...] = (None, [], {})
-        if reference is not None:
-            arguments = (reference.message, reference.digests, reference.facts)
+        given = reference or Reference(None, [], {})
+        arguments = given.message, given.digests, given.facts
         if self._registry is None:
             options = {**self._options, "name": f"{self.name}{REGISTRY}", "num_cpus": 0}
             self._registry = self._ray.remote(Registry).options(**options).remote()
@@ -196,8 +193,7 @@ class RayWorkers:
             if not name.endswith(REGISTRY):
                 self._handles.setdefault(name, handle)  # an actor ends with its creator's handle
         hellos = {name: self.call(name, "hello") for name in sorted(self._handles)}
-        if hellos:
-            refs = [call.ref for call in hellos.values()]
+        if refs := [call.ref for call in hellos.values()]:
             self._ray.wait(refs, num_returns=len(refs), timeout=5)
         rows = []
         for name, call in hellos.items():
@@ -238,33 +234,25 @@ def connect(address: str, dist: Dist, may_start: bool = True, used: Set[str] = f
     reached.
     """
     found = ("", "", False)
-    with _error_of_any_rank(dist):
-        if dist.is_main:
-            found = _join_or_start(address, dist, may_start, used)
-    where, token, is_local = dist.broadcast(found)
-    with _error_of_any_rank(dist):
-        if not dist.is_main:
-            if is_local:
-                _prepare_local(token)
-            _join(where)
+    for is_main in (True, False):  # rank 0, then the others
+        failure = ""
+        try:
+            if dist.is_main and is_main:
+                found = _join_or_start(address, dist, may_start, used)
+            elif not dist.is_main and not is_main:
+                _join(*found)
+        except Exception as error:
+            failure = str(error) if isinstance(error, ValueError) else _cause(error)
+            failure = failure if "render_pool" in failure else f"render_pool.address: {failure}"
+        replies = dist.gather((found, failure))
+        if failures := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(replies) if text]:
+            raise ValueError(failures[0].removeprefix("rank 0: "))
+        found = replies[0][0]
+    where, _, is_local = found
     _watch_raylet()
     if is_local:
         return f"a Ray cluster on this machine, {where}, which ends with the run"
     return f"the Ray cluster at {where}"
-
-
-@contextmanager
-def _error_of_any_rank(dist: Dist) -> Iterator[None]:
-    """Raise ValueError on every rank if the block fails on one. Collective."""
-    failure = ""
-    try:
-        yield
-    except Exception as error:
-        failure = str(error) if isinstance(error, ValueError) else _cause(error)
-        failure = failure if "render_pool" in failure else f"render_pool.address: {failure}"
-    if failures := [(rank, text) for rank, text in enumerate(dist.gather(failure)) if text]:
-        rank, failure = failures[0]
-        raise ValueError(f"rank {rank}: {failure}" if rank else failure)
 
 
 def _join_or_start(
@@ -308,7 +296,9 @@ def _join_or_start(
     return _ray().get_runtime_context().gcs_address, token, True
 
 
-def _join(address: str) -> None:
+def _join(address: str, token: str = "", is_local: bool = False) -> None:
+    if is_local:
+        _prepare_local(token)
     try:
         _init(address)
     except ConnectionError as error:
@@ -426,8 +416,8 @@ def _watch_raylet() -> None:
     """Interrupt the run when this machine's raylet ends. Without one, Ray ends this process at the
     next message or within seconds, and what is not saved is lost."""
     name = _ray()._private.worker.global_worker.node.raylet_socket_name
-    for process in psutil.process_iter(["name", "cmdline"]):
-        if process.info["name"] == "raylet" and name in " ".join(process.info["cmdline"] or ()):
+    for process in psutil.process_iter(["cmdline"]):
+        if f"--raylet_socket_name={name}" in (process.info["cmdline"] or ()):
             _raylets[:] = [process]
             signal.signal(signal.SIGRTMAX, _interrupt)  # `signals.at_once` also saves, in a thread
             threading.Thread(target=_watch, args=[process], daemon=True).start()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-import torch
 from tiny_messages import holds
 from tiny_pictures import make_picture
 from tiny_pool import FakeWorker, FakeWorkers, dispatcher_of, jobs, seeds_of
 
-from benchmarks import sleeping_renderer
-from benchmarks.sleeping_renderer import SleepingRenderer
 from rl.api.types import RenderFailure, Sample
 from rl.pool import wire
-from rl.pool.pool_worker import Worker, spec_of
+from rl.pool.pool_worker import Worker
 from rl.ranks import signals
 
 ALL = {number: number for number in range(40)}
@@ -38,14 +37,9 @@ def test_every_number_of_workers_draws_the_same_batches(count: int) -> None:
 def test_jobs_are_taken_only_when_a_worker_has_a_free_slot() -> None:
     workers = FakeWorkers(w=FakeWorker())
     dispatcher = dispatcher_of(workers, batches_per_worker=2)
-    taken = []
-
-    def counted():
-        for job in jobs(40):
-            taken.append(job.noise_seed)
-            yield job
-
-    for drawn, _ in enumerate(dispatcher.render(counted()), 1):
+    taken: list[Any] = []
+    counted = (taken.append(job) or job for job in jobs(40))  # type: ignore[func-returns-value]
+    for drawn, _ in enumerate(dispatcher.render(counted), 1):
         assert len(taken) <= drawn + 2 * 4 + 4
 
 
@@ -104,19 +98,14 @@ def test_waiting_for_a_slow_workers_first_batch_makes_no_straggler() -> None:
     assert calls.count("draw") == 4
 
 
-def test_a_worker_draws_the_reference_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = sleeping_renderer.Config(type="benchmarks.sleeping_renderer", seconds=0.0)
-    render, calls = SleepingRenderer.render, []
-    monkeypatch.setattr(
-        SleepingRenderer, "render", lambda *given: calls.append(1) or render(*given)
-    )
-    spec = spec_of(SleepingRenderer, config, torch.get_num_threads(), "cpu")
-    worker = Worker({**spec, "detached": False})
+def test_a_worker_draws_the_reference_once_for_all_ranks() -> None:
+    fake, worker = FakeWorker(), Worker({"detached": False})
+    worker.draw = fake.draw  # type: ignore[method-assign]
     message = wire.packed_jobs(jobs(2))
-    expected = wire.digests(worker.draw(message)["outcomes"])
+    expected = wire.digests(fake.draw(message)["outcomes"])
     for digests in (expected, expected, ["other"], ["other"]):
         assert worker.check(message, digests)["digests"] == expected
-    assert len(calls) == 3
+    assert fake.num_drawn == 3
 
 
 def test_a_batch_that_does_not_fit_is_halved_for_all_workers(
@@ -212,13 +201,8 @@ def test_a_batch_with_failures_is_no_reference_and_the_loser_of_a_race_draws_aga
     list(other.render(jobs(4)))
     workers.references.append(other.reference)  # type: ignore[arg-type]
     agree, asked = workers.agree, []
-
-    def late(reference):
-        """The other rank's reference arrives between this rank's question and its own."""
-        asked.append(reference)
-        return None if reference is None else agree(reference)
-
-    workers.agree = late  # type: ignore[method-assign]
+    # The other rank's reference arrives between this rank's question and its own.
+    workers.agree = lambda own: asked.append(own) or (own and agree(own))  # type: ignore
     dispatcher = dispatcher_of(workers, max_wait_s=10)
     with pytest.raises(RuntimeError, match="draws other bits"):
         list(dispatcher.render(jobs(40)))
@@ -260,11 +244,10 @@ def test_another_worker_prepares_samples_if_one_dies() -> None:
 def test_metrics_of_batches_are_weighted_by_their_pictures() -> None:
     workers = FakeWorkers(a=FakeWorker())
     draw = workers.workers["a"].draw
-
-    def counted(message):
-        return {**draw(message), "metrics": {"share": float(len(message["items"]) == 1)}}
-
-    workers.workers["a"].draw = counted  # type: ignore[method-assign]
+    workers.workers["a"].draw = lambda message: {  # type: ignore[method-assign]
+        **draw(message),
+        "metrics": {"share": float(len(message["items"]) == 1)},
+    }
     dispatcher = dispatcher_of(workers)
     assert len(seeds_of(dispatcher.render(jobs(9)))) == 9  # batches of 4, 4 and 1
     assert dispatcher.take_metrics()["share"] == pytest.approx(1 / 9)

@@ -20,8 +20,8 @@ def test_actors_draw_the_ranks_pictures_and_nothing_is_left(tmp_path: Path) -> N
     """In a process of its own, because vLLM imports Ray, which then has no token."""
     folder = tmp_path / ("long" * 20)  # no socket's path may be so long
     folder.mkdir()
-    env = {**os.environ, "TMPDIR": str(folder)}
-    env = {**env, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    paths = {"TMPDIR": str(folder), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    env = {**os.environ, **paths}
     script = [sys.executable, str(ROOT / "tests/pool_session.py"), str(tmp_path / "seen.json")]
     subprocess.run(script, env=env, cwd=tmp_path, check=True, timeout=600)
     found = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
