@@ -20,6 +20,7 @@ from rl.api.types import HiddenStates, RenderJob, Sample
 from rl.config.schema import RenderPoolConfig, load_config
 from rl.files.images import digest
 from rl.pool.pooled_renderer import pooled
+from rl.pool.ray_cluster import RayWorkers
 from rl.ranks.dist import Dist
 
 KEY = "hunter2hunter2"
@@ -83,6 +84,12 @@ def main() -> None:
     ]
     workers: Any = dispatcher.workers
     pids = [row["pid"] for row in workers.status()]
+    for child in me.children(recursive=True):  # as a terminal or a batch system does
+        child.terminate()
+    result["equal_after_stop"] = seen(renderer.render(jobs(local.state_dim))) == expected
+    result["restarts_after_stop"] = dispatcher.restarts
+    kept = RayWorkers(pool, workers._spec, detached=True)
+    result["states"] = [row["state"] for row in kept.status()]
     kill = threading.Timer(0.1, lambda: os.kill(pids[0], signal.SIGKILL))
     kill.start()
     began_s, all_equal = time.monotonic(), True

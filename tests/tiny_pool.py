@@ -56,6 +56,15 @@ class FakeWorker:
             return {**answer, "outcomes": [("out_of_memory: full", "renderer")] * len(jobs)}
         return {**answer, "outcomes": [picture(job.noise_seed + self.shift) for job in jobs]}
 
+    def check(self, message: wire.Message, digests: list[str]) -> dict[str, Any]:
+        drawn = self.draw(message)
+        return {**drawn, "digests": wire.digests(drawn["outcomes"])}
+
+    def prepare(self, message: wire.Message, method: str) -> dict[str, Any]:
+        if self.dies(self.num_drawn, []):
+            raise WorkerLostError("killed")
+        return {"incarnation": str(self.incarnation), "outcomes": message}
+
     def draw_here(self, jobs: Sequence[RenderJob]) -> list[Any]:
         return [*map(wire.unpacked_outcome, self.draw(wire.packed_jobs(jobs))["outcomes"])]
 
@@ -83,7 +92,7 @@ class FakeWorkers:
     def call(self, worker: str, method: str, *arguments: Any) -> int:
         number = len(self._calls)
         due_s = self.now_s
-        if method == "draw":  # one at a time
+        if method in ("draw", "check"):  # one at a time
             due_s = max(due_s, self._free_s.get(worker, 0.0)) + self.workers[worker].seconds
             due_s = 1e18 if self.workers[worker].hangs else due_s
             self._free_s[worker] = due_s
@@ -108,7 +117,7 @@ class FakeWorkers:
         made = self.workers[worker]
         made.hangs, made.incarnation, self._free_s[worker] = False, made.incarnation + 1, self.now_s
         for call, (due_s, name, method, arguments) in self._calls.items():
-            if name == worker and method == "draw" and due_s > self.now_s:
+            if name == worker and method in ("draw", "check") and due_s > self.now_s:
                 self._calls[call] = (-1.0, name, method, arguments)
 
     def agree(self, reference: Reference | None) -> Reference | None:

@@ -80,10 +80,14 @@ def _connected(resolved: build.Resolved, pool: RenderPoolConfig) -> RayWorkers:
 def _start(workers: RayWorkers, pool: RenderPoolConfig) -> int:
     """Wait until every worker has loaded the renderer, or one cannot, at most `max_wait_s`."""
     ends_s = time.monotonic() + pool.max_wait_s
-    workers.names()
     while time.monotonic() < ends_s:
         states = [row["state"] for row in workers.status()]
-        if all(state == "ready" for state in states):
+        if workers.OF_A_RUN in states:
+            raise ValueError(
+                f"render_pool.name: a run has started workers of {workers.name}, which end with "
+                "it; wait for its end, or choose another name here and in later runs"
+            )
+        if len(workers.names()) == len(states) and set(states) == {"ready"}:  # starts missing ones
             return _print(workers)
         if any(state not in ("ready", workers.LOADING) for state in states):
             break

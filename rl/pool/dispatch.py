@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict, deque
@@ -81,6 +82,9 @@ class Batch:
     """The jobs' numbers."""
     jobs: list[RenderJob]
     message: Any = None
+    method: Literal["draw", "prepare"] = "draw"
+    """The worker's; it is called with the message."""
+    arguments: tuple[Any, ...] = ()
     tries: int = 0
     is_done: bool = False
 
@@ -114,6 +118,8 @@ class State:
     refused: str = ""
     """The incarnation that was refused; another one is greeted again."""
     refused_s: float = 0.0
+    answered_s: float = -math.inf
+    """When a batch of this rank was last answered."""
     samples: deque[str] = field(default_factory=lambda: deque(maxlen=64))
     """Ids of the samples that it drew last; it has kept their source latents."""
 
@@ -141,6 +147,8 @@ class Dispatcher:
         self.num_bytes = 0
         self._metrics: dict[str, list[tuple[float, int]]] = defaultdict(list)
         """Metric -> its mean over a batch, and the batch's pictures."""
+        self._queue: list[tuple[int, float]] = []
+        """Batches that no worker drew yet, and for how many seconds."""
         self._batch_of = batch_of
         self._expected = dict(expected)
         self._draw_here: Callable[[Sequence[RenderJob]], list[Any]] | None = None
@@ -185,6 +193,9 @@ class Dispatcher:
             Batch(key, [number for number, _ in members], [job for _, job in members])
             for key, members in batches_of(jobs, self._batch_of, self._fits)
         )
+        return self._drawn(batches)
+
+    def _drawn(self, batches: Iterator[Batch]) -> Iterator[tuple[int, Any]]:
         queue: deque[Batch] = deque()
         running: dict[Any, Running] = {}
         all_taken = False
@@ -206,13 +217,16 @@ class Dispatcher:
                         break
                 if all_taken and not queue and not running:
                     return
-                if all_taken and not queue:
-                    self._hedge(running)
                 if not self.ready and self._draw_here is None:
                     self._wait_or_give_up("is ready")
                 heartbeat.note_wait()
                 waits_for = [*running, *self._pending()]
+                waiting = len(queue) + len(running) - len({r.worker for r in running.values()})
+                began_s = self._clock()
                 done = self.workers.wait(waits_for, POLL_S) if waits_for else []
+                self._queue.append((waiting, self._clock() - began_s))
+                if all_taken and not queue and not done:
+                    self._hedge(running)
                 for call in [call for call in done if call in running]:
                     yield from self._finish(running.pop(call), call, queue)
                 for call in [call for call, each in running.items() if each.batch.is_done]:
@@ -233,40 +247,14 @@ class Dispatcher:
         """Have a worker call the renderer's `encode_sources` or `decode_sources`. Raises ValueError
         if that does, RuntimeError if no worker answers."""
         message = self.workers.put(wire.packed_samples(samples))
-        reason = ""
-        for _ in range(self.config.max_tries):
-            while not self.ready:
-                self._look_at_workers()
-                self._admit()
-                if signals.stop_received():
-                    raise RuntimeError(f"render_pool: {method}: the run is asked to stop")
-                if not self.ready:
-                    self._wait_or_give_up("is ready")
-            name = self.ready[0]
-            state = self._states[name]
-            call = self.workers.call(name, "prepare", method, message, *arguments)
-            state.running.add(call)
-            while name in self.ready and not self.workers.wait([call], POLL_S):
-                heartbeat.note_wait()
-                self._look_at_workers()
-            state.running.discard(call)
-            if name not in self.ready:
-                continue
-            try:
-                reply = self.workers.result(call)
-            except WorkerLostError as error:
-                self._lost(name, reason := str(error))
-                continue
-            if reply["incarnation"] != state.incarnation:
-                state.stage, reason = "new", "it was restarted"
-                continue
-            _raise_if_raised(name, reply)
-            unpacked = wire.unpacked_samples(reply["outcomes"])
-            return [
-                replace(sample, **{name: getattr(made, name) for name in wire.PREPARED})
-                for sample, made in zip(samples, unpacked, strict=True)
-            ]
-        raise RuntimeError(f"render_pool: no worker answers {method} ({reason})")
+        batch = Batch(None, [0], [], message, "prepare", (method, *arguments))
+        [(_, made)] = self._drawn(iter([batch]))
+        if isinstance(made, RenderFailure):
+            raise RuntimeError(f"render_pool: no worker answers {method} ({made.reason})")
+        return [
+            replace(sample, **{name: getattr(prepared, name) for name in wire.PREPARED})
+            for sample, prepared in zip(samples, wire.unpacked_samples(made), strict=True)
+        ]
 
     def take_metrics(self) -> dict[str, float]:
         """The renderer's metrics, as means over the pictures, and the pool's own."""
@@ -276,9 +264,11 @@ class Dispatcher:
         }
         if drawn := self.num_remote + self.num_here:
             metrics["pool_remote_share"] = self.num_remote / drawn
+        if waited_s := sum(seconds for _, seconds in self._queue):
+            metrics["pool_queue"] = sum(n * seconds for n, seconds in self._queue) / waited_s
         counts = {"pool_workers": len(self.ready), "pool_restarts": self.restarts}
         metrics |= {**counts, "pool_mb": self.num_bytes / 1e6}
-        self._metrics.clear()
+        self._metrics.clear(), self._queue.clear()
         self.num_remote = self.num_here = self.num_bytes = self.restarts = 0
         return metrics
 
@@ -294,18 +284,22 @@ class Dispatcher:
         self._propose(batch, packed, self._expected)
         yield from zip(batch.numbers, outcomes, strict=True)
 
-    def _propose(self, batch: Batch, packed: list[Any], facts: Mapping[str, str]) -> bool:
-        """Without a reference, make it this batch if all of its pictures were drawn. Returns
-        whether the pictures may be used: False if another rank's reference was first, which this
-        worker has not drawn yet."""
+    def _propose(
+        self, batch: Batch, packed: list[Any], facts: Mapping[str, str], drawn_by: str = ""
+    ) -> bool:
+        """Without a reference, make it this batch if all of its pictures were drawn; every other
+        worker is checked from now on. Returns whether the pictures may be used: False if another
+        rank's reference was first, which this worker has not drawn yet."""
         if self.reference is not None or any(isinstance(each, tuple) for each in packed):
             return True
         found = Reference(self._message(batch), wire.digests(packed), facts)
         self.reference = self.workers.agree(found) or found
-        for each in self._states.values():  # from now on each is checked
-            each.stage = "new" if each.stage == "ready" else each.stage
+        is_equal = list(self.reference.digests) == found.digests
+        for name, each in self._states.items():
+            if each.stage == "ready" and not (is_equal and name == drawn_by):
+                each.stage = "new"
         self._looked_s = -1e9
-        return list(self.reference.digests) == found.digests
+        return is_equal
 
     def _has_slot(self, running: Mapping[Any, Running]) -> bool:
         """Whether a worker can take a batch. Without a reference one batch is drawn at a time: the
@@ -338,7 +332,7 @@ class Dispatcher:
         return batch.message
 
     def _send(self, batch: Batch, worker: str, running: dict[Any, Running]) -> None:
-        call = self.workers.call(worker, "draw", self._message(batch))
+        call = self.workers.call(worker, batch.method, self._message(batch), *batch.arguments)
         state = self._states[worker]
         state.running.add(call)
         state.samples.extend(job.sample.id for job in batch.jobs)
@@ -354,13 +348,18 @@ class Dispatcher:
         for each in running.values():
             calls_of.setdefault(each.batch, []).append(each)
         alone = [calls[0] for calls in calls_of.values() if len(calls) == 1]
-        slow = [each for each in alone if self._clock() - each.since_s > limit_s]
+        slow = [each for each in alone if self._clock() - self._began_s(each) > limit_s]
         if slow:
-            self._send(min(slow, key=lambda each: each.since_s).batch, idle[0], running)
+            self._send(min(slow, key=self._began_s).batch, idle[0], running)
+
+    def _began_s(self, running: Running) -> float:
+        """When its worker could begin the batch, as it draws one after the other."""
+        return max(running.since_s, self._states[running.worker].answered_s)
 
     def _finish(self, done: Running, call: Any, queue: deque[Batch]) -> Iterator[tuple[int, Any]]:
         """Yield a call's outcomes, or queue its batch again."""
-        batch, state = done.batch, self._states[done.worker]
+        batch, state, now_s = done.batch, self._states[done.worker], self._clock()
+        took_s, state.answered_s = now_s - self._began_s(done), now_s
         try:
             reply = self.workers.result(call)
         except WorkerLostError as error:
@@ -374,16 +373,22 @@ class Dispatcher:
             state.stage = "new"
             yield from self._again(batch, "worker_lost: it was restarted", queue)
             return
-        _raise_if_raised(done.worker, reply)
+        if raised := reply.get("raised"):  # by the renderer
+            kind = ValueError if raised[0] == "ValueError" else RuntimeError
+            raise kind(f"render_pool: {done.worker}: {raised[1]}")
         outcomes = reply["outcomes"]
+        if batch.method == "prepare":
+            batch.is_done = True
+            yield 0, outcomes
+            return
         if _lacked_memory(outcomes):
             yield from self._smaller(batch, outcomes, queue)
             return
         for name, value in reply["metrics"].items():
             self._metrics[name].append((value, len(batch.jobs)))
-        self._durations_s.append(reply["seconds"])
+        self._durations_s.append(max(took_s, reply["seconds"]))
         self._longest_s = max(self._longest_s, reply["seconds"])
-        if not self._propose(batch, outcomes, state.facts):
+        if not self._propose(batch, outcomes, state.facts, done.worker):
             queue.appendleft(batch)  # for a worker that has been checked
             return
         batch.is_done = True
@@ -519,8 +524,8 @@ class Dispatcher:
         elif self.reference is None:
             state.stage = "ready"
         else:
-            call = self.workers.call(name, "draw", self.reference.message)
-            state.stage, state.call = "checking", call
+            asked = (self.reference.message, list(self.reference.digests))
+            state.stage, state.call = "checking", self.workers.call(name, "check", *asked)
 
     def _check(self, name: str, state: State, reply: Mapping[str, Any]) -> None:
         assert self.reference is not None
@@ -528,7 +533,7 @@ class Dispatcher:
             state.stage = "new"
         elif raised := reply.get("raised"):
             self._refuse(name, state, f"cannot draw the first batch: {raised[1]}")
-        elif wire.digests(reply["outcomes"]) != list(self.reference.digests):
+        elif reply["digests"] != list(self.reference.digests):
             self._refuse(
                 name,
                 state,
@@ -564,13 +569,6 @@ class Dispatcher:
                 f"{duration(self.config.max_wait_s)} (render_pool.max_wait_s)"
             )
         self.workers.wait(self._pending(), POLL_S)
-
-
-def _raise_if_raised(worker: str, reply: Mapping[str, Any]) -> None:
-    """Raise what the renderer raised in a worker."""
-    if raised := reply.get("raised"):
-        kind = ValueError if raised[0] == "ValueError" else RuntimeError
-        raise kind(f"render_pool: {worker}: {raised[1]}")
 
 
 def _lacked_memory(outcomes: Sequence[Any]) -> bool:

@@ -41,8 +41,9 @@ def digest_of(spec: Mapping[str, Any]) -> str:
 
 @cache
 def _source_digest() -> str:
-    """Of this package's renderers, which two commits with one version may draw differently."""
-    files = sorted((Path(__file__).parents[1] / "renderers").rglob("*.py"))
+    """Of the renderers and the pool, which two commits with one version may have differently."""
+    rooms = (Path(__file__).parent, Path(__file__).parents[1] / "renderers")
+    files = sorted(file for room in rooms for file in room.rglob("*.py"))
     return blake2b(b"".join(file.read_bytes() for file in files), digest_size=6).hexdigest()
 
 
@@ -64,7 +65,11 @@ class Worker:
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self._incarnation = uuid.uuid4().hex
+        self._detached = spec["detached"]
         self._drawing_since_s: float | None = None
+        self._checked: list[str] = []
+        self._drawn: list[str] = []
+        """What it drew of the batch with the digests `_checked`."""
         self._error = ""
         self._facts: dict[str, str] = {}
         self._state_dim: int | None = None
@@ -99,6 +104,7 @@ class Worker:
             "error": self._error,
             "facts": self._facts,
             "state_dim": self._state_dim,
+            "detached": self._detached,
             "pid": os.getpid(),
             "node": platform.node(),
         }
@@ -113,7 +119,17 @@ class Worker:
 
         return self._answer(outcomes)
 
-    def prepare(self, method: str, message: wire.Message, *arguments: Any) -> dict[str, Any]:
+    def check(self, message: wire.Message, digests: list[str]) -> dict[str, Any]:
+        """Draw the pool's first batch, whose pictures have these `digests`; once for all ranks:
+        {'digests': this worker's}, or as `draw`."""
+        if self._checked != digests:
+            answer = self.draw(message)
+            if "raised" in answer:
+                return answer
+            self._checked, self._drawn = digests, wire.digests(answer["outcomes"])
+        return {"incarnation": self._incarnation, "digests": self._drawn}
+
+    def prepare(self, message: wire.Message, method: str, *arguments: Any) -> dict[str, Any]:
         """Call `encode_sources` or `decode_sources`: {'outcomes': a message of samples}."""
 
         def samples() -> wire.Message:

@@ -21,6 +21,7 @@ METRICS: Mapping[str, Metric] = {
     "pool_workers": Metric("workers", "of the render pool that could draw at the end"),
     "pool_remote_share": Metric("0..1", "share of the pictures that the pool's workers drew"),
     "pool_restarts": Metric("workers", "lost or restarted because they hung"),
+    "pool_queue": Metric("batches", "of a rank that no worker drew yet, mean while it waited"),
     "pool_mb": Metric("MB", "sent to and from the workers, by each rank"),
 }
 
@@ -92,7 +93,7 @@ class PooledRenderer(Renderer[Any]):
     def close(self) -> None:
         if self._here is not None:
             self._here.close()
-        self._disconnect()
+        self._disconnect(self._dist.world_size)
 
 
 def pooled(plugin: Any, pool: RenderPoolConfig, dist: Dist, used: Set[str]) -> PooledRenderer:

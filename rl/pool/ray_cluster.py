@@ -12,28 +12,39 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from rl.config.schema import RAY_MISSING, RenderPoolConfig
 from rl.judge.server import NEEDED_SECRETS
 from rl.pool.dispatch import Reference, WorkerLostError
 from rl.pool.pool_worker import Worker, digest_of
+from rl.ranks.signals import STOP_SIGNALS
 from rl.text.scrub import environment_without, is_secret_name
 
 if TYPE_CHECKING:
     from rl.ranks.dist import Dist
 
+LEAVE_S = 60.0
+"""How long rank 0 keeps a cluster that it started for ranks that still draw."""
+RAYLET_S = 60
+"""How long Ray's process of a machine, the raylet, goes on without the head; Ray's default."""
 NAMESPACE = "vlm_edit_rl"
 REGISTRY = "/registry"
 INHERITED = re.compile(
     r"(HF|TORCH|CUBLAS|CUDNN|NVIDIA|ATEN|ONEDNN|OMP|MKL|DIFFUSERS|TRANSFORMERS)_.*(?<!TOKEN)"
 )
 """Environment variables that change how a model is found or computed; workers get the rank's."""
+
+_raylets: list[psutil.Process] = []
+"""This machine's, while this process is connected; none if it cannot be seen."""
 
 
 class Registry:
@@ -42,9 +53,7 @@ class Registry:
     def __init__(self) -> None:
         self._reference: tuple[Any, Sequence[str], Mapping[str, str]] | None = None
 
-    def agree(
-        self, message: Any, digests: Sequence[str], facts: Mapping[str, str]
-    ) -> tuple[Any, Sequence[str], Mapping[str, str]] | None:
+    def agree(self, message: Any, digests: Sequence[str], facts: Mapping[str, str]) -> Any:
         """The reference; `message` becomes it if there is none (None: it asks only)."""
         if self._reference is None and message is not None:
             self._reference = (message, digests, facts)
@@ -64,6 +73,7 @@ class RayWorkers:
     """The actors of one pool (`dispatch.Workers`)."""
 
     LOADING = "waits for a GPU or loads the renderer"
+    OF_A_RUN = "belongs to a run, and ends with it"
 
     def __init__(
         self, config: RenderPoolConfig, spec: Mapping[str, Any], detached: bool = False
@@ -71,7 +81,7 @@ class RayWorkers:
         """`detached`: they outlive this process (`rl pool start`). Call `connect` first."""
         self._ray = _ray()
         self._config = config
-        self._spec = dict(spec)
+        self._spec = {**spec, "detached": detached}
         self.name = config.name or f"pool-{digest_of(spec)}"
         self._handles: dict[str, Any] = {}
         env = {
@@ -106,17 +116,15 @@ class RayWorkers:
         needs = {"CPU": config.num_cpus, "GPU": config.num_gpus if self._spec["on_gpu"] else 0.0}
         return {key: value for key, value in {**needs, **config.resources}.items() if value}
 
-    def _total(self, resource: str) -> float:
-        try:
-            return float(self._ray.cluster_resources().get(resource, 0))
-        except (self._ray.exceptions.RayError, ConnectionError):  # the head does not answer now
-            return 0.0
-
     def _wanted(self) -> int:
         if self._config.workers != "auto":
             return self._config.workers
-        needs = self._needs()
-        return max(1, int(min((self._total(key) / needs[key] for key in needs), default=1)))
+        try:
+            totals = self._ray.cluster_resources()
+        except (self._ray.exceptions.RayError, ConnectionError):  # the head does not answer now
+            totals = {}
+        needs = self._needs().items()
+        return max(1, int(min((totals.get(key, 0) / value for key, value in needs), default=1)))
 
     def _started(self, name: str) -> Any:
         needs = self._needs()
@@ -140,6 +148,7 @@ class RayWorkers:
         return Call(remote.remote(*arguments), worker, handle)
 
     def put(self, message: Any) -> Any:
+        _require_raylet()
         return self._ray.put(message)
 
     def wait(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
@@ -153,6 +162,7 @@ class RayWorkers:
         return [by_ref[ref] for ref in done]
 
     def result(self, call: Call) -> Any:
+        _require_raylet()
         try:
             return self._ray.get(call.ref)
         except self._ray.exceptions.RayError as error:
@@ -165,9 +175,8 @@ class RayWorkers:
         self._ray.kill(self._handle(worker), no_restart=False)
 
     def agree(self, reference: Reference | None) -> Reference | None:
-        arguments: tuple[Any, ...] = (None, [], {})
-        if reference is not None:
-            arguments = (reference.message, reference.digests, reference.facts)
+        given = reference or Reference(None, [], {})
+        arguments = given.message, given.digests, given.facts
         if self._registry is None:
             options = {**self._options, "name": f"{self.name}{REGISTRY}", "num_cpus": 0}
             self._registry = self._ray.remote(Registry).options(**options).remote()
@@ -184,8 +193,7 @@ class RayWorkers:
             if not name.endswith(REGISTRY):
                 self._handles.setdefault(name, handle)  # an actor ends with its creator's handle
         hellos = {name: self.call(name, "hello") for name in sorted(self._handles)}
-        if hellos:
-            refs = [call.ref for call in hellos.values()]
+        if refs := [call.ref for call in hellos.values()]:
             self._ray.wait(refs, num_returns=len(refs), timeout=5)
         rows = []
         for name, call in hellos.items():
@@ -194,7 +202,8 @@ class RayWorkers:
                 if self.wait([call], 0):
                     hello = self.result(call)
                     row |= {key: hello[key] for key in ("node", "pid")}
-                    row["state"] = hello["error"] or "ready"
+                    is_of_a_run = self._spec["detached"] and not hello.get("detached")
+                    row["state"] = hello["error"] or (self.OF_A_RUN if is_of_a_run else "ready")
             rows.append(row)
         return rows
 
@@ -208,10 +217,10 @@ class RayWorkers:
     def _existing(self) -> dict[str, Any]:
         """Name -> handle of the pool's actors."""
         handles = {}
-        for each in self._ray.util.list_named_actors(all_namespaces=True):
-            if each["namespace"] == NAMESPACE and each["name"].startswith(f"{self.name}/"):
+        for name in self._ray.util.list_named_actors():
+            if name.startswith(f"{self.name}/"):
                 with suppress(ValueError):  # it has ended since
-                    handles[each["name"]] = self._ray.get_actor(each["name"], NAMESPACE)
+                    handles[name] = self._ray.get_actor(name)
         return handles
 
 
@@ -224,22 +233,23 @@ def connect(address: str, dist: Dist, may_start: bool = True, used: Set[str] = f
     Raises ValueError without Ray, without token authentication, or for a cluster that cannot be
     reached.
     """
-    found: tuple[str, str, bool] | None = None
-    failure = ""
-    if dist.is_main:
+    found = ("", "", False)
+    for is_main in (True, False):  # rank 0, then the others
+        failure = ""
         try:
-            found = _join_or_start(address, dist, may_start, used)
-        except Exception as error:  # the other ranks wait
+            if dist.is_main and is_main:
+                found = _join_or_start(address, dist, may_start, used)
+            elif not dist.is_main and not is_main:
+                _join(*found)
+        except Exception as error:
             failure = str(error) if isinstance(error, ValueError) else _cause(error)
             failure = failure if "render_pool" in failure else f"render_pool.address: {failure}"
-    found, failure = dist.broadcast((found, failure))
-    if found is None:
-        raise ValueError(failure)
-    where, token, is_local = found
-    if not dist.is_main:
-        if is_local:
-            _prepare_local(token)
-        _init(where)
+        replies = dist.gather((found, failure))
+        if failures := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(replies) if text]:
+            raise ValueError(failures[0].removeprefix("rank 0: "))
+        found = replies[0][0]
+    where, _, is_local = found
+    _watch_raylet()
     if is_local:
         return f"a Ray cluster on this machine, {where}, which ends with the run"
     return f"the Ray cluster at {where}"
@@ -253,14 +263,7 @@ def _join_or_start(
         address = _running_here() or "local"
     if address != "local":
         _require_token(address)
-        try:
-            _init(address)
-        except ConnectionError as error:
-            raise ValueError(
-                f"render_pool.address: no Ray cluster answers at {address!r} "
-                f"({_cause(error)}); start one (`ray start`, docs/scale.md), on this machine "
-                "too: a run needs a Ray process on its own node"
-            ) from None
+        _join(address)
         return _ray().get_runtime_context().gcs_address, "", False
     if not may_start:
         raise ValueError("there is no Ray cluster here; start one (`ray start`, docs/scale.md)")
@@ -272,32 +275,38 @@ def _join_or_start(
     # Ray reads the token once: a second run of this process keeps it.
     token = os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
     _prepare_local(token)
-    folder = tempfile.mkdtemp(prefix="ray_")  # not Ray's own, where other programs look for it
+    # Not Ray's own folder, where other programs look for it; not in TMPDIR, because a socket's path
+    # has at most 107 bytes, of which Ray's names need 64.
+    folder = tempfile.mkdtemp(prefix="ray_", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # nosec
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     free = _free_gpus(dist, used)
     kept = environment_without("RAY_AUTH_TOKEN", *NEEDED_SECRETS)
-    changes: dict[str, str | None] = dict.fromkeys(os.environ.keys() - kept.keys())
+    changes = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(RAYLET_S)}
     if free is not None:
         changes["CUDA_VISIBLE_DEVICES"] = ",".join(free)
-    with _environment(changes):  # which Ray's processes inherit
+    hidden = (os.environ.keys() - kept.keys()) | (changes.keys() & os.environ.keys())
+    before = {key: os.environ.pop(key) for key in hidden}
+    os.environ.update(changes)
+    try:  # Ray's processes inherit the environment
         _init("local", num_gpus=None if free is None else len(free), _temp_dir=folder)
+    finally:
+        for key in changes:
+            del os.environ[key]
+        os.environ.update(before)
     return _ray().get_runtime_context().gcs_address, token, True
 
 
-@contextmanager
-def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Change environment variables (None: remove) for a while."""
-    before = {key: os.environ.get(key) for key in changes}
-
-    def apply(values: Mapping[str, str | None]) -> None:
-        for key, value in values.items():
-            os.environ.pop(key, None) if value is None else os.environ.update({key: value})
-
-    apply(changes)
+def _join(address: str, token: str = "", is_local: bool = False) -> None:
+    if is_local:
+        _prepare_local(token)
     try:
-        yield
-    finally:
-        apply(before)
+        _init(address)
+    except ConnectionError as error:
+        raise ValueError(
+            f"render_pool.address: no Ray cluster answers at {address!r} ({_cause(error)}); start "
+            "one (`ray start`, docs/scale.md), on this machine too: a run needs a Ray process on "
+            "its own node"
+        ) from None
 
 
 def _running_here() -> str:
@@ -316,19 +325,25 @@ _ADDRESS_FILE = "/tmp/ray/ray_current_cluster"  # nosec B108 # Ray's own, only l
 
 
 def _free_gpus(dist: Dist, used: Set[str]) -> list[str] | None:
-    """This machine's GPUs that are not `used`; None if the ranks use none."""
+    """This machine's GPUs that are neither `used` nor those of a judge that this process has
+    started, as its CUDA_VISIBLE_DEVICES says; None if the ranks use none."""
     if not dist.device.startswith("cuda"):
         return None
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-    free = [name for index, name in enumerate(names) if f"cuda:{index}" not in used]
+    taken: set[str] = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            stated = child.environ().get("CUDA_VISIBLE_DEVICES", "")
+            taken |= set(stated.split(",")) if stated != visible else set()
+    free = [name for i, name in enumerate(names) if f"cuda:{i}" not in used and name not in taken]
     if not free:
         raise ValueError(
-            f"render_pool: {dist.world_size} ranks use all GPUs of this machine, and no Ray "
-            "cluster with others is found; start fewer ranks (--nproc), or join machines with "
-            "`ray start` (docs/scale.md)"
+            f"render_pool: {dist.world_size} ranks (and a judge that the run starts) use all GPUs "
+            "of this machine, and no Ray cluster with others is found; start fewer ranks "
+            "(--nproc), or join machines with `ray start` (docs/scale.md)"
         )
     return free
 
@@ -369,9 +384,12 @@ _ASK_HEAD = "import sys; from ray._raylet import GcsClient; GcsClient(address=sy
 def _init(address: str, **options: Any) -> None:
     ray = _ray()
     is_local = address == "local"
+    others = set(psutil.Process().children())
     handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces by one that exits
     # Ray's start is timed out on a busy machine now and then.
     for tries_left in (1, 0):
+        # Ray's processes also receive a signal that asks the run to stop, and must not end first.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS if is_local else ())
         try:
             ray.init(
                 address=address,
@@ -387,9 +405,45 @@ def _init(address: str, **options: Any) -> None:
             if not tries_left or not is_local:
                 raise
             ray.shutdown()
-            time.sleep(1)
+            for child in set(psutil.Process().children()) - others:
+                child.kill()
         finally:
             signal.signal(signal.SIGTERM, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _watch_raylet() -> None:
+    """Interrupt the run when this machine's raylet ends. Without one, Ray ends this process at the
+    next message or within seconds, and what is not saved is lost."""
+    name = _ray()._private.worker.global_worker.node.raylet_socket_name
+    for process in psutil.process_iter(["cmdline"]):
+        if f"--raylet_socket_name={name}" in (process.info["cmdline"] or ()):
+            _raylets[:] = [process]
+            signal.signal(signal.SIGRTMAX, _interrupt)  # `signals.at_once` also saves, in a thread
+            threading.Thread(target=_watch, args=[process], daemon=True).start()
+
+
+def _watch(raylet: psutil.Process) -> None:
+    raylet.wait()
+    if raylet in _raylets:  # this process has not left
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGRTMAX)
+
+
+def _interrupt(*_: Any) -> None:
+    if _raylets:  # once
+        _raylets.clear()
+        raise RuntimeError(
+            "render_pool: Ray's process on this machine (raylet) has ended: something killed it, "
+            "or the cluster's head did not answer for a minute. The run resumes with the same "
+            "command"
+        )
+
+
+def _require_raylet() -> None:
+    """Call this before messages are sent or read."""
+    for raylet in _raylets[:]:
+        if not psutil.pid_exists(raylet.pid) or raylet.status() == psutil.STATUS_ZOMBIE:
+            _interrupt()
 
 
 def has_gpus() -> bool:
@@ -397,13 +451,28 @@ def has_gpus() -> bool:
     return bool(_ray().cluster_resources().get("GPU", 0))
 
 
-def disconnect() -> None:
-    """Leave the cluster; one that this process started ends."""
+def disconnect(num_ranks: int = 1) -> None:
+    """Leave the cluster. One that this process (rank 0) started ends when the other ranks have left
+    it, or after `LEAVE_S`."""
+    if not _raylets:  # the call below might not return
+        atexit.unregister(_ray().shutdown)
+        return
+    raylet, workers, ends_s = _raylets.pop(), [], time.monotonic() + LEAVE_S
+    with suppress(psutil.Error):
+        workers = raylet.children(recursive=True) if raylet.ppid() == os.getpid() else []
+        while raylet.ppid() == os.getpid() and num_ranks > 1 and time.monotonic() < ends_s:
+            num_ranks = sum(not job["IsDead"] for job in _ray()._private.state.jobs())
+            time.sleep(0.1)
     _ray().shutdown()
+    for worker in workers:  # one that still starts ignores SIGTERM, as the raylet does
+        with suppress(psutil.Error):
+            worker.kill()
 
 
 def _ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray ends a process that does not reach the head so long, by default as soon as the raylet.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(4 * RAYLET_S))
     try:
         import ray
         import ray.util

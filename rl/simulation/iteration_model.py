@@ -252,13 +252,11 @@ def simulate(work: Iteration, machines: Machines) -> Outcome:
 
 def bound_by(work: Iteration, machines: Machines) -> str:
     """What bounds the iteration: the part that, if 10 % faster, shortens the iteration most."""
-    name = min(
-        TIMES,
-        key=lambda name: (
-            simulate(replace(work, **{name: 0.9 * getattr(work, name)}), machines).total_s
-        ),
-    )
-    return TIMES[name]
+
+    def seconds(name: str) -> float:
+        return simulate(replace(work, **{name: 0.9 * getattr(work, name)}), machines).total_s
+
+    return TIMES[min(TIMES, key=seconds)]
 
 
 def enough_workers(work: Iteration, machines: Machines) -> int:

@@ -10,7 +10,6 @@ from rl.memory import footprint
 from rl.memory.memory_plan import CONTEXT_GB
 from rl.simulation.iteration_model import (
     WORTH_IT,
-    Iteration,
     Machines,
     bound_by,
     enough_workers,
@@ -42,11 +41,8 @@ def pool_lines(resolved: Resolved) -> list[str]:
     enough = enough_workers(work, alone)
     lines.append(f"an iteration, {times.source}:")
     for number in sorted({0, enough} | ({workers} if workers else set())):
-        lines.append(_line(work, replace(alone, workers=number)))
+        machines = replace(alone, workers=number)
+        seconds = f"{simulate(work, machines).total_s:.4g} s"
+        where = f"with {number} workers" if number else "without a pool"
+        lines.append(f"  {seconds} {where}; {bound_by(work, machines)} bounds it")
     return [*lines, f"beyond {enough} workers, further ones together save less than {WORTH_IT:.0%}"]
-
-
-def _line(work: Iteration, machines: Machines) -> str:
-    seconds = simulate(work, machines).total_s
-    with_pool = f"with {machines.workers} workers" if machines.workers else "without a pool"
-    return f"  {seconds:.4g} s {with_pool}; {bound_by(work, machines)} bounds it"

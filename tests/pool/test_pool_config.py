@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
+import signal
+import subprocess
+import threading
+import time
+from unittest.mock import Mock
 
+import psutil
 import pytest
 from tiny_messages import holds
 
 from rl import build
 from rl.check import check_report, compatibility
 from rl.commands import pool
-from rl.config.schema import ConfigError, RunConfig, load_config
+from rl.config.schema import ConfigError, RenderPoolConfig, RunConfig, load_config
 from rl.pool import ray_cluster
 from rl.ranks.dist import Dist
 
@@ -69,6 +76,46 @@ def test_a_pool_of_no_workers_is_not_started(capsys: pytest.CaptureFixture[str])
     assert holds(capsys.readouterr().err, "render_pool.workers: 0 ... 'auto'")
 
 
+def test_a_pool_is_not_started_with_workers_that_end_with_a_run() -> None:
+    workers = Mock(ray_cluster.RayWorkers)
+    workers.name = "p"
+    workers.status.return_value = [{"worker": "p/0", "state": workers.OF_A_RUN}]
+    with pytest.raises(ValueError, match=r"render_pool\.name: a run has started"):
+        pool._start(workers, RenderPoolConfig())
+    workers.names.assert_not_called()
+
+
+def test_an_error_of_a_rank_is_raised_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = (("", "", False), "no Ray process here")
+    dist = Mock(Dist, is_main=False, gather=lambda own: [own, answer])
+    with pytest.raises(ValueError, match="rank 1: no Ray process here"):
+        ray_cluster.connect("local", dist)
+    monkeypatch.setattr(ray_cluster, "_join_or_start", {}.pop)
+    with pytest.raises(ValueError, match=r"^render_pool.address: TypeError: "):
+        ray_cluster.connect("local", Dist())
+
+
+def test_a_started_ray_ends_when_no_rank_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, raylet = Mock(), Mock(ppid=os.getpid, children=Mock(return_value=[]))
+    ray._private.state.jobs.side_effect = [[{"IsDead": False}, {"IsDead": dead}] for dead in (0, 1)]
+    monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
+    monkeypatch.setattr(ray_cluster, "_raylets", [raylet])
+    for _ in range(2):  # the second time without a raylet
+        ray_cluster.disconnect(num_ranks=2)
+        assert (ray._private.state.jobs.call_count, ray.shutdown.call_count) == (2, 1)
+
+
+def test_the_death_of_the_raylet_interrupts_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGRTMAX, ray_cluster._interrupt)
+    raylet = psutil.Popen(["sleep", "60"])
+    monkeypatch.setattr(ray_cluster, "_raylets", [raylet])
+    threading.Thread(target=ray_cluster._watch, args=[raylet]).start()
+    with pytest.raises(RuntimeError, match=r"\(raylet\) has ended: .* same command"):
+        raylet.kill()
+        time.sleep(20)
+    signal.signal(signal.SIGRTMAX, before)
+
+
 def test_a_started_ray_gets_the_gpus_that_the_run_does_not_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -79,8 +126,10 @@ def test_a_started_ray_gets_the_gpus_that_the_run_does_not_use(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert ray_cluster._free_gpus(dist, used) == ["6"]
     assert ray_cluster._free_gpus(Dist(), used) is None, "ranks on the CPU"
-    with pytest.raises(ValueError, match=r"2 ranks use all GPUs .*--nproc"):
-        ray_cluster._free_gpus(dist, used | {"cuda:2"})
+    judge = subprocess.Popen(["/bin/sleep", "60"], env={"CUDA_VISIBLE_DEVICES": "6,8"})
+    with pytest.raises(ValueError, match=r"2 ranks .* use all GPUs .*--nproc"):
+        ray_cluster._free_gpus(dist, used)
+    judge.kill(), judge.wait()
 
 
 def test_a_cluster_that_accepts_a_wrong_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tiny_messages import holds
+from tiny_pictures import make_picture
 from tiny_pool import FakeWorker, FakeWorkers, dispatcher_of, jobs, seeds_of
 
-from rl.api.types import RenderFailure
+from rl.api.types import RenderFailure, Sample
+from rl.pool import wire
+from rl.pool.pool_worker import Worker
 from rl.ranks import signals
 
 ALL = {number: number for number in range(40)}
@@ -21,22 +26,20 @@ def test_every_number_of_workers_draws_the_same_batches(count: int) -> None:
     drawn = {tuple(batch) for worker in made.values() for batch in worker.batches}
     assert drawn == {tuple(range(i, i + 4)) for i in range(0, 40, 4)}
     assert all(worker.batches for worker in made.values()), "each one draws"
+    num_drawn = sum(worker.num_drawn for worker in made.values())
+    assert num_drawn == 10 + count - 1, "all but the first one draw the reference"
     metrics = dispatcher.take_metrics()
     assert (metrics["pool_workers"], metrics["pool_remote_share"]) == (count, 1.0)
     assert metrics["pool_restarts"] == 0
+    assert 0 < metrics["pool_queue"] <= count, "each one draws a batch, and has one that waits"
 
 
 def test_jobs_are_taken_only_when_a_worker_has_a_free_slot() -> None:
     workers = FakeWorkers(w=FakeWorker())
     dispatcher = dispatcher_of(workers, batches_per_worker=2)
-    taken = []
-
-    def counted():
-        for job in jobs(40):
-            taken.append(job.noise_seed)
-            yield job
-
-    for drawn, _ in enumerate(dispatcher.render(counted()), 1):
+    taken: list[Any] = []
+    counted = (taken.append(job) or job for job in jobs(40))  # type: ignore[func-returns-value]
+    for drawn, _ in enumerate(dispatcher.render(counted), 1):
         assert len(taken) <= drawn + 2 * 4 + 4
 
 
@@ -81,6 +84,28 @@ def test_a_straggler_is_hedged_once_and_the_first_result_wins() -> None:
     assert seeds_of(dispatcher.render(jobs(40))) == ALL
     assert workers.now_s - began_s < 60, "nobody waits for the slow worker"
     assert len(slow.batches) + len(fast.batches) - drawn_before == 10
+
+
+def test_waiting_for_a_slow_workers_first_batch_makes_no_straggler() -> None:
+    """Batches take 15 s and 10 s; the slow worker's second one is drawn from 15 s to 30 s."""
+    slow, fast = FakeWorker(seconds=15), FakeWorker(seconds=10)
+    workers = FakeWorkers(a=slow, b=fast)
+    dispatcher = dispatcher_of(workers)
+    assert seeds_of(dispatcher.render(jobs(40))) == ALL
+    before = len(workers._calls)
+    assert len(seeds_of(dispatcher.render(jobs(16)))) == 16
+    calls = [method for _, _, method, _ in list(workers._calls.values())[before:]]
+    assert calls.count("draw") == 4
+
+
+def test_a_worker_draws_the_reference_once_for_all_ranks() -> None:
+    fake, worker = FakeWorker(), Worker({"detached": False})
+    worker.draw = fake.draw  # type: ignore[method-assign]
+    message = wire.packed_jobs(jobs(2))
+    expected = wire.digests(fake.draw(message)["outcomes"])
+    for digests in (expected, expected, ["other"], ["other"]):
+        assert worker.check(message, digests)["digests"] == expected
+    assert fake.num_drawn == 3
 
 
 def test_a_batch_that_does_not_fit_is_halved_for_all_workers(
@@ -176,13 +201,8 @@ def test_a_batch_with_failures_is_no_reference_and_the_loser_of_a_race_draws_aga
     list(other.render(jobs(4)))
     workers.references.append(other.reference)  # type: ignore[arg-type]
     agree, asked = workers.agree, []
-
-    def late(reference):
-        """The other rank's reference arrives between this rank's question and its own."""
-        asked.append(reference)
-        return None if reference is None else agree(reference)
-
-    workers.agree = late  # type: ignore[method-assign]
+    # The other rank's reference arrives between this rank's question and its own.
+    workers.agree = lambda own: asked.append(own) or (own and agree(own))  # type: ignore
     dispatcher = dispatcher_of(workers, max_wait_s=10)
     with pytest.raises(RuntimeError, match="draws other bits"):
         list(dispatcher.render(jobs(40)))
@@ -209,14 +229,25 @@ def test_a_refused_worker_is_used_once_ray_has_started_it_elsewhere() -> None:
     assert dispatcher.ready == ["a", "b"]
 
 
+def test_another_worker_prepares_samples_if_one_dies() -> None:
+    deaths = iter([True])
+    dying = FakeWorker(dies=lambda *_: next(deaths, False))
+    samples = [Sample("a", "x", target=make_picture(2)), Sample("b", "y")]
+    found = dispatcher_of(FakeWorkers(a=dying, b=FakeWorker())).prepare("decode_sources", samples)
+    assert [sample.id for sample in found] == ["a", "b"]
+    assert found[0].target is not None and found[0].target.tobytes() == make_picture(2).tobytes()
+    deadly = FakeWorker(dies=lambda *_: True)
+    with pytest.raises(RuntimeError, match="no worker answers decode_sources"):
+        dispatcher_of(FakeWorkers(a=deadly)).prepare("decode_sources", samples)
+
+
 def test_metrics_of_batches_are_weighted_by_their_pictures() -> None:
     workers = FakeWorkers(a=FakeWorker())
     draw = workers.workers["a"].draw
-
-    def counted(message):
-        return {**draw(message), "metrics": {"share": float(len(message["items"]) == 1)}}
-
-    workers.workers["a"].draw = counted  # type: ignore[method-assign]
+    workers.workers["a"].draw = lambda message: {  # type: ignore[method-assign]
+        **draw(message),
+        "metrics": {"share": float(len(message["items"]) == 1)},
+    }
     dispatcher = dispatcher_of(workers)
     assert len(seeds_of(dispatcher.render(jobs(9)))) == 9  # batches of 4, 4 and 1
     assert dispatcher.take_metrics()["share"] == pytest.approx(1 / 9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,9 @@ from rl.api.types import RenderFailure, RenderJob, Sample
 from rl.renderers.emu3_vq import emu3_vq
 from rl.renderers.emu3_vq.codec import Emu3Codec, fit, load_codec
 from rl.renderers.emu3_vq.emu3_vq_loop import Emu3VqLoop
+from rl.renderers.shared.batches import batches_of
+
+FOUR = partial(emu3_vq.batch_of, 4)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def codec(vq: Emu3VQVAE) -> Emu3Codec:
 
 @pytest.fixture
 def renderer(codec: Emu3Codec) -> Emu3VqLoop:
-    return Emu3VqLoop(codec, batch_size=4)
+    return Emu3VqLoop(codec, FOUR)
 
 
 @pytest.fixture(scope="module")
@@ -122,18 +126,20 @@ def test_the_grid_is_that_of_the_published_sets(
 # --- the renderer ------------------------------------------------------------------------------
 
 
-def test_each_distinct_grid_is_decoded_once(renderer: Emu3VqLoop, monkeypatch) -> None:
-    a, b, wide = make_codes(1), make_codes(2), make_codes(3, 2, 8)
-    alone = {k: next(renderer.render([job(c)]))[1] for k, c in (("a", a), ("wide", wide))}
-    sizes = count_decodes(renderer, monkeypatch)
-    jobs = [job(c) for c in (a, wide, b, a.copy(), a.astype(np.int64), wide)]
-    pictures = dict(renderer.render(jobs))
-    assert sorted(pictures) == list(range(6))
-    assert sorted(sizes) == [1, 2]
-    assert pictures[0] is pictures[3] is pictures[4] is not pictures[2]
-    assert pictures[1].size == (64, 16) and pictures[0].size == (32, 32)
-    np.testing.assert_allclose(np.asarray(pictures[0], int), np.asarray(alone["a"], int), atol=1)
-    np.testing.assert_allclose(np.asarray(pictures[1], int), np.asarray(alone["wide"], int), atol=1)
+def test_batches_that_a_pool_sends_get_the_same_bits(codec: Emu3Codec, folder: Path) -> None:
+    """The decoder rounds with its batch, so a batch must not depend on what was decoded before."""
+    wide, bad = make_codes(3, 2, 8), np.full((4, 4), NUM_CODES, np.int32)
+    grids = [*map(make_codes, (1, 2, 1)), wide, bad, *map(make_codes, (2, 4, 1)), wide]
+    config = emu3_vq.Config(type="emu3_vq", model_path=str(folder), batch_size=4)
+    jobs = [job(codes) for codes in grids]
+    expected = dict(Emu3VqLoop(codec, FOUR).render(jobs))
+    parts = [part for _, part in batches_of(jobs, partial(emu3_vq.Emu3Vq.batch_of, config), {})]
+    assert [[number for number, _ in part] for part in parts] == [[0, 1, 2, 4], [3, 8], [5, 6, 7]]
+    for part in parts:
+        drawn = dict(Emu3VqLoop(codec, FOUR).render([each for _, each in part]))
+        for i, (number, _) in enumerate(part):
+            assert drawn[i] == expected[number], number
+    assert expected[3].size == (64, 16) and expected[0].size == (32, 32)
 
 
 def test_a_reshaped_grid_is_another_picture(renderer: Emu3VqLoop) -> None:
@@ -157,7 +163,7 @@ def test_codes_outside_the_codebook_blame_the_policy(renderer: Emu3VqLoop, code:
 def test_nan_is_blamed_on_the_renderer_and_fails_only_its_picture(tmp_path: Path) -> None:
     vq = tiny_emu3_vq.make_vq()
     vq.quantize.embedding.weight.data[7] = torch.nan
-    renderer = Emu3VqLoop(Emu3Codec(vq), batch_size=4)
+    renderer = Emu3VqLoop(Emu3Codec(vq), FOUR)
     healthy = make_codes(1)
     healthy[healthy == 7] = 0
     outcomes = dict(renderer.render([job(healthy), job(np.full((4, 4), 7, np.int32))]))
@@ -166,9 +172,9 @@ def test_nan_is_blamed_on_the_renderer_and_fails_only_its_picture(tmp_path: Path
 
 
 def test_batches_of_large_pictures_are_smaller(codec: Emu3Codec, monkeypatch) -> None:
-    renderer = Emu3VqLoop(codec, batch_size=4)
+    renderer = Emu3VqLoop(codec, FOUR)
     sizes = count_decodes(renderer, monkeypatch)
-    monkeypatch.setattr("rl.renderers.emu3_vq.emu3_vq_loop.BATCH_UNIT_PX", 32 * 32)
+    monkeypatch.setattr("rl.renderers.emu3_vq.emu3_vq.UNIT_CODES", 16)
     list(renderer.render([job(make_codes(seed, 4, 8)) for seed in range(3)]))
     assert sizes == [2, 1]  # two pictures of 32 x 64 px count as four of 32 x 32
 
@@ -185,14 +191,14 @@ def test_decode_sources_draws_what_has_only_codes(renderer: Emu3VqLoop, monkeypa
     ]
     out = renderer.decode_sources(samples)
     assert [s.id for s in out] == [s.id for s in samples]
-    assert sizes == [2]
+    assert sizes == [1, 1], "alone: their bits do not depend on the other samples"
     assert out[1].source is picture and out[1].target is None and out[2].source is None
     assert out[0].source is out[3].target and out[0].target is out[3].source
     assert out[0].source_codes is a
     (_, rendered), *_ = renderer.render([job(a)])
     np.testing.assert_allclose(np.asarray(out[0].source, int), np.asarray(rendered, int), atol=1)
     again = renderer.decode_sources(samples[:1])
-    assert sizes == [2, 1]  # only `render` decoded again
+    assert sizes == [1, 1, 1]  # only `render` decoded again
     assert again[0].source is out[0].source
 
 

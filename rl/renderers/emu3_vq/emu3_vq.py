@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,11 +25,13 @@ from rl.renderers.emu3_vq.vq_checkpoint import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from rl.renderers.shared.batches import Outcome
 
 
-CODE_PX = 8
-"""Side of the square that one code represents, px."""
+UNIT_CODES = 32 * 32
+"""Codes of 256x256 px, the area to which `batch_size` applies."""
 
 
 class Config(FrozenModelConfig):
@@ -44,6 +47,12 @@ class Config(FrozenModelConfig):
     that does not fit in memory."""
 
 
+def batch_of(batch_size: int, codes: np.ndarray) -> tuple[Hashable, int]:
+    """Pictures of one shape share a batch; of larger ones it has fewer, in proportion."""
+    limit = batch_size * UNIT_CODES // max(1, codes.size)
+    return codes.shape, min(batch_size, max(1, limit))
+
+
 class Emu3Vq(Renderer[Config]):
     """Decodes the grids of codes that a policy writes, and encodes source pictures to codes."""
 
@@ -56,7 +65,7 @@ class Emu3Vq(Renderer[Config]):
         super().__init__(config, resources)
         device = resolve_device(config.device, resources.device)
         codec = load_codec(config.model_path, config.revision, config.dtype, device)
-        self.loop = Emu3VqLoop(codec, config.batch_size)
+        self.loop = Emu3VqLoop(codec, partial(batch_of, config.batch_size), resources.may_split)
 
     def encode_sources(self, samples: Sequence[Sample], area_px: int) -> list[Sample]:
         pictures = [sample.source for sample in samples if sample.source is not None]
@@ -68,6 +77,10 @@ class Emu3Vq(Renderer[Config]):
 
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
         return self.loop.decode_sources(samples)
+
+    @classmethod
+    def batch_of(cls, config: Config, job: RenderJob) -> tuple[Hashable, int]:
+        return batch_of(config.batch_size, job.payload)
 
     def render(self, jobs: Iterable[RenderJob]) -> Iterator[tuple[int, Outcome]]:
         return self.loop.render(jobs)

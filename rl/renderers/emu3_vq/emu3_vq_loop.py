@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,19 +18,17 @@ from rl.renderers.shared.decoding import to_pictures
 NUM_KEPT_PICTURES = 256
 """Decoded sources and targets cached between calls (0.2 MB each at 256^2)."""
 
-BATCH_UNIT_PX = 256 * 256
-"""Picture area to which `batch_size` applies; larger pictures get smaller batches in proportion."""
-
-Grid = tuple[int, ...]
-"""Shape of a picture's codes. Pictures of one shape share a batch."""
+BatchOf = Callable[[np.ndarray], tuple[Hashable, int]]
+"""Codes -> (key, limit) of their batch, as `Renderer.batch_of`."""
 
 
 class Emu3VqLoop:
-    """Decodes codes to RGB pictures; jobs with equal codes get the same picture object."""
+    """Decodes codes to RGB pictures. A picture's last bits depend on its batch, so what was decoded
+    before does not change a batch."""
 
-    def __init__(self, codec: Emu3Codec, batch_size: int) -> None:
+    def __init__(self, codec: Emu3Codec, batch_of: BatchOf, may_split: bool = True) -> None:
         self.codec = codec
-        self.batch_size = batch_size
+        self._batch_of, self._may_split = batch_of, may_split
         self._cache: LRUCache[bytes, Image.Image] = LRUCache(NUM_KEPT_PICTURES)
         self._fits: Fits = {}
 
@@ -39,21 +37,14 @@ class Emu3VqLoop:
 
         A failure blames the policy for invalid codes, and the renderer if the decoder fails.
         """
-        drawn: dict[bytes, Outcome] = {}
 
         def known(codes: np.ndarray) -> Outcome | None:
-            if reason := self._why_invalid(codes):
-                return RenderFailure(reason, blame="policy")
-            return drawn.get(_key(codes))
+            reason = self._why_invalid(codes)
+            return RenderFailure(reason, blame="policy") if reason else None
 
-        def draw(batch: Sequence[np.ndarray], grid: Grid) -> list[Outcome]:
-            new = {_key(codes): codes for codes in batch if _key(codes) not in drawn}
-            if new:
-                drawn.update(zip(new, self._draw_batch(list(new.values())), strict=True))
-            return [drawn[_key(codes)] for codes in batch]
-
+        payloads = (job.payload for job in jobs)
         return render_in_batches(
-            (job.payload for job in jobs), self._batch_of, known, draw, self._fits
+            payloads, self._batch_of, known, self._draw_batch, self._fits, self._may_split
         )
 
     def decode_sources(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -73,11 +64,7 @@ class Emu3VqLoop:
         drawn = {key: self._cache[key] for key in codes_by_key if key in self._cache}
         missing = [codes for key, codes in codes_by_key.items() if key not in drawn]
         for number, outcome in render_in_batches(
-            missing,
-            self._batch_of,
-            known=lambda codes: None,
-            render=lambda batch, grid: self._draw_batch(batch),
-            fits=self._fits,
+            missing, lambda codes: (None, 1), lambda codes: None, self._draw_batch, {}
         ):
             if isinstance(outcome, RenderFailure):
                 raise RuntimeError(f"a sample's picture cannot be decoded: {outcome.reason}")
@@ -93,12 +80,7 @@ class Emu3VqLoop:
             return None
         return f"bad_code: {low if low < 0 else high} is not in the codebook's 0..{last}"
 
-    def _batch_of(self, codes: np.ndarray) -> tuple[Grid, int]:
-        area_px = max(1, codes.size * self.codec.patch_px**2)
-        limit = min(self.batch_size, max(1, self.batch_size * BATCH_UNIT_PX // area_px))
-        return codes.shape, limit
-
-    def _draw_batch(self, grids: Sequence[np.ndarray]) -> list[Outcome]:
+    def _draw_batch(self, grids: Sequence[np.ndarray], key: Hashable) -> list[Outcome]:
         codes = torch.from_numpy(np.stack(grids).astype(np.int64))
         return [*to_pictures(self.codec.decode_tensor(codes), self.codec.to_pictures)]
 
