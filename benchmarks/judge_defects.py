@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -153,6 +154,8 @@ def examine(
         client = JudgeClient(limits.model_copy(update={"backoff_s": 0.01}), api_base)
         try:
             audit = await judge_audit.audit(plugin, client, "cpu", cases, limits)
+            if not audit.num_graded:  # an attack would raise JudgeError
+                return audit, ([], math.nan, 0.0)
             return audit, await judge_audit.attack(plugin, client, "cpu", cases, limits)
         finally:
             await client.aclose()

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 
 from rl.files.atomic import read_rows
+from rl.record.run_summary import summarise
 from rl.report.reading import read_evaluations
 from rl.run.paired import paired
 
@@ -125,8 +126,11 @@ def _train(out: Path, fresh: int, run: tuple[str, int]) -> None:
     if fresh:
         command += [f"evaluation.num_samples={fresh}", f"data.validation.0.num_samples={fresh}"]
         command.append(f"data.validation.0.seed={FRESH_SEED}")
+    summary = summarise(out / name)
+    if summary.planned == str(summary.done):
+        return
     out.mkdir(parents=True, exist_ok=True)
-    with (out / f"{name}.log").open("w") as log:
+    with (out / f"{name}.log").open("a") as log:
         subprocess.run(
             [*command, f"base_exp_dir={out}", f"run_name={name}", f"seed={seed}"],
             env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -29,7 +29,7 @@ NUM_ROWS = 6
 RUN = "tiny"
 PATIENCE_S = 300.0
 """Time limit of a run, which takes a few seconds if the machine is not busy."""
-WAITS = b"The run waits"
+WAITS = b"once there is room"
 """Printed by a run that waits for disk space; `start` then sends SIGTERM."""
 WAIT_S = 5.0
 """Interval at which `start` looks for WAITS."""

@@ -28,6 +28,7 @@ from rl.audit.judge_attacks import attacked
 from rl.build import Plugin, Resolved
 from rl.config.schema import JudgeConfig, RunConfig
 from rl.files.atomic import write_atomically
+from rl.judge.client import JudgeError
 from rl.rollout.grading import scores
 
 T = TypeVar("T")
@@ -311,15 +312,18 @@ def failures(result: RewardAudit, limits: JudgeConfig) -> list[str]:
             f"value {result.fallback_value:.3g}, above "
             f"judge.audit_max_fallback={limits.audit_max_fallback:g}"
         )
-    num_asked = result.num_graded + result.num_ungraded
-    ungraded = result.num_ungraded / max(num_asked, 1)
-    if ungraded > limits.audit_max_ungraded or not result.num_graded:
-        problems.append(
-            f"{result.num_ungraded} of {num_asked} results got no usable reply, above "
-            f"judge.audit_max_ungraded={limits.audit_max_ungraded:g}; the first: "
-            f"{result.first_failure}"
-        )
-    return problems
+    few = too_few_graded(result.num_graded, result.num_ungraded, result.first_failure, limits)
+    return [*problems, few] if few else problems
+
+
+def too_few_graded(graded: int, ungraded: int, first_failure: str, limits: JudgeConfig) -> str:
+    """Why so many results are ungraded that an audit or attack shows nothing; '' if it does."""
+    if graded and ungraded <= limits.audit_max_ungraded * (graded + ungraded):
+        return ""
+    return (
+        f"{ungraded} of {graded + ungraded} results got no usable reply, above "
+        f"judge.audit_max_ungraded={limits.audit_max_ungraded:g}; the first: {first_failure}"
+    )
 
 
 async def attack(
@@ -329,7 +333,8 @@ async def attack(
     cases: Sequence[Case],
     limits: JudgeConfig,
 ) -> tuple[list[AttackResult], float, float]:
-    """(attacks on one reward, mean of right results, lowest mean of a kind of wrong results)."""
+    """(attacks on one reward, mean of right results, lowest mean of a kind of wrong results).
+    Raises JudgeError if too many results are ungraded."""
     references = {
         (number, kind): case.results[kind]
         for number, case in enumerate(cases)
@@ -341,11 +346,16 @@ async def attack(
         for number, case in enumerate(cases)
         for name, result in attacked(case).items()
     }
-    means = _means(await ask(plugin, judge, device, references))
+    asked = [await ask(plugin, judge, device, each) for each in (references, attacks)]
+    unread = [failure for each in asked for failure in each.failures]
+    graded = sum(len(values) for each in asked for values in each.values.values())
+    if few := too_few_graded(graded, len(unread), next(iter(unread), ""), limits):
+        raise JudgeError(f"{plugin.key}: {few}")
+    means, attacked_means = map(_means, asked)
     right = means.get(CORRECT, math.nan)
     floor = min((mean for kind, mean in means.items() if kind != CORRECT), default=0.0)
     results = []
-    for name, mean in _means(await ask(plugin, judge, device, attacks)).items():
+    for name, mean in attacked_means.items():
         gain = (mean - floor) / (right - floor) if right > floor else math.inf
         results.append(AttackResult(name, mean, gain, gain <= limits.attack_max_gain))
     return results, right, floor
@@ -398,11 +408,18 @@ def entries(file: Path) -> dict[str, Any]:
 
 
 def save_results(resolved: Resolved, **results: Any) -> None:
-    """Add results to the entry of the config's judge: `audits`, `pairs` or `attacks`."""
+    """Add results to the entry of the config's judge: `audits`, `pairs` or `attacks`; none: only
+    write the file, if that is possible. Raises JudgeError if too many are ungraded, as in an
+    outage: such an audit would refuse every later start."""
+    for each in (*results.get("audits", ()), *results.get("pairs", ())):
+        counts = each.num_graded, each.num_ungraded, each.first_failure
+        if few := too_few_graded(*counts, resolved.config.judge):
+            raise JudgeError(f"{each.reward}: {few}. This audit is not kept; try again")
     file, judge_identity = file_of(resolved.config), identity(resolved)
     known, key = entries(file), key_of(judge_identity)
     entry = {**known.get(key, {}), "judge": judge_identity, **results}
-    entry["date"] = time.strftime("%Y-%m-%d %H:%M:%S%z")
+    if results:
+        entry["date"] = time.strftime("%Y-%m-%d %H:%M:%S%z")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps({**known, key: entry}, indent=1, default=_plain) + "\n")
 
@@ -433,15 +450,15 @@ def verdict(resolved: Resolved) -> Verdict:
     Raises ValueError if the file is damaged."""
     file = file_of(resolved.config)
     entry = entries(file).get(key_of(identity(resolved)), {})
-    if "audits" not in entry:
-        return Verdict(None, f"the judge has not been audited (no entry in {file})")
-    try:
-        audits = [_restored(values) for values in entry["audits"]]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is damaged ({error}): delete it, and audit again") from None
     limits = resolved.config.judge
-    problems = [f"{each.reward}: {text}" for each in audits for text in failures(each, limits)]
+    try:
+        if "audits" not in entry:
+            return Verdict(None, f"the judge has not been audited (no entry in {file})")
+        audits, day = [_restored(values) for values in entry["audits"]], entry["date"][:10]
+        problems = [f"{each.reward}: {text}" for each in audits for text in failures(each, limits)]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged ({error}): delete it, and audit again") from None
     if problems:
         listed = "; ".join(problems[:3]) + (f"; {len(problems) - 3} more" * (len(problems) > 3))
-        return Verdict(False, f"the judge failed its audit of {entry['date'][:10]}: {listed}")
-    return Verdict(True, f"the judge passed its audit of {entry['date'][:10]}")
+        return Verdict(False, f"the judge failed its audit of {day}: {listed}")
+    return Verdict(True, f"the judge passed its audit of {day}")

@@ -289,7 +289,7 @@ def _data_problems(resolved: Resolved) -> Iterable[str]:
                 "source; map a column to it"
             )
         declared = plugin.cls.most_pictures(plugin.config)
-        num_pictures = min(has_source if declared is None else declared, max_pictures)
+        num_pictures = min(int(has_source) if declared is None else declared, max_pictures)
         if tokens and num_pictures * tokens >= max_tokens:
             yield (
                 f"{plugin.key}: up to {num_pictures} source pictures of some {tokens} tokens each "

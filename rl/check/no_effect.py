@@ -49,6 +49,9 @@ def _rules(resolved: Resolved) -> Iterator[str]:
     if not resolved.needs_judge:
         yield from unread(config.judge, None, "no reward asks a judge", "judge.")
         yield from unread(config.evaluation, "judge", "no reward asks a judge", "evaluation.")
+    if second := config.evaluation.judge:
+        keys = " ".join(key for key in type(second).model_fields if key.startswith(("au", "att")))
+        yield from unread(second, keys, "the second judge is not audited", "evaluation.judge.")
     for keys_path, (gate_key, value) in UNREAD.items():
         name, _, keys = keys_path.partition(".")
         section = getattr(config, name)

@@ -22,6 +22,10 @@ def folder_problems(run_dir: Path) -> list[str]:
     link or not a regular file, or one of its folders or files is not writable."""
     if run_dir.resolve().parts[1:2] in (("proc",), ("sys",)):
         return _problem(run_dir, "belongs to the kernel; name another folder")
+    if run_dir.parts[0].startswith("~"):
+        return _problem(
+            run_dir, "begins with ~, which is no folder here; write the home folder's path"
+        )
     for path in (run_dir, *run_dir.parents):
         why = not_a_file(path)
         if why == FOLDER:

@@ -36,6 +36,8 @@ from rl.config.schema import ConfigError, load_config
 from rl.judge.client import JudgeClient, JudgeError
 from rl.judge.endpoint import resolve_api_bases
 from rl.judge.server import StartedJudge
+from rl.ranks.error_messages import remedy
+from rl.report.reading import find_run
 from rl.text import command_line, terminal
 
 
@@ -55,13 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     if args.cases < 1:
         parser.error(f"--cases {args.cases}: at least 1")
+    if args.run and (args.pairs or args.action == "attack"):
+        parser.error("--run: only `audit` reads a run, and without --pairs")
+    if args.columns and not args.pairs:
+        parser.error("--columns: names the columns of --pairs, which is missing")
     try:
         resolved = build.resolve(load_config(args.config, args.overrides))
         return asyncio.run(_run(args, resolved))
     except BrokenPipeError:
         raise
     except (ConfigError, JudgeError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(remedy(error) if isinstance(error, OSError) else error, file=sys.stderr)
         return 2
 
 
@@ -77,7 +83,7 @@ async def _run(args: argparse.Namespace, resolved: build.Resolved) -> int:
     async with AsyncExitStack() as stack:
         client = await _client(resolved, stack)
         if args.run:
-            return await _ask_run(Path(args.run), resolved, names, client, device, args.cases)
+            return await _ask_run(find_run(args.run), resolved, names, client, device, args.cases)
         if args.pairs:
             columns = dict(part.split("=", 1) for part in args.columns.split(",") if "=" in part)
             cases = pair_cases(resolved, args.pairs, columns)[: args.cases]
@@ -86,6 +92,9 @@ async def _run(args: argparse.Namespace, resolved: build.Resolved) -> int:
         else:
             cases = configured_cases(resolved, names, args.cases, args.seed)
         file = judge_audit.file_of(config)
+        judge_audit.save_results(
+            resolved
+        )  # a file that cannot be written is found before questions cost
         started = time.monotonic()
         passed = True
         if args.action == "attack":

@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
     parser.add_argument("--tiny", action="store_true", help="the same steps on a CPU, in minutes")
     parser.add_argument("--out", type=Path, default=Path("check_gpu.md"), help="of the report")
-    args = parser.parse_args(argv)
-    if not args.out.parent.is_dir():
-        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
+    args = parser.parse_intermixed_args(argv)
+    if not args.out.parent.is_dir() or args.out.is_dir():
+        parser.error(f"--out {args.out}: name a file, in a folder that exists")
     found, why = ([], "") if args.tiny else gpus()
     if not args.tiny and not found:
         print(f"no NVIDIA GPU ({why}); on this CPU type: rl check-gpu --tiny", file=sys.stderr)

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.config.printing import escaped
+from rl.config.schema import ConfigError
 from rl.text import command_line, terminal
 
 MAX_WORDS_SHOWN = 2000
@@ -35,7 +36,9 @@ MAX_WORDS_SHOWN = 2000
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 1 when something could not be edited."""
     terminal.guard()
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_intermixed_args(arguments)
+    from rl import build
+    from rl.check.fetch import fetch_models
     from rl.edit import edit_files
     from rl.edit.editor import Editor
     from rl.edit.trained import config_for_use, load_trained, pick_device
@@ -61,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command_line.complain(f"{name}: {reason}" if len(requests) > 1 else reason)
     if len(reasons) == len(requests):
         return 1
+    if problems := fetch_models(build.resolve(config)):
+        raise ConfigError(problems)
     print(f"loading {args.run}", flush=True)
     with Editor(config, args.device, trained, base_policy, args.size, args.only_words) as editor:
         print(f"{editor.trained}, on {editor.device}{'' if editor.draws else '; no pictures'}")

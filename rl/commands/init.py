@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report, code = check_report.report(config, config.gpu_gb)
     if code:
         command_line.complain(f"rl check {file}:")
-        print(report[report.rindex(" wrong\n") - 1 :], file=sys.stderr)
+        print(report[report.rfind("\n", 0, report.rindex(" wrong\n")) + 1 :], file=sys.stderr)
         return code
     command_line.show(f"rl check {file}: {report.rpartition(chr(10))[2]}", "bold green")
     print(f"next: rl train --smoke {file}, then rl train {file}")

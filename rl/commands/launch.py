@@ -6,6 +6,7 @@ rl launch --slurm --nodes 2 --pool-nodes 4 my.jsonnet seed=1 > my.sbatch
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -34,9 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(arguments)
     if min(args.gpus, args.nodes + 1) < 1 or args.pool_nodes < 0:
         raise ValueError("--gpus must be at least 1, --nodes and --pool-nodes at least 0")
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", args.time):
+        raise ValueError(f"--time {args.time!r}: write minutes, H:MM:SS or days-hours")
     config = load_config(args.config, args.overrides)
     nodes = args.nodes or -(-config.world_size // args.gpus)
     ranks = args.gpus if args.nodes else config.world_size // nodes
+    if not args.nodes and config.world_size % nodes:
+        even = f"{nodes * ranks} or {nodes * (ranks + 1)}"
+        raise ValueError(f"world_size: {config.world_size} ranks on {nodes} nodes; use {even}")
     config = load_config(args.config, [*args.overrides, f"world_size={nodes * ranks}"])
     if problems := check_report.problems(config):
         raise ConfigError(problems)

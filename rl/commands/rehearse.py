@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     depth = "N layers (at least 1) in every model, at their real widths"
     parser.add_argument("--depth", type=int, metavar="N", help=depth)
     parser.add_argument("--all", action="store_true", help="list every line that waits")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if args.depth is not None and args.depth < 1:
         parser.error(f"--depth {args.depth}: a model needs at least 1 layer")
     try:

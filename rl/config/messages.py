@@ -16,7 +16,7 @@ M = TypeVar("M", bound=BaseModel)
 MAX_PROBLEMS = 100
 """Limit of problems per section: finding the nearest known key takes milliseconds each."""
 MAX_SHOWN = 60
-_ALTERNATIVES = ("str", "list[str]")
+_ALTERNATIVE = re.compile(r"\[key\]|str|bool|constrained-\w+|(list|tuple|literal)\[.+\]")
 """What pydantic adds to the `loc` of an error inside a union."""
 
 
@@ -34,7 +34,13 @@ def validate(model: type[M], values: Mapping[str, Any], at: str = "") -> tuple[M
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=True)
         # Each alternative of a union has its own error.
-        return None, list(dict.fromkeys(_sentence(model, e, at) for e in errors[:MAX_PROBLEMS]))
+        of_key: dict[tuple[str, ...], dict[str, Any]] = {}
+        for each in errors[:MAX_PROBLEMS]:
+            loc = tuple(part for part in map(str, each["loc"]) if not _ALTERNATIVE.fullmatch(part))
+            first = of_key.setdefault(loc, {**each, "loc": loc})
+            if first["msg"] != each["msg"]:
+                first["msg"] += f" or {each['msg'].removeprefix('Input should be ')}"
+        return None, [_sentence(model, problem, at) for problem in of_key.values()]
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -57,7 +63,7 @@ def sections(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, type[B
 
 
 def _sentence(model: type[BaseModel], problem: Mapping[str, Any], at: str) -> str:
-    loc = [str(part) for part in problem["loc"] if part not in ("[key]", *_ALTERNATIVES)]
+    loc = problem["loc"]
     key = ".".join([at, *loc] if at else loc) or "the config"
     kind = problem["type"]
     if kind == "extra_forbidden":

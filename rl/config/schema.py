@@ -379,7 +379,7 @@ class RenderPoolConfig(Section):
     the ranks have no GPU."""
     num_cpus: Annotated[float, Field(ge=0, le=1024)] = 1.0
     """CPU cores that Ray reserves per worker."""
-    resources: dict[str, float] = {}
+    resources: dict[str, Annotated[float, Field(ge=0, le=1e9)]] = {}
     """Further Ray resources per worker."""
     labels: dict[str, str] = {}
     """Ray labels of the nodes that may run workers."""
@@ -527,9 +527,11 @@ def _with_pool(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config with `renderer: { type: 'ray_pool', of: ... }` split into both sections, so that
     every key of the renderer has the same name with and without a pool."""
     renderer = values.get("renderer")
-    if not (isinstance(renderer, Mapping) and renderer.get("type") == "ray_pool"):
-        return values
     given = values.get("render_pool") or {}
+    if not (isinstance(renderer, Mapping) and isinstance(given, Mapping)):
+        return values
+    if renderer.get("type") != "ray_pool":
+        return values
     pool = {key: value for key, value in renderer.items() if key not in ("type", "of")}
     section = {**given, "workers": given.get("workers") or "auto", **pool}
     return {**values, "renderer": renderer.get("of"), "render_pool": section}

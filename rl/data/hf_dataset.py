@@ -97,6 +97,8 @@ class HfDataset(RowsSource[Config]):
     @classmethod
     def read(cls, config: Config, rules: RowRules) -> Rows:
         """The split's rows."""
+        if problems := cls.problems(config, rules):  # at once; the hub is asked for a minute
+            raise BadRowError(problems[0])
         path = Path(config.path)
         origin = f"{config.path}[{config.split}]"
         rows: Sequence[Mapping[str, Any]]

@@ -166,6 +166,8 @@ def remedy_for(status: int, location: str | None, config: JudgeConfig) -> str:
             "Remedy: judge.api_key_env must name the environment variable that holds a valid key "
             f"({setting})."
         )
+    if status == 402:
+        return "Remedy: pay for this endpoint, or set judge.api_base to another one."
     if status == 407:
         return "Remedy: put the proxy's user and password into the URL of HTTP_PROXY (ALL_PROXY)."
     if status == 429:

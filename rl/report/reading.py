@@ -47,6 +47,8 @@ def find_run(run: str, overrides: Sequence[str] = ()) -> Path:
     path = Path(run)
     if not path.is_dir() and (path.suffix not in CONFIG_ENDINGS or find_config(path) is None):
         raise ValueError(not_a_run(path))
+    if path.is_dir() and overrides:
+        raise ValueError(f"{overrides[0]}: {run} is a run; only a config takes key=value")
     run_dir = path if path.is_dir() else load_config(run, list(overrides)).run_dir
     if not (run_dir / "metrics.jsonl").is_file():
         if run_dir != path:

@@ -31,7 +31,7 @@ from rl.judge.server import StartedJudge
 from rl.learner.learner import Learner
 from rl.memory import footprint, memory_plan
 from rl.meter.device import measure_flops_per_s
-from rl.ranks import heartbeat, placement, signals
+from rl.ranks import heartbeat, loading_progress, placement, signals
 from rl.ranks.dist import Dist
 from rl.ranks.hang_watch import WATCHED_ELSEWHERE
 from rl.ranks.seeding import seed_everything, set_rng_state
@@ -88,12 +88,12 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
         dtype = str(resolved.policy.config.dtype)
         flops_per_s = measure_flops_per_s(dist.device, dtype) if dist.is_main else None
         loop = stack.enter_context(BackgroundLoop("judge"))
+        loading_progress.note("waiting for the judge")
         with heartbeat.phase(WATCHED_ELSEWHERE):
             judge = _open_judge(resolved, dist, loop, stack, console, sample)
             passed = judge_passed(resolved, judge, dist, loop, console)
-
             second_judge = _open_second_judge(resolved, dist, loop, stack, console, sample)
-
+        loading_progress.note("")
         console.say(f"run {config.run_name} in {config.run_dir}: loading")
         policy = build.build_policy(resolved, dist)
         stack.callback(policy.close)

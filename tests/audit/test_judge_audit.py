@@ -141,9 +141,22 @@ def test_the_command_names_what_it_cannot_audit(
     arguments = quickstart(tmp_path, "http://127.0.0.1:9")
     assert command.main(["audit", *arguments]) == 2
     assert "no judge at http://127.0.0.1:9" in capsys.readouterr().err
-    (tmp_path / "judge_audit.json").write_text("[")
-    with pytest.raises(ValueError, match="is damaged"):
-        judge_audit.entries(tmp_path / "judge_audit.json")
+    with DefectiveJudge(MODEL, "echo") as judge:  # as in an outage: nothing is graded
+        arguments = [*quickstart(tmp_path, judge.api_base), "--cases", "1", "judge.max_attempts=1"]
+        for action in ("audit", "attack"):
+            assert command.main([action, *arguments]) == 2
+            assert "results got no usable reply" in capsys.readouterr().err
+        [entry] = json.loads((tmp_path / "judge_audit.json").read_text()).values()
+        assert {*entry} == {"judge"}, "nothing is kept that would refuse later starts"
+        assert command.main(["audit", *arguments, "--run", str(tmp_path / "nope")]) == 2
+        assert "does not exist" in capsys.readouterr().err
+        judge.sound = None  # type: ignore[assignment, method-assign] # a question would fail
+        (tmp_path / "judge_audit.json").write_text("[")
+        assert command.main(["audit", *arguments]) == 2
+        assert "is damaged" in capsys.readouterr().err
+    for ignored in (["attack", "--run", "runs/a"], ["audit", "--columns", "better=b"]):
+        with pytest.raises(SystemExit, match="2"):
+            command.main([*ignored, *arguments])
 
 
 def test_a_runs_groups_are_read_back(tmp_path: Path) -> None:

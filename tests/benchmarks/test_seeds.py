@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import seeds
+from rl.record.run_summary import Summary
 
 
 def write_run(out: Path, seed: int, held_out: list[float], dead: list[float]) -> None:
@@ -37,3 +38,10 @@ def test_every_seed_is_printed_and_the_worst_named(
         "best 0.900; before training 0.300 +- 0.071. Sampled in training: 0.300 +- 0.071 in the "
         "first ten iterations, 0.850 +- 0.071 in the last."
     ) in out
+
+
+def test_a_finished_seed_is_not_started_again(tmp_path: Path, monkeypatch) -> None:
+    done = Summary(tmp_path, planned="40", done=40)
+    monkeypatch.setattr(seeds, "summarise", lambda folder: done)
+    monkeypatch.delattr(seeds, "subprocess")
+    seeds._train(tmp_path, 0, ("quickstart", 7))

@@ -56,6 +56,8 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("quickstart", ["policy.thought.states=attended"], []),
     ("quickstart", ["evaluation.thought_gain=true"], ["evaluation.thought_gain"]),
     ("quickstart", ["evaluation.thought_gain=true", "policy.thought={}"], []),
+    ("quickstart", ['evaluation.judge={"model": "b", "audit": "required"}'],
+     ["evaluation.judge.audit"]),
     ("quickstart", ["policy.revision=v2"], ["policy.revision"]),
     ("quickstart", ["policy.text_encoder_subfolder=x"], ["policy.text_encoder_subfolder"]),
     ("tiny_earl", ["policy.text_only_steps=3"], ["policy.text_only_steps"]),

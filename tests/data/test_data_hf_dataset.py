@@ -125,7 +125,7 @@ def test_a_missing_column_is_named_with_the_existing_ones(folder):
         hf_dataset.HfDataset(settings, RULES)
 
 
-def test_a_missing_data_set_is_reported(folder):
+def test_a_missing_data_set_is_reported(folder, monkeypatch):
     def problems(path) -> list[str]:
         return hf_dataset.HfDataset.problems(config(path), RULES)
 
@@ -141,6 +141,9 @@ def test_a_missing_data_set_is_reported(folder):
     assert problems("owner/name") == []
     with pytest.raises(BadRowError, match=r"owner/name: .* file or folder"):
         build("owner/name")
+    monkeypatch.delattr(hf_dataset, "_open")  # it would ask the hub for a file's name
+    with pytest.raises(BadRowError, match="gone"):
+        build(folder / "gone.parquet")
 
 
 def test_bad_rows_are_named_or_skipped(folder, tmp_path):

@@ -81,10 +81,12 @@ def test_exif_rotation_is_applied():
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
-def test_an_animation_gives_its_first_frame(kind):
+def test_an_animation_gives_its_first_frame(kind, capsys, monkeypatch):
+    monkeypatch.setattr("rl.data.shared.sample_pictures._animated", [])
     frames = [Image.new("RGB", (16, 16), colour) for colour in ("lime", "red")]
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
     assert pixel(data)[1] > 200 > pixel(data)[0]
+    assert capsys.readouterr().err.count("only the first picture") == 1
 
 
 def test_absurd_sizes_are_refused_without_decoding():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,7 +81,10 @@ def test_a_failed_audit_stops_the_run_or_is_a_warning(
     text, code = check_report.report(config, gpu_gb=80)
     assert code == 1 and "judge.audit: the judge failed its audit" in text
     file = tmp_path / judge_audit.FILE
-    for damaged in (file.read_text().replace('"auroc":', '"area":'), "{"):
+    text = file.read_text()
+    [key] = json.loads(text)
+    damages = (('"auroc":', '"area":'), ('"auroc":', '"auroc": "x", "mean":'), ('"date"', '"day"'))
+    for damaged in (*(text.replace(*damage) for damage in damages), f'{{"{key}": 3}}', "{"):
         file.write_text(damaged)
         text, code = check_report.report(config, gpu_gb=80)
         assert code == 1 and "is damaged" in text

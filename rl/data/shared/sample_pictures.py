@@ -10,6 +10,7 @@ from typing import Any
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rl.config.paths import not_a_file
+from rl.console.console import warn
 from rl.files.images import downscale, open_picture, over_white
 from rl.text.untrusted import excerpt
 
@@ -21,6 +22,9 @@ MAX_FILE_SIDE_PX = 65_535
 MAX_PATH_SHOWN = 250
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Formats that are read, by Pillow's names; `open_picture` lists formats that must not be read."""
+
+
+_animated: list[str] = []
 
 
 class UnusableError(ValueError):
@@ -67,6 +71,8 @@ def decode(
     with _open(located, max_side_px) as image:
         try:
             image.load()
+            if getattr(image, "is_animated", False) and image.format != "MPO":  # a camera's JPEG
+                _note_animation(_name(located))
             return _to_8_bits(ImageOps.exif_transpose(image), _name(located), keeps_transparency)
         except UnusableError:
             raise
@@ -74,6 +80,13 @@ def decode(
             # Pillow's decoders raise whatever a damaged file leads them to (OSError, SyntaxError,
             # ValueError, struct.error, IndexError); the user gets the same message for all.
             raise UnusableError(_broken(located, error)) from error
+
+
+def _note_animation(name: str) -> None:
+    """Warn of the first animated picture of this process."""
+    if not _animated:
+        _animated.append(name)
+        warn(f"{name} is animated: only the first picture of such a file is used")
 
 
 def load_image(
