@@ -457,7 +457,8 @@ def disconnect(num_ranks: int = 1) -> None:
     if not _raylets:  # the call below might not return
         atexit.unregister(_ray().shutdown)
         return
-    raylet, workers, ends_s = _raylets.pop(), [], time.monotonic() + LEAVE_S
+    raylet, ends_s = _raylets.pop(), time.monotonic() + LEAVE_S
+    workers: list[psutil.Process] = []
     with suppress(psutil.Error):
         workers = raylet.children(recursive=True) if raylet.ppid() == os.getpid() else []
         while raylet.ppid() == os.getpid() and num_ranks > 1 and time.monotonic() < ends_s:
