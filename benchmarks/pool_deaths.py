@@ -1,11 +1,12 @@
-"""Kills the parts of a render pool at many instants, with real processes on two Ray nodes.
+"""Kills the parts of a render pool at many instants, with real processes on three Ray nodes.
 
     python -m benchmarks.pool_deaths --out benchmarks/results/pool_deaths.md
 
 Each case draws 48 pictures of `sleeping_renderer` with three workers while something dies, and
 compares them with what every picture must be. `lost` counts pictures that are missing, failed or
 wrong; `late` is the time beyond an undisturbed call in the same pool, which includes the time until
-the loss is noticed. Two Ray nodes on one machine show scheduling and deaths, not a network.
+the loss is noticed. Ray nodes on one machine show scheduling and deaths, not a network: for that
+see `pool_network.py`, and `pool_runs.py` for the death of Ray's head.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import argparse
 import os
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +48,11 @@ NUM_PICTURES, NUM_WORKERS = 48, 3
 
 
 class Pool:
-    """Three workers: one on the head's node, two on a second node."""
+    """Three workers on the Ray cluster at `address`."""
 
-    def __init__(self) -> None:
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-        self.second = self.cluster.add_node(num_cpus=2)
-        ray_cluster.connect(self.cluster.address, Dist())
-        config = RenderPoolConfig(workers=NUM_WORKERS, address=self.cluster.address, max_wait_s=120)
+    def __init__(self, address: str) -> None:
+        ray_cluster.connect(address, Dist())
+        config = RenderPoolConfig(workers=NUM_WORKERS, address=address, max_wait_s=120)
         spec = spec_of(SleepingRenderer, Config(type="benchmarks.sleeping_renderer"), 1, "cpu")
         self.workers = ray_cluster.RayWorkers(config, spec)
         self.dispatcher = Dispatcher(
@@ -87,14 +87,51 @@ class Pool:
         name = f"{self.workers.name}/{number}"
         return next(int(row["pid"]) for row in self.workers.status() if row["worker"] == name)
 
-    def on_second_node(self) -> list[int]:
-        """Processes of the second node: its raylet and everything it has started."""
-        raylet = dict(self.second.live_processes())["raylet"].pid
+    def row(self, name: str, act: Callable[[], Any], quiet_s: float) -> str:
+        """A line of the table: a call during which `act` runs after 1.1 s."""
+        self.ready()
+        with ThreadPoolExecutor(1) as executor:
+            drawn = executor.submit(self.draw)
+            time.sleep(1.1)
+            act()  # Ray starts nodes in the main thread only
+            seconds, lost, restarts = drawn.result()
+        return f"| {name} | {seconds:.1f} | {seconds - quiet_s:.1f} | {restarts} | {lost} |"
+
+
+HEADER = [
+    "| what dies after 1.1 s | seconds | late | restarts | lost |",
+    "|---|---:|---:|---:|---:|",
+]
+
+
+class Nodes:
+    """A head without workers, a node for one worker, and a node for two."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+        self.nodes = [self.cluster.add_node(num_cpus=number) for number in (1, 2)]
+
+    def processes(self, number: int) -> list[int]:
+        """Those of a node: its raylet and everything it has started."""
+        raylet = dict(self.nodes[number].live_processes())["raylet"].pid
         return [raylet, *(each.pid for each in psutil.Process(raylet).children(recursive=True))]
 
-    def replace_second_node(self) -> None:
-        self.cluster.remove_node(self.second, allow_graceful=False)
-        self.second = self.cluster.add_node(num_cpus=2)
+    def replace(self, *numbers: int, after_s: float = 0.0) -> None:
+        """Kill nodes, and start others `after_s` later."""
+        for number in numbers:
+            self.cluster.remove_node(self.nodes[number], allow_graceful=False)
+        time.sleep(after_s)
+        for number in numbers:
+            self.nodes[number] = self.cluster.add_node(num_cpus=number + 1)
+
+    def stop_then_replace(self, seconds: float) -> None:
+        stopped = self.processes(1)
+        send(stopped, signal.SIGSTOP)
+        time.sleep(seconds)
+        self.replace(1)
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def send(pids: list[int], number: int) -> None:
@@ -102,7 +139,7 @@ def send(pids: list[int], number: int) -> None:
         os.kill(pid, number)
 
 
-def cases(pool: Pool) -> dict[str, Callable[[], Any]]:
+def cases(pool: Pool, nodes: Nodes) -> dict[str, Callable[[], Any]]:
     """What dies -> a function that kills it. It runs 1.1 s after the call has begun."""
     pids = [pool.pid(number) for number in range(NUM_WORKERS)]
     first, *_ = pids
@@ -113,7 +150,7 @@ def cases(pool: Pool) -> dict[str, Callable[[], Any]]:
 
     def twice() -> None:
         send([first], signal.SIGKILL)
-        time.sleep(4)
+        time.sleep(2)
         send([pool.pid(1)], signal.SIGKILL)
 
     def resumed() -> None:
@@ -124,12 +161,6 @@ def cases(pool: Pool) -> dict[str, Callable[[], Any]]:
     def registry() -> None:
         ray.kill(ray.get_actor(pool.workers.name + ray_cluster.REGISTRY, ray_cluster.NAMESPACE))
 
-    def node_later() -> None:
-        pool.cluster.remove_node(pool.second, allow_graceful=False)
-        send([pool.pid(0)], signal.SIGKILL) if pool.dispatcher.ready else None
-        time.sleep(8)
-        pool.second = pool.cluster.add_node(num_cpus=2)
-
     return {
         "nothing": lambda: None,
         "one worker, SIGKILL": lambda: send([first], signal.SIGKILL),
@@ -137,7 +168,7 @@ def cases(pool: Pool) -> dict[str, Callable[[], Any]]:
         "one worker, SIGSEGV": lambda: send([first], signal.SIGSEGV),
         "two workers at once, SIGKILL": lambda: send(pids[:2], signal.SIGKILL),
         "all workers at once, SIGKILL": lambda: send(pids, signal.SIGKILL),
-        "one worker, then another 4 s later": twice,
+        "one worker, then another 2 s later": twice,
         "one worker stands still (SIGSTOP) for 3 s": resumed,
         "one worker hangs (SIGSTOP) for good": lambda: send([first], signal.SIGSTOP),
         "an actor ended by `ray.kill`, to be restarted": lambda: ray.kill(
@@ -145,14 +176,13 @@ def cases(pool: Pool) -> dict[str, Callable[[], Any]]:
         ),
         "an actor ended by `ray.kill` for good": lambda: ray.kill(actor(1)),
         "the registry": registry,
-        "a node (its raylet), SIGKILL; replaced at once": pool.replace_second_node,
-        "a node stands still (SIGSTOP, as a cut network), replaced after 12 s": lambda: (
-            send(pool.on_second_node(), signal.SIGSTOP),
-            time.sleep(12),
-            send(pool.on_second_node(), signal.SIGCONT),
-            pool.replace_second_node(),
+        "a node (its raylet), SIGKILL; replaced at once": lambda: nodes.replace(1),
+        "a node stands still (SIGSTOP of all its processes), replaced after 12 s": lambda: (
+            nodes.stop_then_replace(12)
         ),
-        "a node and the last worker; nothing is left for 8 s": node_later,
+        "all nodes with workers, SIGKILL; replaced after 8 s": lambda: nodes.replace(
+            0, 1, after_s=8
+        ),
     }
 
 
@@ -163,27 +193,19 @@ def main() -> None:
     args = parser.parse_args()
     dispatch.SILENT_S = 5.0  # instead of a minute
     began_s = time.monotonic()
-    pool = Pool()
+    nodes = Nodes()
+    pool = Pool(nodes.cluster.address)
     pool.ready()
-    lines = [f"The pool was ready after {time.monotonic() - began_s:.0f} s.", ""]
-    lines += [
-        "| what dies after 1.1 s | seconds | late | restarts | lost |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    lines = [f"The pool was ready after {time.monotonic() - began_s:.0f} s.", "", *HEADER]
     quiet_s = min(pool.draw()[0] for _ in range(3))
-    for name in [name for name in cases(pool) if args.match in name]:
+    for name in [name for name in cases(pool, nodes) if args.match in name]:
         pool.ready()
-        timer = threading.Timer(1.1, cases(pool)[name])
-        timer.start()
-        seconds, lost, restarts = pool.draw()
-        timer.join()
-        late = f"{seconds - quiet_s:.1f}"
-        lines.append(f"| {name} | {seconds:.1f} | {late} | {restarts} | {lost} |")
+        lines.append(pool.row(name, cases(pool, nodes)[name], quiet_s))
         print(lines[-1], flush=True)
         if args.out:
             args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     ray_cluster.disconnect()
-    pool.cluster.shutdown()
+    nodes.cluster.shutdown()
 
 
 if __name__ == "__main__":

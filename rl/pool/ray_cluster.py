@@ -275,6 +275,7 @@ def _join_or_start(
     # Ray reads the token once: a second run of this process keeps it.
     token = os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
     _prepare_local(token)
+    _ray()  # reads this process's own environment, not the one below
     # Not Ray's own folder, where other programs look for it; not in TMPDIR, because a socket's path
     # has at most 107 bytes, of which Ray's names need 64.
     folder = tempfile.mkdtemp(prefix="ray_", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # nosec
