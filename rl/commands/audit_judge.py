@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -59,8 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--cases {args.cases}: at least 1")
     if args.run and (args.pairs or args.action == "attack"):
         parser.error("--run: only `audit` reads a run, and without --pairs")
-    if args.columns and not args.pairs:
-        parser.error("--columns: names the columns of --pairs, which is missing")
     try:
         resolved = build.resolve(load_config(args.config, args.overrides))
         return asyncio.run(_run(args, resolved))
@@ -137,20 +134,13 @@ async def _client(resolved: build.Resolved, stack: AsyncExitStack) -> JudgeClien
 
 
 def _cost(client: JudgeClient | None) -> str:
-    if client is None:
+    stats = client.take_stats() if client else None
+    if stats is None or not stats.latencies_s:
         return ""
-    stats = client.take_stats()
-    if not stats.latencies_s:
-        return ""
-    p95 = float(np.percentile(stats.latencies_s, 95))
-    return (
-        f"{stats.requests} requests, {statistics.median(stats.latencies_s) * 1e3:.0f} ms each "
-        f"(95 %: {p95 * 1e3:.0f} ms), "
-        + (
-            f"{stats.prompt_tokens} + {stats.completion_tokens} tokens, "
-            * bool(stats.prompt_tokens)
-        )
-    )
+    median, p95 = np.percentile(stats.latencies_s, [50, 95]) * 1e3
+    tokens = f"{stats.prompt_tokens} + {stats.completion_tokens} tokens, "
+    tokens *= bool(stats.prompt_tokens)
+    return f"{stats.requests} requests, {median:.0f} ms each (95 %: {p95:.0f} ms), {tokens}"
 
 
 async def _ask_run(
