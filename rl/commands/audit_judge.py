@@ -105,13 +105,13 @@ async def _run(args: argparse.Namespace, resolved: build.Resolved) -> int:
             judge_audit.keep(resolved, attacks=attacks)
         else:
             audits = await judge_audit.audit_all(resolved, names, client, device, cases)
-            judge_audit.keep(resolved, **{"pairs" if args.pairs else "audits": audits})
             for audit in audits:
                 print("\n".join(audit_lines(audit)))
             passed = not any(audit.failures for audit in audits)
             page = file.with_suffix(".html")
             write_audit_page(page, f"Audit of {config.judge.model}", audits, cases)
             print(f"page: {page}")
+            judge_audit.keep(resolved, **{"pairs" if args.pairs else "audits": audits})
         print(f"{_cost(client)}{time.monotonic() - started:.1f} s\nkept in: {file}")
     return 0 if passed else 1
 

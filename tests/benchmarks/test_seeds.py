@@ -38,7 +38,6 @@ def test_every_seed_is_printed_and_the_worst_named(
         "best 0.900; before training 0.300 +- 0.071. Sampled in training: 0.300 +- 0.071 in the "
         "first ten iterations, 0.850 +- 0.071 in the last."
     ) in out
-    # A finished seed is not started again.
     monkeypatch.setattr(seeds, "summarise", lambda _: Summary(tmp_path, planned="40", done=40))
     monkeypatch.delattr(seeds, "subprocess")
-    seeds._train(tmp_path, 0, ("quickstart", 7))
+    seeds._train(tmp_path, 0, ("quickstart", 7))  # finished: not started again
