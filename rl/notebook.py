@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from rl.config.schema import ConfigError, load_config
+from rl.config.schema import load_config
 from rl.files.images import open_picture
 from rl.record.run_summary import is_in_use
 from rl.report import reading
@@ -198,8 +198,6 @@ class LoadedRun:
 
 def _chosen(iterations: int | Iterable[int] | None, known: Mapping[int, Any]) -> list[int]:
     if isinstance(iterations, int):
-        if iterations not in known:
-            raise ValueError(f"{iterations} is not on record; these are: {[*known]}")
         iterations = [iterations]
     return [number for number in (known if iterations is None else iterations) if number in known]
 
@@ -268,22 +266,15 @@ def _arguments(config: ConfigOrPath, overrides: Overrides, folder: Path) -> list
     """The command line's config and overrides; a config without a file is written to `folder`."""
     if isinstance(config, Mapping):
         path = folder / "config.jsonnet"
-        path.write_text(_json("config", config), encoding="utf-8")
+        path.write_text(json.dumps(config, default=_plain), encoding="utf-8")
         config = path
-    if not isinstance(overrides, Mapping | None):
-        raise ConfigError([f"overrides: {overrides!r} given; write {{'seed': 1}}"])
-    settings = (f"{key}={_json(key, value)}" for key, value in (overrides or {}).items())
-    return [str(config), *settings]
+    plain = {key: json.dumps(value, default=_plain) for key, value in (overrides or {}).items()}
+    return [str(config), *(f"{key}={value}" for key, value in plain.items())]
 
 
-def _json(key: str, value: object) -> str:
-    def plain(item: Any) -> Any:
-        if not isinstance(item, Path) and not hasattr(item, "tolist"):  # numpy, torch
-            kind = type(item).__name__
-            raise ConfigError([f"{key}: {item!r} ({kind}) given; use a number, text, list or dict"])
-        return str(item) if isinstance(item, Path) else item.tolist()
-
-    return json.dumps(value, default=plain)
+def _plain(value: Any) -> Any:
+    """What JSON lacks: numpy's as it is; the rest, such as a path, as text, which is checked."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 class StartedRun(LoadedRun):

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL.Image import Image
 
 from rl.audit.audit_cases import CORRECT, KINDS, Case
@@ -19,6 +18,7 @@ from rl.audit.judge_attacks import ATTACKS
 from rl.audit.judge_audit import TARGET_RELIABILITY, AttackResult, Kind, RewardAudit
 from rl.files.atomic import write_atomically
 from rl.files.images import downscale
+from rl.text.templates import load_template
 
 NUM_WORST = 12
 SIDE_PX = 256
@@ -82,13 +82,6 @@ def write_audit_page(
 ) -> None:
     """A page without scripts: the tables, and the wrong results that scored highest against the
     right ones."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     shown = [
         {
             "audit": audit,
@@ -97,8 +90,8 @@ def write_audit_page(
         }
         for audit in audits
     ]
-    page = environment.get_template("audit_page.html.j2").render(title=title, audits=shown)
-    write_atomically(file, page)
+    page = load_template(Path(__file__).with_name("audit_page.html.j2"), autoescape=True)
+    write_atomically(file, page.render(title=title, audits=shown))
 
 
 def _shown(case: Case, kind: str, right: float, wrong: float) -> Mapping[str, Any]:

@@ -312,17 +312,18 @@ def failures(result: RewardAudit, limits: JudgeConfig) -> list[str]:
             f"value {result.fallback_value:.3g}, above "
             f"judge.audit_max_fallback={limits.audit_max_fallback:g}"
         )
-    few = too_few_graded(result.num_graded, result.num_ungraded, result.first_failure, limits)
+    few = too_few_graded(result, limits)
     return [*problems, few] if few else problems
 
 
-def too_few_graded(graded: int, ungraded: int, first_failure: str, limits: JudgeConfig) -> str:
+def too_few_graded(result: RewardAudit, limits: JudgeConfig) -> str:
     """Why so many results are ungraded that an audit or attack shows nothing; '' if it does."""
+    graded, ungraded = result.num_graded, result.num_ungraded
     if graded and ungraded <= limits.audit_max_ungraded * (graded + ungraded):
         return ""
     return (
         f"{ungraded} of {graded + ungraded} results got no usable reply, above "
-        f"judge.audit_max_ungraded={limits.audit_max_ungraded:g}; the first: {first_failure}"
+        f"judge.audit_max_ungraded={limits.audit_max_ungraded:g}; the first: {result.first_failure}"
     )
 
 
@@ -346,18 +347,17 @@ async def attack(
         for number, case in enumerate(cases)
         for name, result in attacked(case).items()
     }
-    asked = [await ask(plugin, judge, device, each) for each in (references, attacks)]
-    unread = [failure for each in asked for failure in each.failures]
-    graded = sum(len(values) for each in asked for values in each.values.values())
-    if few := too_few_graded(graded, len(unread), next(iter(unread), ""), limits):
+    asked = await ask(plugin, judge, device, {**references, **attacks})
+    if few := too_few_graded(measured(plugin.key, cases, asked, limits), limits):
         raise JudgeError(f"{plugin.key}: {few}")
-    means, attacked_means = map(_means, asked)
+    means, names = _means(asked), {kind for _, kind in references}
     right = means.get(CORRECT, math.nan)
-    floor = min((mean for kind, mean in means.items() if kind != CORRECT), default=0.0)
+    floor = min((means[kind] for kind in (names - {CORRECT}) & means.keys()), default=0.0)
     results = []
-    for name, mean in attacked_means.items():
-        gain = (mean - floor) / (right - floor) if right > floor else math.inf
-        results.append(AttackResult(name, mean, gain, gain <= limits.attack_max_gain))
+    for name, mean in means.items():
+        if name not in names:
+            gain = (mean - floor) / (right - floor) if right > floor else math.inf
+            results.append(AttackResult(name, mean, gain, gain <= limits.attack_max_gain))
     return results, right, floor
 
 
@@ -408,12 +408,10 @@ def entries(file: Path) -> dict[str, Any]:
 
 
 def save_results(resolved: Resolved, **results: Any) -> None:
-    """Add results to the entry of the config's judge: `audits`, `pairs` or `attacks`; none: only
-    write the file, if that is possible. Raises JudgeError if too many are ungraded, as in an
-    outage: such an audit would refuse every later start."""
+    """Add `audits`, `pairs` or `attacks` to the entry of the config's judge. Raises JudgeError if
+    too many are ungraded, as in an outage: such an audit would refuse every later start."""
     for each in (*results.get("audits", ()), *results.get("pairs", ())):
-        counts = each.num_graded, each.num_ungraded, each.first_failure
-        if few := too_few_graded(*counts, resolved.config.judge):
+        if few := too_few_graded(each, resolved.config.judge):
             raise JudgeError(f"{each.reward}: {few}. This audit is not kept; try again")
     file, judge_identity = file_of(resolved.config), identity(resolved)
     known, key = entries(file), key_of(judge_identity)

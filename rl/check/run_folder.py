@@ -23,9 +23,7 @@ def folder_problems(run_dir: Path) -> list[str]:
     if run_dir.resolve().parts[1:2] in (("proc",), ("sys",)):
         return _problem(run_dir, "belongs to the kernel; name another folder")
     if run_dir.parts[0].startswith("~"):
-        return _problem(
-            run_dir, "begins with ~, which is no folder here; write the home folder's path"
-        )
+        return _problem(run_dir, "begins with ~, which only a shell replaces; write it out")
     for path in (run_dir, *run_dir.parents):
         why = not_a_file(path)
         if why == FOLDER:

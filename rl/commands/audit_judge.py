@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -59,8 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--cases {args.cases}: at least 1")
     if args.run and (args.pairs or args.action == "attack"):
         parser.error("--run: only `audit` reads a run, and without --pairs")
-    if args.columns and not args.pairs:
-        parser.error("--columns: names the columns of --pairs, which is missing")
     try:
         resolved = build.resolve(load_config(args.config, args.overrides))
         return asyncio.run(_run(args, resolved))
@@ -110,13 +107,13 @@ async def _run(args: argparse.Namespace, resolved: build.Resolved) -> int:
             judge_audit.save_results(resolved, attacks=attacks)
         else:
             audits = await judge_audit.audit_all(resolved, names, client, device, cases)
-            judge_audit.save_results(resolved, **{"pairs" if args.pairs else "audits": audits})
             for audit in audits:
                 print("\n".join(audit_lines(audit)))
             passed = not any(audit.failures for audit in audits)
             page = file.with_suffix(".html")
             write_audit_page(page, f"Audit of {config.judge.model}", audits, cases)
             print(f"page: {page}")
+            judge_audit.save_results(resolved, **{"pairs" if args.pairs else "audits": audits})
         print(f"{_cost(client)}{time.monotonic() - started:.1f} s\nkept in: {file}")
     return 0 if passed else 1
 
@@ -139,20 +136,13 @@ async def _client(resolved: build.Resolved, stack: AsyncExitStack) -> JudgeClien
 
 
 def _cost(client: JudgeClient | None) -> str:
-    if client is None:
+    stats = client.take_stats() if client else None
+    if stats is None or not stats.latencies_s:
         return ""
-    stats = client.take_stats()
-    if not stats.latencies_s:
-        return ""
-    p95 = float(np.percentile(stats.latencies_s, 95))
-    return (
-        f"{stats.requests} requests, {statistics.median(stats.latencies_s) * 1e3:.0f} ms each "
-        f"(95 %: {p95 * 1e3:.0f} ms), "
-        + (
-            f"{stats.prompt_tokens} + {stats.completion_tokens} tokens, "
-            * bool(stats.prompt_tokens)
-        )
-    )
+    median, p95 = np.percentile(stats.latencies_s, [50, 95]) * 1e3
+    tokens = f"{stats.prompt_tokens} + {stats.completion_tokens} tokens, "
+    tokens *= bool(stats.prompt_tokens)
+    return f"{stats.requests} requests, {median:.0f} ms each (95 %: {p95:.0f} ms), {tokens}"
 
 
 async def _ask_run(

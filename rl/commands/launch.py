@@ -12,11 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from rl.check import check_report
 from rl.config.schema import ConfigError, load_config
 from rl.text import command_line, terminal
+from rl.text.templates import load_template
 
 
 @command_line.program
@@ -41,8 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     nodes = args.nodes or -(-config.world_size // args.gpus)
     ranks = args.gpus if args.nodes else config.world_size // nodes
     if not args.nodes and config.world_size % nodes:
-        even = f"{nodes * ranks} or {nodes * (ranks + 1)}"
-        raise ValueError(f"world_size: {config.world_size} ranks on {nodes} nodes; use {even}")
+        raise ValueError(f"world_size: {nodes} nodes cannot share {config.world_size} ranks evenly")
     config = load_config(args.config, [*args.overrides, f"world_size={nodes * ranks}"])
     if problems := check_report.problems(config):
         raise ConfigError(problems)
@@ -64,13 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def script(**values: object) -> str:
     """The batch file's text; `values`: the variables of `slurm.sh.j2`."""
-    environment = Environment(  # nosec B701 # a shell script, whose `arguments` are quoted
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("slurm.sh.j2").render(values)
+    return load_template(Path(__file__).with_name("slurm.sh.j2")).render(values)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="used by a run itself: write only the page",
     )
     args = parser.parse_intermixed_args(argv)
-    if args.all is not None and args.run:
-        parser.error("--all: shows all runs of its folder; leave out the run, or --all")
     if args.all is not None:
         print(f"page: {write_all_runs(Path(args.all))}")
         return 0

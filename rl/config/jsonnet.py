@@ -139,8 +139,6 @@ def _literal(text: str, run: Callable[[str], str]) -> str:
 def _message(error: str) -> str:
     """Jsonnet's message without its stack frames."""
     error = re.sub(r"^(RUNTIME|STATIC) ERROR: ", "", error.partition("\n\t")[0]).rstrip("\n")
-    if error.startswith("max stack frames"):
-        error += " A value or an import that uses itself?"
     if error.endswith("character code 239"):
         error += ": a byte order mark; save the file as UTF-8 without one"
     return error

@@ -187,8 +187,6 @@ def config_for_use(
         values[section].pop("max_memory_gb", None)
     values["renderer"] |= _renderer_overrides(resolved.renderer, num_steps, size_px)
     for setting in settings:
-        if setting.startswith("seed="):
-            raise ValueError(f"setting {setting!r}: it is not a setting; use --seed")
         values = _set(values, setting)
     base = _config(values, where).policy
     policy = Trained(trained.model, trained.is_adapter, config={"policy": base}).policy()

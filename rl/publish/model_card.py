@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from rl.files.adapter_base import is_hub_id
 from rl.files.model_files import cached
 from rl.text.markdown import code, text
+from rl.text.templates import load_template
 
 Form = Literal["adapter", "model", "text-encoder"]
 """A PEFT adapter; a model with tokenizer; the `text_encoder` folder of a diffusers pipeline."""
@@ -116,7 +115,12 @@ def model_card(
         value = at(config, key)
         return Markup("unknown" if value is None else text(value, 60))  # nosec B704 # escaped
 
-    return _template().render(
+    template = load_template(
+        Path(__file__).with_name("model_card.md.j2"),
+        finalize=lambda value: value if isinstance(value, Markup) else text(value),
+        keep_trailing_newline=True,
+    )
+    return template.render(
         front=Markup(_front(config, form)),  # nosec B704 # no value ends a line
         name=config.get("run_name", "a policy"),
         description=DESCRIPTIONS[form],
@@ -153,19 +157,6 @@ def model_card(
         licences=_licences(config),
         config=Markup("\n".join(code(without_paths(dict(config))))),  # nosec B704 # escaped
     )
-
-
-@cache
-def _template() -> Template:
-    environment = Environment(  # nosec B701 # `finalize` escapes, for Markdown
-        loader=FileSystemLoader(Path(__file__).parent),
-        finalize=lambda value: value if isinstance(value, Markup) else text(value),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("model_card.md.j2")
 
 
 def _front(config: Mapping[str, Any], form: Form) -> str:

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2 import Template
 from markupsafe import Markup
 
 from rl.files.atomic import write_atomically
@@ -18,6 +18,7 @@ from rl.report.folder import locked
 from rl.report.pages import CHUNK, PageIndex, call, literal, refresh
 from rl.report.reading import Record, named_rows, read_config, read_evaluations
 from rl.report.summary import INTERVAL, alarms, context, learnt
+from rl.text.templates import load_template
 from rl.text.untrusted import without_lone_surrogates
 from rl.trackers.tracker_page import MAIN_METRICS
 
@@ -72,14 +73,7 @@ def rendered(
 
 @cache
 def template(name: str) -> Template:
-    environment = Environment(
-        loader=FileSystemLoader(PAGE_FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(name)
+    return load_template(PAGE_FOLDER / name, autoescape=True)
 
 
 def metrics_data(run_dir: Path, index: PageIndex) -> dict[str, Any]:

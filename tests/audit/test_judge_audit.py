@@ -145,7 +145,8 @@ def test_the_command_names_what_it_cannot_audit(
         arguments = [*quickstart(tmp_path, judge.api_base), "--cases", "1", "judge.max_attempts=1"]
         for action in ("audit", "attack"):
             assert command.main([action, *arguments]) == 2
-            assert "results got no usable reply" in capsys.readouterr().err
+            out, err = capsys.readouterr()
+            assert "no usable reply" in err and ("ungraded: 30 of" in out) == (action == "audit")
         [entry] = json.loads((tmp_path / "judge_audit.json").read_text()).values()
         assert {*entry} == {"judge"}, "nothing is kept that would refuse later starts"
         assert command.main(["audit", *arguments, "--run", str(tmp_path / "nope")]) == 2
@@ -154,9 +155,6 @@ def test_the_command_names_what_it_cannot_audit(
         (tmp_path / "judge_audit.json").write_text("[")
         assert command.main(["audit", *arguments]) == 2
         assert "is damaged" in capsys.readouterr().err
-    for ignored in (["attack", "--run", "runs/a"], ["audit", "--columns", "better=b"]):
-        with pytest.raises(SystemExit, match="2"):
-            command.main([*ignored, *arguments])
 
 
 def test_a_runs_groups_are_read_back(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def write_run(out: Path, seed: int, held_out: list[float], dead: list[float]) ->
 
 
 def test_every_seed_is_printed_and_the_worst_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path, 7, [0.25, 0.9], [0.5] * 10 + [0.0] * 10)
     write_run(tmp_path, 8, [0.35, 0.8], [0.0] * 15 + [0.2] * 5)
@@ -38,10 +38,6 @@ def test_every_seed_is_printed_and_the_worst_named(
         "best 0.900; before training 0.300 +- 0.071. Sampled in training: 0.300 +- 0.071 in the "
         "first ten iterations, 0.850 +- 0.071 in the last."
     ) in out
-
-
-def test_a_finished_seed_is_not_started_again(tmp_path: Path, monkeypatch) -> None:
-    done = Summary(tmp_path, planned="40", done=40)
-    monkeypatch.setattr(seeds, "summarise", lambda folder: done)
+    monkeypatch.setattr(seeds, "summarise", lambda _: Summary(tmp_path, planned="40", done=40))
     monkeypatch.delattr(seeds, "subprocess")
-    seeds._train(tmp_path, 0, ("quickstart", 7))
+    seeds._train(tmp_path, 0, ("quickstart", 7))  # finished: not started again

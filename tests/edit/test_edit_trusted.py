@@ -12,7 +12,6 @@ from tiny_checkpoints import checkpoints_in, save
 from tiny_messages import holds
 from tiny_run import run_config
 
-from rl.commands import edit
 from rl.edit.trained import config_for_use, load_trained
 from rl.files.adapter_base import read_config
 
@@ -49,16 +48,6 @@ def _refusal(run: Path, settings: Sequence[str] = ()) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def test_a_mistyped_edit_is_explained_before_models_load(tmp_path: Path, capsys) -> None:
-    save(checkpoints_in(tmp_path), 1)
-    model = tmp_path / "checkpoints/step_000001/model"
-    (model / "adapter_config.json").write_text("{}")
-    (tmp_path / "config.json").write_text(run_config().model_dump_json())
-    assert "--seed" in _refusal(tmp_path, ["seed=5"])
-    assert edit.main(["nowhere.png", "--run", str(tmp_path), "paint it red"]) == 1
-    assert "nowhere.png does not exist" in capsys.readouterr().err
 
 
 def test_an_adapter_that_names_a_module_is_refused(tmp_path: Path) -> None:

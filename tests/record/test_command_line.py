@@ -13,7 +13,6 @@ import pytest
 from tiny_messages import holds
 
 from rl.commands.check_gpu import main as check_gpu
-from rl.commands.rehearse import main as rehearse
 from rl.commands.runs import main as runs
 from rl.config.messages import nearest
 from rl.config.schema import ConfigError
@@ -99,8 +98,6 @@ def test_a_wrong_option_or_value_is_answered_with_the_nearest(
             runs(arguments)
         assert ended.value.code == 2
         assert holds(capsys.readouterr().err, message)
-    assert rehearse(["configs/quickstart.jsonnet", "--depth", "1", "seed=x"]) == 2
-    assert "seed: " in capsys.readouterr().err, "an option may be before key=value"
     with pytest.raises(SystemExit):  # before ten minutes of checks, not after
         check_gpu(["configs/quickstart.jsonnet", "--tiny", "seed=1", "--out", "."])
     assert "--out .: name a file" in capsys.readouterr().err

@@ -20,11 +20,9 @@ MAX_ASPECT_RATIO = 200
 MAX_FILE_SIDE_PX = 65_535
 """The longest side that a JPEG can have."""
 MAX_PATH_SHOWN = 250
+_animated: list[str] = []  # the first animated file of this process
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Formats that are read, by Pillow's names; `open_picture` lists formats that must not be read."""
-
-
-_animated: list[str] = []
 
 
 class UnusableError(ValueError):
@@ -71,8 +69,9 @@ def decode(
     with _open(located, max_side_px) as image:
         try:
             image.load()
-            if getattr(image, "is_animated", False) and image.format != "MPO":  # a camera's JPEG
-                _note_animation(_name(located))
+            if getattr(image, "is_animated", False) and not _animated and image.format != "MPO":
+                _animated.append(_name(located))
+                warn(f"{_animated[0]} is animated: only the first picture of such a file is used")
             return _to_8_bits(ImageOps.exif_transpose(image), _name(located), keeps_transparency)
         except UnusableError:
             raise
@@ -80,13 +79,6 @@ def decode(
             # Pillow's decoders raise whatever a damaged file leads them to (OSError, SyntaxError,
             # ValueError, struct.error, IndexError); the user gets the same message for all.
             raise UnusableError(_broken(located, error)) from error
-
-
-def _note_animation(name: str) -> None:
-    """Warn of the first animated picture of this process."""
-    if not _animated:
-        _animated.append(name)
-        warn(f"{name} is animated: only the first picture of such a file is used")
 
 
 def load_image(
