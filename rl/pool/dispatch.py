@@ -268,7 +268,8 @@ class Dispatcher:
             metrics["pool_queue"] = sum(n * seconds for n, seconds in self._queue) / waited_s
         counts = {"pool_workers": len(self.ready), "pool_restarts": self.restarts}
         metrics |= {**counts, "pool_mb": self.num_bytes / 1e6}
-        self._metrics.clear(), self._queue.clear()
+        self._metrics.clear()
+        self._queue.clear()
         self.num_remote = self.num_here = self.num_bytes = self.restarts = 0
         return metrics
 
