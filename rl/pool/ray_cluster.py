@@ -44,7 +44,7 @@ INHERITED = re.compile(
 """Environment variables that change how a model is found or computed; workers get the rank's."""
 
 _raylets: list[psutil.Process] = []
-"""This machine's, while this process is connected; none if it cannot be seen."""
+"""This machine's, and a head that this process started, while it is connected."""
 
 
 class Registry:
@@ -275,16 +275,13 @@ def _join_or_start(
     # Ray reads the token once: a second run of this process keeps it.
     token = os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
     _prepare_local(token)
-    _ray()  # reads this process's own environment, not the one below
     # Not Ray's own folder, where other programs look for it; not in TMPDIR, because a socket's path
     # has at most 107 bytes, of which Ray's names need 64.
     folder = tempfile.mkdtemp(prefix="ray_", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # nosec
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     free = _free_gpus(dist, used)
     kept = environment_without("RAY_AUTH_TOKEN", *NEEDED_SECRETS)
-    changes = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(RAYLET_S)}
-    if free is not None:
-        changes["CUDA_VISIBLE_DEVICES"] = ",".join(free)
+    changes = {} if free is None else {"CUDA_VISIBLE_DEVICES": ",".join(free)}
     hidden = (os.environ.keys() - kept.keys()) | (changes.keys() & os.environ.keys())
     before = {key: os.environ.pop(key) for key in hidden}
     os.environ.update(changes)
@@ -414,12 +411,15 @@ def _init(address: str, **options: Any) -> None:
 
 
 def _watch_raylet() -> None:
-    """Interrupt the run when this machine's raylet ends. Without one, Ray ends this process at the
-    next message or within seconds, and what is not saved is lost."""
+    """Interrupt the run when this machine's raylet ends, or the head that this process started.
+    Without one, Ray ends this process at the next message or within a minute, and what is not saved
+    is lost."""
     name = _ray()._private.worker.global_worker.node.raylet_socket_name
-    for process in psutil.process_iter(["cmdline"]):
-        if f"--raylet_socket_name={name}" in (process.info["cmdline"] or ()):
-            _raylets[:] = [process]
+    _raylets.clear()
+    for process in psutil.process_iter(["name", "cmdline", "ppid"]):
+        is_head = process.info["name"] == "gcs_server" and process.info["ppid"] == os.getpid()
+        if is_head or f"--raylet_socket_name={name}" in (process.info["cmdline"] or ()):
+            _raylets.append(process)
             signal.signal(signal.SIGRTMAX, _interrupt)  # `signals.at_once` also saves, in a thread
             threading.Thread(target=_watch, args=[process], daemon=True).start()
 
@@ -434,9 +434,9 @@ def _interrupt(*_: Any) -> None:
     if _raylets:  # once
         _raylets.clear()
         raise RuntimeError(
-            "render_pool: Ray's process on this machine (raylet) has ended: something killed it, "
-            "or the cluster's head did not answer for a minute. The run resumes with the same "
-            "command"
+            "render_pool: Ray's process on this machine (raylet, or the head of the run's own Ray) "
+            "has ended: something killed it, or the cluster's head did not answer for a minute. "
+            "The run resumes with the same command"
         )
 
 
@@ -458,11 +458,12 @@ def disconnect(num_ranks: int = 1) -> None:
     if not _raylets:  # the call below might not return
         atexit.unregister(_ray().shutdown)
         return
-    raylet, ends_s = _raylets.pop(), time.monotonic() + LEAVE_S
-    workers: list[psutil.Process] = []
+    own = [each for each in _raylets if each.ppid() == os.getpid()]
+    _raylets.clear()
+    workers, ends_s = [], time.monotonic() + LEAVE_S
     with suppress(psutil.Error):
-        workers = raylet.children(recursive=True) if raylet.ppid() == os.getpid() else []
-        while raylet.ppid() == os.getpid() and num_ranks > 1 and time.monotonic() < ends_s:
+        workers = [worker for each in own for worker in each.children(recursive=True)]
+        while own and num_ranks > 1 and time.monotonic() < ends_s:
             num_ranks = sum(not job["IsDead"] for job in _ray()._private.state.jobs())
             time.sleep(0.1)
     _ray().shutdown()
