@@ -90,7 +90,7 @@ class Node:
 
 def measure(out: Path | None) -> None:
     dispatch.SILENT_S = 5.0  # instead of a minute
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # nosec B108 # sockets need a short path
         command = [RAY, "start", "--head", "--block", "--port=6399", "--num-cpus=1"]
         options = ["--include-dashboard=false", f"--temp-dir={folder}"]
         head = subprocess.Popen(

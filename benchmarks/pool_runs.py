@@ -103,7 +103,7 @@ def own_cluster(env: dict[str, str]) -> Iterator[psutil.Process]:
     env |= {"RAY_ADDRESS": "127.0.0.1:6399", "RAY_USAGE_STATS_ENABLED": "0"}
     env |= {"RAY_worker_register_timeout_seconds": "600"}
     command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block"]
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # nosec B108 # sockets need a short path
         options = ["--port=6399", "--num-cpus=2", f"--temp-dir={folder}"]
         options += ["--node-ip-address=127.0.0.1", "--include-dashboard=false"]
         head = subprocess.Popen(
