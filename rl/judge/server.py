@@ -30,7 +30,7 @@ IMPORT_ROOT = Path(__file__).resolve().parents[2]
 """The folder that `rl` is imported from."""
 
 NEEDED_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-"""Passed to the judge, which may download its model. Its only other secret: `judge.api_key_env`."""
+"""Passed to the judge, which may download its model. `judge.api_key_env` is passed, too."""
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", INIT_METHOD),
