@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from rl.memory.memory_plan import CONTEXT_GB
 
@@ -43,23 +44,29 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def rehearsed() -> dict[str, Any]:
-    """Case -> results; all in one process, because importing torch takes as long as a rehearsal."""
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Case -> results; all in one process, because importing torch takes as long as a rehearsal,
+    and once for all of pytest-xdist's workers, which share these tests."""
+    folder = tmp_path_factory.getbasetemp()
+    file = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "rehearsed.json"
     environment = {
         "APP__RUN_NAME": "x",
         "APP__BASE_EXP_DIR": "x",
         "APP__DATA_DIR": "x",
         "APP__REWARD_FUNCTION_API_BASE": "http://127.0.0.1:1",
     }
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *FAMILIES, *FAULTS],
-        cwd=ROOT,
-        env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            done = subprocess.run(
+                [sys.executable, str(SCRIPT), *FAMILIES, *FAULTS],
+                cwd=ROOT,
+                env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, done.stderr[-3000:]
+            file.write_text(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(file.read_text())
     return result
 
 
