@@ -408,8 +408,9 @@ def entries(file: Path) -> dict[str, Any]:
 
 
 def save_results(resolved: Resolved, **results: Any) -> None:
-    """Add `audits`, `pairs` or `attacks` to the entry of the config's judge. Raises JudgeError if
-    too many are ungraded, as in an outage: such an audit would refuse every later start."""
+    """Add `audits`, `pairs` or `attacks` to the entry of the config's judge; without any, write the
+    file unchanged, which shows whether it can be written. Raises JudgeError if too many are
+    ungraded, as in an outage: such an audit would refuse every later start."""
     for each in (*results.get("audits", ()), *results.get("pairs", ())):
         if few := too_few_graded(each, resolved.config.judge):
             raise JudgeError(f"{each.reward}: {few}. This audit is not kept; try again")

@@ -50,7 +50,9 @@ def _rules(resolved: Resolved) -> Iterator[str]:
         yield from unread(config.judge, None, "no reward asks a judge", "judge.")
         yield from unread(config.evaluation, "judge", "no reward asks a judge", "evaluation.")
     if second := config.evaluation.judge:
-        keys = " ".join(key for key in type(second).model_fields if key.startswith(("au", "att")))
+        keys = " ".join(
+            key for key in type(second).model_fields if key.startswith(("audit", "attack"))
+        )
         yield from unread(second, keys, "the second judge is not audited", "evaluation.judge.")
     for keys_path, (gate_key, value) in UNREAD.items():
         name, _, keys = keys_path.partition(".")

@@ -89,9 +89,7 @@ async def _run(args: argparse.Namespace, resolved: build.Resolved) -> int:
         else:
             cases = configured_cases(resolved, names, args.cases, args.seed)
         file = judge_audit.file_of(config)
-        judge_audit.save_results(
-            resolved
-        )  # a file that cannot be written is found before questions cost
+        judge_audit.save_results(resolved)  # finds an unwritable file before questions cost
         started = time.monotonic()
         passed = True
         if args.action == "attack":
