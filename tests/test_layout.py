@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,10 +96,11 @@ class Import(NamedTuple):
 
 def imports_of(file: Path) -> Iterator[Import]:
     tree = ast.parse(file.read_text())
-    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.If))
-    guards = [block for block in blocks if ast.unparse(block.test) == "TYPE_CHECKING"]
+    nodes = list(ast.walk(tree))
+    blocks = (node for node in nodes if isinstance(node, ast.If))
+    guards = [b for b in blocks if isinstance(b.test, ast.Name) and b.test.id == "TYPE_CHECKING"]
     typed = {id(node) for guard in guards for node in ast.walk(guard)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -111,7 +113,9 @@ def imports_of(file: Path) -> Iterator[Import]:
             yield Import(file, node.lineno, name, id(node) in typed)
 
 
-IMPORTS = [each for file in SOURCES for each in imports_of(file)]
+@cache
+def imports() -> list[Import]:
+    return [each for file in SOURCES for each in imports_of(file)]
 
 
 def test_test_files_import_helpers_and_no_test_files() -> None:
@@ -133,10 +137,10 @@ OURS = [
 ]
 
 
-def places_of(kind: type[ast.AST]) -> Iterator[tuple[Path, str, Any]]:
-    """(file, 'file:line', node) of all nodes of that kind in the project's code."""
-    for file in OURS:
-        for node in ast.walk(ast.parse(file.read_text())):
+def places_of(kind: type[ast.AST], words: str) -> Iterator[tuple[Path, str, Any]]:
+    """(file, 'file:line', node) of all nodes of that kind in the project's files that match."""
+    for file, text in ((file, file.read_text()) for file in OURS):
+        for node in ast.walk(ast.parse(text)) if re.search(words, text) else ():
             if isinstance(node, kind):
                 yield file, f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node
 
@@ -145,7 +149,7 @@ def test_only_a_line_feed_ends_a_line() -> None:
     """`splitlines` also splits at characters inside of values; `rl/files/atomic.py` reads lines."""
     wrong = [
         place
-        for file, place, node in places_of(ast.Attribute)
+        for file, place, node in places_of(ast.Attribute, "splitlines|readlines")
         if node.attr in ("splitlines", "readlines")
         and file != ROOT / "rl/files/atomic.py"  # reads lines of a binary file
     ]
@@ -156,11 +160,11 @@ def test_one_function_opens_pictures() -> None:
     """It restricts the formats, as Pillow starts other programs for some."""
     wrong = [
         place
-        for file, place, node in places_of(ast.Call)
+        for file, place, node in places_of(ast.Call, r"Image\.open")
         if ast.unparse(node.func).endswith("Image.open")
         and file != ROOT / "rl/files/images.py"
         and not (file in TINY_WORLD and "formats" in [keyword.arg for keyword in node.keywords])
-    ] + [each.place for each in IMPORTS if each.module == "PIL.Image.open"]
+    ] + [each.place for each in imports() if each.module == "PIL.Image.open"]
     assert not wrong, wrong
 
 
@@ -183,14 +187,14 @@ def module_name(file: Path) -> str:
 def test_imports_only_go_down() -> None:
     upward = [
         each.place
-        for each in IMPORTS
+        for each in imports()
         if each.module.startswith("rl.") and each.file != ROOT / "rl" / "__init__.py"
         for importer, imported in [(folder_of(module_name(each.file)), folder_of(each.module))]
         if importer != imported and layer(imported) >= layer(importer)
         if module_name(each.file) != ENTRY or layer(imported) > layer("record")
     ]
     assert not upward, upward
-    assert not [each.place for each in IMPORTS if each.module == ENTRY]
+    assert not [each.place for each in imports() if each.module == ENTRY]
 
 
 def test_every_program_guards_what_it_prints() -> None:
@@ -212,7 +216,7 @@ def test_there_are_no_import_cycles() -> None:
     """Also inside a folder; imports in functions and imports only for types count, too."""
     names = {module_name(file) for file in SOURCES}
     graph: dict[str, set[str]] = {name: set() for name in names}
-    for each in IMPORTS:
+    for each in imports():
         importer = module_name(each.file)
         imported = each.module if each.module in names else each.module.rpartition(".")[0]
         if imported in names and imported != importer:
@@ -238,7 +242,7 @@ def test_a_plugin_imports_no_other_plugin() -> None:
 
     wrong = [
         each.place
-        for each in IMPORTS
+        for each in imports()
         for importer, imported in [(home_of(module_name(each.file)), home_of(each.module))]
         if importer and imported and importer != imported
     ]
@@ -277,7 +281,7 @@ def test_the_tiny_world_imports_only_what_third_party_plugins_may() -> None:
 def test_third_party_packages_are_imported_only_in_their_files() -> None:
     wrong = [
         each.place
-        for each in IMPORTS
+        for each in imports()
         for package in [each.module.split(".")[0]]
         if package in FENCES
         and not each.for_types_only
@@ -290,7 +294,7 @@ def test_the_algorithm_imports_only_torch_and_does_no_input_or_output() -> None:
     allowed = {"torch", "rl", "__future__", *sys.stdlib_module_names} - {"os", "pathlib"}
     wrong = [
         each.place
-        for each in IMPORTS
+        for each in imports()
         if folder_of(module_name(each.file)) == "algorithm"
         and each.module.split(".")[0] not in allowed
     ]

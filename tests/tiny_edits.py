@@ -1,4 +1,4 @@
-"""Writes real photographs and JSONL files for the data tests."""
+"""Writes JPEG pictures and JSONL files for the data tests."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
-from sklearn.datasets import load_sample_images
 
 PHOTO_SIZE = (640, 427)
 
 
 def save_photos(folder: Path) -> None:
     """Writes `china.jpg` and `flower.jpg`, 640x427."""
-    for name, pixels in zip(("china", "flower"), load_sample_images().images, strict=True):
-        Image.fromarray(pixels).save(folder / f"{name}.jpg", quality=95)
+    for seed, name in enumerate(("china", "flower")):
+        blobs = np.random.default_rng(seed).integers(0, 256, (7, 10, 3), np.uint8)
+        Image.fromarray(blobs).resize(PHOTO_SIZE).save(folder / f"{name}.jpg", quality=95)
 
 
 def write_jsonl(path: Path, rows: list[Mapping[str, Any] | str]) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +15,7 @@ from PIL import Image, ImageDraw, ImageOps
 
 from rl.api.types import Sample
 from rl.audit.audit_cases import Case, case_of
+from rl.files.images import open_picture
 
 SIDE_PX = 512
 COLOURS = {
@@ -244,12 +247,13 @@ def _caption(rng: random.Random, scene: Drawing) -> Edit:
 
 
 def _photos() -> list[Image.Image]:
-    """The photographs, their shorter side 512 px; [] without scikit-learn."""
-    try:
-        from sklearn.datasets import load_sample_image
-    except ImportError:
+    """The photographs, their shorter side 512 px; [] without scikit-learn, which is not imported:
+    that takes seconds."""
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
         return []
-    photos = [Image.fromarray(load_sample_image(name)) for name in PHOTOS]
+    folder = Path(package.origin).parent / "datasets" / "images"
+    photos = [open_picture(folder / name, ("JPEG",)) for name in PHOTOS]
     return [ImageOps.fit(photo, (SIDE_PX, SIDE_PX)) for photo in photos]
 
 

@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--cases {args.cases}: at least 1")
     if args.run and (args.pairs or args.action == "attack"):
         parser.error("--run: only `audit` reads a run, and without --pairs")
+    if args.columns and not args.pairs:
+        parser.error("--columns names the columns of --pairs FILE")
     try:
         resolved = build.resolve(load_config(args.config, args.overrides))
         return asyncio.run(_run(args, resolved))

@@ -61,7 +61,7 @@ def evaluate(
         return None, [f"{path}: holds lists or sections that are nested too deeply; flatten it"]
     if values is None or isinstance(values, dict):
         return values, problems
-    return None, [f"{path}: a config is an object {{ ... }}, this is a {type(values).__name__}"]
+    return None, [f"{path}: a config is an object {{ ... }}, not of type {type(values).__name__}"]
 
 
 def _evaluate(
@@ -80,7 +80,7 @@ def _evaluate(
         )
 
     try:
-        text = f"import {json.dumps(str(path.resolve()))}"
+        file = text = f"import {json.dumps(str(path.resolve()))}"
         for override in overrides:
             key, equals, value = override.partition("=")
             if not equals or not all(key.split(".")):
@@ -92,6 +92,7 @@ def _evaluate(
                 problems.append(f"override {key}: {error}")
                 continue
             text = f"set({text}, {json.dumps(key.split('.'))}, {literal}, {json.dumps(key)})"
+        text = f"if std.isObject({file}) then {text} else {file}"
         for _ in range(MAX_MISSING):  # Jsonnet reports one at a time
             try:
                 return run(_SET + text), problems

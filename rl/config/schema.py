@@ -367,7 +367,7 @@ class RenderPoolConfig(Section):
     workers: Annotated[int, Field(ge=0, le=10_000)] | Literal["auto"] = 0
     """Actors; 0 = no pool, the ranks draw; 'auto' = as many as fit into the cluster. They may join
     and die at any time."""
-    address: str = "auto"
+    address: Annotated[str, Field(pattern=r"^(auto|local|\S+:\d+)$")] = "auto"
     """Ray's address, 'host:port'. 'auto': the cluster of this machine, or 'local' without one.
     'local': a run on one machine starts Ray itself, on the machine's GPUs that no rank uses."""
     name: str = ""

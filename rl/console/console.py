@@ -29,9 +29,16 @@ SUMMARY = {
     "kl/reference_k3": "kl",
     "optimizer/grad_norm": "grad",
     "memory/peak_gb": "peak GB",
+    "renderer/pool_workers": "workers",
+    "renderer/pool_queue": "queue",
+    "renderer/pool_remote_share": "remote",
 }
-UNGRADED = {"status/ungraded": "ungraded", "eval/ungraded": "held-out ungraded"}
-"""Shares that the summary line shows only if they are not 0."""
+UNLESS_0 = {
+    "status/ungraded": ("ungraded", ".1%"),
+    "eval/ungraded": ("held-out ungraded", ".1%"),
+    "renderer/pool_restarts": ("restarts", ".0f"),
+}
+"""Metrics that the summary line shows only if they are not 0, with label and format."""
 _ETA_WINDOW = 20
 """Number of latest iterations that the time per iteration is averaged over."""
 _BLOCK_WIDTH = 80
@@ -102,7 +109,8 @@ class Console:
         """The line of a finished iteration; `iteration` counts from 1."""
         parts = [f"[{iteration}/{num_iterations}]"]
         parts += [f"{SUMMARY[name]} {metrics[name]:.4g}" for name in SUMMARY if name in metrics]
-        parts += [f"{UNGRADED[name]} {metrics[name]:.1%}" for name in UNGRADED if metrics.get(name)]
+        for name, (label, form) in UNLESS_0.items():
+            parts += [f"{label} {value:{form}}"] if (value := metrics.get(name)) else []
         parts += ["DRIFT"] * bool(metrics.get("drift/alarm"))
         parts += ["NO STEP"] * (metrics.get("optimizer/steps") == 0)
         if "time/iteration_s" in metrics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +37,8 @@ UNUSED: dict[str, Any] = {
     "algorithm": {},
 }
 """Sections that only training needs. Nothing is graded, so neither judge nor rewards load."""
+READ = ("policy", "renderer", "engine", "sampling", "evaluation")
+"""Sections that settings may change."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,11 @@ def config_for_use(
     values["renderer"] |= _renderer_overrides(resolved.renderer, num_steps, size_px)
     for setting in settings:
         values = _set(values, setting)
+        if re.split("[.=]", setting)[0] not in READ:
+            raise ValueError(
+                f"setting {setting!r} has no effect here: only {', '.join(READ)} are read; seed, "
+                "steps and size are arguments of their own"
+            )
     base = _config(values, where).policy
     policy = Trained(trained.model, trained.is_adapter, config={"policy": base}).policy()
     return _config({**values, "policy": policy}, where), base

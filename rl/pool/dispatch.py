@@ -250,6 +250,8 @@ class Dispatcher:
         batch = Batch(None, [0], [], message, "prepare", (method, *arguments))
         [(_, made)] = self._drawn(iter([batch]))
         if isinstance(made, RenderFailure):
+            if signals.stop_received():
+                return list(samples)  # the caller sees the signal
             raise RuntimeError(f"render_pool: no worker answers {method} ({made.reason})")
         return [
             replace(sample, **{name: getattr(prepared, name) for name in wire.PREPARED})

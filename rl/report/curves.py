@@ -123,6 +123,17 @@ CURVES = (
         ),
         1.0,
     ),
+    Curve(
+        "Render pool",
+        (
+            Line("renderer/pool_workers", "workers that could draw"),
+            Line("renderer/pool_queue", "batches that waited", "dash"),
+            Line("renderer/pool_restarts", "workers lost", "dot"),
+        ),
+    ),
+    Curve(
+        "Pictures that the pool's workers drew", (Line("renderer/pool_remote_share", "share"),), 1.0
+    ),
     Curve("Drift: how far states moved", (Line("drift/state_l2", "of their norm"),)),
     Curve("Distinct completions in a group", (Line("groups/distinct_completions", "share"),), 1.0),
 )

@@ -69,7 +69,9 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
     with ExitStack() as stack:
         stack.enter_context(shown_on(console))
         record = RunRecord(config.run_dir, config, dist)
+        loading_progress.note("waiting for the run's folder, which another process uses")
         record.claim()
+        loading_progress.note("")
         stack.callback(record.release)
         checkpoints = Checkpoints(config.run_dir, config.checkpoint, dist)
         stack.callback(checkpoints.close, console.say)

@@ -146,6 +146,13 @@ def test_a_byte_order_mark_is_named(tmp_path: Path) -> None:
     assert holds(problem, "marked.jsonnet:1:1 ... byte order mark ... UTF-8 without")
 
 
+@pytest.mark.parametrize("overrides", [(), ("seed=1",)])
+def test_a_file_without_an_object_is_refused(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    (file := tmp_path / "list.jsonnet").write_text("[1]")
+    [problem] = problems_of(file, *overrides)
+    assert holds(problem, "list.jsonnet ... a config is an object { ... }, not of type list")
+
+
 def test_all_problems_come_at_once_and_name_the_file(tmp_path: Path) -> None:
     values = tiny_config.nothing(tmp_path, seed="0", optimiser={"learning_rate": 1}, world_size=0)
     del values["generations_per_prompt"]

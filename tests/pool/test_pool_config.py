@@ -34,7 +34,9 @@ def test_a_renderer_of_type_ray_pool_is_the_section_render_pool() -> None:
     assert load_config(QUICKSTART, outside) == config
 
 
-@pytest.mark.parametrize("wrong", ["workers=-1", "workers=many", "wrokers=2", "num_gpus=-1"])
+@pytest.mark.parametrize(
+    "wrong", ["workers=-1", "workers=many", "wrokers=2", "num_gpus=-1", "address=host"]
+)
 def test_a_wrong_key_of_the_pool_is_named(wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"render_pool.{wrong.partition('=')[0]}"):
         load_config(QUICKSTART, [f"render_pool.{wrong}"])

@@ -160,6 +160,8 @@ def test_the_table_of_all_runs_has_their_differences(tmp_path: Path, capsys: Any
     page = (tmp_path / "all_runs.html").read_text("utf-8")
     assert page.count("<tr>") == 4 and "seed=7" in page and "c &amp; d" in page
     assert page.count("seed=") == 1, "the usual value is not a difference"
+    with pytest.raises(SystemExit):  # the run would be ignored
+        report.main(["a", "--all", str(tmp_path)])
     refused = refusal(report.main, ["--all", str(tmp_path / "photos")])
     assert holds(refused, "photos: no runs in it")
     assert holds(refusal(report.main, ["--all", str(tmp_path / "a")]), "a: no runs in it")

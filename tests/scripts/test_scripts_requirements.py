@@ -78,7 +78,7 @@ def test_test_requirements_agree_with_cpu_and_gpu_requirements() -> None:
     tests = locked("requirements-test.lock")
     for lock in ("requirements.lock", "requirements-cpu.lock"):
         run = locked(lock)
-        assert not {"pytest", "mypy", "ruff", "scikit-learn"} & run.keys()
+        assert not {"pytest", "mypy", "ruff", "scipy"} & run.keys()
         shared = tests.keys() & run.keys()
         assert {name: tests[name] for name in shared} == {name: run[name] for name in shared}
 
@@ -112,7 +112,7 @@ def third_party(*folders: str) -> set[str]:
     local = {path.stem for path in files} | {path.parent.name for path in files}
     local |= {"benchmarks", "tiny_world", "rl"}
     names = set().union(*map(imported_names, files)) - set(sys.stdlib_module_names) - local
-    distributions = {"PIL": "pillow", "sklearn": "scikit-learn", "_jsonnet": "jsonnet"}
+    distributions = {"PIL": "pillow", "_jsonnet": "jsonnet"}
     distributions["markdown_it"] = "markdown-it-py"
     return {plain(distributions.get(name, name)) for name in names}
 
@@ -120,9 +120,9 @@ def third_party(*folders: str) -> set[str]:
 @pytest.mark.slow
 def test_every_third_party_import_is_pinned() -> None:
     """A package that the code imports must not be only a dependency of another package."""
-    # The engines install torchaudio; it is imported only to fix it. An audit uses scikit-learn's
-    # photographs only if it is installed. Ray is the extra of a render pool.
-    optional = {"vllm", "torchaudio", "scikit-learn", "ray"}
+    # The engines install torchaudio; it is imported only to fix it. Ray is the extra of a render
+    # pool.
+    optional = {"vllm", "torchaudio", "ray"}
     assert third_party("rl", "scripts", "tiny_world") - set(CPU) - optional == set()
     # TRL creates a fixture, in a separate environment.
     assert third_party("tests") - set(CPU) - set(TEST) - {"vllm", "torchaudio", "trl"} == set()
