@@ -37,6 +37,10 @@ BUSY = 3
 MAX_WORKERS = 8
 """Each takes 2 GB for torch, transformers and vLLM."""
 STARTED_S = pytest.StashKey[float]()
+LONGEST = ("test_rehearsal", "test_systems_learn", "test_train_ranks", "test_two_nodes",
+           "test_train_hangs", "test_pool_ray", "test_documents")  # fmt: skip
+"""Files with slow tests of one to five minutes, which come first: at the end they would leave all
+workers but one without work."""
 TESTS = ["tests"]
 """`testpaths`: the arguments if all tests are requested."""
 
@@ -56,6 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             item.add_marker(pytest.mark.timeout(0))
         return
+    if config.option.markexpr == "slow":
+        items.sort(key=lambda item: item.path.stem not in LONGEST)
     campaign = [item for item in items if item.get_closest_marker("campaign")]
     if campaign:
         items[:] = [item for item in items if item not in campaign]

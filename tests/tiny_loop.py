@@ -10,10 +10,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from filelock import FileLock
 
@@ -149,6 +152,28 @@ def launch(
         text=True,
         timeout=600,
     )
+
+
+@contextmanager
+def listening() -> Iterator[set[str]]:
+    """The addresses on which this process's descendants listen meanwhile."""
+    addresses: set[str] = set()
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.2):
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):  # it has ended
+                    sockets = process.net_connections("inet")
+                    addresses.update(s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield addresses
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def run_forked(path: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -217,28 +215,6 @@ def test_a_killed_launcher_leaves_no_orphans(launch: Launch, tmp_path: Path) -> 
     process.wait()
     wait_for(lambda: not any(is_alive(pid) for pid in pids))
     assert (tmp_path / "saved_0").read_text() == "SIGTERM", "the ranks got SIGTERM and saved"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.campaign), 2])
-def test_a_whole_run_listens_on_loopback_only(tmp_path: Path, num_ranks: int) -> None:
-    """Checks vLLM, the judge and the process groups during a whole run of the quickstart."""
-    overrides = ["num_iterations=1", "optimizer.warmup_iterations=0", "evaluation.num_samples=4"]
-    command = [sys.executable, "-m", "rl.simple_launch", "--nproc", str(num_ranks)]
-    command += ["configs/quickstart.jsonnet", f"base_exp_dir={tmp_path}", *overrides]
-    process = subprocess.Popen(
-        command, cwd=TESTS.parent, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    ips = set()
-    while process.poll() is None:
-        with suppress(psutil.Error):  # a process ended during the check
-            ips |= {ip for addresses in listening(process.pid) for ip in addresses}
-        time.sleep(0.05)
-    assert process.stderr is not None
-    errors = process.stderr.read()
-    assert process.returncode == 0, errors
-    assert ips == {"127.0.0.1"}
-    assert "listens on" not in errors
 
 
 def test_a_cpu_run_uses_one_thread_even_if_there_is_a_gpu(monkeypatch) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from rl.memory.memory_plan import CONTEXT_GB
 
@@ -43,62 +42,53 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Case -> results; all in one process, because importing torch takes as long as a rehearsal,
-    and once for all of pytest-xdist's workers, which share these tests."""
-    folder = tmp_path_factory.getbasetemp()
-    file = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "rehearsed.json"
+def rehearsed() -> dict[str, Any]:
+    """Case -> results; all in one process, as importing torch takes as long as a rehearsal."""
     environment = {
         "APP__RUN_NAME": "x",
         "APP__BASE_EXP_DIR": "x",
         "APP__DATA_DIR": "x",
         "APP__REWARD_FUNCTION_API_BASE": "http://127.0.0.1:1",
     }
-    with FileLock(f"{file}.lock"):
-        if not file.exists():
-            done = subprocess.run(
-                [sys.executable, str(SCRIPT), *FAMILIES, *FAULTS],
-                cwd=ROOT,
-                env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
-                capture_output=True,
-                text=True,
-            )
-            assert done.returncode == 0, done.stderr[-3000:]
-            file.write_text(done.stdout.splitlines()[-1])
-    result: dict[str, Any] = json.loads(file.read_text())
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *FAMILIES, *FAULTS],
+        cwd=ROOT,
+        env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_memory_equals_the_plan_and_no_dtypes_mix(rehearsed: dict[str, Any], name: str) -> None:
-    done = rehearsed[name]
-    assert done["mixed_dtypes"] == []
-    for phase, real_gb in FAMILIES[name].items():
-        difference = done["planned"][phase] - CONTEXT_GB - done["rehearsed"][phase]
-        assert abs(difference) < MAX_DIFFERENCE * real_gb, (phase, difference)
+def test_rehearsals(subtests: pytest.Subtests) -> None:
+    """One test, so that pytest-xdist's workers do not share its results."""
+    results = rehearsed()
+    for name, peaks in FAMILIES.items():
+        done = results[name]
+        with subtests.test("memory equals the plan, and no dtypes mix", config=name):
+            assert done["mixed_dtypes"] == []
+            for phase, real_gb in peaks.items():
+                difference = done["planned"][phase] - CONTEXT_GB - done["rehearsed"][phase]
+                assert abs(difference) < MAX_DIFFERENCE * real_gb, (phase, difference)
+        with subtests.test("the host waits at most five times a phase", config=name):
+            waits = done["waits"]
+            assert not {key: waits[key] for key, most in MAX_WAITS.items() if waits[key] > most}
+    for case, (place, words) in FAULTS.items():
+        with subtests.test("a planted fault is found", case=case):
+            assert words in str(results[case][place])
+    with subtests.test("the FLOPs of a forward, by hand"):
+        counted = results["qwen_image_edit"]["tflop"]["learn_reference"]
+        assert 1 < counted / forward_tflop() < 1.25
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_host_waits_at_most_five_times_a_phase(rehearsed: dict[str, Any], name: str) -> None:
-    waits = rehearsed[name]["waits"]
-    assert {phase: waits[phase] for phase in MAX_WAITS if waits[phase] > MAX_WAITS[phase]} == {}
-
-
-def test_the_flops_of_a_forward_by_hand(rehearsed: dict[str, Any]) -> None:
-    """Qwen2.5-VL-7B: products of each token with two layers' matrices, and of each completion token
-    with the head. Attention adds up to a quarter."""
+def forward_tflop() -> float:
+    """Of Qwen2.5-VL-7B: products of each token with two layers' matrices, and of each completion
+    token with the head. Attention adds up to a quarter."""
     layers = 2 * 2 * (3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 3584 * 18944)
     head, completions = 2 * 3584 * 152064, 3 * 256
-    by_hand = (layers * (2048 + completions) + head * completions) / 1e12
-    counted = rehearsed["qwen_image_edit"]["tflop"]["learn_reference"]
-    assert 1 < counted / by_hand < 1.25
-
-
-@pytest.mark.parametrize("case", FAULTS)
-def test_a_planted_fault_is_found(rehearsed: dict[str, Any], case: str) -> None:
-    place, words = FAULTS[case]
-    assert words in str(rehearsed[case][place])
+    return (layers * (2048 + completions) + head * completions) / 1e12
 
 
 def test_what_a_machine_lacks_is_named() -> None:

@@ -30,8 +30,11 @@ def launch(models: dict[str, str], folder: Path, num_ranks: int, **optimizer: An
     config["policy"] |= {"max_prompt_tokens": 256, "lora": {"r": 4, "alpha": 8}}
     config["engine"] = VLLM
     config["optimizer"] |= {"adam_eps": 1e-4, **optimizer}
-    ended = tiny_loop.launch(tiny_loop.write_config(folder, config), num_ranks)
+    with tiny_loop.listening() as addresses:
+        ended = tiny_loop.launch(tiny_loop.write_config(folder, config), num_ranks)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    # The judge, vLLM and the process groups; the run warns of others.
+    assert addresses == {"127.0.0.1"} and "listens on" not in ended.stderr
     logs = folder / "tiny" / "logs"
     assert [log.name for log in logs.glob("judge_*")] == ["judge_0.log"]  # a node's ranks share it
     return folder / "tiny"
