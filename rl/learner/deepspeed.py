@@ -210,7 +210,8 @@ def _import_deepspeed(dist: Dist) -> Any:
     """Import DeepSpeed without its side effects, and join (or create) the process group."""
     on_cpu = dist.device == "cpu"
     backend = "gloo" if on_cpu else "nccl"
-    os.environ.setdefault("LOCAL_RANK", str(dist.local_rank))
+    # DeepSpeed moves the module to the CUDA device of this index, also with `device: cuda:1`.
+    os.environ["LOCAL_RANK"] = dist.device.partition(":")[2] or str(dist.local_rank)
     import deepspeed
     import deepspeed.ops
     from deepspeed.utils import logger

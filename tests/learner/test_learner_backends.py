@@ -341,3 +341,12 @@ def test_two_ranks_equal_one_process_in_step_or_not() -> None:
         assert difference(weights(alone), ours) == 0
         if not LOCKSTEP[stage]:
             assert trained_bytes <= moved <= 2.1 * trained_bytes, stage
+
+
+def test_deepspeed_moves_the_module_to_the_policys_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`DeepSpeedEngine` moves it to cuda:LOCAL_RANK. Faked: the group of the GPUs."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr("deepspeed.init_distributed", lambda *_, **__: None)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    deepspeed._import_deepspeed(Dist(device="cuda:1"))
+    assert os.environ["LOCAL_RANK"] == "1"
