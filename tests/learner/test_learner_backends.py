@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tiny_qwen
@@ -343,10 +344,21 @@ def test_two_ranks_equal_one_process_in_step_or_not() -> None:
             assert trained_bytes <= moved <= 2.1 * trained_bytes, stage
 
 
-def test_deepspeed_moves_the_module_to_the_policys_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`DeepSpeedEngine` moves it to cuda:LOCAL_RANK. Faked: the group of the GPUs."""
+def test_deepspeed_uses_the_gpu_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`DeepSpeedEngine` moves the module to cuda:LOCAL_RANK; the GPUs are named by their UUIDs.
+    Faked: the driver and the group of the GPUs."""
+    from deepspeed.accelerator import cuda_accelerator, real_accelerator
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0,GPU-1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(cuda_accelerator, "pynvml", Mock())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7, 80))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr("deepspeed.init_distributed", lambda *_, **__: None)
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    accelerator = cuda_accelerator.CUDA_Accelerator()
+    monkeypatch.setattr(real_accelerator, "ds_accelerator", accelerator)
+    with pytest.raises(ValueError, match="GPU-0"):
+        accelerator.available_memory(1)
     deepspeed._import_deepspeed(Dist(device="cuda:1"))
     assert os.environ["LOCAL_RANK"] == "1"
+    assert accelerator.available_memory() == 7
