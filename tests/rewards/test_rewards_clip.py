@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,27 @@ def test_a_batch_that_does_not_fit_in_memory_is_halved(
     monkeypatch.setattr(clip, "MAX_WAIT_S", 0.0)
     (grade,) = grade_all(with_model(clip.Config(), model), [(PROMPTS[0], pictures[0])])
     assert grade.value is None and (grade.failure or "").startswith("out_of_memory: ")
+
+
+def test_the_stream_is_left_before_the_device(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would create a CUDA context on cuda:0, the thread's own device. Faked: the GPU."""
+    events: list[str] = []
+
+    @contextmanager
+    def recorded(name: str) -> Iterator[None]:
+        events.append(f"enter {name}")
+        yield
+        events.append(f"leave {name}")
+
+    monkeypatch.setattr(CLIPModel, "to", lambda model, _device: model)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: "stream")
+    monkeypatch.setattr(torch.cuda, "stream", recorded)
+    monkeypatch.setattr(torch.cuda, "device", recorded)
+    ClipModel(clip.Config(model_path=str(folder)), "cuda:1").compare([])
+    assert events == ["enter cuda:1", "enter stream", "leave stream", "leave cuda:1"]
 
 
 def test_waiting_pictures_are_scored_in_batches() -> None:
