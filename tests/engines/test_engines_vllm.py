@@ -1,6 +1,9 @@
 """The real vLLM on a CPU against the trainer and the transformers engine (float32)."""
 
+import sys
 from dataclasses import replace
+from importlib import import_module
+from unittest.mock import Mock
 
 import pytest
 import tiny_qwen
@@ -17,7 +20,7 @@ from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
-from rl.engines.vllm import engine_weights
+from rl.engines.vllm import engine_weights, start
 from rl.engines.vllm import vllm as vllm_engine
 from rl.policies import qwen2_5_vl
 
@@ -385,3 +388,12 @@ def test_an_engine_that_failed_refuses_to_go_on(policy, prompts_P, monkeypatch, 
     monkeypatch.setattr(engine, "_failed", True)
     with pytest.raises(RuntimeError, match="failed before"):
         engine.generate(prompts_P, params(), [1, 2, 3])
+
+
+def test_the_start_leaves_cudnn_attention_enabled(monkeypatch):
+    """Faked: vLLM's compiled kernels for CUDA, which the wheel for the CPU lacks."""
+    monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", Mock())
+    with start.untouched_globals():
+        import_module("vllm.platforms.cuda")
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
