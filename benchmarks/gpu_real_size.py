@@ -69,14 +69,14 @@ def _transformer(asked: Asked, small: str, released: str, step: Any) -> Iterator
     with torch.device(asked.device):
         transformer = kind(**MODEL_SIZE).eval()
     torch.set_default_dtype(torch.float32)
+    for parameter in transformer.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0, 0.02)
     if released == "qwen_image_edit":  # as in a run: modulation, a third, stays in host memory
         for block in transformer.transformer_blocks:
             for name in MODULATIONS:
                 getattr(block, name).to("cpu")
         move_without_modulation(transformer, asked.device)
-    for parameter in transformer.parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(0, 0.02)
     reset_peak(asked.device)
     batch = renderer.config.batch_size
     num_rows = batch * (2 if renderer.config.true_cfg_scale > 1 else 1)

@@ -241,9 +241,11 @@ def _renderer_overrides(
 
 
 def pick_device(device: str = "auto") -> str:
-    """'cuda:0' or 'cpu' for 'auto'; else `device`. Raises ValueError if this machine lacks it."""
+    """'cuda:0' or 'cpu' for 'auto'; else `device`. Raises ValueError if this machine lacks it. From
+    now on, convolutions use no TF32, as on a run's ranks."""
     import torch
 
+    torch.backends.cudnn.allow_tf32 = False
     if device == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     try:

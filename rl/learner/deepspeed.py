@@ -210,7 +210,8 @@ def _import_deepspeed(dist: Dist) -> Any:
     """Import DeepSpeed without its side effects, and join (or create) the process group."""
     on_cpu = dist.device == "cpu"
     backend = "gloo" if on_cpu else "nccl"
-    os.environ.setdefault("LOCAL_RANK", str(dist.local_rank))
+    # DeepSpeed moves the module to the CUDA device of this index, also with `device: cuda:1`.
+    os.environ["LOCAL_RANK"] = dist.device.partition(":")[2] or str(dist.local_rank)
     import deepspeed
     import deepspeed.ops
     from deepspeed.utils import logger
@@ -222,6 +223,10 @@ def _import_deepspeed(dist: Dist) -> Any:
         # DeepSpeed looks here for a shared-memory op for CPU inference. If it found one, it would
         # compile C++ for a minute, and a stale lock file would hang the run for ever.
         deepspeed.ops.__compatible_ops__ = {}
+    else:
+        # DeepSpeed's own parses CUDA_VISIBLE_DEVICES as integers; it may hold UUIDs or MIG devices.
+        accelerator = deepspeed.accelerator.get_accelerator()
+        accelerator.available_memory = lambda index=None: torch.cuda.mem_get_info(index)[0]
     if not torch.distributed.is_initialized():
         # DeepSpeed requires a process group; a group of one process needs no port.
         store = torch.distributed.HashStore()

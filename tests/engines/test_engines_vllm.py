@@ -17,7 +17,7 @@ from rl.api.plugin import PluginConfig
 from rl.api.policy import PolicySetup
 from rl.api.types import SamplingParams
 from rl.engines import transformers as transformers_engine
-from rl.engines.vllm import engine_weights
+from rl.engines.vllm import engine_weights, start
 from rl.engines.vllm import vllm as vllm_engine
 from rl.policies import qwen2_5_vl
 
@@ -385,3 +385,9 @@ def test_an_engine_that_failed_refuses_to_go_on(policy, prompts_P, monkeypatch, 
     monkeypatch.setattr(engine, "_failed", True)
     with pytest.raises(RuntimeError, match="failed before"):
         engine.generate(prompts_P, params(), [1, 2, 3])
+
+
+def test_the_start_leaves_cudnn_attention_enabled():
+    with start.untouched_globals():
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as vllm/platforms/cuda.py
+    assert torch.backends.cuda.cudnn_sdp_enabled()

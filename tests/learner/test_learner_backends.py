@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tiny_qwen
@@ -101,11 +102,9 @@ def make_backend(
 
 
 @pytest.fixture(autouse=True)
-def threshold() -> Iterator[None]:
+def threshold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restores the threshold that `make_backend` lowers so that ZeRO-3 shards the toy model."""
-    default = deepspeed.PERSISTENCE_THRESHOLD_NUMEL
-    yield
-    deepspeed.PERSISTENCE_THRESHOLD_NUMEL = default
+    monkeypatch.setattr(deepspeed, "PERSISTENCE_THRESHOLD_NUMEL", 0)
 
 
 def loss_of(backend: Backend, seed: int) -> torch.Tensor:
@@ -341,3 +340,17 @@ def test_two_ranks_equal_one_process_in_step_or_not() -> None:
         assert difference(weights(alone), ours) == 0
         if not LOCKSTEP[stage]:
             assert trained_bytes <= moved <= 2.1 * trained_bytes, stage
+
+
+def test_deepspeed_uses_the_gpu_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that CUDA_VISIBLE_DEVICES names by its UUID. Faked: the driver."""
+    from deepspeed.accelerator import cuda_accelerator, real_accelerator
+
+    deepspeed._import_deepspeed(Dist())  # joins a group
+    accelerator = cuda_accelerator.CUDA_Accelerator()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0,GPU-1")
+    monkeypatch.setattr(cuda_accelerator, "pynvml", Mock())
+    monkeypatch.setattr(real_accelerator, "ds_accelerator", accelerator)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7, 80))
+    deepspeed._import_deepspeed(Dist(device="cuda:1"))
+    assert (os.environ["LOCAL_RANK"], accelerator.available_memory()) == ("1", 7)

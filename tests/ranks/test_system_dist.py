@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from tiny_ranks import run_ranks
 
 from rl.algorithm.metrics import Metrics
+from rl.edit.trained import pick_device
 from rl.engines.vllm import vllm as vllm_engine
 from rl.ranks.dist import Dist
 
 
 def collectives() -> dict[str, Any]:
-    import torch
-
     dist = Dist.from_env("cpu")
     tensor = torch.tensor([1.0 + dist.rank, 10.0])
     summed = dist.sum_(tensor)
@@ -60,8 +60,6 @@ def test_two_ranks_get_the_same_results():
 
 
 def test_one_process_needs_no_process_group():
-    import torch
-
     had_group = torch.distributed.is_initialized()  # another test may have created one
     dist = Dist.from_env("cpu")
     tensor = torch.tensor([2.0])
@@ -92,20 +90,17 @@ def test_incomplete_rank_variables_are_refused(monkeypatch):
 
 
 def test_on_a_gpu_float32_is_not_replaced_by_tf32(monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     for name, answer in (("is_available", True), ("device_count", 1), ("set_device", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    assert Dist.from_env().device == "cuda:0"
-    assert not torch.backends.cudnn.allow_tf32
+    for pick in (lambda: Dist.from_env().device, pick_device):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+        assert pick() == "cuda:0"
+        assert not torch.backends.cudnn.allow_tf32
     assert vllm_engine.ENVIRONMENT["TRITON_F32_DEFAULT"] == "ieee"
 
 
 @pytest.mark.parametrize("num_devices", [0, 1])
 def test_a_missing_cuda_device_is_named(monkeypatch, num_devices):
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
     message = rf"cuda:1, but this machine has {num_devices} CUDA devices"

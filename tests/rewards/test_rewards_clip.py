@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -174,6 +175,16 @@ def test_a_batch_that_does_not_fit_in_memory_is_halved(
     monkeypatch.setattr(clip, "MAX_WAIT_S", 0.0)
     (grade,) = grade_all(with_model(clip.Config(), model), [(PROMPTS[0], pictures[0])])
     assert grade.value is None and (grade.failure or "").startswith("out_of_memory: ")
+
+
+def test_the_stream_is_left_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would create a CUDA context on the thread's own device, cuda:0. Faked: the GPU."""
+    gpu = MagicMock()
+    for name in ("device", "stream", "Stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
+    monkeypatch.setattr(CLIPModel, "to", lambda model, _device: model)
+    ClipModel(clip.Config(model_path=str(folder)), "cuda:1").compare([])
+    assert [call[0][:6] for call in gpu.mock_calls[-4:]] == ["device", "stream", "stream", "device"]
 
 
 def test_waiting_pictures_are_scored_in_batches() -> None:

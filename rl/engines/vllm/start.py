@@ -51,17 +51,20 @@ def multiply_by_one_adapter() -> None:
 
 @contextmanager
 def untouched_globals() -> Iterator[None]:
-    """Restores the random state and `torch.set_num_threads`: vLLM's start seeds every global
-    generator and, on a CPU, makes that function a no-op."""
+    """Restores what vLLM's start changes: it seeds every global generator, makes
+    `torch.set_num_threads` a no-op (CPU) and disables cuDNN's attention (CUDA), which the renderers
+    use on Hopper."""
     import torch
 
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    uses_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     random_state = rng_state()
     try:
         yield
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
+        torch.backends.cuda.enable_cudnn_sdp(uses_cudnn)
         set_rng_state(random_state)
 
 

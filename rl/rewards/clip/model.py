@@ -47,8 +47,12 @@ class ClipModel:
         self._one_by_one = device == "cpu"
         self._max_tokens = model.config.text_config.max_position_embeddings
         self._embed_prompt = lru_cache(REMEMBERED_PROMPTS)(self._embed_new_prompt)
+        self._on_device: AbstractContextManager[object] = nullcontext()
         self._on_stream: AbstractContextManager[object] = nullcontext()
         if device.startswith("cuda"):
+            # A thread starts on cuda:0, and leaving the stream would create a context (0.5 GB) on
+            # the thread's device: every rank's on the first GPU.
+            self._on_device = torch.cuda.device(device)
             # On its own stream, CLIP runs concurrently with the renderer's kernels.
             torch.cuda.synchronize(device)
             self._on_stream = torch.cuda.stream(torch.cuda.Stream(device))
@@ -61,7 +65,7 @@ class ClipModel:
         """
         try:
             cosines: list[tuple[float, bool] | None] = []
-            with torch.inference_mode(), self._on_stream:
+            with torch.inference_mode(), self._on_device, self._on_stream:
                 for start in range(0, len(pairs), self._num_rows):
                     cosines += self._compare(pairs[start : start + self._num_rows])
             return cosines
