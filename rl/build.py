@@ -21,13 +21,7 @@ from rl.api.renderer import Renderer
 from rl.api.reward import Reward
 from rl.api.types import Sample, SamplingParams, UnusableSampleError
 from rl.config.messages import nearest, validate
-from rl.config.schema import (
-    SHIPPED_LOSSES,
-    ConfigError,
-    PluginSection,
-    RenderPoolConfig,
-    RunConfig,
-)
+from rl.config.schema import SHIPPED_LOSSES, ConfigError, PluginSection, RenderPoolConfig, RunConfig
 from rl.files.model_files import model_problems
 from rl.files.weights import NotFiniteError
 from rl.ranks.placement import Claim, claims_of, resolve_device

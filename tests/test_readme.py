@@ -79,7 +79,7 @@ def test_the_plugins_of_the_docs_work_as_printed(
     values["data"]["train"][0]["path"] = str(tmp_path / "wishes.txt")
     qwen = {"type": "qwen2_5_vl", "model_path": "Qwen/Qwen2.5-VL-7B-Instruct"}
     config = load_config(
-        tiny_config.write(tmp_path, tiny_config.real(tmp_path, policy=qwen, **values)),
+        tiny_config.write(tmp_path, tiny_config.real(tmp_path, policy=qwen, **values))
     )
     assert check_report.problems(config) == []
 

@@ -20,9 +20,7 @@ from tiny_world.builder.language import language_sizes, qwen_config
 from tiny_world.builder.tokenizer import PREFIX, SUFFIX, SYSTEM_PROMPT, train
 
 TEMPLATE = PromptTemplate(
-    text=PREFIX + "{image}{instruction}" + SUFFIX,
-    drop_prefix=PREFIX,
-    image_area_px=96 * 96,
+    text=PREFIX + "{image}{instruction}" + SUFFIX, drop_prefix=PREFIX, image_area_px=96 * 96
 )
 WORDS = ["make the sky blue", "add a red square to the image", "turn the circle green"]
 VISION = {

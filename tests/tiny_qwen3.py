@@ -19,10 +19,7 @@ from tiny_world.builder.image21_tokenizer import image_processor
 from tiny_world.builder.language import qwen_config
 
 SEVERAL = replace(
-    tiny_qwen.TEMPLATE,
-    picture="<image{number}>{image}",
-    between_pictures=" ",
-    max_pictures=3,
+    tiny_qwen.TEMPLATE, picture="<image{number}>{image}", between_pictures=" ", max_pictures=3
 )
 VISION = {
     "depth": 4,

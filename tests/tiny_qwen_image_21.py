@@ -14,11 +14,7 @@ import tiny_editor
 import tiny_qwen
 import tiny_qwen3
 import torch
-from diffusers import (
-    AutoencoderKLQwenImage21,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImage21Pipeline,
-)
+from diffusers import AutoencoderKLQwenImage21, FlowMatchEulerDiscreteScheduler, QwenImage21Pipeline
 from PIL import Image
 from tiny_models import draw
 from tiny_pictures import as_floats, make_picture

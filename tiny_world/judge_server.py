@@ -19,12 +19,7 @@ from typing import Any, Self
 
 from PIL import Image
 
-from tiny_world.pixel_judge import (
-    grade_likeness,
-    grade_perception,
-    grade_semantics,
-    grade_wish,
-)
+from tiny_world.pixel_judge import grade_likeness, grade_perception, grade_semantics, grade_wish
 
 MAX_BODY_BYTES = 64 * 2**20
 PNG_PREFIX = "data:image/png;base64,"

@@ -48,10 +48,7 @@ class NoSceneError(ValueError):
 
 
 def grade_semantics(
-    source: Image.Image,
-    edited: Image.Image,
-    instruction: str,
-    lenders: Sequence[Image.Image] = (),
+    source: Image.Image, edited: Image.Image, instruction: str, lenders: Sequence[Image.Image] = ()
 ) -> tuple[float, float]:
     """(edit success, the rest unchanged), each 0-10. `lenders`: further source pictures, which an
     instruction may mention and no edit changes.

@@ -12,12 +12,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tiny_world.captions import (
-    CELL_OF_CORNER,
-    COLOUR_OF_ADJECTIVE,
-    SHAPE_OF_NOUN,
-    Wish,
-)
+from tiny_world.captions import CELL_OF_CORNER, COLOUR_OF_ADJECTIVE, SHAPE_OF_NOUN, Wish
 
 THINGS = ("cup", "hat", "bag", "car", "bus", "pen", "jar", "mug")
 NUM_CHAINS = 3

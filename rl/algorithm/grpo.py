@@ -181,9 +181,7 @@ def _clipped(x: LossInputs, log_ratio: torch.Tensor, weights: torch.Tensor) -> L
 
 
 def kl_per_token(
-    logprobs: torch.Tensor,
-    reference_logprobs: torch.Tensor,
-    estimator: Literal["k1", "k2", "k3"],
+    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: Literal["k1", "k2", "k3"]
 ) -> torch.Tensor:
     """KL(policy || reference) by token, estimated from tokens drawn from the policy: Schulman 2020,
     joschu.net/blog/kl-approx.html; d = log pi - log pi_ref.

@@ -7,14 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from rl.api.plugin import ConfigT, Count, ModelRunner, Resources
-from rl.api.types import (
-    ActionKind,
-    PromptTemplate,
-    RenderFailure,
-    RenderJob,
-    Sample,
-    StateKind,
-)
+from rl.api.types import ActionKind, PromptTemplate, RenderFailure, RenderJob, Sample, StateKind
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -62,10 +62,7 @@ def remarks(resolved: build.Resolved) -> dict[str, list[str]]:
 
 
 def problems_here(
-    config: RunConfig,
-    machine: placement.Machine,
-    num_ranks: int,
-    host_gb: float | None = None,
+    config: RunConfig, machine: placement.Machine, num_ranks: int, host_gb: float | None = None
 ) -> list[str]:
     """What this machine lacks or, if it lacks nothing, what does not fit in the GPUs of `machine`,
     on which `num_ranks` ranks start, or in `host_gb` of host memory (None: unknown). Checks memory

@@ -86,10 +86,7 @@ def _sample(
     if old.get("source_file") is not None:
         sources = [old["source_file"], *reading.other_sources(old)]
         sides = {f"source{n}" if n > 1 else "source": (before, f) for n, f in enumerate(sources, 1)}
-    sides |= {
-        "before": (before, old.get("image_file")),
-        "after": (after, new.get("image_file")),
-    }
+    sides |= {"before": (before, old.get("image_file")), "after": (after, new.get("image_file"))}
     files: list[str] = []
     if target is not None:
         images = {side: _picture(run.folder, file) for side, (run, file) in sides.items()}

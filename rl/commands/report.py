@@ -52,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--page-only", action="store_true", help="write only the page: no summary")
     parser.add_argument(
-        "--refresh",
-        action="store_true",
-        help="used by a run itself: write only the page",
+        "--refresh", action="store_true", help="used by a run itself: write only the page"
     )
     args = parser.parse_intermixed_args(argv)
     if args.all is not None:

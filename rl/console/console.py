@@ -167,10 +167,7 @@ class PhaseTimer:
     for these moments in `lap` only; until the GPU has reached them, lines are not printed."""
 
     def __init__(
-        self,
-        console: Console | None = None,
-        flops_per_s: float | None = None,
-        device: str = "cpu",
+        self, console: Console | None = None, flops_per_s: float | None = None, device: str = "cpu"
     ) -> None:
         """`console`: None prints nothing. `flops_per_s`: the matrix-product rate of `device`; if
         None, `work/mfu` is not reported."""

@@ -10,14 +10,7 @@ from rl.api.data import RowRules
 from rl.api.plugin import unread
 from rl.config.paths import FOLDER, GONE, not_a_file
 from rl.data.shared.jsonl import read_lines, read_rows
-from rl.data.shared.sample_rows import (
-    MAX_SHOWN,
-    SEVERAL,
-    BadRowError,
-    Rows,
-    RowsConfig,
-    RowsSource,
-)
+from rl.data.shared.sample_rows import MAX_SHOWN, SEVERAL, BadRowError, Rows, RowsConfig, RowsSource
 from rl.text.untrusted import excerpt
 
 if TYPE_CHECKING:

@@ -111,10 +111,7 @@ class TransformersEngine(Engine):
         return Completion(ids, logprobs[: len(ids)], finish, forced)
 
     def _distribution(
-        self,
-        logits_BV: torch.Tensor,
-        params: SamplingParams,
-        kinds_B: torch.Tensor | None = None,
+        self, logits_BV: torch.Tensor, params: SamplingParams, kinds_B: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[B, V] float32 log-probs after temperature, banned ids, the grammar (`kinds_B` from
         `image_grammar.grammar_ids`), top-k and top-p, in this order."""

@@ -24,12 +24,7 @@ from rl.judge.endpoint import LOGPROBS_REMEDY, remedy_for
 from rl.judge.http import SHOWN_HEADER_CHARS, HttpAnswer, RequestTrouble
 from rl.judge.journal import ReplyJournal
 from rl.judge.question import encoded
-from rl.judge.reply import (
-    NoLogprobsError,
-    UnreadableReplyError,
-    read_chat,
-    served_models,
-)
+from rl.judge.reply import NoLogprobsError, UnreadableReplyError, read_chat, served_models
 from rl.text.scrub import scrub
 from rl.text.untrusted import excerpt
 

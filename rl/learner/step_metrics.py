@@ -10,13 +10,7 @@ from typing import Any
 
 import torch
 
-from rl.algorithm.grpo import (
-    Mismatch,
-    Objective,
-    effective_sample_share,
-    kl_per_token,
-    mismatch,
-)
+from rl.algorithm.grpo import Mismatch, Objective, effective_sample_share, kl_per_token, mismatch
 from rl.algorithm.metrics import Metrics
 from rl.api.loss import LossInputs
 from rl.meter.device import seconds_between, time_mark

@@ -21,11 +21,7 @@ METRICS: Mapping[str, Metric] = {
     "pool_workers": Metric("workers", "of the render pool that could draw at the end"),
     "pool_remote_share": Metric("0..1", "share of the pictures that the pool's workers drew"),
     "pool_restarts": Metric("workers", "lost or restarted because they hung"),
-    "pool_queue": Metric(
-        "batches",
-        "of a rank that no worker drew yet, mean while it waited; near 0, workers wait for the "
-        "ranks",
-    ),
+    "pool_queue": Metric("batches", "of a rank that no worker drew yet, mean while it waited"),
     "pool_mb": Metric("MB", "sent to and from the workers, by each rank"),
 }
 

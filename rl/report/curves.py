@@ -63,8 +63,7 @@ CURVES = (
     Curve("Gain over the untrained system", (Line("eval/gain_over_stock", "held-out prompts"),)),
     Curve("Gain of thinking", (Line("eval/gain_of_thought", "held-out prompts"),)),
     Curve(
-        "KL to the start",
-        (Line("kl/reference_k1", "k1", "dash"), Line("kl/reference_k3", "k3")),
+        "KL to the start", (Line("kl/reference_k1", "k1", "dash"), Line("kl/reference_k3", "k3"))
     ),
     Curve("Entropy", (Line("policy/entropy", "per token"),)),
     Curve(
@@ -129,10 +128,8 @@ CURVES = (
             Line("renderer/pool_workers", "workers that could draw"),
             Line("renderer/pool_queue", "batches that waited", "dash"),
             Line("renderer/pool_restarts", "workers lost", "dot"),
+            Line("renderer/pool_remote_share", "share of the pictures", "dashdot"),
         ),
-    ),
-    Curve(
-        "Pictures that the pool's workers drew", (Line("renderer/pool_remote_share", "share"),), 1.0
     ),
     Curve("Drift: how far states moved", (Line("drift/state_l2", "of their norm"),)),
     Curve("Distinct completions in a group", (Line("groups/distinct_completions", "share"),), 1.0),

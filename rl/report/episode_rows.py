@@ -11,14 +11,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from rl.config.shipped import located
-from rl.report.reading import (
-    Record,
-    number,
-    picture,
-    picture_of,
-    source_places,
-    words_of,
-)
+from rl.report.reading import Record, number, picture, picture_of, source_places, words_of
 from rl.text.untrusted import without_lone_surrogates
 
 

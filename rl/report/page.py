@@ -40,10 +40,7 @@ def write_page(run_dir: Path) -> tuple[Path, PageIndex]:
 
 
 def rendered(
-    run_dir: Path,
-    index: PageIndex,
-    embedded: Sequence[Markup] = (),
-    note: str = "",
+    run_dir: Path, index: PageIndex, embedded: Sequence[Markup] = (), note: str = ""
 ) -> str:
     """The page's HTML. `embedded`: scripts of data pages; `note`: shown at the top."""
     metrics, damaged = named_rows(run_dir / "metrics.jsonl", "iteration")

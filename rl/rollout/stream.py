@@ -15,15 +15,7 @@ from rl.api.plugin import brief, reported_by
 from rl.api.policy import Policy
 from rl.api.renderer import Renderer
 from rl.api.reward import Reward
-from rl.api.types import (
-    Action,
-    Completion,
-    Episode,
-    Prompt,
-    RenderFailure,
-    RenderJob,
-    RewardInput,
-)
+from rl.api.types import Action, Completion, Episode, Prompt, RenderFailure, RenderJob, RewardInput
 from rl.config.schema import RunConfig
 from rl.console.console import PhaseTimer
 from rl.console.progress import Progress, counted

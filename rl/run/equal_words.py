@@ -31,11 +31,7 @@ class UnequalRewardsError(RuntimeError):
 
 
 def check_equal_words(
-    metrics: Metrics,
-    arms_P: Sequence[Arms],
-    images_per_completion: int,
-    at_start: bool,
-    dist: Dist,
+    metrics: Metrics, arms_P: Sequence[Arms], images_per_completion: int, at_start: bool, dist: Dist
 ) -> None:
     """Add `eval/equal_words_std`, if any pictures of equal words are not bit-equal, so that the
     judge has graded both. If two arms have equal words, equal pictures and unequal rewards, raise

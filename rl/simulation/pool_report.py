@@ -8,13 +8,7 @@ from rl.build import Resolved
 from rl.config.schema import RenderPoolConfig
 from rl.memory import footprint
 from rl.memory.memory_plan import CONTEXT_GB
-from rl.simulation.iteration_model import (
-    WORTH_IT,
-    Machines,
-    bound_by,
-    enough_workers,
-    simulate,
-)
+from rl.simulation.iteration_model import WORTH_IT, Machines, bound_by, enough_workers, simulate
 from rl.simulation.phase_times import computed
 
 

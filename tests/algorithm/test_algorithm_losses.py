@@ -113,11 +113,7 @@ def test_token_weights_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("estimator", "value", "gradient"),
-    [
-        ("k1", 0.5, 1.0),
-        ("k2", 0.125, 0.5),
-        ("k3", math.exp(-0.5) - 1 + 0.5, 1 - math.exp(-0.5)),
-    ],
+    [("k1", 0.5, 1.0), ("k2", 0.125, 0.5), ("k3", math.exp(-0.5) - 1 + 0.5, 1 - math.exp(-0.5))],
 )
 def test_kl_estimators_by_hand(estimator: str, value: float, gradient: float) -> None:
     logprob = tensor([[-1.0]]).requires_grad_()

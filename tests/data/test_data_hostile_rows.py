@@ -116,8 +116,7 @@ def test_a_hostile_cell_of_a_table_affects_only_its_row(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["pipe.jsonl", "x" * 300 + ".jsonl", "p/" * 3000 + ".jsonl", "empty.jsonl"],
+    "path", ["pipe.jsonl", "x" * 300 + ".jsonl", "p/" * 3000 + ".jsonl", "empty.jsonl"]
 )
 def test_an_unusable_file_of_rows_is_refused(folder: Path, path: str) -> None:
     for source, config in sources(folder / path):

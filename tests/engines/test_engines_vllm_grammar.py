@@ -17,10 +17,7 @@ for name, value in vllm_engine.ENVIRONMENT.items():
 
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # noqa: E402
-from vllm.v1.worker.gpu.sample.logits_processor import (  # noqa: E402
-    LogitsContext,
-    LogitsProcRequestState,
-)
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState  # noqa: E402
 
 from rl.engines.vllm.grammar import V1Grammar, V2Grammar  # noqa: E402
 

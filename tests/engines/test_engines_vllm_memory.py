@@ -93,12 +93,7 @@ def test_the_plan_knows_vllms_largest_step(
 @pytest.mark.parametrize(
     ("section", "device", "claim", "expected"),
     [
-        (
-            {},
-            "cpu",
-            None,
-            {"kv_cache_memory_bytes": 256 << 20, "gpu_memory_utilization": 0.01},
-        ),
+        ({}, "cpu", None, {"kv_cache_memory_bytes": 256 << 20, "gpu_memory_utilization": 0.01}),
         (
             {},
             "cuda:0",

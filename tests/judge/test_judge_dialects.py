@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_faulty_judge import (
-    Fault,
-    FaultyJudge,
-    PickyJudge,
-    answers_of,
-    pair_question,
-)
+from tiny_faulty_judge import Fault, FaultyJudge, PickyJudge, answers_of, pair_question
 from tiny_messages import holds
 
 from rl.api.judge import Answer

@@ -12,14 +12,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tiny_faulty_judge import (
-    Fault,
-    FaultyJudge,
-    answers_of,
-    ask_all,
-    pair_question,
-    with_client,
-)
+from tiny_faulty_judge import Fault, FaultyJudge, answers_of, ask_all, pair_question, with_client
 
 from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeStats, backoff_s
 

@@ -7,14 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tiny_faulty_judge import (
-    GOOD,
-    MODEL,
-    Fault,
-    FaultyJudge,
-    answers_of,
-    pair_question,
-)
+from tiny_faulty_judge import GOOD, MODEL, Fault, FaultyJudge, answers_of, pair_question
 from tiny_messages import holds
 
 from rl.judge.client import JudgeRefused, JudgeStats

@@ -30,10 +30,7 @@ MODEL = "tiny-judge"
 
 def config_of(*command: str, start_timeout_s: float = 60.0, api_base: str = "") -> JudgeConfig:
     return JudgeConfig(
-        model=MODEL,
-        start_command=list(command),
-        start_timeout_s=start_timeout_s,
-        api_base=api_base,
+        model=MODEL, start_command=list(command), start_timeout_s=start_timeout_s, api_base=api_base
     )
 
 

@@ -315,8 +315,7 @@ def test_weights_do_not_depend_on_the_judges_speed(folder: str, sequences: list[
 
 
 def test_two_updates_per_iteration_step_on_one_half_of_the_groups_each(
-    folder: str,
-    sequences: list[Graded],
+    folder: str, sequences: list[Graded]
 ) -> None:
     twice = make_learner(folder, KL, updates_per_iteration=2)
     (logged,) = train(twice, sequences, 0, 1)

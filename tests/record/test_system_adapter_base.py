@@ -42,12 +42,7 @@ def qwen(**section: Any) -> Base:
         ),
         (qwen(model_path="some/model", revision="v2"), "some/model", "v2", ""),
         (qwen(model_path="model-of-one-word"), "model-of-one-word", None, ""),
-        (
-            emu3.Emu3.base(emu3.Config(type="emu3", model_path="a/b", revision="c")),
-            "a/b",
-            "c",
-            "",
-        ),
+        (emu3.Emu3.base(emu3.Config(type="emu3", model_path="a/b", revision="c")), "a/b", "c", ""),
     ],
 )
 def test_a_hub_id_is_written_with_revision_and_subfolder(

@@ -9,13 +9,7 @@ import pytest
 import tiny_editor
 import torch
 from PIL import Image
-from tiny_editor import (
-    assert_same_picture,
-    make_job,
-    make_renderer,
-    render_floats,
-    three_jobs,
-)
+from tiny_editor import assert_same_picture, make_job, make_renderer, render_floats, three_jobs
 from tiny_messages import holds
 from tiny_pictures import make_picture
 from tiny_rounding import PICTURE_TOL

@@ -268,8 +268,7 @@ def test_without_use_t5_no_file_of_the_third_encoder_is_needed(
 
 
 @pytest.mark.parametrize(
-    ("name", "guidance"),
-    [(EDIT, {}), (EDIT, {"true_cfg_scale": 4.0}), (IMAGE_21, {}), ("sd3", {})],
+    ("name", "guidance"), [(EDIT, {}), (EDIT, {"true_cfg_scale": 4.0}), (IMAGE_21, {}), ("sd3", {})]
 )
 def test_a_picture_depends_only_on_its_job(name: str, guidance: dict[str, object]) -> None:
     """It depends neither on the batch nor on pictures drawn before, even by another loop."""

@@ -65,11 +65,7 @@ def test_the_defaults_equal_the_stock_settings(stock: StockParts, parts: EditorP
     """Uses the real condition size of 1024^2 px for a 3:2 source, and the config's defaults."""
     job = make_job(make_picture(3, 96, 64), 9, noise_seed=3, negative_length=4)
     config = qwen_image_edit.Config(
-        type="qwen_image_edit",
-        dtype="float32",
-        num_steps=2,
-        height_px=32,
-        width_px=64,
+        type="qwen_image_edit", dtype="float32", num_steps=2, height_px=32, width_px=64
     )
     ((_, picture),) = qwen_image_loop.QwenImageLoop(config, parts).render([job])
     expected = render_stock(

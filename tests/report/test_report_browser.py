@@ -172,10 +172,7 @@ def test_a_held_out_sample_shows_its_arms_and_checkpoints(tab: Tab) -> None:
     tops = tab.texts(".tops figcaption")
     assert tops[:2] == ["source", "now: 0.90"]
     assert tops[2].endswith("own words: 0.10") and tops[3].endswith("system: 0.20")
-    assert [text.split(": ")[1][:4] for text in tab.texts(".across p.fine")] == [
-        "0.10",
-        "0.90",
-    ]
+    assert [text.split(": ")[1][:4] for text in tab.texts(".across p.fine")] == ["0.10", "0.90"]
     assert tab.page.locator("#at-sample pre").all_text_contents() == [f"it is {EVIL}"]
     assert "noise seed 78" in " ".join(tab.texts("p.fine"))
     assert tab.page.locator(".tokens span").count() == 2

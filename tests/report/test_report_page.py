@@ -23,11 +23,7 @@ from tiny_report import EVIL, write_evaluation, write_lines, write_run
 from rl.commands import report
 from rl.files.atomic import json_line
 from rl.report import folder, single_file
-from rl.report.curves import (
-    CURVES,
-    MAX_POINTS,
-    curve_data,
-)
+from rl.report.curves import CURVES, MAX_POINTS, curve_data
 from rl.report.page import times, write_page
 from rl.report.pages import value_of
 from rl.report.reading import Evaluation

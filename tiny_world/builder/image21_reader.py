@@ -50,10 +50,7 @@ class PicturesReader(Reader):
         return Reading(self._forward(pictures, ids), ids, mask, is_written)
 
     def lay_out(
-        self,
-        num_pictures: Iterable[int],
-        instructions: Sequence[str],
-        descriptions: Sequence[str],
+        self, num_pictures: Iterable[int], instructions: Sequence[str], descriptions: Sequence[str]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(token ids, mask, written), each [B, L], as in `Reading`."""
         prompts = [

@@ -40,10 +40,7 @@ def make_clip_tokenizer() -> CLIPTokenizer:
     bpe.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), behavior="removed")
     letters = [*"abcdefghijklmnopqrstuvwxyz0123456789.,;:!?'-"]
     trainer = trainers.BpeTrainer(
-        vocab_size=1000,
-        initial_alphabet=letters,
-        end_of_word_suffix="</w>",
-        show_progress=False,
+        vocab_size=1000, initial_alphabet=letters, end_of_word_suffix="</w>", show_progress=False
     )
     bpe.train_from_iterator(corpus, trainer)
     learnt = json.loads(bpe.to_str())["model"]

@@ -25,10 +25,7 @@ Whole = Mapping[str, "tuple[int, torch.Tensor]"]
 
 
 def put_lora(
-    worker: Any,
-    tensors: Mapping[str, torch.Tensor],
-    lora_config: Mapping[str, Any],
-    scale: float,
+    worker: Any, tensors: Mapping[str, torch.Tensor], lora_config: Mapping[str, Any], scale: float
 ) -> Lora:
     """Replace the adapter; returns what the worker must now hold (`lora_difference`).
 

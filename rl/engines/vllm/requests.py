@@ -16,10 +16,7 @@ from rl.files.images import digest
 
 
 def engine_input(
-    prompt: Prompt,
-    features: torch.Tensor | None,
-    image_token_id: int | None,
-    dtype: torch.dtype,
+    prompt: Prompt, features: torch.Tensor | None, image_token_id: int | None, dtype: torch.dtype
 ) -> Any:
     """vLLM's `EngineInput`.
 

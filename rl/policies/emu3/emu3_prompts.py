@@ -199,10 +199,7 @@ def read_picture(
 
 
 def _failure(
-    rows: Sequence[Sequence[int]],
-    grid: tuple[int, int],
-    vocabulary: ImageVocabulary,
-    cut: bool,
+    rows: Sequence[Sequence[int]], grid: tuple[int, int], vocabulary: ImageVocabulary, cut: bool
 ) -> str | None:
     """Why `rows` are not a picture of size `grid`; the first word is stable, for counting."""
     height, width = grid

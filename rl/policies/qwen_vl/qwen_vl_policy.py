@@ -46,10 +46,7 @@ EMPTY_COMPLETION = Completion((), (), "stop")
 TEXT_POSITIONS = "text_positions"
 """Key of a prompt's `model_inputs`: the prompt is fed without token types, as in diffusers'
 pipelines, and transformers then gives a picture's tokens the positions of text tokens."""
-FILES = (
-    ("tokenizer.json", "vocab.json"),
-    ("preprocessor_config.json", "processor_config.json"),
-)
+FILES = (("tokenizer.json", "vocab.json"), ("preprocessor_config.json", "processor_config.json"))
 
 
 class QwenVL(TrainedPolicy[Config]):

@@ -88,11 +88,7 @@ class QwenPrompts:
         return self._tokenized(prompt.sample, instruction, prompt.images, prompt.model_inputs)
 
     def _tokenized(
-        self,
-        sample: Sample,
-        instruction: str,
-        images: tuple[Image, ...],
-        inputs: Mapping[str, Any],
+        self, sample: Sample, instruction: str, images: tuple[Image, ...], inputs: Mapping[str, Any]
     ) -> Prompt:
         template = prompting.for_pictures(self._template, len(images))
         lengths = self._lengths(inputs if images else {})

@@ -10,14 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rl.api.policy import ThoughtSection
-from rl.api.types import (
-    NO_MARKER,
-    UNFINISHED_THOUGHT,
-    Completion,
-    Prompt,
-    Row,
-    UnusableSampleError,
-)
+from rl.api.types import NO_MARKER, UNFINISHED_THOUGHT, Completion, Prompt, Row, UnusableSampleError
 from rl.policies.shared import prompting
 
 if TYPE_CHECKING:

@@ -110,12 +110,7 @@ def sliced_logprobs(
         ids = (token_ids_N[members] - start).to(device, non_blocking=True)
         members = members.to(device, non_blocking=True)
         logprobs, entropy = token_logprobs(
-            hidden_ND[members],
-            head,
-            ids,
-            temperature,
-            no_banned_ids,
-            bounds=(start, end),
+            hidden_ND[members], head, ids, temperature, no_banned_ids, bounds=(start, end)
         )
         logprobs_N = logprobs_N.index_put((members,), logprobs)
         entropy_N = entropy_N.index_put((members,), entropy)

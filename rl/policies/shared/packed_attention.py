@@ -98,11 +98,7 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        packing: Packing,
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing
     ) -> torch.Tensor:
         out, lse = packing.kernel.forward(query, key, value, packing.own)
         if packing.across.num_queries:

@@ -187,8 +187,5 @@ def _file(model_path: str, revision: str | None, name: str, optional: bool = Fal
     from transformers.utils import cached_file
 
     return cached_file(
-        model_path,
-        name,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=not optional,
+        model_path, name, revision=revision, _raise_exceptions_for_missing_entries=not optional
     )

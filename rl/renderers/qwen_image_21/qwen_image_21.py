@@ -17,11 +17,7 @@ from rl.renderers.qwen_image.qwen_image_plugin_base import (
     output_area_px,
 )
 from rl.renderers.qwen_image_21 import size_check
-from rl.renderers.qwen_image_21.qwen_image_21_config import (
-    Config,
-    sigmas_of_folder,
-    wrong_steps,
-)
+from rl.renderers.qwen_image_21.qwen_image_21_config import Config, sigmas_of_folder, wrong_steps
 from rl.renderers.shared.diffusion_renderer import shape_of
 
 DROPPED_PREFIX = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
@@ -52,7 +48,7 @@ class QwenImage21(QwenImage[Config]):
     metrics: ClassVar[Mapping[str, Metric]] = {
         "rows_per_start": Metric(
             "pictures", "drawn from one pass of source pictures through the transformer, mean"
-        ),
+        )
     }
 
     @classmethod
