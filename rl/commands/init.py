@@ -58,7 +58,7 @@ class System(NamedTuple):
 SYSTEMS = {
     "quickstart": System("Tiny models on this CPU, in minutes: to see how it works", "quickstart"),
     "edit": System(
-        "A VLM writes, Qwen-Image-Edit (one GPU: Qwen-Image-2.1) draws, a judge grades",
+        "A VLM writes, Qwen-Image-Edit or 2.1 draws, a judge grades",
         "qwen_image_edit",
         data="hf_dataset",
         columns="instruction source",
