@@ -1,4 +1,4 @@
-"""Finds where the main thread is, and prints it every few seconds while a run loads."""
+"""Finds where the main thread is, and prints it while a run loads."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from types import FrameType
 from typing import NamedTuple
 
 EVERY_S = 4.0
+SAME_S = 30.0
+"""A place that was printed is not printed again before this has passed."""
 _stopped = threading.Event()
 _stopped.set()
 _progress = ""
@@ -50,10 +52,13 @@ def note(progress: str) -> None:
 
 def _print_lines(first_s: float, stopped: threading.Event) -> None:
     began_s, wait_s = time.monotonic(), first_s
+    printed, printed_s = "", 0.0
     while not stopped.wait(wait_s):
         status = ": ".join(filter(None, (described(calls()), _progress)))
-        print(f"[{time.monotonic() - began_s:3.0f} s] loading: {status}", flush=True)
-        wait_s = EVERY_S
+        now_s, wait_s = time.monotonic() - began_s, EVERY_S
+        if status != printed or now_s - printed_s >= SAME_S:
+            printed, printed_s = status, now_s
+            print(f"[{now_s:3.0f} s] loading: {status}", flush=True)
 
 
 def described(calls: Sequence[Call]) -> str:
