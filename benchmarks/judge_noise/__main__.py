@@ -24,7 +24,7 @@ from tiny_world.pixel_judge import grade_perception, grade_semantics
 ASKED = {
     "plain": "{type: 'viescore'}",
     "three readings": "{type: 'viescore', n_evals: 3, temperature: 0.7}",
-    "expected score": "{type: 'expected_score', labels: 'digits'}",
+    "expected score": "{type: 'expected_score'}",
 }
 """How the judge is asked -> the run's reward."""
 LAST = 40
