@@ -247,14 +247,14 @@ def _caption(rng: random.Random, scene: Drawing) -> Edit:
 
 
 def _photos() -> list[Image.Image]:
-    """The photographs, their shorter side 512 px; [] without scikit-learn, which is not imported:
-    that takes seconds."""
+    """Those of the photographs that are installed, 512x512 px; [] without scikit-learn. The package
+    is not imported, because that takes seconds."""
     package = find_spec("sklearn")
     if package is None or package.origin is None:
         return []
     folder = Path(package.origin).parent / "datasets" / "images"
-    photos = [open_picture(folder / name, ("JPEG",)) for name in PHOTOS]
-    return [ImageOps.fit(photo, (SIDE_PX, SIDE_PX)) for photo in photos]
+    files = [folder / name for name in PHOTOS if (folder / name).is_file()]
+    return [ImageOps.fit(open_picture(file, ("JPEG",)), (SIDE_PX, SIDE_PX)) for file in files]
 
 
 def _photo_edit(

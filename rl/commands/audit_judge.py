@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--run: only `audit` reads a run, and without --pairs")
     if args.columns and not args.pairs:
         parser.error("--columns names the columns of --pairs FILE")
+    if args.seed and (args.pairs or args.run):
+        parser.error("--seed draws other scenes: leave it out with --pairs and --run")
     try:
         resolved = build.resolve(load_config(args.config, args.overrides))
         return asyncio.run(_run(args, resolved))

@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from rl.edit.editor import Editor
     from rl.edit.trained import config_for_use, load_trained, pick_device
 
+    if args.only_words and (args.only_edit or args.steps or args.size):
+        raise ValueError("--only-words draws nothing: leave out --only-edit, --steps and --size")
     *first, last = args.what
     is_path = not first and (last.endswith(".jsonl") or Path(last).exists())
     for url in [word for word in args.what if "://" in word and " " not in word]:

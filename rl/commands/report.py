@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_intermixed_args(argv)
     if args.all is not None:
-        if args.run or args.against or args.single_file:
-            parser.error("--all writes one table of a folder's runs: name neither a RUN nor others")
+        if args.run or args.against or args.single_file or args.page_only:
+            parser.error("--all only takes a folder: leave out RUN and all other options")
         print(f"page: {write_all_runs(Path(args.all))}")
         return 0
     if args.run is None:

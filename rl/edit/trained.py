@@ -193,8 +193,7 @@ def config_for_use(
         values = _set(values, setting)
         if re.split("[.=]", setting)[0] not in READ:
             raise ValueError(
-                f"setting {setting!r} has no effect here: only {', '.join(READ)} are read; seed, "
-                "steps and size are arguments of their own"
+                f"setting {setting!r} has no effect here: only {', '.join(READ)}; see --seed"
             )
     base = _config(values, where).policy
     policy = Trained(trained.model, trained.is_adapter, config={"policy": base}).policy()

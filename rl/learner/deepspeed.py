@@ -210,7 +210,7 @@ def _import_deepspeed(dist: Dist) -> Any:
     """Import DeepSpeed without its side effects, and join (or create) the process group."""
     on_cpu = dist.device == "cpu"
     backend = "gloo" if on_cpu else "nccl"
-    # DeepSpeed moves the module to the CUDA device of this index, also with `device: cuda:1`.
+    # DeepSpeed moves the module to the CUDA device of this index, whatever `policy.device` says.
     os.environ["LOCAL_RANK"] = dist.device.partition(":")[2] or str(dist.local_rank)
     import deepspeed
     import deepspeed.ops
@@ -224,7 +224,7 @@ def _import_deepspeed(dist: Dist) -> Any:
         # compile C++ for a minute, and a stale lock file would hang the run for ever.
         deepspeed.ops.__compatible_ops__ = {}
     else:
-        # DeepSpeed's own parses CUDA_VISIBLE_DEVICES as integers; it may hold UUIDs or MIG devices.
+        # DeepSpeed's version reads CUDA_VISIBLE_DEVICES as integers, and fails for UUIDs in it.
         accelerator = deepspeed.accelerator.get_accelerator()
         accelerator.available_memory = lambda index=None: torch.cuda.mem_get_info(index)[0]
     if not torch.distributed.is_initialized():

@@ -51,8 +51,7 @@ def note(progress: str) -> None:
 
 
 def _print_lines(first_s: float, stopped: threading.Event) -> None:
-    began_s, wait_s = time.monotonic(), first_s
-    printed, printed_s = "", 0.0
+    began_s, wait_s, printed, printed_s = time.monotonic(), first_s, "", 0.0
     while not stopped.wait(wait_s):
         status = ": ".join(filter(None, (described(calls()), _progress)))
         now_s, wait_s = time.monotonic() - began_s, EVERY_S

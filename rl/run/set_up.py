@@ -69,7 +69,7 @@ def open_run(config: RunConfig, dist: Dist) -> Iterator[Run]:
     with ExitStack() as stack:
         stack.enter_context(shown_on(console))
         record = RunRecord(config.run_dir, config, dist)
-        loading_progress.note("waiting for the run's folder, which another process uses")
+        loading_progress.note("waiting for the lock of the run's folder")
         record.claim()
         loading_progress.note("")
         stack.callback(record.release)

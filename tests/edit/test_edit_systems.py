@@ -247,6 +247,7 @@ WRONG = [
     (["nowhere.png", "red"], r"nowhere\.png does not exist; paths start at"),
     (["--checkpoint", "7", "{}"], "there is no checkpoint of 7 iterations; checkpoints there"),
     (["--set", "renderer", "{}"], "setting 'renderer': write key.sub=value"),
+    (["--only-words", "--steps", "3", "{}"], "draws nothing: leave out .*--steps"),
     (["--set", "seed=5", "{}"], "'seed=5' has no effect here: only policy"),
     (["--set", "renderer.num_step=8", "{}"], r"renderer\.num_step: .*num_steps"),
     (["--set", "renderer.model_path=/no/where", "{}"], r"renderer\.model_path: .*/no/where"),

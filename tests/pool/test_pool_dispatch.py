@@ -177,6 +177,8 @@ def test_a_stop_is_noticed_while_workers_draw(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(signals._received_s, 15, 1.0)
     found = [outcome for _, outcome in outcomes if isinstance(outcome, RenderFailure)]
     assert holds(found[0].reason, "asked to stop")
+    sources = [Sample("1", "red it", ())]
+    assert dispatcher_of(FakeWorkers()).prepare("decode_sources", sources) == sources
 
 
 def test_what_a_renderer_raises_is_raised_with_the_worker() -> None:
