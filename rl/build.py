@@ -223,6 +223,7 @@ def plugins_of(kind: str) -> list[str]:
     return sorted([*files, *nested])
 
 
+@cache
 def module_of(kind: str, name: str) -> str:
     """Dotted path of a shipped plugin."""
     is_folder = (Path(__file__).parent / kind / name / f"{name}.py").is_file()

@@ -268,6 +268,7 @@ def _member_problems(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) ->
             yield from _call_problem(getattr(cls, member), name, num_arguments, signature)
 
 
+@cache
 def _methods(base: type[PluginBase[Any]]) -> set[str]:
     """Names of the methods that a plugin of this base may define, the constructor included."""
     return {
@@ -310,6 +311,7 @@ def _call_problem(
     return []
 
 
+@cache
 def _annotated(base: type[PluginBase[Any]]) -> dict[str, tuple[type, str]]:
     """Variables that a base declares: name -> (the class that declares it, its annotation)."""
     return {
@@ -343,6 +345,7 @@ def misspelt(cls: type[PluginBase[Any]], base: type[PluginBase[Any]]) -> Iterato
                     yield f"{owner.__name__}.{name}: nothing reads it; did you mean {near!r}?"
 
 
+@cache
 def section_methods(base: type[PluginBase[Any]]) -> list[str]:
     """Names of the class methods whose only argument is the plugin's section."""
     methods = ((name, getattr(base, name)) for name in sorted(_methods(base)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -95,6 +96,17 @@ def test_overrides_are_jsonnet_and_bare_text_is_a_string(run_file: Path) -> None
     assert config.run_name == "second"
     assert config.final_reward.weights == {"one": 2.0}
     assert config.data.train == [{"type": "elsewhere"}]
+
+
+def test_a_word_is_a_string_unless_jsonnet_knows_it(tmp_path: Path) -> None:
+    path = tiny_config.write(tmp_path, {})
+    known = {"a": ("std.pi", math.pi), "b": ("true", True), "c": ("null", None)}
+    words = {"d": "cuda:0", "e": "true/b", "f": "stdx", "g": "self.a", "h": "local", "i": "~std.pi"}
+    overrides = [f"{key}={text}" for key, (text, _) in known.items()]
+    overrides += [f"{key}={text}" for key, text in words.items()]
+    values, problems = jsonnet.evaluate(path, overrides, {})
+    assert problems == [] and values is not None
+    assert values == {key: value for key, (_, value) in known.items()} | words | {"i": -4}
 
 
 def test_values_that_the_file_derives_follow_an_override(tmp_path: Path, run_file: Path) -> None:
