@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Installs, lints, checks types, searches for unsafe calls and keys, and tests on all cores.
+# Installs, lints, checks types, searches for unsafe calls, and tests on all cores.
 #   ./scripts/test.sh                     the fast tests
-#   ./scripts/test.sh --all               the slow ones, too
-#   ./scripts/test.sh --slow              only the slow ones, without lint and types
+#   ./scripts/test.sh --all               the slow ones and a search for keys, too
+#   ./scripts/test.sh --slow              only what --all adds
 #   ./scripts/test.sh --other-cpus        only tests of arithmetic, with the kernels of older CPUs
 #   ./scripts/test.sh --with-chromium ... a browser for tests of the run's page (Debian's, by apt)
 #   ./scripts/test.sh -k sampler -n 0     further arguments go to pytest; -n 0: no worker processes
@@ -43,15 +43,16 @@ if [[ $tier == fast || $tier == all ]]; then
     types=$!
     # Exceptions are in the code, with their reasons: `# nosec B615 # a local folder`.
     bandit -q -ll -r rl tiny_world benchmarks scripts
+    wait "$types"
+fi
+if [[ $tier == slow || $tier == all ]] && git rev-parse --is-inside-work-tree &>/dev/null; then
     # The tests' fake keys contain one of these strings; upper case is the name of a variable. Model
     # ids look like Base64.
-    if git rev-parse --is-inside-work-tree &>/dev/null; then
-        git ls-files -z -- . ':!*.lock' ':!*.png' ':!tiny_world/weights' ':!benchmarks/results' \
-            ':!tests/documents' ':!tests/**/*.json' |
-            xargs -0 detect-secrets-hook --no-verify --disable-plugin Base64HighEntropyString \
-                --exclude-secrets 'hunter2|0123456789|zyxwvu|^[A-Z][A-Z0-9_]*$'
-    fi
-    wait "$types"
+    git ls-files -z -- . ':!*.lock' ':!*.png' ':!tiny_world/weights' ':!benchmarks/results' \
+        ':!tests/documents' ':!tests/**/*.json' |
+        xargs -0 -n 100 -P "$(nproc)" detect-secrets-hook --no-verify \
+            --disable-plugin Base64HighEntropyString \
+            --exclude-secrets 'hunter2|0123456789|zyxwvu|^[A-Z][A-Z0-9_]*$'
 fi
 # Worksteal: each worker gets a contiguous share of the files, so that few fixtures are made twice,
 # and an idle worker takes tests from the end of another's share.
