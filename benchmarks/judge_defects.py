@@ -141,10 +141,10 @@ DEFECTS: Mapping[str, Defect] = {
 
 
 def examine(
-    defect: str, num_cases: int = judge_audit.NUM_CASES
+    defect: str, num_cases: int = judge_audit.NUM_CASES, attacked: bool = True
 ) -> tuple[RewardAudit, tuple[list[AttackResult], float, float]]:
     """(audit, attack) of the quickstart's reward with a judge that has this defect: the
-    results of `judge_audit.audit` and of `judge_audit.attack`."""
+    results of `judge_audit.audit` and, if `attacked`, of `judge_audit.attack`."""
     config = load_config("configs/quickstart.jsonnet", ["judge.max_attempts=2"])
     resolved = build.resolve(config)
     cases = configured_cases(resolved, ["viescore"], num_cases, seed=0)
@@ -154,7 +154,7 @@ def examine(
         client = JudgeClient(limits.model_copy(update={"backoff_s": 0.01}), api_base)
         try:
             audit = await judge_audit.audit(plugin, client, "cpu", cases, limits)
-            if not audit.num_graded:  # an attack would raise JudgeError
+            if not attacked or not audit.num_graded:  # an attack would raise JudgeError
                 return audit, ([], math.nan, 0.0)
             return audit, await judge_audit.attack(plugin, client, "cpu", cases, limits)
         finally:

@@ -22,7 +22,6 @@ import tiny_config
 
 from rl import build
 from rl.api import find
-from rl.check import check_report
 from rl.config.messages import sections
 from rl.config.schema import RunConfig
 
@@ -123,6 +122,7 @@ def test_test_files_import_helpers_and_no_test_files() -> None:
     wrong = [
         each.place
         for file in (ROOT / "tests").rglob("*.py")
+        if re.search(r"^\s*(from|import)\b.*\btest_", file.read_text(), re.M)
         for each in imports_of(file)
         if any(word.startswith("test_") for word in each.module.split("."))
     ]
@@ -341,23 +341,6 @@ def assert_documented(model: type) -> None:
         if not field.description and not (key == "" and name in dict(sections(model)))
     ]
     assert not undocumented, undocumented
-
-
-def save_empty_lists(config: RunConfig) -> None:
-    """Writes the lists that a config reads, with one edit each, as if the data had been fetched."""
-    for source in [*config.data.train, *config.data.validation]:
-        if source["type"] == "emu3_tokens":
-            file = Path(source["path"])
-            file.parent.mkdir(parents=True)
-            file.write_text('{"path_list": ["1.pth"]}')
-            (file.parent.parent / "1.pth").touch()
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_config_has_no_problems(path: Path) -> None:
-    config = tiny_config.shipped(path.stem)
-    save_empty_lists(config)
-    assert check_report.problems(config) == []
 
 
 def test_the_base_config_documents_every_key_with_its_default() -> None:

@@ -12,7 +12,7 @@ REPO = Path(__file__).resolve().parents[1]
 
 def typing_errors(files: Sequence[Path], root: Path) -> list[str]:
     """The errors, one per line; `root`: the parent of the files' packages."""
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary"]
+    command = [sys.executable, "-m", "mypy", "--no-error-summary"]
     command += ["--namespace-packages", "--explicit-package-bases"]
     command += [
         "--config-file",

@@ -15,7 +15,6 @@ from rl import build
 from rl.api import plugin
 from rl.check import check_report
 from rl.check.no_effect import no_effect
-from rl.config.schema import load_config
 
 HEAD = """
 from PIL import Image
@@ -107,8 +106,7 @@ def problems_of(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, **chan
     (folder / "strangers/pkg/__init__.py").write_text("from .inner import *\n")
     for file in ("stranger.py", "strangers/one.py", "strangers/pkg/inner.py"):
         (folder / file).write_text(HEAD + code.replace(" | ", "\n    ") + "\n")
-    path = tiny_config.write(folder, tiny_config.real(folder, **changes))
-    return check_report.problems(load_config(path))
+    return check_report.problems(tiny_config.validated(tiny_config.real(folder, **changes)))
 
 
 DATA_CLASS = "class D(DataSource): | def __len__(self): return 3 | def __getitem__(self, index): "
@@ -265,7 +263,7 @@ def test_a_misspelt_member_of_a_plugin_is_reported(tmp_path, monkeypatch) -> Non
     code = "class R(Reward): | need = {'image'} | def garde(self, x): ... | own = 3" + HALF
     rewards = {"mine": {"type": "stranger.R"}}
     assert problems_of(tmp_path, monkeypatch, code, rewards=rewards) == []
-    resolved = build.resolve(load_config(next(tmp_path.glob("*.jsonnet"))))
+    resolved = build.resolve(tiny_config.validated(tiny_config.real(tmp_path, rewards=rewards)))
     warnings = [line for line in no_effect(resolved) if line.startswith("rewards.mine")]
     assert len(warnings) == 2 and holds(warnings, "R.need: ... 'needs' ... R.garde: ... 'grade'")
 

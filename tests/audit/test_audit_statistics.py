@@ -25,6 +25,7 @@ def test_auroc_is_the_share_of_the_mann_whitney_statistic() -> None:
     assert statistics.auroc(right, wrong) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_auroc_interval_covers_the_true_value_in_most_draws() -> None:
     """True value of N(1, 1) against N(0, 1): Phi(1 / sqrt 2) = 0.760."""
     rng = np.random.default_rng(0)

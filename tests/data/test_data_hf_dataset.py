@@ -179,6 +179,7 @@ def test_pictures_may_be_paths_or_bytes(folder, tmp_path):
     assert build(tmp_path / "bytes.parquet")[0].source.size == PHOTO_SIZE
 
 
+@pytest.mark.slow
 def test_a_config_check_does_not_import_datasets(folder):
     code = (
         "import sys; from rl.data import hf_dataset as h;"

@@ -228,6 +228,7 @@ def test_the_health_check_names_the_cause(status: int, body: str, reason: str) -
     assert re.search(reason, str(error.value))
 
 
+@pytest.mark.slow
 def test_the_health_check_waits_for_a_server_that_is_still_starting() -> None:
     with FaultyJudge() as judge:
         judge.models = [Fault(503), Fault(429)]

@@ -122,6 +122,7 @@ def test_a_judge_that_accepts_one_picture_and_refuses_two_stops_the_run() -> Non
         answers_of(judge.client(), questions, at_once=False)
 
 
+@pytest.mark.slow
 def test_a_short_outage_loses_no_answer_and_sends_few_requests() -> None:
     """Down for 6 time-outs (12 minutes at the default 120 s), then back: all 24 are answered."""
     outage_s = 2.4

@@ -165,6 +165,7 @@ COSTS_ONE_TRY = {
 CASES = [(cause, name) for cause, cases in COSTS_ONE_TRY.items() for name in cases]
 
 
+@pytest.mark.slow
 def test_each_invalid_response_costs_one_try() -> None:
     """Sixteen cases run at a time, because a third of them wait for a time-out."""
 

@@ -83,6 +83,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(values, values)
 def test_any_log_probs_give_a_distribution_or_are_unreadable(entry: Any, journalled: Any) -> None:
     choice = {"message": {"content": "7"}, "logprobs": {"content": [entry]}}

@@ -60,6 +60,7 @@ def health(api_base: str) -> list[str]:
     return alive
 
 
+@pytest.mark.slow
 def test_an_untrusted_certificate_is_reported(judge: str, certificate: Path, monkeypatch) -> None:
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     started_s = time.monotonic()

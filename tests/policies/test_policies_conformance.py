@@ -175,6 +175,7 @@ def half_the_adapter_is_saved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrainedPolicy, "save_pretrained", partly)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "fault", "cause"),
     [

@@ -116,6 +116,7 @@ def test_wandb_run_id_names_the_page_of_a_new_run(tmp_path, monkeypatch, capsys)
     assert page_id(tmp_path / "new") == "of_another_run"
 
 
+@pytest.mark.slow
 def test_a_wandb_run_id_that_wandb_refuses_gives_a_warning_and_is_not_kept(
     tmp_path, monkeypatch, capsys
 ):

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,14 @@ FAULTS = {
 MAX_DIFFERENCE = 0.05
 MAX_WAITS = {"picture": 5, "condition": 5, "learn": 5, "learn_backward": 0, "reference": 5}
 """Waits of the host for the GPU that each phase of a group may have."""
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="a rehearsal compiles 35 lines of C++"),
-]
+SLOW = ("qwen_image_edit", "sft_s__rl_s", "qwen_image_edit, waits in each step")
+OTHERS = [case for case in (*FAMILIES, *FAULTS) if case not in SLOW]
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="a rehearsal compiles 35 lines of C++"
+)
 
 
-def rehearsed() -> dict[str, Any]:
+def rehearsed(cases: Iterable[str]) -> dict[str, Any]:
     """Case -> results; all in one process, as importing torch takes as long as a rehearsal."""
     environment = {
         "APP__RUN_NAME": "x",
@@ -51,7 +53,7 @@ def rehearsed() -> dict[str, Any]:
         "APP__REWARD_FUNCTION_API_BASE": "http://127.0.0.1:1",
     }
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *FAMILIES, *FAULTS],
+        [sys.executable, str(SCRIPT), *cases],
         cwd=ROOT,
         env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -62,11 +64,19 @@ def rehearsed() -> dict[str, Any]:
     return result
 
 
-def test_rehearsals(subtests: pytest.Subtests) -> None:
-    """One test, so that pytest-xdist's workers do not share its results."""
-    results = rehearsed()
-    for name, peaks in FAMILIES.items():
-        done = results[name]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(SLOW, marks=pytest.mark.slow, id="two"),
+        pytest.param(OTHERS, marks=pytest.mark.campaign, id="others"),
+    ],
+)
+def test_rehearsals(subtests: pytest.Subtests, cases: Iterable[str]) -> None:
+    results = rehearsed(cases)
+    for name, done in results.items():
+        if name not in FAMILIES:
+            continue
+        peaks = FAMILIES[name]
         with subtests.test("memory equals the plan, and no dtypes mix", config=name):
             assert done["mixed_dtypes"] == []
             for phase, real_gb in peaks.items():
@@ -75,12 +85,13 @@ def test_rehearsals(subtests: pytest.Subtests) -> None:
         with subtests.test("the host waits at most five times a phase", config=name):
             waits = done["waits"]
             assert not {key: waits[key] for key, most in MAX_WAITS.items() if waits[key] > most}
-    for case, (place, words) in FAULTS.items():
+        with subtests.test("the FLOPs of a forward, by hand"):
+            counted = done["tflop"]["learn_reference"]
+            assert name != "qwen_image_edit" or 1 < counted / forward_tflop() < 1.25
+    for case in FAULTS.keys() & results.keys():
+        place, words = FAULTS[case]
         with subtests.test("a planted fault is found", case=case):
             assert words in str(results[case][place])
-    with subtests.test("the FLOPs of a forward, by hand"):
-        counted = results["qwen_image_edit"]["tflop"]["learn_reference"]
-        assert 1 < counted / forward_tflop() < 1.25
 
 
 def forward_tflop() -> float:

@@ -207,6 +207,7 @@ def embedded_data(page: str) -> Iterator[str]:
         yield script.strip() + "\n"
 
 
+@pytest.mark.slow
 def test_the_single_file_holds_what_fits_its_size_limit(run_dir: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(single_file, "MAX_BYTES", 1_000_000)
     draw = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from tiny_faulty_judge import Fault, FaultyJudge
@@ -181,6 +181,7 @@ def test_one_unreadable_reply_is_ungraded(reward: ModuleType, replies: list[str]
 numbers = st.one_of(st.integers(-5, 1100), st.floats(), st.booleans(), st.none(), st.text())
 
 
+@settings(max_examples=30)
 @given(st.lists(st.lists(numbers, max_size=5), max_size=3), st.lists(numbers, max_size=3))
 def test_only_two_numbers_under_score_become_scores(corners: Any, marks: Any) -> None:
     try:

@@ -64,6 +64,7 @@ def test_required_audits_an_unknown_judge_once(
         assert "passed its audit" in printed.out and printed.err == ""
 
 
+@pytest.mark.slow
 def test_a_failed_audit_stops_the_run_or_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

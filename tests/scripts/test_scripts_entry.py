@@ -182,6 +182,7 @@ def test_a_script_only_calls_its_command(script: Path) -> None:
     assert module[1].removesuffix(".__main__") in modules and find_spec(module[1])
 
 
+@pytest.mark.slow
 def test_an_unsupported_python_is_a_clear_error() -> None:
     pythons = [name for name in ("python3.9", "python3.10", "python3.14") if shutil.which(name)]
     for name in pythons:

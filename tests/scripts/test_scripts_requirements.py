@@ -128,6 +128,7 @@ def test_every_third_party_import_is_pinned() -> None:
     assert third_party("tests") - set(CPU) - set(TEST) - {"vllm", "torchaudio", "trl"} == set()
 
 
+@pytest.mark.slow
 def test_rl_check_and_report_need_no_extra() -> None:
     """`pip install vlm-edit-rl` alone is enough for `rl check` and `rl report`."""
     script = (

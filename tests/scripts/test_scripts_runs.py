@@ -148,6 +148,7 @@ def test_names_are_printable_and_every_line_fits(tmp_path: Path, capsys) -> None
     assert max(map(cell_len, lines)) <= 80, max(lines, key=cell_len)
 
 
+@pytest.mark.slow
 def test_listing_runs_needs_no_training_packages(tmp_path: Path) -> None:
     make_run(tmp_path / "a", steps=(1, 2, 3))
     blocked = ("torch", "filelock", "transformers", "safetensors", "huggingface_hub", "wandb")

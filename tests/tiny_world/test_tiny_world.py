@@ -102,6 +102,7 @@ def test_the_exact_edit_scores_10_and_any_other_scores_0():
     assert max(map(mean_overall, others)) < 0.01
 
 
+@pytest.mark.slow
 def test_noise_costs_marks():
     def edit(sigma_rgb):
         return lambda scene, task, rng: with_noise(draw(apply(scene, task.op)), sigma_rgb)
@@ -181,6 +182,7 @@ def test_the_untrained_policy_gives_the_right_answer_sometimes(exam):
     assert all(0.1 < p < 0.5 for p in p_by_kind.values()), p_by_kind
 
 
+@pytest.mark.slow
 def test_the_editor_follows_descriptions(exam):
     held_out, transformer = exam
     right = held_out.grade(held_out.render(transformer, held_out.right, steps=2))

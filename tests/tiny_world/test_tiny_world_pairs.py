@@ -45,6 +45,7 @@ def test_an_edit_without_a_second_picture_or_such_a_shape_is_refused():
     assert read_instruction(text, Scene(0, (circle,)), [Scene(0, (square,))]).paint == "red"
 
 
+@pytest.mark.slow
 def test_the_judge_reads_the_colour_from_the_second_picture():
     num_fooled = 0
     for scene, lender, task in examples(60, seed=2):

@@ -26,7 +26,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) ->
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("stops_early", [False, True])
+@pytest.mark.parametrize("stops_early", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_a_run_waits_while_the_disk_is_full_and_loses_nothing(
     models: dict[str, str], uninterrupted: Path, tmp_path: Path, stops_early: bool
 ) -> None:

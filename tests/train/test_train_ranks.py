@@ -40,16 +40,6 @@ def launch(models: dict[str, str], folder: Path, num_ranks: int, **optimizer: An
     return folder / "tiny"
 
 
-@pytest.fixture(scope="module")
-def plain(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch(models, tmp_path_factory.mktemp("plain"), 2, backend="torch")
-
-
-@pytest.fixture(scope="module")
-def alone(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch(models, tmp_path_factory.mktemp("alone"), 1, backend="torch")
-
-
 def episodes_of(run_dir: Path, iteration: int, rank: int) -> list[dict[str, Any]]:
     return tiny_loop.rows_of(run_dir / "episodes" / f"it_{iteration:06d}.rank{rank}.jsonl")
 
@@ -58,19 +48,15 @@ def identity(episode: dict[str, Any]) -> list[Any]:
     return [episode[key] for key in ("group_id", "sample_id", "noise_seed", "token_ids")]
 
 
-@pytest.mark.parametrize(
-    "zero_stage", [pytest.param(2, marks=CAMPAIGN), pytest.param(3, marks=SLOW)]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("zero_stage", [2, 3])
 def test_two_ranks_with_zero_give_the_numbers_of_plain_torch(
-    models: dict[str, str], plain: Path, alone: Path, tmp_path: Path, zero_stage: int
+    models: dict[str, str], tmp_path: Path, zero_stage: int
 ) -> None:
-    sharded = launch(models, tmp_path, 2, backend="deepspeed", zero_stage=zero_stage)
+    sharded = launch(models, tmp_path / "sharded", 2, backend="deepspeed", zero_stage=zero_stage)
+    plain = launch(models, tmp_path / "plain", 2, backend="torch")
+    alone = launch(models, tmp_path / "alone", 1, backend="torch")
     rows, expected = metrics_of(sharded), metrics_of(plain)
-    assert [row["iteration"] for row in rows] == [0, 1, 2]
-    for row in rows:
-        assert row["sync/mean_abs_dlogp"] < 1e-4
-    for row in rows[1:]:
-        assert row["optimizer/steps"] == 1 and row["optimizer/grad_norm"] > 0
     for row, plain_row, near in zip(rows, expected, NEAR, strict=True):
         assert row.keys() == plain_row.keys()
         for name, value in plain_row.items():
@@ -82,6 +68,20 @@ def test_two_ranks_with_zero_give_the_numbers_of_plain_torch(
     both = episodes_of(sharded, 1, 0) + episodes_of(sharded, 1, 1)
     assert [identity(e) for e in both] == [identity(e) for e in episodes_of(alone, 1, 0)]
     assert metrics_of(alone)[1]["reward/mean"] == pytest.approx(rows[1]["reward/mean"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "zero_stage", [pytest.param(2, marks=CAMPAIGN), pytest.param(3, marks=SLOW)]
+)
+def test_two_ranks_with_zero_learn_the_same_weights(
+    models: dict[str, str], tmp_path: Path, zero_stage: int
+) -> None:
+    sharded = launch(models, tmp_path, 2, backend="deepspeed", zero_stage=zero_stage)
+    rows = metrics_of(sharded)
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    assert all(row["sync/mean_abs_dlogp"] < 1e-4 for row in rows), "the engine has them, too"
+    for row in rows[1:]:
+        assert row["optimizer/steps"] == 1 and row["optimizer/grad_norm"] > 0
 
     notes = [torch.load(sharded / f"weights_2.rank{rank}.pt") for rank in range(2)]
     assert [note["version"] for note in notes] == [2, 2]
@@ -103,9 +103,7 @@ def test_two_ranks_with_zero_give_the_numbers_of_plain_torch(
     [
         pytest.param("refused", 0, {"backend": "deepspeed", "zero_stage": 2}, marks=CAMPAIGN),
         pytest.param("refused", 1, {"backend": "torch"}, marks=SLOW),
-        pytest.param("raised", 0, {"backend": "torch"}, marks=CAMPAIGN),
-        pytest.param("raised", 0, {"backend": "deepspeed", "zero_stage": 2}, marks=SLOW),
-        pytest.param("killed", 0, {"backend": "torch"}, marks=SLOW),
+        pytest.param("raised", 0, {"backend": "deepspeed", "zero_stage": 2}, marks=CAMPAIGN),
         pytest.param("killed", 0, {"backend": "deepspeed", "zero_stage": 3}, marks=CAMPAIGN),
         pytest.param("stopped", 0, {"backend": "deepspeed", "zero_stage": 2}, marks=SLOW),
         pytest.param("stopped", 1, {"backend": "deepspeed", "zero_stage": 1}, marks=CAMPAIGN),
