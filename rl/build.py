@@ -309,8 +309,7 @@ def build_renderer(resolved: Resolved, dist: Dist) -> Renderer:
 
 @contextmanager
 def _key_in_errors(plugin: Plugin[Any]) -> Iterator[None]:
-    """Add the plugin's config key to errors about unreadable files and about weights that are not
-    finite."""
+    """Add the plugin's config key to errors about unreadable files and non-finite weights."""
     try:
         yield
     except NotFiniteError as error:

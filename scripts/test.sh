@@ -39,11 +39,11 @@ unset PYTHONDONTWRITEBYTECODE
 if [[ $tier == fast || $tier == all ]]; then
     ruff check .
     ruff format --check .
-    mypy & # half a minute of one core
+    found=$(mktemp)
+    mypy >"$found" & # half a minute of one core
     types=$!
     # Exceptions are in the code, with their reasons: `# nosec B615 # a local folder`.
     bandit -q -ll -r rl tiny_world benchmarks scripts
-    wait "$types"
 fi
 if [[ $tier == slow || $tier == all ]] && git rev-parse --is-inside-work-tree &>/dev/null; then
     # The tests' fake keys contain one of these strings; upper case is the name of a variable. Model
@@ -69,5 +69,12 @@ if [[ $tier == other-cpus ]]; then
             "${arithmetic[@]}" "$@"
     done
 else
-    "${pytest[@]}" "${selection[@]}" "$@"
+    status=0
+    "${pytest[@]}" "${selection[@]}" "$@" || status=$?
+    if [[ -n ${types:-} ]]; then
+        wait "$types" || status=1
+        cat "$found"
+        rm "$found"
+    fi
+    exit "$status"
 fi

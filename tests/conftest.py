@@ -1,6 +1,5 @@
 """Gives every test its own working directory, environment and global state."""
 
-import gc
 import json
 import os
 import random
@@ -39,7 +38,8 @@ MAX_WORKERS = 8
 """Each takes 2 GB for torch, transformers and vLLM."""
 STARTED_S = pytest.StashKey[float]()
 LONGEST = ("test_rehearsal", "test_systems_learn", "test_train_ranks", "test_two_nodes",
-           "test_train_hangs", "test_pool_ray", "test_documents")  # fmt: skip
+           "test_train_hangs", "test_pool_ray", "test_documents", "test_policies_conformance",
+           "test_notebook", "test_train_full_disk", "test_config_shipped")  # fmt: skip
 """Files with slow tests of one to five minutes, which come first: at the end they would leave all
 workers but one without work."""
 TESTS = ["tests"]
@@ -55,8 +55,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Campaign tests run only with `-m campaign`, whatever else is selected, and without a time
-    limit."""
+    """Campaign tests run only with `-m campaign`, and without a time limit."""
     if "campaign" in config.option.markexpr:
         for item in items:
             item.add_marker(pytest.mark.timeout(0))
@@ -67,12 +66,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if campaign:
         items[:] = [item for item in items if item not in campaign]
         config.hook.pytest_deselected(items=campaign)
-
-
-def pytest_collection_finish() -> None:
-    """What the tests import stays; without it, each garbage collection is a second faster."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -108,7 +101,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
 def _seed() -> None:
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` also notes the stack, for CUDA
 
 
 @pytest.fixture(scope="session", autouse=True)

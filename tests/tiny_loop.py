@@ -122,8 +122,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def run(path: Path, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Runs the loop in a new process; `arguments`: those of `end_at`, or 'phase' and those of
-    `end_at_phase`, or none."""
+    """Runs the loop in a new process; `arguments`: of `end_at`, or 'phase', *of `end_at_phase`."""
     command = [sys.executable, str(Path(__file__)), str(path), *arguments]
     ended = subprocess.run(
         command, env=environment(), cwd=REPO, capture_output=True, text=True, timeout=300

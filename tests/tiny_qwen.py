@@ -46,8 +46,7 @@ def make_model(tokenizer: Any, seed: int = 0, tied: bool = False) -> Any:
 
 
 def text_sizes(tokenizer: Any, tied: bool) -> dict[str, Any]:
-    """Config of both families' language models; as in the released ones, the vocabulary is larger
-    than the tokenizer."""
+    """Config of both families' language models, whose vocabulary is larger than the tokenizer."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]}
     text = {"vocab_size": len(tokenizer) + 3, "rope_parameters": rope, "tie_word_embeddings": tied}
     return language_sizes(64, 2, 4096) | text

@@ -121,8 +121,7 @@ class Console:
         self._rich.print("  ".join(parts), markup=False, style="bold")
 
     def framed(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """A block of (label, text) rows between two rules of 80 columns. A label that begins with
-        a space is dim."""
+        """(label, text) rows between rules of 80 columns; labels beginning with a space are dim."""
         table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
         for label, text in rows:
             table.add_row(Text(label, "dim" if label[:1] == " " else "bold"), Text(plain(text)))

@@ -159,8 +159,7 @@ def free_stem(folder: Path, request: EditRequest) -> Path:
 
 
 def save(editor: Editor, result: EditResult, stem: Path) -> list[Path]:
-    """Write the picture, the sheet (if arms were drawn) and the JSON file; returns their paths, the
-    JSON file last."""
+    """Write picture, sheet (if arms were drawn) and JSON; returns their paths in this order."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     written: dict[str, Path] = {}
     if result.image is not None:

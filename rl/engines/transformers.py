@@ -68,8 +68,7 @@ class TransformersEngine(Engine):
         logprobs_TB: list[list[float]] = []
         stopped_B = torch.zeros(len(generators), dtype=torch.bool)
         while len(tokens_TB) < params.max_tokens and not stopped_B.all():
-            # A finished row is still decoded: the other rows' results must not depend on when it
-            # stopped.
+            # A finished row is still decoded: no other row's result may depend on when it stopped.
             logits_BV = decoder.step(tokens_TB[-1] if tokens_TB else None)
             kinds_B = None
             if vocabulary:

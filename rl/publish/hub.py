@@ -55,8 +55,7 @@ class Pusher:
         with self._lock:
             replaced, self._queued = self._queued, iteration
             if self._thread is None:
-                # A daemon, unlike an executor's thread: a stuck network must not keep the process
-                # alive.
+                # A daemon, unlike an executor's thread: a stuck network keeps no process alive.
                 self._thread = threading.Thread(target=self._run, name="hub-push", daemon=True)
                 self._thread.start()
         if replaced is not None:

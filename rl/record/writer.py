@@ -13,8 +13,7 @@ from rl.checkpoints.full_disk import retry_until_space
 from rl.console.console import warn
 
 MAX_WAITING = 10
-"""Maximum number of queued jobs, enough for two iterations or more. They hold pictures and weights
-in memory."""
+"""Maximum number of queued jobs, which hold pictures and weights: enough for two iterations."""
 
 
 class BackgroundWriter:

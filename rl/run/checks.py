@@ -56,8 +56,7 @@ class Checks:
         """Keys of warnings that were logged: causes of failed episodes, and 'held-out'."""
 
     def check_failures(self, rollout: Rollout) -> None:
-        """Raises `TooManyFailuresError` on every rank if the judge or the renderer fails too often.
-        Collective."""
+        """Collective: raises `TooManyFailuresError` if judge or renderer fail too often."""
         self._check_renderer(rollout)
         self._check_failure_rate(rollout.episodes)
         for episodes_G in rollout.episodes:

@@ -160,8 +160,7 @@ class SecondJudge:
         rewards_P: Sequence[float | None],
         hashes_P: Sequence[Sequence[str]],
     ) -> None:
-        """Add `eval/second_judge/*` and `eval/judge_gap*`; warn of a gap beyond noise.
-        Collective."""
+        """Collective: adds `eval/second_judge/*`, `eval/judge_gap*`; warns of gaps beyond noise."""
         rows: list[tuple[str, Rewards, Sequence[str]]] = []
         for episode, reward, hashes in zip(episodes_P, rewards_P, hashes_P, strict=True):
             if not episode.image_rewards:

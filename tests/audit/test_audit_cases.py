@@ -59,6 +59,7 @@ def test_a_sample_without_an_edit_makes_no_case() -> None:
     assert [case.sample.id for case in cases] == ["red-8", "green-30"]
 
 
+@pytest.mark.slow
 def test_scenes_are_drawn_from_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "sklearn"  # only its photographs are read
     (package / "datasets" / "images").mkdir(parents=True)

@@ -35,6 +35,7 @@ def new_bench(folder: Path, size=TINY) -> Bench:
     return Bench(Dist(), size, 0.0, folder, Report())
 
 
+@pytest.mark.campaign
 def test_every_item_but_the_slow_two_runs_on_a_cpu(tmp_path, capsys):
     code, record = run(tmp_path, "4,6,3,2,4b,1")
     assert code == 0 and record["failures"] == []
@@ -129,8 +130,7 @@ def test_visible_tokens_of_packed_attention_by_hand():
 
 
 def test_padded_rows_as_in_trl_have_our_log_probs(tmp_path):
-    """Equal seeds give both models the same weights, and a fresh adapter changes nothing. TRL bans
-    no tokens."""
+    """Equal seeds give both equal weights; a fresh adapter changes nothing. TRL bans no tokens."""
     bench = new_bench(tmp_path)
     gpu_models.save_policy_files(bench)
     torch.manual_seed(0)

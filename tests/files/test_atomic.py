@@ -23,6 +23,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [threading.Thread, multiprocessing.get_context("fork").Process])
 def test_two_writers_of_one_file_leave_what_one_of_them_wrote(tmp_path: Path, kind: type) -> None:
     path = tmp_path / "file"

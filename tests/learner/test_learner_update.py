@@ -287,6 +287,7 @@ def test_stale_rollouts_are_corrected_by_the_ratio(
     assert logged["policy/ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_weights_do_not_depend_on_the_judges_speed(folder: str, sequences: list[Graded]) -> None:
     """While the judge grades, no, some or all packs are computed ahead; half of the groups have no
     loss, and one more member is UNGRADED."""
@@ -314,6 +315,7 @@ def test_weights_do_not_depend_on_the_judges_speed(folder: str, sequences: list[
             assert apart(weights[name], tensor) <= WEIGHT_TOL * tensor.abs().max(), name
 
 
+@pytest.mark.slow
 def test_two_updates_per_iteration_step_on_one_half_of_the_groups_each(
     folder: str, sequences: list[Graded]
 ) -> None:

@@ -55,11 +55,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_qwen.save_policy_folder(tmp_path_factory.mktemp("policy"))
 
 
-@pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize(
     "wrong", ["q_porj", "proj_q", "proj|q_proj", "language_model", "(", "lora"]
 )
-@pytest.mark.parametrize("others", [["q_proj"], []], ids=["beside a valid name", "alone"])
+@pytest.mark.parametrize(("others", "frozen"), [(["q_proj"], True), ([], False)])
 def test_a_target_that_names_no_layer_is_refused_before_a_device_is_used(
     folder: str, frozen: bool, wrong: str, others: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def test_another_model_shape_or_folder_is_refused_before_loading(
     assert f"policy.model_path={whole}" in problems(from_run=str(tmp_path))[0]
 
 
+@pytest.mark.slow
 def test_the_launcher_names_the_checkpoint_and_a_resume_keeps_it(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

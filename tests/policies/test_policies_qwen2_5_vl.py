@@ -47,8 +47,7 @@ def rows(group) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def stock_embeds(policy):
-    """Encodes texts and pictures with `QwenImageEditPipeline`, with the token types that the
-    pipeline does not pass on."""
+    """Encodes with `QwenImageEditPipeline`, with the token types that it does not pass on."""
     from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline
 
     def encode(texts, images):

@@ -128,6 +128,7 @@ def test_a_wandb_run_id_that_wandb_refuses_gives_a_warning_and_is_not_kept(
     assert b"reward/mean" in page_of(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environ", "line", "limit_s"),
     [

@@ -30,8 +30,7 @@ def record_in(folder: Path, budget_bytes: float, dist: Dist | None = None) -> Ru
 
 
 def groups_of(num: int, spread: int | None = None) -> list[list[Episode]]:
-    """`num` groups of three completions, two of which share a picture; rewards of group `spread`
-    differ."""
+    """`num` groups of three completions, two with the same picture; rewards of `spread` differ."""
     groups = []
     for p in range(num):
         shared, other = noise(10 * p), noise(10 * p + 1)

@@ -75,6 +75,7 @@ def test_the_defaults_equal_the_stock_settings(stock: StockParts, parts: EditorP
     assert_same_picture(picture, Image.fromarray(expected_picture))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_stock")
 def test_bfloat16_is_as_close_to_float32_as_stock(tmp_path: Path, stock: StockParts) -> None:
     """Rounding to bfloat16 after every operation changes some pixels by 0.07, in stock and in ours,

@@ -275,6 +275,7 @@ def test_equal_completions_are_one_card_and_other_words_are_marked(
         colours = {image.convert("RGB").getpixel((x, image.height // 2)) for x in (9, 90, 200)}
     assert colours == {(255, 0, 0)}, "nothing of the sheet around the part is visible"
     tab.page.locator("summary", has_text="Files, command").click()
+    tab.page.locator(".copy code").wait_for()
     [command] = tab.texts(".copy code")
     assert command == "rl edit --run run run/images/it_000001/rank0_g00_source.png 'it'\\''s <b>'"
     record = json.loads(tab.page.locator(".copy pre").text_content())

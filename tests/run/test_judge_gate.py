@@ -48,6 +48,7 @@ def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge_audit, "NUM_REPEATED", 1)
 
 
+@pytest.mark.slow
 def test_required_audits_an_unknown_judge_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

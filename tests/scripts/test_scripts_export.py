@@ -317,8 +317,7 @@ def test_a_fully_finetuned_model_is_copied_unchanged(tmp_path: Path) -> None:
 
 
 def test_a_stock_editor_loads_the_exported_text_encoder(tmp_path, capsys) -> None:
-    """The export replaces the `text_encoder` folder of a stock pipeline, and its states are those
-    of base + adapter."""
+    """The export replaces a stock pipeline's `text_encoder`; its states are of base + adapter."""
     from diffusers import QwenImageEditPipeline
     from peft import PeftModel
 

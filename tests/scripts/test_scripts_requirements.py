@@ -120,8 +120,7 @@ def third_party(*folders: str) -> set[str]:
 @pytest.mark.slow
 def test_every_third_party_import_is_pinned() -> None:
     """A package that the code imports must not be only a dependency of another package."""
-    # The engines install torchaudio; it is imported only to fix it. Ray is the extra of a render
-    # pool.
+    # The engines install torchaudio, imported only to fix it. Ray is the extra of a render pool.
     optional = {"vllm", "torchaudio", "ray"}
     assert third_party("rl", "scripts", "tiny_world") - set(CPU) - optional == set()
     # TRL creates a fixture, in a separate environment.

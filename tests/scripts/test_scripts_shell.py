@@ -275,8 +275,7 @@ def test_each_tier_runs_its_tests(copy):
     lint += ["bandit -q -ll -r rl tiny_world benchmarks scripts"]
     test = "scripts/test.sh"
     for options, tests in ((["-k", "a or b"], " -m not slow -k a or b"), (["--all", "-x"], " -x")):
-        *lint_lines, pytest_line = printed(test, *options)
-        assert sorted(lint_lines) == sorted(lint) and pytest_line == PYTEST + tests
+        assert sorted(printed(test, *options)) == sorted([*lint, PYTEST + tests])
     assert printed(test, "--slow", "-x") == [f"{PYTEST} -m slow -x"]
     older = printed(test, "--other-cpus")
     assert [line.partition(" tests/")[0] for line in older] == [PYTEST] * 2
@@ -286,8 +285,12 @@ def test_each_tier_runs_its_tests(copy):
     tests = [line for line in lines if "pytest" in line]
     assert tests == [f"{PYTEST} -m not slow", f"{PYTEST} -m slow", *older]
     assert "all of it" in lines[-1]
-    fake(copy / ".venv/bin/ruff", "exit 1")
-    assert run(copy, test, REQUIREMENTS=CPU).returncode == 1
+    for tool in ("mypy", "ruff"):
+        fake(copy / ".venv/bin" / tool, "exit 1")
+        assert run(copy, test, REQUIREMENTS=CPU).returncode == 1
+        fake(copy / ".venv/bin" / tool, "")
+    fake(copy / ".venv/bin/python", "exit 5")
+    assert run(copy, test, REQUIREMENTS=CPU).returncode == 5
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,17 @@ from rl.simulation import phase_times
 from rl.simulation.iteration_model import Machines, simulate
 from rl.simulation.pool_report import pool_lines
 
+rare = partial(pytest.param, marks=pytest.mark.campaign)
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "counted"),
     [
         ("qwen_image_edit", lambda: picture_flops.edit(1024, 1024**2 // 28**2, 50, True)),
-        ("qwen_image_edit_plus", lambda: picture_flops.edit(1024, 196, 40, True)),
-        ("qwen_image_edit_fewstep", lambda: picture_flops.edit(512, 512**2 // 28**2, 8, False)),
-        ("qwen_image_21", lambda: picture_flops.image_21(1024, 1, 40)),
+        rare("qwen_image_edit_plus", lambda: picture_flops.edit(1024, 196, 40, True)),
+        rare("qwen_image_edit_fewstep", lambda: picture_flops.edit(512, 512**2 // 28**2, 8, False)),
+        rare("qwen_image_21", lambda: picture_flops.image_21(1024, 1, 40)),
         ("qwen_image_21_fewstep", lambda: picture_flops.image_21(512, 1, 8)),
     ],
 )

@@ -37,8 +37,7 @@ def test_every_riddle_is_parsed_back_to_its_wish():
 
 
 def test_a_single_lookup_is_right_once_in_three():
-    """No single statement tells which colour is asked for: each position in the text is the right
-    one equally often."""
+    """Each position in the text is the right one equally often."""
     rng, counts = random.Random(1), [0] * riddles.NUM_CHAINS
     for _ in range(3000):
         riddle = riddles.make_riddle(rng)

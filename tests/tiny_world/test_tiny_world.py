@@ -175,6 +175,7 @@ def test_the_prompt_prefix_is_64_tokens(exam):
     assert exam[0].reader.prefix.shape == (1, 64)
 
 
+@pytest.mark.slow
 def test_the_untrained_policy_gives_the_right_answer_sometimes(exam):
     from tiny_world.builder.policy import p_right
 

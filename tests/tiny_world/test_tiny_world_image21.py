@@ -32,11 +32,13 @@ def shipped():
     return reader, exam, transformer
 
 
+@pytest.mark.slow
 def test_the_shipped_tokenizer_equals_the_builders(shipped):
     shipped_tokenizer = AutoTokenizer.from_pretrained(FOLDER / "policy")
     assert shipped_tokenizer.get_vocab() == shipped[0].tokenizer.get_vocab()
 
 
+@pytest.mark.slow
 def test_the_untrained_policy_gives_the_right_answer_sometimes(shipped):
     p_by_kind = p_right(shipped[0])
     assert set(p_by_kind) == {"noun", "match", "erase", "borrow"}

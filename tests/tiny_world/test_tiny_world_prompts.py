@@ -77,6 +77,7 @@ def recoloured(wish: captions.Wish) -> captions.Wish:
     return captions.Wish(colour, wish.shape, wish.cell)
 
 
+@pytest.mark.slow
 def test_the_untrained_rewriter_writes_the_right_caption_sometimes(config: Any) -> None:
     assert config.policy["system_prompt"] == captions.SYSTEM_PROMPT
     from transformers import AutoTokenizer

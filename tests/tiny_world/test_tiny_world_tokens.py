@@ -20,6 +20,7 @@ def examples(num: int, seed: int) -> list[tuple[scenes.Scene, scenes.Task]]:
     return [(scene, scenes.make_instruction(rng, scene)) for scene in drawn]
 
 
+@pytest.mark.slow
 def test_each_code_is_exactly_one_block_of_pixels() -> None:
     side = token_scenes.BLOCK_SIDE_PX
     block_of: dict[int, bytes] = {}
@@ -61,6 +62,7 @@ def test_the_encoder_gives_the_codes_of_drawn_scenes(codec) -> None:
         assert (codes == token_scenes.encode(scene)).all()
 
 
+@pytest.mark.slow
 def test_the_untrained_policy_writes_the_right_picture_sometimes() -> None:
     from tiny_world.builder.emu3 import load_policy, p_right
 

@@ -78,8 +78,7 @@ class Config(TrainedPolicyConfig):
 
 
 def load_tokenizer(config: Config) -> Any:
-    """Load `tokenizer.json` or BAAI's tiktoken vocabulary. Raises ValueError if the folder has
-    neither."""
+    """Load `tokenizer.json` or BAAI's tiktoken vocabulary. Raises ValueError without either."""
     from transformers import PreTrainedTokenizerFast
 
     path = config.tokenizer_path or config.model_path

@@ -29,8 +29,7 @@ def local_folder(
 
 
 def load_tokenizer(config: Any) -> Any:
-    """The tokenizer in a policy section's `model_path`. Raises OSError (transformers) naming what
-    is missing."""
+    """The tokenizer in a policy section's `model_path`. Raises OSError naming what is missing."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(
