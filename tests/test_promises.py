@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -26,10 +25,8 @@ def test_every_promise_names_tests_that_exist() -> None:
         assert NAMED.search(tests), f"no test for {promise!r}"
         for file, name in NAMED.findall(tests + "".join(limits)):
             if file not in functions:
-                tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-                functions[file] = {
-                    node.name for node in tree.body if isinstance(node, ast.FunctionDef)
-                }
+                text = (ROOT / file).read_text(encoding="utf-8")
+                functions[file] = set(re.findall(r"^def (\w+)", text, re.MULTILINE))
             assert name in functions[file], f"{file}::{name} of {promise!r} does not exist"
             assert name.startswith("test_")
     assert not NOTES, "footnotes without a promise"

@@ -156,6 +156,7 @@ def test_online_without_key_or_network_continues_offline_at_once(
     assert b"reward/mean" in page_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_hanging_upload_does_not_delay_the_end(tmp_path, monkeypatch, capfd):
     page = tracker(tmp_path, "offline")
     run, hangs = wandb.run, _Hangs()

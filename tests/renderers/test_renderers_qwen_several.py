@@ -47,8 +47,7 @@ def stock(request: pytest.FixtureRequest) -> StockParts:
 
 
 @pytest.mark.usefixtures("small_stock")
-@pytest.mark.parametrize("scale", [1.0, 4.0])
-@pytest.mark.parametrize("num_pictures", [1, 2, 3])
+@pytest.mark.parametrize(("num_pictures", "scale"), [(1, 4.0), (2, 1.0), (3, 4.0)])
 def test_the_loop_equals_the_stock_pipeline(
     stock: StockParts, num_pictures: int, scale: float
 ) -> None:

@@ -29,6 +29,9 @@ def data(monkeypatch: pytest.MonkeyPatch) -> str:
     return "q.jsonl"
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -36,10 +39,10 @@ def data(monkeypatch: pytest.MonkeyPatch) -> str:
         (["--system", "edit", "--judge", "http://j:1"], {"world_size": 8, "gpu_gb": 141}),
         (["--system", "edit", "--gpus", "1", "--gpu-gb", "80"], {"world_size": 1}),
         (["--system", "prompts", "--gpus", "2", "--name", "p"], {"run_name": "p"}),
-        (["--system", "prompts", "--gpu-gb", "48"], {"gpu_gb": 48}),
         (["--system", "reasoning"], {"world_size": 2, "gpu_gb": 80}),
         (["--system", "reasoning", "--gpu-gb", "24", "--gpus", "1", "--data", "q.jsonl"], {}),
-        (["--system", "edit", "--data", "me/edits", "--gpus", "4"], {}),
+        pytest.param(["--system", "prompts", "--gpu-gb", "48"], {"gpu_gb": 48}, marks=SLOW),
+        pytest.param(["--system", "edit", "--data", "me/edits", "--gpus", "4"], {}, marks=SLOW),
     ],
 )
 def test_every_system_gets_a_config_without_mistakes(
