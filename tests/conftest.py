@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -40,8 +41,8 @@ STARTED_S = pytest.StashKey[float]()
 LONGEST = ("test_rehearsal", "test_systems_learn", "test_train_ranks", "test_two_nodes",
            "test_train_hangs", "test_pool_ray", "test_documents", "test_policies_conformance",
            "test_notebook", "test_train_full_disk", "test_config_shipped")  # fmt: skip
-"""Files with slow tests of one to five minutes, which come first: at the end they would leave all
-workers but one without work."""
+"""Files with slow tests of one to five minutes. Each worker gets a contiguous share of the tests,
+which begins with some of these: at the end they would leave other workers without work."""
 TESTS = ["tests"]
 """`testpaths`: the arguments if all tests are requested."""
 
@@ -54,18 +55,24 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(cores + 2 * (config.option.markexpr == "slow"), MAX_WORKERS)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Campaign tests run only with `-m campaign`, and without a time limit."""
     if "campaign" in config.option.markexpr:
         for item in items:
             item.add_marker(pytest.mark.timeout(0))
         return
-    if config.option.markexpr == "slow":
-        items.sort(key=lambda item: item.path.stem not in LONGEST)
     campaign = [item for item in items if item.get_closest_marker("campaign")]
     if campaign:
         items[:] = [item for item in items if item not in campaign]
         config.hook.pytest_deselected(items=campaign)
+    if config.option.markexpr == "slow" and hasattr(config, "workerinput"):
+        shares = config.workerinput["workercount"]
+        longest = [[i for i in items if i.path.stem in LONGEST[n::shares]] for n in range(shares)]
+        others = iter([item for item in items if item.path.stem not in LONGEST])
+        size = len(items) // shares
+        mixed = [i for own in longest for i in (*own, *islice(others, max(0, size - len(own))))]
+        items[:] = [*mixed, *others]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
