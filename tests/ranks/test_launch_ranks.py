@@ -174,7 +174,7 @@ def test_a_killed_rank_ends_its_children_and_peers(launch: Launch, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP, 40])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, 40])
 def test_the_launcher_forwards_a_signal_and_waits_until_all_ranks_have_saved(
     launch: Launch, tmp_path: Path, signum: int
 ) -> None:

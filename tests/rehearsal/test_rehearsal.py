@@ -73,10 +73,8 @@ def rehearsed(cases: Iterable[str]) -> dict[str, Any]:
 )
 def test_rehearsals(subtests: pytest.Subtests, cases: Iterable[str]) -> None:
     results = rehearsed(cases)
-    for name, done in results.items():
-        if name not in FAMILIES:
-            continue
-        peaks = FAMILIES[name]
+    for name in FAMILIES.keys() & results.keys():
+        done, peaks = results[name], FAMILIES[name]
         with subtests.test("memory equals the plan, and no dtypes mix", config=name):
             assert done["mixed_dtypes"] == []
             for phase, real_gb in peaks.items():
