@@ -55,6 +55,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(cores + 2 * (config.option.markexpr == "slow"), MAX_WORKERS)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Slow tests: half of the files have none, and each worker would import them."""
+    if config.option.markexpr != "slow" or collection_path.suffix != ".py":
+        return None
+    return "mark.slow" not in collection_path.read_text(encoding="utf-8") or None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Campaign tests run only with `-m campaign`, and without a time limit."""

@@ -59,12 +59,13 @@ LEARNS = {
         0.2, {"eval/reward": 0.5}, {"eval/reward": 0.65}, dead_groups=1.0, reference=0.9
     ),
 }
+SHORTER = ("num_iterations=20", "evaluation.every_n_iterations=20")
 CONTROLS = {
-    "quickstart_control": (0.06, "eval/reward", 0.5, ("num_iterations=20",)),
+    "quickstart_control": (0.06, "eval/reward", 0.5, SHORTER),
     "tiny_earl_control": (0.08, "eval/reward", 0.45, ()),
     "tiny_reasoning_control": (0.08, "eval/part/accuracy", 0.5, ()),
     "tiny_prompts_control": (0.08, "eval/reward", 0.65, ()),
-    "tiny_qwen_image_21_control": (0.08, "eval/reward", 0.5, ("num_iterations=20",)),
+    "tiny_qwen_image_21_control": (0.08, "eval/reward", 0.5, SHORTER),
     "tiny_thinking_control": (0.12, "eval/reward", 0.5, ()),
     # The twin may not think; one look-up without thinking is all that it can learn.
     "tiny_thinking_twin": (1.0, "eval/reward", 1 / NUM_CHAINS + 0.15, ("num_iterations=20",)),
