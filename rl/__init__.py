@@ -5,6 +5,7 @@
 docs/python.md describes them. `import rl` imports none of them, and no torch.
 """
 
+import gc
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -15,6 +16,7 @@ if not (3, 11, 4) <= sys.version_info[:3] < (3, 14):  # no f-string: any Python 
     sys.exit("rl needs Python 3.11.4 to 3.13; this is " + found + ". Start it with one of those.")
 
 if sys.argv[:1] == ["-m"]:  # a program of this package starts: no traceback for an early Ctrl-C
+    gc.set_threshold(10_000)  # with 700, importing vLLM and the like takes a tenth longer
     _hook = sys.excepthook
     sys.excepthook = lambda kind, *rest: (
         print("interrupted", file=sys.stderr)

@@ -5,6 +5,7 @@ Axes: `_P` prompts on this rank, `_G` completions in a group.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with open_run(config, dist) as run:
             loading_progress.stop()
+            gc.set_threshold(700)  # after the imports (rl/__init__.py): tensors in cycles are freed
             train(run)
     except NothingToDoError as reason:
         if dist.is_main:

@@ -105,14 +105,10 @@ def learnt(evaluations: Sequence[Evaluation]) -> Learnt | None:
     return Learnt(before.iteration, after.iteration, changes, len(before.records) - num_graded)
 
 
-def _categories(record: Record) -> set[str]:
-    return {"", str(record.get("category") or "")}
-
-
 def changes_of(
     before: Mapping[str, Record],
     after: Mapping[str, Record],
-    names_of: Callable[[Record], Iterable[str]] = _categories,
+    names_of: Callable[[Record], Iterable[str]] = lambda row: {"", str(row.get("category") or "")},
     value_of: Callable[[Record, str], object] = lambda record, _: record.get("reward"),
 ) -> list[Change]:
     """The paired values of the samples in both evaluations (sample id -> record), by name.
