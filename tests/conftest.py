@@ -1,5 +1,6 @@
 """Gives every test its own working directory, environment and global state."""
 
+import gc
 import json
 import os
 import random
@@ -13,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+gc.set_threshold(10_000)  # as rl/__init__.py does for the programs
 _CACHES = TemporaryDirectory(prefix="tests_caches_", ignore_cleanup_errors=True)
 os.environ["HF_HOME"] = _CACHES.name  # one per process, and not the user's
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models are slower with two
@@ -57,9 +59,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Slow tests: half of the files have none, and each worker would import them."""
-    if config.option.markexpr != "slow" or collection_path.suffix != ".py":
-        return None
-    return "mark.slow" not in collection_path.read_text(encoding="utf-8") or None
+    is_asked = config.option.markexpr == "slow" and collection_path.suffix == ".py"
+    return (is_asked and "mark.slow" not in collection_path.read_text(encoding="utf-8")) or None
 
 
 @pytest.hookimpl(trylast=True)

@@ -71,7 +71,7 @@ def write(folder: Path, values: dict[str, Any], name: str = "run.jsonnet") -> Pa
 
 def nothing(folder: Path, **changes: Any) -> dict[str, Any]:
     plugin = {"type": "tiny_plugins.nothing"}
-    values: dict[str, Any] = {
+    return {
         "run_name": "tiny",
         "base_exp_dir": str(folder / "runs"),
         "num_iterations": 3,
@@ -82,8 +82,7 @@ def nothing(folder: Path, **changes: Any) -> dict[str, Any]:
         "renderer": plugin,
         "rewards": {"one": plugin},
         "data": {"train": [plugin]},
-    }
-    return values | changes
+    } | changes
 
 
 def real(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -91,12 +90,7 @@ def real(folder: Path, **changes: Any) -> dict[str, Any]:
     Image.new("RGB", (32, 32), "red").save(folder / "red.png")
     row = json.dumps({"image": "red.png", "instruction": "paint it blue"})
     (folder / "train.jsonl").write_text(row + "\n" + row.replace("blue", "green") + "\n")
-    values: dict[str, Any] = {
-        "run_name": "tiny",
-        "base_exp_dir": str(folder / "runs"),
-        "num_iterations": 3,
-        "prompts_per_iteration": 4,
-        "generations_per_prompt": 2,
+    values = {
         "policy": {"type": "qwen2_5_vl", "model_path": "Qwen/Qwen2.5-VL-7B-Instruct"},
         "engine": {"type": "vllm"},
         "renderer": {"type": "qwen_image_edit"},
@@ -104,7 +98,7 @@ def real(folder: Path, **changes: Any) -> dict[str, Any]:
         "judge": {"api_base": "http://127.0.0.1:4877"},
         "data": {"train": [{"type": "edit_jsonl", "path": str(folder / "train.jsonl")}]},
     }
-    return values | changes
+    return nothing(folder) | values | changes
 
 
 def save_checkpoint(config: RunConfig, iteration: int) -> None:
