@@ -143,9 +143,9 @@ def test_batches_that_a_pool_sends_get_the_same_bits(codec: Emu3Codec, folder: P
 
 
 def test_a_reshaped_grid_is_another_picture(renderer: Emu3VqLoop) -> None:
-    codes = make_codes(1)
-    pictures = dict(renderer.render([job(codes), job(codes.reshape(2, 8))]))
-    assert pictures[0].size == (32, 32) and pictures[1].size == (64, 16)
+    a = make_codes(1)
+    [out] = renderer.decode_sources([Sample("a", "", source_codes=a, target_codes=a.reshape(2, 8))])
+    assert out.source.size == (32, 32) and out.target.size == (64, 16)
 
 
 @pytest.mark.parametrize("code", [NUM_CODES, -1])
