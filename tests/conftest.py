@@ -1,6 +1,5 @@
 """Gives every test its own working directory, environment and global state."""
 
-import gc
 import json
 import os
 import random
@@ -14,7 +13,6 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-gc.set_threshold(10_000)  # as rl/__init__.py does for the programs
 _CACHES = TemporaryDirectory(prefix="tests_caches_", ignore_cleanup_errors=True)
 os.environ["HF_HOME"] = _CACHES.name  # one per process, and not the user's
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models are slower with two
@@ -131,11 +129,8 @@ def _own_state(tmp_path: Path) -> Iterator[None]:
     of the process is restored, so that the order of tests does not matter."""
     folder, environment, path = os.getcwd(), dict(os.environ), list(sys.path)
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    threads, dtype, grad = (
-        torch.get_num_threads(),
-        torch.get_default_dtype(),
-        torch.is_grad_enabled(),
-    )
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    grad = torch.is_grad_enabled()
     generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
     os.chdir(tmp_path)
     _seed()
