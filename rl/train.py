@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with open_run(config, dist) as run:
             loading_progress.stop()
-            gc.set_threshold(700)  # after the imports (rl/__init__.py): tensors in cycles are freed
+            gc.set_threshold(700)  # undo rl/__init__.py: free tensors in cycles early
             train(run)
     except NothingToDoError as reason:
         if dist.is_main:

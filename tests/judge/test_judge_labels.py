@@ -77,7 +77,7 @@ def test_a_completion_without_log_probs_is_recognised(logprobs: Any) -> None:
 
 keys = st.sampled_from(["token", "logprob", "top_logprobs", "logprobs", *DIGITS])
 values = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.text("7 .e", max_size=5) | keys,
+    st.none() | st.booleans() | st.floats() | st.text("7 .\u00b2\u0663", max_size=5) | keys,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner),
     max_leaves=12,
 )
