@@ -218,7 +218,8 @@ def _varlen_forward(
 
     tensors = [tensor.contiguous() for tensor in (query, key, value)]
     bounds = _bounds(runs, query.device)
-    out, lse, _ = varlen._varlen_attn(*tensors, *bounds, is_causal=runs.causal, enable_gqa=True)
+    # Without `enable_gqa`, which torch 2.11 does not know and 2.13's flash kernel does not read.
+    out, lse, _ = varlen._varlen_attn(*tensors, *bounds, is_causal=runs.causal)
     return out, lse
 
 

@@ -96,9 +96,9 @@ def dense(query, key, value) -> torch.Tensor:
     return (probs @ value).transpose(1, 2)
 
 
-def slow_varlen(query, key, value, starts_q, starts_k, max_q, max_k, is_causal, enable_gqa):
+def slow_varlen(query, key, value, starts_q, starts_k, max_q, max_k, is_causal):
     """The documented result of `torch.nn.attention.varlen`: the causal mask is bottom-right."""
-    assert enable_gqa and starts_q.dtype == starts_k.dtype == torch.int32
+    assert starts_q.dtype == starts_k.dtype == torch.int32
     assert int(starts_q[-1]) == len(query) and int(starts_k[-1]) == len(key) == len(value)
     assert max_q == starts_q.diff().max() and max_k == starts_k.diff().max()
     share = query.shape[1] // key.shape[1]
