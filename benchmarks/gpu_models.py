@@ -11,13 +11,15 @@ from unittest import mock
 import torch
 
 from benchmarks import our_worker, toy
-from benchmarks.gpu_bench import Bench
+from benchmarks.gpu_timing import Bench
 from rl import build
 from rl.api.policy import Policy
 from rl.api.types import Prompt, Sample
+from rl.check_gpu.lines import Setup
 from rl.config.schema import RunConfig
 from rl.policies.qwen_vl import qwen_vl_loading
 from rl.policies.shared.packed_attention import register
+from rl.ranks.dist import Dist
 from rl.renderers.qwen_image.denoising_config import MODULATIONS
 from rl.renderers.qwen_image.qwen_image_components import EditorParts
 from rl.renderers.qwen_image.vae2d import FrameVae
@@ -41,15 +43,13 @@ class Size:
     vision: Mapping[str, Any]
     transformer: Mapping[str, Any]
     vae: Mapping[str, Any]
-    policy_px: tuple[int, ...]
-    """Sides of the square pictures that the policy reads."""
+    policy_px: int
+    """Side of the square picture that the policy reads."""
     render: tuple[tuple[int, int], ...]
     """(side of picture and source in px, batch size) of each forward of the transformer."""
     vae_px: tuple[int, ...]
-    iterations: tuple[tuple[int, int], ...]
+    iteration: tuple[int, int]
     """(side of the pictures in px, denoising steps) of whole iterations."""
-    latencies_s: tuple[float, ...]
-    """Latencies of the judge; only iterations with the first one have a goal."""
     group: int = 8
     completion_tokens: int = 256
 
@@ -87,11 +87,10 @@ REAL = Size(
     },
     transformer={},
     vae={},
-    policy_px=(1024, 384),
-    render=((1024, 1), (512, 1), (512, 4), (512, 8)),
+    policy_px=1024,
+    render=((1024, 1), (512, 4)),
     vae_px=(1024, 512),
-    iterations=((512, 4), (1024, 8)),
-    latencies_s=(4.0, 0.0, 16.0),
+    iteration=(512, 4),
 )
 """Qwen2.5-VL-7B, and Qwen-Image-Edit, whose transformer and VAE are diffusers' defaults."""
 
@@ -122,15 +121,21 @@ TINY = Size(
         "axes_dims_rope": (4, 6, 6),
     },
     vae={"base_dim": 8, "num_res_blocks": 1},
-    policy_px=(56,),
+    policy_px=56,
     render=((64, 1), (32, 2)),
     vae_px=(64,),
-    iterations=((64, 2),),
-    latencies_s=(0.0,),
+    iteration=(64, 2),
     group=3,
     completion_tokens=6,
 )
 """Runs the same code in seconds on a CPU."""
+
+
+def open_bench(setup: Setup) -> Bench:
+    """Sizes and device of a case, with `policy/` in its folder."""
+    bench = Bench(setup, TINY if setup.tiny else REAL, Dist.from_env(setup.device))
+    save_policy_files(bench)
+    return bench
 
 
 # The policy
@@ -196,12 +201,7 @@ def run_config(
     values = our_worker.config_of(
         bench.folder, shape_of(bench, side_px, num_steps), api_base, bench.folder / "runs"
     )
-    values["policy"] |= {
-        "dtype": bench.dtype,
-        "attn_implementation": bench.attention,
-        "image_max_pixels": MAX_PICTURE_PX,
-        **(policy or {}),
-    }
+    values["policy"] |= {"dtype": bench.dtype, "image_max_pixels": MAX_PICTURE_PX, **(policy or {})}
     values["renderer"] |= {"dtype": bench.dtype}
     values["optimizer"] |= {"gradient_checkpointing": "mlp", **(optimizer or {})}
     return RunConfig.model_validate(values | changes)
@@ -249,7 +249,7 @@ def create_on(device: str, dtype: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _fill(model: torch.nn.Module) -> Any:
+def fill(model: torch.nn.Module) -> Any:
     """Draws matrices from a normal distribution; leaves norms unchanged."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -263,7 +263,7 @@ def random_transformer(bench: Bench, **changes: Any) -> Any:
     from diffusers import QwenImageTransformer2DModel
 
     with create_on(bench.device, bench.dtype):
-        return _fill(QwenImageTransformer2DModel(**{**bench.size.transformer, **changes}))
+        return fill(QwenImageTransformer2DModel(**{**bench.size.transformer, **changes}))
 
 
 def modulation_to_host(transformer: Any) -> None:
@@ -278,7 +278,7 @@ def random_vae(bench: Bench) -> Any:
     from diffusers import AutoencoderKLQwenImage
 
     with create_on(bench.device, bench.dtype):
-        return _fill(AutoencoderKLQwenImage(**bench.size.vae))
+        return fill(AutoencoderKLQwenImage(**bench.size.vae))
 
 
 def editor_parts(bench: Bench) -> EditorParts:

@@ -1,26 +1,29 @@
-"""Measures transformer forwards and the VAE at real size: diffusers' and this project's, in turn.
-
-rl bench-gpu --items 2,3
+"""Cases `ceilings`, `attention`, `dit`, `vae`: diffusers' and this project's forwards, in turn.
 
 Axes: B rows, N tokens of a picture and as many of its source, L text tokens, D their width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.flop_counter import flops_of
-from benchmarks.gpu_bench import Bench, cleared, timed_s
-from benchmarks.gpu_models import modulation_to_host, random_transformer, random_vae
+from benchmarks.gpu_models import open_bench, random_transformer, random_vae
+from benchmarks.gpu_timing import Bench, equal
 from benchmarks.stock import StockDenoiser, StockVae
 from rl.check_gpu.gpu_kernels import relative_error
+from rl.check_gpu.lines import Line, Setup, measured, skipped
 from rl.renderers.qwen_image.denoising_config import PATCH_PX
 from rl.renderers.qwen_image.modulation import StepModulation, build_table
-from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser
+from rl.renderers.qwen_image.qwen_image_denoiser import Denoiser, attention
 from rl.renderers.qwen_image.vae2d import FrameVae
 
 NUM_STEPS = 8
@@ -29,6 +32,65 @@ TIMESTEP = 1000.0
 LARGEST_DIFFERENCE = {"bfloat16": 0.1, "float32": 1e-4}
 """Limit on the relative difference of the two implementations, for the rounding of sixty layers.
 Wrong weights cause about 1."""
+SECONDS = 15.0
+"""Time for the rounds of a case, models and compilation not counted."""
+PRODUCTS = ((8192, 8192, 8192), (2048, 3072, 12288), (4096, 3584, 3584), (9488, 3072, 3072))
+"""(rows, inner size, columns): a large one, then those of the editor and the policy."""
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "PyTorch's choice": None,
+}
+
+
+@torch.no_grad()
+def ceilings(setup: Setup) -> Iterator[Line]:
+    """Matrix products and copies: everything else is compared with them."""
+    bench = open_bench(setup)
+    dtype = getattr(torch, bench.dtype)
+    for rows, inner, columns in [(256, 256, 256)] if setup.tiny else PRODUCTS:
+        x = torch.randn(rows, inner, device=bench.device).to(dtype)
+        w = torch.randn(columns, inner, device=bench.device).to(dtype)
+        timing = bench.time({"": partial(torch.mm, x, w.T)}, 1.0)[""]
+        tflops = 2e-9 * rows * inner * columns / timing.ms
+        what = f"product {rows} x {inner} x {columns}, {bench.dtype}"
+        yield measured(what, f"{tflops:.0f} TFLOP/s", tflops=tflops, ms=timing.ms)
+    target = torch.empty(2**20 if setup.tiny else 2**31, dtype=torch.uint8, device=bench.device)
+    sources = {"copy on the device": (torch.empty_like(target), 2)}  # read and written
+    host = torch.empty(target.shape, dtype=torch.uint8)
+    sources["copy from the host"] = (host, 1)
+    if not setup.tiny:
+        sources["copy from pinned memory"] = (host.pin_memory(), 1)
+    for what, (source, times) in sources.items():
+        timing = bench.time({what: partial(target.copy_, source)}, 1.0)[what]
+        rate = 1e-6 * times * target.nbytes / timing.ms
+        yield measured(what, f"{rate:.4g} GB/s", gb_per_s=rate, ms=timing.ms)
+
+
+@torch.no_grad()
+def attention_backends(setup: Setup) -> Iterator[Line]:
+    """Times attention on rows as in the Edit renderer, each of a new length: a kernel that prepares
+    a plan for each length is slow here, although it is fast when lengths repeat."""
+    bench = open_bench(setup)
+    tokens, heads, width = (64, 2, 16) if setup.tiny else (8192, 24, 128)
+    for name, backend in BACKENDS.items():
+        what = f"attention by {name}"
+        chosen: Any = sdpa_kernel(backend) if backend is not None else nullcontext()
+        times_s = []
+        try:
+            with chosen:
+                for length in range(tokens, tokens + 13 * 9, 13):
+                    row = torch.randn(3, 1, length, heads, width, device=bench.device)
+                    row = row.to(getattr(torch, bench.dtype))
+                    times_s.append(bench.timed_s(partial(attention, *row)))
+        except RuntimeError as error:
+            yield skipped(what, f"does not run here: {str(error).split('.')[0][:99]}")
+            continue
+        new_ms = [1e3 * seconds for seconds in times_s[1:]]
+        median_ms, slowest_ms = statistics.median(new_ms), max(new_ms)
+        note = f"median {median_ms:.2g} ms, slowest new length {slowest_ms:.2g} ms"
+        yield measured(what, note, ms=median_ms, slowest_ms=slowest_ms)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +117,6 @@ class Forward:
         prepared = stock.prepare(self.states, self.sources, self.shapes)
         return lambda: stock.velocity(self.latents, prepared, timestep)
 
-    def flops(self, transformer: Any, modulation: StepModulation) -> int:
-        """FLOPs of the step with this project's denoiser."""
-        return flops_of(self.ours(Denoiser(transformer), modulation))
-
     def ours(self, denoiser: Denoiser, modulation: StepModulation) -> Callable[[], torch.Tensor]:
         """A call that computes the step with this project's denoiser, after its preparation."""
         prepared = denoiser.prepare(self.states, self.sources, self.shapes)
@@ -84,117 +142,59 @@ def make_forward(bench: Bench, transformer: Any, side_px: int, text_lens: Sequen
     )
 
 
-def cases(bench: Bench) -> list[tuple[int, list[int]]]:
+def shapes_of(bench: Bench) -> list[tuple[int, list[int]]]:
     """(side px, text tokens of each row): those of `Size.render`, and the last one again with
     completions of different lengths."""
     size = bench.size
-    equal = [(px, [size.num_conditioning_tokens(px)] * batch) for px, batch in size.render]
+    equal_lens = [(px, [size.num_conditioning_tokens(px)] * batch) for px, batch in size.render]
     px, batch = size.render[-1]
     longest, step = size.num_conditioning_tokens(px), size.completion_tokens // batch
-    return [*equal, (px, [longest - step * row for row in range(batch)])]
+    return [*equal_lens, (px, [longest - step * row for row in range(batch)])]
 
 
 @torch.no_grad()
-def transformer_forwards(bench: Bench) -> None:
-    """Compares and times the forwards, then moves the modulation weights to the host."""
-    with cleared(bench.device):
-        transformer = random_transformer(bench)
-        modulation = _modulation(transformer)
-        _against_stock(bench, transformer, modulation)
-        _move_modulation(bench, transformer)
-        del transformer, modulation
-
-
-def _modulation(transformer: Any) -> StepModulation:
-    """The modulation of the first step."""
+def dit(setup: Setup) -> Iterator[Line]:
+    """The editor's transformer: a denoising step."""
+    bench = open_bench(setup)
+    transformer = random_transformer(bench)
     timesteps = torch.linspace(TIMESTEP, TIMESTEP / NUM_STEPS, NUM_STEPS)
-    return build_table(transformer, timesteps)[0].to(transformer.device)
-
-
-def _against_stock(bench: Bench, transformer: Any, modulation: StepModulation) -> None:
-    denoiser = Denoiser(transformer)
-    all_cases = cases(bench)
-    for side_px, text_lens in all_cases:
+    modulation = build_table(transformer, timesteps)[0].to(transformer.device)
+    denoiser, shapes = Denoiser(transformer), shapes_of(bench)
+    for side_px, text_lens in shapes:
         forward = make_forward(bench, transformer, side_px, text_lens)
-        calls = {
-            "diffusers": forward.stock(transformer),
-            "ours": forward.ours(denoiser, modulation),
-        }
-        _check_equal(bench, forward.name, calls["diffusers"], calls["ours"])
-        timings = bench.time(calls, share=0.6 / len(all_cases))
-        flops, stock = forward.flops(transformer, modulation), timings.get("diffusers")
-        for name, timing in timings.items():
-            peer = None if name == "diffusers" else stock
-            bench.log_time(f"{forward.name}, {name}", timing, flops, peer)
-        if "ours" in timings and "different" not in forward.name:
-            _goal(bench, forward, flops, timings["ours"].ms)
-
-
-def _goal(bench: Bench, forward: Forward, flops: float, ours_ms: float) -> None:
-    share = bench.floor_ms(flops) / ours_ms
-    wanted = 0.78 if forward.side_px >= 1024 else 0.65
-    if forward.side_px >= 1024 or len(forward.states) >= 4:
-        bench.report.at_least(f"{forward.name}, share of the matmul rate", wanted, share)
-
-
-def _check_equal(
-    bench: Bench, name: str, stock: Callable[[], torch.Tensor], ours: Callable[[], torch.Tensor]
-) -> None:
-    """Fails the benchmark if the implementations differ on the same weights and inputs."""
-    error = relative_error(ours(), stock())
-    if not error <= LARGEST_DIFFERENCE[bench.dtype]:
-        bench.report.fail(f"{name}: ours differs from diffusers' by {error:.2g} of its size")
-    bench.log(f"{name}, ours against diffusers", note=f"differs by {error:.1e}")
-
-
-def _move_modulation(bench: Bench, transformer: Any) -> None:
-    """Moves the modulation weights to host memory, and times building a schedule's table there."""
-    total_gb = _resident_gb(transformer, bench.device)
-    modulation_to_host(transformer)
-    kept_gb = _resident_gb(transformer, bench.device)
-    note = f"{total_gb:.1f} GB of weights on the device without it"
-    bench.log("modulation as a table", peak_gb=kept_gb, note=note)
-    if bench.device.startswith("cuda"):
-        bench.report.at_most("transformer's weights on the device", 27.4, kept_gb, "GB")
-    table_s = timed_s(bench.device, lambda: _modulation(transformer))
-    note = f"{NUM_STEPS} steps, once per schedule, weights from host memory"
-    bench.log("modulation table", 1e3 * table_s, note=note)
-
-
-def _resident_gb(module: torch.nn.Module, device: str) -> float:
-    kind = torch.device(device).type
-    return sum(p.nbytes for p in module.parameters() if p.device.type == kind) / 1e9
+        ours, stock = forward.ours(denoiser, modulation), forward.stock(transformer)
+        yield from _compared(bench, forward.name, ours, stock, SECONDS / len(shapes))
 
 
 @torch.no_grad()
-def vae(bench: Bench) -> None:
-    """Compares and times encoding and decoding of one picture."""
-    with cleared(bench.device):
-        stock = random_vae(bench)
-        copy = random_vae(bench)
-        copy.load_state_dict(stock.state_dict())
-        for side_px in bench.size.vae_px:
-            _vae_at(bench, StockVae(stock), FrameVae(copy).eval(), side_px)
+def vae(setup: Setup) -> Iterator[Line]:
+    """The editor's VAE: encoding and decoding of one picture."""
+    bench = open_bench(setup)
+    stock_vae, copy = random_vae(bench), random_vae(bench)
+    copy.load_state_dict(stock_vae.state_dict())
+    stock, ours = StockVae(stock_vae), FrameVae(copy).eval()
+    for side_px in bench.size.vae_px:
+        latent_px = side_px // 8
+        pixels = torch.rand(1, 3, side_px, side_px) * 2 - 1
+        latents = torch.randn(1, ours.mean.shape[1], latent_px, latent_px)
+        for name, given in (("encode", pixels), ("decode", latents)):
+            given = given.to(bench.device, getattr(torch, bench.dtype))
+            calls = [partial(getattr(vae, name), given) for vae in (ours, stock)]
+            seconds = SECONDS / 4 / len(bench.size.vae_px)
+            yield from _compared(bench, f"VAE {name} {side_px}^2", *calls, seconds)
 
 
-def _vae_at(bench: Bench, stock: StockVae, ours: FrameVae, side_px: int) -> None:
-    dtype = getattr(torch, bench.dtype)
-    pixels = torch.rand(1, 3, side_px, side_px, device=bench.device) * 2 - 1
-    latents = torch.randn(1, ours.mean.shape[1], side_px // 8, side_px // 8, device=bench.device)
-    pixels, latents = pixels.to(dtype), latents.to(dtype)
-    limits_ms = {"encode": 10.0, "decode": 12.0}
-    for name, call_stock, call_ours in (
-        ("encode", lambda: stock.encode(pixels), lambda: ours.encode(pixels)),
-        ("decode", lambda: stock.decode(latents), lambda: ours.decode(latents)),
-    ):
-        title = f"VAE {name} {side_px}^2"
-        _check_equal(bench, title, call_stock, call_ours)
-        share = 1 / (2 * len(bench.size.vae_px))
-        timings = bench.time({"diffusers": call_stock, "ours": call_ours}, share)
-        flops, peer = flops_of(call_ours), timings.get("diffusers")
-        if peer is not None:
-            bench.log_time(f"{title}, diffusers", peer, flops)
-        if "ours" in timings:
-            bench.log_time(f"{title}, ours", timings["ours"], flops, peer)
-            if side_px == 1024:
-                bench.report.at_most(title, limits_ms[name], timings["ours"].ms, "ms")
+def _compared(
+    bench: Bench,
+    name: str,
+    ours: Callable[[], torch.Tensor],
+    stock: Callable[[], torch.Tensor],
+    seconds: float,
+) -> Iterator[Line]:
+    """Whether ours gives what diffusers' gives, and the times of both."""
+    error = relative_error(ours(), stock())
+    yield equal(f"{name}, ours against diffusers", error, LARGEST_DIFFERENCE[bench.dtype])
+    timings = bench.time({"diffusers": stock, "ours": ours}, seconds)
+    flops = flops_of(ours)
+    yield bench.line(f"{name}, diffusers", timings["diffusers"], flops)
+    yield bench.line(f"{name}, ours", timings["ours"], flops, timings["diffusers"])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rl.check_gpu.lines import Asked, Line, result
+from rl.check_gpu.lines import Line, Setup, measured, result
 
 NEVER_JOINS = """
 import time
@@ -22,28 +23,28 @@ check.main()
 """
 
 
-def killed(asked: Asked) -> Iterator[Line]:
+def killed(setup: Setup) -> Iterator[Line]:
     yield result("before it", True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hanging(asked: Asked) -> Iterator[Line]:
+def hanging(setup: Setup) -> Iterator[Line]:
     yield result("before it", True)
     time.sleep(60)
 
 
-def out_of_memory(asked: Asked) -> Iterator[Line]:
+def out_of_memory(setup: Setup) -> Iterator[Line]:
     yield result("before it", True)
     raise RuntimeError(f"CUDA out of memory in {Path.home()}/secret/place.py")
 
 
-def noisy(asked: Asked) -> Iterator[Line]:
+def noisy(setup: Setup) -> Iterator[Line]:
     print("not a line of ours")
     os.write(1, b"nor is this\n")
     yield result("the only one", True)
 
 
-def wrong_kernel(asked: Asked) -> Iterator[Line]:
+def wrong_kernel(setup: Setup) -> Iterator[Line]:
     from rl.algorithm import attention_kernels
     from rl.check_gpu import gpu_kernels
 
@@ -55,33 +56,50 @@ def wrong_kernel(asked: Asked) -> Iterator[Line]:
     gpu_kernels.LARGEST_ERROR["float32"] = gpu_kernels.LARGEST_ERROR["bfloat16"]
     gpu_kernels.LARGEST_BIAS["float32"] = gpu_kernels.LARGEST_BIAS["bfloat16"]
     with mock.patch.object(attention_kernels, "choose_kernel", lambda *_: kernel):
-        yield next(iter(gpu_kernels.kernels(asked)))
+        yield next(iter(gpu_kernels.kernels(setup)))
 
 
-def dead_sync(asked: Asked) -> Iterator[Line]:
+def dead_sync(setup: Setup) -> Iterator[Line]:
     from rl.check_gpu import gpu_engines
     from rl.engines.vllm.vllm import VllmEngine
 
     with mock.patch.object(VllmEngine, "load_weights", lambda engine, weights: None):
-        yield next(line for line in gpu_engines.adapter(asked) if "weight sync" in line.what)
+        yield next(
+            line
+            for line in gpu_engines.engine(setup, "adapter", "quickstart")
+            if "weight sync" in line.what
+        )
 
 
-def rank_that_never_joins(asked: Asked) -> Iterator[Line]:
-    from rl.check_gpu import gpu_ranks
+def rank_that_never_joins(setup: Setup) -> Iterator[Line]:
+    from rl.check_gpu import gpu_loops
 
-    script = Path(asked.folder, "never_joins.py")
+    script = Path(setup.folder, "never_joins.py")
     script.write_text(NEVER_JOINS)
-    yield from gpu_ranks.collectives(asked, script)
+    yield from gpu_loops.collectives(setup, script)
 
 
-def loop_that_cannot_resume(asked: Asked) -> Iterator[Line]:
+def loop_that_cannot_resume(setup: Setup) -> Iterator[Line]:
     """Its second start has another learning rule, which a run may not change."""
-    from rl.check_gpu import gpu_ranks
+    from rl.check_gpu import gpu_loops
 
-    call = gpu_ranks.subprocess.call
+    start, more = gpu_loops._start, [[], ["policy.lora.r=4"]]
 
-    def other_call(command: list[str], **more: Any) -> int:
-        return call([*command, "policy.lora.r=4"], **more)
+    def start_another(command: list[str], log: Any) -> Any:
+        return start([*command, *more.pop(0)], log)
 
-    with mock.patch.object(gpu_ranks.subprocess, "call", other_call):
-        yield from gpu_ranks.loop(asked, "quickstart", "engine.type=transformers")
+    with mock.patch.object(gpu_loops, "_start", start_another):
+        yield from gpu_loops.loop(setup, "quickstart", "engine.type=transformers")
+
+
+def with_a_grandchild(setup: Setup) -> Iterator[Line]:
+    """Starts a process in a session of its own, as a launcher does; then it waits."""
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    yield measured("child", "", pid=child.pid)
+    time.sleep(60)
+
+
+def quick(setup: Setup, *arguments: str) -> Iterator[Line]:
+    yield measured("started", " ".join(arguments), at_s=time.monotonic())
+    time.sleep(0.5)
+    yield measured("ended", "", at_s=time.monotonic())

@@ -1,4 +1,4 @@
-"""Step 2: the policies' packed attention against float64 with a dense mask.
+"""Step `kernels`: the policies' packed attention against float64, and a policy against float32.
 
 Axes: `_S` tokens of a packed row, `_H` heads, `_D` their width.
 """
@@ -6,20 +6,27 @@ Axes: `_S` tokens of a packed row, `_H` heads, `_D` their width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
+from rl import build
 from rl.algorithm import attention_kernels
 from rl.algorithm.attention_kernels import Kernel
 from rl.api.types import PackedGroup
-from rl.check_gpu.lines import Asked, Line, result
+from rl.check_gpu.gpu_engines import move
+from rl.check_gpu.lines import Line, Setup, result
+from rl.config.schema import load_config
 from rl.policies.shared.packed_attention import Packing, attention
+from rl.ranks.dist import Dist
 
 LARGEST_ERROR = {"bfloat16": 0.02, "float32": 1e-5}
 """Limit of the relative error; a bfloat16 kernel rounds attention weights to 8 bits of mantissa.
 One key too many or too few in the short segments below causes an error ten times as large."""
 LARGEST_BIAS = {"bfloat16": 2e-3, "float32": 1e-5}
 """Limit of the error in scale: rounding errors average out, a wrong scale does not."""
+WORSE_BY = 1.5
+"""Limit of the chosen kernel's error in a whole policy, divided by the plain kernel's."""
 LAYOUTS: dict[str, list[tuple[int, tuple[int, ...]]]] = {
     "a group": [(65, (33, 1, 17, 8, 2, 30, 5, 9))],
     "groups of all kinds": [(40, (7,)), (3, (12, 0, 5)), (129, (64, 64))],
@@ -101,19 +108,55 @@ def attention_errors(
     return errors, problems
 
 
-def kernels(asked: Asked) -> Iterator[Line]:
-    """Checks each kernel of `policy.attn_implementation` with the heads of each policy."""
+def kernels(setup: Setup) -> Iterator[Line]:
+    """Checks each kernel of `policy.attn_implementation` with the heads of each policy, then that a
+    whole policy computes with it."""
+    key = "policy.attn_implementation"
     layouts = LAYOUTS | {"a long group": [(400, (64,) * 8)]}
-    auto = attention_kernels.choose_kernel("auto", asked.device, getattr(torch, asked.dtype))
+    auto = attention_kernels.choose_kernel("auto", setup.device, getattr(torch, setup.dtype))
     for name, kernel in (("auto", auto), ("sdpa", attention_kernels.PLAIN)):
-        for policy, heads in (TINY_HEADS if asked.tiny else HEADS).items():
+        for policy, heads in (TINY_HEADS if setup.tiny else HEADS).items():
             worst, wrong = 0.0, []
             for row, layout in layouts.items():
                 groups = groups_of(layout)
-                errors, faults = attention_errors(kernel, groups, heads, asked.device, asked.dtype)
+                errors, faults = attention_errors(kernel, groups, heads, setup.device, setup.dtype)
                 worst = max(worst, *errors.values())
                 wrong += [f"in {row} the {fault}" for fault in faults]
-            key, other = "policy.attn_implementation", "sdpa" if name == "auto" else "auto"
-            note = (wrong or [f"error {worst:.0e}, limit {LARGEST_ERROR[asked.dtype]:g}"])[0]
+            other = "sdpa" if name == "auto" else "auto"
+            note = (wrong or [f"error {worst:.0e}, limit {LARGEST_ERROR[setup.dtype]:g}"])[0]
             what = f"packed attention ({name}) of {policy}"
             yield result(what, not wrong, note, f"set {key}={other}", {key: other})
+    fast, plain, true = policy_outcomes(setup)
+    for what in true:
+        error, unavoidable = (relative_error(x[what], true[what]) for x in (fast, plain))
+        good = error <= WORSE_BY * unavoidable + 1e-5
+        note = f"error {error:.0e}, with plain attention {unavoidable:.0e}"
+        yield result(f"a policy's {what}", good, note, f"set {key}=sdpa", {key: "sdpa"})
+
+
+def policy_outcomes(setup: Setup) -> list[dict[str, torch.Tensor]]:
+    """[with the chosen kernel, with the plain one, with that in float32]: what the quickstart's
+    policy gives for two groups in a row, and the gradient of all its log-probs."""
+    weights: dict[str, torch.Tensor] = {}
+    outcomes = []
+    for dtype, kernel in ((setup.dtype, "auto"), (setup.dtype, "sdpa"), ("float32", "sdpa")):
+        words = [f"policy.dtype={dtype}", f"policy.attn_implementation={kernel}"]
+        path, *overrides = setup.words("quickstart", *words, "engine.type=transformers")
+        resolved = build.resolve(load_config(path, overrides))
+        policy: Any = build.build_policy(resolved, Dist.from_env(setup.device))
+        if not weights:
+            move(policy.module)  # a new adapter's B is 0, and A then has no gradient
+            weights = policy.module.state_dict()
+        policy.module.load_state_dict(weights)
+        [source] = build.build_data(resolved, resolved.train)
+        rows = [
+            (policy.build_prompt(source[index]), [20 + 7 * index + g + t for t in range(5 + g)])
+            for index in range(2)
+            for g in range(4)
+        ]
+        outputs = policy.module(policy.collate(rows))
+        outputs.logprobs.sum().backward()
+        grads = [p.grad.flatten() for p in policy.module.parameters() if p.grad is not None]
+        named = {"log-probs": outputs.logprobs, "states": outputs.hidden}
+        outcomes.append({**named, "gradient": torch.cat(grads)})
+    return outcomes

@@ -1,4 +1,4 @@
-"""Steps 3 and 5: collectives between the ranks; two runs, each killed and resumed."""
+"""Steps `collectives`, and `loop_*`: small runs, each killed and resumed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
+from typing import IO
 
-from rl.check_gpu.lines import Asked, Line, result, skipped
+from rl.check_gpu.lines import Line, Setup, measured, result, skipped
 from rl.check_gpu.steps import FIXES, kill, last_words
 from rl.checkpoints.checkpoint import find, iteration_of
 from rl.files.atomic import read_rows
+from rl.ranks.signals import die_with_parent
 
 RANK_SCRIPT = Path(__file__).parents[1] / "commands" / "check_distributed.py"
 LAUNCH = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "rl.simple_launch"]
@@ -27,14 +28,16 @@ SMALL = [
     "data.validation=[]",
     "optimizer.warmup_iterations=0",
     "checkpoint.save_every_n_iterations=1",
-    "renderer.batch_size=8",
     "tracking.page=false",
 ]
+KEPT = ("time/", "memory/", "loss/", "sync/", "mismatch/", "reward/mean", "work/")
+"""Metrics of the last iteration that are recorded: those that begin so."""
+SHOWN = ("time/iteration_s", "sync/mean_abs_dlogp", "mismatch/k3", "memory/peak_gb")
 
 
-def collectives(asked: Asked, script: Path = RANK_SCRIPT) -> Iterator[Line]:
+def collectives(setup: Setup, script: Path = RANK_SCRIPT) -> Iterator[Line]:
     """What `rl check-distributed` prints."""
-    num_ranks = 2 if asked.tiny else asked.num_gpus
+    num_ranks = 2 if setup.tiny else setup.num_gpus
     if num_ranks == 1:
         yield skipped("sum over all ranks", "one GPU")
         return
@@ -49,36 +52,47 @@ def collectives(asked: Asked, script: Path = RANK_SCRIPT) -> Iterator[Line]:
         yield result("sum over all ranks", False, note, FIXES["NCCL"])
 
 
-def loop(asked: Asked, name: str, *more: str) -> Iterator[Line]:
-    """The same command twice; the first run is killed with SIGKILL."""
-    num_ranks, run_dir = max(1, asked.num_gpus), Path(asked.folder, "runs", name)
-    path, *words = asked.words(name)
-    words += [*SMALL, f"world_size={num_ranks}", f"prompts_per_iteration={4 * num_ranks}", *more]
-    words += ["optimizer.backend=deepspeed"] if num_ranks > 1 else []
+def loop(setup: Setup, name: str, *more: str) -> Iterator[Line]:
+    """The same command twice; the first run is killed with SIGKILL. Then the times, memory and
+    differences that the last iteration measured."""
+    num_ranks, run_dir = max(1, setup.num_gpus), Path(setup.folder, "runs", name)
+    backend = ["optimizer.backend=deepspeed"] if num_ranks > 1 else []
+    sizes = [f"world_size={num_ranks}", f"prompts_per_iteration={4 * num_ranks}"]
+    command = [*LAUNCH, *setup.words(name, *SMALL, *sizes, *backend, *more)]
     shutil.rmtree(run_dir, ignore_errors=True)
-    log, fix = Path(asked.folder, f"{name}.log"), "rl train with this config shows all of it"
+    log, fix = Path(setup.folder, "run.log"), "rl train with this config shows all of it"
     what = f"loop of {name}, "
     start_s = time.perf_counter()
     with log.open("wb") as file:
-        code = _run([*LAUNCH, path, *words], run_dir, file)
-    note = f"{num_ranks} ranks, checkpoint 1 after {time.perf_counter() - start_s:.0f} s"
+        code = _killed_after_a_checkpoint(command, run_dir, file)
+    note = f"ranks: {num_ranks}, checkpoint 1 after {time.perf_counter() - start_s:.0f} s"
     killed = code == -signal.SIGKILL
     yield result(f"{what}started", killed, note if killed else _last_of(log), fix)
     if not killed:
         return
     start_s = time.perf_counter()
     with log.open("wb") as file:
-        code = subprocess.call([*LAUNCH, path, *words], stdout=file, stderr=file)
+        code = _start(command, file).wait()
     rows, _ = read_rows(run_dir / "metrics.jsonl")
-    done = {row["iteration"] for row in rows if "loss/total" in row}
-    note = f"{len(done)} of {NUM_ITERATIONS} iterations, {time.perf_counter() - start_s:.0f} s"
-    good = code == 0 and len(done) == NUM_ITERATIONS
+    rows = [row for row in rows if "loss/total" in row]
+    num_done = len({row["iteration"] for row in rows})
+    note = f"{num_done} of {NUM_ITERATIONS} iterations, {time.perf_counter() - start_s:.0f} s"
+    good = code == 0 and num_done == NUM_ITERATIONS
     yield result(f"{what}killed and resumed", good, note if good else _last_of(log), fix)
+    if good:
+        data = {key: value for key, value in rows[-1].items() if key.startswith(KEPT)}
+        note = ", ".join(f"{key} {data[key]:.2g}" for key in SHOWN if key in data)
+        yield measured(f"{what}last iteration", note, **data)
 
 
-def _run(command: list[str], run_dir: Path, log: object) -> int:
-    """The exit code; with all of its ranks it is killed after its first checkpoint."""
-    process = subprocess.Popen(command, stdout=log, stderr=log)  # type: ignore[call-overload]
+def _start(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """A run that ends if this process does, however it does."""
+    return subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=die_with_parent)
+
+
+def _killed_after_a_checkpoint(command: list[str], run_dir: Path, log: IO[bytes]) -> int:
+    """The exit code of a run that is killed, with all of its ranks."""
+    process = _start(command, log)
     while process.poll() is None:
         newest = find(run_dir, hashes=False).path if run_dir.is_dir() else None
         if newest is not None and iteration_of(newest) > 0:
@@ -87,12 +101,8 @@ def _run(command: list[str], run_dir: Path, log: object) -> int:
             kill(process.pid, *map(int, ranks))
             process.wait()
         time.sleep(0.05)
-    return int(process.returncode)
+    return process.returncode
 
 
 def _last_of(log: Path) -> str:
     return last_words(log.read_text(errors="replace"))
-
-
-quickstart = partial(loop, name="quickstart")
-image_21 = partial(loop, name="tiny_qwen_image_21")

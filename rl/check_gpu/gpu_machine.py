@@ -1,7 +1,8 @@
-"""Step 1: driver, compiler, headers, memory, disk, and what a config needs; runs no kernel."""
+"""Step `machine`: driver, packages, compiler, memory, disk, a config's needs; runs no kernel."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from rl import build
 from rl.check import check_report, this_machine
 from rl.check.this_machine import SHARED, Gpu
-from rl.check_gpu.lines import Asked, Line, result, skipped
+from rl.check_gpu.lines import Line, Setup, result, skipped
 from rl.config.schema import ConfigError, load_config
 from rl.ranks.placement import Machine
 
@@ -17,10 +18,18 @@ MIN_CAPABILITY, MIN_GPU_GB = 8.0, 15.5
 """Ampere, for bfloat16 and flash attention; a "16 GB" GPU has at least so many."""
 MIN_DISK_GB = 2.0
 """For the small runs of this command."""
+TRIED = {
+    "torch": ("2.13.0", "2.11.0"),
+    "transformers": ("5.19.0",),
+    "diffusers": ("0.42.1",),
+    "peft": ("0.21.2",),
+}
+"""Package -> the versions under which the tests were run, the pinned one first. transformers 5.17.0
+is not among them: Qwen3-VL crashes, and Qwen2.5-VL's log-probs are 2.3 nats off vLLM's."""
 
 
-def machine(asked: Asked) -> Iterator[Line]:
-    if asked.tiny:
+def machine(setup: Setup) -> Iterator[Line]:
+    if setup.tiny:
         yield from map(skipped, ("driver", "GPU memory", "PyTorch", "peer access"))
         yield skipped("compiler and headers", "only a GPU needs them")
     else:
@@ -29,11 +38,12 @@ def machine(asked: Asked) -> Iterator[Line]:
         yield from map(gpu_memory, gpus)
         yield from pytorch(len(gpus))
         yield from _lines("compiler and headers", this_machine.toolchain_problems())
-    yield from _lines(SHARED, this_machine.shared_memory_problems(asked.num_gpus))
-    free_gb = this_machine.free_gb(Path(asked.folder))
+    yield from map(version, TRIED)
+    yield from _lines(SHARED, this_machine.shared_memory_problems(setup.num_gpus))
+    free_gb = this_machine.free_gb(Path(setup.folder))
     fix = "make room, or set TMPDIR to a folder on a larger disk"
     yield result("disk", free_gb >= MIN_DISK_GB, f"{free_gb:.3g} GB free in TMPDIR", fix)
-    yield from config_lines(asked)
+    yield from config_lines(setup)
 
 
 def _lines(what: str, problems: Iterable[str], note: str = "") -> Iterator[Line]:
@@ -43,6 +53,18 @@ def _lines(what: str, problems: Iterable[str], note: str = "") -> Iterator[Line]
         wrong, _, fix = problem.removeprefix("this machine: ").partition("; ")
         lines.append(result(what, False, wrong, fix or "rl check lists what is wrong"))
     yield from lines or [result(what, True, note)]
+
+
+def version(package: str) -> Line:
+    """Whether the installed version was tried; a local part such as `+cu130` does not count."""
+    tried = TRIED[package]
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        found = "not installed"
+    fix = f"pip install {package}=={tried[0]}"
+    note = f"{found}; tried: {', '.join(tried)}"
+    return result(package, found.partition("+")[0] in tried, note, fix)
 
 
 def driver(gpus: Sequence[Gpu]) -> Iterator[Line]:
@@ -79,19 +101,19 @@ def pytorch(num_gpus: int) -> Iterator[Line]:
     yield result("peer access", True, note) if pairs else skipped("peer access", "not several GPUs")
 
 
-def config_lines(asked: Asked) -> Iterator[Line]:
+def config_lines(setup: Setup) -> Iterator[Line]:
     """What this machine lacks for the given config, by its memory plan too."""
-    if not asked.config:
+    if not setup.config:
         yield skipped("config", "none given; rl check-gpu configs/<name>.jsonnet")
         return
-    words = [*asked.overrides]
-    if asked.num_gpus:
-        words += [f"gpu_gb={int(asked.gpu_gb)}", f"world_size={asked.num_gpus}"]
+    words = [*setup.overrides]
+    if setup.num_gpus:
+        words += [f"gpu_gb={int(setup.gpu_gb)}", f"world_size={setup.num_gpus}"]
     host_gb, note = this_machine.host_memory_gb(), ""
     try:
-        config = load_config(asked.config, words)
+        config = load_config(setup.config, words)
         found = check_report.problems(config) or check_report.problems_here(
-            config, Machine((asked.gpu_gb,) * asked.num_gpus), config.world_size, host_gb
+            config, Machine((setup.gpu_gb,) * setup.num_gpus), config.world_size, host_gb
         )
         note = f"fits; host memory {host_gb or 0:.0f} GB; "
         note += this_machine.disk_line(build.resolve(config))

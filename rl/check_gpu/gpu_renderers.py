@@ -1,4 +1,4 @@
-"""Step 2: the renderers' models against float64 on the CPU."""
+"""Step `renderers`: the renderers' models against float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from rl import build
 from rl.algorithm import attention_kernels
 from rl.check_gpu.gpu_kernels import relative_error
-from rl.check_gpu.lines import Asked, Line, result
+from rl.check_gpu.lines import Line, Setup, result
 from rl.config.schema import load_config
 from rl.ranks.dist import Dist
 from rl.renderers.qwen_image import qwen_image_components, qwen_image_denoiser
@@ -37,12 +37,12 @@ class BothVaes(FrameVae):
         self.__dict__["stock"] = stock  # no submodule
 
 
-def small_parts(asked: Asked, name: str) -> Any:
+def small_parts(setup: Setup, name: str) -> Any:
     """The renderer's models of the shipped small config, on the device."""
-    path, *overrides = asked.words(name)
+    path, *overrides = setup.words(name)
     resolved = build.resolve(load_config(path, overrides))
     with mock.patch.object(qwen_image_components, "FrameVae", BothVaes):
-        renderer: Any = build.build_renderer(resolved, Dist.from_env(asked.device))
+        renderer: Any = build.build_renderer(resolved, Dist.from_env(setup.device))
     return renderer.loop.parts
 
 
@@ -93,13 +93,13 @@ def step_21(transformer: Any, side: int, text_lens: Sequence[int]) -> Forward:
 
 
 @torch.no_grad()
-def renderers(asked: Asked) -> Iterator[Line]:
-    limit = LARGEST_ERROR[asked.dtype]
-    parts = small_parts(asked, "quickstart")
+def renderers(setup: Setup) -> Iterator[Line]:
+    limit = LARGEST_ERROR[setup.dtype]
+    parts = small_parts(setup, "quickstart")
     errors = {f"VAE {name}, 2-D against 3-D": e for name, e in _vae_errors(parts.vae).items()}
     for name, transformer, step in (
         ("Edit", parts.transformer, edit_step),
-        ("Qwen-Image-2.1", small_parts(asked, "tiny_qwen_image_21").transformer, step_21),
+        ("Qwen-Image-2.1", small_parts(setup, "tiny_qwen_image_21").transformer, step_21),
     ):
         true = step(copy.deepcopy(transformer).cpu().double(), 4, (9, 14, 14))()
         found = step(transformer, 4, (9, 14, 14))()
@@ -108,9 +108,9 @@ def renderers(asked: Asked) -> Iterator[Line]:
         fix = "install requirements.lock into a new .venv; report it with an issue"
         yield result(what, error <= limit, f"error {error:.0e}, limit {limit:g}", fix)
     # The device rounds to 8 bits as the CPU does, bit for bit.
-    layer = torch.nn.Linear(256, 64, dtype=getattr(torch, asked.dtype))
+    layer = torch.nn.Linear(256, 64, dtype=getattr(torch, setup.dtype))
     expected = Fp8Linear(copy.deepcopy(layer)).weight.view(torch.uint8)
-    rounded = Fp8Linear(layer.to(asked.device))
+    rounded = Fp8Linear(layer.to(setup.device))
     same = torch.equal(rounded.weight.cpu().view(torch.uint8), expected)
     tokens = drawn(layer.weight, 32, 256)
     error = relative_error(rounded(tokens), layer(tokens))

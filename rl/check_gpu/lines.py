@@ -1,4 +1,4 @@
-"""One line of `rl check-gpu`, and what each of its steps gets."""
+"""One line of a step's results, and what each step gets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rl.config.schema import load_config
 from rl.text.scrub import scrub
 
 NEEDS_CUDA = "needs a GPU (CUDA)"
@@ -16,15 +17,18 @@ _FOLDERS = re.compile(r"(?<![\w/:])(?:~|\.{1,2})?(?:/(?!dev/shm|proc/)[\w.@+~-]+
 
 @dataclass(frozen=True)
 class Line:
-    """The result of one check."""
+    """The result of one check, or one measurement."""
 
     status: str
-    """PASS, FAIL or SKIPPED."""
+    """PASS, FAIL, SKIPPED, NO TIME (the deadline came first) or MEASURED (a number without limit).
+    """
     what: str
     note: str = ""
     fix: str = ""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Config key -> the value that this result recommends."""
+    data: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of a measurement, all digits."""
 
     def text(self) -> str:
         """At most 80 columns."""
@@ -47,6 +51,10 @@ def skipped(what: str, why: str = NEEDS_CUDA) -> Line:
     return Line("SKIPPED", what, why)
 
 
+def measured(what: str, note: str, **data: float) -> Line:
+    return Line("MEASURED", what, note, data=data)
+
+
 def shareable(text: str) -> str:
     """`text` without keys, this machine's name, and the folders of paths."""
     name = platform.node()
@@ -55,19 +63,20 @@ def shareable(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Setup:
     """What a step gets, as JSON."""
 
     folder: str
     """Temporary, for runs and logs."""
+    out: str
+    """The folder of the results."""
     tiny: bool = False
-    """On the CPU: gloo, eager mode."""
+    """On the CPU: gloo, eager mode, tiny sizes."""
     num_gpus: int = 0
     gpu_gb: float = 0.0
     """Of the smallest GPU."""
     config: str = ""
     overrides: Sequence[str] = ()
-    limit_s: float = 600.0
 
     @property
     def device(self) -> str:
@@ -77,10 +86,14 @@ class Asked:
     def dtype(self) -> str:
         return "float32" if self.tiny else "bfloat16"
 
-    def words(self, name: str) -> list[str]:
+    def words(self, name: str, *more: str) -> list[str]:
         """The shipped small config `name`, and overrides that put it on this device."""
-        words = [f"configs/{name}.jsonnet", f"base_exp_dir={self.folder}/runs"]
+        path = f"configs/{name}.jsonnet"
+        words = [f"base_exp_dir={self.folder}/runs"]
+        draws = load_config(path).renderer["type"] != "none"
+        if draws:
+            words += ["renderer.batch_size=8"]
         if not self.tiny:
-            words += ["policy.device=auto", "policy.dtype=bfloat16", "renderer.dtype=bfloat16"]
-            words += ["engine.type=vllm", f"gpu_gb={int(self.gpu_gb)}"]
-        return words
+            words += ["policy.device=auto", "policy.dtype=bfloat16", "engine.type=vllm"]
+            words += [f"gpu_gb={int(self.gpu_gb)}", *["renderer.dtype=bfloat16"] * draws]
+        return [path, *words, *more]

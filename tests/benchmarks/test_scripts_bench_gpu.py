@@ -1,21 +1,19 @@
-"""The GPU benchmark at tiny size on the CPU, and its check of the attention kernel."""
+"""The GPU benchmark at tiny size on the CPU, and the check of the attention kernel."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import bench_gpu, gpu_check, gpu_models, gpu_policy, gpu_real_size
-from benchmarks.gpu_bench import Bench, Report
-from benchmarks.gpu_models import REAL, TINY
+from benchmarks import bench_gpu, gpu_memory, gpu_models, gpu_policy
+from benchmarks.gpu_models import REAL
 from rl.algorithm import attention_kernels
 from rl.algorithm.attention_kernels import Kernel, Runs
 from rl.check_gpu import gpu_kernels
-from rl.check_gpu.lines import Asked
+from rl.check_gpu.lines import Setup
 from rl.policies.qwen_vl.qwen_vl_loading import Config, load_image_processor, load_tokenizer
 from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
 from rl.ranks.dist import Dist
@@ -24,67 +22,46 @@ from rl.renderers import qwen_image_edit
 pytestmark = pytest.mark.slow
 
 
-def run(out: Path, items: str) -> tuple[int, dict]:
-    code = bench_gpu.main(["--tiny", "--items", items, "--out", str(out)])
-    [record] = out.glob("*.json")
-    assert record.with_suffix(".md").exists()
-    return code, json.loads(record.read_text())
+def setup_in(folder, **more) -> Setup:
+    return Setup(str(folder), str(folder), tiny=True, **more)
 
 
-def new_bench(folder: Path, size=TINY) -> Bench:
-    return Bench(Dist(), size, 0.0, folder, Report())
+def run(out, cases: str) -> dict:
+    """What -> its row of the results."""
+    code = bench_gpu.main(["--tiny", "--cases", cases, "--out", str(out)])
+    rows = [json.loads(row) for row in (out / "results.jsonl").read_text().splitlines()]
+    assert code == 0 and "DONE" in (out / "report.md").read_text()
+    return {row["what"]: row for row in rows}
 
 
-@pytest.mark.campaign
-def test_every_item_but_the_slow_two_runs_on_a_cpu(tmp_path, capsys):
-    code, record = run(tmp_path, "4,6,3,2,4b,1")
-    assert code == 0 and record["failures"] == []
-    items = [line["item"] for line in record["lines"]]
-    assert list(dict.fromkeys(items)) == ["1", "4b", "2", "3", "4", "6"]
-    lines = {line["what"]: line for line in record["lines"]}
-    assert lines["packed attention on this device"]["note"] == "PASS"
-    ours = lines["DiT 32^2 x 2 of different lengths, ours"]
+def test_forwards_and_steps_at_tiny_size(tmp_path):
+    found = run(tmp_path, "vae,dit,policy")
+    ours = found["DiT 32^2 x 2 of different lengths, ours"]["data"]
     assert ours["ms"] > ours["floor_ms"] > 0 and ours["peer_ratio"] > 0
-    group = lines["P=178 G=3 T=6, packed, attention sdpa, gradient_checkpointing False"]
-    recomputed = lines["P=178 G=3 T=6, packed, attention sdpa, gradient_checkpointing True"]
-    assert group["floor_ms"] == pytest.approx(recomputed["floor_ms"], rel=1e-6)
-    assert "TRL stock's passes over ours" in capsys.readouterr().out
-    assert str(tmp_path) not in json.dumps(record)
+    assert found["VAE decode 64^2, ours against diffusers"]["status"] == "PASS"
+    floors = [
+        found[f"P=178 G=3 T=6, packed, checkpointing {value}"]["data"]["floor_ms"]
+        for value in (False, "mlp", True)
+    ]
+    assert max(floors) < 2 * min(floors)  # each process of a case measures the rate once
+    assert found["our step beside TRL stock's"]["data"]["ratio"] > 0
 
 
 @pytest.mark.campaign
-def test_whole_iterations_and_the_sampler_run_on_a_cpu(tmp_path):
-    code = bench_gpu.main(
-        ["--tiny", "--items", "5,7", "--seconds-per-item", "12", "--out", str(tmp_path)]
-    )
-    [record] = tmp_path.glob("*.json")
-    lines = {line["what"]: line for line in json.loads(record.read_text())["lines"]}
-    assert code == 0
-    for policy in ("on-policy", "one step off-policy"):
-        assert 0 < lines[f"64^2, 2 steps, judge 0 s, {policy}"]["floor_share"] < 1
-    assert lines["adapter synced and read back"]["ms"] > 0
+def test_every_case_runs_at_tiny_size(tmp_path):
+    found = run(tmp_path, ",".join(case.name for case in bench_gpu.CASES))
+    steps = {row["step"] for row in found.values()}
+    assert steps == {case.name for case in bench_gpu.CASES}
+    assert found["iterations at this size"]["note"] == "2 of 2"
 
 
-def test_a_failing_item_does_not_stop_the_others(tmp_path, monkeypatch):
-    def broken(bench: Bench) -> None:
-        bench.log("half of it", ms=1.0)
-        raise RuntimeError("no such file: /home/somebody/secret/weights.bin\nand more")
-
-    monkeypatch.setattr(gpu_check, "matmul_rate", broken)
-    code, record = run(tmp_path, "1,4b")
-    assert code == 1
-    assert record["failures"] == ["1: RuntimeError: no such file: weights.bin"]
-    items = [(line["item"], line["what"]) for line in record["lines"]]
-    assert items[0] == ("1", "half of it")
-    assert items[-1] == ("4b", "packed attention on this device")
-
-
-def test_real_sizes_are_refused_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="--tiny"):
-        bench_gpu.main(["--items", "1"])
+def test_without_a_gpu_real_sizes_and_unknown_cases_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert bench_gpu.main(["--cases", "dit", "--out", str(tmp_path)]) == 1
+    assert "--tiny" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        bench_gpu.main(["--items", "1,9", "--tiny"])
+        bench_gpu.main(["--cases", "dti", "--tiny", "--out", str(tmp_path)])
+    assert "did you mean 'dit'?" in capsys.readouterr().err
 
 
 # The check of the attention kernel
@@ -109,17 +86,26 @@ def without_last_key(kernel: Kernel) -> Kernel:
 def test_a_kernel_that_misses_one_key_fails_even_the_bfloat16_tolerance(tmp_path, monkeypatch):
     wrong = without_last_key(attention_kernels.CPU)
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: wrong)
-    monkeypatch.setattr(gpu_check, "_policy_problems", lambda bench: [])
+    monkeypatch.setattr(gpu_kernels, "policy_outcomes", lambda setup: [{}, {}, {}])
     for limits in (gpu_kernels.LARGEST_ERROR, gpu_kernels.LARGEST_BIAS):
         monkeypatch.setitem(limits, "float32", gpu_kernels.LARGEST_ERROR["bfloat16"])
-    bench = new_bench(tmp_path)
-    gpu_check.packed_attention(bench)
-    assert bench.attention == "sdpa"
-    assert any(
-        "a group: result has a relative error" in failure for failure in bench.report.failures
+    auto, *_ = gpu_kernels.kernels(setup_in(tmp_path))
+    assert auto.status == "FAIL" and auto.keys == {"policy.attn_implementation": "sdpa"}
+    assert "in a group the result has a relative error" in auto.note
+
+
+def test_a_policy_whose_kernel_is_wrong_fails(tmp_path, monkeypatch):
+    wrong = without_last_key(attention_kernels.CPU)
+    chosen = attention_kernels.choose_kernel
+    monkeypatch.setattr(
+        attention_kernels,
+        "choose_kernel",
+        lambda name, *rest: wrong if name == "auto" else chosen(name, *rest),
     )
-    assert not any("prompts alone" in failure for failure in bench.report.failures)
-    assert bench.report.lines[-1].note.startswith("FAIL")
+    lines = {line.what: line for line in gpu_kernels.kernels(setup_in(tmp_path))}
+    for what in ("log-probs", "states", "gradient"):
+        assert lines[f"a policy's {what}"].status == "FAIL"
+    assert lines["packed attention (sdpa) of Qwen2.5-VL"].status == "PASS"
 
 
 def test_visible_tokens_of_packed_attention_by_hand():
@@ -131,15 +117,14 @@ def test_visible_tokens_of_packed_attention_by_hand():
 
 def test_padded_rows_as_in_trl_have_our_log_probs(tmp_path):
     """Equal seeds give both equal weights; a fresh adapter changes nothing. TRL bans no tokens."""
-    bench = new_bench(tmp_path)
-    gpu_models.save_policy_files(bench)
+    bench = gpu_models.open_bench(setup_in(tmp_path))
     torch.manual_seed(0)
-    runner = gpu_policy.StepRunner(bench, 56, "auto", False)
+    runner = gpu_policy.StepRunner(bench, False)
     prompt, ids_G = runner.examples[0]
     runner.policy.module.banned_token_ids = ()
     batch = runner.policy.collate([(prompt, ids) for ids in ids_G])
     torch.manual_seed(0)
-    rows = gpu_policy.PaddedRows(bench, 56, prompt, ids_G)
+    rows = gpu_policy.PaddedRows(bench, prompt, ids_G, False)
     with torch.no_grad():
         ours, theirs = runner.policy.module(batch).logprobs.flatten(), rows._logprobs(ids_G)
     assert (ours - theirs).abs().max() < 1e-4 < ours.std()
@@ -149,7 +134,7 @@ def test_padded_rows_as_in_trl_have_our_log_probs(tmp_path):
 
 
 def test_real_sizes_are_those_of_the_released_models(tmp_path):
-    bench = new_bench(tmp_path, REAL)
+    bench = replace(gpu_models.open_bench(setup_in(tmp_path)), size=REAL)
     gpu_models.save_policy_files(bench)
     on_meta = replace(bench, dist=Dist(device="meta"))
     model = gpu_models.random_policy_model(on_meta, "bfloat16", "sdpa")
@@ -170,7 +155,7 @@ def test_real_sizes_are_those_of_the_released_models(tmp_path):
     )
     tokenizer = load_tokenizer(section)
     assert len(tokenizer) == 151_665
-    for side_px, num_tokens in zip(REAL.policy_px, (1543, 370), strict=True):
+    for side_px, num_tokens in ((REAL.policy_px, 1543), (384, 370)):
         renderer = qwen_image_edit.Config(type="", policy_image_area_px=side_px**2)
         template = qwen_image_edit.QwenImageEdit.prompt_template(renderer)
         prompts = QwenPrompts(tokenizer, load_image_processor(section), template, True, 2048)
@@ -180,21 +165,12 @@ def test_real_sizes_are_those_of_the_released_models(tmp_path):
         assert prompt.num_dropped_tokens == 64
 
 
-def test_real_size_steps_at_tiny_size(tmp_path, monkeypatch):
+def test_memory_steps_at_tiny_size(tmp_path, monkeypatch):
     """The same code as on a GPU; only the peak of its memory is not known here."""
-    text = {"vocab_size": 521, "hidden_size": 64, "intermediate_size": 128}
-    text |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    for table, values in (
-        (gpu_real_size.LANGUAGE, text),
-        (gpu_real_size.ROPE, {"mrope_section": [4, 6, 6]}),
-        (gpu_real_size.VISION, {**TINY.vision, "out_hidden_size": 64}),
-        (gpu_real_size.MODEL_SIZE, dict(TINY.transformer)),
-    ):
-        for name, value in values.items():
-            monkeypatch.setitem(table, name, value)
-    monkeypatch.setattr(gpu_real_size, "SIDE_TOKENS", 4)
-    asked = Asked(str(tmp_path), tiny=True, gpu_gb=80.0)
+    setup = setup_in(tmp_path, gpu_gb=80.0)
     for peak_gb, status in ((20.0, "PASS"), (90.0, "FAIL")):
-        monkeypatch.setattr(gpu_real_size, "peak_gb", lambda device, peak_gb=peak_gb: peak_gb)
-        lines = [*gpu_real_size.policy(asked), *gpu_real_size.edit(asked)]
-        assert [line.status for line in lines] == ["PASS", status, "PASS", status]
+        monkeypatch.setattr(gpu_memory, "peak_gb", lambda device, peak_gb=peak_gb: peak_gb)
+        lines = [*gpu_memory.policy(setup)]
+        for released in gpu_memory.SMALL:
+            lines += gpu_memory.transformer(setup, released)
+        assert [line.status for line in lines] == ["PASS", status] * 3

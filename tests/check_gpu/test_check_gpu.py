@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import os
 import platform
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 import tiny_config
 from tiny_messages import holds
+from tiny_waits import wait_for
 
+from benchmarks.bench_gpu import CASES
 from rl.check import check_report, this_machine
-from rl.check_gpu import gpu_machine
-from rl.check_gpu.lines import Asked, Line, result, shareable, skipped
-from rl.check_gpu.steps import STEPS, Step, run_step
+from rl.check_gpu import gpu_machine, program, steps
+from rl.check_gpu.lines import Line, Setup, result, shareable
+from rl.check_gpu.steps import Step
 from rl.commands import check_gpu
 from rl.config.schema import load_config
 
@@ -96,18 +105,28 @@ def test_an_old_driver(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_compiler(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(H100)
     monkeypatch.setattr(gpu_machine, "pytorch", lambda num_gpus: [])
-    lines = told(*gpu_machine.machine(Asked(".")))
+    lines = told(*gpu_machine.machine(Setup(".", ".")))
     assert holds(lines, "FAIL ... compiler ... gcc, clang ... fix: apt install build-ess")
-    assert holds(told(*gpu_machine.machine(Asked(".", tiny=True))), "SKIPPED ... compiler")
+    assert holds(told(*gpu_machine.machine(Setup(".", ".", tiny=True))), "SKIPPED ... compiler")
 
 
 def test_little_shared_memory_and_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     full = SimpleNamespace(total=64e6, free=64e6)
     monkeypatch.setattr("shutil.disk_usage", lambda place: full)
-    lines = told(*gpu_machine.machine(Asked(".", tiny=True, num_gpus=2)))
+    lines = told(*gpu_machine.machine(Setup(".", ".", tiny=True, num_gpus=2)))
     shared = "FAIL ... /dev/shm: ... 0.064 GB ... fix: ... --shm-size"
     assert holds(lines, f"{shared} ... FAIL ... disk: 0.064 GB ... fix: make room, or set TMPDIR")
-    assert holds(told(*gpu_machine.machine(Asked(".", tiny=True, num_gpus=1))), "PASS ... /dev/shm")
+    assert holds(
+        told(*gpu_machine.machine(Setup(".", ".", tiny=True, num_gpus=1))), "PASS ... /dev/shm"
+    )
+
+
+def test_versions_that_were_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"transformers": "5.17.0", "torch": "2.11.0+cu130"}
+    monkeypatch.setattr(importlib.metadata, "version", found.__getitem__)
+    assert gpu_machine.version("torch").status == "PASS"
+    fix = "FAIL ... transformers: 5.17.0 ... fix: pip install transformers==5.19.0"
+    assert holds(told(gpu_machine.version("transformers")), fix)
 
 
 def test_too_little_host_memory_for_the_configs_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,21 +134,31 @@ def test_too_little_host_memory_for_the_configs_plan(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(check_report, "machine_problems", lambda *_, **more: [])
     monkeypatch.setattr(this_machine, "host_memory_gb", lambda: 48.0)
-    asked = Asked(".", num_gpus=8, gpu_gb=80.0, config="configs/qwen_image_edit.jsonnet")
-    [line] = gpu_machine.config_lines(asked)
+    setup = Setup(".", ".", num_gpus=8, gpu_gb=80.0, config="configs/qwen_image_edit.jsonnet")
+    [line] = gpu_machine.config_lines(setup)
     assert holds(told(line), "FAIL ... config: host memory ... has 48.0 ... fix: ")
     monkeypatch.setattr(this_machine, "host_memory_gb", lambda: 2000.0)
-    assert holds(told(*gpu_machine.config_lines(asked)), "PASS ... config: fits")
-    [line] = gpu_machine.config_lines(replace(asked, config="configs/nothing.jsonnet"))
+    assert holds(told(*gpu_machine.config_lines(setup)), "PASS ... config: fits")
+    [line] = gpu_machine.config_lines(replace(setup, config="configs/nothing.jsonnet"))
     assert line.status == "FAIL"
 
 
 # Steps in child processes
 
 
-def lines_of(function: str, folder: Path, limit_s: float = 600.0, **more: object) -> list[Line]:
-    step = Step("planted", f"tiny_gpu_faults:{function}", limit_s, **more)  # type: ignore[arg-type]
-    return list(run_step(step, Asked(str(folder), tiny=True)))
+def setup_in(folder: Path, **more: Any) -> Setup:
+    (folder / "results.jsonl").touch()
+    return Setup(str(folder), str(folder), **{"tiny": True} | more)
+
+
+def step(function: str, limit_s: float = 600.0, name: str = "planted", **more: Any) -> Step:
+    return Step(name, f"tiny_gpu_faults:{function}", limit_s, **more)
+
+
+def lines_of(function: str, folder: Path, limit_s: float = 600.0) -> list[Line]:
+    setup = setup_in(folder)
+    [(name, _)] = steps.run([step(function, limit_s)], setup, 600)
+    return steps.results(setup, name)
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +170,7 @@ def children_find_the_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     ("function", "limit_s", "parts"),
     [
         ("killed", 60.0, "FAIL ... planted: ended by SIGKILL ... fix: host memory"),
-        ("hanging", 3.0, "FAIL ... no end within 3 s, in hanging (tiny_gpu_faults.py ... fix: "),
+        ("hanging", 4.0, "FAIL ... no end within 4 s, in hanging (tiny_gpu_faults.py ... fix: "),
         ("out_of_memory", 60.0, "FAIL ... CUDA out of memory in place.py ... fix: end other"),
     ],
 )
@@ -155,6 +184,57 @@ def test_a_child_that_does_not_end_well_is_a_line(
 
 def test_what_libraries_print_is_no_line(tmp_path: Path) -> None:
     assert lines_of("noisy", tmp_path) == [result("the only one", True)]
+
+
+def test_the_deadline_ends_a_step_and_starts_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "MIN_START_S", 2.0)
+    setup, start_s = setup_in(tmp_path), time.monotonic()
+    functions = {"first": "quick", "long": "hanging", "never": "quick"}
+    alone = [step(function, name=n, gb=steps.ALONE) for n, function in functions.items()]
+    # On a CPU steps run side by side even so; with a GPU each of these waits for the one before.
+    list(steps.run(alone, replace(setup, tiny=False), 5.0))
+    assert 5 <= time.monotonic() - start_s < 9
+    first, long, never = (steps.results(setup, name) for name in ("first", "long", "never"))
+    assert [line.status for line in first] == ["MEASURED", "MEASURED"]
+    assert long[-1].status == "NO TIME" and "cut off" in long[-1].note
+    assert [line.status for line in never] == ["NO TIME"]
+
+
+@pytest.mark.parametrize(("gb", "overlap"), [(3.0, True), (steps.ALONE, False), (10.0, False)])
+def test_steps_run_side_by_side_where_memory_allows_it(
+    tmp_path: Path, gb: float, overlap: bool
+) -> None:
+    setup = setup_in(tmp_path, tiny=False, num_gpus=1, gpu_gb=16.0)
+    list(steps.run([step("quick", name=n, gb=gb, arguments=(n,)) for n in "ab"], setup, 60))
+    (a, a_end), (b, _) = (steps.results(setup, name) for name in "ab")
+    assert (a.note, b.note) == ("a", "b")
+    assert (b.data["at_s"] < a_end.data["at_s"]) == overlap
+
+
+def is_gone(pid: int) -> bool:
+    """Also if its parent has not read its exit code."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_a_killed_step_started_is_gone(tmp_path: Path) -> None:
+    measured, line = lines_of("with_a_grandchild", tmp_path, 4.0)
+    assert "no end within" in line.note
+    wait_for(lambda: is_gone(int(measured.data["pid"])))
+
+
+def test_results_are_on_the_disk_after_kill_9_of_the_whole(tmp_path: Path) -> None:
+    code = (
+        "from rl.check_gpu import steps; from test_check_gpu import *; from pathlib import Path; "
+    )
+    code += f"list(steps.run([step('hanging')], setup_in(Path({str(tmp_path)!r})), 60))"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent) as process:
+        wait_for(lambda: steps.results(setup_in(tmp_path), "planted"))
+        [child] = steps.descendants(process.pid)
+        process.kill()
+    assert steps.results(setup_in(tmp_path), "planted") == [result("before it", True)]
+    wait_for(lambda: is_gone(child))
 
 
 @pytest.mark.slow
@@ -173,28 +253,40 @@ def test_planted_faults(tmp_path: Path, function: str, parts: str) -> None:
     assert holds(told(*lines), parts)
 
 
-def test_steps_that_cannot_run_here_are_skipped(tmp_path: Path) -> None:
-    [line] = lines_of("killed", tmp_path, needs_gb=78.0)
-    assert line == skipped("planted")
-    large = Step("large", "tiny_gpu_faults:killed", 60, needs_gb=78)
-    [line] = run_step(large, Asked(str(tmp_path), num_gpus=1, gpu_gb=24.0))
-    assert holds(told(line), "SKIPPED ... 80 GB ... 24")
-    [line] = run_step(Step("gone", "no_such_room.file:step", 60), Asked(str(tmp_path), tiny=True))
-    assert holds(told(line), "SKIPPED ... clone")
+@pytest.mark.parametrize(
+    ("more", "setup", "parts"),
+    [
+        ({"needs_gpu": True}, {}, "SKIPPED ... needs a GPU"),
+        ({"needs_large_gpu": True}, {"tiny": False, "gpu_gb": 24.0}, "SKIPPED ... 80 GB ... 24"),
+        ({"package": "no_such_package"}, {}, "FAIL ... no_such_package is not installed ... fix: "),
+    ],
+)
+def test_steps_that_cannot_run_here_say_why(
+    tmp_path: Path, more: dict[str, Any], setup: dict[str, Any], parts: str
+) -> None:
+    given = setup_in(tmp_path, **setup)
+    assert list(steps.run([step("killed", **more)], given, 60)) == [("planted", 0.0)]
+    assert holds(told(*steps.results(given, "planted")), parts)
+
+
+def test_a_step_that_is_only_in_a_clone_is_skipped(tmp_path: Path) -> None:
+    setup = setup_in(tmp_path)
+    list(steps.run([Step("gone", "no_such_package.file:step", 60)], setup, 60))
+    assert holds(told(*steps.results(setup, "gone")), "SKIPPED ... clone")
 
 
 # The end
 
 
 def test_every_step_is_a_function_of_its_file() -> None:
-    for step in STEPS:
-        module, _, name = step.function.partition(":")
+    for one in [*check_gpu.STEPS, *CASES]:
+        module, _, name = one.function.partition(":")
         text = (TESTS.parent / module.replace(".", "/")).with_suffix(".py").read_text()
-        assert re.search(rf"^(def {name}\(|{name} = partial)", text, re.MULTILINE), step
+        assert re.search(rf"^def {name}\(", text, re.MULTILINE), one
 
 
 def test_recommended_keys_are_keys_of_a_config() -> None:
-    words = [f"{key}={value}" for step in STEPS for key, value in step.keys.items()]
+    words = [f"{key}={value}" for one in check_gpu.STEPS for key, value in one.keys.items()]
     text = "".join(file.read_text() for file in (TESTS.parent / "rl/check_gpu").glob("gpu_*.py"))
     words += [f"{key}={value}" for key, value in re.findall(r'\{"(\w+\.\w+)": "(\w+)"\}', text)]
     assert len(set(words)) >= 4
@@ -211,26 +303,58 @@ def test_the_report_has_no_host_name_folder_or_key(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
     monkeypatch.setattr(platform, "node", lambda: "alice-box")
     note = f"hf_abcdefghijklmnop on alice-box in {Path.home()}/x/run.log; /dev/shm"
-    text = check_gpu.report(["rl check-gpu", "H100"], [("a", 1.0, [result("b", False, note)])])
+    text = program.report("rl check-gpu, H100", {"a": (1.0, [result("b", False, note)])}, ["READY"])
     assert "run.log" in text and "/dev/shm" in text and "H100" in text and "torch 2" in text
     for word in ("abcdefgh", "alice", "/x/", str(Path.home())):
         assert word not in text, word
     assert shareable("27.0 GB/s, 2.13.0+cpu") == "27.0 GB/s, 2.13.0+cpu"
 
 
-def test_the_command_ends_with_a_verdict_keys_and_a_report(
+def test_the_command_ends_with_a_table_a_verdict_keys_and_a_report(
     smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     smi(H100, H100)
     broken = Line("FAIL", "PyTorch", "sees 0 of 2 GPUs", "install", {"engine.type": "transformers"})
-    monkeypatch.setattr(check_gpu, "run_step", lambda step, asked: [broken])
-    monkeypatch.setattr(check_gpu, "STEPS", STEPS[:2])
-    out = tmp_path / "report.md"
-    assert check_gpu.main(["--out", str(out)]) == 1
+    monkeypatch.setattr(steps, "results", lambda setup, name: [broken])
+    monkeypatch.setattr(check_gpu, "STEPS", [step("quick", gb=steps.ALONE), *check_gpu.STEPS[1:2]])
+    assert check_gpu.main(["--out", str(tmp_path / "new")]) == 1
     printed = capsys.readouterr().out
     assert holds(
         printed,
-        "FAIL ... SKIPPED ... packed attention: see PyTorch ... NOT READY (1 FAIL, 1 SKIPPED): fix "
-        "'PyTorch' first ... gpu_gb=85 ... world_size=2 ... engine.type=transformers ... report",
+        "FAIL ... planted ... 1 FAIL ... kernels ... NOT READY (2 FAIL): fix 'PyTorch' first ... "
+        "gpu_gb=85 ... world_size=2 ... engine.type=transformers ... report",
     )
-    assert holds(out.read_text(), "# rl check-gpu ... GPUs: NVIDIA H100 ... FAIL ... NOT READY")
+    assert holds((tmp_path / "new" / "report.md").read_text(), "H100 ... FAIL ... NOT READY")
+    rows = (tmp_path / "new" / "results.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["note"] == "see PyTorch"
+
+
+def test_the_verdicts() -> None:
+    passed, late = result("a", True), Line("NO TIME", "loop", "not started")
+    assert program.verdict({"a": (1.0, [passed])}) == "READY (1 PASS)"
+    verdict = program.verdict({"a": (1.0, [passed]), "loop": (0.0, [late])})
+    assert holds(verdict, "CUT SHORT (1 PASS, 1 NO TIME) ... loop")
+    assert program.verdict({"a": (1.0, [late, result("b", False)])}).startswith("NOT READY")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--steps", "kernel"], "did you mean 'kernels'?"),
+        (["--engine", "transformers", "--steps", "vllm_sleep"], "there is no 'vllm_sleep'"),
+        (["--limit", "0"], "--limit 0"),
+        (["--out", __file__], "name a folder"),
+        (["configs/quickstart.jsonnet", "polcy.dtype=float32"], "polcy"),
+        (["configs/quickstart.jsonnet", "renderer.type=none"], "renderer"),
+        (["configs/nothing.jsonnet"], "nothing"),
+    ],
+)
+def test_a_mistake_is_refused_before_the_first_step(
+    words: list[str], parts: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(steps, "run", lambda *_: pytest.fail("a step was started"))
+    try:
+        assert check_gpu.main(["--tiny", *words]) in (1, 2)
+    except SystemExit as error:
+        assert error.code == 2
+    assert parts in capsys.readouterr().err
