@@ -1,6 +1,6 @@
 """Measure this project's speed on one GPU at real size, with random weights, without network.
 
-    rl bench-gpu                                all cases, in about eight minutes
+    rl bench-gpu                                all cases
     rl bench-gpu --cases ceilings,dit           some of them
     rl bench-gpu --tiny                         the same code at tiny size on a CPU
 

@@ -53,9 +53,7 @@ COMMANDS = {
     "check-distributed": Command(
         "check that this machine's ranks connect", "rl.simple_launch", after=(_RANK_SCRIPT,)
     ),
-    "check-gpu": Command(
-        "prove in five minutes that this machine's GPUs run everything", "rl.commands.check_gpu"
-    ),
+    "check-gpu": Command("prove that this machine's GPUs run everything", "rl.commands.check_gpu"),
     "rehearse": Command("run one iteration at real size without a GPU", "rl.commands.rehearse"),
     "bench-gpu": Command("measure real-size models on this GPU", "benchmarks.bench_gpu"),
 }

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
+from textwrap import fill
 
 from rl.check.this_machine import gpus
 from rl.check_gpu import steps
@@ -63,7 +64,7 @@ def run(
             for line in done[name][1]:
                 show(line.text(), marks=_MARKS)
                 keys |= line.keys
-            end = [table(done), verdict(done, all_good)]
+            end = [table(done), fill(verdict(done, all_good), 80, break_on_hyphens=False)]
             end += [f"recommended: {key}={value}" for key, value in keys.items()]
             text = report(title, done, end)
             (args.out / "report.md").write_text(text, encoding="utf-8")

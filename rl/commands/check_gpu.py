@@ -1,4 +1,4 @@
-"""Prove in about five minutes that this machine's GPUs run everything.
+"""Prove that this machine's GPUs run everything.
 
     rl check-gpu                                    on all visible GPUs
     rl check-gpu configs/qwen_image_21.jsonnet      and whether that config fits
