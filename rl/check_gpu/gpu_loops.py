@@ -56,9 +56,7 @@ def loop(setup: Setup, name: str, *more: str) -> Iterator[Line]:
     """The same command twice; the first run is killed with SIGKILL. Then the times, memory and
     differences that the last iteration measured."""
     num_ranks, run_dir = max(1, setup.num_gpus), Path(setup.folder, "runs", name)
-    backend = ["optimizer.backend=deepspeed"] if num_ranks > 1 else []
-    sizes = [f"world_size={num_ranks}", f"prompts_per_iteration={4 * num_ranks}"]
-    command = [*LAUNCH, *setup.words(name, *SMALL, *sizes, *backend, *more)]
+    command = [*LAUNCH, *words_of(setup, name, *more)]
     shutil.rmtree(run_dir, ignore_errors=True)
     log, fix = Path(setup.folder, "run.log"), "rl train with this config shows all of it"
     what = f"loop of {name}, "
@@ -83,6 +81,14 @@ def loop(setup: Setup, name: str, *more: str) -> Iterator[Line]:
         data = {key: value for key, value in rows[-1].items() if key.startswith(KEPT)}
         note = ", ".join(f"{key} {data[key]:.2g}" for key in SHOWN if key in data)
         yield measured(f"{what}last iteration", note, **data)
+
+
+def words_of(setup: Setup, name: str, *more: str) -> list[str]:
+    """Config and overrides of a small run on all GPUs."""
+    num_ranks = max(1, setup.num_gpus)
+    backend = ["optimizer.backend=deepspeed"] if num_ranks > 1 else []
+    sizes = [f"world_size={num_ranks}", f"prompts_per_iteration={4 * num_ranks}"]
+    return setup.words(name, *SMALL, *sizes, *backend, *more)
 
 
 def _start(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:

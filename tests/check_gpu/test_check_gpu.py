@@ -24,11 +24,12 @@ from tiny_waits import wait_for
 
 from benchmarks.bench_gpu import CASES
 from rl.check import check_report, this_machine
-from rl.check_gpu import gpu_machine, program, steps
+from rl.check_gpu import gpu_loops, gpu_machine, program, steps
 from rl.check_gpu.lines import Line, Setup, result, shareable
 from rl.check_gpu.steps import Step
 from rl.commands import check_gpu
 from rl.config.schema import load_config
+from rl.ranks.placement import Machine
 
 TESTS = Path(__file__).resolve().parents[1]
 H100 = "0, GPU-1, NVIDIA H100 80GB HBM3, 580.65.06, 9.0, 81559, 12"
@@ -123,10 +124,17 @@ def test_little_shared_memory_and_a_full_disk(monkeypatch: pytest.MonkeyPatch) -
 
 def test_versions_that_were_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"transformers": "5.17.0", "torch": "2.11.0+cu130"}
-    monkeypatch.setattr(importlib.metadata, "version", found.__getitem__)
-    assert gpu_machine.version("torch").status == "PASS"
+
+    def version(package: str) -> str:
+        if package not in found:
+            raise importlib.metadata.PackageNotFoundError
+        return found[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    torch, transformers = gpu_machine.versions()
+    assert holds(told(torch), "PASS ... torch: 2.11.0+cu130; tried: 2.13.0, 2.11.0")
     fix = "FAIL ... transformers: 5.17.0 ... fix: pip install transformers==5.19.0"
-    assert holds(told(gpu_machine.version("transformers")), fix)
+    assert holds(told(transformers), fix)
 
 
 def test_too_little_host_memory_for_the_configs_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +243,21 @@ def test_results_are_on_the_disk_after_kill_9_of_the_whole(tmp_path: Path) -> No
         process.kill()
     assert steps.results(setup_in(tmp_path), "planted") == [result("before it", True)]
     wait_for(lambda: is_gone(child))
+
+
+@pytest.mark.parametrize("num_gpus", [1, 8])
+def test_the_loops_on_gpus_are_runs_that_rl_check_accepts(tmp_path: Path, num_gpus: int) -> None:
+    """Only a machine with GPUs can start them; what a config gets wrong shows here."""
+    setup = setup_in(tmp_path, tiny=False, num_gpus=num_gpus, gpu_gb=85.5)
+    loops = [one for one in check_gpu.STEPS if one.function == check_gpu.LOOP]
+    assert len(loops) == 6
+    for one in loops:
+        path, *words = gpu_loops.words_of(setup, *one.arguments)
+        config = load_config(path, words)
+        assert config.policy["dtype"] == "bfloat16" and config.world_size == num_gpus
+        machine = Machine((85.5,) * num_gpus)
+        problems = check_report.problems(config)
+        assert not problems + check_report.problems_here(config, machine, num_gpus, 128.0), one
 
 
 @pytest.mark.slow
