@@ -47,11 +47,13 @@ class Address:
         self._failures_to_open = config.breaker_failures
         self._pause_s = config.breaker_pause_s
         self._next_probe_at = 0.0
+        self._answered_at = 0.0
         self._down_since: float | None = None
 
     @property
     def down_s(self) -> float:
-        """Time since the first of the current consecutive failures, s."""
+        """Time since the first of the requests that failed in a row was sent, or since the answer
+        that came after that, s."""
         return 0.0 if self._down_since is None else time.monotonic() - self._down_since
 
     def takes_probe(self) -> bool:
@@ -65,9 +67,11 @@ class Address:
         if self.is_open:
             log.warning("%s answers again after %.0f s", self._name, self.down_s)
         self.num_failures_in_row, self._down_since, self.is_open = 0, None, False
+        self._answered_at = time.monotonic()
 
-    def failed(self) -> None:
-        self._down_since = self._down_since or time.monotonic()
+    def failed(self, sent_s: float) -> None:
+        """`sent_s`: when the request that failed was sent, `time.monotonic`."""
+        self._down_since = self._down_since or max(sent_s, self._answered_at)
         self.num_failures_in_row += 1
         if self.num_failures_in_row >= self._failures_to_open:
             self.open(f"failed {self.num_failures_in_row} times in a row")
@@ -108,22 +112,26 @@ class Addresses:
         """Whether an address that is up is not among `tried`."""
         return any(not address.is_open and address not in tried for address in self._all)
 
-    async def admit(self, tried: Collection[Address]) -> Address:
+    async def admit(self, tried: Collection[Address], is_new: bool) -> Address:
         """Wait until a request may be sent; returns its address, preferably one not in `tried`.
 
-        Raises OutageError once all have been down for `max_outage_s`. A due probe is sent even
-        then: otherwise a judge that came back between two iterations would never be noticed.
+        Raises OutageError once all have been down for `max_outage_s`. `is_new`: the question was
+        not sent before. A new question may be the due probe even then: otherwise a judge that came
+        back between two iterations would never be noticed. Another one may not: a probe that takes
+        longer than `breaker_pause_s` makes the next one due, so it would be sent for ever.
         """
         while True:
             up = [address for address in self._all if not address.is_open]
+            down_s = min(address.down_s for address in self._all)
+            is_over = not up and down_s >= self._config.max_outage_s
             for address in self._all:
-                if not (up and address in tried) and address.takes_probe():
+                may_probe = not (up and address in tried) and (is_new or not is_over)
+                if may_probe and address.takes_probe():
                     return address
             if up:
                 now_s = time.monotonic()
                 return min(up, key=lambda a: (a in tried, a.rests_until > now_s, a.num_in_flight))
-            down_s = min(address.down_s for address in self._all)
-            if down_s >= self._config.max_outage_s:
+            if is_over:
                 raise OutageError(f"no answer for {down_s:.0f} s")
             await asyncio.sleep(min(POLL_S, self._config.max_outage_s - down_s))
 

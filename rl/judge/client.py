@@ -42,7 +42,8 @@ SHOWN_BODY_CHARS = 600
 SHOWN_NAME_CHARS = 100
 MAX_NAMES = 8
 """Limit of model names logged per address; some servers send a different name with each reply."""
-REFUSED_QUESTION = frozenset({400, 413, 415, 422})
+REFUSED_SETUP = frozenset({401, 402, 403, 404, 405, 407})
+"""A wrong key, path or model, or no money: like a redirect, these never concern one question."""
 RETRIED_CLIENT_ERRORS = frozenset({408, 425, 429})
 FROM_A_WORKING_ADDRESS = frozenset({"http_408", "http_425", "http_429", "refused", "unreadable"})
 """`RequestTrouble` causes that do not count as a failure of the address."""
@@ -352,11 +353,12 @@ class JudgeClient:
         return reply
 
     async def _send(self, asking: _Asking, request: Request) -> str:
-        address = asking.address = await self._addresses.admit(asking.tried)
-        labels = asking.question.labels
+        is_new = asking.address is None
+        address = asking.address = await self._addresses.admit(asking.tried, is_new)
+        labels, sent_s = asking.question.labels, time.monotonic()
         try:
             response = await self._post(address, asking, request)
-            if response.status != 200:
+            if not response.is_success:
                 self._raise_for(response, address, asking)
             try:
                 chat = read_chat(response.body, labels)
@@ -366,7 +368,9 @@ class JudgeClient:
                         f"{address.url} answers, with {error}: {_body_excerpt(response)}\n"
                         f"{LOGPROBS_REMEDY}"
                     ) from None
-                detail = f"HTTP 200 without a reply ({error}): {_body_excerpt(response)}"
+                detail = (
+                    f"HTTP {response.status} without a reply ({error}): {_body_excerpt(response)}"
+                )
                 raise RequestTrouble("unreadable", detail) from None
         except RequestTrouble as trouble:
             asking.tried.add(address)
@@ -375,7 +379,7 @@ class JudgeClient:
             if trouble.cause in FROM_A_WORKING_ADDRESS:
                 address.succeeded()
             elif not trouble.asks_to_wait:
-                address.failed()
+                address.failed(sent_s)
             raise
         address.succeeded()
         address.answered.add(asking.shape)
@@ -432,7 +436,8 @@ class JudgeClient:
         trouble = RequestTrouble(f"http_{status}", body, response.retry_after_s)
         if status in RETRIED_CLIENT_ERRORS or status >= 500:
             raise trouble
-        if address and status in REFUSED_QUESTION and shape in address.answered:
+        is_setup = status in REFUSED_SETUP or 300 <= status < 400
+        if address and not is_setup and shape in address.answered:
             # The address has answered questions of this shape, so the set-up is right: this one is
             # too long, or moderated. (Taking one picture but refusing two is a set-up error.)
             raise RequestTrouble("refused", f"HTTP {status} {body}")

@@ -91,7 +91,7 @@ class Dialect:
 
     def learn(self, request: Request, without: Set[str], status: int) -> set[str]:
         """Remember the parameters left out of an answered `request`; returns the new ones."""
-        if status != 200:
+        if not 200 <= status < 300:
             return set()
         learnt = set(without - self.without(request))
         for name in learnt:

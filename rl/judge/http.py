@@ -23,7 +23,7 @@ CONNECT_TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2 * 2**20
 """The longest readable reply (`reply.MAX_REPLY_CHARS`) takes at most 1.2 MB as JSON."""
 MAX_ERROR_PAGE_BYTES = 64 * 2**10
-"""At most this much of the body is read if the status is not 200."""
+"""At most this much of the body is read if the status is not 2xx."""
 SHOWN_HEADER_CHARS = 200
 SHOWN_ERROR_CHARS = 300
 RETRY_AFTER_CAP_S = 120.0
@@ -67,11 +67,16 @@ class HttpAnswer:
     """'POST http://...', for messages."""
     status: int
     body: bytes
-    """Status 200: the whole body, or empty if it is unusable. Other statuses: its beginning."""
+    """Status 2xx: the whole body, or empty if it is unusable. Other statuses: its beginning."""
     unusable: str | None
     """Why the body was not read to its end: it is compressed, or too long."""
     retry_after_s: float | None
     location: str | None
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the status is 2xx."""
+        return 200 <= self.status < 300
 
 
 class JudgeHttp:
@@ -103,7 +108,7 @@ class JudgeHttp:
     ) -> HttpAnswer:
         """Send a request and read the answer, within `timeout_s`.
 
-        Raises `RequestTrouble` (timeout, transport) if no answer came, or if the body of a 200 is
+        Raises `RequestTrouble` (timeout, transport) if no answer came, or if the body of a 2xx is
         incomplete. An answer of any other status is returned with as much body as was read.
         """
         timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
@@ -123,13 +128,13 @@ class JudgeHttp:
                 response = await self._transport.handle_async_request(request)
                 unusable = await _receive(response, received)
         except (TimeoutError, httpx.TimeoutException):
-            if response is None or response.status_code == 200:
+            if response is None or response.is_success:
                 detail = f"no reply within {timeout_s:g} s{self._via_proxy}"
                 raise RequestTrouble("timeout", detail) from None
         except Exception as error:
             # Malformed bytes from outside raise errors that share no base class: httpx's own, an
             # ssl.SSLError, a UnicodeError for a host name.
-            if response is None or response.status_code == 200:
+            if response is None or response.is_success:
                 remedy = _tls_remedy(error)
                 detail = excerpt(f"{type(error).__name__} {error}", SHOWN_ERROR_CHARS)
                 detail += self._via_proxy + (remedy and f"; {remedy}")
@@ -137,7 +142,7 @@ class JudgeHttp:
         return HttpAnswer(
             request=f"{method} {request.url}",
             status=response.status_code,
-            body=b"" if unusable and response.status_code == 200 else bytes(received),
+            body=b"" if unusable and response.is_success else bytes(received),
             unusable=unusable,
             retry_after_s=retry_after_s(response.headers.get("Retry-After")),
             location=response.headers.get("Location"),
@@ -195,7 +200,7 @@ def _tls_context() -> ssl.SSLContext:
 
 async def _receive(response: httpx.Response, received: bytearray) -> str | None:
     """Append the body to `received`. Returns why it was not read to its end, or None."""
-    limit = MAX_REPLY_BYTES if response.status_code == 200 else MAX_ERROR_PAGE_BYTES
+    limit = MAX_REPLY_BYTES if response.is_success else MAX_ERROR_PAGE_BYTES
     encoding = response.headers.get("Content-Encoding", "").strip()
     try:
         if encoding.lower() not in ("", "identity"):

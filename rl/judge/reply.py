@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,6 +16,9 @@ LOWEST_LOGPROB = -9999.0
 """What servers send for a probability of 0."""
 LOGPROB_ROUNDING = 1e-3
 """How far a server's rounding may lift a log-prob above 0, nats."""
+
+_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning|scratchpad)>", re.IGNORECASE)
+"""Opens what a judge writes for itself; numbers in it are no grade."""
 
 Ranges = Mapping[str, tuple[float, float]]
 """Name of a score -> its lowest and highest value."""
@@ -56,6 +60,10 @@ def read_chat(body: bytes, labels: Sequence[str] = ()) -> Chat:
         content = choice["message"]["content"]
     except (LookupError, TypeError):
         raise UnreadableReplyError("no choices[0].message.content") from None
+    # With labels a reply is one token, so that its length is always the reason for its end.
+    ended = choice.get("finish_reason")
+    if ended == "content_filter" or (ended == "length" and not labels):
+        raise UnreadableReplyError(f"a reply that ended by {ended}")
     if not isinstance(content, str | None):
         raise UnreadableReplyError(f"{type(content).__name__} under content instead of a text")
     reply = _label_reply(choice, labels) if labels else content or ""
@@ -183,6 +191,7 @@ def json_object(text: str) -> dict[str, Any]:
     """
     if len(text) > MAX_REPLY_CHARS:
         raise UnreadableReplyError(f"more than {MAX_REPLY_CHARS} characters long")
+    text = _after_thoughts(text)
     start = text.find("{")
     if start < 0:
         raise UnreadableReplyError("no JSON object")
@@ -200,6 +209,17 @@ def json_object(text: str) -> dict[str, Any]:
     if before.endswith(("[", "//", "/*", "#")) or after.startswith(("]", "}")):
         raise UnreadableReplyError("a JSON object inside something that was not asked for")
     return dict(parsed)
+
+
+def _after_thoughts(text: str) -> str:
+    """`text` from the end of the thoughts in front of its JSON object. A thought that does not end
+    makes the reply unreadable. A tag inside the object is text."""
+    while opened := _THOUGHT.search(text.partition("{")[0]):
+        closed = re.compile(f"</{opened[1]}>", re.IGNORECASE).search(text, opened.end())
+        if closed is None:
+            raise UnreadableReplyError("a thought that does not end")
+        text = text[closed.end() :]
+    return text
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

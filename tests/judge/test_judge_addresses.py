@@ -168,7 +168,7 @@ def test_the_health_check_needs_one_working_address(caplog: pytest.LogCaptureFix
 def test_the_breaker_opens_only_on_consecutive_failures() -> None:
     [breaker] = Addresses(JudgeConfig(breaker_failures=3), ["http://127.0.0.1:1/v1"])
     for outcome in "ffsff":
-        breaker.failed() if outcome == "f" else breaker.succeeded()
+        breaker.failed(0.0) if outcome == "f" else breaker.succeeded()
     assert not breaker.is_open
-    breaker.failed()
+    breaker.failed(0.0)
     assert breaker.is_open and breaker.num_openings == 1

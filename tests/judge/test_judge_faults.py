@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from dataclasses import dataclass, field
@@ -12,7 +13,15 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tiny_faulty_judge import Fault, FaultyJudge, answers_of, ask_all, pair_question, with_client
+from tiny_faulty_judge import (
+    GOOD,
+    Fault,
+    FaultyJudge,
+    answers_of,
+    ask_all,
+    pair_question,
+    with_client,
+)
 
 from rl.judge.client import Answer, JudgeClient, JudgeRefused, JudgeStats, backoff_s
 
@@ -173,6 +182,73 @@ def test_an_outage_beyond_the_limit_leaves_answers_ungraded() -> None:
     assert {(answer.failure or "").partition(":")[0] for answer in lost} == {"outage"}
     assert all(answer.seconds < 4 for answer in lost)
     assert back.value == (8.0, 6.5), "a judge that recovers between iterations is used again"
+
+
+@pytest.mark.parametrize(
+    "silence",
+    [
+        Fault(stall_s=3.0),
+        Fault(raw=lambda: [b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n{"], keeps_open=True),
+        Fault(trickle_s=0.2),
+    ],
+    ids=["nothing", "half a reply", "a byte at a time"],
+)
+def test_questions_to_a_silent_judge_end_in_a_computable_time(silence: Fault) -> None:
+    """By `max_outage_s` and one time-out, though a probe takes longer than the pause before the
+    next; new questions, of a later iteration, cost at most one time-out more."""
+    config = {"timeout_s": 0.6, "breaker_pause_s": 0.1, "max_outage_s": 1.5, "breaker_failures": 8}
+
+    async def script(client: JudgeClient) -> list[tuple[list[Answer[Any]], float]]:
+        rounds = []
+        for first in (0, 100):
+            started_s = time.monotonic()
+            rounds.append((await ask_all(client, 24, first), time.monotonic() - started_s))
+        return rounds
+
+    with FaultyJudge(after=silence) as judge:
+        ((first, first_s), (later, later_s)), _ = with_client(
+            judge, script, max_concurrency=8, **config
+        )
+    for answer in [*first, *later]:
+        assert answer.value is None and "outage" in (answer.failure or "")
+    assert first_s < 1.5 + 0.6 + 1.0
+    assert later_s < 0.6 + 1.0
+
+
+@pytest.mark.parametrize("reason", ["length", "content_filter"])
+def test_a_reply_that_was_cut_or_filtered_is_no_grade(reason: str) -> None:
+    choice = {"message": {"content": GOOD}, "finish_reason": reason}
+    cut = Fault(body=json.dumps({"choices": [choice]}))
+    with FaultyJudge([cut], Fault()) as judge:
+        [answer] = answers_of(judge.client(), [pair_question()])
+    assert answer.value == (8.0, 6.5) and answer.attempts == 2
+    with FaultyJudge(after=cut) as judge:
+        [answer] = answers_of(judge.client(max_attempts=2), [pair_question()])
+    assert answer.value is None and reason in (answer.failure or "")
+
+
+@pytest.mark.parametrize("status", [201, 203, 206])
+def test_every_2xx_with_a_readable_reply_is_an_answer(status: int) -> None:
+    with FaultyJudge(after=Fault(status)) as judge:
+        [answer] = answers_of(judge.client(), [pair_question()])
+    assert answer.value == (8.0, 6.5) and answer.attempts == 1
+
+
+@pytest.mark.parametrize("status", [400, 409, 413, 418, 451, 499])
+def test_an_odd_status_costs_one_question_once_others_were_answered(status: int) -> None:
+    questions = [pair_question(str(n)) for n in range(3)]
+    with FaultyJudge([Fault(), Fault(status)]) as judge:
+        answers = answers_of(judge.client(), questions, at_once=False)
+    assert [answer.value is None for answer in answers] == [False, True, False]
+    with FaultyJudge(after=Fault(status)) as judge, pytest.raises(JudgeRefused, match=str(status)):
+        answers_of(judge.client(), questions[:1])
+
+
+@pytest.mark.parametrize("status", [401, 402, 403, 404])
+def test_a_key_or_path_that_is_refused_stops_the_run_whenever_it_happens(status: int) -> None:
+    questions = [pair_question(str(n)) for n in range(2)]
+    with FaultyJudge([Fault(), Fault(status)]) as judge, pytest.raises(JudgeRefused):
+        answers_of(judge.client(), questions, at_once=False)
 
 
 @pytest.mark.parametrize(("num_failures", "most_s"), [(1, 2), (2, 4), (4, 16), (5, 30), (99, 30)])

@@ -15,6 +15,9 @@ READABLE = {
     "raw newline in the reasoning": '{"reasoning": "one\ntwo", "score": [8, 7]}',
     "unknown keys": '{"confidence": "high", "score": [8, 7]}',
     "in a line of prose": 'My answer [1], after all: {"score": [8, 7]} // done',
+    "after a thought": '<think>{"score": [1, 1]} no.</think>{"score": [8, 7]}',
+    "after two": '<think>a</think> <Thinking>{</Thinking>\n{"score": [8, 7]}',
+    "a tag in the reasoning": '{"reasoning": "it shows <think> and </think>", "score": [8, 7]}',
     "exponent": '{"score": [8e0, 70E-1]}',
 }
 
@@ -61,6 +64,10 @@ UNREADABLE = {
     "score twice": ('{"score": [8, 7], "score": [1, 1]}', "key twice"),
     "an integer of 5000 digits": ('{"score": [' + "1" * 5000 + ", 7]}", "broken JSON"),
     "nested beyond the stack": ('{"a":' * 20_000, "broken JSON"),
+    "in a thought that does not end": ('<think>{"score": [8, 7]}', "does not end"),
+    "in a thought that ends otherwise": ('<think>{"score": [8, 7]}</thinking>', "does not end"),
+    "only in a thought": ('<think>{"score": [8, 7]}</think> Fine.', "no JSON object"),
+    "a second thought that does not end": ('<think>a</think><think>{"score": [8, 7]}', "not end"),
     "endless": ('{"score": [8, 7]}' + " " * 100_000, "characters long"),
 }
 
