@@ -24,7 +24,13 @@ from rl.judge.endpoint import LOGPROBS_REMEDY, remedy_for
 from rl.judge.http import SHOWN_HEADER_CHARS, HttpAnswer, RequestTrouble
 from rl.judge.journal import ReplyJournal
 from rl.judge.question import encoded
-from rl.judge.reply import NoLogprobsError, UnreadableReplyError, read_chat, served_models
+from rl.judge.reply import (
+    NoLogprobsError,
+    UnreadableReplyError,
+    read_chat,
+    refuse_part,
+    served_models,
+)
 from rl.text.scrub import scrub
 from rl.text.untrusted import excerpt
 
@@ -255,6 +261,7 @@ class JudgeClient:
                 reply = await self._reply(asking)
                 num_tries += 1
                 asking.replies.append(reply)
+                refuse_part(reply)
                 return parse(reply), None
             except UnreadableReplyError as error:
                 failure, cause, pause_s = f"unreadable: {error}", "unreadable", 0.0

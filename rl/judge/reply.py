@@ -17,6 +17,8 @@ LOWEST_LOGPROB = -9999.0
 LOGPROB_ROUNDING = 1e-3
 """How far a server's rounding may lift a log-prob above 0, nats."""
 
+_PART = "\n[only a part, finish_reason {!r}]"
+"""Last line of a reply that is not whole; the journal and the records keep it."""
 _THOUGHT = re.compile(r"<(think|thinking|thought|reasoning|scratchpad)>", re.IGNORECASE)
 """Opens what a judge writes for itself; numbers in it are no grade."""
 
@@ -47,6 +49,7 @@ def read_chat(body: bytes, labels: Sequence[str] = ()) -> Chat:
     """Reads a chat completion.
 
     A reply above `MAX_REPLY_CHARS` is cut to one character more, which `read_scores` still refuses.
+    One that the endpoint has cut or filtered gets a last line that says so (`refuse_part`).
     With `labels`, the reply is JSON of the first token, and of the labels' log-probs in its place,
     nats: `{"token": "7", "logprobs": {"6": -1.5, "7": -0.3}}`.
 
@@ -60,18 +63,24 @@ def read_chat(body: bytes, labels: Sequence[str] = ()) -> Chat:
         content = choice["message"]["content"]
     except (LookupError, TypeError):
         raise UnreadableReplyError("no choices[0].message.content") from None
-    # With labels a reply is one token, so that its length is always the reason for its end.
-    ended = choice.get("finish_reason")
-    if ended == "content_filter" or (ended == "length" and not labels):
-        raise UnreadableReplyError(f"a reply that ended by {ended}")
     if not isinstance(content, str | None):
         raise UnreadableReplyError(f"{type(content).__name__} under content instead of a text")
     reply = _label_reply(choice, labels) if labels else content or ""
+    reply = without_lone_surrogates(reply[: MAX_REPLY_CHARS + 1])
+    # With labels a reply is one token, so that its length is always the reason for its end.
+    ended = choice.get("finish_reason")
+    if ended == "content_filter" or (ended == "length" and not labels):
+        reply += _PART.format(ended)
     model = completion.get("model")
     model_name = model if isinstance(model, str) and model else None
-    return Chat(
-        without_lone_surrogates(reply[: MAX_REPLY_CHARS + 1]), model_name, _tokens(completion)
-    )
+    return Chat(reply, model_name, _tokens(completion))
+
+
+def refuse_part(reply: str) -> None:
+    """Raises `UnreadableReplyError` for a reply that the endpoint has cut or filtered."""
+    for reason in ("length", "content_filter"):
+        if reply.endswith(_PART.format(reason)):
+            raise UnreadableReplyError(f"only a part of a reply (finish_reason {reason!r})")
 
 
 def _tokens(completion: Mapping[str, Any]) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,12 +217,17 @@ def test_questions_to_a_silent_judge_end_in_a_computable_time(silence: Fault) ->
 
 
 @pytest.mark.parametrize("reason", ["length", "content_filter"])
-def test_a_reply_that_was_cut_or_filtered_is_no_grade(reason: str) -> None:
+def test_a_reply_that_was_cut_or_filtered_is_no_grade(reason: str, tmp_path: Path) -> None:
+    """It is asked again with another seed; the journal keeps what it was."""
     choice = {"message": {"content": GOOD}, "finish_reason": reason}
     cut = Fault(body=json.dumps({"choices": [choice]}))
     with FaultyJudge([cut], Fault()) as judge:
-        [answer] = answers_of(judge.client(), [pair_question()])
-    assert answer.value == (8.0, 6.5) and answer.attempts == 2
+        journal = tmp_path / "replies.jsonl"
+        [answer] = answers_of(judge.client(journal), [pair_question()])
+        assert answer.value == (8.0, 6.5) and answer.attempts == 2
+        assert judge.requests[0]["seed"] != judge.requests[1]["seed"]
+        [again] = answers_of(judge.client(journal), [pair_question()])
+        assert again.replies == answer.replies and again.attempts == 0
     with FaultyJudge(after=cut) as judge:
         [answer] = answers_of(judge.client(max_attempts=2), [pair_question()])
     assert answer.value is None and reason in (answer.failure or "")
