@@ -2,7 +2,7 @@
 
     rl bench-gpu                                all cases
     rl bench-gpu --cases ceilings,dit           some of them
-    rl bench-gpu --tiny                         the same code at tiny size on a CPU
+    rl bench-gpu --tiny                         the same code on a CPU
 
 Each case is a process of its own and runs alone. "floor": the time of the same FLOPs at the rate of
 large matrix products. Exit code 1 if a case failed, a result is wrong, or the time was too short.

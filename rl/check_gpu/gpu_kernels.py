@@ -17,6 +17,7 @@ from rl.api.types import PackedGroup
 from rl.check_gpu.gpu_engines import move
 from rl.check_gpu.lines import Line, Setup, result
 from rl.config.schema import load_config
+from rl.learner.backends import trainable_parameters
 from rl.policies.shared.packed_attention import Packing, attention
 from rl.ranks.dist import Dist
 
@@ -155,8 +156,8 @@ def policy_outcomes(setup: Setup) -> list[dict[str, torch.Tensor]]:
             for g in range(4)
         ]
         outputs = policy.module(policy.collate(rows))
-        outputs.logprobs.sum().backward()
-        grads = [p.grad.flatten() for p in policy.module.parameters() if p.grad is not None]
+        trained = list(trainable_parameters(policy.module).values())
+        grads = torch.autograd.grad(outputs.logprobs.sum(), trained)
         named = {"log-probs": outputs.logprobs, "states": outputs.hidden}
-        outcomes.append({**named, "gradient": torch.cat(grads)})
+        outcomes.append({**named, "gradient": torch.cat([grad.flatten() for grad in grads])})
     return outcomes

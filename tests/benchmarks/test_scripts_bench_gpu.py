@@ -16,6 +16,7 @@ from rl.check_gpu import gpu_kernels
 from rl.check_gpu.lines import Setup
 from rl.policies.qwen_vl.qwen_vl_loading import Config, load_image_processor, load_tokenizer
 from rl.policies.qwen_vl.qwen_vl_prompts import QwenPrompts
+from rl.policies.shared import trained_module
 from rl.ranks.dist import Dist
 from rl.renderers import qwen_image_edit
 
@@ -97,11 +98,12 @@ def test_a_kernel_that_misses_one_key_fails_even_the_bfloat16_tolerance(tmp_path
 def test_a_policy_whose_kernel_is_wrong_fails(tmp_path, monkeypatch):
     wrong = without_last_key(attention_kernels.CPU)
     chosen = attention_kernels.choose_kernel
-    monkeypatch.setattr(
-        attention_kernels,
-        "choose_kernel",
-        lambda name, *rest: wrong if name == "auto" else chosen(name, *rest),
-    )
+    for module in (attention_kernels, trained_module):  # the second has imported the name
+        monkeypatch.setattr(
+            module,
+            "choose_kernel",
+            lambda name, *rest: wrong if name == "auto" else chosen(name, *rest),
+        )
     lines = {line.what: line for line in gpu_kernels.kernels(setup_in(tmp_path))}
     for what in ("log-probs", "states", "gradient"):
         assert lines[f"a policy's {what}"].status == "FAIL"
