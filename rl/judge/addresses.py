@@ -52,8 +52,8 @@ class Address:
 
     @property
     def down_s(self) -> float:
-        """Time since the first of the requests that failed in a row was sent, or since the answer
-        that came after that, s."""
+        """Seconds since the first request of the current failures was sent, or since the last
+        answer, if that came later; 0 if the last request did not fail."""
         return 0.0 if self._down_since is None else time.monotonic() - self._down_since
 
     def takes_probe(self) -> bool:

@@ -19,8 +19,12 @@ LOGPROB_ROUNDING = 1e-3
 
 _PART = "\n[only a part, finish_reason {!r}]"
 """Last line of a reply that is not whole; the journal and the records keep it."""
-_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning|scratchpad)>", re.IGNORECASE)
-"""Opens what a judge writes for itself; numbers in it are no grade."""
+_THOUGHT = re.compile(
+    r"<(\w+:)?(think|thinking|thought|reasoning|scratchpad)>|\[think\]|\u25c1think\u25b7",
+    re.IGNORECASE,
+)
+"""Opens what a judge writes for itself; numbers in it are no grade. The last two are Magistral's
+and Kimi-VL's."""
 
 Ranges = Mapping[str, tuple[float, float]]
 """Name of a score -> its lowest and highest value."""
@@ -67,7 +71,7 @@ def read_chat(body: bytes, labels: Sequence[str] = ()) -> Chat:
         raise UnreadableReplyError(f"{type(content).__name__} under content instead of a text")
     reply = _label_reply(choice, labels) if labels else content or ""
     reply = without_lone_surrogates(reply[: MAX_REPLY_CHARS + 1])
-    # With labels a reply is one token, so that its length is always the reason for its end.
+    # With labels one token is asked for, so every reply ends by its length.
     ended = choice.get("finish_reason")
     if ended == "content_filter" or (ended == "length" and not labels):
         reply += _PART.format(ended)
@@ -224,7 +228,8 @@ def _after_thoughts(text: str) -> str:
     """`text` from the end of the thoughts in front of its JSON object. A thought that does not end
     makes the reply unreadable. A tag inside the object is text."""
     while opened := _THOUGHT.search(text.partition("{")[0]):
-        closed = re.compile(f"</{opened[1]}>", re.IGNORECASE).search(text, opened.end())
+        closing = re.escape(f"{opened[0][0]}/{opened[0][1:]}")
+        closed = re.compile(closing, re.IGNORECASE).search(text, opened.end())
         if closed is None:
             raise UnreadableReplyError("a thought that does not end")
         text = text[closed.end() :]
