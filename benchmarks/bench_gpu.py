@@ -29,7 +29,7 @@ CASES = (
     _case("dit", "gpu_render:dit", 120),
     _case("policy", "gpu_policy:policy", 180),
     _case("sync_transformers", "gpu_iteration:sync_transformers", 90),
-    _case("sync_vllm_eager", "gpu_iteration:sync_vllm", 150, "eager", package="vllm"),
+    _case("sync_vllm_eager", "gpu_iteration:sync_vllm", 240, "eager", package="vllm"),
     _case("sync_vllm_graphs", "gpu_iteration:sync_vllm", 240, "graphs", package="vllm"),
     _case("vae", "gpu_render:vae", 60),
     _case("attention", "gpu_render:attention_backends", 60),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from benchmarks.gpu_models import (
 )
 from benchmarks.gpu_policy import graded
 from rl import build
-from rl.check_gpu.gpu_renderers import edit_step, small_parts, step_21
+from rl.check_gpu.gpu_renderers import Forward, edit_step, small_parts, step_21
 from rl.check_gpu.lines import Line, Setup, result
 from rl.config.schema import load_config
 from rl.learner.learner import Learner
@@ -27,11 +28,12 @@ from rl.memory import footprint, memory_plan
 MAX_RATIO = 1.1
 """Limit on the peak divided by the plan, which leaves a tenth of the GPU free."""
 ENV = {"APP__RUN_NAME": "check", "APP__BASE_EXP_DIR": ".", "APP__REWARD_FUNCTION_API_BASE": "none"}
-SMALL = {
+SMALL: Mapping[str, tuple[str, Callable[..., Forward]]] = {
     "qwen_image_edit": ("quickstart", edit_step),
-    "qwen_image_21": ("tiny_qwen_image_21", step_21),
+    "qwen_image_21": ("tiny_qwen_image_21", partial(step_21, num_shown=(1, 1))),
 }
-"""Released config -> (small config of the same classes, one denoising step)."""
+"""Released config -> (small config of the same classes, one denoising step with as many source
+pictures as a batch may have)."""
 
 
 def peak_gb(device: str) -> float:
@@ -86,6 +88,7 @@ def policy(setup: Setup) -> Iterator[Line]:
     """Forward, backward and optimizer step on one group of the released config."""
     bench = open_bench(setup)
     words = ["world_size=1", "prompts_per_iteration=1", f"policy.dtype={setup.dtype}"]
+    words += ["optimizer.backend=torch"]
     path = "configs/qwen_image_edit.jsonnet"
     released = build.resolve(load_config(path, words, ENV))
     words += [f"policy.model_path={bench.folder}/policy", "policy.init_text_encoder_from="]

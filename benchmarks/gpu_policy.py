@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -31,16 +32,17 @@ NUM_ITERATIONS = 10**6
 """Length of the learning rate's schedule: so long that the rate stays constant."""
 CHECKPOINTING: tuple[bool | str, ...] = (False, "mlp", True)
 """Values of `optimizer.gradient_checkpointing`."""
-TRL_PASSES = {"TRL tuned": (2, False), "TRL stock": (3, True)}
-"""Setup of `side_by_side.py` -> (forwards without a gradient, whether the backward recomputes). The
-forwards are conditioning, reference and, for stock, old log-probs."""
+NUM_WITHOUT_GRADIENT = 2
+"""Forwards of the setup `TRL tuned` of `side_by_side.py`: conditioning and reference."""
+NUM_KERNELS = 6
+"""Kernels that are named."""
 SECONDS = 4.0
 """Time for the rounds of each variant, the model's creation and the first step not counted."""
 
 
 def policy(setup: Setup) -> Iterator[Line]:
     """Times our step with each `gradient_checkpointing`, then TRL's passes over the same tokens,
-    each with as many rows at once as fit."""
+    with as many rows at once as fit."""
     bench = open_bench(setup)
     best: Timing | None = None
     for checkpointing in CHECKPOINTING:
@@ -52,28 +54,52 @@ def policy(setup: Setup) -> Iterator[Line]:
         size = f"P={len(prompt.token_ids)} G={len(ids_G)} T={len(ids_G[0])}"
         min_flops = _min_flops(runner.policy, prompt, ids_G)
         yield bench.line(f"{size}, packed, checkpointing {checkpointing}", timing, min_flops)
+        if checkpointing == "mlp":
+            yield from _parts(bench, runner)
         del runner
         bench.free()
     assert best is not None
-    for name, (num_without_gradient, recomputes) in TRL_PASSES.items():
-        rows = PaddedRows(bench, prompt, ids_G, recomputes)
-        at_once = len(ids_G)
-        while at_once:
-            what = f"{size}, {at_once} padded rows at once, {name}'s passes"
-            passes = partial(rows.passes, num_without_gradient, at_once)
-            try:
-                timing = bench.time({"": passes}, SECONDS)[""]
-            except torch.OutOfMemoryError:
-                yield skipped(what, "out of memory")
-                at_once //= 2
-                bench.free()
-                continue
-            yield bench.line(what, timing)
-            ratio = timing.ms / best.ms
-            yield measured(f"our step beside {name}'s", f"{ratio:.1f} times as fast", ratio=ratio)
-            break
-        del rows
-        bench.free()
+    rows = PaddedRows(bench, prompt, ids_G)
+    at_once = len(ids_G)
+    while at_once:
+        what = f"{size}, {at_once} padded rows at once, TRL tuned's passes"
+        try:
+            timing = bench.time({"": partial(rows.passes, at_once)}, SECONDS)[""]
+        except torch.OutOfMemoryError:
+            yield skipped(what, "out of memory")
+            at_once //= 2
+            bench.free()
+            continue
+        yield bench.line(what, timing)
+        ratio = timing.ms / best.ms
+        yield measured("our step beside TRL tuned's", f"{ratio:.1f} times as fast", ratio=ratio)
+        break
+
+
+def _parts(bench: Bench, runner: StepRunner) -> Iterator[Line]:
+    """Of one step: the time of the vision tower, the time in which the GPU computes, and the
+    kernels that take most of it."""
+    [tower] = (m for name, m in runner.policy.module.named_modules() if name.endswith(".visual"))
+    times_s: list[float] = []
+
+    def note(*_: object) -> None:
+        bench.wait()
+        times_s.append(time.perf_counter())
+
+    hooks = [tower.register_forward_pre_hook(note), tower.register_forward_hook(note)]
+    runner.step()
+    for hook in hooks:
+        hook.remove()
+    tower_ms = 1e3 * (times_s[-1] - times_s[0])
+    yield measured("vision tower, one picture", f"{tower_ms:.4g} ms", ms=tower_ms)
+    with torch.profiler.profile() as profile:
+        step_ms = 1e3 * bench.timed_s(runner.step)
+    ms_of = {event.key: event.self_device_time_total / 1e3 for event in profile.key_averages()}
+    busy_ms = sum(ms_of.values())
+    text = f"the GPU computes for {busy_ms:.0f} of {step_ms:.0f} ms"
+    longest = sorted(ms_of, key=lambda key: -ms_of[key])[:NUM_KERNELS]
+    text += "".join(f"; {ms_of[key]:.0f} ms {key[:60]}" for key in longest if ms_of[key])
+    yield measured("a step under the profiler", text, busy_ms=busy_ms, step_ms=step_ms)
 
 
 class StepRunner:
@@ -123,23 +149,19 @@ class PaddedRows:
     """A group as a batch, as in TRL: transformers and PEFT forward prompt and picture once per
     completion. Completions have equal lengths, so no row needs padding or a mask."""
 
-    def __init__(
-        self, bench: Bench, prompt: Prompt, ids_G: list[tuple[int, ...]], recomputes: bool
-    ) -> None:
+    def __init__(self, bench: Bench, prompt: Prompt, ids_G: list[tuple[int, ...]]) -> None:
         section = PolicyConfig.model_validate(run_config(bench, bench.size.policy_px).policy)
         model = random_policy_model(bench, bench.dtype, "sdpa")
         self.model = adapt(model, section.lora, "", r".*language_model\..*").train()
-        if recomputes:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._prompt = prompt
         self._ids_G = ids_G
 
-    def passes(self, num_without_gradient: int, rows_at_once: int) -> None:
+    def passes(self, rows_at_once: int) -> None:
         """Forwards without a gradient (the second one without adapter), a forward, a backward."""
         size = len(self._ids_G)
         for first in range(0, size, rows_at_once):
             rows = self._ids_G[first : first + rows_at_once]
-            for number in range(num_without_gradient):
+            for number in range(NUM_WITHOUT_GRADIENT):
                 off = self.model.disable_adapter() if number == 1 else nullcontext()
                 with torch.no_grad(), off:
                     self._logprobs(rows)

@@ -65,8 +65,10 @@ def edit_step(transformer: Any, side: int, text_lens: Sequence[int]) -> Forward:
     return lambda: denoiser.velocity(latents, given, modulation)
 
 
-def step_21(transformer: Any, side: int, text_lens: Sequence[int]) -> Forward:
-    """All rows but the last are a group with two source pictures, the last has one."""
+def step_21(
+    transformer: Any, side: int, text_lens: Sequence[int], num_shown: tuple[int, int] = (2, 1)
+) -> Forward:
+    """All rows but the last are one group. `num_shown`: its source pictures, and the last row's."""
     is_double = transformer.dtype == torch.float64
     device, config = str(transformer.device), transformer.config
     kernel = attention_kernels.choose_kernel("auto", device, transformer.dtype)
@@ -85,7 +87,8 @@ def step_21(transformer: Any, side: int, text_lens: Sequence[int]) -> Forward:
         words = drawn(transformer, length, config.context_in_dim, seed=length)
         return Row(torch.cat([start, words]), tuple(shown))
 
-    groups = [[row(length, 2) for length in text_lens[:-1]], [row(text_lens[-1], 1)]]
+    first, last = num_shown
+    groups = [[row(length, first) for length in text_lens[:-1]], [row(text_lens[-1], last)]]
     given = denoiser.prepare([group for group in groups if group], (side, side))
     latents = drawn(transformer, len(text_lens), side**2, config.in_channels)
     timestep = torch.tensor(800.0, device=device)
