@@ -2,7 +2,8 @@
 
     python -m benchmarks.run_hours
 
-Nothing is timed: FLOPs are divided by `EFFICIENCY` of a GPU's rate (rl/simulation/phase_times.py).
+Nothing is timed: FLOPs are divided by the share of a GPU's rate that was measured on an H100, or
+assumed (rl/simulation/phase_times.py).
 Start, held-out evaluations and checkpoints are left out.
 """
 
@@ -15,10 +16,10 @@ from rl.config.schema import load_config
 from rl.memory import footprint
 from rl.simulation.phase_times import (
     COMPLETION_SHARE,
-    EFFICIENCY,
-    H100,
     JUDGE_FLOPS,
-    JUDGE_GPUS,
+    JUDGE_FLOPS_S,
+    PICTURES,
+    POLICY,
     gpu_of,
     group_flops,
     sampling_s,
@@ -62,11 +63,11 @@ def row(name: str) -> str:
     pictures = config.prompts_per_iteration * (config.generations_per_prompt + 1)
     each = resolved.renderer.cls.picture_flops(resolved.renderer.config) or 0.0
     policy = sum(group_flops(config, sizes, length)) * config.prompts_per_iteration
-    rate = EFFICIENCY * gpu.flops * config.world_size
+    rate = gpu.flops * config.world_size
     sampling = sampling_s(sizes, length, gpu, config.gpu_gb)
-    seconds = [sampling, each * pictures / rate, policy / rate]
+    seconds = [sampling, each * pictures / (PICTURES * rate), policy / (POLICY * rate)]
     questions = 2 * pictures * any(plugin.cls.needs_judge for plugin in resolved.rewards.values())
-    judge_s = questions * JUDGE_FLOPS / (EFFICIENCY * H100.flops * JUDGE_GPUS)
+    judge_s = questions * JUDGE_FLOPS / JUDGE_FLOPS_S
     # The judge grades while pictures are rendered and other groups are trained on.
     iteration_s = seconds[0] + max(sum(seconds[1:]), judge_s)
     iterations = config.num_iterations or math.ceil(

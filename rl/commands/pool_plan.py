@@ -91,7 +91,8 @@ def described(times: phase_times.Times) -> Iterator[str]:
         f"a picture: {work.draw_s:.3g} s of a GPU, {work.picture_bytes / 1e6:.3g} MB to and from a "
         "worker"
     )
-    yield f"a judge: {times.slots_per_judge} questions at once, each in {work.judge_s:.3g} s"
+    questions = "questions" if times.slots_per_judge > 1 else "question"
+    yield f"a judge: {times.slots_per_judge} {questions} at once, each in {work.judge_s:.3g} s"
     if times.measured_s is not None:
         alone = simulate(work, Machines(judge_slots=times.slots_per_judge)).total_s
         yield f"an iteration took {times.measured_s:.3g} s; simulated, without workers: {alone:.3g}"

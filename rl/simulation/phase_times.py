@@ -16,8 +16,11 @@ from rl.memory.memory_plan import PHASES, Sizes
 from rl.meter.flops import LanguageModel, ModelShape, prefix_tree_pairs
 from rl.simulation.iteration_model import Iteration
 
-EFFICIENCY = 0.4
-"""Assumed share of a GPU's FLOP rate and memory bandwidth that a run reaches."""
+PICTURES, POLICY = 0.5, 0.25
+"""Shares of a GPU's FLOP rate that an H100 reached (benchmarks/results/gpu.md): the whole phase
+`render` of Qwen-Image-Edit at 512 px with 4 steps, 49 %; a step of a 7B policy, 26 %."""
+ASSUMED = 0.4
+"""The share that sampling (of memory bandwidth) and the judge reach; nobody has measured it."""
 COMPLETION_SHARE = 0.5
 """Assumed mean length of a completion divided by its limit."""
 VOCABULARY = 151_936
@@ -26,10 +29,8 @@ PATCHES_PER_TOKEN = 4
 PCIE_BYTES_S = 20e9
 STATE_BYTES = 2
 """Of a hidden state's value on its way to a worker (bfloat16)."""
-JUDGE_FLOPS = 2 * 73.4e9 * 2000
-"""FLOPs of a question to Qwen2.5-VL-72B: about 2,000 tokens of pictures, question and reply."""
-JUDGE_GPUS = 4
-"""H100s of one judge."""
+JUDGE_FLOPS = 2 * 33.4e9 * 2000
+"""FLOPs of a question to Qwen3-VL-32B: about 2,000 tokens of pictures, question and reply."""
 
 
 class Gpu(NamedTuple):
@@ -42,6 +43,8 @@ class Gpu(NamedTuple):
 
 
 H100 = Gpu("H100", 790e12, 3.35e12, 80)
+JUDGE_FLOPS_S = ASSUMED * 2 * H100.flops
+"""The judge computes in 8 bits on one H100, at twice the rate of bfloat16."""
 GPUS = (
     Gpu("RTX 4090", 165e12, 1.0e12, 24),
     Gpu("L40S", 362e12, 0.86e12, 48),
@@ -68,30 +71,29 @@ class Times:
 
 
 def computed(resolved: Resolved) -> Times:
-    """Times from FLOPs: of a GPU with about `gpu_gb` of memory that reaches `EFFICIENCY`, for
-    prompts as long as allowed and completions half as long, judged by a 72B on four H100s. Raises
-    ValueError if a model's size is unknown."""
+    """Times from FLOPs, of a GPU with about `gpu_gb` of memory: for prompts as long as allowed and
+    completions half as long, judged by a 32B in 8 bits on one H100. Raises ValueError if a model's
+    size is unknown."""
     config, gpu, work = resolved.config, gpu_of(resolved.config.gpu_gb), _work(resolved)
     sizes = footprint.sizes(resolved)
     drawing = resolved.renderer.cls.picture_flops(resolved.renderer.config)
     if sizes is None or drawing is None:
         key = "policy" if sizes is None else "renderer"
         raise ValueError(f"{key}: the size of this model is unknown; give --run with a run of it")
-    length, rate = COMPLETION_SHARE * sizes.completion_tokens, EFFICIENCY * gpu.flops
+    length, rate = COMPLETION_SHARE * sizes.completion_tokens, POLICY * gpu.flops
     read, learn = group_flops(config, sizes, length)
     iteration = Iteration(
         **work,
         sample_s=sampling_s(sizes, length, gpu, config.gpu_gb),
         condition_s=read / rate,
-        draw_s=drawing / rate,
-        judge_s=JUDGE_FLOPS / (EFFICIENCY * H100.flops),
+        draw_s=drawing / (PICTURES * gpu.flops),
+        judge_s=JUDGE_FLOPS / JUDGE_FLOPS_S,
         learn_s=learn / rate,
         sync_s=sizes.trained_params * sizes.bytes_per_weight / PCIE_BYTES_S,
         picture_bytes=_picture_bytes(resolved, sizes.prompt_tokens + length),
     )
-    return Times(
-        iteration, JUDGE_GPUS, f"computed for {gpu.name}s at {EFFICIENCY:.0%} of their rate"
-    )
+    source = f"computed for {gpu.name}s at {PICTURES:.0%} (pictures) and {POLICY:.0%} (policy)"
+    return Times(iteration, 1, f"{source} of their rate")
 
 
 def measured(resolved: Resolved, run_dir: Path) -> Times:
@@ -170,7 +172,7 @@ def sampling_s(sizes: Sizes, length: float, gpu: Gpu, gpu_gb: float) -> float:
     step_s = max(num_bytes / gpu.bandwidth, at_once * 2 * sizes.model.params / gpu.flops)
     asleep_s = 2 * engine.weights_gb * 1e9 / PCIE_BYTES_S
     sleeps = planned.engine.phases != PHASES
-    return num_steps * step_s / EFFICIENCY + (asleep_s if sleeps else 0)
+    return num_steps * step_s / ASSUMED + (asleep_s if sleeps else 0)
 
 
 def group_flops(config: RunConfig, sizes: Sizes, length: float) -> tuple[float, float]:
