@@ -175,7 +175,7 @@
     // How long a judge that start_command starts may take until it answers, s.
     start_timeout_s: 600.0,
     // Model name sent with every request.
-    model: 'Qwen/Qwen2.5-VL-72B-Instruct',
+    model: 'Qwen/Qwen3-VL-32B-Instruct-FP8',
     // Which weights the endpoint serves under that name, for example a commit or a date. It is sent
     // nowhere: it tells audits of different weights apart.
     revision: '',

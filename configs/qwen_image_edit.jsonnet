@@ -1,5 +1,5 @@
 // The main job: Qwen2.5-VL writes an edit description, its hidden states condition the frozen
-// Qwen-Image-Edit DiT, a 72B judge grades the picture. Meant for 8 GPUs of 141 GB (H200), or with
+// Qwen-Image-Edit DiT, a VLM judge grades the picture. Meant for 8 GPUs of 141 GB (H200), or with
 // `gpu_gb=80` of 80 GB (H100), where the engine sleeps while other models run; the judge
 // (scripts/serve_judge.sh) runs elsewhere.
 //
@@ -50,7 +50,7 @@ local complex_edit(rows) = {
   rewards: { viescore: { type: 'viescore' } },
   judge+: {
     api_base: std.extVar('APP__REWARD_FUNCTION_API_BASE'),
-    model: 'Qwen/Qwen2.5-VL-72B-Instruct',
+    model: 'Qwen/Qwen3-VL-32B-Instruct-FP8',
   },
   data+: {
     train: [complex_edit('[:-32]')],

@@ -4,10 +4,11 @@
 #   ./scripts/serve_judge.sh [more vllm serve options]
 #
 # Environment (defaults in the code below):
-#   JUDGE_MODEL      the served model; judge.model must be the same
+#   JUDGE_MODEL      the served model; judge.model must be the same. The default, about 36 GB of
+#                    weights, fits one GPU of 80 GB
 #   JUDGE_HOST       address to listen on; 0.0.0.0 for other machines (then set VLLM_API_KEY)
 #   JUDGE_PORT       port
-#   JUDGE_MAX_LEN    context, tokens. A picture costs about (side/28)^2: 752 at 768 px, so two of
+#   JUDGE_MAX_LEN    context, tokens. A picture costs at most (side/28)^2: 752 at 768 px, so two of
 #                    them, the longest prompt (700) and a reply of 512 need 2,800; 8192 leaves room
 #                    for image_side_px up to about 1,500
 #   JUDGE_IMAGES     pictures per question: the result and the sample's sources (2 for one source).
@@ -16,7 +17,7 @@
 #   VLLM_API_KEY     key that clients must send; judge.api_key_env names the variable that has it
 set -euo pipefail
 
-model=${JUDGE_MODEL:-Qwen/Qwen2.5-VL-72B-Instruct}
+model=${JUDGE_MODEL:-Qwen/Qwen3-VL-32B-Instruct-FP8}
 host=${JUDGE_HOST:-127.0.0.1}
 port=${JUDGE_PORT:-4877}
 max_len=${JUDGE_MAX_LEN:-8192}
@@ -34,7 +35,7 @@ if ((num_gpus == 0)); then
         "its config starts a judge of its own (judge.start_command)." >&2
     exit 1
 fi
-# A power of two, which divides the numbers of attention heads (64 and 8 in the 72B).
+# A power of two, which divides the numbers of attention heads (64 and 8 in the 32B).
 tensor_parallel=1
 while ((tensor_parallel * 2 <= num_gpus && tensor_parallel < 8)); do
     tensor_parallel=$((tensor_parallel * 2))

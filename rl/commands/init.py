@@ -168,7 +168,7 @@ def written(args: argparse.Namespace) -> tuple[Path, str]:
         keys += _data(args, system)
     if system.has_judge:
         url = answer(args, "judge", "http://localhost:4877")
-        model = answer(args, "judge_model", "Qwen/Qwen2.5-VL-72B-Instruct")
+        model = answer(args, "judge_model", "Qwen/Qwen3-VL-32B-Instruct-FP8")
         keys.append("judge+: {  // an OpenAI-compatible endpoint; docs/judge.md: how to start one")
         keys += [f"  api_base: {_quoted(url)},", f"  model: {_quoted(model)},", "},"]
     stem = Path(args.file).stem if args.file else f"my-{base.replace('_', '-')}"

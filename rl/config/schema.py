@@ -196,7 +196,7 @@ class JudgeConfig(Section):
     answers at api_base. Its output: <run>/logs/judge_0.log (0: the node's first rank)."""
     start_timeout_s: Annotated[float, Field(gt=0, le=MAX_S)] = 600.0
     """How long a judge that start_command starts may take until it answers, s."""
-    model: str = "Qwen/Qwen2.5-VL-72B-Instruct"
+    model: str = "Qwen/Qwen3-VL-32B-Instruct-FP8"
     """Model name sent with every request."""
     revision: str = ""
     """Which weights the endpoint serves under that name, for example a commit or a date. It is sent

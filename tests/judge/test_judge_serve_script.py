@@ -42,7 +42,9 @@ def test_the_model_is_split_over_the_visible_gpus(
     env = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
     done = _serve(tmp_path, num_gpus, **env)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("serve Qwen/Qwen2.5-VL-72B-Instruct --host 127.0.0.1 --port 4877")
+    assert done.stdout.startswith(
+        "serve Qwen/Qwen3-VL-32B-Instruct-FP8 --host 127.0.0.1 --port 4877"
+    )
     assert f"--tensor-parallel-size {split} " in done.stdout
     assert '--limit-mm-per-prompt {"image": 2, "video": 0}' in done.stdout
     assert done.stdout.rstrip().endswith("--max-num-seqs 64")
