@@ -42,8 +42,9 @@ class UnreadableGoldError(ValueError):
 class Accuracy(Reward[Config]):
     """Compares the last `<answer>...</answer>` of the policy's words with the gold, which is
     `Sample.hidden['answer']`: multiple choice by letter or text, numbers with percent, units and
-    thousands commas, text regardless of case and punctuation, formulas by symbolic equality. A
-    letter does not equal its text if only the question says which belong together."""
+    thousands commas, dates, scores and codes as they are written, text regardless of case and
+    punctuation, formulas by symbolic equality. A letter does not equal its text if only the
+    question says which belong together."""
 
     needs = frozenset({"text", "answer"})
     reads_thoughts = False
@@ -88,6 +89,8 @@ class Accuracy(Reward[Config]):
 
     async def _compare(self, gold: str, answer: str) -> tuple[bool, bool]:
         """(equal, undecided). Raises UnreadableGoldError and TimeoutError."""
+        if answer and answers.is_same_text(gold, answer):
+            return True, False
         if answers.needs_verifier(gold) and await self._ask_maths(gold, None) != "readable":
             raise UnreadableGoldError("cannot be read as a formula")
         if not answer:

@@ -30,6 +30,28 @@ _FUNCTIONS = "arcsin arccos arctan sqrt sin cos tan cot sec csc log ln exp min m
 _FUNCTION = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS.split())})(?=[\W\d_]|$)")
 _OPERATOR = re.compile(r"[\d\\=<>+*/^|≤≥≠√π±∞-]")
 _PUNCTUATION = re.compile(r"[^\w\s](?!\d)")
+_DASH = re.compile(r"\s*[-\u2010-\u2015\u2212]\s*|(?<=\d)\s+to\s+(?=\d)")
+_SUBSCRIPT = re.compile(r"(?<=[A-Za-z])_\{?(\w+)\}?")
+_LOW_DIGITS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_JOINED = r"\d+(?:\.\d+)?(?:\s?[-:]\s?\d+(?:\.\d+)?)+|\d+(?:[./]\d+){2,}"
+_NUMBERS = re.compile(
+    rf"(?P<parts>(?:{_JOINED})(?:\s*,\s*(?:{_JOINED}))*)"
+    r"(?:\s+(?P<unit>[A-Za-z°%][^\d]*)|\s*(?P<half>[ap]\.?m\.?))?",
+    re.IGNORECASE,
+)
+"""Scores, ranges, times, dates, versions, telephone numbers: 3-1, 10:30 am, 5/6/2021, 1.2.3."""
+_CODE = re.compile(
+    r"(?=.*[A-Za-z])(?=.*\d)(?!\d+[a-z]+$)(?![a-z]-)[A-Za-z0-9]+(?:-[A-Z0-9]+)*"
+    r"|\d+(?:st|nd|rd|th|s|k|am|pm)|(?:[A-Za-z]{1,3}|\d+)[+#*]{1,2}|[A-Za-z]{1,3}-"
+    r"|[A-Z]{1,4}(?:[/&][A-Z]{1,4})+"
+)
+"""B2, H2O, F-16, 5th, C#, A+, AC/DC; not 2x and x-1, which are formulas."""
+_MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
+_MONTH, _DAY = rf"({'|'.join(_MONTHS)})[a-z]*\.?", r"(\d{1,2})(?:st|nd|rd|th)?"
+_NAMED = (
+    re.compile(rf"{_MONTH} {_DAY},? (\d{{4}})", re.IGNORECASE),
+    re.compile(rf"{_DAY}(?: of)? {_MONTH},? (\d{{4}})", re.IGNORECASE),
+)
 _AS_LATEX = (
     ("**", "^"), ("²", "^{2}"), ("³", "^{3}"), ("°", r"^{\circ}"), ("\u00d7", r"\times "),
     ("·", r"\cdot "), ("÷", "/"), ("\u2212", "-"), ("≤", r"\le "), ("≥", r"\ge "), ("≠", r"\ne "),
@@ -80,19 +102,73 @@ def plain(text: str) -> str:
 
 
 def compare(gold: str, answer: str) -> bool | None:
-    """Whether two bare answers are equal; None if only the mathematical verifier can tell."""
+    """Whether two bare answers are equal; None if only the mathematical verifier can tell. The
+    gold's kind decides how: text, an option, a date, a number with its unit, a literal (a score, a
+    code, ...), a formula."""
     plain_gold, plain_answer = plain(gold), plain(answer)
-    if plain_gold == plain_answer:
+    if is_same_text(plain_gold, plain_answer):
         return True
+    dates = _date(plain_gold), _date(plain_answer)
+    if dates[0] and dates[1]:
+        return dates[0] == dates[1]
     by_choice = _compare_choices(plain_gold, plain_answer)
     if by_choice is not None:
         return by_choice
     quantities = read_quantity(plain_gold), read_quantity(plain_answer)
     if quantities[0] and quantities[1]:
         return same_quantity(quantities[0], quantities[1])
+    literal, answered = _literal(plain_gold), _literal(plain_answer)
+    if literal or answered:
+        return literal is not None and answered is not None and _same_literal(literal, answered)
     if is_formula(gold) and not _has_words(answer):
         return None
     return _normalized(plain_gold) == _normalized(plain_answer) != ""
+
+
+def is_same_text(gold: str, answer: str) -> bool:
+    """Whether two answers are the same characters, but for case and spaces. (NFKC would make 10²
+    and 102 the same.)"""
+    folded = (unicodedata.normalize("NFC", text).casefold().split() for text in (gold, answer))
+    return next(folded) == next(folded)
+
+
+def _literal(text: str) -> tuple[str, str] | None:
+    """(normal form, unit) of an answer that means its characters, although a parser would read a
+    formula: 3-1 is a score, not 2, and B2 is not 2B. None for other answers."""
+    if read_quantity(text):
+        return None
+    text = _SUBSCRIPT.sub(r"\1", text).replace("\\#", "#").translate(_LOW_DIGITS)
+    text = _DASH.sub("-", text).rstrip("!?,;: ")
+    if numbers := _NUMBERS.fullmatch(text):
+        parts = re.findall(r"\d+(?:\.\d+)?(?=[-:,\s]|$)|\d+|,", numbers["parts"])
+        unit = re.sub(r"[\s.]", "", numbers["unit"] or numbers["half"] or "")
+        return "-".join(part.lstrip("0") or "0" for part in parts), unit.casefold()
+    text = text.replace(" ", "-")
+    if _CODE.fullmatch(text) and not _FUNCTION.search(text):
+        return re.sub(r"-(?=\w)", "", text).casefold(), ""
+    return None
+
+
+def _same_literal(gold: tuple[str, str], answer: tuple[str, str]) -> bool:
+    """As for quantities, a unit that only one of them has is ignored."""
+    return gold[0] == answer[0] and (gold[1] == answer[1] or not (gold[1] and answer[1]))
+
+
+def _date(text: str) -> tuple[int, int, int] | None:
+    """(year, month, day); None if it is no date, or if day and month could be confused."""
+    for number, pattern in enumerate(_NAMED):
+        if found := pattern.fullmatch(text):
+            month, day = found[1 + number], found[2 - number]
+            return int(found[3]), 1 + _MONTHS.index(month[:3].lower()), int(day)
+    numbers = re.fullmatch(r"(\d{4}|\d{1,2})([-/.])(\d{1,2})\2(\d{4}|\d{1,2})", text)
+    if not numbers:
+        return None
+    first, second, third = (int(numbers[n]) for n in (1, 3, 4))
+    if first > 31:
+        return first, second, third
+    if third <= 31 or (first <= 12 and second <= 12 and first != second):
+        return None
+    return (third, second, first) if first > 12 or first == second else (third, first, second)
 
 
 def _compare_choices(gold: str, answer: str) -> bool | None:
@@ -130,9 +206,10 @@ def _has_words(text: str) -> bool:
 
 
 def needs_verifier(gold: str) -> bool:
-    """Whether a bare gold answer is a formula and neither a plain quantity nor an option."""
+    """Whether a bare gold answer is a formula and no quantity, literal or option."""
     text = plain(gold)
-    return is_formula(gold) and not read_quantity(text) and not _choice(text)[1]
+    known = read_quantity(text) or _literal(text) or _choice(text)[1]
+    return is_formula(gold) and not known
 
 
 def as_latex(text: str) -> str:

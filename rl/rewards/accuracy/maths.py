@@ -19,6 +19,8 @@ Verdict = Literal["readable", "unreadable_gold", "equal", "different", "too_cost
 START_TIMEOUT_S = 300.0
 REMEMBERED_QUESTIONS = 8192
 MEMORY_BYTES = 2 * 2**30
+TINY = 1e-5
+"""Below it numbers are compared relatively, up to this difference."""
 
 
 class MathsProcess:
@@ -127,7 +129,15 @@ def judge(gold: str, answer: str | None) -> str:
         return "readable"
     answers = read(answer)
     same = bool(answers) and verify(golds, answers, timeout_seconds=None)
-    return "equal" if same else "different"
+    return "equal" if same and not _both_tiny_and_unequal(golds[0], answers[0]) else "different"
+
+
+def _both_tiny_and_unequal(gold: Any, answer: Any) -> bool:
+    """math-verify rounds to six decimals, which makes all tiny numbers equal: 2^-100 and 2^-101."""
+    if not (getattr(gold, "is_number", False) and getattr(answer, "is_number", False)):
+        return False
+    size, error = abs(gold.evalf()), abs((gold - answer).evalf())
+    return bool(size < TINY and error > TINY * size) and not (gold - answer).equals(0)
 
 
 def read(latex: str) -> list[Any]:

@@ -51,7 +51,10 @@ _NUMBER = re.compile(
     r"""(?P<currency>[$€£¥])?\s*(?P<sign>[+-])?\s*(?P<currency2>[$€£¥])?\s*
     (?: (?P<whole>\d+)\s+(?P<over>\d+)/(?P<under>\d+)
       | (?P<numerator>\d+)\s*/\s*(?P<denominator>\d+)
-      | (?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)(?:[eE](?P<power>[+-]?\d{1,2}))?
+      | 10\s*\^\s*\{?(?P<ten>[+-]?\d{1,3})\}?
+      | (?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)
+        (?:(?:[eE]|\s*(?:\\times|\\cdot|[*x\u00d7·])\s*10\s*(?:\^|\*\*)\s*\{?)
+        (?P<power>[+-]?\d{1,3})\}?)?
     )
     (?P<space>\s*)(?P<unit>[^\d\s].*)?""",
     re.VERBOSE,
@@ -83,6 +86,8 @@ def read_quantity(text: str) -> Quantity | None:
 
 
 def _number(match: re.Match[str]) -> Fraction | None:
+    if match["ten"]:
+        return Fraction(10) ** int(match["ten"])
     if match["digits"]:
         power = Fraction(10) ** int(match["power"] or 0)
         return Fraction(match["digits"].replace(",", "").rstrip(".")) * power
@@ -115,12 +120,12 @@ def _unit(text: str, has_space: bool) -> str | None:
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
-    """Whether number and unit are the same. A unit that only one of them has is ignored; a
-    percentage may also be written as a fraction of 1."""
+    """Whether number and unit are the same. A unit that only one of them has is ignored, but a
+    percentage equals a plain gold only as a fraction of 1; 50 % may also be written 50 or 0.5."""
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
     if _same_number(gold.number, answer.number):
-        return True
+        return bool(gold.unit) or answer.unit != "%" or gold.number == 0
     units = {gold.unit, answer.unit}
     if units != {"%", ""}:
         return False
