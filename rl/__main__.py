@@ -75,15 +75,12 @@ def main() -> NoReturn:
     if name == "help":  # `rl help train` is `rl train --help`
         name, *arguments = [*arguments[:1], "--help"]
     if name in ("-h", "--help"):
-        print("usage: rl <command> ...        (rl help <command>: its options, with examples)\n")
         width = max(map(len, COMMANDS))
-        for name, command in COMMANDS.items():
-            print(f"  {name:{width}}  {command.help}")
-        print(EXAMPLES)
-        sys.exit(0)
+        lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
+        usage = "usage: rl <command> ...        (rl help <command>: its options, with examples)\n"
+        _show("\n".join([usage, *lines, EXAMPLES]))
     if name == "--version":
-        print(f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}")
-        sys.exit(0)
+        _show(f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}")
     if name not in COMMANDS:
         matches = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f" (did you mean {matches[0]!r}?)" if matches else ""
@@ -102,6 +99,15 @@ def main() -> NoReturn:
     if command.module.startswith("rl.commands.") and not os.path.samefile(".", SOURCE_FOLDER):
         python_arguments.insert(0, "-P")  # they do not import from the working folder
     os.execv(sys.executable, [sys.executable, *python_arguments])
+
+
+def _show(text: str) -> NoReturn:
+    try:
+        print(text, flush=True)
+    except OSError as error:  # a full disk, a closed pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _fail(1, f"rl: standard output cannot be written: {error.strerror}")
+    sys.exit(0)
 
 
 def _fail(code: int, message: str) -> NoReturn:

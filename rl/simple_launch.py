@@ -405,4 +405,4 @@ def _set_environment(num_ranks: int, config: RunConfig | None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

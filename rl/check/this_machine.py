@@ -19,15 +19,17 @@ from rl import build
 from rl.build import Plugin, Resolved
 from rl.check.fetch import hub_models, is_offline
 from rl.checkpoints.checkpoint import find
+from rl.config.printing import escaped
 from rl.memory import footprint
+from rl.ranks.error_messages import SHARED
 from rl.trackers.tracking import not_installed
 
 CUDA, MIN_DRIVER, MIN_CAPABILITY = 13, 580, 7.5
 """CUDA of the pinned PyTorch; the oldest NVIDIA driver and compute capability for its kernels."""
 BUSY_GB = 1.0
 """Memory in use on a GPU above which another process is reported; a desktop uses less."""
-SHARED, MIN_SHARED_GB = "/dev/shm", 1.0  # nosec B108
-"""Where NCCL's ranks exchange data, and how much NCCL needs; Docker's default is 0.064 GB."""
+MIN_SHARED_GB = 1.0
+"""What NCCL needs in `SHARED`; Docker's default is 0.064 GB."""
 STATE_BYTES = 12
 """Bytes per trained parameter in a checkpoint: float32 value and two optimizer moments."""
 
@@ -119,7 +121,11 @@ def gpus() -> tuple[list[Gpu], str]:
     fields = "index,uuid,name,driver_version,compute_cap,memory.total,memory.used"
     rows, why = nvidia_smi(f"--query-gpu={fields}")
     found = []
-    for number, uuid, name, driver, *values in rows:
+    for row in rows:
+        if len(row) < 7:
+            return [], f"nvidia-smi answers in an unknown form: {escaped(', '.join(row), 80)}"
+        (number, uuid, *names), (driver, *values) = row[:-4], row[-4:]
+        name = ", ".join(names)  # it may have commas
         capability, total_mb, used_mb = (
             float(value) if value.replace(".", "").isdecimal() else default
             for value, default in zip(values, (math.inf, 0.0, 0.0), strict=True)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from rl import build
 from rl.check import check_report, this_machine
-from rl.check.this_machine import SHARED, Gpu
+from rl.check.this_machine import Gpu
 from rl.check_gpu.lines import Line, Setup, result, skipped
 from rl.config.schema import ConfigError, load_config
+from rl.ranks.error_messages import SHARED
 from rl.ranks.placement import Machine
 
 MIN_CAPABILITY, MIN_GPU_GB = 8.0, 15.5

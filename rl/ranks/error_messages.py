@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -12,6 +13,8 @@ from rl.config.printing import escaped
 from rl.config.schema import ConfigError, listed
 
 MAX_SHOWN = 500
+SHARED = "/dev/shm"  # nosec B108
+"""Python's locks and NCCL's exchange between ranks are files there."""
 REMEDIES = {
     errno.EACCES: "give this user access to it, or choose another path (a run's: base_exp_dir)",
     errno.EPERM: "give this user access to it, or choose another path (a run's: base_exp_dir)",
@@ -78,9 +81,22 @@ def sentence(error: BaseException) -> str | None:
 def remedy(error: OSError) -> str:
     """The path, the reason and, where one is known, what to do about it."""
     path = error.filename2 or error.filename  # after a failed rename: its target
+    if not path:  # the system does not say what failed
+        if error.errno == errno.ENOENT and not _has_working_folder():
+            return "the folder in which this command was started is gone; change into another"
+        if error.errno in (errno.EROFS, errno.EACCES) and not os.access(SHARED, os.W_OK):
+            return f"{SHARED} cannot be written; mount it so that it can (docker run --shm-size 8g)"
     message = f"{path}: {error.strerror}" if path and error.strerror else str(error)
     fix = REMEDIES.get(error.errno or 0)
     return escaped(message, MAX_SHOWN) + (f"; {fix}" if fix else "")
+
+
+def _has_working_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def is_machine_error(error: BaseException) -> bool:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from rl.ranks.error_messages import REMEDIES, sentence
+from rl.ranks.error_messages import REMEDIES, SHARED, remedy, sentence
+
+RL = [sys.executable, "-m", "rl"]
+CONFIG = Path(__file__).parents[2] / "configs/quickstart.jsonnet"
 
 
 @pytest.mark.parametrize("number", REMEDIES)
@@ -16,3 +22,28 @@ def test_an_error_of_the_operating_system_becomes_a_message(number: int) -> None
     assert message is not None
     assert message.startswith(f"this run cannot go on:\n  /a/file\\x1b[2J: {os.strerror(number)}; ")
     assert sentence(FileNotFoundError(errno.ENOENT, "No such file", "x")) is None, "may be a bug"
+
+
+def test_a_read_only_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's locks are files there; the error of the system has no path."""
+    error = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != SHARED)
+    assert remedy(error).startswith(f"{SHARED} cannot be written; mount it")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["check", str(CONFIG)]])
+def test_a_command_that_cannot_print_fails(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*RL, *words], stdout=full, stderr=subprocess.PIPE, text=True)
+    [line] = done.stderr.strip().split("\n")
+    assert done.returncode == 1 and "No space left on device" in line
+
+
+def test_a_command_in_a_deleted_folder_fails(tmp_path: Path) -> None:
+    script = 'cd "$1" && rmdir "$1" && shift && "$@"'
+    words = ["sh", "-c", script, "sh", str(tmp_path), *RL, "check", str(CONFIG)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "the folder in which this command was started is gone; change into another\n"
+    )
