@@ -64,6 +64,8 @@ elif MODE == "killed" and LAST:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
     note("child", str(child.pid))
     os.kill(os.getpid(), signal.SIGKILL)
+elif MODE == "leaves" and LAST:
+    os._exit(0)
 elif MODE == "graceful":
     received: list[int] = []
     for signum in signals.STOP_SIGNALS:
@@ -85,6 +87,6 @@ elif MODE == "frozen":
         while not signals.stop_received():
             exec("time.sleep(0.02)\n" * 10)  # on ten lines, so that its stack changes
     note("left", "")
-if MODE in ("raise", "mistake", "killed"):
+if MODE in ("raise", "mistake", "killed", "leaves"):
     note("waiting", str(os.getpid()))
     time.sleep(120)

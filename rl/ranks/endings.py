@@ -28,6 +28,9 @@ LEAVE_S = 5
 KILL_S = 30
 HUNG_CODE = 124
 """The launcher's exit code after a hang; `timeout` uses the same."""
+FINISHED_CODE = 86
+"""A rank's exit code when its script has ended. A 0 is not its own: a library or a plugin called
+`exit` or `os._exit` in the middle of the run."""
 PEERS_TERM_S = 30
 """How long after a failure the other ranks may take to end by SIGTERM before SIGKILL."""
 
@@ -70,12 +73,14 @@ def of_failure(failures: Mapping[int, Failure], notes: Path, log_dir: Path) -> E
     code, note = failures[rank].exit_code, _note(notes, rank)
     name = name_of(-code) if code < 0 else ""
     cause = f"killed by {name}" if name else f"exit code {code}"
+    if code == 0:
+        cause = "a library or a plugin ended the process (os._exit) before the run had finished"
     lines = [f"rank {rank} failed: {cause}; logs: {log_dir}"]
     reason = note.get("reason", "")
     if rank != 0 and reason != _note(notes, 0).get("reason"):  # rank 0 has printed its reason
         lines.append(reason)
     return Ending(
-        code if code >= 0 else 128 - code,
+        (code or 1) if code >= 0 else 128 - code,
         f"rank {rank} was killed by {name}" if name else f"rank {rank} failed with an error",
         -code not in STOP_SIGNALS if name else bool(note.get("by_machine")),
         tuple(lines),
@@ -95,13 +100,14 @@ class Ranks:
         self._processes, self._watch, self._say = processes, watch, say
 
     def all_done(self) -> bool:
-        return all(process.poll() == 0 for process in self._processes.values())
+        return all(process.poll() == FINISHED_CODE for process in self._processes.values())
 
     def failures(self) -> dict[int, Failure]:
-        """The ranks that have ended with an error so far, as seen now."""
+        """The ranks that have ended before their script so far, as seen now."""
         now_s = time.monotonic()
         codes = {rank: process.poll() for rank, process in self._processes.items()}
-        return {rank: Failure(code, now_s) for rank, code in codes.items() if code}
+        finished = (None, FINISHED_CODE)
+        return {rank: Failure(code, now_s) for rank, code in codes.items() if code not in finished}
 
     def end_hung(self) -> Ending:
         """Make all ranks write their stacks and save; kill those that do not exit."""

@@ -16,6 +16,7 @@ from typing import Any
 from rl.files.private import private
 from rl.ranks import error_messages, heartbeat, loading_progress
 from rl.ranks.dist import PeerError
+from rl.ranks.endings import FINISHED_CODE
 from rl.ranks.signals import die_with_parent
 from rl.text import terminal
 from rl.text.terminal import Lossy
@@ -50,10 +51,13 @@ def main() -> None:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         exit_codes.append(0)
     except SystemExit as error:
-        _write_note(note, ended_ns=time.time_ns(), reason=f"SystemExit: {error.code}")
-        exit_codes.append(
-            error.code if isinstance(error.code, int) else int(error.code is not None)
-        )
+        reason = f"SystemExit: {error.code}"
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code == 0 and target == "rl.train":  # it ends by returning
+            reason, code = "a library or a plugin called sys.exit before the run had finished", 1
+            print(f"this run cannot go on:\n  {reason}", file=sys.stderr)
+        _write_note(note, ended_ns=time.time_ns(), reason=reason)
+        exit_codes.append(code)
         raise
     except Exception as error:
         trace = _own_traceback(error)
@@ -79,7 +83,7 @@ def _leave(codes: list[int]) -> None:
     if codes:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(codes[0])
+        os._exit(codes[0] or FINISHED_CODE)
 
 
 def _write_note(note: Path, **row: Any) -> None:

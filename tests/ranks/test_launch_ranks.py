@@ -173,6 +173,16 @@ def test_a_killed_rank_ends_its_children_and_peers(launch: Launch, tmp_path: Pat
     wait_for(lambda: not is_alive(child))
 
 
+@pytest.mark.parametrize("num_ranks", ["1", "2"])
+def test_a_rank_that_leaves_with_code_0_before_its_script_has_ended_has_failed(
+    launch: Launch, num_ranks: str
+) -> None:
+    process = launch("leaves", "--nproc", num_ranks)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert f"rank {int(num_ranks) - 1} failed: a library or a plugin ended the process" in errors
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, 40])
 def test_the_launcher_forwards_a_signal_and_waits_until_all_ranks_have_saved(
