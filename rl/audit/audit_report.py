@@ -15,7 +15,7 @@ from PIL.Image import Image
 from rl.audit.audit_cases import CORRECT, KINDS, Case
 from rl.audit.audit_statistics import readings_for
 from rl.audit.judge_attacks import ATTACKS
-from rl.audit.judge_audit import ADD_CASES, TARGET_RELIABILITY, AttackResult, Kind, RewardAudit
+from rl.audit.judge_audit import TARGET_RELIABILITY, AttackResult, Kind, RewardAudit
 from rl.files.atomic import write_atomically
 from rl.files.images import downscale
 from rl.text.templates import load_template
@@ -26,15 +26,14 @@ SIDE_PX = 256
 
 def audit_lines(audit: RewardAudit) -> Iterable[str]:
     """At most 80 columns each."""
-    silent = {kind: f"{share:.0%}" for kind, (share, _) in audit.silent.items()}
     yield f"{audit.reward}: mean value of the right results {audit.mean_correct:.2f}"
-    heads = f"{'pairs':>5} {'right wins':>18} {'ties':>5} {'AUROC':>17} {'mean':>5} silent"
-    yield f"  {'wrong results':<17}{heads}"
-    yield from (_kind_line(kind, silent[kind.name]) for kind in audit.kinds)
-    yield _kind_line(audit.overall, "")
+    yield "  wrong results     pairs right wins  ties             AUROC  mean silent"
+    for kind in audit.kinds:
+        yield _kind_line(kind, f"{audit.silent[kind.name][0]:.0%}")
+    yield _kind_line(audit.overall)
     if len(audit.categories) > 1:
         yield "  clearly wrong results, by category"
-        yield from (_kind_line(category, "") for category in audit.categories)
+        yield from map(_kind_line, audit.categories)
     if not math.isnan(audit.noise_sd):
         yield repeats_line(audit.noise_sd, audit.reliability)
     yield (
@@ -43,7 +42,7 @@ def audit_lines(audit: RewardAudit) -> Iterable[str]:
     )
     yield f"  ungraded: {audit.num_ungraded} of {audit.num_graded + audit.num_ungraded}"
     verdicts = [f"FAIL {text}" for text in audit.failures]
-    verdicts += [f"UNDECIDED {text}; {ADD_CASES}" for text in audit.doubts]
+    verdicts += [f"UNDECIDED: add cases (--cases N): {text}" for text in audit.doubts]
     for text in verdicts or ["PASS"]:
         yield from textwrap.wrap(text, 80, initial_indent="  ", subsequent_indent=" " * 7)
 
@@ -58,15 +57,13 @@ def repeats_line(sd: float, reliability: float) -> str:
     )
 
 
-def _kind_line(kind: Kind, silent: str) -> str:
-    low, high = kind.accuracy_interval
-    auc_low, auc_high = kind.auroc_interval
-    wins = f"{kind.accuracy:>6.0%} ({low:>4.0%}-{high:>4.0%})"
-    line = (
-        f"  {kind.name[:17]:<17}{kind.num_pairs:>5} {wins} {kind.ties:>5.0%}"
-        f"  {kind.auroc:>4.2f} ({auc_low:>4.2f}-{auc_high:>4.2f}) {kind.mean:>5.2f} {silent:>6}"
+def _kind_line(kind: Kind, silent: str = "") -> str:
+    low, high = kind.auroc_interval
+    numbers = (
+        f"{kind.num_pairs:>5} {kind.accuracy:>10.0%} {kind.ties:>5.0%}"
+        f"  {kind.auroc:>4.2f} ({low:>4.2f}-{high:>4.2f}) {kind.mean:>5.2f} {silent:>6}".rstrip()
     )
-    return line.replace("nan%", "   -").replace(" nan", "   -").replace("nan", "  -").rstrip()
+    return f"  {kind.name[:18]:<18}" + numbers.replace("nan%", "   -").replace("nan", "  -")
 
 
 def attack_lines(

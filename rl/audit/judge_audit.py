@@ -11,12 +11,13 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from PIL.Image import Image
+from pydantic import TypeAdapter
 
 from rl.api.judge import Answer, Judge, Question
 from rl.api.plugin import Resources
@@ -43,7 +44,6 @@ NUM_REPEATED, NUM_READINGS = 4, 3
 """The results of the first 4 cases are read 3 times."""
 MIN_PAIRS = 8
 """A kind or category with fewer pairs decides nothing by itself."""
-ADD_CASES = "add cases (`rl judge audit`: --cases N, or more --pairs)"
 RULES = 2
 """The number of the rules that decide; an audit by others counts as none."""
 TARGET_RELIABILITY = 0.8
@@ -59,10 +59,10 @@ class Kind:
     num_pairs: int
     accuracy: float
     """Share of pairs of one sample in which the right result scores higher."""
-    accuracy_interval: statistics.Interval
     ties: float
     auroc: float
     auroc_interval: statistics.Interval
+    """95 %; nan, like the other numbers, without pairs."""
     mean: float
     """Mean value of these results, 0 to 1."""
 
@@ -121,7 +121,7 @@ class Asked:
     values: Mapping[tuple[int, str], tuple[float, ...]]
     """(case, kind) -> the graded readings, 0 to 1."""
     failures: Mapping[tuple[int, str], Sequence[str]]
-    """(case, kind) -> why its other readings were not graded."""
+    """(case, kind) -> why its other readings were not graded, [] if they all were."""
 
 
 def audited_rewards(resolved: Resolved) -> tuple[list[str], list[str]]:
@@ -240,10 +240,10 @@ def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConf
             if kind in CLEARLY_WRONG and cases[case].sample.category:
                 by_category.setdefault(cases[case].sample.category, []).append(pair)
             worst.append((case, kind, *pair[1:]))
-    lost: dict[str, list[float]] = {}
-    for key, graded in asked.values.items():
-        num_lost = len(asked.failures.get(key, ()))
-        lost.setdefault(key[1], []).append(num_lost / (num_lost + len(graded)))
+    lost = {
+        key: len(texts) / (len(texts) + len(asked.values[key]))
+        for key, texts in asked.failures.items()
+    }
     reasons = [reason for each in asked.failures.values() for reason in each]
     right = [value for (_, kind), value in first.items() if kind == CORRECT]
     groups = repeated(asked)
@@ -255,8 +255,8 @@ def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConf
         num_unreadable=sum(reason.startswith("unreadable") for reason in reasons),
         first_failure=next(iter(reasons), ""),
         silent={
-            kind: (float(np.mean(s)), statistics.wilson_interval(float(np.mean(s)), len(s))[0])
-            for kind, s in lost.items()
+            kind: _silence([share for key, share in lost.items() if key[1] == kind])
+            for kind in (CORRECT, *by_kind)
         },
         mean_correct=float(np.mean(right)) if right else math.nan,
         overall=_kind("all kinds", [pair for pairs in by_kind.values() for pair in pairs]),
@@ -274,14 +274,18 @@ def measured(reward: str, cases: Sequence[Case], asked: Asked, limits: JudgeConf
     return replace(result, failures=failures, doubts=doubts)
 
 
+def _silence(shares: Sequence[float]) -> statistics.Interval:
+    share = float(np.mean(shares))
+    return share, statistics.wilson_interval(share, len(shares))[0]
+
+
 def _kind(name: str, pairs: Sequence[Pair]) -> Kind:
     case, right, wrong = np.array(pairs, float).reshape(-1, 3).T
     area, interval = statistics.auroc(case.astype(int), right, wrong)
     accuracy, ties, mean = (
         float(each.mean()) if pairs else math.nan for each in (right > wrong, right == wrong, wrong)
     )
-    wins = statistics.wilson_interval(accuracy, len(pairs))
-    return Kind(name, len(pairs), accuracy, wins, ties, area, interval, mean)
+    return Kind(name, len(pairs), accuracy, ties, area, interval, mean)
 
 
 def repeated(asked: Asked) -> list[np.ndarray]:
@@ -302,46 +306,46 @@ def decided(result: RewardAudit, limits: JudgeConfig) -> tuple[list[str], list[s
     if it lies above twice those errors, so that the judge is not blind to it.
     """
     line, errors = limits.audit_min_auroc, 1 - limits.audit_min_auroc
-    kinds, categories = (
-        [row for row in rows if row.num_pairs >= MIN_PAIRS]
-        for rows in (result.kinds, result.categories)
-    )
-    weak = [row for row in (*kinds, *categories) if row.auroc_interval[1] < line]
-    unclear = [k for k in kinds if k not in weak and k.auroc_interval[0] < 1 - 2 * errors]
+    rows = [row for row in (*result.kinds, *result.categories) if row.num_pairs >= MIN_PAIRS]
+    weak = [row for row in rows if row.auroc_interval[1] < line]
+    unclear = [
+        kind
+        for kind in result.kinds
+        if kind.num_pairs >= MIN_PAIRS
+        and kind.auroc_interval[0] < 1 - 2 * errors
+        and kind.auroc_interval[1] >= line
+    ]
     if not result.overall.auroc_interval[0] >= line:
-        fails = result.overall.auroc_interval[1] < 1 - errors / 4
-        (weak if fails else unclear).insert(0, result.overall)
-    failures, doubts = [], []
-    if weak:
-        named = ", ".join(f"{row.name} {row.auroc:.2f}" for row in weak)
-        failures.append(f"AUROC not above judge.audit_min_auroc={line:g}: {named}")
-    if unclear:
-        named = ", ".join(
-            f"{row.name} {row.auroc:.2f} ({row.auroc_interval[0]:.2f}-{row.auroc_interval[1]:.2f})"
-            for row in unclear
-        )
-        doubts.append(f"the AUROC may be below or above judge.audit_min_auroc={line:g}: {named}")
+        may_be_good = result.overall.auroc_interval[1] >= 1 - errors / 4
+        (unclear if may_be_good else weak).insert(0, result.overall)
+    limit = f"judge.audit_min_auroc={line:g}"
+    failures = [f"{row.name}: AUROC {row.auroc:.2f}, not above {limit}" for row in weak]
+    doubts = [
+        f"{row.name}: AUROC {row.auroc:.2f} ({low:.2f}-{high:.2f}), to be above {limit}"
+        for row in unclear
+        for low, high in [row.auroc_interval]
+    ]
     if result.noise_sd > limits.audit_max_noise:
         failures.append(
             f"readings of one picture differ by {result.noise_sd:.3f} (standard deviation), above "
             f"judge.audit_max_noise={limits.audit_max_noise:g}: raise the reward's n_evals"
         )
-    if few := too_few_graded(result, limits, result.num_ungraded):
+    for kind, (share, at_least) in result.silent.items():
+        if share > limits.audit_max_ungraded:
+            (failures if at_least > limits.audit_max_ungraded else doubts).append(
+                f"{kind}: no usable reply to {share:.0%}, above "
+                f"judge.audit_max_ungraded={limits.audit_max_ungraded:g}"
+            )
+    if few := too_few_graded(result, limits):
         failures.append(few)
-    most = limits.audit_max_ungraded
-    for texts, silent in (
-        (failures, {kind: share for kind, (share, low) in result.silent.items() if low > most}),
-        (doubts, {kind: s for kind, (s, low) in result.silent.items() if low <= most < s}),
-    ):
-        if silent:
-            named = ", ".join(f"{kind} {share:.0%}" for kind, share in silent.items())
-            texts.append(f"no usable reply, above judge.audit_max_ungraded={most:g}: {named}")
     return failures, doubts
 
 
-def too_few_graded(result: RewardAudit, limits: JudgeConfig, num_lost: int) -> str:
-    """Why so many results are lost that an audit or attack shows nothing; '' if it does."""
+def too_few_graded(result: RewardAudit, limits: JudgeConfig, num_excused: int = 0) -> str:
+    """Why so many results are ungraded that an audit or attack shows nothing; '' if it does.
+    `num_excused` ungraded ones do not count."""
     num_all = result.num_graded + result.num_ungraded
+    num_lost = result.num_ungraded - num_excused
     if num_lost < num_all and num_lost <= limits.audit_max_ungraded * num_all:
         return ""
     return (
@@ -371,8 +375,7 @@ async def attack(
         for name, result in attacked(case).items()
     }
     asked = await ask(plugin, judge, device, {**references, **attacks})
-    result = measured(plugin.key, cases, asked, limits)
-    if few := too_few_graded(result, limits, result.num_ungraded):
+    if few := too_few_graded(measured(plugin.key, cases, asked, limits), limits):
         raise JudgeError(f"{plugin.key}: {few}")
     means, names = _means(asked), {kind for _, kind in references}
     right = means.get(CORRECT, math.nan)
@@ -405,8 +408,7 @@ def identity(resolved: Resolved) -> dict[str, Any]:
         text = "\0".join([*read(), *read(of_several=True)]) if read else ""
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         rewards[name] = {**config.model_dump(mode="json"), "prompts": digest}
-    asked = {key: getattr(judge, key) for key in parameters}
-    return {"rules": RULES, **asked, "rewards": rewards}
+    return {"rules": RULES, **{key: getattr(judge, key) for key in parameters}, "rewards": rewards}
 
 
 def key_of(judge_identity: Mapping[str, Any]) -> str:
@@ -437,8 +439,7 @@ def save_results(resolved: Resolved, **results: Any) -> None:
     file unchanged, which shows whether it can be written. Raises JudgeError if too many questions
     got no reply, as in an outage: such an audit would refuse every later start."""
     for each in (*results.get("audits", ()), *results.get("pairs", ())):
-        unanswered = each.num_ungraded - each.num_unreadable
-        if few := too_few_graded(each, resolved.config.judge, unanswered):
+        if few := too_few_graded(each, resolved.config.judge, each.num_unreadable):
             raise JudgeError(f"{each.reward}: {few}. This audit is not kept; try again")
     file, judge_identity = file_of(resolved.config), identity(resolved)
     known, key = entries(file), key_of(judge_identity)
@@ -446,19 +447,11 @@ def save_results(resolved: Resolved, **results: Any) -> None:
     if results:
         entry["date"] = time.strftime("%Y-%m-%d %H:%M:%S%z")
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps({**known, key: entry}, indent=1, default=_plain) + "\n")
+    write_atomically(file, json.dumps({**known, key: entry}, indent=1, default=_kept) + "\n")
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, RewardAudit):
-        return {k: v for k, v in asdict(value).items() if k != "worst"}
-    return asdict(value)
-
-
-def _restored(values: Mapping[str, Any]) -> RewardAudit:
-    """The audit that `_plain` has written."""
-    rows = {key: [Kind(**row) for row in values[key]] for key in ("kinds", "categories")}
-    return RewardAudit(**{**values, **rows, "overall": Kind(**values["overall"])})
+def _kept(result: RewardAudit | Kind | AttackResult) -> Mapping[str, Any]:
+    return {name: value for name, value in vars(result).items() if name != "worst"}
 
 
 @dataclass(frozen=True)
@@ -479,20 +472,18 @@ def verdict(resolved: Resolved) -> Verdict:
     try:
         if "audits" not in entry:
             return Verdict(None, f"the judge has not been audited (no entry in {file})")
-        audits, day = [_restored(values) for values in entry["audits"]], entry["date"][:10]
-        pairs = [(each.reward, *decided(each, limits)) for each in audits]
+        audits = TypeAdapter(list[RewardAudit]).validate_python(entry["audits"])
+        day = entry["date"][:10]
+        found = [(each.reward, decided(each, limits)) for each in audits]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged ({error}): delete it, and audit again") from None
-    failures, doubts = (
-        [f"{reward}: {text}" for reward, *both in pairs for text in both[i]] for i in (0, 1)
-    )
-    if failures:
-        return Verdict(False, f"the judge failed its audit of {day}: {_shortened(failures)}")
-    if doubts:
-        listed = f"{_shortened(doubts)}; {ADD_CASES}"
-        return Verdict(False, f"the judge's audit of {day} is undecided: {listed}")
+    for i, what in enumerate(
+        (
+            f"the judge failed its audit of {day}",
+            f"the judge's audit of {day} is undecided: add cases (`rl judge audit --cases N`)",
+        )
+    ):
+        if texts := [f"{reward}: {text}" for reward, both in found for text in both[i]]:
+            more = f"; {len(texts) - 3} more" if len(texts) > 3 else ""
+            return Verdict(False, f"{what}: {'; '.join(texts[:3])}{more}")
     return Verdict(True, f"the judge passed its audit of {day}")
-
-
-def _shortened(texts: Sequence[str]) -> str:
-    return "; ".join(texts[:3]) + (f"; {len(texts) - 3} more" if len(texts) > 3 else "")
