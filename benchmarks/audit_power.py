@@ -6,6 +6,8 @@ python -m benchmarks.audit_power --audits 200 > benchmarks/results/audit_power.m
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from statistics import NormalDist
@@ -60,22 +62,17 @@ def audit(
     return measured("simulated", cases, Asked(values, dict.fromkeys(values, ())), JudgeConfig())
 
 
-def verdict(result: RewardAudit) -> str:
-    return "fail" if result.failures else "undecided" if result.doubts else "pass"
-
-
 def rates(
     scale: str, auroc: float, kinds: Sequence[str], num_cases: int, num_audits: int, blind: str = ""
 ) -> Counter[str]:
-    """Verdict -> number of audits. `blind`: a kind whose wrong results score like right ones; its
-    failures count as `named` if a failure names it and no other kind."""
-    steps = SCALES[scale]
+    """Verdict -> number of audits. `blind`: a kind whose wrong results score like right ones;
+    `named` counts the audits that fail for this kind and for no other."""
+    steps, rng = SCALES[scale], np.random.default_rng(0)
     distances = {kind: distance(0.5 if kind == blind else auroc, steps) for kind in kinds}
-    rng = np.random.default_rng(0)
     counts: Counter[str] = Counter()
     for _ in range(num_audits):
         result = audit(rng, distances, steps, num_cases)
-        counts[verdict(result)] += 1
+        counts["fail" if result.failures else "undecided" if result.doubts else "pass"] += 1
         told = {text.partition(":")[0] for text in result.failures}
         counts["named"] += told - {"all kinds"} == {blind}
     return counts
@@ -85,35 +82,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="benchmarks.audit_power", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--audits", type=int, default=200, help="per number of the table")
+    parser.add_argument("--audits", type=int, default=200, help="simulated per cell; 200")
     num = parser.parse_args(argv).audits
-    print("# How often an audit of a judge of known AUROC passes, is undecided, or fails\n")
     print(
-        f"`python -m benchmarks.audit_power --audits {num}`: {num} simulated audits per number, in"
+        f"# What the audit says about judges of known quality\n\n`python -m benchmarks.audit_power"
+        f" --audits {num}`: {num} audits per cell. Standard error:\n"
+        f"{100 * math.sqrt(0.05 * 0.95 / num):.1f} points where the table says 5 or 95 %, "
+        f"{100 * math.sqrt(0.25 / num):.1f} at 50 %.\n\npass / undecided / fail, %\n\n"
+        "| scale | kinds | AUROC | 16 cases | 32 cases | 64 cases |\n|---|---|---|---|---|---|"
     )
-    print("%; a share of 5 (50) % has a standard error of", end=" ")
-    print(f"{100 * (0.05 * 0.95 / num) ** 0.5:.1f} ({50 / num**0.5:.1f}) points.\n")
+    for scale, kinds, auroc in itertools.product(SCALES, (["worse"], WRONG), AUROCS):
+        found = [rates(scale, auroc, kinds, each, num) for each in NUM_CASES]
+        cells = (
+            " / ".join(f"{counts[each] / num:.1%}"[:-1] for each in ("pass", "undecided", "fail"))
+            for counts in found
+        )
+        print(f"| {scale} | {len(kinds)} | {auroc} |", " | ".join(cells), "|", flush=True)
     print(
-        "| scale | kinds | AUROC |", *(f"{n} cases: pass / undecided / fail |" for n in NUM_CASES)
+        f"\nAUROC 0.99 for eight kinds and 0.5 for `{BLIND_TO}`: fails for this kind, by name, and"
+        " for no other, %\n\n| scale | 16 cases | 32 cases | 64 cases |\n|---|---|---|---|"
     )
-    print("|---" * 6 + "|")
     for scale in SCALES:
-        for kinds in (["worse"], WRONG):
-            for auroc in AUROCS:
-                cells = []
-                for num_cases in NUM_CASES:
-                    counts = rates(scale, auroc, kinds, num_cases, num)
-                    shares = [counts[each] / num for each in ("pass", "undecided", "fail")]
-                    cells.append(" / ".join(f"{100 * share:.1f}" for share in shares))
-                print(f"| {scale} | {len(kinds)} | {auroc} |", " | ".join(cells), "|", flush=True)
-    print(
-        f"\nAUROC 0.99, but 0.5 for one kind of {len(WRONG)}, `{BLIND_TO}`: fails, and names it and"
-    )
-    print("no other kind.\n\n| scale |", *(f"{n} cases |" for n in NUM_CASES))
-    print("|---" * 4 + "|")
-    for scale in SCALES:
-        named = [rates(scale, 0.99, WRONG, n, num, BLIND_TO)["named"] / num for n in NUM_CASES]
-        print(f"| {scale} |", " | ".join(f"{100 * share:.1f}" for share in named), "|")
+        named = [rates(scale, 0.99, WRONG, each, num, BLIND_TO)["named"] for each in NUM_CASES]
+        print(f"| {scale} |", " | ".join(f"{each / num:.1%}"[:-1] for each in named), "|")
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def examine(
         client = JudgeClient(limits.model_copy(update={"backoff_s": 0.01}), api_base)
         try:
             audit = await judge_audit.audit(plugin, client, "cpu", cases, limits)
-            if not attacked or not audit.num_graded:  # an attack would raise JudgeError
+            if not attacked or audit.num_unreadable:  # an attack would raise JudgeError
                 return audit, ([], math.nan, 0.0)
             return audit, await judge_audit.attack(plugin, client, "cpu", cases, limits)
         finally:

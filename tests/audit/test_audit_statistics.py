@@ -36,10 +36,11 @@ def test_auroc_interval_by_hand() -> None:
     """Right 1, 0, 1, 1 against wrong 0.5: shares won 1, 0, 1, 1 with the variance 1/4, so that the
     AUROC 3/4 has the variance 1/16, and 3/16 / (1/16) = 3 results. Without an error two results a
     case count: 4 of 4 in two cases. Pairs of one case do not count as cases of their own."""
-    assert area([1, 0, 1, 1], [0.5] * 4)[1] == pytest.approx(statistics.wilson_interval(0.75, 3))
+    three = pytest.approx(statistics.wilson_interval(0.75, 3))
+    assert area([1, 0, 1, 1], [0.5] * 4)[1] == area([0.5] * 4, [0, 1, 0, 0])[1] == three
     assert area([1, 1], [0, 0])[1] == pytest.approx(statistics.wilson_interval(1.0, 4))
     thrice = [np.repeat(each, 3) for each in (np.arange(4), [1.0, 0, 1, 1], [0.5] * 4)]
-    assert statistics.auroc(*thrice)[1] == pytest.approx(statistics.wilson_interval(0.75, 3))
+    assert statistics.auroc(*thrice)[1] == three
 
 
 def test_auroc_interval_covers_the_true_value_in_most_draws() -> None:

@@ -79,9 +79,12 @@ def test_attacks_find_a_judge_that_believes_writing() -> None:
     assert {*DEFECTS} == {*CAUGHT, "sound", "reads text in pictures", "half marks as a fall-back"}
 
 
-def replies(lost: Mapping[str, Collection[int]], failure: str, num_cases: int = 16) -> Asked:
-    """Readings by a perfect judge that leaves the cases `lost` of some kinds without a grade."""
-    keys = [(case, kind) for case in range(num_cases) for kind in (CORRECT, "no_edit", "partial")]
+CASES = [Case(Sample(str(number), ""), {}) for number in range(16)]
+
+
+def replies(lost: Mapping[str, Collection[int]], failure: str) -> Asked:
+    """Readings of `CASES` by a perfect judge that leaves the cases `lost` of some kinds without a grade."""
+    keys = [(case, kind) for case in range(16) for kind in (CORRECT, "no_edit", "partial")]
     return Asked(
         {
             key: () if key[0] in lost.get(key[1], ()) else (float(key[1] == CORRECT),)
@@ -94,8 +97,7 @@ def replies(lost: Mapping[str, Collection[int]], failure: str, num_cases: int = 
 @pytest.mark.parametrize("num_lost", [1, 6, 16])
 def test_silence_counts_per_kind_and_keeps_its_row(num_lost: int) -> None:
     asked = replies({"no_edit": range(num_lost)}, "unreadable: prose")
-    cases = [Case(Sample(str(number), ""), {}) for number in range(16)]
-    audit = judge_audit.measured("r", cases, asked, JudgeConfig(audit_max_ungraded=0.05))
+    audit = judge_audit.measured("r", CASES, asked, JudgeConfig(audit_max_ungraded=0.05))
     text = f"no_edit: no usable reply to {num_lost / 16:.0%}"
     told = [*audit.doubts] if num_lost == 1 else [*audit.failures]
     assert any(text in each for each in told) and bool(audit.failures) == (num_lost > 1)
@@ -106,16 +108,23 @@ def test_silence_counts_per_kind_and_keeps_its_row(num_lost: int) -> None:
     assert "nan" not in printed
 
 
+def test_a_kind_to_which_the_judge_may_be_blind_is_undecided() -> None:
+    """6 ties of 16 are an AUROC of 0.81, whose interval holds 0.7 and 0.85."""
+    asked = replies({}, "")
+    values = {**asked.values, **{(case, "partial"): (1.0,) for case in range(6)}}
+    audit = judge_audit.measured("r", CASES, Asked(values, asked.failures), JudgeConfig())
+    assert audit.failures == [] and "partial: AUROC 0.81 (0.6" in audit.doubts[-1]
+
+
 def test_an_outage_is_not_kept_and_silence_is(tmp_path: Path) -> None:
     arguments = quickstart(tmp_path, "http://127.0.0.1:9")
     resolved = build.resolve(load_config(arguments[0], arguments[1:]))
-    cases = [Case(Sample(str(number), ""), {}) for number in range(16)]
     lost, limits = {"partial": range(8)}, resolved.config.judge
-    audit = judge_audit.measured("r", cases, replies(lost, "timeout: 60 s"), limits)
+    audit = judge_audit.measured("r", CASES, replies(lost, "timeout: 60 s"), limits)
     with pytest.raises(JudgeError, match="8 of 48 results got no usable reply"):
         judge_audit.save_results(resolved, audits=[audit])
     assert judge_audit.verdict(resolved).passed is None
-    audit = judge_audit.measured("r", cases, replies(lost, "unreadable: prose"), limits)
+    audit = judge_audit.measured("r", CASES, replies(lost, "unreadable: prose"), limits)
     judge_audit.save_results(resolved, audits=[audit])
     verdict = judge_audit.verdict(resolved)
     assert verdict.passed is False and "partial: no usable reply to 50%" in verdict.text
