@@ -298,7 +298,7 @@ def repeated(asked: Asked) -> list[np.ndarray]:
 
 
 def decided(result: RewardAudit, limits: JudgeConfig) -> tuple[list[str], list[str]]:
-    """(failures, doubts) by the thresholds `judge.audit_*`; the judge passes without either.
+    """(failures, without any: doubts) by the thresholds `judge.audit_*`; without both it passes.
 
     Over all kinds, the 95 % interval of the AUROC has to lie above the line `audit_min_auroc`. It
     fails if it neither does so nor reaches a quarter of the errors that the line allows: more cases
@@ -315,7 +315,7 @@ def decided(result: RewardAudit, limits: JudgeConfig) -> tuple[list[str], list[s
         and kind.auroc_interval[0] < 1 - 2 * errors
         and kind.auroc_interval[1] >= line
     ]
-    if not result.overall.auroc_interval[0] >= line:
+    if result.overall.auroc_interval[0] < line:  # not without pairs
         may_be_good = result.overall.auroc_interval[1] >= 1 - errors / 4
         (unclear if may_be_good else weak).insert(0, result.overall)
     limit = f"judge.audit_min_auroc={line:g}"
@@ -338,7 +338,7 @@ def decided(result: RewardAudit, limits: JudgeConfig) -> tuple[list[str], list[s
             )
     if few := too_few_graded(result, limits):
         failures.append(few)
-    return failures, doubts
+    return failures, [] if failures else doubts
 
 
 def too_few_graded(result: RewardAudit, limits: JudgeConfig, num_excused: int = 0) -> str:
