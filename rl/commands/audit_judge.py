@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("action", choices=("audit", "attack"))
     parser.add_argument("config", help="a Jsonnet file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of its keys")
-    parser.add_argument("--cases", type=int, default=judge_audit.NUM_CASES, metavar="N", help="64")
+    parser.add_argument(
+        "--cases", type=int, default=judge_audit.NUM_CASES, metavar="N", help="samples: 64"
+    )
     parser.add_argument("--seed", type=int, default=0, help="other drawn scenes")
     parser.add_argument("--pairs", metavar="FILE", help="labelled pairs, or a data set on the hub")
     parser.add_argument("--columns", default="", help="instruction=..,source=..,better=..,worse=..")
